@@ -1,0 +1,1 @@
+"""A pretraining system for small GPTs, judged by validation bits per byte."""

@@ -1,0 +1,1 @@
+"""What a run is: frozen values with units in their names, checked at construction."""

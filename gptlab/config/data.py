@@ -1,0 +1,69 @@
+"""Which text, how it becomes tokens, and how tokens become rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from gptlab.config.errors import require, require_choice, require_positive
+
+TokenizerKind = Literal["bpe", "char", "byte"]
+Split = Literal["hash", "tail"]
+Rows = Literal["packed", "sequential", "random"]
+LongDocuments = Literal["cut", "crop"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenizerConfig:
+    kind: TokenizerKind = "bpe"
+    """bpe (byte-level, trained on the corpus) | char (the characters that occur) | byte (the 256 bytes)."""
+    vocab_size: int = 4096
+    """Entries of a bpe tokenizer, special tokens included."""
+    max_digits: int = 2
+    """The most digits that the split pattern lets into one token."""
+    train_bytes: int = 100_000_000
+    """Bytes of training text (UTF-8) that a bpe tokenizer is trained on, at most."""
+    path: str | None = None
+    """A folder with a tokenizer.json to use instead of training one."""
+
+    def __post_init__(self) -> None:
+        require_choice("tokenizer.kind", self.kind, get_args(TokenizerKind))
+        # 256 bytes and one special token are the least a byte-level tokenizer can have.
+        require(
+            self.vocab_size >= 257, "tokenizer.vocab_size", self.vocab_size, "byte-level BPE needs 257 or more", 257
+        )
+        require_positive("tokenizer.max_digits", self.max_digits)
+        require_positive("tokenizer.train_bytes", self.train_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataConfig:
+    source: tuple[str, ...] = ("stdlib",)
+    """Corpora, read one after the other: `stdlib`, a file (.txt .jsonl .parquet), a folder, or a glob."""
+    text_column: str = "text"
+    """The column (Parquet) or key (JSONL) that holds the text."""
+    split: Split = "hash"
+    """hash: a validation document is chosen by a hash of its content | tail: the end of the text (nanoGPT)."""
+    val_fraction: float = 0.05
+    """Share of the corpus held out: of documents (hash) or of characters (tail)."""
+    rows: Rows = "packed"
+    """packed: rows start with BOS and hold whole documents, best-fit | sequential: contiguous chunks | random: uniform
+    windows."""
+    long_documents: LongDocuments = "cut"
+    """packed rows: cut long documents into row-sized pieces, every token is trained on | crop: throw the overhang away
+    (nanochat)."""
+    pack_buffer_documents: int = 1000
+    """packed rows: documents among which the best fit is looked for (seed 4's loader: 1000)."""
+    cache_dir: str | None = None
+    """Where prepared tokens are kept. None: $GPTLAB_CACHE, or the user's cache folder."""
+    workers: int | None = None
+    """Processes that prepare data. None: one a core."""
+
+    def __post_init__(self) -> None:
+        require(len(self.source) > 0, "data.source", self.source, "name at least one corpus", "stdlib")
+        require_choice("data.split", self.split, get_args(Split))
+        require_choice("data.rows", self.rows, get_args(Rows))
+        require_choice("data.long_documents", self.long_documents, get_args(LongDocuments))
+        require(0.0 < self.val_fraction < 1.0, "data.val_fraction", self.val_fraction, "must be between 0 and 1", 0.05)
+        require_positive("data.pack_buffer_documents", self.pack_buffer_documents)
+        require_positive("data.workers", self.workers)

@@ -1,0 +1,46 @@
+"""The one exception a user can cause. It becomes one line on stderr and exit code 2; everything else is a bug."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(Exception):
+    """Wrong usage, input or environment: a single line that says what, why, and what would work."""
+
+
+class ConfigError(UserError):
+    """A configuration that cannot be: names the field, its value, the reason, and the nearest valid choice."""
+
+    def __init__(self, field: str, value: object, reason: str, nearest: object = None) -> None:
+        self.field = field
+        self.value = value
+        self.reason = reason
+        self.nearest = nearest
+        hint = "" if nearest is None else f" (nearest valid: {nearest})"
+        super().__init__(f"{field} = {value!r}: {reason}{hint}")
+
+
+def nearest_name(word: str, choices: Iterable[str]) -> str | None:
+    """The choice that looks most like `word`, or None where nothing comes close."""
+    matches = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.5)
+    return matches[0] if matches else None
+
+
+def require(condition: bool, field: str, value: object, reason: str, nearest: object = None) -> None:
+    if not condition:
+        raise ConfigError(field, value, reason, nearest)
+
+
+def require_choice(field: str, value: str, choices: Iterable[str]) -> None:
+    choices = tuple(choices)
+    if value not in choices:
+        nearest = nearest_name(str(value), choices) or choices[0]
+        raise ConfigError(field, value, f"must be one of {', '.join(choices)}", nearest)
+
+
+def require_positive(field: str, value: float | None) -> None:
+    """None passes: it means "not set"."""
+    if value is not None and not value > 0:
+        raise ConfigError(field, value, "must be greater than zero")

@@ -1,0 +1,133 @@
+"""What the network is. Every difference between the four lineages is one field here, so that it can be ablated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from gptlab.config.errors import ConfigError, require, require_choice, require_positive
+
+Norm = Literal["rmsnorm", "layernorm"]
+Position = Literal["rope", "learned"]
+Activation = Literal["relu2", "gelu"]
+Init = Literal["nanochat", "gpt2"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    n_layer: int = 4
+    """Transformer blocks."""
+    n_embd: int = 256
+    """Width of the residual stream (channels)."""
+    n_head: int = 4
+    """Query heads; must divide n_embd."""
+    n_kv_head: int | None = None
+    """Key and value heads (grouped-query attention); must divide n_head. None: as many as n_head."""
+    seq_len: int = 512
+    """Context length in tokens; also the length of a training row."""
+    vocab_size: int | None = None
+    """Entries that the tokenizer has. None: taken from the tokenizer when the data is ready."""
+    vocab_multiple: int = 64
+    """The embedding and head tables are padded to a multiple of this; padding never appears in the logits."""
+    mlp_ratio: float = 4.0
+    """Hidden width of the MLP over n_embd."""
+    norm: Norm = "rmsnorm"
+    """rmsnorm (weightless) | layernorm (with weight, and bias where `bias`)."""
+    position: Position = "rope"
+    """rope | learned (absolute table of seq_len rows)."""
+    rope_base: float = 10_000.0
+    """Base of the rotary frequencies."""
+    activation: Activation = "relu2"
+    """relu2 (ReLU squared, Primer, arXiv:2109.08668) | gelu (exact, erf)."""
+    bias: bool = False
+    """Biases in linear layers and LayerNorm."""
+    dropout: float = 0.0
+    """Dropout probability on embeddings, attention weights and residual branches while training."""
+    tied_head: bool = False
+    """The output head shares the embedding's weight."""
+    qk_norm: bool = True
+    """Normalize queries and keys per head after the rotation."""
+    window_pattern: str = "L"
+    """One letter a layer, tiled: L sees the whole context, S a sliding window. The last layer always sees all."""
+    window_tokens: int | None = None
+    """Tokens an S layer sees, itself included. None: half the context (seeds 3 and 4)."""
+    value_embeddings: bool = True
+    """A second embedding table added to the values of every other layer (the last one included), gated per head."""
+    residual_lambdas: bool = True
+    """Learned scalars a layer: x = residual_lambda * x + x0_lambda * x0 (x0: the normalized embedding)."""
+    embedding_norm: bool = True
+    """Normalize right after the embedding."""
+    logit_softcap: float | None = 15.0
+    """cap * tanh(logits / cap). None: off."""
+    attention_residual_scale: float | None = None
+    """Constant on the attention branch (seed 1: 1/sqrt(2 n_layer)). None: 1."""
+    init: Init = "nanochat"
+    """nanochat: uniform matrices of std 1/sqrt(width), zero projections, embedding std 1 | gpt2: normal 0.02, and
+    0.02/sqrt(2 n_layer) on projections into the residual stream."""
+
+    def __post_init__(self) -> None:
+        for name in ("n_layer", "n_embd", "n_head", "n_kv_head", "seq_len", "vocab_size", "vocab_multiple",
+                     "mlp_ratio", "rope_base", "window_tokens", "logit_softcap"):  # fmt: skip
+            require_positive(f"model.{name}", getattr(self, name))
+        require_choice("model.norm", self.norm, get_args(Norm))
+        require_choice("model.position", self.position, get_args(Position))
+        require_choice("model.activation", self.activation, get_args(Activation))
+        require_choice("model.init", self.init, get_args(Init))
+        if self.n_embd % self.n_head:
+            raise ConfigError(
+                "model.n_head", self.n_head, f"heads must divide the width n_embd = {self.n_embd}",
+                _nearest_divisor(self.n_embd, self.n_head),
+            )  # fmt: skip
+        if self.n_head % self.kv_heads:
+            raise ConfigError(
+                "model.n_kv_head", self.n_kv_head, f"key-value heads must divide n_head = {self.n_head}",
+                _nearest_divisor(self.n_head, self.kv_heads),
+            )  # fmt: skip
+        require(
+            self.position != "rope" or self.head_dim % 2 == 0,
+            "model.n_head", self.n_head, f"rotary positions need an even head width, this gives {self.head_dim}",
+        )  # fmt: skip
+        wrong = sorted(set(self.window_pattern) - set("SL"))
+        nearest = "".join(c for c in self.window_pattern.upper() if c in "SL") or "L"
+        require(
+            bool(self.window_pattern) and not wrong,
+            "model.window_pattern", self.window_pattern, "only the letters S (window) and L (full) are known", nearest,
+        )  # fmt: skip
+        require(0.0 <= self.dropout < 1.0, "model.dropout", self.dropout, "must be in [0, 1)")
+        require(
+            self.window_tokens is None or self.window_tokens <= self.seq_len,
+            "model.window_tokens", self.window_tokens, f"a window is at most seq_len = {self.seq_len}", self.seq_len,
+        )  # fmt: skip
+
+    @property
+    def kv_heads(self) -> int:
+        return self.n_head if self.n_kv_head is None else self.n_kv_head
+
+    @property
+    def head_dim(self) -> int:
+        return self.n_embd // self.n_head
+
+    @property
+    def mlp_width(self) -> int:
+        return round(self.n_embd * self.mlp_ratio)
+
+    @property
+    def padded_vocab_size(self) -> int:
+        if self.vocab_size is None:
+            raise ConfigError("model.vocab_size", None, "not known before the tokenizer is ready")
+        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+
+    def layer_windows(self) -> tuple[int | None, ...]:
+        """Tokens that each layer sees (itself included), or None for the whole context; the last layer sees all."""
+        short = self.window_tokens if self.window_tokens is not None else max(1, self.seq_len // 2)
+        letters = [self.window_pattern[i % len(self.window_pattern)] for i in range(self.n_layer)]
+        letters[-1] = "L"
+        return tuple(short if c == "S" and short < self.seq_len else None for c in letters)
+
+    def has_value_embedding(self, layer: int) -> bool:
+        """Every other layer, counted so that the last one has it (seeds 3 and 4)."""
+        return self.value_embeddings and layer % 2 == (self.n_layer - 1) % 2
+
+
+def _nearest_divisor(whole: int, wanted: int) -> int:
+    return min((d for d in range(1, whole + 1) if whole % d == 0), key=lambda d: abs(d - wanted))

@@ -1,0 +1,161 @@
+"""A whole run as one frozen value. What is not in here is not a choice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from gptlab.config.data import DataConfig, TokenizerConfig
+from gptlab.config.errors import ConfigError, require, require_choice, require_positive
+from gptlab.config.horizon import Horizon
+from gptlab.config.model import ModelConfig
+from gptlab.config.optim import OptimConfig, ScheduleConfig
+
+DType = Literal["auto", "float32", "bfloat16", "float16", "float64"]
+Compile = Literal["auto", "on", "off"]
+OnSaveFailure = Literal["stop", "continue"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchConfig:
+    total_tokens: int = 16_384
+    """Tokens in one optimizer step, over all micro-batches and ranks."""
+    micro_sequences: int = 32
+    """Rows in one forward and backward pass."""
+
+    def __post_init__(self) -> None:
+        require_positive("batch.total_tokens", self.total_tokens)
+        require_positive("batch.micro_sequences", self.micro_sequences)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalConfig:
+    every_steps: int | None = None
+    """Validate every so many steps. None: not by steps. A run always ends with a validation."""
+    every_seconds: float | None = None
+    """Validate every so many seconds of the training clock. None: not by time."""
+    at_start: bool = True
+    """Validate before the first step too."""
+    tokens: int | None = None
+    """Target tokens of the validation set, at most; always the same ones. None: the whole set."""
+    micro_sequences: int | None = None
+    """Rows in one evaluation pass. None: as in training. Changes the speed, not the result."""
+
+    def __post_init__(self) -> None:
+        for name in ("every_steps", "every_seconds", "tokens", "micro_sequences"):
+            require_positive(f"eval.{name}", getattr(self, name))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleConfig:
+    prompts: tuple[str, ...] = ()
+    """Texts to continue. None given: no samples."""
+    every_steps: int | None = None
+    """Sample every so many steps. None: only at the end."""
+    max_tokens: int = 128
+    """Tokens to generate for each prompt."""
+    temperature: float = 0.8
+    """0: the likeliest token every time (greedy)."""
+    top_k: int | None = 50
+    """Draw among so many likeliest tokens. None: all."""
+
+    def __post_init__(self) -> None:
+        require_positive("sample.every_steps", self.every_steps)
+        require_positive("sample.max_tokens", self.max_tokens)
+        require_positive("sample.top_k", self.top_k)
+        require(self.temperature >= 0, "sample.temperature", self.temperature, "must not be negative", 0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointConfig:
+    every_steps: int | None = None
+    """Save every so many steps. None: not by steps. A run always ends with a checkpoint."""
+    every_seconds: float | None = None
+    """Save every so many seconds of the training clock. None: not by time."""
+    keep_last: int = 2
+    """Newest checkpoints to keep; two, since the newest may be the one a crash damaged."""
+    keep_every_steps: int | None = None
+    """Keep each checkpoint whose step is a multiple of this for good. None: none."""
+    keep_best: bool = True
+    """Keep the checkpoint with the lowest validation loss."""
+    save_best: bool = False
+    """Save whenever a validation is the best so far (nanoGPT)."""
+    on_failure: OnSaveFailure = "stop"
+    """When a save fails (disk full): stop with a clear error | continue with a warning. Older ones stay either way."""
+
+    def __post_init__(self) -> None:
+        for name in ("every_steps", "every_seconds", "keep_last", "keep_every_steps"):
+            require_positive(f"checkpoint.{name}", getattr(self, name))
+        require_choice("checkpoint.on_failure", self.on_failure, get_args(OnSaveFailure))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RuntimeConfig:
+    device: str = "auto"
+    """auto (cuda, mps, cpu: the first there is) | cpu | cuda | cuda:N | mps."""
+    dtype: DType = "auto"
+    """Type of activations and matrix products; weights are float32. auto: bfloat16 where the hardware has it."""
+    compile: Compile = "auto"
+    """torch.compile: auto (on where a compiler is found) | on | off."""
+    threads: int | None = None
+    """CPU threads for computation. None: one a physical core."""
+    log_every_steps: int = 1
+    """Write a training line every so many steps."""
+    max_loss: float = 100.0
+    """A training loss above this (nats/token) ends the run with exit code 3 (seed 3: 100)."""
+
+    def __post_init__(self) -> None:
+        kinds = ("auto", "cpu", "cuda", "mps")
+        kind, _, index = self.device.partition(":")
+        require_choice("runtime.device", kind, kinds)
+        if ":" in self.device and (kind != "cuda" or not index.isdigit()):
+            raise ConfigError("runtime.device", self.device, "only cuda takes a number, as in cuda:0", kind)
+        require_choice("runtime.dtype", self.dtype, get_args(DType))
+        require_choice("runtime.compile", self.compile, get_args(Compile))
+        require_positive("runtime.threads", self.threads)
+        require_positive("runtime.log_every_steps", self.log_every_steps)
+        require_positive("runtime.max_loss", self.max_loss)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    recipe: str = "custom"
+    """The recipe that this configuration came from."""
+    run_dir: str | None = None
+    """Folder of the run. None: runs/RECIPE-DATE-TIME."""
+    seed: int = 1337
+    """Seeds weights, data order, dropout and samples."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    horizon: Horizon = field(default_factory=Horizon)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    sample: SampleConfig = field(default_factory=SampleConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+
+    def __post_init__(self) -> None:
+        require(0 <= self.seed < 2**63, "seed", self.seed, "must be between 0 and 2^63 - 1")
+        micro_tokens = self.micro_tokens
+        if self.batch.total_tokens % micro_tokens:
+            nearest = max(1, round(self.batch.total_tokens / micro_tokens)) * micro_tokens
+            raise ConfigError(
+                "batch.total_tokens",
+                self.batch.total_tokens,
+                f"must be a multiple of micro_sequences * seq_len = {self.batch.micro_sequences} * "
+                f"{self.model.seq_len} = {micro_tokens}",
+                nearest,
+            )
+
+    @property
+    def micro_tokens(self) -> int:
+        """Tokens in one micro-batch."""
+        return self.batch.micro_sequences * self.model.seq_len
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches in one step, over all ranks."""
+        return self.batch.total_tokens // self.micro_tokens

@@ -1,0 +1,1 @@
+"""Text in, batches out: corpus -> tokenizer -> token shards -> rows -> loader."""

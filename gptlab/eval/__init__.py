@@ -1,0 +1,1 @@
+"""Bits per byte, the inference engine and sampling."""

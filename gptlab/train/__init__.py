@@ -1,0 +1,1 @@
+"""TrainState, one optimizer step, the loop, checkpoints, throughput."""
