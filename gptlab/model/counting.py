@@ -1,0 +1,71 @@
+"""What a model holds and what a token costs, counted from the modules that were built."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from gptlab.config.roles import Role
+from gptlab.model.gpt import GPT, Attention
+from gptlab.model.roles import parameter_roles
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterCounts:
+    total: int
+    """All trained numbers, a shared (tied) table once, vocabulary padding included."""
+    by_role: dict[Role, int]
+    """Sums to `total`; a role that the model lacks stands at 0, a tied table under EMBEDDING."""
+    scaling: int
+    """Matrices and head: the count that seed 4 found to give the cleanest scaling laws. A tied table is the head."""
+
+
+@dataclass(frozen=True, slots=True)
+class FlopsPerToken:
+    """Floating-point operations of one forward and backward pass per token, at full context.
+
+    A multiplication with a weight costs 2 forward and 4 backward, an attended position 2 * 2 * head width per head
+    forward and twice that backward (PaLM, arXiv:2204.02311, appendix B). Lookups, norms and activations are free.
+    """
+
+    matmul: int
+    """6 for each weight that takes part in a matrix product, the head with its padding included."""
+    attention: int
+    """12 * n_head * head_dim * min(window, seq_len), summed over layers: nanochat's and PaLM's convention, which does
+    not halve for causality. MFU is stated in it, so that it compares with theirs."""
+    attention_causal: float
+    """The same with the positions that a causal mask leaves, averaged over the row: the least an exact kernel does."""
+
+    @property
+    def total(self) -> int:
+        return self.matmul + self.attention
+
+
+def parameter_counts(model: GPT) -> ParameterCounts:
+    by_role = dict.fromkeys(Role, 0)
+    roles = parameter_roles(model)
+    for name, parameter in model.named_parameters():
+        by_role[roles[name]] += parameter.numel()
+    return ParameterCounts(
+        total=sum(by_role.values()),
+        by_role=by_role,
+        scaling=by_role[Role.MATRIX] + model.head.weight.numel(),
+    )
+
+
+def flops_per_token(model: GPT) -> FlopsPerToken:
+    seq_len = model.config.seq_len
+    layers = [module for module in model.modules() if isinstance(module, Attention)]
+    windows = [seq_len if layer.window is None else min(layer.window, seq_len) for layer in layers]
+    widths = [12 * layer.n_head * layer.head_dim for layer in layers]
+    return FlopsPerToken(
+        matmul=6 * sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear)),
+        attention=sum(width * window for width, window in zip(widths, windows, strict=True)),
+        attention_causal=sum(w * _mean_visible(window, seq_len) for w, window in zip(widths, windows, strict=True)),
+    )
+
+
+def _mean_visible(window: int, seq_len: int) -> float:
+    """Mean over positions 1..seq_len of min(position, window): a triangle, then a band."""
+    return (window * (window + 1) / 2 + (seq_len - window) * window) / seq_len

@@ -1,0 +1,246 @@
+"""One GPT made of parts that the configuration chooses, so that every lineage is a set of fields.
+
+Shapes: B sequences, T positions, C = n_embd channels, H query heads, G key-value heads, D = C / H head width,
+V vocabulary entries (P with padding). Weights are float32 masters; activations are `compute_dtype`, into which each
+weight is cast where it is used, so that precision is visible in the code and no autocast context decides it.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gptlab.config.model import ModelConfig
+from gptlab.model.attention import apply_rotary, cached_attention, causal_attention, rotary_tables
+from gptlab.model.kv_cache import KVCache
+from gptlab.runtime.rng import fold_seed
+
+NORM_EPS = 1e-6
+# Channels that a value-embedding gate reads (autoresearch and nanochat: 32).
+GATE_CHANNELS = 32
+# Target that does not count.
+IGNORE = -1
+
+
+class Linear(nn.Linear):
+    """A linear layer whose master weight is cast to the type of its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return F.linear(x, self.weight.to(x.dtype), bias)
+
+
+class LayerNorm(nn.LayerNorm):
+    """LayerNorm in float32 (float64 for float64), whatever the type of its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(self.weight.dtype)
+        return F.layer_norm(wide, self.normalized_shape, self.weight, self.bias, 1e-5).to(x.dtype)
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) over the last dimension, without a weight (arXiv:1910.07467)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + NORM_EPS)).to(x.dtype)
+
+
+def make_norm(config: ModelConfig) -> nn.Module:
+    return RMSNorm() if config.norm == "rmsnorm" else LayerNorm(config.n_embd, bias=config.bias)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.head_dim = config.head_dim
+        self.n_head, self.n_kv_head = config.n_head, config.kv_heads
+        self.window = config.layer_windows()[layer]
+        self.dropout = config.dropout
+        rows = (self.n_head + 2 * self.n_kv_head) * self.head_dim
+        self.qkv = Linear(config.n_embd, rows, bias=config.bias)
+        self.out = Linear(config.n_embd, config.n_embd, bias=config.bias)
+        self.qk_norm = RMSNorm() if config.qk_norm else None
+        self.value_gate = (
+            Linear(min(GATE_CHANNELS, config.n_embd), self.n_kv_head, bias=False)
+            if config.has_value_embedding(layer)
+            else None
+        )
+
+    def forward(
+        self, x: Tensor, value: Tensor | None, rotary: tuple[Tensor, Tensor] | None, cache: KVCache | None
+    ) -> Tensor:
+        """x: (B, T, C); value: (B, T, G * D), the value embedding of the tokens, where this layer has one."""
+        batch, n_tokens, _ = x.shape
+        heads = self.qkv(x).view(batch, n_tokens, -1, self.head_dim)
+        q, k, v = heads.split((self.n_head, self.n_kv_head, self.n_kv_head), dim=2)  # each (B, T, heads, D)
+        if self.value_gate is not None and value is not None:
+            gate = 2 * torch.sigmoid(self.value_gate(x[..., : self.value_gate.in_features]))
+            v = v + gate.unsqueeze(-1) * value.view_as(v)
+        if rotary is not None:
+            q, k = apply_rotary(q, *rotary), apply_rotary(k, *rotary)
+        if self.qk_norm is not None:
+            q, k = self.qk_norm(q), self.qk_norm(k)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        if cache is None:
+            y = causal_attention(q, k, v, window=self.window, dropout=self.dropout if self.training else 0.0)
+        else:
+            y = cached_attention(q, *cache.append(self.layer, k, v), window=self.window)
+        return self.out(y.transpose(1, 2).reshape(batch, n_tokens, -1))
+
+
+class MLP(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.relu2 = config.activation == "relu2"
+        self.up = Linear(config.n_embd, config.mlp_width, bias=config.bias)
+        self.out = Linear(config.mlp_width, config.n_embd, bias=config.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.up(x)
+        return self.out(F.relu(hidden).square() if self.relu2 else F.gelu(hidden))
+
+
+class Block(nn.Module):
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.attention_norm, self.attention = make_norm(config), Attention(config, layer)
+        self.mlp_norm, self.mlp = make_norm(config), MLP(config)
+        self.attention_scale = config.attention_residual_scale
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(
+        self, x: Tensor, value: Tensor | None, rotary: tuple[Tensor, Tensor] | None, cache: KVCache | None
+    ) -> Tensor:
+        y = self.dropout(self.attention(self.attention_norm(x), value, rotary, cache))
+        x = x + (y if self.attention_scale is None else self.attention_scale * y)
+        return x + self.dropout(self.mlp(self.mlp_norm(x)))
+
+
+class GPT(nn.Module):
+    """`model(tokens)` gives logits; `model.loss(tokens, targets)` the summed loss, without keeping all logits."""
+
+    def __init__(self, config: ModelConfig, compute_dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.config, self.compute_dtype = config, compute_dtype
+        rows, width = config.padded_vocab_size, config.n_embd
+        value_width = config.kv_heads * config.head_dim
+        self.token_embedding = nn.Embedding(rows, width)
+        self.position_embedding = nn.Embedding(config.seq_len, width) if config.position == "learned" else None
+        self.value_embeddings = nn.ModuleDict(
+            {str(i): nn.Embedding(rows, value_width) for i in range(config.n_layer) if config.has_value_embedding(i)}
+        )
+        self.embedding_norm = make_norm(config) if config.embedding_norm else None
+        self.dropout = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
+        if config.residual_lambdas:
+            self.residual_lambdas = nn.Parameter(torch.empty(config.n_layer))
+            self.x0_lambdas = nn.Parameter(torch.empty(config.n_layer))
+        self.final_norm = make_norm(config)
+        self.head = Linear(width, rows, bias=False)
+        if config.tied_head:
+            self.head.weight = self.token_embedding.weight
+        if config.position == "rope":
+            self.register_buffer("cos", torch.empty(config.seq_len, config.head_dim // 2), persistent=False)
+            self.register_buffer("sin", torch.empty(config.seq_len, config.head_dim // 2), persistent=False)
+
+    def forward(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
+        """tokens (B, T) int64 -> logits (B, T, V) in float32 (float64 when that is the compute type).
+
+        With a cache the tokens continue those already in it. Positions beyond seq_len are refused.
+        """
+        logits = self._logits(self.hidden(tokens, cache))[..., : self.config.vocab_size]
+        if cache is not None:
+            cache.advance(tokens.shape[1])
+        return logits
+
+    def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Sum of the cross-entropy in nats over all targets that are not -1; tokens and targets are (B, T)."""
+        logits = self._logits(self.hidden(tokens).flatten(0, 1))
+        if self.config.vocab_size != logits.shape[-1]:
+            logits = logits[:, : self.config.vocab_size]
+        return F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORE, reduction="sum")
+
+    def hidden(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
+        """Normalized residual stream behind the last block, (B, T, C) in compute_dtype."""
+        start = 0 if cache is None else cache.length
+        stop = start + tokens.shape[1]
+        if stop > self.config.seq_len:
+            raise ValueError(f"{stop} positions, but the model has a context of {self.config.seq_len}")
+        x = self.token_embedding(tokens)
+        if self.position_embedding is not None:
+            x = x + self.position_embedding.weight[start:stop]
+        x = x.to(self.compute_dtype)
+        if self.embedding_norm is not None:
+            x = self.embedding_norm(x)
+        x = x0 = self.dropout(x)
+        rotary = (self.cos[start:stop], self.sin[start:stop]) if self.config.position == "rope" else None
+        for layer, block in enumerate(self.blocks):
+            if self.config.residual_lambdas:
+                x = self.residual_lambdas[layer].to(x.dtype) * x + self.x0_lambdas[layer].to(x.dtype) * x0
+            value = (
+                self.value_embeddings[str(layer)](tokens).to(x.dtype) if str(layer) in self.value_embeddings else None
+            )
+            x = block(x, value, rotary, cache)
+        return self.final_norm(x)
+
+    def _logits(self, x: Tensor) -> Tensor:
+        logits = self.head(x)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        cap = self.config.logit_softcap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    @torch.no_grad()
+    def init_weights(self, seed: int) -> None:
+        """Fill every weight. Each draws from a generator of its own, keyed by (seed, its name), on the CPU: the same
+        on every device, and a part that two configurations share starts out the same in both."""
+        for name, parameter in self.named_parameters():
+            generator = torch.Generator().manual_seed(fold_seed(seed, zlib.crc32(name.encode())))
+            values = torch.empty(parameter.shape, dtype=torch.float32)
+            parameter.copy_(_initial_values(name, values, self.config, generator))
+        if self.config.position == "rope":
+            config = self.config
+            cos, sin = rotary_tables(config.seq_len, config.head_dim, config.rope_base, self.cos.dtype)
+            self.cos.copy_(cos)
+            self.sin.copy_(sin)
+
+
+def _initial_values(name: str, values: Tensor, config: ModelConfig, generator: torch.Generator) -> Tensor:
+    if name.endswith("bias"):
+        return values.zero_()
+    if name.endswith("norm.weight"):
+        return values.fill_(1.0)
+    if name == "residual_lambdas":
+        return values.fill_(1.0)
+    if name == "x0_lambdas":
+        return values.fill_(0.1)  # nanochat: a little of the embedding from the start
+    if name.endswith("value_gate.weight"):
+        return values.zero_()  # a gate of 2 * sigmoid(0) = 1
+    projection = name.endswith("out.weight")
+    if config.init == "gpt2":
+        return values.normal_(0.0, 0.02 / math.sqrt(2 * config.n_layer) if projection else 0.02, generator=generator)
+    if projection:
+        return values.zero_()
+    if name == "head.weight":
+        return values.normal_(0.0, 0.001, generator=generator)
+    if name in ("token_embedding.weight", "position_embedding.weight"):
+        # A tied table is the head too: unit variance would start with logits of variance n_embd.
+        return values.normal_(0.0, 0.02 if config.tied_head else 1.0, generator=generator)
+    bound = math.sqrt(3 / config.n_embd)  # uniform with standard deviation 1 / sqrt(n_embd)
+    return values.uniform_(-bound, bound, generator=generator)
+
+
+def build_model(config: ModelConfig, *, device: torch.device, compute_dtype: torch.dtype, seed: int) -> GPT:
+    """A GPT with initialised weights on `device`. Nothing is allocated twice: built on the meta device first."""
+    with torch.device("meta"):
+        model = GPT(config, compute_dtype)
+    if compute_dtype == torch.float64:
+        model = model.double()
+    model = model.to_empty(device=device)
+    model.init_weights(seed)
+    return model

@@ -1,0 +1,36 @@
+"""Keys and values of the tokens seen so far, one pair of tensors a layer, for generation."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gptlab.config.model import ModelConfig
+
+
+class KVCache:
+    """Room for `max_tokens` positions of `batch_size` sequences; `length` of them are filled."""
+
+    def __init__(
+        self, config: ModelConfig, batch_size: int, max_tokens: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        shape = (config.n_layer, 2, batch_size, config.kv_heads, max_tokens, config.head_dim)
+        self._store = torch.zeros(shape, device=device, dtype=dtype)
+        self.max_tokens = max_tokens
+        self.length = 0
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Store k, v (B, G, T, D) behind the filled positions; returns all keys and values up to and with them.
+
+        `length` moves only when `advance` is called, once all layers have stored the same tokens.
+        """
+        stop = self.length + k.shape[2]
+        if stop > self.max_tokens:
+            raise ValueError(f"the cache holds {self.max_tokens} tokens, {stop} were asked for")
+        keys, values = self._store[layer]
+        keys[:, :, self.length : stop] = k
+        values[:, :, self.length : stop] = v
+        return keys[:, :, :stop], values[:, :, :stop]
+
+    def advance(self, n_tokens: int) -> None:
+        self.length += n_tokens
