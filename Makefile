@@ -1,0 +1,58 @@
+# On a fresh machine: `make train`. Needs Python >= 3.11, make, and a C++ compiler for torch.compile (it trains without).
+
+VENV := .venv
+BIN := $(VENV)/bin
+ARGS ?= quickstart
+# Test processes. Each computes with one thread: more would fight over the same cores.
+WORKERS ?= 2
+
+PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
+
+.DELETE_ON_ERROR:
+.PHONY: train test test-gpu check format clean help
+
+train: $(VENV)/.installed  ## set up and train the quickstart recipe (ARGS="quickstart --minutes 1" for another run)
+	$(BIN)/gptlab train $(ARGS)
+
+test: $(VENV)/.installed-dev  ## set up and run the tests (WORKERS=2 processes)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
+
+test-gpu: $(VENV)/.installed-dev  ## only the tests that need a CUDA device
+	$(BIN)/python -m pytest -m gpu
+
+check: $(VENV)/.installed-dev  ## ruff (lint, format) and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.installed-dev  ## let ruff correct what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:  ## remove the environment and everything built (runs/ stays)
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	find gptlab tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+help:  ## this list
+	@sed -n 's/^\([a-z-]*\):[^#]*## /  make \1\t/p' Makefile | expand -t 18
+
+# The stamps are what makes a second call install nothing.
+$(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing gptlab and its pinned dependencies into $(VENV)"
+	$(PIP_INSTALL) -e .
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing gptlab, its pinned dependencies and the development tools into $(VENV)"
+	$(PIP_INSTALL) -e '.[dev]'
+	@touch $(VENV)/.installed $@
+
+# The first interpreter that runs and is new enough; PYTHON=/path/to/python chooses another.
+$(BIN)/python:
+	@for python in $(PYTHON) python3 python3.13 python3.12 python3.11 python3.14; do \
+		if $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+			echo "creating $(VENV) with $$($$python --version)"; \
+			exec $$python -m venv $(VENV); \
+		fi; \
+	done; \
+	echo "error: no Python >= 3.11 found; install one or name it: make PYTHON=/path/to/python3.11" >&2; exit 1

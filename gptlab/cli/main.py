@@ -1,0 +1,87 @@
+"""`gptlab COMMAND ...`: finds the command and turns its end into an exit code. Imports nothing that computes."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from gptlab.config.errors import UserError, nearest_name
+
+COMMANDS = {
+    "train": ("gptlab.cli.train", "train a GPT, or go on with a run (--resume); --list shows the recipes"),
+    "plan": ("gptlab.cli.plan", "what a run would be: parameters, FLOPs, memory, steps, hours, before anything runs"),
+    "data": ("gptlab.cli.data", "list | prepare | inspect a corpus"),
+    "tokenizer": ("gptlab.cli.tokenizer", "train | eval a tokenizer"),
+    "eval": ("gptlab.cli.eval", "measure a run: validation loss (nats/token) and bits per byte"),
+    "sample": ("gptlab.cli.sample", "let a trained run continue a text"),
+    "bench": ("gptlab.cli.bench", "this machine: peak FLOP/s, tokens/s, MFU, and the time of each part"),
+}
+
+HELP = f"""\
+usage: gptlab COMMAND [ARGUMENTS]
+
+A pretraining system for small GPTs, judged by validation bits per byte.
+
+commands:
+{chr(10).join(f"  {name:<10} {text}" for name, (_, text) in COMMANDS.items())}
+
+options:
+  -h, --help   this text; `gptlab COMMAND --help` has every argument with its unit and default
+  --version    the version of gptlab
+
+examples:
+  gptlab train                                     three minutes, sized to this machine
+  gptlab train --data notes/ --minutes 20          on your own text files
+  gptlab train quickstart --depth 6 --steps 500 --model.window-pattern SSSL
+  gptlab train --resume runs/NAME                  go on where a run stopped
+  gptlab sample runs/NAME --prompt "def main("
+
+exit codes: 0 finished, 2 wrong usage or configuration, 3 training failed, 75 preempted (--resume goes on)
+"""
+
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
+
+
+def entry_point() -> None:
+    """The console script."""
+    sys.exit(main(sys.argv[1:]))
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run one command; its exit code. A UserError becomes one line on stderr and exit code 2."""
+    try:
+        code = _dispatch(list(argv))
+        sys.stdout.flush()  # A reader that has gone away shows here, not at interpreter exit.
+        return code
+    except UserError as error:
+        print(f"gptlab: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return EXIT_USAGE
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # `gptlab train --list | head -1` is no error; what is still buffered must not raise again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_BROKEN_PIPE
+    except SystemExit as end:  # How tyro ends after printing --help.
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+
+
+def _dispatch(argv: list[str]) -> int:
+    name = argv[0] if argv else "--help"
+    if name in ("-h", "--help", "help"):
+        print(HELP, end="")
+        return 0
+    if name == "--version":
+        from gptlab import __version__
+
+        print(f"gptlab {__version__}")
+        return 0
+    if name not in COMMANDS:
+        nearest = nearest_name(name, COMMANDS)
+        hint = f"did you mean {nearest}?" if nearest else f"there are {', '.join(COMMANDS)}"
+        raise UserError(f"{name!r} is not a command: {hint}")
+    return importlib.import_module(COMMANDS[name][0]).main(argv[1:])

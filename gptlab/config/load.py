@@ -1,0 +1,201 @@
+"""Configurations to and from JSON, TOML and single overrides; every wrong name, type and value is refused by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import tomllib
+import types
+from collections.abc import Iterable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from gptlab.config.errors import ConfigError, UserError, nearest_name, require_choice
+from gptlab.config.run import RunConfig
+
+T = TypeVar("T")
+
+SCHEMA_VERSION = 1
+"""Raised whenever a file written before can no longer be read as it stands."""
+
+
+def config_to_json(config: RunConfig) -> dict[str, Any]:
+    """Every field, nested like the dataclasses, with "schema_version"; exactly what reading it back from JSON gives."""
+    return {"schema_version": SCHEMA_VERSION, **json.loads(json.dumps(dataclasses.asdict(config)))}
+
+
+def config_from_json(values: object) -> RunConfig:
+    """The inverse of `config_to_json`, strict: a missing or unknown field and a wrong type are ConfigErrors."""
+    if not isinstance(values, dict):
+        raise UserError(f"a configuration is a JSON object, this is {type(values).__name__}")
+    version = values.get("schema_version")
+    if type(version) is not int or version < 1:
+        raise ConfigError("schema_version", version, "not the configuration of a gptlab run", SCHEMA_VERSION)
+    if version > SCHEMA_VERSION:
+        raise ConfigError(
+            "schema_version", version, f"written by a newer gptlab; this one reads up to {SCHEMA_VERSION}: upgrade it"
+        )
+    leaves = flatten({name: value for name, value in values.items() if name != "schema_version"})
+    missing = [name for name in leaf_fields(RunConfig) if name not in leaves]
+    if missing and not (unknown := [name for name in leaves if name not in leaf_fields(RunConfig)]):
+        raise UserError(f"the configuration lacks {', '.join(missing)}: the file is incomplete")
+    if missing:  # A renamed field shows up on both sides; the name that is there is the one to correct.
+        raise unknown_field(unknown[0], leaves[unknown[0]])
+    return apply_overrides(RunConfig(), leaves)
+
+
+def load_toml(path: str | Path) -> dict[str, Any]:
+    """A TOML file as {dotted name: value}; names may be written with dashes. The names are checked by the caller."""
+    try:
+        return flatten(tomllib.loads(Path(path).read_text(encoding="utf-8")))
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not TOML: {error}") from error
+
+
+def apply_overrides(config: RunConfig, overrides: Mapping[str, Any]) -> RunConfig:
+    """`config` with {"model.n_layer": 6, ...} put in.
+
+    Each dataclass is built once, from the innermost out, with all its new values at hand: no check ever sees a
+    combination that was not asked for (a new width beside the old number of heads).
+    """
+    fields = leaf_fields(RunConfig)
+    checked = {}
+    for name, value in overrides.items():
+        if name not in fields:
+            raise unknown_field(name, value)
+        checked[name] = checked_value(fields[name], value, name)
+    return rebuild(config, checked)
+
+
+def rebuild(value: T, overrides: Mapping[str, Any], prefix: str = "") -> T:
+    """A frozen dataclass with {dotted name: checked value} put in; `prefix` is where it stands, for errors."""
+    own: dict[str, Any] = {}
+    inner: dict[str, dict[str, Any]] = {}
+    for name, new in overrides.items():
+        head, _, rest = name.partition(".")
+        if rest:
+            inner.setdefault(head, {})[rest] = new
+        else:
+            own[head] = new
+    for head, changes in inner.items():
+        own[head] = rebuild(getattr(value, head), changes, f"{prefix}{head}.")
+    try:
+        return dataclasses.replace(value, **own)  # type: ignore[type-var]
+    except ConfigError as error:
+        # A dataclass used in several places (AdamWConfig) cannot know its own place; here it is known.
+        field = error.field.rpartition(".")[2]
+        if not hasattr(value, field):
+            raise
+        raise ConfigError(prefix + field, error.value, error.reason, error.nearest) from None
+
+
+def differences(a: RunConfig, b: RunConfig) -> list[str]:
+    """What sets two configurations apart, one line a field: "model.n_layer: 4 vs 6"."""
+    left, right = flatten(dataclasses.asdict(a)), flatten(dataclasses.asdict(b))
+    return [f"{name}: {left[name]!r} vs {right[name]!r}" for name in left if left[name] != right[name]]
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested tables to {dotted name: leaf}, with dashes in names read as underscores."""
+    leaves: dict[str, Any] = {}
+    for name, value in tree.items():
+        dotted = prefix + name.replace("-", "_")
+        leaves |= flatten(value, f"{dotted}.") if isinstance(value, Mapping) else {dotted: value}
+    return leaves
+
+
+@cache
+def leaf_fields(cls: type) -> Mapping[str, Any]:
+    """{dotted name: annotation} of every field of a dataclass that is not itself a dataclass, in order."""
+    leaves: dict[str, Any] = {}
+    for name, annotation in get_type_hints(cls, include_extras=True).items():
+        if dataclasses.is_dataclass(annotation) and isinstance(annotation, type):
+            leaves |= {f"{name}.{inner}": leaf for inner, leaf in leaf_fields(annotation).items()}
+        elif name in cls.__dataclass_fields__:  # type: ignore[attr-defined]
+            leaves[name] = annotation
+    return types.MappingProxyType(leaves)
+
+
+def unknown_field(name: str, value: object, also: Iterable[str] = ()) -> ConfigError:
+    """The error for a name that no field has, with the closest that there is (`also`: short forms)."""
+    names = [*also, *leaf_fields(RunConfig)]
+    inside = [known for known in names if known.startswith(f"{name}.")]
+    if inside:
+        return ConfigError(name, value, "is a group of fields, name one of them", inside[0])
+    last = name.rpartition(".")[2]
+    same_leaf = next((known for known in names if known.rpartition(".")[2] == last), None)
+    return ConfigError(name, value, "there is no such field", same_leaf or nearest_name(name, names))
+
+
+def checked_value(annotation: Any, value: Any, field: str) -> Any:
+    """`value` as the field holds it (a list becomes a tuple, 3 a 3.0 where a float is meant), or a ConfigError."""
+    leaf, optional = bare(annotation)
+    if value is None and optional:
+        return None
+    if get_origin(leaf) is tuple and isinstance(value, list | tuple):
+        return tuple(checked_value(get_args(leaf)[0], item, field) for item in value)
+    if get_origin(leaf) is Literal and isinstance(value, str):
+        require_choice(field, value, get_args(leaf))
+        return value
+    if leaf is float and type(value) in (int, float):
+        if not math.isfinite(value):
+            raise ConfigError(field, value, "must be a finite number")
+        return float(value)
+    if leaf is Path and isinstance(value, str | Path):
+        return Path(value)
+    if leaf in (bool, int, str) and type(value) is leaf:
+        return value
+    raise ConfigError(field, value, f"must be {wanted(annotation)}")
+
+
+def value_from_text(annotation: Any, text: str, field: str) -> Any:
+    """One word of a command line as the field holds it (a tuple of one); None and booleans in any case, 1e6 for an int."""
+    leaf, optional = bare(annotation)
+    if optional and text.lower() == "none":
+        return None
+    if get_origin(leaf) is tuple:
+        return (value_from_text(get_args(leaf)[0], text, field),)
+    if leaf is bool:
+        word = {"true": True, "on": True, "false": False, "off": False}.get(text.lower())
+        return checked_value(annotation, text if word is None else word, field)
+    if leaf in (int, float):
+        try:
+            number = int(text) if leaf is int else float(text)
+        except ValueError:
+            number = _whole(text) if leaf is int else text
+        return checked_value(annotation, number, field)
+    return checked_value(annotation, text, field)
+
+
+def bare(annotation: Any) -> tuple[Any, bool]:
+    """(the type without Annotated and None, whether None is allowed)."""
+    if get_origin(annotation) is Annotated:
+        annotation = get_args(annotation)[0]
+    if get_origin(annotation) in (Union, types.UnionType):
+        inner = [part for part in get_args(annotation) if part is not type(None)]
+        return inner[0], len(inner) < len(get_args(annotation))
+    return annotation, False
+
+
+def wanted(annotation: Any) -> str:
+    """What a field accepts, in words."""
+    leaf, optional = bare(annotation)
+    plain = {bool: "True or False", int: "a whole number", float: "a number", str: "a text", Path: "a path"}
+    if get_origin(leaf) is Literal:
+        text = f"one of {', '.join(get_args(leaf))}"
+    else:
+        text = "a list of texts" if get_origin(leaf) is tuple else plain.get(leaf, str(leaf))
+    return f"{text}, or None" if optional else text
+
+
+def _whole(text: str) -> int | str:
+    """1e6 and 3.0 are whole numbers; anything else comes back as it is, for the type check to refuse."""
+    try:
+        number = float(text)
+    except ValueError:
+        return text
+    return int(number) if number.is_integer() else text

@@ -1,0 +1,131 @@
+"""Configurations that cannot be are refused at construction, by a line that names field, value, reason and way out."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+import pytest
+
+from gptlab.config.data import DataConfig, TokenizerConfig
+from gptlab.config.errors import ConfigError, UserError, nearest_name
+from gptlab.config.horizon import Horizon
+from gptlab.config.model import ModelConfig
+from gptlab.config.optim import AdamWConfig, MuonConfig, OptimConfig, ScheduleConfig
+from gptlab.config.run import BatchConfig, CheckpointConfig, EvalConfig, RunConfig, RuntimeConfig, SampleConfig
+
+IMPOSSIBLE: list[tuple[Callable[[], object], str, str]] = [
+    (lambda: ModelConfig(n_embd=100, n_head=3), "model.n_head", "nearest valid: 2"),
+    (lambda: ModelConfig(n_embd=256, n_head=8, n_kv_head=3), "model.n_kv_head", "nearest valid: 2"),
+    (lambda: ModelConfig(n_embd=12, n_head=4), "model.n_head", "even head width"),
+    (lambda: ModelConfig(window_pattern="SXL"), "model.window_pattern", "nearest valid: SL"),
+    (lambda: ModelConfig(window_pattern=""), "model.window_pattern", "nearest valid: L"),
+    (lambda: ModelConfig(seq_len=64, window_tokens=65), "model.window_tokens", "nearest valid: 64"),
+    (lambda: ModelConfig(n_layer=0), "model.n_layer", "greater than zero"),
+    (lambda: ModelConfig(mlp_ratio=-1.0), "model.mlp_ratio", "greater than zero"),
+    (lambda: ModelConfig(mlp_ratio=math.nan), "model.mlp_ratio", "greater than zero"),
+    (lambda: ModelConfig(dropout=1.0), "model.dropout", "[0, 1)"),
+    (lambda: ModelConfig(norm="rmsnrm"), "model.norm", "nearest valid: rmsnorm"),  # type: ignore[arg-type]
+    (lambda: TokenizerConfig(vocab_size=256), "tokenizer.vocab_size", "nearest valid: 257"),
+    (lambda: TokenizerConfig(kind="bytes"), "tokenizer.kind", "nearest valid: byte"),  # type: ignore[arg-type]
+    (lambda: DataConfig(source=()), "data.source", "at least one"),
+    (lambda: DataConfig(val_fraction=0.0), "data.val_fraction", "between 0 and 1"),
+    (lambda: DataConfig(val_fraction=1.0), "data.val_fraction", "between 0 and 1"),
+    (lambda: Horizon(amount=-60.0), "horizon.amount", "positive"),
+    (lambda: Horizon(amount=math.inf), "horizon.amount", "positive"),
+    (lambda: Horizon(unit="hours"), "horizon.unit", "must be one of"),  # type: ignore[arg-type]
+    (lambda: Horizon(until_val_loss=0.0), "horizon.until_val_loss", "positive"),
+    (lambda: BatchConfig(micro_sequences=0), "batch.micro_sequences", "greater than zero"),
+    (lambda: AdamWConfig(lr=-0.1), "optim.lr", "not negative"),
+    (lambda: AdamWConfig(beta2=1.0), "optim.beta2", "[0, 1)"),
+    (lambda: MuonConfig(iterations=6), "optim.muon.iterations", "nearest valid: 5"),
+    (lambda: MuonConfig(momentum=1.0), "optim.muon.momentum", "[0, 1)"),
+    (lambda: OptimConfig(grad_clip=0.0), "optim.grad_clip", "greater than zero"),
+    (lambda: ScheduleConfig(warmup_fraction=0.6, warmdown_fraction=0.5), "schedule.warmup_fraction", "exceed"),
+    (lambda: ScheduleConfig(final_lr_scale=-0.1), "schedule.final_lr_scale", "[0, 1]"),
+    (lambda: EvalConfig(every_seconds=0.0), "eval.every_seconds", "greater than zero"),
+    (lambda: SampleConfig(temperature=-1.0), "sample.temperature", "nearest valid: 0.0"),
+    (lambda: CheckpointConfig(keep_last=0), "checkpoint.keep_last", "greater than zero"),
+    (lambda: RuntimeConfig(device="gpu"), "runtime.device", "nearest valid: cpu"),
+    (lambda: RuntimeConfig(device="cpu:1"), "runtime.device", "nearest valid: cpu"),
+    (lambda: RuntimeConfig(device="cuda:x"), "runtime.device", "nearest valid: cuda"),
+    (lambda: RunConfig(seed=-1), "seed", "between 0 and"),
+    (lambda: RunConfig(batch=BatchConfig(total_tokens=30_000)), "batch.total_tokens", "nearest valid: 32768"),
+]
+
+
+@pytest.mark.parametrize(("build", "field", "says"), IMPOSSIBLE)
+def test_the_impossible_is_refused_by_name(build: Callable[[], object], field: str, says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build()
+    message = str(caught.value)
+    assert message.startswith(f"{field} = ")
+    assert says in message
+    assert "\n" not in message
+    assert isinstance(caught.value, UserError)
+
+
+def test_configurations_are_frozen_values() -> None:
+    assert RunConfig() == RunConfig()
+    assert hash(RunConfig()) == hash(RunConfig())
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        RunConfig().seed = 2  # type: ignore[misc]
+
+
+def test_the_nearest_divisor_is_valid_itself() -> None:
+    for width in (96, 100, 384, 768):
+        for heads in range(1, 25):
+            if width % heads:
+                with pytest.raises(ConfigError) as caught:
+                    ModelConfig(n_embd=width, n_head=heads, position="learned")
+                ModelConfig(n_embd=width, n_head=int(str(caught.value.nearest)), position="learned")
+
+
+def test_nearest_name() -> None:
+    assert nearest_name("trian", ["train", "plan", "data"]) == "train"
+    assert nearest_name("xyz", ["train", "plan"]) is None
+
+
+class TestHorizon:
+    def test_steps_by_hand(self) -> None:
+        size = {"tokens_per_step": 1000, "flops_per_token": 60.0, "scaling_params": 500}
+        assert Horizon(amount=7, unit="steps").total_steps(**size) == 7
+        assert Horizon(amount=10_999, unit="tokens").total_steps(**size) == 10
+        assert Horizon(amount=60.0 * 1000 * 9.6, unit="flops").total_steps(**size) == 10
+        assert Horizon(amount=20, unit="tokens_per_param").total_steps(**size) == 10
+        assert Horizon(amount=5, unit="seconds").total_steps(**size) is None
+
+    def test_less_than_one_step_is_refused(self) -> None:
+        with pytest.raises(ConfigError, match="less than one step"):
+            Horizon(amount=999, unit="tokens").total_steps(tokens_per_step=1000, flops_per_token=1.0, scaling_params=1)
+
+    def test_reads_as_a_phrase(self) -> None:
+        assert str(Horizon(amount=180, unit="seconds")) == "180 seconds"
+        assert str(Horizon(amount=20, unit="tokens_per_param", until_val_loss=1.5)) == (
+            "validation loss 1.5, at most 20 tokens per param"
+        )
+
+
+class TestModel:
+    def test_windows_by_hand(self) -> None:
+        windows = ModelConfig(n_layer=6, seq_len=512, window_pattern="SSSL").layer_windows()
+        assert windows == (256, 256, 256, None, 256, None)
+        assert ModelConfig(n_layer=2, seq_len=64, window_pattern="S", window_tokens=64).layer_windows() == (None, None)
+
+    def test_value_embeddings_alternate_and_end_on_the_last_layer(self) -> None:
+        assert [ModelConfig(n_layer=4).has_value_embedding(i) for i in range(4)] == [False, True, False, True]
+        assert [ModelConfig(n_layer=3).has_value_embedding(i) for i in range(3)] == [True, False, True]
+        assert not ModelConfig(value_embeddings=False).has_value_embedding(3)
+
+    def test_derived_sizes(self) -> None:
+        config = ModelConfig(n_embd=384, n_head=6, n_kv_head=2, vocab_size=4097, mlp_ratio=2.5)
+        assert (config.head_dim, config.kv_heads, config.mlp_width, config.padded_vocab_size) == (64, 2, 960, 4160)
+        with pytest.raises(ConfigError, match="tokenizer"):
+            _ = ModelConfig().padded_vocab_size
+
+
+def test_a_step_is_whole_micro_batches() -> None:
+    config = RunConfig(batch=BatchConfig(total_tokens=32_768, micro_sequences=16), model=ModelConfig(seq_len=256))
+    assert config.micro_tokens == 4096
+    assert config.micro_batches == 8
