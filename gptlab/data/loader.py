@@ -1,0 +1,178 @@
+"""Steps of rows as tensors on the device, made ahead by a thread.
+
+    rows -> (thread) index arithmetic, memory-mapped reads, pinned tensors -> queue -> (caller) asynchronous copy
+
+Which rows step N holds is arithmetic: global row N * rows_per_step + i, whose epoch and place follow from
+`rows_per_epoch`. So the state of a loader is one number, the step that comes next for the *consumer*; what was made
+ahead is made again after a resume.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import TracebackType
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gptlab.data.rows import Pair, RowSource
+
+PREFETCHED_STEPS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """One optimizer step's share of this rank."""
+
+    step: int
+    epoch: float
+    """Rows consumed over rows an epoch has, all ranks, this step included."""
+    inputs: Tensor
+    """(local_micro_batches, micro_sequences, seq_len) int64, on the device."""
+    targets: Tensor
+    """Same shape; -1 where a target does not count."""
+    micro_indices: tuple[int, ...]
+    """Place in the step, over all ranks, of each local micro-batch."""
+    target_tokens: int
+    """Targets that count in the whole step, over all ranks: the denominator of the mean loss."""
+
+
+class Loader:
+    """Endless iterator of StepBatch. Rank r of W gets micro-batches r, r + W, ... of each step.
+
+    An error while a step is made is raised by the `next` that would have returned the step. Usable as a context
+    manager; `close` ends the thread.
+    """
+
+    def __init__(
+        self,
+        rows: RowSource,
+        *,
+        micro_sequences: int,
+        micro_batches: int,
+        device: torch.device | str,
+        rank: int = 0,
+        world_size: int = 1,
+        start_step: int = 0,
+    ) -> None:
+        self._rows = rows
+        self._micro_sequences = micro_sequences
+        self._micro_batches = micro_batches
+        self._device = torch.device(device)
+        self._micro_indices = tuple(range(rank, micro_batches, world_size))
+        self._next_step = start_step
+        self._ahead: _Ahead | None = None
+
+    def __iter__(self) -> Iterator[StepBatch]:
+        return self
+
+    def __next__(self) -> StepBatch:
+        if self._ahead is None:
+            self._ahead = _Ahead(self, self._next_step)
+        made = self._ahead.get()
+        if isinstance(made, Exception):
+            self.close()
+            raise made
+        self._next_step = made.step + 1
+        if self._device.type == "cpu":
+            return made
+        # The copies overlap with the kernels in flight; the pinned memory is not reused before they are done.
+        inputs, targets = (t.to(self._device, non_blocking=True) for t in (made.inputs, made.targets))
+        return StepBatch(made.step, made.epoch, inputs, targets, made.micro_indices, made.target_tokens)
+
+    def state_dict(self) -> dict[str, int]:
+        """The step after the last one consumed, whatever has been made ahead."""
+        return {"next_step": self._next_step}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.close()
+        self._next_step = state["next_step"]
+
+    def close(self) -> None:
+        """End the thread. A later `next` starts again at the step that is due."""
+        if self._ahead is not None:
+            self._ahead.stop()
+            self._ahead = None
+
+    def __enter__(self) -> Loader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def make(self, step: int) -> StepBatch:
+        """Step `step` in host memory, pinned where the device is a GPU."""
+        per_step = self._micro_batches * self._micro_sequences
+        everywhere = step * per_step + np.arange(per_step)
+        micro = everywhere.reshape(self._micro_batches, self._micro_sequences)
+        inputs, targets = self._read(micro[list(self._micro_indices)].reshape(-1))
+        return StepBatch(
+            step=step,
+            epoch=(step + 1) * per_step / self._rows.rows_per_epoch,
+            inputs=self._tensor(inputs),
+            targets=self._tensor(targets),
+            micro_indices=self._micro_indices,
+            target_tokens=self._target_tokens(everywhere),
+        )
+
+    def _read(self, global_rows: np.ndarray) -> Pair:
+        pairs = [self._rows.read(epoch, indices) for epoch, indices in self._by_epoch(global_rows)]
+        if not pairs:
+            nothing = np.empty((0, self._rows.seq_len), dtype=np.int32)
+            return nothing, nothing
+        return np.concatenate([p[0] for p in pairs]), np.concatenate([p[1] for p in pairs])
+
+    def _target_tokens(self, global_rows: np.ndarray) -> int:
+        return sum(
+            int(self._rows.target_counts(epoch, indices).sum()) for epoch, indices in self._by_epoch(global_rows)
+        )
+
+    def _by_epoch(self, global_rows: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+        """(epoch, indices in it) of ascending global rows: a step may straddle epochs."""
+        epochs, indices = np.divmod(global_rows, self._rows.rows_per_epoch)
+        for epoch in np.unique(epochs):
+            yield int(epoch), indices[epochs == epoch]
+
+    def _tensor(self, rows: np.ndarray) -> Tensor:
+        # Widened by numpy, not by torch: a torch operation in this thread would start a second pool of OpenMP threads.
+        wide = rows.astype(np.int64).reshape(len(self._micro_indices), self._micro_sequences, self._rows.seq_len)
+        tensor = torch.from_numpy(wide)
+        return tensor.pin_memory() if self._device.type == "cuda" else tensor
+
+
+class _Ahead:
+    """The thread that makes steps `start`, `start + 1`, ... and the queue they wait in."""
+
+    def __init__(self, loader: Loader, start: int) -> None:
+        self._made: queue.Queue[StepBatch | Exception] = queue.Queue(maxsize=PREFETCHED_STEPS)
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(loader, start), name="gptlab-loader", daemon=True)
+        self._thread.start()
+
+    def get(self) -> StepBatch | Exception:
+        return self._made.get()
+
+    def stop(self) -> None:
+        self._stopped.set()
+        while self._thread.is_alive():
+            try:  # make room: the thread may be waiting to put
+                self._made.get_nowait()
+            except queue.Empty:
+                self._thread.join(timeout=0.01)
+
+    def _run(self, loader: Loader, step: int) -> None:
+        while not self._stopped.is_set():
+            try:
+                made: StepBatch | Exception = loader.make(step)
+            except Exception as error:
+                made = error
+            self._made.put(made)
+            if isinstance(made, Exception):
+                return
+            step += 1

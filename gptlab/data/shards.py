@@ -1,0 +1,193 @@
+"""Tokens on disk in llm.c's `.bin` layout, and a whole split of them as if it were one array.
+
+A shard is 256 little-endian int32 (magic, version, number of tokens, zeros), then the tokens. As in llm.c
+(dev/data/data_common.py) two kinds exist, told apart by the magic, so that a reader of the one refuses the other:
+
+    magic 20240520, version 1: uint16 tokens (vocabularies up to 2^16)
+    magic 20240801, version 7: uint32 tokens (llm.c's layout for Llama 3)
+
+A split is its shards in order, plus where its documents start (`NAME_documents.npy`, int64, one more than there are
+documents) and a 64-bit hash of each document's content (`NAME_hashes.npy`, uint64), by which validation is ordered.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from gptlab.config.errors import UserError
+
+HEADER_INTS = 256
+HEADER_BYTES = 4 * HEADER_INTS
+TOKENS_PER_SHARD = 100_000_000  # llm.c's shards of FineWeb: 200 MB each as uint16
+
+
+@dataclass(frozen=True, slots=True)
+class ShardKind:
+    magic: int
+    version: int
+    dtype: np.dtype[Any]
+
+
+UINT16 = ShardKind(20240520, 1, np.dtype("<u2"))
+UINT32 = ShardKind(20240801, 7, np.dtype("<u4"))
+
+
+def shard_kind(vocab_size: int) -> ShardKind:
+    """The smaller kind that holds every token of the vocabulary."""
+    return UINT16 if vocab_size <= 2**16 else UINT32
+
+
+def open_shard(path: Path) -> np.ndarray:
+    """The tokens of one shard, memory-mapped: (n_tokens,) uint16 or uint32. UserError where the file is no shard."""
+    size = path.stat().st_size
+    header = np.fromfile(path, dtype="<i4", count=HEADER_INTS)
+    kind = next((k for k in (UINT16, UINT32) if len(header) == HEADER_INTS and header[0] == k.magic), None)
+    if kind is None or header[1] != kind.version:
+        raise UserError(f"{path} is not a token shard: its header is neither llm.c's uint16 nor its uint32 one")
+    n_tokens = int(header[2])
+    if size != HEADER_BYTES + n_tokens * kind.dtype.itemsize:
+        raise UserError(f"{path} is damaged: its header says {n_tokens:,} tokens, its {size:,} bytes are not that many")
+    if n_tokens == 0:  # an empty range cannot be mapped
+        return np.empty(0, dtype=kind.dtype)
+    # A plain view: indexing a np.memmap builds a np.memmap each time, at several times the cost.
+    return np.memmap(path, dtype=kind.dtype, mode="r", offset=HEADER_BYTES, shape=(n_tokens,)).view(np.ndarray)
+
+
+class SplitWriter:
+    """Writes one split, document by document, into `folder`; complete after `close`."""
+
+    def __init__(
+        self, folder: Path, name: str, vocab_size: int, bos_id: int | None, *, tokens_per_shard: int = TOKENS_PER_SHARD
+    ) -> None:
+        self.n_tokens = 0
+        self.n_bytes = 0
+        self._folder = folder
+        self._name = name
+        self._kind = shard_kind(vocab_size)
+        self._bos = np.empty(0, dtype=np.int32) if bos_id is None else np.array([bos_id], dtype=np.int32)
+        self._tokens_per_shard = tokens_per_shard
+        self._starts: list[int] = []
+        self._hashes: list[int] = []
+        self._shard: IO[bytes] | None = None
+        self._shard_index = 0
+        self._shard_tokens = 0
+
+    @property
+    def n_documents(self) -> int:
+        return len(self._starts)
+
+    def add(self, tokens: np.ndarray, *, n_bytes: int, content_hash: int) -> None:
+        """One document: its tokens (n,) without BOS, its length in UTF-8, 64 bits of its content's hash."""
+        self._starts.append(self.n_tokens)
+        self._hashes.append(content_hash)
+        self.n_bytes += n_bytes
+        self._write(np.concatenate([self._bos, tokens]).astype(self._kind.dtype))
+
+    def close(self) -> dict[str, int]:
+        """Finish the files; tokens, documents, bytes of text and shards of the split."""
+        if self._shard is None and self._shard_index == 0:
+            self._open_shard()
+        self._close_shard()
+        np.save(self._folder / f"{self._name}_documents.npy", np.array([*self._starts, self.n_tokens], dtype=np.int64))
+        np.save(self._folder / f"{self._name}_hashes.npy", np.array(self._hashes, dtype=np.uint64))
+        return {
+            "tokens": self.n_tokens,
+            "documents": self.n_documents,
+            "bytes": self.n_bytes,
+            "shards": self._shard_index,
+        }
+
+    def _write(self, tokens: np.ndarray) -> None:
+        while len(tokens):
+            shard = self._shard or self._open_shard()
+            part = tokens[: self._tokens_per_shard - self._shard_tokens]
+            shard.write(part.tobytes())
+            self._shard_tokens += len(part)
+            self.n_tokens += len(part)
+            tokens = tokens[len(part) :]
+            if self._shard_tokens == self._tokens_per_shard:
+                self._close_shard()
+
+    def _open_shard(self) -> IO[bytes]:
+        self._shard = (self._folder / shard_name(self._name, self._shard_index)).open("wb")
+        self._shard.write(bytes(HEADER_BYTES))  # no magic yet: a shard that was never closed is none
+        self._shard_tokens = 0
+        return self._shard
+
+    def _close_shard(self) -> None:
+        if self._shard is None:
+            return
+        header = np.zeros(HEADER_INTS, dtype="<i4")
+        header[:3] = self._kind.magic, self._kind.version, self._shard_tokens
+        self._shard.seek(0)
+        self._shard.write(header.tobytes())
+        self._shard.close()
+        self._shard = None
+        self._shard_index += 1
+
+
+def shard_name(split: str, index: int) -> str:
+    return f"{split}_{index:06d}.bin"
+
+
+class TokenSplit:
+    """All tokens of one split, memory-mapped, addressed by their position in it."""
+
+    def __init__(
+        self,
+        shards: list[np.ndarray],  # each (n,) uint16 or uint32
+        document_starts: np.ndarray,  # (n_documents + 1,) int64
+        content_hashes: np.ndarray,  # (n_documents,) uint64
+        n_bytes: int,
+    ) -> None:
+        self.document_starts = document_starts
+        self.content_hashes = content_hashes
+        self.n_documents = len(document_starts) - 1
+        self.n_tokens = int(document_starts[-1])
+        self.n_bytes = n_bytes
+        self._shards = shards
+        self._shard_ends = np.cumsum([len(shard) for shard in shards])
+        if self._shard_ends[-1] != self.n_tokens or len(content_hashes) != self.n_documents:
+            raise UserError("the document index and the shards of a token cache do not belong together")
+
+    @classmethod
+    def open(cls, folder: Path, name: str, *, n_shards: int, n_bytes: int) -> TokenSplit:
+        shards = [open_shard(folder / shard_name(name, index)) for index in range(n_shards)]
+        starts = np.load(folder / f"{name}_documents.npy", allow_pickle=False)
+        hashes = np.load(folder / f"{name}_hashes.npy", allow_pickle=False)
+        return cls(shards, starts, hashes, n_bytes)
+
+    def read(self, start: int, length: int) -> np.ndarray:
+        """Tokens [start, start + length) as (length,) int32, across shard borders. IndexError outside the split."""
+        if start < 0 or length < 0 or start + length > self.n_tokens:
+            raise IndexError(f"tokens {start} to {start + length} of {self.n_tokens}")
+        tokens = np.empty(length, dtype=np.int32)
+        shard = int(np.searchsorted(self._shard_ends, start, side="right"))
+        done = 0
+        while done < length:
+            offset = start + done - (int(self._shard_ends[shard]) - len(self._shards[shard]))
+            part = self._shards[shard][offset : offset + length - done]
+            tokens[done : done + len(part)] = part
+            done += len(part)
+            shard += 1
+        return tokens
+
+    def take(self, positions: np.ndarray) -> np.ndarray:
+        """The tokens at `positions` (any shape, int64), as int32 of the same shape."""
+        if len(self._shards) == 1:
+            return self._shards[0][positions].astype(np.int32)
+        shard_of = np.searchsorted(self._shard_ends, positions, side="right")
+        tokens = np.empty(positions.shape, dtype=np.int32)
+        for shard in np.unique(shard_of):
+            here = shard_of == shard
+            first = int(self._shard_ends[shard]) - len(self._shards[shard])
+            tokens[here] = self._shards[shard][positions[here] - first]
+        return tokens
+
+    def gather(self, starts: np.ndarray, length: int) -> np.ndarray:
+        """Windows of `length` tokens from each of `starts` (n,): (n, length) int32."""
+        return self.take(starts[:, None] + np.arange(length))
