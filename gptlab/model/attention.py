@@ -71,7 +71,7 @@ def blocked_attention(q: Tensor, k: Tensor, v: Tensor, *, window: int | None, dr
 
 
 def cached_attention(q: Tensor, k: Tensor, v: Tensor, *, window: int | None) -> Tensor:
-    """The last T of S positions attend to all S before and including themselves. q: (B, H, T, D); k, v: (B, G, S, D)."""
+    """The last T of S positions attend to themselves and all before. q: (B, H, T, D); k, v: (B, G, S, D)."""
     n_queries, n_keys = q.shape[2], k.shape[2]
     queries = torch.arange(n_keys - n_queries, n_keys, device=q.device)[:, None]
     keys = torch.arange(n_keys, device=q.device)[None, :]

@@ -125,6 +125,9 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """`model(tokens)` gives logits; `model.loss(tokens, targets)` the summed loss, without keeping all logits."""
 
+    cos: Tensor
+    sin: Tensor
+
     def __init__(self, config: ModelConfig, compute_dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         self.config, self.compute_dtype = config, compute_dtype

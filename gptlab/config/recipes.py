@@ -1,0 +1,124 @@
+"""Named runs. A recipe is a function of a depth, a horizon and the machine that returns a whole RunConfig.
+
+Depth and horizon are arguments, not fields, because other fields follow from them; every field of the result can
+still be overridden by its dotted name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from gptlab.config.data import DataConfig, TokenizerConfig
+from gptlab.config.errors import require_positive
+from gptlab.config.horizon import Horizon
+from gptlab.config.model import ModelConfig
+from gptlab.config.optim import AdamWConfig, MuonConfig, OptimConfig, ScheduleConfig
+from gptlab.config.run import BatchConfig, CheckpointConfig, EvalConfig, RunConfig, SampleConfig
+from gptlab.config.scaling import (
+    EXPECTED_MFU,
+    Machine,
+    Shape,
+    adamw_lr_scale_for_width,
+    shape_for_compute,
+    shape_for_depth,
+)
+
+# What two quiet cores with AVX512-BF16 measure; assumed only where the caller measured nothing.
+ASSUMED_FLOPS_PER_SECOND = 425e9
+
+
+def quickstart(
+    *,
+    depth: int | None = None,
+    horizon: Horizon | None = None,
+    minutes: float | None = None,
+    machine: Machine | None = None,
+) -> RunConfig:
+    """A modern small GPT on the Python standard library, sized to the machine: three minutes."""
+    horizon = _horizon(horizon, minutes, Horizon(amount=180.0, unit="seconds"))
+    seq_len, vocab_size = 512, 4096
+    shape = _quickstart_shape(depth, horizon, machine, vocab_size=vocab_size, seq_len=seq_len)
+    return RunConfig(
+        recipe="quickstart",
+        model=ModelConfig(n_layer=shape.n_layer, n_embd=shape.n_embd, n_head=shape.n_head, seq_len=seq_len),
+        tokenizer=TokenizerConfig(kind="bpe", vocab_size=vocab_size),
+        data=DataConfig(source=("stdlib",), rows="packed"),
+        batch=BatchConfig(total_tokens=16 * seq_len, micro_sequences=16),
+        horizon=horizon,
+        optim=_modern_optimizer(shape.n_embd, muon_lr=0.02, adamw_scale=0.5),
+        eval=EvalConfig(every_seconds=horizon.amount / 4 if horizon.unit == "seconds" else None, tokens=131_072),
+        sample=SampleConfig(
+            prompts=("def ", "class ", "import os\n", "    def __init__(self"), max_tokens=96, temperature=0.7, top_k=40
+        ),
+        checkpoint=CheckpointConfig(every_seconds=60.0),
+    )
+
+
+def shakespeare_char(
+    *,
+    depth: int | None = None,
+    horizon: Horizon | None = None,
+    minutes: float | None = None,
+    machine: Machine | None = None,
+) -> RunConfig:
+    """Characters of tiny Shakespeare (give the file with --data), the last tenth held out as nanoGPT does."""
+    horizon = _horizon(horizon, minutes, Horizon(amount=180.0, unit="seconds"))
+    depth = depth or 4
+    shape = shape_for_depth(depth, aspect=64, head_dim=64, vocab_size=128, seq_len=256)
+    return RunConfig(
+        recipe="shakespeare-char",
+        model=ModelConfig(n_layer=shape.n_layer, n_embd=shape.n_embd, n_head=shape.n_head, seq_len=256),
+        tokenizer=TokenizerConfig(kind="char"),
+        data=DataConfig(source=("tinyshakespeare.txt",), split="tail", val_fraction=0.1, rows="random"),
+        batch=BatchConfig(total_tokens=16 * 256, micro_sequences=16),
+        horizon=horizon,
+        optim=_modern_optimizer(shape.n_embd, muon_lr=0.02, adamw_scale=0.5),
+        eval=EvalConfig(every_seconds=horizon.amount / 6 if horizon.unit == "seconds" else None),
+        sample=SampleConfig(prompts=("\n",), max_tokens=300),
+    )
+
+
+def _quickstart_shape(
+    depth: int | None, horizon: Horizon, machine: Machine | None, *, vocab_size: int, seq_len: int
+) -> Shape:
+    aspect, head_dim = 64, 64
+    if depth is not None:
+        require_positive("depth", depth)
+        return shape_for_depth(depth, aspect=aspect, head_dim=head_dim, vocab_size=vocab_size, seq_len=seq_len)
+    measured = machine.matmul_flops_per_second if machine is not None else None
+    seconds = horizon.amount if horizon.unit == "seconds" else 180.0
+    total_flops = (
+        horizon.amount if horizon.unit == "flops" else EXPECTED_MFU * seconds * (measured or ASSUMED_FLOPS_PER_SECOND)
+    )
+    return shape_for_compute(
+        total_flops, tokens_per_param=2.0, aspect=aspect, head_dim=head_dim, vocab_size=vocab_size, seq_len=seq_len
+    )
+
+
+def _modern_optimizer(n_embd: int, *, muon_lr: float, adamw_scale: float) -> OptimConfig:
+    """Muon and AdamW at seed 4's rates and betas, AdamW's scaled by width and by `adamw_scale` for small batches."""
+    scale = adamw_scale * adamw_lr_scale_for_width(n_embd)
+    return OptimConfig(
+        muon=MuonConfig(lr=muon_lr, weight_decay=0.2),
+        embedding=AdamWConfig(lr=0.3 * scale),
+        value_embedding=AdamWConfig(lr=0.3 * scale),
+        head=AdamWConfig(lr=0.004 * scale),
+        residual_lambda=AdamWConfig(lr=0.005 * adamw_scale),
+        x0_lambda=AdamWConfig(lr=0.5 * adamw_scale, beta1=0.96),
+        vector=AdamWConfig(lr=0.004 * scale),
+    )
+
+
+def _horizon(horizon: Horizon | None, minutes: float | None, default: Horizon) -> Horizon:
+    if minutes is not None:
+        require_positive("minutes", minutes)
+        return Horizon(amount=60.0 * minutes, unit="seconds")
+    return horizon or default
+
+
+Recipe = Callable[..., RunConfig]
+
+RECIPES: Mapping[str, Recipe] = {
+    "quickstart": quickstart,
+    "shakespeare-char": shakespeare_char,
+}

@@ -1,0 +1,84 @@
+"""Rules that size a run: from compute to depth, from batch to learning rate, from depth to weight decay.
+
+Each rule names the paper or measurement it rests on, and how far that reaches.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+# Seed 4's learning rates were tuned at this batch, width and depth.
+REFERENCE_TOTAL_TOKENS = 2**19
+REFERENCE_WIDTH = 768
+REFERENCE_DEPTH = 12
+
+# Share of the measured matrix-product peak that training reaches; `gptlab bench` measures it (docs/LOG.md, quickstart).
+EXPECTED_MFU = 0.6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What a recipe may know of the machine in order to size itself."""
+
+    device: str
+    matmul_flops_per_second: float | None
+    """Peak of dense matrix products in the type that training uses; None when nobody measured it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """Depth and width, and what they cost."""
+
+    n_layer: int
+    n_embd: int
+    n_head: int
+    scaling_params: int
+    """Matrix and head parameters (seed 4: transformer_matrices + lm_head), which predict loss best there."""
+    flops_per_token: float
+    """Forward and backward: 6 a scaling parameter, and 12 * width * context a layer for attention."""
+
+
+def shape_for_depth(depth: int, *, aspect: int, head_dim: int, vocab_size: int, seq_len: int) -> Shape:
+    """The one dial (seed 4): width = depth * aspect, raised to a multiple of the head width."""
+    width = math.ceil(depth * aspect / head_dim) * head_dim
+    scaling_params = 12 * width * width * depth + vocab_size * width
+    return Shape(
+        n_layer=depth,
+        n_embd=width,
+        n_head=width // head_dim,
+        scaling_params=scaling_params,
+        flops_per_token=6 * scaling_params + 12 * width * seq_len * depth,
+    )
+
+
+def shape_for_compute(
+    total_flops: float, *, tokens_per_param: float, aspect: int, head_dim: int, vocab_size: int, seq_len: int
+) -> Shape:
+    """The deepest shape that `total_flops` still trains on `tokens_per_param` tokens a scaling parameter.
+
+    With tokens and parameters in a fixed ratio both grow with the square root of the compute (Hoffmann et al.,
+    arXiv:2203.15556).
+    """
+    best = shape_for_depth(1, aspect=aspect, head_dim=head_dim, vocab_size=vocab_size, seq_len=seq_len)
+    for depth in range(2, 129):
+        shape = shape_for_depth(depth, aspect=aspect, head_dim=head_dim, vocab_size=vocab_size, seq_len=seq_len)
+        if shape.flops_per_token * tokens_per_param * shape.scaling_params > total_flops:
+            break
+        best = shape
+    return best
+
+
+def lr_scale_for_batch(total_tokens: int) -> float:
+    """Learning rates grow with the root of the batch (seed 4: standard for AdamW; for Muon an assumption there)."""
+    return math.sqrt(total_tokens / REFERENCE_TOTAL_TOKENS)
+
+
+def adamw_lr_scale_for_width(n_embd: int) -> float:
+    """AdamW's rates fall with the root of the width (autoresearch and nanochat: tuned at 768)."""
+    return (n_embd / REFERENCE_WIDTH) ** -0.5
+
+
+def weight_decay_for_depth(weight_decay: float, depth: int) -> float:
+    """Decay falls with the square of the depth at constant aspect (seed 4, tuned at depth 12)."""
+    return weight_decay * (REFERENCE_DEPTH / depth) ** 2
