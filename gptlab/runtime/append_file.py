@@ -1,0 +1,95 @@
+"""A file that grows by whole lines and can be cut back to where a checkpoint saw it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+from gptlab.config.errors import UserError
+
+_BLOCK_BYTES = 65_536
+
+
+class AppendFile:
+    """Lines of UTF-8 text at the end of a file, each handed to the operating system at once, so a SIGKILL loses none.
+
+    Opening cuts off a last line without its newline: a killed process did not finish it. While the disk refuses bytes
+    (full, over quota), lines wait in memory and are written, in order, as soon as it takes them again.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._waiting = b""
+        self._error: OSError | None = None
+        try:
+            self._file = path.open("a+b", buffering=0)
+            length = self._file.seek(0, os.SEEK_END)
+            self._size = self._end_of_whole_lines(length)
+            if self._size < length:
+                self._file.truncate(self._size)
+        except OSError as error:
+            raise UserError(f"cannot write {path}: {error.strerror or error}") from error
+
+    def write(self, line: str) -> None:
+        """Append `line` (without its newline)."""
+        self._waiting += line.encode("utf-8", "replace") + b"\n"
+        self._drain()
+
+    def offset(self) -> int:
+        """Bytes written so far, on the disk for good: a checkpoint that names them may outlive a power cut.
+
+        UserError while lines wait for the disk.
+        """
+        self._drain()
+        self._raise_if_waiting()
+        os.fsync(self._file.fileno())
+        return self._size
+
+    def truncate(self, offset: int) -> bool:
+        """Cut off everything after the first `offset` bytes.
+
+        False where the file is not the one that had this offset (shorter, or no line ends there); it is then cut
+        at the last line that ends before.
+        """
+        self._waiting = b""
+        self._size = self._end_of_whole_lines(min(offset, self._size))
+        self._file.truncate(self._size)
+        os.fsync(self._file.fileno())
+        return self._size == offset
+
+    def close(self) -> None:
+        """UserError where the last lines could not be written."""
+        if self._file.closed:
+            return
+        self._drain()
+        self._file.close()
+        self._raise_if_waiting()
+
+    def _drain(self) -> None:
+        try:
+            written = 0
+            while written < len(self._waiting):
+                written += self._file.write(self._waiting[written:])
+        except OSError as error:
+            self._error = error
+            with contextlib.suppress(OSError):  # no line stays half-written
+                self._file.truncate(self._size)
+        else:
+            self._size += len(self._waiting)
+            self._waiting = b""
+
+    def _raise_if_waiting(self) -> None:
+        if self._waiting and self._error is not None:
+            raise UserError(f"cannot write {self.path}: {self._error.strerror or self._error}") from self._error
+
+    def _end_of_whole_lines(self, limit: int) -> int:
+        """The position after the last newline among the first `limit` bytes; 0 where there is none."""
+        while limit > 0:
+            start = max(0, limit - _BLOCK_BYTES)
+            self._file.seek(start)
+            newline = self._file.read(limit - start).rfind(b"\n")
+            if newline >= 0:
+                return start + newline + 1
+            limit = start
+        return 0

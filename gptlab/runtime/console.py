@@ -1,0 +1,242 @@
+"""What a person sees of a run: plain lines, one live line on a terminal, and the same words in log.txt."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol, TextIO
+
+from gptlab.runtime.append_file import AppendFile
+
+# ECMA-48 escape sequences: CSI (colours, cursor), OSC (titles, links; ended by BEL or ST), two-character ones.
+_ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-_])")
+# What a model samples may hold any character: those that move a cursor or ring a bell do not reach the terminal.
+_CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+
+
+class _Display(Protocol):
+    progress_seconds: float
+    """The least time between two calls of `progress`."""
+
+    def line(self, text: str, *, warning: bool = False) -> None: ...
+    def live(self, text: str) -> None: ...
+    def begin_progress(self, description: str) -> None: ...
+    def progress(self, description: str, share: float | None, figures: str) -> None: ...
+    def end_progress(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class _PlainDisplay:
+    """For pipes, files and dumb terminals: lines only."""
+
+    progress_seconds = 5.0
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def line(self, text: str, *, warning: bool = False) -> None:
+        self._stream.write(text + "\n")
+        self._stream.flush()
+
+    def live(self, text: str) -> None:
+        self.line(text)
+
+    def begin_progress(self, description: str) -> None:
+        pass
+
+    def progress(self, description: str, share: float | None, figures: str) -> None:
+        self.line(f"{description}: {figures}")
+
+    def end_progress(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class Console:
+    """Prints for a person and keeps log.txt; when nobody can read any more (a closed pipe), it goes on logging.
+
+    Text is plain: escape sequences and control characters are taken out. One thread uses it.
+    """
+
+    def __init__(self, log_path: Path | None = None, *, stream: TextIO | None = None) -> None:
+        self._stream = sys.stdout if stream is None else stream
+        self._display = _make_display(self._stream)
+        self._log: AppendFile | None = None
+        self._unlogged: list[str] = []
+        if log_path is not None:
+            self.open_log(log_path)
+
+    def open_log(self, path: Path, *, offset: int | None = None) -> bool:
+        """Log to `path` from now on; what was shown before this goes there first.
+
+        At resume, `offset` cuts off what was logged after the checkpoint. False where the file is not the one that
+        had this offset.
+        """
+        self._log = AppendFile(path)
+        intact = offset is None or self._log.truncate(offset)
+        for text in self._unlogged:
+            self._log.write(text)
+        self._unlogged.clear()
+        return intact
+
+    def log_offset(self) -> int:
+        """Bytes of log.txt so far, durably on disk; 0 without a log."""
+        return 0 if self._log is None else self._log.offset()
+
+    def line(self, text: str) -> None:
+        """Print and log."""
+        text = _plain(text)
+        self._record(text)
+        self._show(lambda display: display.line(self._printable(text)))
+
+    def warn(self, text: str) -> None:
+        """Print and log, marked as a warning."""
+        text = f"warning: {_plain(text)}"
+        self._record(text)
+        self._show(lambda display: display.line(self._printable(text), warning=True))
+
+    def live(self, text: str) -> None:
+        """Log, and show in place of the last live text; where there is no terminal, print."""
+        text = _plain(text)
+        self._record(text)
+        self._show(lambda display: display.live(self._printable(text)))
+
+    @contextmanager
+    def progress(self, description: str, total: float | None, unit: str) -> Iterator[Progress]:
+        """Show how far a long piece of work is: a bar on a terminal, elsewhere a line every few seconds.
+
+        `total` may be None (not known). `unit` is a plural ("documents"), or "bytes". A closing line with the amount
+        and the rate is printed and logged unless the work raises.
+        """
+        interval_seconds = float("inf") if self._display is None else self._display.progress_seconds
+        progress = Progress(description, total, unit, show=self._show_progress, interval_seconds=interval_seconds)
+        self._show(lambda display: display.begin_progress(self._printable(_plain(description))))
+        try:
+            yield progress
+        finally:
+            self._show(lambda display: display.end_progress())
+        self.line(progress.closing_line())
+
+    def close(self) -> None:
+        """Leave the terminal as it was, and finish log.txt."""
+        self._show(lambda display: display.close())
+        if self._log is not None:
+            self._log.close()
+            self._log = None
+
+    def __enter__(self) -> Console:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _record(self, text: str) -> None:
+        if self._log is None:
+            self._unlogged.append(text)
+        else:
+            self._log.write(text)
+
+    def _show_progress(self, description: str, share: float | None, figures: str) -> None:
+        description = _plain(description)
+        self._show(lambda display: display.progress(self._printable(description), share, self._printable(figures)))
+
+    def _show(self, action: Callable[[_Display], None]) -> None:
+        """Do `action` on the display; once the stream is gone, do nothing, since a run outlives its spectator."""
+        if self._display is None:
+            return
+        try:
+            if not self._stream.closed:
+                action(self._display)
+        except OSError:
+            self._display = None
+            # What the stream still buffers would raise again when Python flushes it at exit.
+            with contextlib.suppress(OSError, ValueError), open(os.devnull, "wb") as nowhere:
+                os.dup2(nowhere.fileno(), self._stream.fileno())
+
+    def _printable(self, text: str) -> str:
+        """`text` with what the stream cannot encode (Windows code pages, lone surrogates) replaced by "?"."""
+        encoding = self._stream.encoding or "utf-8"
+        return text.encode(encoding, "replace").decode(encoding)
+
+
+class Progress:
+    """How far a piece of work is. `description`, `total` and `done` may be set at any time."""
+
+    def __init__(
+        self,
+        description: str,
+        total: float | None,
+        unit: str,
+        *,
+        show: Callable[[str, float | None, str], None],
+        interval_seconds: float,
+    ) -> None:
+        self.description = description
+        self.total = total
+        self.done = 0.0
+        self._unit = unit
+        self._show = show
+        self._interval_seconds = interval_seconds
+        self._started = self._shown = time.monotonic()
+
+    def advance(self, n: float = 1) -> None:
+        """`n` more units are done."""
+        self.done += n
+        now = time.monotonic()
+        if now - self._shown >= self._interval_seconds:
+            self._shown = now
+            share = min(1.0, self.done / self.total) if self.total else None
+            self._show(self.description, share, self._figures(now - self._started))
+
+    def closing_line(self) -> str:
+        seconds = time.monotonic() - self._started
+        return f"{self.description}: {self._amount(self.done)} in {seconds:.1f} s{self._rate(seconds)}"
+
+    def _figures(self, seconds: float) -> str:
+        if not self.total:
+            return f"{self._amount(self.done)}{self._rate(seconds)}"
+        share = f"{self._number(self.done)} of {self._amount(self.total)} ({min(1.0, self.done / self.total):.0%})"
+        left = f", {_clock(seconds * max(0.0, self.total / self.done - 1))} left" if self.done else ""
+        return f"{share}{self._rate(seconds)}{left}"
+
+    def _rate(self, seconds: float) -> str:
+        return f", {self._amount(self.done / seconds)}/s" if self.done and seconds > 0 else ""
+
+    def _amount(self, value: float) -> str:
+        return f"{self._number(value)} {'MB' if self._unit == 'bytes' else self._unit}"
+
+    def _number(self, value: float) -> str:
+        return f"{value / 1e6:,.1f}" if self._unit == "bytes" else f"{value:,.0f}"
+
+
+def _make_display(stream: TextIO | None) -> _Display | None:
+    """None where there is nothing to print on (pythonw has no sys.stdout)."""
+    if stream is None:
+        return None
+    if os.environ.get("TERM") in ("dumb", "unknown") or not stream.isatty():
+        return _PlainDisplay(stream)
+    from gptlab.runtime.terminal import TerminalDisplay  # rich takes 60 ms to import: only where it draws
+
+    return TerminalDisplay(stream)
+
+
+def _plain(text: str) -> str:
+    return _ESCAPES.sub("", text).translate(_CONTROLS)
+
+
+def _clock(seconds: float) -> str:
+    """m:ss, or h:mm:ss from an hour on."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

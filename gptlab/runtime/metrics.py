@@ -1,0 +1,65 @@
+"""metrics.jsonl: one JSON object a line, exact floats, nothing half-written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import TracebackType
+from typing import Literal
+
+from gptlab.config.errors import UserError
+from gptlab.runtime.append_file import AppendFile
+from gptlab.runtime.strict_json import to_json
+
+Kind = Literal["train", "eval", "sample", "core", "checkpoint", "event"]
+
+
+class MetricsLog:
+    """The figures of a run, in the order in which they were measured."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = AppendFile(path)
+
+    def write(self, kind: Kind, /, **fields: object) -> None:
+        """Append one line. Values are Python numbers, strings, lists and dicts; units stand in the names."""
+        self._file.write(to_json({"kind": kind, **fields}))
+
+    def offset(self) -> int:
+        """Bytes so far, durably on disk: what a checkpoint stores, for `truncate` at resume."""
+        return self._file.offset()
+
+    def truncate(self, offset: int) -> bool:
+        """Cut off what was written after a checkpoint took `offset`; False where this is not the file it saw."""
+        return self._file.truncate(offset)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> MetricsLog:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, object]]:
+    """Every line of a metrics file. A torn last line, as a killed run leaves it, is left out.
+
+    Non-finite floats are the strings "nan", "inf", "-inf": `float(value)` reads both spellings. UserError where the
+    file is missing or a line before the last is no JSON.
+    """
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
+    records: list[dict[str, object]] = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            if line:
+                records.append(json.loads(line))
+        except ValueError as error:
+            if number < len(lines):
+                raise UserError(f"{path}, line {number} is damaged: it is no JSON") from error
+    return records

@@ -1,0 +1,158 @@
+"""The folder of a run: what is in it, who may write to it, and what state the run is in."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal
+
+from filelock import FileLock, Timeout
+
+from gptlab.config.errors import UserError
+from gptlab.runtime.strict_json import read_json_object, write_json_atomic
+
+__all__ = ["RunDirectory", "Status", "default_run_path", "write_json_atomic"]
+
+Status = Literal["running", "finished", "preempted", "failed"]
+
+_LOCK_NAME = ".lock"
+_OWNER_NAME = ".lock.json"
+
+
+@dataclass(frozen=True, slots=True)
+class RunDirectory:
+    """A folder that holds a run. config.json makes it one: it is written last."""
+
+    path: Path
+
+    @classmethod
+    def create(cls, path: Path, config_json: Mapping[str, object], provenance: Mapping[str, object]) -> RunDirectory:
+        """Start a run in `path`, a folder that does not exist yet or is empty; UserError otherwise."""
+        run = cls(Path(path))
+        if run.path.is_dir():
+            run._refuse_if_taken()  # before the lock, which would leave its file in somebody's folder
+        try:
+            run.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"cannot make the run folder {path}: {error.strerror or error}") from error
+        with run.lock():
+            run._refuse_if_taken()
+            write_json_atomic(run.provenance_path, {**provenance, "status": "running", "end": None})
+            write_json_atomic(run.config_path, dict(config_json))
+        return run
+
+    @classmethod
+    def open(cls, path: Path) -> RunDirectory:
+        """The run in `path`; UserError where there is none."""
+        run = cls(Path(path))
+        if not run.path.is_dir():
+            raise UserError(f"there is no run folder {path}; name one that `gptlab train` made, such as runs/NAME")
+        if not run.config_path.is_file():
+            raise UserError(f"{path} is no run: it has no config.json; name a folder that `gptlab train` made")
+        return run
+
+    @property
+    def config_path(self) -> Path:
+        return self.path / "config.json"
+
+    @property
+    def provenance_path(self) -> Path:
+        return self.path / "run.json"
+
+    @property
+    def metrics_path(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def log_path(self) -> Path:
+        return self.path / "log.txt"
+
+    @property
+    def tokenizer_path(self) -> Path:
+        return self.path / "tokenizer"
+
+    @property
+    def checkpoints_path(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def summary_path(self) -> Path:
+        return self.path / "summary.json"
+
+    def read_config(self) -> dict[str, object]:
+        """config.json; UserError where it is damaged."""
+        return read_json_object(self.config_path)
+
+    def read_provenance(self) -> dict[str, object]:
+        """run.json; UserError where it is missing or damaged."""
+        return read_json_object(self.provenance_path)
+
+    def set_status(self, status: Status, **extra: object) -> None:
+        """Record in run.json how the run stands, when it ended (null while it runs), and any `extra` facts."""
+        try:
+            record = self.read_provenance()
+        except UserError:  # a lost run.json must not take the run with it
+            record = {}
+        end = None if status == "running" else datetime.now(UTC).isoformat(timespec="seconds")
+        write_json_atomic(self.provenance_path, {**record, **extra, "status": status, "end": end})
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Hold the run for this process; UserError where another one has it. A killed process holds nothing."""
+        lock = FileLock(self.path / _LOCK_NAME, thread_local=False)
+        try:
+            lock.acquire(blocking=False)
+        except Timeout:
+            raise UserError(
+                f"{self.path} is in use by another process{self._owner()}; wait until it ends, stop it, or train in "
+                "another folder with --run-dir"
+            ) from None
+        except OSError as error:
+            raise UserError(f"cannot lock {self.path}: {error.strerror or error}") from error
+        owner = self.path / _OWNER_NAME
+        try:
+            write_json_atomic(owner, {"pid": os.getpid(), "host": platform.node()})
+            yield
+        finally:
+            with suppress(OSError):
+                owner.unlink(missing_ok=True)
+            lock.release()
+
+    def _owner(self) -> str:
+        try:
+            owner = read_json_object(self.path / _OWNER_NAME)
+        except UserError:
+            return ""
+        return f" (pid {owner.get('pid')} on {owner.get('host')})"
+
+    def _refuse_if_taken(self) -> None:
+        if self.config_path.exists():
+            raise UserError(
+                f"{self.path} already holds a run; go on with it by --resume {self.path}, or name another --run-dir"
+            )
+        # Without config.json, run.json and the lock are what a process killed inside `create` leaves behind.
+        ours = {_LOCK_NAME, _OWNER_NAME, self.provenance_path.name}
+        others = sorted(entry.name for entry in self.path.iterdir() if entry.name not in ours)
+        others = [name for name in others if not (name.startswith(".") and name.endswith(".tmp"))]
+        if others:
+            raise UserError(f"the run folder {self.path} is not empty (it holds {others[0]}); name another --run-dir")
+
+
+def default_run_path(recipe: str, now: datetime, root: Path = Path("runs")) -> Path:
+    """runs/RECIPE-YYYYMMDD-HHMMSS, with -2, -3, ... where a run of the same second is there already.
+
+    `recipe` may hold characters that a folder name may not ("gpt2/124M", a path): they become hyphens.
+    """
+    name = re.sub(r"[^A-Za-z0-9._]+", "-", recipe).strip("-.") or "run"
+    first = root / f"{name}-{now:%Y%m%d-%H%M%S}"
+    path, number = first, 1
+    while path.exists():
+        number += 1
+        path = first.with_name(f"{first.name}-{number}")
+    return path
