@@ -148,5 +148,3 @@ def _build(cls: type[T], values: Mapping[str, Any], prog: str) -> T:
         if required and field.name not in own:
             raise UserError(f"{prog} needs {field.name.upper().replace('_', '-')} (see {prog} --help)")
     return cls(**own)
-
-

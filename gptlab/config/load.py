@@ -8,7 +8,6 @@ import math
 import tomllib
 import types
 from collections.abc import Iterable, Mapping
-from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -108,8 +107,7 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return leaves
 
 
-@cache
-def leaf_fields(cls: type) -> Mapping[str, Any]:
+def leaf_fields(cls: type) -> dict[str, Any]:
     """{dotted name: annotation} of every field of a dataclass that is not itself a dataclass, in order."""
     leaves: dict[str, Any] = {}
     for name, annotation in get_type_hints(cls, include_extras=True).items():
@@ -117,7 +115,7 @@ def leaf_fields(cls: type) -> Mapping[str, Any]:
             leaves |= {f"{name}.{inner}": leaf for inner, leaf in leaf_fields(annotation).items()}
         elif name in cls.__dataclass_fields__:  # type: ignore[attr-defined]
             leaves[name] = annotation
-    return types.MappingProxyType(leaves)
+    return leaves
 
 
 def unknown_field(name: str, value: object, also: Iterable[str] = ()) -> ConfigError:
@@ -153,7 +151,7 @@ def checked_value(annotation: Any, value: Any, field: str) -> Any:
 
 
 def value_from_text(annotation: Any, text: str, field: str) -> Any:
-    """One word of a command line as the field holds it (a tuple of one); None and booleans in any case, 1e6 for an int."""
+    """One word of a command line as the field holds it (a tuple of one); None and True in any case, 1e6 for an int."""
     leaf, optional = bare(annotation)
     if optional and text.lower() == "none":
         return None
@@ -163,11 +161,7 @@ def value_from_text(annotation: Any, text: str, field: str) -> Any:
         word = {"true": True, "on": True, "false": False, "off": False}.get(text.lower())
         return checked_value(annotation, text if word is None else word, field)
     if leaf in (int, float):
-        try:
-            number = int(text) if leaf is int else float(text)
-        except ValueError:
-            number = _whole(text) if leaf is int else text
-        return checked_value(annotation, number, field)
+        return checked_value(annotation, _number(leaf, text), field)
     return checked_value(annotation, text, field)
 
 
@@ -192,8 +186,12 @@ def wanted(annotation: Any) -> str:
     return f"{text}, or None" if optional else text
 
 
-def _whole(text: str) -> int | str:
-    """1e6 and 3.0 are whole numbers; anything else comes back as it is, for the type check to refuse."""
+def _number(kind: type[int] | type[float], text: str) -> int | float | str:
+    """1e6 and 3.0 are whole numbers too; anything else comes back as it is, for the type check to refuse."""
+    try:
+        return kind(text)
+    except ValueError:
+        pass
     try:
         number = float(text)
     except ValueError:

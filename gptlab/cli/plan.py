@@ -1,0 +1,186 @@
+"""`gptlab plan`: what a run would be, counted from the real modules on the meta device. Reads no data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import psutil
+import torch
+
+from gptlab.cli.run_arguments import RunArguments, read_request
+from gptlab.config.run import RunConfig
+from gptlab.config.scaling import EXPECTED_MFU, Machine
+from gptlab.data.tokenizer import load_tokenizer
+from gptlab.model.counting import FlopsPerToken, ParameterCounts, flops_per_token, parameter_counts
+from gptlab.model.gpt import GPT
+from gptlab.runtime.device import device_name, resolve_device, resolve_dtype
+from gptlab.runtime.peak import Peak, peak_flops_per_second
+from gptlab.train.memory import Memory, count_memory
+
+DESCRIPTION = "What a run would be: parameters, FLOPs, memory, steps and hours, before anything runs. Reads no data."
+
+ASSUMED_CHARACTERS = 128
+"""A char tokenizer's entries before the corpus is read: ASCII. (tinyshakespeare has 65.)"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    config: RunConfig
+    vocab_source: str
+    dtype: torch.dtype
+    parameters: ParameterCounts
+    flops: FlopsPerToken
+    memory: Memory
+    peak: Peak
+    steps: int | None
+    """None: a horizon in seconds on a machine whose peak is unknown."""
+    seconds: float | None
+    """On the training clock, at EXPECTED_MFU of the peak. None: the peak is unknown."""
+
+
+def main(argv: list[str]) -> int:
+    request = read_request(argv, RunArguments, prog="gptlab plan", description=DESCRIPTION)
+    name = str(request.overrides.get("runtime.device", "auto"))
+    device = resolve_device(name)
+    peaks: dict[torch.dtype, Peak] = {}
+
+    def measure() -> Machine:
+        dtype = resolve_dtype(str(request.overrides.get("runtime.dtype", "auto")), device)
+        peaks[dtype] = peak_flops_per_second(device, dtype)
+        return Machine(matmul_flops_per_second=peaks[dtype].flops_per_second, device=str(device))
+
+    config = request.config(measure)
+    device = resolve_device(config.runtime.device)
+    dtype = resolve_dtype(config.runtime.dtype, device)
+    plan = make_plan(config, dtype=dtype, peak=peaks.get(dtype) or peak_flops_per_second(device, dtype))
+    print(describe(plan, device_memory=_device_memory(device), device_label=f"{device_name(device)} ({device})"))
+    return 0
+
+
+def make_plan(config: RunConfig, *, dtype: torch.dtype, peak: Peak) -> Plan:
+    """Count everything for one device. Raises ConfigError when the horizon is shorter than one step."""
+    vocab_size, vocab_source = assumed_vocab_size(config)
+    config = replace(config, model=replace(config.model, vocab_size=vocab_size))
+    with torch.device("meta"):
+        model = GPT(config.model, dtype)
+    if dtype == torch.float64:
+        model = model.double()
+    counts, flops = parameter_counts(model), flops_per_token(model)
+    steps = config.horizon.total_steps(
+        tokens_per_step=config.batch.total_tokens, flops_per_token=flops.total, scaling_params=counts.scaling
+    )
+    seconds = None
+    if peak.flops_per_second is not None:
+        step_seconds = flops.total * config.batch.total_tokens / (EXPECTED_MFU * peak.flops_per_second)
+        # A run stops with the first step that ends past its budget, so there is always one.
+        steps = steps or max(1, round(config.horizon.amount / step_seconds))
+        seconds = steps * step_seconds
+    return Plan(
+        config=config,
+        vocab_source=vocab_source,
+        dtype=dtype,
+        parameters=counts,
+        flops=flops,
+        memory=count_memory(model, config),
+        peak=peak,
+        steps=steps,
+        seconds=config.horizon.amount if config.horizon.unit == "seconds" else seconds,
+    )
+
+
+def assumed_vocab_size(config: RunConfig) -> tuple[int, str]:
+    """(entries, where the number comes from): from what is known before any text is read."""
+    tokenizer = config.tokenizer
+    if config.model.vocab_size is not None:
+        return config.model.vocab_size, "model.vocab_size"
+    if tokenizer.path is not None:
+        return load_tokenizer(Path(tokenizer.path)).vocab_size, f"the tokenizer in {tokenizer.path}"
+    if tokenizer.kind == "byte":
+        return 257, "256 bytes and BOS"
+    if tokenizer.kind == "char":
+        return ASSUMED_CHARACTERS, "assumed: the characters of ASCII"
+    return tokenizer.vocab_size, "tokenizer.vocab_size, if the text gives that many"
+
+
+def describe(plan: Plan, *, device_memory: int | None = None, device_label: str = "") -> str:
+    """The plan as text, one fact a line, units named."""
+    config, model = plan.config, plan.config.model
+    rows = [
+        ("recipe", config.recipe),
+        ("model", f"depth {model.n_layer}, width {model.n_embd}, heads {model.n_head}, context {model.seq_len} tokens"),
+        ("vocabulary", f"{model.vocab_size:,} entries ({plan.vocab_source})"),
+        ("parameters", f"{plan.parameters.total:,} ({plan.parameters.scaling:,} in matrices and head)"),
+    ]
+    rows += [(f"  {role}", f"{count:,}") for role, count in plan.parameters.by_role.items() if count]
+    rows += [
+        ("FLOPs per token", f"{plan.flops.total:,} (matmul {plan.flops.matmul:,}, attention {plan.flops.attention:,})"),
+        ("step", _step(config)),
+        ("horizon", str(config.horizon)),
+        *_length(plan),
+        ("memory", _bytes(plan.memory.total) + _fits(plan.memory.total, device_memory)),
+        ("  weights", f"{_bytes(plan.memory.weights)} float{64 if plan.dtype == torch.float64 else 32}"),
+        ("  gradients", _bytes(plan.memory.gradients)),
+        ("  optimizer", f"{_bytes(plan.memory.optimizer)} of moments"),
+        ("  activations", f"{_bytes(plan.memory.activations)} kept for the backward pass of a micro-batch in "
+                          f"{str(plan.dtype).removeprefix('torch.')}; torch.compile keeps less"),
+        ("device", device_label),
+        ("peak", _peak(plan.peak)),
+        ("time", _time(plan)),
+    ]  # fmt: skip
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {text}" for name, text in rows if text)
+
+
+def _micro(config: RunConfig) -> str:
+    return f"{config.batch.micro_sequences} rows of {config.model.seq_len} tokens"
+
+
+def _step(config: RunConfig) -> str:
+    count = config.micro_batches
+    return f"{config.batch.total_tokens:,} tokens: {count} micro-batch{'es' * (count > 1)} of {_micro(config)}"
+
+
+def _length(plan: Plan) -> list[tuple[str, str]]:
+    if plan.steps is None:
+        return [("steps", "unknown: they depend on this machine's speed")]
+    tokens = plan.steps * plan.config.batch.total_tokens
+    about = "about " if plan.config.horizon.unit == "seconds" else ""
+    return [
+        ("steps", f"{about}{plan.steps:,}"),
+        ("tokens", f"{about}{tokens:,} ({tokens / plan.parameters.scaling:.3g} per matrix and head parameter)"),
+        ("FLOPs", f"{about}{tokens * plan.flops.total:.3g}"),
+    ]
+
+
+def _fits(need: int, there: int | None) -> str:
+    if there is None:
+        return ""
+    verdict = "" if need < there else ": too little; lower batch.micro_sequences"
+    return f" of {_bytes(there)}{verdict}"
+
+
+def _peak(peak: Peak) -> str:
+    if peak.flops_per_second is None:
+        return "unknown"
+    return f"{peak.flops_per_second / 1e12:.3g} TFLOP/s ({'vendor' if peak.source == 'table' else peak.source})"
+
+
+def _time(plan: Plan) -> str:
+    if plan.seconds is None:
+        return "unknown, as this machine's peak is"
+    hours = f"{plan.seconds / 3600:.3g} hours ({plan.seconds:,.0f} seconds) of training"
+    if plan.config.horizon.unit == "seconds":
+        return f"{hours}; the steps expect {EXPECTED_MFU:.0%} of the peak" if plan.steps else hours
+    return f"{hours}, at an expected {EXPECTED_MFU:.0%} of the peak; evaluation and saving come on top"
+
+
+def _bytes(count: int) -> str:
+    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
+
+
+def _device_memory(device: torch.device) -> int | None:
+    """Bytes that the device has in all; None where nobody tells."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return psutil.virtual_memory().total  # Also Apple's GPUs, which share it.

@@ -1,0 +1,220 @@
+"""`[RECIPE] [--FIELD VALUE ...]` to a RunConfig, for `train` and `plan`: recipe < TOML file < flags."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import tyro
+
+from gptlab.cli.arguments import read_words, show_help
+from gptlab.config.errors import ConfigError, UserError, nearest_name, require_positive
+from gptlab.config.horizon import Horizon, HorizonUnit
+from gptlab.config.load import apply_overrides, checked_value, differences, leaf_fields, load_toml, unknown_field
+from gptlab.config.recipes import RECIPES
+from gptlab.config.run import Compile, DType, RunConfig
+from gptlab.config.scaling import Machine
+
+DEFAULT_RECIPE = "quickstart"
+
+HORIZONS: Mapping[str, tuple[HorizonUnit, float]] = {
+    "minutes": ("seconds", 60.0),
+    "steps": ("steps", 1.0),
+    "tokens": ("tokens", 1.0),
+    "flops": ("flops", 1.0),
+    "tokens_per_param": ("tokens_per_param", 1.0),
+}
+"""Short form -> (unit of the horizon, that unit's amount in one)."""
+
+ALIASES = {
+    "data": "data.source",
+    "device": "runtime.device",
+    "dtype": "runtime.dtype",
+    "compile": "runtime.compile",
+    "until_val_loss": "horizon.until_val_loss",
+}
+"""Short form -> the field that it stands for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunArguments(RunConfig):
+    """Every name a command line may use: a run's fields and the short forms. --help shows it; it is never built from
+    flags (see `RunRequest`)."""
+
+    recipe: tyro.conf.Positional[str] = DEFAULT_RECIPE
+    """A name from `gptlab train --list`, or a TOML file (.toml) with the names below, dotted or in tables."""
+    depth: int | None = None
+    """Transformer blocks; width, heads, batch and learning rates follow from it. None: the recipe decides."""
+    minutes: float | None = None
+    """Train for so many minutes of the training clock. Give one of these five; None of them: the recipe's length."""
+    steps: int | None = None
+    """Train for so many optimizer steps."""
+    tokens: int | None = None
+    """Train on so many tokens."""
+    flops: float | None = None
+    """Train for so many floating-point operations, forward and backward."""
+    tokens_per_param: float | None = None
+    """Train on so many tokens per matrix and head parameter."""
+    until_val_loss: float | None = None
+    """Stop at this validation loss (nats/token); the length above stays the cap."""
+    sources: Annotated[tuple[str, ...], tyro.conf.arg(name="data")] = ()
+    """Short for --data.source: stdlib, a file (.txt .jsonl .parquet), a folder, a glob; several as A B, as A,B, or
+    repeated."""
+    device: str | None = None
+    """Short for --runtime.device: auto | cpu | cuda | cuda:N | mps."""
+    dtype: DType | None = None
+    """Short for --runtime.dtype."""
+    compile: Compile | None = None
+    """Short for --runtime.compile; --compile alone means on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainArguments(RunArguments):
+    resume: str | None = None
+    """Go on with the run in this folder, bit for bit; fields given beside it must be those that the run has."""
+    list: bool = False
+    """Print the recipes and end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRequest:
+    """What was asked for, before any recipe is called or any machine measured."""
+
+    recipe: str | None = None
+    """None: not named, so DEFAULT_RECIPE."""
+    depth: int | None = None
+    horizon: Horizon | None = None
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    """{dotted field: value}; applied after the recipe."""
+    resume: str | None = None
+    list_recipes: bool = False
+
+    def config(self, measure: Callable[[], Machine]) -> RunConfig:
+        """The run that was asked for. `measure` is called only where the recipe sizes itself from the machine."""
+
+        def on(machine: Machine) -> RunConfig:
+            return RECIPES[self.recipe or DEFAULT_RECIPE](depth=self.depth, horizon=self.horizon, machine=machine)
+
+        # Recipes are pure and cheap: one that answers two machines a billion times apart alike needs no measurement.
+        slow, fast = (on(Machine(device="cpu", matmul_flops_per_second=flops)) for flops in (1e9, 1e18))
+        return apply_overrides(slow if slow == fast else on(measure()), self.overrides)
+
+    def disagreements(self, stored: RunConfig) -> list[str]:
+        """What was asked for and is otherwise in a stored run, one line a field; where the run lies does not count."""
+        asked = {name: value for name, value in self.overrides.items() if name != "run_dir"}
+        if self.depth is not None:
+            asked.setdefault("model.n_layer", self.depth)
+        if self.horizon is not None:
+            asked |= {"horizon.amount": self.horizon.amount, "horizon.unit": self.horizon.unit}
+        lines = differences(stored, apply_overrides(stored, asked))
+        if self.recipe not in (None, stored.recipe):
+            lines.insert(0, f"recipe: {stored.recipe!r} vs {self.recipe!r}")
+        return lines
+
+
+def read_request(argv: Sequence[str], arguments: type[RunArguments], *, prog: str, description: str) -> RunRequest:
+    """Read a command line and the TOML file it may name. UserError: one line; --help: SystemExit(0)."""
+    if {"-h", "--help"} & set(argv):
+        _show_help(argv, arguments, prog=prog, description=description)
+    names = _fields(arguments)
+    given = read_words(
+        argv, names, positionals=["recipe"], implied={"compile": "on"}, unknown=lambda n, v: _unknown_flag(n, v, names)
+    )
+    recipe = given.pop("recipe", None)
+    file: dict[str, Any] = {}
+    if recipe is not None and recipe.endswith(".toml"):
+        file = _read_file(recipe, names)
+        recipe = file.pop("recipe", None)
+    if recipe is not None and recipe not in RECIPES:
+        nearest = nearest_name(recipe, RECIPES)
+        hint = f"did you mean {nearest}?" if nearest else f"there are {', '.join(RECIPES)}"
+        raise UserError(f"{recipe!r} is neither a recipe nor a .toml file: {hint}")
+    return _merge(recipe, file, given)
+
+
+def recipe_list() -> str:
+    """One line a recipe: its name and the first line of its docstring."""
+    width = max(map(len, RECIPES))
+    return "\n".join(f"{name:<{width}}  {(call.__doc__ or '').partition(chr(10))[0]}" for name, call in RECIPES.items())
+
+
+def _show_help(argv: Sequence[str], arguments: type[RunArguments], *, prog: str, description: str) -> None:
+    """Help with the defaults of the recipe that is named beside --help, on the machine that it assumes unmeasured."""
+    recipe = next((word for word in argv if word in RECIPES), DEFAULT_RECIPE)
+    config = RECIPES[recipe](depth=None, horizon=None, machine=None)
+    own = {f.name: getattr(config, f.name) for f in dataclasses.fields(RunConfig) if f.name != "recipe"}
+    text = f"{description} Order: recipe, then TOML file, then flags. The defaults below are those of {recipe}"
+    show_help(arguments, prog=prog, description=f"{text}.", default=arguments(recipe=recipe, **own))
+
+
+def _fields(arguments: type[RunArguments]) -> dict[str, Any]:
+    """{name as it is given: annotation}. The attribute for --data has another name, since `data` is a group."""
+    return {("data" if name == "sources" else name): kind for name, kind in leaf_fields(arguments).items()}
+
+
+def _merge(recipe: str | None, file: Mapping[str, Any], flags: Mapping[str, Any]) -> RunRequest:
+    """Put flags over a file. A flag's --depth or --minutes beats the file's fields that say the same thing."""
+    overrides = _overrides(file)
+    depth, horizon = file.get("depth"), _horizon(file)
+    require_positive("depth", flags.get("depth", depth))
+    if "depth" in flags:
+        depth = flags["depth"]
+        overrides.pop("model.n_layer", None)
+    if (flag_horizon := _horizon(flags)) is not None:
+        horizon = flag_horizon
+        overrides.pop("horizon.amount", None)
+        overrides.pop("horizon.unit", None)
+    return RunRequest(
+        recipe=recipe,
+        depth=depth,
+        horizon=horizon,
+        overrides=overrides | _overrides(flags),
+        resume=flags.get("resume"),
+        list_recipes=flags.get("list", False),
+    )
+
+
+def _overrides(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields among what was given, short forms under their full names; sources may be joined by commas."""
+    known = leaf_fields(RunConfig)
+    found = {name: value for name, value in given.items() if name in known}
+    found |= {ALIASES[name]: value for name, value in given.items() if name in ALIASES and value is not None}
+    if "data" in given:
+        found["data.source"] = tuple(part for word in given["data"] for part in word.split(",") if part)
+    return found
+
+
+def _horizon(given: Mapping[str, Any]) -> Horizon | None:
+    """The horizon that one of the short forms names; None where none does."""
+    named = [name for name in HORIZONS if given.get(name) is not None]
+    if len(named) > 1:
+        flags = " and ".join(f"--{name.replace('_', '-')}" for name in named)
+        raise UserError(f"{flags} both say how long to train: give one of them")
+    if not named:
+        return None
+    amount, (unit, factor) = given[named[0]], HORIZONS[named[0]]
+    if amount <= 0:
+        raise ConfigError(named[0], amount, f"a run trains for a positive number of {named[0].replace('_', ' ')}")
+    return Horizon(amount=amount * factor, unit=unit)
+
+
+def _read_file(path: str, names: Mapping[str, Any]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    try:
+        for name, value in load_toml(path).items():
+            if name not in names or name in ("resume", "list"):
+                raise unknown_field(name, value, also=names)
+            one_source = name in ("data", "data.source") and isinstance(value, str)
+            values[name] = checked_value(names[name], [value] if one_source else value, name)
+    except ConfigError as error:
+        raise UserError(f"{path}: {error}") from None
+    return values
+
+
+def _unknown_flag(name: str, value: object, names: Mapping[str, Any]) -> UserError:
+    error = unknown_field(name, value, also=names)
+    flag = f"--{name.replace('_', '-')}"
+    nearest = None if error.nearest is None else f"--{str(error.nearest).replace('_', '-')}"
+    return ConfigError(flag, value, error.reason, nearest)

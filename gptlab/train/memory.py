@@ -1,0 +1,64 @@
+"""How much memory a training step needs, counted from a model on the meta device: nothing is allocated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from gptlab.config.run import RunConfig
+from gptlab.model.gpt import GPT
+from gptlab.model.roles import parameter_roles
+from gptlab.optim.groups import build_optimizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Bytes on the training device."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    """What autograd keeps of one micro-batch for its backward pass, uncompiled; torch.compile keeps less."""
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer + self.activations
+
+
+def count_memory(model: GPT, config: RunConfig) -> Memory:
+    """Bytes of a training process's tensors, counted from a model on the meta device."""
+    roles = parameter_roles(model)
+    optimizer = build_optimizer(
+        ((name, parameter, roles[name]) for name, parameter in model.named_parameters()),
+        config.optim,
+        compute_dtype=model.compute_dtype,
+    )
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    return Memory(
+        weights=weights,
+        gradients=weights,
+        optimizer=sum(moment.nbytes for moment in optimizer.state_tensors().values()),
+        activations=kept_for_backward(model, config.batch.micro_sequences, config.model.seq_len),
+    )
+
+
+def kept_for_backward(model: GPT, rows: int, seq_len: int) -> int:
+    """Bytes that autograd keeps of one forward pass of (rows, seq_len) tokens, weights and tables not counted."""
+    kept: dict[int, torch.UntypedStorage] = {}  # Held on to, so that no address is used twice.
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage._cdata] = storage
+        return tensor
+
+    tokens = torch.zeros(rows, seq_len, dtype=torch.int64, device=next(model.parameters()).device)
+    model.train()
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = model.loss(tokens, tokens)
+    del loss  # The graph is not needed, only what it held.
+    own = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
+    return sum(storage.nbytes() for key, storage in kept.items() if key not in own)
