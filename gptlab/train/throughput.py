@@ -1,0 +1,96 @@
+"""How fast a run goes and how long it still takes, and the smoothed training loss."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypedDict
+
+# Seeds 3 and 4 smooth the logged loss with 0.9; so does seed 0 its MFU.
+_BETA = 0.9
+# time.perf_counter counts nanoseconds: no duration is shorter, though a coarse clock may say zero.
+_SHORTEST_SECONDS = 1e-9
+
+
+class MeanState(TypedDict):
+    """An exponential mean as JSON data; floats read back bit for bit, so a resumed mean goes on exactly."""
+
+    sum: float
+    count: int
+
+
+class LossEma:
+    """Debiased exponential mean: sum <- 0.9 sum + 0.1 x, mean = sum / (1 - 0.9^n) after n values (seeds 3 and 4).
+
+    Without the division the first means would be pulled towards the zero that the sum starts from; with it the first
+    mean is the first value.
+    """
+
+    def __init__(self, beta: float = _BETA) -> None:
+        self._beta = beta
+        self._sum = 0.0
+        self._count = 0
+
+    @property
+    def value(self) -> float | None:
+        """The mean so far; None before the first value."""
+        return None if self._count == 0 else self._mean()
+
+    def update(self, value: float) -> float:
+        """Take one more value in, and return the mean."""
+        self._sum = self._beta * self._sum + (1 - self._beta) * value
+        self._count += 1
+        return self._mean()
+
+    def state_dict(self) -> MeanState:
+        return {"sum": self._sum, "count": self._count}
+
+    def load_state_dict(self, state: MeanState) -> None:
+        self._sum, self._count = float(state["sum"]), int(state["count"])
+
+    def _mean(self) -> float:
+        return self._sum / (1 - self._beta**self._count)
+
+
+@dataclass(frozen=True, slots=True)
+class ThroughputReading:
+    tokens_per_second: float
+    mfu: float | None
+    """Model FLOPs utilization, 1.0 at the peak; None where the peak is unknown: better no figure than a wrong one."""
+
+
+class Throughput:
+    """Speed from tokens and seconds on the training clock.
+
+    `flops_per_token` counts forward and backward; `peak_flops_per_second` is that of all devices together, or None.
+    Keeps only what the estimate of the time left needs, which is not part of a run's state: a resumed run may go on at
+    another speed.
+    """
+
+    def __init__(self, flops_per_token: float, peak_flops_per_second: float | None) -> None:
+        self._flops_per_token = flops_per_token
+        self._peak_flops_per_second = peak_flops_per_second
+        self._step_seconds = LossEma()
+
+    def reading(self, tokens: int, seconds: float) -> ThroughputReading:
+        """The speed at which `tokens` took `seconds`; for a whole run with its sums."""
+        tokens_per_second = tokens / max(seconds, _SHORTEST_SECONDS)
+        peak = self._peak_flops_per_second
+        mfu = None if peak is None else self._flops_per_token * tokens_per_second / peak
+        return ThroughputReading(tokens_per_second, mfu)
+
+    def step(self, tokens: int, seconds: float) -> ThroughputReading:
+        """The reading of one optimizer step, which also enters the estimate of the time left."""
+        self._step_seconds.update(seconds)
+        return self.reading(tokens, seconds)
+
+    def remaining_seconds(self, *, steps: int | None = None, seconds: float | None = None) -> float | None:
+        """Training seconds left, when so many `steps` or `seconds` of the horizon are left (the sooner, given both).
+
+        Steps cost the smoothed duration of the last ones (0.9 forgets nine tenths within 22 steps, so that it follows a
+        machine that others use too). None where only steps are known and none has been timed.
+        """
+        mean = self._step_seconds.value
+        estimates = [] if seconds is None else [seconds]
+        if steps is not None and mean is not None:
+            estimates.append(steps * mean)
+        return max(0.0, min(estimates)) if estimates else None
