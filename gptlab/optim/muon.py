@@ -1,0 +1,186 @@
+"""Muon: momentum, orthogonalized (K. Jordan et al., 2024), over stacks of matrices of one shape.
+
+    momentum   B <- m B + (1 - m) G
+    direction  D  = (1 - m) G + m B             (Nesterov; else B)
+    update     U  = orthogonalize(D)            NorMuon: rows or columns of U evened out
+    weight     W <- W - lr (scale(shape) U + weight_decay W)
+
+Seed 1 keeps the sum B <- m B + G and takes G + m B. At constant m that is this direction divided by (1 - m), and the
+orthogonalization does not see a factor, so the updates are the same; the mean is kept here because its size does not
+change when m does (the ramp of seeds 3 and 4).
+
+Decay is lr * weight_decay * W whatever the update scale, as in torch.optim.Muon.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gptlab.config.optim import MuonConfig, UpdateScale
+from gptlab.optim.orthogonalize import orthogonalize
+
+
+def shape_scale(rule: UpdateScale, rows: int, cols: int) -> float:
+    """The factor on an orthogonal update of this shape, whose mean square is 1 / max(rows, cols)."""
+    if rule == "aspect":
+        return math.sqrt(max(1.0, rows / cols))
+    if rule == "max_side":
+        return math.sqrt(max(rows, cols))  # a mean square of 1
+    return 0.2 * math.sqrt(max(rows, cols))  # AdamW's usual root mean square
+
+
+def neuron_dim(rows: int, cols: int) -> int:
+    """The dimension that NorMuon averages squares over: a tall matrix has one moment a row, a wide one one a column."""
+    return -1 if rows >= cols else -2
+
+
+def neuron_scale(update: Tensor, second_moment: Tensor, beta2: float) -> Tensor:
+    """NorMuon (arXiv:2510.05491), the form of modded-nanogpt and nanochat: what to multiply each neuron's update by.
+
+    Args:
+        update: (stack, rows, cols), orthogonalized.
+        second_moment: (stack, rows, 1) or (stack, 1, cols), running mean of squares; updated in place.
+        beta2: its decay.
+
+    Returns: a factor of second_moment's shape. The Frobenius norm of every matrix stays what it was, which is why a
+    moment that began at zero needs no bias correction.
+    """
+    rows, cols = update.shape[-2:]
+    squares = update.square().mean(dim=neuron_dim(rows, cols), keepdim=True)
+    second_moment.lerp_(squares, 1.0 - beta2)
+    scale = second_moment.clamp_min(1e-10).rsqrt()
+    before = squares.sum(dim=(-2, -1), keepdim=True).sqrt()
+    after = (squares * scale.square()).sum(dim=(-2, -1), keepdim=True).sqrt()
+    return scale * (before / after.clamp_min(1e-10))
+
+
+def cautious(weight: Tensor, update: Tensor) -> Tensor:
+    """The weights that this update already moves towards zero; the others as 0, free of decay (arXiv:2510.12402)."""
+    # A float mask: torch.where, masked_fill and a product with a bool mask take 8 to 15 times as long on the CPU.
+    return (update * weight).ge_(0.0).mul_(weight)
+
+
+@dataclass(slots=True)
+class Block:
+    """Consecutive rows of one parameter that are orthogonalized as one matrix, with its share of the state."""
+
+    name: str
+    parameter: torch.nn.Parameter
+    first_row: int
+    rows: int
+    momentum: Tensor
+    """(rows, cols)"""
+    second_moment: Tensor | None
+    """(rows, 1) or (1, cols); None without NorMuon."""
+
+    def weight(self) -> Tensor:
+        return self.parameter.detach().narrow(0, self.first_row, self.rows)
+
+    def gradient(self) -> Tensor:
+        if self.parameter.grad is None:
+            raise RuntimeError(f"{self.name} has no gradient")
+        return self.parameter.grad.narrow(0, self.first_row, self.rows)
+
+
+class Muon:
+    """State of one parameter: NAME.momentum (its shape) and, with NorMuon, NAME.second_moment (its blocks', flat)."""
+
+    def __init__(
+        self,
+        parameters: Mapping[str, torch.nn.Parameter],
+        config: MuonConfig,
+        *,
+        compute_dtype: torch.dtype,
+        row_splits: Mapping[str, tuple[int, ...]],
+    ) -> None:
+        self.parameters = dict(parameters)
+        self.row_splits = {name: _row_split(name, p, config, row_splits) for name, p in self.parameters.items()}
+        self._config = config
+        self._compute_dtype = compute_dtype
+        self._momentum = {name: torch.zeros_like(p.detach()) for name, p in self.parameters.items()}
+        self._second_moment = {} if config.normuon_beta2 is None else self._zero_second_moments()
+        self._stacks = self._stacked_blocks()
+
+    @torch.no_grad()
+    def step(self, lr_scale: float, momentum: float, weight_decay_scale: float) -> None:
+        lr = self._config.lr * lr_scale
+        weight_decay = self._config.weight_decay * weight_decay_scale
+        for blocks in self._stacks:
+            self._step_stack(blocks, lr, momentum, weight_decay)
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """The live tensors, by PARAMETER.MOMENT; they do not depend on how the matrices are stacked."""
+        momentum = {f"{name}.momentum": tensor for name, tensor in self._momentum.items()}
+        return momentum | {f"{name}.second_moment": tensor for name, tensor in self._second_moment.items()}
+
+    def _step_stack(self, blocks: Sequence[Block], lr: float, momentum: float, weight_decay: float) -> None:
+        config = self._config
+        weights = [block.weight() for block in blocks]
+        update = orthogonalize(
+            self._direction(blocks, momentum), config.orthogonalizer, config.iterations, dtype=self._compute_dtype
+        )
+        scale = shape_scale(config.update_scale, *update.shape[-2:])
+        update.mul_(scale if config.normuon_beta2 is None else self._neuron_scale(blocks, update) * scale)
+        if weight_decay > 0.0:
+            stacked = torch.stack(weights)
+            update.add_(cautious(stacked, update) if config.cautious_decay else stacked, alpha=weight_decay)
+        torch._foreach_add_(weights, update.unbind(0), alpha=-lr)
+
+    def _direction(self, blocks: Sequence[Block], momentum: float) -> Tensor:
+        gradients = [block.gradient() for block in blocks]
+        means = [block.momentum for block in blocks]
+        torch._foreach_lerp_(means, gradients, 1.0 - momentum)
+        return torch.stack(torch._foreach_lerp(gradients, means, momentum) if self._config.nesterov else means)
+
+    def _neuron_scale(self, blocks: Sequence[Block], update: Tensor) -> Tensor:
+        moments = [block.second_moment for block in blocks if block.second_moment is not None]
+        stacked = torch.stack(moments)
+        assert self._config.normuon_beta2 is not None
+        scale = neuron_scale(update, stacked, self._config.normuon_beta2)
+        torch._foreach_copy_(moments, stacked.unbind(0))
+        return scale
+
+    def _zero_second_moments(self) -> dict[str, Tensor]:
+        """One flat tensor a parameter: its blocks may be tall and wide (query and key of grouped-query attention)."""
+        return {
+            name: p.new_zeros(sum(max(rows, p.size(1)) for rows in self.row_splits[name]), requires_grad=False)
+            for name, p in self.parameters.items()
+        }
+
+    def _stacked_blocks(self) -> list[list[Block]]:
+        stacks: dict[tuple[object, ...], list[Block]] = {}
+        for name, parameter in self.parameters.items():
+            first_row = first_moment = 0
+            cols = parameter.size(1)
+            for rows in self.row_splits[name]:
+                moment = None
+                if name in self._second_moment:
+                    moment = self._second_moment[name].narrow(0, first_moment, max(rows, cols))
+                    moment = moment.unsqueeze(neuron_dim(rows, cols))
+                momentum = self._momentum[name].narrow(0, first_row, rows)
+                block = Block(name, parameter, first_row, rows, momentum, moment)
+                stacks.setdefault((rows, cols, parameter.device, parameter.dtype), []).append(block)
+                first_row += rows
+                first_moment += max(rows, cols)
+        return list(stacks.values())
+
+
+def _row_split(
+    name: str, parameter: torch.nn.Parameter, config: MuonConfig, row_splits: Mapping[str, tuple[int, ...]]
+) -> tuple[int, ...]:
+    if parameter.ndim != 2:
+        raise ValueError(f"Muon updates matrices, but {name} has shape {tuple(parameter.shape)}")
+    rows, cols = parameter.shape
+    if not config.split_qkv:
+        return (rows,)
+    if name in row_splits:
+        split = tuple(row_splits[name])
+        if sum(split) != rows or min(split) < 1:
+            raise ValueError(f"the row split {split} of {name} does not add up to its {rows} rows")
+        return split
+    return (cols, cols, cols) if rows == 3 * cols else (rows,)  # seed 1's rule

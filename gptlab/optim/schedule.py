@@ -1,0 +1,53 @@
+"""Multipliers over the run, as pure functions of its progress: nothing to save, nothing that can drift after a resume.
+
+Progress is the share of the horizon already spent when a step begins: step s of N (counted from 0) has progress s/N,
+and under a budget in seconds it is train_seconds / budget. It is 0 for the first step and stays below 1 for the last.
+"""
+
+from __future__ import annotations
+
+import math
+
+from gptlab.config.optim import MuonConfig, ScheduleConfig
+
+
+def lr_scale(schedule: ScheduleConfig, progress: float, step_fraction: float = 0.0) -> float:
+    """The factor on every learning rate.
+
+    `step_fraction` is the share of the horizon that one step takes (1/N). It moves the warm-up, and only that, to the
+    end of the step: (s + 1) / warmup_steps, as in seeds 1 and 4. Without it the first step of a warm-up has rate zero
+    and is wasted, which is seed 3's progress / warmup_ratio.
+
+    Warm-down and cosine count from the beginning of the step, as in all the seeds: the last step of a run still moves.
+    """
+    progress = min(max(progress, 0.0), 1.0)
+    if progress < schedule.warmup_fraction:
+        return min((progress + step_fraction) / schedule.warmup_fraction, 1.0)
+    if schedule.kind == "cosine":
+        return _between(schedule.final_lr_scale, 1.0, _cosine(progress, schedule.warmup_fraction))
+    remaining = 1.0 - progress
+    if remaining >= schedule.warmdown_fraction:
+        return 1.0
+    return _between(schedule.final_lr_scale, 1.0, remaining / schedule.warmdown_fraction)
+
+
+def weight_decay_scale(schedule: ScheduleConfig, progress: float) -> float:
+    """The factor on Muon's weight decay: from 1 to `weight_decay_final` in a straight line (seeds 3 and 4)."""
+    return _between(1.0, schedule.weight_decay_final, min(max(progress, 0.0), 1.0))
+
+
+def muon_momentum(config: MuonConfig, step: int) -> float:
+    """Momentum of step `step` (from 0): a ramp over the first steps, whatever the horizon (seeds 3 and 4)."""
+    if step >= config.momentum_ramp_steps:
+        return config.momentum
+    return _between(config.momentum_start, config.momentum, step / config.momentum_ramp_steps)
+
+
+def _cosine(progress: float, start: float) -> float:
+    """Half a cosine from 1 at `start` to 0 at the end (nanoGPT)."""
+    share = (progress - start) / (1.0 - start) if start < 1.0 else 0.0
+    return 0.5 * (1.0 + math.cos(math.pi * share))
+
+
+def _between(zero: float, one: float, share: float) -> float:
+    return (1.0 - share) * zero + share * one
