@@ -1,0 +1,93 @@
+"""A trained run, ready to be asked: its configuration, tokenizer and model, from its folder."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from gptlab.config.errors import UserError
+from gptlab.config.load import config_from_json
+from gptlab.config.run import RunConfig
+from gptlab.data.tokenizer import Tokenizer, load_tokenizer
+from gptlab.model.gpt import GPT, build_model
+from gptlab.runtime.console import Console
+from gptlab.runtime.device import resolve_device, resolve_dtype
+from gptlab.runtime.metrics import read_metrics
+from gptlab.runtime.run_directory import RunDirectory
+from gptlab.runtime.threads import set_threads
+from gptlab.train.checkpoint import list_checkpoints, load_checkpoint, load_newest, select_checkpoint
+from gptlab.train.checkpoint_directory import step_of
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedRun:
+    directory: RunDirectory
+    config: RunConfig
+    tokenizer: Tokenizer
+    model: GPT
+    """In evaluation mode, with the weights of `step`."""
+    step: int
+    device: torch.device
+
+
+def load_run(
+    path: str, *, checkpoint: str = "latest", device: str | None = None, dtype: str | None = None, console: Console
+) -> LoadedRun:
+    """The run in `path` at `checkpoint` (latest | best | a step); device and dtype: None means as configured.
+
+    Damaged checkpoints are told to `console`. UserError where run, tokenizer, checkpoint or device cannot be used.
+    """
+    directory = RunDirectory.open(Path(path))
+    config = config_from_json(directory.read_config())
+    where = resolve_device(device or config.runtime.device)
+    compute_dtype = resolve_dtype(dtype or config.runtime.dtype, where)
+    if not directory.checkpoints_path.is_dir():
+        raise UserError(f"{path} has no checkpoint yet: the run has not reached its first one")
+    set_threads(config.runtime.threads)
+    tokenizer = load_tokenizer(directory.tokenizer_path)
+    if config.model.vocab_size not in (None, tokenizer.vocab_size):
+        raise UserError(
+            f"{directory.tokenizer_path} has {tokenizer.vocab_size} entries, but the run's model has "
+            f"{config.model.vocab_size}: this is not the tokenizer that it was trained with"
+        )
+    config = replace(config, model=replace(config.model, vocab_size=tokenizer.vocab_size))
+    if checkpoint == "latest":
+        saved = load_newest(directory.checkpoints_path, console.warn)
+    else:
+        best = best_saved_step(directory) if checkpoint == "best" else None
+        saved = load_checkpoint(select_checkpoint(directory.checkpoints_path, checkpoint, console.warn, best_step=best))
+    model = build_model(config.model, device=where, compute_dtype=compute_dtype, seed=config.seed)
+    load_weights(model, saved.model, saved.path)
+    return LoadedRun(directory, config, tokenizer, model.eval(), saved.step, where)
+
+
+def best_saved_step(directory: RunDirectory) -> int | None:
+    """The step with the lowest recorded validation loss among those that a checkpoint stands for."""
+    saved = {step_of(path) for path in list_checkpoints(directory.checkpoints_path)}
+    records = read_metrics(directory.metrics_path) if directory.metrics_path.exists() else []
+    losses = [
+        (float(str(record["val_loss"])), int(str(record["step"])))
+        for record in records
+        if record.get("kind") == "eval" and record["step"] in saved
+    ]
+    return min((pair for pair in losses if math.isfinite(pair[0])), default=(0.0, None))[1]
+
+
+def load_weights(model: GPT, weights: Mapping[str, Tensor], path: Path) -> None:
+    """Copy `weights` (by parameter name, as `path` holds them) into `model`, exactly those that it has."""
+    parameters = dict(model.named_parameters())
+    wrong = sorted(
+        (parameters.keys() - weights.keys())
+        | (weights.keys() - model.state_dict().keys())
+        | {name for name in parameters.keys() & weights.keys() if parameters[name].shape != weights[name].shape}
+    )
+    if wrong:
+        raise UserError(f"{path} holds another model than config.json describes: they differ in {wrong[0]}")
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(weights[name])

@@ -1,0 +1,109 @@
+"""`gptlab sample RUN`: let a trained run continue a text."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TextIO
+
+import tyro
+
+from gptlab.cli.arguments import parse
+from gptlab.config.errors import require, require_positive
+from gptlab.config.run import DType, SampleConfig
+
+# Samples may hold any character; those that move a cursor or ring a bell stay away from a terminal.
+_CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleArguments:
+    run: tyro.conf.Positional[str]
+    """Folder of the run, such as runs/NAME."""
+    prompt: tuple[str, ...] = ()
+    """Text to continue; several as "A" "B" or repeated; one that begins with a dash as --prompt="-x". None given: those
+    of the run's configuration, or else the start of a document."""
+    max_tokens: int | None = None
+    """Tokens to generate for each prompt, at most. None: as in the run's configuration."""
+    temperature: float | None = None
+    """0: the likeliest token every time (greedy). None: as in the run's configuration."""
+    top_k: int | None = None
+    """Draw among so many likeliest tokens; 0: among all. None: as in the run's configuration."""
+    seed: int | None = None
+    """Seeds the draws, for each prompt anew. None: the run's seed."""
+    stop: bool = True
+    """End where the model begins a new document."""
+    checkpoint: str = "latest"
+    """latest | best (lowest recorded validation loss) | the number of a step."""
+    device: str | None = None
+    """auto | cpu | cuda | cuda:N | mps. None: as in the run's configuration."""
+    dtype: DType | None = None
+    """Type of activations and matrix products. None: as in the run's configuration."""
+
+    def __post_init__(self) -> None:
+        require_positive("--max-tokens", self.max_tokens)
+        for flag, value in (("--temperature", self.temperature), ("--top-k", self.top_k)):
+            require(value is None or value >= 0, flag, value, "must not be negative", 0)
+        require(self.seed is None or 0 <= self.seed < 2**63, "--seed", self.seed, "must be between 0 and 2^63 - 1", 0)
+
+    def over(self, configured: SampleConfig) -> SampleConfig:
+        """The run's sample settings with what was asked for put in."""
+        return replace(
+            configured,
+            prompts=self.prompt or configured.prompts or ("",),
+            max_tokens=configured.max_tokens if self.max_tokens is None else self.max_tokens,
+            temperature=configured.temperature if self.temperature is None else self.temperature,
+            top_k=configured.top_k if self.top_k is None else self.top_k or None,
+        )
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints each prompt with its continuation on stdout, as it is drawn; everything else goes to stderr."""
+    arguments = parse(
+        SampleArguments,
+        argv,
+        prog="gptlab sample",
+        description="Let a trained run continue a text, token by token.",
+    )
+    from gptlab.cli.loaded_run import load_run
+    from gptlab.eval.engine import sample_text
+    from gptlab.runtime.console import Console
+
+    with Console(stream=sys.stderr) as console:
+        run = load_run(
+            arguments.run,
+            checkpoint=arguments.checkpoint,
+            device=arguments.device,
+            dtype=arguments.dtype,
+            console=console,
+        )
+    settings = arguments.over(run.config.sample)
+    # Set up before the first is printed, so that a prompt that cannot be encoded leaves no half of the output.
+    streams = [
+        sample_text(
+            run.model,
+            run.tokenizer,
+            prompt,
+            max_tokens=settings.max_tokens,
+            temperature=settings.temperature,
+            top_k=settings.top_k,
+            seed=run.config.seed if arguments.seed is None else arguments.seed,
+            stop_at_bos=arguments.stop,
+        )
+        for prompt in settings.prompts
+    ]
+    for number, (prompt, pieces) in enumerate(zip(settings.prompts, streams, strict=True)):
+        write_stream(sys.stdout, (*(["---\n"] if number else []), prompt))
+        write_stream(sys.stdout, pieces)
+        write_stream(sys.stdout, ["\n"])
+    return 0
+
+
+def write_stream(out: TextIO, pieces: Iterable[str]) -> None:
+    """Show text as it comes: without control characters on a terminal, with ? for what `out` cannot encode."""
+    encoding = out.encoding or "utf-8"
+    for piece in pieces:
+        text = piece.translate(_CONTROLS) if out.isatty() else piece
+        out.write(text.encode(encoding, "replace").decode(encoding))
+        out.flush()

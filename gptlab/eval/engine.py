@@ -1,0 +1,150 @@
+"""Sampling from a model: prefill once, then one token at a time through the KV cache.
+
+Nothing here touches training: the model is in evaluation mode only while it computes, and draws come from a generator
+of their own, so a run that samples equals one that does not.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gptlab.config.errors import ConfigError, UserError, require
+from gptlab.eval.mode import evaluation_mode
+from gptlab.model.gpt import GPT
+from gptlab.model.kv_cache import KVCache
+
+
+class TextTokenizer(Protocol):
+    """What is needed of a tokenizer."""
+
+    bos_id: int | None
+
+    def encode(self, text: str) -> np.ndarray: ...
+
+    def decode_bytes(self, ids: Sequence[int]) -> bytes: ...
+
+
+def generate(
+    model: GPT,
+    tokens: Sequence[int],
+    *,
+    max_tokens: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    seed: int = 0,
+    bos_id: int | None = None,
+    stop_at_bos: bool = True,
+) -> Iterator[int]:
+    """Continue `tokens` (at least one) by up to `max_tokens` tokens, each yielded as soon as it is drawn.
+
+    Temperature 0 or top_k 1 is greedy. Draws are made on the CPU from a generator seeded with `seed`, so that devices
+    agree as far as their logits do. With a `bos_id`, generation ends where the model begins a new document, unless
+    `stop_at_bos` is off; that token is not yielded.
+
+    A text longer than the model's seq_len goes on: whenever the context is full, it is cut to its last half and read
+    anew (behind BOS, if it began with it: packed training rows always do). Raises UserError for impossible settings.
+    """
+    require(max_tokens >= 0, "max_tokens", max_tokens, "must not be negative", 0)
+    require(temperature >= 0, "temperature", temperature, "must not be negative", 0.0)
+    require(top_k is None or top_k >= 1, "top_k", top_k, "draw among at least one token", 1)
+    if not tokens:
+        raise ConfigError("prompt", "", "there is no token to start from; this tokenizer needs a text to continue")
+    draw = _Sampler(temperature, top_k, seed)
+    stop = bos_id if stop_at_bos else None
+    return _generate(model, list(tokens), max_tokens, draw, bos_id, stop)
+
+
+def sample_text(
+    model: GPT,
+    tokenizer: TextTokenizer,
+    prompt: str,
+    *,
+    max_tokens: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    seed: int = 0,
+    stop_at_bos: bool = True,
+) -> Iterator[str]:
+    """Continue a text, piece by piece (without the prompt). Settings and errors: as `generate`.
+
+    A character whose bytes are spread over tokens comes out whole; one that is still unfinished at the end is left
+    out. Bytes that are no UTF-8 at all become U+FFFD.
+    """
+    bos_id = tokenizer.bos_id
+    tokens = [int(token) for token in tokenizer.encode(prompt)]
+    if bos_id is not None:
+        tokens.insert(0, bos_id)
+    elif not tokens:
+        raise UserError("the prompt is empty, and this tokenizer has no BOS to start from: give a --prompt")
+    drawn = generate(
+        model,
+        tokens,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        seed=seed,
+        bos_id=bos_id,
+        stop_at_bos=stop_at_bos,
+    )
+    return _text_pieces(tokenizer, drawn)
+
+
+class _Sampler:
+    """Draws one token from a vector of logits."""
+
+    def __init__(self, temperature: float, top_k: int | None, seed: int) -> None:
+        self.temperature = temperature
+        self.top_k = top_k
+        self.greedy = temperature == 0 or top_k == 1
+        self.generator = torch.Generator(device="cpu").manual_seed(seed)
+
+    def __call__(self, logits: Tensor) -> int:  # (V,) on the CPU
+        if self.greedy:
+            return int(logits.argmax())
+        kept = len(logits) if self.top_k is None else min(self.top_k, len(logits))
+        values, tokens = logits.double().topk(kept)
+        # Shifted by the largest first, so that a tiny temperature gives 0 and -inf, never inf - inf.
+        probabilities = ((values - values[0]) / self.temperature).softmax(0)
+        return int(tokens[torch.multinomial(probabilities, 1, generator=self.generator)])
+
+
+def _generate(
+    model: GPT, tokens: list[int], max_tokens: int, draw: _Sampler, bos_id: int | None, stop: int | None
+) -> Iterator[int]:
+    seq_len = model.config.seq_len
+    device = next(model.parameters()).device
+    cache: KVCache | None = None
+    fresh = tokens
+    for _ in range(max_tokens):
+        if len(tokens) > seq_len:
+            cache, fresh = None, _last_half(tokens, seq_len, bos_id)
+            tokens = list(fresh)
+        if cache is None:
+            cache = KVCache(model.config, 1, seq_len, device, model.compute_dtype)
+        with evaluation_mode(model):
+            logits = model(torch.tensor([fresh], device=device), cache=cache)[0, -1]
+        token = draw(logits.cpu())
+        if token == stop:
+            return
+        yield token
+        tokens.append(token)
+        fresh = [token]
+
+
+def _last_half(tokens: list[int], seq_len: int, bos_id: int | None) -> list[int]:
+    kept = tokens[-max(1, seq_len // 2) :]
+    starts_document = bos_id is not None and tokens[0] == bos_id and seq_len > 1
+    return [tokens[0], *kept] if starts_document else kept
+
+
+def _text_pieces(tokenizer: TextTokenizer, tokens: Iterator[int]) -> Iterator[str]:
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    for token in tokens:
+        if piece := decoder.decode(tokenizer.decode_bytes([token])):
+            yield piece
