@@ -213,26 +213,36 @@ def test_what_a_killed_builder_left_is_swept_away(tmp_path: Path) -> None:
     assert not (tmp_path / "x" / "half").exists()
 
 
-def _build_slowly(folder: Path, started: Any, builders: Any) -> None:
+class Signal:
+    """A console that only tells that somebody waits."""
+
+    def __init__(self, event: Any) -> None:
+        self._event = event
+
+    def line(self, text: str) -> None:
+        assert "waiting" in text
+        self._event.set()
+
+
+def _build_slowly(folder: Path, somebody_waits: Any, builders: Any) -> None:
     def build(temporary: Path) -> dict[str, Any]:
         builders.put(os.getpid())
-        started.wait(timeout=5)
+        assert somebody_waits.wait(timeout=30)
         (temporary / "a").write_bytes(b"a")
         return {"by": os.getpid()}
 
-    cached_folder(folder, build, what="thing")
+    cached_folder(folder, build, what="thing", console=Signal(somebody_waits))  # type: ignore[arg-type]
 
 
 def test_of_two_processes_one_builds_and_the_other_waits(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
-    started, builders = context.Event(), context.Queue()
-    both = [context.Process(target=_build_slowly, args=(tmp_path / "x", started, builders)) for _ in range(2)]
+    somebody_waits, builders = context.Event(), context.Queue()
+    both = [context.Process(target=_build_slowly, args=(tmp_path / "x", somebody_waits, builders)) for _ in range(2)]
     for process in both:
         process.start()
     first = builders.get(timeout=30)
-    started.set()
     for process in both:
-        process.join(timeout=30)
+        process.join(timeout=40)
         assert process.exitcode == 0
     assert builders.empty()
     assert json.loads((tmp_path / "x" / "manifest.json").read_text())["info"] == {"by": first}

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gptlab.data.rows import Pair, RowSource
+from gptlab.data.rows import IGNORED, Pair, RowSource
 
 PREFETCHED_STEPS = 2
 
@@ -112,13 +112,14 @@ class Loader:
         everywhere = step * per_step + np.arange(per_step)
         micro = everywhere.reshape(self._micro_batches, self._micro_sequences)
         inputs, targets = self._read(micro[list(self._micro_indices)].reshape(-1))
+        all_here = len(self._micro_indices) == self._micro_batches
         return StepBatch(
             step=step,
             epoch=(step + 1) * per_step / self._rows.rows_per_epoch,
             inputs=self._tensor(inputs),
             targets=self._tensor(targets),
             micro_indices=self._micro_indices,
-            target_tokens=self._target_tokens(everywhere),
+            target_tokens=int((targets != IGNORED).sum()) if all_here else self._target_tokens(everywhere),
         )
 
     def _read(self, global_rows: np.ndarray) -> Pair:

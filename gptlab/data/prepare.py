@@ -1,0 +1,160 @@
+"""From a corpus to tokens on disk, once: what is there and intact is used, anything else is made.
+
+    corpus -> split -> tokenizer (loaded, or trained on the training split)  CACHE/tokenizers/FINGERPRINT/
+                    -> tokens   (shards, document index, statistics)         CACHE/tokens/FINGERPRINT/
+
+A fingerprint is a hash of everything that the contents depend on: the corpus's own fingerprint, the split and the
+tokenizer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gptlab.config.data import DataConfig, TokenizerConfig
+from gptlab.data.cache import cache_root, cached_folder
+from gptlab.data.corpus import Corpus, open_corpus
+from gptlab.data.shards import SplitWriter, TokenSplit
+from gptlab.data.splits import Side, content_hash, split_documents
+from gptlab.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+
+if TYPE_CHECKING:
+    from gptlab.runtime.console import Console, Progress
+
+SIDES: tuple[Side, Side] = ("train", "val")
+TOKENS_VERSION = 1  # raise it when the same inputs give other files
+BATCH_CHARACTERS = 8_000_000  # work for all cores for a while, and two batches of it in memory are little
+FINGERPRINT_DIGITS = 24  # 96 bits: no two caches of anybody collide
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedData:
+    folder: Path
+    """Holds the shards; the place for what is derived from them."""
+    tokenizer: Tokenizer
+    train: TokenSplit
+    val: TokenSplit
+    fingerprint: str
+    statistics: dict[str, Any]
+    """corpus, split, val_fraction, skipped (reason -> documents), tokenizer (kind, vocab_size, fingerprint), and for
+    train and val: tokens, documents, bytes, shards."""
+
+
+def prepare(data: DataConfig, tokenizer: TokenizerConfig, *, console: Console | None = None) -> PreparedData:
+    """The tokens of `data.source`, made or found. UserError for a corpus, tokenizer or cache that cannot be used."""
+    corpus = open_corpus(data.source, data.text_column)
+    root = cache_root(data.cache_dir)
+    source = {"corpus": corpus.fingerprint(), "split": data.split, "val_fraction": data.val_fraction}
+    encoder = _tokenizer(corpus, data, tokenizer, source, root, console)
+    fingerprint = _fingerprint({**source, "tokenizer": encoder.fingerprint, "version": TOKENS_VERSION})
+
+    def build(folder: Path) -> dict[str, Any]:
+        return _write_tokens(folder, corpus, data, encoder, console)
+
+    folder = root / "tokens" / fingerprint
+    statistics = cached_folder(folder, build, what=f"tokens of {corpus.name}", console=console)
+    train, val = (
+        TokenSplit.open(folder, side, n_shards=statistics[side]["shards"], n_bytes=statistics[side]["bytes"])
+        for side in SIDES
+    )
+    return PreparedData(folder, encoder, train, val, fingerprint, statistics)
+
+
+def _tokenizer(
+    corpus: Corpus,
+    data: DataConfig,
+    config: TokenizerConfig,
+    source: dict[str, Any],
+    root: Path,
+    console: Console | None,
+) -> Tokenizer:
+    """The tokenizer of `config.path`, else one trained on the training split, kept under its fingerprint."""
+    if config.path is not None:
+        return load_tokenizer(Path(config.path))
+    # Packed rows begin with BOS. A character tokenizer otherwise has only characters, as nanoGPT's.
+    bos = config.kind != "char" or data.rows == "packed"
+    fingerprint = _fingerprint({**source, "bos": bos, "tokenizer": asdict(config)})
+
+    def build(folder: Path) -> dict[str, Any]:
+        documents = split_documents(corpus, data.split, data.val_fraction)
+        # A character that only validation has must have a token all the same: nanoGPT's vocabulary is the whole text's.
+        texts = (text for side, text in documents if side == "train" or config.kind == "char")
+        train_tokenizer(config, texts, bos=bos, progress=console).save(folder)
+        return {"corpus": corpus.name, "kind": config.kind}
+
+    folder = root / "tokenizers" / fingerprint
+    cached_folder(folder, build, what=f"tokenizer of {corpus.name}", console=console)
+    return load_tokenizer(folder)
+
+
+def _write_tokens(
+    folder: Path, corpus: Corpus, data: DataConfig, tokenizer: Tokenizer, console: Console | None
+) -> dict[str, Any]:
+    writers = {side: SplitWriter(folder, side, tokenizer.vocab_size, tokenizer.bos_id) for side in SIDES}
+    documents = split_documents(corpus, data.split, data.val_fraction)
+    with _progress(console, f"encoding {corpus.name}") as progress:
+        for batch, encoded in _encoded_ahead(tokenizer, documents):
+            for (side, text), tokens in zip(batch, encoded, strict=True):
+                n_bytes = len(text.encode())
+                writers[side].add(tokens, n_bytes=n_bytes, content_hash=content_hash(text))
+                if progress is not None:
+                    progress.advance(n_bytes)
+    return {
+        "corpus": corpus.name,
+        "split": data.split,
+        "val_fraction": data.val_fraction,
+        "skipped": dict(corpus.skipped),
+        "tokenizer": {
+            "kind": tokenizer.kind,
+            "vocab_size": tokenizer.vocab_size,
+            "fingerprint": tokenizer.fingerprint,
+        },
+        **{side: writers[side].close() for side in SIDES},
+    }
+
+
+def _encoded_ahead(
+    tokenizer: Tokenizer, documents: Iterator[tuple[Side, str]]
+) -> Iterator[tuple[list[tuple[Side, str]], list[np.ndarray]]]:
+    """Batches of documents with their tokens. While one batch is encoded (by threads on every core, without the
+    interpreter's lock), the next is read and the last is written."""
+    with ThreadPoolExecutor(1) as pool:
+        waiting: tuple[list[tuple[Side, str]], Future[list[np.ndarray]]] | None = None
+        for batch in _batches(documents):
+            future = pool.submit(tokenizer.encode_batch, [text for _, text in batch])
+            if waiting is not None:
+                yield waiting[0], waiting[1].result()
+            waiting = batch, future
+        if waiting is not None:
+            yield waiting[0], waiting[1].result()
+
+
+def _batches(documents: Iterator[tuple[Side, str]]) -> Iterator[list[tuple[Side, str]]]:
+    batch: list[tuple[Side, str]] = []
+    characters = 0
+    for side, text in documents:
+        batch.append((side, text))
+        characters += len(text)
+        if characters >= BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def _progress(console: Console | None, description: str) -> AbstractContextManager[Progress | None]:
+    return contextlib.nullcontext() if console is None else console.progress(description, None, "bytes")
+
+
+def _fingerprint(parts: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:FINGERPRINT_DIGITS]
