@@ -80,7 +80,7 @@ class Loader:
         self._next_step = made.step + 1
         if self._device.type == "cpu":
             return made
-        # From pinned memory (CUDA) the copies overlap with the kernels in flight; it is not reused before they are done.
+        # From pinned memory (CUDA) the copies overlap with the kernels in flight; it is kept until they are done.
         pinned = self._device.type == "cuda"
         inputs, targets = (t.to(self._device, non_blocking=pinned) for t in (made.inputs, made.targets))
         return StepBatch(made.step, made.epoch, inputs, targets, made.micro_indices, made.target_tokens)
