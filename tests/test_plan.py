@@ -133,7 +133,19 @@ def test_command_reads_no_data_and_writes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    argv = ["plan", "--depth", "2", "--steps", "7", "--data", "missing.txt", "--device", "cpu"]
+    argv = [
+        "plan",
+        "--depth",
+        "2",
+        "--steps",
+        "7",
+        "--data",
+        "missing.txt",
+        "--device",
+        "cpu",
+        "--runtime.threads",
+        "1",
+    ]
     assert cli.main(argv) == 0
     text = capsys.readouterr().out
     assert "7 steps" in text

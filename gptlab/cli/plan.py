@@ -16,6 +16,7 @@ from gptlab.model.counting import FlopsPerToken, ParameterCounts, flops_per_toke
 from gptlab.model.gpt import GPT
 from gptlab.runtime.device import device_name, resolve_device, resolve_dtype
 from gptlab.runtime.peak import Peak, peak_flops_per_second
+from gptlab.runtime.threads import set_threads
 from gptlab.train.memory import Memory, count_memory
 
 DESCRIPTION = "What a run would be: parameters, FLOPs, memory, steps and hours, before anything runs. Reads no data."
@@ -41,8 +42,8 @@ class Plan:
 
 def main(argv: list[str]) -> int:
     request = read_request(argv, RunArguments, prog="gptlab plan", description=DESCRIPTION)
-    name = str(request.overrides.get("runtime.device", "auto"))
-    device = resolve_device(name)
+    device = resolve_device(str(request.overrides.get("runtime.device", "auto")))
+    set_threads(request.overrides.get("runtime.threads"))  # The peak is to be that of the threads that would train.
     peaks: dict[torch.dtype, Peak] = {}
 
     def measure() -> Machine:

@@ -10,7 +10,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from gptlab.config.run import RunConfig
 from gptlab.model.gpt import GPT
-from gptlab.model.roles import parameter_roles
+from gptlab.model.roles import fused_rows, parameter_roles
 from gptlab.optim.groups import build_optimizer
 
 
@@ -36,6 +36,7 @@ def count_memory(model: GPT, config: RunConfig) -> Memory:
         ((name, parameter, roles[name]) for name, parameter in model.named_parameters()),
         config.optim,
         compute_dtype=model.compute_dtype,
+        row_splits=fused_rows(model) if config.optim.muon.split_qkv else None,
     )
     weights = sum(parameter.nbytes for parameter in model.parameters())
     return Memory(
