@@ -12,7 +12,7 @@ from gptlab.config.data import DataConfig, TokenizerConfig
 from gptlab.config.errors import require_positive
 from gptlab.config.horizon import Horizon
 from gptlab.config.model import ModelConfig
-from gptlab.config.optim import AdamWConfig, MuonConfig, OptimConfig, ScheduleConfig
+from gptlab.config.optim import AdamWConfig, MuonConfig, OptimConfig
 from gptlab.config.run import BatchConfig, CheckpointConfig, EvalConfig, RunConfig, SampleConfig
 from gptlab.config.scaling import (
     EXPECTED_MFU,

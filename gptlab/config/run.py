@@ -36,6 +36,8 @@ class EvalConfig:
     """Validate every so many seconds of the training clock. None: not by time."""
     at_start: bool = True
     """Validate before the first step too."""
+    only: bool = False
+    """Validate the weights as they are, and end without training (nanoGPT's eval_only)."""
     tokens: int | None = None
     """Target tokens of the validation set, at most; always the same ones. None: the whole set."""
     micro_sequences: int | None = None

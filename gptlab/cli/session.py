@@ -1,0 +1,190 @@
+"""A run put together from its parts: data, model, optimizer, loader, evaluation, records."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from gptlab.config.errors import UserError
+from gptlab.config.load import config_to_json
+from gptlab.config.run import RunConfig
+from gptlab.data.cache import cache_root
+from gptlab.data.loader import Loader
+from gptlab.data.prepare import PreparedData, prepare
+from gptlab.data.rows import make_rows, validation_rows
+from gptlab.eval.bits_per_byte import Evaluation, evaluate
+from gptlab.eval.engine import sample_text
+from gptlab.model.counting import FlopsPerToken, ParameterCounts, flops_per_token, parameter_counts
+from gptlab.model.gpt import build_model
+from gptlab.model.roles import fused_rows, parameter_roles
+from gptlab.optim.groups import build_optimizer
+from gptlab.runtime.console import Console
+from gptlab.runtime.device import device_name
+from gptlab.runtime.metrics import MetricsLog
+from gptlab.runtime.peak import Peak
+from gptlab.runtime.provenance import provenance
+from gptlab.runtime.rng import seed_everything
+from gptlab.runtime.run_directory import RunDirectory, default_run_path
+from gptlab.train.checkpoint import Checkpoint
+from gptlab.train.compilation import Kernels, make_kernels, warm_up
+from gptlab.train.horizon import Finish
+from gptlab.train.loop import Work, fit
+from gptlab.train.recorder import OffClock, Recorder
+from gptlab.train.state import TrainState
+from gptlab.train.throughput import Throughput
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a run happens."""
+
+    device: torch.device
+    dtype: torch.dtype
+    threads: int
+    peak: Peak
+
+
+@dataclass(slots=True)
+class Session:
+    """Everything that `fit` needs, before the first file of the run is written."""
+
+    config: RunConfig
+    place: Place
+    data: PreparedData
+    state: TrainState
+    kernels: Kernels
+    work: Work
+    finish: Finish
+    counts: ParameterCounts
+    flops: FlopsPerToken
+    eval_sequences: int
+
+    def provenance(self, argv: Sequence[str]) -> dict[str, object]:
+        return provenance(
+            argv=argv,
+            device=str(self.place.device),
+            device_name=device_name(self.place.device),
+            dtype=str(self.place.dtype).removeprefix("torch."),
+            threads=self.place.threads,
+            peak_flops_per_second=self.place.peak.flops_per_second,
+            peak_source=self.place.peak.source,
+            data_fingerprint=self.data.fingerprint,
+            tokenizer_fingerprint=self.data.tokenizer.fingerprint,
+        )
+
+
+def open_session(config: RunConfig, place: Place, console: Console) -> Session:
+    """Prepare the data and build the run. UserError for whatever makes it impossible; nothing of it is written yet."""
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_root(config.data.cache_dir) / "compile"))
+    seed_everything(config.seed, place.device)
+    data = prepare(config.data, config.tokenizer, console=console)
+    tokenizer = data.tokenizer
+    if config.model.vocab_size not in (None, tokenizer.vocab_size):
+        raise UserError(
+            f"model.vocab_size = {config.model.vocab_size}, but the tokenizer has {tokenizer.vocab_size} entries; "
+            "leave model.vocab_size out"
+        )
+    config = replace(config, model=replace(config.model, vocab_size=tokenizer.vocab_size))
+    for prompt in config.sample.prompts:
+        tokenizer.encode(prompt)  # a prompt that cannot be encoded is told now, not at the end of the run
+    seq_len = config.model.seq_len
+    rows = make_rows(data.train, config.data, seq_len, tokenizer.bos_id, config.seed, data.folder)
+    held_out = validation_rows(data.val, seq_len, tokenizer.bos_id, config.eval.tokens)
+
+    model = build_model(config.model, device=place.device, compute_dtype=place.dtype, seed=config.seed)
+    counts, flops = parameter_counts(model), flops_per_token(model)
+    finish = Finish.of(
+        config.horizon,
+        tokens_per_step=config.batch.total_tokens,
+        flops_per_token=flops.total,
+        scaling_params=counts.scaling,
+    )
+    roles = parameter_roles(model)
+    optimizer = build_optimizer(
+        ((name, parameter, roles[name]) for name, parameter in model.named_parameters()),
+        config.optim,
+        compute_dtype=place.dtype,
+        row_splits=fused_rows(model) if config.optim.muon.split_qkv else None,
+    )
+    state = TrainState(
+        model=model,
+        optimizer=optimizer,
+        loader=Loader(
+            rows,
+            micro_sequences=config.batch.micro_sequences,
+            micro_batches=config.micro_batches,
+            device=place.device,
+        ),
+        scaler=torch.amp.GradScaler(place.device.type, enabled=place.dtype == torch.float16),
+        device=place.device,
+    )
+    kernels = make_kernels(state, config, console.warn)
+    eval_sequences = min(config.eval.micro_sequences or config.batch.micro_sequences, held_out.rows_per_epoch)
+
+    def validate() -> Evaluation:
+        return evaluate(
+            kernels.logits, held_out, tokenizer.token_bytes,
+            device=place.device, micro_sequences=eval_sequences, module=model,
+        )  # fmt: skip
+
+    def sample(prompt: str) -> str:
+        wanted = config.sample
+        pieces = sample_text(
+            model, tokenizer, prompt,
+            max_tokens=wanted.max_tokens, temperature=wanted.temperature, top_k=wanted.top_k, seed=config.seed,
+        )  # fmt: skip
+        return prompt + "".join(pieces)
+
+    work = Work(kernels.loss_sum, validate, sample)
+    return Session(config, place, data, state, kernels, work, finish, counts, flops, eval_sequences)
+
+
+def train(
+    session: Session,
+    console: Console,
+    off_clock: OffClock,
+    argv: Sequence[str],
+    resume: tuple[RunDirectory, Checkpoint] | None,
+) -> tuple[Literal["finished", "preempted"], dict[str, object], Path]:
+    """Run the session in its folder, new or resumed. Returns how it ended, the closing numbers and the folder."""
+    config, state = session.config, session.state
+    if resume is None:
+        path = Path(config.run_dir) if config.run_dir else default_run_path(config.recipe, datetime.now())
+        run = RunDirectory.create(path, config_to_json(config), session.provenance(argv))
+        session.data.tokenizer.save(run.tokenizer_path)
+    else:
+        run = resume[0]
+    with run.lock(), MetricsLog(run.metrics_path) as metrics, state.loader:
+        record = Recorder(
+            config, session.finish, run, console, metrics,
+            Throughput(session.flops.total, session.place.peak.flops_per_second), session.counts.total, off_clock,
+        )  # fmt: skip
+        try:
+            run.set_status("running")
+            off_clock.compile_seconds = warm_up(state, session.kernels, config, session.eval_sequences)
+            if resume is None:
+                console.open_log(run.log_path)
+            else:
+                checkpoint = resume[1]
+                state.restore(checkpoint.model, checkpoint.optimizer, checkpoint.state)
+                record.rewind(checkpoint)
+            started = time.perf_counter() - off_clock.started
+            off_clock.startup_seconds = started - off_clock.compile_seconds
+            console.line(
+                f"run folder {run.path} | start-up {off_clock.startup_seconds:.1f}s"
+                f" | {'compiled' if session.kernels.compiled else 'warmed up'} in {off_clock.compile_seconds:.1f}s"
+            )
+            ended = fit(config, session.finish, state, session.work, record)
+            summary = record.finish_run(state) if ended == "finished" else {}
+        except BaseException:
+            run.set_status("failed")
+            raise
+        run.set_status(ended)
+        return ended, summary, run.path

@@ -1,0 +1,174 @@
+"""`gptlab train`: a recipe, a TOML file and flags in; a run folder and the closing block out."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gptlab.cli.run_arguments import RunRequest, TrainArguments, read_request, recipe_list
+from gptlab.config.errors import UserError
+from gptlab.config.load import config_from_json
+from gptlab.config.run import RunConfig
+from gptlab.config.scaling import Machine
+
+if TYPE_CHECKING:
+    from gptlab.cli.session import Place, Session
+    from gptlab.runtime.console import Console
+    from gptlab.runtime.run_directory import RunDirectory
+    from gptlab.train.checkpoint import Checkpoint
+
+DESCRIPTION = "Train a GPT, or go on with a run."
+EXIT_TRAINING_FAILED = 3
+EXIT_PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: try again later
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """How a run ended."""
+
+    exit_code: int
+    run_dir: Path
+    summary: dict[str, object]
+    """The closing block's numbers; empty for a run that was preempted or failed."""
+
+
+def main(argv: list[str]) -> int:
+    started = time.perf_counter()
+    request = read_request(argv, TrainArguments, prog="gptlab train", description=DESCRIPTION)
+    if request.list_recipes:
+        print(recipe_list())
+        return 0
+    return _train(request, ["train", *argv], started).exit_code
+
+
+def run(config: RunConfig | None = None, *, resume: str | Path | None = None) -> Result:
+    """Train a configuration, or go on with the run in `resume`. Errors are raised: UserError, TrainingFailed."""
+    if (config is None) == (resume is None):
+        raise UserError("give either a configuration to train or a run to resume")
+    request = RunRequest(resume=None if resume is None else str(resume))
+    return _train(request, sys.argv, time.perf_counter(), config=config, catch=False)
+
+
+def _train(
+    request: RunRequest, argv: Sequence[str], started: float, *, config: RunConfig | None = None, catch: bool = True
+) -> Result:
+    from gptlab.cli.session import open_session, train
+    from gptlab.runtime.console import Console
+    from gptlab.train.recorder import OffClock
+    from gptlab.train.watchdog import TrainingFailed
+
+    with Console() as console:
+        resumed = None
+        if request.resume is not None:
+            config, run_directory = _stored(request)
+            resumed = run_directory, _checkpoint(run_directory, console)
+        if config is None:
+            config = request.config(functools.partial(_machine, request))
+        session = open_session(config, place_of(config), console)
+        if resumed is not None:
+            _require_same_data(resumed[0], session)
+            _warn_of_other_machine(resumed[0], session, console)
+        describe(session, console)
+        try:
+            ended, summary, path = train(session, console, OffClock(started), argv, resumed)
+        except TrainingFailed as error:
+            console.warn(f"training failed: {error}; the last checkpoint stands")
+            if not catch:
+                raise
+            return Result(EXIT_TRAINING_FAILED, Path(config.run_dir or "."), {})
+        return Result(0 if ended == "finished" else EXIT_PREEMPTED, path, summary)
+
+
+def place_of(config: RunConfig) -> Place:
+    """Resolve device, type, threads and peak; the first thing that touches torch."""
+    runtime = config.runtime
+    return _place(runtime.device, runtime.dtype, runtime.threads)
+
+
+@functools.cache
+def _place(device_name: str, dtype_name: str, threads: int | None) -> Place:
+    # Cached: a recipe that sizes itself and the run that follows need the same half second of measurement.
+    from gptlab.cli.session import Place
+    from gptlab.runtime.allocator import keep_freed_memory
+    from gptlab.runtime.device import resolve_device, resolve_dtype
+    from gptlab.runtime.peak import peak_flops_per_second
+    from gptlab.runtime.threads import set_threads
+
+    device = resolve_device(device_name)
+    dtype = resolve_dtype(dtype_name, device)
+    if device.type == "cpu":
+        keep_freed_memory()
+    in_force = set_threads(threads)
+    return Place(device, dtype, in_force, peak_flops_per_second(device, dtype))
+
+
+def _machine(request: RunRequest) -> Machine:
+    asked = {name.removeprefix("runtime."): value for name, value in request.overrides.items()}
+    place = _place(str(asked.get("device", "auto")), str(asked.get("dtype", "auto")), asked.get("threads"))
+    return Machine(device=str(place.device), matmul_flops_per_second=place.peak.flops_per_second)
+
+
+def _stored(request: RunRequest) -> tuple[RunConfig, RunDirectory]:
+    """The configuration of the run to resume. UserError where the flags beside --resume say something else."""
+    from gptlab.runtime.run_directory import RunDirectory
+
+    assert request.resume is not None
+    run_directory = RunDirectory.open(Path(request.resume))
+    config = config_from_json(run_directory.read_config())
+    if different := request.disagreements(config):
+        more = f" (and {len(different) - 1} more)" if len(different) > 1 else ""
+        raise UserError(f"{request.resume} has another configuration: {different[0]}{more}; leave it out to resume")
+    return config, run_directory
+
+
+def _checkpoint(run_directory: RunDirectory, console: Console) -> Checkpoint:
+    from gptlab.train.checkpoint import load_newest
+
+    if not run_directory.checkpoints_path.is_dir():
+        raise UserError(f"{run_directory.path} has no checkpoint yet: start it again in a new folder")
+    return load_newest(run_directory.checkpoints_path, console.warn)
+
+
+def _require_same_data(run_directory: RunDirectory, session: Session) -> None:
+    recorded = run_directory.read_provenance().get("data_fingerprint")
+    if recorded != session.data.fingerprint:
+        raise UserError(
+            f"the data is not what {run_directory.path} was trained on (fingerprint {session.data.fingerprint}, "
+            f"was {recorded}): bring the corpus back to resume"
+        )
+
+
+def _warn_of_other_machine(run_directory: RunDirectory, session: Session, console: Console) -> None:
+    """Bit-for-bit continuation needs the same kind of machine; anything else goes on, but says so."""
+    before, now = run_directory.read_provenance(), session.provenance([])
+    keys = ("torch_version", "device_name", "cpu", "dtype", "threads")
+    changed = [f"{key} {before.get(key)} -> {now[key]}" for key in keys if before.get(key) != now[key]]
+    if changed:
+        console.warn(f"not the machine of the first start ({', '.join(changed)}): close to, not bit for bit")
+
+
+def describe(session: Session, console: Console) -> None:
+    """What is about to be trained, and how the size came about."""
+    config, place, counts, flops = session.config, session.place, session.counts, session.flops
+    model = config.model
+    peak = place.peak.flops_per_second
+    peak_text = "peak unknown" if peak is None else f"{peak / 1e9:,.0f} GFLOP/s ({place.peak.source})"
+    dtype = str(place.dtype).removeprefix("torch.")
+    console.line(f"machine   {place.device}, {place.threads} threads, {dtype}, {peak_text}")
+    console.line(
+        f"data      {', '.join(config.data.source)}: {session.data.train.n_tokens:,} training tokens, "
+        f"{session.data.val.n_tokens:,} validation tokens, vocabulary {model.vocab_size:,} ({config.tokenizer.kind})"
+    )
+    console.line(
+        f"model     {model.n_layer} layers, width {model.n_embd}, {model.n_head} heads, context {model.seq_len}: "
+        f"{counts.total / 1e6:.2f}M parameters, {flops.total / 1e6:.1f} MFLOP a token"
+    )
+    console.line(
+        f"training  {config.horizon}, {config.batch.total_tokens:,} tokens a step "
+        f"({config.micro_batches} x {config.batch.micro_sequences} rows)"
+    )

@@ -1,0 +1,81 @@
+"""torch.compile where it can be had, paid for before the clock starts and without a trace in the run's state."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gptlab.config.errors import ConfigError
+from gptlab.config.run import RunConfig
+from gptlab.data.loader import StepBatch
+from gptlab.runtime.device import compiler_available, synchronize
+from gptlab.runtime.rng import capture_rng, restore_rng
+from gptlab.train.state import TrainState
+from gptlab.train.step import LossFunction, gradients
+
+Logits = Callable[[Tensor], Tensor]
+
+
+@dataclass(slots=True)
+class Kernels:
+    """The model's two entry points, compiled or as they are."""
+
+    loss_sum: LossFunction
+    logits: Logits
+    compiled: bool
+
+
+def make_kernels(state: TrainState, config: RunConfig, warn: Callable[[str], None]) -> Kernels:
+    """Compile by configuration: ConfigError where it is demanded and no compiler is there, a warning where it is
+    only preferred."""
+    plain = Kernels(state.model.loss, state.model.__call__, compiled=False)
+    if config.runtime.compile == "off":
+        return plain
+    if not compiler_available(state.device):
+        needed = "Triton" if state.device.type == "cuda" else "a C++ compiler (g++ or clang++)"
+        if config.runtime.compile == "on":
+            raise ConfigError("runtime.compile", "on", f"torch.compile needs {needed}, and none was found", "auto")
+        warn(f"no {needed} found: training without torch.compile, which is slower")
+        return plain
+    # Shapes never change within a run; one graph for training, one for validation.
+    loss_sum, logits = torch.compile(state.model.loss, dynamic=False), torch.compile(state.model, dynamic=False)
+    return Kernels(loss_sum, logits, compiled=True)
+
+
+def warm_up(state: TrainState, kernels: Kernels, config: RunConfig, eval_sequences: int) -> float:
+    """Run one forward, backward and update and one validation forward on tokens that are not the run's, then put
+    weights, moments and generators back. Returns the seconds it took: compilation, mostly."""
+    started = time.perf_counter()
+    rng = capture_rng(state.device)
+    kept = {**state.model_tensors(), **state.optimizer.state_tensors()}
+    copies = {name: tensor.to("cpu", copy=True) for name, tensor in kept.items()}
+    scaler = state.scaler.state_dict()
+    try:
+        gradients(state, _foreign_batch(state, config), kernels.loss_sum, config)
+        state.optimizer.step(1.0, config.optim.muon.momentum, 1.0)
+        state.model.eval()
+        with torch.no_grad():
+            kernels.logits(torch.zeros(eval_sequences, config.model.seq_len, dtype=torch.int64, device=state.device))
+    finally:
+        state.optimizer.zero_grad()
+        with torch.no_grad():
+            for name, tensor in kept.items():
+                tensor.copy_(copies[name])
+        if scaler:
+            state.scaler.load_state_dict(scaler)
+        restore_rng(rng, state.device)
+        synchronize(state.device)
+    return time.perf_counter() - started
+
+
+def _foreign_batch(state: TrainState, config: RunConfig) -> StepBatch:
+    """One micro-batch of made-up tokens in the run's shape."""
+    assert config.model.vocab_size is not None
+    shape = (1, config.batch.micro_sequences, config.model.seq_len)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(config.model.vocab_size, shape, generator=generator).to(state.device)
+    return StepBatch(0, 0.0, tokens, tokens, (0,), tokens.numel())

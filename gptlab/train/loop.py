@@ -1,0 +1,101 @@
+"""The training loop: evaluate, sample, checkpoint, stop?, gradients, update, log."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from gptlab.config.run import RunConfig
+from gptlab.runtime.device import synchronize
+from gptlab.train.horizon import Finish, due
+from gptlab.train.recorder import Recorder
+from gptlab.train.state import TrainState
+from gptlab.train.step import LossFunction, gradients, update
+from gptlab.train.watchdog import Preemption, QuietGarbageCollector, check_loss
+
+
+class Evaluated(Protocol):
+    """A validation: `eval.bits_per_byte.Evaluation`."""
+
+    @property
+    def val_loss(self) -> float: ...
+    @property
+    def val_bpb(self) -> float: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What the loop does besides training. Neither may touch the training state."""
+
+    loss_sum: LossFunction
+    evaluate: Callable[[], Evaluated]
+    sample: Callable[[str], str]
+    """Prompt -> prompt and continuation."""
+
+
+def fit(
+    config: RunConfig, finish: Finish, state: TrainState, work: Work, record: Recorder
+) -> Literal["finished", "preempted"]:
+    """Train `state` until `finish`, or until a signal asks to stop. TrainingFailed for a loss that broke."""
+    with QuietGarbageCollector() as garbage, Preemption() as preemption:
+        while True:
+            ended, now = finish.reached(state), state.mark()
+            last = ended or config.eval.only
+
+            if not preemption.requested and due(
+                now, state.evaluated, every_steps=config.eval.every_steps, every_seconds=config.eval.every_seconds,
+                at_start=config.eval.at_start or config.eval.only, at_end=last,
+            ):  # fmt: skip
+                evaluate(state, work, record)
+                ended = finish.reached(state)
+
+            if config.sample.prompts and not preemption.requested and due(
+                now, state.sampled, every_steps=config.sample.every_steps, every_seconds=None,
+                at_start=False, at_end=ended,
+            ):  # fmt: skip
+                state.sampled = now
+                for prompt in config.sample.prompts:
+                    record.sample(state, prompt, work.sample(prompt))
+
+            scheduled = not config.eval.only and due(
+                now, state.saved, every_steps=config.checkpoint.every_steps,
+                every_seconds=config.checkpoint.every_seconds, at_start=False, at_end=ended,
+            )  # fmt: skip
+            best = config.checkpoint.save_best and state.best_step == state.step > 0 and state.saved != now
+            if scheduled or best or (preemption.requested and state.saved != now):
+                record.checkpoint(state, scheduled=scheduled or best)
+
+            if ended or config.eval.only:
+                return "finished"
+            if preemption.requested:
+                record.preempted(state, preemption.signal_name)
+                return "preempted"
+
+            started = time.perf_counter()
+            progress = finish.progress(state.step, state.train_seconds)
+            step_fraction = finish.step_fraction(state.step, state.train_seconds)
+            batch = next(state.loader)
+            loss = float(gradients(state, batch, work.loss_sum, config))
+            check_loss(loss, config.runtime.max_loss)
+            updated = update(state, config, progress, step_fraction)
+            synchronize(state.device)
+            step_seconds = time.perf_counter() - started
+
+            state.step += 1
+            state.train_seconds += step_seconds
+            state.loss_ema.update(loss)
+            record.step(state, batch, loss, updated, step_seconds)
+            garbage.step(state.step)
+
+
+def evaluate(state: TrainState, work: Work, record: Recorder) -> None:
+    """Validate, and remember the best. Off the clock."""
+    started = time.perf_counter()
+    result = work.evaluate()
+    state.evaluated = state.mark()
+    state.val_loss, state.val_bpb = result.val_loss, result.val_bpb
+    if state.best_val_loss is None or result.val_loss < state.best_val_loss:
+        state.best_val_loss, state.best_step = result.val_loss, state.step
+    record.evaluation(state, time.perf_counter() - started)

@@ -1,0 +1,197 @@
+"""What a run leaves behind while it goes on: step lines, metric lines, checkpoints, and the closing block."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gptlab.config.run import RunConfig
+from gptlab.data.loader import StepBatch
+from gptlab.runtime.console import Console
+from gptlab.runtime.device import peak_memory_mb
+from gptlab.runtime.metrics import MetricsLog
+from gptlab.runtime.run_directory import RunDirectory
+from gptlab.runtime.strict_json import write_json_atomic
+from gptlab.train.checkpoint import Checkpoint, CheckpointError, save_checkpoint
+from gptlab.train.horizon import Finish
+from gptlab.train.retention import retain
+from gptlab.train.state import TrainState
+from gptlab.train.step import Update
+from gptlab.train.throughput import Throughput
+
+
+@dataclass(slots=True)
+class OffClock:
+    """Seconds of this process that training did not take; logged, and part of no budget."""
+
+    started: float = field(default_factory=time.perf_counter)
+    """time.perf_counter() when the process began."""
+    startup_seconds: float = 0.0
+    """From the start of the process to the first step, without compilation."""
+    compile_seconds: float = 0.0
+    evaluation_seconds: float = 0.0
+    checkpoint_seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class Recorder:
+    """Writes; decides nothing."""
+
+    config: RunConfig
+    finish: Finish
+    run: RunDirectory
+    console: Console
+    metrics: MetricsLog
+    throughput: Throughput
+    n_params: int
+    off_clock: OffClock
+
+    def step(self, state: TrainState, batch: StepBatch, loss: float, updated: Update, step_seconds: float) -> None:
+        tokens_per_step = self.config.batch.total_tokens
+        reading = self.throughput.step(tokens_per_step, step_seconds)
+        if state.step % self.config.runtime.log_every_steps:
+            return
+        self.metrics.write(
+            "train", step=state.step, tokens=state.step * tokens_per_step, epoch=batch.epoch, loss=loss,
+            loss_ema=state.loss_ema.value, lr_scale=updated.lr_scale, grad_norm=updated.grad_norm,
+            step_seconds=step_seconds, train_seconds=state.train_seconds,
+            tokens_per_second=reading.tokens_per_second, mfu=reading.mfu,
+        )  # fmt: skip
+        done = self.finish.progress(state.step, state.train_seconds)
+        mfu = "unknown" if reading.mfu is None else f"{100 * reading.mfu:.1f}%"
+        left = self.throughput.remaining_seconds(
+            steps=None if self.finish.steps is None else self.finish.steps - state.step,
+            seconds=None if self.finish.seconds is None else self.finish.seconds - state.train_seconds,
+        )
+        figures = (
+            f"step {state.step:05d} ({100 * done:.1f}%)",
+            f"loss: {state.loss_ema.value:.6f}",
+            f"lrm: {updated.lr_scale:.2f}",
+            f"dt: {1000 * step_seconds:.0f}ms",
+            f"tok/sec: {reading.tokens_per_second:,.0f}",
+            f"mfu: {mfu}",
+            f"epoch: {batch.epoch:.2f}",
+            f"remaining: {left or 0.0:.0f}s",
+        )
+        self.console.live(" | ".join(figures))
+
+    def evaluation(self, state: TrainState, seconds: float) -> None:
+        self.off_clock.evaluation_seconds += seconds
+        self.metrics.write(
+            "eval", step=state.step, val_loss=state.val_loss, val_bpb=state.val_bpb,
+            train_seconds=state.train_seconds, tokens=state.step * self.config.batch.total_tokens,
+        )  # fmt: skip
+        best = " (best)" if state.best_step == state.step else ""
+        self.console.line(
+            f"step {state.step:05d} | validation loss: {state.val_loss:.4f} | bpb: {state.val_bpb:.4f}{best}"
+            f" | {seconds:.1f}s off the clock"
+        )
+
+    def sample(self, state: TrainState, prompt: str, text: str) -> None:
+        self.metrics.write("sample", step=state.step, prompt=prompt, text=text)
+        self.console.line(f"--- sample at step {state.step}\n{text.rstrip()}\n---")
+
+    def checkpoint(self, state: TrainState, *, scheduled: bool) -> None:
+        """Save, then let go of checkpoints that nobody asked to keep."""
+        started = time.perf_counter()
+        former, state.saved = state.saved, state.mark()
+        position = {
+            "scheduled": scheduled,
+            "metrics_bytes": self.metrics.offset(),
+            "log_bytes": self.console.log_offset(),
+        }
+        try:
+            save_checkpoint(
+                self.run.checkpoints_path, state.step, model=state.model_tensors(), optimizer=state.other_tensors(),
+                state={**state.to_json(), **position},
+            )  # fmt: skip
+        except CheckpointError as error:
+            if self.config.checkpoint.on_failure == "stop":
+                raise
+            state.saved = former
+            self.console.warn(f"{error}; training goes on")
+            return
+        retain(
+            self.run.checkpoints_path,
+            keep_last=self.config.checkpoint.keep_last,
+            keep_every_steps=self.config.checkpoint.keep_every_steps,
+            best_step=state.best_step if self.config.checkpoint.keep_best else None,
+            on_problem=self.console.warn,
+        )
+        self.off_clock.checkpoint_seconds += time.perf_counter() - started
+        self.metrics.write("checkpoint", step=state.step, tokens=state.step * self.config.batch.total_tokens)
+
+    def preempted(self, state: TrainState, signal_name: str | None) -> None:
+        self.console.line(
+            f"{signal_name}: stopped after step {state.step}, saved; go on with gptlab train --resume {self.run.path}"
+        )
+
+    def rewind(self, checkpoint: Checkpoint) -> None:
+        """Cut metrics.jsonl and log.txt to what they were at a checkpoint, its own line included if it was scheduled:
+        a run that was never stopped has that line, and none for a checkpoint that a signal asked for."""
+        offset = checkpoint.state["metrics_bytes"]
+        if checkpoint.state["scheduled"]:
+            offset += _checkpoint_line_bytes(self.run.metrics_path, offset, checkpoint.step)
+        if not self.metrics.truncate(offset):
+            self.console.warn(f"{self.run.metrics_path} is not the file that the checkpoint saw; appending to it")
+        elif checkpoint.state["scheduled"] and offset == checkpoint.state["metrics_bytes"]:
+            # Killed between the checkpoint and its line.
+            tokens = checkpoint.step * self.config.batch.total_tokens
+            self.metrics.write("checkpoint", step=checkpoint.step, tokens=tokens)
+        self.console.open_log(self.run.log_path, offset=checkpoint.state["log_bytes"])
+
+    def summary(self, state: TrainState) -> dict[str, Any]:
+        """The final numbers, in the order of the closing block."""
+        tokens = state.step * self.config.batch.total_tokens
+        mfu = self.throughput.reading(tokens, state.train_seconds).mfu if state.step else None
+        return {
+            "val_bpb": state.val_bpb,
+            "training_seconds": state.train_seconds,
+            "total_seconds": time.perf_counter() - self.off_clock.started,
+            "peak_vram_mb": peak_memory_mb(state.device),
+            "mfu_percent": None if mfu is None else 100 * mfu,
+            "total_tokens_M": tokens / 1e6,
+            "num_steps": state.step,
+            "num_params_M": self.n_params / 1e6,
+            "depth": self.config.model.n_layer,
+        }
+
+    def finish_run(self, state: TrainState) -> dict[str, Any]:
+        """Write summary.json and the closing block, in autoresearch's form so that `grep "^val_bpb:"` works."""
+        summary = self.summary(state)
+        write_json_atomic(self.run.summary_path, summary | self.details(state))
+        decimals = {"val_bpb": 6, "mfu_percent": 2}
+        self.console.line("---")
+        for key, value in summary.items():
+            text = "unknown" if value is None else (
+                f"{value:.{decimals.get(key, 1)}f}" if isinstance(value, float) else str(value)
+            )  # fmt: skip
+            self.console.line(f"{key + ':':<18}{text}")
+        return summary
+
+    def details(self, state: TrainState) -> dict[str, Any]:
+        """What summary.json holds besides: losses, and where the time off the clock went."""
+        return {
+            "val_loss": state.val_loss,
+            "best_val_loss": state.best_val_loss,
+            "best_step": state.best_step,
+            "startup_seconds": self.off_clock.startup_seconds,
+            "compile_seconds": self.off_clock.compile_seconds,
+            "evaluation_seconds": self.off_clock.evaluation_seconds,
+            "checkpoint_seconds": self.off_clock.checkpoint_seconds,
+        }
+
+
+def _checkpoint_line_bytes(path: Path, offset: int, step: int) -> int:
+    """Length of the line at `offset` if it is the whole "checkpoint" line of `step`, else 0."""
+    try:
+        with path.open("rb") as file:
+            file.seek(offset)
+            line = file.readline()
+        record = json.loads(line) if line.endswith(b"\n") else {}
+    except (OSError, ValueError):
+        return 0
+    return len(line) if record.get("kind") == "checkpoint" and record.get("step") == step else 0

@@ -1,0 +1,119 @@
+"""Everything that changes while a run goes on. What is not in here cannot matter to a resumed run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gptlab.config.errors import UserError
+from gptlab.data.loader import Loader
+from gptlab.model.gpt import GPT
+from gptlab.optim.combined import CombinedOptimizer
+from gptlab.runtime.rng import capture_rng, restore_rng
+from gptlab.train.throughput import LossEma
+
+# Prefix of the random generators' states among a checkpoint's optimizer tensors.
+_RNG = "rng."
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """When something was last done: evaluated, sampled, saved."""
+
+    step: int
+    train_seconds: float
+
+
+@dataclass(slots=True)
+class TrainState:
+    """Owned by the loop; `tensors` and `to_json` are what a checkpoint holds."""
+
+    model: GPT
+    optimizer: CombinedOptimizer
+    loader: Loader
+    """Its state is the step after the last batch that was consumed."""
+    scaler: torch.amp.GradScaler
+    """Loss scale of float16 runs; disabled, and stateless, for other types."""
+    device: torch.device
+    step: int = 0
+    """Optimizer steps done."""
+    train_seconds: float = 0.0
+    """The run's clock: real training steps and nothing else."""
+    loss_ema: LossEma = field(default_factory=LossEma)
+    evaluated: Mark | None = None
+    sampled: Mark | None = None
+    saved: Mark | None = None
+    val_loss: float | None = None
+    """Of the last evaluation, nats/token."""
+    val_bpb: float | None = None
+    best_val_loss: float | None = None
+    best_step: int | None = None
+    """Step at which best_val_loss was seen."""
+
+    def mark(self) -> Mark:
+        return Mark(self.step, self.train_seconds)
+
+    def model_tensors(self) -> dict[str, Tensor]:
+        """Weights by name; a shared table stands once."""
+        return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+
+    def other_tensors(self) -> dict[str, Tensor]:
+        """The optimizer's moments and every random generator."""
+        rng = {_RNG + name: state for name, state in capture_rng(self.device).items()}
+        return self.optimizer.state_tensors() | rng
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "train_seconds": self.train_seconds,
+            "loss_ema": self.loss_ema.state_dict(),
+            "loader": self.loader.state_dict(),
+            "optimizer": self.optimizer.state_json(),
+            "scaler": self.scaler.state_dict(),
+            "marks": {name: mark and asdict(mark) for name, mark in self._marks().items()},
+            "val_loss": self.val_loss,
+            "val_bpb": self.val_bpb,
+            "best_val_loss": self.best_val_loss,
+            "best_step": self.best_step,
+        }
+
+    def restore(self, model: Mapping[str, Tensor], other: Mapping[str, Tensor], saved: Mapping[str, Any]) -> None:
+        """Become the run that was saved. UserError where the checkpoint is of another configuration."""
+        load_weights(self.model, model)
+        rng = {name.removeprefix(_RNG): state for name, state in other.items() if name.startswith(_RNG)}
+        moments = {name: state for name, state in other.items() if not name.startswith(_RNG)}
+        self.optimizer.load_state(moments, saved["optimizer"])
+        self.step, self.train_seconds = saved["step"], saved["train_seconds"]
+        self.loss_ema.load_state_dict(saved["loss_ema"])
+        self.loader.load_state_dict(saved["loader"])
+        if saved["scaler"]:
+            self.scaler.load_state_dict(saved["scaler"])
+        for name, mark in saved["marks"].items():
+            setattr(self, name, mark and Mark(**mark))
+        self.val_loss, self.val_bpb = saved["val_loss"], saved["val_bpb"]
+        self.best_val_loss, self.best_step = saved["best_val_loss"], saved["best_step"]
+        restore_rng(rng, self.device)
+
+    def _marks(self) -> dict[str, Mark | None]:
+        return {"evaluated": self.evaluated, "sampled": self.sampled, "saved": self.saved}
+
+
+@torch.no_grad()
+def load_weights(model: GPT, tensors: Mapping[str, Tensor]) -> None:
+    """Copy weights by name; UserError, with nothing changed, unless names and shapes are exactly the model's."""
+    own = dict(model.named_parameters())
+    different = sorted(own.keys() ^ tensors.keys())
+    if different:
+        raise UserError(f"the checkpoint is of another model: {different[0]} is in only one of the two")
+    for name, parameter in own.items():
+        if parameter.shape != tensors[name].shape:
+            raise UserError(
+                f"the checkpoint is of another model: {name} is {tuple(tensors[name].shape)} there, "
+                f"{tuple(parameter.shape)} here"
+            )
+    for name, parameter in own.items():
+        parameter.copy_(tensors[name])

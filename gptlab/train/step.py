@@ -1,0 +1,66 @@
+"""One optimizer step: gradients of the mean loss over all tokens of the step, then the update."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from gptlab.config.run import RunConfig
+from gptlab.data.loader import StepBatch
+from gptlab.optim.clip import clip_gradients
+from gptlab.optim.schedule import lr_scale, muon_momentum, weight_decay_scale
+from gptlab.runtime.rng import fold_seed
+from gptlab.train.state import TrainState
+from gptlab.train.watchdog import TrainingFailed
+
+LossFunction = Callable[[Tensor, Tensor], Tensor]
+"""(tokens (B, T), targets (B, T)) -> summed loss; `model.loss`, or what torch.compile made of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What the update of a step was."""
+
+    lr_scale: float
+    grad_norm: float
+    """Before clipping. Not finite where float16 overflowed and the update was left out."""
+
+
+def gradients(state: TrainState, batch: StepBatch, loss_sum: LossFunction, config: RunConfig) -> Tensor:
+    """Add up the gradients of all micro-batches; returns the mean loss over every counted target of the step.
+
+    Sums divided by the global count, so the loss and its gradient do not depend on how the step is cut.
+    """
+    state.model.train()
+    total = torch.zeros((), dtype=torch.float64)
+    for index, tokens, targets in zip(batch.micro_indices, batch.inputs, batch.targets, strict=True):
+        if config.model.dropout > 0:
+            torch.manual_seed(fold_seed(config.seed, batch.step, index))
+        loss = loss_sum(tokens, targets)
+        state.scaler.scale(loss / batch.target_tokens).backward()
+        total = total.to(loss.device) + loss.detach()
+    return total / batch.target_tokens
+
+
+def update(state: TrainState, config: RunConfig, progress: float, step_fraction: float) -> Update:
+    """Move the weights by the gradients and free these. `progress` is the share of the run done before this step.
+
+    TrainingFailed, with the weights untouched, where a gradient is not finite; float16 leaves out the update instead.
+    """
+    # GradScaler looks at param_groups and calls step: all that it needs of an optimizer.
+    optimizer = cast(torch.optim.Optimizer, state.optimizer)
+    state.scaler.unscale_(optimizer)
+    norm = float(clip_gradients(state.model.parameters(), config.optim.grad_clip))
+    if not math.isfinite(norm) and not state.scaler.is_enabled():
+        raise TrainingFailed(f"the gradient norm is {norm} in step {state.step + 1}, though the loss is finite")
+    scale = lr_scale(config.schedule, progress, step_fraction)
+    momentum = muon_momentum(config.optim.muon, state.step)
+    state.scaler.step(optimizer, scale, momentum, weight_decay_scale(config.schedule, progress))
+    state.scaler.update()
+    state.optimizer.zero_grad()
+    return Update(scale, norm)
