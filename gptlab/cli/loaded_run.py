@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from gptlab.config.errors import UserError
 from gptlab.config.load import config_from_json
@@ -22,6 +20,7 @@ from gptlab.runtime.run_directory import RunDirectory
 from gptlab.runtime.threads import set_threads
 from gptlab.train.checkpoint import list_checkpoints, load_checkpoint, load_newest, select_checkpoint
 from gptlab.train.checkpoint_directory import step_of
+from gptlab.train.state import load_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +61,7 @@ def load_run(
         best = best_saved_step(directory) if checkpoint == "best" else None
         saved = load_checkpoint(select_checkpoint(directory.checkpoints_path, checkpoint, console.warn, best_step=best))
     model = build_model(config.model, device=where, compute_dtype=compute_dtype, seed=config.seed)
-    load_weights(model, saved.model, saved.path)
+    load_weights(model, saved.model)
     return LoadedRun(directory, config, tokenizer, model.eval(), saved.step, where)
 
 
@@ -76,18 +75,3 @@ def best_saved_step(directory: RunDirectory) -> int | None:
         if record.get("kind") == "eval" and record["step"] in saved
     ]
     return min((pair for pair in losses if math.isfinite(pair[0])), default=(0.0, None))[1]
-
-
-def load_weights(model: GPT, weights: Mapping[str, Tensor], path: Path) -> None:
-    """Copy `weights` (by parameter name, as `path` holds them) into `model`, exactly those that it has."""
-    parameters = dict(model.named_parameters())
-    wrong = sorted(
-        (parameters.keys() - weights.keys())
-        | (weights.keys() - model.state_dict().keys())
-        | {name for name in parameters.keys() & weights.keys() if parameters[name].shape != weights[name].shape}
-    )
-    if wrong:
-        raise UserError(f"{path} holds another model than config.json describes: they differ in {wrong[0]}")
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(weights[name])
