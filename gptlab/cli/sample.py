@@ -22,8 +22,8 @@ class SampleArguments:
     run: tyro.conf.Positional[str]
     """Folder of the run, such as runs/NAME."""
     prompt: tuple[str, ...] = ()
-    """Text to continue; several as "A" "B" or repeated; with a dash in front as --prompt="-x". None given: the run's own,
-    or else the start of a document."""
+    """Text to continue; several as "A" "B" or repeated; with a dash in front as --prompt="-x". None given: those of the
+    run, or else the start of a document."""
     max_tokens: int | None = None
     """Tokens to generate for each prompt, at most. None: as in the run's configuration."""
     temperature: float | None = None
