@@ -288,5 +288,13 @@ def test_an_empty_prompt_without_bos_is_a_clear_error() -> None:
         pieces(b"a", "")
 
 
+def test_prompts_draw_apart_and_each_the_same_again() -> None:
+    """With one sequence of draws, this model would continue every prompt with the same bytes."""
+    model = constant([1 / 257] * 257)
+    drawn = ["".join(sample_text(model, Bytes(None), prompt, max_tokens=20, seed=1)) for prompt in "aba"]
+    assert drawn[0] == drawn[2]
+    assert drawn[0] != drawn[1]
+
+
 def test_one_token_at_a_time_behind_the_prompt() -> None:
     assert pieces(b"abc", "hi")[1] == [[104, 105], [97], [98]]

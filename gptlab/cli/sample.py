@@ -31,7 +31,7 @@ class SampleArguments:
     top_k: int | None = None
     """Draw among so many likeliest tokens; 0: among all. None: as in the run's configuration."""
     seed: int | None = None
-    """Seeds the draws, for each prompt anew. None: the run's seed."""
+    """Seeds the draws, together with the prompt. None: the run's seed."""
     stop: bool = True
     """End where the model begins a new document."""
     checkpoint: str = "latest"

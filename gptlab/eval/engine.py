@@ -7,6 +7,7 @@ of their own, so a run that samples equals one that does not.
 from __future__ import annotations
 
 import codecs
+import zlib
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
@@ -18,6 +19,7 @@ from gptlab.config.errors import ConfigError, UserError, require
 from gptlab.eval.mode import evaluation_mode
 from gptlab.model.gpt import GPT
 from gptlab.model.kv_cache import KVCache
+from gptlab.runtime.rng import fold_seed
 
 
 class TextTokenizer(Protocol):
@@ -71,7 +73,8 @@ def sample_text(
     seed: int = 0,
     stop_at_bos: bool = True,
 ) -> Iterator[str]:
-    """Continue a text, piece by piece (without the prompt). Settings and errors: as `generate`.
+    """Continue a text, piece by piece (without the prompt). Settings and errors: as `generate`, but the draws
+    depend on the seed and the prompt.
 
     A character whose bytes are spread over tokens comes out whole; one that is still unfinished at the end is left
     out. Bytes that are no UTF-8 at all become U+FFFD.
@@ -82,13 +85,15 @@ def sample_text(
         tokens.insert(0, bos_id)
     elif not tokens:
         raise UserError("the prompt is empty, and this tokenizer has no BOS to start from: give a --prompt")
+    # One sequence of draws for all prompts would have a weak model continue all of them with the same words.
+    own_seed = fold_seed(seed, zlib.crc32(prompt.encode()))
     drawn = generate(
         model,
         tokens,
         max_tokens=max_tokens,
         temperature=temperature,
         top_k=top_k,
-        seed=seed,
+        seed=own_seed,
         bos_id=bos_id,
         stop_at_bos=stop_at_bos,
     )
