@@ -1,0 +1,182 @@
+"""`gptlab tokenizer train | eval`: make a tokenizer, and see how well it does on a text."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import tyro
+
+from gptlab.cli.arguments import parse
+from gptlab.config.data import TokenizerConfig, TokenizerKind
+from gptlab.config.errors import UserError, nearest_name, require_positive
+from gptlab.data import tokenizer_json
+from gptlab.data.corpus import Corpus, open_corpus
+from gptlab.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from gptlab.runtime.console import Console
+
+PROG = "gptlab tokenizer"
+HELP = """\
+usage: gptlab tokenizer {train,eval} [ARGUMENTS]
+
+  train   make a tokenizer from text and keep it as tokenizer.json, which transformers loads too
+  eval    bytes per token, vocabulary use, speed and exactness of a tokenizer on text
+
+`gptlab tokenizer train --help` and `gptlab tokenizer eval --help` have the arguments with units and defaults."""
+
+EVAL_BATCH_DOCUMENTS = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainArguments:
+    out: str
+    """Folder for tokenizer.json."""
+    data: tuple[str, ...] = ("stdlib",)
+    """Text to train on: stdlib, files (.txt .md .py .jsonl .parquet and the like), folders, globs."""
+    text_column: str = "text"
+    """Column (Parquet) or key (JSONL) that holds the text."""
+    kind: TokenizerKind = "bpe"
+    """bpe (byte-level, trained) | char (the characters that occur) | byte (the 256 bytes)."""
+    vocab_size: int = 4096
+    """bpe: entries, the special token included."""
+    max_digits: int = 2
+    """bpe: the most digits in one token."""
+    train_bytes: int = 100_000_000
+    """bpe: bytes of text (UTF-8) to train on, at most."""
+    bos: bool = True
+    """char: an entry for the begin-of-document token, which packed rows need."""
+    overwrite: bool = False
+    """Replace a tokenizer that is in the folder already."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalArguments:
+    folder: Annotated[str, tyro.conf.Positional]
+    """Folder that holds tokenizer.json."""
+    data: tuple[str, ...] = ("stdlib",)
+    """Text to encode: stdlib, files, folders, globs."""
+    text_column: str = "text"
+    """Column (Parquet) or key (JSONL) that holds the text."""
+    max_bytes: int = 100_000_000
+    """Bytes of text (UTF-8) to encode; the document that reaches it is the last."""
+
+    def __post_init__(self) -> None:
+        require_positive("max_bytes", self.max_bytes)
+
+
+def main(argv: list[str]) -> int:
+    commands: dict[str, Callable[[list[str]], int]] = {"train": _train, "eval": _evaluate}
+    name = argv[0] if argv else "--help"
+    if name in ("-h", "--help"):
+        print(HELP)
+        return 0
+    if name not in commands:
+        nearest = nearest_name(name, commands) or "train"
+        raise UserError(f"{PROG} {name}: there is train and eval (nearest: {nearest})")
+    return commands[name](argv[1:])
+
+
+def _train(argv: list[str]) -> int:
+    arguments = parse(TrainArguments, argv, prog=f"{PROG} train", description="Make a tokenizer from text.")
+    out = Path(arguments.out)
+    config = TokenizerConfig(
+        kind=arguments.kind,
+        vocab_size=arguments.vocab_size,
+        max_digits=arguments.max_digits,
+        train_bytes=arguments.train_bytes,
+    )
+    if (out / tokenizer_json.FILE).exists() and not arguments.overwrite:
+        raise UserError(f"{out} has a tokenizer already; choose another --out, or add --overwrite")
+    if out.exists() and not out.is_dir():
+        raise UserError(f"--out {out} is a file; name a folder")
+    corpus = open_corpus(arguments.data, arguments.text_column)
+    started = time.perf_counter()
+    with Console() as console:
+        tokenizer = train_tokenizer(config, corpus.documents(), bos=arguments.bos, progress=console)
+        seconds = time.perf_counter() - started
+        tokenizer.save(out)
+        console.line(f"{_described(tokenizer)}: made in {seconds:.1f} s, kept in {out}")
+    return 0
+
+
+@dataclass(slots=True)
+class _Tally:
+    """What encoding a text showed."""
+
+    documents: int = 0
+    characters: int = 0
+    bytes: int = 0
+    tokens: int = 0
+    encode_seconds: float = 0.0
+    inexact_documents: int = 0
+
+
+def _evaluate(argv: list[str]) -> int:
+    arguments = parse(EvalArguments, argv, prog=f"{PROG} eval", description="Measure a tokenizer on text.")
+    tokenizer = load_tokenizer(arguments.folder)
+    corpus = open_corpus(arguments.data, arguments.text_column)
+    uses = np.zeros(tokenizer.vocab_size, dtype=np.int64)
+    tally = _Tally()
+    with Console() as console:
+        with console.progress("encoding", None, "bytes") as counter:
+            for texts in _batches(corpus, arguments.max_bytes):
+                before = tally.bytes
+                _measure(tokenizer, texts, tally, uses)
+                counter.advance(tally.bytes - before)
+        for label, value in _report(tokenizer, corpus, tally, uses):
+            console.line(f"{label:<12}{value}")
+    return 1 if tally.inexact_documents else 0
+
+
+def _batches(corpus: Corpus, max_bytes: int) -> Iterator[list[str]]:
+    def limited() -> Iterator[str]:
+        left = max_bytes
+        for text in corpus.documents():
+            yield text
+            left -= len(text.encode())
+            if left <= 0:
+                return
+
+    documents = limited()
+    while batch := list(islice(documents, EVAL_BATCH_DOCUMENTS)):
+        yield batch
+
+
+def _measure(tokenizer: Tokenizer, texts: list[str], tally: _Tally, uses: np.ndarray) -> None:
+    """Add a batch to `tally` and to `uses` (vocab_size,), the times that each token occurred."""
+    started = time.perf_counter()
+    encoded = tokenizer.encode_batch(texts)
+    tally.encode_seconds += time.perf_counter() - started
+    for text, ids in zip(texts, encoded, strict=True):
+        data = text.encode()
+        tally.documents += 1
+        tally.characters += len(text)
+        tally.bytes += len(data)
+        tally.tokens += len(ids)
+        exact = tokenizer.decode_bytes(ids) == data and int(tokenizer.token_bytes[ids].sum()) == len(data)
+        tally.inexact_documents += not exact
+        uses += np.bincount(ids, minlength=len(uses))
+
+
+def _report(tokenizer: Tokenizer, corpus: Corpus, tally: _Tally, uses: np.ndarray) -> Iterator[tuple[str, str]]:
+    per_token = f"{tally.bytes / tally.tokens:.3f} bytes, {tally.characters / tally.tokens:.3f} characters each"
+    ordinary = tokenizer.vocab_size - (tokenizer.bos_id is not None)
+    used = int((uses > 0).sum())
+    rates = f"{tally.bytes / 1e6 / tally.encode_seconds:.1f} MB/s, {tally.tokens / 1e6 / tally.encode_seconds:.2f} M"
+    sizes = f"{tally.bytes:,} bytes, {tally.characters:,} characters"
+    inexact = f"NOT EXACT in {tally.inexact_documents:,} of {tally.documents:,} documents"
+    yield "tokenizer", f"{_described(tokenizer)}, {tokenizer.fingerprint[:16]}"
+    yield "text", f"{corpus.name}: {tally.documents:,} documents, {sizes}"
+    yield "tokens", f"{tally.tokens:,}: {per_token}; {tally.tokens / tally.documents:,.0f} a document"
+    yield "vocabulary", f"{used:,} of {ordinary:,} entries used ({used / ordinary:.1%})"
+    yield "round trip", inexact if tally.inexact_documents else "exact: every document comes back byte for byte"
+    yield "encoding", f"{rates} tokens/s"
+
+
+def _described(tokenizer: Tokenizer) -> str:
+    return f"{tokenizer.kind} tokenizer of {tokenizer.vocab_size:,} entries"

@@ -1,0 +1,207 @@
+"""Where text comes from: documents one by one, in an order that only the corpus decides.
+
+Sources: `stdlib`, a file, a folder, a glob, or several of these one after the other. A folder gives its text, JSONL
+and Parquet files, recursively, sorted by relative path; hidden files, `__pycache__` and other formats are left out.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import os
+import platform
+import sysconfig
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from gptlab.config.errors import UserError, nearest_name
+from gptlab.data.corpus_files import (
+    COLUMN_SUFFIXES,
+    KNOWN_SUFFIXES,
+    DocumentFile,
+    open_binary,
+    probe,
+    read_documents,
+)
+
+STDLIB = "stdlib"
+FINGERPRINT_VERSION = "gptlab-corpus-1"
+"""Raise it when the same files would be read into other documents."""
+WHOLE_HASH_BYTES = 1 << 30
+"""Larger files are known by size, modification time and both ends: SHA-256 reads about 1 GB/s, and a start of
+a run that reads 100 GB first would cost two minutes every time."""
+END_BYTES = 1 << 20
+
+
+class Corpus(Protocol):
+    name: str
+
+    @property
+    def skipped(self) -> dict[str, int]:
+        """Reason -> count, of the last full pass."""
+        ...
+
+    def documents(self) -> Iterator[str]:
+        """The documents, never empty, in the same order every time. UserError for what cannot be read."""
+        ...
+
+    def fingerprint(self) -> str:
+        """Hexadecimal SHA-256 that changes whenever the documents may have changed."""
+        ...
+
+
+class FileCorpus:
+    """Documents of files, one file after the other."""
+
+    def __init__(self, name: str, files: Sequence[DocumentFile], text_column: str, *, salt: str = "") -> None:
+        self.name = name
+        self.files = tuple(files)
+        self.skipped: dict[str, int] = {}
+        self._text_column = text_column
+        self._salt = salt
+
+    def documents(self) -> Iterator[str]:
+        skipped: Counter[str] = Counter()
+        found = False
+        for file in self.files:
+            for text in read_documents(file, self._text_column, skipped):
+                if text:
+                    found = True
+                    yield text
+                else:
+                    skipped["empty"] += 1
+        self.skipped = dict(skipped)
+        if not found:
+            reasons = ", ".join(f"{count} {reason}" for reason, count in skipped.items()) or "nothing in it"
+            raise UserError(f"{self.name} holds no text ({reasons}); a corpus needs at least one document")
+
+    def fingerprint(self) -> str:
+        digest = hashlib.sha256()
+        columns = self._text_column if any(file.suffix in COLUMN_SUFFIXES for file in self.files) else ""
+        for part in (FINGERPRINT_VERSION, self._salt, columns):
+            _add(digest, part.encode())
+        for file in self.files:
+            _add(digest, file.name.encode("utf-8", "surrogateescape"))
+            _add(digest, _content_digest(file))
+        return digest.hexdigest()
+
+
+class ChainedCorpus:
+    """Several corpora, one after the other."""
+
+    def __init__(self, parts: Sequence[Corpus]) -> None:
+        self.name = " + ".join(part.name for part in parts)
+        self.parts = tuple(parts)
+
+    @property
+    def skipped(self) -> dict[str, int]:
+        return dict(sum((Counter(part.skipped) for part in self.parts), Counter()))
+
+    def documents(self) -> Iterator[str]:
+        for part in self.parts:
+            yield from part.documents()
+
+    def fingerprint(self) -> str:
+        digest = hashlib.sha256()
+        for part in self.parts:
+            _add(digest, part.fingerprint().encode())
+        return digest.hexdigest()
+
+
+def open_corpus(sources: Sequence[str], text_column: str = "text") -> Corpus:
+    """The corpus of `sources`, in their order. `text_column`: the column (Parquet) or key (JSONL) with the text.
+
+    UserError for a source that is missing, empty, binary, of unknown format, or without that column.
+    """
+    if not sources:
+        raise UserError("no corpus: name at least one, such as stdlib, a file, a folder or a glob")
+    parts = [_open_one(source, text_column) for source in sources]
+    return parts[0] if len(parts) == 1 else ChainedCorpus(parts)
+
+
+def _open_one(source: str, text_column: str) -> Corpus:
+    if source == STDLIB:
+        return _stdlib()
+    path = Path(os.path.expanduser(source))
+    if os.path.isdir(path):
+        files = _folder_files(path)
+    elif os.path.exists(path):  # Unlike Path.exists, False for names that no file can have.
+        files = [DocumentFile(path, path.name, lenient=False)]
+    elif glob.has_magic(source):
+        files = _glob_files(str(path))
+    else:
+        nearest = nearest_name(source, [STDLIB])
+        hint = f" (did you mean {nearest}?)" if nearest else "; a corpus is stdlib, a file, a folder or a glob"
+        raise UserError(f"no corpus {source!r}: there is no such file or folder{hint}")
+    if not files:
+        raise UserError(f"{source!r} has no files to read: gptlab reads text (.txt .md .py ...), .jsonl and .parquet")
+    for file in files:
+        probe(file, text_column)
+    return FileCorpus(source, files, text_column)
+
+
+def _stdlib() -> FileCorpus:
+    """The running interpreter's library sources (31 MB in CPython 3.11), the embedded corpus.
+
+    Ordered by the SHA-1 of the relative path: shuffled over the packages, and the same on every machine. Two versions
+    of Python differ in content, so the version is part of the fingerprint.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    left_out = {"site-packages", "dist-packages"}
+    names = [name for name in _walk(root, left_out) if name.endswith(".py")]
+    if not names:
+        raise UserError(f"stdlib: this Python has no library sources under {root}; name a folder or file instead")
+    names.sort(key=lambda name: hashlib.sha1(name.encode("utf-8", "surrogateescape"), usedforsecurity=False).digest())
+    files = [DocumentFile(root / name, name, lenient=True) for name in names]
+    return FileCorpus(STDLIB, files, "", salt=f"python {platform.python_version()}")
+
+
+def _folder_files(root: Path) -> list[DocumentFile]:
+    names = [name for name in sorted(_walk(root)) if Path(name).suffix.lower() in KNOWN_SUFFIXES]
+    return [DocumentFile(root / name, name, lenient=True) for name in names]
+
+
+def _glob_files(pattern: str) -> list[DocumentFile]:
+    """Files of known formats that match; the names are relative to the folder before the first wildcard."""
+    parts = Path(pattern).parts
+    fixed = next(i for i, part in enumerate(parts) if glob.has_magic(part))
+    root = Path(*parts[:fixed])
+    paths = [Path(match) for match in glob.glob(pattern, recursive=True)]
+    paths = [path for path in paths if path.is_file() and path.suffix.lower() in KNOWN_SUFFIXES]
+    names = sorted((path.relative_to(root).as_posix(), path) for path in paths)
+    return [DocumentFile(path, name, lenient=True) for name, path in names]
+
+
+def _walk(root: Path, left_out: set[str] | None = None) -> Iterator[str]:
+    """Relative posix paths of the files below `root`; links to folders are not followed (they may lead in circles)."""
+    left_out = {"__pycache__"} | (left_out or set())
+    for folder, subfolders, files in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in left_out and not name.startswith(".")]
+        for name in files:
+            if not name.startswith("."):
+                yield (Path(folder) / name).relative_to(root).as_posix()
+
+
+def _content_digest(file: DocumentFile) -> bytes:
+    try:
+        with open_binary(file.path) as stream:
+            status = os.fstat(stream.fileno())
+            if status.st_size <= WHOLE_HASH_BYTES:
+                return hashlib.file_digest(stream, "sha256").digest()
+            digest = hashlib.sha256(f"{status.st_size} {status.st_mtime_ns} ".encode())
+            digest.update(stream.read(END_BYTES))
+            stream.seek(-END_BYTES, os.SEEK_END)
+            digest.update(stream.read(END_BYTES))
+            return digest.digest()
+    except UserError:
+        if file.lenient and file.suffix not in COLUMN_SUFFIXES:
+            return b"unreadable"  # It is skipped when read, too.
+        raise
+
+
+def _add(digest: hashlib._Hash, part: bytes) -> None:
+    """Length first, so that no two lists of parts look alike."""
+    digest.update(len(part).to_bytes(8, "little"))
+    digest.update(part)

@@ -1,0 +1,212 @@
+"""One file of a corpus: which formats there are, and how each is read into documents.
+
+A text file is one document; JSONL holds one a line, Parquet one a row. Text is UTF-8 (a byte-order mark is dropped,
+line ends stay as they are). A file that the user named must be readable, or a UserError says why not; of the files
+that were only found in a folder (`lenient`), those that are no text are counted and left out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from io import BufferedReader
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gptlab.config.errors import UserError, nearest_name
+
+if TYPE_CHECKING:
+    import pyarrow.parquet
+
+_TEXT_SUFFIXES = (
+    ".txt .text .md .markdown .rst .tex .log .py .pyi .pyx .c .h .cc .cpp .cxx .hpp .cu .cuh .m .mm .rs .go .java .kt "
+    ".scala .swift .js .mjs .jsx .ts .tsx .rb .pl .pm .php .lua .r .jl .hs .ml .ex .exs .erl .clj .lisp .el .scm .sql "
+    ".sh .bash .zsh .ps1 .bat .html .htm .css .xml .yaml .yml .toml .ini .cfg .cmake .f90 .zig .nim .vim"
+)
+TEXT_SUFFIXES = frozenset(_TEXT_SUFFIXES.split())
+JSONL_SUFFIXES = frozenset({".jsonl", ".ndjson"})
+PARQUET_SUFFIXES = frozenset({".parquet", ".pq"})
+COLUMN_SUFFIXES = JSONL_SUFFIXES | PARQUET_SUFFIXES
+KNOWN_SUFFIXES = TEXT_SUFFIXES | COLUMN_SUFFIXES
+
+PROBE_BYTES = 1 << 16
+"""How much of a text file is looked at before the run starts; the rest is checked when it is read."""
+PARQUET_BATCH_ROWS = 256
+"""Rows decoded at a time: web documents of 5 kB make 1 MB, and a row group (often 1 GB) never lies in memory whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentFile:
+    path: Path
+    name: str
+    """Posix path relative to the corpus: what order and fingerprint go by, wherever the corpus lies."""
+    lenient: bool
+    """Found in a folder rather than named by the user: count and skip it when it is no text."""
+
+    @property
+    def suffix(self) -> str:
+        return self.path.suffix.lower()
+
+
+class NotTextError(UserError):
+    """A file that is no UTF-8 text."""
+
+
+def probe(file: DocumentFile, text_column: str) -> None:
+    """Refuse now, not an hour into a run, what can be seen from a file's beginning. Raises UserError."""
+    if file.suffix in PARQUET_SUFFIXES:
+        _open_parquet(file.path, text_column).close()
+    elif file.lenient:
+        return
+    elif file.path.stat().st_size == 0:
+        raise UserError(f"{file.path} is empty: a corpus needs text")
+    elif file.suffix in JSONL_SUFFIXES:
+        next(_read_jsonl(file, text_column, Counter()), None)
+    elif file.suffix in TEXT_SUFFIXES or not file.suffix:
+        with open_binary(file.path) as stream:
+            head = stream.read(PROBE_BYTES)
+        # A character of up to four bytes may be cut at the end of the probe.
+        _decode(head, file.path, cut_end=len(head) == PROBE_BYTES)
+    else:
+        raise UserError(
+            f"{file.path}: {file.suffix} is not a format gptlab reads; it reads text (.txt .md .py and the like), "
+            ".jsonl and .parquet (plain text of another kind: rename it to .txt)"
+        )
+
+
+def read_documents(file: DocumentFile, text_column: str, skipped: Counter[str]) -> Iterator[str]:
+    """The documents of one file, in its order; adds to `skipped` (reason -> count). Raises UserError."""
+    if file.suffix in PARQUET_SUFFIXES:
+        return _read_parquet(file.path, text_column, skipped)
+    if file.suffix in JSONL_SUFFIXES:
+        return _read_jsonl(file, text_column, skipped)
+    return _read_text(file, skipped)
+
+
+def open_binary(path: Path) -> BufferedReader:
+    """Raises UserError for what the system refuses to open."""
+    try:
+        return path.open("rb")
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def _read_text(file: DocumentFile, skipped: Counter[str]) -> Iterator[str]:
+    try:
+        with open_binary(file.path) as stream:
+            text = _decode(stream.read(), file.path)
+    except NotTextError:
+        if not file.lenient:
+            raise
+        skipped["not UTF-8 text"] += 1
+        return
+    except UserError:
+        if not file.lenient:
+            raise
+        skipped["unreadable"] += 1
+        return
+    yield text
+
+
+def _decode(data: bytes, path: Path, *, cut_end: bool = False) -> str:
+    if b"\0" in data:
+        raise NotTextError(f"{path} is a binary file (a NUL byte at offset {data.index(0)}); gptlab reads UTF-8 text")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        if cut_end and error.start >= len(data) - 3 and error.reason == "unexpected end of data":
+            return data[: error.start].decode("utf-8-sig")
+        raise NotTextError(
+            f"{path} is not UTF-8 text (byte 0x{data[error.start]:02x} at offset {error.start}); convert it to UTF-8"
+        ) from error
+
+
+def _read_jsonl(file: DocumentFile, key: str, skipped: Counter[str]) -> Iterator[str]:
+    with open_binary(file.path) as stream:
+        for number, line in enumerate(stream, start=1):
+            if not line.strip():
+                continue
+            text = _text_of(_parse_object(line, f"{file.path}:{number}"), key, f"{file.path}:{number}")
+            if text is None:
+                skipped["null"] += 1
+            elif not _is_unicode(text):
+                skipped["lone surrogate"] += 1  # "\ud800" is legal JSON, but no text: UTF-8 cannot hold it.
+            else:
+                yield text
+
+
+def _parse_object(line: bytes, place: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise UserError(f"{place}: not UTF-8 text; JSONL holds one JSON object a line") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{place}: not JSON ({error}); JSONL holds one JSON object a line") from error
+    if not isinstance(record, dict):
+        raise UserError(f"{place}: a JSON {type(record).__name__}, not an object; JSONL holds one JSON object a line")
+    return record
+
+
+def _text_of(record: dict[str, Any], key: str, place: str) -> str | None:
+    if key not in record:
+        raise UserError(f"{place}: no key {key!r}; {_named('key', list(record), key)} (data.text_column picks it)")
+    text = record[key]
+    if text is not None and not isinstance(text, str):
+        raise UserError(f"{place}: {key!r} holds a {type(text).__name__}, not a string")
+    return text
+
+
+def _read_parquet(path: Path, column: str, skipped: Counter[str]) -> Iterator[str]:
+    import pyarrow
+
+    with _open_parquet(path, column) as parquet:
+        try:
+            for batch in parquet.iter_batches(batch_size=PARQUET_BATCH_ROWS, columns=[column]):
+                for text in batch.column(0).to_pylist():
+                    if text is None:
+                        skipped["null"] += 1
+                    else:
+                        yield text
+        except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+            raise UserError(f"{path} is damaged Parquet: {_first_line(error)}") from error
+
+
+def _open_parquet(path: Path, column: str) -> pyarrow.parquet.ParquetFile:
+    import pyarrow  # Takes 0.2 s to import, and most corpora have no Parquet.
+    import pyarrow.parquet
+
+    try:
+        parquet = pyarrow.parquet.ParquetFile(path)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise UserError(f"cannot read {path} as Parquet: {_first_line(error)}") from error
+    schema = parquet.schema_arrow
+    if column not in schema.names:
+        parquet.close()
+        raise UserError(f"{path}: no column {column!r}; {_named('column', schema.names, column)} (data.text_column)")
+    kind = schema.field(column).type
+    kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
+    if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
+        parquet.close()
+        raise UserError(f"{path}: column {column!r} holds {kind}, not strings")
+    return parquet
+
+
+def _named(what: str, names: list[str], wanted: str) -> str:
+    """What there is instead, the nearest first where one comes close."""
+    nearest = nearest_name(wanted, names)
+    shown = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
+    return f"{what}s there: {shown or 'none'}" + (f"; nearest: {nearest}" if nearest else "")
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,76 @@
+"""Which documents validate: chosen by what they say, or by where they stand."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import Literal
+
+from gptlab.config.data import Split
+from gptlab.config.errors import UserError
+from gptlab.data.corpus import Corpus
+
+Side = Literal["train", "val"]
+HASH_RANGE = 1 << 64
+
+
+def split_documents(corpus: Corpus, split: Split, val_fraction: float) -> Iterator[tuple[Side, str]]:
+    """(side, document) in the corpus's order; both sides get at least one. UserError where that cannot be.
+
+    hash: a document validates when the hash of its content falls into the first `val_fraction` of the hash's range, so
+        neither order nor sharding moves it, and identical documents stand on one side.
+    tail: the last `val_fraction` of the corpus's characters validate, cut where nanoGPT cuts
+        (`n = int(len(text) * 0.9)`); the document across the cut goes to both sides in part.
+    """
+    return _split_hash(corpus, val_fraction) if split == "hash" else _split_tail(corpus, val_fraction)
+
+
+def content_hash(text: str) -> int:
+    """64 bits of BLAKE2b of the UTF-8 bytes."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
+
+
+def _split_hash(corpus: Corpus, val_fraction: float) -> Iterator[tuple[Side, str]]:
+    """Streams once both sides have a document; until then (about 1 / val_fraction documents) it holds them back."""
+    limit = int(val_fraction * HASH_RANGE)
+    waiting: list[tuple[int, str]] = []
+    streaming = False
+    for text in corpus.documents():
+        key = content_hash(text)
+        waiting.append((key, text))
+        streaming = streaming or (key < limit) != (waiting[0][0] < limit)
+        if streaming:
+            yield from (("val" if key < limit else "train", text) for key, text in waiting)
+            waiting.clear()
+    if not streaming:
+        yield from _split_small(waiting, limit, corpus.name)
+
+
+def _split_small(documents: list[tuple[int, str]], limit: int, name: str) -> Iterator[tuple[Side, str]]:
+    """A small corpus whose documents all fell to one side: the smallest hash validates, or the largest trains."""
+    keys = {key for key, _ in documents}
+    if len(keys) < 2:
+        raise UserError(
+            f"{name}: split=hash needs two different documents, and there is one; use --data.split tail, which cuts it "
+            "in two"
+        )
+    none_validate = min(keys) >= limit
+    chosen = min(keys) if none_validate else max(keys)
+    for key, text in documents:
+        yield ("val" if (key == chosen) == none_validate else "train"), text
+
+
+def _split_tail(corpus: Corpus, val_fraction: float) -> Iterator[tuple[Side, str]]:
+    total = sum(len(text) for text in corpus.documents())
+    # 1 - 0.1 is 0.9 to the last bit, so this is nanoGPT's number.
+    left = int(total * (1 - val_fraction))
+    if not 0 < left < total:
+        raise UserError(
+            f"{corpus.name}: {total} characters cannot be cut at data.val_fraction = {val_fraction}: one side is empty"
+        )
+    for text in corpus.documents():
+        if left > 0:
+            yield "train", text[:left]
+        if left < len(text):
+            yield "val", text[max(left, 0) :]
+        left -= len(text)

@@ -1,0 +1,90 @@
+"""Text to ids and back: what a tokenizer is, how one is made from text, and how one is read from disk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from gptlab.config.data import TokenizerConfig
+from gptlab.config.errors import UserError
+from gptlab.data import tokenizer_json
+from gptlab.data.bpe import BpeTokenizer
+from gptlab.data.bpe_training import train_bpe
+from gptlab.data.tokenizer_base import BOS, utf8
+from gptlab.data.tokenizer_plain import ByteTokenizer, CharTokenizer
+
+if TYPE_CHECKING:
+    from gptlab.runtime.console import Console
+
+__all__ = ["BOS", "BpeTokenizer", "ByteTokenizer", "CharTokenizer", "Tokenizer", "load_tokenizer", "train_tokenizer"]
+
+
+class Tokenizer(Protocol):
+    """Ids are 0..vocab_size-1. `encode` is exact: decode_bytes(encode(text)) == text.encode()."""
+
+    kind: str
+    vocab_size: int
+    bos_id: int | None
+    token_bytes: np.ndarray
+    """(vocab_size,) int32: bytes that each id stands for; 0 for BOS."""
+    fingerprint: str
+    """Changes with anything that changes an id."""
+
+    def encode(self, text: str) -> np.ndarray:
+        """(tokens,) int32, without BOS; special tokens in the text are text. UserError for what cannot be encoded."""
+        ...
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]: ...
+    def decode_bytes(self, ids: Sequence[int] | np.ndarray) -> bytes: ...
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """Bytes that are no UTF-8 (a cut character) become U+FFFD; BOS becomes nothing."""
+        ...
+
+    def save(self, folder: Path) -> None: ...
+
+
+def train_tokenizer(
+    config: TokenizerConfig, texts: Iterable[str], *, bos: bool, progress: Console | None = None
+) -> Tokenizer:
+    """A tokenizer of `config.kind` for `texts`; progress is shown on the console given.
+
+    `bos`: whether a char tokenizer gets a BOS (bpe and byte always have one). UserError for no text, a vocabulary
+    larger than the text can give (it names what the text gives), and text that is no Unicode.
+    """
+    if config.kind == "byte":
+        return ByteTokenizer()
+    if config.kind == "bpe":
+        return train_bpe(config, texts, progress)
+    characters: set[str] = set()
+    for text in texts:
+        utf8(text)
+        characters.update(text)
+    return CharTokenizer(characters, bos)
+
+
+def load_tokenizer(folder: Path | str) -> Tokenizer:
+    """The tokenizer that `save` put into `folder`. UserError where it is missing, damaged, or not gptlab's.
+
+    The kind shows in the pre-tokenizer. The parts that cannot be derived are read, the rest is rebuilt from them and
+    must be what the file says: so no file loads that transformers would encode otherwise.
+    """
+    folder = Path(folder)
+    content = tokenizer_json.read(folder)
+    try:
+        tokenizer = _rebuild(content)
+        flaw = tokenizer_json.difference(content, tokenizer.to_json())
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, UserError) as error:
+        flaw = f"{type(error).__name__}: {error}"
+    if flaw is not None:
+        tokenizer_json.refuse(folder / tokenizer_json.FILE, f"its parts do not fit together ({flaw})")
+    return tokenizer
+
+
+def _rebuild(content: dict[str, Any]) -> ByteTokenizer | CharTokenizer | BpeTokenizer:
+    splitter = (content["pre_tokenizer"] or {}).get("type")
+    if splitter is None:
+        return CharTokenizer.from_json(content)
+    return ByteTokenizer() if splitter == "ByteLevel" else BpeTokenizer.from_json(content)
