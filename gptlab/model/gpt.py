@@ -245,5 +245,7 @@ def build_model(config: ModelConfig, *, device: torch.device, compute_dtype: tor
     if compute_dtype == torch.float64:
         model = model.double()
     model = model.to_empty(device=device)
+    if config.tied_head:  # to_empty gives every module a tensor of its own
+        model.head.weight = model.token_embedding.weight
     model.init_weights(seed)
     return model
