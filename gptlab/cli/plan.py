@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
 import torch
 
+from gptlab.cli.place import machine_for, place_of
 from gptlab.cli.run_arguments import RunArguments, read_request
 from gptlab.config.run import RunConfig
-from gptlab.config.scaling import EXPECTED_MFU, Machine
+from gptlab.config.scaling import EXPECTED_MFU
 from gptlab.data.tokenizer import load_tokenizer
 from gptlab.model.counting import FlopsPerToken, ParameterCounts, flops_per_token, parameter_counts
 from gptlab.model.gpt import GPT
-from gptlab.runtime.device import device_name, resolve_device, resolve_dtype
-from gptlab.runtime.peak import Peak, peak_flops_per_second
-from gptlab.runtime.threads import set_threads
+from gptlab.runtime.device import device_name
+from gptlab.runtime.peak import Peak
 from gptlab.train.memory import Memory, count_memory
 
 DESCRIPTION = "What a run would be: parameters, FLOPs, memory, steps and hours, before anything runs. Reads no data."
@@ -42,20 +43,11 @@ class Plan:
 
 def main(argv: list[str]) -> int:
     request = read_request(argv, RunArguments, prog="gptlab plan", description=DESCRIPTION)
-    device = resolve_device(str(request.overrides.get("runtime.device", "auto")))
-    set_threads(request.overrides.get("runtime.threads"))  # The peak is to be that of the threads that would train.
-    peaks: dict[torch.dtype, Peak] = {}
-
-    def measure() -> Machine:
-        dtype = resolve_dtype(str(request.overrides.get("runtime.dtype", "auto")), device)
-        peaks[dtype] = peak_flops_per_second(device, dtype)
-        return Machine(matmul_flops_per_second=peaks[dtype].flops_per_second, device=str(device))
-
-    config = request.config(measure)
-    device = resolve_device(config.runtime.device)
-    dtype = resolve_dtype(config.runtime.dtype, device)
-    plan = make_plan(config, dtype=dtype, peak=peaks.get(dtype) or peak_flops_per_second(device, dtype))
-    print(describe(plan, device_memory=_device_memory(device), device_label=f"{device_name(device)} ({device})"))
+    config = request.config(functools.partial(machine_for, request))
+    place = place_of(config)
+    plan = make_plan(config, dtype=place.dtype, peak=place.peak)
+    label = f"{device_name(place.device)} ({place.device})"
+    print(describe(plan, device_memory=_device_memory(place.device), device_label=label))
     return 0
 
 

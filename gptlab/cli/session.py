@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,45 +9,29 @@ from datetime import datetime
 from pathlib import Path
 from typing import Literal
 
-import torch
-
+from gptlab.cli.place import Place
 from gptlab.config.errors import UserError
 from gptlab.config.load import config_to_json
 from gptlab.config.run import RunConfig
 from gptlab.data.cache import cache_root
-from gptlab.data.loader import Loader
 from gptlab.data.prepare import PreparedData, prepare
 from gptlab.data.rows import make_rows, validation_rows
 from gptlab.eval.bits_per_byte import Evaluation, evaluate
 from gptlab.eval.engine import sample_text
 from gptlab.model.counting import FlopsPerToken, ParameterCounts, flops_per_token, parameter_counts
-from gptlab.model.gpt import build_model
-from gptlab.model.roles import fused_rows, parameter_roles
-from gptlab.optim.groups import build_optimizer
 from gptlab.runtime.console import Console
 from gptlab.runtime.device import device_name
 from gptlab.runtime.metrics import MetricsLog
-from gptlab.runtime.peak import Peak
 from gptlab.runtime.provenance import provenance
 from gptlab.runtime.rng import seed_everything
 from gptlab.runtime.run_directory import RunDirectory, default_run_path
 from gptlab.train.checkpoint import Checkpoint
-from gptlab.train.compilation import Kernels, make_kernels, warm_up
+from gptlab.train.compilation import Kernels, keep_compiled, make_kernels, warm_up
 from gptlab.train.horizon import Finish
 from gptlab.train.loop import Work, fit
 from gptlab.train.recorder import OffClock, Recorder
-from gptlab.train.state import TrainState
+from gptlab.train.state import TrainState, build_state
 from gptlab.train.throughput import Throughput
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a run happens."""
-
-    device: torch.device
-    dtype: torch.dtype
-    threads: int
-    peak: Peak
 
 
 @dataclass(slots=True)
@@ -82,7 +65,7 @@ class Session:
 
 def open_session(config: RunConfig, place: Place, console: Console) -> Session:
     """Prepare the data and build the run. UserError for whatever makes it impossible; nothing of it is written yet."""
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_root(config.data.cache_dir) / "compile"))
+    keep_compiled(cache_root(config.data.cache_dir) / "compile")
     seed_everything(config.seed, place.device)
     data = prepare(config.data, config.tokenizer, console=console)
     tokenizer = data.tokenizer
@@ -98,32 +81,14 @@ def open_session(config: RunConfig, place: Place, console: Console) -> Session:
     rows = make_rows(data.train, config.data, seq_len, tokenizer.bos_id, config.seed, data.folder)
     held_out = validation_rows(data.val, seq_len, tokenizer.bos_id, config.eval.tokens)
 
-    model = build_model(config.model, device=place.device, compute_dtype=place.dtype, seed=config.seed)
+    state = build_state(config, rows, device=place.device, compute_dtype=place.dtype)
+    model = state.model
     counts, flops = parameter_counts(model), flops_per_token(model)
     finish = Finish.of(
         config.horizon,
         tokens_per_step=config.batch.total_tokens,
         flops_per_token=flops.total,
         scaling_params=counts.scaling,
-    )
-    roles = parameter_roles(model)
-    optimizer = build_optimizer(
-        ((name, parameter, roles[name]) for name, parameter in model.named_parameters()),
-        config.optim,
-        compute_dtype=place.dtype,
-        row_splits=fused_rows(model) if config.optim.muon.split_qkv else None,
-    )
-    state = TrainState(
-        model=model,
-        optimizer=optimizer,
-        loader=Loader(
-            rows,
-            micro_sequences=config.batch.micro_sequences,
-            micro_batches=config.micro_batches,
-            device=place.device,
-        ),
-        scaler=torch.amp.GradScaler(place.device.type, enabled=place.dtype == torch.float16),
-        device=place.device,
     )
     kernels = make_kernels(state, config, console.warn)
     eval_sequences = min(config.eval.micro_sequences or config.batch.micro_sequences, held_out.rows_per_epoch)

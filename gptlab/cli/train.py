@@ -14,10 +14,9 @@ from gptlab.cli.run_arguments import RunRequest, TrainArguments, read_request, r
 from gptlab.config.errors import UserError
 from gptlab.config.load import config_from_json
 from gptlab.config.run import RunConfig
-from gptlab.config.scaling import Machine
 
 if TYPE_CHECKING:
-    from gptlab.cli.session import Place, Session
+    from gptlab.cli.session import Session
     from gptlab.runtime.console import Console
     from gptlab.runtime.run_directory import RunDirectory
     from gptlab.train.checkpoint import Checkpoint
@@ -57,6 +56,7 @@ def run(config: RunConfig | None = None, *, resume: str | Path | None = None) ->
 def _train(
     request: RunRequest, argv: Sequence[str], started: float, *, config: RunConfig | None = None, catch: bool = True
 ) -> Result:
+    from gptlab.cli.place import machine_for, place_of
     from gptlab.cli.session import open_session, train
     from gptlab.runtime.console import Console
     from gptlab.train.recorder import OffClock
@@ -68,7 +68,7 @@ def _train(
             config, run_directory = _stored(request)
             resumed = run_directory, _checkpoint(run_directory, console)
         if config is None:
-            config = request.config(functools.partial(_machine, request))
+            config = request.config(functools.partial(machine_for, request))
         session = open_session(config, place_of(config), console)
         if resumed is not None:
             _require_same_data(resumed[0], session)
@@ -82,35 +82,6 @@ def _train(
                 raise
             return Result(EXIT_TRAINING_FAILED, Path(config.run_dir or "."), {})
         return Result(0 if ended == "finished" else EXIT_PREEMPTED, path, summary)
-
-
-def place_of(config: RunConfig) -> Place:
-    """Resolve device, type, threads and peak; the first thing that touches torch."""
-    runtime = config.runtime
-    return _place(runtime.device, runtime.dtype, runtime.threads)
-
-
-@functools.cache
-def _place(device_name: str, dtype_name: str, threads: int | None) -> Place:
-    # Cached: a recipe that sizes itself and the run that follows need the same half second of measurement.
-    from gptlab.cli.session import Place
-    from gptlab.runtime.allocator import keep_freed_memory
-    from gptlab.runtime.device import resolve_device, resolve_dtype
-    from gptlab.runtime.peak import peak_flops_per_second
-    from gptlab.runtime.threads import set_threads
-
-    device = resolve_device(device_name)
-    dtype = resolve_dtype(dtype_name, device)
-    if device.type == "cpu":
-        keep_freed_memory()
-    in_force = set_threads(threads)
-    return Place(device, dtype, in_force, peak_flops_per_second(device, dtype))
-
-
-def _machine(request: RunRequest) -> Machine:
-    asked = {name.removeprefix("runtime."): value for name, value in request.overrides.items()}
-    place = _place(str(asked.get("device", "auto")), str(asked.get("dtype", "auto")), asked.get("threads"))
-    return Machine(device=str(place.device), matmul_flops_per_second=place.peak.flops_per_second)
 
 
 def _stored(request: RunRequest) -> tuple[RunConfig, RunDirectory]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -27,6 +29,12 @@ class Kernels:
     loss_sum: LossFunction
     logits: Logits
     compiled: bool
+
+
+def keep_compiled(folder: Path) -> None:
+    """Let torch.compile keep what it builds in `folder`, unless the environment names another; before anything
+    compiles."""
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
 
 
 def make_kernels(state: TrainState, config: RunConfig, warn: Callable[[str], None]) -> Kernels:

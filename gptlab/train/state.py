@@ -10,9 +10,13 @@ import torch
 from torch import Tensor
 
 from gptlab.config.errors import UserError
+from gptlab.config.run import RunConfig
 from gptlab.data.loader import Loader
-from gptlab.model.gpt import GPT
+from gptlab.data.rows import RowSource
+from gptlab.model.gpt import GPT, build_model
+from gptlab.model.roles import fused_rows, parameter_roles
 from gptlab.optim.combined import CombinedOptimizer
+from gptlab.optim.groups import build_optimizer
 from gptlab.runtime.rng import capture_rng, restore_rng
 from gptlab.train.throughput import LossEma
 
@@ -100,6 +104,23 @@ class TrainState:
 
     def _marks(self) -> dict[str, Mark | None]:
         return {"evaluated": self.evaluated, "sampled": self.sampled, "saved": self.saved}
+
+
+def build_state(config: RunConfig, rows: RowSource, *, device: torch.device, compute_dtype: torch.dtype) -> TrainState:
+    """A run that has not begun: weights as initialised, moments at zero, the loader at the first row."""
+    model = build_model(config.model, device=device, compute_dtype=compute_dtype, seed=config.seed)
+    roles = parameter_roles(model)
+    optimizer = build_optimizer(
+        ((name, parameter, roles[name]) for name, parameter in model.named_parameters()),
+        config.optim,
+        compute_dtype=compute_dtype,
+        row_splits=fused_rows(model) if config.optim.muon.split_qkv else None,
+    )
+    loader = Loader(
+        rows, micro_sequences=config.batch.micro_sequences, micro_batches=config.micro_batches, device=device
+    )
+    scaler = torch.amp.GradScaler(device.type, enabled=compute_dtype == torch.float16)
+    return TrainState(model, optimizer, loader, scaler, device)
 
 
 @torch.no_grad()

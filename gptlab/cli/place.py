@@ -1,0 +1,50 @@
+"""Where a run happens, found out once: device, type, threads and peak."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+from gptlab.cli.run_arguments import RunRequest
+from gptlab.config.run import RunConfig
+from gptlab.config.scaling import Machine
+from gptlab.runtime.allocator import keep_freed_memory
+from gptlab.runtime.device import resolve_device, resolve_dtype
+from gptlab.runtime.peak import Peak, peak_flops_per_second
+from gptlab.runtime.threads import set_threads
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a run happens."""
+
+    device: torch.device
+    dtype: torch.dtype
+    threads: int
+    peak: Peak
+
+
+def place_of(config: RunConfig) -> Place:
+    """The place that a configuration asks for. UserError where this machine does not have it."""
+    runtime = config.runtime
+    return _place(runtime.device, runtime.dtype, runtime.threads)
+
+
+def machine_for(request: RunRequest) -> Machine:
+    """What a recipe may know of the place that a request names, before there is a configuration."""
+    asked = {name.removeprefix("runtime."): value for name, value in request.overrides.items()}
+    place = _place(str(asked.get("device", "auto")), str(asked.get("dtype", "auto")), asked.get("threads"))
+    return Machine(device=str(place.device), matmul_flops_per_second=place.peak.flops_per_second)
+
+
+@functools.cache
+def _place(device_name: str, dtype_name: str, threads: int | None) -> Place:
+    # Cached: a recipe that sizes itself and the run that follows need the same half second of measurement.
+    device = resolve_device(device_name)
+    dtype = resolve_dtype(dtype_name, device)
+    if device.type == "cpu":
+        keep_freed_memory()
+    in_force = set_threads(threads)
+    return Place(device, dtype, in_force, peak_flops_per_second(device, dtype))
