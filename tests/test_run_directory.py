@@ -117,6 +117,48 @@ def test_a_process_killed_while_making_a_run_leaves_none_and_blocks_none(tmp_pat
         RunDirectory.create(folder, CONFIG, FACTS)
 
 
+@pytest.mark.parametrize("is_new", [True, False])
+@pytest.mark.parametrize("refused", ["run.json", "tokenizer", "config.json"])
+def test_a_run_that_cannot_be_made_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: str, is_new: bool
+) -> None:
+    folder = tmp_path / "r"
+    if not is_new:
+        folder.mkdir()
+
+    def write(path: Path, value: object) -> None:
+        if path.name == refused:
+            raise UserError("the disk is full")
+        write_json_atomic(path, value)
+
+    def contents(run: RunDirectory) -> None:
+        run.tokenizer_path.mkdir()
+        write_json_atomic(run.tokenizer_path / "half.json", {})
+        if refused == "tokenizer":
+            raise UserError("the disk is full")
+
+    monkeypatch.setattr(run_directory_module, "write_json_atomic", write)
+    with pytest.raises(UserError, match="the disk is full"):
+        RunDirectory.create(folder, CONFIG, FACTS, contents=contents)
+    assert entries(tmp_path) == (set() if is_new else {"r"})
+    assert is_new or entries(folder) == set()
+    monkeypatch.undo()
+    RunDirectory.create(folder, CONFIG, FACTS)
+
+
+def test_a_disk_too_full_for_the_lock_holders_name_does_not_keep_a_run_from_going_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDirectory.create(tmp_path / "r", CONFIG, FACTS)
+
+    def full(path: Path, value: object) -> None:
+        raise UserError("the disk is full")
+
+    monkeypatch.setattr(run_directory_module, "write_json_atomic", full)
+    with run.lock(), pytest.raises(UserError, match="in use by another process;"):
+        run.lock().__enter__()
+
+
 def test_status_end_and_extra_facts(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path / "r", CONFIG, FACTS)
     run.set_status("preempted", compile_seconds=1.5)

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Literal
 
 from gptlab.cli.place import Place
-from gptlab.config.errors import UserError
+from gptlab.config.errors import ConfigError, UserError
 from gptlab.config.load import config_to_json
 from gptlab.config.run import RunConfig
 from gptlab.data.cache import cache_root
 from gptlab.data.prepare import PreparedData, prepare
 from gptlab.data.rows import make_rows, validation_rows
+from gptlab.data.tokenizer import Tokenizer
 from gptlab.eval.bits_per_byte import Evaluation, evaluate
 from gptlab.eval.engine import sample_text
 from gptlab.model.counting import FlopsPerToken, ParameterCounts, flops_per_token, parameter_counts
@@ -75,8 +77,7 @@ def open_session(config: RunConfig, place: Place, console: Console) -> Session:
             "leave model.vocab_size out"
         )
     config = replace(config, model=replace(config.model, vocab_size=tokenizer.vocab_size))
-    for prompt in config.sample.prompts:
-        tokenizer.encode(prompt)  # a prompt that cannot be encoded is told now, not at the end of the run
+    _require_encodable(config.sample.prompts, tokenizer)
     seq_len = config.model.seq_len
     rows = make_rows(data.train, config.data, seq_len, tokenizer.bos_id, config.seed, data.folder)
     held_out = validation_rows(data.val, seq_len, tokenizer.bos_id, config.eval.tokens)
@@ -111,22 +112,34 @@ def open_session(config: RunConfig, place: Place, console: Console) -> Session:
     return Session(config, place, data, state, kernels, work, finish, counts, flops, eval_sequences)
 
 
+def _require_encodable(prompts: Sequence[str], tokenizer: Tokenizer) -> None:
+    """Tell of a prompt that the tokenizer does not know now, not at the end of the run."""
+    for prompt in prompts:
+        try:
+            tokenizer.encode(prompt)
+        except UserError as error:
+            raise ConfigError("sample.prompts", prompt, str(error)) from None
+
+
+def make_run_directory(session: Session, argv: Sequence[str]) -> RunDirectory:
+    """The folder of a new run, with everything that is known before its first step. UserError where it cannot be."""
+    config = session.config
+    path = Path(config.run_dir) if config.run_dir else default_run_path(config.recipe, datetime.now())
+    return RunDirectory.create(
+        path,
+        config_to_json(config),
+        session.provenance(argv),
+        contents=lambda run: session.data.tokenizer.save(run.tokenizer_path),
+    )
+
+
 def train(
-    session: Session,
-    console: Console,
-    off_clock: OffClock,
-    argv: Sequence[str],
-    resume: tuple[RunDirectory, Checkpoint] | None,
-) -> tuple[Literal["finished", "preempted"], dict[str, object], Path]:
-    """Run the session in its folder, new or resumed. Returns how it ended, the closing numbers and the folder."""
+    session: Session, run: RunDirectory, checkpoint: Checkpoint | None, console: Console, off_clock: OffClock
+) -> tuple[Literal["finished", "preempted"], dict[str, object]]:
+    """Run the session in its folder, whose lock the caller holds, from the start or from a checkpoint of it. Returns
+    how it ended, and the closing numbers."""
     config, state = session.config, session.state
-    if resume is None:
-        path = Path(config.run_dir) if config.run_dir else default_run_path(config.recipe, datetime.now())
-        run = RunDirectory.create(path, config_to_json(config), session.provenance(argv))
-        session.data.tokenizer.save(run.tokenizer_path)
-    else:
-        run = resume[0]
-    with run.lock(), MetricsLog(run.metrics_path) as metrics, state.loader:
+    with MetricsLog(run.metrics_path) as metrics, state.loader:
         record = Recorder(
             config, session.finish, run, console, metrics,
             Throughput(session.flops.total, session.place.peak.flops_per_second), session.counts.total, off_clock,
@@ -134,10 +147,9 @@ def train(
         try:
             run.set_status("running")
             off_clock.compile_seconds = warm_up(state, session.kernels, config, session.eval_sequences)
-            if resume is None:
+            if checkpoint is None:
                 console.open_log(run.log_path)
             else:
-                checkpoint = resume[1]
                 state.restore(checkpoint.model, checkpoint.optimizer, checkpoint.state)
                 record.rewind(checkpoint)
             started = time.perf_counter() - off_clock.started
@@ -149,7 +161,8 @@ def train(
             ended = fit(config, session.finish, state, session.work, record)
             summary = record.finish_run(state) if ended == "finished" else {}
         except BaseException:
-            run.set_status("failed")
+            with suppress(UserError):  # a disk that refuses this too must not hide what went wrong
+                run.set_status("failed")
             raise
         run.set_status(ended)
-        return ended, summary, run.path
+        return ended, summary

@@ -6,6 +6,7 @@ import functools
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -57,31 +58,38 @@ def _train(
     request: RunRequest, argv: Sequence[str], started: float, *, config: RunConfig | None = None, catch: bool = True
 ) -> Result:
     from gptlab.cli.place import machine_for, place_of
-    from gptlab.cli.session import open_session, train
+    from gptlab.cli.session import make_run_directory, open_session, train
     from gptlab.runtime.console import Console
+    from gptlab.runtime.run_directory import RunDirectory
     from gptlab.train.recorder import OffClock
     from gptlab.train.watchdog import TrainingFailed
 
-    with Console() as console:
-        resumed = None
+    with Console() as console, ExitStack() as held:
+        checkpoint = None
         if request.resume is not None:
             config, run_directory = _stored(request)
-            resumed = run_directory, _checkpoint(run_directory, console)
+            held.enter_context(run_directory.lock())
+            checkpoint = _checkpoint(run_directory, console)
         if config is None:
             config = request.config(functools.partial(machine_for, request))
+        if checkpoint is None and config.run_dir is not None:
+            RunDirectory(Path(config.run_dir)).require_free()  # said now, not after the data is prepared
         session = open_session(config, place_of(config), console)
-        if resumed is not None:
-            _require_same_data(resumed[0], session)
-            _warn_of_other_machine(resumed[0], session, console)
+        if checkpoint is not None:
+            _require_same_data(run_directory, session)
+            _warn_of_other_machine(run_directory, session, console)
         describe(session, console)
+        if checkpoint is None:
+            run_directory = make_run_directory(session, argv)
+            held.enter_context(run_directory.lock())
         try:
-            ended, summary, path = train(session, console, OffClock(started), argv, resumed)
+            ended, summary = train(session, run_directory, checkpoint, console, OffClock(started))
         except TrainingFailed as error:
-            console.warn(f"training failed: {error}; the last checkpoint stands")
+            console.warn(f"training failed: {error}; {_what_stands(run_directory)}")
             if not catch:
                 raise
-            return Result(EXIT_TRAINING_FAILED, Path(config.run_dir or "."), {})
-        return Result(0 if ended == "finished" else EXIT_PREEMPTED, path, summary)
+            return Result(EXIT_TRAINING_FAILED, run_directory.path, {})
+        return Result(0 if ended == "finished" else EXIT_PREEMPTED, run_directory.path, summary)
 
 
 def _stored(request: RunRequest) -> tuple[RunConfig, RunDirectory]:
@@ -103,6 +111,13 @@ def _checkpoint(run_directory: RunDirectory, console: Console) -> Checkpoint:
     if not run_directory.checkpoints_path.is_dir():
         raise UserError(f"{run_directory.path} has no checkpoint yet: start it again in a new folder")
     return load_newest(run_directory.checkpoints_path, console.warn)
+
+
+def _what_stands(run_directory: RunDirectory) -> str:
+    from gptlab.train.checkpoint import list_checkpoints
+
+    saved = list_checkpoints(run_directory.checkpoints_path)
+    return f"{saved[-1]} stands" if saved else "no checkpoint had been saved yet"
 
 
 def _require_same_data(run_directory: RunDirectory, session: Session) -> None:

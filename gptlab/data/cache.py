@@ -65,7 +65,7 @@ def cached_folder(
             with _locked(folder, what, console):
                 _build_if_needed(folder, build, what, console)
         except OSError as error:
-            raise UserError(f"cannot keep the {what} in {folder.parent}: {error}") from error
+            raise UserError(f"cannot keep the {what} in {folder.parent}: {error.strerror or error}") from error
     return read_info(folder)
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import platform
 import re
-from collections.abc import Iterator, Mapping
+import shutil
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -32,20 +33,54 @@ class RunDirectory:
     path: Path
 
     @classmethod
-    def create(cls, path: Path, config_json: Mapping[str, object], provenance: Mapping[str, object]) -> RunDirectory:
-        """Start a run in `path`, a folder that does not exist yet or is empty; UserError otherwise."""
+    def create(
+        cls,
+        path: Path,
+        config_json: Mapping[str, object],
+        provenance: Mapping[str, object],
+        *,
+        contents: Callable[[RunDirectory], None] | None = None,
+    ) -> RunDirectory:
+        """Start a run in `path`, a folder that does not exist yet or is empty; UserError otherwise.
+
+        `contents` writes what else a run must have (its tokenizer). Where anything cannot be written, nothing stays.
+        """
         run = cls(Path(path))
-        if run.path.is_dir():
-            run._refuse_if_taken()  # before the lock, which would leave its file in somebody's folder
+        run.require_free()  # before the lock, which would leave its file in somebody's folder
+        is_new = not run.path.exists()
         try:
             run.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"cannot make the run folder {path}: {error.strerror or error}") from error
-        with run.lock():
-            run._refuse_if_taken()
-            write_json_atomic(run.provenance_path, {**provenance, "status": "running", "end": None})
-            write_json_atomic(run.config_path, dict(config_json))
+        try:
+            with run.lock():
+                run.require_free()
+                run._fill(config_json, provenance, contents)
+        except BaseException:
+            if is_new:
+                with suppress(OSError):
+                    run.path.rmdir()
+            raise
         return run
+
+    def _fill(
+        self,
+        config_json: Mapping[str, object],
+        provenance: Mapping[str, object],
+        contents: Callable[[RunDirectory], None] | None,
+    ) -> None:
+        try:
+            write_json_atomic(self.provenance_path, {**provenance, "status": "running", "end": None})
+            if contents is not None:
+                contents(self)
+            write_json_atomic(self.config_path, dict(config_json))
+        except BaseException:
+            shutil.rmtree(self.tokenizer_path, ignore_errors=True)
+            # Under the lock, its own file last: who opens it anew finds a folder that is free again.
+            for path in (self.config_path, self.provenance_path, self.path / _OWNER_NAME, self.path / _LOCK_NAME):
+                with suppress(OSError):
+                    path.unlink(missing_ok=True)
+            raise
 
     @classmethod
     def open(cls, path: Path) -> RunDirectory:
@@ -117,7 +152,8 @@ class RunDirectory:
             raise UserError(f"cannot lock {self.path}: {error.strerror or error}") from error
         owner = self.path / _OWNER_NAME
         try:
-            write_json_atomic(owner, {"pid": os.getpid(), "host": platform.node()})
+            with suppress(UserError):  # a full disk: the name is a kindness to whoever is refused
+                write_json_atomic(owner, {"pid": os.getpid(), "host": platform.node()})
             yield
         finally:
             with suppress(OSError):
@@ -131,13 +167,16 @@ class RunDirectory:
             return ""
         return f" (pid {owner.get('pid')} on {owner.get('host')})"
 
-    def _refuse_if_taken(self) -> None:
+    def require_free(self) -> None:
+        """UserError unless a run can start here: the folder is empty, or not there yet. Writes nothing."""
+        if not self.path.is_dir():
+            return
         if self.config_path.exists():
             raise UserError(
                 f"{self.path} already holds a run; go on with it by --resume {self.path}, or name another --run-dir"
             )
-        # Without config.json, run.json and the lock are what a process killed inside `create` leaves behind.
-        ours = {_LOCK_NAME, _OWNER_NAME, self.provenance_path.name}
+        # Without config.json, these are what a process killed inside `create` leaves behind.
+        ours = {_LOCK_NAME, _OWNER_NAME, self.provenance_path.name, self.tokenizer_path.name}
         others = sorted(entry.name for entry in self.path.iterdir() if entry.name not in ours)
         others = [name for name in others if not (name.startswith(".") and name.endswith(".tmp"))]
         if others:
