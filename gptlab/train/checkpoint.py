@@ -12,6 +12,7 @@ a checkpoint; retention.py does.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import math
@@ -334,21 +335,23 @@ def _require_json(value: object, where: str) -> None:
 
 
 def _why_not_saved(checkpoints_dir: Path, step: int, error: OSError, needed_bytes: int) -> str:
-    try:
+    free, older = "unknown", False
+    with contextlib.suppress(OSError):
         free = f"{shutil.disk_usage(checkpoints_dir).free:,}"
-    except OSError:
-        free = "unknown"
+        older = bool(list_checkpoints(checkpoints_dir))
+    standing = "older checkpoints stand" if older else "none was saved before"
+    again = "go on with --resume" if older else "start again"
     return (
         f"cannot save the checkpoint of step {step} in {checkpoints_dir}: {error.strerror or error} "
-        f"({needed_bytes:,} bytes needed, {free} free); older checkpoints still stand: {_remedy(error.errno)}"
+        f"({needed_bytes:,} bytes needed, {free} free); {standing}: {_remedy(error.errno)}, then {again}"
     )
 
 
 def _remedy(number: int | None) -> str:
     if number in (errno.ENOSPC, getattr(errno, "EDQUOT", None)):
-        return "free some space, then go on with --resume"
+        return "free some space"
     if number == errno.EFBIG:
-        return "lift the limit on file sizes (ulimit -f), then go on with --resume"
+        return "lift the limit on file sizes (ulimit -f)"
     if number in (errno.EROFS, errno.EACCES, errno.EPERM):
-        return "make the folder writable, then go on with --resume"
-    return "put that right, then go on with --resume"
+        return "make the folder writable"
+    return "put that right"

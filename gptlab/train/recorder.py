@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from gptlab.config.errors import UserError
 from gptlab.config.run import RunConfig
 from gptlab.data.loader import StepBatch
 from gptlab.runtime.console import Console
@@ -15,25 +17,50 @@ from gptlab.runtime.device import peak_memory_mb
 from gptlab.runtime.metrics import MetricsLog
 from gptlab.runtime.run_directory import RunDirectory
 from gptlab.runtime.strict_json import write_json_atomic
-from gptlab.train.checkpoint import Checkpoint, CheckpointError, save_checkpoint
+from gptlab.train.checkpoint import Checkpoint, save_checkpoint
 from gptlab.train.horizon import Finish
 from gptlab.train.retention import retain
-from gptlab.train.state import TrainState
+from gptlab.train.state import Best, TrainState, better
 from gptlab.train.step import Update
 from gptlab.train.throughput import Throughput
 
 
+# The closing block: what it shows, in this order, and with how many decimals.
+_CLOSING_DECIMALS = {
+    "val_bpb": 6, "training_seconds": 1, "total_seconds": 1, "peak_vram_mb": 1, "mfu_percent": 2, "total_tokens_M": 1,
+    "num_steps": 0, "num_params_M": 1, "depth": 0,
+}  # fmt: skip
+
+
 @dataclass(slots=True)
 class OffClock:
-    """Seconds of this process that training did not take; logged, and part of no budget."""
+    """Seconds that training did not take, over all processes of a run; logged, and part of no budget."""
 
     started: float = field(default_factory=time.perf_counter)
-    """time.perf_counter() when the process began."""
+    """time.perf_counter() when this process began."""
+    earlier_seconds: float = 0.0
+    """What the processes before this one took in all, up to the checkpoint from which this one went on."""
     startup_seconds: float = 0.0
-    """From the start of the process to the first step, without compilation."""
+    """From the start of a process to its first step, without compilation."""
     compile_seconds: float = 0.0
     evaluation_seconds: float = 0.0
     checkpoint_seconds: float = 0.0
+
+    @property
+    def total_seconds(self) -> float:
+        """Training included."""
+        return self.earlier_seconds + time.perf_counter() - self.started
+
+    def so_far(self) -> dict[str, float]:
+        """What summary.json says, and what a resumed run adds to."""
+        parts = ("startup_seconds", "compile_seconds", "evaluation_seconds", "checkpoint_seconds")
+        return {"total_seconds": self.total_seconds} | {name: getattr(self, name) for name in parts}
+
+    def add_earlier(self, saved: Mapping[str, float]) -> None:
+        """Take over what an earlier process counted with `so_far`."""
+        for name, seconds in saved.items():
+            own = "earlier_seconds" if name == "total_seconds" else name
+            setattr(self, own, getattr(self, own) + seconds)
 
 
 @dataclass(slots=True)
@@ -84,7 +111,7 @@ class Recorder:
             "eval", step=state.step, val_loss=state.val_loss, val_bpb=state.val_bpb,
             train_seconds=state.train_seconds, tokens=state.step * self.config.batch.total_tokens,
         )  # fmt: skip
-        best = " (best)" if state.best_step == state.step else ""
+        best = " (best)" if state.is_best() else ""
         self.console.line(
             f"step {state.step:05d} | validation loss: {state.val_loss:.4f} | bpb: {state.val_bpb:.4f}{best}"
             f" | {seconds:.1f}s off the clock"
@@ -94,54 +121,65 @@ class Recorder:
         self.metrics.write("sample", step=state.step, prompt=prompt, text=text)
         self.console.line(f"--- sample at step {state.step}\n{text.rstrip()}\n---")
 
-    def checkpoint(self, state: TrainState, *, scheduled: bool) -> None:
-        """Save, then let go of checkpoints that nobody asked to keep."""
+    def checkpoint(self, state: TrainState, *, scheduled: bool = True) -> None:
+        """Save, then let go of checkpoints that nobody asked to keep. One that is not scheduled, but asked for by a
+        signal, leaves no line and no mark."""
         started = time.perf_counter()
-        former, state.saved = state.saved, state.mark()
-        position = {
-            "scheduled": scheduled,
-            "metrics_bytes": self.metrics.offset(),
-            "log_bytes": self.console.log_offset(),
-        }
+        former_best = state.best_saved
+        if scheduled:
+            state.saved = state.mark()  # also where it fails: the next try is due with the next checkpoint
+            if state.evaluated is not None and state.val_loss is not None and state.evaluated.step == state.step:
+                state.best_saved = better(state.best_saved, Best(state.step, state.val_loss))
         try:
+            position = {
+                "scheduled": scheduled,
+                "metrics_bytes": self.metrics.offset(),
+                "log_bytes": self.console.log_offset(),
+                "off_clock": self.off_clock.so_far(),
+            }
             save_checkpoint(
                 self.run.checkpoints_path, state.step, model=state.model_tensors(), optimizer=state.other_tensors(),
                 state={**state.to_json(), **position},
             )  # fmt: skip
-        except CheckpointError as error:
-            if self.config.checkpoint.on_failure == "stop":
+        except UserError as error:  # CheckpointError, or lines that the disk does not take
+            if self.config.checkpoint.on_failure == "stop" or not scheduled:
                 raise
-            state.saved = former
+            state.best_saved = former_best
             self.console.warn(f"{error}; training goes on")
             return
+        best_step = state.best_saved.step if self.config.checkpoint.keep_best and state.best_saved else None
         retain(
             self.run.checkpoints_path,
             keep_last=self.config.checkpoint.keep_last,
             keep_every_steps=self.config.checkpoint.keep_every_steps,
-            best_step=state.best_step if self.config.checkpoint.keep_best else None,
+            best_step=best_step,
             on_problem=self.console.warn,
         )
         self.off_clock.checkpoint_seconds += time.perf_counter() - started
-        self.metrics.write("checkpoint", step=state.step, tokens=state.step * self.config.batch.total_tokens)
+        if scheduled:
+            self.metrics.write("checkpoint", step=state.step, tokens=state.step * self.config.batch.total_tokens)
 
     def preempted(self, state: TrainState, signal_name: str | None) -> None:
         self.console.line(
             f"{signal_name}: stopped after step {state.step}, saved; go on with gptlab train --resume {self.run.path}"
         )
 
-    def rewind(self, checkpoint: Checkpoint) -> None:
-        """Cut metrics.jsonl and log.txt to what they were at a checkpoint, its own line included if it was scheduled:
-        a run that was never stopped has that line, and none for a checkpoint that a signal asked for."""
-        offset = checkpoint.state["metrics_bytes"]
-        if checkpoint.state["scheduled"]:
-            offset += _checkpoint_line_bytes(self.run.metrics_path, offset, checkpoint.step)
-        if not self.metrics.truncate(offset):
+    def rewind(self, checkpoint: Checkpoint | None) -> None:
+        """Cut metrics.jsonl and log.txt to what they were at a checkpoint (None: at the start), its own line included
+        if it was scheduled: a run that was never stopped has that line, and none for one that a signal asked for."""
+        if checkpoint is None:
+            self.metrics.truncate(0)
+            self.console.open_log(self.run.log_path, offset=0)
+            return
+        saved = checkpoint.state
+        line_bytes = _checkpoint_line_bytes(self.run.metrics_path, saved["metrics_bytes"], checkpoint.step)
+        if not self.metrics.truncate(saved["metrics_bytes"] + (line_bytes if saved["scheduled"] else 0)):
             self.console.warn(f"{self.run.metrics_path} is not the file that the checkpoint saw; appending to it")
-        elif checkpoint.state["scheduled"] and offset == checkpoint.state["metrics_bytes"]:
+        elif saved["scheduled"] and line_bytes == 0:
             # Killed between the checkpoint and its line.
             tokens = checkpoint.step * self.config.batch.total_tokens
             self.metrics.write("checkpoint", step=checkpoint.step, tokens=tokens)
-        self.console.open_log(self.run.log_path, offset=checkpoint.state["log_bytes"])
+        self.console.open_log(self.run.log_path, offset=saved["log_bytes"])
 
     def summary(self, state: TrainState) -> dict[str, Any]:
         """The final numbers, in the order of the closing block."""
@@ -150,7 +188,7 @@ class Recorder:
         return {
             "val_bpb": state.val_bpb,
             "training_seconds": state.train_seconds,
-            "total_seconds": time.perf_counter() - self.off_clock.started,
+            "total_seconds": self.off_clock.total_seconds,
             "peak_vram_mb": peak_memory_mb(state.device),
             "mfu_percent": None if mfu is None else 100 * mfu,
             "total_tokens_M": tokens / 1e6,
@@ -160,29 +198,33 @@ class Recorder:
         }
 
     def finish_run(self, state: TrainState) -> dict[str, Any]:
-        """Write summary.json and the closing block, in autoresearch's form so that `grep "^val_bpb:"` works."""
+        """Write summary.json and the closing block."""
         summary = self.summary(state)
         write_json_atomic(self.run.summary_path, summary | self.details(state))
-        decimals = {"val_bpb": 6, "mfu_percent": 2}
-        self.console.line("---")
-        for key, value in summary.items():
-            text = "unknown" if value is None else (
-                f"{value:.{decimals.get(key, 1)}f}" if isinstance(value, float) else str(value)
-            )  # fmt: skip
-            self.console.line(f"{key + ':':<18}{text}")
+        show_closing_block(summary, self.console)
         return summary
 
     def details(self, state: TrainState) -> dict[str, Any]:
         """What summary.json holds besides: losses, and where the time off the clock went."""
         return {
             "val_loss": state.val_loss,
-            "best_val_loss": state.best_val_loss,
-            "best_step": state.best_step,
-            "startup_seconds": self.off_clock.startup_seconds,
-            "compile_seconds": self.off_clock.compile_seconds,
-            "evaluation_seconds": self.off_clock.evaluation_seconds,
-            "checkpoint_seconds": self.off_clock.checkpoint_seconds,
+            "best_val_loss": state.best.val_loss if state.best else None,
+            "best_step": state.best.step if state.best else None,
+            **{name: seconds for name, seconds in self.off_clock.so_far().items() if name != "total_seconds"},
         }
+
+
+def closing_numbers(summary: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of a summary.json that the closing block shows; empty unless they are all there."""
+    return {key: summary[key] for key in _CLOSING_DECIMALS} if summary.keys() >= _CLOSING_DECIMALS.keys() else {}
+
+
+def show_closing_block(numbers: Mapping[str, Any], console: Console) -> None:
+    """Print and log the final numbers in autoresearch's form, so that `grep "^val_bpb:"` works."""
+    console.line("---")
+    for key, decimals in _CLOSING_DECIMALS.items():
+        value = numbers[key]
+        console.line(f"{key + ':':<18}{'unknown' if value is None else f'{value:.{decimals}f}'}")
 
 
 def _checkpoint_line_bytes(path: Path, offset: int, step: int) -> int:
