@@ -113,12 +113,14 @@ def open_session(config: RunConfig, place: Place, console: Console) -> Session:
 
 
 def _require_encodable(prompts: Sequence[str], tokenizer: Tokenizer) -> None:
-    """Tell of a prompt that the tokenizer does not know now, not at the end of the run."""
+    """Tell of a prompt that cannot be continued now, not at the end of the run."""
     for prompt in prompts:
         try:
-            tokenizer.encode(prompt)
+            tokens = tokenizer.encode(prompt)
         except UserError as error:
             raise ConfigError("sample.prompts", prompt, str(error)) from None
+        if not len(tokens) and tokenizer.bos_id is None:
+            raise ConfigError("sample.prompts", prompt, "this tokenizer has no BOS: give it a text to continue")
 
 
 def make_run_directory(session: Session, argv: Sequence[str]) -> RunDirectory:

@@ -102,7 +102,7 @@ def _build_if_needed(folder: Path, build: Callable[[Path], dict[str, Any]], what
         if reason is None:
             return  # another process built it while this one waited for the lock
         if console is not None:
-            console.warn(f"the {what} in {folder} is damaged ({reason}): making it again")
+            console.warn(f"damaged {what} in {folder} ({reason}): made again")
         shutil.rmtree(folder)
     temporary = folder.parent / f".{folder.name}.tmp"
     shutil.rmtree(temporary, ignore_errors=True)  # left by a killed process: the lock says that it is nobody's
