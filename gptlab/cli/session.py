@@ -149,17 +149,16 @@ def train(
         try:
             run.set_status("running")
             off_clock.compile_seconds = warm_up(state, session.kernels, config, session.eval_sequences)
-            if checkpoint is None:
-                console.open_log(run.log_path)
-            else:
+            if checkpoint is not None:
                 state.restore(checkpoint.model, checkpoint.optimizer, checkpoint.state)
-                record.rewind(checkpoint)
-            started = time.perf_counter() - off_clock.started
-            off_clock.startup_seconds = started - off_clock.compile_seconds
+            record.rewind(checkpoint)
+            off_clock.startup_seconds = time.perf_counter() - off_clock.started - off_clock.compile_seconds
             console.line(
                 f"run folder {run.path} | start-up {off_clock.startup_seconds:.1f}s"
                 f" | {'compiled' if session.kernels.compiled else 'warmed up'} in {off_clock.compile_seconds:.1f}s"
             )
+            if checkpoint is not None:
+                off_clock.add_earlier(checkpoint.state["off_clock"])
             ended = fit(config, session.finish, state, session.work, record)
             summary = record.finish_run(state) if ended == "finished" else {}
         except BaseException:

@@ -61,25 +61,29 @@ def _train(
     from gptlab.cli.session import make_run_directory, open_session, train
     from gptlab.runtime.console import Console
     from gptlab.runtime.run_directory import RunDirectory
-    from gptlab.train.recorder import OffClock
+    from gptlab.train.recorder import OffClock, show_closing_block
     from gptlab.train.watchdog import TrainingFailed
 
     with Console() as console, ExitStack() as held:
-        checkpoint = None
+        run_directory = checkpoint = None
         if request.resume is not None:
             config, run_directory = _stored(request)
             held.enter_context(run_directory.lock())
+            if summary := _finished(run_directory):
+                console.line(f"{run_directory.path} is finished: there is nothing left to train")
+                show_closing_block(summary, console)
+                return Result(0, run_directory.path, summary)
             checkpoint = _checkpoint(run_directory, console)
         if config is None:
             config = request.config(functools.partial(machine_for, request))
-        if checkpoint is None and config.run_dir is not None:
+        if run_directory is None and config.run_dir is not None:
             RunDirectory(Path(config.run_dir)).require_free()  # said now, not after the data is prepared
         session = open_session(config, place_of(config), console)
-        if checkpoint is not None:
+        if run_directory is not None:
             _require_same_data(run_directory, session)
             _warn_of_other_machine(run_directory, session, console)
         describe(session, console)
-        if checkpoint is None:
+        if run_directory is None:
             run_directory = make_run_directory(session, argv)
             held.enter_context(run_directory.lock())
         try:
@@ -105,12 +109,35 @@ def _stored(request: RunRequest) -> tuple[RunConfig, RunDirectory]:
     return config, run_directory
 
 
-def _checkpoint(run_directory: RunDirectory, console: Console) -> Checkpoint:
-    from gptlab.train.checkpoint import load_newest
+def _finished(run_directory: RunDirectory) -> dict[str, object]:
+    """The closing numbers of a run that is at its end; empty for any other."""
+    from gptlab.runtime.strict_json import read_json_object
+    from gptlab.train.recorder import closing_numbers
 
-    if not run_directory.checkpoints_path.is_dir():
-        raise UserError(f"{run_directory.path} has no checkpoint yet: start it again in a new folder")
-    return load_newest(run_directory.checkpoints_path, console.warn)
+    try:
+        if run_directory.read_provenance().get("status") == "finished":
+            return closing_numbers(read_json_object(run_directory.summary_path))
+    except UserError:  # lost or damaged: training on from the last checkpoint, which ends at once, writes them again
+        pass
+    return {}
+
+
+def _checkpoint(run_directory: RunDirectory, console: Console) -> Checkpoint | None:
+    """The newest intact checkpoint; None where the run ended before its first one, and so goes on from its start."""
+    from gptlab.runtime.metrics import read_metrics
+    from gptlab.train.checkpoint import list_checkpoints, load_newest
+
+    if list_checkpoints(run_directory.checkpoints_path):
+        return load_newest(run_directory.checkpoints_path, console.warn)
+    metrics = read_metrics(run_directory.metrics_path) if run_directory.metrics_path.exists() else []
+    saved = [line["step"] for line in metrics if line["kind"] == "checkpoint"]
+    if saved:
+        raise UserError(
+            f"no checkpoint in {run_directory.checkpoints_path}, though one of step {saved[-1]} was saved there: bring "
+            "it back, or train in a new folder"
+        )
+    console.line(f"{run_directory.path} has no checkpoint yet: it begins anew")
+    return None
 
 
 def _what_stands(run_directory: RunDirectory) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,9 +12,9 @@ from gptlab.config.run import RunConfig
 from gptlab.runtime.device import synchronize
 from gptlab.train.horizon import Finish, due
 from gptlab.train.recorder import Recorder
-from gptlab.train.state import TrainState
+from gptlab.train.state import Best, TrainState, better
 from gptlab.train.step import LossFunction, gradients, update
-from gptlab.train.watchdog import Preemption, QuietGarbageCollector, check_loss
+from gptlab.train.watchdog import Preemption, QuietGarbageCollector, TrainingFailed, check_loss
 
 
 class Evaluated(Protocol):
@@ -41,37 +42,36 @@ def fit(
     """Train `state` until `finish`, or until a signal asks to stop. TrainingFailed for a loss that broke."""
     with QuietGarbageCollector() as garbage, Preemption() as preemption:
         while True:
-            ended, now = finish.reached(state), state.mark()
-            last = ended or config.eval.only
-
+            # A signal leaves what is due now to the resumed run, which does it in this same order.
+            now = state.mark()
             if not preemption.requested and due(
                 now, state.evaluated, every_steps=config.eval.every_steps, every_seconds=config.eval.every_seconds,
-                at_start=config.eval.at_start or config.eval.only, at_end=last,
+                at_start=config.eval.at_start, at_end=finish.reached(state) or config.eval.only,
             ):  # fmt: skip
                 evaluate(state, work, record)
-                ended = finish.reached(state)
+            ended = finish.reached(state)
 
             if config.sample.prompts and not preemption.requested and due(
                 now, state.sampled, every_steps=config.sample.every_steps, every_seconds=None,
                 at_start=False, at_end=ended,
             ):  # fmt: skip
-                state.sampled = now
                 for prompt in config.sample.prompts:
                     record.sample(state, prompt, work.sample(prompt))
+                state.sampled = now
 
-            scheduled = not config.eval.only and due(
+            best = config.checkpoint.save_best and state.is_best() and state.step > 0 and state.saved != now
+            if not config.eval.only and not preemption.requested and (best or due(
                 now, state.saved, every_steps=config.checkpoint.every_steps,
                 every_seconds=config.checkpoint.every_seconds, at_start=False, at_end=ended,
-            )  # fmt: skip
-            best = config.checkpoint.save_best and state.best_step == state.step > 0 and state.saved != now
-            if scheduled or best or (preemption.requested and state.saved != now):
-                record.checkpoint(state, scheduled=scheduled or best)
+            )):  # fmt: skip
+                record.checkpoint(state)
 
-            if ended or config.eval.only:
-                return "finished"
             if preemption.requested:
+                record.checkpoint(state, scheduled=False)
                 record.preempted(state, preemption.signal_name)
                 return "preempted"
+            if ended or config.eval.only:
+                return "finished"
 
             started = time.perf_counter()
             progress = finish.progress(state.step, state.train_seconds)
@@ -91,11 +91,12 @@ def fit(
 
 
 def evaluate(state: TrainState, work: Work, record: Recorder) -> None:
-    """Validate, and remember the best. Off the clock."""
+    """Validate, and remember the best. Off the clock. TrainingFailed where the weights are broken."""
     started = time.perf_counter()
     result = work.evaluate()
+    if not math.isfinite(result.val_loss):
+        raise TrainingFailed(f"the validation loss at step {state.step} is {result.val_loss}")
     state.evaluated = state.mark()
     state.val_loss, state.val_bpb = result.val_loss, result.val_bpb
-    if state.best_val_loss is None or result.val_loss < state.best_val_loss:
-        state.best_val_loss, state.best_step = result.val_loss, state.step
+    state.best = better(state.best, Best(state.step, result.val_loss))
     record.evaluation(state, time.perf_counter() - started)

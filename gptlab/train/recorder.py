@@ -24,7 +24,6 @@ from gptlab.train.state import Best, TrainState, better
 from gptlab.train.step import Update
 from gptlab.train.throughput import Throughput
 
-
 # The closing block: what it shows, in this order, and with how many decimals.
 _CLOSING_DECIMALS = {
     "val_bpb": 6, "training_seconds": 1, "total_seconds": 1, "peak_vram_mb": 1, "mfu_percent": 2, "total_tokens_M": 1,

@@ -32,6 +32,20 @@ class Mark:
     train_seconds: float
 
 
+@dataclass(frozen=True, slots=True)
+class Best:
+    """The lowest validation loss, and where it was seen."""
+
+    step: int
+    val_loss: float
+    """nats/token"""
+
+
+def better(one: Best | None, other: Best) -> Best:
+    """The lower of two, the earlier of two that are equal."""
+    return other if one is None or other.val_loss < one.val_loss else one
+
+
 @dataclass(slots=True)
 class TrainState:
     """Owned by the loop; `tensors` and `to_json` are what a checkpoint holds."""
@@ -51,15 +65,21 @@ class TrainState:
     evaluated: Mark | None = None
     sampled: Mark | None = None
     saved: Mark | None = None
+    """Of checkpoints that the schedule asked for: one that a signal asked for leaves no trace in the run."""
     val_loss: float | None = None
     """Of the last evaluation, nats/token."""
     val_bpb: float | None = None
-    best_val_loss: float | None = None
-    best_step: int | None = None
-    """Step at which best_val_loss was seen."""
+    best: Best | None = None
+    """Of all evaluations."""
+    best_saved: Best | None = None
+    """Of those whose weights a checkpoint holds."""
 
     def mark(self) -> Mark:
         return Mark(self.step, self.train_seconds)
+
+    def is_best(self) -> bool:
+        """Whether the present weights are evaluated, and none were better."""
+        return self.best is not None and self.best.step == self.step
 
     def model_tensors(self) -> dict[str, Tensor]:
         """Weights by name; a shared table stands once."""
@@ -81,8 +101,8 @@ class TrainState:
             "marks": {name: mark and asdict(mark) for name, mark in self._marks().items()},
             "val_loss": self.val_loss,
             "val_bpb": self.val_bpb,
-            "best_val_loss": self.best_val_loss,
-            "best_step": self.best_step,
+            "best": self.best and asdict(self.best),
+            "best_saved": self.best_saved and asdict(self.best_saved),
         }
 
     def restore(self, model: Mapping[str, Tensor], other: Mapping[str, Tensor], saved: Mapping[str, Any]) -> None:
@@ -99,7 +119,7 @@ class TrainState:
         for name, mark in saved["marks"].items():
             setattr(self, name, mark and Mark(**mark))
         self.val_loss, self.val_bpb = saved["val_loss"], saved["val_bpb"]
-        self.best_val_loss, self.best_step = saved["best_val_loss"], saved["best_step"]
+        self.best, self.best_saved = (saved[name] and Best(**saved[name]) for name in ("best", "best_saved"))
         restore_rng(rng, self.device)
 
     def _marks(self) -> dict[str, Mark | None]:
