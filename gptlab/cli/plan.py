@@ -11,6 +11,7 @@ import torch
 
 from gptlab.cli.place import machine_for, place_of
 from gptlab.cli.run_arguments import RunArguments, read_request
+from gptlab.config.model import ModelConfig
 from gptlab.config.run import RunConfig
 from gptlab.config.scaling import EXPECTED_MFU
 from gptlab.data.tokenizer import load_tokenizer
@@ -101,14 +102,14 @@ def describe(plan: Plan, *, device_memory: int | None = None, device_label: str 
     config, model = plan.config, plan.config.model
     rows = [
         ("recipe", config.recipe),
-        ("model", f"depth {model.n_layer}, width {model.n_embd}, heads {model.n_head}, context {model.seq_len} tokens"),
+        ("model", model_text(model)),
         ("vocabulary", f"{model.vocab_size:,} entries ({plan.vocab_source})"),
         ("parameters", f"{plan.parameters.total:,} ({plan.parameters.scaling:,} in matrices and head)"),
     ]
     rows += [(f"  {role}", f"{count:,}") for role, count in plan.parameters.by_role.items() if count]
     rows += [
         ("FLOPs per token", f"{plan.flops.total:,} (matmul {plan.flops.matmul:,}, attention {plan.flops.attention:,})"),
-        ("step", _step(config)),
+        ("step", step_text(config)),
         ("horizon", str(config.horizon)),
         *_length(plan),
         ("memory", _bytes(plan.memory.total) + _fits(plan.memory.total, device_memory)),
@@ -129,7 +130,11 @@ def _micro(config: RunConfig) -> str:
     return f"{config.batch.micro_sequences} rows of {config.model.seq_len} tokens"
 
 
-def _step(config: RunConfig) -> str:
+def model_text(model: ModelConfig) -> str:
+    return f"depth {model.n_layer}, width {model.n_embd}, heads {model.n_head}, context {model.seq_len} tokens"
+
+
+def step_text(config: RunConfig) -> str:
     count = config.micro_batches
     return f"{config.batch.total_tokens:,} tokens: {count} micro-batch{'es' * (count > 1)} of {_micro(config)}"
 

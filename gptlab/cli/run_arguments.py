@@ -1,4 +1,4 @@
-"""`[RECIPE] [--FIELD VALUE ...]` to a RunConfig, for `train` and `plan`: recipe < TOML file < flags."""
+"""`[RECIPE] [--FIELD VALUE ...]` to a RunConfig, for `train`, `plan` and `bench`: recipe < TOML file < flags."""
 
 from __future__ import annotations
 
@@ -90,6 +90,8 @@ class RunRequest:
     """{dotted field: value}; applied after the recipe."""
     resume: str | None = None
     list_recipes: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """What was given of the arguments that a command adds to RunArguments."""
 
     def config(self, measure: Callable[[], Machine]) -> RunConfig:
         """The run that was asked for. `measure` is called only where the recipe sizes itself from the machine."""
@@ -125,7 +127,7 @@ def read_request(argv: Sequence[str], arguments: type[RunArguments], *, prog: st
     recipe = given.pop("recipe", None)
     file: dict[str, Any] = {}
     if recipe is not None and recipe.endswith(".toml"):
-        file = _read_file(recipe, names)
+        file = _read_file(recipe)
         recipe = file.pop("recipe", None)
     if recipe is not None and recipe not in RECIPES:
         nearest = nearest_name(recipe, RECIPES)
@@ -173,6 +175,7 @@ def _merge(recipe: str | None, file: Mapping[str, Any], flags: Mapping[str, Any]
         overrides=overrides | _overrides(flags),
         resume=flags.get("resume"),
         list_recipes=flags.get("list", False),
+        options={name: value for name, value in flags.items() if name not in _fields(RunArguments)},
     )
 
 
@@ -200,11 +203,11 @@ def _horizon(given: Mapping[str, Any]) -> Horizon | None:
     return Horizon(amount=amount * factor, unit=unit)
 
 
-def _read_file(path: str, names: Mapping[str, Any]) -> dict[str, Any]:
-    values: dict[str, Any] = {}
+def _read_file(path: str) -> dict[str, Any]:
+    names, values = _fields(RunArguments), dict[str, Any]()
     try:
         for name, value in load_toml(path).items():
-            if name not in names or name in ("resume", "list"):
+            if name not in names:
                 raise unknown_field(name, value, also=names)
             one_source = name in ("data", "data.source") and isinstance(value, str)
             values[name] = checked_value(names[name], [value] if one_source else value, name)
