@@ -340,10 +340,9 @@ def _why_not_saved(checkpoints_dir: Path, step: int, error: OSError, needed_byte
         free = f"{shutil.disk_usage(checkpoints_dir).free:,}"
         older = bool(list_checkpoints(checkpoints_dir))
     standing = "older checkpoints stand" if older else "none was saved before"
-    again = "go on with --resume" if older else "start again"
     return (
         f"cannot save the checkpoint of step {step} in {checkpoints_dir}: {error.strerror or error} "
-        f"({needed_bytes:,} bytes needed, {free} free); {standing}: {_remedy(error.errno)}, then {again}"
+        f"({needed_bytes:,} bytes needed, {free} free); {standing}: {_remedy(error.errno)}, then go on with --resume"
     )
 
 
