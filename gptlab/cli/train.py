@@ -172,7 +172,8 @@ def describe(session: Session, console: Console) -> None:
     peak = place.peak.flops_per_second
     peak_text = "peak unknown" if peak is None else f"{peak / 1e9:,.0f} GFLOP/s ({place.peak.source})"
     dtype = str(place.dtype).removeprefix("torch.")
-    console.line(f"machine   {place.device}, {place.threads} threads, {dtype}, {peak_text}")
+    threads = f"{place.threads} thread{'s' * (place.threads > 1)}"
+    console.line(f"machine   {place.device}, {threads}, {dtype}, {peak_text}")
     console.line(
         f"data      {', '.join(config.data.source)}: {session.data.train.n_tokens:,} training tokens, "
         f"{session.data.val.n_tokens:,} validation tokens, vocabulary {model.vocab_size:,} ({config.tokenizer.kind})"
