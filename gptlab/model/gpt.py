@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -54,6 +55,11 @@ def make_norm(config: ModelConfig) -> nn.Module:
     return RMSNorm() if config.norm == "rmsnorm" else LayerNorm(config.n_embd, bias=config.bias)
 
 
+def make_dropout(config: ModelConfig) -> nn.Module:
+    """nn.Dropout, or nothing at all: a compiled block without dropout then serves training and validation alike."""
+    return nn.Dropout(config.dropout) if config.dropout > 0 else nn.Identity()
+
+
 class Attention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -88,7 +94,8 @@ class Attention(nn.Module):
             q, k = self.qk_norm(q), self.qk_norm(k)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if cache is None:
-            y = causal_attention(q, k, v, window=self.window, dropout=self.dropout if self.training else 0.0)
+            dropout = self.dropout if self.dropout > 0 and self.training else 0.0
+            y = causal_attention(q, k, v, window=self.window, dropout=dropout)
         else:
             y = cached_attention(q, *cache.append(self.layer, k, v), window=self.window)
         return self.out(y.transpose(1, 2).reshape(batch, n_tokens, -1))
@@ -112,11 +119,20 @@ class Block(nn.Module):
         self.attention_norm, self.attention = make_norm(config), Attention(config, layer)
         self.mlp_norm, self.mlp = make_norm(config), MLP(config)
         self.attention_scale = config.attention_residual_scale
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = make_dropout(config)
 
     def forward(
-        self, x: Tensor, value: Tensor | None, rotary: tuple[Tensor, Tensor] | None, cache: KVCache | None
+        self,
+        x: Tensor,
+        x0: Tensor,
+        lambdas: tuple[Tensor, Tensor] | None,
+        value: Tensor | None,
+        rotary: tuple[Tensor, Tensor] | None,
+        cache: KVCache | None = None,
     ) -> Tensor:
+        """x, x0: (B, T, C), the residual stream and the embedding; lambdas: their two weights, 0-d."""
+        if lambdas is not None:
+            x = lambdas[0].to(x.dtype) * x + lambdas[1].to(x.dtype) * x0
         y = self.dropout(self.attention(self.attention_norm(x), value, rotary, cache))
         x = x + (y if self.attention_scale is None else self.attention_scale * y)
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
@@ -139,7 +155,7 @@ class GPT(nn.Module):
             {str(i): nn.Embedding(rows, value_width) for i in range(config.n_layer) if config.has_value_embedding(i)}
         )
         self.embedding_norm = make_norm(config) if config.embedding_norm else None
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = make_dropout(config)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         if config.residual_lambdas:
             self.residual_lambdas = nn.Parameter(torch.empty(config.n_layer))
@@ -155,22 +171,24 @@ class GPT(nn.Module):
     def forward(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
         """tokens (B, T) int64 -> logits (B, T, V) in float32 (float64 when that is the compute type).
 
-        With a cache the tokens continue those already in it. Positions beyond seq_len are refused.
+        With a cache the tokens continue those already in it. ValueError for positions beyond seq_len.
         """
-        logits = self._logits(self.hidden(tokens, cache))[..., : self.config.vocab_size]
+        logits = self.logits(self.hidden(tokens, cache=cache))
         if cache is not None:
             cache.advance(tokens.shape[1])
         return logits
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Sum of the cross-entropy in nats over all targets that are not -1; tokens and targets are (B, T)."""
-        logits = self._logits(self.hidden(tokens).flatten(0, 1))
-        if self.config.vocab_size != logits.shape[-1]:
-            logits = logits[:, : self.config.vocab_size]
-        return F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORE, reduction="sum")
+        return self.head_loss(self.hidden(tokens), targets)
 
-    def hidden(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
-        """Normalized residual stream behind the last block, (B, T, C) in compute_dtype."""
+    def hidden(
+        self, tokens: Tensor, blocks: Sequence[Callable[..., Tensor]] | None = None, cache: KVCache | None = None
+    ) -> Tensor:
+        """Residual stream behind the last block, (B, T, C) in compute_dtype.
+
+        `blocks` stands for the model's own: the same ones, compiled.
+        """
         start = 0 if cache is None else cache.length
         stop = start + tokens.shape[1]
         if stop > self.config.seq_len:
@@ -181,19 +199,28 @@ class GPT(nn.Module):
         x = x.to(self.compute_dtype)
         if self.embedding_norm is not None:
             x = self.embedding_norm(x)
-        x = x0 = self.dropout(x)
+        x0 = self.dropout(x)
+        x = x0.view_as(x0)  # another object: torch.compile would compile the first block apart for `x is x0`
         rotary = (self.cos[start:stop], self.sin[start:stop]) if self.config.position == "rope" else None
-        for layer, block in enumerate(self.blocks):
-            if self.config.residual_lambdas:
-                x = self.residual_lambdas[layer].to(x.dtype) * x + self.x0_lambdas[layer].to(x.dtype) * x0
-            value = (
-                self.value_embeddings[str(layer)](tokens).to(x.dtype) if str(layer) in self.value_embeddings else None
-            )
-            x = block(x, value, rotary, cache)
-        return self.final_norm(x)
+        for layer, block in enumerate(self.blocks if blocks is None else blocks):
+            lambdas = (self.residual_lambdas[layer], self.x0_lambdas[layer]) if self.config.residual_lambdas else None
+            value = None
+            if self.config.has_value_embedding(layer):
+                value = self.value_embeddings[str(layer)](tokens).to(x.dtype)
+            x = block(x, x0, lambdas, value, rotary, cache)
+        return x
 
-    def _logits(self, x: Tensor) -> Tensor:
-        logits = self.head(x)
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(..., C) behind the last block -> (..., V), the vocabulary's padding left out."""
+        return self._padded_logits(hidden)[..., : self.config.vocab_size]
+
+    def head_loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """Summed cross-entropy of hidden (B, T, C) against targets (B, T); 0-d."""
+        logits = self.logits(hidden.flatten(0, 1))
+        return F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORE, reduction="sum")
+
+    def _padded_logits(self, hidden: Tensor) -> Tensor:
+        logits = self.head(self.final_norm(hidden))
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         cap = self.config.logit_softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)
