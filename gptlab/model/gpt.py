@@ -202,7 +202,8 @@ class GPT(nn.Module):
         x0 = self.dropout(x)
         x = x0.view_as(x0)  # another object: torch.compile would compile the first block apart for `x is x0`
         rotary = (self.cos[start:stop], self.sin[start:stop]) if self.config.position == "rope" else None
-        for layer, block in enumerate(self.blocks if blocks is None else blocks):
+        in_use: Sequence[Callable[..., Tensor]] = list(self.blocks) if blocks is None else blocks
+        for layer, block in enumerate(in_use):
             lambdas = (self.residual_lambdas[layer], self.x0_lambdas[layer]) if self.config.residual_lambdas else None
             value = None
             if self.config.has_value_embedding(layer):
