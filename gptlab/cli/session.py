@@ -148,6 +148,8 @@ def train(
         )  # fmt: skip
         try:
             run.set_status("running")
+            if session.kernels.compiled:
+                console.line("compiling: longest the first time, from the cache after that")
             off_clock.compile_seconds = warm_up(state, session.kernels, config, session.eval_sequences)
             if checkpoint is not None:
                 state.restore(checkpoint.model, checkpoint.optimizer, checkpoint.state)
