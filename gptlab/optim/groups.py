@@ -27,8 +27,8 @@ def build_optimizer(
         config: settings by role.
         compute_dtype: type of Muon's matrix products.
         row_splits: rows of each part of a fused matrix, by parameter name, where Muon is to treat the parts as
-            matrices of their own. A matrix that is not named is split in three where it has three times as many rows
-            as columns (seed 1's fused QKV); name it with a single part to keep it whole.
+            matrices of their own. Seed 1 splits whatever has three times as many rows as columns; here the caller
+            says what is fused, since an MLP of ratio 3 has that shape too and parts may be unequal.
 
     Raises ValueError when a parameter comes twice, a role is unknown, or a split does not fit.
     """

@@ -175,12 +175,10 @@ def _row_split(
 ) -> tuple[int, ...]:
     if parameter.ndim != 2:
         raise ValueError(f"Muon updates matrices, but {name} has shape {tuple(parameter.shape)}")
-    rows, cols = parameter.shape
-    if not config.split_qkv:
+    rows = len(parameter)
+    if not config.split_qkv or name not in row_splits:
         return (rows,)
-    if name in row_splits:
-        split = tuple(row_splits[name])
-        if sum(split) != rows or min(split) < 1:
-            raise ValueError(f"the row split {split} of {name} does not add up to its {rows} rows")
-        return split
-    return (cols, cols, cols) if rows == 3 * cols else (rows,)  # seed 1's rule
+    split = tuple(row_splits[name])
+    if sum(split) != rows or min(split) < 1:
+        raise ValueError(f"the row split {split} of {name} does not add up to its {rows} rows")
+    return split

@@ -36,7 +36,7 @@ def count_memory(model: GPT, config: RunConfig) -> Memory:
         ((name, parameter, roles[name]) for name, parameter in model.named_parameters()),
         config.optim,
         compute_dtype=model.compute_dtype,
-        row_splits=fused_rows(model) if config.optim.muon.split_qkv else None,
+        row_splits=fused_rows(model),
     )
     weights = sum(parameter.nbytes for parameter in model.parameters())
     return Memory(

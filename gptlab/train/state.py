@@ -134,7 +134,7 @@ def build_state(config: RunConfig, rows: RowSource, *, device: torch.device, com
         ((name, parameter, roles[name]) for name, parameter in model.named_parameters()),
         config.optim,
         compute_dtype=compute_dtype,
-        row_splits=fused_rows(model) if config.optim.muon.split_qkv else None,
+        row_splits=fused_rows(model),
     )
     loader = Loader(
         rows, micro_sequences=config.batch.micro_sequences, micro_batches=config.micro_batches, device=device
