@@ -167,10 +167,12 @@ def _peak(peak: Peak) -> str:
 def _time(plan: Plan) -> str:
     if plan.seconds is None:
         return "unknown, as this machine's peak is"
-    hours = f"{plan.seconds / 3600:.3g} hours ({plan.seconds:,.0f} seconds) of training"
+    hours = plan.seconds / 3600
+    hours_text = f"{hours:,.0f}" if hours >= 100 else f"{hours:.3g}"
+    training = f"{hours_text} hours ({plan.seconds:,.0f} seconds) of training"
     if plan.config.horizon.unit == "seconds":
-        return f"{hours}; the steps expect {EXPECTED_MFU:.0%} of the peak" if plan.steps else hours
-    return f"{hours}, at an expected {EXPECTED_MFU:.0%} of the peak; evaluation and saving come on top"
+        return f"{training}; the steps expect {EXPECTED_MFU:.0%} of the peak" if plan.steps else training
+    return f"{training}, at an expected {EXPECTED_MFU:.0%} of the peak; evaluation and saving come on top"
 
 
 def _bytes(count: int) -> str:
