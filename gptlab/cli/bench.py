@@ -8,6 +8,7 @@ import math
 import os
 import statistics
 import sys
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -59,11 +60,13 @@ def main(argv: list[str]) -> int:
     from gptlab.runtime.console import Console
     from gptlab.train.watchdog import TrainingFailed
 
+    started = time.perf_counter()
     with Console(stream=sys.stderr) as console:
         try:
             bench = measure(request, console, steps=steps, seconds=seconds, products=request.options.get("gemm", False))
         except TrainingFailed as error:
             raise UserError(f"these steps cannot be timed: {error}") from None
+        console.live(f"measured in {time.perf_counter() - started:.1f} s")
         if (warning := noise(bench)) is not None:
             console.warn(warning)
     print(json.dumps(bench.to_json(), indent=2) if request.options.get("json") else describe(bench))
