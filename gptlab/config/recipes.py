@@ -26,6 +26,12 @@ from gptlab.config.scaling import (
 # What two quiet cores with AVX512-BF16 measure; assumed only where the caller measured nothing.
 ASSUMED_FLOPS_PER_SECOND = 425e9
 
+# Both measured on the standard library in 180 s of two Zen 4 cores (docs/LOG.md, 2026-11-20). At width 128, 2, 4 and 6
+# layers reach 1.29, 1.14 and 1.31 bits per byte; width 192 with 3 and 6 layers 1.45 and 1.59. Far below the 10.5 tokens
+# a parameter of seed 4: three minutes end long before a small model stops learning, and depth pays more than width.
+QUICKSTART_ASPECT = 32
+QUICKSTART_TOKENS_PER_PARAM = 2.5
+
 
 def quickstart(
     *,
@@ -81,7 +87,7 @@ def shakespeare_char(
 def _quickstart_shape(
     depth: int | None, horizon: Horizon, machine: Machine | None, *, vocab_size: int, seq_len: int
 ) -> Shape:
-    aspect, head_dim = 64, 64
+    aspect, head_dim = QUICKSTART_ASPECT, 64
     if depth is not None:
         require_positive("depth", depth)
         return shape_for_depth(depth, aspect=aspect, head_dim=head_dim, vocab_size=vocab_size, seq_len=seq_len)
@@ -91,7 +97,12 @@ def _quickstart_shape(
         horizon.amount if horizon.unit == "flops" else EXPECTED_MFU * seconds * (measured or ASSUMED_FLOPS_PER_SECOND)
     )
     return shape_for_compute(
-        total_flops, tokens_per_param=2.0, aspect=aspect, head_dim=head_dim, vocab_size=vocab_size, seq_len=seq_len
+        total_flops,
+        tokens_per_param=QUICKSTART_TOKENS_PER_PARAM,
+        aspect=aspect,
+        head_dim=head_dim,
+        vocab_size=vocab_size,
+        seq_len=seq_len,
     )
 
 

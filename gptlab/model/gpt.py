@@ -17,14 +17,13 @@ from torch import Tensor, nn
 
 from gptlab.config.model import ModelConfig
 from gptlab.model.attention import apply_rotary, cached_attention, causal_attention, rotary_tables
+from gptlab.model.head import HeadLoss, softcap
 from gptlab.model.kv_cache import KVCache
 from gptlab.runtime.rng import fold_seed
 
 NORM_EPS = 1e-6
 # Channels that a value-embedding gate reads (autoresearch and nanochat: 32).
 GATE_CHANNELS = 32
-# Target that does not count.
-IGNORE = -1
 
 
 class Linear(nn.Linear):
@@ -220,18 +219,15 @@ class GPT(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., C) behind the last block -> (..., V), the vocabulary's padding left out."""
-        return self._padded_logits(hidden)[..., : self.config.vocab_size]
+        logits = self.head(self.final_norm(hidden))[..., : self.config.vocab_size]
+        return softcap(logits.to(torch.promote_types(logits.dtype, torch.float32)), self.config.logit_softcap)
 
     def head_loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """Summed cross-entropy of hidden (B, T, C) against targets (B, T); 0-d."""
-        logits = self.logits(hidden.flatten(0, 1))
-        return F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORE, reduction="sum")
-
-    def _padded_logits(self, hidden: Tensor) -> Tensor:
-        logits = self.head(self.final_norm(hidden))
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        cap = self.config.logit_softcap
-        return logits if cap is None else cap * torch.tanh(logits / cap)
+        x = self.final_norm(hidden.flatten(0, 1))
+        weight = self.head.weight.to(x.dtype)
+        config = self.config
+        return HeadLoss.apply(x, weight, targets.flatten(), config.vocab_size, config.logit_softcap)
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
