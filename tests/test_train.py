@@ -298,6 +298,20 @@ class TestLoss:
             assert a["loss"] == pytest.approx(b["loss"], rel=1e-9)
             assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-7)
 
+    def test_dropout_is_keyed_by_seed_step_and_micro_batch(self, folder: Path) -> None:
+        """And by nothing else: neither what was drawn before nor how many ranks share a step can change it."""
+        opened = open_tiny(folder, model__dropout=0.5)
+        state, config = opened.state, opened.config
+        tokens = torch.randint(257, (1, 4, config.model.seq_len), generator=torch.Generator().manual_seed(1))
+
+        def loss(seed: int = config.seed, step: int = 3, index: int = 1) -> float:
+            torch.rand(7)
+            batch = StepBatch(step, 0.0, tokens, tokens, (index,), tokens.numel())
+            return float(gradients(state, batch, state.model.loss, replace(config, seed=seed)))
+
+        assert loss() == loss()
+        assert len({loss(), loss(seed=8), loss(step=4), loss(index=0)}) == 4
+
     def test_validation_does_not_depend_on_its_batch(self, folder: Path) -> None:
         """DESIGN: val loss and bpb agree to 1e-6 whatever the micro-batch; here in float32."""
         found = []

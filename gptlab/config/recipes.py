@@ -6,6 +6,7 @@ still be overridden by its dotted name.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 
 from gptlab.config.data import DataConfig, TokenizerConfig
@@ -31,6 +32,7 @@ ASSUMED_FLOPS_PER_SECOND = 425e9
 # a parameter of seed 4: three minutes end long before a small model stops learning, and depth pays more than width.
 QUICKSTART_ASPECT = 32
 QUICKSTART_TOKENS_PER_PARAM = 2.5
+QUICKSTART_STEPS = 500
 
 
 def quickstart(
@@ -44,14 +46,17 @@ def quickstart(
     horizon = _horizon(horizon, minutes, Horizon(amount=180.0, unit="seconds"))
     seq_len, vocab_size = 512, 4096
     shape = _quickstart_shape(depth, horizon, machine, vocab_size=vocab_size, seq_len=seq_len)
+    total_tokens = _quickstart_batch(shape, horizon, machine)
     return RunConfig(
         recipe="quickstart",
         model=ModelConfig(n_layer=shape.n_layer, n_embd=shape.n_embd, n_head=shape.n_head, seq_len=seq_len),
         tokenizer=TokenizerConfig(kind="bpe", vocab_size=vocab_size),
         data=DataConfig(source=("stdlib",), rows="packed"),
-        batch=BatchConfig(total_tokens=16 * seq_len, micro_sequences=16),
+        batch=BatchConfig(total_tokens=total_tokens, micro_sequences=16),
         horizon=horizon,
-        optim=_modern_optimizer(shape.n_embd, muon_lr=0.02, adamw_scale=0.5),
+        # Seed 4's AdamW rates at its 2^19 tokens a step, half of them at 2^13; the sixth root between is not swept. Its
+        # own square root would leave an eighth, too little to move embeddings in a few hundred steps.
+        optim=_modern_optimizer(shape.n_embd, muon_lr=0.02, adamw_scale=(total_tokens / 2**19) ** (1 / 6)),
         eval=EvalConfig(every_seconds=horizon.amount / 4 if horizon.unit == "seconds" else None, tokens=131_072),
         sample=SampleConfig(
             prompts=("def ", "class ", "import os\n", "    def __init__(self"), max_tokens=96, temperature=0.7, top_k=40
@@ -87,23 +92,33 @@ def shakespeare_char(
 def _quickstart_shape(
     depth: int | None, horizon: Horizon, machine: Machine | None, *, vocab_size: int, seq_len: int
 ) -> Shape:
-    aspect, head_dim = QUICKSTART_ASPECT, 64
+    size = {"aspect": QUICKSTART_ASPECT, "head_dim": 64, "vocab_size": vocab_size, "seq_len": seq_len}
     if depth is not None:
         require_positive("depth", depth)
-        return shape_for_depth(depth, aspect=aspect, head_dim=head_dim, vocab_size=vocab_size, seq_len=seq_len)
+        return shape_for_depth(depth, **size)
+    if horizon.unit == "flops":
+        total_flops = horizon.amount
+    else:  # a length in steps or tokens says nothing of compute: then the shape for three minutes
+        total_flops = _flops_in(horizon.amount if horizon.unit == "seconds" else 180.0, machine)
+    return shape_for_compute(total_flops, tokens_per_param=QUICKSTART_TOKENS_PER_PARAM, **size)
+
+
+def _quickstart_batch(shape: Shape, horizon: Horizon, machine: Machine | None) -> int:
+    """Tokens a step: the power of two that makes about QUICKSTART_STEPS steps, from 2^13 to seed 4's 2^19."""
+    tokens = {
+        "steps": 0.0,
+        "tokens": horizon.amount,
+        "flops": horizon.amount / shape.flops_per_token,
+        "tokens_per_param": horizon.amount * shape.scaling_params,
+        "seconds": _flops_in(horizon.amount, machine) / shape.flops_per_token,
+    }[horizon.unit]
+    exponent = round(math.log2(max(tokens / QUICKSTART_STEPS, 1.0)))
+    return 2 ** min(max(exponent, 13), 19)
+
+
+def _flops_in(seconds: float, machine: Machine | None) -> float:
     measured = machine.matmul_flops_per_second if machine is not None else None
-    seconds = horizon.amount if horizon.unit == "seconds" else 180.0
-    total_flops = (
-        horizon.amount if horizon.unit == "flops" else EXPECTED_MFU * seconds * (measured or ASSUMED_FLOPS_PER_SECOND)
-    )
-    return shape_for_compute(
-        total_flops,
-        tokens_per_param=QUICKSTART_TOKENS_PER_PARAM,
-        aspect=aspect,
-        head_dim=head_dim,
-        vocab_size=vocab_size,
-        seq_len=seq_len,
-    )
+    return EXPECTED_MFU * seconds * (measured or ASSUMED_FLOPS_PER_SECOND)
 
 
 def _modern_optimizer(n_embd: int, *, muon_lr: float, adamw_scale: float) -> OptimConfig:
