@@ -168,6 +168,7 @@ def _merge(recipe: str | None, file: Mapping[str, Any], flags: Mapping[str, Any]
         horizon = flag_horizon
         overrides.pop("horizon.amount", None)
         overrides.pop("horizon.unit", None)
+    common = _fields(RunArguments)
     return RunRequest(
         recipe=recipe,
         depth=depth,
@@ -175,7 +176,7 @@ def _merge(recipe: str | None, file: Mapping[str, Any], flags: Mapping[str, Any]
         overrides=overrides | _overrides(flags),
         resume=flags.get("resume"),
         list_recipes=flags.get("list", False),
-        options={name: value for name, value in flags.items() if name not in _fields(RunArguments)},
+        options={name: value for name, value in flags.items() if name not in common},
     )
 
 
