@@ -588,9 +588,10 @@ def test_compiled_run(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     if not compiler_available(torch.device("cpu")):
         pytest.skip("torch.compile needs a C++ compiler, and none was found")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    # Compiled dropout draws otherwise; here it draws as the uncompiled does, so that the losses can be compared.
+    monkeypatch.setattr("torch._inductor.config.fallback_random", True)
     changes = {
-        "model__n_layer": 1, "model__dropout": 0.0, "model__value_embeddings": "off", "sample__prompts": [],
-        "runtime__dtype": "float64",
+        "model__n_layer": 1, "model__value_embeddings": "off", "sample__prompts": [], "runtime__dtype": "float64",
     }  # fmt: skip
     plain = train(folder, "uncompiled", **changes)
 
