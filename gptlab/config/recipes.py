@@ -75,7 +75,8 @@ def shakespeare_char(
     """Characters of tiny Shakespeare (give the file with --data), the last tenth held out as nanoGPT does."""
     horizon = _horizon(horizon, minutes, Horizon(amount=180.0, unit="seconds"))
     depth = depth or 4
-    shape = shape_for_depth(depth, aspect=64, head_dim=64, vocab_size=128, seq_len=256)
+    # Width 192 at four layers: 1.578 nats after 60 s on two Zen 4 cores, width 256 1.664, width 128 at six 1.576.
+    shape = shape_for_depth(depth, aspect=48, head_dim=64, vocab_size=128, seq_len=256)
     return RunConfig(
         recipe="shakespeare-char",
         model=ModelConfig(n_layer=shape.n_layer, n_embd=shape.n_embd, n_head=shape.n_head, seq_len=256),
