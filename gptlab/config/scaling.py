@@ -13,8 +13,9 @@ REFERENCE_TOTAL_TOKENS = 2**19
 REFERENCE_WIDTH = 768
 REFERENCE_DEPTH = 12
 
-# Share of the measured matrix-product peak that training reaches; `gptlab bench` measures it (docs/LOG.md, quickstart).
-EXPECTED_MFU = 0.6
+# Share of the measured matrix-product peak that a whole run reaches: 0.53 to 0.60 at quickstart's size on two CPU cores
+# (docs/LOG.md, 2026-11-20).
+EXPECTED_MFU = 0.55
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
