@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import sys
@@ -48,7 +49,9 @@ EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
 
 def entry_point() -> None:
     """The console script."""
-    sys.exit(main(sys.argv[1:]))
+    code = main(sys.argv[1:])
+    gc.freeze()  # Else the interpreter looks for garbage in all of torch's compiler before it ends: 0.9 s.
+    sys.exit(code)
 
 
 def main(argv: Sequence[str]) -> int:
