@@ -204,6 +204,7 @@ class TestReport:
             "device": "cpu", "device_name": "X", "threads": 2, "dtype": "bfloat16", "recipe": "r", "model": "m",
             "parameters": 5, "shape": "s", "tokens_per_step": 100,
             "flops_per_token": FlopsPerToken(matmul=10**9, attention=2 * 10**9, attention_causal=1e9),
+            "forward_flops_per_token": 2e9,
             "vendor_peak_flops_per_second": None, "measured_peaks_flops_per_second": (390e9, 400e9, 395e9),
             "sustained_shares": (0.95, 0.93, 0.96), "compiled": "cached", "compile_seconds": 2.0,
             "steps": 20, "step_seconds": 1.0, "best_step_seconds": 0.8,
@@ -225,8 +226,8 @@ class TestReport:
 
     def test_table_by_hand(self) -> None:
         text = describe(self.bench())
-        assert "forward       200.00   20.0%      500   125.0%" in text  # A third of 300 GFLOP in 0.2 s.
-        assert "backward      400.00   40.0%      500   125.0%" in text
+        assert "forward       200.00   20.0%    1,000   250.0%" in text  # 2 of 3 GFLOP a token in 0.2 s.
+        assert "backward      400.00   40.0%      250    62.5%" in text
         assert "rest           40.00    4.0%\n" in text
         assert "step        1,000.00  100.0%      300    75.0%" in text
         assert "MFU       75.0% with attention counted over the whole context" in text
@@ -284,6 +285,7 @@ class TestCommand:
         # 6 a weight (head, two blocks of 12 * 32^2, one gate of 32 * 2); attention 12 * width * context a layer.
         flops = 6 * (32 * 320 + 2 * 12 * 32**2 + 32 * 2) + 2 * 12 * 32 * 32
         assert found["flops_per_token"]["matmul"] + found["flops_per_token"]["attention"] == flops
+        assert found["forward_flops_per_token"] == flops / 3 + 4 * 32 * 320
         assert found["mfu"] == pytest.approx(flops * 128 / (found["step_seconds"] * 100e9))
         assert found["tokens_per_second"] == pytest.approx(128 / found["step_seconds"])
         assert found["rest_seconds"] + sum(found["part_seconds"].values()) == pytest.approx(found["step_seconds"])

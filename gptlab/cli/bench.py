@@ -107,7 +107,7 @@ def measure(request: RunRequest, console: Console, *, steps: int, seconds: float
         second = timed_steps()
         looks.append(_look_at(place))
         console.live("timing parts alone")
-        times = first + second
+        times, flops = first + second, flops_per_token(state.model)
         return Bench(
             device=str(place.device),
             device_name=device_name(place.device),
@@ -118,7 +118,9 @@ def measure(request: RunRequest, console: Console, *, steps: int, seconds: float
             parameters=parameter_counts(state.model).total,
             shape=step_text(config),
             tokens_per_step=config.batch.total_tokens,
-            flops_per_token=flops_per_token(state.model),
+            flops_per_token=flops,
+            # A third, and the two products of the head's gradient (model/head.py).
+            forward_flops_per_token=flops.total / 3 + 4 * state.model.head.weight.numel(),
             vendor_peak_flops_per_second=place.peak.flops_per_second if place.peak.source == "table" else None,
             measured_peaks_flops_per_second=tuple(look[0] for look in looks if look is not None),
             sustained_shares=tuple(look[1] for look in looks if look is not None),

@@ -34,6 +34,8 @@ class Bench:
     """Of a step."""
     tokens_per_step: int
     flops_per_token: FlopsPerToken
+    forward_flops_per_token: float
+    """What of these the forward pass does; more than a third where the head takes its gradient with its loss."""
     vendor_peak_flops_per_second: float | None
     """FLOP/s by the data sheet; None where there is none."""
     measured_peaks_flops_per_second: tuple[float, ...]
@@ -148,13 +150,14 @@ def _peak(bench: Bench) -> str:
 def _parts(bench: Bench) -> str:
     rows = [("", "ms", "share", "GFLOP/s", "of peak")]
     total = bench.flops_per_token.total * bench.tokens_per_step
-    work = {"forward": total / 3, "backward": total * 2 / 3}
+    forward = bench.forward_flops_per_token * bench.tokens_per_step
+    work = {"forward": forward, "backward": total - forward}
     named = {**bench.part_seconds, "rest": bench.rest_seconds, "step": bench.step_seconds}
     for name, seconds in named.items():
         flops = (total if name == "step" else work.get(name, 0.0)) / seconds if seconds > 0 else 0.0
         rate = (_giga(flops), _percent(bench._share_of_peak(flops))) if flops else ("", "")
         rows.append((name, _ms(seconds), _percent(seconds / bench.step_seconds), *rate))
-    return _table(rows)
+    return f"{_table(rows)}\nforward includes the head's gradient, which is taken together with its loss"
 
 
 def _speed(bench: Bench) -> Iterator[tuple[str, str]]:
