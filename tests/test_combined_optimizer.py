@@ -43,7 +43,8 @@ def make_weights(dtype: torch.dtype = torch.float32) -> Weights:
 
 def make(weights: Weights, config: OptimConfig | None = None, **arguments: Any) -> CombinedOptimizer:
     arguments.setdefault("compute_dtype", torch.float32)
-    arguments.setdefault("row_splits", {"h.0.qkv.weight": (8, 8, 8)})
+    if "h.0.qkv.weight" in weights:
+        arguments.setdefault("row_splits", {"h.0.qkv.weight": (8, 8, 8)})
     triples = [(name, p, SHAPES[name][1]) for name, p in weights.items()]
     return build_optimizer(triples, config or OptimConfig(), **arguments)
 

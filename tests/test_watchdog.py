@@ -57,10 +57,15 @@ def test_handlers_come_back_after_an_error_too() -> None:
 
 
 def test_an_interrupt_after_the_context_is_an_interrupt_again() -> None:
-    with Preemption():
-        pass
-    with pytest.raises(KeyboardInterrupt):
-        signal.raise_signal(signal.SIGINT)
+    # A job in the background of a shell starts with SIGINT ignored, and Python leaves it so.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with Preemption():
+            pass
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_outside_of_the_main_thread_nothing_is_installed() -> None:

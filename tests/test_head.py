@@ -1,0 +1,66 @@
+"""The head's loss in one pass against cross-entropy by autograd, in float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import gptlab.model.head
+from gptlab.model.head import HeadLoss, softcap
+
+POSITIONS, WIDTH, ENTRIES, PADDED = 37, 8, 11, 16
+
+
+def inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(POSITIONS, WIDTH, generator=generator, dtype=torch.float64)
+    weight = 3 * torch.randn(PADDED, WIDTH, generator=generator, dtype=torch.float64)
+    targets = torch.randint(ENTRIES, (POSITIONS,), generator=generator)
+    targets[::5] = -1
+    return x.requires_grad_(), weight.requires_grad_(), targets
+
+
+@pytest.mark.parametrize("cap", [None, 15.0, 2.0])
+@pytest.mark.parametrize(("slice_logits", "max_slices"), [(2**21, 16), (1, 3), (5 * PADDED, 1000), (1, 1000)])
+def test_loss_and_gradients_are_those_of_cross_entropy(
+    cap: float | None, slice_logits: int, max_slices: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one slice, in three of 13, 13 and 11 positions, in slices of 5 with a rest of 2, and one by one."""
+    monkeypatch.setattr(gptlab.model.head, "SLICE_LOGITS", slice_logits)
+    monkeypatch.setattr(gptlab.model.head, "MAX_SLICES", max_slices)
+    x, weight, targets = inputs()
+    loss = HeadLoss.apply(x, weight, targets, ENTRIES, cap)
+    (loss / 7).backward()
+    ours = (loss.detach(), x.grad, weight.grad)
+
+    x, weight, targets = inputs()
+    logits = softcap(x @ weight[:ENTRIES].t(), cap)
+    expected = F.cross_entropy(logits, targets, ignore_index=-1, reduction="sum")
+    (expected / 7).backward()
+    for mine, theirs in zip(ours, (expected.detach(), x.grad, weight.grad), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_one_case_by_hand() -> None:
+    """Two entries with logits 0 and ln 3: probabilities 1/4 and 3/4, loss ln 4 for the first, gradient (-3/4, 3/4)."""
+    x = torch.ones(1, 1, dtype=torch.float64, requires_grad=True)
+    weight = torch.tensor([[0.0], [math.log(3.0)]], dtype=torch.float64, requires_grad=True)
+    loss = HeadLoss.apply(x, weight, torch.tensor([0]), 2, None)
+    loss.backward()
+    assert loss.item() == pytest.approx(math.log(4.0), abs=1e-14)
+    assert weight.grad is not None
+    assert weight.grad.flatten().tolist() == pytest.approx([-0.75, 0.75], abs=1e-14)
+
+
+def test_logits_beyond_the_range_of_exp_are_capped() -> None:
+    x = torch.tensor([[1000.0], [-1000.0]], requires_grad=True)
+    weight = torch.tensor([[1.0], [-1.0]], requires_grad=True)
+    loss = HeadLoss.apply(x, weight, torch.tensor([1, 1]), 2, 15.0)
+    loss.backward()
+    # Capped logits are (15, -15) and (-15, 15): losses of 30 and of 1e-13, and no slope left in either.
+    assert loss.item() == pytest.approx(30.0, abs=1e-5)
+    assert x.grad is not None
+    assert x.grad.tolist() == [[0.0], [0.0]]
