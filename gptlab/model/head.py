@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Logits that exist at one time, 8 MiB of float32: they stay in the cache. At quickstart's size forward and backward took
-# 314 ms by slices of this size and 322 by slices four times as large (medians of 10) ...
+# Logits that exist at one time, 8 MiB of float32: they stay in the cache. At quickstart's size forward and backward
+# took 314 ms by slices of this size and 322 by slices four times as large (medians of 10) ...
 SLICE_LOGITS = 2**21
 # ... but no more slices than this: a compiled graph holds each of them.
 MAX_SLICES = 16
