@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING
 from gptlab.cli.run_arguments import RunRequest, TrainArguments, read_request, recipe_list
 from gptlab.config.errors import UserError
 from gptlab.config.load import config_from_json
+from gptlab.config.recipes import why_quickstart_size
 from gptlab.config.run import RunConfig
+from gptlab.config.scaling import Machine
 
 if TYPE_CHECKING:
     from gptlab.cli.session import Session
@@ -186,3 +188,5 @@ def describe(session: Session, console: Console) -> None:
         f"training  {config.horizon}, {config.batch.total_tokens:,} tokens a step "
         f"({config.micro_batches} x {config.batch.micro_sequences} rows)"
     )
+    if reason := why_quickstart_size(config, Machine(device=str(place.device), matmul_flops_per_second=peak)):
+        console.line(f"size      {reason}")

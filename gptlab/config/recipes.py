@@ -104,6 +104,24 @@ def _quickstart_shape(
     return shape_for_compute(total_flops, tokens_per_param=QUICKSTART_TOKENS_PER_PARAM, **size)
 
 
+def why_quickstart_size(config: RunConfig, machine: Machine) -> str | None:
+    """How the size came about, in a line; None where the recipe did not choose it (another recipe, --depth, fields)."""
+    if config.recipe != "quickstart" or config.horizon.unit not in ("seconds", "flops"):
+        return None
+    model, own = config.model, quickstart(horizon=config.horizon, machine=machine).model
+    if (model.n_layer, model.n_embd, model.seq_len) != (own.n_layer, own.n_embd, own.seq_len):
+        return None
+    if config.horizon.unit == "flops":
+        compute = f"{config.horizon.amount:.2g} FLOP"
+    else:
+        peak = machine.matmul_flops_per_second
+        rate = f"{(peak or ASSUMED_FLOPS_PER_SECOND) / 1e9:,.0f} GFLOP/s {'measured' if peak else 'assumed'}"
+        total = _flops_in(config.horizon.amount, machine)
+        compute = f"{config.horizon.amount:g} s x {rate} x {EXPECTED_MFU} = {total:.2g} FLOP"
+    ratio = f"{QUICKSTART_TOKENS_PER_PARAM:g} tokens a parameter"
+    return f"{compute}: the deepest model that this trains on {ratio}, about {QUICKSTART_STEPS} steps"
+
+
 def _quickstart_batch(shape: Shape, horizon: Horizon, machine: Machine | None) -> int:
     """Tokens a step: the power of two that makes about QUICKSTART_STEPS steps, from 2^13 to seed 4's 2^19."""
     tokens = {

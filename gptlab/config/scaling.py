@@ -1,4 +1,4 @@
-"""Rules that size a run: from compute to depth, from batch to learning rate, from depth to weight decay.
+"""Rules that size a run: from depth to width, from compute to depth, from width to learning rate.
 
 Each rule names the paper or measurement it rests on, and how far that reaches.
 """
@@ -8,10 +8,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-# Seed 4's learning rates were tuned at this batch, width and depth.
-REFERENCE_TOTAL_TOKENS = 2**19
+# autoresearch's and nanochat's AdamW rates were tuned at this width.
 REFERENCE_WIDTH = 768
-REFERENCE_DEPTH = 12
 
 # Share of the measured matrix-product peak that a whole run reaches: 0.53 to 0.60 at quickstart's size on two CPU cores
 # (docs/LOG.md, 2026-11-20).
@@ -70,16 +68,6 @@ def shape_for_compute(
     return best
 
 
-def lr_scale_for_batch(total_tokens: int) -> float:
-    """Learning rates grow with the root of the batch (seed 4: standard for AdamW; for Muon an assumption there)."""
-    return math.sqrt(total_tokens / REFERENCE_TOTAL_TOKENS)
-
-
 def adamw_lr_scale_for_width(n_embd: int) -> float:
     """AdamW's rates fall with the root of the width (autoresearch and nanochat: tuned at 768)."""
     return (n_embd / REFERENCE_WIDTH) ** -0.5
-
-
-def weight_decay_for_depth(weight_decay: float, depth: int) -> float:
-    """Decay falls with the square of the depth at constant aspect (seed 4, tuned at depth 12)."""
-    return weight_decay * (REFERENCE_DEPTH / depth) ** 2
