@@ -69,7 +69,7 @@ def make_run(folder: Path, kind: str = "byte", **changes: object) -> Run:
         model=ModelConfig(n_layer=2, n_embd=32, n_head=2, seq_len=SEQ_LEN, vocab_multiple=8, **changes),  # type: ignore[arg-type]
         tokenizer=TokenizerConfig(kind=kind),  # type: ignore[arg-type]
         data=DataConfig(
-            source=(str(corpus),), cache_dir=str(folder / "cache"), workers=1, val_fraction=0.3,
+            source=(str(corpus),), cache_dir=str(folder / "cache"), val_fraction=0.3,
             rows="packed" if packed else "random",
         ),
         batch=BatchConfig(total_tokens=4 * SEQ_LEN, micro_sequences=4),

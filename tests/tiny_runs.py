@@ -34,7 +34,7 @@ Flags = dict[str, Any]
 FLAGS: Flags = {
     "model.n_layer": 2, "model.n_embd": 32, "model.n_head": 2, "model.seq_len": 32, "model.vocab_multiple": 32,
     "model.window_pattern": "SL", "model.dropout": 0.1, "tokenizer.kind": "byte", "data.val_fraction": 0.15,
-    "data.workers": 1, "batch.micro_sequences": 4, "batch.total_tokens": 2 * 4 * 32, "steps": 12,
+    "batch.micro_sequences": 4, "batch.total_tokens": 2 * 4 * 32, "steps": 12,
     "schedule.warmup_fraction": 0.1, "optim.grad_clip": 1.0, "eval.every_steps": 3, "eval.every_seconds": None,
     "checkpoint.every_steps": 4, "checkpoint.every_seconds": None, "sample.prompts": ["the ", "fox"],
     "sample.every_steps": 6, "sample.max_tokens": 6, "runtime.device": "cpu", "runtime.dtype": "float32",

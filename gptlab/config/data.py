@@ -56,8 +56,6 @@ class DataConfig:
     """packed rows: documents among which the best fit is looked for (seed 4's loader: 1000)."""
     cache_dir: str | None = None
     """Where prepared tokens are kept. None: $GPTLAB_CACHE, or the user's cache folder."""
-    workers: int | None = None
-    """Processes that prepare data. None: one a core."""
 
     def __post_init__(self) -> None:
         require(len(self.source) > 0, "data.source", self.source, "name at least one corpus", "stdlib")
@@ -66,4 +64,3 @@ class DataConfig:
         require_choice("data.long_documents", self.long_documents, get_args(LongDocuments))
         require(0.0 < self.val_fraction < 1.0, "data.val_fraction", self.val_fraction, "must be between 0 and 1", 0.05)
         require_positive("data.pack_buffer_documents", self.pack_buffer_documents)
-        require_positive("data.workers", self.workers)
