@@ -103,7 +103,7 @@ def test_json_must_be_an_object() -> None:
 
 def test_leaf_fields_are_every_choice_by_its_dotted_name() -> None:
     names = list(leaf_fields(RunConfig))
-    assert names[:4] == ["recipe", "run_dir", "seed", "model.n_layer"]
+    assert names[:4] == ["recipe", "run_dir", "seed", "init_from"]
     assert "optim.x0_lambda.beta1" in names
     assert len(names) == len(set(names))
 

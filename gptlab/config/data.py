@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 from gptlab.config.errors import require, require_choice, require_positive
 
-TokenizerKind = Literal["bpe", "char", "byte"]
+TokenizerKind = Literal["bpe", "gpt2", "char", "byte"]
 Split = Literal["hash", "tail"]
 Rows = Literal["packed", "sequential", "random"]
 LongDocuments = Literal["cut", "crop"]
@@ -16,7 +16,8 @@ LongDocuments = Literal["cut", "crop"]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizerConfig:
     kind: TokenizerKind = "bpe"
-    """bpe (byte-level, trained on the corpus) | char (the characters that occur) | byte (the 256 bytes)."""
+    """bpe (byte-level, trained on the corpus) | gpt2 (GPT-2's 50,257 entries) | char (the characters that occur) | byte
+    (the 256 bytes)."""
     vocab_size: int = 4096
     """Entries of a bpe tokenizer, special tokens included."""
     max_digits: int = 2
@@ -39,7 +40,12 @@ class TokenizerConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataConfig:
     source: tuple[str, ...] = ("stdlib",)
-    """Corpora, read one after the other: `stdlib`, a file (.txt .jsonl .parquet), a folder, or a glob."""
+    """Corpora, read one after the other: `stdlib`, a file (.txt .jsonl .parquet), a folder, a glob, a corpus by name
+    (`gptlab data list`) or hub:OWNER/NAME. Or tokens: a nanoGPT folder (train.bin, val.bin), llm.c shards (.bin)."""
+    val_source: tuple[str, ...] = ()
+    """Corpora (or token shards) to validate on. None given: `split` holds out a part of `source`."""
+    hub_files: int | None = None
+    """Files of a corpus from the hub to use, at most, in the order of their names. None: as many as its entry says."""
     text_column: str = "text"
     """The column (Parquet) or key (JSONL) that holds the text."""
     split: Split = "hash"

@@ -10,7 +10,7 @@ from gptlab.config.errors import ConfigError, require, require_choice, require_p
 Norm = Literal["rmsnorm", "layernorm"]
 Position = Literal["rope", "learned"]
 Activation = Literal["relu2", "gelu"]
-Init = Literal["nanochat", "gpt2"]
+Init = Literal["nanochat", "gpt2", "torch"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +63,8 @@ class ModelConfig:
     """Constant on the attention branch (seed 1: 1/sqrt(2 n_layer)). None: 1."""
     init: Init = "nanochat"
     """nanochat: uniform matrices of std 1/sqrt(width), zero projections, embedding std 1 | gpt2: normal 0.02, and
-    0.02/sqrt(2 n_layer) on projections into the residual stream."""
+    0.02/sqrt(2 n_layer) on projections into the residual stream | torch: what nn.Linear and nn.Embedding draw, uniform
+    in 1/sqrt(inputs) and normal 1 (seed 1)."""
 
     def __post_init__(self) -> None:
         for name in ("n_layer", "n_embd", "n_head", "n_kv_head", "seq_len", "vocab_size", "vocab_multiple",

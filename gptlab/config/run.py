@@ -40,11 +40,21 @@ class EvalConfig:
     """Validate the weights as they are, and end without training (nanoGPT's eval_only)."""
     tokens: int | None = None
     """Target tokens of the validation set, at most; always the same ones. None: the whole set."""
+    train_tokens: int | None = None
+    """Target tokens of the training text, at most and always the same ones, whose loss is measured beside the
+    validation loss, without dropout (nanoGPT's train loss). None: not measured."""
     micro_sequences: int | None = None
     """Rows in one evaluation pass. None: as in training. Changes the speed, not the result."""
+    core_every_steps: int | None = None
+    """Measure CORE (DCLM, arXiv:2406.11794) every so many steps, and at the end. None: never."""
+    core_examples: int | None = 500
+    """Examples of each CORE task, at most; always the same ones (nanochat: 500). None: all."""
+    core_dir: str | None = None
+    """Folder of the DCLM evaluation bundle (core.yaml, eval_meta_data.csv, eval_data/). None: CACHE/core."""
 
     def __post_init__(self) -> None:
-        for name in ("every_steps", "every_seconds", "tokens", "micro_sequences"):
+        for name in ("every_steps", "every_seconds", "tokens", "train_tokens", "micro_sequences",
+                     "core_every_steps", "core_examples"):  # fmt: skip
             require_positive(f"eval.{name}", getattr(self, name))
 
 
@@ -127,6 +137,9 @@ class RunConfig:
     """Folder of the run. None: runs/RECIPE-DATE-TIME."""
     seed: int = 1337
     """Seeds weights, data order, dropout and samples."""
+    init_from: str | None = None
+    """Weights to begin with: a folder of a run, or of a GPT-2 or exported model as transformers keeps it, or the name
+    of one of OpenAI's (gpt2, gpt2-medium, gpt2-large, gpt2-xl). None: drawn from the seed."""
     model: ModelConfig = field(default_factory=ModelConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     data: DataConfig = field(default_factory=DataConfig)
