@@ -19,7 +19,7 @@ PACKAGE = ROOT / "gptlab"
 ORDER = ("config", "runtime", "data", "model", "optim", "train", "eval", "lab", "report", "cli")
 
 TORCH_FREE = re.compile(
-    r"gptlab(\.__main__)?|gptlab\.config(\..*)?|gptlab\.cli\.(main|arguments|run_arguments)"
+    r"gptlab(\.__main__)?|gptlab\.config(\..*)?|gptlab\.cli\.(main|arguments|run_arguments|load_arguments)"
     r"|gptlab\.data\.(corpus|splits|bpe|tokenizer\w*|shards|rows|prepare)"
 )
 

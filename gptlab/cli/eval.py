@@ -7,11 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-import tyro
-
 from gptlab.cli.arguments import parse
+from gptlab.cli.load_arguments import LoadArguments
 from gptlab.config.errors import require_positive
-from gptlab.config.run import DType
 
 if TYPE_CHECKING:
     from gptlab.cli.loaded_run import LoadedRun
@@ -20,19 +18,11 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EvalArguments:
-    run: tyro.conf.Positional[str]
-    """Folder of the run, such as runs/NAME."""
-    checkpoint: str = "latest"
-    """latest | best (lowest recorded validation loss) | the number of a step."""
+class EvalArguments(LoadArguments):
     tokens: int | None = None
     """Target tokens of the validation set, at most; always the same ones. None: as in the run's configuration."""
     micro_sequences: int | None = None
     """Rows in one pass. Changes the speed, not the result. None: as in the run's configuration."""
-    device: str | None = None
-    """auto | cpu | cuda | cuda:N | mps. None: as in the run's configuration."""
-    dtype: DType | None = None
-    """Type of activations and matrix products. None: as in the run's configuration."""
 
     def __post_init__(self) -> None:
         require_positive("--tokens", self.tokens)
@@ -47,17 +37,10 @@ def main(argv: Sequence[str]) -> int:
         prog="gptlab eval",
         description="Measure a run on its validation set: loss (nats/token) and bits per byte.",
     )
-    from gptlab.cli.loaded_run import load_run
     from gptlab.runtime.console import Console
 
     with Console(stream=sys.stderr) as console:
-        run = load_run(
-            arguments.run,
-            checkpoint=arguments.checkpoint,
-            device=arguments.device,
-            dtype=arguments.dtype,
-            console=console,
-        )
+        run = arguments.load(console)
         result = evaluate_run(run, tokens=arguments.tokens, micro_sequences=arguments.micro_sequences, console=console)
     print(f"run: {run.directory.path}")
     print(f"step: {run.step}")

@@ -7,20 +7,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TextIO
 
-import tyro
-
 from gptlab.cli.arguments import parse
+from gptlab.cli.load_arguments import LoadArguments
 from gptlab.config.errors import require, require_positive
-from gptlab.config.run import DType, SampleConfig
+from gptlab.config.run import SampleConfig
 
 # Samples may hold any character; those that move a cursor or ring a bell stay away from a terminal.
 _CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SampleArguments:
-    run: tyro.conf.Positional[str]
-    """Folder of the run, such as runs/NAME."""
+class SampleArguments(LoadArguments):
     prompt: tuple[str, ...] = ()
     """Text to continue; several as "A" "B" or repeated; with a dash in front as --prompt="-x". None given: those of the
     run, or else the start of a document."""
@@ -34,12 +31,6 @@ class SampleArguments:
     """Seeds the draws, together with the prompt. None: the run's seed."""
     stop: bool = True
     """End where the model begins a new document."""
-    checkpoint: str = "latest"
-    """latest | best (lowest recorded validation loss) | the number of a step."""
-    device: str | None = None
-    """auto | cpu | cuda | cuda:N | mps. None: as in the run's configuration."""
-    dtype: DType | None = None
-    """Type of activations and matrix products. None: as in the run's configuration."""
 
     def __post_init__(self) -> None:
         require_positive("--max-tokens", self.max_tokens)
@@ -66,18 +57,11 @@ def main(argv: Sequence[str]) -> int:
         prog="gptlab sample",
         description="Let a trained run continue a text, token by token.",
     )
-    from gptlab.cli.loaded_run import load_run
     from gptlab.eval.engine import sample_text
     from gptlab.runtime.console import Console
 
     with Console(stream=sys.stderr) as console:
-        run = load_run(
-            arguments.run,
-            checkpoint=arguments.checkpoint,
-            device=arguments.device,
-            dtype=arguments.dtype,
-            console=console,
-        )
+        run = arguments.load(console)
     settings = arguments.over(run.config.sample)
     # Set up before the first is printed, so that a prompt that cannot be encoded leaves no half of the output.
     streams = [
