@@ -82,6 +82,8 @@ def linear(weights: Weights, name: str, x: Tensor) -> Tensor:
 def activation(config: ModelConfig, x: Tensor) -> Tensor:
     if config.activation == "relu2":
         return torch.where(x > 0, x * x, 0.0)
+    if config.activation == "gelu_tanh":  # arXiv:1606.08415, section 2
+        return x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2
     return x * (1 + torch.erf(x / math.sqrt(2))) / 2
 
 

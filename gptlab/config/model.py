@@ -9,7 +9,7 @@ from gptlab.config.errors import ConfigError, require, require_choice, require_p
 
 Norm = Literal["rmsnorm", "layernorm"]
 Position = Literal["rope", "learned"]
-Activation = Literal["relu2", "gelu"]
+Activation = Literal["relu2", "gelu", "gelu_tanh"]
 Init = Literal["nanochat", "gpt2", "torch"]
 
 
@@ -38,7 +38,8 @@ class ModelConfig:
     rope_base: float = 10_000.0
     """Base of the rotary frequencies."""
     activation: Activation = "relu2"
-    """relu2 (ReLU squared, Primer, arXiv:2109.08668) | gelu (exact, erf)."""
+    """relu2 (ReLU squared, Primer, arXiv:2109.08668) | gelu (exact, erf) | gelu_tanh (its approximation by tanh, with
+    which OpenAI trained GPT-2)."""
     bias: bool = False
     """Biases in linear layers and LayerNorm."""
     dropout: float = 0.0

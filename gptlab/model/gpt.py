@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gptlab.config.model import ModelConfig
+from gptlab.config.model import Activation, ModelConfig
 from gptlab.model.attention import apply_rotary, cached_attention, causal_attention, rotary_tables
 from gptlab.model.head import HeadLoss, softcap
 from gptlab.model.kv_cache import KVCache
@@ -107,16 +107,30 @@ class Attention(nn.Module):
         return self.out(y.transpose(1, 2).reshape(batch, n_tokens, -1))
 
 
+def _relu2(x: Tensor) -> Tensor:
+    return F.relu(x).square()
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+_ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "relu2": _relu2,
+    "gelu": F.gelu,
+    "gelu_tanh": _gelu_tanh,
+}
+
+
 class MLP(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.relu2 = config.activation == "relu2"
+        self.activate = _ACTIVATIONS[config.activation]
         self.up = Linear(config.n_embd, config.mlp_width, bias=config.bias)
         self.out = Linear(config.mlp_width, config.n_embd, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = self.up(x)
-        return self.out(F.relu(hidden).square() if self.relu2 else F.gelu(hidden))
+        return self.out(self.activate(self.up(x)))
 
 
 class Block(nn.Module):
