@@ -8,14 +8,8 @@ import pytest
 
 from gptlab.config.errors import ConfigError
 from gptlab.config.horizon import Horizon
-from gptlab.config.recipes import (
-    QUICKSTART_STEPS,
-    QUICKSTART_TOKENS_PER_PARAM,
-    RECIPES,
-    quickstart,
-    shakespeare_char,
-    why_quickstart_size,
-)
+from gptlab.config.recipes import RECIPES, quickstart, shakespeare_char, why_quickstart_size
+from gptlab.config.recipes.quickstart import QUICKSTART_STEPS, QUICKSTART_TOKENS_PER_PARAM
 from gptlab.config.scaling import (
     EXPECTED_MFU,
     Machine,

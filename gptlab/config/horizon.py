@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from gptlab.config.errors import ConfigError, require_choice
+from gptlab.config.errors import ConfigError, require_choice, require_positive
 
 HorizonUnit = Literal["steps", "tokens", "flops", "tokens_per_param", "seconds"]
 
@@ -56,3 +56,21 @@ class Horizon:
     def __str__(self) -> str:
         text = f"{self.amount:g} {self.unit.replace('_', ' ')}"
         return text if self.until_val_loss is None else f"validation loss {self.until_val_loss:g}, at most {text}"
+
+
+def chosen_horizon(horizon: Horizon | None, minutes: float | None, default: Horizon) -> Horizon:
+    """What a recipe's caller asks for: minutes of the training clock before a horizon, and that before the recipe's."""
+    if minutes is not None:
+        require_positive("minutes", minutes)
+        return Horizon(amount=60.0 * minutes, unit="seconds")
+    return horizon or default
+
+
+def share_of_run(steps: int, horizon: Horizon, of_steps: int) -> float:
+    """The share of a run that `steps` steps are, where the source counts a phase in steps of a run of `of_steps`.
+
+    Another number of steps leaves the phase as many steps long, as the source's flags do. A horizon in another unit, or
+    too short for the phase, leaves it the same share of the run.
+    """
+    total = int(horizon.amount) if horizon.unit == "steps" else 0
+    return steps / (total if total >= steps else of_steps)

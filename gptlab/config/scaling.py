@@ -11,6 +11,10 @@ from dataclasses import dataclass
 # autoresearch's and nanochat's AdamW rates were tuned at this width.
 REFERENCE_WIDTH = 768
 
+# nanochat's rates were tuned at this many tokens a step, and its weight decay at this depth.
+REFERENCE_BATCH_TOKENS = 2**19
+REFERENCE_DEPTH = 12
+
 # Share of the measured matrix-product peak that a whole run reaches: 0.53 to 0.60 at quickstart's size on two CPU cores
 # (docs/LOG.md, 2026-11-20).
 EXPECTED_MFU = 0.55
@@ -71,3 +75,13 @@ def shape_for_compute(
 def adamw_lr_scale_for_width(n_embd: int) -> float:
     """AdamW's rates fall with the root of the width (autoresearch and nanochat: tuned at 768)."""
     return (n_embd / REFERENCE_WIDTH) ** -0.5
+
+
+def lr_scale_for_batch(total_tokens: int) -> float:
+    """All rates grow with the root of the batch (seed 4). Usual for AdamW; for Muon an assumption, says the seed."""
+    return (total_tokens / REFERENCE_BATCH_TOKENS) ** 0.5
+
+
+def weight_decay_for_depth(weight_decay: float, depth: int) -> float:
+    """Decay falls with the square of the depth, which is that of the width at a constant aspect (seed 4)."""
+    return weight_decay * (REFERENCE_DEPTH / depth) ** 2

@@ -1,28 +1,16 @@
-"""Named runs. A recipe is a function of a depth, a horizon and the machine that returns a whole RunConfig.
-
-Depth and horizon are arguments, not fields, because other fields follow from them; every field of the result can
-still be overridden by its dotted name.
-"""
+"""Recipes of gptlab's own: the quickstart that sizes itself to the machine, and characters of tiny Shakespeare."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
 
 from gptlab.config.data import DataConfig, TokenizerConfig
 from gptlab.config.errors import require_positive
-from gptlab.config.horizon import Horizon
+from gptlab.config.horizon import Horizon, chosen_horizon
 from gptlab.config.model import ModelConfig
-from gptlab.config.optim import AdamWConfig, MuonConfig, OptimConfig
+from gptlab.config.recipes.nanochat import muon_and_adamw
 from gptlab.config.run import BatchConfig, CheckpointConfig, EvalConfig, RunConfig, SampleConfig
-from gptlab.config.scaling import (
-    EXPECTED_MFU,
-    Machine,
-    Shape,
-    adamw_lr_scale_for_width,
-    shape_for_compute,
-    shape_for_depth,
-)
+from gptlab.config.scaling import EXPECTED_MFU, Machine, Shape, shape_for_compute, shape_for_depth
 
 # What two quiet cores with AVX512-BF16 measure; assumed only where the caller measured nothing.
 ASSUMED_FLOPS_PER_SECOND = 425e9
@@ -43,7 +31,7 @@ def quickstart(
     machine: Machine | None = None,
 ) -> RunConfig:
     """A modern small GPT on the Python standard library, sized to the machine: three minutes."""
-    horizon = _horizon(horizon, minutes, Horizon(amount=180.0, unit="seconds"))
+    horizon = chosen_horizon(horizon, minutes, Horizon(amount=180.0, unit="seconds"))
     seq_len, vocab_size = 512, 4096
     shape = _quickstart_shape(depth, horizon, machine, vocab_size=vocab_size, seq_len=seq_len)
     total_tokens = _quickstart_batch(shape, horizon, machine)
@@ -56,7 +44,7 @@ def quickstart(
         horizon=horizon,
         # Seed 4's AdamW rates at its 2^19 tokens a step, half of them at 2^13; the sixth root between is not swept. Its
         # own square root would leave an eighth, too little to move embeddings in a few hundred steps.
-        optim=_modern_optimizer(shape.n_embd, muon_lr=0.02, adamw_scale=(total_tokens / 2**19) ** (1 / 6)),
+        optim=muon_and_adamw(shape.n_embd, adamw_scale=(total_tokens / 2**19) ** (1 / 6)),
         eval=EvalConfig(every_seconds=horizon.amount / 4 if horizon.unit == "seconds" else None, tokens=131_072),
         sample=SampleConfig(
             prompts=("def ", "class ", "import os\n", "    def __init__(self"), max_tokens=96, temperature=0.7, top_k=40
@@ -73,7 +61,7 @@ def shakespeare_char(
     machine: Machine | None = None,
 ) -> RunConfig:
     """Characters of tiny Shakespeare (give the file with --data), the last tenth held out as nanoGPT does."""
-    horizon = _horizon(horizon, minutes, Horizon(amount=180.0, unit="seconds"))
+    horizon = chosen_horizon(horizon, minutes, Horizon(amount=180.0, unit="seconds"))
     depth = depth or 4
     # Width 192 at four layers: 1.578 nats after 60 s on two Zen 4 cores, width 256 1.664, width 128 at six 1.576.
     shape = shape_for_depth(depth, aspect=48, head_dim=64, vocab_size=128, seq_len=256)
@@ -84,7 +72,7 @@ def shakespeare_char(
         data=DataConfig(source=("tinyshakespeare.txt",), split="tail", val_fraction=0.1, rows="random"),
         batch=BatchConfig(total_tokens=16 * 256, micro_sequences=16),
         horizon=horizon,
-        optim=_modern_optimizer(shape.n_embd, muon_lr=0.02, adamw_scale=0.5),
+        optim=muon_and_adamw(shape.n_embd, adamw_scale=0.5),
         eval=EvalConfig(every_seconds=horizon.amount / 6 if horizon.unit == "seconds" else None),
         sample=SampleConfig(prompts=("\n",), max_tokens=300),
     )
@@ -138,32 +126,3 @@ def _quickstart_batch(shape: Shape, horizon: Horizon, machine: Machine | None) -
 def _flops_in(seconds: float, machine: Machine | None) -> float:
     measured = machine.matmul_flops_per_second if machine is not None else None
     return EXPECTED_MFU * seconds * (measured or ASSUMED_FLOPS_PER_SECOND)
-
-
-def _modern_optimizer(n_embd: int, *, muon_lr: float, adamw_scale: float) -> OptimConfig:
-    """Muon and AdamW at seed 4's rates and betas, AdamW's scaled by width and by `adamw_scale` for small batches."""
-    scale = adamw_scale * adamw_lr_scale_for_width(n_embd)
-    return OptimConfig(
-        muon=MuonConfig(lr=muon_lr, weight_decay=0.2),
-        embedding=AdamWConfig(lr=0.3 * scale),
-        value_embedding=AdamWConfig(lr=0.3 * scale),
-        head=AdamWConfig(lr=0.004 * scale),
-        residual_lambda=AdamWConfig(lr=0.005 * adamw_scale),
-        x0_lambda=AdamWConfig(lr=0.5 * adamw_scale, beta1=0.96),
-        vector=AdamWConfig(lr=0.004 * scale),
-    )
-
-
-def _horizon(horizon: Horizon | None, minutes: float | None, default: Horizon) -> Horizon:
-    if minutes is not None:
-        require_positive("minutes", minutes)
-        return Horizon(amount=60.0 * minutes, unit="seconds")
-    return horizon or default
-
-
-Recipe = Callable[..., RunConfig]
-
-RECIPES: Mapping[str, Recipe] = {
-    "quickstart": quickstart,
-    "shakespeare-char": shakespeare_char,
-}
