@@ -16,7 +16,7 @@ from gptlab.cli.main import COMMANDS, HELP, main
 ROOT = Path(__file__).parent.parent
 
 LEAVES = [
-    ["train"], ["plan"], ["eval"], ["sample"], ["bench"],
+    ["train"], ["plan"], ["eval"], ["sample"], ["export"], ["bench"],
     ["data", "list"], ["data", "prepare"], ["data", "inspect"], ["tokenizer", "train"], ["tokenizer", "eval"],
 ]  # fmt: skip
 

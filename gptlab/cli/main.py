@@ -17,6 +17,7 @@ COMMANDS = {
     "tokenizer": ("gptlab.cli.tokenizer", "train | eval a tokenizer"),
     "eval": ("gptlab.cli.eval", "measure a run: validation loss (nats/token) and bits per byte"),
     "sample": ("gptlab.cli.sample", "let a trained run continue a text"),
+    "export": ("gptlab.cli.export", "write a trained model as a folder that transformers loads"),
     "bench": ("gptlab.cli.bench", "this machine: peak FLOP/s, tokens/s, MFU, and the time of each part"),
 }
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from gptlab.config.errors import ConfigError, UserError
 from gptlab.config.model import Activation, ModelConfig
+from gptlab.model.export_config import nanochat_model_config, recorded_model_config
 
 # transformers' names (transformers/activations.py). gelu_new and gelu_pytorch_tanh are one formula.
 _GPT2_ACTIVATIONS: dict[str, Activation] = {
@@ -19,9 +20,18 @@ _GPT2_ACTIVATIONS: dict[str, Activation] = {
 def model_config_of(hf_config: Mapping[str, object]) -> ModelConfig:
     """The model of any config.json that gptlab reads, dispatched on its `model_type`. UserError for other ones."""
     kind = hf_config.get("model_type")
+    if (recorded := recorded_model_config(hf_config)) is not None:
+        return recorded
     if kind == "gpt2":
         return gpt2_model_config(hf_config)
-    raise UserError(f"config.json is of a model_type {kind!r}, and gptlab reads gpt2: its weights cannot be used")
+    if kind == "nanochat":
+        return nanochat_model_config(hf_config)
+    if kind == "gptlab":
+        raise UserError("config.json is no longer what gptlab exported: its record of the model contradicts the rest")
+    raise UserError(
+        f"config.json is of a model_type {kind!r}, and gptlab reads gpt2, nanochat and gptlab: "
+        "its weights cannot be used"
+    )
 
 
 def gpt2_model_config(hf_config: Mapping[str, object]) -> ModelConfig:

@@ -63,8 +63,10 @@ def tensor_bytes(tensors: Mapping[str, Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:
-    """Write a new safetensors file and flush it to disk.
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], *, metadata: Mapping[str, str] | None = None
+) -> FileRecord:
+    """Write a new safetensors file, with the format's free `metadata`, and flush it to disk.
 
     Tensors may live on any device, be views, be non-contiguous or share memory: each is written in full under its name,
     one CPU copy at a time (none for contiguous CPU tensors). ValueError for a type or layout that safetensors lacks,
@@ -72,7 +74,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:
     """
     # Widest types first, so that every tensor lies at a multiple of its item size (the library's order).
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
-    header = _header(ordered)
+    header = _header(ordered, metadata)
     with path.open("xb") as file, _Sha256() as digest:
         size_bytes = len(header)
         digest.update(memoryview(header))
@@ -182,8 +184,8 @@ class _Sha256:
         return self._digest.hexdigest()
 
 
-def _header(ordered: list[tuple[str, Tensor]]) -> bytes:
-    entries: dict[str, object] = {}
+def _header(ordered: list[tuple[str, Tensor]], metadata: Mapping[str, str] | None) -> bytes:
+    entries: dict[str, object] = {} if metadata is None else {"__metadata__": dict(metadata)}
     start = 0
     for name, tensor in ordered:
         if name == "__metadata__" or tensor.layout is not torch.strided or tensor.dtype not in _DTYPE_NAMES:

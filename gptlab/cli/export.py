@@ -1,0 +1,133 @@
+"""`gptlab export RUN FOLDER`: a trained model as transformers loads it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import tyro
+
+from gptlab.cli.arguments import parse
+from gptlab.config.errors import UserError
+from gptlab.model.export_config import ARCHITECTURES, MODELLING_MODULE, Form, choose_form, export_config
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from gptlab.cli.loaded_run import LoadedRun
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportArguments:
+    run: tyro.conf.Positional[str]
+    """Folder of the run, such as runs/NAME."""
+    folder: tyro.conf.Positional[str]
+    """Folder to write, which does not exist yet or is empty."""
+    format: Literal["hf"] = "hf"
+    """hf: what transformers.AutoModelForCausalLM and AutoTokenizer load. As GPT-2 or NanoChat where the model's parts
+    allow, otherwise with a modelling file beside the weights, which needs trust_remote_code=True."""
+    checkpoint: str = "latest"
+    """latest | best (lowest recorded validation loss) | the number of a step."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the exported weights. float32: the master weights, bit for bit; bfloat16: rounded, half the bytes."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints on stdout what was written, in which form and why; everything else goes to stderr."""
+    arguments = parse(
+        ExportArguments,
+        argv,
+        prog="gptlab export",
+        description="Write a trained model as a folder that transformers loads.",
+    )
+    target = Path(arguments.folder)
+    require_free(target)
+    from gptlab.cli.loaded_run import load_run
+    from gptlab.runtime.console import Console
+
+    with Console(stream=sys.stderr) as console:
+        run = load_run(arguments.run, checkpoint=arguments.checkpoint, device="cpu", console=console)
+    form, why = choose_form(run.config.model)
+    export(run, target, form=form, dtype=arguments.dtype)
+    print(f"{target}: step {run.step} of {run.directory.path} as {ARCHITECTURES[form]} ({why}), {arguments.dtype}")
+    if form == "gptlab":
+        print(
+            f"load it with trust_remote_code=True: transformers then runs {target / MODELLING_MODULE}.py, "
+            "which is gptlab's; whoever gets the folder from you may want to read it first"
+        )
+    return 0
+
+
+def export(run: LoadedRun, target: Path, *, form: Form, dtype: Literal["float32", "bfloat16"]) -> None:
+    """Write the model's folder, which appears whole or not at all. UserError where it cannot be written."""
+    import torch
+
+    from gptlab.cli.export_card import model_card
+    from gptlab.data.tokenizer_export import save_for_transformers
+    from gptlab.model.export_weights import to_transformers
+
+    model, bos_id = run.config.model, run.tokenizer.bos_id
+    masters = {name: parameter.detach() for name, parameter in run.model.named_parameters()}
+    tensors = {name: tensor.to(getattr(torch, dtype)) for name, tensor in to_transformers(masters, model, form).items()}
+    texts = {"README.md": model_card(run, form, n_params=sum(tensor.numel() for tensor in tensors.values()))}
+    if form == "gptlab":
+        texts[f"{MODELLING_MODULE}.py"] = modelling_source()
+    objects = {
+        "config.json": export_config(model, form, bos_id=bos_id, dtype=dtype),
+        # A model begins a new document where it has nothing more to say.
+        "generation_config.json": {"bos_token_id": bos_id, "eos_token_id": bos_id, "pad_token_id": bos_id},
+    }
+    temporary = target.with_name(f".{target.name}.tmp-{os.getpid()}")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary.mkdir()
+        save_for_transformers(run.tokenizer, temporary, max_tokens=model.seq_len)
+        _fill(temporary, tensors, texts, objects)
+        require_free(target)
+        if target.is_dir():
+            target.rmdir()
+        temporary.rename(target)
+    except OSError as error:
+        raise UserError(f"cannot write {target}: {error.strerror or error}") from error
+    finally:
+        _remove(temporary)
+
+
+def modelling_source() -> str:
+    """The modelling file. gptlab reads it and never imports it, which would need transformers."""
+    return (resources.files("gptlab.model") / f"{MODELLING_MODULE}.py").read_text(encoding="utf-8")
+
+
+def require_free(target: Path) -> None:
+    """UserError unless `target` can be made: it does not exist, or is an empty folder."""
+    if not os.path.lexists(target):
+        return
+    if not target.is_dir():
+        raise UserError(f"{target} is a file: name a folder that does not exist yet")
+    if any(target.iterdir()):
+        raise UserError(f"{target} is not empty (it holds {min(target.iterdir()).name}): name another folder")
+
+
+def _fill(
+    folder: Path, tensors: Mapping[str, Tensor], texts: Mapping[str, str], objects: Mapping[str, Mapping[str, object]]
+) -> None:
+    from gptlab.runtime.strict_json import to_json
+    from gptlab.train.tensor_file import write_bytes, write_tensors
+
+    # transformers asks the file which framework wrote it.
+    write_tensors(folder / "model.safetensors", tensors, metadata={"format": "pt"})
+    for name, value in objects.items():
+        write_bytes(folder / name, (to_json(value, indent=2) + "\n").encode())
+    for name, text in texts.items():
+        write_bytes(folder / name, text.encode())
+
+
+def _remove(folder: Path) -> None:
+    from gptlab.train.checkpoint_directory import remove_tree
+
+    remove_tree(folder)

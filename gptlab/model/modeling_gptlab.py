@@ -1,0 +1,284 @@
+"""A GPT as gptlab trains it, for transformers. `gptlab export` lays this file beside the weights of a model whose parts
+no class of transformers has; `from_pretrained(folder, trust_remote_code=True)` runs it. Needs torch and transformers.
+
+Shapes: B sequences, T positions, S keys, C = n_embd channels, H query heads, G key-value heads, D = C / H head width,
+V vocabulary entries. Weights have the names that gptlab gives them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.configuration_utils import PretrainedConfig
+from transformers.generation.utils import GenerationMixin
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_utils import PreTrainedModel
+
+RMS_NORM_EPS = 1e-6
+GATE_CHANNELS = 32
+
+
+class GPTLabConfig(PretrainedConfig):
+    """The fields that the network depends on; gptlab's README explains each. Beside them, `gptlab` keeps gptlab's own
+    record of the model, which nothing here reads."""
+
+    model_type = "gptlab"
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
+    attribute_map: ClassVar[dict[str, str]] = {
+        "hidden_size": "n_embd",
+        "num_hidden_layers": "n_layer",
+        "num_attention_heads": "n_head",
+        "num_key_value_heads": "n_kv_head",
+        "max_position_embeddings": "seq_len",
+    }
+
+    def __init__(
+        self,
+        vocab_size: int = 257,
+        seq_len: int = 512,
+        n_layer: int = 4,
+        n_embd: int = 256,
+        n_head: int = 4,
+        n_kv_head: int = 4,
+        mlp_width: int = 1024,
+        norm: str = "rmsnorm",
+        position: str = "rope",
+        rope_base: float = 10_000.0,
+        activation: str = "relu2",
+        bias: bool = False,
+        dropout: float = 0.0,
+        qk_norm: bool = True,
+        layer_windows: list[int | None] | None = None,
+        value_embedding_layers: list[int] | None = None,
+        residual_lambdas: bool = True,
+        embedding_norm: bool = True,
+        logit_softcap: float | None = 15.0,
+        attention_residual_scale: float | None = None,
+        tie_word_embeddings: bool = False,
+        use_cache: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        self.vocab_size, self.seq_len = vocab_size, seq_len
+        self.n_layer, self.n_embd, self.mlp_width = n_layer, n_embd, mlp_width
+        self.n_head, self.n_kv_head = n_head, n_kv_head
+        self.norm, self.position, self.rope_base, self.activation = norm, position, rope_base, activation
+        self.bias, self.dropout, self.qk_norm = bias, dropout, qk_norm
+        self.layer_windows = [None] * n_layer if layer_windows is None else layer_windows
+        self.value_embedding_layers = value_embedding_layers or []
+        self.residual_lambdas, self.embedding_norm = residual_lambdas, embedding_norm
+        self.logit_softcap, self.attention_residual_scale = logit_softcap, attention_residual_scale
+        self.use_cache = use_cache
+        super().__init__(tie_word_embeddings=tie_word_embeddings, **kwargs)
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) over the last dimension, without a weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + RMS_NORM_EPS)).to(x.dtype)
+
+
+def make_norm(config: GPTLabConfig) -> nn.Module:
+    return RMSNorm() if config.norm == "rmsnorm" else nn.LayerNorm(config.n_embd, eps=1e-5, bias=config.bias)
+
+
+def rotary(positions: Tensor, head_dim: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosines and sines for positions (B, T), each (B, T, 1, D / 2); in float64 wherever the device has it."""
+    wide = torch.float32 if positions.device.type == "mps" else torch.float64
+    frequencies = base ** (-torch.arange(0, head_dim, 2, dtype=wide, device=positions.device) / head_dim)
+    angles = (positions.to(wide)[..., None] * frequencies)[:, :, None, :]
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn the pairs (x[i], x[i + D/2]) of x (B, T, heads, D) by minus the position's angle."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos + second * sin, second * cos - first * sin), dim=-1)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: GPTLabConfig, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.n_head, self.n_kv_head = config.n_head, config.n_kv_head
+        self.head_dim = config.n_embd // config.n_head
+        self.window = config.layer_windows[layer]
+        self.dropout = config.dropout
+        rows = (self.n_head + 2 * self.n_kv_head) * self.head_dim
+        self.qkv = nn.Linear(config.n_embd, rows, bias=config.bias)
+        self.out = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
+        self.qk_norm = RMSNorm() if config.qk_norm else None
+        self.value_gate = (
+            nn.Linear(min(GATE_CHANNELS, config.n_embd), self.n_kv_head, bias=False)
+            if layer in config.value_embedding_layers
+            else None
+        )
+
+    def forward(
+        self,
+        x: Tensor,
+        value: Tensor | None,
+        tables: tuple[Tensor, Tensor] | None,
+        padding: Tensor | None,
+        cache: Cache | None,
+    ) -> Tensor:
+        """x: (B, T, C); value: (B, T, G * D); padding: (B, S), zero at keys that are none."""
+        batch, n_tokens, _ = x.shape
+        heads = self.qkv(x).view(batch, n_tokens, -1, self.head_dim)
+        q, k, v = heads.split((self.n_head, self.n_kv_head, self.n_kv_head), dim=2)  # each (B, T, heads, D)
+        if self.value_gate is not None and value is not None:
+            gate = 2 * torch.sigmoid(self.value_gate(x[..., : self.value_gate.in_features]))
+            v = v + gate.unsqueeze(-1) * value.view_as(v)
+        if tables is not None:
+            q, k = rotate(q, *tables), rotate(k, *tables)
+        if self.qk_norm is not None:
+            q, k = self.qk_norm(q), self.qk_norm(k)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        start = 0
+        if cache is not None:
+            start = cache.get_seq_length(self.layer)
+            k, v = cache.update(k, v, self.layer)
+        y = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=self.seen(start, n_tokens, k.shape[2], padding, x.device),
+            dropout_p=self.dropout if self.training else 0.0, enable_gqa=self.n_head != self.n_kv_head,
+        )  # fmt: skip
+        return self.out(y.transpose(1, 2).reshape(batch, n_tokens, -1))
+
+    def seen(
+        self, start: int, n_queries: int, n_keys: int, padding: Tensor | None, device: torch.device
+    ) -> Tensor:  # (T, S), or (B, 1, T, S) with padding
+        """Each query sees itself and what came before, within the window, padding left out."""
+        queries = torch.arange(n_queries, device=device)[:, None] + start
+        keys = torch.arange(n_keys, device=device)[None, :]
+        seen = keys <= queries
+        if self.window is not None:
+            seen &= keys > queries - self.window
+        if padding is None:
+            return seen
+        padding = F.pad(padding[:, :n_keys].bool(), (0, max(0, n_keys - padding.shape[1])))
+        # A query of the padding sees itself: with nothing to see it would be NaN, and spread.
+        return seen & padding[:, None, None, :] | (keys == queries)
+
+
+class MLP(nn.Module):
+    def __init__(self, config: GPTLabConfig) -> None:
+        super().__init__()
+        self.activation = config.activation
+        self.up = nn.Linear(config.n_embd, config.mlp_width, bias=config.bias)
+        self.out = nn.Linear(config.mlp_width, config.n_embd, bias=config.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.up(x)
+        if self.activation == "relu2":
+            return self.out(F.relu(hidden).square())
+        return self.out(F.gelu(hidden, approximate="tanh" if self.activation == "gelu_tanh" else "none"))
+
+
+class Block(nn.Module):
+    def __init__(self, config: GPTLabConfig, layer: int) -> None:
+        super().__init__()
+        self.attention_norm, self.attention = make_norm(config), Attention(config, layer)
+        self.mlp_norm, self.mlp = make_norm(config), MLP(config)
+        self.attention_scale = 1.0 if config.attention_residual_scale is None else config.attention_residual_scale
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(
+        self,
+        x: Tensor,
+        value: Tensor | None,
+        tables: tuple[Tensor, Tensor] | None,
+        padding: Tensor | None,
+        cache: Cache | None,
+    ) -> Tensor:
+        y = self.attention(self.attention_norm(x), value, tables, padding, cache)
+        x = x + self.attention_scale * self.dropout(y)
+        return x + self.dropout(self.mlp(self.mlp_norm(x)))
+
+
+class GPTLabForCausalLM(PreTrainedModel, GenerationMixin):
+    config_class = GPTLabConfig
+    base_model_prefix = "gpt"
+    _tied_weights_keys: ClassVar[dict[str, str]] = {"head.weight": "token_embedding.weight"}
+    _no_split_modules: ClassVar[list[str]] = ["Block"]
+    _supports_sdpa = True
+
+    def __init__(self, config: GPTLabConfig) -> None:
+        super().__init__(config)
+        width, value_width = config.n_embd, config.n_kv_head * (config.n_embd // config.n_head)
+        self.token_embedding = nn.Embedding(config.vocab_size, width)
+        self.position_embedding = nn.Embedding(config.seq_len, width) if config.position == "learned" else None
+        self.value_embeddings = nn.ModuleDict(
+            {str(layer): nn.Embedding(config.vocab_size, value_width) for layer in config.value_embedding_layers}
+        )
+        self.embedding_norm = make_norm(config) if config.embedding_norm else None
+        self.dropout = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
+        if config.residual_lambdas:
+            self.residual_lambdas = nn.Parameter(torch.ones(config.n_layer))
+            self.x0_lambdas = nn.Parameter(torch.zeros(config.n_layer))
+        self.final_norm = make_norm(config)
+        self.head = nn.Linear(width, config.vocab_size, bias=False)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.token_embedding
+
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
+        self.token_embedding = value
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+    def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
+        self.head = new_embeddings
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int = 0,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """input_ids (B, T) continue what the cache holds; attention_mask (B, S) is zero at padding.
+
+        Logits are (B, T, V), or those of the last `logits_to_keep` positions. ValueError beyond the context length.
+        """
+        config = self.config
+        if past_key_values is None and (config.use_cache and not self.training if use_cache is None else use_cache):
+            past_key_values = DynamicCache()
+        start = 0 if past_key_values is None else past_key_values.get_seq_length()
+        stop = start + input_ids.shape[1]
+        if stop > config.seq_len:
+            raise ValueError(f"{stop} positions, but the model has a context of {config.seq_len}")
+        if position_ids is None:
+            position_ids = torch.arange(start, stop, device=input_ids.device)[None, :]
+
+        x = self.token_embedding(input_ids)
+        if self.position_embedding is not None:
+            x = x + self.position_embedding(position_ids)
+        if self.embedding_norm is not None:
+            x = self.embedding_norm(x)
+        x = x0 = self.dropout(x)
+        tables = None
+        if config.position == "rope":
+            tables = rotary(position_ids, config.n_embd // config.n_head, config.rope_base, x.dtype)
+        for layer, block in enumerate(self.blocks):
+            if config.residual_lambdas:
+                x = self.residual_lambdas[layer] * x + self.x0_lambdas[layer] * x0
+            value = self.value_embeddings[str(layer)](input_ids) if str(layer) in self.value_embeddings else None
+            x = block(x, value, tables, attention_mask, past_key_values)
+        logits = self.head(self.final_norm(x[:, -logits_to_keep:]))
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if config.logit_softcap is not None:
+            logits = config.logit_softcap * torch.tanh(logits / config.logit_softcap)
+        loss = None if labels is None else self.loss_function(logits, labels, config.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
