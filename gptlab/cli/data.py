@@ -1,4 +1,4 @@
-"""`gptlab data list | prepare | inspect`: which text there is, making tokens of it, and looking at them."""
+"""`gptlab data list | prepare | inspect`: which text there is, getting it and making tokens of it, looking."""
 
 from __future__ import annotations
 
@@ -10,11 +10,15 @@ from pathlib import Path
 from typing import get_args
 
 import numpy as np
+import tyro
 
 from gptlab.cli.arguments import parse
 from gptlab.config.data import DataConfig, LongDocuments, Rows, Split, TokenizerConfig, TokenizerKind
 from gptlab.config.errors import UserError, nearest_name
 from gptlab.data.cache import cache_root, damage, read_info
+from gptlab.data.core_bundle import core_folder, prepare_core
+from gptlab.data.downloaded import state
+from gptlab.data.known_corpora import CORE, CORE_BUNDLE, CORPORA, KnownCorpus, named_source
 from gptlab.data.prepare import PreparedData, prepare
 from gptlab.data.rows import RowSource, make_rows
 from gptlab.data.shards import TokenSplit
@@ -25,7 +29,8 @@ USAGE = """\
 usage: gptlab data list | prepare | inspect [ARGUMENTS]
 
   list      corpora known by name, formats that are read, and what is already prepared
-  prepare   turn a corpus into tokens, once; training does it by itself when it has not been done
+  prepare   download a corpus that has a name, and turn it into tokens, once; training does the second by itself when
+            it has not been done, and never downloads. `prepare core` downloads the CORE tasks
   inspect   prepare, then show counts, bytes, tokens, lengths, what rows are made, and one row as text
 
 `gptlab data COMMAND --help` has every argument with its unit and default.
@@ -42,8 +47,14 @@ class ListArguments:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrepareArguments:
+    corpora: tyro.conf.Positional[tuple[str, ...]] = ()
+    """The same as --data."""
     data: tuple[str, ...] = ("stdlib",)
-    """Corpora, read one after the other: `stdlib`, a file (.txt .jsonl .parquet), a folder, or a glob."""
+    """Corpora, read one after the other: `stdlib`, a file (.txt .jsonl .parquet), a folder, a glob, a name of
+    `gptlab data list`, hub:OWNER/NAME[@REVISION][/GLOB]."""
+    hub_files: int | None = None
+    """Training files of a corpus by name to use, at most, in the order of their names. None: as many as the list says;
+    of hub:OWNER/NAME all."""
     text_column: str = "text"
     """The column (Parquet) or key (JSONL) that holds the text."""
     tokenizer: str = "bpe"
@@ -59,9 +70,15 @@ class PrepareArguments:
     cache_dir: str | None = None
     """Where prepared tokens are kept. None: $GPTLAB_CACHE, or the user's cache folder."""
 
+    def sources(self) -> tuple[str, ...]:
+        if self.corpora and self.data != ("stdlib",):
+            raise UserError("corpora are named behind `prepare` or behind --data, not both")
+        return self.corpora or self.data
+
     def configs(self) -> tuple[DataConfig, TokenizerConfig]:
         data = DataConfig(
-            source=self.data,
+            source=self.sources(),
+            hub_files=self.hub_files,
             text_column=self.text_column,
             split=self.split,
             val_fraction=self.val_fraction,
@@ -114,8 +131,17 @@ def _list(argv: list[str]) -> None:
         ("FILE", "text (.txt .md .py ...): one document; .jsonl: one a line; .parquet: one a row"),
         ("FOLDER", "its files of these formats, recursively, in the order of their names"),
         ("'GLOB'", "the files that match, such as 'notes/**/*.md'"),
+        ("hub:OWNER/NAME", "a data set on the Hugging Face hub; also hub:OWNER/NAME@REVISION/GLOB"),
+        ("NAME", "one of the following; `gptlab data prepare NAME` downloads it (--hub-files N: fewer files, or more)"),
     ]
     _print_table(known, "<<")
+    print("\nby name:")
+    header = ["name", "on this machine", "files of all", "size", "license", "address"]
+    _print_table([header, *(_known_entry(corpus, root) for corpus in CORPORA), _core_entry(root)], "<<>><<")
+    print()
+    for corpus in CORPORA:
+        print(f"  {corpus.name}: {corpus.what}\n    {corpus.lineage}")
+    print(f"  {CORE}: 22 tasks for `gptlab eval RUN --core` (DCLM, arXiv 2406.11794)\n    nanochat")
     print(f"\nprepared in {root}:")
     entries = [
         [entry.name, *_entry(entry)] for entry in sorted((root / "tokens").glob("*")) if not entry.name.startswith(".")
@@ -124,6 +150,19 @@ def _list(argv: list[str]) -> None:
         _print_table([["fingerprint", "corpus", "split", "tokenizer", "tokens", "MB"], *entries], "<<<<>>")
     else:
         print("  nothing yet")
+
+
+def _known_entry(corpus: KnownCorpus, root: Path) -> list[str]:
+    n_files = corpus.default_files
+    files = f"{n_files:,}" if n_files == corpus.all_files else f"{n_files:,} of {corpus.all_files:,}"
+    size = corpus.default_files * corpus.file_bytes
+    shown = f"{size / 1e9:,.1f} GB" if size >= 1e8 else f"{size / 1e6:,.1f} MB"
+    return [corpus.name, state(corpus, root), files, shown, corpus.license, corpus.place.address]
+
+
+def _core_entry(root: Path) -> list[str]:
+    here = "yes" if core_folder(root).is_dir() else "no"
+    return [CORE, here, "1", "0.2 GB", "each task its own", CORE_BUNDLE.address]
 
 
 def _entry(folder: Path) -> list[str]:
@@ -142,13 +181,28 @@ def _prepare(argv: list[str]) -> None:
     arguments = parse(
         PrepareArguments, argv, prog="gptlab data prepare", description="Turn a corpus into tokens, once."
     )
-    data, tokenizer = arguments.configs()
     began = time.perf_counter()
+    if CORE in arguments.sources() and not Path(CORE).exists():
+        _prepare_core(arguments)
+        return
+    data, tokenizer = arguments.configs()
     with Console() as console:
+        if any(named_source(source) is not None for source in data.source):
+            from gptlab.data.hub import download_sources
+
+            download_sources(data.source, data.hub_files, cache_root(data.cache_dir), console)
         prepared = prepare(data, tokenizer, console=console)
     for name, split in (("train", prepared.train), ("validation", prepared.val)):
         print(f"{name}: {split.n_documents:,} documents, {split.n_bytes:,} bytes, {split.n_tokens:,} tokens")
     print(f"ready in {time.perf_counter() - began:.1f} s: {prepared.folder}")
+
+
+def _prepare_core(arguments: PrepareArguments) -> None:
+    if len(arguments.sources()) > 1:
+        raise UserError("core is what `gptlab eval RUN --core` asks, not text to train on: prepare it alone")
+    with Console() as console:
+        folder = prepare_core(cache_root(arguments.cache_dir), console)
+    print(f"the CORE tasks are in {folder}")
 
 
 def _inspect(argv: list[str]) -> None:

@@ -37,7 +37,9 @@ class TrainArguments:
     out: str
     """Folder for tokenizer.json."""
     data: tuple[str, ...] = ("stdlib",)
-    """Text to train on: stdlib, files (.txt .md .py .jsonl .parquet and the like), folders, globs."""
+    """Text to train on: stdlib, files (.txt .md .py .jsonl .parquet and the like), folders, globs, corpora by name."""
+    hub_files: int | None = None
+    """Files of a corpus by name to use, at most. None: as many as `gptlab data list` says."""
     text_column: str = "text"
     """Column (Parquet) or key (JSONL) that holds the text."""
     kind: TokenizerKind = "bpe"
@@ -59,7 +61,9 @@ class EvalArguments:
     folder: Annotated[str, tyro.conf.Positional]
     """Folder that holds tokenizer.json."""
     data: tuple[str, ...] = ("stdlib",)
-    """Text to encode: stdlib, files, folders, globs."""
+    """Text to encode: stdlib, files, folders, globs, corpora by name."""
+    hub_files: int | None = None
+    """Files of a corpus by name to use, at most. None: as many as `gptlab data list` says."""
     text_column: str = "text"
     """Column (Parquet) or key (JSONL) that holds the text."""
     max_bytes: int = 100_000_000
@@ -94,7 +98,7 @@ def _train(argv: list[str]) -> int:
         raise UserError(f"{out} has a tokenizer already; choose another --out, or add --overwrite")
     if out.exists() and not out.is_dir():
         raise UserError(f"--out {out} is a file; name a folder")
-    corpus = open_corpus(arguments.data, arguments.text_column)
+    corpus = open_corpus(arguments.data, arguments.text_column, hub_files=arguments.hub_files)
     started = time.perf_counter()
     with Console() as console:
         tokenizer = train_tokenizer(config, corpus.documents(), bos=arguments.bos, progress=console)
@@ -119,7 +123,7 @@ class _Tally:
 def _evaluate(argv: list[str]) -> int:
     arguments = parse(EvalArguments, argv, prog=f"{PROG} eval", description="Measure a tokenizer on text.")
     tokenizer = load_tokenizer(arguments.folder)
-    corpus = open_corpus(arguments.data, arguments.text_column)
+    corpus = open_corpus(arguments.data, arguments.text_column, hub_files=arguments.hub_files)
     uses = np.zeros(tokenizer.vocab_size, dtype=np.int64)
     tally = _Tally()
     with Console() as console:

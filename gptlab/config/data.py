@@ -69,4 +69,5 @@ class DataConfig:
         require_choice("data.rows", self.rows, get_args(Rows))
         require_choice("data.long_documents", self.long_documents, get_args(LongDocuments))
         require(0.0 < self.val_fraction < 1.0, "data.val_fraction", self.val_fraction, "must be between 0 and 1", 0.05)
+        require_positive("data.hub_files", self.hub_files)
         require_positive("data.pack_buffer_documents", self.pack_buffer_documents)

@@ -62,7 +62,7 @@ def cached_folder(
     if not folder.exists() or damage(folder) is not None:
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
-            with _locked(folder, what, console):
+            with locked(folder, what, console):
                 _build_if_needed(folder, build, what, console)
         except OSError as error:
             raise UserError(f"cannot keep the {what} in {folder.parent}: {error.strerror or error}") from error
@@ -117,7 +117,8 @@ def _build_if_needed(folder: Path, build: Callable[[Path], dict[str, Any]], what
 
 
 @contextmanager
-def _locked(folder: Path, what: str, console: Console | None) -> Iterator[None]:
+def locked(folder: Path, what: str, console: Console | None) -> Iterator[None]:
+    """Only one process at a time makes `folder` (or file), whose parent must be there; the others wait and say so."""
     lock = FileLock(folder.parent / f".{folder.name}.lock")
     try:
         lock.acquire(timeout=0)

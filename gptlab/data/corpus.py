@@ -1,6 +1,7 @@
 """Where text comes from: documents one by one, in an order that only the corpus decides.
 
-Sources: `stdlib`, a file, a folder, a glob, or several of these one after the other. A folder gives its text, JSONL
+Sources: `stdlib`, a file, a folder, a glob, a downloaded corpus by name (`known_corpora.py`), or several of these one
+after the other. A folder gives its text, JSONL
 and Parquet files, recursively, sorted by relative path; hidden files, `__pycache__` and other formats are left out.
 """
 
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Protocol
 
 from gptlab.config.errors import UserError, nearest_name
+from gptlab.data.cache import cache_root
 from gptlab.data.corpus_files import (
     COLUMN_SUFFIXES,
     KNOWN_SUFFIXES,
@@ -25,6 +27,8 @@ from gptlab.data.corpus_files import (
     probe,
     read_documents,
 )
+from gptlab.data.downloaded import local_files
+from gptlab.data.known_corpora import CORE, CORPORA, NamedSource, named_source
 
 STDLIB = "stdlib"
 FINGERPRINT_VERSION = "gptlab-corpus-1"
@@ -110,20 +114,25 @@ class ChainedCorpus:
         return digest.hexdigest()
 
 
-def open_corpus(sources: Sequence[str], text_column: str = "text") -> Corpus:
+def open_corpus(
+    sources: Sequence[str], text_column: str = "text", *, hub_files: int | None = None, cache_dir: str | None = None
+) -> Corpus:
     """The corpus of `sources`, in their order. `text_column`: the column (Parquet) or key (JSONL) with the text.
 
+    `hub_files`, `cache_dir`: as in DataConfig, for corpora by name; nothing is downloaded here.
     UserError for a source that is missing, empty, binary, of unknown format, or without that column.
     """
     if not sources:
         raise UserError("no corpus: name at least one, such as stdlib, a file, a folder or a glob")
-    parts = [_open_one(source, text_column) for source in sources]
+    parts = [_open_one(source, text_column, hub_files, cache_dir) for source in sources]
     return parts[0] if len(parts) == 1 else ChainedCorpus(parts)
 
 
-def _open_one(source: str, text_column: str) -> Corpus:
+def _open_one(source: str, text_column: str, hub_files: int | None, cache_dir: str | None) -> Corpus:
     if source == STDLIB:
         return _stdlib()
+    if (named := named_source(source)) is not None:
+        return _named(source, named, text_column, hub_files, cache_dir)
     path = Path(os.path.expanduser(source))
     if os.path.isdir(path):
         files = _folder_files(path)
@@ -132,14 +141,28 @@ def _open_one(source: str, text_column: str) -> Corpus:
     elif glob.has_magic(source):
         files = _glob_files(str(path))
     else:
-        nearest = nearest_name(source, [STDLIB])
-        hint = f" (did you mean {nearest}?)" if nearest else "; a corpus is stdlib, a file, a folder or a glob"
+        if source == CORE:
+            raise UserError("core is what `gptlab eval RUN --core` asks, not text to train on")
+        nearest = nearest_name(source, [STDLIB, *(known.name for known in CORPORA)])
+        hint = f" (did you mean {nearest}?)" if nearest else "; a corpus is stdlib, a file, a folder, a glob or a name"
         raise UserError(f"no corpus {source!r}: there is no such file or folder{hint}")
     if not files:
         raise UserError(f"{source!r} has no files to read: gptlab reads text (.txt .md .py ...), .jsonl and .parquet")
     for file in files:
         probe(file, text_column)
     return FileCorpus(source, files, text_column)
+
+
+def _named(
+    source: str, named: NamedSource, text_column: str, hub_files: int | None, cache_dir: str | None
+) -> FileCorpus:
+    """Its fingerprint is that of the same files in a folder: where they come from does not matter."""
+    here = local_files(named, hub_files, cache_root(cache_dir))
+    files = [DocumentFile(file.path, file.name, lenient=False, sha256=file.sha256) for file in here]
+    column = named.known.text_column if named.known else text_column
+    for file in files:
+        probe(file, column)
+    return FileCorpus(source, files, column)
 
 
 def _stdlib() -> FileCorpus:
@@ -185,6 +208,8 @@ def _walk(root: Path, left_out: set[str] | None = None) -> Iterator[str]:
 
 
 def _content_digest(file: DocumentFile) -> bytes:
+    if file.sha256 is not None:
+        return bytes.fromhex(file.sha256)
     try:
         with open_binary(file.path) as stream:
             status = os.fstat(stream.fileno())

@@ -44,6 +44,8 @@ class DocumentFile:
     """Posix path relative to the corpus: what order and fingerprint go by, wherever the corpus lies."""
     lenient: bool
     """Found in a folder rather than named by the user: count and skip it when it is no text."""
+    sha256: str | None = None
+    """Of its contents, where that is known already."""
 
     @property
     def suffix(self) -> str:

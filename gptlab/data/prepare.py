@@ -52,7 +52,7 @@ class PreparedData:
 
 def prepare(data: DataConfig, tokenizer: TokenizerConfig, *, console: Console | None = None) -> PreparedData:
     """The tokens of `data.source`, made or found. UserError for a corpus, tokenizer or cache that cannot be used."""
-    corpus = open_corpus(data.source, data.text_column)
+    corpus = open_corpus(data.source, data.text_column, hub_files=data.hub_files, cache_dir=data.cache_dir)
     root = cache_root(data.cache_dir)
     source = {"corpus": corpus.fingerprint(), "split": data.split, "val_fraction": data.val_fraction}
     encoder = _tokenizer(corpus, data, tokenizer, source, root, console)

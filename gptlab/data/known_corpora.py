@@ -1,0 +1,223 @@
+"""The corpora that have names, where each lies, and the grammar of `hub:OWNER/NAME[@REVISION][/GLOB]`.
+
+A source is looked up in this order: `stdlib`, an existing file or folder, a name of the table below, `hub:...`, a
+glob. So a folder `tinystories` in the current directory stands for itself, and `hub:roneneldan/TinyStories` always
+for the hub. `NAME:val` is the part of a named corpus that its lineage validates on.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from gptlab.config.errors import UserError
+
+HUB_PREFIX = "hub:"
+VALIDATION_SUFFIX = ":val"
+CORE = "core"
+"""The name under which `gptlab data prepare` fetches the CORE tasks; text to be judged by, never to train on."""
+
+_HUB_SOURCE = re.compile(r"hub:(?P<repo>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>[^/]+))?(?:/(?P<files>.+))?")
+_FORMATS = (
+    (".parquet", ".pq"),
+    (".jsonl", ".ndjson", ".jsonl.gz", ".jsonl.zst"),
+    (".txt", ".txt.gz", ".txt.zst"),
+    (".bin",),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubFiles:
+    """Files of a data set on the Hugging Face hub."""
+
+    repo: str
+    revision: str | None = None
+    """A branch, tag or commit; None: main, at the commit of the first download."""
+    files: str | None = None
+    """A glob over paths, in which * crosses slashes. None: those of one format, see `training_files`."""
+    validation: str | None = None
+    """A glob: which of them validate, never trained on."""
+
+    @property
+    def address(self) -> str:
+        return f"https://huggingface.co/datasets/{self.repo}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WebFile:
+    """One file at a fixed address."""
+
+    address: str
+    file: str
+    """Its name here."""
+    sha256: str | None
+    """None: nobody has published it; what is in the file must then be checked otherwise."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownCorpus:
+    name: str
+    what: str
+    lineage: str
+    place: HubFiles | WebFile
+    license: str
+    default_files: int
+    """Training files that are taken where `data.hub_files` does not say."""
+    all_files: int
+    text_column: str = "text"
+    file_bytes: int
+    """Of a training file, about; what is asked of the hub is exact."""
+
+
+CORPORA: tuple[KnownCorpus, ...] = (
+    KnownCorpus(
+        name="fineweb-edu",
+        what="educational web pages, 100 billion tokens, shuffled",
+        lineage="nanochat: begins with 8 files, its depth-20 run takes 240; validates on the last",
+        place=HubFiles(
+            repo="karpathy/fineweb-edu-100b-shuffle", files="shard_*.parquet", validation="shard_01822.parquet"
+        ),
+        license="ODC-By 1.0",
+        default_files=8,
+        all_files=1822,
+        file_bytes=100_000_000,
+    ),
+    KnownCorpus(
+        name="climbmix",
+        what="NVIDIA's mixture of web pages, 400 billion tokens, shuffled",
+        lineage="autoresearch: 10 files; validates on the last",
+        place=HubFiles(
+            repo="karpathy/climbmix-400b-shuffle", files="shard_*.parquet", validation="shard_06542.parquet"
+        ),
+        license="CC BY-NC 4.0",
+        default_files=10,
+        all_files=6542,
+        file_bytes=100_000_000,
+    ),
+    KnownCorpus(
+        name="tinystories",
+        what="2 million short stories in the words of small children",
+        lineage="for small models; validates on the file that its authors hold out",
+        place=HubFiles(repo="roneneldan/TinyStories", files="data/*.parquet", validation="data/validation-*.parquet"),
+        license="CDLA-Sharing 1.0",
+        default_files=4,
+        all_files=4,
+        file_bytes=248_000_000,
+    ),
+    KnownCorpus(
+        name="tinyshakespeare",
+        what="1.1 MB of Shakespeare's plays",
+        lineage="nanoGPT (shakespeare-char): the last tenth validates, data.split=tail",
+        # The hub's karpathy/tiny_shakespeare holds only a script, and cuts the text in three.
+        place=WebFile(
+            address="https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
+            file="tinyshakespeare.txt",
+            sha256="86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
+        ),
+        license="public domain",
+        default_files=1,
+        all_files=1,
+        file_bytes=1_115_394,
+    ),
+    KnownCorpus(
+        name="openwebtext",
+        what="pages that Reddit linked to, 9 billion tokens: what GPT-2 read, collected again",
+        lineage="nanoGPT (gpt2-124m): data.val_fraction=0.0005",
+        place=HubFiles(repo="Skylion007/openwebtext", files="*/train-*.parquet"),
+        license="CC0 1.0",
+        default_files=80,
+        all_files=80,
+        file_bytes=305_000_000,
+    ),
+    KnownCorpus(
+        name="fineweb10b-gpt2",
+        what="10 billion tokens of web pages, in GPT-2's vocabulary, as llm.c's shards",
+        lineage="modded-nanogpt: 103 files; validates on fineweb_val_000000.bin",
+        place=HubFiles(repo="kjj0/fineweb10B-gpt2", files="fineweb_*.bin", validation="fineweb_val_*.bin"),
+        license="MIT; the text ODC-By 1.0",
+        default_files=103,
+        all_files=103,
+        file_bytes=200_000_000,
+    ),
+)
+
+CORE_BUNDLE = WebFile(
+    address="https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip", file="eval_bundle.zip", sha256=None
+)
+"""The CORE tasks (DCLM, arXiv 2406.11794) as nanochat packs them, 160 MB."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedSource:
+    """A source that must be downloaded once before it can be read."""
+
+    name: str
+    """As it was given, without VALIDATION_SUFFIX."""
+    place: HubFiles | WebFile
+    known: KnownCorpus | None = None
+    validation: bool = False
+    """The files that validate are asked for, not those that train."""
+
+    def wanted(self, paths: Iterable[str], hub_files: int | None) -> tuple[list[str], list[str]]:
+        """(training, validation) among the paths of the repository, each in the order of their names.
+
+        `hub_files` limits those that train; None: the table's number, or all.
+        """
+        assert isinstance(self.place, HubFiles)
+        train, val = training_files(paths, self.place)
+        limit = hub_files or (self.known.default_files if self.known else None)
+        return train[:limit], val
+
+
+def named_source(source: str) -> NamedSource | None:
+    """What `source` names; None for a path, a glob or `stdlib`. UserError for a hub address that is none."""
+    name = source.removesuffix(VALIDATION_SUFFIX)
+    validation = name != source
+    if source.startswith(HUB_PREFIX):
+        match = _HUB_SOURCE.fullmatch(source)
+        if match is None:
+            raise UserError(
+                f"{source!r} names nothing on the hub: it is hub:OWNER/NAME[@REVISION][/GLOB], such as "
+                "'hub:roneneldan/TinyStories/data/train-*.parquet' (a slash in a revision is written %2F)"
+            )
+        revision = match["revision"]
+        revision = revision.replace("%2F", "/").replace("%2f", "/") if revision else None
+        return NamedSource(name=source, place=HubFiles(repo=match["repo"], revision=revision, files=match["files"]))
+    if os.path.exists(os.path.expanduser(source)):
+        return None
+    known = next((corpus for corpus in CORPORA if corpus.name == name), None)
+    if known is None:
+        return None
+    if validation and not _validates(known.place):
+        raise UserError(f"{source}: {name} has no files that validate; `data.split` holds out a part of it")
+    return NamedSource(name=name, place=known.place, known=known, validation=validation)
+
+
+def fixed_validation(sources: Sequence[str]) -> tuple[str, ...]:
+    """The `NAME:val` of those sources whose lineage fixes what validates."""
+    named = [(source, named_source(source)) for source in sources]
+    return tuple(f"{source}{VALIDATION_SUFFIX}" for source, entry in named if entry and _validates(entry.place))
+
+
+def training_files(paths: Iterable[str], place: HubFiles) -> tuple[list[str], list[str]]:
+    """(training, validation) among `paths`, sorted by name.
+
+    Without a glob: the Parquet files, else JSONL, else text, else .bin; and of these, where some have `train` in
+    their path, only those: the others are the test sets of data sets that are split.
+    """
+    paths = sorted(paths)
+    if place.files is not None:
+        chosen = [path for path in paths if fnmatchcase(path, place.files)]
+    else:
+        of_format = ([path for path in paths if path.lower().endswith(suffixes)] for suffixes in _FORMATS)
+        chosen = next((group for group in of_format if group), [])
+        chosen = [path for path in chosen if "train" in path.lower()] or chosen
+    val = [path for path in chosen if place.validation is not None and fnmatchcase(path, place.validation)]
+    return [path for path in chosen if path not in set(val)], val
+
+
+def _validates(place: HubFiles | WebFile) -> bool:
+    return isinstance(place, HubFiles) and place.validation is not None
