@@ -81,7 +81,7 @@ def test_every_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["data", "prepair"], "there is list, prepare and inspect"),
         (["data", "prepare", "--data", "nowhere"], "nowhere"),
-        (["data", "prepare", "--tokenizer", "bite"], "--tokenizer bite: neither bpe, char, byte nor a folder"),
+        (["data", "prepare", "--tokenizer", "bite"], "--tokenizer bite: neither bpe, gpt2, char, byte nor a folder"),
         (["data", "prepare", "--split", "head"], "split"),
         (["data", "prepare", "--val-fraction", "1.5"], "data.val_fraction = 1.5: must be between 0 and 1"),
         (["data", "prepare", "--data", "{corpus}", "--vocab-size", "5000"], "tokenizer.vocab_size = 5000"),
