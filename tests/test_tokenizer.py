@@ -230,7 +230,7 @@ def test_ids_equal_those_of_tokenizers_and_of_the_textbook(
     assert ids == hf.encode(text).ids
     # The `regex` module knows older Unicode than the two engines; what it calls unassigned may be a letter to them.
     if all(ord(character) < 0x3000 or character in MULTILINGUAL for character in text):
-        assert ids == bpe_ids(text, trained.pattern, trained.merges)
+        assert ids == bpe_ids(text, trained.split.pattern, trained.merges)
 
 
 def test_ids_are_equal_on_library_sources(trained: BpeTokenizer, hf: tokenizers.Tokenizer, sources: list[str]) -> None:
@@ -282,15 +282,15 @@ def test_special_token_in_text_is_text(trained: BpeTokenizer, hf: tokenizers.Tok
 @given(text=texts, characters=st.integers(1, 9))
 @shared_fixture
 def test_safe_parts_change_no_id(trained: BpeTokenizer, text: str, characters: int) -> None:
-    parts = list(safe_parts(text, characters))
+    parts = list(safe_parts(text, trained.split, characters))
     assert "".join(parts) == text
     assert np.array_equal(np.concatenate([trained.encode(part) for part in parts]), trained.encode(text))
 
 
 def test_long_documents_are_encoded_in_parts(trained: BpeTokenizer, sources: list[str]) -> None:
     text = "".join(sources)
-    assert len(list(safe_parts(text))) >= 3
-    assert max(map(len, safe_parts(text))) < 1.1 * bpe.PART_CHARACTERS
+    assert len(list(safe_parts(text, trained.split))) >= 3
+    assert max(map(len, safe_parts(text, trained.split))) < 1.1 * bpe.PART_CHARACTERS
     assert np.array_equal(trained.encode(text), trained._encode_part(text))
 
 

@@ -14,6 +14,7 @@ from gptlab.cli.run_arguments import RunArguments, read_request
 from gptlab.config.model import ModelConfig
 from gptlab.config.run import RunConfig
 from gptlab.config.scaling import EXPECTED_MFU
+from gptlab.data.gpt2 import VOCAB_SIZE as GPT2_VOCAB_SIZE
 from gptlab.data.tokenizer import load_tokenizer
 from gptlab.model.counting import FlopsPerToken, ParameterCounts, flops_per_token, parameter_counts
 from gptlab.model.gpt import GPT
@@ -90,6 +91,8 @@ def assumed_vocab_size(config: RunConfig) -> tuple[int, str]:
         return config.model.vocab_size, "model.vocab_size"
     if tokenizer.path is not None:
         return load_tokenizer(Path(tokenizer.path)).vocab_size, f"the tokenizer in {tokenizer.path}"
+    if tokenizer.kind == "gpt2":
+        return GPT2_VOCAB_SIZE, "GPT-2's vocabulary"
     if tokenizer.kind == "byte":
         return 257, "256 bytes and BOS"
     if tokenizer.kind == "char":

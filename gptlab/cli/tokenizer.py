@@ -43,7 +43,8 @@ class TrainArguments:
     text_column: str = "text"
     """Column (Parquet) or key (JSONL) that holds the text."""
     kind: TokenizerKind = "bpe"
-    """bpe (byte-level, trained) | char (the characters that occur) | byte (the 256 bytes)."""
+    """bpe (byte-level, trained) | gpt2 (GPT-2's 50,257 entries) | char (the characters that occur) | byte (the 256
+    bytes)."""
     vocab_size: int = 4096
     """bpe: entries, the special token included."""
     max_digits: int = 2

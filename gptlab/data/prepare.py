@@ -26,7 +26,7 @@ from gptlab.data.cache import cache_root, cached_folder
 from gptlab.data.corpus import Corpus, open_corpus
 from gptlab.data.shards import SplitWriter, TokenSplit
 from gptlab.data.splits import Side, content_hash, split_documents
-from gptlab.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from gptlab.data.tokenizer import Tokenizer, gpt2_tokenizer, load_tokenizer, train_tokenizer
 
 if TYPE_CHECKING:
     from gptlab.runtime.console import Console, Progress
@@ -78,9 +78,11 @@ def _tokenizer(
     root: Path,
     console: Console | None,
 ) -> Tokenizer:
-    """The tokenizer of `config.path`, else one trained on the training split, kept under its fingerprint."""
+    """The tokenizer of `config.path`, GPT-2's, else one trained on the training split, kept under its fingerprint."""
     if config.path is not None:
         return load_tokenizer(Path(config.path))
+    if config.kind == "gpt2":
+        return gpt2_tokenizer()  # It comes with gptlab: nothing to make or to keep.
     # Packed rows begin with BOS. A character tokenizer otherwise has only characters, as nanoGPT's.
     bos = config.kind != "char" or data.rows == "packed"
     fingerprint = _fingerprint({**source, "bos": bos, "tokenizer": asdict(config)})

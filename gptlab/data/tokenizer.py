@@ -10,16 +10,27 @@ import numpy as np
 
 from gptlab.config.data import TokenizerConfig
 from gptlab.config.errors import UserError
-from gptlab.data import tokenizer_json
+from gptlab.data import gpt2, tokenizer_json
 from gptlab.data.bpe import BpeTokenizer
 from gptlab.data.bpe_training import train_bpe
+from gptlab.data.gpt2 import Gpt2Tokenizer, gpt2_tokenizer
 from gptlab.data.tokenizer_base import BOS, utf8
 from gptlab.data.tokenizer_plain import ByteTokenizer, CharTokenizer
 
 if TYPE_CHECKING:
     from gptlab.runtime.console import Console
 
-__all__ = ["BOS", "BpeTokenizer", "ByteTokenizer", "CharTokenizer", "Tokenizer", "load_tokenizer", "train_tokenizer"]
+__all__ = [
+    "BOS",
+    "BpeTokenizer",
+    "ByteTokenizer",
+    "CharTokenizer",
+    "Gpt2Tokenizer",
+    "Tokenizer",
+    "gpt2_tokenizer",
+    "load_tokenizer",
+    "train_tokenizer",
+]
 
 
 class Tokenizer(Protocol):
@@ -28,6 +39,12 @@ class Tokenizer(Protocol):
     kind: str
     vocab_size: int
     bos_id: int | None
+
+    @property
+    def bos_token(self) -> str | None:
+        """The name of BOS, where there is one: <|bos|>, or <|endoftext|> of GPT-2."""
+        ...
+
     token_bytes: np.ndarray
     """(vocab_size,) int32: bytes that each id stands for; 0 for BOS."""
     fingerprint: str
@@ -51,11 +68,13 @@ def train_tokenizer(
 ) -> Tokenizer:
     """A tokenizer of `config.kind` for `texts`; progress is shown on the console given.
 
-    `bos`: whether a char tokenizer gets a BOS (bpe and byte always have one). UserError for no text, a vocabulary
-    larger than the text can give (it names what the text gives), and text that is no Unicode.
+    `bos`: whether a char tokenizer gets a BOS (the others always have one). UserError for no text, a vocabulary larger
+    than the text can give (it names what the text gives), and text that is no Unicode. byte and gpt2 read no text.
     """
     if config.kind == "byte":
         return ByteTokenizer()
+    if config.kind == "gpt2":
+        return gpt2_tokenizer()
     if config.kind == "bpe":
         return train_bpe(config, texts, progress)
     characters: set[str] = set()
@@ -66,16 +85,22 @@ def train_tokenizer(
 
 
 def load_tokenizer(folder: Path | str) -> Tokenizer:
-    """The tokenizer that `save` put into `folder`. UserError where it is missing, damaged, or not gptlab's.
+    """The tokenizer that `save` put into `folder`, or GPT-2's as `transformers` or OpenAI did. UserError where it is
+    missing, damaged, or another one.
 
     The kind shows in the pre-tokenizer. The parts that cannot be derived are read, the rest is rebuilt from them and
     must be what the file says: so no file loads that transformers would encode otherwise.
     """
     folder = Path(folder)
+    if tokenizer_json.adds_prefix_space(folder):
+        tokenizer_json.refuse(folder / tokenizer_json.CONFIG_FILE, "add_prefix_space changes every text")
+    if not (folder / tokenizer_json.FILE).exists() and (folder / gpt2.VOCAB_FILE).exists():
+        return gpt2.load_vocabulary_files(folder)
     content = tokenizer_json.read(folder)
     try:
+        content = tokenizer_json.canonical(content)
         tokenizer = _rebuild(content)
-        flaw = tokenizer_json.difference(content, tokenizer.to_json())
+        flaw = tokenizer_json.difference(content, tokenizer.to_json(), bos=tokenizer.bos_token)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, UserError) as error:
         flaw = f"{type(error).__name__}: {error}"
     if flaw is not None:
@@ -83,8 +108,10 @@ def load_tokenizer(folder: Path | str) -> Tokenizer:
     return tokenizer
 
 
-def _rebuild(content: dict[str, Any]) -> ByteTokenizer | CharTokenizer | BpeTokenizer:
-    splitter = (content["pre_tokenizer"] or {}).get("type")
+def _rebuild(content: dict[str, Any]) -> ByteTokenizer | CharTokenizer | BpeTokenizer | Gpt2Tokenizer:
+    splitter = content["pre_tokenizer"]
     if splitter is None:
         return CharTokenizer.from_json(content)
-    return ByteTokenizer() if splitter == "ByteLevel" else BpeTokenizer.from_json(content)
+    if splitter["type"] != "ByteLevel":
+        return BpeTokenizer.from_json(content)
+    return gpt2_tokenizer() if splitter["use_regex"] else ByteTokenizer()

@@ -20,6 +20,7 @@ class TokenTable:
     """Ids 0..n-1 and their bytes; a BOS, where there is one, is the last id and stands for no bytes."""
 
     kind: str
+    bos_name = BOS
 
     def __init__(self, tokens: Sequence[bytes], *, bos: bool, settings: str = "") -> None:
         self.bos_id = len(tokens) if bos else None
@@ -28,6 +29,11 @@ class TokenTable:
         self.token_bytes = np.array([len(token) for token in self._tokens], dtype=np.int32)
         """(vocab_size,) int32: true byte lengths; half of a UTF-8 character has its bytes, BOS has none."""
         self.fingerprint = self._identify(settings)
+
+    @property
+    def bos_token(self) -> str | None:
+        """BOS by name, where there is one."""
+        return None if self.bos_id is None else self.bos_name
 
     def _identify(self, settings: str) -> str:
         digest = hashlib.sha256(f"{self.kind} {settings} bos={self.bos_id}".encode())
@@ -61,7 +67,7 @@ class TokenTable:
 
     def save(self, folder: Path) -> None:
         """Write tokenizer.json and tokenizer_config.json, from which `transformers` and `load_tokenizer` read."""
-        tokenizer_json.write(folder, self.to_json(), bos=None if self.bos_id is None else BOS)
+        tokenizer_json.write(folder, self.to_json(), bos=self.bos_token)
 
 
 def utf8(text: str) -> bytes:

@@ -1,6 +1,6 @@
 """tokenizer.json in the form of Hugging Face `tokenizers`: one file that transformers, gptlab and people read.
 
-All three kinds are BPE models there: `bpe` with merges, `byte` and `char` without any. BOS stands in the model's
+All kinds are BPE models there: `bpe` and `gpt2` with merges, `byte` and `char` without any. BOS stands in the model's
 vocabulary, where no merge leads to it, and not among the added tokens, which that library looks for in every text: so
 the file alone never turns the characters "<|bos|>" into the special token. transformers adds it to them all the same
 when it loads (`bos_token`); `split_special_tokens` in tokenizer_config.json makes it leave texts alone.
@@ -69,7 +69,8 @@ def write(folder: Path, tokenizer: dict[str, Any], *, bos: str | None) -> None:
     """Both files, each put in place at once. UserError where the disk refuses."""
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     if bos is not None:
-        config |= {"bos_token": bos, "split_special_tokens": True}
+        # One token stands between documents: it begins one and ends the one before.
+        config |= {"bos_token": bos, "eos_token": bos, "split_special_tokens": True}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in ((FILE, tokenizer), (CONFIG_FILE, config)):
@@ -83,16 +84,16 @@ def write(folder: Path, tokenizer: dict[str, Any], *, bos: str | None) -> None:
         raise UserError(f"cannot write the tokenizer to {folder}: {error.strerror or error}") from error
 
 
-def read(folder: Path) -> dict[str, Any]:
-    """tokenizer.json as an object, not yet checked further. UserError where it is missing or damaged."""
-    path = folder / FILE
+def read(folder: Path, name: str = FILE) -> dict[str, Any]:
+    """A JSON file of the folder as an object, not yet checked further. UserError where it is missing or damaged."""
+    path = folder / name
     try:
         size = path.stat().st_size
         if size > MAX_FILE_BYTES:
             refuse(path, f"{size / 1e6:.0f} MB is too large for a tokenizer")
         content = json.loads(path.read_bytes().decode("utf-8"))
     except OSError as error:
-        raise UserError(f"no tokenizer in {folder}: cannot read {FILE} ({error.strerror or error})") from error
+        raise UserError(f"no tokenizer in {folder}: cannot read {name} ({error.strerror or error})") from error
     except UnicodeDecodeError:
         refuse(path, "it is not UTF-8 text")
     except (ValueError, RecursionError) as error:
@@ -102,8 +103,30 @@ def read(folder: Path) -> dict[str, Any]:
     return content
 
 
-def difference(found: dict[str, Any], rebuilt: dict[str, Any]) -> str | None:
-    """The first part of a file that would make it encode otherwise than the tokenizer built from it."""
+def canonical(content: dict[str, Any]) -> dict[str, Any]:
+    """The same tokenizer in the words of `document`: older files leave parts out, write an empty string for none, and
+    a merge as "a b". KeyError, TypeError or AttributeError where it is no BPE tokenizer."""
+    model = {**document([], merges=[], pre_tokenizer=None, decoder={})["model"], **content["model"]}
+    for part in ("continuing_subword_prefix", "end_of_word_suffix"):
+        model[part] = model[part] or None
+    model["merges"] = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
+    pre_tokenizer = content.get("pre_tokenizer")
+    if pre_tokenizer is not None and pre_tokenizer["type"] == "ByteLevel":
+        # Offsets are not used, and the library's ByteLevel splits by GPT-2's pattern unless told not to.
+        pre_tokenizer = {"use_regex": True, **pre_tokenizer, "trim_offsets": True}
+    return {**content, "pre_tokenizer": pre_tokenizer, "model": model}
+
+
+def adds_prefix_space(folder: Path) -> bool:
+    """Whether transformers would put a space before every text, whatever tokenizer.json says."""
+    return (folder / CONFIG_FILE).exists() and bool(read(folder, CONFIG_FILE).get("add_prefix_space"))
+
+
+def difference(found: dict[str, Any], rebuilt: dict[str, Any], *, bos: str | None) -> str | None:
+    """The first part of a file that would make it encode otherwise than the tokenizer built from it. The name of BOS
+    as an added token is let pass: where it stands in a text, gptlab reads text."""
+    if any(added["content"] != bos for added in found.get("added_tokens") or ()):
+        return "added_tokens"
     for part in ("normalizer", "pre_tokenizer"):
         if found.get(part) != rebuilt[part]:
             return part
@@ -111,4 +134,6 @@ def difference(found: dict[str, Any], rebuilt: dict[str, Any]) -> str | None:
 
 
 def refuse(path: Path, reason: str) -> NoReturn:
-    raise UserError(f"{path} is no tokenizer that gptlab wrote: {reason}; make one with `gptlab tokenizer train`")
+    raise UserError(
+        f"{path} is no tokenizer that gptlab wrote, nor GPT-2's: {reason}; make one with `gptlab tokenizer train`"
+    )
