@@ -25,6 +25,7 @@ from tiny_runs import (
     outcome,
     start,
     train,
+    write_bundle,
     write_corpus,
 )
 
@@ -268,26 +269,35 @@ PARTS = {
     "log_bytes": entry("log_bytes", 0),
     "scheduled": entry("scheduled", False),
     "marks.evaluated": entry("marks.evaluated", None, of_whole_run=True),
+    "marks.core_measured": entry("marks.core_measured", None, of_whole_run=True),
     "marks.sampled": entry("marks.sampled", None, of_whole_run=True),
     "marks.saved": entry("marks.saved", None, of_whole_run=True),
     "val_loss": entry("val_loss", None, of_whole_run=True),
     "val_bpb": entry("val_bpb", None, of_whole_run=True),
+    "core_metric": entry("core_metric", None, of_whole_run=True),
     "best": entry("best", None, of_whole_run=True),
     "best_saved": entry("best_saved", None, of_whole_run=True),
 }
 
 
 @pytest.fixture(scope="module")
-def expected(folder: Path) -> Outcome:
-    return outcome(train(folder, "parts-whole", model__dropout=0.0))
+def everything(folder: Path) -> dict[str, Any]:
+    """What makes a run come to use each saved part."""
+    bundle = write_bundle(folder / "bundle")
+    return {"model__dropout": 0.0, "eval__core_every_steps": 6, "eval__core_dir": bundle}
 
 
 @pytest.fixture(scope="module")
-def killed(folder: Path) -> dict[bool, Path]:
+def expected(folder: Path, everything: dict[str, Any]) -> Outcome:
+    return outcome(train(folder, "parts-whole", **everything))
+
+
+@pytest.fixture(scope="module")
+def killed(folder: Path, everything: dict[str, Any]) -> dict[bool, Path]:
     """{of_whole_run: run folder}: one killed at step 9, one killed before its closing block."""
     for name, kind, step in (("parts-step", "train", 9), ("parts-end", "checkpoint", 12)):
         with killed_at(kind, step):
-            train(folder, name, model__dropout=0.0)
+            train(folder, name, **everything)
     return {False: folder / "parts-step", True: folder / "parts-end"}
 
 

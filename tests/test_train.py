@@ -623,7 +623,7 @@ def test_loop_fits_on_a_screen() -> None:
         for node in ast.walk(function)
         if isinstance(node, ast.Call)
     ]
-    phases = ["evaluate", "sample", "checkpoint", "preempted", "gradients", "update", "step"]
+    phases = ["evaluate", "measure_core", "sample", "checkpoint", "preempted", "gradients", "update", "step"]
     assert set(phases) <= set(called)
     places = [re.search(rf"\b{phase}\(", source).start() for phase in phases]  # type: ignore[union-attr]
     assert places == sorted(places)

@@ -42,7 +42,7 @@ FLAGS: Flags = {
 }  # fmt: skip
 """Two micro-batches a step, about eight steps an epoch, dropout on; at step 12 everything is due at once."""
 
-CLOCK_FIELDS = {"step_seconds", "train_seconds", "tokens_per_second", "mfu"}
+CLOCK_FIELDS = {"step_seconds", "train_seconds", "core_seconds", "tokens_per_second", "mfu"}
 """What a metrics line may have otherwise than another run's."""
 
 _WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "while", "père", "Noël", "naps", "→"]
@@ -59,6 +59,35 @@ def write_corpus(folder: Path, *, documents: int = 20) -> Path:
         draws = [byte for i in range(2) for byte in hashlib.sha256(f"{number}/{i}".encode()).digest()]
         words = [_WORDS[draw % len(_WORDS)] for draw in draws[: 3 + draws[-1] % 38]]
         (folder / f"{number:03}.txt").write_text(" ".join(words) + "\n", encoding="utf-8", newline="\n")
+    return folder
+
+
+def write_bundle(folder: Path) -> Path:
+    """A CORE bundle of three tasks, one of each kind, in the layout of DCLM's."""
+    words = [word for word in _WORDS if word.isascii()]
+    choice = [
+        {"query": f"the {a}", "choices": [b, f"{b} {a}", "x"], "gold": i % 3}
+        for i, (a, b) in enumerate(zip(words, words[3:], strict=False))
+    ]
+    schema = [
+        {"context_options": [a, f"{a} {b}"], "continuation": f"over the {b}.", "gold": i % 2}
+        for i, (a, b) in enumerate(pairwise(words))
+    ]
+    language = [{"context": f" the {a} ", "continuation": b} for a, b in pairwise(words)]
+    core = """\
+icl_tasks:
+- {label: pick, dataset_uri: a/pick.jsonl, num_fewshot: [2], icl_task_type: multiple_choice, \
+continuation_delimiter: "\\nAnswer: "}
+- {label: fit, dataset_uri: b/fit.jsonl, num_fewshot: [0], icl_task_type: schema}
+- {label: go on, dataset_uri: b/go-on.jsonl, num_fewshot: [1], icl_task_type: language_modeling, has_categories: true}
+"""
+    table = "Eval Task,Task Category,Random baseline\npick,a,25\nunused,a,3\nfit,b,50\ngo on,b,0\n"
+    for name, examples in (("a/pick", choice), ("b/fit", schema), ("b/go-on", language)):
+        path = folder / "eval_data" / f"{name}.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(json.dumps(example) + "\n" for example in examples), encoding="utf-8")
+    (folder / "core.yaml").write_text(core, encoding="utf-8")
+    (folder / "eval_meta_data.csv").write_text(table, encoding="utf-8")
     return folder
 
 

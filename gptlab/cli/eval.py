@@ -1,4 +1,4 @@
-"""`gptlab eval RUN`: validation loss and bits per byte of a trained run."""
+"""`gptlab eval RUN`: validation loss and bits per byte of a trained run, or CORE."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING
 
 from gptlab.cli.arguments import parse
 from gptlab.cli.load_arguments import LoadArguments
-from gptlab.config.errors import require_positive
+from gptlab.config.errors import UserError, require, require_positive
 
 if TYPE_CHECKING:
     from gptlab.cli.loaded_run import LoadedRun
+    from gptlab.data.shards import TokenSplit
     from gptlab.eval.bits_per_byte import Evaluation
+    from gptlab.eval.core import CoreResult
     from gptlab.runtime.console import Console
 
 
@@ -23,10 +25,18 @@ class EvalArguments(LoadArguments):
     """Target tokens of the validation set, at most; always the same ones. None: as in the run's configuration."""
     micro_sequences: int | None = None
     """Rows in one pass. Changes the speed, not the result. None: as in the run's configuration."""
+    core: bool = False
+    """Measure CORE instead, which needs the evaluation bundle and no corpus."""
+    core_dir: str | None = None
+    """Folder of the evaluation bundle. None: as in the run's configuration."""
+    core_examples: int | None = None
+    """Examples of each CORE task, at most; 0: all. None: as in the run's configuration."""
 
     def __post_init__(self) -> None:
         require_positive("--tokens", self.tokens)
         require_positive("--micro-sequences", self.micro_sequences)
+        examples = self.core_examples
+        require(examples is None or examples >= 0, "--core-examples", examples, "must not be negative", 0)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -35,26 +45,83 @@ def main(argv: Sequence[str]) -> int:
         EvalArguments,
         argv,
         prog="gptlab eval",
-        description="Measure a run on its validation set: loss (nats/token) and bits per byte.",
+        description="Measure a run on its validation set: loss (nats/token) and bits per byte; or on CORE.",
     )
     from gptlab.runtime.console import Console
 
     with Console(stream=sys.stderr) as console:
         run = arguments.load(console)
-        result = evaluate_run(run, tokens=arguments.tokens, micro_sequences=arguments.micro_sequences, console=console)
-    print(f"run: {run.directory.path}")
-    print(f"step: {run.step}")
-    print(f"val_loss: {result.val_loss:.6f}")
-    print(f"val_bpb: {result.val_bpb:.6f}")
-    print(f"target_tokens: {result.target_tokens}")
-    print(f"target_bytes: {result.target_bytes}")
+        measure = _core_lines if arguments.core else _validation_lines
+        lines = measure(run, arguments, console)
+    print("\n".join((f"run: {run.directory.path}", f"step: {run.step}", *lines)))
     return 0
+
+
+def _validation_lines(run: LoadedRun, arguments: EvalArguments, console: Console) -> list[str]:
+    result = evaluate_run(run, tokens=arguments.tokens, micro_sequences=arguments.micro_sequences, console=console)
+    return [
+        f"val_loss: {result.val_loss:.6f}",
+        f"val_bpb: {result.val_bpb:.6f}",
+        f"target_tokens: {result.target_tokens}",
+        f"target_bytes: {result.target_bytes}",
+        *([] if result.train_loss is None else [f"train_loss: {result.train_loss:.6f}"]),
+    ]
+
+
+def _core_lines(run: LoadedRun, arguments: EvalArguments, console: Console) -> list[str]:
+    result = core_of_run(
+        run,
+        core_dir=arguments.core_dir,
+        examples=arguments.core_examples,
+        micro_sequences=arguments.micro_sequences,
+        console=console,
+    )
+    tasks = (
+        (f"{label}: {accuracy:.6f}", f"{label}_centered: {result.centered[label]:.6f}")
+        for label, accuracy in result.accuracy.items()
+    )
+    return [*(line for lines in tasks for line in lines), f"core_metric: {result.core_metric:.6f}"]
+
+
+def core_of_run(
+    run: LoadedRun,
+    *,
+    core_dir: str | None = None,
+    examples: int | None = None,
+    micro_sequences: int | None = None,
+    console: Console,
+) -> CoreResult:
+    """CORE of the loaded weights; None: as configured; no examples (0): all there are. UserError without a bundle."""
+    from gptlab.data.cache import cache_root
+    from gptlab.eval.core import encode_tasks, gpt_logits, measure_core
+    from gptlab.eval.core_tasks import find_bundle, read_tasks
+
+    config = run.config
+    cache = cache_root(config.data.cache_dir)
+    bundle = find_bundle(core_dir or config.eval.core_dir, cache)
+    if bundle is None:
+        raise UserError(
+            f"no evaluation bundle in {cache / 'core'}: `gptlab data prepare core` gets it, or give its --core-dir"
+        )
+    wanted = config.eval.core_examples if examples is None else examples or None
+    tasks = encode_tasks(read_tasks(bundle, wanted), run.tokenizer, config.model.seq_len)
+    total_tokens = sum(len(option) for task in tasks for question in task.questions for option in question.options)
+    with console.progress("CORE", total_tokens, "tokens") as progress:
+        return measure_core(
+            gpt_logits(run.model),
+            tasks,
+            device=run.device,
+            max_pass_tokens=(micro_sequences or config.eval_sequences) * config.model.seq_len,
+            module=run.model,
+            advance=progress.advance,
+        )
 
 
 def evaluate_run(
     run: LoadedRun, *, tokens: int | None = None, micro_sequences: int | None = None, console: Console
 ) -> Evaluation:
-    """The validation set of the run's corpus, in the run's own tokens; None: as configured.
+    """The validation set of the run's corpus, in the run's own tokens, and training text where that is configured;
+    None: as configured.
 
     Warns where the corpus is no longer what it was at training. UserError where it cannot be read.
     """
@@ -72,14 +139,21 @@ def evaluate_run(
             f"the corpus {', '.join(config.data.source)} is not what it was when this run was trained: the numbers do "
             "not compare with the run's own, and text that it was trained on may be among the validation text"
         )
-    rows = validation_rows(prepared.val, config.model.seq_len, run.tokenizer.bos_id, tokens or config.eval.tokens)
-    return evaluate(
-        run.model,
-        rows,
-        run.tokenizer.token_bytes,
-        device=run.device,
-        micro_sequences=micro_sequences or config.eval.micro_sequences or config.batch.micro_sequences,
-    )
+
+    def measure(split: TokenSplit, max_tokens: int | None) -> Evaluation:
+        rows = validation_rows(split, config.model.seq_len, run.tokenizer.bos_id, max_tokens)
+        return evaluate(
+            run.model,
+            rows,
+            run.tokenizer.token_bytes,
+            device=run.device,
+            micro_sequences=micro_sequences or config.eval_sequences,
+        )
+
+    result = measure(prepared.val, tokens or config.eval.tokens)
+    if config.eval.train_tokens is None:
+        return result
+    return replace(result, train_loss=measure(prepared.train, config.eval.train_tokens).val_loss)
 
 
 def _data_fingerprint(run: LoadedRun) -> object:

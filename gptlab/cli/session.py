@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -16,9 +17,11 @@ from gptlab.config.load import config_to_json
 from gptlab.config.run import RunConfig
 from gptlab.data.cache import cache_root
 from gptlab.data.prepare import PreparedData, prepare
-from gptlab.data.rows import make_rows, validation_rows
+from gptlab.data.rows import RowSource, make_rows, validation_rows
 from gptlab.data.tokenizer import Tokenizer
 from gptlab.eval.bits_per_byte import Evaluation, evaluate
+from gptlab.eval.core import encode_tasks, gpt_logits, measure_core
+from gptlab.eval.core_tasks import find_bundle, read_tasks
 from gptlab.eval.engine import sample_text
 from gptlab.model.counting import FlopsPerToken, ParameterCounts, flops_per_token, parameter_counts
 from gptlab.runtime.console import Console
@@ -69,6 +72,7 @@ def open_session(config: RunConfig, place: Place, console: Console) -> Session:
     """Prepare the data and build the run. UserError for whatever makes it impossible; nothing of it is written yet."""
     keep_compiled(cache_root(config.data.cache_dir) / "compile")
     seed_everything(config.seed, place.device)
+    bundle = _core_bundle(config, console)
     data = prepare(config.data, config.tokenizer, console=console)
     tokenizer = data.tokenizer
     if config.model.vocab_size not in (None, tokenizer.vocab_size):
@@ -81,6 +85,9 @@ def open_session(config: RunConfig, place: Place, console: Console) -> Session:
     seq_len = config.model.seq_len
     rows = make_rows(data.train, config.data, seq_len, tokenizer.bos_id, config.seed, data.folder)
     held_out = validation_rows(data.val, seq_len, tokenizer.bos_id, config.eval.tokens)
+    of_training = None
+    if config.eval.train_tokens is not None:
+        of_training = validation_rows(data.train, seq_len, tokenizer.bos_id, config.eval.train_tokens)
 
     state = build_state(config, rows, device=place.device, compute_dtype=place.dtype)
     model = state.model
@@ -92,13 +99,17 @@ def open_session(config: RunConfig, place: Place, console: Console) -> Session:
         scaling_params=counts.scaling,
     )
     kernels = make_kernels(state, config, console.warn)
-    eval_sequences = min(config.eval.micro_sequences or config.batch.micro_sequences, held_out.rows_per_epoch)
+    eval_sequences = min(config.eval_sequences, held_out.rows_per_epoch)
 
-    def validate() -> Evaluation:
+    def measure(rows: RowSource) -> Evaluation:
         return evaluate(
-            kernels.logits, held_out, tokenizer.token_bytes,
+            kernels.logits, rows, tokenizer.token_bytes,
             device=place.device, micro_sequences=eval_sequences, module=model,
         )  # fmt: skip
+
+    def validate() -> Evaluation:
+        train_loss = None if of_training is None else measure(of_training).val_loss
+        return replace(measure(held_out), train_loss=train_loss)
 
     def sample(prompt: str) -> str:
         wanted = config.sample
@@ -108,8 +119,29 @@ def open_session(config: RunConfig, place: Place, console: Console) -> Session:
         )  # fmt: skip
         return prompt + "".join(pieces)
 
-    work = Work(kernels.loss_sum, validate, sample)
+    core = None
+    if bundle is not None:
+        tasks = encode_tasks(read_tasks(bundle, config.eval.core_examples), tokenizer, seq_len)
+        core = partial(
+            measure_core, gpt_logits(model), tasks,
+            device=place.device, max_pass_tokens=config.eval_sequences * seq_len, module=model,
+        )  # fmt: skip
+    work = Work(kernels.loss_sum, validate, sample, core)
     return Session(config, place, data, state, kernels, work, finish, counts, flops, eval_sequences)
+
+
+def _core_bundle(config: RunConfig, console: Console) -> Path | None:
+    """Where the tasks of CORE are, if it is to be measured and can be. ConfigError for a folder that is none."""
+    if config.eval.core_every_steps is None:
+        return None
+    cache = cache_root(config.data.cache_dir)
+    bundle = find_bundle(config.eval.core_dir, cache)
+    if bundle is None:
+        console.warn(
+            f"this run goes without CORE, which eval.core_every_steps = {config.eval.core_every_steps} asks for: there "
+            f"is no evaluation bundle in {cache / 'core'}; `gptlab data prepare core` gets it"
+        )
+    return bundle
 
 
 def _require_encodable(prompts: Sequence[str], tokenizer: Tokenizer) -> None:

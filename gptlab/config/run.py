@@ -46,9 +46,11 @@ class EvalConfig:
     micro_sequences: int | None = None
     """Rows in one evaluation pass. None: as in training. Changes the speed, not the result."""
     core_every_steps: int | None = None
-    """Measure CORE (DCLM, arXiv:2406.11794) every so many steps, and at the end. None: never."""
+    """Measure CORE (DCLM, arXiv:2406.11794) every so many steps, and at the end. None: never. Without the evaluation
+    bundle, a run that was not told where it is goes on without CORE, and says so."""
     core_examples: int | None = 500
-    """Examples of each CORE task, at most; always the same ones (nanochat: 500). None: all."""
+    """Examples of each CORE task, at most; always the same ones (nanochat: 500). None: all. Worked examples come from
+    among them, so another number is another test."""
     core_dir: str | None = None
     """Folder of the DCLM evaluation bundle (core.yaml, eval_meta_data.csv, eval_data/). None: CACHE/core."""
 
@@ -169,6 +171,11 @@ class RunConfig:
     def micro_tokens(self) -> int:
         """Tokens in one micro-batch."""
         return self.batch.micro_sequences * self.model.seq_len
+
+    @property
+    def eval_sequences(self) -> int:
+        """Rows in one evaluation pass."""
+        return self.eval.micro_sequences or self.batch.micro_sequences
 
     @property
     def micro_batches(self) -> int:

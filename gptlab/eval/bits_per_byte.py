@@ -48,6 +48,8 @@ class Evaluation:
     """Tokens in `val_loss`."""
     target_bytes: int
     """Bytes in `val_bpb`."""
+    train_loss: float | None = None
+    """Nats per target token of training text, where that was measured too."""
 
 
 def evaluate(

@@ -1,10 +1,10 @@
-"""The training loop: evaluate, sample, checkpoint, stop?, gradients, update, log."""
+"""The training loop: evaluate, CORE, sample, checkpoint, stop?, gradients, update, log."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -24,16 +24,31 @@ class Evaluated(Protocol):
     def val_loss(self) -> float: ...
     @property
     def val_bpb(self) -> float: ...
+    @property
+    def train_loss(self) -> float | None: ...
+
+
+class CoreMeasured(Protocol):
+    """CORE: `eval.core.CoreResult`."""
+
+    @property
+    def core_metric(self) -> float: ...
+    @property
+    def accuracy(self) -> Mapping[str, float]: ...
+    @property
+    def centered(self) -> Mapping[str, float]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What the loop does besides training. Neither may touch the training state."""
+    """What the loop does besides training. None of it may touch the training state."""
 
     loss_sum: LossFunction
     evaluate: Callable[[], Evaluated]
     sample: Callable[[str], str]
     """Prompt -> prompt and continuation."""
+    core: Callable[[], CoreMeasured] | None = None
+    """None: this run does not measure CORE."""
 
 
 def fit(
@@ -50,6 +65,12 @@ def fit(
             ):  # fmt: skip
                 evaluate(state, work, record)
             ended = finish.reached(state)
+
+            if work.core is not None and not preemption.requested and due(
+                now, state.core_measured, every_steps=config.eval.core_every_steps, every_seconds=None,
+                at_start=False, at_end=ended or config.eval.only,
+            ):  # fmt: skip
+                measure_core(state, work.core, record)
 
             if config.sample.prompts and not preemption.requested and due(
                 now, state.sampled, every_steps=config.sample.every_steps, every_seconds=None,
@@ -99,4 +120,12 @@ def evaluate(state: TrainState, work: Work, record: Recorder) -> None:
     state.evaluated = state.mark()
     state.val_loss, state.val_bpb = result.val_loss, result.val_bpb
     state.best = better(state.best, Best(state.step, result.val_loss))
-    record.evaluation(state, time.perf_counter() - started)
+    record.evaluation(state, result.train_loss, time.perf_counter() - started)
+
+
+def measure_core(state: TrainState, core: Callable[[], CoreMeasured], record: Recorder) -> None:
+    """Off the clock."""
+    started = time.perf_counter()
+    result = core()
+    state.core_measured, state.core_metric = state.mark(), result.core_metric
+    record.core(state, result.accuracy, result.centered, time.perf_counter() - started)

@@ -29,6 +29,8 @@ _CLOSING_DECIMALS = {
     "val_bpb": 6, "training_seconds": 1, "total_seconds": 1, "peak_vram_mb": 1, "mfu_percent": 2, "total_tokens_M": 1,
     "num_steps": 0, "num_params_M": 1, "depth": 0,
 }  # fmt: skip
+# Shown behind those by runs that measured it.
+_OPTIONAL_DECIMALS = {"core_metric": 4}
 
 
 @dataclass(slots=True)
@@ -104,16 +106,29 @@ class Recorder:
         )
         self.console.live(" | ".join(figures))
 
-    def evaluation(self, state: TrainState, seconds: float) -> None:
+    def evaluation(self, state: TrainState, train_loss: float | None, seconds: float) -> None:
         self.off_clock.evaluation_seconds += seconds
+        measured = {} if train_loss is None else {"train_loss": train_loss}
         self.metrics.write(
-            "eval", step=state.step, val_loss=state.val_loss, val_bpb=state.val_bpb,
+            "eval", step=state.step, val_loss=state.val_loss, val_bpb=state.val_bpb, **measured,
             train_seconds=state.train_seconds, tokens=state.step * self.config.batch.total_tokens,
         )  # fmt: skip
         best = " (best)" if state.is_best() else ""
         self.console.line(
-            f"step {state.step:05d} | validation loss: {state.val_loss:.4f} | bpb: {state.val_bpb:.4f}{best}"
-            f" | {seconds:.1f}s off the clock"
+            f"step {state.step:05d} | {'' if train_loss is None else f'train loss: {train_loss:.4f} | '}"
+            f"validation loss: {state.val_loss:.4f} | bpb: {state.val_bpb:.4f}{best} | {seconds:.1f}s off the clock"
+        )
+
+    def core(
+        self, state: TrainState, accuracy: Mapping[str, float], centered: Mapping[str, float], seconds: float
+    ) -> None:
+        self.off_clock.evaluation_seconds += seconds
+        self.metrics.write(
+            "core", step=state.step, core_metric=state.core_metric, tasks=dict(accuracy), centered=dict(centered),
+            train_seconds=state.train_seconds, core_seconds=seconds,
+        )  # fmt: skip
+        self.console.line(
+            f"step {state.step:05d} | CORE metric: {state.core_metric:.4f} | {seconds:.1f}s off the clock"
         )
 
     def sample(self, state: TrainState, prompt: str, text: str) -> None:
@@ -194,6 +209,7 @@ class Recorder:
             "num_steps": state.step,
             "num_params_M": self.n_params / 1e6,
             "depth": self.config.model.n_layer,
+            **({} if state.core_metric is None else {"core_metric": state.core_metric}),
         }
 
     def finish_run(self, state: TrainState) -> dict[str, Any]:
@@ -215,14 +231,17 @@ class Recorder:
 
 def closing_numbers(summary: Mapping[str, Any]) -> dict[str, Any]:
     """Those of a summary.json that the closing block shows; empty unless they are all there."""
-    return {key: summary[key] for key in _CLOSING_DECIMALS} if summary.keys() >= _CLOSING_DECIMALS.keys() else {}
+    if not summary.keys() >= _CLOSING_DECIMALS.keys():
+        return {}
+    return {key: summary[key] for key in (*_CLOSING_DECIMALS, *_OPTIONAL_DECIMALS) if key in summary}
 
 
 def show_closing_block(numbers: Mapping[str, Any], console: Console) -> None:
     """Print and log the final numbers in autoresearch's form, so that `grep "^val_bpb:"` works."""
     console.line("---")
-    for key, decimals in _CLOSING_DECIMALS.items():
-        value = numbers[key]
+    decimals_of = _CLOSING_DECIMALS | _OPTIONAL_DECIMALS
+    for key, value in numbers.items():
+        decimals = decimals_of[key]
         console.line(f"{key + ':':<18}{'unknown' if value is None else f'{value:.{decimals}f}'}")
 
 

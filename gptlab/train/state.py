@@ -26,7 +26,7 @@ _RNG = "rng."
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """When something was last done: evaluated, sampled, saved."""
+    """When something was last done: evaluated, core_measured, sampled, saved."""
 
     step: int
     train_seconds: float
@@ -63,12 +63,15 @@ class TrainState:
     """The run's clock: real training steps and nothing else."""
     loss_ema: LossEma = field(default_factory=LossEma)
     evaluated: Mark | None = None
+    core_measured: Mark | None = None
     sampled: Mark | None = None
     saved: Mark | None = None
     """Of checkpoints that the schedule asked for: one that a signal asked for leaves no trace in the run."""
     val_loss: float | None = None
     """Of the last evaluation, nats/token."""
     val_bpb: float | None = None
+    core_metric: float | None = None
+    """Of the last measurement of CORE."""
     best: Best | None = None
     """Of all evaluations."""
     best_saved: Best | None = None
@@ -101,6 +104,7 @@ class TrainState:
             "marks": {name: mark and asdict(mark) for name, mark in self._marks().items()},
             "val_loss": self.val_loss,
             "val_bpb": self.val_bpb,
+            "core_metric": self.core_metric,
             "best": self.best and asdict(self.best),
             "best_saved": self.best_saved and asdict(self.best_saved),
         }
@@ -119,11 +123,12 @@ class TrainState:
         for name, mark in saved["marks"].items():
             setattr(self, name, mark and Mark(**mark))
         self.val_loss, self.val_bpb = saved["val_loss"], saved["val_bpb"]
+        self.core_metric = saved.get("core_metric")  # checkpoints of the first version have none, and no mark for it
         self.best, self.best_saved = (saved[name] and Best(**saved[name]) for name in ("best", "best_saved"))
         restore_rng(rng, self.device)
 
     def _marks(self) -> dict[str, Mark | None]:
-        return {"evaluated": self.evaluated, "sampled": self.sampled, "saved": self.saved}
+        return {name: getattr(self, name) for name in ("evaluated", "core_measured", "sampled", "saved")}
 
 
 def build_state(config: RunConfig, rows: RowSource, *, device: torch.device, compute_dtype: torch.dtype) -> TrainState:

@@ -1,0 +1,216 @@
+"""CORE: how much better than guessing a model is at the tasks of DCLM (arXiv:2406.11794), as nanochat measures it.
+
+    centered = (accuracy - accuracy of guessing) / (1 - accuracy of guessing)      of each task
+    CORE     = mean of centered over the tasks
+
+Of several options the one with the lowest mean loss over its continuation's tokens is the answer; a language-modeling
+example is right where every token of its continuation is the likeliest one. Both are computed here from logits: the
+model's own loss is never asked. No random number is drawn, and all examples are texts by the same rules every time.
+
+Three things make it fast and change nothing but rounding: only the positions that are scored get logits; options that
+differ in their last token alone (A, B, C, D) are one pass, since nothing reads that token; and sequences of several
+examples, sorted by length, go through the model together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from gptlab.eval.bits_per_byte import token_nats
+from gptlab.eval.core_tasks import Kind, Task
+from gptlab.eval.mode import evaluation_mode
+from gptlab.model.gpt import GPT
+
+Logits = Callable[[Tensor, Tensor], Tensor]
+"""(tokens (B, T) int64, positions (N,) int64 into the flattened tokens) -> logits at these positions, (N, V)."""
+
+
+class TextTokenizer(Protocol):
+    """What is needed of a tokenizer."""
+
+    bos_id: int | None
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One example as token ids."""
+
+    options: tuple[np.ndarray, ...]
+    """(tokens,) int32 each, two at least."""
+    starts: tuple[int, ...]
+    """Where the scored part of each option begins, 1 at least: something must stand in front of it."""
+    gold: int | None
+    """The option with the lowest mean loss must be this one. None: the one option must be the greedy continuation."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedTask:
+    label: str
+    random_accuracy: float
+    questions: tuple[Question, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CoreResult:
+    accuracy: dict[str, float]
+    """Of each task, by label."""
+    centered: dict[str, float]
+    """0: as good as guessing; 1: all right."""
+
+    @property
+    def core_metric(self) -> float:
+        return sum(self.centered.values()) / len(self.centered)
+
+
+def encode_tasks(tasks: Iterable[Task], tokenizer: TextTokenizer, context: int) -> list[EncodedTask]:
+    """Texts to token ids, once for any number of measurements. BOS, where there is one, stands in front; what is
+    longer than `context` tokens loses its front, as nanochat crops. UserError for text that cannot be encoded."""
+    encoded = []
+    for task in tasks:
+        prompts = [task.prompts(index) for index in range(task.n_scored)]
+        ids = iter(tokenizer.encode_batch([text for texts in prompts for text in texts]))
+        bos = np.array([] if tokenizer.bos_id is None else [tokenizer.bos_id], dtype=np.int32)
+        questions = tuple(
+            _question(
+                task.kind, [np.concatenate([bos, next(ids)]).astype(np.int32) for _ in texts], example.gold, context
+            )
+            for texts, example in zip(prompts, task.examples, strict=False)
+        )
+        encoded.append(EncodedTask(task.label, task.random_accuracy, questions))
+    return encoded
+
+
+def _question(kind: Kind, ids: list[np.ndarray], gold: int, context: int) -> Question:
+    """What the texts have in common, at their fronts or (schema) at their ends, divides what is given from what is
+    scored."""
+    if kind == "schema":
+        same = _common_prefix([tokens[::-1] for tokens in ids])
+        starts = [len(tokens) - same for tokens in ids]
+    else:
+        starts = [_common_prefix(ids)] * len(ids)
+    if kind == "language_modeling":
+        del ids[0], starts[0]
+    # An option that is the beginning of another has a token to score too (nanochat compares with NaN there).
+    starts = [min(start, len(tokens) - 1) for tokens, start in zip(ids, starts, strict=True)]
+    cut = [max(0, len(tokens) - context) for tokens in ids]
+    return Question(
+        tuple(tokens[n:] for tokens, n in zip(ids, cut, strict=True)),
+        tuple(max(1, start - n) for start, n in zip(starts, cut, strict=True)),
+        None if kind == "language_modeling" else gold,
+    )
+
+
+def _common_prefix(sequences: Sequence[np.ndarray]) -> int:
+    """Tokens that all begin with."""
+    shortest = min(map(len, sequences))
+    same = np.all([tokens[:shortest] == sequences[0][:shortest] for tokens in sequences], axis=0)
+    return shortest if same.all() else int(same.argmin())
+
+
+def gpt_logits(model: GPT) -> Logits:
+    """Of the model as it is, never compiled: the shapes change from pass to pass."""
+    return lambda tokens, positions: model.logits(model.hidden(tokens).flatten(0, 1)[positions])
+
+
+def measure_core(
+    logits: Logits,
+    tasks: Sequence[EncodedTask],
+    *,
+    device: torch.device | str,
+    max_pass_tokens: int,
+    module: nn.Module | None = None,
+    advance: Callable[[float], None] | None = None,
+) -> CoreResult:
+    """Score every question of every task. Arguments: as `score`."""
+    questions = [question for task in tasks for question in task.questions]
+    return core_result(
+        tasks,
+        score(logits, questions, device=device, max_pass_tokens=max_pass_tokens, module=module, advance=advance),
+    )
+
+
+def core_result(tasks: Sequence[EncodedTask], correct: Sequence[bool]) -> CoreResult:
+    """The metric from the answers to all questions, in the order of tasks and questions."""
+    answers = iter(correct)
+    accuracy = {task.label: sum(next(answers) for _ in task.questions) / len(task.questions) for task in tasks}
+    centered = {t.label: (accuracy[t.label] - t.random_accuracy) / (1 - t.random_accuracy) for t in tasks}
+    return CoreResult(accuracy, centered)
+
+
+def score(
+    logits: Logits,
+    questions: Sequence[Question],
+    *,
+    device: torch.device | str,
+    max_pass_tokens: int,
+    module: nn.Module | None = None,
+    advance: Callable[[float], None] | None = None,
+) -> list[bool]:
+    """Which questions are answered right. Each is judged alone, so any part of a list may be scored anywhere.
+
+    A pass holds `max_pass_tokens` at most, padding included, or one sequence: this changes the speed, and the result
+    only where two options are equally good to within rounding. `module` is in evaluation mode meanwhile; `advance`
+    is told the tokens of the options that are done.
+    """
+    readers: dict[bytes, list[tuple[int, int]]] = {}  # input tokens -> (question, option) that are scored on them
+    for number, question in enumerate(questions):
+        for option, tokens in enumerate(question.options):
+            readers.setdefault(tokens[:-1].tobytes(), []).append((number, option))
+    losses = [[math.inf] * len(question.options) for question in questions]
+    greedy = [False] * len(questions)
+    with evaluation_mode(module) if module is not None else torch.no_grad():
+        for inputs in _passes(readers, max_pass_tokens):
+            asked = [(row, *reader) for row, tokens in enumerate(inputs) for reader in readers[tokens.tobytes()]]
+            spans = [(row, questions[n].starts[o], questions[n].options[o]) for row, n, o in asked]
+            for (_, n, o), (nats, hit) in zip(asked, _read_off(logits, inputs, spans, device), strict=True):
+                losses[n][o] = math.inf if math.isnan(nats) else nats
+                greedy[n] = hit
+            if advance is not None:
+                advance(sum(len(tokens) for _, _, tokens in spans))
+    return [
+        greedy[n] if question.gold is None else losses[n].index(min(losses[n])) == question.gold
+        for n, question in enumerate(questions)
+    ]
+
+
+def _passes(inputs: Iterable[bytes], max_pass_tokens: int) -> Iterator[list[np.ndarray]]:
+    """Longest first, so that a pass that does not fit into memory is the first one."""
+    waiting: list[np.ndarray] = []
+    for tokens in sorted(inputs, key=len, reverse=True):
+        if waiting and (len(waiting) + 1) * len(waiting[0]) > max_pass_tokens:
+            yield waiting
+            waiting = []
+        if tokens:
+            waiting.append(np.frombuffer(tokens, dtype=np.int32))
+    if waiting:
+        yield waiting
+
+
+def _read_off(
+    logits: Logits,
+    inputs: Sequence[np.ndarray],  # (T,) int32 each, the longest first
+    spans: Sequence[tuple[int, int, np.ndarray]],  # row of the inputs, start of the scored part, the option's tokens
+    device: torch.device | str,
+) -> list[tuple[float, bool]]:
+    """One pass: of each span its mean loss in nats, and whether every token of it is the likeliest one."""
+    width = len(inputs[0])
+    tokens = np.zeros((len(inputs), width), dtype=np.int64)
+    for row, given in enumerate(inputs):
+        tokens[row, : len(given)] = given  # what fills the rest stands behind all that is scored: nothing there sees it
+    places = np.concatenate([row * width + np.arange(start - 1, len(option) - 1) for row, start, option in spans])
+    targets = np.concatenate([option[start:] for _, start, option in spans]).astype(np.int64)
+    lengths = [len(option) - start for _, start, option in spans]
+    scores = logits(torch.from_numpy(tokens).to(device), torch.from_numpy(places).to(device))
+    target = torch.from_numpy(targets).to(device)
+    nats = token_nats(scores, target).cpu().double().split(lengths)
+    hits = (scores.argmax(-1) == target).cpu().split(lengths)
+    return [(float(n.mean()), bool(h.all())) for n, h in zip(nats, hits, strict=True)]
