@@ -218,9 +218,18 @@ class TestRunRequest:
         with pytest.raises(UserError, match="no such field"):
             read_request(["--resume", "x"], RunArguments, prog="gptlab plan", description="Plan.")
 
+    def test_from(self) -> None:
+        asked = request("--from runs/x --steps 5 --seed 2")
+        assert (asked.from_run, asked.recipe, asked.overrides) == ("runs/x", None, {"seed": 2})
+        assert asked.horizon == Horizon(amount=5, unit="steps")
+
     @pytest.mark.parametrize(
         ("argv", "says"),
         [
+            ("small --from runs/x", "--from runs/x and small both say what to train: give one of them"),
+            ("--from runs/x --resume runs/y", "--from runs/x and --resume runs/y both say what to train"),
+            ("night.toml --from runs/x", "--from runs/x and night.toml both say"),
+            ("--from", "--from needs a value"),
             ("--minutes -1", "minutes = -1.0: a run trains for a positive number of minutes"),
             ("--minutes 0", "minutes = 0.0"),
             ("--depth 0", "depth = 0: must be greater than zero"),
@@ -264,7 +273,8 @@ class TestRunRequest:
         with pytest.raises(SystemExit):
             request("--help")
         text = capsys.readouterr().out
-        names = [*leaf_fields(RunConfig), *run_arguments.HORIZONS, *run_arguments.ALIASES, "depth", "resume", "list"]
+        names = [*leaf_fields(RunConfig), *run_arguments.HORIZONS, *run_arguments.ALIASES, "depth", "resume", "from"]
+        names.append("list")
         for name in names:
             if name != "recipe":
                 assert f"--{name.replace('_', '-')} " in text or f"--{name.replace('_', '-')}," in text, name

@@ -20,7 +20,8 @@ from gptlab.config.errors import UserError
 from gptlab.runtime import provenance as provenance_module
 from gptlab.runtime import run_directory as run_directory_module
 from gptlab.runtime import strict_json
-from gptlab.runtime.provenance import cpu_model, git_state, provenance
+from gptlab.runtime.code_snapshot import CodeSnapshot, git_state
+from gptlab.runtime.provenance import cpu_model, provenance
 from gptlab.runtime.run_directory import RunDirectory, default_run_path, write_json_atomic
 
 CONFIG = {"schema_version": 1, "seed": 3}
@@ -253,7 +254,8 @@ def test_default_names(tmp_path: Path) -> None:
 
 def facts_of_a_run() -> dict[str, object]:
     return provenance(
-        argv=["train", "quickstart"], device="cpu", device_name="AMD EPYC", dtype="bfloat16", threads=2,
+        argv=["train", "quickstart"], code=CodeSnapshot("c0ffee", False, "f", {}), device="cpu",
+        device_name="AMD EPYC", dtype="bfloat16", threads=2,
         peak_flops_per_second=8.5e11, peak_source="measured", data_fingerprint="d", tokenizer_fingerprint="t",
     )  # fmt: skip
 

@@ -436,7 +436,7 @@ class TestEnd:
         assert (code, out, len(err.splitlines())) == (2, "", 1)
         assert "model.n_head = 5" in err
         assert not (folder / "wrong").exists()
-        with pytest.raises(UserError, match="either a configuration to train or a run"):
+        with pytest.raises(UserError, match="one of: a configuration to train, a run to"):
             gptlab.train()
 
 

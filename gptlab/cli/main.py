@@ -38,6 +38,7 @@ examples:
   gptlab train --data notes/ --minutes 20          on your own text files
   gptlab train quickstart --depth 6 --steps 500 --model.window-pattern SSSL
   gptlab train --resume runs/NAME                  go on where a run stopped
+  gptlab train --from runs/NAME --seed 7           the same run once more, with one field changed
   gptlab sample runs/NAME --prompt "def main("
 
 exit codes: 0 finished, 2 wrong usage or configuration, 3 training failed, 75 preempted (--resume goes on)

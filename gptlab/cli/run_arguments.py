@@ -37,6 +37,9 @@ ALIASES = {
 }
 """Short form -> the field that it stands for."""
 
+_GIVEN_NAMES = {"sources": "data", "from_run": "from"}
+"""Attribute -> flag, where they cannot be the same: `data` is a group, `from` a keyword."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunArguments(RunConfig):
@@ -72,6 +75,8 @@ class RunArguments(RunConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainArguments(RunArguments):
+    from_run: Annotated[str | None, tyro.conf.arg(name="from")] = None
+    """Train the configuration of the run in this folder anew; fields given beside it replace its own."""
     resume: str | None = None
     """Go on with the run in this folder, bit for bit; fields given beside it must be those that the run has."""
     list: bool = False
@@ -89,6 +94,7 @@ class RunRequest:
     overrides: Mapping[str, Any] = field(default_factory=dict)
     """{dotted field: value}; applied after the recipe."""
     resume: str | None = None
+    from_run: str | None = None
     list_recipes: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
     """What was given of the arguments that a command adds to RunArguments."""
@@ -125,6 +131,7 @@ def read_request(argv: Sequence[str], arguments: type[RunArguments], *, prog: st
         argv, names, positionals=["recipe"], implied={"compile": "on"}, unknown=lambda n, v: _unknown_flag(n, v, names)
     )
     recipe = given.pop("recipe", None)
+    _require_one_start(recipe, given)
     file: dict[str, Any] = {}
     if recipe is not None and recipe.endswith(".toml"):
         file = _read_file(recipe)
@@ -134,6 +141,15 @@ def read_request(argv: Sequence[str], arguments: type[RunArguments], *, prog: st
         hint = f"did you mean {nearest}?" if nearest else f"there are {', '.join(RECIPES)}"
         raise UserError(f"{recipe!r} is neither a recipe nor a .toml file: {hint}")
     return _merge(recipe, file, given)
+
+
+def _require_one_start(recipe: str | None, given: Mapping[str, Any]) -> None:
+    """--from says all that a recipe, a TOML file or --resume would say."""
+    if given.get("from") is None:
+        return
+    other = f"--resume {given['resume']}" if given.get("resume") is not None else recipe
+    if other is not None:
+        raise UserError(f"--from {given['from']} and {other} both say what to train: give one of them")
 
 
 def recipe_list() -> str:
@@ -152,8 +168,8 @@ def _show_help(argv: Sequence[str], arguments: type[RunArguments], *, prog: str,
 
 
 def _fields(arguments: type[RunArguments]) -> dict[str, Any]:
-    """{name as it is given: annotation}. The attribute for --data has another name, since `data` is a group."""
-    return {("data" if name == "sources" else name): kind for name, kind in leaf_fields(arguments).items()}
+    """{name as it is given: annotation}."""
+    return {_GIVEN_NAMES.get(name, name): kind for name, kind in leaf_fields(arguments).items()}
 
 
 def _merge(recipe: str | None, file: Mapping[str, Any], flags: Mapping[str, Any]) -> RunRequest:
@@ -175,6 +191,7 @@ def _merge(recipe: str | None, file: Mapping[str, Any], flags: Mapping[str, Any]
         horizon=horizon,
         overrides=overrides | _overrides(flags),
         resume=flags.get("resume"),
+        from_run=flags.get("from"),
         list_recipes=flags.get("list", False),
         options={name: value for name, value in flags.items() if name not in common},
     )

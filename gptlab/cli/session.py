@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -24,10 +24,11 @@ from gptlab.eval.core import encode_tasks, gpt_logits, measure_core
 from gptlab.eval.core_tasks import find_bundle, read_tasks
 from gptlab.eval.engine import sample_text
 from gptlab.model.counting import FlopsPerToken, ParameterCounts, flops_per_token, parameter_counts
+from gptlab.runtime.code_snapshot import CodeSnapshot
 from gptlab.runtime.console import Console
-from gptlab.runtime.device import device_name
+from gptlab.runtime.device import cuda_version, device_name
 from gptlab.runtime.metrics import MetricsLog
-from gptlab.runtime.provenance import provenance
+from gptlab.runtime.provenance import RESUME_FACTS, Evidence, provenance
 from gptlab.runtime.rng import seed_everything
 from gptlab.runtime.run_directory import RunDirectory, default_run_path
 from gptlab.train.checkpoint import Checkpoint
@@ -54,9 +55,10 @@ class Session:
     flops: FlopsPerToken
     eval_sequences: int
 
-    def provenance(self, argv: Sequence[str]) -> dict[str, object]:
+    def provenance(self, argv: Sequence[str], code: CodeSnapshot, from_run: str | None = None) -> dict[str, object]:
         return provenance(
             argv=argv,
+            code=code,
             device=str(self.place.device),
             device_name=device_name(self.place.device),
             dtype=str(self.place.dtype).removeprefix("torch."),
@@ -65,6 +67,8 @@ class Session:
             peak_source=self.place.peak.source,
             data_fingerprint=self.data.fingerprint,
             tokenizer_fingerprint=self.data.tokenizer.fingerprint,
+            cuda_version=cuda_version(),
+            from_run=from_run,
         )
 
 
@@ -155,16 +159,26 @@ def _require_encodable(prompts: Sequence[str], tokenizer: Tokenizer) -> None:
             raise ConfigError("sample.prompts", prompt, "this tokenizer has no BOS: give it a text to continue")
 
 
-def make_run_directory(session: Session, argv: Sequence[str]) -> RunDirectory:
+def make_run_directory(session: Session, facts: Mapping[str, object], evidence: Evidence) -> RunDirectory:
     """The folder of a new run, with everything that is known before its first step. UserError where it cannot be."""
     config = session.config
     path = Path(config.run_dir) if config.run_dir else default_run_path(config.recipe, datetime.now())
-    return RunDirectory.create(
-        path,
-        config_to_json(config),
-        session.provenance(argv),
-        contents=lambda run: session.data.tokenizer.save(run.tokenizer_path),
-    )
+
+    def contents(run: RunDirectory) -> None:
+        session.data.tokenizer.save(run.tokenizer_path)
+        run.write_files(evidence.files())
+
+    return RunDirectory.create(path, config_to_json(config), facts, contents=contents)
+
+
+def record_resume(run: RunDirectory, facts: Mapping[str, object], evidence: Evidence) -> None:
+    """Note in run.json which process goes on with the run, and keep its code where that is not the first one's."""
+    record = run.read_provenance()
+    earlier = record.get("resumes")
+    resumes = earlier if isinstance(earlier, list) else []
+    if facts["code_fingerprint"] != record.get("code_fingerprint"):
+        run.write_files(evidence.code_files(f"code/resume-{len(resumes) + 1}"))
+    run.set_status("running", resumes=[*resumes, {name: facts[name] for name in RESUME_FACTS}])
 
 
 def train(

@@ -5,15 +5,14 @@ from __future__ import annotations
 import functools
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gptlab.cli.run_arguments import RunRequest, TrainArguments, read_request, recipe_list
 from gptlab.config.errors import UserError
-from gptlab.config.load import config_from_json
 from gptlab.config.recipes import why_quickstart_size
 from gptlab.config.run import RunConfig
 from gptlab.config.scaling import Machine
@@ -48,26 +47,43 @@ def main(argv: list[str]) -> int:
     return _train(request, ["train", *argv], started).exit_code
 
 
-def run(config: RunConfig | None = None, *, resume: str | Path | None = None) -> Result:
-    """Train a configuration, or go on with the run in `resume`. Errors are raised: UserError, TrainingFailed."""
-    if (config is None) == (resume is None):
-        raise UserError("give either a configuration to train or a run to resume")
-    request = RunRequest(resume=None if resume is None else str(resume))
+def run(
+    config: RunConfig | None = None,
+    *,
+    resume: str | Path | None = None,
+    from_run: str | Path | None = None,
+    overrides: Mapping[str, Any] | None = None,
+) -> Result:
+    """Train a configuration, go on with the run in `resume`, or train that of `from_run` anew in a folder of its own,
+    with `overrides` ({dotted field: value}) put in. Errors are raised: UserError, TrainingFailed."""
+    if [config, resume, from_run].count(None) != 2:
+        raise UserError("give one of: a configuration to train, a run to resume, a run to train anew (from_run)")
+    if overrides and from_run is None:
+        raise UserError("overrides go with from_run; a configuration is changed by dataclasses.replace")
+    request = RunRequest(
+        resume=None if resume is None else str(resume),
+        from_run=None if from_run is None else str(from_run),
+        overrides=overrides or {},
+    )
     return _train(request, sys.argv, time.perf_counter(), config=config, catch=False)
 
 
 def _train(
     request: RunRequest, argv: Sequence[str], started: float, *, config: RunConfig | None = None, catch: bool = True
 ) -> Result:
+    from gptlab.runtime.provenance import EvidenceTaker
+
+    evidence_taker = EvidenceTaker()  # before torch is imported, which takes longer
     from gptlab.cli.place import machine_for, place_of
-    from gptlab.cli.session import make_run_directory, open_session, train
+    from gptlab.cli.repeat import repeated_config, what_differs
+    from gptlab.cli.session import make_run_directory, open_session, record_resume, train
     from gptlab.runtime.console import Console
     from gptlab.runtime.run_directory import RunDirectory
     from gptlab.train.recorder import OffClock, show_closing_block
     from gptlab.train.watchdog import TrainingFailed
 
     with Console() as console, ExitStack() as held:
-        run_directory = checkpoint = None
+        run_directory = origin = checkpoint = None
         if request.resume is not None:
             config, run_directory = _stored(request)
             held.enter_context(run_directory.lock())
@@ -76,6 +92,9 @@ def _train(
                 show_closing_block(summary, console)
                 return Result(0, run_directory.path, summary)
             checkpoint = _checkpoint(run_directory, console)
+        if request.from_run is not None:
+            origin = RunDirectory.open(Path(request.from_run))
+            config = repeated_config(request, origin)
         if config is None:
             config = request.config(functools.partial(machine_for, request))
         if run_directory is None and config.run_dir is not None:
@@ -83,11 +102,18 @@ def _train(
         session = open_session(config, place_of(config), console)
         if run_directory is not None:
             _require_same_data(run_directory, session)
-            _warn_of_other_machine(run_directory, session, console)
+        evidence = evidence_taker.result()
+        facts = session.provenance(argv, evidence.code, request.from_run)
+        if recorded := run_directory or origin:
+            asked = {} if origin is None else request.overrides
+            for line in what_differs(recorded, facts, asked):
+                console.warn(line)
         describe(session, console)
         if run_directory is None:
-            run_directory = make_run_directory(session, argv)
+            run_directory = make_run_directory(session, facts, evidence)
             held.enter_context(run_directory.lock())
+        else:
+            record_resume(run_directory, facts, evidence)
         try:
             ended, summary = train(session, run_directory, checkpoint, console, OffClock(started))
         except TrainingFailed as error:
@@ -100,11 +126,12 @@ def _train(
 
 def _stored(request: RunRequest) -> tuple[RunConfig, RunDirectory]:
     """The configuration of the run to resume. UserError where the flags beside --resume say something else."""
+    from gptlab.cli.repeat import stored_config
     from gptlab.runtime.run_directory import RunDirectory
 
     assert request.resume is not None
     run_directory = RunDirectory.open(Path(request.resume))
-    config = config_from_json(run_directory.read_config())
+    config = stored_config(run_directory)
     if different := request.disagreements(config):
         more = f" (and {len(different) - 1} more)" if len(different) > 1 else ""
         raise UserError(f"{request.resume} has another configuration: {different[0]}{more}; leave it out to resume")
@@ -156,15 +183,6 @@ def _require_same_data(run_directory: RunDirectory, session: Session) -> None:
             f"the data is not what {run_directory.path} was trained on (fingerprint {session.data.fingerprint}, "
             f"was {recorded}): bring the corpus back to resume"
         )
-
-
-def _warn_of_other_machine(run_directory: RunDirectory, session: Session, console: Console) -> None:
-    """Bit-for-bit continuation needs the same kind of machine; anything else goes on, but says so."""
-    before, now = run_directory.read_provenance(), session.provenance([])
-    keys = ("torch_version", "device_name", "cpu", "dtype", "threads")
-    changed = [f"{key} {before.get(key)} -> {now[key]}" for key in keys if before.get(key) != now[key]]
-    if changed:
-        console.warn(f"not the machine of the first start ({', '.join(changed)}): close to, not bit for bit")
 
 
 def describe(session: Session, console: Console) -> None:

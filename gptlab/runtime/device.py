@@ -146,6 +146,11 @@ def device_name(device: torch.device) -> str:
     return f"{cpu_model()} GPU" if device.type == "mps" else cpu_model()
 
 
+def cuda_version() -> str | None:
+    """Of the CUDA that torch was built for; None for a build without."""
+    return torch.version.cuda
+
+
 def compiler_available(device: torch.device) -> bool:
     """Can torch.compile build code here? On the CPU it needs a C++ compiler and Python's headers, on CUDA Triton,
     which builds its launchers with a C compiler. On Apple GPUs its backend is a prototype, so: no.

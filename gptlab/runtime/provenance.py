@@ -1,24 +1,75 @@
-"""Where a run's numbers come from: the facts that run.json keeps so that a result can be explained later."""
+"""Where a run's numbers come from: what its folder keeps so that a result can be explained, and the run repeated."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import os
 import platform
-import subprocess
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
 import gptlab
+from gptlab.runtime.code_snapshot import CodeSnapshot, output_of, take_code
+from gptlab.runtime.environment import environment_text, gpu_report
 
-_GIT_SECONDS = 10.0
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What stood behind a process when it began."""
+
+    code: CodeSnapshot
+    environment: str
+    gpu: str | None
+
+    def files(self) -> dict[str, bytes]:
+        """{path inside the run folder: contents}."""
+        files = {"environment.txt": self.environment.encode()} | self.code_files("code")
+        return files | ({} if self.gpu is None else {"gpu.txt": self.gpu.encode()})
+
+    def code_files(self, folder: str) -> dict[str, bytes]:
+        return {f"{folder}/{name}": content for name, content in self.code.files.items()}
+
+
+def take_evidence(variables: Mapping[str, str]) -> Evidence:
+    """`variables` are the environment's, read when the process began: it sets some itself later."""
+    return Evidence(take_code(Path(gptlab.__file__).parent), environment_text(variables), gpu_report())
+
+
+class EvidenceTaker:
+    """Takes the evidence in a thread of its own: a slow nvidia-smi must not hold up a start.
+
+    Begin it first of all: the sooner, the surer that the files are those that this process imports.
+    """
+
+    def __init__(self) -> None:
+        self._outcome: Evidence | Exception | None = None
+        variables = dict(os.environ)
+        self._thread = threading.Thread(target=self._take, args=(variables,), name="gptlab-evidence", daemon=True)
+        self._thread.start()
+
+    def result(self) -> Evidence:
+        """Wait for it; raises what went wrong."""
+        self._thread.join()
+        if not isinstance(self._outcome, Evidence):
+            assert self._outcome is not None
+            raise self._outcome
+        return self._outcome
+
+    def _take(self, variables: Mapping[str, str]) -> None:
+        try:
+            self._outcome = take_evidence(variables)
+        except Exception as error:  # to be raised where somebody waits for it
+            self._outcome = error
 
 
 def provenance(
     *,
     argv: Sequence[str],
+    code: CodeSnapshot,
     device: str,
     device_name: str,
     dtype: str,
@@ -27,16 +78,20 @@ def provenance(
     peak_source: str,
     data_fingerprint: str,
     tokenizer_fingerprint: str,
+    cuda_version: str | None = None,
     world_size: int = 1,
+    from_run: str | None = None,
 ) -> dict[str, object]:
     """The contents of run.json, status aside. No host name and no user name: run directories are shared."""
     return {
         "gptlab_version": _version("gptlab"),
-        **git_state(Path(gptlab.__file__).parent),
+        **code.facts(),
         "argv": list(argv),
+        "from": from_run,
         "start": datetime.now(UTC).isoformat(timespec="seconds"),
         "python_version": platform.python_version(),
         "torch_version": _version("torch"),
+        "cuda_version": cuda_version,
         "platform": platform.platform(),
         "cpu": cpu_model(),
         "device": device,
@@ -48,21 +103,15 @@ def provenance(
         "data_fingerprint": data_fingerprint,
         "tokenizer_fingerprint": tokenizer_fingerprint,
         "world_size": world_size,
+        "resumes": [],
     }
 
 
-def git_state(package: Path) -> dict[str, object]:
-    """`git_commit` of the tree that holds `package`, and `git_dirty`: does the package differ from that commit?
-
-    Both None where the package is not part of a repository; one that is merely installed below somebody's
-    repository (in its .venv) is not.
-    """
-    commit = dirty = None
-    if _git(package, "ls-files", "--error-unmatch", "__init__.py") is not None:
-        commit = _git(package, "rev-parse", "HEAD")
-        changes = _git(package, "status", "--porcelain", "--", ".")
-        dirty = None if changes is None else bool(changes)
-    return {"git_commit": commit, "git_dirty": dirty}
+RESUME_FACTS = (
+    "start", "argv", "gptlab_version", "git_commit", "git_dirty", "code_fingerprint", "python_version", "torch_version",
+    "cuda_version", "platform", "cpu", "device", "device_name", "dtype", "threads", "world_size",
+)  # fmt: skip
+"""What run.json keeps of each process that went on with the run."""
 
 
 def cpu_model() -> str:
@@ -70,7 +119,8 @@ def cpu_model() -> str:
     if sys.platform == "linux":
         return _linux_cpu_model(Path("/proc/cpuinfo")) or platform.machine()
     if sys.platform == "darwin":
-        return _output(["sysctl", "-n", "machdep.cpu.brand_string"], Path("/")) or platform.machine()
+        brand = output_of(["sysctl", "-n", "machdep.cpu.brand_string"], Path("/"))
+        return (brand or b"").decode(errors="replace").strip() or platform.machine()
     return platform.processor() or platform.machine()
 
 
@@ -88,22 +138,3 @@ def _version(distribution: str) -> str | None:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:  # run from a source tree that is not installed
         return None
-
-
-def _git(folder: Path, *arguments: str) -> str | None:
-    return _output(["git", *arguments], folder)
-
-
-def _output(command: list[str], folder: Path) -> str | None:
-    """What `command` prints, or None where it fails, hangs or does not exist."""
-    # Inside a git hook GIT_DIR and its kin point elsewhere; `git status` must not take the index lock for a refresh.
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-    environment["GIT_OPTIONAL_LOCKS"] = "0"
-    try:
-        result = subprocess.run(
-            command, cwd=folder, env=environment, capture_output=True, text=True, errors="replace",
-            stdin=subprocess.DEVNULL, timeout=_GIT_SECONDS, check=True,
-        )  # fmt: skip
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return result.stdout.strip()

@@ -43,7 +43,8 @@ class RunDirectory:
     ) -> RunDirectory:
         """Start a run in `path`, a folder that does not exist yet or is empty; UserError otherwise.
 
-        `contents` writes what else a run must have (its tokenizer). Where anything cannot be written, nothing stays.
+        `contents` writes what else a run must have (its tokenizer, the code that it runs). Where anything cannot be
+        written, nothing stays.
         """
         run = cls(Path(path))
         run.require_free()  # before the lock, which would leave its file in somebody's folder
@@ -70,17 +71,26 @@ class RunDirectory:
         contents: Callable[[RunDirectory], None] | None,
     ) -> None:
         try:
+            self._clear()
             write_json_atomic(self.provenance_path, {**provenance, "status": "running", "end": None})
             if contents is not None:
                 contents(self)
             write_json_atomic(self.config_path, dict(config_json))
         except BaseException:
-            shutil.rmtree(self.tokenizer_path, ignore_errors=True)
+            self._clear()
             # Under the lock, its own file last: who opens it anew finds a folder that is free again.
-            for path in (self.config_path, self.provenance_path, self.path / _OWNER_NAME, self.path / _LOCK_NAME):
+            for path in (self.path / _OWNER_NAME, self.path / _LOCK_NAME):
                 with suppress(OSError):
                     path.unlink(missing_ok=True)
             raise
+
+    def _clear(self) -> None:
+        """Take away what `create` writes: what fails must leave nothing, and what was killed nothing of its own."""
+        for folder in (self.tokenizer_path, self.code_path):
+            shutil.rmtree(folder, ignore_errors=True)
+        for path in (self.environment_path, self.gpu_path, self.config_path, self.provenance_path):
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
 
     @classmethod
     def open(cls, path: Path) -> RunDirectory:
@@ -113,6 +123,18 @@ class RunDirectory:
         return self.path / "tokenizer"
 
     @property
+    def code_path(self) -> Path:
+        return self.path / "code"
+
+    @property
+    def environment_path(self) -> Path:
+        return self.path / "environment.txt"
+
+    @property
+    def gpu_path(self) -> Path:
+        return self.path / "gpu.txt"
+
+    @property
     def checkpoints_path(self) -> Path:
         return self.path / "checkpoints"
 
@@ -136,6 +158,16 @@ class RunDirectory:
             record = {}
         end = None if status == "running" else datetime.now(UTC).isoformat(timespec="seconds")
         write_json_atomic(self.provenance_path, {**record, **extra, "status": status, "end": end})
+
+    def write_files(self, files: Mapping[str, bytes]) -> None:
+        """Put {path inside the run: contents} there; UserError where they cannot be written."""
+        for name, content in files.items():
+            path = self.path / name
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(content)
+            except OSError as error:
+                raise UserError(f"cannot write {path}: {error.strerror or error}") from error
 
     @contextmanager
     def lock(self) -> Iterator[None]:
@@ -176,7 +208,8 @@ class RunDirectory:
                 f"{self.path} already holds a run; go on with it by --resume {self.path}, or name another --run-dir"
             )
         # Without config.json, these are what a process killed inside `create` leaves behind.
-        ours = {_LOCK_NAME, _OWNER_NAME, self.provenance_path.name, self.tokenizer_path.name}
+        known = (self.provenance_path, self.tokenizer_path, self.code_path, self.environment_path, self.gpu_path)
+        ours = {_LOCK_NAME, _OWNER_NAME, *(path.name for path in known)}
         others = sorted(entry.name for entry in self.path.iterdir() if entry.name not in ours)
         others = [name for name in others if not (name.startswith(".") and name.endswith(".tmp"))]
         if others:

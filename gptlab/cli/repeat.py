@@ -1,0 +1,118 @@
+"""`--from RUN`: a run's configuration once more, and what of its code, environment, machine and data differs today."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from gptlab.cli.run_arguments import RunRequest
+from gptlab.config.errors import ConfigError, UserError
+from gptlab.config.horizon import Horizon
+from gptlab.config.load import apply_overrides, config_from_json, flatten
+from gptlab.config.recipes import RECIPES
+from gptlab.config.run import RunConfig
+from gptlab.config.scaling import Machine
+from gptlab.runtime.code_snapshot import PATCH_NAME, ZIP_NAME
+from gptlab.runtime.run_directory import RunDirectory
+
+_ENVIRONMENT = ("python_version", "torch_version", "cuda_version")
+_MACHINE = ("device_name", "cpu", "dtype", "threads", "world_size")
+_DATA = ("data_fingerprint", "tokenizer_fingerprint")
+
+Facts = Mapping[str, object]
+
+
+def stored_config(run: RunDirectory) -> RunConfig:
+    """A run's own configuration. UserError, naming the folder, where it is damaged."""
+    values = run.read_config()
+    try:
+        return config_from_json(values)
+    except UserError as error:
+        raise UserError(f"{run.config_path} cannot be used: {error}") from None
+
+
+def repeated_config(request: RunRequest, run: RunDirectory) -> RunConfig:
+    """The configuration of `run` with what was asked for beside --from, to be trained in a folder of its own."""
+    stored = stored_config(run)
+    # Found out from the tokenizer, which other data or another --tokenizer may change.
+    config = replace(stored, run_dir=None, model=replace(stored.model, vocab_size=None))
+    if request.depth is not None:
+        config = _at_depth(config, request.depth, _recorded(run))
+    asked = dict(request.overrides)
+    if request.horizon is not None:
+        asked = {"horizon.amount": request.horizon.amount, "horizon.unit": request.horizon.unit} | asked
+    return apply_overrides(config, asked)
+
+
+def _at_depth(config: RunConfig, depth: int, recorded: Facts) -> RunConfig:
+    """What the run's recipe makes of another depth, and on it what the run had otherwise than its recipe."""
+    if config.recipe not in RECIPES:
+        raise ConfigError(
+            "--depth", depth, f"the recipe {config.recipe!r} of that run is none of this gptlab, so nothing says what "
+            "follows from a depth; give --model.n-layer, and what else shall change"
+        )  # fmt: skip
+    peak = recorded.get("peak_flops_per_second")
+    machine = Machine(
+        device=str(recorded.get("device", "cpu")),
+        matmul_flops_per_second=float(peak) if isinstance(peak, int | float) else None,
+    )
+    horizon = Horizon(amount=config.horizon.amount, unit=config.horizon.unit)
+
+    def recipe(layers: int) -> RunConfig:
+        return RECIPES[config.recipe](depth=layers, horizon=horizon, machine=machine)
+
+    own, of_recipe = flatten(asdict(config)), flatten(asdict(recipe(config.model.n_layer)))
+    changed = {name: value for name, value in own.items() if value != of_recipe[name]}
+    return apply_overrides(recipe(depth), changed)
+
+
+def _recorded(run: RunDirectory) -> Facts:
+    """run.json; empty where it is lost, for what a run did does not hang on it."""
+    try:
+        return run.read_provenance()
+    except UserError:
+        return {}
+
+
+def what_differs(run: RunDirectory, now: Facts, asked: Mapping[str, Any]) -> Iterator[str]:
+    """A line for each of code, environment, machine and data that is not what `run` recorded, and how to have it.
+
+    What was `asked` for otherwise ({dotted field: value}) is no surprise, and is left out.
+    """
+    recorded = _recorded(run)
+    if not recorded:
+        yield f"{run.provenance_path} is lost or damaged: nobody knows what {run.path} was trained with"
+        return
+    if recorded.get("code_fingerprint") != now["code_fingerprint"]:
+        change = f"{_code(recorded)} -> {_code(now)}"
+        yield f"the code is not that of {run.path} ({change}){_how_to_have_code(run, recorded)}"
+    if changed := _changed(recorded, now, _ENVIRONMENT):
+        yield f"the environment is not that of {run.path} ({changed}); {run.environment_path} lists it"
+    by_request = {"device_name" if name == "runtime.device" else name.removeprefix("runtime.") for name in asked}
+    if changed := _changed(recorded, now, [name for name in _MACHINE if name not in by_request]):
+        yield f"the machine is not that of {run.path} ({changed}): close to, not bit for bit"
+    other_data = any(name.partition(".")[0] in ("data", "tokenizer") for name in asked)
+    if not other_data and (changed := _changed(recorded, now, _DATA)):
+        yield f"the data is not that of {run.path} ({changed})"
+
+
+def _changed(recorded: Facts, now: Facts, names: Sequence[str]) -> str:
+    return ", ".join(f"{name} {recorded.get(name)} -> {now[name]}" for name in names if recorded.get(name) != now[name])
+
+
+def _code(facts: Facts) -> str:
+    commit = facts.get("git_commit")
+    if not commit:
+        return f"gptlab {facts.get('gptlab_version')}, of no commit"
+    return f"commit {str(commit)[:12]}{' and changes' * bool(facts.get('git_dirty'))}"
+
+
+def _how_to_have_code(run: RunDirectory, recorded: Facts) -> str:
+    patch, archive = run.code_path / PATCH_NAME, run.code_path / ZIP_NAME
+    if archive.is_file():
+        return f"; to have it: unzip {archive} -d FOLDER, then PYTHONPATH=FOLDER python -m gptlab"
+    if not recorded.get("git_commit"):
+        return ""
+    apply = f" && git apply {patch.resolve()}" if patch.is_file() else ""
+    return f"; to have it: git checkout {recorded['git_commit']}{apply}"
