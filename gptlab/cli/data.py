@@ -51,7 +51,10 @@ class PrepareArguments:
     """The same as --data."""
     data: tuple[str, ...] = ("stdlib",)
     """Corpora, read one after the other: `stdlib`, a file (.txt .jsonl .parquet), a folder, a glob, a name of
-    `gptlab data list`, hub:OWNER/NAME[@REVISION][/GLOB]."""
+    `gptlab data list`, hub:OWNER/NAME[@REVISION][/GLOB]. Or tokens: a nanoGPT folder (train.bin, val.bin), llm.c
+    shards (.bin)."""
+    val_source: tuple[str, ...] = ()
+    """Corpora (or token shards) to validate on. None given: `split` holds out a part."""
     hub_files: int | None = None
     """Training files of a corpus by name to use, at most, in the order of their names. None: as many as the list says;
     of hub:OWNER/NAME all."""
@@ -78,6 +81,7 @@ class PrepareArguments:
     def configs(self) -> tuple[DataConfig, TokenizerConfig]:
         data = DataConfig(
             source=self.sources(),
+            val_source=self.val_source,
             hub_files=self.hub_files,
             text_column=self.text_column,
             split=self.split,
@@ -131,6 +135,7 @@ def _list(argv: list[str]) -> None:
         ("FILE", "text (.txt .md .py ...): one document; .jsonl: one a line; .parquet: one a row"),
         ("FOLDER", "its files of these formats, recursively, in the order of their names"),
         ("'GLOB'", "the files that match, such as 'notes/**/*.md'"),
+        ("TOKENS", "a nanoGPT folder (train.bin, val.bin, meta.pkl), or llm.c shards: a .bin file, a folder, a glob"),
         ("hub:OWNER/NAME", "a data set on the Hugging Face hub; also hub:OWNER/NAME@REVISION/GLOB"),
         ("NAME", "one of the following; `gptlab data prepare NAME` downloads it (--hub-files N: fewer files, or more)"),
     ]
@@ -174,7 +179,7 @@ def _entry(folder: Path) -> list[str]:
     info = read_info(folder)
     tokenizer = f"{info['tokenizer']['kind']} {info['tokenizer']['vocab_size']:,}"
     tokens = info["train"]["tokens"] + info["val"]["tokens"]
-    return [info["corpus"], f"{info['split']} {info['val_fraction']:g}", tokenizer, f"{tokens:,}", f"{megabytes:,.1f}"]
+    return [info["corpus"], info["split"], tokenizer, f"{tokens:,}", f"{megabytes:,.1f}"]
 
 
 def _prepare(argv: list[str]) -> None:
@@ -187,10 +192,11 @@ def _prepare(argv: list[str]) -> None:
         return
     data, tokenizer = arguments.configs()
     with Console() as console:
-        if any(named_source(source) is not None for source in data.source):
+        sources = (*data.source, *data.val_source)
+        if any(named_source(source) is not None for source in sources):
             from gptlab.data.hub import download_sources
 
-            download_sources(data.source, data.hub_files, cache_root(data.cache_dir), console)
+            download_sources(sources, data.hub_files, cache_root(data.cache_dir), console)
         prepared = prepare(data, tokenizer, console=console)
     for name, split in (("train", prepared.train), ("validation", prepared.val)):
         print(f"{name}: {split.n_documents:,} documents, {split.n_bytes:,} bytes, {split.n_tokens:,} tokens")
@@ -229,7 +235,7 @@ def _print_corpus(prepared: PreparedData) -> None:
     _print_table(
         [
             ["corpus", statistics["corpus"]],
-            ["split", f"{statistics['split']} {statistics['val_fraction']:g}"],
+            ["split", statistics["split"]],
             ["skipped", skipped or "nothing"],
             ["tokenizer", f"{tokenizer.kind}, {tokenizer.vocab_size:,} entries"],
             ["cache", str(prepared.folder)],

@@ -194,9 +194,10 @@ def describe(session: Session, console: Console) -> None:
     dtype = str(place.dtype).removeprefix("torch.")
     threads = f"{place.threads} thread{'s' * (place.threads > 1)}"
     console.line(f"machine   {place.device}, {threads}, {dtype}, {peak_text}")
+    data = session.data
     console.line(
-        f"data      {', '.join(config.data.source)}: {session.data.train.n_tokens:,} training tokens, "
-        f"{session.data.val.n_tokens:,} validation tokens, vocabulary {model.vocab_size:,} ({config.tokenizer.kind})"
+        f"data      {', '.join(config.data.source)}: {data.train.n_tokens:,} training tokens, "
+        f"{data.val.n_tokens:,} validation tokens, vocabulary {model.vocab_size:,} ({data.tokenizer.kind})"
     )
     console.line(
         f"model     {model.n_layer} layers, width {model.n_embd}, {model.n_head} heads, context {model.seq_len}: "

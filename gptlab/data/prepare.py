@@ -3,6 +3,8 @@
     corpus -> split -> tokenizer (loaded, or trained on the training split)  CACHE/tokenizers/FINGERPRINT/
                     -> tokens   (shards, document index, statistics)         CACHE/tokens/FINGERPRINT/
 
+Tokens that others made (`token_files.py`) stay where they are; CACHE/tokens/ keeps their document index and statistics.
+
 A fingerprint is a hash of everything that the contents depend on: the corpus's own fingerprint, the split and the
 tokenizer.
 """
@@ -12,10 +14,11 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,9 +26,12 @@ import numpy as np
 
 from gptlab.config.data import DataConfig, TokenizerConfig
 from gptlab.data.cache import cache_root, cached_folder
-from gptlab.data.corpus import Corpus, open_corpus
+from gptlab.data.corpus import open_corpus
+from gptlab.data.known_corpora import fixed_validation
 from gptlab.data.shards import SplitWriter, TokenSplit
-from gptlab.data.splits import Side, content_hash, split_documents
+from gptlab.data.splits import DividedCorpus, Side, content_hash
+from gptlab.data.token_files import TokenFiles, find_token_files
+from gptlab.data.token_scan import open_split, scan
 from gptlab.data.tokenizer import Tokenizer, gpt2_tokenizer, load_tokenizer, train_tokenizer
 
 if TYPE_CHECKING:
@@ -40,26 +46,35 @@ FINGERPRINT_DIGITS = 24  # 96 bits: no two caches of anybody collide
 @dataclass(frozen=True, slots=True)
 class PreparedData:
     folder: Path
-    """Holds the shards; the place for what is derived from them."""
+    """Holds the shards, unless others made them; the place for what is derived from them."""
     tokenizer: Tokenizer
     train: TokenSplit
     val: TokenSplit
     fingerprint: str
     statistics: dict[str, Any]
-    """corpus, split, val_fraction, skipped (reason -> documents), tokenizer (kind, vocab_size, fingerprint), and for
-    train and val: tokens, documents, bytes, shards."""
+    """corpus, split (how it is divided), skipped (reason -> documents), tokenizer (kind, vocab_size, fingerprint), and
+    for train and val: tokens, documents, bytes, shards."""
 
 
 def prepare(data: DataConfig, tokenizer: TokenizerConfig, *, console: Console | None = None) -> PreparedData:
-    """The tokens of `data.source`, made or found. UserError for a corpus, tokenizer or cache that cannot be used."""
-    corpus = open_corpus(data.source, data.text_column, hub_files=data.hub_files, cache_dir=data.cache_dir)
+    """The tokens of `data.source`, made or found; those that others made are used where they lie.
+
+    UserError for a corpus, tokenizer or cache that cannot be used.
+    """
     root = cache_root(data.cache_dir)
-    source = {"corpus": corpus.fingerprint(), "split": data.split, "val_fraction": data.val_fraction}
+    val_source = data.val_source or fixed_validation(data.source)
+    token_files = find_token_files(data.source, val_source, data.hub_files, root)
+    if token_files is not None:
+        return _prepare_tokens(token_files, data, tokenizer, root, console)
+    open_text = partial(open_corpus, text_column=data.text_column, hub_files=data.hub_files, cache_dir=data.cache_dir)
+    validation = open_text(val_source) if val_source else None
+    corpus = DividedCorpus(open_text(data.source), validation, data.split, data.val_fraction)
+    source = corpus.fingerprint()
     encoder = _tokenizer(corpus, data, tokenizer, source, root, console)
     fingerprint = _fingerprint({**source, "tokenizer": encoder.fingerprint, "version": TOKENS_VERSION})
 
     def build(folder: Path) -> dict[str, Any]:
-        return _write_tokens(folder, corpus, data, encoder, console)
+        return _write_tokens(folder, corpus, encoder, console)
 
     folder = root / "tokens" / fingerprint
     statistics = cached_folder(folder, build, what=f"tokens of {corpus.name}", console=console)
@@ -70,11 +85,36 @@ def prepare(data: DataConfig, tokenizer: TokenizerConfig, *, console: Console | 
     return PreparedData(folder, encoder, train, val, fingerprint, statistics)
 
 
+def _prepare_tokens(
+    files: TokenFiles, data: DataConfig, config: TokenizerConfig, root: Path, console: Console | None
+) -> PreparedData:
+    """Tokens as they lie; the folder in the cache keeps what a pass over them found (`token_scan.py`)."""
+    encoder = files.tokenizer(config)
+    bos_id = encoder.bos_id if data.rows == "packed" else None
+    parts = {
+        "tokens": files.fingerprint(), "documents_at": bos_id,
+        "tokenizer": encoder.fingerprint, "version": TOKENS_VERSION,
+    }  # fmt: skip
+    fingerprint = _fingerprint(parts)
+    of_side = {"train": files.train, "val": files.val}
+
+    def build(folder: Path) -> dict[str, Any]:
+        with _progress(console, f"checking {files.name}") as progress:
+            totals = {side: scan(of_side[side], encoder, bos_id, side, folder, progress) for side in SIDES}
+        return _statistics(files.name, "by file", {}, encoder, totals)
+
+    # A file that was written again is checked again, even where it still says the same.
+    folder = root / "tokens" / _fingerprint({**parts, "stamps": files.stamps()})
+    statistics = cached_folder(folder, build, what=f"index of {files.name}", console=console)
+    train, val = (open_split(of_side[side], side, folder, statistics[side]) for side in SIDES)
+    return PreparedData(folder, encoder, train, val, fingerprint, statistics)
+
+
 def _tokenizer(
-    corpus: Corpus,
+    corpus: DividedCorpus,
     data: DataConfig,
     config: TokenizerConfig,
-    source: dict[str, Any],
+    source: dict[str, object],
     root: Path,
     console: Console | None,
 ) -> Tokenizer:
@@ -88,9 +128,8 @@ def _tokenizer(
     fingerprint = _fingerprint({**source, "bos": bos, "tokenizer": asdict(config)})
 
     def build(folder: Path) -> dict[str, Any]:
-        documents = split_documents(corpus, data.split, data.val_fraction)
         # A character that only validation has must have a token all the same: nanoGPT's vocabulary is the whole text's.
-        texts = (text for side, text in documents if side == "train" or config.kind == "char")
+        texts = (text for side, text in corpus.documents() if side == "train" or config.kind == "char")
         train_tokenizer(config, texts, bos=bos, progress=console).save(folder)
         return {"corpus": corpus.name, "kind": config.kind}
 
@@ -99,30 +138,24 @@ def _tokenizer(
     return load_tokenizer(folder)
 
 
-def _write_tokens(
-    folder: Path, corpus: Corpus, data: DataConfig, tokenizer: Tokenizer, console: Console | None
-) -> dict[str, Any]:
+def _write_tokens(folder: Path, corpus: DividedCorpus, tokenizer: Tokenizer, console: Console | None) -> dict[str, Any]:
     writers = {side: SplitWriter(folder, side, tokenizer.vocab_size, tokenizer.bos_id) for side in SIDES}
-    documents = split_documents(corpus, data.split, data.val_fraction)
     with _progress(console, f"encoding {corpus.name}") as progress:
-        for batch, encoded in _encoded_ahead(tokenizer, documents):
+        for batch, encoded in _encoded_ahead(tokenizer, corpus.documents()):
             for (side, text), tokens in zip(batch, encoded, strict=True):
                 n_bytes = len(text.encode())
                 writers[side].add(tokens, n_bytes=n_bytes, content_hash=content_hash(text))
                 if progress is not None:
                     progress.advance(n_bytes)
-    return {
-        "corpus": corpus.name,
-        "split": data.split,
-        "val_fraction": data.val_fraction,
-        "skipped": dict(corpus.skipped),
-        "tokenizer": {
-            "kind": tokenizer.kind,
-            "vocab_size": tokenizer.vocab_size,
-            "fingerprint": tokenizer.fingerprint,
-        },
-        **{side: writers[side].close() for side in SIDES},
-    }
+    totals = {side: writers[side].close() for side in SIDES}
+    return _statistics(corpus.name, corpus.how, corpus.skipped, tokenizer, totals)
+
+
+def _statistics(
+    name: str, how: str, skipped: dict[str, int], tokenizer: Tokenizer, totals: Mapping[Side, dict[str, int]]
+) -> dict[str, Any]:
+    described = {key: getattr(tokenizer, key) for key in ("kind", "vocab_size", "fingerprint")}
+    return {"corpus": name, "split": how, "skipped": skipped, "tokenizer": described} | dict(totals)
 
 
 def _encoded_ahead(

@@ -7,7 +7,8 @@ to make them stand behind one interface:
     sequential  chunk i is tokens [i * seq_len, (i + 1) * seq_len], in file order, every epoch the same (speedrun)
     random      window starts drawn uniformly, with replacement, over the whole split (nanoGPT)
 
-Validation rows know neither seed nor file order: documents are ordered by the hash of their content.
+Validation rows know neither seed nor file order: documents are ordered by the hash of their content. Tokens that came
+without documents are one text, validated from its first token on.
 """
 
 from __future__ import annotations
@@ -95,13 +96,14 @@ def validation_rows(
 
     With a BOS: documents in the order of their content hashes, cut into pieces that begin with BOS, packed without
     further cuts; BOS itself is no target. Without: the documents, in that order, form one text, whose consecutive
-    chunks are the rows (only its first token is no target). `max_target_tokens` keeps the front of that order, to the
-    token. Raises UserError where there is nothing to predict.
+    chunks are the rows (only its first token is no target); so too for a split that is no documents but one text, which
+    gives the speedrun's validation: targets 1, 2, ..., BOS among them. `max_target_tokens` keeps the front of that
+    order, to the token. Raises UserError where there is nothing to predict.
     """
     order = np.argsort(split.content_hashes, kind="stable")
     starts, lengths = split.document_starts[:-1][order], np.diff(split.document_starts)[order]
     limit = split.n_tokens if max_target_tokens is None else max_target_tokens
-    if bos_id is None:
+    if bos_id is None or not split.in_documents:
         rows: RowSource = ChunkRows(split, starts, lengths, seq_len, limit)
     else:
         content = lengths - 1

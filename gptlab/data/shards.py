@@ -41,20 +41,61 @@ def shard_kind(vocab_size: int) -> ShardKind:
     return UINT16 if vocab_size <= 2**16 else UINT32
 
 
+def is_shard(path: Path) -> bool:
+    """Whether the file begins with the magic number of either kind; not, where it cannot be read."""
+    try:
+        header = _header(path)
+    except UserError:
+        return False
+    return len(header) > 0 and int(header[0]) in (UINT16.magic, UINT32.magic)
+
+
 def open_shard(path: Path) -> np.ndarray:
     """The tokens of one shard, memory-mapped: (n_tokens,) uint16 or uint32. UserError where the file is no shard."""
-    size = path.stat().st_size
-    header = np.fromfile(path, dtype="<i4", count=HEADER_INTS)
-    kind = next((k for k in (UINT16, UINT32) if len(header) == HEADER_INTS and header[0] == k.magic), None)
-    if kind is None or header[1] != kind.version:
-        raise UserError(f"{path} is not a token shard: its header is neither llm.c's uint16 nor its uint32 one")
-    n_tokens = int(header[2])
+    header = _header(path)
+    kind = next((k for k in (UINT16, UINT32) if len(header) and header[0] == k.magic), None)
+    if kind is None:
+        raise UserError(
+            f"{path} is not a token shard: it begins with neither of llm.c's magic numbers, {UINT16.magic} (uint16) "
+            f"and {UINT32.magic} (uint32)"
+        )
+    if len(header) < HEADER_INTS:
+        raise UserError(f"{path} is not a token shard: it is shorter than a header of {HEADER_BYTES:,} bytes")
+    if header[1] != kind.version:
+        raise UserError(
+            f"{path} is not a token shard that gptlab reads: version {header[1]} of llm.c's layout, not {kind.version}"
+        )
+    n_tokens, size = int(header[2]), path.stat().st_size
     if size != HEADER_BYTES + n_tokens * kind.dtype.itemsize:
-        raise UserError(f"{path} is damaged: its header says {n_tokens:,} tokens, its {size:,} bytes are not that many")
+        raise UserError(
+            f"{path} is damaged: its header says {n_tokens:,} tokens of {kind.dtype.itemsize} bytes, and behind it are "
+            f"{size - HEADER_BYTES:,} bytes"
+        )
+    return _mapped(path, kind.dtype, HEADER_BYTES, n_tokens)
+
+
+def open_raw_uint16(path: Path) -> np.ndarray:
+    """The tokens of nanoGPT's train.bin or val.bin, which has no header: (n_tokens,) uint16, memory-mapped."""
+    _header(path)
+    size = path.stat().st_size
+    if size % 2:
+        raise UserError(f"{path} is no nanoGPT data: tokens are two bytes each (uint16), and {size:,} bytes are odd")
+    return _mapped(path, UINT16.dtype, 0, size // 2)
+
+
+def _header(path: Path) -> np.ndarray:
+    """As many of the first 256 int32 as the file has."""
+    try:
+        return np.fromfile(path, dtype="<i4", count=HEADER_INTS)
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def _mapped(path: Path, dtype: np.dtype[Any], offset: int, n_tokens: int) -> np.ndarray:
     if n_tokens == 0:  # an empty range cannot be mapped
-        return np.empty(0, dtype=kind.dtype)
+        return np.empty(0, dtype=dtype)
     # A plain view: indexing a np.memmap builds a np.memmap each time, at several times the cost.
-    return np.memmap(path, dtype=kind.dtype, mode="r", offset=HEADER_BYTES, shape=(n_tokens,)).view(np.ndarray)
+    return np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=(n_tokens,)).view(np.ndarray)
 
 
 class SplitWriter:
@@ -143,12 +184,17 @@ class TokenSplit:
         document_starts: np.ndarray,  # (n_documents + 1,) int64
         content_hashes: np.ndarray,  # (n_documents,) uint64
         n_bytes: int,
+        *,
+        in_documents: bool = True,
     ) -> None:
+        """`in_documents`: a BOS leads every document, where the tokenizer has one. Otherwise the split is one text in
+        file order, in which BOS is a token like any other. Tokens before the first document are in none."""
         self.document_starts = document_starts
         self.content_hashes = content_hashes
         self.n_documents = len(document_starts) - 1
         self.n_tokens = int(document_starts[-1])
         self.n_bytes = n_bytes
+        self.in_documents = in_documents
         self._shards = shards
         self._shard_ends = np.cumsum([len(shard) for shard in shards])
         if self._shard_ends[-1] != self.n_tokens or len(content_hashes) != self.n_documents:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterator
 from typing import Literal
 
@@ -12,6 +13,7 @@ from gptlab.data.corpus import Corpus
 
 Side = Literal["train", "val"]
 HASH_RANGE = 1 << 64
+IN_BOTH = "also in validation"
 
 
 def split_documents(corpus: Corpus, split: Split, val_fraction: float) -> Iterator[tuple[Side, str]]:
@@ -23,6 +25,51 @@ def split_documents(corpus: Corpus, split: Split, val_fraction: float) -> Iterat
         (`n = int(len(text) * 0.9)`); the document across the cut goes to both sides in part.
     """
     return _split_hash(corpus, val_fraction) if split == "hash" else _split_tail(corpus, val_fraction)
+
+
+class DividedCorpus:
+    """The documents of a corpus, each with its side: held out by `split_documents`, or `validation` has its own."""
+
+    def __init__(self, corpus: Corpus, validation: Corpus | None, split: Split, val_fraction: float) -> None:
+        self.name = corpus.name
+        self.how = f"{split} {val_fraction:g}" if validation is None else f"validated on {validation.name}"
+        self._corpus = corpus
+        self._validation = validation
+        self._split: Split = split
+        self._val_fraction = val_fraction
+        self._in_both = 0
+
+    @property
+    def skipped(self) -> dict[str, int]:
+        """Reason -> documents left out, of the last full pass."""
+        corpora = [self._corpus] + ([] if self._validation is None else [self._validation])
+        return dict(sum((Counter(corpus.skipped) for corpus in corpora), Counter({IN_BOTH: self._in_both})))
+
+    def fingerprint(self) -> dict[str, object]:
+        """All that the documents and their sides depend on."""
+        if self._validation is None:
+            return {"corpus": self._corpus.fingerprint(), "split": self._split, "val_fraction": self._val_fraction}
+        return {"corpus": self._corpus.fingerprint(), "val_corpus": self._validation.fingerprint()}
+
+    def documents(self) -> Iterator[tuple[Side, str]]:
+        """(side, document). With a validation text of its own that comes first, whole, and a training document that
+        it has too is left out. UserError where a side gets nothing."""
+        if self._validation is None:
+            yield from split_documents(self._corpus, self._split, self._val_fraction)
+            return
+        seen = set()
+        for text in self._validation.documents():
+            seen.add(content_hash(text))
+            yield "val", text
+        self._in_both, kept = 0, False
+        for text in self._corpus.documents():
+            if content_hash(text) in seen:
+                self._in_both += 1
+            else:
+                kept = True
+                yield "train", text
+        if not kept:
+            raise UserError(f"{self.name}: nothing is left to train on, all of it is in data.val_source too")
 
 
 def content_hash(text: str) -> int:

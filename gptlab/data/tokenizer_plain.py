@@ -30,21 +30,23 @@ class ByteTokenizer(TokenTable):
 
 
 class CharTokenizer(TokenTable):
-    """The characters of a text, sorted by code point (nanoGPT's shakespeare_char), and BOS where rows need one.
+    """The characters of a text, sorted by code point (nanoGPT's shakespeare_char) unless they come as a table, and BOS
+    where rows need one.
 
     `transformers` drops characters that are not in the vocabulary without a word; here they are a UserError.
     """
 
     kind = "char"
 
-    def __init__(self, characters: Iterable[str], bos: bool) -> None:
-        self.characters = "".join(sorted(set(characters)))
+    def __init__(self, characters: Iterable[str], bos: bool, *, in_order: bool = False) -> None:
+        """`in_order`: id i is character i as given; each must be there once."""
+        self.characters = "".join(characters if in_order else sorted(set(characters)))
         if not self.characters:
             raise UserError("a char tokenizer needs a text with at least one character")
         super().__init__([utf8(character) for character in self.characters], bos=bos)
         codes = np.array([ord(character) for character in self.characters])
         # One entry more than the largest code point: -1, for all beyond it.
-        self._id_of_code = np.full(codes[-1] + 2, -1, dtype=np.int32)
+        self._id_of_code = np.full(codes.max() + 2, -1, dtype=np.int32)
         self._id_of_code[codes] = np.arange(len(codes), dtype=np.int32)
 
     def encode(self, text: str) -> np.ndarray:
@@ -68,8 +70,8 @@ class CharTokenizer(TokenTable):
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> CharTokenizer:
         """ValueError or TypeError where the vocabulary holds anything but characters and BOS."""
-        entries = list(content["model"]["vocab"])
+        entries = sorted(content["model"]["vocab"], key=content["model"]["vocab"].__getitem__)
         characters = [entry for entry in entries if entry != BOS]
         if any(len(character) != 1 for character in characters):
             raise ValueError("a char vocabulary holds single characters")
-        return cls(characters, bos=BOS in entries)
+        return cls(characters, bos=BOS in entries, in_order=True)
