@@ -175,9 +175,14 @@ class TestForm:
         assert any("trust_remote_code=True" in line for line in rest) == (exported.form == "gptlab")
 
     def test_names_what_stands_in_the_way(self) -> None:
-        assert "attention_residual_scale 0.5" in choose_form(ModelConfig(**NANOCHAT, attention_residual_scale=0.5))[1]
-        assert "window_pattern SL" in choose_form(ModelConfig(**NANOCHAT, window_pattern="SL"))[1]
-        assert "n_kv_head 2" in choose_form(ModelConfig(**GPT2, n_head=4, n_kv_head=2))[1]
+        """One field changed each, and so one is named, with the value that would do."""
+        for change, text in (
+            (NANOCHAT | {"attention_residual_scale": 0.5}, "NanoChat, would need attention_residual_scale None"),
+            (NANOCHAT | {"window_pattern": "SL"}, "NanoChat, would need window_pattern L"),
+            (GPT2 | {"n_head": 4, "n_kv_head": 2}, "GPT-2, would need n_kv_head 4"),
+        ):
+            form, why = choose_form(ModelConfig(**change))
+            assert (form, why) == ("gptlab", f"the nearest class of transformers, {text}")
         assert choose_form(ModelConfig(**NANOCHAT, window_pattern="S", n_layer=1))[0] == "nanochat"
 
     def test_constants_of_the_norms_are_the_models(self) -> None:
@@ -287,6 +292,25 @@ class TestOwnForm:
         with torch.no_grad():
             last = theirs(tokens, logits_to_keep=1).logits
             torch.testing.assert_close(last, theirs(tokens).logits[:, -1:], rtol=0, atol=1e-5)
+
+    def test_other_caches_and_ways_to_generate(self, own: Exported) -> None:
+        """A static cache has room for more keys than there are; beams reorder the cache, and look-up crops it."""
+        ids = torch.tensor([prompt(own)])
+        expected = list(generate(own.model, prompt(own), max_tokens=20, temperature=0))
+        for settings in ({"cache_implementation": "static"}, {"prompt_lookup_num_tokens": 3}):
+            found = own.theirs().generate(ids, max_new_tokens=20, do_sample=False, **settings)
+            assert found[0].tolist() == prompt(own) + expected
+        beams = [
+            own.theirs().generate(ids, max_new_tokens=20, num_beams=3, use_cache=use_cache)
+            for use_cache in (True, False)
+        ]
+        assert torch.equal(*beams)
+
+    def test_eager_attention_is_the_same(self, own: Exported) -> None:
+        tokens = torch.arange(30)[None]
+        with torch.no_grad():
+            eager = own.theirs(attn_implementation="eager")(tokens).logits
+            torch.testing.assert_close(eager, own.theirs()(tokens).logits, rtol=0, atol=1e-5)
 
     def test_refuses_what_is_beyond_its_context(self, own: Exported) -> None:
         with pytest.raises(ValueError, match=f"context of {SEQ_LEN}"):

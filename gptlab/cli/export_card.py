@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
-import gptlab
 from gptlab.cli.loaded_run import LoadedRun
 from gptlab.model.export_config import ARCHITECTURES, MODELLING_MODULE, Form
 from gptlab.runtime.metrics import read_metrics
@@ -48,7 +48,7 @@ def model_card(run: LoadedRun, form: Form, *, n_params: int) -> str:
         lines.append("- The tokenizer has no special token. Text must not be empty.")
     else:
         lines.append(
-            f"- The tokenizer puts the token {bos} before a text, which begins a document; with "
+            f"- The tokenizer puts BOS (token {bos}) before a text, since a document begins there; with "
             "`add_special_tokens=False` it does not. Generation ends where the model begins another document."
         )
     if run.tokenizer.kind == "char":
@@ -65,13 +65,22 @@ def _training(run: LoadedRun) -> list[str]:
         for line in (read_metrics(path) if path.exists() else [])
         if line.get("kind") == "eval" and line.get("step") == run.step
     ]
-    sources = ", ".join(Path(source).name or source for source in run.config.data.source)
     tokens = f", after {measured[-1]['tokens']:,} training tokens" if measured and "tokens" in measured[-1] else ""
-    lines = [
-        f"Weights of step {run.step:,}{tokens}, of a run of gptlab {gptlab.__version__} "
-        f"(recipe `{run.config.recipe}`, text: {sources})."
-    ]
+    begun = f", begun with the weights of {_name(run.config.init_from)}" if run.config.init_from else ""
+    sources = ", ".join(_name(source) for source in run.config.data.source)
+    imported = run.directory.read_provenance().get("imported")
+    if isinstance(imported, Mapping):  # gptlab did not train it, and does not know on what it was
+        lines = [f"Imported from {_name(str(imported.get('source')))} ({imported.get('format')})."]
+    else:
+        lines = [
+            f"Weights of step {run.step:,}{tokens} of a run of gptlab: recipe `{run.config.recipe}`, "
+            f"text {sources}{begun}."
+        ]
     if measured:
         bpb, loss = (float(str(measured[-1][name])) for name in ("val_bpb", "val_loss"))
         lines += ["", f"Validation: {bpb:.4f} bits per byte (`val_bpb`), {loss:.4f} nats a token."]
     return lines
+
+
+def _name(path: str) -> str:
+    return Path(path).name or path

@@ -47,21 +47,21 @@ def choose_form(config: ModelConfig) -> tuple[Form, str]:
     """The plainest form that computes what the model computes, and why, in words."""
     against_gpt2, against_nanochat = obstacles(config, "gpt2"), obstacles(config, "nanochat")
     if not against_gpt2:
-        return "gpt2", "every part of it is GPT-2's"
+        return "gpt2", "all its parts are GPT-2's"
     if not against_nanochat:
-        return "nanochat", "every part of it is NanoChat's"
-    nearer, against = min((("GPT-2", against_gpt2), ("NanoChat", against_nanochat)), key=lambda pair: len(pair[1]))
-    return "gptlab", f"even {nearer}, the nearest that transformers has, does not have its {', '.join(against)}"
+        return "nanochat", "all its parts are NanoChat's"
+    nearest, against = min((("GPT-2", against_gpt2), ("NanoChat", against_nanochat)), key=lambda pair: len(pair[1]))
+    return "gptlab", f"the nearest class of transformers, {nearest}, would need {', '.join(against)}"
 
 
 def obstacles(config: ModelConfig, form: Form) -> list[str]:
-    """The fields, with their values, that keep a model from this form."""
-    found = {name: getattr(config, name) for name, value in _FIXED[form].items() if getattr(config, name) != value}
+    """The fields that keep a model from this form, each with the value that the form demands."""
+    found = [f"{name} {value}" for name, value in _FIXED[form].items() if getattr(config, name) != value]
     if form != "gptlab" and any(config.layer_windows()):
-        found["window_pattern"] = config.window_pattern
+        found.append("window_pattern L")
     if form == "gpt2" and config.kv_heads != config.n_head:
-        found["n_kv_head"] = config.kv_heads
-    return [f"{name} {value}" for name, value in found.items()]
+        found.append(f"n_kv_head {config.n_head}")
+    return found
 
 
 def export_config(config: ModelConfig, form: Form, *, bos_id: int | None, dtype: str) -> dict[str, Any]:

@@ -88,7 +88,7 @@ def make_norm(config: GPTLabConfig) -> nn.Module:
 
 
 def rotary(positions: Tensor, head_dim: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosines and sines for positions (B, T), each (B, T, 1, D / 2); in float64 wherever the device has it."""
+    """Cosines and sines for positions (B, T), each (B, T, 1, D / 2), computed in float64 where the device has it."""
     wide = torch.float32 if positions.device.type == "mps" else torch.float64
     frequencies = base ** (-torch.arange(0, head_dim, 2, dtype=wide, device=positions.device) / head_dim)
     angles = (positions.to(wide)[..., None] * frequencies)[:, :, None, :]
@@ -98,7 +98,7 @@ def rotary(positions: Tensor, head_dim: int, base: float, dtype: torch.dtype) ->
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn the pairs (x[i], x[i + D/2]) of x (B, T, heads, D) by minus the position's angle."""
     first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos + second * sin, second * cos - first * sin), dim=-1)
+    return torch.cat((first * cos + second * sin, second * cos - first * sin), dim=-1).to(x.dtype)
 
 
 class Attention(nn.Module):
@@ -124,10 +124,12 @@ class Attention(nn.Module):
         x: Tensor,
         value: Tensor | None,
         tables: tuple[Tensor, Tensor] | None,
+        slots: Tensor,
         padding: Tensor | None,
         cache: Cache | None,
     ) -> Tensor:
-        """x: (B, T, C); value: (B, T, G * D); padding: (B, S), zero at keys that are none."""
+        """x: (B, T, C); value: (B, T, G * D); slots: (T,), places in the cache; padding: (B, S), zero where there is
+        no token."""
         batch, n_tokens, _ = x.shape
         heads = self.qkv(x).view(batch, n_tokens, -1, self.head_dim)
         q, k, v = heads.split((self.n_head, self.n_kv_head, self.n_kv_head), dim=2)  # each (B, T, heads, D)
@@ -139,22 +141,17 @@ class Attention(nn.Module):
         if self.qk_norm is not None:
             q, k = self.qk_norm(q), self.qk_norm(k)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        start = 0
         if cache is not None:
-            start = cache.get_seq_length(self.layer)
             k, v = cache.update(k, v, self.layer)
         y = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=self.seen(start, n_tokens, k.shape[2], padding, x.device),
+            q, k, v, attn_mask=self.seen(slots, k.shape[2], padding),
             dropout_p=self.dropout if self.training else 0.0, enable_gqa=self.n_head != self.n_kv_head,
         )  # fmt: skip
         return self.out(y.transpose(1, 2).reshape(batch, n_tokens, -1))
 
-    def seen(
-        self, start: int, n_queries: int, n_keys: int, padding: Tensor | None, device: torch.device
-    ) -> Tensor:  # (T, S), or (B, 1, T, S) with padding
-        """Each query sees itself and what came before, within the window, padding left out."""
-        queries = torch.arange(n_queries, device=device)[:, None] + start
-        keys = torch.arange(n_keys, device=device)[None, :]
+    def seen(self, slots: Tensor, n_keys: int, padding: Tensor | None) -> Tensor:
+        """(T, S), or (B, 1, T, S) with padding: each query sees itself and what came before, within the window."""
+        queries, keys = slots[:, None], torch.arange(n_keys, device=slots.device)
         seen = keys <= queries
         if self.window is not None:
             seen &= keys > queries - self.window
@@ -192,10 +189,11 @@ class Block(nn.Module):
         x: Tensor,
         value: Tensor | None,
         tables: tuple[Tensor, Tensor] | None,
+        slots: Tensor,
         padding: Tensor | None,
         cache: Cache | None,
     ) -> Tensor:
-        y = self.attention(self.attention_norm(x), value, tables, padding, cache)
+        y = self.attention(self.attention_norm(x), value, tables, slots, padding, cache)
         x = x + self.attention_scale * self.dropout(y)
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
@@ -237,6 +235,12 @@ class GPTLabForCausalLM(PreTrainedModel, GenerationMixin):
     def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
         self.head = new_embeddings
 
+    @staticmethod
+    def create_masks_for_generate(attention_mask: Tensor | None, **kwargs: Any) -> Tensor | None:
+        """With a static cache transformers would make masks before `forward`, ignorant of windows: it gets back what
+        it has."""
+        return attention_mask
+
     def forward(
         self,
         input_ids: Tensor,
@@ -256,11 +260,11 @@ class GPTLabForCausalLM(PreTrainedModel, GenerationMixin):
         if past_key_values is None and (config.use_cache and not self.training if use_cache is None else use_cache):
             past_key_values = DynamicCache()
         start = 0 if past_key_values is None else past_key_values.get_seq_length()
-        stop = start + input_ids.shape[1]
-        if stop > config.seq_len:
-            raise ValueError(f"{stop} positions, but the model has a context of {config.seq_len}")
+        if start + input_ids.shape[1] > config.seq_len:
+            raise ValueError(f"{start + input_ids.shape[1]} positions, but a context of {config.seq_len}")
+        slots = torch.arange(input_ids.shape[1], device=input_ids.device) + start
         if position_ids is None:
-            position_ids = torch.arange(start, stop, device=input_ids.device)[None, :]
+            position_ids = slots[None, :]
 
         x = self.token_embedding(input_ids)
         if self.position_embedding is not None:
@@ -270,12 +274,13 @@ class GPTLabForCausalLM(PreTrainedModel, GenerationMixin):
         x = x0 = self.dropout(x)
         tables = None
         if config.position == "rope":
-            tables = rotary(position_ids, config.n_embd // config.n_head, config.rope_base, x.dtype)
+            wide = torch.promote_types(x.dtype, torch.float32)
+            tables = rotary(position_ids, config.n_embd // config.n_head, config.rope_base, wide)
         for layer, block in enumerate(self.blocks):
             if config.residual_lambdas:
                 x = self.residual_lambdas[layer] * x + self.x0_lambdas[layer] * x0
             value = self.value_embeddings[str(layer)](input_ids) if str(layer) in self.value_embeddings else None
-            x = block(x, value, tables, attention_mask, past_key_values)
+            x = block(x, value, tables, slots, attention_mask, past_key_values)
         logits = self.head(self.final_norm(x[:, -logits_to_keep:]))
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if config.logit_softcap is not None:
