@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import warnings
@@ -24,7 +25,7 @@ from gptlab.config.errors import UserError
 from gptlab.config.load import config_to_json
 from gptlab.config.model import ModelConfig
 from gptlab.config.run import BatchConfig, RunConfig, RuntimeConfig
-from gptlab.data.tokenizer import ByteTokenizer, CharTokenizer, Tokenizer, train_tokenizer
+from gptlab.data.tokenizer import ByteTokenizer, CharTokenizer, Tokenizer, gpt2_tokenizer, train_tokenizer
 from gptlab.eval.engine import generate
 from gptlab.model import export_config, gpt
 from gptlab.model.export_config import Form, choose_form
@@ -61,6 +62,11 @@ SHAPES: dict[str, tuple[Form, dict[str, Any]]] = {
 }
 
 
+@functools.cache
+def _their_tokenizer(folder: Path, trust: bool) -> Any:
+    return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust)
+
+
 @dataclass(frozen=True)
 class Exported:
     form: Form
@@ -79,9 +85,7 @@ class Exported:
         return model.eval()
 
     def their_tokenizer(self) -> Any:
-        return AutoTokenizer.from_pretrained(
-            self.folder, local_files_only=True, trust_remote_code=self.form == "gptlab"
-        )
+        return _their_tokenizer(self.folder, self.form == "gptlab")
 
     def config_json(self) -> dict[str, Any]:
         return dict(json.loads((self.folder / "config.json").read_text()))
@@ -134,6 +138,8 @@ def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     tokenizer: Tokenizer = ByteTokenizer()
     if request.param == "nanogpt":
         tokenizer = CharTokenizer(TEXT, bos=False)
+    elif request.param == "nanogpt-bias":
+        tokenizer = gpt2_tokenizer()
     elif form == "gptlab":
         tokenizer = train_tokenizer(TokenizerConfig(vocab_size=290), [TEXT * 9], bos=True)
     run, network = make_run(folder / "run", tokenizer, **model)
