@@ -200,6 +200,38 @@ def test_fewer_files_then_more(hub: LocalHub, root: Path) -> None:
     assert len(texts_of()) == 9
 
 
+def test_a_commit_that_is_gone(hub: LocalHub, root: Path) -> None:
+    download(root, hub_files=1)
+    hub.commit = "f" * 40
+    with pytest.raises(UserError, match=r"commit 0123456789ab, .* is gone; delete .*lab--texts-.*json to begin"):
+        download(root)
+    record_path(HubFiles(repo="lab/texts"), root).unlink()
+    download(root)
+    assert len(texts_of()) == 9
+
+
+def test_one_failure_stops_the_others() -> None:
+    """Nobody waits for gigabytes that are of no use any more; Ctrl-C goes the same way."""
+    stopped = threading.Event()
+
+    def endless(meter: module._Meter) -> None:
+        bar = meter.bar("endless")()
+        try:
+            for _ in range(3000):  # 30 seconds
+                bar.update(1)
+                threading.Event().wait(0.01)
+        except module._StoppedError:
+            stopped.set()
+            raise
+
+    def failing(meter: module._Meter) -> None:
+        raise KeyboardInterrupt
+
+    with Console(stream=io.StringIO()) as console, pytest.raises(KeyboardInterrupt):
+        module._in_parallel({"endless": endless, "failing": failing}, "x", None, console, lambda name, result: None)
+    assert stopped.is_set()
+
+
 def test_a_cut_connection_goes_on_where_it_stopped(hub: LocalHub, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     letters = random.Random(1).choices(b"abcdefgh \n", k=1_000_000)
     hub.files = {"long.txt": bytes(letters)}
@@ -393,6 +425,7 @@ def test_prepare_then_train_without_a_hub(tmp_path: Path, monkeypatch: pytest.Mo
             "downloads what is missing of 2 files\n"
         )
         assert server.requests == []
+        server.faults["data/train-00001.parquet"] = ["cut"]  # huggingface_hub would warn.
         done = gptlab_process(["data", "prepare", SOURCE, "--hub-files", "2", "--tokenizer", "byte"], server, tmp_path)
         assert (done.returncode, done.stderr) == (0, "")
         assert f"downloading {SOURCE} (2 files): " in done.stdout

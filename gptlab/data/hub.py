@@ -92,7 +92,7 @@ def _download_hub_files(
         path.parent.mkdir(parents=True, exist_ok=True)
         with locked(path, source.name, console):
             # Asked also where all is known: one quick question tells whether the hub can be reached.
-            record = _listed(hub, source, place, read_record(place, root))
+            record = _listed(hub, place, read_record(place, root), path)
             missing = _missing(source, record, hub_files)
             if missing:
                 try:
@@ -137,7 +137,7 @@ def _missing(source: NamedSource, record: HubRecord, hub_files: int | None) -> l
     return [name for name in names if record.local(name) is None]
 
 
-def _listed(hub: Any, source: NamedSource, place: HubFiles, known: HubRecord | None) -> HubRecord:
+def _listed(hub: Any, place: HubFiles, known: HubRecord | None, path: Path) -> HubRecord:
     """What the hub has at the record's commit, or, without a record, at the revision that was asked for."""
     api = hub.HfApi(endpoint=hub.constants.ENDPOINT, library_name="gptlab")
     revision = known.commit if known else place.revision or "main"
@@ -146,7 +146,15 @@ def _listed(hub: Any, source: NamedSource, place: HubFiles, known: HubRecord | N
         info = api.repo_info(place.repo, repo_type="dataset", revision=revision, timeout=LISTING_TIMEOUT_SECONDS)
         return str(info.sha)
 
-    commit = _patiently(commit_now)
+    try:
+        commit = _patiently(commit_now)
+    except hub.errors.RevisionNotFoundError:
+        if known is None:
+            raise
+        raise UserError(
+            f"hub:{place.repo}: commit {revision[:12]}, which the files on this machine are of, is gone; "
+            f"delete {path} to begin with today's"
+        ) from None
     if known is not None:
         return known
     tree = _patiently(
