@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import stat
+import sys
 import zipfile
 from pathlib import Path
 
@@ -97,6 +98,14 @@ def test_what_would_fill_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(core_bundle, "LARGEST_BYTES", 1000)
     with pytest.raises(UserError, match="would unpack to more than"):
         unpack(pack(tmp_path / "b.zip", CONTENTS), tmp_path / "core")
+
+
+def test_a_bundle_put_there_by_hand_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPTLAB_CACHE", str(tmp_path))
+    unpack(pack(tmp_path / "b.zip", CONTENTS), tmp_path / "core")
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    assert main(["data", "prepare", "core"]) == 0
+    assert (tmp_path / "core" / "core.yaml").read_text() == TASKS
 
 
 def test_prepare_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import huggingface_hub.constants
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -370,25 +371,55 @@ def test_a_record_that_cannot_be_read_is_none(hub: LocalHub, root: Path, text: s
     assert len(texts_of()) == 9
 
 
-def test_a_named_corpus_with_its_validation_file(
-    hub: LocalHub, root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    place = HubFiles(repo="lab/texts", files="data/*.parquet", validation="data/test-*")
+def call_it_ours(place: HubFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make `place` known as `ours`."""
     known = KnownCorpus(
-        name="texts", what="for tests", lineage="none", place=place, license="none",
+        name="ours", what="for tests", lineage="none", place=place, license="none",
         default_files=2, all_files=3, file_bytes=1000,
     )  # fmt: skip
     monkeypatch.setattr(known_corpora, "CORPORA", (known,))
     monkeypatch.setattr("gptlab.cli.data.CORPORA", (known,))
-    with pytest.raises(UserError, match=r"prepare texts` downloads what is missing of 2 files, about 0.0 MB"):
-        texts_of("texts")
-    download(root, "texts")
+
+
+def test_a_named_corpus_with_its_validation_file(
+    hub: LocalHub, root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    call_it_ours(HubFiles(repo="lab/texts", files="data/*.parquet", validation="data/test-*"), monkeypatch)
+    with pytest.raises(UserError, match=r"prepare ours` downloads what is missing of 2 files, about 0.0 MB"):
+        texts_of("ours")
+    assert main(["data", "prepare", "ours", "--tokenizer", "byte"]) == 0
+    out = capsys.readouterr().out
     assert sorted(hub.downloads()) == ["data/test-00000.parquet", *(f"data/train-0000{i}.parquet" for i in (0, 1))]
-    assert len(texts_of("texts")) == 6
-    assert texts_of("texts:val") == ["Not to be trained on."]
+    assert "train: 6 documents" in out
+    n_bytes = len("Not to be trained on.")
+    assert f"validation: 1 documents, {n_bytes} bytes, {n_bytes + 1} tokens" in out  # and its BOS
+    assert texts_of("ours:val") == ["Not to be trained on."]
     main(["data", "list"])
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  texts ")]
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  ours ")]
     assert "2 files + 1 val" in line
+
+
+def test_only_what_validates(hub: LocalHub, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    call_it_ours(HubFiles(repo="lab/texts", files="data/*.parquet", validation="data/test-*"), monkeypatch)
+    download(root, "ours:val")
+    assert hub.downloads() == ["data/test-00000.parquet"]
+
+
+def test_token_shards_by_name(
+    hub: LocalHub, root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    call_it_ours(HubFiles(repo="lab/texts", files="fw_*.bin", validation="fw_val_*.bin"), monkeypatch)
+    header = np.zeros(256, "<i4")
+    for i, file in enumerate(
+        ("fw_val_000000.bin", "fw_train_000001.bin", "fw_train_000002.bin", "fw_train_000003.bin")
+    ):
+        header[:3] = 20240520, 1, 100 + i
+        hub.files[file] = header.tobytes() + np.full(100 + i, 262, "<u2").tobytes()
+    assert main(["data", "prepare", "ours", "--rows", "sequential"]) == 0
+    out = capsys.readouterr().out
+    assert len(hub.downloads()) == 3
+    assert "203 tokens" in next(line for line in out.splitlines() if line.startswith("train: "))
+    assert "100 tokens" in next(line for line in out.splitlines() if line.startswith("validation: "))
 
 
 # The whole way

@@ -54,7 +54,8 @@ class PrepareArguments:
     `gptlab data list`, hub:OWNER/NAME[@REVISION][/GLOB]. Or tokens: a nanoGPT folder (train.bin, val.bin), llm.c
     shards (.bin)."""
     val_source: tuple[str, ...] = ()
-    """Corpora (or token shards) to validate on. None given: `split` holds out a part."""
+    """Corpora (or token shards) to validate on. None given: the files that the lineage of a corpus by name fixes
+    (NAME:val); where there are none, `split` holds out a part."""
     hub_files: int | None = None
     """Training files of a corpus by name to use, at most, in the order of their names. None: as many as the list says;
     of hub:OWNER/NAME all."""

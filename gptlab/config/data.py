@@ -43,7 +43,8 @@ class DataConfig:
     """Corpora, read one after the other: `stdlib`, a file (.txt .jsonl .parquet), a folder, a glob, a corpus by name
     (`gptlab data list`) or hub:OWNER/NAME. Or tokens: a nanoGPT folder (train.bin, val.bin), llm.c shards (.bin)."""
     val_source: tuple[str, ...] = ()
-    """Corpora (or token shards) to validate on. None given: `split` holds out a part of `source`."""
+    """Corpora (or token shards) to validate on. None given: the files that the lineage of a corpus by name fixes
+    (NAME:val); where there are none, `split` holds out a part of `source`."""
     hub_files: int | None = None
     """Files of a corpus from the hub to use, at most, in the order of their names. None: as many as its entry says."""
     text_column: str = "text"

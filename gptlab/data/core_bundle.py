@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from gptlab.config.errors import UserError
-from gptlab.data.cache import cached_folder
+from gptlab.data.cache import MANIFEST, cached_folder
 from gptlab.data.downloaded import web_path
 from gptlab.data.known_corpora import CORE, CORE_BUNDLE
 from gptlab.runtime.console import Console
@@ -41,6 +41,8 @@ def prepare_core(root: Path, console: Console) -> Path:
         return {"address": CORE_BUNDLE.address}
 
     folder = core_folder(root)
+    if (folder / TASKS).is_file() and not (folder / MANIFEST).exists():
+        return folder  # Put there by hand: not ours to replace.
     cached_folder(folder, build, what="CORE tasks", console=console)
     return folder
 
