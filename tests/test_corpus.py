@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+import gzip
 import hashlib
+import itertools
 import json
 import os
+import random
 import sysconfig
+import tracemalloc
+import warnings
 from pathlib import Path
 
 import pyarrow as pa
@@ -14,6 +20,8 @@ import pytest
 
 from gptlab.config.errors import UserError
 from gptlab.data import corpus as corpus_module
+from gptlab.data import corpus_files as corpus_files_module
+from gptlab.data.compressed_files import open_unpacked
 from gptlab.data.corpus import open_corpus
 
 
@@ -234,3 +242,230 @@ def test_skipped_counts_one_pass(tmp_path: Path) -> None:
     for _ in range(2):
         assert list(corpus.documents()) == ["x", "x"]
         assert corpus.skipped == {"empty": 2}
+
+
+# --- packed files ---
+
+
+def zst(data: bytes) -> bytes:
+    """One frame, as the zstd command makes it."""
+    return pa.Codec("zstd").compress(data, asbytes=True)
+
+
+PACKERS = {".gz": gzip.compress, ".zst": zst}
+packed = pytest.mark.parametrize("suffix", PACKERS)
+
+
+@packed
+def test_packed_text_and_jsonl_are_read_as_if_they_were_not(tmp_path: Path, suffix: str) -> None:
+    pack = PACKERS[suffix]
+    lines = '{"text": "one\\n"}\n\n{"text": null}\n{"text": "zwölf", "other": 1}'.encode()
+    for name in ("a.jsonl", "b.ndjson", "C.JSONL"):
+        path = tmp_path / f"{name}{suffix.upper() if name == 'C.JSONL' else suffix}"
+        path.write_bytes(pack(lines))
+        corpus = open_corpus([str(path)])
+        assert list(corpus.documents()) == ["one\n", "zwölf"]
+        assert corpus.skipped == {"null": 1}
+    text = "\ufeffline\r\n" + "wörd " * 50_000  # a megabyte of two-byte characters: more than one buffer
+    for name in ("d.txt", "e.md", "f.py"):
+        path = tmp_path / (name + suffix)
+        path.write_bytes(pack(text.encode()))
+        assert documents(path) == [text[1:]]
+
+
+@packed
+def test_packed_files_are_found_in_folders_and_by_globs(tmp_path: Path, suffix: str) -> None:
+    pack = PACKERS[suffix]
+    contents = {"a.jsonl": b'{"text": "a"}', "deep/b.txt": b"b", "c.tar": b"c", "d.parquet": b"d", "e": b"e"}
+    for name, content in contents.items():
+        path = tmp_path / (name + suffix)
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(pack(content))
+    (tmp_path / f"binary.txt{suffix}").write_bytes(pack(b"\0"))
+    (tmp_path / f".hidden.txt{suffix}").write_bytes(pack(b"hidden"))
+    corpus = open_corpus([str(tmp_path)])
+    assert list(corpus.documents()) == ["a", "b"]
+    assert corpus.skipped == {"not UTF-8 text": 1}
+    assert documents(tmp_path / "**" / f"*{suffix}") == ["a", "b"]
+    assert documents(tmp_path / f"*.jsonl{suffix}") == ["a"]
+    for name in ("c.tar", "d.parquet", "e"):
+        assert "is not a format gptlab reads" in refusal(tmp_path / (name + suffix))
+        assert name + suffix in refusal(tmp_path / (name + suffix))
+
+
+@packed
+def test_joined_members_and_frames_are_read_to_the_end(tmp_path: Path, suffix: str) -> None:
+    """`cat a.gz b.gz`, parallel packers and appended logs make such files; a line may go across a seam."""
+    pack = PACKERS[suffix]
+    path = tmp_path / f"a.jsonl{suffix}"
+    documents_in = [f"{i} " * (1 + i % 7 * 1000) for i in range(300)]
+    data = "".join(json.dumps({"text": text}) + "\n" for text in documents_in).encode()
+    generator = random.Random(1)
+    cuts = sorted(generator.sample(range(len(data)), 50))
+    parts = [data[a:b] for a, b in itertools.pairwise([0, *cuts, len(data)])]
+    path.write_bytes(b"".join(pack(part) + pack(b"") for part in parts))
+    assert documents(path) == documents_in
+
+
+@packed
+def test_a_packed_file_that_ends_early_is_an_error(tmp_path: Path, suffix: str) -> None:
+    """At every length but those at which a member ends; in a folder, too, where other files that are no text are passed
+    over."""
+    pack = PACKERS[suffix]
+    first, second = pack(b'{"text": "first"}\n'), pack(b'{"text": "second"}\n')
+    path = tmp_path / f"a.jsonl{suffix}"
+    for length in range(1, len(first + second)):
+        path.write_bytes((first + second)[:length])
+        if length == len(first):
+            assert documents(path) == ["first"]
+        else:
+            assert f"a.jsonl{suffix} is damaged or no {suffix} file: " in refusal(path)
+            assert "is damaged" in refusal(tmp_path)
+    path.write_bytes(b"")
+    assert "is empty" in refusal(path)
+    path.write_bytes(pack(b""))
+    assert "holds no text" in refusal(path)
+
+
+@packed
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+def test_damaged_packed_files_get_one_line(tmp_path: Path, suffix: str, name: str) -> None:
+    pack = PACKERS[suffix]
+    generator = random.Random(1)
+    document = json.dumps({"text": "".join(generator.choices("abcdefgh ", k=300_000))})
+    whole = pack(document.encode())
+    path = tmp_path / (name + suffix)
+    damages = [
+        document.encode(),  # not packed at all
+        whole + b"garbage",
+        whole[: len(whole) // 2],
+        *([whole[:-6] + bytes([whole[-6] ^ 1]) + whole[-5:]] if suffix == ".gz" else []),  # its checksum
+        whole[:10] + b"\xff" * 10 + whole[20:],  # where both formats say what block follows
+        PACKERS[".zst" if suffix == ".gz" else ".gz"](document.encode()),  # packed otherwise
+    ]
+    for damage in damages:
+        path.write_bytes(damage)
+        for source in (path, tmp_path):
+            assert f"{name}{suffix} is damaged or no {suffix} file: " in refusal(source)
+
+
+@packed
+def test_bad_contents_of_packed_files_are_named_as_in_others(tmp_path: Path, suffix: str) -> None:
+    pack = PACKERS[suffix]
+    for name, content, expected in (
+        ("a.jsonl", b'{"text": "x"}\n{"texts": "y"}\n', f"a.jsonl{suffix}:2: no key 'text'"),
+        ("a.jsonl", b"\xff\n", f"a.jsonl{suffix}:1: not UTF-8"),
+        ("a.txt", b"caf\xe9 au lait", f"a.txt{suffix} is not UTF-8 text (byte 0xe9 at offset 3)"),
+        ("a.txt", b"\x89PNG\0", f"a.txt{suffix} is a binary file"),
+    ):
+        (tmp_path / (name + suffix)).write_bytes(pack(content))
+        assert expected in refusal(tmp_path / (name + suffix))
+    assert "no such file" in refusal(tmp_path / f"nothing.txt{suffix}")
+    (tmp_path / f"folder.txt{suffix}").mkdir()
+    assert "no files to read" in refusal(tmp_path / f"folder.txt{suffix}")
+
+
+@packed
+def test_what_unpacks_to_far_more_does_not_fill_memory(
+    tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """80 MB from 80 kB (gzip) or less: many lines are streamed, one line without an end is refused."""
+    monkeypatch.setattr(corpus_files_module, "MAX_DOCUMENT_BYTES", 1 << 22)
+    pack = PACKERS[suffix]
+    line = b'{"text": "' + b"x" * 10_000 + b'"}\n'
+    lines, bomb, text = (tmp_path / f"{name}{suffix}" for name in ("lines.jsonl", "bomb.jsonl", "bomb.txt"))
+    lines.write_bytes(pack(line * 200) * 40)
+    bomb.write_bytes(pack(bytes(2_000_000)) * 40)
+    text.write_bytes(pack(b"x" * 2_000_000) * 40)
+    tracemalloc.start()
+    unpacked_before = pa.total_allocated_bytes()
+    try:
+        assert sum(len(document) for document in open_corpus([str(lines)]).documents()) == 80_000_000
+        assert "bomb.jsonl" in (message := refusal(bomb))
+        assert "more than 4,194,304 bytes without a line end" in message
+        assert "unpacks to more than 4,194,304 bytes" in refusal(text)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 30_000_000
+    assert pa.total_allocated_bytes() - unpacked_before < 10_000_000
+
+
+def test_packed_files_are_closed(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl.zst"
+    path.write_bytes(zst(b'{"text": "x"}\n' * 1000))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ResourceWarning)
+        reader = open_corpus([str(path)]).documents()
+        assert next(reader) == "x"
+        reader.close()
+        gc.collect()
+    stream = open_unpacked(path)
+    raw = stream.raw
+    stream.close()
+    assert raw.closed
+    assert raw._file.closed  # type: ignore[attr-defined]
+
+
+def test_fingerprint_of_a_packed_file_follows_the_column(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(gzip.compress(b'{"text": "x", "other": "y"}\n', mtime=0))
+    assert open_corpus([str(path)], "text").fingerprint() != open_corpus([str(path)], "other").fingerprint()
+
+
+# --- Parquet ---
+
+
+def test_several_parquet_files_are_read_in_the_order_of_their_names(tmp_path: Path) -> None:
+    for number in (2, 0, 1):
+        texts = [None if row % 5 == 3 else f"{number}-{row}" for row in range(10)]
+        write_parquet(tmp_path / f"train-{number:05}.parquet", text=texts, title=["title"] * 10)
+    corpus = open_corpus([str(tmp_path)])
+    assert list(corpus.documents()) == [f"{n}-{row}" for n in range(3) for row in range(10) if row % 5 != 3]
+    assert corpus.skipped == {"null": 6}
+    assert documents(tmp_path / "train-*1.parquet", text_column="title") == ["title"] * 10
+    write_parquet(tmp_path / "train-00003.parquet", title=["no text"])
+    assert "train-00003.parquet: no column 'text'" in refusal(tmp_path)  # before anything is read
+
+
+STRING_TYPES = [
+    pa.string(),
+    pa.large_string(),
+    pa.string_view(),
+    pa.dictionary(pa.int8(), pa.string()),
+    pa.dictionary(pa.int32(), pa.large_string()),
+]
+
+
+@pytest.mark.parametrize("kind", STRING_TYPES, ids=str)
+def test_parquet_string_types_across_row_groups(tmp_path: Path, kind: pa.DataType) -> None:
+    texts = ["ä", None, "b", "", None, "b", "ä", "日本"]
+    table = pa.table({"text": pa.chunked_array([pa.array(texts[:3], kind), pa.array(texts[3:], kind)])})
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=2)
+    assert pq.ParquetFile(tmp_path / "a.parquet").num_row_groups == 4
+    corpus = open_corpus([str(tmp_path / "a.parquet")])
+    assert list(corpus.documents()) == ["ä", "b", "b", "ä", "日本"]
+    assert corpus.skipped == {"null": 2, "empty": 1}
+
+
+def test_parquet_columns_that_are_no_strings_are_refused(tmp_path: Path) -> None:
+    columns = {
+        "list": pa.array([["a"], ["b"]]),
+        "struct": pa.array([{"text": "a"}, {"text": "b"}]),
+        "binary": pa.array([b"a", b"b"]),
+        "number": pa.array([1, 2]),
+        "null": pa.array([None, None]),
+        "numbers in a dictionary": pa.array([1, 2]).dictionary_encode(),
+    }
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    for column in columns:
+        message = refusal(tmp_path / "a.parquet", text_column=column)
+        assert f"a.parquet: column '{column}' holds " in message
+        assert "not strings" in message
+    assert "no column 'struct.text'" in refusal(tmp_path / "a.parquet", text_column="struct.text")
+
+
+def test_a_parquet_column_is_that_of_exactly_its_name(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "a.parquet", **{"text.de": ["ja"], "text": ["yes"], "Text": ["YES"]})
+    for column, expected in {"text": "yes", "text.de": "ja", "Text": "YES"}.items():
+        assert documents(path, text_column=column) == [expected]

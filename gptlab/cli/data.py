@@ -133,7 +133,10 @@ def _list(argv: list[str]) -> None:
     print("corpora for --data, and several of them one after the other:")
     known = [
         ("stdlib", "the sources of this Python's standard library: one file, one document; nothing to download"),
-        ("FILE", "text (.txt .md .py ...): one document; .jsonl: one a line; .parquet: one a row"),
+        (
+            "FILE",
+            "text (.txt .md .py ...): one document; .jsonl: one a line (these also .gz, .zst); .parquet: one a row",
+        ),
         ("FOLDER", "its files of these formats, recursively, in the order of their names"),
         ("'GLOB'", "the files that match, such as 'notes/**/*.md'"),
         ("TOKENS", "a nanoGPT folder (train.bin, val.bin, meta.pkl), or llm.c shards: a .bin file, a folder, a glob"),

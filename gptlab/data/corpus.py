@@ -19,11 +19,12 @@ from typing import Protocol
 
 from gptlab.config.errors import UserError, nearest_name
 from gptlab.data.cache import cache_root
+from gptlab.data.compressed_files import open_binary
 from gptlab.data.corpus_files import (
     COLUMN_SUFFIXES,
     KNOWN_SUFFIXES,
     DocumentFile,
-    open_binary,
+    format_suffix,
     probe,
     read_documents,
 )
@@ -147,7 +148,10 @@ def _open_one(source: str, text_column: str, hub_files: int | None, cache_dir: s
         hint = f" (did you mean {nearest}?)" if nearest else "; a corpus is stdlib, a file, a folder, a glob or a name"
         raise UserError(f"no corpus {source!r}: there is no such file or folder{hint}")
     if not files:
-        raise UserError(f"{source!r} has no files to read: gptlab reads text (.txt .md .py ...), .jsonl and .parquet")
+        raise UserError(
+            f"{source!r} has no files to read: gptlab reads text (.txt .md .py ...), .jsonl and "
+            ".parquet, the first two also packed (.gz .zst)"
+        )
     for file in files:
         probe(file, text_column)
     return FileCorpus(source, files, text_column)
@@ -182,7 +186,7 @@ def _stdlib() -> FileCorpus:
 
 
 def _folder_files(root: Path) -> list[DocumentFile]:
-    names = [name for name in sorted(_walk(root)) if Path(name).suffix.lower() in KNOWN_SUFFIXES]
+    names = [name for name in sorted(_walk(root)) if format_suffix(Path(name)) in KNOWN_SUFFIXES]
     return [DocumentFile(root / name, name, lenient=True) for name in names]
 
 
@@ -192,7 +196,7 @@ def _glob_files(pattern: str) -> list[DocumentFile]:
     fixed = next(i for i, part in enumerate(parts) if glob.has_magic(part))
     root = Path(*parts[:fixed])
     paths = [Path(match) for match in glob.glob(pattern, recursive=True)]
-    paths = [path for path in paths if path.is_file() and path.suffix.lower() in KNOWN_SUFFIXES]
+    paths = [path for path in paths if path.is_file() and format_suffix(path) in KNOWN_SUFFIXES]
     names = sorted((path.relative_to(root).as_posix(), path) for path in paths)
     return [DocumentFile(path, name, lenient=True) for name, path in names]
 

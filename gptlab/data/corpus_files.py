@@ -1,8 +1,9 @@
 """One file of a corpus: which formats there are, and how each is read into documents.
 
-A text file is one document; JSONL holds one a line, Parquet one a row. Text is UTF-8 (a byte-order mark is dropped,
-line ends stay as they are). A file that the user named must be readable, or a UserError says why not; of the files
-that were only found in a folder (`lenient`), those that are no text are counted and left out.
+A text file is one document; JSONL holds one a line, Parquet one a row. Text and JSONL may be packed (.gz, .zst): the
+suffix before that one tells the format. Text is UTF-8 (a byte-order mark is dropped, line ends stay as they are). A
+file that the user named must be readable, or a UserError says why not; of the files that were only found in a folder
+(`lenient`), those that are no text are counted and left out.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from io import BufferedReader
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gptlab.config.errors import UserError, nearest_name
+from gptlab.data.compressed_files import DamagedFileError, is_packed, open_unpacked
 
 if TYPE_CHECKING:
     import pyarrow.parquet
@@ -31,6 +32,9 @@ PARQUET_SUFFIXES = frozenset({".parquet", ".pq"})
 COLUMN_SUFFIXES = JSONL_SUFFIXES | PARQUET_SUFFIXES
 KNOWN_SUFFIXES = TEXT_SUFFIXES | COLUMN_SUFFIXES
 
+MAX_DOCUMENT_BYTES = 1 << 31
+"""No document of a corpus is 2 GB long; a line of JSONL without an end, or a packed text that grows without one, would
+otherwise take all memory."""
 PROBE_BYTES = 1 << 16
 """How much of a text file is looked at before the run starts; the rest is checked when it is read."""
 PARQUET_BATCH_ROWS = 256
@@ -49,11 +53,20 @@ class DocumentFile:
 
     @property
     def suffix(self) -> str:
-        return self.path.suffix.lower()
+        """The format: that of the name, without .gz or .zst behind a format that may be packed."""
+        return format_suffix(self.path)
 
 
 class NotTextError(UserError):
     """A file that is no UTF-8 text."""
+
+
+def format_suffix(path: Path) -> str:
+    suffix = path.suffix.lower()
+    inner = Path(path.stem).suffix.lower()
+    if not is_packed(path):
+        return suffix
+    return inner if inner in TEXT_SUFFIXES | JSONL_SUFFIXES else inner + suffix
 
 
 def probe(file: DocumentFile, text_column: str) -> None:
@@ -67,14 +80,14 @@ def probe(file: DocumentFile, text_column: str) -> None:
     elif file.suffix in JSONL_SUFFIXES:
         next(_read_jsonl(file, text_column, Counter()), None)
     elif file.suffix in TEXT_SUFFIXES or not file.suffix:
-        with open_binary(file.path) as stream:
+        with open_unpacked(file.path) as stream:
             head = stream.read(PROBE_BYTES)
         # A character of up to four bytes may be cut at the end of the probe.
         _decode(head, file.path, cut_end=len(head) == PROBE_BYTES)
     else:
         raise UserError(
             f"{file.path}: {file.suffix} is not a format gptlab reads; it reads text (.txt .md .py and the like), "
-            ".jsonl and .parquet (plain text of another kind: rename it to .txt)"
+            ".jsonl and .parquet, the first two also packed (.gz .zst) (plain text of another kind: rename it to .txt)"
         )
 
 
@@ -87,23 +100,16 @@ def read_documents(file: DocumentFile, text_column: str, skipped: Counter[str]) 
     return _read_text(file, skipped)
 
 
-def open_binary(path: Path) -> BufferedReader:
-    """Raises UserError for what the system refuses to open."""
-    try:
-        return path.open("rb")
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
-
-
 def _read_text(file: DocumentFile, skipped: Counter[str]) -> Iterator[str]:
     try:
-        with open_binary(file.path) as stream:
-            text = _decode(stream.read(), file.path)
+        text = _decode(_read_bytes(file.path), file.path)
     except NotTextError:
         if not file.lenient:
             raise
         skipped["not UTF-8 text"] += 1
         return
+    except DamagedFileError:
+        raise  # Somebody packed it: it was text.
     except UserError:
         if not file.lenient:
             raise
@@ -112,7 +118,21 @@ def _read_text(file: DocumentFile, skipped: Counter[str]) -> Iterator[str]:
     yield text
 
 
-def _decode(data: bytes, path: Path, *, cut_end: bool = False) -> str:
+def _read_bytes(path: Path) -> bytes | bytearray:
+    with open_unpacked(path) as stream:
+        if not is_packed(path):
+            return stream.read()
+        data = bytearray()
+        while chunk := stream.read1():
+            data += chunk
+            if len(data) > MAX_DOCUMENT_BYTES:
+                raise DamagedFileError(
+                    f"{path} unpacks to more than {MAX_DOCUMENT_BYTES:,} bytes, and a text file is one document"
+                )
+        return data
+
+
+def _decode(data: bytes | bytearray, path: Path, *, cut_end: bool = False) -> str:
     if b"\0" in data:
         raise NotTextError(f"{path} is a binary file (a NUL byte at offset {data.index(0)}); gptlab reads UTF-8 text")
     try:
@@ -126,8 +146,13 @@ def _decode(data: bytes, path: Path, *, cut_end: bool = False) -> str:
 
 
 def _read_jsonl(file: DocumentFile, key: str, skipped: Counter[str]) -> Iterator[str]:
-    with open_binary(file.path) as stream:
-        for number, line in enumerate(stream, start=1):
+    with open_unpacked(file.path) as stream:
+        for number, line in enumerate(iter(lambda: stream.readline(MAX_DOCUMENT_BYTES + 1), b""), start=1):
+            if len(line) > MAX_DOCUMENT_BYTES:
+                raise UserError(
+                    f"{file.path}:{number}: more than {MAX_DOCUMENT_BYTES:,} bytes without a line end; JSONL holds one "
+                    "JSON object a line"
+                )
             if not line.strip():
                 continue
             text = _text_of(_parse_object(line, f"{file.path}:{number}"), key, f"{file.path}:{number}")
@@ -189,7 +214,7 @@ def _open_parquet(path: Path, column: str) -> pyarrow.parquet.ParquetFile:
         raise UserError(f"{path}: no column {column!r}; {_named('column', schema.names, column)} (data.text_column)")
     kind = schema.field(column).type
     kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
-    if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
+    if kind not in (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view()):
         parquet.close()
         raise UserError(f"{path}: column {column!r} holds {kind}, not strings")
     return parquet

@@ -1,0 +1,72 @@
+"""Files packed with gzip (.gz) or Zstandard (.zst), unpacked while they are read.
+
+pyarrow unpacks: it is there for Parquet, knows both formats, goes on behind the end of a member or frame (gzip and zstd
+files may be joined by `cat`), and refuses a file that ends before its last member does, which Python's zlib objects
+leave to the caller. Measured on 99 MB of JSONL, two cores: zstd 590 MB/s, gzip 230; Python's gzip module 160.
+"""
+
+from __future__ import annotations
+
+import io
+from io import BufferedReader
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gptlab.config.errors import UserError
+
+if TYPE_CHECKING:
+    import pyarrow
+    from _typeshed import WriteableBuffer
+
+CODECS = {".gz": "gzip", ".zst": "zstd"}
+"""Suffix -> pyarrow's name."""
+BUFFER_BYTES = 1 << 20
+"""Unpacked at a time: 64 kB make zstd a third slower."""
+
+
+class DamagedFileError(UserError):
+    """A packed file that cannot be unpacked to its end."""
+
+
+def is_packed(path: Path) -> bool:
+    return path.suffix.lower() in CODECS
+
+
+def open_binary(path: Path) -> BufferedReader:
+    """The file as it lies there. Raises UserError for what the system refuses to open."""
+    try:
+        return path.open("rb")
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def open_unpacked(path: Path) -> BufferedReader:
+    """What the file holds, unpacked where its name says that it is packed. UserError as `open_binary`; reading raises
+    DamagedFileError."""
+    stream = open_binary(path)
+    return BufferedReader(_Unpacked(path, stream), BUFFER_BYTES) if is_packed(path) else stream
+
+
+class _Unpacked(io.RawIOBase):
+    """The unpacked bytes; pyarrow's errors become one line that names the file."""
+
+    def __init__(self, path: Path, stream: BufferedReader) -> None:
+        import pyarrow  # Takes 0.2 s to import, and most corpora are not packed.
+
+        self._path, self._file = path, stream
+        self._errors = (OSError, pyarrow.ArrowException)
+        self._stream: pyarrow.CompressedInputStream = pyarrow.CompressedInputStream(stream, CODECS[path.suffix.lower()])
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: WriteableBuffer) -> int:
+        try:
+            return self._stream.readinto(buffer)
+        except self._errors as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise DamagedFileError(f"{self._path} is damaged or no {self._path.suffix} file: {reason}") from error
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
