@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -14,10 +16,16 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from gptlab.config.errors import UserError
+from gptlab.config.horizon import Horizon
 from gptlab.config.model import ModelConfig
+from gptlab.config.optim import AdamWConfig, OptimConfig, ScheduleConfig
+from gptlab.config.run import BatchConfig, RunConfig
+from gptlab.data.rows import TokenFate
 from gptlab.model.gpt import GPT, build_model
 from gptlab.model.gpt2_weights import from_gpt2, gpt2_model_config, to_gpt2
-from gptlab.train.state import load_weights
+from gptlab.train.horizon import Finish
+from gptlab.train.state import build_state, load_weights
+from gptlab.train.step import gradients, update
 
 CPU = torch.device("cpu")
 # 35 entries: padding up to the next multiple of 64 is 29 rows.
@@ -209,3 +217,78 @@ def test_options_without_a_part_are_refused(change: dict[str, Any], named: str) 
     with pytest.raises(UserError, match=named) as error:
         gpt2_model_config(SIZES | change)
     assert "\n" not in str(error.value)
+
+
+class ShiftedRows:
+    """Rows of one repeating text, each begun elsewhere: something that fifty steps can learn."""
+
+    seq_len, rows_per_epoch = 20, 64
+    fate = TokenFate(1280, 1280, 0, 0, 0, 0)
+
+    def read(self, epoch: int, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        text = np.array([(7 * i * i + 3 * i) % 35 for i in range(70)], dtype=np.int32)
+        rows = np.stack([np.resize(np.roll(text, -int(i) - epoch), 21) for i in indices])
+        return rows[:, :-1], rows[:, 1:]
+
+    def target_counts(self, epoch: int, indices: np.ndarray) -> np.ndarray:
+        return np.full(len(indices), 20)
+
+
+def test_fifty_steps_of_adamw_equal_a_plain_loop(tmp_path: Path) -> None:
+    """nanoGPT's rule on transformers' model, written out: decay for two dimensions and more, clipping, warm-up, cosine.
+
+    In float64, where the losses were measured to differ by 5e-16, so that 1e-9 leaves room for other kernels and none
+    for another rule. In float32 they differ by 3e-7, near the 1e-6 that is asked for.
+    """
+    n_steps, n_warmup, peak, decay = 50, 5, 3e-3, 0.1
+    theirs = random_gpt2()
+    hf_config, tensors = saved(theirs, tmp_path)
+    adamw = AdamWConfig(lr=peak, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=decay)
+    config = RunConfig(
+        model=gpt2_model_config(hf_config),
+        batch=BatchConfig(total_tokens=2 * 4 * 20, micro_sequences=4),
+        horizon=Horizon(amount=n_steps, unit="steps"),
+        optim=OptimConfig(
+            matrix_optimizer="adamw", matrix=adamw, embedding=adamw, head=adamw,
+            vector=replace(adamw, weight_decay=0.0), grad_clip=1.0,
+        ),
+        schedule=ScheduleConfig(kind="cosine", warmup_fraction=n_warmup / n_steps, final_lr_scale=0.1),
+    )  # fmt: skip
+    state = build_state(config, ShiftedRows(), device=CPU, compute_dtype=torch.float64)
+    load_weights(state.model, from_gpt2(tensors, config.model))
+    finish = Finish.of(config.horizon, tokens_per_step=160, flops_per_token=1, scaling_params=1)
+
+    wide = [parameter for parameter in theirs.parameters() if parameter.ndim >= 2]
+    narrow = [parameter for parameter in theirs.parameters() if parameter.ndim < 2]
+    optimizer = torch.optim.AdamW(
+        [{"params": wide, "weight_decay": decay}, {"params": narrow, "weight_decay": 0.0}],
+        lr=peak, betas=(0.9, 0.95), eps=1e-8,
+    )  # fmt: skip
+    losses, clipped = [], 0
+    with state.loader:
+        for step in range(n_steps):
+            batch = next(state.loader)
+            optimizer.zero_grad()
+            expected = 0.0
+            for tokens, targets in zip(batch.inputs, batch.targets, strict=True):
+                logits = theirs(tokens.long()).logits
+                loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.long().flatten()) / 2
+                loss.backward()
+                expected += loss.item()
+            clipped += bool(torch.nn.utils.clip_grad_norm_(theirs.parameters(), 1.0) > 1.0)
+            share = (step - n_warmup) / (n_steps - n_warmup)
+            scale = (step + 1) / n_warmup if step < n_warmup else 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * share))
+            for group in optimizer.param_groups:
+                group["lr"] = peak * scale
+            optimizer.step()
+
+            progress, fraction = finish.progress(state.step, 0.0), finish.step_fraction(state.step, 0.0)
+            losses.append(float(gradients(state, batch, state.model.loss, config)))
+            update(state, config, progress, fraction)
+            state.step += 1
+            assert losses[-1] == pytest.approx(expected, abs=1e-9, rel=0), f"step {step}"
+    assert losses[-1] < losses[0] - 1.0, "nothing was learned, so nothing was compared"
+    assert 0 < clipped < n_steps
+    back = to_gpt2(dict(state.model.named_parameters()), config.model)
+    for name, parameter in theirs.named_parameters():
+        torch.testing.assert_close(back[name], parameter, rtol=0, atol=1e-9, msg=name)

@@ -18,6 +18,7 @@ ROOT = Path(__file__).parent.parent
 LEAVES = [
     ["train"], ["plan"], ["eval"], ["sample"], ["export"], ["bench"],
     ["data", "list"], ["data", "prepare"], ["data", "inspect"], ["tokenizer", "train"], ["tokenizer", "eval"],
+    ["import", "hf"], ["import", "nanogpt"],
 ]  # fmt: skip
 
 UNITS = {
@@ -47,7 +48,7 @@ def test_help_names_every_argument_with_its_default(leaf: list[str], capsys: pyt
         assert unit in " ".join(out.replace("│", " ").split()), f"{leaf[0]} --help does not name {unit}"
 
 
-@pytest.mark.parametrize("command", ["data", "tokenizer"])
+@pytest.mark.parametrize("command", ["data", "tokenizer", "import"])
 def test_groups_list_their_commands(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, "--help"]) == 0
     out = capsys.readouterr().out

@@ -16,6 +16,7 @@ COMMANDS = {
     "data": ("gptlab.cli.data", "list | prepare | inspect a corpus"),
     "tokenizer": ("gptlab.cli.tokenizer", "train | eval a tokenizer"),
     "eval": ("gptlab.cli.eval", "measure a run: validation loss (nats/token) and bits per byte"),
+    "import": ("gptlab.cli.import_model", "hf | nanogpt: a model trained elsewhere as a run folder"),
     "sample": ("gptlab.cli.sample", "let a trained run continue a text"),
     "export": ("gptlab.cli.export", "write a trained model as a folder that transformers loads"),
     "bench": ("gptlab.cli.bench", "this machine: peak FLOP/s, tokens/s, MFU, and the time of each part"),

@@ -107,7 +107,14 @@ class RunRequest:
 
         # Recipes are pure and cheap: one that answers two machines a billion times apart alike needs no measurement.
         slow, fast = (on(Machine(device="cpu", matmul_flops_per_second=flops)) for flops in (1e9, 1e18))
-        return apply_overrides(slow if slow == fast else on(measure()), self.overrides)
+        config = slow if slow == fast else on(measure())
+        init_from = self.overrides.get("init_from", config.init_from)
+        if init_from is None:
+            return apply_overrides(config, self.overrides)
+        from gptlab.model.pretrained import begin_from
+
+        asked = {} if self.depth is None else {"model.n_layer": self.depth}
+        return begin_from(init_from, config, asked | dict(self.overrides))
 
     def disagreements(self, stored: RunConfig) -> list[str]:
         """What was asked for and is otherwise in a stored run, one line a field; where the run lies does not count."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from gptlab.cli.place import Place
+from gptlab.cli.start_weights import Start, load_start_weights
 from gptlab.config.errors import ConfigError, UserError
 from gptlab.config.load import config_to_json
 from gptlab.config.run import RunConfig
@@ -24,6 +25,7 @@ from gptlab.eval.core import encode_tasks, gpt_logits, measure_core
 from gptlab.eval.core_tasks import find_bundle, read_tasks
 from gptlab.eval.engine import sample_text
 from gptlab.model.counting import FlopsPerToken, ParameterCounts, flops_per_token, parameter_counts
+from gptlab.model.pretrained import Pretrained, find_pretrained, require_fits
 from gptlab.runtime.code_snapshot import CodeSnapshot
 from gptlab.runtime.console import Console
 from gptlab.runtime.device import cuda_version, device_name
@@ -54,9 +56,11 @@ class Session:
     counts: ParameterCounts
     flops: FlopsPerToken
     eval_sequences: int
+    start: Start | None
+    """None: weights from the seed, or from a checkpoint."""
 
     def provenance(self, argv: Sequence[str], code: CodeSnapshot, from_run: str | None = None) -> dict[str, object]:
-        return provenance(
+        record = provenance(
             argv=argv,
             code=code,
             device=str(self.place.device),
@@ -70,15 +74,24 @@ class Session:
             cuda_version=cuda_version(),
             from_run=from_run,
         )
+        return record | ({} if self.start is None else {"init_from_fingerprint": self.start.fingerprint})
 
 
-def open_session(config: RunConfig, place: Place, console: Console) -> Session:
-    """Prepare the data and build the run. UserError for whatever makes it impossible; nothing of it is written yet."""
+def open_session(config: RunConfig, place: Place, console: Console, *, restored: bool = False) -> Session:
+    """Prepare the data and build the run. UserError for whatever makes it impossible; nothing of it is written yet.
+
+    `restored`: a checkpoint will bring the weights, so that those of `init_from` are not needed.
+    """
+    pretrained = None if restored or config.init_from is None else find_pretrained(config.init_from)
+    if pretrained is not None:
+        require_fits(config.model, pretrained.model, pretrained.name)
     keep_compiled(cache_root(config.data.cache_dir) / "compile")
     seed_everything(config.seed, place.device)
     bundle = _core_bundle(config, console)
     data = prepare(config.data, config.tokenizer, console=console)
     tokenizer = data.tokenizer
+    if pretrained is not None:
+        _require_tokenizer(tokenizer, pretrained, console)
     if config.model.vocab_size not in (None, tokenizer.vocab_size):
         raise UserError(
             f"model.vocab_size = {config.model.vocab_size}, but the tokenizer has {tokenizer.vocab_size} entries; "
@@ -95,6 +108,7 @@ def open_session(config: RunConfig, place: Place, console: Console) -> Session:
 
     state = build_state(config, rows, device=place.device, compute_dtype=place.dtype)
     model = state.model
+    start = None if pretrained is None else load_start_weights(model, pretrained, console.warn)
     counts, flops = parameter_counts(model), flops_per_token(model)
     finish = Finish.of(
         config.horizon,
@@ -131,7 +145,18 @@ def open_session(config: RunConfig, place: Place, console: Console) -> Session:
             device=place.device, max_pass_tokens=config.eval_sequences * seq_len, module=model,
         )  # fmt: skip
     work = Work(kernels.loss_sum, validate, sample, core)
-    return Session(config, place, data, state, kernels, work, finish, counts, flops, eval_sequences)
+    return Session(config, place, data, state, kernels, work, finish, counts, flops, eval_sequences, start)
+
+
+def _require_tokenizer(tokenizer: Tokenizer, pretrained: Pretrained, console: Console) -> None:
+    """The ids that the weights know. Another vocabulary of the same size is told and no more: it may be meant so."""
+    if tokenizer.vocab_size != pretrained.model.vocab_size:
+        raise UserError(
+            f"the weights of {pretrained.name} know {pretrained.model.vocab_size} tokens, but the tokenizer has "
+            f"{tokenizer.vocab_size} entries; leave tokenizer.kind and tokenizer.path out to have the weights' own"
+        )
+    if tokenizer.fingerprint != pretrained.load_tokenizer().fingerprint:
+        console.warn(f"the tokenizer is not the one that the weights of {pretrained.name} were trained with")
 
 
 def _core_bundle(config: RunConfig, console: Console) -> Path | None:

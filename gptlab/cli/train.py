@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -87,21 +87,24 @@ def _train(
         if request.resume is not None:
             config, run_directory = _stored(request)
             held.enter_context(run_directory.lock())
+            _require_trained(run_directory)
             if summary := _finished(run_directory):
                 console.line(f"{run_directory.path} is finished: there is nothing left to train")
                 show_closing_block(summary, console)
                 return Result(0, run_directory.path, summary)
             checkpoint = _checkpoint(run_directory, console)
+            config = _with_own_tokenizer(config, run_directory)
         if request.from_run is not None:
             origin = RunDirectory.open(Path(request.from_run))
+            _require_trained(origin)
             config = repeated_config(request, origin)
         if config is None:
             config = request.config(functools.partial(machine_for, request))
         if run_directory is None and config.run_dir is not None:
             RunDirectory(Path(config.run_dir)).require_free()  # said now, not after the data is prepared
-        session = open_session(config, place_of(config), console)
+        session = open_session(config, place_of(config), console, restored=checkpoint is not None)
         if run_directory is not None:
-            _require_same_data(run_directory, session)
+            _require_same_start(run_directory, session)
         evidence = evidence_taker.result()
         facts = session.provenance(argv, evidence.code, request.from_run)
         if recorded := run_directory or origin:
@@ -176,8 +179,29 @@ def _what_stands(run_directory: RunDirectory) -> str:
     return f"{saved[-1]} stands" if saved else "no checkpoint had been saved yet"
 
 
-def _require_same_data(run_directory: RunDirectory, session: Session) -> None:
-    recorded = run_directory.read_provenance().get("data_fingerprint")
+def _require_trained(run_directory: RunDirectory) -> None:
+    if "imported" in run_directory.read_provenance():
+        path = run_directory.path
+        raise UserError(f"{path} was imported, not trained: to begin with its weights, --init-from {path}")
+
+
+def _with_own_tokenizer(config: RunConfig, run_directory: RunDirectory) -> RunConfig:
+    """With the run's copy of a tokenizer that was read from elsewhere (that of pretrained weights), since elsewhere may
+    be gone."""
+    if config.tokenizer.path is None or not run_directory.tokenizer_path.is_dir():
+        return config
+    return replace(config, tokenizer=replace(config.tokenizer, path=str(run_directory.tokenizer_path)))
+
+
+def _require_same_start(run_directory: RunDirectory, session: Session) -> None:
+    """The data of the first start, and its first weights where the run begins with them anew."""
+    record = run_directory.read_provenance()
+    if session.start is not None and record.get("init_from_fingerprint") != session.start.fingerprint:
+        raise UserError(
+            f"the weights of {session.config.init_from} are not those that {run_directory.path} began with "
+            f"(fingerprint {session.start.fingerprint[:12]}): bring them back, or train in a new folder"
+        )
+    recorded = record.get("data_fingerprint")
     if recorded != session.data.fingerprint:
         raise UserError(
             f"the data is not what {run_directory.path} was trained on (fingerprint {session.data.fingerprint}, "
@@ -203,6 +227,8 @@ def describe(session: Session, console: Console) -> None:
         f"model     {model.n_layer} layers, width {model.n_embd}, {model.n_head} heads, context {model.seq_len}: "
         f"{counts.total / 1e6:.2f}M parameters, {flops.total / 1e6:.1f} MFLOP a token"
     )
+    if session.start is not None:
+        console.line(f"weights   {session.start.text}")
     console.line(
         f"training  {config.horizon}, {config.batch.total_tokens:,} tokens a step "
         f"({config.micro_batches} x {config.batch.micro_sequences} rows)"

@@ -8,7 +8,7 @@ from gptlab.config.model import ModelConfig
 
 
 def _gpt2(n_layer: int, n_embd: int) -> ModelConfig:
-    """Heads are 64 wide in all four; biases everywhere, which nanoGPT's own runs do without."""
+    """Heads are 64 wide in all four; biases everywhere, and GELU by tanh: nanoGPT's own runs have neither."""
     return ModelConfig(
         n_layer=n_layer,
         n_embd=n_embd,
@@ -18,7 +18,7 @@ def _gpt2(n_layer: int, n_embd: int) -> ModelConfig:
         vocab_multiple=64,
         norm="layernorm",
         position="learned",
-        activation="gelu",
+        activation="gelu_tanh",
         bias=True,
         tied_head=True,
         qk_norm=False,

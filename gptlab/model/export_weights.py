@@ -56,7 +56,7 @@ def from_transformers(tensors: Mapping[str, Tensor], config: ModelConfig, form: 
         if not value.is_floating_point() or not bool(torch.isfinite(value).all()):
             raise UserError(f"the weights' {foreign[0]} holds values that are no finite numbers")
         wanted = (config.vocab_size, *shapes[name][1:]) if _is_table(name) else tuple(shapes[name])
-        if value.shape != wanted:
+        if value.shape not in (wanted, shapes[name]):
             raise UserError(
                 f"the weights' {' + '.join(foreign)} has the shape {tuple(value.shape)}, "
                 f"but the configuration asks for {wanted}"

@@ -17,7 +17,7 @@ from gptlab.config.model import ModelConfig
 from gptlab.model.gpt import GPT
 from gptlab.model.hf_config import gpt2_model_config
 
-__all__ = ["from_gpt2", "gpt2_model_config", "gpt2_tensors", "gptlab_tensors", "to_gpt2"]
+__all__ = ["from_gpt2", "gpt2_model_config", "gptlab_tensors", "to_gpt2"]
 
 _BLOCK = {
     "attention_norm": "ln_1",
@@ -45,7 +45,17 @@ def to_gpt2(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Ten
 
     A model without biases gets zeros for them, since transformers' GPT-2 always has them.
     """
-    return gpt2_tensors(tensors, config, transposed=True)
+    found = {}
+    for name, foreign in _gpt2_names(config).items():
+        value = tensors.get(name)
+        if value is None:
+            weight = tensors[name.removesuffix("bias") + "weight"]
+            value = weight.new_zeros(weight.shape[0])
+        if name in _TABLES:
+            value = value[: config.vocab_size]
+        value = value.T if _is_matrix(name) else value
+        found[foreign if foreign == _HEAD else f"transformer.{foreign}"] = value.contiguous()
+    return found
 
 
 def gptlab_tensors(tensors: Mapping[str, Tensor], config: ModelConfig, *, transposed: bool) -> dict[str, Tensor]:
@@ -78,21 +88,6 @@ def gptlab_tensors(tensors: Mapping[str, Tensor], config: ModelConfig, *, transp
         found[name] = value.contiguous()
     if given:
         raise UserError(f"the weights have {min(given)}, which a GPT-2 of this configuration has not")
-    return found
-
-
-def gpt2_tensors(tensors: Mapping[str, Tensor], config: ModelConfig, *, transposed: bool) -> dict[str, Tensor]:
-    """`to_gpt2`; `transposed`: matrices become (inputs, outputs)."""
-    found = {}
-    for name, foreign in _gpt2_names(config).items():
-        value = tensors.get(name)
-        if value is None:
-            weight = tensors[name.removesuffix("bias") + "weight"]
-            value = weight.new_zeros(weight.shape[0])
-        if name in _TABLES:
-            value = value[: config.vocab_size]
-        value = value.T if transposed and _is_matrix(name) else value
-        found[foreign if foreign == _HEAD else f"transformer.{foreign}"] = value.contiguous()
     return found
 
 

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 from gptlab.config.errors import ConfigError, UserError
 from gptlab.config.model import Activation, ModelConfig
 from gptlab.model.export_config import nanochat_model_config, recorded_model_config
+from gptlab.runtime.strict_json import read_json_object
+
+CONFIG_FILE = "config.json"
+WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
+"""One file, several with an index, pickle; the first that is there is read."""
 
 # transformers' names (transformers/activations.py). gelu_new and gelu_pytorch_tanh are one formula.
 _GPT2_ACTIVATIONS: dict[str, Activation] = {
@@ -15,6 +21,14 @@ _GPT2_ACTIVATIONS: dict[str, Activation] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu2": "relu2",
 }
+
+
+def read_hf_config(folder: Path) -> dict[str, object]:
+    """config.json of a folder that transformers saved. UserError where there is none."""
+    config = read_json_object(folder / CONFIG_FILE)
+    if "model_type" not in config:
+        raise UserError(f"{folder / CONFIG_FILE} names no model_type: it is not of a model that transformers saved")
+    return config
 
 
 def model_config_of(hf_config: Mapping[str, object]) -> ModelConfig:
