@@ -259,16 +259,23 @@ class GPT(nn.Module):
 
 
 def _initial_values(name: str, values: Tensor, config: ModelConfig, generator: torch.Generator) -> Tensor:
-    if name.endswith("bias"):
-        return values.zero_()
     if name.endswith("norm.weight"):
         return values.fill_(1.0)
+    if name.endswith("bias") and (config.init != "torch" or name.endswith("norm.bias")):
+        return values.zero_()
     if name == "residual_lambdas":
         return values.fill_(1.0)
     if name == "x0_lambdas":
         return values.fill_(0.1)  # nanochat: a little of the embedding from the start
     if name.endswith("value_gate.weight"):
         return values.zero_()  # a gate of 2 * sigmoid(0) = 1
+    if config.init == "torch":
+        table = name.endswith("embedding.weight") or name.startswith("value_embeddings.")
+        if table and not (config.tied_head and name.startswith("token")):
+            return values.normal_(0.0, 1.0, generator=generator)
+        # A tied table is the head, a linear layer. (torch writes it as He's rule for a leaky ReLU of slope sqrt(5).)
+        bound = 1 / math.sqrt(config.mlp_width if name.rpartition(".")[0].endswith("mlp.out") else config.n_embd)
+        return values.uniform_(-bound, bound, generator=generator)
     projection = name.endswith("out.weight")
     if config.init == "gpt2":
         return values.normal_(0.0, 0.02 / math.sqrt(2 * config.n_layer) if projection else 0.02, generator=generator)

@@ -19,12 +19,14 @@ def lr_scale(schedule: ScheduleConfig, progress: float, step_fraction: float = 0
     and is wasted, which is seed 3's progress / warmup_ratio.
 
     Warm-down and cosine count from the beginning of the step, as in all the seeds: the last step of a run still moves.
+    The cosine begins at the last step of the warm-up, the first with the full rate: nanoGPT's step warmup_iters.
     """
     progress = min(max(progress, 0.0), 1.0)
     if progress < schedule.warmup_fraction:
         return min((progress + step_fraction) / schedule.warmup_fraction, 1.0)
     if schedule.kind == "cosine":
-        return _between(schedule.final_lr_scale, 1.0, _cosine(progress, schedule.warmup_fraction))
+        start = max(schedule.warmup_fraction - step_fraction, 0.0)
+        return _between(schedule.final_lr_scale, 1.0, _cosine(progress, start))
     remaining = 1.0 - progress
     if remaining >= schedule.warmdown_fraction:
         return 1.0

@@ -25,9 +25,6 @@ from gptlab.config.scaling import (
     weight_decay_for_depth,
 )
 
-ASPECT = 64
-HEAD_DIM = 128
-SEQ_LEN = 2048
 VOCAB_SIZE = 2**15  # scripts/tok_train.py of that time, trained on 2e9 characters
 TOTAL_TOKENS = 2**19
 TOKENS_PER_PARAM = 10.5
@@ -54,20 +51,20 @@ def nanochat(
     minutes: float | None = None,
     machine: Machine | None = None,
 ) -> RunConfig:
-    """nanochat: --depth is the dial; 2^19 tokens a step, 10.5 a parameter.
+    """nanochat: --depth is the dial; 10.5 tokens a parameter.
 
     Rows cut long documents where nanochat crops them (`data.long_documents`): no token of the corpus is lost.
     """
     depth = 20 if depth is None else depth
-    require_positive("depth", depth)
+    model = model_for_depth(depth, aspect=64, head_dim=128, vocab_size=VOCAB_SIZE, seq_len=2048)
     return RunConfig(
         recipe="nanochat",
-        model=_model(depth, aspect=ASPECT, head_dim=HEAD_DIM, vocab_size=VOCAB_SIZE, seq_len=SEQ_LEN),
+        model=model,
         tokenizer=TokenizerConfig(kind="bpe", vocab_size=VOCAB_SIZE, train_bytes=2_000_000_000),
         data=DataConfig(source=("fineweb-edu",), rows="packed"),
         batch=BatchConfig(total_tokens=TOTAL_TOKENS, micro_sequences=32),
         horizon=chosen_horizon(horizon, minutes, Horizon(amount=TOKENS_PER_PARAM, unit="tokens_per_param")),
-        optim=_optimizer(depth, aspect=ASPECT, head_dim=HEAD_DIM, total_tokens=TOTAL_TOKENS),
+        optim=_optimizer(model, TOTAL_TOKENS),
         eval=EvalConfig(every_steps=250, tokens=20 * 2**19, core_every_steps=2000, core_examples=500),
         sample=_sample(every_steps=2000),
     )
@@ -80,23 +77,19 @@ def nanochat_tiny(
     minutes: float | None = None,
     machine: Machine | None = None,
 ) -> RunConfig:
-    """nanochat in minutes on two cores: depth 4, 3 tokens a parameter.
+    """The same in minutes on two cores: depth 4, 3 tokens a parameter.
 
     Everything of `nanochat` but CORE, whose tasks would have to be downloaded and are chance at this size.
     """
-    depth = tiny.DEPTH if depth is None else depth
-    require_positive("depth", depth)
-    total_tokens = tiny.BATCH.total_tokens
+    model = tiny_model(depth)
     return RunConfig(
         recipe="nanochat-tiny",
-        model=_model(
-            depth, aspect=tiny.ASPECT, head_dim=tiny.HEAD_DIM, vocab_size=tiny.VOCAB_SIZE, seq_len=tiny.SEQ_LEN
-        ),
+        model=model,
         tokenizer=tiny.TOKENIZER,
         data=tiny.tiny_data("packed"),
         batch=tiny.BATCH,
         horizon=chosen_horizon(horizon, minutes, Horizon(amount=TINY_TOKENS_PER_PARAM, unit="tokens_per_param")),
-        optim=_optimizer(depth, aspect=tiny.ASPECT, head_dim=tiny.HEAD_DIM, total_tokens=total_tokens),
+        optim=_optimizer(model, tiny.BATCH.total_tokens),
         eval=EvalConfig(every_steps=100, tokens=tiny.EVAL_TOKENS),
         sample=_sample(every_steps=250),
     )
@@ -129,22 +122,27 @@ def muon_and_adamw(
     )
 
 
-def _model(depth: int, *, aspect: int, head_dim: int, vocab_size: int, seq_len: int) -> ModelConfig:
+def model_for_depth(depth: int, *, aspect: int, head_dim: int, vocab_size: int, seq_len: int) -> ModelConfig:
+    """The network of nanochat and autoresearch, whose parts are the defaults of ModelConfig."""
+    require_positive("depth", depth)
     shape = shape_for_depth(depth, aspect=aspect, head_dim=head_dim, vocab_size=vocab_size, seq_len=seq_len)
     return ModelConfig(
         n_layer=shape.n_layer, n_embd=shape.n_embd, n_head=shape.n_head, seq_len=seq_len, window_pattern="SSSL"
     )
 
 
-def _optimizer(depth: int, *, aspect: int, head_dim: int, total_tokens: int) -> OptimConfig:
+def tiny_model(depth: int | None) -> ModelConfig:
+    """The same in the tiny forms' size."""
+    return model_for_depth(
+        tiny.DEPTH if depth is None else depth,
+        aspect=tiny.ASPECT, head_dim=tiny.HEAD_DIM, vocab_size=tiny.VOCAB_SIZE, seq_len=tiny.SEQ_LEN,
+    )  # fmt: skip
+
+
+def _optimizer(model: ModelConfig, total_tokens: int) -> OptimConfig:
     scale = lr_scale_for_batch(total_tokens)
-    width = shape_for_depth(depth, aspect=aspect, head_dim=head_dim, vocab_size=1, seq_len=1).n_embd
-    return muon_and_adamw(
-        width,
-        matrix_lr=0.02 * scale,
-        weight_decay=weight_decay_for_depth(WEIGHT_DECAY, depth),
-        adamw_scale=scale,
-    )
+    weight_decay = weight_decay_for_depth(WEIGHT_DECAY, model.n_layer)
+    return muon_and_adamw(model.n_embd, matrix_lr=0.02 * scale, weight_decay=weight_decay, adamw_scale=scale)
 
 
 def _sample(*, every_steps: int) -> SampleConfig:

@@ -30,7 +30,7 @@ def quickstart(
     minutes: float | None = None,
     machine: Machine | None = None,
 ) -> RunConfig:
-    """A modern small GPT on the Python standard library, sized to the machine: three minutes."""
+    """A small modern GPT on Python's sources, sized to this machine."""
     horizon = chosen_horizon(horizon, minutes, Horizon(amount=180.0, unit="seconds"))
     seq_len, vocab_size = 512, 4096
     shape = _quickstart_shape(depth, horizon, machine, vocab_size=vocab_size, seq_len=seq_len)
@@ -60,7 +60,10 @@ def shakespeare_char(
     minutes: float | None = None,
     machine: Machine | None = None,
 ) -> RunConfig:
-    """Characters of tiny Shakespeare (give the file with --data), the last tenth held out as nanoGPT does."""
+    """The same parts on characters of tiny Shakespeare (--data FILE).
+
+    The last tenth of the text is held out, as nanoGPT does.
+    """
     horizon = chosen_horizon(horizon, minutes, Horizon(amount=180.0, unit="seconds"))
     depth = depth or 4
     # Width 192 at four layers: 1.578 nats after 60 s on two Zen 4 cores, width 256 1.664, width 128 at six 1.576.
