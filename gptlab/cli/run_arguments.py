@@ -63,8 +63,8 @@ class RunArguments(RunConfig):
     until_val_loss: float | None = None
     """Stop at this validation loss (nats/token); the length above stays the cap."""
     sources: Annotated[tuple[str, ...], tyro.conf.arg(name="data")] = ()
-    """Short for --data.source: stdlib, a file (.txt .jsonl .parquet), a folder, a glob; several as A B, as A,B, or
-    repeated."""
+    """Short for --data.source: stdlib, a file (.txt .jsonl .parquet), a folder, a glob, a name of `gptlab data
+    list`; several as A B, as A,B, or repeated."""
     device: str | None = None
     """Short for --runtime.device: auto | cpu | cuda | cuda:N | mps."""
     dtype: DType | None = None
