@@ -349,8 +349,7 @@ def test_leaves_modes_gradients_and_random_state_as_they_were(tasks: list[Task])
     encoded = encode_tasks(tasks, ByteTokenizer(), 64)
     states = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()  # type: ignore[index]
     results = [
-        measure_core(gpt_logits(model), encoded, device=CPU, max_pass_tokens=500, module=module)
-        for module in (model, model)
+        measure_core(gpt_logits(model), encoded, device=CPU, max_pass_tokens=500, module=model) for _ in range(2)
     ]
     assert results[0] == results[1]  # with dropout they would differ
     assert torch.equal(torch.get_rng_state(), states[0])
@@ -513,7 +512,14 @@ class TestWithinARun:
 
     @pytest.mark.parametrize(
         ("kind", "step", "before"),
-        [("core", 6, True), ("core", 6, False), ("checkpoint", 8, False), ("core", 12, False), ("sample", 12, False)],
+        [
+            ("core", 6, True),
+            ("core", 6, False),
+            ("checkpoint", 8, False),
+            ("core", 12, False),
+            ("sample", 12, False),
+            ("checkpoint", 12, False),
+        ],
     )
     def test_killed_and_resumed(self, folder: Path, expected: Outcome, kind: str, step: int, before: bool) -> None:
         name = f"{kind}-{step}-{before}"

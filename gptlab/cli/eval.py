@@ -93,6 +93,7 @@ def core_of_run(
 ) -> CoreResult:
     """CORE of the loaded weights; None: as configured; no examples (0): all there are. UserError without a bundle."""
     from gptlab.data.cache import cache_root
+    from gptlab.data.core_bundle import core_folder
     from gptlab.eval.core import encode_tasks, gpt_logits, measure_core
     from gptlab.eval.core_tasks import find_bundle, read_tasks
 
@@ -101,7 +102,7 @@ def core_of_run(
     bundle = find_bundle(core_dir or config.eval.core_dir, cache)
     if bundle is None:
         raise UserError(
-            f"no evaluation bundle in {cache / 'core'}: `gptlab data prepare core` gets it, or give its --core-dir"
+            f"no evaluation bundle in {core_folder(cache)}: `gptlab data prepare core` gets it, or give its --core-dir"
         )
     wanted = config.eval.core_examples if examples is None else examples or None
     tasks = encode_tasks(read_tasks(bundle, wanted), run.tokenizer, config.model.seq_len)

@@ -15,7 +15,7 @@ COMMANDS = {
     "plan": ("gptlab.cli.plan", "what a run would be: parameters, FLOPs, memory, steps, hours, before anything runs"),
     "data": ("gptlab.cli.data", "list | prepare | inspect a corpus"),
     "tokenizer": ("gptlab.cli.tokenizer", "train | eval a tokenizer"),
-    "eval": ("gptlab.cli.eval", "measure a run: validation loss (nats/token) and bits per byte"),
+    "eval": ("gptlab.cli.eval", "measure a run: validation loss (nats/token) and bits per byte, or CORE"),
     "import": ("gptlab.cli.import_model", "hf | nanogpt: a model trained elsewhere as a run folder"),
     "sample": ("gptlab.cli.sample", "let a trained run continue a text"),
     "export": ("gptlab.cli.export", "write a trained model as a folder that transformers loads"),

@@ -17,6 +17,7 @@ from gptlab.config.errors import ConfigError, UserError
 from gptlab.config.load import config_to_json
 from gptlab.config.run import RunConfig
 from gptlab.data.cache import cache_root
+from gptlab.data.core_bundle import core_folder
 from gptlab.data.prepare import PreparedData, prepare
 from gptlab.data.rows import RowSource, make_rows, validation_rows
 from gptlab.data.tokenizer import Tokenizer
@@ -168,7 +169,7 @@ def _core_bundle(config: RunConfig, console: Console) -> Path | None:
     if bundle is None:
         console.warn(
             f"this run goes without CORE, which eval.core_every_steps = {config.eval.core_every_steps} asks for: there "
-            f"is no evaluation bundle in {cache / 'core'}; `gptlab data prepare core` gets it"
+            f"is no evaluation bundle in {core_folder(cache)}; `gptlab data prepare core` gets it"
         )
     return bundle
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from gptlab.config.errors import ConfigError, UserError
+from gptlab.data.core_bundle import DATA, TASKS, core_folder
 
 Kind = Literal["multiple_choice", "schema", "language_modeling"]
 """One context and several continuations | several contexts and one continuation | a continuation to be written."""
@@ -70,8 +71,8 @@ class Task:
 def find_bundle(core_dir: str | None, cache: Path) -> Path | None:
     """Where the bundle is: `core_dir`, or CACHE/core where that is None. None where the latter is not there;
     ConfigError where a folder that was named is no bundle."""
-    folder = cache / "core" if core_dir is None else Path(core_dir).expanduser()
-    if (folder / "core.yaml").is_file():
+    folder = core_folder(cache) if core_dir is None else Path(core_dir).expanduser()
+    if (folder / TASKS).is_file():
         return folder
     if core_dir is None:
         return None
@@ -88,7 +89,7 @@ def read_tasks(folder: Path, max_examples: int | None = None) -> list[Task]:
     UserError, one line that names file and place, where something is missing or damaged.
     """
     baselines = _read_baselines(folder / "eval_meta_data.csv")
-    return [_read_task(folder, settings, baselines, max_examples) for settings in _read_settings(folder / "core.yaml")]
+    return [_read_task(folder, settings, baselines, max_examples) for settings in _read_settings(folder / TASKS)]
 
 
 def _read_settings(path: Path) -> list[Mapping[str, Any]]:
@@ -117,14 +118,14 @@ def _read_task(
 ) -> Task:
     try:
         label, kind = str(settings["label"]), settings["icl_task_type"]
-        path, shots = folder / "eval_data" / settings["dataset_uri"], int(settings["num_fewshot"][0])
+        path, shots = folder / DATA / settings["dataset_uri"], int(settings["num_fewshot"][0])
         delimiter = str(settings.get("continuation_delimiter", " "))
         if kind not in get_args(Kind):
             raise ValueError(f"{label}: icl_task_type is {kind!r}, not one of {', '.join(get_args(Kind))}")
         if not 0.0 <= baselines.get(label, -1.0) < 1.0:
             raise ValueError(f"{label}: eval_meta_data.csv has no random baseline below 100 for it")
     except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise _damaged(folder / "core.yaml", error) from None
+        raise _damaged(folder / TASKS, error) from None
     lines = [(number, line) for number, line in enumerate(_read(path).split(b"\n"), start=1) if line.strip()]
     random.Random(ORDER_SEED).shuffle(lines)
     n_scored = min(len(lines), max_examples or len(lines))
