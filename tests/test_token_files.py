@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import pickle
 import shutil
@@ -15,8 +17,10 @@ import tiny_runs as tiny
 
 from gptlab.config.data import DataConfig, TokenizerConfig
 from gptlab.config.errors import UserError
+from gptlab.data import known_corpora, token_files, token_scan
 from gptlab.data import prepare as module
-from gptlab.data import token_files, token_scan
+from gptlab.data.downloaded import HubRecord, RemoteFile, Verified, write_record
+from gptlab.data.known_corpora import HubFiles, KnownCorpus
 from gptlab.data.prepare import PreparedData, prepare
 from gptlab.data.rows import IGNORED, make_rows, validation_rows
 from gptlab.data.shards import TokenSplit
@@ -386,6 +390,38 @@ def test_without_meta_pkl_tokens_are_gpt2s(tmp_path: Path) -> None:
     assert "token 0 is id 50257, and the vocabulary has 50257 entries" in refusal(
         config(tmp_path, folder), TokenizerConfig()
     )
+
+
+@pytest.mark.parametrize("suffix", ["bin", "jsonl"])
+def test_a_corpus_by_name_validates_on_what_its_lineage_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
+) -> None:
+    """Three files of the hub as they lie after their download; the table says which of them validates."""
+    place = HubFiles(repo="lab/corpus", files=f"*.{suffix}", validation=f"part_2.{suffix}")
+    known = KnownCorpus(
+        name="known", what="", lineage="", place=place, license="", default_files=2, all_files=2, file_bytes=9
+    )
+    monkeypatch.setattr(known_corpora, "CORPORA", (known,))
+    files, verified = {}, {}
+    for number, text in enumerate(["a", "b", "c"]):
+        path = tmp_path / "hub" / f"part_{number}.{suffix}"
+        path.parent.mkdir(exist_ok=True)
+        if suffix == "bin":
+            shard(path, [ord(text)] * 3)
+        else:
+            path.write_text(json.dumps({"text": text * 3}) + "\n")
+        files[path.name] = RemoteFile(path.stat().st_size, None, "")
+        verified[path.name] = Verified(hashlib.sha256(path.read_bytes()).hexdigest(), path.stat().st_mtime_ns)
+    write_record(
+        place, HubRecord("lab/corpus", None, "0" * 40, str(tmp_path / "hub"), files, verified), tmp_path / "cache"
+    )
+    prepared = prepare(config(tmp_path, "known"), BYTE)
+    assert prepared.tokenizer.decode(everything(prepared.train)) == "aaabbb"
+    assert prepared.tokenizer.decode(everything(prepared.val)) == "ccc"
+    other = prepare(
+        config(tmp_path, "known", hub_files=1, val_source=(str(tmp_path / "hub" / f"part_1.{suffix}"),)), BYTE
+    )
+    assert prepared.tokenizer.decode(everything(other.train) + everything(other.val)) == "aaabbb"
 
 
 def train_flags(source: Any, **changes: Any) -> dict[str, Any]:
