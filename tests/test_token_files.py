@@ -111,9 +111,9 @@ def test_shards_by_name(tmp_path: Path, how: str) -> None:
     """As modded-nanogpt names them: the one with `val` in its name validates, the others train in order."""
     folder = tmp_path / "fineweb10B"
     second = shard32(folder / "fineweb_train_000002.bin", [6, 7])
-    first = shard(folder / "fineweb_train_000001.bin", [1, 2, 3, 4, 5])
+    first = shard(folder / "fineweb_medieval_01.bin", [1, 2, 3, 4, 5])  # `val` within a word is no mark
     val = shard(folder / "fineweb_val_000000.bin", [9, 8, 7])
-    other = shard(tmp_path / "other" / "medieval.bin", [11, 12])  # No `val` for its name: a word holds it.
+    other = shard(tmp_path / "other" / "part.bin", [11, 12])
     data = {
         "folder": config(tmp_path, folder),
         "glob": config(tmp_path, folder / "*.bin"),
@@ -356,6 +356,8 @@ def test_gptlabs_own_shards_are_a_source(tmp_path: Path) -> None:
         assert one.document_starts.tolist() == other.document_starts.tolist()
         assert one.n_bytes == other.n_bytes
     assert given.tokenizer.fingerprint == own.tokenizer.fingerprint
+    message = refusal(config(tmp_path, own.folder), TokenizerConfig())  # GPT-2's ids would be other words
+    assert "gptlab made these tokens with a bpe tokenizer of 280 entries" in message
 
 
 def test_which_tokenizer_the_tokens_are_of(tmp_path: Path) -> None:
@@ -364,6 +366,7 @@ def test_which_tokenizer_the_tokens_are_of(tmp_path: Path) -> None:
     named = TokenizerConfig(path=str(tmp_path / "bytes"))
     assert prepare(config(tmp_path, tmp_path / "n"), TokenizerConfig()).tokenizer.kind == "char"
     assert prepare(config(tmp_path, tmp_path / "n"), named).tokenizer.kind == "byte"
+    assert "its tokens are characters (nearest valid: char)" in refusal(config(tmp_path, tmp_path / "n"))
     shard32(tmp_path / "s" / "x_train.bin", [1, 2])
     shard32(tmp_path / "s" / "x_val.bin", [1, 2])
     assert "x_train.bin: uint32 tokens are not GPT-2's" in refusal(config(tmp_path, tmp_path / "s"), TokenizerConfig())

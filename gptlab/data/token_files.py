@@ -17,11 +17,13 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from gptlab.config.data import TokenizerConfig
 from gptlab.config.errors import ConfigError, UserError
+from gptlab.data.cache import read_info
 from gptlab.data.character_table import read_character_table
 from gptlab.data.corpus import STDLIB
 from gptlab.data.downloaded import local_files
@@ -91,7 +93,19 @@ class TokenFiles:
 
     def tokenizer(self, config: TokenizerConfig) -> Tokenizer:
         """The tokenizer that the tokens are of: `config.path`, else meta.pkl's characters, else GPT-2's vocabulary
-        (`config.kind` byte: bytes). UserError where it cannot be known."""
+        (`config.kind` byte: bytes). UserError where it cannot be known, or gptlab made them with another one."""
+        tokenizer = self._chosen(config)
+        for folder in dict.fromkeys(file.path.parent for file in (*self.train, *self.val)):
+            made_with = _own_tokenizer(folder)
+            if made_with is not None and made_with["fingerprint"] != tokenizer.fingerprint:
+                raise UserError(
+                    f"{folder}: gptlab made these tokens with a {made_with['kind']} tokenizer of "
+                    f"{made_with['vocab_size']} entries, and this is another one ({tokenizer.kind}, "
+                    f"{tokenizer.vocab_size} entries): name theirs with tokenizer.path"
+                )
+        return tokenizer
+
+    def _chosen(self, config: TokenizerConfig) -> Tokenizer:
         if config.path is not None:
             return load_tokenizer(Path(config.path))
         characters = {None if table is None else read_character_table(table) for table in self.tables}
@@ -99,6 +113,10 @@ class TokenFiles:
             raise UserError(f"{self.name}: these tokens differ in vocabulary, by their meta.pkl; take those of one")
         table = characters.pop()
         if table is not None:
+            if config.kind in ("gpt2", "byte"):
+                raise ConfigError(
+                    "tokenizer.kind", config.kind, f"{self.name} has a meta.pkl: its tokens are characters", "char"
+                )
             return CharTokenizer(table, bos=False, in_order=True)
         if config.kind == "char":
             raise ConfigError(
@@ -111,6 +129,15 @@ class TokenFiles:
         if large is not None and config.kind != "gpt2":
             raise UserError(f"{large.path}: uint32 tokens are not GPT-2's; name their tokenizer with tokenizer.path")
         return gpt2_tokenizer()
+
+
+def _own_tokenizer(folder: Path) -> dict[str, Any] | None:
+    """Kind, vocab_size and fingerprint, where the shards in `folder` are gptlab's own."""
+    try:
+        tokenizer = read_info(folder)["tokenizer"]
+        return {key: tokenizer[key] for key in ("kind", "vocab_size", "fingerprint")}
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 @dataclass(frozen=True, slots=True)
