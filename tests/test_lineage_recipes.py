@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -29,10 +30,13 @@ from gptlab.config.optim import ScheduleConfig
 from gptlab.config.recipes import RECIPES
 from gptlab.config.run import RunConfig
 from gptlab.config.scaling import Machine, lr_scale_for_batch, weight_decay_for_depth
+from gptlab.data.known_corpora import named_source
 from gptlab.model.gpt import build_model
 from gptlab.optim.schedule import lr_scale, muon_momentum, weight_decay_scale
 from gptlab.runtime.peak import Peak
 from gptlab.runtime.strict_json import read_json_object
+
+MACHINE = Machine(device="cpu", matmul_flops_per_second=1e12)
 
 TINY = [name for name in RECIPES if name.endswith("-tiny")]
 FULL = [name.removesuffix("-tiny") for name in TINY]
@@ -124,7 +128,7 @@ EXPECTED: Mapping[str, Mapping[str, Any]] = {
         "model.embedding_norm": False, "model.logit_softcap": None, "model.init": "torch",
         "model.attention_residual_scale": 24**-0.5,
         "tokenizer.kind": "gpt2", "data.rows": "sequential",
-        "data.source": ("fineweb10B/fineweb_train_*.bin",), "data.val_source": ("fineweb10B/fineweb_val_*.bin",),
+        "data.source": ("fineweb10b-gpt2",), "data.val_source": (),
         "batch.micro_sequences": 64, "batch.total_tokens": 524_288, "horizon.amount": 6200, "horizon.unit": "steps",
         "optim.matrix_optimizer": "muon", "optim.grad_clip": None, "optim.muon.lr": 0.00036,
         "optim.muon.momentum": 0.95, "optim.muon.momentum_start": 0.95, "optim.muon.momentum_ramp_steps": 0,
@@ -237,6 +241,15 @@ class TestNumbers:
         assert [line.split()[0] for line in lines] == list(RECIPES)
         assert max(map(len, lines)) <= 100
         assert len({line.rindex("  ") for line in lines}) == 1  # every text begins in the same column
+
+    @pytest.mark.parametrize("name", FULL)
+    def test_corpora_have_those_names(self, name: str) -> None:
+        """Where each lies and what of it validates is a table's business: the speedrun's is fineweb_val_*.bin."""
+        (source,) = RECIPES[name]().data.source
+        named = named_source(source)
+        assert named is not None
+        if name == "speedrun/muon-2024-10":
+            assert named.place.validation == "fineweb_val_*.bin"  # type: ignore[union-attr]
 
 
 class TestTinyForms:
@@ -517,6 +530,27 @@ class TestRuns:
         assert len(lines_of(run, "sample")) == len(RECIPES[name]().sample.prompts)
         assert (run / "checkpoints" / "step-00000003").is_dir()
 
+    def test_finetuning_goes_on_from_a_run_of_the_tiny_gpt2(self, folder: Path) -> None:
+        start = folder / "nanogpt-gpt2-124m-tiny"
+        if not start.exists():
+            assert train_smaller(folder, "nanogpt/gpt2-124m-tiny")[0] == 0
+        words = ["--steps", 3, "--init-from", start, "--run-dir", folder / "tuned"]
+        code, error, _ = train_smaller(folder, "nanogpt/finetune-tiny", *words)
+        assert code == 0, error
+        before, after = lines_of(start, "eval")[-1], lines_of(folder / "tuned", "eval")[0]
+        assert after["val_loss"] == before["val_loss"]  # its weights, before the first step
+        assert [line["lr_scale"] for line in lines_of(folder / "tuned", "train")] == [1.0, 1.0, 1.0]
+
+    def test_finetuning_says_what_it_could_begin_with(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
+        code, _, error = command(["train", "nanogpt/finetune-tiny", "--device", "cpu"])
+        assert code == 2
+        assert error.count("\n") == 1
+        assert "`gptlab train nanogpt/gpt2-124m-tiny --run-dir runs/nanogpt-gpt2-124m-tiny` makes it" in error
+        words = re.search(r"`gptlab train (.*)`", error)[1].split()  # type: ignore[index]
+        config = read_request(words, TrainArguments, prog="", description="").config(lambda: MACHINE)
+        assert config.run_dir == RECIPES["nanogpt/finetune-tiny"]().init_from
+
     def test_the_lineages_read_the_same_tokens(self, folder: Path) -> None:
         fingerprints = set()
         for name in LINEAGES:
@@ -525,9 +559,6 @@ class TestRuns:
                 assert train_smaller(folder, name)[0] == 0
             fingerprints.add(read_json_object(run / "run.json")["data_fingerprint"])
         assert len(fingerprints) == 1
-
-
-MACHINE = Machine(device="cpu", matmul_flops_per_second=1e12)
 
 
 @pytest.mark.parametrize("name", [*FULL, *TINY])

@@ -16,6 +16,7 @@ from gptlab.config.errors import ConfigError, UserError, nearest_name
 from gptlab.config.gpt2_sizes import GPT2_SIZES
 from gptlab.config.load import apply_overrides, config_from_json
 from gptlab.config.model import ModelConfig
+from gptlab.config.recipes.nanogpt import TINY_PRETRAINED
 from gptlab.config.run import RunConfig
 from gptlab.data.tokenizer import Tokenizer, gpt2_tokenizer, load_tokenizer
 from gptlab.model.hf_config import CONFIG_FILE, WEIGHT_FILES, model_config_of, read_hf_config
@@ -70,6 +71,11 @@ def find_pretrained(name: str) -> Pretrained:
         raise ConfigError(
             "init_from", name, "is a file; a checkpoint of nanoGPT comes in by `gptlab import nanogpt FILE DIR`, "
             "then --init-from DIR",
+        )  # fmt: skip
+    if name == TINY_PRETRAINED:
+        raise ConfigError(
+            "init_from", name, f"there is no such run yet: `gptlab train nanogpt/gpt2-124m-tiny --run-dir {name}` "
+            "makes it, or begin with another by --init-from RUN",
         )  # fmt: skip
     raise ConfigError(
         "init_from", name, f"there is no such folder, and the names are {', '.join(GPT2_SIZES)}",

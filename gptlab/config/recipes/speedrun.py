@@ -33,19 +33,16 @@ def speedrun_muon_2024_10(
 
     Its published log ends in a validation loss of 3.2785 nats.
 
-    Its data/cached_fineweb10B.py puts the shards into `fineweb10B/`; `gptlab data prepare fineweb10b-gpt2` fetches them
-    by name.
+    The shards come by name (`gptlab data prepare fineweb10b-gpt2`), validation and all. Where the seed's own
+    data/cached_fineweb10B.py has put them already: `--data 'fineweb10B/fineweb_train_*.bin' --data.val-source
+    'fineweb10B/fineweb_val_*.bin'`.
     """
     horizon = chosen_horizon(horizon, minutes, Horizon(amount=STEPS, unit="steps"))
     return RunConfig(
         recipe="speedrun/muon-2024-10",
         model=_model(12 if depth is None else depth, n_embd=768, n_head=12, seq_len=1024),
         tokenizer=TokenizerConfig(kind="gpt2"),
-        data=DataConfig(
-            source=("fineweb10B/fineweb_train_*.bin",),
-            val_source=("fineweb10B/fineweb_val_*.bin",),
-            rows="sequential",
-        ),
+        data=DataConfig(source=("fineweb10b-gpt2",), rows="sequential"),
         batch=BatchConfig(total_tokens=512 * 1024, micro_sequences=64),
         horizon=horizon,
         optim=_optimizer(),
