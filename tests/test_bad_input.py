@@ -251,13 +251,16 @@ class TestCorpus:
     @pytest.mark.parametrize(
         ("source", "content", "says"),
         [
-            ("nowhere.txt", None, ("no corpus 'nowhere.txt'", "a file, a folder or a glob")),
+            ("nowhere.txt", None, ("no corpus 'nowhere.txt'", "a file, a folder, a glob or a name")),
             ("stdlb", None, ("did you mean stdlib?",)),
             ("*.md", None, ("'*.md' has no files to read", ".parquet")),
             ("empty.txt", b"", ("empty.txt is empty", "needs text")),
             ("binary.txt", b"text\0\x01\x02", ("binary.txt is a binary file", "NUL byte at offset 4")),
             ("latin.txt", "déjà vu".encode("latin-1"), ("latin.txt is not UTF-8", "0xe9 at offset 1", "convert it")),
-            ("model.bin", b"\x00\x01", (".bin is not a format gptlab reads", ".jsonl and .parquet")),
+            ("model.onnx", b"\x00\x01", (".onnx is not a format gptlab reads", ".jsonl and .parquet", ".gz .zst")),
+            ("notes.gz", b"\x1f\x8b", (".gz is not a format gptlab reads",)),
+            ("notes.txt.gz", b"text", ("notes.txt.gz is damaged or no .gz file: ",)),
+            ("notes.jsonl.zst", b"text", ("notes.jsonl.zst is damaged or no .zst file: ",)),
             ("keys.jsonl", b'{"txt": "a"}\n', ("keys.jsonl:1: no key 'text'", "nearest: txt")),
             ("broken.jsonl", b"text\n", ("broken.jsonl:1: not JSON",)),
             ("broken.parquet", b"PAR1 or so", ("cannot read broken.parquet as Parquet",)),
