@@ -144,8 +144,8 @@ def _open_one(source: str, text_column: str, hub_files: int | None, cache_dir: s
     else:
         if source == CORE:
             raise UserError("core is what `gptlab eval RUN --core` asks, not text to train on")
-        named = not path.suffix and path.name == source  # A path that is not there is no misspelt name.
-        nearest = nearest_name(source, [STDLIB, *(known.name for known in CORPORA)]) if named else None
+        maybe_name = not path.suffix and path.name == source  # A path that is not there is no misspelt name.
+        nearest = nearest_name(source, [STDLIB, *(known.name for known in CORPORA)]) if maybe_name else None
         hint = f" (did you mean {nearest}?)" if nearest else "; a corpus is stdlib, a file, a folder, a glob or a name"
         raise UserError(f"no corpus {source!r}: there is no such file or folder{hint}")
     if not files:
