@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 import json
 import logging
 import warnings
@@ -20,6 +21,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gptlab.cli.export import ExportArguments, modelling_source
+from gptlab.cli.loaded_run import load_run
 from gptlab.config.data import TokenizerConfig
 from gptlab.config.errors import UserError
 from gptlab.config.load import config_to_json
@@ -32,6 +34,7 @@ from gptlab.model.export_config import Form, choose_form
 from gptlab.model.export_weights import from_transformers, to_transformers
 from gptlab.model.gpt import GPT, build_model
 from gptlab.model.hf_config import model_config_of
+from gptlab.runtime.console import Console
 from gptlab.runtime.metrics import MetricsLog
 from gptlab.runtime.run_directory import RunDirectory
 from gptlab.train.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
@@ -303,9 +306,14 @@ class TestOwnForm:
         """A static cache has room for more keys than there are; beams reorder the cache, and look-up crops it."""
         ids = torch.tensor([prompt(own)])
         expected = list(generate(own.model, prompt(own), max_tokens=20, temperature=0))
-        for settings in ({"cache_implementation": "static"}, {"prompt_lookup_num_tokens": 3}):
-            found = own.theirs().generate(ids, max_new_tokens=20, do_sample=False, **settings)
-            assert found[0].tolist() == prompt(own) + expected
+        found = own.theirs().generate(ids, max_new_tokens=20, do_sample=False, prompt_lookup_num_tokens=3)
+        assert found[0].tolist() == prompt(own) + expected
+        padded = torch.cat((torch.zeros(1, 2, dtype=torch.int64), ids), dim=1)
+        found = own.theirs().generate(
+            padded, attention_mask=(torch.arange(padded.shape[1]) >= 2)[None].long(), max_new_tokens=20,
+            do_sample=False, cache_implementation="static",
+        )  # fmt: skip
+        assert found[0, 2:].tolist() == prompt(own) + expected
         beams = [
             own.theirs().generate(ids, max_new_tokens=20, num_beams=3, use_cache=use_cache)
             for use_cache in (True, False)
@@ -348,6 +356,25 @@ class TestTokenizer:
 
 
 class TestComesBack:
+    def test_as_a_run(self, exported: Exported, tmp_path: Path) -> None:
+        """`gptlab import hf` of the folder: the same model, tokenizer and text; weights bit for bit."""
+        code, _, err = command(["import", "hf", exported.folder, tmp_path / "run"])
+        assert (code, err) == (0, "")
+        with Console(stream=io.StringIO()) as console:
+            run = load_run(str(tmp_path / "run"), device="cpu", dtype="float32", console=console)
+        assert run.config.model == exported.model.config
+        assert run.tokenizer.fingerprint == exported.tokenizer.fingerprint
+        same_weights({name: parameter.detach() for name, parameter in run.model.named_parameters()}, exported.model)
+        words = ["--prompt", TEXT[:9], "--max-tokens", 30, "--temperature", 0, "--device", "cpu", "--dtype", "float32"]
+        outputs = [command(["sample", path, *words]) for path in (exported.run, tmp_path / "run")]
+        assert outputs[0] == outputs[1]
+        assert outputs[0][0] == 0
+
+        assert command(["export", tmp_path / "run", tmp_path / "again"])[0] == 0
+        assert "Imported from hf (hf)." in (tmp_path / "again" / "README.md").read_text()
+        first, second = (folder / "model.safetensors" for folder in (exported.folder, tmp_path / "again"))
+        assert first.read_bytes() == second.read_bytes()
+
     def test_from_the_folder(self, exported: Exported) -> None:
         config = model_config_of(exported.config_json())
         assert config == exported.model.config
@@ -424,6 +451,21 @@ def test_refuses_other_weights(change: Any, reason: str) -> None:
     change(tensors)
     with pytest.raises(UserError, match=reason):
         from_transformers(tensors, config, "nanochat")
+
+
+@pytest.mark.parametrize("form", ["nanochat", "gptlab"])
+def test_a_tied_head_may_be_written_twice_but_not_otherwise(form: Form) -> None:
+    config = ModelConfig(n_layer=1, n_embd=4, n_head=2, seq_len=4, vocab_size=3, tied_head=True, **NANOCHAT)
+    model = build_model(config, device=torch.device("cpu"), compute_dtype=torch.float32, seed=0)
+    tensors = to_transformers({name: p.detach() for name, p in model.named_parameters()}, config, form)
+    head, table = {
+        "nanochat": ("lm_head.weight", "model.embed_tokens.weight"), "gptlab": ("head.weight", "token_embedding.weight"),
+        "gpt2": ("", ""),
+    }[form]  # fmt: skip
+    assert head not in tensors
+    same_weights(from_transformers(tensors | {head: tensors[table]}, config, form), model)
+    with pytest.raises(UserError, match=f"{head} differs from {table}"):
+        from_transformers(tensors | {head: tensors[table] + 1}, config, form)
 
 
 class TestForeignNanoChat:

@@ -19,6 +19,10 @@ from gptlab.model.gpt import GPT
 from gptlab.model.gpt2_weights import from_gpt2, to_gpt2
 
 _NANOCHAT_BLOCK = {"attention.out": "self_attn.o_proj", "mlp.up": "mlp.fc1", "mlp.out": "mlp.fc2"}
+_TIED = {
+    "nanochat": ("lm_head.weight", "model.embed_tokens.weight"),
+    "gptlab": ("head.weight", "token_embedding.weight"),
+}
 _NANOCHAT_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
 
@@ -44,7 +48,10 @@ def from_transformers(tensors: Mapping[str, Tensor], config: ModelConfig, form: 
         return from_gpt2(tensors, config)
     given = dict(tensors)
     if config.tied_head:  # transformers may have written it twice
-        given.pop("lm_head.weight" if form == "nanochat" else "head.weight", None)
+        head, table = _TIED[form]
+        twin = given.pop(head, None)
+        if twin is not None and table in given and not torch.equal(twin, given[table]):
+            raise UserError(f"{head} differs from {table}, though the model's head is tied to its embedding")
     with torch.device("meta"):
         shapes = {name: parameter.shape for name, parameter in GPT(config).named_parameters()}
     found = {}
@@ -56,7 +63,7 @@ def from_transformers(tensors: Mapping[str, Tensor], config: ModelConfig, form: 
         if not value.is_floating_point() or not bool(torch.isfinite(value).all()):
             raise UserError(f"the weights' {foreign[0]} holds values that are no finite numbers")
         wanted = (config.vocab_size, *shapes[name][1:]) if _is_table(name) else tuple(shapes[name])
-        if value.shape not in (wanted, shapes[name]):
+        if value.shape not in (wanted, shapes[name]):  # a table may come with its padding
             raise UserError(
                 f"the weights' {' + '.join(foreign)} has the shape {tuple(value.shape)}, "
                 f"but the configuration asks for {wanted}"
