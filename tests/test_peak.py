@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -128,7 +129,44 @@ def test_measuring_draws_nothing_from_the_training_generators() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_slow_machine_is_not_asked_for_large_products(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    """Sets torch's threads for this test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("slower_together", "expected"),
+    [(1.0, 400e9), (1.25, 320e9), (1.5, 400 / 1.5 * 1e9), (2.0, 400e9), (25.0, 400e9)],
+    ids=["quiet", "one clock for all", "still by itself", "busy", "very busy"],
+)
+def test_a_busy_machine_counts_as_so_many_times_one_thread(
+    monkeypatch: pytest.MonkeyPatch, threads: Callable[[int], None], slower_together: float, expected: float
+) -> None:
+    """Each of four threads does 100 GFLOP/s; all together, so many times less than four would."""
+
+    def product(size: int, device: torch.device, dtype: torch.dtype, deadline: float) -> float:
+        rate = 100e9 if torch.get_num_threads() == 1 else 4 * 100e9 / slower_together
+        return 2 * size**3 / rate
+
+    threads(4)
+    monkeypatch.setattr(peak_module, "_fastest_product", product)
+    assert measure_matmul_flops(CPU, FP32, seconds=0.01) == pytest.approx(expected)
+    assert torch.get_num_threads() == 4
+
+
+def test_one_thread_is_measured_once(monkeypatch: pytest.MonkeyPatch, threads: Callable[[int], None]) -> None:
+    threads(1)
+    monkeypatch.setattr(peak_module, "_one_thread_flops", lambda *arguments: pytest.fail("measured twice"))
+    assert measure_matmul_flops(CPU, FP32, seconds=0.01) > 0
+
+
+def test_a_slow_machine_is_not_asked_for_large_products(
+    monkeypatch: pytest.MonkeyPatch, threads: Callable[[int], None]
+) -> None:
+    threads(1)
     sizes: list[int] = []
 
     def slow(size: int, device: torch.device, dtype: torch.dtype, deadline: float) -> float:

@@ -38,7 +38,7 @@ def repeated_config(request: RunRequest, run: RunDirectory) -> RunConfig:
     # Found out from the tokenizer, which other data or another --tokenizer may change.
     config = replace(stored, run_dir=None, model=replace(stored.model, vocab_size=None))
     if request.depth is not None:
-        config = _at_depth(config, request.depth, _recorded(run))
+        config = _at_depth(config, request.depth, recorded_facts(run))
     asked = dict(request.overrides)
     if request.horizon is not None:
         asked = {"horizon.amount": request.horizon.amount, "horizon.unit": request.horizon.unit} | asked
@@ -67,7 +67,7 @@ def _at_depth(config: RunConfig, depth: int, recorded: Facts) -> RunConfig:
     return apply_overrides(recipe(depth), changed)
 
 
-def _recorded(run: RunDirectory) -> Facts:
+def recorded_facts(run: RunDirectory) -> Facts:
     """run.json; empty where it is lost, for what a run did does not hang on it."""
     try:
         return run.read_provenance()
@@ -80,7 +80,7 @@ def what_differs(run: RunDirectory, now: Facts, asked: Mapping[str, Any]) -> Ite
 
     What was `asked` for otherwise ({dotted field: value}) is no surprise, and is left out.
     """
-    recorded = _recorded(run)
+    recorded = recorded_facts(run)
     if not recorded:
         yield f"{run.provenance_path} is lost or damaged: nobody knows what {run.path} was trained with"
         return

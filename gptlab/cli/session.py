@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -208,7 +208,13 @@ def record_resume(run: RunDirectory, facts: Mapping[str, object], evidence: Evid
 
 
 def train(
-    session: Session, run: RunDirectory, checkpoint: Checkpoint | None, console: Console, off_clock: OffClock
+    session: Session,
+    run: RunDirectory,
+    checkpoint: Checkpoint | None,
+    console: Console,
+    off_clock: OffClock,
+    *,
+    before_first_step: Callable[[], None] = lambda: None,
 ) -> tuple[Literal["finished", "preempted"], dict[str, object]]:
     """Run the session in its folder, whose lock the caller holds, from the start or from a checkpoint of it. Returns
     how it ended, and the closing numbers."""
@@ -233,6 +239,7 @@ def train(
             )
             if checkpoint is not None:
                 off_clock.add_earlier(checkpoint.state["off_clock"])
+            before_first_step()
             ended = fit(config, session.finish, state, session.work, record)
             summary = record.finish_run(state) if ended == "finished" else {}
         except BaseException:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from gptlab.runtime.console import Console
     from gptlab.runtime.run_directory import RunDirectory
     from gptlab.train.checkpoint import Checkpoint
+    from gptlab.train.early_stop import EarlyStop
 
 DESCRIPTION = "Train a GPT, or go on with a run."
 EXIT_TRAINING_FAILED = 3
@@ -44,7 +46,13 @@ def main(argv: list[str]) -> int:
     if request.list_recipes:
         print(recipe_list())
         return 0
-    return _train(request, ["train", *argv], started).exit_code
+    from gptlab.train.early_stop import StoppedEarly
+
+    try:
+        return _train(request, ["train", *argv], started).exit_code
+    except StoppedEarly as stop:
+        print(_stopped_early(str(stop), None))
+        return EXIT_PREEMPTED
 
 
 def run(
@@ -55,7 +63,10 @@ def run(
     overrides: Mapping[str, Any] | None = None,
 ) -> Result:
     """Train a configuration, go on with the run in `resume`, or train that of `from_run` anew in a folder of its own,
-    with `overrides` ({dotted field: value}) put in. Errors are raised: UserError, TrainingFailed."""
+    with `overrides` ({dotted field: value}) put in.
+
+    Errors are raised: UserError, TrainingFailed; StoppedEarly, a KeyboardInterrupt, for a signal before there is a run.
+    """
     if [config, resume, from_run].count(None) != 2:
         raise UserError("give one of: a configuration to train, a run to resume, a run to train anew (from_run)")
     if overrides and from_run is None:
@@ -68,8 +79,51 @@ def run(
     return _train(request, sys.argv, time.perf_counter(), config=config, catch=False)
 
 
+@dataclass(slots=True)
+class _Start:
+    """How far a start has come, for whoever must end it."""
+
+    config: RunConfig | None = None
+    run: RunDirectory | None = None
+
+
 def _train(
     request: RunRequest, argv: Sequence[str], started: float, *, config: RunConfig | None = None, catch: bool = True
+) -> Result:
+    from gptlab.runtime.console import Console
+    from gptlab.runtime.out_of_memory import ran_out_of_memory, what_to_lower
+    from gptlab.train.early_stop import EarlyStop, StoppedEarly
+
+    start = _Start(config)
+    # A process that only trains may be ended from outside of its main thread; somebody's Python program may not.
+    with EarlyStop(functools.partial(_end_now, start) if catch else None) as early, Console() as console:
+        try:
+            with ExitStack() as held:
+                return _prepare_and_train(request, argv, started, start, console, held, early, catch=catch)
+        except BaseException as error:
+            if early.signal_name is not None:  # whatever a library made of the exception that the signal raised
+                if start.run is None:
+                    raise StoppedEarly(early.signal_name) from None
+                with suppress(UserError):
+                    start.run.set_status("preempted")
+                console.line(_stopped_early(early.signal_name, start.run))
+                return Result(EXIT_PREEMPTED, start.run.path, {})
+            if ran_out_of_memory(error) and start.config is not None:
+                run_path = None if start.run is None else start.run.path
+                raise UserError(what_to_lower(error, start.config, run_path)) from error
+            raise
+
+
+def _prepare_and_train(
+    request: RunRequest,
+    argv: Sequence[str],
+    started: float,
+    start: _Start,
+    console: Console,
+    held: ExitStack,
+    early: EarlyStop,
+    *,
+    catch: bool,
 ) -> Result:
     from gptlab.runtime.provenance import EvidenceTaker
 
@@ -77,54 +131,73 @@ def _train(
     from gptlab.cli.place import machine_for, place_of
     from gptlab.cli.repeat import repeated_config, what_differs
     from gptlab.cli.session import make_run_directory, open_session, record_resume, train
-    from gptlab.runtime.console import Console
     from gptlab.runtime.run_directory import RunDirectory
     from gptlab.train.recorder import OffClock, show_closing_block
     from gptlab.train.watchdog import TrainingFailed
 
-    with Console() as console, ExitStack() as held:
-        run_directory = origin = checkpoint = None
-        if request.resume is not None:
-            config, run_directory = _stored(request)
-            held.enter_context(run_directory.lock())
-            _require_trained(run_directory)
-            if summary := _finished(run_directory):
-                console.line(f"{run_directory.path} is finished: there is nothing left to train")
-                show_closing_block(summary, console)
-                return Result(0, run_directory.path, summary)
-            checkpoint = _checkpoint(run_directory, console)
-            config = _with_own_tokenizer(config, run_directory)
-        if request.from_run is not None:
-            origin = RunDirectory.open(Path(request.from_run))
-            _require_trained(origin)
-            config = repeated_config(request, origin)
-        if config is None:
-            config = request.config(functools.partial(machine_for, request))
-        if run_directory is None and config.run_dir is not None:
-            RunDirectory(Path(config.run_dir)).require_free()  # said now, not after the data is prepared
-        session = open_session(config, place_of(config), console, restored=checkpoint is not None)
-        if run_directory is not None:
-            _require_same_start(run_directory, session)
-        evidence = evidence_taker.result()
-        facts = session.provenance(argv, evidence.code, request.from_run)
-        if recorded := run_directory or origin:
-            asked = {} if origin is None else request.overrides
-            for line in what_differs(recorded, facts, asked):
-                console.warn(line)
-        describe(session, console)
-        if run_directory is None:
-            run_directory = make_run_directory(session, facts, evidence)
-            held.enter_context(run_directory.lock())
-        else:
-            record_resume(run_directory, facts, evidence)
-        try:
-            ended, summary = train(session, run_directory, checkpoint, console, OffClock(started))
-        except TrainingFailed as error:
-            console.warn(f"training failed: {error}; {_what_stands(run_directory)}")
-            if not catch:
-                raise
-            return Result(EXIT_TRAINING_FAILED, run_directory.path, {})
-        return Result(0 if ended == "finished" else EXIT_PREEMPTED, run_directory.path, summary)
+    origin = checkpoint = None
+    if request.resume is not None:
+        start.config, run = _stored(request)
+        held.enter_context(run.lock())
+        _require_trained(run)
+        if summary := _finished(run):
+            console.line(f"{run.path} is finished: there is nothing left to train")
+            show_closing_block(summary, console)
+            return Result(0, run.path, summary)
+        start.run = run
+        checkpoint = _checkpoint(run, console)
+        start.config = _with_own_tokenizer(start.config, run)
+    if request.from_run is not None:
+        origin = RunDirectory.open(Path(request.from_run))
+        _require_trained(origin)
+        start.config = repeated_config(request, origin)
+    if start.config is None:
+        start.config = request.config(functools.partial(machine_for, request))
+    if start.run is None and start.config.run_dir is not None:
+        RunDirectory(Path(start.config.run_dir)).require_free()  # said now, not after the data is prepared
+    session = open_session(start.config, place_of(start.config), console, restored=checkpoint is not None)
+    if start.run is not None:
+        _require_same_start(start.run, session)
+    evidence = evidence_taker.result()
+    facts = session.provenance(argv, evidence.code, request.from_run)
+    if recorded := start.run or origin:
+        asked = {} if origin is None else request.overrides
+        for line in what_differs(recorded, facts, asked):
+            console.warn(line)
+    describe(session, console)
+    if start.run is None:
+        start.run = make_run_directory(session, facts, evidence)
+        held.enter_context(start.run.lock())
+    else:
+        record_resume(start.run, facts, evidence)
+    try:
+        ended, summary = train(
+            session, start.run, checkpoint, console, OffClock(started), before_first_step=early.preparation_is_over
+        )
+    except TrainingFailed as error:
+        console.warn(f"training failed: {error}; {_what_stands(start.run)}")
+        if not catch:
+            raise
+        return Result(EXIT_TRAINING_FAILED, start.run.path, {})
+    return Result(0 if ended == "finished" else EXIT_PREEMPTED, start.run.path, summary)
+
+
+def _stopped_early(signal_name: str, run: RunDirectory | None) -> str:
+    if run is None:
+        return f"{signal_name}: stopped while preparing, before there was a run: the same command begins again"
+    return f"{signal_name}: stopped before the first step; go on with gptlab train --resume {run.path}"
+
+
+def _end_now(start: _Start, signal_name: str) -> None:
+    """End the process from another thread, its main thread being deep inside a library. Whatever is half-made in the
+    cache is never trusted, and removed by the next process."""
+    if start.run is not None:
+        with suppress(UserError):
+            start.run.set_status("preempted")
+    show_cursor = "\x1b[?25h" * sys.stdout.isatty()  # which a progress bar hides
+    with suppress(OSError):
+        os.write(sys.stdout.fileno(), f"{show_cursor}{_stopped_early(signal_name, start.run)}\n".encode())
+    os._exit(EXIT_PREEMPTED)
 
 
 def _stored(request: RunRequest) -> tuple[RunConfig, RunDirectory]:
@@ -180,7 +253,9 @@ def _what_stands(run_directory: RunDirectory) -> str:
 
 
 def _require_trained(run_directory: RunDirectory) -> None:
-    if "imported" in run_directory.read_provenance():
+    from gptlab.cli.repeat import recorded_facts
+
+    if "imported" in recorded_facts(run_directory):
         path = run_directory.path
         raise UserError(f"{path} was imported, not trained: to begin with its weights, --init-from {path}")
 

@@ -1,0 +1,104 @@
+"""SIGTERM and SIGINT before the first step, when there is no step to finish and nothing to save: end within a moment.
+
+From the first step on `Preemption` has the signals. Before it, a run imports, reads, tokenizes and compiles, most of it
+inside libraries. The signal raises in the main thread, so that everything on the way out cleans up; where the main
+thread is deep inside a library that lets no signal through (learning a tokenizer's merges takes minutes on a large
+text), another thread ends the process after a grace.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+GRACE_SECONDS = 3.0
+"""More than a batch in hand and the removal of half-made folders take; less than a person takes to press again."""
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class StoppedEarly(KeyboardInterrupt):
+    """A signal came before the first step. A KeyboardInterrupt, so that no library takes it for an error of its own."""
+
+
+class EarlyStop:
+    """Within the context, the first SIGTERM or SIGINT raises StoppedEarly; more of them change nothing.
+
+    `end_now(signal_name)` is called in another thread when GRACE_SECONDS later the context has still not been left; it
+    is to end the process. Outside of the main thread nothing is installed, as in `Preemption`.
+    """
+
+    def __init__(self, end_now: Callable[[str], None] | None = None) -> None:
+        self._end_now = end_now
+        self._signal: signal.Signals | None = None
+        self._former: dict[signal.Signals, Any] = {}
+        self._watch: _Watch | None = None
+
+    @property
+    def signal_name(self) -> str | None:
+        """ "SIGTERM" or "SIGINT"; None before one came."""
+        return None if self._signal is None else self._signal.name
+
+    def preparation_is_over(self) -> None:
+        """To be called right before the first step. Raises what a library may have swallowed; from here on no other
+        thread ends the process, and until `Preemption` takes over, signals raise as before."""
+        if self._signal is not None:
+            raise StoppedEarly(self._signal.name)
+        self._stop_watching()
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            if self._end_now is not None and os.name == "posix":
+                self._watch = _Watch(self._end_now)
+            for number in _SIGNALS:
+                self._former[number] = signal.signal(number, self._stop)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        while self._former:
+            number, handler = self._former.popitem()
+            # None stands for a handler that was not installed from Python, and that Python cannot give back.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._stop_watching()
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        if self._signal is None:
+            self._signal = signal.Signals(number)
+            raise StoppedEarly(self._signal.name)
+
+    def _stop_watching(self) -> None:
+        if self._watch is not None:
+            self._watch.stop()
+            self._watch = None
+
+
+class _Watch:
+    """A thread that learns of signals at once, since C tells it: Python's own handlers wait for the main thread."""
+
+    def __init__(self, end_now: Callable[[str], None]) -> None:
+        self._end_now = end_now
+        self._over = threading.Event()
+        self._read, self._write = socket.socketpair()
+        self._write.setblocking(False)
+        self._former_fd = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
+        threading.Thread(target=self._run, name="gptlab-early-stop", daemon=True).start()
+
+    def stop(self) -> None:
+        self._over.set()
+        signal.set_wakeup_fd(self._former_fd)
+        self._write.close()  # which ends the thread's wait
+
+    def _run(self) -> None:
+        with self._read:
+            while came := self._read.recv(1):
+                if came[0] in _SIGNALS:
+                    if not self._over.wait(GRACE_SECONDS):
+                        self._end_now(signal.Signals(came[0]).name)
+                    return
