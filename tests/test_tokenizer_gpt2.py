@@ -46,8 +46,9 @@ OPENAI_PATTERN = (
 
 # fmt: off
 SNIPPETS = [
-    "<|bos|>", "<|endoftext|>", "hello world", "don't", "WE'LL", "'THE'SO", "'s", "I'\u017f", "def f(x):\n    return x\n",
-    "\r", "\r\n", "\n\n\n", "\n ", " \n", "\t\t", " ", "  ", "     ", "\u00a0", "\u3000", "\u2028", "\x1c", "\x85", "\v",
+    "<|bos|>", "<|endoftext|>", "hello world", "don't", "WE'LL", "'THE'SO", "'s", "I'\u017f",
+    "def f(x):\n    return x\n", "\r", "\r\n", "\n\n\n", "\n ", " \n", "\t\t", " ", "  ", "     ", "\u00a0",
+    "\u3000", "\u2028", "\x1c", "\x85", "\v",
     "\0", "1", "1234567890", " 42", "३४५", "½", "\u216b", "naïve", "e\u0301", "中文字符", "日本語", "العربية", "हिन्दी",
     "😀", "👩\u200d👩\u200d👧", "🏳\ufe0f\u200d🌈", "\ufeff", "\ufffd", "\U0010ffff", "_", "__init__", "====", "!?",
     "aaaa", "--", "\u200d", "A",
