@@ -26,6 +26,7 @@ from gptlab.config.data import TokenizerConfig
 from gptlab.config.errors import UserError
 from gptlab.config.load import config_to_json
 from gptlab.config.model import ModelConfig
+from gptlab.config.recipes import RECIPES
 from gptlab.config.run import BatchConfig, RunConfig, RuntimeConfig
 from gptlab.data.tokenizer import ByteTokenizer, CharTokenizer, Tokenizer, gpt2_tokenizer, train_tokenizer
 from gptlab.eval.engine import generate
@@ -177,6 +178,11 @@ class TestForm:
     def test_is_the_plainest_that_computes_the_same(self, name: str) -> None:
         form, model = SHAPES[name]
         assert choose_form(ModelConfig(n_layer=4, seq_len=SEQ_LEN, vocab_size=9, **model))[0] == form
+
+    @pytest.mark.parametrize("name", RECIPES)
+    def test_of_every_recipe(self, name: str) -> None:
+        """nanoGPT's models are GPT-2s; the other lineages have parts that no class of transformers has."""
+        assert choose_form(RECIPES[name]().model)[0] == ("gpt2" if name.startswith("nanogpt/") else "gptlab")
 
     def test_says_which_and_why(self, exported: Exported) -> None:
         first, *rest = exported.said.splitlines()
