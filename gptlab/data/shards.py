@@ -57,7 +57,7 @@ def open_shard(path: Path) -> np.ndarray:
     if kind is None:
         raise UserError(
             f"{path} is not a token shard: it begins with neither of llm.c's magic numbers, {UINT16.magic} (uint16) "
-            f"and {UINT32.magic} (uint32)"
+            f"and {UINT32.magic} (uint32); nanoGPT's train.bin is named by its folder"
         )
     if len(header) < HEADER_INTS:
         raise UserError(f"{path} is not a token shard: it is shorter than a header of {HEADER_BYTES:,} bytes")

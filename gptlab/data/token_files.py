@@ -176,6 +176,8 @@ def find_token_files(
     held_out = {file.path.resolve() for file in val}
     train = _unique(file for part in found.values() for file in part.train if file.path.resolve() not in held_out)
     if not val:
+        for file in train:
+            file.open()  # Of a file that is no shard that is the first thing to say.
         raise UserError(
             f"{name}: no file validates: a nanoGPT folder has val.bin, shards have `val` in a name, such as "
             "fineweb_val_000000.bin; name others with data.val_source"
