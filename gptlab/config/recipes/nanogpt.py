@@ -81,7 +81,7 @@ def nanogpt_shakespeare_char_cpu(
         batch=BatchConfig(total_tokens=12 * 64, micro_sequences=12),
         horizon=chosen_horizon(horizon, minutes, Horizon(amount=2000, unit="steps")),
         of_steps=2000,
-        evaluation=EvalConfig(every_steps=250, train_tokens=20 * 12 * 64, micro_sequences=64),
+        evaluation=EvalConfig(every_steps=250, train_tokens=20 * 12 * 64),
         runtime=RuntimeConfig(device="cpu", dtype="float32"),
     )
 
@@ -101,7 +101,7 @@ def nanogpt_shakespeare_char_cpu_tiny(
         batch=BatchConfig(total_tokens=2 * 12 * 64, micro_sequences=12),
         horizon=chosen_horizon(horizon, minutes, Horizon(amount=60.0, unit="seconds")),
         of_steps=2000,
-        evaluation=EvalConfig(every_steps=250, tokens=tiny.EVAL_TOKENS, train_tokens=20 * 12 * 64, micro_sequences=64),
+        evaluation=EvalConfig(every_steps=250, tokens=tiny.EVAL_TOKENS, train_tokens=20 * 12 * 64),
         runtime=RuntimeConfig(device="cpu", dtype="float32"),
     )
 
