@@ -32,6 +32,29 @@ def quintic_on_singular_values(matrix: Tensor, coefficients: list[tuple[float, f
     return u @ torch.diag(s) @ vh
 
 
+def newton_schulz_on_the_matrix(matrix: Tensor, dtype: torch.dtype) -> Tensor:
+    """Seed 1's zeropower_via_newtonschulz5 of five steps: one matrix, products in `dtype` (there: bfloat16)."""
+    x = matrix.to(dtype)
+    x = x / (x.norm() + 1e-7)
+    turned = len(x) > len(x.T)
+    if turned:
+        x = x.T
+    for _ in range(5):
+        gram = x @ x.T
+        once = gram @ x
+        x = 3.4445 * x - 4.7750 * once + 2.0315 * gram @ once
+    return (x.T if turned else x).to(matrix.dtype)
+
+
+def polar_express_on_the_matrix(matrix: Tensor) -> Tensor:
+    """nanochat's five steps on one matrix, in its own type."""
+    x = matrix / (1.02 * matrix.norm() + 1e-6)
+    for a, b, c in PUBLISHED_POLAR_EXPRESS:
+        cube = x @ x.T @ x
+        x = a * x + b * cube + c * cube @ x.T @ x
+    return x
+
+
 class Seed1Muon:
     """modded-nanogpt's first Muon: summed momentum, Nesterov, fused QKV in three, update times sqrt(longest side)."""
 
@@ -40,9 +63,9 @@ class Seed1Muon:
         self.buffer = torch.zeros_like(weight)
         self.lr, self.momentum, self.zero_power = lr, momentum, zero_power
 
-    def step(self, gradient: Tensor) -> None:
-        self.buffer = self.momentum * self.buffer + gradient
-        direction = gradient + self.momentum * self.buffer
+    def step(self, gradient: Tensor, lr_scale: float = 1.0) -> None:
+        self.buffer.mul_(self.momentum).add_(gradient)
+        direction = gradient.add(self.buffer, alpha=self.momentum)
         rows, cols = direction.shape
         if rows == 3 * cols:
             update = torch.cat([self.zero_power(part) for part in direction.split(cols)])
@@ -50,7 +73,34 @@ class Seed1Muon:
         else:
             update = self.zero_power(direction)
             scale = max(rows, cols) ** 0.5
-        self.weight = self.weight - self.lr * scale * update
+        self.weight.add_(update, alpha=-self.lr * lr_scale * scale)
+
+
+class CautiousNorMuon:
+    """Seeds 3 and 4: averaged Nesterov momentum, Polar Express, NorMuon, then decay where update and weight agree.
+
+    One matrix that is one block; the update grows with sqrt(rows / cols) where there are more rows. The decay does not,
+    as in torch.optim.Muon; in nanochat's code it does.
+    """
+
+    def __init__(self, weight: Tensor, lr: float, beta2: float, weight_decay: float) -> None:
+        self.weight = weight.clone()
+        self.mean = torch.zeros_like(weight)
+        self.moment = [0.0] * max(weight.shape)
+        self.lr, self.beta2, self.weight_decay = lr, beta2, weight_decay
+
+    def step(self, gradient: Tensor, lr_scale: float, momentum: float, weight_decay_scale: float) -> None:
+        self.mean = momentum * self.mean + (1 - momentum) * gradient
+        direction = (1 - momentum) * gradient + momentum * self.mean
+        update, self.moment = normuon(polar_express_on_the_matrix(direction), self.moment, self.beta2)
+        rows, cols = update.shape
+        lr = self.lr * lr_scale
+        decay = self.weight_decay * weight_decay_scale
+        for i in range(rows):
+            for j in range(cols):
+                u, w = float(update[i, j]), float(self.weight[i, j])
+                moved = w - lr * max(1.0, rows / cols) ** 0.5 * u
+                self.weight[i, j] = moved - (lr * decay * w if u * w >= 0 else 0.0)
 
 
 def normuon(update: Tensor, moment: list[float], beta2: float) -> tuple[Tensor, list[float]]:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gptlab.config.errors import UserError
 from gptlab.config.optim import AdamWConfig, MuonConfig, OptimConfig
+from gptlab.config.recipes import autoresearch
 from gptlab.config.roles import Role
 from gptlab.optim.clip import clip_gradients
 from gptlab.optim.combined import CombinedOptimizer
@@ -214,6 +215,68 @@ def test_adamw_against_the_hand_written_loop() -> None:
     for name, p in weights.items():
         expected = torch.tensor(oracles[name].weight, dtype=torch.float64).view_as(p)
         torch.testing.assert_close(p.detach(), expected)
+
+
+def test_against_the_rules_of_seeds_3_and_4() -> None:
+    """autoresearch's settings on every role at once, as in its run: momentum rises, rate and decay fall.
+
+    AdamW entry by entry; Muon matrix by matrix with Polar Express, NorMuon and cautious decay.
+    """
+    config = autoresearch().optim
+    weights = make_weights(torch.float64)
+    optimizer = make(weights, config, compute_dtype=torch.float64)
+    matrices: dict[str, list[oracle_optim.CautiousNorMuon]] = {}
+    others: dict[str, oracle_optim.HandAdamW] = {}
+    assert config.muon.normuon_beta2 is not None
+    for name, p in weights.items():
+        if SHAPES[name][1] is Role.MATRIX:
+            settings = config.muon.lr, config.muon.normuon_beta2, config.muon.weight_decay
+            parts = p.detach().split(8) if "qkv" in name else [p.detach()]
+            matrices[name] = [oracle_optim.CautiousNorMuon(part, *settings) for part in parts]
+        else:
+            c = role_config(config, SHAPES[name][1])
+            others[name] = oracle_optim.HandAdamW(p.detach(), c.lr, c.beta1, c.beta2, c.eps, c.weight_decay)
+    for step in range(6):
+        set_gradients(weights, step)
+        rate, momentum, decay = 1.0 - step / 10, 0.85 + step / 100, 1.0 - step / 6
+        for name, blocks in matrices.items():
+            for block, gradient in zip(blocks, weights[name].grad.split(len(blocks[0].weight)), strict=True):
+                block.step(gradient, rate, momentum, decay)
+        for name, oracle in others.items():
+            oracle.step(weights[name].grad, rate)
+        optimizer.step(rate, momentum, decay)
+    for name, p in weights.items():
+        if name in matrices:
+            expected = torch.cat([block.weight for block in matrices[name]])
+        else:
+            expected = torch.tensor(others[name].weight, dtype=torch.float64).view_as(p)
+        # float64: rounding only, which the first polynomials magnify by the slope of up to 8.2 a step.
+        torch.testing.assert_close(p.detach(), expected, rtol=1e-8, atol=1e-10)
+
+
+def test_two_steps_by_hand() -> None:
+    """A matrix of one column, exactly orthogonalized, and a table beside it."""
+    column, table = torch.nn.Parameter(torch.tensor([[2.0], [-1.0]])), torch.nn.Parameter(torch.tensor([[1.0, -1.0]]))
+    muon = MuonConfig(orthogonalizer="svd", lr=0.1, normuon_beta2=0.5, weight_decay=0.5)
+    config = OptimConfig(muon=muon, embedding=AdamWConfig(lr=0.3))
+    triples = [("matrix", column, Role.MATRIX), ("table", table, Role.EMBEDDING)]
+    optimizer = build_optimizer(triples, config, compute_dtype=torch.float32)
+    column.grad, table.grad = torch.tensor([[3.0], [4.0]]), torch.tensor([[5.0, -0.01]])
+    optimizer.step(lr_scale=1.0, momentum=0.5, weight_decay_scale=1.0)
+    # Momentum (1.5, 2); direction (2.25, 3), over its norm (0.6, 0.8). NorMuon: each row over its own root mean square
+    # is the same number, and the norm stays 1: (0.7071, 0.7071). Times sqrt(2 rows / 1 column): (1, 1). The weight 2
+    # moves towards zero and decays by 0.1 * 0.5 of it; -1 moves away and does not.
+    assert column.flatten().tolist() == pytest.approx([2 - 0.1 - 0.1, -1 - 0.1], rel=1e-6)
+    # AdamW's first step: the rate times the sign.
+    assert table.flatten().tolist() == pytest.approx([1 - 0.3, -1 + 0.3], rel=1e-6)
+    column.grad, table.grad = torch.tensor([[29.0 / 6.0], [10.0 / 3.0]]), torch.tensor([[5.0, -0.01]])
+    optimizer.step(lr_scale=0.5, momentum=0.5, weight_decay_scale=0.4)
+    # Direction 0.75 G + 0.25 (1.5, 2) = (4, 3), over its norm (0.8, 0.6). Second moments 0.25 (0.36, 0.64) + 0.5 (0.64,
+    # 0.36) = (0.41, 0.34); rows over their roots (1.24939, 1.02899), whose norm is 1.61858; over that, times sqrt(2):
+    # (1.09164, 0.89907). The rate is 0.05, the decay 0.05 * 0.2 of 1.8.
+    assert column.flatten().tolist() == pytest.approx([1.8 - 0.054582 - 0.018, -1.1 - 0.0449535], rel=1e-6)
+    # The same gradient again: the bias-corrected moments are still its own.
+    assert table.flatten().tolist() == pytest.approx([0.7 - 0.15, -0.7 + 0.15], rel=1e-6)
 
 
 def test_muon_and_adamw_divide_the_parameters() -> None:

@@ -433,6 +433,15 @@ class TestLearningRates:
         for seconds, wanted in by_hand.items():
             assert lr_scale(schedule, seconds / 300, 0.6 / 300) == pytest.approx(wanted)
 
+    def test_momentum_and_decay_of_autoresearch(self) -> None:
+        """Momentum by its steps, decay by the clock."""
+        config = RECIPES["autoresearch"]()
+        momentum = [muon_momentum(config.optim.muon, step) for step in (0, 75, 150, 300, 480)]
+        assert momentum == pytest.approx([0.85, 0.875, 0.9, 0.95, 0.95])
+        decay = [0.2 * weight_decay_scale(config.schedule, seconds / 300) for seconds in (0, 75, 150, 300)]
+        assert decay == pytest.approx([0.2, 0.15, 0.1, 0.0])
+        assert config.optim.muon.weight_decay == 0.2
+
     def test_the_cosine_begins_at_the_first_step_with_the_full_rate(self) -> None:
         """Ten steps, of which four warm up: 1/4, 2/4, 3/4, 1, and from that fourth on half a cosine over seven."""
         schedule = ScheduleConfig(kind="cosine", warmup_fraction=0.4, final_lr_scale=0.0)

@@ -51,6 +51,15 @@ def test_one_newton_schulz_step_by_hand() -> None:
     torch.testing.assert_close(result, torch.diag(torch.tensor([1.19326944, 0.97648192])), rtol=1e-5, atol=1e-7)
 
 
+def test_polar_express_by_hand() -> None:
+    """The first step takes 0.6 and 0.8 over 1.02 to 8.156555 x - 22.483293 x^3 + 15.878770 x^5; of a column all five
+    steps take 5 / (5 * 1.02 + 1e-6) to 1.192001, 1.265071, 0.949755, 1.450807, 0.903568."""
+    once = orthogonalize(torch.diag(torch.tensor([3.0, 4.0])), "polar_express", 1, dtype=torch.float32)
+    torch.testing.assert_close(once, torch.diag(torch.tensor([1.340023, 0.262463])), rtol=1e-5, atol=1e-6)
+    column = orthogonalize(torch.tensor([[3.0], [0.0], [4.0]]).double(), "polar_express", 5, dtype=torch.float64)
+    torch.testing.assert_close(column, 0.903568 * torch.tensor([[0.6], [0.0], [0.8]]).double(), rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(2, 64, 64), (2, 64, 256), (2, 256, 64)])
 def test_polar_express_against_the_exact_factor(shape: tuple[int, ...], dtype: torch.dtype) -> None:
