@@ -37,7 +37,7 @@ GPT2_PARTS: dict[str, Any] = {
     "model.norm": "layernorm", "model.position": "learned", "model.activation": "gelu", "model.bias": True,
     "model.tied_head": True, "model.qk_norm": False, "model.value_embeddings": False, "model.embedding_norm": False,
     "model.residual_lambdas": False, "model.logit_softcap": None, "model.window_pattern": "L",
-    "model.dropout": 0.0, "optim.matrix_optimizer": "adamw", "optim.matrix.lr": 0.003, "optim.embedding.lr": 0.003,
+    "model.dropout": 0.0, "optim.matrix_optimizer": "adamw", "optim.matrix.lr": 0.03, "optim.embedding.lr": 0.5,
 }  # fmt: skip
 
 
@@ -54,8 +54,11 @@ def gpt2_flags(**changes: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def base(folder: Path) -> Path:
-    """A run of GPT-2's parts whose best checkpoint is not its last: the rate is far too high at the end."""
-    return train(folder, "base", **gpt2_flags(checkpoint__every_steps=3, schedule__warmdown_fraction=0.0))
+    """A run of GPT-2's parts whose best checkpoint is not its last: the rate rises to what no weights bear."""
+    rising = {"schedule__warmup_fraction": 1.0, "schedule__warmdown_fraction": 0.0}
+    run = train(folder, "base", **gpt2_flags(checkpoint__every_steps=3, **rising))
+    assert best_step(run) < 12
+    return run
 
 
 def best_step(run: Path) -> int:
@@ -266,6 +269,10 @@ class TestNames:
             assert config.model == replace(GPT2_SIZES[name.rpartition("/")[2]], seq_len=512, dropout=0.1)
             assert config.model.n_layer == layers
             assert config.tokenizer.kind == "gpt2"
+        own = request("nanogpt/finetune-tiny")  # a recipe's own weights: its shape is theirs
+        assert own.init_from is not None
+        assert not Path(own.init_from).exists()
+        assert own.model.n_layer == 4
         with pytest.raises(ConfigError, match=r"model.n_layer = 6: the weights of gpt2 have 12"):
             request("quickstart", "--init-from", "gpt2", "--depth", "6")
         flags = ["--init-from", "gpt2", "--model.seq-len", "1024", "--device", "cpu", "--dtype", "float32"]

@@ -32,6 +32,8 @@ usage: gptlab import {hf,nanogpt} PATH DIR [ARGUMENTS]
 
 DIR becomes a run folder for `gptlab sample`, `eval` and `export`, and for `gptlab train --init-from DIR`."""
 
+EVAL_TOKENS = 131_072
+"""What `gptlab eval` measures an imported model on unless told otherwise (quickstart's number); 33 TFLOP for GPT-2."""
 _PLAIN_FILES = ["config.json", "tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt"]
 _SAFE_FILES = ["model.safetensors", "model-*.safetensors", "model.safetensors.index.json"]
 _PICKLED_FILES = ["pytorch_model.bin"]
@@ -46,7 +48,7 @@ class HfArguments:
     tokenizer: str | None = None
     """Folder with the model's tokenizer. None: the one beside the weights, or GPT-2's."""
     data: tuple[str, ...] = DataConfig().source
-    """Text whose last tenth `gptlab eval DIR` measures on."""
+    """Text whose last tenth, or 131,072 tokens of it, `gptlab eval DIR` measures on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +62,7 @@ class NanoGptArguments:
     tokenizer: str | None = None
     """Folder with the model's tokenizer, instead of --meta."""
     data: tuple[str, ...] = DataConfig().source
-    """Text whose last tenth `gptlab eval DIR` measures on."""
+    """Text whose last tenth, or 131,072 tokens of it, `gptlab eval DIR` measures on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +143,7 @@ def _write(foreign: _Foreign, folder: str, data: Sequence[str], argv: Sequence[s
 
     from gptlab.cli.start_weights import weights_fingerprint
     from gptlab.config.load import config_to_json
-    from gptlab.config.run import BatchConfig, RunConfig
+    from gptlab.config.run import BatchConfig, EvalConfig, RunConfig
     from gptlab.model.pretrained import tokenizer_settings
     from gptlab.runtime.device import device_name
     from gptlab.runtime.provenance import provenance, take_evidence
@@ -165,6 +167,7 @@ def _write(foreign: _Foreign, folder: str, data: Sequence[str], argv: Sequence[s
             val_fraction=0.1,
         ),
         batch=BatchConfig(total_tokens=model.seq_len, micro_sequences=1),
+        eval=EvalConfig(tokens=EVAL_TOKENS, micro_sequences=max(1, 8192 // model.seq_len)),
     )
     cpu, evidence = torch.device("cpu"), take_evidence(dict(os.environ))
     record = provenance(
