@@ -24,7 +24,7 @@ from gptlab.data import shards
 ROOT = Path(__file__).parent.parent
 PAGES = {path.relative_to(ROOT).as_posix(): path for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"))}
 TEXTS = {name: path.read_text(encoding="utf-8") for name, path in PAGES.items()}
-README, CONTRACTS = TEXTS["README.md"], TEXTS["docs/contracts.md"]
+README, CONTRACTS, LINEAGES = TEXTS["README.md"], TEXTS["docs/contracts.md"], TEXTS["docs/lineages.md"]
 
 MACHINE = Machine(device="cpu", matmul_flops_per_second=4e11)
 
@@ -40,7 +40,7 @@ def commands(text: str) -> list[str]:
     return [command for command in found if command.split()[1] in COMMANDS]
 
 
-COMMAND_LINES = sorted({command for text in (README, CONTRACTS, HELP) for command in commands(text)})
+COMMAND_LINES = sorted({command for text in (README, CONTRACTS, LINEAGES, HELP) for command in commands(text)})
 """CHANGELOG and LOG tell of commands as they were."""
 
 

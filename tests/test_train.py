@@ -165,6 +165,8 @@ class TestMetrics:
             assert peak is not None
             assert line["mfu"] == flops_per_token(opened.state.model).total * line["tokens_per_second"] / peak
             assert line["grad_norm"] > 0
+        flops = flops_per_token(opened.state.model).total * STEPS * TOKENS_PER_STEP
+        assert read_json(whole / "summary.json")["total_flops"] == flops
 
     def test_other_lines(self, whole: Path) -> None:
         evaluations, samples = lines_of(whole, "eval"), lines_of(whole, "sample")

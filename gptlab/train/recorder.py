@@ -220,11 +220,12 @@ class Recorder:
         return summary
 
     def details(self, state: TrainState) -> dict[str, Any]:
-        """What summary.json holds besides: losses, and where the time off the clock went."""
+        """What summary.json holds besides: losses, FLOPs, and where the time off the clock went."""
         return {
             "val_loss": state.val_loss,
             "best_val_loss": state.best.val_loss if state.best else None,
             "best_step": state.best.step if state.best else None,
+            "total_flops": self.throughput.flops(state.step * self.config.batch.total_tokens),
             **{name: seconds for name, seconds in self.off_clock.so_far().items() if name != "total_seconds"},
         }
 

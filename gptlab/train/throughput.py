@@ -71,6 +71,10 @@ class Throughput:
         self._peak_flops_per_second = peak_flops_per_second
         self._step_seconds = LossEma()
 
+    def flops(self, tokens: int) -> float:
+        """What `tokens` take, forward and backward."""
+        return self._flops_per_token * tokens
+
     def reading(self, tokens: int, seconds: float) -> ThroughputReading:
         """The speed at which `tokens` took `seconds`; for a whole run with its sums."""
         tokens_per_second = tokens / max(seconds, _SHORTEST_SECONDS)
