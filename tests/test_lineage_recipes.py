@@ -417,6 +417,30 @@ class TestLearningRates:
         for it in moments(n, n - 1800):
             assert lr_scale(schedule, it / n, 1 / n) == pytest.approx(speedrun_get_lr(it, n), rel=1e-9), it
 
+    def test_of_the_speedrun_by_hand(self) -> None:
+        """The last 1800 of 6200 steps fall: step 5300 is half-way down, and step 6199 an 1800th."""
+        config = RECIPES["speedrun/muon-2024-10"]()
+        by_hand = {0: 1.0, 125: 1.0, 4399: 1.0, 4400: 1.0, 5300: 0.5, 6020: 0.1, 6199: 1 / 1800}
+        for it, wanted in by_hand.items():
+            assert lr_scale(config.schedule, it / 6200, 1 / 6200) == pytest.approx(wanted), it
+            assert muon_momentum(config.optim.muon, it) == 0.95
+        assert config.optim.muon.weight_decay == 0.0
+        assert config.optim.embedding.lr * 0.5 == pytest.approx(0.0018)
+        assert config.optim.muon.lr * 0.5 == pytest.approx(0.00018)
+
+    def test_of_nanochat_by_hand(self) -> None:
+        """8000 steps: rates fall over the last 4000, decay over all of them, momentum rises in 300."""
+        config = RECIPES["nanochat"](horizon=steps(8000))
+        by_hand = {
+            0: (1.0, 0.85, 0.072), 150: (1.0, 0.9, 0.07065), 300: (1.0, 0.95, 0.0693), 4000: (1.0, 0.95, 0.036),
+            6000: (0.5, 0.95, 0.018), 7999: (0.00025, 0.95, 0.000009),
+        }  # fmt: skip
+        for it, (rate, momentum, decay) in by_hand.items():
+            assert lr_scale(config.schedule, it / 8000, 1 / 8000) == pytest.approx(rate), it
+            assert muon_momentum(config.optim.muon, it) == pytest.approx(momentum), it
+            got = config.optim.muon.weight_decay * weight_decay_scale(config.schedule, it / 8000)
+            assert got == pytest.approx(decay), it
+
     @pytest.mark.parametrize("n", [2205, 8715])
     def test_of_nanochat_with_its_momentum_and_decay(self, n: int) -> None:
         config = RECIPES["nanochat"](horizon=steps(n))
