@@ -76,7 +76,7 @@ MODERN = {
     "optim.muon.momentum": 0.95, "optim.muon.momentum_start": 0.85, "optim.muon.momentum_ramp_steps": 300,
     "optim.muon.nesterov": True, "optim.muon.orthogonalizer": "polar_express", "optim.muon.iterations": 5,
     "optim.muon.update_scale": "aspect", "optim.muon.normuon_beta2": 0.95, "optim.muon.cautious_decay": True,
-    "optim.muon.split_qkv": True,
+    "optim.muon.scaled_decay": True, "optim.muon.split_qkv": True,
     **{f"optim.{role}.{name}": value
        for role in ("embedding", "value_embedding", "head", "residual_lambda")
        for name, value in {"beta1": 0.8, "beta2": 0.95, "eps": 1e-10, "weight_decay": 0.0}.items()},

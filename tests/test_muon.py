@@ -224,6 +224,17 @@ def test_cautious_step_by_hand() -> None:
     torch.testing.assert_close(weight.detach(), torch.tensor(expected))
 
 
+def test_scaled_decay_by_hand() -> None:
+    """Four rows and one column: the exact update is half of ones, its scale sqrt(4 / 1) = 2, and so is the decay's."""
+    weight = torch.nn.Parameter(torch.tensor([[1.0], [-2.0], [3.0], [-4.0]]))
+    weight.grad = torch.full((4, 1), 5.0)
+    settings = {"orthogonalizer": "svd", "lr": 0.1, "weight_decay": 0.5, "normuon_beta2": None}
+    muon({"w": weight}, scaled_decay=True, **settings).step(lr_scale=1.0, momentum=0.95, weight_decay_scale=1.0)
+    # Positive weights decay by 0.1 * 0.5 * 2 of themselves; the update drives the others away from zero.
+    expected = [[1 - 0.1 - 0.1], [-2 - 0.1], [3 - 0.1 - 0.3], [-4 - 0.1]]
+    torch.testing.assert_close(weight.detach(), torch.tensor(expected))
+
+
 def test_cautious_mask() -> None:
     weight = torch.tensor([1.0, -1.0, 2.0, -2.0, 3.0, 0.0])
     update = torch.tensor([5.0, 5.0, -5.0, -5.0, 0.0, 5.0])

@@ -63,6 +63,9 @@ class MuonConfig:
     """Decay at the start of the run, multiplied by the learning rate; see ScheduleConfig.weight_decay_final."""
     cautious_decay: bool = True
     """Decay only entries whose update and weight have the same sign (arXiv:2510.12402)."""
+    scaled_decay: bool = False
+    """Multiply the decay by the update scale too, as the code of seeds 3 and 4 does: twice for the MLP's first matrix,
+    nothing for the others. Off: the rate times the decay for all, as torch.optim.Muon."""
     split_qkv: bool = True
     """Orthogonalize query, key and value separately where they are one fused matrix."""
 

@@ -9,7 +9,8 @@ Seed 1 keeps the sum B <- m B + G and takes G + m B. At constant m that is this 
 orthogonalization does not see a factor, so the updates are the same; the mean is kept here because its size does not
 change when m does (the ramp of seeds 3 and 4).
 
-Decay is lr * weight_decay * W whatever the update scale, as in torch.optim.Muon.
+Decay is lr * weight_decay * W whatever the update scale, as in torch.optim.Muon; with `scaled_decay` the scale
+multiplies it too, as in nanochat and autoresearch.
 """
 
 from __future__ import annotations
@@ -128,7 +129,8 @@ class Muon:
         update.mul_(scale if config.normuon_beta2 is None else self._neuron_scale(blocks, update) * scale)
         if weight_decay > 0.0:
             stacked = torch.stack(weights)
-            update.add_(cautious(stacked, update) if config.cautious_decay else stacked, alpha=weight_decay)
+            decay = weight_decay * scale if config.scaled_decay else weight_decay
+            update.add_(cautious(stacked, update) if config.cautious_decay else stacked, alpha=decay)
         torch._foreach_add_(weights, update.unbind(0), alpha=-lr)
 
     def _direction(self, blocks: Sequence[Block], momentum: float) -> Tensor:

@@ -104,6 +104,7 @@ def muon_and_adamw(
     scalar_lr: float = 0.5,
     weight_decay: float = 0.2,
     adamw_scale: float = 1.0,
+    scaled_decay: bool = True,
 ) -> OptimConfig:
     """Muon and AdamW as nanochat's and autoresearch's setup_optimizer set them up (defaults: seed 4's rates).
 
@@ -112,7 +113,7 @@ def muon_and_adamw(
     """
     scale = adamw_scale * adamw_lr_scale_for_width(n_embd)
     return OptimConfig(
-        muon=MuonConfig(lr=matrix_lr, weight_decay=weight_decay),
+        muon=MuonConfig(lr=matrix_lr, weight_decay=weight_decay, scaled_decay=scaled_decay),
         embedding=AdamWConfig(lr=embedding_lr * scale),
         value_embedding=AdamWConfig(lr=embedding_lr * scale),
         head=AdamWConfig(lr=head_lr * scale),

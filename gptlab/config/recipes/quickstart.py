@@ -44,7 +44,7 @@ def quickstart(
         horizon=horizon,
         # Seed 4's AdamW rates at its 2^19 tokens a step, half of them at 2^13; the sixth root between is not swept. Its
         # own square root would leave an eighth, too little to move embeddings in a few hundred steps.
-        optim=muon_and_adamw(shape.n_embd, adamw_scale=(total_tokens / 2**19) ** (1 / 6)),
+        optim=muon_and_adamw(shape.n_embd, adamw_scale=(total_tokens / 2**19) ** (1 / 6), scaled_decay=False),
         eval=EvalConfig(every_seconds=horizon.amount / 4 if horizon.unit == "seconds" else None, tokens=131_072),
         sample=SampleConfig(
             prompts=("def ", "class ", "import os\n", "    def __init__(self"), max_tokens=96, temperature=0.7, top_k=40
@@ -75,7 +75,7 @@ def shakespeare_char(
         data=DataConfig(source=("tinyshakespeare.txt",), split="tail", val_fraction=0.1, rows="random"),
         batch=BatchConfig(total_tokens=16 * 256, micro_sequences=16),
         horizon=horizon,
-        optim=muon_and_adamw(shape.n_embd, adamw_scale=0.5),
+        optim=muon_and_adamw(shape.n_embd, adamw_scale=0.5, scaled_decay=False),
         eval=EvalConfig(every_seconds=horizon.amount / 6 if horizon.unit == "seconds" else None),
         sample=SampleConfig(prompts=("\n",), max_tokens=300),
     )
