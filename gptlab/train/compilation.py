@@ -14,12 +14,19 @@ from torch import Tensor
 from gptlab.config.errors import ConfigError
 from gptlab.config.run import RunConfig
 from gptlab.data.loader import StepBatch
+from gptlab.model.counting import flops_per_token
 from gptlab.runtime.device import compiler_available, synchronize
 from gptlab.runtime.rng import capture_rng, restore_rng
 from gptlab.train.state import TrainState
 from gptlab.train.step import LossFunction, gradients
 
 Logits = Callable[[Tensor], Tensor]
+
+# Models whose micro-batch takes less than this (50 ms at 200 GFLOP/s) are compiled whole: nanoGPT's CPU example then
+# takes 30.5 ms a step instead of 31.7, uncompiled 34.8 (docs/LOG.md, 2026-11-20) ...
+WHOLE_MODEL_FLOPS = 1e10
+# ... unless they are deep: the wait for the compiler grows with every layer.
+WHOLE_MODEL_LAYERS = 6
 
 
 @dataclass(slots=True)
@@ -51,6 +58,9 @@ def make_kernels(state: TrainState, config: RunConfig, warn: Callable[[str], Non
         warn(f"no {needed} found: training without torch.compile, which is slower")
         return plain
 
+    if _is_short_step(state, config):
+        return Kernels(torch.compile(model.loss, dynamic=False), model.__call__, compiled=True)
+
     # Block by block: layers of one kind share their code, so compile time does not grow with depth. Three layers took
     # 38 s cold instead of 51 s for the whole model, at the same speed (docs/LOG.md). Shapes never change within a run.
     blocks = [torch.compile(block, dynamic=False) for block in model.blocks]
@@ -67,6 +77,12 @@ def make_kernels(state: TrainState, config: RunConfig, warn: Callable[[str], Non
         return head_logits(hidden)
 
     return Kernels(loss_sum, logits, compiled=True)
+
+
+def _is_short_step(state: TrainState, config: RunConfig) -> bool:
+    """Whether what Python does between blocks, a third of a millisecond each, shows in a micro-batch's time."""
+    flops = flops_per_token(state.model).total * config.micro_tokens
+    return flops < WHOLE_MODEL_FLOPS and config.model.n_layer <= WHOLE_MODEL_LAYERS
 
 
 def warm_up(state: TrainState, kernels: Kernels, config: RunConfig, eval_sequences: int) -> float:
