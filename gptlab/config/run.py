@@ -7,6 +7,7 @@ from typing import Literal, get_args
 
 from gptlab.config.data import DataConfig, TokenizerConfig
 from gptlab.config.errors import ConfigError, require, require_choice, require_positive
+from gptlab.config.faults import FaultsConfig
 from gptlab.config.horizon import Horizon
 from gptlab.config.model import ModelConfig
 from gptlab.config.optim import OptimConfig, ScheduleConfig
@@ -152,6 +153,7 @@ class RunConfig:
     eval: EvalConfig = field(default_factory=EvalConfig)
     sample: SampleConfig = field(default_factory=SampleConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    faults: FaultsConfig = field(default_factory=FaultsConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
 
     def __post_init__(self) -> None:
@@ -165,6 +167,13 @@ class RunConfig:
                 f"must be a multiple of micro_sequences * seq_len = {self.batch.micro_sequences} * "
                 f"{self.model.seq_len} = {micro_tokens}",
                 nearest,
+            )
+        saves = self.checkpoint
+        if self.faults.spike_factor is not None and not (saves.every_steps or saves.every_seconds or saves.save_best):
+            raise ConfigError(
+                "faults.spike_factor",
+                self.faults.spike_factor,
+                "a run that saves nothing before its end has nothing to go back to: give checkpoint.every_steps too",
             )
 
     @property

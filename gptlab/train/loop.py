@@ -10,11 +10,12 @@ from typing import Literal, Protocol
 
 from gptlab.config.run import RunConfig
 from gptlab.runtime.device import synchronize
+from gptlab.train.faults import Fault, first_broken_gradient, loss_fault
 from gptlab.train.horizon import Finish, due
 from gptlab.train.recorder import Recorder
 from gptlab.train.state import Best, TrainState, better
 from gptlab.train.step import LossFunction, gradients, update
-from gptlab.train.watchdog import Preemption, QuietGarbageCollector, TrainingFailed, check_loss
+from gptlab.train.watchdog import Preemption, QuietGarbageCollector, TrainingFailed
 
 
 class Evaluated(Protocol):
@@ -99,16 +100,33 @@ def fit(
             step_fraction = finish.step_fraction(state.step, state.train_seconds)
             batch = next(state.loader)
             loss = float(gradients(state, batch, work.loss_sum, config))
-            check_loss(loss, config.runtime.max_loss)
-            updated = update(state, config, progress, step_fraction)
+            updated = loss_fault(loss, state.faults, config) or update(state, config, progress, step_fraction)
             synchronize(state.device)
             step_seconds = time.perf_counter() - started
 
-            state.step += 1
             state.train_seconds += step_seconds
+            if isinstance(updated, Fault):
+                recover(state, updated, batch.step, config, record)
+                continue
+            state.passed(loss, config.faults)
+            state.step += 1
             state.loss_ema.update(loss)
             record.step(state, batch, loss, updated, step_seconds)
             garbage.step(state.step)
+
+
+def recover(state: TrainState, fault: Fault, data_step: int, config: RunConfig, record: Recorder) -> None:
+    """Leave the update out, or go back to before a spike. TrainingFailed over the limits."""
+    broken = first_broken_gradient(state.model)
+    state.optimizer.zero_grad()
+    step = state.step + 1
+    if state.faults.calls_for_rewind(fault, config.faults) and (checkpoint := record.last_good(state)) is not None:
+        state.rewind(checkpoint.model, checkpoint.optimizer, checkpoint.state)
+        record.rewound(state, fault, step, data_step)
+        return
+    state.faults.skip(fault, step, config)
+    state.step = step
+    record.skipped(state, fault, data_step, broken)
 
 
 def evaluate(state: TrainState, work: Work, record: Recorder) -> None:

@@ -17,9 +17,10 @@ from gptlab.runtime.device import peak_memory_mb
 from gptlab.runtime.metrics import MetricsLog
 from gptlab.runtime.run_directory import RunDirectory
 from gptlab.runtime.strict_json import write_json_atomic
-from gptlab.train.checkpoint import Checkpoint, save_checkpoint
+from gptlab.train.checkpoint import Checkpoint, load_newest, save_checkpoint
+from gptlab.train.faults import Fault
 from gptlab.train.horizon import Finish
-from gptlab.train.retention import retain
+from gptlab.train.retention import discard_after, retain
 from gptlab.train.state import Best, TrainState, better
 from gptlab.train.step import Update
 from gptlab.train.throughput import Throughput
@@ -76,6 +77,8 @@ class Recorder:
     throughput: Throughput
     n_params: int
     off_clock: OffClock
+    unscheduled_steps: set[int] = field(default_factory=set)
+    """Of checkpoints that a signal asked for, as far as this process knows."""
 
     def step(self, state: TrainState, batch: StepBatch, loss: float, updated: Update, step_seconds: float) -> None:
         tokens_per_step = self.config.batch.total_tokens
@@ -131,6 +134,40 @@ class Recorder:
             f"step {state.step:05d} | CORE metric: {state.core_metric:.4f} | {seconds:.1f}s off the clock"
         )
 
+    def skipped(self, state: TrainState, fault: Fault, data_step: int, broken: str | None) -> None:
+        """The step that was just done made no update. `broken`: the first parameter with a broken gradient."""
+        self.metrics.write(
+            "event", step=state.step, what="skipped", value=fault.value, reason=fault.reason, data_step=data_step
+        )
+        where = "" if broken is None else f"; the first gradient that is not finite is that of {broken}"
+        self.console.warn(
+            f"step {state.step:05d}: {fault}: its update is left out, {state.faults.skipped_in_a_row} in a row, "
+            f"{state.faults.skipped} in all{where}"
+        )
+
+    def rewound(self, state: TrainState, fault: Fault, step: int, data_step: int) -> None:
+        """Instead of doing `step`, the run has gone back to the present state."""
+        self.metrics.write(
+            "event", step=step, what="rewound", value=fault.value, reason=fault.reason, data_step=data_step,
+            to_step=state.step,
+        )  # fmt: skip
+        self.console.warn(
+            f"step {step:05d}: {fault}: back to the checkpoint of step {state.step}, and on with the data behind it"
+        )
+
+    def last_good(self, state: TrainState) -> Checkpoint | None:
+        """The checkpoint to go back to, those after it being removed; None where none is intact."""
+        good, folder = state.faults.good_step, self.run.checkpoints_path
+        if good is None:
+            return None
+        try:
+            checkpoint = load_newest(folder, self.console.warn, up_to=good)
+        except UserError as error:
+            self.console.warn(f"{error}: nothing to go back to")
+            return None
+        discard_after(folder, good, self.console.warn)
+        return checkpoint
+
     def sample(self, state: TrainState, prompt: str, text: str) -> None:
         self.metrics.write("sample", step=state.step, prompt=prompt, text=text)
         self.console.line(f"--- sample at step {state.step}\n{text.rstrip()}\n---")
@@ -161,17 +198,26 @@ class Recorder:
             state.best_saved = former_best
             self.console.warn(f"{error}; training goes on")
             return
+        (self.unscheduled_steps.discard if scheduled else self.unscheduled_steps.add)(state.step)
         best_step = state.best_saved.step if self.config.checkpoint.keep_best and state.best_saved else None
         retain(
             self.run.checkpoints_path,
             keep_last=self.config.checkpoint.keep_last,
             keep_every_steps=self.config.checkpoint.keep_every_steps,
             best_step=best_step,
+            good_step=self._good_step(state),
+            unscheduled_steps=self.unscheduled_steps,
             on_problem=self.console.warn,
         )
         self.off_clock.checkpoint_seconds += time.perf_counter() - started
         if scheduled:
             self.metrics.write("checkpoint", step=state.step, tokens=state.step * self.config.batch.total_tokens)
+
+    def _good_step(self, state: TrainState) -> int | None:
+        """The checkpoint that must outlive this one, whose weights no loss has been seen of; None where a validation
+        has just proven them."""
+        proven = state.evaluated is not None and state.evaluated.step == state.step
+        return None if proven and self.config.faults.spike_factor is None else state.faults.good_step
 
     def preempted(self, state: TrainState, signal_name: str | None) -> None:
         self.console.line(
@@ -186,6 +232,8 @@ class Recorder:
             self.console.open_log(self.run.log_path, offset=0)
             return
         saved = checkpoint.state
+        if not saved["scheduled"]:
+            self.unscheduled_steps.add(checkpoint.step)
         line_bytes = _checkpoint_line_bytes(self.run.metrics_path, saved["metrics_bytes"], checkpoint.step)
         if not self.metrics.truncate(saved["metrics_bytes"] + (line_bytes if saved["scheduled"] else 0)):
             self.console.warn(f"{self.run.metrics_path} is not the file that the checkpoint saw; appending to it")
@@ -225,6 +273,8 @@ class Recorder:
             "val_loss": state.val_loss,
             "best_val_loss": state.best.val_loss if state.best else None,
             "best_step": state.best.step if state.best else None,
+            "skipped_updates": state.faults.skipped,
+            "rewinds": state.faults.rewinds,
             "total_flops": self.throughput.flops(state.step * self.config.batch.total_tokens),
             **{name: seconds for name, seconds in self.off_clock.so_far().items() if name != "total_seconds"},
         }

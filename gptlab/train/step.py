@@ -15,8 +15,8 @@ from gptlab.data.loader import StepBatch
 from gptlab.optim.clip import clip_gradients
 from gptlab.optim.schedule import lr_scale, muon_momentum, weight_decay_scale
 from gptlab.runtime.rng import fold_seed
+from gptlab.train.faults import Fault
 from gptlab.train.state import TrainState
-from gptlab.train.watchdog import TrainingFailed
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 """(tokens (B, T), targets (B, T)) -> summed loss; `model.loss`, or what torch.compile made of it."""
@@ -47,17 +47,19 @@ def gradients(state: TrainState, batch: StepBatch, loss_sum: LossFunction, confi
     return total / batch.target_tokens
 
 
-def update(state: TrainState, config: RunConfig, progress: float, step_fraction: float) -> Update:
+def update(state: TrainState, config: RunConfig, progress: float, step_fraction: float) -> Update | Fault:
     """Move the weights by the gradients and free these. `progress` is the share of the run done before this step.
 
-    TrainingFailed, with the weights untouched, where a gradient is not finite; float16 leaves out the update instead.
+    A Fault, with weights, moments and gradients as they were, where a gradient is not finite. float16 takes that for an
+    overflow as long as its loss scale is above 1: the update is left out and the scale halved, which is no fault.
     """
     # GradScaler looks at param_groups and calls step: all that it needs of an optimizer.
     optimizer = cast(torch.optim.Optimizer, state.optimizer)
     state.scaler.unscale_(optimizer)
     norm = float(clip_gradients(state.model.parameters(), config.optim.grad_clip))
-    if not math.isfinite(norm) and not state.scaler.is_enabled():
-        raise TrainingFailed(f"the gradient norm is {norm} in step {state.step + 1}, though the loss is finite")
+    if not math.isfinite(norm) and state.scaler.get_scale() <= 1.0:
+        state.scaler.update()
+        return Fault("gradient", norm)
     scale = lr_scale(config.schedule, progress, step_fraction)
     momentum = muon_momentum(config.optim.muon, state.step)
     state.scaler.step(optimizer, scale, momentum, weight_decay_scale(config.schedule, progress))
