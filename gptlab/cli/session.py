@@ -34,6 +34,7 @@ from gptlab.runtime.metrics import MetricsLog
 from gptlab.runtime.provenance import RESUME_FACTS, Evidence, provenance
 from gptlab.runtime.rng import seed_everything
 from gptlab.runtime.run_directory import RunDirectory, default_run_path
+from gptlab.train.background_save import BackgroundSaver
 from gptlab.train.checkpoint import Checkpoint
 from gptlab.train.compilation import Kernels, keep_compiled, make_kernels, warm_up
 from gptlab.train.horizon import Finish
@@ -219,10 +220,11 @@ def train(
     """Run the session in its folder, whose lock the caller holds, from the start or from a checkpoint of it. Returns
     how it ended, and the closing numbers."""
     config, state = session.config, session.state
-    with MetricsLog(run.metrics_path) as metrics, state.loader:
+    with MetricsLog(run.metrics_path) as metrics, state.loader, BackgroundSaver(state.device) as saver:
         record = Recorder(
             config, session.finish, run, console, metrics,
             Throughput(session.flops.total, session.place.peak.flops_per_second), session.counts.total, off_clock,
+            saver if config.checkpoint.background else None,
         )  # fmt: skip
         try:
             run.set_status("running")
@@ -232,6 +234,7 @@ def train(
             if checkpoint is not None:
                 state.restore(checkpoint.model, checkpoint.optimizer, checkpoint.state)
             record.rewind(checkpoint)
+            record.reserve(state)
             off_clock.startup_seconds = time.perf_counter() - off_clock.started - off_clock.compile_seconds
             console.line(
                 f"run folder {run.path} | start-up {off_clock.startup_seconds:.1f}s"
@@ -243,6 +246,7 @@ def train(
             ended = fit(config, session.finish, state, session.work, record)
             summary = record.finish_run(state) if ended == "finished" else {}
         except BaseException:
+            record.abandon(state)
             with suppress(UserError):  # a disk that refuses this too must not hide what went wrong
                 run.set_status("failed")
             raise

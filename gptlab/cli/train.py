@@ -132,7 +132,8 @@ def _prepare_and_train(
     from gptlab.cli.repeat import repeated_config, what_differs
     from gptlab.cli.session import make_run_directory, open_session, record_resume, train
     from gptlab.runtime.run_directory import RunDirectory
-    from gptlab.train.recorder import OffClock, show_closing_block
+    from gptlab.train.closing_block import show_closing_block
+    from gptlab.train.recorder import OffClock
     from gptlab.train.watchdog import TrainingFailed
 
     origin = checkpoint = None
@@ -217,7 +218,7 @@ def _stored(request: RunRequest) -> tuple[RunConfig, RunDirectory]:
 def _finished(run_directory: RunDirectory) -> dict[str, object]:
     """The closing numbers of a run that is at its end; empty for any other."""
     from gptlab.runtime.strict_json import read_json_object
-    from gptlab.train.recorder import closing_numbers
+    from gptlab.train.closing_block import closing_numbers
 
     try:
         if run_directory.read_provenance().get("status") == "finished":

@@ -88,9 +88,14 @@ class Console:
         self._unlogged.clear()
         return intact
 
-    def log_offset(self) -> int:
-        """Bytes of log.txt so far, durably on disk; 0 without a log."""
-        return 0 if self._log is None else self._log.offset()
+    def log_position(self) -> int:
+        """Bytes of log.txt so far; 0 without a log. They are on the disk for good after `sync_log`."""
+        return 0 if self._log is None else self._log.position()
+
+    def sync_log(self) -> None:
+        """Make log.txt durable up to here; another thread may do this. UserError where the disk refuses."""
+        if self._log is not None:
+            self._log.sync()
 
     def line(self, text: str) -> None:
         """Print and log."""

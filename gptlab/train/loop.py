@@ -58,6 +58,7 @@ def fit(
     """Train `state` until `finish`, or until a signal asks to stop. TrainingFailed for a loss that broke."""
     with QuietGarbageCollector() as garbage, Preemption() as preemption:
         while True:
+            record.look_at_save(state)
             # A signal leaves what is due now to the resumed run, which does it in this same order.
             now = state.mark()
             if not preemption.requested and due(
