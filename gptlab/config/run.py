@@ -122,6 +122,9 @@ class RuntimeConfig:
     """Write a training line every so many steps."""
     max_loss: float = 100.0
     """A training loss above this (nats/token) ends the run with exit code 3 (seed 3: 100)."""
+    process_timeout_seconds: float = 600.0
+    """With several processes: one that keeps the others waiting for so long is taken for lost, and the run ends with
+    exit code 3. More than the slowest save or sample takes, which rank 0 does while the others wait."""
 
     def __post_init__(self) -> None:
         kinds = ("auto", "cpu", "cuda", "mps")
@@ -134,6 +137,7 @@ class RuntimeConfig:
         require_positive("runtime.threads", self.threads)
         require_positive("runtime.log_every_steps", self.log_every_steps)
         require_positive("runtime.max_loss", self.max_loss)
+        require_positive("runtime.process_timeout_seconds", self.process_timeout_seconds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

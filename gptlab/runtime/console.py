@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import re
 import sys
@@ -173,6 +174,22 @@ class Console:
         """`text` with what the stream cannot encode (Windows code pages, lone surrogates) replaced by "?"."""
         encoding = self._stream.encoding or "utf-8"
         return text.encode(encoding, "replace").decode(encoding)
+
+
+class QuietConsole(Console):
+    """For the processes of a run that do not speak: rank 0 does."""
+
+    def __init__(self) -> None:
+        super().__init__(stream=io.StringIO())
+
+    def open_log(self, path: Path, *, offset: int | None = None) -> bool:
+        return True
+
+    def _record(self, text: str) -> None:
+        pass
+
+    def _show(self, action: Callable[[_Display], None]) -> None:
+        pass
 
 
 class Progress:

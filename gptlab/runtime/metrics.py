@@ -69,6 +69,19 @@ class MetricsLog:
         self.close()
 
 
+class NoMetricsLog(MetricsLog):
+    """For the processes of a run that do not write: rank 0 does."""
+
+    def __init__(self) -> None:
+        pass
+
+    def write(self, kind: Kind, /, **fields: object) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
 def read_metrics(path: Path) -> list[dict[str, object]]:
     """Every line of a metrics file. A torn last line, as a killed run leaves it, is left out.
 

@@ -90,6 +90,8 @@ class Recorder:
     off_clock: OffClock
     saver: BackgroundSaver | None = None
     """None: training waits for every save."""
+    writes: bool = True
+    """Not on ranks other than 0, which only remember that it did: what is due next must be the same for all."""
     unscheduled_steps: set[int] = field(default_factory=set)
     """Of checkpoints that a signal asked for, as far as this process knows."""
     _save: _Save | None = None
@@ -210,6 +212,8 @@ class Recorder:
             state.saved = state.mark()  # also where it fails: the next try is due with the next checkpoint
             if state.evaluated is not None and state.val_loss is not None and state.evaluated.step == state.step:
                 state.best_saved = better(state.best_saved, Best(state.step, state.val_loss))
+        if not self.writes:
+            return
         saver = self.saver
         if saver is not None and (not saver.ready or not scheduled or self.finish.reached(state)):
             saver = None
@@ -328,6 +332,8 @@ class Recorder:
     def rewind(self, checkpoint: Checkpoint | None) -> None:
         """Cut metrics.jsonl and log.txt to what they were at a checkpoint (None: at the start), its own line included
         if it was scheduled: a run that was never stopped has that line, and none for one that a signal asked for."""
+        if not self.writes:
+            return
         if checkpoint is None:
             self.metrics.truncate(0)
             self.console.open_log(self.run.log_path, offset=0)
@@ -363,7 +369,8 @@ class Recorder:
     def finish_run(self, state: TrainState) -> dict[str, Any]:
         """Write summary.json and the closing block."""
         summary = self.summary(state)
-        write_json_atomic(self.run.summary_path, summary | self.details(state))
+        if self.writes:
+            write_json_atomic(self.run.summary_path, summary | self.details(state))
         show_closing_block(summary, self.console)
         return summary
 

@@ -150,8 +150,16 @@ class TrainState:
         return {name: getattr(self, name) for name in ("evaluated", "core_measured", "sampled", "saved")}
 
 
-def build_state(config: RunConfig, rows: RowSource, *, device: torch.device, compute_dtype: torch.dtype) -> TrainState:
-    """A run that has not begun: weights as initialised, moments at zero, the loader at the first row."""
+def build_state(
+    config: RunConfig,
+    rows: RowSource,
+    *,
+    device: torch.device,
+    compute_dtype: torch.dtype,
+    rank: int = 0,
+    world_size: int = 1,
+) -> TrainState:
+    """A run that has not begun: weights as initialised, moments at zero, the loader at the rank's first rows."""
     model = build_model(config.model, device=device, compute_dtype=compute_dtype, seed=config.seed)
     roles = parameter_roles(model)
     optimizer = build_optimizer(
@@ -161,8 +169,9 @@ def build_state(config: RunConfig, rows: RowSource, *, device: torch.device, com
         row_splits=fused_rows(model),
     )
     loader = Loader(
-        rows, micro_sequences=config.batch.micro_sequences, micro_batches=config.micro_batches, device=device
-    )
+        rows, micro_sequences=config.batch.micro_sequences, micro_batches=config.micro_batches, device=device,
+        rank=rank, world_size=world_size,
+    )  # fmt: skip
     scaler = torch.amp.GradScaler(device.type, enabled=compute_dtype == torch.float16)
     return TrainState(model, optimizer, loader, scaler, device)
 

@@ -16,6 +16,7 @@ from gptlab.optim.clip import clip_gradients
 from gptlab.optim.schedule import lr_scale, muon_momentum, weight_decay_scale
 from gptlab.runtime.rng import fold_seed
 from gptlab.train.faults import Fault
+from gptlab.train.gradient_sum import GradientSum
 from gptlab.train.state import TrainState
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
@@ -31,8 +32,11 @@ class Update:
     """Before clipping. Not finite where float16 overflowed and the update was left out."""
 
 
-def gradients(state: TrainState, batch: StepBatch, loss_sum: LossFunction, config: RunConfig) -> Tensor:
-    """Add up the gradients of all micro-batches; returns the mean loss over every counted target of the step.
+def gradients(
+    state: TrainState, batch: StepBatch, loss_sum: LossFunction, config: RunConfig, sums: GradientSum | None = None
+) -> Tensor:
+    """Add up the gradients of all micro-batches, with `sums` those of all ranks; returns the mean loss over every
+    counted target of the step.
 
     Sums divided by the global count, so the loss and its gradient do not depend on how the step is cut.
     """
@@ -42,8 +46,12 @@ def gradients(state: TrainState, batch: StepBatch, loss_sum: LossFunction, confi
         if config.model.dropout > 0:
             torch.manual_seed(fold_seed(config.seed, batch.step, index))
         loss = loss_sum(tokens, targets)
+        if sums is not None and index == batch.micro_indices[-1]:
+            sums.begin()
         state.scaler.scale(loss / batch.target_tokens).backward()
         total = total.to(loss.device) + loss.detach()
+    if sums is not None:
+        total = sums.finish(total.to(state.device))
     return total / batch.target_tokens
 
 
