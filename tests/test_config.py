@@ -10,6 +10,7 @@ import pytest
 
 from gptlab.config.data import DataConfig, TokenizerConfig
 from gptlab.config.errors import ConfigError, UserError, nearest_name
+from gptlab.config.faults import FaultsConfig
 from gptlab.config.horizon import Horizon
 from gptlab.config.model import ModelConfig
 from gptlab.config.optim import AdamWConfig, MuonConfig, OptimConfig, ScheduleConfig
@@ -50,6 +51,10 @@ IMPOSSIBLE: list[tuple[Callable[[], object], str, str]] = [
     (lambda: RuntimeConfig(device="gpu"), "runtime.device", "nearest valid: cpu"),
     (lambda: RuntimeConfig(device="cpu:1"), "runtime.device", "nearest valid: cpu"),
     (lambda: RuntimeConfig(device="cuda:x"), "runtime.device", "nearest valid: cuda"),
+    (lambda: FaultsConfig(max_skipped_in_a_row=-1), "faults.max_skipped_in_a_row", "nearest valid: 0"),
+    (lambda: FaultsConfig(spike_factor=1.0), "faults.spike_factor", "nearest valid: 2.0"),
+    (lambda: FaultsConfig(spike_window=0), "faults.spike_window", "greater than zero"),
+    (lambda: RunConfig(faults=FaultsConfig(spike_factor=2.0)), "faults.spike_factor", "checkpoint.every_steps"),
     (lambda: RunConfig(seed=-1), "seed", "between 0 and"),
     (lambda: RunConfig(batch=BatchConfig(total_tokens=30_000)), "batch.total_tokens", "nearest valid: 32768"),
 ]

@@ -202,10 +202,10 @@ def test_no_stdout_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_what_was_shown_before_the_log_was_there_is_in_it(tmp_path: Path) -> None:
     console = Console(stream=io.StringIO())
     console.line("sizing")
-    assert console.log_offset() == 0
+    assert console.log_position() == 0
     console.open_log(tmp_path / "log.txt")
     console.line("training")
-    assert console.log_offset() == len("sizing\ntraining\n")
+    assert console.log_position() == len("sizing\ntraining\n")
     console.close()
     assert (tmp_path / "log.txt").read_text() == "sizing\ntraining\n"
 
@@ -213,7 +213,7 @@ def test_what_was_shown_before_the_log_was_there_is_in_it(tmp_path: Path) -> Non
 def test_the_log_is_cut_at_resume(tmp_path: Path) -> None:
     with Console(tmp_path / "log.txt", stream=io.StringIO()) as console:
         console.line("step 1")
-        offset = console.log_offset()
+        offset = console.log_position()
         console.line("step 2, lost")
     console = Console(stream=io.StringIO())
     console.line("resuming")

@@ -76,7 +76,7 @@ def test_cut_at_resume_equals_a_run_that_never_stopped(tmp_path: Path) -> None:
         train(log, range(10))
     with MetricsLog(tmp_path / "killed") as log:
         train(log, range(6))
-        offset = log.offset()
+        offset = log.position()
         train(log, range(6, 9))
     with (tmp_path / "killed").open("ab") as file:
         file.write(b'{"kind": "train", "step": 9, "lo')  # torn by the kill
@@ -88,7 +88,7 @@ def test_cut_at_resume_equals_a_run_that_never_stopped(tmp_path: Path) -> None:
 
 def test_resume_from_a_checkpoint_before_the_first_line(tmp_path: Path) -> None:
     with MetricsLog(tmp_path / "m") as log:
-        offset = log.offset()
+        offset = log.position()
         log.write("train", step=0)
         assert log.truncate(offset)
         log.write("eval", step=0)
@@ -109,12 +109,12 @@ def test_a_torn_last_line_never_grows_into_the_next(torn: bytes, tmp_path: Path)
 def test_a_file_that_is_not_the_one_is_told(tmp_path: Path) -> None:
     with MetricsLog(tmp_path / "m") as log:
         log.write("train", step=0)
-        length = log.offset()
+        length = log.position()
         log.write("train", step=1)
         assert not log.truncate(length + 1)  # inside a line
-        assert log.offset() == length
+        assert log.position() == length
         assert not log.truncate(10**6)  # beyond the end
-        assert log.offset() == length
+        assert log.position() == length
         assert log.truncate(length)
 
 
@@ -158,11 +158,11 @@ def test_a_full_disk_delays_lines_and_loses_none(tmp_path: Path) -> None:
     file.write("third")
     assert (tmp_path / "log").read_text() == "first\n"  # nothing half-written
     with pytest.raises(UserError, match="No space left"):
-        file.offset()
+        file.position()
     disk.room = 10**6
     file.write("fourth")
     assert (tmp_path / "log").read_text() == "first\nsecond\nthird\nfourth\n"
-    assert file.offset() == 26
+    assert file.position() == 26
     disk.room = 0
     file.write("fifth")
     with pytest.raises(UserError, match="No space left"):
@@ -174,7 +174,7 @@ def test_dev_full_is_a_full_disk() -> None:
     file = AppendFile(Path("/dev/full"))
     file.write("line")
     with pytest.raises(UserError, match="No space left"):
-        file.offset()
+        file.position()
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="POSIX")

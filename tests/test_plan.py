@@ -77,7 +77,11 @@ def test_memory_by_hand() -> None:
     memory = count_memory(model, config)
     assert memory.weights == memory.gradients == 4 * weights
     assert memory.optimizer == 8 * weights + 4 * len(list(model.parameters()))
-    assert memory.total == memory.weights + memory.gradients + memory.optimizer + memory.activations
+    assert memory.snapshot == memory.weights + memory.optimizer
+    assert memory.device_total == memory.weights + memory.gradients + memory.optimizer + memory.activations
+    assert memory.total == memory.device_total + memory.snapshot
+    for changes in ({"checkpoint__background": False}, {"eval__only": True}):
+        assert count_memory(model, tiny(**changes)).snapshot == 0
     assert count_memory(model, tiny()).optimizer < memory.optimizer  # Muon keeps one moment a weight, not two.
 
 

@@ -263,6 +263,7 @@ PARTS = {
     "step": entry("step", 0),
     "train_seconds": entry("train_seconds", 0.0),
     "loss_ema": entry("loss_ema", {"sum": 0.0, "count": 0}),
+    "faults": entry("faults", {"skipped": 0, "skipped_in_a_row": 0, "rewinds": 0, "good_step": None, "losses": []}),
     "loader": entry("loader", {"next_step": 0}),
     "optimizer": entry("optimizer", {}),
     "metrics_bytes": entry("metrics_bytes", 0),
@@ -284,7 +285,9 @@ PARTS = {
 def everything(folder: Path) -> dict[str, Any]:
     """What makes a run come to use each saved part."""
     bundle = write_bundle(folder / "bundle")
-    return {"model__dropout": 0.0, "eval__core_every_steps": 6, "eval__core_dir": bundle}
+    return {
+        "model__dropout": 0.0, "eval__core_every_steps": 6, "eval__core_dir": bundle, "faults__spike_factor": 50.0,
+    }  # fmt: skip
 
 
 @pytest.fixture(scope="module")

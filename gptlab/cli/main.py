@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
         sys.stdout.flush()  # A reader that has gone away shows here, not at interpreter exit.
         return code
     except UserError as error:
-        print(f"gptlab: error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"gptlab: error: {_rank()}{' '.join(str(error).split())}", file=sys.stderr)
         return EXIT_USAGE
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
@@ -74,6 +74,12 @@ def main(argv: Sequence[str]) -> int:
         return EXIT_BROKEN_PIPE
     except SystemExit as end:  # How tyro ends after printing --help.
         return end.code if isinstance(end.code, int) else int(end.code is not None)
+
+
+def _rank() -> str:
+    """Which process speaks, where torchrun started several; rank 0 speaks for all."""
+    rank = os.environ.get("RANK", "0")
+    return "" if rank == "0" else f"rank {rank}: "
 
 
 def _dispatch(argv: list[str]) -> int:

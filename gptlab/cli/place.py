@@ -12,8 +12,11 @@ from gptlab.config.run import RunConfig
 from gptlab.config.scaling import Machine
 from gptlab.runtime.allocator import keep_freed_memory
 from gptlab.runtime.device import resolve_device, resolve_dtype
+from gptlab.runtime.distributed import World
 from gptlab.runtime.peak import Peak, peak_flops_per_second
 from gptlab.runtime.threads import set_threads
+
+_ALONE = World()
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,23 +29,29 @@ class Place:
     peak: Peak
 
 
-def place_of(config: RunConfig) -> Place:
+def place_of(config: RunConfig, world: World = _ALONE) -> Place:
     """The place that a configuration asks for. UserError where this machine does not have it."""
     runtime = config.runtime
-    return _place(runtime.device, runtime.dtype, runtime.threads)
+    return _place(runtime.device, runtime.dtype, runtime.threads, _local_rank(world))
 
 
-def machine_for(request: RunRequest) -> Machine:
+def machine_for(request: RunRequest, world: World = _ALONE) -> Machine:
     """What a recipe may know of the place that a request names, before there is a configuration."""
     asked = {name.removeprefix("runtime."): value for name, value in request.overrides.items()}
-    place = _place(str(asked.get("device", "auto")), str(asked.get("dtype", "auto")), asked.get("threads"))
+    place = _place(
+        str(asked.get("device", "auto")), str(asked.get("dtype", "auto")), asked.get("threads"), _local_rank(world)
+    )
     return Machine(device=str(place.device), matmul_flops_per_second=place.peak.flops_per_second)
 
 
+def _local_rank(world: World) -> int | None:
+    return None if world.size == 1 else world.local_rank
+
+
 @functools.cache
-def _place(device_name: str, dtype_name: str, threads: int | None) -> Place:
+def _place(device_name: str, dtype_name: str, threads: int | None, local_rank: int | None) -> Place:
     # Cached: a recipe that sizes itself and the run that follows need the same half second of measurement.
-    device = resolve_device(device_name)
+    device = resolve_device(device_name, local_rank)
     dtype = resolve_dtype(dtype_name, device)
     if device.type == "cpu":
         keep_freed_memory()

@@ -39,6 +39,8 @@ class Plan:
     peak: Peak
     steps: int | None
     """None: a horizon in seconds on a machine whose peak is unknown."""
+    memory_is_shared: bool
+    """Whether the device computes in the host's memory."""
     seconds: float | None
     """On the training clock, at EXPECTED_MFU of the peak. None: the peak is unknown."""
 
@@ -47,13 +49,13 @@ def main(argv: list[str]) -> int:
     request = read_request(argv, RunArguments, prog="gptlab plan", description=DESCRIPTION)
     config = request.config(functools.partial(machine_for, request))
     place = place_of(config)
-    plan = make_plan(config, dtype=place.dtype, peak=place.peak)
+    plan = make_plan(config, dtype=place.dtype, peak=place.peak, memory_is_shared=place.device.type != "cuda")
     label = f"{device_name(place.device)} ({place.device})"
     print(describe(plan, device_memory=_device_memory(place.device), device_label=label))
     return 0
 
 
-def make_plan(config: RunConfig, *, dtype: torch.dtype, peak: Peak) -> Plan:
+def make_plan(config: RunConfig, *, dtype: torch.dtype, peak: Peak, memory_is_shared: bool = True) -> Plan:
     """Count everything for one device. Raises ConfigError when the horizon is shorter than one step."""
     vocab_size, vocab_source = assumed_vocab_size(config)
     config = replace(config, model=replace(config.model, vocab_size=vocab_size))
@@ -80,6 +82,7 @@ def make_plan(config: RunConfig, *, dtype: torch.dtype, peak: Peak) -> Plan:
         memory=count_memory(model, config),
         peak=peak,
         steps=steps,
+        memory_is_shared=memory_is_shared,
         seconds=config.horizon.amount if config.horizon.unit == "seconds" else seconds,
     )
 
@@ -103,6 +106,7 @@ def assumed_vocab_size(config: RunConfig) -> tuple[int, str]:
 def describe(plan: Plan, *, device_memory: int | None = None, device_label: str = "") -> str:
     """The plan as text, one fact a line, units named."""
     config, model = plan.config, plan.config.model
+    memory = plan.memory.total if plan.memory_is_shared else plan.memory.device_total
     rows = [
         ("recipe", config.recipe),
         ("model", model_text(model)),
@@ -115,12 +119,13 @@ def describe(plan: Plan, *, device_memory: int | None = None, device_label: str 
         ("step", step_text(config)),
         ("horizon", str(config.horizon)),
         *_length(plan),
-        ("memory", _bytes(plan.memory.total) + _fits(plan.memory.total, device_memory)),
+        ("memory", _bytes(memory) + _fits(memory, device_memory)),
         ("  weights", f"{_bytes(plan.memory.weights)} float{64 if plan.dtype == torch.float64 else 32}"),
         ("  gradients", _bytes(plan.memory.gradients)),
         ("  optimizer", f"{_bytes(plan.memory.optimizer)} of moments"),
         ("  activations", f"{_bytes(plan.memory.activations)} kept for the backward pass of a micro-batch in "
                           f"{str(plan.dtype).removeprefix('torch.')}; torch.compile keeps less"),
+        ("  snapshot", _snapshot(plan)),
         ("device", device_label),
         ("peak", _peak(plan.peak)),
         ("time", _time(plan)),
@@ -152,6 +157,13 @@ def _length(plan: Plan) -> list[tuple[str, str]]:
         ("tokens", f"{about}{tokens:,} ({tokens / plan.parameters.scaling:.3g} per matrix and head parameter)"),
         ("FLOPs", f"{about}{tokens * plan.flops.total:.3g}"),
     ]
+
+
+def _snapshot(plan: Plan) -> str:
+    if not plan.memory.snapshot:
+        return ""
+    where = "" if plan.memory_is_shared else " of host memory, not counted above"
+    return f"{_bytes(plan.memory.snapshot)}{where}: weights and moments as of the step that is being saved"
 
 
 def _fits(need: int, there: int | None) -> str:

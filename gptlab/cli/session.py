@@ -30,12 +30,15 @@ from gptlab.model.pretrained import Pretrained, find_pretrained, require_fits
 from gptlab.runtime.code_snapshot import CodeSnapshot
 from gptlab.runtime.console import Console
 from gptlab.runtime.device import cuda_version, device_name
-from gptlab.runtime.metrics import MetricsLog
+from gptlab.runtime.distributed import Group
+from gptlab.runtime.metrics import MetricsLog, NoMetricsLog
 from gptlab.runtime.provenance import RESUME_FACTS, Evidence, provenance
 from gptlab.runtime.rng import seed_everything
-from gptlab.runtime.run_directory import RunDirectory, default_run_path
+from gptlab.runtime.run_directory import RunDirectory, Status, default_run_path
+from gptlab.train.background_save import BackgroundSaver
 from gptlab.train.checkpoint import Checkpoint
 from gptlab.train.compilation import Kernels, keep_compiled, make_kernels, warm_up
+from gptlab.train.gradient_sum import GradientSum
 from gptlab.train.horizon import Finish
 from gptlab.train.loop import Work, fit
 from gptlab.train.recorder import OffClock, Recorder
@@ -73,23 +76,33 @@ class Session:
             data_fingerprint=self.data.fingerprint,
             tokenizer_fingerprint=self.data.tokenizer.fingerprint,
             cuda_version=cuda_version(),
+            world_size=self.work.group.size,
             from_run=from_run,
         )
         return record | ({} if self.start is None else {"init_from_fingerprint": self.start.fingerprint})
 
 
-def open_session(config: RunConfig, place: Place, console: Console, *, restored: bool = False) -> Session:
+def open_session(
+    config: RunConfig, place: Place, console: Console, *, restored: bool = False, group: Group | None = None
+) -> Session:
     """Prepare the data and build the run. UserError for whatever makes it impossible; nothing of it is written yet.
 
-    `restored`: a checkpoint will bring the weights, so that those of `init_from` are not needed.
+    `restored`: a checkpoint will bring the weights, so that those of `init_from` are not needed. `group`: the processes
+    that train together; rank 0 prepares the data, and the others find it prepared (or, where they do not see rank 0's
+    cache, prepare it once a machine).
     """
+    group = group or Group()
     pretrained = None if restored or config.init_from is None else find_pretrained(config.init_from)
     if pretrained is not None:
         require_fits(config.model, pretrained.model, pretrained.name)
     keep_compiled(cache_root(config.data.cache_dir) / "compile")
     seed_everything(config.seed, place.device)
     bundle = _core_bundle(config, console)
+    if not group.is_main:
+        group.barrier("data prepared")
     data = prepare(config.data, config.tokenizer, console=console)
+    if group.is_main:
+        group.barrier("data prepared")
     tokenizer = data.tokenizer
     if pretrained is not None:
         _require_tokenizer(tokenizer, pretrained, console)
@@ -107,8 +120,11 @@ def open_session(config: RunConfig, place: Place, console: Console, *, restored:
     if config.eval.train_tokens is not None:
         of_training = validation_rows(data.train, seq_len, tokenizer.bos_id, config.eval.train_tokens)
 
-    state = build_state(config, rows, device=place.device, compute_dtype=place.dtype)
+    state = build_state(
+        config, rows, device=place.device, compute_dtype=place.dtype, rank=group.rank, world_size=group.size
+    )
     model = state.model
+    sums = GradientSum(model.parameters(), group) if group.size > 1 else None
     start = None if pretrained is None else load_start_weights(model, pretrained, console.warn)
     counts, flops = parameter_counts(model), flops_per_token(model)
     finish = Finish.of(
@@ -123,7 +139,7 @@ def open_session(config: RunConfig, place: Place, console: Console, *, restored:
     def measure(rows: RowSource) -> Evaluation:
         return evaluate(
             kernels.logits, rows, tokenizer.token_bytes,
-            device=place.device, micro_sequences=eval_sequences, module=model,
+            device=place.device, micro_sequences=eval_sequences, module=model, group=group,
         )  # fmt: skip
 
     def validate() -> Evaluation:
@@ -131,6 +147,8 @@ def open_session(config: RunConfig, place: Place, console: Console, *, restored:
         return replace(measure(held_out), train_loss=train_loss)
 
     def sample(prompt: str) -> str:
+        if not group.is_main:
+            return prompt
         wanted = config.sample
         pieces = sample_text(
             model, tokenizer, prompt,
@@ -143,9 +161,9 @@ def open_session(config: RunConfig, place: Place, console: Console, *, restored:
         tasks = encode_tasks(read_tasks(bundle, config.eval.core_examples), tokenizer, seq_len)
         core = partial(
             measure_core, gpt_logits(model), tasks,
-            device=place.device, max_pass_tokens=config.eval_sequences * seq_len, module=model,
+            device=place.device, max_pass_tokens=config.eval_sequences * seq_len, module=model, group=group,
         )  # fmt: skip
-    work = Work(kernels.loss_sum, validate, sample, core)
+    work = Work(kernels.loss_sum, validate, sample, core, group, sums)
     return Session(config, place, data, state, kernels, work, finish, counts, flops, eval_sequences, start)
 
 
@@ -217,21 +235,30 @@ def train(
     before_first_step: Callable[[], None] = lambda: None,
 ) -> tuple[Literal["finished", "preempted"], dict[str, object]]:
     """Run the session in its folder, whose lock the caller holds, from the start or from a checkpoint of it. Returns
-    how it ended, and the closing numbers."""
-    config, state = session.config, session.state
-    with MetricsLog(run.metrics_path) as metrics, state.loader:
+    how it ended, and the closing numbers. Of several processes only rank 0 writes."""
+    config, state, group = session.config, session.state, session.work.group
+    peak = session.place.peak.flops_per_second
+    log = MetricsLog(run.metrics_path) if group.is_main else NoMetricsLog()
+    with log as metrics, state.loader, BackgroundSaver(state.device) as saver:
         record = Recorder(
             config, session.finish, run, console, metrics,
-            Throughput(session.flops.total, session.place.peak.flops_per_second), session.counts.total, off_clock,
+            Throughput(session.flops.total, None if peak is None else peak * group.size), session.counts.total,
+            off_clock, saver if config.checkpoint.background and group.is_main else None, writes=group.is_main,
         )  # fmt: skip
+
+        def set_status(status: Status) -> None:
+            if group.is_main:
+                run.set_status(status)
+
         try:
-            run.set_status("running")
+            set_status("running")
             if session.kernels.compiled:
                 console.line("compiling: longest the first time, from the cache after that")
             off_clock.compile_seconds = warm_up(state, session.kernels, config, session.eval_sequences)
             if checkpoint is not None:
                 state.restore(checkpoint.model, checkpoint.optimizer, checkpoint.state)
             record.rewind(checkpoint)
+            record.reserve(state)
             off_clock.startup_seconds = time.perf_counter() - off_clock.started - off_clock.compile_seconds
             console.line(
                 f"run folder {run.path} | start-up {off_clock.startup_seconds:.1f}s"
@@ -239,12 +266,15 @@ def train(
             )
             if checkpoint is not None:
                 off_clock.add_earlier(checkpoint.state["off_clock"])
+            group.barrier("first step")
             before_first_step()
+            group.start_collectives(session.place.device, timeout_seconds=config.runtime.process_timeout_seconds)
             ended = fit(config, session.finish, state, session.work, record)
             summary = record.finish_run(state) if ended == "finished" else {}
         except BaseException:
+            record.abandon(state)
             with suppress(UserError):  # a disk that refuses this too must not hide what went wrong
-                run.set_status("failed")
+                set_status("failed")
             raise
-        run.set_status(ended)
+        set_status(ended)
         return ended, summary

@@ -21,11 +21,14 @@ from gptlab.config.scaling import Machine
 if TYPE_CHECKING:
     from gptlab.cli.session import Session
     from gptlab.runtime.console import Console
-    from gptlab.runtime.run_directory import RunDirectory
+    from gptlab.runtime.distributed import Group
+    from gptlab.runtime.liveness import Failure
+    from gptlab.runtime.run_directory import RunDirectory, Status
     from gptlab.train.checkpoint import Checkpoint
     from gptlab.train.early_stop import EarlyStop
 
 DESCRIPTION = "Train a GPT, or go on with a run."
+EXIT_USAGE = 2
 EXIT_TRAINING_FAILED = 3
 EXIT_PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: try again later
 
@@ -46,6 +49,8 @@ def main(argv: list[str]) -> int:
     if request.list_recipes:
         print(recipe_list())
         return 0
+    from gptlab.runtime.distributed import World
+    from gptlab.runtime.liveness import PeerFailed
     from gptlab.train.early_stop import StoppedEarly
 
     try:
@@ -53,6 +58,10 @@ def main(argv: list[str]) -> int:
     except StoppedEarly as stop:
         print(_stopped_early(str(stop), None))
         return EXIT_PREEMPTED
+    except PeerFailed as failed:
+        if not failed.failure.said_by_itself:
+            print(f"gptlab: error: rank {World.from_environment().rank}: {failed}", file=sys.stderr)
+        return failed.failure.exit_code
 
 
 def run(
@@ -65,7 +74,8 @@ def run(
     """Train a configuration, go on with the run in `resume`, or train that of `from_run` anew in a folder of its own,
     with `overrides` ({dotted field: value}) put in.
 
-    Errors are raised: UserError, TrainingFailed; StoppedEarly, a KeyboardInterrupt, for a signal before there is a run.
+    Errors are raised: UserError, TrainingFailed; StoppedEarly, a KeyboardInterrupt, for a signal before there is a run;
+    PeerFailed where one of several processes is lost.
     """
     if [config, resume, from_run].count(None) != 2:
         raise UserError("give one of: a configuration to train, a run to resume, a run to train anew (from_run)")
@@ -85,27 +95,45 @@ class _Start:
 
     config: RunConfig | None = None
     run: RunDirectory | None = None
+    is_main: bool = True
+    """Whether this process writes to the run folder and the console."""
+
+    def set_status(self, status: Status) -> None:
+        if self.is_main and self.run is not None:
+            with suppress(UserError):
+                self.run.set_status(status)
 
 
 def _train(
     request: RunRequest, argv: Sequence[str], started: float, *, config: RunConfig | None = None, catch: bool = True
 ) -> Result:
-    from gptlab.runtime.console import Console
+    from gptlab.runtime.console import Console, QuietConsole
+    from gptlab.runtime.distributed import World, join
+    from gptlab.runtime.liveness import PeerFailed
     from gptlab.runtime.out_of_memory import ran_out_of_memory, what_to_lower
     from gptlab.train.early_stop import EarlyStop, StoppedEarly
 
-    start = _Start(config)
+    world = World.from_environment()
+    start = _Start(config, is_main=world.is_main)
     # A process that only trains may be ended from outside of its main thread; somebody's Python program may not.
-    with EarlyStop(functools.partial(_end_now, start) if catch else None) as early, Console() as console:
+    with (
+        EarlyStop(functools.partial(_end_now, start) if catch else None) as early,
+        Console() if world.is_main else QuietConsole() as console,
+    ):
         try:
-            with ExitStack() as held:
-                return _prepare_and_train(request, argv, started, start, console, held, early, catch=catch)
+            with join(world, _exit_code) as group, ExitStack() as held:
+                group.when_lost(functools.partial(_note_lost, start))
+                return _prepare_and_train(request, argv, started, start, console, held, early, group, catch=catch)
+        except PeerFailed as failed:
+            start.set_status("preempted" if failed.failure.exit_code == EXIT_PREEMPTED else "failed")
+            if not failed.failure.said_by_itself and start.run is not None:
+                console.warn(f"training failed: {failed}; {_what_stands(start.run)}")
+            raise
         except BaseException as error:
             if early.signal_name is not None:  # whatever a library made of the exception that the signal raised
                 if start.run is None:
                     raise StoppedEarly(early.signal_name) from None
-                with suppress(UserError):
-                    start.run.set_status("preempted")
+                start.set_status("preempted")
                 console.line(_stopped_early(early.signal_name, start.run))
                 return Result(EXIT_PREEMPTED, start.run.path, {})
             if ran_out_of_memory(error) and start.config is not None:
@@ -122,6 +150,7 @@ def _prepare_and_train(
     console: Console,
     held: ExitStack,
     early: EarlyStop,
+    group: Group,
     *,
     catch: bool,
 ) -> Result:
@@ -130,46 +159,54 @@ def _prepare_and_train(
     evidence_taker = EvidenceTaker()  # before torch is imported, which takes longer
     from gptlab.cli.place import machine_for, place_of
     from gptlab.cli.repeat import repeated_config, what_differs
+    from gptlab.cli.same_run import require_same_run, shared_machine
     from gptlab.cli.session import make_run_directory, open_session, record_resume, train
     from gptlab.runtime.run_directory import RunDirectory
-    from gptlab.train.recorder import OffClock, show_closing_block
+    from gptlab.train.agreement import same_checkpoint
+    from gptlab.train.closing_block import show_closing_block
+    from gptlab.train.recorder import OffClock
     from gptlab.train.watchdog import TrainingFailed
 
     origin = checkpoint = None
     if request.resume is not None:
         start.config, run = _stored(request)
-        held.enter_context(run.lock())
+        if group.is_main:
+            held.enter_context(run.lock())
         _require_trained(run)
-        if summary := _finished(run):
+        if summary := group.broadcast("finished", _finished(run)):
             console.line(f"{run.path} is finished: there is nothing left to train")
             show_closing_block(summary, console)
             return Result(0, run.path, summary)
         start.run = run
-        checkpoint = _checkpoint(run, console)
+        newest = functools.partial(_newest_checkpoint, run, console)
+        checkpoint = same_checkpoint(newest, run.checkpoints_path, group)
         start.config = _with_own_tokenizer(start.config, run)
     if request.from_run is not None:
         origin = RunDirectory.open(Path(request.from_run))
         _require_trained(origin)
         start.config = repeated_config(request, origin)
     if start.config is None:
-        start.config = request.config(functools.partial(machine_for, request))
-    if start.run is None and start.config.run_dir is not None:
+        start.config = shared_machine(request.config, functools.partial(machine_for, request, group.world), group)
+    if group.is_main and start.run is None and start.config.run_dir is not None:
         RunDirectory(Path(start.config.run_dir)).require_free()  # said now, not after the data is prepared
-    session = open_session(start.config, place_of(start.config), console, restored=checkpoint is not None)
+    place = place_of(start.config, group.world)
+    session = open_session(start.config, place, console, restored=checkpoint is not None, group=group)
     if start.run is not None:
         _require_same_start(start.run, session)
     evidence = evidence_taker.result()
     facts = session.provenance(argv, evidence.code, request.from_run)
+    require_same_run(session.config, facts, group)
     if recorded := start.run or origin:
         asked = {} if origin is None else request.overrides
         for line in what_differs(recorded, facts, asked):
             console.warn(line)
     describe(session, console)
-    if start.run is None:
+    if group.is_main and start.run is None:
         start.run = make_run_directory(session, facts, evidence)
         held.enter_context(start.run.lock())
-    else:
+    elif group.is_main and start.run is not None:
         record_resume(start.run, facts, evidence)
+    start.run = RunDirectory(Path(group.broadcast("run folder", start.run and str(start.run.path))))
     try:
         ended, summary = train(
             session, start.run, checkpoint, console, OffClock(started), before_first_step=early.preparation_is_over
@@ -191,13 +228,23 @@ def _stopped_early(signal_name: str, run: RunDirectory | None) -> str:
 def _end_now(start: _Start, signal_name: str) -> None:
     """End the process from another thread, its main thread being deep inside a library. Whatever is half-made in the
     cache is never trusted, and removed by the next process."""
-    if start.run is not None:
-        with suppress(UserError):
-            start.run.set_status("preempted")
+    start.set_status("preempted")
     show_cursor = "\x1b[?25h" * sys.stdout.isatty()  # which a progress bar hides
     with suppress(OSError):
         os.write(sys.stdout.fileno(), f"{show_cursor}{_stopped_early(signal_name, start.run)}\n".encode())
     os._exit(EXIT_PREEMPTED)
+
+
+def _note_lost(start: _Start, failure: Failure) -> None:
+    """Before a process ends from another thread, since one of the others is lost."""
+    start.set_status("preempted" if failure.exit_code == EXIT_PREEMPTED else "failed")
+
+
+def _exit_code(error: BaseException) -> int:
+    """What an error will make of this process, for the others to end alike."""
+    if isinstance(error, UserError):
+        return EXIT_USAGE
+    return EXIT_PREEMPTED if isinstance(error, KeyboardInterrupt) else 1
 
 
 def _stored(request: RunRequest) -> tuple[RunConfig, RunDirectory]:
@@ -217,7 +264,7 @@ def _stored(request: RunRequest) -> tuple[RunConfig, RunDirectory]:
 def _finished(run_directory: RunDirectory) -> dict[str, object]:
     """The closing numbers of a run that is at its end; empty for any other."""
     from gptlab.runtime.strict_json import read_json_object
-    from gptlab.train.recorder import closing_numbers
+    from gptlab.train.closing_block import closing_numbers
 
     try:
         if run_directory.read_provenance().get("status") == "finished":
@@ -227,7 +274,7 @@ def _finished(run_directory: RunDirectory) -> dict[str, object]:
     return {}
 
 
-def _checkpoint(run_directory: RunDirectory, console: Console) -> Checkpoint | None:
+def _newest_checkpoint(run_directory: RunDirectory, console: Console) -> Checkpoint | None:
     """The newest intact checkpoint; None where the run ended before its first one, and so goes on from its start."""
     from gptlab.runtime.metrics import read_metrics
     from gptlab.train.checkpoint import list_checkpoints, load_newest

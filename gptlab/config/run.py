@@ -7,6 +7,7 @@ from typing import Literal, get_args
 
 from gptlab.config.data import DataConfig, TokenizerConfig
 from gptlab.config.errors import ConfigError, require, require_choice, require_positive
+from gptlab.config.faults import FaultsConfig
 from gptlab.config.horizon import Horizon
 from gptlab.config.model import ModelConfig
 from gptlab.config.optim import OptimConfig, ScheduleConfig
@@ -94,8 +95,12 @@ class CheckpointConfig:
     """Keep the checkpoint with the lowest validation loss."""
     save_best: bool = False
     """Save whenever a validation is the best so far (nanoGPT)."""
+    background: bool = True
+    """Save while training goes on, from a copy of the state in host memory. False: training waits for every save. The
+    last checkpoint, and one that a signal asks for, are always waited for."""
     on_failure: OnSaveFailure = "stop"
-    """When a save fails (disk full): stop with a clear error | continue with a warning. Older ones stay either way."""
+    """When a save fails (disk full): stop with a clear error | continue with a warning. Older ones stay either way. Of
+    a save in the background it is known with the next step."""
 
     def __post_init__(self) -> None:
         for name in ("every_steps", "every_seconds", "keep_last", "keep_every_steps"):
@@ -117,6 +122,9 @@ class RuntimeConfig:
     """Write a training line every so many steps."""
     max_loss: float = 100.0
     """A training loss above this (nats/token) ends the run with exit code 3 (seed 3: 100)."""
+    process_timeout_seconds: float = 600.0
+    """With several processes: one that keeps the others waiting for so long is taken for lost, and the run ends with
+    exit code 3. More than the slowest save or sample takes, which rank 0 does while the others wait."""
 
     def __post_init__(self) -> None:
         kinds = ("auto", "cpu", "cuda", "mps")
@@ -129,6 +137,7 @@ class RuntimeConfig:
         require_positive("runtime.threads", self.threads)
         require_positive("runtime.log_every_steps", self.log_every_steps)
         require_positive("runtime.max_loss", self.max_loss)
+        require_positive("runtime.process_timeout_seconds", self.process_timeout_seconds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,6 +161,7 @@ class RunConfig:
     eval: EvalConfig = field(default_factory=EvalConfig)
     sample: SampleConfig = field(default_factory=SampleConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    faults: FaultsConfig = field(default_factory=FaultsConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
 
     def __post_init__(self) -> None:
@@ -165,6 +175,13 @@ class RunConfig:
                 f"must be a multiple of micro_sequences * seq_len = {self.batch.micro_sequences} * "
                 f"{self.model.seq_len} = {micro_tokens}",
                 nearest,
+            )
+        saves = self.checkpoint
+        if self.faults.spike_factor is not None and not (saves.every_steps or saves.every_seconds or saves.save_best):
+            raise ConfigError(
+                "faults.spike_factor",
+                self.faults.spike_factor,
+                "a run that saves nothing before its end has nothing to go back to: give checkpoint.every_steps too",
             )
 
     @property

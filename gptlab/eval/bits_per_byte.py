@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from gptlab.config.errors import UserError
 from gptlab.eval.mode import evaluation_mode
+from gptlab.runtime.distributed import Group
 
 IGNORED = -1
 """The target that does not count."""
@@ -60,8 +61,10 @@ def evaluate(
     device: torch.device | str,
     micro_sequences: int,
     module: nn.Module | None = None,
+    group: Group | None = None,
 ) -> Evaluation:
-    """One pass over all rows, `micro_sequences` at a time: this changes the speed, not the result.
+    """One pass over all rows, `micro_sequences` at a time: this changes the speed, not the result. Of several processes
+    (`group`) each computes a share, and all have the result: equal to that of one to rounding in float64.
 
     Every pass has the same shape (the last one is filled up with rows that do not count), so that a compiled model
     compiles once. `module` is what computes the logits (default: `logits` itself, where it is a module): it is in
@@ -70,10 +73,11 @@ def evaluate(
     if module is None and isinstance(logits, nn.Module):
         module = logits
     byte_count = torch.from_numpy(np.asarray(token_bytes, dtype=np.int64))
+    group = group or Group()
     nats = byte_nats = 0.0
     target_tokens = target_bytes = 0
     with evaluation_mode(module) if module is not None else torch.no_grad():
-        for inputs, targets in _batches(rows, micro_sequences):
+        for inputs, targets in _batches(rows, micro_sequences, group):
             losses = token_nats(logits(inputs.to(device)), targets.to(device)).cpu().double()
             counted = targets != IGNORED
             lengths = byte_count[targets.clamp(min=0)] * counted
@@ -81,6 +85,10 @@ def evaluate(
             byte_nats += losses[lengths > 0].sum().item()
             target_tokens += int(counted.sum())
             target_bytes += int(lengths.sum())
+    if group.size > 1:
+        sums = torch.tensor([nats, byte_nats, target_tokens, target_bytes], dtype=torch.float64)  # counts below 2^53
+        nats, byte_nats, *counts = group.sum(sums, "evaluation").tolist()
+        target_tokens, target_bytes = map(int, counts)
     if target_bytes == 0:
         raise UserError("the validation set has no text to predict: it needs at least two tokens; hold out more of it")
     return Evaluation(nats / target_tokens, byte_nats / (math.log(2) * target_bytes), target_tokens, target_bytes)
@@ -101,9 +109,10 @@ def token_nats(
     return torch.cat(nats).view(targets.shape)
 
 
-def _batches(rows: Rows, micro_sequences: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """All rows once as int64 pairs (micro_sequences, seq_len); the last batch repeats a row with ignored targets."""
-    for start in range(0, rows.rows_per_epoch, micro_sequences):
+def _batches(rows: Rows, micro_sequences: int, group: Group) -> Iterator[tuple[Tensor, Tensor]]:
+    """All rows once as int64 pairs (micro_sequences, seq_len); the last batch repeats a row with ignored targets. Of W
+    ranks each has every W-th batch."""
+    for start in range(group.rank * micro_sequences, rows.rows_per_epoch, group.size * micro_sequences):
         wanted = np.arange(start, start + micro_sequences)
         inputs, targets = rows.read(0, np.minimum(wanted, rows.rows_per_epoch - 1))
         targets = np.where((wanted < rows.rows_per_epoch)[:, None], targets, IGNORED)

@@ -27,6 +27,7 @@ from gptlab.eval.bits_per_byte import token_nats
 from gptlab.eval.core_tasks import Kind, Task
 from gptlab.eval.mode import evaluation_mode
 from gptlab.model.gpt import GPT
+from gptlab.runtime.distributed import Group
 
 Logits = Callable[[Tensor, Tensor], Tensor]
 """(tokens (B, T) int64, positions (N,) int64 into the flattened tokens) -> logits at these positions, (N, V)."""
@@ -129,13 +130,21 @@ def measure_core(
     max_pass_tokens: int,
     module: nn.Module | None = None,
     advance: Callable[[float], None] | None = None,
+    group: Group | None = None,
 ) -> CoreResult:
-    """Score every question of every task. Arguments: as `score`."""
+    """Score every question of every task. Arguments: as `score`; of several processes (`group`) each scores every
+    W-th question, and all have the result."""
     questions = [question for task in tasks for question in task.questions]
-    return core_result(
-        tasks,
-        score(logits, questions, device=device, max_pass_tokens=max_pass_tokens, module=module, advance=advance),
-    )
+    group = group or Group()
+    answers = torch.zeros(len(questions), dtype=torch.int64)
+    answers[group.rank :: group.size] = torch.tensor(
+        score(
+            logits, questions[group.rank :: group.size],
+            device=device, max_pass_tokens=max_pass_tokens, module=module, advance=advance,
+        ),
+        dtype=torch.int64,
+    )  # fmt: skip
+    return core_result(tasks, [bool(answer) for answer in group.sum(answers, "CORE").tolist()])
 
 
 def core_result(tasks: Sequence[EncodedTask], correct: Sequence[bool]) -> CoreResult:

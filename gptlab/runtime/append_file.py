@@ -36,15 +36,22 @@ class AppendFile:
         self._waiting += line.encode("utf-8", "replace") + b"\n"
         self._drain()
 
-    def offset(self) -> int:
-        """Bytes written so far, on the disk for good: a checkpoint that names them may outlive a power cut.
+    def position(self) -> int:
+        """Bytes handed to the operating system so far. UserError while lines wait for the disk.
 
-        UserError while lines wait for the disk.
+        A checkpoint that names them may outlive a power cut: it is published after a `sync`.
         """
         self._drain()
         self._raise_if_waiting()
-        os.fsync(self._file.fileno())
         return self._size
+
+    def sync(self) -> None:
+        """Bring to the disk for good what was handed over before this call; UserError where the disk refuses. Another
+        thread may do this while lines are written."""
+        try:
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise UserError(f"cannot write {self.path}: {error.strerror or error}") from error
 
     def truncate(self, offset: int) -> bool:
         """Cut off everything after the first `offset` bytes.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import re
 import sys
@@ -88,9 +89,14 @@ class Console:
         self._unlogged.clear()
         return intact
 
-    def log_offset(self) -> int:
-        """Bytes of log.txt so far, durably on disk; 0 without a log."""
-        return 0 if self._log is None else self._log.offset()
+    def log_position(self) -> int:
+        """Bytes of log.txt so far; 0 without a log. They are on the disk for good after `sync_log`."""
+        return 0 if self._log is None else self._log.position()
+
+    def sync_log(self) -> None:
+        """Make log.txt durable up to here; another thread may do this. UserError where the disk refuses."""
+        if self._log is not None:
+            self._log.sync()
 
     def line(self, text: str) -> None:
         """Print and log."""
@@ -168,6 +174,22 @@ class Console:
         """`text` with what the stream cannot encode (Windows code pages, lone surrogates) replaced by "?"."""
         encoding = self._stream.encoding or "utf-8"
         return text.encode(encoding, "replace").decode(encoding)
+
+
+class QuietConsole(Console):
+    """For the processes of a run that do not speak: rank 0 does."""
+
+    def __init__(self) -> None:
+        super().__init__(stream=io.StringIO())
+
+    def open_log(self, path: Path, *, offset: int | None = None) -> bool:
+        return True
+
+    def _record(self, text: str) -> None:
+        pass
+
+    def _show(self, action: Callable[[_Display], None]) -> None:
+        pass
 
 
 class Progress:

@@ -24,9 +24,10 @@ _DTYPES = {
 _MIB = 2**20
 
 
-def resolve_device(name: str) -> torch.device:
+def resolve_device(name: str, local_rank: int | None = None) -> torch.device:
     """`auto` (cuda, mps, cpu: the first there is), `cpu`, `cuda` (the first one), `cuda:N` or `mps`.
 
+    Of several processes on a machine, each takes the CUDA device of its `local_rank` (None: one process alone).
     ConfigError for a name that is unknown or a device that is not there.
     """
     kind, _, number = name.partition(":")
@@ -35,8 +36,10 @@ def resolve_device(name: str) -> torch.device:
         raise ConfigError("runtime.device", name, "only cuda takes a number, as in cuda:0", kind)
     if kind == "auto":
         kind = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    if number and local_rank is not None:
+        raise ConfigError("runtime.device", name, "of several processes each takes a device of its own", "cuda")
     if kind == "cuda":
-        return _cuda_device(name, int(number or 0))
+        return _cuda_device(name, int(number or local_rank or 0))
     if kind == "mps" and not torch.backends.mps.is_available():
         raise ConfigError("runtime.device", name, f"torch {torch.__version__} sees no Apple GPU here", "cpu")
     return torch.device(kind)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Literal
@@ -19,20 +20,44 @@ class MetricsLog:
 
     def __init__(self, path: Path) -> None:
         self._file = AppendFile(path)
+        self._held: list[str] | None = None
 
     def write(self, kind: Kind, /, **fields: object) -> None:
         """Append one line. Values are Python numbers, strings, lists and dicts; units stand in the names."""
-        self._file.write(to_json({"kind": kind, **fields}))
+        line = to_json({"kind": kind, **fields})
+        if self._held is None:
+            self._file.write(line)
+        else:
+            self._held.append(line)
 
-    def offset(self) -> int:
-        """Bytes so far, durably on disk: what a checkpoint stores, for `truncate` at resume."""
-        return self._file.offset()
+    def hold(self) -> None:
+        """Keep lines in memory from here on: the one whose place this is will be known at `release`."""
+        self._held = []
+
+    def release(self, first: Callable[[], None] = lambda: None) -> None:
+        """End `hold`: what `first` writes, and behind it the lines that waited."""
+        held, self._held = self._held or [], None
+        try:
+            first()
+        finally:
+            for line in held:
+                self._file.write(line)
+
+    def position(self) -> int:
+        """Bytes so far, without lines that are held: what a checkpoint stores, for `truncate` at resume. They are on
+        the disk for good after `sync`. UserError while the disk refuses lines."""
+        return self._file.position()
+
+    def sync(self) -> None:
+        """Make the lines up to here durable; another thread may do this. UserError where the disk refuses."""
+        self._file.sync()
 
     def truncate(self, offset: int) -> bool:
         """Cut off what was written after a checkpoint took `offset`; False where this is not the file it saw."""
         return self._file.truncate(offset)
 
     def close(self) -> None:
+        self.release()
         self._file.close()
 
     def __enter__(self) -> MetricsLog:
@@ -42,6 +67,19 @@ class MetricsLog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+class NoMetricsLog(MetricsLog):
+    """For the processes of a run that do not write: rank 0 does."""
+
+    def __init__(self) -> None:
+        pass
+
+    def write(self, kind: Kind, /, **fields: object) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
 
 def read_metrics(path: Path) -> list[dict[str, object]]:

@@ -192,9 +192,9 @@ def newest_intact(checkpoints_dir: Path, on_damage: OnDamage) -> Path:
     return _newest(checkpoints_dir, on_damage, verified)
 
 
-def load_newest(checkpoints_dir: Path, on_damage: OnDamage) -> Checkpoint:
-    """`load_checkpoint(newest_intact(...))`, with every file read once instead of twice."""
-    return _newest(checkpoints_dir, on_damage, load_checkpoint)
+def load_newest(checkpoints_dir: Path, on_damage: OnDamage, *, up_to: int | None = None) -> Checkpoint:
+    """`load_checkpoint(newest_intact(...))`, with every file read once instead of twice; of steps `up_to` this one."""
+    return _newest(checkpoints_dir, on_damage, load_checkpoint, up_to)
 
 
 def select_checkpoint(checkpoints_dir: Path, which: str, on_damage: OnDamage, *, best_step: int | None = None) -> Path:
@@ -220,9 +220,11 @@ def select_checkpoint(checkpoints_dir: Path, which: str, on_damage: OnDamage, *,
     return by_step[step]
 
 
-def _newest(checkpoints_dir: Path, on_damage: OnDamage, read: Callable[[Path], _T]) -> _T:
+def _newest(checkpoints_dir: Path, on_damage: OnDamage, read: Callable[[Path], _T], up_to: int | None = None) -> _T:
     wrong = []
     for path in reversed(candidates(checkpoints_dir)):
+        if up_to is not None and (step_of(path) or 0) > up_to:
+            continue
         try:
             return read(path)
         except DamagedCheckpointError as error:

@@ -5,16 +5,20 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from gptlab.config.run import RunConfig
 from gptlab.runtime.device import synchronize
+from gptlab.runtime.distributed import Group
+from gptlab.train.agreement import Agreement, require_equal_weights, same_checkpoint
+from gptlab.train.faults import Fault, first_broken_gradient, loss_fault
+from gptlab.train.gradient_sum import GradientSum
 from gptlab.train.horizon import Finish, due
 from gptlab.train.recorder import Recorder
 from gptlab.train.state import Best, TrainState, better
 from gptlab.train.step import LossFunction, gradients, update
-from gptlab.train.watchdog import Preemption, QuietGarbageCollector, TrainingFailed, check_loss
+from gptlab.train.watchdog import Preemption, QuietGarbageCollector, TrainingFailed
 
 
 class Evaluated(Protocol):
@@ -49,47 +53,59 @@ class Work:
     """Prompt -> prompt and continuation."""
     core: Callable[[], CoreMeasured] | None = None
     """None: this run does not measure CORE."""
+    group: Group = field(default_factory=Group)
+    """The processes that train together."""
+    sums: GradientSum | None = None
+    """None: one process, whose gradients are the step's."""
 
 
 def fit(
     config: RunConfig, finish: Finish, state: TrainState, work: Work, record: Recorder
 ) -> Literal["finished", "preempted"]:
-    """Train `state` until `finish`, or until a signal asks to stop. TrainingFailed for a loss that broke."""
+    """Train `state` until `finish`, or until a signal asks to stop. TrainingFailed for a loss that broke.
+
+    Every rank runs this same loop, and decides alike, since it decides by what `Agreement` made the same on all.
+    """
     with QuietGarbageCollector() as garbage, Preemption() as preemption:
+        agreed = Agreement(work.group, preemption, state.step)
         while True:
+            record.look_at_save(state)
             # A signal leaves what is due now to the resumed run, which does it in this same order.
             now = state.mark()
-            if not preemption.requested and due(
+            if not agreed.stop and due(
                 now, state.evaluated, every_steps=config.eval.every_steps, every_seconds=config.eval.every_seconds,
                 at_start=config.eval.at_start, at_end=finish.reached(state) or config.eval.only,
             ):  # fmt: skip
                 evaluate(state, work, record)
+                agreed.listen()
             ended = finish.reached(state)
 
-            if work.core is not None and not preemption.requested and due(
+            if work.core is not None and not agreed.stop and due(
                 now, state.core_measured, every_steps=config.eval.core_every_steps, every_seconds=None,
                 at_start=False, at_end=ended or config.eval.only,
             ):  # fmt: skip
                 measure_core(state, work.core, record)
+                agreed.listen()
 
-            if config.sample.prompts and not preemption.requested and due(
+            if config.sample.prompts and not agreed.stop and due(
                 now, state.sampled, every_steps=config.sample.every_steps, every_seconds=None,
                 at_start=False, at_end=ended,
             ):  # fmt: skip
                 for prompt in config.sample.prompts:
                     record.sample(state, prompt, work.sample(prompt))
                 state.sampled = now
+                agreed.listen()
 
             best = config.checkpoint.save_best and state.is_best() and state.step > 0 and state.saved != now
-            if not config.eval.only and not preemption.requested and (best or due(
+            if not config.eval.only and not agreed.stop and (best or due(
                 now, state.saved, every_steps=config.checkpoint.every_steps,
                 every_seconds=config.checkpoint.every_seconds, at_start=False, at_end=ended,
             )):  # fmt: skip
-                record.checkpoint(state)
+                checkpoint(state, work, record)
 
-            if preemption.requested:
-                record.checkpoint(state, scheduled=False)
-                record.preempted(state, preemption.signal_name)
+            if agreed.stop:
+                checkpoint(state, work, record, scheduled=False)
+                record.preempted(state, agreed.signal_name)
                 return "preempted"
             if ended or config.eval.only:
                 return "finished"
@@ -98,17 +114,37 @@ def fit(
             progress = finish.progress(state.step, state.train_seconds)
             step_fraction = finish.step_fraction(state.step, state.train_seconds)
             batch = next(state.loader)
-            loss = float(gradients(state, batch, work.loss_sum, config))
-            check_loss(loss, config.runtime.max_loss)
-            updated = update(state, config, progress, step_fraction)
+            loss = float(gradients(state, batch, work.loss_sum, config, work.sums))
+            updated = loss_fault(loss, state.faults, config) or update(state, config, progress, step_fraction)
             synchronize(state.device)
-            step_seconds = time.perf_counter() - started
+            step_seconds = agreed.step(time.perf_counter() - started, state.step + 1)
 
-            state.step += 1
             state.train_seconds += step_seconds
+            if isinstance(updated, Fault):
+                recover(state, updated, batch.step, config, record, work.group)
+                continue
+            state.passed(loss, config.faults)
+            state.step += 1
             state.loss_ema.update(loss)
             record.step(state, batch, loss, updated, step_seconds)
             garbage.step(state.step)
+
+
+def recover(state: TrainState, fault: Fault, data_step: int, config: RunConfig, record: Recorder, group: Group) -> None:
+    """Leave the update out, or go back to before a spike. TrainingFailed over the limits."""
+    broken = first_broken_gradient(state.model)
+    state.optimizer.zero_grad()
+    step = state.step + 1
+    checkpoint = None
+    if state.faults.calls_for_rewind(fault, config.faults):
+        checkpoint = same_checkpoint(lambda: record.last_good(state), record.run.checkpoints_path, group)
+    if checkpoint is not None:
+        state.rewind(checkpoint.model, checkpoint.optimizer, checkpoint.state)
+        record.rewound(state, fault, step, data_step)
+        return
+    state.faults.skip(fault, step, config)
+    state.step = step
+    record.skipped(state, fault, data_step, broken)
 
 
 def evaluate(state: TrainState, work: Work, record: Recorder) -> None:
@@ -129,3 +165,9 @@ def measure_core(state: TrainState, core: Callable[[], CoreMeasured], record: Re
     result = core()
     state.core_measured, state.core_metric = state.mark(), result.core_metric
     record.core(state, result.accuracy, result.centered, time.perf_counter() - started)
+
+
+def checkpoint(state: TrainState, work: Work, record: Recorder, *, scheduled: bool = True) -> None:
+    """Rank 0 saves what all hold. TrainingFailed, with nothing saved, where they hold different weights."""
+    require_equal_weights(state.model.parameters(), work.group, state.step)
+    record.checkpoint(state, scheduled=scheduled)

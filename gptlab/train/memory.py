@@ -16,17 +16,25 @@ from gptlab.optim.groups import build_optimizer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Bytes on the training device."""
+    """Bytes on the training device, and of the copy from which checkpoints are written in host memory."""
 
     weights: int
     gradients: int
     optimizer: int
     activations: int
     """What autograd keeps of one micro-batch for its backward pass, uncompiled; torch.compile keeps less."""
+    snapshot: int
+    """Weights and moments once more, in host memory, for checkpoint.background."""
+
+    @property
+    def device_total(self) -> int:
+        """On a device that has memory of its own."""
+        return self.weights + self.gradients + self.optimizer + self.activations
 
     @property
     def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer + self.activations
+        """Where device and host share their memory."""
+        return self.device_total + self.snapshot
 
 
 def count_memory(model: GPT, config: RunConfig) -> Memory:
@@ -39,11 +47,13 @@ def count_memory(model: GPT, config: RunConfig) -> Memory:
         row_splits=fused_rows(model),
     )
     weights = sum(parameter.nbytes for parameter in model.parameters())
+    moments = sum(moment.nbytes for moment in optimizer.state_tensors().values())
     return Memory(
         weights=weights,
         gradients=weights,
-        optimizer=sum(moment.nbytes for moment in optimizer.state_tensors().values()),
+        optimizer=moments,
         activations=kept_for_backward(model, config.batch.micro_sequences, config.model.seq_len),
+        snapshot=weights + moments if config.checkpoint.background and not config.eval.only else 0,
     )
 
 

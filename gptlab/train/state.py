@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gptlab.config.errors import UserError
+from gptlab.config.faults import FaultsConfig
 from gptlab.config.run import RunConfig
 from gptlab.data.loader import Loader
 from gptlab.data.rows import RowSource
@@ -18,6 +19,7 @@ from gptlab.model.roles import fused_rows, parameter_roles
 from gptlab.optim.combined import CombinedOptimizer
 from gptlab.optim.groups import build_optimizer
 from gptlab.runtime.rng import capture_rng, restore_rng
+from gptlab.train.faults import FaultRecord
 from gptlab.train.throughput import LossEma
 
 # Prefix of the random generators' states among a checkpoint's optimizer tensors.
@@ -53,15 +55,16 @@ class TrainState:
     model: GPT
     optimizer: CombinedOptimizer
     loader: Loader
-    """Its state is the step after the last batch that was consumed."""
+    """Its state is the step after the last batch that was consumed: ahead of `step` once the run has gone back."""
     scaler: torch.amp.GradScaler
     """Loss scale of float16 runs; disabled, and stateless, for other types."""
     device: torch.device
     step: int = 0
-    """Optimizer steps done."""
+    """Steps done, those whose update was left out included."""
     train_seconds: float = 0.0
     """The run's clock: real training steps and nothing else."""
     loss_ema: LossEma = field(default_factory=LossEma)
+    faults: FaultRecord = field(default_factory=FaultRecord)
     evaluated: Mark | None = None
     core_measured: Mark | None = None
     sampled: Mark | None = None
@@ -84,6 +87,20 @@ class TrainState:
         """Whether the present weights are evaluated, and none were better."""
         return self.best is not None and self.best.step == self.step
 
+    def passed(self, loss: float, config: FaultsConfig) -> None:
+        """Take in the loss of the present weights, which is no fault: they are good, and a checkpoint of them too."""
+        if self.saved is not None and self.saved.step == self.step:
+            self.faults.good_step = self.step
+        self.faults.passed(loss, config)
+
+    def rewind(self, model: Mapping[str, Tensor], other: Mapping[str, Tensor], saved: Mapping[str, Any]) -> None:
+        """Become the run that was saved, but for what was spent since: data, seconds, and patience."""
+        spent, data, seconds = self.faults, self.loader.state_dict(), self.train_seconds
+        self.restore(model, other, saved)
+        self.loader.load_state_dict(data)
+        self.train_seconds = seconds
+        self.faults.skipped, self.faults.rewinds = spent.skipped, spent.rewinds + 1
+
     def model_tensors(self) -> dict[str, Tensor]:
         """Weights by name; a shared table stands once."""
         return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
@@ -98,6 +115,7 @@ class TrainState:
             "step": self.step,
             "train_seconds": self.train_seconds,
             "loss_ema": self.loss_ema.state_dict(),
+            "faults": self.faults.to_json(),
             "loader": self.loader.state_dict(),
             "optimizer": self.optimizer.state_json(),
             "scaler": self.scaler.state_dict(),
@@ -117,6 +135,7 @@ class TrainState:
         self.optimizer.load_state(moments, saved["optimizer"])
         self.step, self.train_seconds = saved["step"], saved["train_seconds"]
         self.loss_ema.load_state_dict(saved["loss_ema"])
+        self.faults = FaultRecord.from_json(saved["faults"])
         self.loader.load_state_dict(saved["loader"])
         if saved["scaler"]:
             self.scaler.load_state_dict(saved["scaler"])
@@ -131,8 +150,16 @@ class TrainState:
         return {name: getattr(self, name) for name in ("evaluated", "core_measured", "sampled", "saved")}
 
 
-def build_state(config: RunConfig, rows: RowSource, *, device: torch.device, compute_dtype: torch.dtype) -> TrainState:
-    """A run that has not begun: weights as initialised, moments at zero, the loader at the first row."""
+def build_state(
+    config: RunConfig,
+    rows: RowSource,
+    *,
+    device: torch.device,
+    compute_dtype: torch.dtype,
+    rank: int = 0,
+    world_size: int = 1,
+) -> TrainState:
+    """A run that has not begun: weights as initialised, moments at zero, the loader at the rank's first rows."""
     model = build_model(config.model, device=device, compute_dtype=compute_dtype, seed=config.seed)
     roles = parameter_roles(model)
     optimizer = build_optimizer(
@@ -142,8 +169,9 @@ def build_state(config: RunConfig, rows: RowSource, *, device: torch.device, com
         row_splits=fused_rows(model),
     )
     loader = Loader(
-        rows, micro_sequences=config.batch.micro_sequences, micro_batches=config.micro_batches, device=device
-    )
+        rows, micro_sequences=config.batch.micro_sequences, micro_batches=config.micro_batches, device=device,
+        rank=rank, world_size=world_size,
+    )  # fmt: skip
     scaler = torch.amp.GradScaler(device.type, enabled=compute_dtype == torch.float16)
     return TrainState(model, optimizer, loader, scaler, device)
 

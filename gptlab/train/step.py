@@ -15,8 +15,9 @@ from gptlab.data.loader import StepBatch
 from gptlab.optim.clip import clip_gradients
 from gptlab.optim.schedule import lr_scale, muon_momentum, weight_decay_scale
 from gptlab.runtime.rng import fold_seed
+from gptlab.train.faults import Fault
+from gptlab.train.gradient_sum import GradientSum
 from gptlab.train.state import TrainState
-from gptlab.train.watchdog import TrainingFailed
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 """(tokens (B, T), targets (B, T)) -> summed loss; `model.loss`, or what torch.compile made of it."""
@@ -31,8 +32,11 @@ class Update:
     """Before clipping. Not finite where float16 overflowed and the update was left out."""
 
 
-def gradients(state: TrainState, batch: StepBatch, loss_sum: LossFunction, config: RunConfig) -> Tensor:
-    """Add up the gradients of all micro-batches; returns the mean loss over every counted target of the step.
+def gradients(
+    state: TrainState, batch: StepBatch, loss_sum: LossFunction, config: RunConfig, sums: GradientSum | None = None
+) -> Tensor:
+    """Add up the gradients of all micro-batches, with `sums` those of all ranks; returns the mean loss over every
+    counted target of the step.
 
     Sums divided by the global count, so the loss and its gradient do not depend on how the step is cut.
     """
@@ -42,22 +46,28 @@ def gradients(state: TrainState, batch: StepBatch, loss_sum: LossFunction, confi
         if config.model.dropout > 0:
             torch.manual_seed(fold_seed(config.seed, batch.step, index))
         loss = loss_sum(tokens, targets)
+        if sums is not None and index == batch.micro_indices[-1]:
+            sums.begin()
         state.scaler.scale(loss / batch.target_tokens).backward()
         total = total.to(loss.device) + loss.detach()
+    if sums is not None:
+        total = sums.finish(total.to(state.device))
     return total / batch.target_tokens
 
 
-def update(state: TrainState, config: RunConfig, progress: float, step_fraction: float) -> Update:
+def update(state: TrainState, config: RunConfig, progress: float, step_fraction: float) -> Update | Fault:
     """Move the weights by the gradients and free these. `progress` is the share of the run done before this step.
 
-    TrainingFailed, with the weights untouched, where a gradient is not finite; float16 leaves out the update instead.
+    A Fault, with weights, moments and gradients as they were, where a gradient is not finite. float16 takes that for an
+    overflow as long as its loss scale is above 1: the update is left out and the scale halved, which is no fault.
     """
     # GradScaler looks at param_groups and calls step: all that it needs of an optimizer.
     optimizer = cast(torch.optim.Optimizer, state.optimizer)
     state.scaler.unscale_(optimizer)
     norm = float(clip_gradients(state.model.parameters(), config.optim.grad_clip))
-    if not math.isfinite(norm) and not state.scaler.is_enabled():
-        raise TrainingFailed(f"the gradient norm is {norm} in step {state.step + 1}, though the loss is finite")
+    if not math.isfinite(norm) and state.scaler.get_scale() <= 1.0:
+        state.scaler.update()
+        return Fault("gradient", norm)
     scale = lr_scale(config.schedule, progress, step_fraction)
     momentum = muon_momentum(config.optim.muon, state.step)
     state.scaler.step(optimizer, scale, momentum, weight_decay_scale(config.schedule, progress))

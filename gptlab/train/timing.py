@@ -14,9 +14,10 @@ import torch
 from gptlab.config.run import RunConfig
 from gptlab.data.loader import PREFETCHED_STEPS, Loader
 from gptlab.runtime.device import synchronize
+from gptlab.train.faults import Fault
 from gptlab.train.state import TrainState
 from gptlab.train.step import LossFunction, gradients, update
-from gptlab.train.watchdog import QuietGarbageCollector, check_loss
+from gptlab.train.watchdog import QuietGarbageCollector, TrainingFailed, check_loss
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -90,13 +91,15 @@ def time_steps(
 
 
 def whole_step(state: TrainState, loss_sum: LossFunction, config: RunConfig) -> float:
-    """Seconds of one step as `fit` takes it. TrainingFailed as there."""
+    """Seconds of one step as `fit` takes it. TrainingFailed for a loss or a gradient that is broken."""
     started = time.perf_counter()
     batch = next(state.loader)
     check_loss(float(gradients(state, batch, loss_sum, config)), config.runtime.max_loss)
-    update(state, config, _MIDDLE, 0.0)
+    updated = update(state, config, _MIDDLE, 0.0)
     synchronize(state.device)
     seconds = time.perf_counter() - started
+    if isinstance(updated, Fault):
+        raise TrainingFailed(str(updated))
     state.step += 1
     return seconds
 

@@ -1,0 +1,68 @@
+"""Several processes train one run only if they mean the same: the same machine's size, configuration, code and data."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+
+from gptlab.config.errors import UserError
+from gptlab.config.load import config_to_json
+from gptlab.config.run import RunConfig
+from gptlab.config.scaling import Machine
+from gptlab.runtime.distributed import Group
+
+_FACTS = {
+    "code_fingerprint": "code of gptlab",
+    "data_fingerprint": "training data",
+    "tokenizer_fingerprint": "tokenizer",
+    "init_from_fingerprint": "weights to begin with",
+    "torch_version": "version of torch",
+    "dtype": "type",
+}
+"""What must be the same on every rank, by its name in run.json."""
+
+
+def shared_machine(
+    configure: Callable[[Callable[[], Machine]], RunConfig], measure: Callable[[], Machine], group: Group
+) -> RunConfig:
+    """`configure(measure)`, with rank 0's measurement on every rank: a recipe that sizes itself must not make two sizes
+    of two measurements."""
+    measured: list[Machine] = []
+
+    def measure_once() -> Machine:
+        measured.append(measure())
+        return measured[-1]
+
+    if group.is_main:
+        config = configure(measure_once)
+        group.broadcast("machine", dataclasses.asdict(measured[-1]) if measured else None)
+        return config
+    said = group.broadcast("machine")
+    return configure(measure if said is None else lambda: Machine(**said))
+
+
+def require_same_run(config: RunConfig, facts: Mapping[str, object], group: Group) -> None:
+    """UserError on rank 0 where another rank differs in its configuration, code or data: one line that says which, and
+    in what. The other ranks end by it."""
+    mine = {"config": config_to_json(config), **{name: facts.get(name) for name in _FACTS}}
+    everybody = group.gather("what is trained", mine)
+    if group.is_main:
+        for rank, theirs in enumerate(everybody):
+            if theirs != mine:
+                raise UserError(f"rank {rank} has another {_difference(mine, theirs)}: start all of them alike")
+
+
+def _difference(mine: Mapping[str, object], theirs: Mapping[str, object]) -> str:
+    for name, what in _FACTS.items():
+        if theirs[name] != mine[name]:
+            return f"{what} than rank 0 ({str(theirs[name])[:16]}, not {str(mine[name])[:16]})"
+    return f"configuration than rank 0 ({_first_difference(mine['config'], theirs['config'], '')})"
+
+
+def _first_difference(mine: object, theirs: object, name: str) -> str:
+    """The first field that differs, as `optim.muon.lr = 0.01, not 0.02`."""
+    if isinstance(mine, dict) and isinstance(theirs, dict):
+        for key in (*mine, *(key for key in theirs if key not in mine)):
+            if mine.get(key) != theirs.get(key):
+                return _first_difference(mine.get(key), theirs.get(key), f"{name}.{key}" if name else key)
+    return f"{name} = {theirs!r}, not {mine!r}"

@@ -1,0 +1,264 @@
+"""The processes that train together: who this one is among them, and how they speak.
+
+torchrun starts one process a device and tells each its rank through the environment. Without it there is one process,
+and nothing here opens a socket.
+
+Two ways to speak. Tensors are summed by torch.distributed (gloo on CPUs, NCCL on GPUs). What is said rarely (a folder's
+name, "the data is prepared") goes as JSON through torchrun's TCPStore: that needs no time limit, since `liveness` knows
+who still lives, and a process that waits there still hears signals. Nothing is ever pickled.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from gptlab.config.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from gptlab.runtime.liveness import Failure, Liveness
+
+# A torch collective that the watch over the ranks has not ended by then, ends by itself: that watch names who is
+# missing, torch does not.
+_LAST_RESORT_SECONDS = 60.0
+# How often a waiting process looks into the store: often at first, since most waits are short.
+_FIRST_LOOK_SECONDS, _LATER_LOOK_SECONDS = 0.005, 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """This process among those that train together."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    """Its number on its machine, which is that of its GPU."""
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] | None = None) -> World:
+        """RANK, WORLD_SIZE and LOCAL_RANK as torchrun sets them; alone where they are not set. UserError for values
+        that make no sense together."""
+        given = os.environ if environment is None else environment
+        if "WORLD_SIZE" not in given:
+            return cls()
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+        try:
+            rank, size, local_rank = (int(given.get(name, "0")) for name in names)
+        except ValueError:
+            rank, size, local_rank = -1, 0, 0
+        if not 0 <= rank < size or local_rank < 0:
+            text = ", ".join(f"{name}={given.get(name, '(not set)')}" for name in names)
+            raise UserError(f"the environment says {text}: start several processes with torchrun, one without these")
+        return cls(rank, size, local_rank)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process writes the run folder and speaks to the console."""
+        return self.rank == 0
+
+
+class Group:
+    """The processes of one run. `Group()` is one process alone: every call is then free and changes nothing."""
+
+    def __init__(self, world: World | None = None, liveness: Liveness | None = None, store: Any = None) -> None:
+        self.world = world or World()
+        self._liveness = liveness
+        self._store = store
+        self._said = 0
+        """How often something was said through the store: the name of the next place to look."""
+
+    @property
+    def rank(self) -> int:
+        return self.world.rank
+
+    @property
+    def size(self) -> int:
+        return self.world.size
+
+    @property
+    def is_main(self) -> bool:
+        return self.world.is_main
+
+    def start_collectives(self, device: torch.device, *, timeout_seconds: float) -> None:
+        """Make torch's process group, behind which tensors of `device` and of the CPU can be summed.
+
+        From here on a rank that keeps the others waiting for `timeout_seconds` ends the run.
+        """
+        if self._liveness is None:
+            return
+        import torch.distributed as dist
+
+        if device.type == "cuda":
+            import torch
+
+            torch.cuda.set_device(device)
+        self._liveness.timeout_seconds = timeout_seconds
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            store=dist.PrefixStore("collectives", self._store),
+            rank=self.rank, world_size=self.size, timeout=timedelta(seconds=timeout_seconds + _LAST_RESORT_SECONDS),
+        )  # fmt: skip
+
+    def sum(self, tensor: Tensor, what: str) -> Tensor:
+        """Add up the tensors of all ranks in place, and return the sum: the same bits on every rank."""
+        self.sum_later(tensor, what).wait()
+        return tensor
+
+    def sum_later(self, tensor: Tensor, what: str) -> Pending:
+        """The same without waiting: the sum is in `tensor` after `wait()`. All ranks call it in the same order."""
+        if self._liveness is None:
+            return Pending(None, what, None)
+        import torch.distributed as dist
+
+        try:
+            return Pending(dist.all_reduce(tensor, async_op=True), what, self._liveness)
+        except RuntimeError as error:
+            raise self._liveness.explained(error) from error
+
+    def all_agree(self, number: int, what: str) -> list[int]:
+        """Ranks whose `number` (0 <= number < 2^62) is not that of rank 0: none where all have the same."""
+        if self._liveness is None:
+            return []
+        import torch
+
+        numbers = torch.zeros(self.size, dtype=torch.int64)
+        numbers[self.rank] = number
+        self.sum(numbers, what)
+        return [rank for rank, other in enumerate(numbers.tolist()) if other != numbers[0]]
+
+    def broadcast(self, name: str, value: Any = None) -> Any:
+        """Rank 0's `value`, JSON data, on every rank. Waits as long as rank 0 lives."""
+        if self._liveness is None:
+            return value
+        return self._say(name, value, [0])[0]
+
+    def gather(self, name: str, value: Any) -> list[Any]:
+        """Every rank's `value`, JSON data, in order of the ranks, on every rank. Waits as long as all live."""
+        if self._liveness is None:
+            return [value]
+        return self._say(name, value, list(range(self.size)))
+
+    def barrier(self, name: str) -> None:
+        """Come back when all ranks have come here."""
+        self.gather(name, None)
+
+    def when_lost(self, action: Callable[[Failure], None]) -> None:
+        """`action` runs in another thread before that ends the process, its main thread being deep inside a library."""
+        if self._liveness is not None:
+            self._liveness.on_lost = action
+
+    def at_step(self, step: int) -> None:
+        """Note the step in hand, 1 the first, for messages about a rank that is lost in it."""
+        if self._liveness is not None:
+            self._liveness.step = step
+
+    def _say(self, name: str, value: Any, speakers: list[int]) -> list[Any]:
+        assert self._liveness is not None
+        place, self._said = self._said, self._said + 1
+        if self.rank in speakers:
+            self._store.set(f"said/{place}/{self.rank}", json.dumps({"at": name, "value": value}))
+        pause = _FIRST_LOOK_SECONDS
+        with self._liveness.waiting_for(speakers, place):
+            while not self._store.check([f"said/{place}/{rank}" for rank in speakers]):
+                self._liveness.raise_if_failed()
+                time.sleep(pause)
+                pause = min(2 * pause, _LATER_LOOK_SECONDS)
+        heard = [json.loads(self._store.get(f"said/{place}/{rank}")) for rank in speakers]
+        for rank, said in zip(speakers, heard, strict=True):
+            if said["at"] != name:
+                raise UserError(
+                    f"rank {rank} is at {said['at']!r} where rank {self.rank} is at {name!r}: all processes of a run "
+                    "must be started by the same command"
+                )
+        return [said["value"] for said in heard]
+
+
+class Pending:
+    """A sum that is under way."""
+
+    def __init__(self, work: Any, what: str, liveness: Liveness | None) -> None:
+        self._work = work
+        self._what = what
+        self._liveness = liveness
+
+    def wait(self) -> None:
+        """Return when the sum is there (on a GPU: when what is queued from now on comes behind it). PeerFailed where a
+        rank is lost."""
+        if self._liveness is None:
+            return
+        with self._liveness.in_collective(self._what):
+            try:
+                self._work.wait()
+            except RuntimeError as error:
+                raise self._liveness.explained(error) from error
+
+
+@contextmanager
+def join(world: World, exit_code: Callable[[BaseException], int]) -> Iterator[Group]:
+    """The group of this process, which ends when all of it have come to the end.
+
+    An error inside is told to the others, which end too, by PeerFailed, with the `exit_code` that it stands for.
+    """
+    if world.size == 1:
+        yield Group(world)
+        return
+    from gptlab.runtime.liveness import Liveness
+
+    hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True) and world.is_main
+    store, watched = _stores(world, hosts)
+    liveness = Liveness(world.rank, world.size, watched)
+    group = Group(world, liveness, store)
+    try:
+        liveness.start(group.gather("start", liveness.who_am_i()))
+        yield group
+        group.barrier("end")
+    except KeyboardInterrupt as error:
+        # torchrun signals the others when one has died: then that is what happened here.
+        liveness.raise_if_lost_just_now(error)
+        liveness.tell(error, exit_code(error))
+        raise
+    except BaseException as error:
+        liveness.tell(error, exit_code(error))
+        raise
+    else:
+        _end_collectives()
+    finally:
+        liveness.close()
+        if hosts:
+            liveness.outlast()
+
+
+def _stores(world: World, hosts: bool) -> tuple[Any, Any]:
+    """Two connections to the store: one that waits must not hold up the other, which tells that this process lives.
+    Under torchrun it is torchrun's; else rank 0 `hosts` it."""
+    import torch.distributed as dist
+
+    try:
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    except (KeyError, ValueError):
+        raise UserError("MASTER_ADDR and MASTER_PORT are not set: start several processes with torchrun") from None
+    try:
+        first = dist.TCPStore(host, port, world.size, hosts, wait_for_workers=False, multi_tenant=True)
+        second = dist.TCPStore(host, port, world.size, False, wait_for_workers=False)
+    except RuntimeError as error:
+        raise UserError(f"rank {world.rank} cannot reach the store of the run at {host}:{port} ({error})") from error
+    # What an attempt before a restart said, or an earlier run of the same processes, must not be heard again.
+    attempt = f"gptlab/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    attempt += f"/{first.add(f'{attempt}/joined/{world.rank}', 1)}"
+    return dist.PrefixStore(attempt, first), dist.PrefixStore(attempt, second)
+
+
+def _end_collectives() -> None:
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,255 @@
+"""Who of the processes of a run still lives: a thread in each tells the others of it, and ends it when one is lost.
+
+A process that died is seen by its number on the same machine, and by its silence on another. One that is stopped, or
+hangs, is seen by the others' waiting for it. Whoever sees it first writes it down, once, and all end by that.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import psutil
+
+BEAT_SECONDS = 0.5
+SILENT_SECONDS = 3.0
+"""Six beats: a process that has missed them all while something went wrong is the one that is lost."""
+GRACE_SECONDS = 1.5
+"""For the main thread to end by itself, its collective having failed; then this thread ends the process. With a beat to
+see a death and one to hear of it, every rank ends within 3 seconds."""
+_STORE_TRIES = 6
+
+EXIT_LOST = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why the run cannot go on."""
+
+    rank: int
+    """The one that failed."""
+    exit_code: int
+    text: str
+    said_by_itself: bool
+    """It could still say so: the others need not."""
+
+
+class PeerFailed(Exception):  # noqa: N818 -- how this process ends, not a bug
+    """Another process of the run failed, died or hangs, so that this one cannot go on."""
+
+    def __init__(self, failure: Failure) -> None:
+        self.failure = failure
+        super().__init__(failure.text)
+
+
+class Liveness:
+    """`tell`, `explained`, `waiting_for` and `in_collective` are the main thread's; the rest goes on by itself."""
+
+    def __init__(self, rank: int, size: int, store: Any) -> None:
+        self.timeout_seconds = float("inf")
+        """A rank that keeps the others waiting for so long in a collective is taken for lost."""
+        self.step = 0
+        """The step in hand, 1 the first; 0 while the run is prepared. All ranks are in the same."""
+        self.on_lost: Callable[[Failure], None] = lambda failure: None
+        """Called by the thread before it ends the process."""
+        self.failure: Failure | None = None
+        self._rank, self._size = rank, size
+        self._store = store
+        self._started_at = psutil.Process().create_time()
+        self._here: dict[int, tuple[int, float]] = {}
+        self._collectives = 0
+        self._waiting: _Waiting | None = None
+        self._alarmed = False
+        self._leaving = False
+        self._seen: dict[int, tuple[int, float]] = {}
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="gptlab-liveness", daemon=True)
+
+    def who_am_i(self) -> dict[str, Any]:
+        return {"host": _host(), "pid": os.getpid(), "started": self._started_at}
+
+    def start(self, everybody: Sequence[Mapping[str, Any]]) -> None:
+        """`everybody`: what `who_am_i` said on each rank."""
+        self._here = {
+            rank: (who["pid"], who["started"])
+            for rank, who in enumerate(everybody)
+            if who["host"] == _host() and rank != self._rank
+        }
+        self._thread.start()
+
+    def close(self) -> None:
+        with suppress(RuntimeError):
+            self._store.set(f"left/{self._rank}", "")
+        self._over.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def outlast(self) -> None:
+        """Wait for a moment until the other ranks have left too: the store of the run ends with this process."""
+        until = time.monotonic() + SILENT_SECONDS
+        others = [f"left/{rank}" for rank in range(self._size) if rank != self._rank]
+        while time.monotonic() < until and not self._store.check(others):
+            time.sleep(0.02)
+
+    @contextmanager
+    def waiting_for(self, ranks: Sequence[int], place: int) -> Iterator[None]:
+        """Within the context the main thread waits, without a limit, for ranks that must say something."""
+        self._waiting = _Waiting(time.monotonic(), "", {f"said/{place}/{rank}": rank for rank in ranks})
+        try:
+            yield
+        finally:
+            self._waiting = None
+
+    @contextmanager
+    def in_collective(self, what: str) -> Iterator[None]:
+        """Within the context the main thread waits for all ranks to come to the same collective."""
+        self._collectives += 1
+        self._waiting = _Waiting(time.monotonic(), what, None)
+        try:
+            yield
+        finally:
+            self._waiting = None
+
+    def raise_if_failed(self) -> None:
+        """PeerFailed where somebody has written a failure down."""
+        if self.failure is not None:
+            raise PeerFailed(self.failure)
+
+    def explained(self, error: RuntimeError) -> PeerFailed:
+        """What is behind an error of torch.distributed: waits for a moment, until it is known who was lost."""
+        self._alarmed = True
+        until = time.monotonic() + SILENT_SECONDS + 2 * BEAT_SECONDS
+        while self.failure is None and time.monotonic() < until:
+            time.sleep(0.02)
+        if self.failure is None:
+            text = f"rank {self._rank} lost the others in step {self.step}: {' '.join(str(error).split())}"
+            self._write_down(Failure(self._rank, EXIT_LOST, text, False))
+        assert self.failure is not None
+        return PeerFailed(self.failure)
+
+    def raise_if_lost_just_now(self, cause: BaseException) -> None:
+        """PeerFailed where a process turns out to have died, within two beats."""
+        until = time.monotonic() + 2 * BEAT_SECONDS
+        while self.failure is None and time.monotonic() < until and self._thread.is_alive():
+            time.sleep(0.02)
+        if self.failure is not None:
+            raise PeerFailed(self.failure) from cause
+
+    def tell(self, error: BaseException, exit_code: int) -> None:
+        """Let the others know that this process ends by an error of its own."""
+        self._leaving = True
+        if self.failure is None:
+            with suppress(RuntimeError):
+                self._write_down(Failure(self._rank, exit_code, f"{type(error).__name__}: {error}", True))
+
+    def _write_down(self, failure: Failure) -> None:
+        """The first one counts."""
+        standing = self._store.compare_set("failure", "", json.dumps(asdict(failure)))
+        self.failure = Failure(**json.loads(standing))
+
+    def _run(self) -> None:
+        beats, tries = 0, 0
+        failed_at: float | None = None
+        while not self._over.wait(BEAT_SECONDS):
+            try:
+                beats += 1
+                self._store.set(f"beat/{self._rank}", json.dumps([beats, self._collectives]))
+                if self.failure is None and self._store.check(["failure"]):
+                    self.failure = Failure(**json.loads(self._store.get("failure")))
+                if self.failure is None and (lost := self._lost()) is not None:
+                    self._write_down(lost)
+                tries = 0
+            except RuntimeError:
+                # The store is gone: torchrun was killed, or the machine that it ran on.
+                tries += 1
+                if tries == _STORE_TRIES and self.failure is None:
+                    text = f"rank {self._rank} lost its launcher (the store of torchrun) in step {self.step}"
+                    self.failure = Failure(self._rank, EXIT_LOST, text, False)
+            if self.failure is not None:
+                failed_at = failed_at or time.monotonic()
+                if time.monotonic() - failed_at >= GRACE_SECONDS and not self._leaving:
+                    self._end(self.failure)
+
+    def _lost(self) -> Failure | None:
+        for rank, (pid, started) in self._here.items():
+            if not _lives(pid, started) and not self._store.check([f"left/{rank}"]):
+                if self._store.check(["failure"]):  # said before it ended
+                    return None
+                return self._failure(rank, f"died (process {pid})")
+        waiting = self._waiting
+        if waiting is None and not self._alarmed:
+            self._seen.clear()
+            return None
+        beats = self._beats()
+        now = time.monotonic()
+        for rank, beat in beats.items():
+            if rank not in self._seen or self._seen[rank][0] != beat[0]:
+                self._seen[rank] = (beat[0], now)
+        silence = {rank: now - since for rank, (_, since) in self._seen.items()}
+        if self._alarmed:
+            silent = [rank for rank, seconds in silence.items() if seconds >= SILENT_SECONDS]
+            return self._failure(silent[0], "died, or its machine is gone") if silent else None
+        assert waiting is not None
+        seconds = now - waiting.since
+        if waiting.keys is not None:
+            missing = [rank for key, rank in waiting.keys.items() if not self._store.check([key])]
+            silent = [rank for rank in missing if silence.get(rank, seconds) >= self.timeout_seconds]
+            return self._failure(silent[0], f"has been silent for {seconds:.0f} s") if silent else None
+        if seconds < self.timeout_seconds:
+            return None
+        behind = [rank for rank, beat in beats.items() if beat[1] < self._collectives]
+        behind += [rank for rank in silence if silence[rank] >= SILENT_SECONDS and rank not in behind]
+        if not behind:
+            return None  # all are there: torch's own limit decides
+        return self._failure(behind[0], f"kept the others waiting for {seconds:.0f} s ({waiting.what})")
+
+    def _failure(self, rank: int, what: str) -> Failure:
+        where = f"in step {self.step}" if self.step else "before the first step"
+        return Failure(rank, EXIT_LOST, f"rank {rank} {what} {where}", False)
+
+    def _beats(self) -> dict[int, list[int]]:
+        """[beats, collectives] of every other rank that has told."""
+        keys = {f"beat/{rank}": rank for rank in range(self._size) if rank != self._rank}
+        there = [key for key in keys if self._store.check([key])]
+        return {keys[key]: json.loads(value) for key, value in zip(there, self._store.multi_get(there), strict=True)}
+
+    def _end(self, failure: Failure) -> None:
+        with suppress(Exception):
+            self.on_lost(failure)
+        if not failure.said_by_itself:
+            with suppress(OSError):
+                os.write(2, f"gptlab: error: rank {self._rank}: {failure.text}\n".encode())
+        os._exit(failure.exit_code)
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    since: float
+    what: str
+    keys: Mapping[str, int] | None
+    """Key in the store -> the rank that must write it; None in a collective."""
+
+
+def _lives(pid: int, started: float) -> bool:
+    """A process that was stopped lives; one that ended, and that nobody has asked about yet, does not."""
+    try:
+        process = psutil.Process(pid)
+        return process.status() != psutil.STATUS_ZOMBIE and abs(process.create_time() - started) < 1.0
+    except psutil.AccessDenied:
+        return True
+    except psutil.Error:
+        return False
+
+
+def _host() -> str:
+    """What two processes have in common that see each other's numbers: a machine, and on it a container."""
+    with suppress(OSError):
+        return f"{platform.node()} {os.readlink('/proc/self/ns/pid')}"
+    return platform.node()

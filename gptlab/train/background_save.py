@@ -1,0 +1,96 @@
+"""Saving while training goes on: a copy of the step's tensors in host memory, and one thread that writes it.
+
+Training waits for the copy alone. One thread, so one save at a time, and one set of copies, which are overwritten when
+the next save begins; whoever takes a snapshot has waited until the save before it is at its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import Self, TypeVar
+
+import torch
+from torch import Tensor
+
+from gptlab.runtime.device import synchronize
+
+T = TypeVar("T")
+
+
+class Snapshots:
+    """Copies of tensors in host memory that is taken once and used for every copy."""
+
+    def __init__(self, device: torch.device) -> None:
+        """`device`: where most of the tensors are. From a CUDA device copies go to pinned memory, all of them at once
+        and without a wait in between; its allocator rounds each tensor up to a power of two."""
+        self._device = device
+        self._copies: dict[str, Tensor] = {}
+
+    def reserve(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take the memory now, and touch it: the kernel finds a page at its first use, which costs as much as the copy.
+
+        RuntimeError or MemoryError, with nothing kept, where there is not enough.
+        """
+        try:
+            for name, tensor in tensors.items():
+                self._copy_of(name, tensor).zero_()
+        except BaseException:
+            self._copies.clear()
+            raise
+
+    def take(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The values of `tensors` as they are now, contiguous on the CPU, until the next `take`.
+
+        A name means the same tensor every time; where its shape or type has changed (the states of random generators
+        do), its memory is taken anew.
+        """
+        copies = {name: self._copy_of(name, tensor) for name, tensor in tensors.items()}
+        for name, tensor in tensors.items():
+            copies[name].copy_(tensor.detach(), non_blocking=True)
+        synchronize(self._device)
+        return copies
+
+    def _copy_of(self, name: str, tensor: Tensor) -> Tensor:
+        copy = self._copies.get(name)
+        if copy is None or (copy.shape, copy.dtype) != (tensor.shape, tensor.dtype):
+            pinned = self._device.type == "cuda"
+            copy = self._copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+        return copy
+
+
+class BackgroundSaver:
+    """Copies of the state, and the thread that writes them. Closing waits for the thread."""
+
+    def __init__(self, device: torch.device) -> None:
+        # The names of weights and of moments may be the same.
+        self._model = Snapshots(device)
+        self._optimizer = Snapshots(device)
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="gptlab-save")
+        self.ready = False
+        """Whether there is memory for copies; without it, training waits for every save."""
+
+    def reserve(self, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]) -> None:
+        """Take the memory for copies of these. RuntimeError or MemoryError where there is not enough."""
+        self._model.reserve(model)
+        self._optimizer.reserve(optimizer)
+        self.ready = True
+
+    def snapshot(
+        self, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Copies on the CPU. The former save must be at its end: its copies are overwritten."""
+        return self._model.take(model), self._optimizer.take(optimizer)
+
+    def submit(self, work: Callable[[], T]) -> Future[T]:
+        """Do `work` on the thread, behind what was submitted before."""
+        return self._thread.submit(work)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._thread.shutdown()

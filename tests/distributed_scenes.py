@@ -1,0 +1,101 @@
+"""What the processes of tests/test_distributed.py do: commands of gptlab one after another, each in its own world.
+
+Importing torch takes seconds, so that it is done once, before the processes part; and all worlds, of 1 to 4 ranks, are
+made of the same four of them: where a scene has fewer ranks, the rest wait for the next one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from gptlab.cli.main import main
+from gptlab.train import loop
+from gptlab.train.agreement import Agreement, checksum
+from gptlab.train.state import TrainState
+
+RANKS = 4
+
+
+def play(scene: dict[str, Any], port: int, rank: int) -> dict[str, Any]:
+    """One command on one rank: what it printed, how it ended, and its weights and moments behind every update."""
+    world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": scene["ranks"], "MASTER_ADDR": "127.0.0.1"}
+    os.environ |= {name: str(value) for name, value in (world | {"MASTER_PORT": port}).items()}
+    weights: list[int] = []
+    update, step = loop.update, Agreement.step
+
+    def noting_update(state: TrainState, *args: Any) -> Any:
+        done = update(state, *args)
+        weights.append(checksum([*state.model.parameters(), *state.optimizer.state_tensors().values()]))
+        return done
+
+    def signalled_step(agreed: Agreement, step_seconds: float, at: int) -> float:
+        number, wanted_rank, wanted_step = scene.get("signal", ("SIGTERM", -1, 0))
+        if (wanted_rank, wanted_step) == (rank, at):
+            os.kill(os.getpid(), signal.Signals[number])
+        return step(agreed, step_seconds, at)
+
+    out, err = io.StringIO(), io.StringIO()
+    loop.update, Agreement.step = noting_update, signalled_step  # type: ignore[method-assign]
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            code = main([*scene["argv"], *scene.get("more", {}).get(str(rank), [])])
+    finally:
+        loop.update, Agreement.step = update, step  # type: ignore[method-assign]
+    return {"code": code, "out": out.getvalue(), "err": err.getvalue(), "weights": weights}
+
+
+def free_ports(n: int) -> list[int]:
+    with contextlib.ExitStack() as held:
+        sockets = [held.enter_context(socket.socket()) for _ in range(n)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+
+
+def play_all(folder: Path, scenes: list[dict[str, Any]], ports: list[int], rank: int) -> None:
+    for scene, port in zip(scenes, ports, strict=True):
+        if rank < scene["ranks"]:
+            played = play(scene, port, rank)
+            (folder / f"{scene['name']}-{rank}.json").write_text(json.dumps(played))
+
+
+def wait_for_all(pids: list[int]) -> list[int]:
+    """Exit codes. A process that stopped itself is killed when the others have ended."""
+    codes: dict[int, int] = {}
+    stopped: dict[int, float] = {}
+    while len(codes) < len(pids):
+        pid, status = os.waitpid(-1, os.WUNTRACED)
+        if os.WIFSTOPPED(status):
+            stopped[pid] = time.monotonic()
+            continue
+        codes[pid] = os.waitstatus_to_exitcode(status)
+        if stopped and len(codes) + len(stopped) == len(pids):
+            for pid, since in stopped.items():
+                print(f"SECONDS {time.monotonic() - since:.2f}", flush=True)
+                os.kill(pid, signal.SIGKILL)
+    return [codes[pid] for pid in pids]
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    scenes = json.loads((folder / "scenes.json").read_text())
+    ports = free_ports(len(scenes))
+    # Before the processes part, so that what is found out once (imports, the machine's speed) is found out once.
+    assert scenes[0]["ranks"] == 1
+    play_all(folder, scenes[:1], ports[:1], 0)
+    children = []
+    for rank in range(RANKS):
+        if (pid := os.fork()) == 0:
+            play_all(folder, scenes[1:], ports[1:], rank)
+            os._exit(0)
+        children.append(pid)
+    print("CODES", wait_for_all(children), flush=True)
