@@ -79,8 +79,7 @@ class Seed1Muon:
 class CautiousNorMuon:
     """Seeds 3 and 4: averaged Nesterov momentum, Polar Express, NorMuon, then decay where update and weight agree.
 
-    One matrix that is one block; the update grows with sqrt(rows / cols) where there are more rows. The decay does not,
-    as in torch.optim.Muon; in nanochat's code it does.
+    One matrix that is one block; the update and the decay grow with sqrt(rows / cols) where there are more rows.
     """
 
     def __init__(self, weight: Tensor, lr: float, beta2: float, weight_decay: float) -> None:
@@ -99,8 +98,8 @@ class CautiousNorMuon:
         for i in range(rows):
             for j in range(cols):
                 u, w = float(update[i, j]), float(self.weight[i, j])
-                moved = w - lr * max(1.0, rows / cols) ** 0.5 * u
-                self.weight[i, j] = moved - (lr * decay * w if u * w >= 0 else 0.0)
+                grown = lr * max(1.0, rows / cols) ** 0.5
+                self.weight[i, j] = w - grown * u - (grown * decay * w if u * w >= 0 else 0.0)
 
 
 def normuon(update: Tensor, moment: list[float], beta2: float) -> tuple[Tensor, list[float]]:
