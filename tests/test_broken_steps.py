@@ -364,7 +364,7 @@ class TestSpikes:
             weights.write_bytes(weights.read_bytes()[:-1] + b"?")
 
         with broken_loss(9, factor=50.0).in_training(), at_line("train", 9, damage):
-            train(folder, "damaged", **SPIKES)
+            train(folder, "damaged", checkpoint__background=False, **SPIKES)  # so that it is there to be damaged
         assert [line["to_step"] for line in lines_of(folder / "damaged", "event")] == [4]
         assert "step-00000008 is damaged" in (folder / "damaged/log.txt").read_text(encoding="utf-8")
         by_hand = Result.by_hand(folder, [*range(4), *range(10, 18)])
