@@ -69,7 +69,7 @@ class Broken:
     def in_training(self) -> Iterator[None]:
         """Within the context, the loop's loss function does so."""
 
-        def broken(state: TrainState, batch: Any, loss_sum: Any, config: RunConfig) -> Tensor:
+        def broken(state: TrainState, batch: Any, loss_sum: Any, config: RunConfig, *sums: Any) -> Tensor:
             calls = []
 
             def loss(tokens: Tensor, targets: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ class Broken:
                     value.register_hook(lambda gradient: gradient * self.gradient[batch.step])
                 return value
 
-            mean = gradients(state, batch, loss, config)
+            mean = gradients(state, batch, loss, config, *sums)
             if self.parameter is not None and batch.step in self.gradient:
                 grad = dict(state.model.named_parameters())[self.parameter].grad
                 assert grad is not None
