@@ -11,6 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Self, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,7 +36,7 @@ class Snapshots:
         """
         try:
             for name, tensor in tensors.items():
-                self._copy_of(name, tensor).zero_()
+                _bytes(self._copy_of(name, tensor)).fill(0)
         except BaseException:
             self._copies.clear()
             raise
@@ -48,7 +49,12 @@ class Snapshots:
         """
         copies = {name: self._copy_of(name, tensor) for name, tensor in tensors.items()}
         for name, tensor in tensors.items():
-            copies[name].copy_(tensor.detach(), non_blocking=True)
+            if tensor.device.type == "cpu" and tensor.is_contiguous():
+                # By one thread, which memory hardly lets several overtake. torch's copy waits for the slowest of all:
+                # beside other work on the machine 0.8 s for 1.2 GB, and 0.1 to 0.2 s like this.
+                np.copyto(_bytes(copies[name]), _bytes(tensor.detach()))
+            else:
+                copies[name].copy_(tensor.detach(), non_blocking=True)
         synchronize(self._device)
         return copies
 
@@ -58,6 +64,11 @@ class Snapshots:
             pinned = self._device.type == "cuda"
             copy = self._copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
         return copy
+
+
+def _bytes(tensor: Tensor) -> np.ndarray:
+    """The memory of a contiguous CPU tensor: uint8, one dimension."""
+    return tensor.reshape(-1).view(torch.uint8).numpy()
 
 
 class BackgroundSaver:
