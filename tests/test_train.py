@@ -10,6 +10,7 @@ import re
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -589,7 +590,17 @@ class TestPreemption:
         assert (code, err) == (2, "gptlab: error: the disk is full\n")
 
 
+@pytest.fixture
+def dropout_as_uncompiled() -> Iterator[None]:
+    """Compiled dropout draws otherwise; here it draws as the uncompiled does, so that losses can be compared."""
+    from torch._inductor import config
+
+    with config.patch(fallback_random=True):  # monkeypatch would take the entry away for good
+        yield
+
+
 @pytest.mark.timeout(600)  # a C++ compiler on a busy machine
+@pytest.mark.usefixtures("dropout_as_uncompiled")
 @pytest.mark.parametrize("way", ["whole", "blocks"])
 def test_compiled_run(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     """torch.compile changes rounding and speed, nothing else: it is paid for off the clock, once."""
@@ -598,8 +609,6 @@ def test_compiled_run(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     if way == "blocks":  # as for steps that are longer than this one
         monkeypatch.setattr(compilation_module, "WHOLE_MODEL_FLOPS", 0)
-    # Compiled dropout draws otherwise; here it draws as the uncompiled does, so that the losses can be compared.
-    monkeypatch.setattr("torch._inductor.config.fallback_random", True)
     changes = {
         "model__n_layer": 1, "model__value_embeddings": "off", "sample__prompts": [], "runtime__dtype": "float64",
     }  # fmt: skip
