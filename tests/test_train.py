@@ -6,6 +6,7 @@ import ast
 import inspect
 import json
 import math
+import os
 import re
 import signal
 import sys
@@ -588,6 +589,17 @@ class TestPreemption:
             words = arguments(folder, "unsaved", {"checkpoint.on_failure": "continue"})
             code, _, err = command(["train", *words])
         assert (code, err) == (2, "gptlab: error: the disk is full\n")
+
+
+def test_compiled_kernels_never_come_from_a_folder_that_a_run_names(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch runs what it finds there, and a run's configuration may be a stranger's."""
+    monkeypatch.setenv("GPTLAB_CACHE", str(tmp_path / "mine"))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # so that monkeypatch puts back what there was
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    train(folder, "another-cache", data__cache_dir=str(tmp_path / "strangers"))
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "mine" / "compile")
 
 
 @pytest.fixture

@@ -159,10 +159,9 @@ def made_up_rows(config: RunConfig) -> RowSource:
 
 def _warm_up(state: TrainState, kernels: Kernels, config: RunConfig) -> tuple[Compiled, float]:
     """As before training. What is new in the cache's folder afterwards was not there to be taken from it."""
-    from gptlab.data.cache import cache_root
     from gptlab.train.compilation import keep_compiled, warm_up
 
-    folder = keep_compiled(cache_root(config.data.cache_dir) / "compile")
+    folder = keep_compiled()
     before = _files(folder)
     seconds = warm_up(state, kernels, config, config.eval.micro_sequences or config.batch.micro_sequences)
     if not kernels.compiled:

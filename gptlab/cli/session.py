@@ -95,7 +95,7 @@ def open_session(
     pretrained = None if restored or config.init_from is None else find_pretrained(config.init_from)
     if pretrained is not None:
         require_fits(config.model, pretrained.model, pretrained.name)
-    keep_compiled(cache_root(config.data.cache_dir) / "compile")
+    keep_compiled()
     seed_everything(config.seed, place.device)
     bundle = _core_bundle(config, console)
     if not group.is_main:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gptlab.config.errors import ConfigError
 from gptlab.config.run import RunConfig
+from gptlab.data.cache import cache_root
 from gptlab.data.loader import StepBatch
 from gptlab.model.counting import flops_per_token
 from gptlab.runtime.device import compiler_available, synchronize
@@ -38,10 +39,13 @@ class Kernels:
     compiled: bool
 
 
-def keep_compiled(folder: Path) -> Path:
-    """Let torch.compile keep what it builds in `folder`, unless the environment names another, before anything
-    compiles. Returns the folder that it is."""
-    return Path(os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder)))
+def keep_compiled() -> Path:
+    """Let torch.compile keep what it builds in the user's cache, unless the environment names another folder, before
+    anything compiles. Returns the folder that it is.
+
+    Never in `data.cache_dir`: what torch finds there it runs, and a run's configuration may be a stranger's.
+    """
+    return Path(os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_root(None) / "compile")))
 
 
 def make_kernels(state: TrainState, config: RunConfig, warn: Callable[[str], None]) -> Kernels:
