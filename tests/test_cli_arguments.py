@@ -189,6 +189,8 @@ class TestRunRequest:
         assert (config.seed, config.run_dir) == (5, "runs/x")
         assert (config.runtime.device, config.runtime.dtype, config.runtime.compile) == ("cpu", "float32", "on")
         assert resolve("--compile off").runtime.compile == "off"
+        assert resolve("--exact-any-world-size").parallel.exact_any_world_size
+        assert not resolve("--exact-any-world-size --no-exact-any-world-size").parallel.exact_any_world_size
 
     @pytest.mark.parametrize(
         ("flag", "horizon"),

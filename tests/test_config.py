@@ -14,6 +14,7 @@ from gptlab.config.faults import FaultsConfig
 from gptlab.config.horizon import Horizon
 from gptlab.config.model import ModelConfig
 from gptlab.config.optim import AdamWConfig, MuonConfig, OptimConfig, ScheduleConfig
+from gptlab.config.parallel import ParallelConfig
 from gptlab.config.run import BatchConfig, CheckpointConfig, EvalConfig, RunConfig, RuntimeConfig, SampleConfig
 
 IMPOSSIBLE: list[tuple[Callable[[], object], str, str]] = [
@@ -55,6 +56,12 @@ IMPOSSIBLE: list[tuple[Callable[[], object], str, str]] = [
     (lambda: FaultsConfig(spike_factor=1.0), "faults.spike_factor", "nearest valid: 2.0"),
     (lambda: FaultsConfig(spike_window=0), "faults.spike_window", "greater than zero"),
     (lambda: RunConfig(faults=FaultsConfig(spike_factor=2.0)), "faults.spike_factor", "checkpoint.every_steps"),
+    (lambda: ParallelConfig(mode="shard"), "parallel.mode", "nearest valid: sharded"),  # type: ignore[arg-type]
+    (
+        lambda: ParallelConfig(mode="sharded", exact_any_world_size=True),
+        "parallel.exact_any_world_size",
+        "nearest valid: False",
+    ),
     (lambda: RunConfig(seed=-1), "seed", "between 0 and"),
     (lambda: RunConfig(batch=BatchConfig(total_tokens=30_000)), "batch.total_tokens", "nearest valid: 32768"),
 ]

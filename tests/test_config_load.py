@@ -96,6 +96,16 @@ def test_json_is_read_strictly(change: Callable[[dict], None], says: str) -> Non
     assert "\n" not in str(caught.value)
 
 
+def test_a_run_from_before_several_processes_is_read_with_the_default() -> None:
+    values = config_to_json(apply_overrides(RunConfig(), {"seed": 5}))
+    del values["parallel"]
+    assert config_from_json(values) == apply_overrides(RunConfig(), {"seed": 5})
+    assert "parallel" not in values
+    values["parallel"] = {"mode": "data"}
+    with pytest.raises(UserError, match=r"lacks parallel\.exact_any_world_size"):
+        config_from_json(values)
+
+
 def test_json_must_be_an_object() -> None:
     with pytest.raises(UserError, match="list"):
         config_from_json([])

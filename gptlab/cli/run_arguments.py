@@ -33,6 +33,7 @@ ALIASES = {
     "device": "runtime.device",
     "dtype": "runtime.dtype",
     "compile": "runtime.compile",
+    "exact_any_world_size": "parallel.exact_any_world_size",
     "until_val_loss": "horizon.until_val_loss",
 }
 """Short form -> the field that it stands for."""
@@ -71,6 +72,8 @@ class RunArguments(RunConfig):
     """Short for --runtime.dtype."""
     compile: Compile | None = None
     """Short for --runtime.compile; --compile alone means on."""
+    exact_any_world_size: bool = False
+    """Short for --parallel.exact-any-world-size: the same bits with 1, 2, 4 and 8 processes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,7 @@ from gptlab.cli.place import Place
 from gptlab.cli.start_weights import Start, load_start_weights
 from gptlab.config.errors import ConfigError, UserError
 from gptlab.config.load import config_to_json
+from gptlab.config.parallel import ParallelConfig
 from gptlab.config.run import RunConfig
 from gptlab.data.cache import cache_root
 from gptlab.data.core_bundle import core_folder
@@ -92,6 +93,7 @@ def open_session(
     cache, prepare it once a machine).
     """
     group = group or Group()
+    _require_known_mode(config.parallel)
     pretrained = None if restored or config.init_from is None else find_pretrained(config.init_from)
     if pretrained is not None:
         require_fits(config.model, pretrained.model, pretrained.name)
@@ -165,6 +167,13 @@ def open_session(
         )  # fmt: skip
     work = Work(kernels.loss_sum, validate, sample, core, group, sums)
     return Session(config, place, data, state, kernels, work, finish, counts, flops, eval_sequences, start)
+
+
+def _require_known_mode(parallel: ParallelConfig) -> None:
+    if parallel.mode != "data":
+        raise UserError(f"parallel.mode = {parallel.mode!r} is not in this version of gptlab: take mode 'data'")
+    if parallel.exact_any_world_size:
+        raise UserError("parallel.exact_any_world_size is not in this version of gptlab: leave it out")
 
 
 def _require_tokenizer(tokenizer: Tokenizer, pretrained: Pretrained, console: Console) -> None:

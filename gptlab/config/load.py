@@ -19,6 +19,9 @@ T = TypeVar("T")
 SCHEMA_VERSION = 1
 """Raised whenever a file written before can no longer be read as it stands."""
 
+_LATER = ("parallel",)
+"""Groups of fields that files of version 1 need not have: their defaults are what there was before them."""
+
 
 def config_to_json(config: RunConfig) -> dict[str, Any]:
     """Every field, nested like the dataclasses, with "schema_version"; exactly what reading it back from JSON gives."""
@@ -37,6 +40,9 @@ def config_from_json(values: object) -> RunConfig:
             "schema_version", version, f"written by a newer gptlab; this one reads up to {SCHEMA_VERSION}: upgrade it"
         )
     leaves = flatten({name: value for name, value in values.items() if name != "schema_version"})
+    # A run that was begun before a group of fields was there has what these fields now default to.
+    defaults = config_to_json(RunConfig())
+    leaves |= flatten({name: defaults[name] for name in _LATER if name not in values})
     missing = [name for name in leaf_fields(RunConfig) if name not in leaves]
     if missing and not (unknown := [name for name in leaves if name not in leaf_fields(RunConfig)]):
         raise UserError(f"the configuration lacks {', '.join(missing)}: the file is incomplete")

@@ -11,6 +11,7 @@ from gptlab.config.faults import FaultsConfig
 from gptlab.config.horizon import Horizon
 from gptlab.config.model import ModelConfig
 from gptlab.config.optim import OptimConfig, ScheduleConfig
+from gptlab.config.parallel import ParallelConfig
 
 DType = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 Compile = Literal["auto", "on", "off"]
@@ -162,6 +163,7 @@ class RunConfig:
     sample: SampleConfig = field(default_factory=SampleConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     faults: FaultsConfig = field(default_factory=FaultsConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
 
     def __post_init__(self) -> None:
