@@ -162,7 +162,6 @@ def _prepare_and_train(
     from gptlab.cli.same_run import require_same_run, shared_machine
     from gptlab.cli.session import make_run_directory, open_session, record_resume, train
     from gptlab.runtime.run_directory import RunDirectory
-    from gptlab.train.agreement import same_checkpoint
     from gptlab.train.closing_block import show_closing_block
     from gptlab.train.recorder import OffClock
     from gptlab.train.watchdog import TrainingFailed
@@ -178,8 +177,7 @@ def _prepare_and_train(
             show_closing_block(summary, console)
             return Result(0, run.path, summary)
         start.run = run
-        newest = functools.partial(_newest_checkpoint, run, console)
-        checkpoint = same_checkpoint(newest, run.checkpoints_path, group)
+        checkpoint = _newest_checkpoint(run, console, group)
         start.config = _with_own_tokenizer(start.config, run)
     if request.from_run is not None:
         origin = RunDirectory.open(Path(request.from_run))
@@ -274,14 +272,21 @@ def _finished(run_directory: RunDirectory) -> dict[str, object]:
     return {}
 
 
-def _newest_checkpoint(run_directory: RunDirectory, console: Console) -> Checkpoint | None:
-    """The newest intact checkpoint; None where the run ended before its first one, and so goes on from its start."""
+def _newest_checkpoint(run_directory: RunDirectory, console: Console, group: Group) -> Checkpoint | None:
+    """The newest checkpoint that is intact for every rank; None where the run ended before its first one, and so goes
+    on from its start."""
     from gptlab.runtime.metrics import read_metrics
-    from gptlab.train.checkpoint import list_checkpoints, load_newest
+    from gptlab.train.agreement import same_checkpoint
+    from gptlab.train.checkpoint import list_checkpoints
 
-    if list_checkpoints(run_directory.checkpoints_path):
-        return load_newest(run_directory.checkpoints_path, console.warn)
-    metrics = read_metrics(run_directory.metrics_path) if run_directory.metrics_path.exists() else []
+    if group.broadcast("has checkpoints", bool(list_checkpoints(run_directory.checkpoints_path))):
+        try:
+            return same_checkpoint(run_directory.checkpoints_path, group, console.warn)
+        except UserError:
+            if not group.is_main:
+                group.barrier("an intact checkpoint")  # to which rank 0 does not come: it says what is wrong
+            raise
+    metrics = read_metrics(run_directory.metrics_path) if group.is_main and run_directory.metrics_path.exists() else []
     saved = [line["step"] for line in metrics if line["kind"] == "checkpoint"]
     if saved:
         raise UserError(

@@ -6,14 +6,16 @@ Every rank then evaluates, saves, stops and slows down its learning rate at the 
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from gptlab.config.errors import UserError
 from gptlab.runtime.distributed import Group
-from gptlab.train.checkpoint import Checkpoint, load_checkpoint
+from gptlab.train.checkpoint import Checkpoint, DamagedCheckpointError, OnDamage, load_checkpoint
+from gptlab.train.checkpoint_directory import candidates, step_of
 from gptlab.train.watchdog import Preemption, TrainingFailed
 
 # The odd constant of MurmurHash2 (Austin Appleby, public domain): what is multiplied by it keeps its place.
@@ -78,15 +80,38 @@ def require_equal_weights(tensors: Iterable[Tensor], group: Group, step: int) ->
         raise TrainingFailed(f"behind step {step}, rank {different[0]} holds other weights than rank 0")
 
 
-def same_checkpoint(choose: Callable[[], Checkpoint | None], folder: Path, group: Group) -> Checkpoint | None:
-    """What rank 0 chooses among the checkpoints in `folder`, read and verified by every rank; None where it finds none.
-    DamagedCheckpointError on a rank that reads it otherwise."""
-    if not group.is_main:
-        name = group.broadcast("checkpoint")
-        return None if name is None else load_checkpoint(folder / name)
-    checkpoint = choose()
-    group.broadcast("checkpoint", None if checkpoint is None else checkpoint.path.name)
-    return checkpoint
+def same_checkpoint(folder: Path, group: Group, warn: OnDamage, *, up_to: int | None = None) -> Checkpoint:
+    """The newest checkpoint in `folder`, of steps `up_to` this one, that every rank reads whole, and with the same
+    weights as rank 0: all fall back together from one that is damaged, or unreadable, for any of them.
+
+    Told to `warn` is what is passed over. UserError, on all ranks alike, where none is left.
+    """
+    present = [path.name for path in reversed(candidates(folder)) if up_to is None or (step_of(path) or 0) <= up_to]
+    wrong = []
+    for name in group.broadcast("checkpoints", present):
+        checkpoint, said = None, {"weights": 0, "error": "", "reason": ""}
+        try:
+            checkpoint = load_checkpoint(folder / name)
+            said["weights"] = checksum(checkpoint.model.values())
+        except DamagedCheckpointError as error:
+            said |= {"error": str(error), "reason": error.reason}
+        read = group.gather("checkpoint", said)
+        for one in read:
+            if not one["error"] and not read[0]["error"] and one["weights"] != read[0]["weights"]:
+                one["reason"] = "holds other weights than for rank 0"
+                one["error"] = f"checkpoint {folder / name} {one['reason']}"
+        if checkpoint is not None and not any(one["error"] for one in read):
+            return checkpoint
+        errors = {rank: one["error"] for rank, one in enumerate(read) if one["error"]}
+        if len(errors) == group.size and len(set(errors.values())) == 1:
+            warn(errors[0])
+        else:
+            for rank, error in errors.items():
+                warn(f"rank {rank}: {error}")
+        wrong.append(f"{name}: {next(one['reason'] for one in read if one['error'])}")
+    if not wrong:
+        raise UserError(f"no checkpoint in {folder}: none has been saved there")
+    raise UserError(f"no intact checkpoint in {folder}: {'; '.join(wrong)}")
 
 
 def checksum(tensors: Iterable[Tensor]) -> int:

@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 from gptlab.config.run import RunConfig
 from gptlab.runtime.device import synchronize
 from gptlab.runtime.distributed import Group
-from gptlab.train.agreement import Agreement, require_equal_weights, same_checkpoint
+from gptlab.train.agreement import Agreement, require_equal_weights
 from gptlab.train.faults import Fault, first_broken_gradient, loss_fault
 from gptlab.train.gradient_sum import GradientSum
 from gptlab.train.horizon import Finish, due
@@ -137,7 +137,7 @@ def recover(state: TrainState, fault: Fault, data_step: int, config: RunConfig, 
     step = state.step + 1
     checkpoint = None
     if state.faults.calls_for_rewind(fault, config.faults):
-        checkpoint = same_checkpoint(lambda: record.last_good(state), record.run.checkpoints_path, group)
+        checkpoint = record.last_good(state, group)
     if checkpoint is not None:
         state.rewind(checkpoint.model, checkpoint.optimizer, checkpoint.state)
         record.rewound(state, fault, step, data_step)
