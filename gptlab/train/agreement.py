@@ -89,7 +89,8 @@ def same_checkpoint(folder: Path, group: Group, warn: OnDamage, *, up_to: int | 
     present = [path.name for path in reversed(candidates(folder)) if up_to is None or (step_of(path) or 0) <= up_to]
     wrong = []
     for name in group.broadcast("checkpoints", present):
-        checkpoint, said = None, {"weights": 0, "error": "", "reason": ""}
+        checkpoint = None
+        said = {"weights": 0, "error": "", "reason": ""}
         try:
             checkpoint = load_checkpoint(folder / name)
             said["weights"] = checksum(checkpoint.model.values())
@@ -106,8 +107,8 @@ def same_checkpoint(folder: Path, group: Group, warn: OnDamage, *, up_to: int | 
         if len(errors) == group.size and len(set(errors.values())) == 1:
             warn(errors[0])
         else:
-            for rank, error in errors.items():
-                warn(f"rank {rank}: {error}")
+            for rank, text in errors.items():
+                warn(f"rank {rank}: {text}")
         wrong.append(f"{name}: {next(one['reason'] for one in read if one['error'])}")
     if not wrong:
         raise UserError(f"no checkpoint in {folder}: none has been saved there")
