@@ -8,14 +8,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from gptlab.config.errors import UserError
 from gptlab.config.run import RunConfig
 from gptlab.runtime.device import synchronize
 from gptlab.runtime.distributed import Group
-from gptlab.train.agreement import Agreement, require_equal_weights
+from gptlab.train.agreement import Agreement, require_equal_weights, same_checkpoint
+from gptlab.train.checkpoint import Checkpoint
 from gptlab.train.faults import Fault, first_broken_gradient, loss_fault
 from gptlab.train.gradient_sum import GradientSum
 from gptlab.train.horizon import Finish, due
 from gptlab.train.recorder import Recorder
+from gptlab.train.retention import discard_after
 from gptlab.train.state import Best, TrainState, better
 from gptlab.train.step import LossFunction, gradients, update
 from gptlab.train.watchdog import Preemption, QuietGarbageCollector, TrainingFailed
@@ -137,7 +140,7 @@ def recover(state: TrainState, fault: Fault, data_step: int, config: RunConfig, 
     step = state.step + 1
     checkpoint = None
     if state.faults.calls_for_rewind(fault, config.faults):
-        checkpoint = record.last_good(state, group)
+        checkpoint = last_good(state, record, group)
     if checkpoint is not None:
         state.rewind(checkpoint.model, checkpoint.optimizer, checkpoint.state)
         record.rewound(state, fault, step, data_step)
@@ -145,6 +148,21 @@ def recover(state: TrainState, fault: Fault, data_step: int, config: RunConfig, 
     state.faults.skip(fault, step, config)
     state.step = step
     record.skipped(state, fault, data_step, broken)
+
+
+def last_good(state: TrainState, record: Recorder, group: Group) -> Checkpoint | None:
+    """The checkpoint to go back to, the same on every rank, those after it being removed; None where none is intact."""
+    record.finish_save(state)
+    good, folder, warn = state.faults.good_step, record.run.checkpoints_path, record.console.warn
+    assert good is not None
+    try:
+        checkpoint = same_checkpoint(folder, group, warn, up_to=good)
+    except UserError as error:
+        warn(f"{error}: nothing to go back to")
+        return None
+    if group.is_main:
+        discard_after(folder, good, warn)
+    return checkpoint
 
 
 def evaluate(state: TrainState, work: Work, record: Recorder) -> None:

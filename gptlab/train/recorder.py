@@ -14,17 +14,15 @@ from gptlab.config.run import RunConfig
 from gptlab.data.loader import StepBatch
 from gptlab.runtime.console import Console
 from gptlab.runtime.device import peak_memory_mb
-from gptlab.runtime.distributed import Group
 from gptlab.runtime.metrics import MetricsLog
 from gptlab.runtime.run_directory import RunDirectory
 from gptlab.runtime.strict_json import write_json_atomic
-from gptlab.train.agreement import same_checkpoint
 from gptlab.train.background_save import BackgroundSaver
 from gptlab.train.checkpoint import Checkpoint, save_checkpoint
 from gptlab.train.closing_block import show_closing_block
 from gptlab.train.faults import Fault
 from gptlab.train.horizon import Finish
-from gptlab.train.retention import discard_after, retain
+from gptlab.train.retention import retain
 from gptlab.train.state import Best, TrainState, better
 from gptlab.train.step import Update
 from gptlab.train.throughput import Throughput
@@ -172,22 +170,6 @@ class Recorder:
         self.console.warn(
             f"step {step:05d}: {fault}: back to the checkpoint of step {state.step}, and on with the data behind it"
         )
-
-    def last_good(self, state: TrainState, group: Group) -> Checkpoint | None:
-        """The checkpoint to go back to, the same on every rank, those after it being removed; None where none is
-        intact."""
-        self.finish_save(state)
-        good, folder = state.faults.good_step, self.run.checkpoints_path
-        if good is None:
-            return None
-        try:
-            checkpoint = same_checkpoint(folder, group, self.console.warn, up_to=good)
-        except UserError as error:
-            self.console.warn(f"{error}: nothing to go back to")
-            return None
-        if self.writes:
-            discard_after(folder, good, self.console.warn)
-        return checkpoint
 
     def sample(self, state: TrainState, prompt: str, text: str) -> None:
         self.metrics.write("sample", step=state.step, prompt=prompt, text=text)
