@@ -33,7 +33,7 @@ def test_a_checkpoint_on_disk(tmp_path: Path) -> None:
     assert path == tmp_path / "run" / "checkpoints" / "step-00000250"
     assert sorted(tree(path.parent)) == ["step-00000250", *(f"step-00000250/{name}" for name in FILES)]
     manifest = json.loads((path / "manifest.json").read_bytes())
-    assert (manifest["step"], manifest["format_version"]) == (250, 1)
+    assert (manifest["step"], manifest["format_version"]) == (250, 2)
     assert manifest["files"] == {
         name: {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
         for name, content in tree(path).items()
@@ -137,7 +137,8 @@ def altered(manifest: dict[str, Any], *keys: str, value: Any) -> dict[str, Any]:
     ("keys", "value"),
     [
         (("format",), "other"),
-        (("format_version",), 2),
+        (("format_version",), 3),
+        (("format_version",), True),
         (("step",), 11),
         (("step",), -10),
         (("step",), "10"),

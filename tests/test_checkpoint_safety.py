@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from oracle_checkpoint import fail_on_damage, flip, holds, save_small, tree
 
-from gptlab.train import checkpoint as checkpoint_module
 from gptlab.train.checkpoint import CheckpointError, list_checkpoints, newest_intact, verify_checkpoint
 
 posix_only = pytest.mark.skipif(os.name != "posix", reason="needs fork, signals or limits of POSIX")
@@ -119,7 +118,7 @@ def test_a_disk_that_is_too_small_is_refused_before_it_is_full(tmp_path: Path, m
     save_small(tmp_path, 10)
     before = tree(tmp_path)
     usage = shutil.disk_usage(tmp_path)._replace(free=100)
-    monkeypatch.setattr(checkpoint_module.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     with pytest.raises(CheckpointError, match=r"No space left.*[0-9]+ bytes needed, 100 free.*free some space"):
         save_small(tmp_path, 20)
     assert tree(tmp_path) == before

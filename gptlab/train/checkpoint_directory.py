@@ -61,6 +61,13 @@ def temporary_path(final: Path) -> Path:
     return final.with_name(f".{final.name}.tmp-{os.getpid()}")
 
 
+def step_of_temporary(path: Path) -> int:
+    """The step whose checkpoint is written at a `temporary_path`."""
+    match = _LEFTOVER.fullmatch(path.name)
+    assert match is not None
+    return int(match[1])
+
+
 def publish(temporary: Path, final: Path) -> None:
     """Make a complete and flushed `temporary` the checkpoint `final`, replacing one that stands there.
 

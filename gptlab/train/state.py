@@ -20,6 +20,7 @@ from gptlab.optim.combined import CombinedOptimizer
 from gptlab.optim.groups import build_optimizer
 from gptlab.runtime.rng import capture_rng, restore_rng
 from gptlab.train.faults import FaultRecord
+from gptlab.train.pieces import Piece, share_of, whole_pieces
 from gptlab.train.throughput import LossEma
 
 # Prefix of the random generators' states among a checkpoint's optimizer tensors.
@@ -50,7 +51,7 @@ def better(one: Best | None, other: Best) -> Best:
 
 @dataclass(slots=True)
 class TrainState:
-    """Owned by the loop; `tensors` and `to_json` are what a checkpoint holds."""
+    """Owned by the loop; `model_pieces` and `other_pieces` of all ranks and `to_json` are what a checkpoint holds."""
 
     model: GPT
     optimizer: CombinedOptimizer
@@ -59,6 +60,8 @@ class TrainState:
     scaler: torch.amp.GradScaler
     """Loss scale of float16 runs; disabled, and stateless, for other types."""
     device: torch.device
+    rank: int = 0
+    world_size: int = 1
     step: int = 0
     """Steps done, those whose update was left out included."""
     train_seconds: float = 0.0
@@ -105,6 +108,16 @@ class TrainState:
         """Weights by name; a shared table stands once."""
         return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
 
+    def model_pieces(self) -> list[Piece]:
+        """The weights that this rank is to write: live, and together with those of the other ranks all of them."""
+        return share_of(self.model_tensors(), self.rank, self.world_size)
+
+    def other_pieces(self) -> list[Piece]:
+        """Of moments and generators what this rank is to write. The generators' states are rank 0's."""
+        pieces = share_of(self.optimizer.state_tensors(), self.rank, self.world_size)
+        rng = {_RNG + name: state for name, state in capture_rng(self.device).items()}
+        return pieces + (whole_pieces(rng) if self.rank == 0 else [])
+
     def other_tensors(self) -> dict[str, Tensor]:
         """The optimizer's moments and every random generator."""
         rng = {_RNG + name: state for name, state in capture_rng(self.device).items()}
@@ -128,7 +141,8 @@ class TrainState:
         }
 
     def restore(self, model: Mapping[str, Tensor], other: Mapping[str, Tensor], saved: Mapping[str, Any]) -> None:
-        """Become the run that was saved. UserError where the checkpoint is of another configuration."""
+        """Become the run that was saved, from whole tensors by name, of which each rank keeps what it holds. UserError
+        where the checkpoint is of another configuration."""
         load_weights(self.model, model)
         rng = {name.removeprefix(_RNG): state for name, state in other.items() if name.startswith(_RNG)}
         moments = {name: state for name, state in other.items() if not name.startswith(_RNG)}
@@ -173,7 +187,7 @@ def build_state(
         rank=rank, world_size=world_size,
     )  # fmt: skip
     scaler = torch.amp.GradScaler(device.type, enabled=compute_dtype == torch.float16)
-    return TrainState(model, optimizer, loader, scaler, device)
+    return TrainState(model, optimizer, loader, scaler, device, rank, world_size)
 
 
 @torch.no_grad()

@@ -24,14 +24,14 @@ import torch
 from torch import Tensor
 
 # The names of the safetensors specification for the types that torch has.
-_DTYPES: dict[str, torch.dtype] = {
+DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
     "F8_E5M2FNUZ": torch.float8_e5m2fnuz, "C64": torch.complex64, "BOOL": torch.bool,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
     "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
 }  # fmt: skip
-_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 # Reading and hashing overlap piece by piece: large enough that a hand-over between threads costs nothing.
 _PIECE_BYTES = 16 * 2**20
 # What the safetensors library accepts, too; a real header has about 100 bytes a tensor.
@@ -49,6 +49,10 @@ class FileRecord:
     size_bytes: int
     sha256: str
     """64 lower-case hexadecimal digits."""
+
+
+Layout = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+"""Name of a tensor in a file -> its type and shape there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,14 +114,31 @@ def read_tensors(path: Path, expected: FileRecord) -> dict[str, Tensor]:
         return tensors
 
 
-def verify_tensors(path: Path, expected: FileRecord) -> None:
-    """What `read_tensors` checks, without keeping the tensors."""
+def read_tensors_into(path: Path, expected: FileRecord, places: Mapping[str, Tensor]) -> None:
+    """Read a file that must match `expected` and hold exactly these tensors, by name, shape and type, into contiguous
+    CPU tensors. DamagedFileError as for `read_tensors`; what `places` hold is then of no use."""
+    layout = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in places.items()}
+    with path.open("rb", buffering=0) as file, _Sha256() as digest:
+        _require_size(file, expected)
+        entries = _read_layout(file, expected.size_bytes, digest)
+        _require_layout(entries, layout)
+        for entry in entries:
+            for piece in _pieces(_raw(places[entry.name])):
+                _read_into(file, piece)
+                digest.update(piece)
+        _require_digest(digest.hexdigest(), expected)
+
+
+def verify_tensors(path: Path, expected: FileRecord, layout: Layout | None = None) -> None:
+    """What `read_tensors` checks, and with a `layout` what `read_tensors_into` does, without keeping the tensors."""
     with path.open("rb", buffering=0) as file:
         _require_size(file, expected)
         _require_digest(hashlib.file_digest(file, "sha256").hexdigest(), expected)
         file.seek(0)
         with _Sha256() as digest:
-            _read_layout(file, expected.size_bytes, digest)
+            entries = _read_layout(file, expected.size_bytes, digest)
+    if layout is not None:
+        _require_layout(entries, layout)
 
 
 def write_bytes(path: Path, content: bytes) -> FileRecord:
@@ -188,11 +209,11 @@ def _header(ordered: list[tuple[str, Tensor]], metadata: Mapping[str, str] | Non
     entries: dict[str, object] = {} if metadata is None else {"__metadata__": dict(metadata)}
     start = 0
     for name, tensor in ordered:
-        if name == "__metadata__" or tensor.layout is not torch.strided or tensor.dtype not in _DTYPE_NAMES:
+        if name == "__metadata__" or tensor.layout is not torch.strided or tensor.dtype not in DTYPE_NAMES:
             raise ValueError(f"tensor {name!r} ({tensor.dtype}, {tensor.layout}) cannot stand in a safetensors file")
         end = start + tensor.numel() * tensor.element_size()
         entries[name] = {
-            "dtype": _DTYPE_NAMES[tensor.dtype],
+            "dtype": DTYPE_NAMES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [start, end],
         }
@@ -225,11 +246,18 @@ def _read_layout(file: FileIO, size_bytes: int, digest: _Sha256) -> list[_Entry]
     return [entry for _, _, entry in spans]
 
 
+def _require_layout(entries: list[_Entry], layout: Layout) -> None:
+    found = {entry.name: (entry.dtype, entry.shape) for entry in entries}
+    if found != dict(layout):
+        name = min(name for name in {*found, *layout} if found.get(name) != layout.get(name))
+        raise DamagedFileError(f"{name!r} is not there as its manifest says")
+
+
 def _span(name: str, value: object) -> tuple[int, int, _Entry]:
     """First byte, end and description of one tensor, from its JSON."""
     if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
         raise DamagedFileError(f"the header entry of {name!r} is malformed")
-    dtype = _DTYPES.get(value["dtype"]) if isinstance(value["dtype"], str) else None
+    dtype = DTYPES.get(value["dtype"]) if isinstance(value["dtype"], str) else None
     shape, offsets = value["shape"], value["data_offsets"]
     if dtype is None or not _naturals(shape) or not _naturals(offsets) or len(offsets) != 2:
         raise DamagedFileError(f"the header entry of {name!r} is malformed")
