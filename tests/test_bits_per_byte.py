@@ -8,12 +8,14 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 import torch
+from ranks_in_turn import in_turn
 from torch import Tensor, nn
 
 from gptlab.config.errors import UserError
 from gptlab.config.model import ModelConfig
 from gptlab.eval import bits_per_byte
-from gptlab.eval.bits_per_byte import evaluate, token_nats
+from gptlab.eval.bits_per_byte import Evaluation, evaluate, token_nats
+from gptlab.runtime.distributed import Group
 
 VOCAB = 11
 TOKEN_BYTES = np.array([1, 2, 3, 0, 1, 1, 4, 2, 1, 5, 0], dtype=np.int32)
@@ -180,3 +182,15 @@ def test_a_gpt_gets_the_same_number_for_every_batch_size() -> None:
     for result in results[1:]:
         assert result.val_bpb == pytest.approx(results[0].val_bpb, abs=1e-6)
         assert result.val_loss == pytest.approx(results[0].val_loss, abs=1e-6)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 50])
+def test_ranks_share_the_passes_and_have_the_bits_of_one(size: int) -> None:
+    """Forty passes in float64: added up rank by rank, they round otherwise. (A few float32 losses add up exactly.)"""
+    model, rows = Bigram().double(), random_rows(n_rows=79)
+
+    def share(group: Group) -> Evaluation:
+        return evaluate(model, rows, TOKEN_BYTES, device="cpu", micro_sequences=2, group=group)
+
+    assert in_turn(size, share) == share(Group())
+    assert rows.reads == [2] * 80

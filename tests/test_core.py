@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from ranks_in_turn import in_turn
 from tiny_runs import (
     FLAGS,
     Outcome,
@@ -38,6 +39,7 @@ from gptlab.data.tokenizer_plain import ByteTokenizer
 from gptlab.eval.core import CoreResult, EncodedTask, core_result, encode_tasks, gpt_logits, measure_core, score
 from gptlab.eval.core_tasks import Example, Kind, Task, find_bundle, read_tasks
 from gptlab.model.gpt import GPT, build_model
+from gptlab.runtime.distributed import Group
 from gptlab.train.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
 
 CPU = torch.device("cpu")
@@ -327,6 +329,25 @@ class TestAgainstTheSlowWay:
         whole = measure_core(gpt_logits(model), encoded, device=CPU, max_pass_tokens=300)
         assert core_result(encoded, merged) == whole
         assert merged == self.slow(model, spoken)
+
+    @pytest.mark.parametrize("size", [2, 3, 100])
+    def test_ranks_share_the_passes_and_all_have_the_answers(self, model: GPT, spoken: list[Task], size: int) -> None:
+        """The passes are those of one process, so that no rounding can turn an answer over."""
+        encoded = encode_tasks(spoken, self.TOKENIZER, model.config.seq_len)
+        questions = [question for one in encoded for question in one.questions]
+        passes: list[Tensor] = []
+
+        def watched(tokens: Tensor, positions: Tensor) -> Tensor:
+            passes.append(tokens)
+            return gpt_logits(model)(tokens, positions)
+
+        def answers(group: Group) -> list[bool]:
+            return score(watched, questions, device=CPU, max_pass_tokens=300, group=group)
+
+        alone = answers(Group())
+        of_one, passes[:] = [tokens.tolist() for tokens in passes], []
+        assert in_turn(size, answers) == alone
+        assert sorted(tokens.tolist() for tokens in passes) == sorted(of_one)
 
     def test_passes_are_bounded_and_letters_share_theirs(self, model: GPT, tasks: list[Task]) -> None:
         shapes, told = [], []

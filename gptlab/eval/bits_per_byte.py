@@ -9,7 +9,7 @@ pieces that the text was cut into.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -64,7 +64,8 @@ def evaluate(
     group: Group | None = None,
 ) -> Evaluation:
     """One pass over all rows, `micro_sequences` at a time: this changes the speed, not the result. Of several processes
-    (`group`) each computes a share, and all have the result: equal to that of one to rounding in float64.
+    (`group`) each computes a share, and all have the result: from the same weights the same bits as that of one, since
+    the sums of the passes are added in the order of the passes.
 
     Every pass has the same shape (the last one is filled up with rows that do not count), so that a compiled model
     compiles once. `module` is what computes the logits (default: `logits` itself, where it is a module): it is in
@@ -74,21 +75,27 @@ def evaluate(
         module = logits
     byte_count = torch.from_numpy(np.asarray(token_bytes, dtype=np.int64))
     group = group or Group()
-    nats = byte_nats = 0.0
-    target_tokens = target_bytes = 0
+    passes = -(-rows.rows_per_epoch // micro_sequences)
+    # Of each pass: nats, nats of tokens that stand for bytes, tokens, bytes (counts below 2^53).
+    sums = torch.zeros(passes, 4, dtype=torch.float64)
     with evaluation_mode(module) if module is not None else torch.no_grad():
-        for inputs, targets in _batches(rows, micro_sequences, group):
+        for number in range(group.rank, passes, group.size):
+            inputs, targets = _batch(rows, number * micro_sequences, micro_sequences)
             losses = token_nats(logits(inputs.to(device)), targets.to(device)).cpu().double()
             counted = targets != IGNORED
             lengths = byte_count[targets.clamp(min=0)] * counted
-            nats += losses.sum().item()
-            byte_nats += losses[lengths > 0].sum().item()
-            target_tokens += int(counted.sum())
-            target_bytes += int(lengths.sum())
-    if group.size > 1:
-        sums = torch.tensor([nats, byte_nats, target_tokens, target_bytes], dtype=torch.float64)  # counts below 2^53
-        nats, byte_nats, *counts = group.sum(sums, "evaluation").tolist()
-        target_tokens, target_bytes = map(int, counts)
+            sums[number, 0] = losses.sum()
+            sums[number, 1] = losses[lengths > 0].sum()
+            sums[number, 2] = counted.sum()
+            sums[number, 3] = lengths.sum()
+    nats = byte_nats = 0.0
+    target_tokens = target_bytes = 0
+    # Every rank adds zeros to the passes of the others, which is exact.
+    for of_pass, byte_of_pass, tokens, length in group.sum(sums, "evaluation").tolist():
+        nats += of_pass
+        byte_nats += byte_of_pass
+        target_tokens += int(tokens)
+        target_bytes += int(length)
     if target_bytes == 0:
         raise UserError("the validation set has no text to predict: it needs at least two tokens; hold out more of it")
     return Evaluation(nats / target_tokens, byte_nats / (math.log(2) * target_bytes), target_tokens, target_bytes)
@@ -109,11 +116,10 @@ def token_nats(
     return torch.cat(nats).view(targets.shape)
 
 
-def _batches(rows: Rows, micro_sequences: int, group: Group) -> Iterator[tuple[Tensor, Tensor]]:
-    """All rows once as int64 pairs (micro_sequences, seq_len); the last batch repeats a row with ignored targets. Of W
-    ranks each has every W-th batch."""
-    for start in range(group.rank * micro_sequences, rows.rows_per_epoch, group.size * micro_sequences):
-        wanted = np.arange(start, start + micro_sequences)
-        inputs, targets = rows.read(0, np.minimum(wanted, rows.rows_per_epoch - 1))
-        targets = np.where((wanted < rows.rows_per_epoch)[:, None], targets, IGNORED)
-        yield torch.from_numpy(inputs.astype(np.int64)), torch.from_numpy(targets.astype(np.int64))
+def _batch(rows: Rows, start: int, micro_sequences: int) -> tuple[Tensor, Tensor]:
+    """The rows from `start` on as an int64 pair (micro_sequences, seq_len); behind the last one come repetitions of it
+    with ignored targets."""
+    wanted = np.arange(start, start + micro_sequences)
+    inputs, targets = rows.read(0, np.minimum(wanted, rows.rows_per_epoch - 1))
+    targets = np.where((wanted < rows.rows_per_epoch)[:, None], targets, IGNORED)
+    return torch.from_numpy(inputs.astype(np.int64)), torch.from_numpy(targets.astype(np.int64))

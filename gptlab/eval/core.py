@@ -14,6 +14,7 @@ examples, sorted by length, go through the model together.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -132,19 +133,13 @@ def measure_core(
     advance: Callable[[float], None] | None = None,
     group: Group | None = None,
 ) -> CoreResult:
-    """Score every question of every task. Arguments: as `score`; of several processes (`group`) each scores every
-    W-th question, and all have the result."""
+    """Score every question of every task. Arguments: as `score`."""
     questions = [question for task in tasks for question in task.questions]
-    group = group or Group()
-    answers = torch.zeros(len(questions), dtype=torch.int64)
-    answers[group.rank :: group.size] = torch.tensor(
-        score(
-            logits, questions[group.rank :: group.size],
-            device=device, max_pass_tokens=max_pass_tokens, module=module, advance=advance,
-        ),
-        dtype=torch.int64,
+    answers = score(
+        logits, questions,
+        device=device, max_pass_tokens=max_pass_tokens, module=module, advance=advance, group=group,
     )  # fmt: skip
-    return core_result(tasks, [bool(answer) for answer in group.sum(answers, "CORE").tolist()])
+    return core_result(tasks, answers)
 
 
 def core_result(tasks: Sequence[EncodedTask], correct: Sequence[bool]) -> CoreResult:
@@ -163,32 +158,39 @@ def score(
     max_pass_tokens: int,
     module: nn.Module | None = None,
     advance: Callable[[float], None] | None = None,
+    group: Group | None = None,
 ) -> list[bool]:
     """Which questions are answered right. Each is judged alone, so any part of a list may be scored anywhere.
 
     A pass holds `max_pass_tokens` at most, padding included, or one sequence: this changes the speed, and the result
-    only where two options are equally good to within rounding. `module` is in evaluation mode meanwhile; `advance`
-    is told the tokens of the options that are done.
+    only where two options are equally good to within rounding. Of several processes (`group`) each takes every W-th
+    pass, and all have the answers: those of one process, since the passes are the same. `module` is in evaluation mode
+    meanwhile; `advance` is told the tokens of the options that this process has done.
     """
+    group = group or Group()
     readers: dict[bytes, list[tuple[int, int]]] = {}  # input tokens -> (question, option) that are scored on them
     for number, question in enumerate(questions):
         for option, tokens in enumerate(question.options):
             readers.setdefault(tokens[:-1].tobytes(), []).append((number, option))
-    losses = [[math.inf] * len(question.options) for question in questions]
-    greedy = [False] * len(questions)
+    # Of every option its mean loss, and whether it is the greedy continuation; zero on the ranks that do not score it.
+    places = [0, *itertools.accumulate(len(question.options) for question in questions)]
+    scored = torch.zeros(places[-1], 2, dtype=torch.float64)
     with evaluation_mode(module) if module is not None else torch.no_grad():
-        for inputs in _passes(readers, max_pass_tokens):
+        for inputs in itertools.islice(_passes(readers, max_pass_tokens), group.rank, None, group.size):
             asked = [(row, *reader) for row, tokens in enumerate(inputs) for reader in readers[tokens.tobytes()]]
             spans = [(row, questions[n].starts[o], questions[n].options[o]) for row, n, o in asked]
             for (_, n, o), (nats, hit) in zip(asked, _read_off(logits, inputs, spans, device), strict=True):
-                losses[n][o] = math.inf if math.isnan(nats) else nats
-                greedy[n] = hit
+                scored[places[n] + o] = torch.tensor([math.inf if math.isnan(nats) else nats, hit], dtype=torch.float64)
             if advance is not None:
                 advance(sum(len(tokens) for _, _, tokens in spans))
-    return [
-        greedy[n] if question.gold is None else losses[n].index(min(losses[n])) == question.gold
-        for n, question in enumerate(questions)
-    ]
+    losses, greedy = group.sum(scored, "CORE").t().tolist()
+    answers = []
+    for question, start in zip(questions, places, strict=False):
+        # An option of one token has nothing in front of it to be scored by.
+        of_options = [losses[start + o] if len(t) > 1 else math.inf for o, t in enumerate(question.options)]
+        right = bool(greedy[start]) if question.gold is None else of_options.index(min(of_options)) == question.gold
+        answers.append(right)
+    return answers
 
 
 def _passes(inputs: Iterable[bytes], max_pass_tokens: int) -> Iterator[list[np.ndarray]]:
