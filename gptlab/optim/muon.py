@@ -40,6 +40,12 @@ def neuron_dim(rows: int, cols: int) -> int:
     return -1 if rows >= cols else -2
 
 
+def second_moment_sizes(row_split: Sequence[int], cols: int) -> list[int]:
+    """Numbers of NorMuon's state for each part of a matrix. One flat tensor holds them all, since parts may be tall and
+    wide (query and key of grouped-query attention)."""
+    return [max(rows, cols) for rows in row_split]
+
+
 def neuron_scale(update: Tensor, second_moment: Tensor, beta2: float) -> Tensor:
     """NorMuon (arXiv:2510.05491), the form of modded-nanogpt and nanochat: what to multiply each neuron's update by.
 
@@ -64,6 +70,38 @@ def cautious(weight: Tensor, update: Tensor) -> Tensor:
     """The weights that this update already moves towards zero; the others as 0, free of decay (arXiv:2510.12402)."""
     # A float mask: torch.where, masked_fill and a product with a bool mask take 8 to 15 times as long on the CPU.
     return (update * weight).ge_(0.0).mul_(weight)
+
+
+def directions(
+    means: Sequence[Tensor], gradients: Sequence[Tensor], momentum: float, nesterov: bool
+) -> Sequence[Tensor]:
+    """Take the gradients into their running means, in place, and return what is to be orthogonalized. Any shapes:
+    entry by entry."""
+    torch._foreach_lerp_(means, gradients, 1.0 - momentum)
+    return torch._foreach_lerp(gradients, means, momentum) if nesterov else means
+
+
+def orthogonal_update(
+    stack: Tensor, second_moments: Sequence[Tensor], config: MuonConfig, compute_dtype: torch.dtype
+) -> Tensor:
+    """The update U of each direction of a stack (n, rows, cols), times `shape_scale`. With NorMuon, one second moment
+    for each, (rows, 1) or (1, cols), updated in place."""
+    update = orthogonalize(stack, config.orthogonalizer, config.iterations, dtype=compute_dtype)
+    scale = shape_scale(config.update_scale, *update.shape[-2:])
+    if config.normuon_beta2 is None:
+        return update.mul_(scale)
+    moments = torch.stack(list(second_moments))
+    update.mul_(neuron_scale(update, moments, config.normuon_beta2) * scale)
+    torch._foreach_copy_(second_moments, moments.unbind(0))
+    return update
+
+
+def add_decay(update: Tensor, weight: Tensor, weight_decay: float, config: MuonConfig, rows: int, cols: int) -> None:
+    """Add the decay of the weights to their update, in place: entry by entry, of matrices (rows, cols) or parts of
+    them."""
+    if weight_decay > 0.0:
+        decay = weight_decay * shape_scale(config.update_scale, rows, cols) if config.scaled_decay else weight_decay
+        update.add_(cautious(weight, update) if config.cautious_decay else weight, alpha=decay)
 
 
 @dataclass(slots=True)
@@ -100,7 +138,9 @@ class Muon:
         row_splits: Mapping[str, tuple[int, ...]],
     ) -> None:
         self.parameters = dict(parameters)
-        self.row_splits = {name: _row_split(name, p, config, row_splits) for name, p in self.parameters.items()}
+        self.row_splits = {
+            name: row_split(name, tuple(p.shape), config, row_splits) for name, p in self.parameters.items()
+        }
         self._config = config
         self._compute_dtype = compute_dtype
         self._momentum = {name: torch.zeros_like(p.detach()) for name, p in self.parameters.items()}
@@ -121,36 +161,18 @@ class Muon:
 
     def _step_stack(self, blocks: Sequence[Block], lr: float, momentum: float, weight_decay: float) -> None:
         config = self._config
+        means, gradients = [block.momentum for block in blocks], [block.gradient() for block in blocks]
+        stack = torch.stack(list(directions(means, gradients, momentum, config.nesterov)))
+        moments = [block.second_moment for block in blocks if block.second_moment is not None]
+        update = orthogonal_update(stack, moments, config, self._compute_dtype)
         weights = [block.weight() for block in blocks]
-        update = orthogonalize(
-            self._direction(blocks, momentum), config.orthogonalizer, config.iterations, dtype=self._compute_dtype
-        )
-        scale = shape_scale(config.update_scale, *update.shape[-2:])
-        update.mul_(scale if config.normuon_beta2 is None else self._neuron_scale(blocks, update) * scale)
         if weight_decay > 0.0:
-            stacked = torch.stack(weights)
-            decay = weight_decay * scale if config.scaled_decay else weight_decay
-            update.add_(cautious(stacked, update) if config.cautious_decay else stacked, alpha=decay)
+            add_decay(update, torch.stack(weights), weight_decay, config, *update.shape[-2:])
         torch._foreach_add_(weights, update.unbind(0), alpha=-lr)
 
-    def _direction(self, blocks: Sequence[Block], momentum: float) -> Tensor:
-        gradients = [block.gradient() for block in blocks]
-        means = [block.momentum for block in blocks]
-        torch._foreach_lerp_(means, gradients, 1.0 - momentum)
-        return torch.stack(torch._foreach_lerp(gradients, means, momentum) if self._config.nesterov else means)
-
-    def _neuron_scale(self, blocks: Sequence[Block], update: Tensor) -> Tensor:
-        moments = [block.second_moment for block in blocks if block.second_moment is not None]
-        stacked = torch.stack(moments)
-        assert self._config.normuon_beta2 is not None
-        scale = neuron_scale(update, stacked, self._config.normuon_beta2)
-        torch._foreach_copy_(moments, stacked.unbind(0))
-        return scale
-
     def _zero_second_moments(self) -> dict[str, Tensor]:
-        """One flat tensor a parameter: its blocks may be tall and wide (query and key of grouped-query attention)."""
         return {
-            name: p.new_zeros(sum(max(rows, p.size(1)) for rows in self.row_splits[name]), requires_grad=False)
+            name: p.new_zeros(sum(second_moment_sizes(self.row_splits[name], p.size(1))), requires_grad=False)
             for name, p in self.parameters.items()
         }
 
@@ -172,12 +194,14 @@ class Muon:
         return list(stacks.values())
 
 
-def _row_split(
-    name: str, parameter: torch.nn.Parameter, config: MuonConfig, row_splits: Mapping[str, tuple[int, ...]]
+def row_split(
+    name: str, shape: tuple[int, ...], config: MuonConfig, row_splits: Mapping[str, tuple[int, ...]]
 ) -> tuple[int, ...]:
-    if parameter.ndim != 2:
-        raise ValueError(f"Muon updates matrices, but {name} has shape {tuple(parameter.shape)}")
-    rows = len(parameter)
+    """Rows of each part of a matrix that is orthogonalized by itself. ValueError for what is none, or a split that does
+    not fit."""
+    if len(shape) != 2:
+        raise ValueError(f"Muon updates matrices, but {name} has shape {shape}")
+    rows = shape[0]
     if not config.split_qkv or name not in row_splits:
         return (rows,)
     split = tuple(row_splits[name])

@@ -1,0 +1,166 @@
+"""Muon over rows that are shared among ranks, against Muon over whole matrices. Ranks are threads here."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from gptlab.config.optim import MuonConfig
+from gptlab.optim.muon import Muon
+from gptlab.optim.sharded_muon import ShardedMatrix, ShardedMuon
+
+SHAPES = {
+    **{f"{layer}.qkv": (16, 8) for layer in range(3)},  # grouped queries: 8 rows, then 4, then 4
+    **{f"{layer}.out": (8, 8) for layer in range(3)},
+    **{f"{layer}.up": (21, 8) for layer in range(3)},  # by 2 and by 4 ranks: the last one has fewer
+    "gate": (2, 8),  # by 4 ranks: two have none
+}
+SPLITS = {name: (8, 4, 4) for name in SHAPES if name.endswith("qkv")}
+
+
+class Post:
+    """What threads that stand for ranks send each other."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.sent: dict[tuple[int, int, int], Tensor] = {}
+        self.met = threading.Barrier(size, timeout=30)
+        self.begun: list[tuple[int, str]] = []
+
+
+class Desk:
+    """A rank's end of it. Nothing arrives before somebody waits for it."""
+
+    def __init__(self, post: Post, rank: int) -> None:
+        self.post, self.rank, self.size = post, rank, post.size
+        self.number = 0
+
+    def exchange_later(self, flat: Tensor, send: Sequence[int], receive: Sequence[int]) -> Callable[[], Tensor]:
+        number, self.number = self.number, self.number + 1
+        assert sum(send) == flat.numel()
+        for to, piece in enumerate(flat.split(list(send))):
+            self.post.sent[number, self.rank, to] = piece.clone()
+        if self.rank == 0:
+            self.post.begun.append((number, "begun"))
+
+        def wait() -> Tensor:
+            self.post.met.wait()
+            if self.rank == 0:
+                self.post.begun.append((number, "waited"))
+            pieces = [self.post.sent[number, sender, self.rank] for sender in range(self.size)]
+            assert [piece.numel() for piece in pieces] == list(receive)
+            return torch.cat(pieces)
+
+        return wait
+
+
+def values(seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in SHAPES.items()}
+
+
+def rows_on(rank: int, size: int, rows: int) -> slice:
+    """torch.chunk's rule, which is FSDP2's."""
+    most = -(-rows // size)
+    return slice(min(rank * most, rows), min((rank + 1) * most, rows))
+
+
+def matrices(rank: int, size: int) -> list[ShardedMatrix]:
+    found = []
+    for name, weight in values(0).items():
+        here = [rows_on(r, size, len(weight)) for r in range(size)]
+        rows = tuple(s.stop - s.start for s in here)
+        found.append(ShardedMatrix(name, Parameter(weight[here[rank]].clone()), rows))
+    return found
+
+
+def train_shards(size: int, steps: int, config: MuonConfig) -> tuple[list[ShardedMuon], Post]:
+    post = Post(size)
+
+    def train(rank: int) -> ShardedMuon:
+        muon = ShardedMuon(
+            matrices(rank, size), config, compute_dtype=torch.float64, row_splits=SPLITS, exchange=Desk(post, rank)
+        )
+        for step in range(steps):
+            for name, gradient in values(1 + step).items():
+                muon.parameters[name].grad = gradient[rows_on(rank, size, len(gradient))].clone()
+            muon.step(1.0 - step / 10, 0.9, 1.0)
+        return muon
+
+    with ThreadPoolExecutor(size) as threads:
+        return list(threads.map(train, range(size))), post
+
+
+def train_whole(steps: int, config: MuonConfig) -> Muon:
+    weights = {name: Parameter(value) for name, value in values(0).items()}
+    muon = Muon(weights, config, compute_dtype=torch.float64, row_splits=SPLITS)
+    for step in range(steps):
+        for name, gradient in values(1 + step).items():
+            weights[name].grad = gradient
+        muon.step(1.0 - step / 10, 0.9, 1.0)
+    return muon
+
+
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"scaled_decay": True, "update_scale": "max_side"},
+    {"normuon_beta2": None, "cautious_decay": False, "nesterov": False, "orthogonalizer": "newton_schulz"},
+    {"split_qkv": False, "weight_decay": 0.0, "orthogonalizer": "svd"},
+]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("settings", SETTINGS, ids=["normuon", "scaled", "plain", "whole"])
+def test_weights_and_state_are_those_of_whole_matrices(size: int, settings: dict[str, Any]) -> None:
+    """The same operations on the same numbers; stacks of other heights may be multiplied in another order, which
+    float64 rounds at 1e-16 and five polynomials magnify a little."""
+    config = MuonConfig(**{"lr": 0.1, **settings})
+    whole = train_whole(3, config)
+    shards, _ = train_shards(size, 3, config)
+    for name, weight in whole.parameters.items():
+        together = torch.cat([shard.parameters[name].detach() for shard in shards])
+        torch.testing.assert_close(together, weight.detach(), rtol=1e-10, atol=1e-12)
+        assert not torch.equal(together, values(0)[name])
+    expected = whole.state_tensors()
+    states = [shard.state_tensors() for shard in shards]
+    assert {key for state in states for key in state} == set(expected)
+    for key, tensor in expected.items():
+        pieces = [state[key] for state in states if key in state]
+        if key.endswith("second_moment"):
+            assert len(pieces) == 1, "one owner"
+        torch.testing.assert_close(torch.cat(pieces), tensor, rtol=1e-10, atol=1e-12)
+    assert all(shard.row_splits == whole.row_splits for shard in shards)
+
+
+def test_owners_share_the_work() -> None:
+    """Three matrices of each large shape and two ranks: five of nine at most, and the second moments show whose."""
+    shards, _ = train_shards(2, 1, MuonConfig())
+    owned = [{key for key in shard.state_tensors() if key.endswith("second_moment")} for shard in shards]
+    assert sorted(map(len, owned)) in ([4, 6], [5, 5])
+    assert not owned[0] & owned[1]
+
+
+def test_rows_travel_while_owners_work() -> None:
+    """The next round's rows leave before those of this one are waited for, and updates are waited for last."""
+    _, post = train_shards(2, 1, MuonConfig())
+    order = [f"{number} {what}" for number, what in post.begun]
+    rounds = 4
+    # Exchanges of 4 rounds: gathers 0, 1, 3, 5 and scatters 2, 4, 6, 7.
+    assert order[:4] == ["0 begun", "1 begun", "0 waited", "2 begun"]
+    assert order[-4:] == ["2 waited", "4 waited", "6 waited", "7 waited"]
+    assert len(order) == 2 * 2 * rounds
+
+
+def test_a_missing_gradient_is_named() -> None:
+    muon = ShardedMuon(
+        matrices(0, 1), MuonConfig(), compute_dtype=torch.float64, row_splits=SPLITS, exchange=Desk(Post(1), 0)
+    )
+    with pytest.raises(RuntimeError, match=r"has no gradient"):
+        muon.step(1.0, 0.9, 1.0)
