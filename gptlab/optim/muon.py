@@ -72,17 +72,15 @@ def cautious(weight: Tensor, update: Tensor) -> Tensor:
     return (update * weight).ge_(0.0).mul_(weight)
 
 
-def directions(
-    means: Sequence[Tensor], gradients: Sequence[Tensor], momentum: float, nesterov: bool
-) -> Sequence[Tensor]:
+def directions(means: list[Tensor], gradients: list[Tensor], momentum: float, nesterov: bool) -> list[Tensor]:
     """Take the gradients into their running means, in place, and return what is to be orthogonalized. Any shapes:
     entry by entry."""
     torch._foreach_lerp_(means, gradients, 1.0 - momentum)
-    return torch._foreach_lerp(gradients, means, momentum) if nesterov else means
+    return list(torch._foreach_lerp(gradients, means, momentum)) if nesterov else means
 
 
 def orthogonal_update(
-    stack: Tensor, second_moments: Sequence[Tensor], config: MuonConfig, compute_dtype: torch.dtype
+    stack: Tensor, second_moments: list[Tensor], config: MuonConfig, compute_dtype: torch.dtype
 ) -> Tensor:
     """The update U of each direction of a stack (n, rows, cols), times `shape_scale`. With NorMuon, one second moment
     for each, (rows, 1) or (1, cols), updated in place."""
@@ -90,7 +88,7 @@ def orthogonal_update(
     scale = shape_scale(config.update_scale, *update.shape[-2:])
     if config.normuon_beta2 is None:
         return update.mul_(scale)
-    moments = torch.stack(list(second_moments))
+    moments = torch.stack(second_moments)
     update.mul_(neuron_scale(update, moments, config.normuon_beta2) * scale)
     torch._foreach_copy_(second_moments, moments.unbind(0))
     return update
@@ -162,7 +160,7 @@ class Muon:
     def _step_stack(self, blocks: Sequence[Block], lr: float, momentum: float, weight_decay: float) -> None:
         config = self._config
         means, gradients = [block.momentum for block in blocks], [block.gradient() for block in blocks]
-        stack = torch.stack(list(directions(means, gradients, momentum, config.nesterov)))
+        stack = torch.stack(directions(means, gradients, momentum, config.nesterov))
         moments = [block.second_moment for block in blocks if block.second_moment is not None]
         update = orthogonal_update(stack, moments, config, self._compute_dtype)
         weights = [block.weight() for block in blocks]

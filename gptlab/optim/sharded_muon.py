@@ -130,7 +130,7 @@ class ShardedMuon:
             means = [self._momentum[m.name] for m in one.matrices]
             gradients = [_gradient(m) for m in one.matrices]
             ours = directions(means, gradients, momentum, self._config.nesterov)
-            flat = torch.stack(list(ours)).view(-1)
+            flat = torch.stack(ours).view(-1)
         rank = self._exchange.rank
         send = [count * one.rows[rank] * one.cols for count in one.counts]
         receive = [one.counts[rank] * rows * one.cols for rows in one.rows]
