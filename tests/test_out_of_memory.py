@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_runs import arguments, command, lines_of, make_config, write_corpus
+from tiny_runs import arguments, command, lines_of, make_config, train, write_corpus
 
 import gptlab
 from gptlab.config.errors import UserError
 from gptlab.config.run import BatchConfig, EvalConfig, RunConfig
-from gptlab.runtime.out_of_memory import ran_out_of_memory, what_to_lower
+from gptlab.runtime.out_of_memory import memory_told, ran_out_of_memory, what_to_lower
 
 # As torch 2.13 words them.
 CUDA = (
@@ -164,3 +164,42 @@ class TestRun:
         assert done.stderr.count("\n") == 1
         assert "--batch.micro-sequences 256 needs half" in done.stderr
         assert json.loads((folder / "r" / "run.json").read_text())["status"] == "failed"
+
+
+class TestOtherCommands:
+    @staticmethod
+    def exhausted(*args: object, **kwargs: object) -> None:
+        raise torch.OutOfMemoryError(CUDA)
+
+    def line_of(self, argv: list[object]) -> str:
+        code, _, err = command(argv)
+        assert (code, err.count("\n")) == (2, 1), err
+        assert err.startswith("gptlab: error: out of memory (the last 1.50 GiB were not there): ")
+        return err
+
+    def test_eval_and_sample(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        run = train(folder, "r", steps=2)
+        with monkeypatch.context() as patch:
+            patch.setattr("gptlab.eval.bits_per_byte.evaluate", self.exhausted)
+            assert "--micro-sequences 2 instead of 4 gives the same numbers" in self.line_of(["eval", run])
+            alone = self.line_of(["eval", run, "--micro-sequences", 1])
+            assert "--micro-sequences" not in alone
+            assert "another --device" in alone
+        with monkeypatch.context() as patch:
+            patch.setattr("gptlab.eval.engine.sample_text", self.exhausted)
+            assert "another --device" in self.line_of(["sample", run, "--prompt", "the "])
+        with monkeypatch.context() as patch:
+            patch.setattr("gptlab.cli.loaded_run.build_model", self.exhausted)
+            for name in ("eval", "sample"):
+                assert "another --device" in self.line_of([name, run])
+
+    def test_bench(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("gptlab.train.state.build_state", self.exhausted)
+        words = [word for word in arguments(folder, "r") if word not in ("--steps", "12")]
+        assert "batch.micro_sequences = 4: the command with --batch.micro-sequences 2" in self.line_of(
+            ["bench", *words]
+        )
+
+    def test_another_error_is_left_alone(self, folder: Path) -> None:
+        with pytest.raises(ValueError, match="a bug"), memory_told(str):
+            raise ValueError("a bug")

@@ -76,7 +76,16 @@ def main(argv: list[str]) -> int:
 def measure(request: RunRequest, console: Console, *, steps: int, seconds: float, products: bool) -> Bench:
     """Build the run as `train` does, on made-up tokens, and time it. Half of the steps come before a look at the peak
     and half behind it."""
-    from gptlab.cli.place import machine_for, place_of
+    from gptlab.cli.place import machine_for
+    from gptlab.runtime.out_of_memory import memory_told, what_to_lower
+
+    config = request.config(functools.partial(machine_for, request))
+    with memory_told(lambda error: what_to_lower(error, config, None)):
+        return _measure(config, console, steps=steps, seconds=seconds, products=products)
+
+
+def _measure(config: RunConfig, console: Console, *, steps: int, seconds: float, products: bool) -> Bench:
+    from gptlab.cli.place import place_of
     from gptlab.cli.plan import assumed_vocab_size, model_text, step_text
     from gptlab.model.counting import flops_per_token, parameter_counts
     from gptlab.runtime.device import device_name
@@ -86,7 +95,6 @@ def measure(request: RunRequest, console: Console, *, steps: int, seconds: float
     from gptlab.train.state import build_state
     from gptlab.train.timing import StepTimes, loader_tokens_per_second, time_optimizer, time_steps
 
-    config = request.config(functools.partial(machine_for, request))
     vocab_size, _ = assumed_vocab_size(config)
     config = replace(config, model=replace(config.model, vocab_size=vocab_size))
     place = place_of(config)

@@ -48,11 +48,15 @@ def main(argv: Sequence[str]) -> int:
         description="Measure a run on its validation set: loss (nats/token) and bits per byte; or on CORE.",
     )
     from gptlab.runtime.console import Console
+    from gptlab.runtime.out_of_memory import fewer_rows, memory_told, smaller_model
 
     with Console(stream=sys.stderr) as console:
-        run = arguments.load(console)
+        with memory_told(smaller_model):
+            run = arguments.load(console)
         measure = _core_lines if arguments.core else _validation_lines
-        lines = measure(run, arguments, console)
+        rows = arguments.micro_sequences or run.config.eval_sequences
+        with memory_told(lambda error: fewer_rows(error, rows)):
+            lines = measure(run, arguments, console)
     print("\n".join((f"run: {run.directory.path}", f"step: {run.step}", *lines)))
     return 0
 

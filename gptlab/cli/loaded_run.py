@@ -20,7 +20,7 @@ from gptlab.runtime.run_directory import RunDirectory
 from gptlab.runtime.threads import set_threads
 from gptlab.train.checkpoint import list_checkpoints, load_checkpoint, load_newest, select_checkpoint
 from gptlab.train.checkpoint_directory import step_of
-from gptlab.train.state import load_weights
+from gptlab.train.state import load_weights, require_weights_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +60,7 @@ def load_run(
     else:
         best = best_saved_step(directory) if checkpoint == "best" else None
         saved = load_checkpoint(select_checkpoint(directory.checkpoints_path, checkpoint, console.warn, best_step=best))
+    require_weights_of(config.model, saved.model)
     model = build_model(config.model, device=where, compute_dtype=compute_dtype, seed=config.seed)
     load_weights(model, saved.model)
     return LoadedRun(directory, config, tokenizer, model.eval(), saved.step, where)
@@ -69,9 +70,12 @@ def best_saved_step(directory: RunDirectory) -> int | None:
     """The step with the lowest recorded validation loss among those that a checkpoint stands for."""
     saved = {step_of(path) for path in list_checkpoints(directory.checkpoints_path)}
     records = read_metrics(directory.metrics_path) if directory.metrics_path.exists() else []
-    losses = [
-        (float(str(record["val_loss"])), int(str(record["step"])))
-        for record in records
-        if record.get("kind") == "eval" and record["step"] in saved
-    ]
+    try:
+        losses = [
+            (float(str(record["val_loss"])), int(str(record["step"])))
+            for record in records
+            if record.get("kind") == "eval" and record["step"] in saved
+        ]
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{directory.metrics_path} is damaged: an eval line without its numbers ({error})") from None
     return min((pair for pair in losses if math.isfinite(pair[0])), default=(0.0, None))[1]

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from gptlab.config.errors import UserError, nearest_name
+from gptlab.config.errors import UserError, nearest_name, one_line
 
 COMMANDS = {
     "train": ("gptlab.cli.train", "train a GPT, or go on with a run (--resume); --list shows the recipes"),
@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
         sys.stdout.flush()  # A reader that has gone away shows here, not at interpreter exit.
         return code
     except UserError as error:
-        print(f"gptlab: error: {_rank()}{' '.join(str(error).split())}", file=sys.stderr)
+        print(f"gptlab: error: {_rank()}{one_line(error)}", file=sys.stderr)
         return EXIT_USAGE
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED

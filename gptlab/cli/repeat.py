@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -98,21 +100,31 @@ def what_differs(run: RunDirectory, now: Facts, asked: Mapping[str, Any]) -> Ite
 
 
 def _changed(recorded: Facts, now: Facts, names: Sequence[str]) -> str:
-    return ", ".join(f"{name} {recorded.get(name)} -> {now[name]}" for name in names if recorded.get(name) != now[name])
+    return ", ".join(
+        f"{name} {_shown(recorded.get(name))} -> {now[name]}" for name in names if recorded.get(name) != now[name]
+    )
+
+
+def _shown(value: object) -> str:
+    """A value of run.json, which a stranger may have written, as a line can take it."""
+    text = str(value)
+    return text if len(text) <= 100 else f"{text[:96]} ..."
 
 
 def _code(facts: Facts) -> str:
     commit = facts.get("git_commit")
     if not commit:
-        return f"gptlab {facts.get('gptlab_version')}, of no commit"
+        return f"gptlab {_shown(facts.get('gptlab_version'))}, of no commit"
     return f"commit {str(commit)[:12]}{' and changes' * bool(facts.get('git_dirty'))}"
 
 
 def _how_to_have_code(run: RunDirectory, recorded: Facts) -> str:
+    """Commands to copy, and so with every part of them quoted: names and commits may be a stranger's."""
     patch, archive = run.code_path / PATCH_NAME, run.code_path / ZIP_NAME
     if archive.is_file():
-        return f"; to have it: unzip {archive} -d FOLDER, then PYTHONPATH=FOLDER python -m gptlab"
-    if not recorded.get("git_commit"):
+        return f"; to have it: unzip {shlex.quote(str(archive))} -d FOLDER, then PYTHONPATH=FOLDER python -m gptlab"
+    commit = recorded.get("git_commit")
+    if not isinstance(commit, str) or not re.fullmatch("[0-9a-f]{7,64}", commit):
         return ""
-    apply = f" && git apply {patch.resolve()}" if patch.is_file() else ""
-    return f"; to have it: git checkout {recorded['git_commit']}{apply}"
+    apply = f" && git apply {shlex.quote(str(patch.resolve()))}" if patch.is_file() else ""
+    return f"; to have it: git checkout {commit}{apply}"

@@ -5,12 +5,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from gptlab.cli.arguments import parse
 from gptlab.cli.load_arguments import LoadArguments
 from gptlab.config.errors import require, require_positive
 from gptlab.config.run import SampleConfig
+
+if TYPE_CHECKING:
+    from gptlab.cli.loaded_run import LoadedRun
 
 # Samples may hold any character; those that move a cursor or ring a bell stay away from a terminal.
 _CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
@@ -57,11 +60,19 @@ def main(argv: Sequence[str]) -> int:
         prog="gptlab sample",
         description="Let a trained run continue a text, token by token.",
     )
-    from gptlab.eval.engine import sample_text
     from gptlab.runtime.console import Console
+    from gptlab.runtime.out_of_memory import memory_told, smaller_model
 
-    with Console(stream=sys.stderr) as console:
-        run = arguments.load(console)
+    with memory_told(smaller_model):
+        with Console(stream=sys.stderr) as console:
+            run = arguments.load(console)
+        _continue(run, arguments)
+    return 0
+
+
+def _continue(run: LoadedRun, arguments: SampleArguments) -> None:
+    from gptlab.eval.engine import sample_text
+
     settings = arguments.over(run.config.sample)
     # Set up before the first is printed, so that a prompt that cannot be encoded leaves no half of the output.
     streams = [
@@ -81,7 +92,6 @@ def main(argv: Sequence[str]) -> int:
         write_stream(sys.stdout, (*(["---\n"] if number else []), prompt))
         write_stream(sys.stdout, pieces)
         write_stream(sys.stdout, ["\n"])
-    return 0
 
 
 def write_stream(out: TextIO, pieces: Iterable[str]) -> None:

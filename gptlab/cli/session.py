@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
@@ -224,6 +224,18 @@ def make_run_directory(session: Session, facts: Mapping[str, object], evidence: 
     return RunDirectory.create(path, config_to_json(config), facts, contents=contents)
 
 
+@contextmanager
+def _state_of(checkpoint: Checkpoint) -> Iterator[None]:
+    """Within, an intact checkpoint that gptlab did not write (a stranger's, with a state of his own) is a UserError."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
+        raise UserError(
+            f"{checkpoint.path} cannot be gone on with: its state is none that gptlab saves "
+            f"({type(error).__name__}: {error})"
+        ) from error
+
+
 def record_resume(run: RunDirectory, facts: Mapping[str, object], evidence: Evidence) -> None:
     """Note in run.json which process goes on with the run, and keep its code where that is not the first one's."""
     record = run.read_provenance()
@@ -265,8 +277,11 @@ def train(
                 console.line("compiling: longest the first time, from the cache after that")
             off_clock.compile_seconds = warm_up(state, session.kernels, config, session.eval_sequences)
             if checkpoint is not None:
-                state.restore(checkpoint.model, checkpoint.optimizer, checkpoint.state)
-            record.rewind(checkpoint)
+                with _state_of(checkpoint):
+                    state.restore(checkpoint.model, checkpoint.optimizer, checkpoint.state)
+                    record.rewind(checkpoint)
+            else:
+                record.rewind(None)
             record.reserve(state)
             off_clock.startup_seconds = time.perf_counter() - off_clock.started - off_clock.compile_seconds
             console.line(
@@ -274,7 +289,8 @@ def train(
                 f" | {'compiled' if session.kernels.compiled else 'warmed up'} in {off_clock.compile_seconds:.1f}s"
             )
             if checkpoint is not None:
-                off_clock.add_earlier(checkpoint.state["off_clock"])
+                with _state_of(checkpoint):
+                    off_clock.add_earlier(checkpoint.state["off_clock"])
             group.barrier("first step")
             before_first_step()
             group.start_collectives(session.place.device, timeout_seconds=config.runtime.process_timeout_seconds)

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 from collections.abc import Iterable
+
+MAX_MESSAGE_CHARACTERS = 2000
+MAX_VALUE_CHARACTERS = 300
+MAX_NAME_CHARACTERS = 100
+MAX_NAMES = 1000
 
 
 class UserError(Exception):
@@ -19,12 +25,31 @@ class ConfigError(UserError):
         self.reason = reason
         self.nearest = nearest
         hint = "" if nearest is None else f" (nearest valid: {nearest})"
-        super().__init__(f"{field} = {value!r}: {reason}{hint}")
+        super().__init__(f"{field} = {_shown(value)}: {reason}{hint}")
+
+
+def one_line(error: UserError) -> str:
+    """The message as a terminal may show it: a single line of bounded length, without control characters.
+
+    Parts of it may come from a file that was refused, and such a file shall neither fill nor steer the terminal.
+    """
+    text = " ".join(str(error)[: 2 * MAX_MESSAGE_CHARACTERS].split())
+    text = "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)
+    return text if len(text) <= MAX_MESSAGE_CHARACTERS else f"{text[: MAX_MESSAGE_CHARACTERS - 4]} ..."
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= MAX_VALUE_CHARACTERS else f"{text[: MAX_VALUE_CHARACTERS - 4]} ..."
 
 
 def nearest_name(word: str, choices: Iterable[str]) -> str | None:
     """The choice that looks most like `word`, or None where nothing comes close."""
-    matches = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.5)
+    # What a file calls its columns may be endless, and comparing takes the product of the lengths.
+    if len(word) > MAX_NAME_CHARACTERS:
+        return None
+    names = [choice for choice in itertools.islice(choices, MAX_NAMES) if len(choice) <= MAX_NAME_CHARACTERS]
+    matches = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
     return matches[0] if matches else None
 
 

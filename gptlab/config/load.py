@@ -12,12 +12,17 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from gptlab.config.errors import ConfigError, UserError, nearest_name, require_choice
+from gptlab.config.plain_file import read_plain
 from gptlab.config.run import RunConfig
 
 T = TypeVar("T")
 
 SCHEMA_VERSION = 1
 """Raised whenever a file written before can no longer be read as it stands."""
+MAX_TOML_BYTES = 1 << 14
+"""All fields of a run take 4 kB. tomllib's time grows with the square of the dots in a name."""
+MAX_INT = 2**63 - 1
+"""No amount is larger, and larger ones overflow wherever they meet a float or a tensor."""
 
 _LATER = ("parallel",)
 """Groups of fields that files of version 1 need not have: their defaults are what there was before them."""
@@ -54,10 +59,12 @@ def config_from_json(values: object) -> RunConfig:
 def load_toml(path: str | Path) -> dict[str, Any]:
     """A TOML file as {dotted name: value}; names may be written with dashes. The names are checked by the caller."""
     try:
-        return flatten(tomllib.loads(Path(path).read_text(encoding="utf-8")))
+        return flatten(tomllib.loads(read_plain(Path(path), MAX_TOML_BYTES).decode("utf-8")))
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror or error}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except RecursionError:
+        raise UserError(f"{path} is no configuration: nested too deep") from None
+    except ValueError as error:  # no TOML, no UTF-8, an integer of thousands of digits
         raise UserError(f"{path} is not TOML: {error}") from error
 
 
@@ -145,6 +152,8 @@ def checked_value(annotation: Any, value: Any, field: str) -> Any:
     if get_origin(leaf) is Literal and isinstance(value, str):
         require_choice(field, value, get_args(leaf))
         return value
+    if type(value) is int and abs(value) > MAX_INT:
+        raise ConfigError(field, value, "must be below 2^63")
     if leaf is float and type(value) in (int, float):
         if not math.isfinite(value):
             raise ConfigError(field, value, "must be a finite number")

@@ -12,6 +12,13 @@ Position = Literal["rope", "learned"]
 Activation = Literal["relu2", "gelu", "gelu_tanh"]
 Init = Literal["nanochat", "gpt2", "torch"]
 
+_MOST = {
+    "n_layer": 10_000, "n_embd": 2**20, "n_head": 2**20, "n_kv_head": 2**20, "seq_len": 2**30, "vocab_size": 2**31 - 1,
+    "vocab_multiple": 2**31 - 1, "mlp_ratio": 1024,
+}  # fmt: skip
+"""An order of magnitude beyond what anybody has built. A file with more is no model: what follows from such numbers
+takes hours to find out, or does not fit an integer of 64 bits."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
@@ -71,6 +78,9 @@ class ModelConfig:
         for name in ("n_layer", "n_embd", "n_head", "n_kv_head", "seq_len", "vocab_size", "vocab_multiple",
                      "mlp_ratio", "rope_base", "window_tokens", "logit_softcap"):  # fmt: skip
             require_positive(f"model.{name}", getattr(self, name))
+        for name, most in _MOST.items():
+            value = getattr(self, name)
+            require(value is None or value <= most, f"model.{name}", value, "is more than any model has", most)
         require_choice("model.norm", self.norm, get_args(Norm))
         require_choice("model.position", self.position, get_args(Position))
         require_choice("model.activation", self.activation, get_args(Activation))

@@ -17,6 +17,7 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,6 +27,8 @@ from typing import TYPE_CHECKING, Any
 from filelock import FileLock, Timeout
 
 from gptlab.config.errors import UserError
+from gptlab.config.plain_file import open_plain
+from gptlab.runtime.strict_json import read_json_object
 
 if TYPE_CHECKING:
     from gptlab.runtime.console import Console
@@ -72,12 +75,17 @@ def cached_folder(
 def damage(folder: Path, *, whole: bool = False) -> str | None:
     """Why `folder` is not what its manifest says, or None. `whole` hashes large files completely too."""
     try:
-        manifest = json.loads((folder / MANIFEST).read_bytes())
+        if not os.path.lexists(folder / MANIFEST):
+            return f"{MANIFEST} is missing"
+        manifest = read_json_object(folder / MANIFEST)
         seal = manifest.pop("sha256")
         if manifest["schema"] != MANIFEST_SCHEMA or seal != _seal(manifest):
             return f"{MANIFEST} does not match its own hash"
-        for name, recorded in manifest["files"].items():
+        files: Any = manifest["files"]
+        for name, recorded in files.items():
             path = folder / name
+            if not is_inside(name) or not stat.S_ISREG(path.lstat().st_mode):
+                return f"{name!r} is no file of its own"
             if path.stat().st_size != recorded["bytes"]:
                 return f"{name} has {path.stat().st_size:,} bytes instead of {recorded['bytes']:,}"
             key = "sha256" if whole or "sampled_sha256" not in recorded else "sampled_sha256"
@@ -85,14 +93,21 @@ def damage(folder: Path, *, whole: bool = False) -> str | None:
                 return f"{name} has other contents"
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, UserError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"{MANIFEST} cannot be read ({type(error).__name__})"
     return None
 
 
+def is_inside(name: str) -> bool:
+    """Whether a name of a manifest or a repository leads to a place below its folder, on every platform."""
+    return bool(name) and not set(name) & set("\\:\0") and not {"", ".", ".."} & set(name.split("/"))
+
+
 def read_info(folder: Path) -> dict[str, Any]:
     """What `build` said about the folder."""
-    info: dict[str, Any] = json.loads((folder / MANIFEST).read_bytes())["info"]
+    info = read_json_object(folder / MANIFEST).get("info")
+    if not isinstance(info, dict):
+        raise UserError(f"{folder / MANIFEST} is damaged: it says nothing of what is in the folder")
     return info
 
 
@@ -152,7 +167,7 @@ def _seal(manifest: dict[str, Any]) -> str:
 
 
 def _digest(path: Path, *, sampled: bool) -> str:
-    with path.open("rb") as file:
+    with open_plain(path) as file:
         if not sampled:
             return hashlib.file_digest(file, "sha256").hexdigest()
         digest = hashlib.sha256()

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gptlab.config.errors import UserError
+from gptlab.config.plain_file import open_plain
 
 if TYPE_CHECKING:
     import pyarrow
@@ -35,7 +36,7 @@ def is_packed(path: Path) -> bool:
 def open_binary(path: Path) -> BufferedReader:
     """The file as it lies there. Raises UserError for what the system refuses to open."""
     try:
-        return path.open("rb")
+        return open_plain(path)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror or error}") from error
 
@@ -62,7 +63,7 @@ class _Unpacked(io.RawIOBase):
 
     def readinto(self, buffer: WriteableBuffer) -> int:
         try:
-            return self._stream.readinto(buffer)
+            return int(self._stream.readinto(buffer))
         except self._errors as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise DamagedFileError(f"{self._path} is damaged or no {self._path.suffix} file: {reason}") from error

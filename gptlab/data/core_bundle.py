@@ -11,15 +11,22 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from gptlab.config.errors import UserError
+from gptlab.config.plain_file import read_plain
 from gptlab.data.cache import MANIFEST, cached_folder
 from gptlab.data.downloaded import web_path
 from gptlab.data.known_corpora import CORE, CORE_BUNDLE
 from gptlab.runtime.console import Console
 
 TASKS = "core.yaml"
+TASKS_BYTES = 1 << 16
+"""The real one has 4 kB; PyYAML reads this much in a second."""
 EXPECTED = (TASKS, "eval_meta_data.csv")
 DATA = "eval_data"
 LARGEST_BYTES = 4 << 30  # The bundle unpacks to under 1 GB; what claims more than this is no bundle.
+
+LARGEST_RATIO = 100
+"""Questions as JSON pack to a tenth at best, zeros to a thousandth."""
+MOST_FILES = 10_000
 
 
 def core_folder(root: Path) -> Path:
@@ -59,6 +66,11 @@ def unpack(archive: Path, folder: Path) -> None:
             if sum(member.file_size for member in members) > LARGEST_BYTES:
                 raise UserError(
                     f"{archive.name} would unpack to more than {LARGEST_BYTES / 1e9:.0f} GB: it is not CORE"
+                )
+            too_dense = sum(member.file_size for member in members) > LARGEST_RATIO * archive.stat().st_size
+            if len(members) > MOST_FILES or too_dense:
+                raise UserError(
+                    f"{archive.name} has {len(members):,} files that unpack to more than it can hold: it is not CORE"
                 )
             top = _top_folder([member.filename for member in members], archive.name)
             for member in members:
@@ -104,7 +116,7 @@ def _safe_path(member: zipfile.ZipInfo, archive: str) -> PurePosixPath:
 def _task_files(folder: Path) -> list[str]:
     """The data of every task that core.yaml names, from lines `dataset_uri: PATH`."""
     try:
-        text = (folder / TASKS).read_text(encoding="utf-8")
+        text = read_plain(folder / TASKS, TASKS_BYTES).decode("utf-8")
     except (OSError, UnicodeDecodeError):
         return []
     return [f"{DATA}/{name}" for name in re.findall(r"^\s*(?:-\s+)?dataset_uri:\s*[\"']?([^\s\"'#]+)", text, re.M)]

@@ -9,6 +9,7 @@ file that the user named must be readable, or a UserError says why not; of the f
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gptlab.config.errors import UserError, nearest_name
+from gptlab.config.plain_file import require_plain
 from gptlab.data.compressed_files import DamagedFileError, is_packed, open_unpacked
 
 if TYPE_CHECKING:
@@ -35,6 +37,10 @@ KNOWN_SUFFIXES = TEXT_SUFFIXES | COLUMN_SUFFIXES
 MAX_DOCUMENT_BYTES = 1 << 31
 """No document of a corpus is 2 GB long; a line of JSONL without an end, or a packed text that grows without one, would
 otherwise take all memory."""
+BOMB_BYTES = 1 << 26
+BOMB_RATIO = 200
+"""Text packs to a tenth, logs to a fiftieth, zeros to a thousandth: one document over `BOMB_BYTES` that takes so many
+times the whole packed file is none, and found out before it fills the memory."""
 PROBE_BYTES = 1 << 16
 """How much of a text file is looked at before the run starts; the rest is checked when it is read."""
 PARQUET_BATCH_ROWS = 256
@@ -119,17 +125,27 @@ def _read_text(file: DocumentFile, skipped: Counter[str]) -> Iterator[str]:
 
 
 def _read_bytes(path: Path) -> bytes | bytearray:
+    most_bytes = _most_bytes(path)
     with open_unpacked(path) as stream:
         if not is_packed(path):
+            if (size := os.fstat(stream.fileno()).st_size) > most_bytes:
+                raise UserError(f"{path} has {size:,} bytes, and a text file is one document: make it JSONL")
             return stream.read()
         data = bytearray()
         while chunk := stream.read1():
             data += chunk
-            if len(data) > MAX_DOCUMENT_BYTES:
+            if len(data) > most_bytes:
                 raise DamagedFileError(
-                    f"{path} unpacks to more than {MAX_DOCUMENT_BYTES:,} bytes, and a text file is one document"
+                    f"{path} unpacks to more than {most_bytes:,} bytes, and a text file is one document"
                 )
         return data
+
+
+def _most_bytes(path: Path) -> int:
+    """Of a document in this file."""
+    if not is_packed(path):
+        return MAX_DOCUMENT_BYTES
+    return min(MAX_DOCUMENT_BYTES, max(BOMB_BYTES, BOMB_RATIO * path.stat().st_size))
 
 
 def _decode(data: bytes | bytearray, path: Path, *, cut_end: bool = False) -> str:
@@ -147,10 +163,11 @@ def _decode(data: bytes | bytearray, path: Path, *, cut_end: bool = False) -> st
 
 def _read_jsonl(file: DocumentFile, key: str, skipped: Counter[str]) -> Iterator[str]:
     with open_unpacked(file.path) as stream:
-        for number, line in enumerate(iter(lambda: stream.readline(MAX_DOCUMENT_BYTES + 1), b""), start=1):
-            if len(line) > MAX_DOCUMENT_BYTES:
+        most_bytes = _most_bytes(file.path)
+        for number, line in enumerate(iter(lambda: stream.readline(most_bytes + 1), b""), start=1):
+            if len(line) > most_bytes:
                 raise UserError(
-                    f"{file.path}:{number}: more than {MAX_DOCUMENT_BYTES:,} bytes without a line end; JSONL holds one "
+                    f"{file.path}:{number}: more than {most_bytes:,} bytes without a line end; JSONL holds one "
                     "JSON object a line"
                 )
             if not line.strip():
@@ -205,6 +222,7 @@ def _open_parquet(path: Path, column: str) -> pyarrow.parquet.ParquetFile:
     import pyarrow.parquet
 
     try:
+        require_plain(path)
         parquet = pyarrow.parquet.ParquetFile(path)
     except (pyarrow.ArrowException, OSError) as error:
         raise UserError(f"cannot read {path} as Parquet: {_first_line(error)}") from error

@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from gptlab.config.errors import UserError
+from gptlab.data.cache import is_inside
 from gptlab.data.known_corpora import HubFiles, KnownCorpus, NamedSource, WebFile
 from gptlab.runtime.strict_json import read_json_object, write_json_atomic
 
@@ -94,9 +96,21 @@ def read_record(place: HubFiles, root: Path) -> HubRecord | None:
             return None
         files = {name: RemoteFile(**file) for name, file in value.pop("files").items()}
         verified = {name: Verified(**file) for name, file in value.pop("verified").items()}
-        return HubRecord(**value, files=files, verified=verified)
+        record = HubRecord(**value, files=files, verified=verified)
     except (UserError, KeyError, TypeError, AttributeError):
         return None
+    sound = (
+        isinstance(record.folder, str)
+        and isinstance(record.commit, str)
+        and all(is_inside(name) for name in (*files, *verified))
+        and all(type(file.n_bytes) is int for file in files.values())
+        and all(_is_sha256(file.sha256) for file in verified.values())
+    )
+    return record if sound else None
+
+
+def _is_sha256(value: object) -> bool:
+    return isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) is not None
 
 
 def write_record(place: HubFiles, record: HubRecord, root: Path) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from gptlab.config.errors import UserError
+from gptlab.config.plain_file import read_plain
 from gptlab.data import tokenizer_json
 from gptlab.data.bpe import BLANKS, ByteLevelBpe, SplitRule, merges_from_json
 
@@ -93,9 +94,7 @@ def _published_merges() -> list[list[str]]:
 
 def _merges_of(path: Path) -> list[list[str]]:
     try:
-        if path.stat().st_size > MAX_MERGES_FILE_BYTES:
-            tokenizer_json.refuse(path, "it is too large")
-        return _parse_merges(path.read_bytes().decode())
+        return _parse_merges(read_plain(path, MAX_MERGES_FILE_BYTES).decode())
     except OSError as error:
         raise UserError(
             f"no tokenizer in {path.parent}: cannot read {path.name} ({error.strerror or error})"

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from gptlab.config.errors import UserError
-from gptlab.data.cache import locked
+from gptlab.data.cache import is_inside, locked
 from gptlab.data.downloaded import (
     HubRecord,
     RemoteFile,
@@ -165,6 +165,10 @@ def _listed(hub: Any, place: HubFiles, known: HubRecord | None, path: Path) -> H
         for entry in tree
         if isinstance(entry, hub.hf_api.RepoFile)
     }
+    if outside := next((name for name in files if not is_inside(name)), None):
+        raise UserError(
+            f"hub:{place.repo} lists {outside!r}, a path that leads out of its folder: nothing of it is taken"
+        )
     train, val = training_files(files, place)
     chosen = {path: files[path] for path in sorted([*train, *val])}
     return HubRecord(place.repo, place.revision, commit, folder="", files=chosen)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from gptlab.config.errors import UserError
+from gptlab.config.plain_file import read_plain
 
 MAX_BYTES = 4 << 20
 """A table of 65,536 characters, all that uint16 tokens can have, takes 1.3 MB."""
@@ -47,7 +48,7 @@ def read_plain_pickle(path: Path) -> Any:
     try:
         if path.stat().st_size > MAX_BYTES:
             _refuse(path, f"{path.stat().st_size / 1e6:,.0f} MB are too many for one")
-        content = path.read_bytes()
+        content = read_plain(path, MAX_BYTES)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror or error}") from error
     try:

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gptlab.config.data import DataConfig, TokenizerConfig
+from gptlab.config.errors import UserError
 from gptlab.data.cache import cache_root, cached_folder
 from gptlab.data.corpus import open_corpus
 from gptlab.data.known_corpora import fixed_validation
@@ -79,8 +80,8 @@ def prepare(data: DataConfig, tokenizer: TokenizerConfig, *, console: Console | 
     folder = root / "tokens" / fingerprint
     statistics = cached_folder(folder, build, what=f"tokens of {corpus.name}", console=console)
     train, val = (
-        TokenSplit.open(folder, side, n_shards=statistics[side]["shards"], n_bytes=statistics[side]["bytes"])
-        for side in SIDES
+        TokenSplit.open(folder, side, n_shards=totals["shards"], n_bytes=totals["bytes"])
+        for side, totals in _totals(folder, statistics).items()
     )
     return PreparedData(folder, encoder, train, val, fingerprint, statistics)
 
@@ -106,7 +107,8 @@ def _prepare_tokens(
     # A file that was written again is checked again, even where it still says the same.
     folder = root / "tokens" / _fingerprint({**parts, "stamps": files.stamps()})
     statistics = cached_folder(folder, build, what=f"index of {files.name}", console=console)
-    train, val = (open_split(of_side[side], side, folder, statistics[side]) for side in SIDES)
+    totals = _totals(folder, statistics)
+    train, val = (open_split(of_side[side], side, folder, totals[side]) for side in SIDES)
     return PreparedData(folder, encoder, train, val, fingerprint, statistics)
 
 
@@ -156,6 +158,19 @@ def _statistics(
 ) -> dict[str, Any]:
     described = {key: getattr(tokenizer, key) for key in ("kind", "vocab_size", "fingerprint")}
     return {"corpus": name, "split": how, "skipped": skipped, "tokenizer": described} | dict(totals)
+
+
+def _totals(folder: Path, statistics: Mapping[str, Any]) -> dict[Side, dict[str, int]]:
+    """Those of `_statistics`. UserError where the cache's manifest has others."""
+    totals: dict[Side, dict[str, int]] = {}
+    for side in SIDES:
+        counts = statistics.get(side)
+        if not isinstance(counts, dict) or not all(type(count) is int for count in counts.values()):
+            raise UserError(f"{folder} is damaged: its manifest does not count its tokens; delete the folder")
+        if counts.keys() != {"tokens", "documents", "bytes", "shards"}:
+            raise UserError(f"{folder} is damaged: its manifest counts {', '.join(counts)}; delete the folder")
+        totals[side] = counts
+    return totals
 
 
 def _encoded_ahead(

@@ -24,7 +24,7 @@ from gptlab.config.errors import ConfigError, UserError
 from gptlab.data.cache import cached_folder
 from gptlab.data.order import hashed, permuted
 from gptlab.data.packing import Overhang, Plan, plan_rows, ranges
-from gptlab.data.shards import TokenSplit
+from gptlab.data.shards import TokenSplit, load_array
 
 IGNORED = -1
 PLAN_VERSION = 1  # raise it when the planner places differently, so that kept plans are made again
@@ -280,4 +280,4 @@ def _kept_plan(split: TokenSplit, data: DataConfig, seq_len: int, cache_folder: 
     except UserError:  # a cache that is shared read-only, or full: the plan takes seconds and can live in memory
         return plan()
     files = (folder / f"{name}.npy" for name in ("row_segments", "segment_starts", "segment_lengths"))
-    return Plan(*(np.load(file, mmap_mode="r", allow_pickle=False).view(np.ndarray) for file in files))
+    return Plan(*(load_array(file, np.dtype("<i8"), mapped=True) for file in files))

@@ -12,6 +12,7 @@ documents) and a 64-bit hash of each document's content (`NAME_hashes.npy`, uint
 
 from __future__ import annotations
 
+import tokenize
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -19,9 +20,14 @@ from typing import IO, Any
 import numpy as np
 
 from gptlab.config.errors import UserError
+from gptlab.config.plain_file import open_plain, require_plain
 
 HEADER_INTS = 256
 HEADER_BYTES = 4 * HEADER_INTS
+# What numpy lets through of the parsers that it reads a header with.
+_NO_ARRAY = (
+    ValueError, EOFError, OverflowError, SyntaxError, RecursionError, MemoryError, TypeError, tokenize.TokenError,
+)  # fmt: skip
 TOKENS_PER_SHARD = 100_000_000  # llm.c's shards of FineWeb: 200 MB each as uint16
 
 
@@ -86,7 +92,9 @@ def open_raw_uint16(path: Path) -> np.ndarray:
 def _header(path: Path) -> np.ndarray:
     """As many of the first 256 int32 as the file has."""
     try:
-        return np.fromfile(path, dtype="<i4", count=HEADER_INTS)
+        with open_plain(path) as file:
+            header = file.read(HEADER_BYTES)
+        return np.frombuffer(header[: len(header) // 4 * 4], dtype="<i4")
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror or error}") from error
 
@@ -175,6 +183,29 @@ def shard_name(split: str, index: int) -> str:
     return f"{split}_{index:06d}.bin"
 
 
+def open_index(folder: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
+    """Where the documents of a split begin (n_documents + 1,) int64, and their hashes (n_documents,) uint64."""
+    starts = load_array(folder / f"{split}_documents.npy", np.dtype("<i8"))
+    if not len(starts):
+        raise UserError(f"{folder / f'{split}_documents.npy'} is damaged: it is empty")
+    return starts, load_array(folder / f"{split}_hashes.npy", np.dtype("<u8"))
+
+
+def load_array(path: Path, dtype: np.dtype[Any], *, n_dims: int = 1, mapped: bool = False) -> np.ndarray:
+    """A .npy file of this type, in memory or `mapped`. UserError where it is none, whatever its header claims: it is
+    mapped first, which takes no memory and fails for what is not in the file."""
+    try:
+        require_plain(path)
+        array = np.lib.format.open_memmap(path, mode="r")  # np.load would also take archives and pickles for arrays
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
+    except _NO_ARRAY as error:
+        raise UserError(f"{path} is damaged: no array that numpy wrote ({type(error).__name__})") from None
+    if array.dtype != dtype or array.ndim != n_dims:
+        raise UserError(f"{path} is damaged: it holds no array of {dtype} with {n_dims} dimensions")
+    return array.view(np.ndarray) if mapped else np.array(array)
+
+
 class TokenSplit:
     """All tokens of one split, memory-mapped, addressed by their position in it."""
 
@@ -197,15 +228,16 @@ class TokenSplit:
         self.in_documents = in_documents
         self._shards = shards
         self._shard_ends = np.cumsum([len(shard) for shard in shards])
-        if self._shard_ends[-1] != self.n_tokens or len(content_hashes) != self.n_documents:
+        fits = self._shard_ends[-1] == self.n_tokens and len(content_hashes) == self.n_documents
+        if not fits or document_starts[0] < 0 or bool((np.diff(document_starts) < 0).any()):
             raise UserError("the document index and the shards of a token cache do not belong together")
 
     @classmethod
     def open(cls, folder: Path, name: str, *, n_shards: int, n_bytes: int) -> TokenSplit:
+        if n_shards < 1:
+            raise UserError(f"{folder} is damaged: {n_shards} shards are none")
         shards = [open_shard(folder / shard_name(name, index)) for index in range(n_shards)]
-        starts = np.load(folder / f"{name}_documents.npy", allow_pickle=False)
-        hashes = np.load(folder / f"{name}_hashes.npy", allow_pickle=False)
-        return cls(shards, starts, hashes, n_bytes)
+        return cls(shards, *open_index(folder, name), n_bytes)
 
     def read(self, start: int, length: int) -> np.ndarray:
         """Tokens [start, start + length) as (length,) int32, across shard borders. IndexError outside the split."""

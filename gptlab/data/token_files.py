@@ -23,6 +23,7 @@ import numpy as np
 
 from gptlab.config.data import TokenizerConfig
 from gptlab.config.errors import ConfigError, UserError
+from gptlab.config.plain_file import open_plain
 from gptlab.data.cache import read_info
 from gptlab.data.character_table import read_character_table
 from gptlab.data.corpus import STDLIB
@@ -56,7 +57,7 @@ class TokenFile:
 
     def digest(self) -> bytes:
         try:
-            with self.path.open("rb") as stream:
+            with open_plain(self.path) as stream:
                 size = os.fstat(stream.fileno()).st_size
                 if size <= WHOLE_HASH_BYTES:
                     return hashlib.file_digest(stream, "sha256").digest()
@@ -136,7 +137,7 @@ def _own_tokenizer(folder: Path) -> dict[str, Any] | None:
     try:
         tokenizer = read_info(folder)["tokenizer"]
         return {key: tokenizer[key] for key in ("kind", "vocab_size", "fingerprint")}
-    except (OSError, ValueError, KeyError, TypeError):
+    except (UserError, KeyError, TypeError):
         return None
 
 

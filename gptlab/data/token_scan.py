@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from gptlab.config.errors import UserError
-from gptlab.data.shards import TokenSplit
+from gptlab.data.shards import TokenSplit, open_index
 from gptlab.data.token_files import TokenFile
 from gptlab.data.tokenizer import Tokenizer
 
@@ -62,9 +62,7 @@ def open_split(files: Sequence[TokenFile], side: str, folder: Path, totals: dict
     """The side that `scan` looked at, straight over its files."""
     arrays = [file.open() for file in files]
     if (folder / f"{side}_documents.npy").exists():
-        starts = np.load(folder / f"{side}_documents.npy", allow_pickle=False)
-        hashes = np.load(folder / f"{side}_hashes.npy", allow_pickle=False)
-        return TokenSplit(arrays, starts, hashes, totals["bytes"])
+        return TokenSplit(arrays, *open_index(folder, side), totals["bytes"])
     starts = np.array([0, totals["tokens"]], dtype=np.int64)
     return TokenSplit(arrays, starts, np.zeros(1, dtype=np.uint64), totals["bytes"], in_documents=False)
 

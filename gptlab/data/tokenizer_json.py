@@ -14,11 +14,15 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from gptlab.config.errors import UserError
+from gptlab.config.plain_file import read_plain
 
 FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
-MAX_FILE_BYTES = 1 << 28
-"""GPT-4o's vocabulary of 200,000 is 28 MB; ten times that is no tokenizer, and JSON costs several times its size."""
+MAX_FILE_BYTES = 1 << 25
+"""A vocabulary of 200,000 is 15 MB as gptlab writes it (GPT-4o's 28). As Python's objects JSON takes ten times its
+length, so that this bounds memory too."""
+MAX_BRACKETS = 2_000_000
+"""Two for each merge and a hundred more; empty lists, two bytes each, would take thirty times their length."""
 
 
 def byte_characters() -> list[str]:
@@ -91,7 +95,10 @@ def read(folder: Path, name: str = FILE) -> dict[str, Any]:
         size = path.stat().st_size
         if size > MAX_FILE_BYTES:
             refuse(path, f"{size / 1e6:.0f} MB is too large for a tokenizer")
-        content = json.loads(path.read_bytes().decode("utf-8"))
+        data = read_plain(path, MAX_FILE_BYTES)
+        if data.count(b"[") + data.count(b"{") > MAX_BRACKETS:
+            refuse(path, "it has more lists than a tokenizer has merges")
+        content = json.loads(data.decode("utf-8"))
     except OSError as error:
         raise UserError(f"no tokenizer in {folder}: cannot read {name} ({error.strerror or error})") from error
     except UnicodeDecodeError:

@@ -18,7 +18,9 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from gptlab.config.errors import ConfigError, UserError
-from gptlab.data.core_bundle import DATA, TASKS, core_folder
+from gptlab.config.plain_file import read_plain
+from gptlab.data.cache import is_inside
+from gptlab.data.core_bundle import DATA, TASKS, TASKS_BYTES, core_folder
 
 Kind = Literal["multiple_choice", "schema", "language_modeling"]
 """One context and several continuations | several contexts and one continuation | a continuation to be written."""
@@ -26,6 +28,10 @@ Kind = Literal["multiple_choice", "schema", "language_modeling"]
 # nanochat's seeds: of the order of examples, and of the worked examples in front of example i (plus i).
 ORDER_SEED = 1337
 WORKED_EXAMPLES_SEED = 1234
+MAX_YAML_DEPTH = 10
+LARGEST_TABLE_BYTES = 1 << 20
+LARGEST_TASK_BYTES = 1 << 28
+"""More than all tasks of the bundle take together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,20 +102,29 @@ def _read_settings(path: Path) -> list[Mapping[str, Any]]:
     import yaml  # 15 ms, and few runs measure CORE
 
     try:
-        settings = yaml.safe_load(_read(path))["icl_tasks"]
+        text = _read(path, TASKS_BYTES)
+        depth = 0
+        for event in yaml.parse(text, Loader=yaml.SafeLoader):
+            # Sixty lines of aliases, each twice the one before, make a value of 2^60 parts.
+            if isinstance(event, yaml.AliasEvent):
+                raise ValueError("it has aliases")
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > MAX_YAML_DEPTH:
+                raise ValueError("nested too deep")
+        settings = yaml.safe_load(text)["icl_tasks"]
         if not settings or len({one["label"] for one in settings}) < len(settings):
             raise ValueError("it needs tasks, each with a label of its own")
         return list(settings)
-    except (yaml.YAMLError, KeyError, TypeError, ValueError) as error:
+    except (yaml.YAMLError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise _damaged(path, error) from None
 
 
 def _read_baselines(path: Path) -> dict[str, float]:
     """{label: accuracy of guessing, in [0, 1)}."""
     try:
-        table = csv.DictReader(_read(path).decode().splitlines())
+        table = csv.DictReader(_read(path, LARGEST_TABLE_BYTES).decode().splitlines())
         return {row["Eval Task"]: 0.01 * float(row["Random baseline"]) for row in table}
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, csv.Error) as error:
         raise _damaged(path, error) from None
 
 
@@ -120,13 +135,21 @@ def _read_task(
         label, kind = str(settings["label"]), settings["icl_task_type"]
         path, shots = folder / DATA / settings["dataset_uri"], int(settings["num_fewshot"][0])
         delimiter = str(settings.get("continuation_delimiter", " "))
+        if not is_inside(settings["dataset_uri"]):
+            raise ValueError(f"{label}: dataset_uri = {settings['dataset_uri']!r} leads out of {DATA}")
+        if shots < 0:
+            raise ValueError(f"{label}: num_fewshot is {shots}")
         if kind not in get_args(Kind):
             raise ValueError(f"{label}: icl_task_type is {kind!r}, not one of {', '.join(get_args(Kind))}")
         if not 0.0 <= baselines.get(label, -1.0) < 1.0:
             raise ValueError(f"{label}: eval_meta_data.csv has no random baseline below 100 for it")
-    except (KeyError, TypeError, ValueError, IndexError) as error:
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
         raise _damaged(folder / TASKS, error) from None
-    lines = [(number, line) for number, line in enumerate(_read(path).split(b"\n"), start=1) if line.strip()]
+    lines = [
+        (number, line)
+        for number, line in enumerate(_read(path, LARGEST_TASK_BYTES).split(b"\n"), start=1)
+        if line.strip()
+    ]
     random.Random(ORDER_SEED).shuffle(lines)
     n_scored = min(len(lines), max_examples or len(lines))
     # As in nanochat, worked examples come from among the questions, unless these are too few.
@@ -156,13 +179,13 @@ def _read_example(kind: Kind, path: Path, number: int, line: bytes) -> Example:
         if type(gold) is not int or not 0 <= gold < len(options):
             raise ValueError(f"gold = {gold!r} is none of its {len(options)} options")
         return Example(options, gold)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise _damaged(f"{path}, line {number}", error) from None
 
 
-def _read(path: Path) -> bytes:
+def _read(path: Path, max_bytes: int) -> bytes:
     try:
-        return path.read_bytes()
+        return read_plain(path, max_bytes)
     except OSError as error:
         raise UserError(
             f"cannot read {path}, which the CORE bundle needs ({error.strerror or error}); `gptlab data prepare core` "

@@ -16,7 +16,7 @@ from gptlab.config.errors import UserError
 from gptlab.config.model import ModelConfig
 from gptlab.model.export_config import Form
 from gptlab.model.gpt import GPT
-from gptlab.model.gpt2_weights import from_gpt2, to_gpt2
+from gptlab.model.gpt2_weights import from_gpt2, require_finite, require_layers, same_values, to_gpt2
 
 _NANOCHAT_BLOCK = {"attention.out": "self_attn.o_proj", "mlp.up": "mlp.fc1", "mlp.out": "mlp.fc2"}
 _TIED = {
@@ -46,11 +46,12 @@ def from_transformers(tensors: Mapping[str, Tensor], config: ModelConfig, form: 
     """
     if form == "gpt2":
         return from_gpt2(tensors, config)
+    require_layers(tensors, config)
     given = dict(tensors)
     if config.tied_head:  # transformers may have written it twice
         head, table = _TIED[form]
         twin = given.pop(head, None)
-        if twin is not None and table in given and not torch.equal(twin, given[table]):
+        if twin is not None and table in given and not same_values(twin, given[table]):
             raise UserError(f"{head} differs from {table}, though the model's head is tied to its embedding")
     with torch.device("meta"):
         shapes = {name: parameter.shape for name, parameter in GPT(config).named_parameters()}
@@ -59,9 +60,14 @@ def from_transformers(tensors: Mapping[str, Tensor], config: ModelConfig, form: 
         missing = [theirs for theirs in foreign if theirs not in given]
         if missing:
             raise UserError(f"the weights lack {missing[0]}")
-        value = torch.cat([given.pop(theirs) for theirs in foreign])
-        if not value.is_floating_point() or not bool(torch.isfinite(value).all()):
-            raise UserError(f"the weights' {foreign[0]} holds values that are no finite numbers")
+        parts = [given.pop(theirs) for theirs in foreign]
+        if len({(part.dtype, part.shape[1:]) for part in parts}) > 1 or not all(part.dim() for part in parts):
+            shapes_there = ", ".join(str(tuple(part.shape)) for part in parts)
+            raise UserError(
+                f"the weights' {' + '.join(foreign)} have the shapes {shapes_there}, which do not go together"
+            )
+        value = torch.cat(parts)
+        require_finite(value, foreign[0])
         wanted = (config.vocab_size, *shapes[name][1:]) if _is_table(name) else tuple(shapes[name])
         if value.shape not in (wanted, shapes[name]):  # a table may come with its padding
             raise UserError(

@@ -29,6 +29,7 @@ _BLOCK = {
 }
 _TABLES = ("token_embedding.weight", "head.weight")
 _HEAD = "lm_head.weight"
+_WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def from_gpt2(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
@@ -60,10 +61,11 @@ def to_gpt2(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Ten
 
 def gptlab_tensors(tensors: Mapping[str, Tensor], config: ModelConfig, *, transposed: bool) -> dict[str, Tensor]:
     """`from_gpt2`; `transposed`: matrices are (inputs, outputs) there."""
+    require_layers(tensors, config)
     given = {name.removeprefix("transformer."): value for name, value in tensors.items() if not _is_mask(name)}
     if config.tied_head:
         head, embedding = given.pop(_HEAD, None), given.get("wte.weight")
-        if head is not None and embedding is not None and not torch.equal(head, embedding):
+        if head is not None and embedding is not None and not same_values(head, embedding):
             raise UserError(f"{_HEAD} differs from wte.weight, though the model's head is tied to its embedding")
     shapes = {name: parameter.shape for name, parameter in _on_meta(config).named_parameters()}
     found = {}
@@ -75,8 +77,7 @@ def gptlab_tensors(tensors: Mapping[str, Tensor], config: ModelConfig, *, transp
             continue
         if value is None:
             raise UserError(f"the weights lack {foreign}")
-        if not value.is_floating_point() or not bool(torch.isfinite(value).all()):
-            raise UserError(f"the weights' {foreign} holds values that are no finite numbers")
+        require_finite(value, foreign)
         value = value.T if transposed and _is_matrix(name) else value
         if name in _TABLES and value.shape == (config.vocab_size, config.n_embd):
             value = torch.cat((value, value.new_zeros(shapes[name][0] - len(value), config.n_embd)))
@@ -89,6 +90,25 @@ def gptlab_tensors(tensors: Mapping[str, Tensor], config: ModelConfig, *, transp
     if given:
         raise UserError(f"the weights have {min(given)}, which a GPT-2 of this configuration has not")
     return found
+
+
+def require_layers(tensors: Mapping[str, Tensor], config: ModelConfig) -> None:
+    """UserError where a configuration has more layers than weights could be of: asked before anything is built by it,
+    for it may come from a file in which any number stands."""
+    if len(tensors) < config.n_layer:
+        raise UserError(
+            f"the weights are {len(tensors):,} tensors, too few for the configuration's {config.n_layer:,} layers"
+        )
+
+
+def require_finite(value: Tensor, name: str) -> None:
+    """UserError where weights hold anything but finite numbers of at least 16 bits."""
+    if value.dtype not in _WEIGHT_DTYPES or not bool(torch.isfinite(value).all()):
+        raise UserError(f"the weights' {name} holds values that are no finite numbers")
+
+
+def same_values(one: Tensor, other: Tensor) -> bool:
+    return one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
 
 
 def _gpt2_names(config: ModelConfig) -> dict[str, str]:

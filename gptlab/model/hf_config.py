@@ -26,7 +26,7 @@ _GPT2_ACTIVATIONS: dict[str, Activation] = {
 def read_hf_config(folder: Path) -> dict[str, object]:
     """config.json of a folder that transformers saved. UserError where there is none."""
     config = read_json_object(folder / CONFIG_FILE)
-    if "model_type" not in config:
+    if not isinstance(config.get("model_type"), str):
         raise UserError(f"{folder / CONFIG_FILE} names no model_type: it is not of a model that transformers saved")
     return config
 
@@ -39,7 +39,10 @@ def model_config_of(hf_config: Mapping[str, object]) -> ModelConfig:
     if kind == "gpt2":
         return gpt2_model_config(hf_config)
     if kind == "nanochat":
-        return nanochat_model_config(hf_config)
+        try:
+            return nanochat_model_config(hf_config)
+        except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+            raise UserError(f"config.json describes no NanoChat: {error}") from None
     if kind == "gptlab":
         raise UserError("config.json is no longer what gptlab exported: its record of the model contradicts the rest")
     raise UserError(
@@ -97,7 +100,7 @@ def _count(hf_config: Mapping[str, object], name: str, default: int) -> int:
     value = hf_config.get(name)
     if value is None:
         return default
-    if type(value) is not int or value < 1:
+    if type(value) is not int or not 0 < value < 2**63:
         raise UserError(f"config.json: {name} = {value!r} must be a positive whole number")
     return value
 

@@ -11,12 +11,15 @@ from torch import Tensor
 
 from gptlab.config.errors import UserError
 from gptlab.config.model import ModelConfig
+from gptlab.config.plain_file import open_plain
 from gptlab.model.export_config import Form
 from gptlab.model.export_weights import from_transformers
 from gptlab.model.hf_config import WEIGHT_FILES, read_hf_config
 from gptlab.model.torch_file import only_tensors, read_torch_file
 from gptlab.runtime.strict_json import read_json_object
 
+MAX_HEADER_BYTES = 1 << 23
+"""About 100 bytes a tensor: a model of 400 layers has 1 MB. The library takes 100 MB, and seconds to parse them."""
 _SINGLE, _INDEX, _PICKLED = WEIGHT_FILES
 
 
@@ -48,8 +51,10 @@ def _read_shards(folder: Path) -> dict[str, Tensor]:
     if not isinstance(places, dict) or not places:
         raise UserError(f"{folder / _INDEX} is damaged: it has no weight_map")
     tensors: dict[str, Tensor] = {}
-    for name in sorted({str(value) for value in places.values()}):
-        if Path(name).name != name:
+    if not all(isinstance(value, str) for value in places.values()):
+        raise UserError(f"{folder / _INDEX} is damaged: its weight_map names no files")
+    for name in sorted(set(places.values())):
+        if Path(name).name != name or set(name) & set("\\:\0"):
             raise UserError(f"{folder / _INDEX} names {name!r}, which lies outside of the folder")
         tensors |= _read_safetensors(folder / name)
     missing = sorted(places.keys() - tensors.keys())
@@ -60,6 +65,10 @@ def _read_shards(folder: Path) -> dict[str, Tensor]:
 
 def _read_safetensors(path: Path) -> dict[str, Tensor]:
     try:
+        with open_plain(path) as file:
+            header_bytes = int.from_bytes(file.read(8), "little")
+        if header_bytes > MAX_HEADER_BYTES:
+            raise UserError(f"{path} is damaged: it is no whole safetensors file (a header of {header_bytes:,} bytes)")
         return load_file(path)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror or error}") from error

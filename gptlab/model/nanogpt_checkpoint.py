@@ -46,17 +46,21 @@ def read_nanogpt(path: Path) -> NanoGptCheckpoint:
     notes = {
         "iter_num": number if type(number) is int else None,
         "best_val_loss": _finite(content.get("best_val_loss")),
-        "dataset": str(settings["dataset"]) if isinstance(settings, dict) and "dataset" in settings else None,
+        "dataset": _name(settings.get("dataset")) if isinstance(settings, dict) else None,
     }
     return NanoGptCheckpoint(path, _model_config(arguments, path), only_tensors(content["model"], path), notes)
 
 
 def _model_config(arguments: Mapping[object, object], path: Path) -> ModelConfig:
+    bias = arguments.get("bias", True)  # checkpoints from before the option all have biases
+    if type(bias) is not bool:
+        raise UserError(f"{path}: model_args says bias = {type(bias).__name__}, which is neither True nor False")
     sizes: dict[str, int] = {}
     for name in _SIZES:
         value = arguments.get(name)
         if type(value) is not int:
-            raise UserError(f"{path}: model_args says {name} = {value!r}, which is no whole number")
+            shown = value if value is None or isinstance(value, float | bool) else type(value).__name__
+            raise UserError(f"{path}: model_args says {name} = {shown}, which is no whole number")
         sizes[name] = value
     try:
         return ModelConfig(
@@ -68,7 +72,7 @@ def _model_config(arguments: Mapping[object, object], path: Path) -> ModelConfig
             norm="layernorm",
             position="learned",
             activation="gelu",
-            bias=bool(arguments.get("bias", True)),  # checkpoints from before the option all have biases
+            bias=bias,
             tied_head=True,
             qk_norm=False,
             value_embeddings=False,
@@ -79,6 +83,10 @@ def _model_config(arguments: Mapping[object, object], path: Path) -> ModelConfig
         )
     except ConfigError as error:
         raise UserError(f"{path}: its model_args describe no GPT: {error}") from None
+
+
+def _name(value: object) -> str | None:
+    return value if isinstance(value, str) and len(value) < 100 else None
 
 
 def _finite(value: object) -> float | None:

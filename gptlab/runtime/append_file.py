@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import stat
 from pathlib import Path
 
 from gptlab.config.errors import UserError
@@ -23,7 +25,7 @@ class AppendFile:
         self._waiting = b""
         self._error: OSError | None = None
         try:
-            self._file = path.open("a+b", buffering=0)
+            self._file = os.fdopen(_open_own(path), "a+b", buffering=0)
             length = self._file.seek(0, os.SEEK_END)
             self._size = self._end_of_whole_lines(length)
             if self._size < length:
@@ -100,3 +102,14 @@ class AppendFile:
                 return start + newline + 1
             limit = start
         return 0
+
+
+def _open_own(path: Path) -> int:
+    """A descriptor to read and append. No link: the file is cut, and a run folder from elsewhere must not lead to a
+    file of somebody's. And no pipe, whose other end may never be read."""
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0)
+    descriptor = os.open(path, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0), 0o666)
+    if stat.S_ISFIFO(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is a pipe", str(path))
+    return descriptor

@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Literal
 
 from gptlab.config.errors import UserError
+from gptlab.config.plain_file import open_plain
 from gptlab.runtime.append_file import AppendFile
 from gptlab.runtime.strict_json import to_json
 
@@ -89,15 +90,23 @@ def read_metrics(path: Path) -> list[dict[str, object]]:
     file is missing or a line before the last is no JSON.
     """
     try:
-        lines = path.read_bytes().split(b"\n")
+        with open_plain(path) as file:
+            lines = file.read().split(b"\n")
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror or error}") from error
     records: list[dict[str, object]] = []
     for number, line in enumerate(lines, start=1):
         try:
             if line:
-                records.append(json.loads(line))
-        except ValueError as error:
+                records.append(_record(line))
+        except (ValueError, RecursionError) as error:
             if number < len(lines):
-                raise UserError(f"{path}, line {number} is damaged: it is no JSON") from error
+                raise UserError(f"{path}, line {number} is damaged: it is no JSON object") from error
     return records
+
+
+def _record(line: bytes) -> dict[str, object]:
+    value = json.loads(line)
+    if not isinstance(value, dict):
+        raise ValueError
+    return value

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+from gptlab.config.errors import UserError
 from gptlab.config.run import RunConfig
 
 # CUDA and HIP raise torch.OutOfMemoryError, Apple GPUs a RuntimeError with these words, the CPU's allocator one that
@@ -21,11 +24,34 @@ def ran_out_of_memory(error: BaseException) -> bool:
     )
 
 
+@contextmanager
+def memory_told(advice: Callable[[BaseException], str]) -> Iterator[None]:
+    """Within, memory that runs out is a UserError with the line that `advice` makes of the error."""
+    try:
+        yield
+    except Exception as error:
+        if not ran_out_of_memory(error):
+            raise
+        raise UserError(advice(error)) from error
+
+
+def fewer_rows(error: BaseException, rows: int) -> str:
+    """One line for an evaluation in passes of so many rows."""
+    advice = "a --dtype of fewer bytes or another --device, such as cpu"
+    if rows > 1:
+        advice = f"--micro-sequences {rows // 2} instead of {rows} gives the same numbers, a little slower; or {advice}"
+    return f"{_beginning(error)}: {advice}"
+
+
+def smaller_model(error: BaseException) -> str:
+    """One line for a model that does not fit as it is."""
+    return f"{_beginning(error)}: a --dtype of fewer bytes or another --device, such as cpu, may have room for it"
+
+
 def what_to_lower(error: BaseException, config: RunConfig, run: Path | None) -> str:
     """One line for a run that does not fit: the field to lower, with the value that makes it fit soonest."""
-    wanted = _wanted_memory(error)
     rows, seq_len = config.batch.micro_sequences, config.model.seq_len
-    text = f"out of memory{f' (the last {wanted} were not there)' if wanted else ''}: "
+    text = f"{_beginning(error)}: "
     # The largest that divides it keeps batch.total_tokens a multiple.
     fewer = max((divisor for divisor in range(1, rows // 2 + 1) if rows % divisor == 0), default=None)
     if fewer is not None:
@@ -43,6 +69,11 @@ def what_to_lower(error: BaseException, config: RunConfig, run: Path | None) -> 
     if config.eval.micro_sequences is not None and config.eval.micro_sequences > rows:
         text += f"; eval.micro_sequences = {config.eval.micro_sequences} is more than training's: lower it first"
     return text
+
+
+def _beginning(error: BaseException) -> str:
+    wanted = _wanted_memory(error)
+    return f"out of memory{f' (the last {wanted} were not there)' if wanted else ''}"
 
 
 def _wanted_memory(error: BaseException) -> str | None:

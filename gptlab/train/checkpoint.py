@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 
 from gptlab.config.errors import UserError
+from gptlab.config.plain_file import read_plain
 from gptlab.train.checkpoint_directory import candidates, checkpoint_path, list_checkpoints, step_of
 from gptlab.train.checkpoint_save import CheckpointError, begin_save, complete_save, save_checkpoint, write_part
 from gptlab.train.manifest import KINDS, MANIFEST, MAX_MANIFEST_BYTES, STATE, Manifest, parse_manifest
@@ -99,7 +100,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
         step=manifest.step,
         model=_read_kind(path, manifest, "model"),
         optimizer=_read_kind(path, manifest, "optimizer"),
-        state=_checked(path, STATE, manifest, _read_state),
+        state=_state(path, manifest),
         path=path,
     )
 
@@ -111,7 +112,7 @@ def verify_checkpoint(path: Path) -> None:
         for name in manifest.files_of(kind):
             layout = manifest.layout(name)
             _checked(path, name, manifest, partial(verify_tensors, layout=layout))
-    _checked(path, STATE, manifest, _read_state)
+    _state(path, manifest)
 
 
 def check_manifest(path: Path) -> None:
@@ -203,8 +204,12 @@ def _checked(path: Path, name: str, manifest: Manifest, read: Callable[[Path, Fi
         raise DamagedCheckpointError(path, f"{name} cannot be read ({error.strerror})") from error
 
 
-def _read_state(path: Path, expected: FileRecord) -> dict[str, Any]:
-    return parse_json_object(read_bytes(path, expected))
+def _state(path: Path, manifest: Manifest) -> dict[str, Any]:
+    """state.json; of a run it says of which step it is."""
+    state = _checked(path, STATE, manifest, lambda file, expected: parse_json_object(read_bytes(file, expected)))
+    if "step" in state and state["step"] != manifest.step:
+        raise DamagedCheckpointError(path, f"{STATE} is of another step than {MANIFEST} ({manifest.step})")
+    return state
 
 
 def _read_manifest(path: Path) -> Manifest:
@@ -219,7 +224,7 @@ def _read_manifest(path: Path) -> Manifest:
             raise DamagedCheckpointError(path, f"{MANIFEST} has {sizes[MANIFEST]:,} bytes")
         if MANIFEST not in sizes:
             raise DamagedCheckpointError(path, f"has no {MANIFEST}")
-        manifest = parse_manifest((path / MANIFEST).read_bytes())
+        manifest = parse_manifest(read_plain(path / MANIFEST, MAX_MANIFEST_BYTES))
     except DamagedFileError as error:
         raise DamagedCheckpointError(path, f"{MANIFEST}: {error}") from None
     except OSError as error:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gptlab.config.errors import UserError
 from gptlab.config.faults import FaultsConfig
+from gptlab.config.model import ModelConfig
 from gptlab.config.run import RunConfig
 from gptlab.data.loader import Loader
 from gptlab.data.rows import RowSource
@@ -153,7 +154,8 @@ class TrainState:
         self.loader.load_state_dict(saved["loader"])
         if saved["scaler"]:
             self.scaler.load_state_dict(saved["scaler"])
-        for name, mark in saved["marks"].items():
+        for name in self._marks().keys() & saved["marks"].keys():
+            mark = saved["marks"][name]
             setattr(self, name, mark and Mark(**mark))
         self.val_loss, self.val_bpb = saved["val_loss"], saved["val_bpb"]
         self.core_metric = saved.get("core_metric")  # checkpoints of the first version have none, and no mark for it
@@ -190,10 +192,27 @@ def build_state(
     return TrainState(model, optimizer, loader, scaler, device, rank, world_size)
 
 
+def require_weights_of(config: ModelConfig, tensors: Mapping[str, Tensor]) -> None:
+    """UserError unless these are the weights of such a model: asked before one is built, for a configuration that comes
+    as a file may have any size."""
+    if len(tensors) < config.n_layer:
+        raise UserError(
+            f"the checkpoint is of another model: it has {len(tensors):,} tensors for {config.n_layer:,} layers"
+        )
+    with torch.device("meta"):
+        _require_same_shapes(dict(GPT(config).named_parameters()), tensors)
+
+
 @torch.no_grad()
 def load_weights(model: GPT, tensors: Mapping[str, Tensor]) -> None:
     """Copy weights by name; UserError, with nothing changed, unless names and shapes are exactly the model's."""
     own = dict(model.named_parameters())
+    _require_same_shapes(own, tensors)
+    for name, parameter in own.items():
+        parameter.copy_(tensors[name])
+
+
+def _require_same_shapes(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
     different = sorted(own.keys() ^ tensors.keys())
     if different:
         raise UserError(f"the checkpoint is of another model: {different[0]} is in only one of the two")
@@ -203,5 +222,3 @@ def load_weights(model: GPT, tensors: Mapping[str, Tensor]) -> None:
                 f"the checkpoint is of another model: {name} is {tuple(tensors[name].shape)} there, "
                 f"{tuple(parameter.shape)} here"
             )
-    for name, parameter in own.items():
-        parameter.copy_(tensors[name])

@@ -20,8 +20,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
+import psutil
 import torch
 from torch import Tensor
+
+from gptlab.config.plain_file import require_plain
+from gptlab.runtime.strict_json import parse_json
 
 # The names of the safetensors specification for the types that torch has.
 DTYPES: dict[str, torch.dtype] = {
@@ -34,8 +38,11 @@ DTYPES: dict[str, torch.dtype] = {
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 # Reading and hashing overlap piece by piece: large enough that a hand-over between threads costs nothing.
 _PIECE_BYTES = 16 * 2**20
-# What the safetensors library accepts, too; a real header has about 100 bytes a tensor.
-_MAX_HEADER_BYTES = 100_000_000
+# A real header has about 100 bytes a tensor: that of GPT-2 XL's moments has 0.1 MB. Entries are checked one by one, and
+# 2 MB of them take half a second.
+_MAX_HEADER_BYTES = 1 << 21
+MAX_SMALL_FILE_BYTES = 1 << 24
+"""Of `read_bytes`; what a run keeps as JSON has some kilobytes."""
 
 
 class DamagedFileError(Exception):
@@ -98,8 +105,10 @@ def read_tensors(path: Path, expected: FileRecord) -> dict[str, Tensor]:
     """The CPU tensors of a file that must match `expected`; read once, so what was verified is what is returned.
 
     DamagedFileError with the reason where it does not match or is no well-formed safetensors file. No memory beyond the
-    file's own size is ever allocated, whatever the header claims.
+    file's own size is ever allocated, whatever the header claims, and none for a file that memory cannot hold (one with
+    a hole is a terabyte long and takes no room on the disk).
     """
+    require_plain(path)
     with path.open("rb", buffering=0) as file, _Sha256() as digest:
         _require_size(file, expected)
         entries = _read_layout(file, expected.size_bytes, digest)
@@ -118,6 +127,7 @@ def read_tensors_into(path: Path, expected: FileRecord, places: Mapping[str, Ten
     """Read a file that must match `expected` and hold exactly these tensors, by name, shape and type, into contiguous
     CPU tensors. DamagedFileError as for `read_tensors`; what `places` hold is then of no use."""
     layout = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in places.items()}
+    require_plain(path)
     with path.open("rb", buffering=0) as file, _Sha256() as digest:
         _require_size(file, expected)
         entries = _read_layout(file, expected.size_bytes, digest)
@@ -131,6 +141,7 @@ def read_tensors_into(path: Path, expected: FileRecord, places: Mapping[str, Ten
 
 def verify_tensors(path: Path, expected: FileRecord, layout: Layout | None = None) -> None:
     """What `read_tensors` checks, and with a `layout` what `read_tensors_into` does, without keeping the tensors."""
+    require_plain(path)
     with path.open("rb", buffering=0) as file:
         _require_size(file, expected)
         _require_digest(hashlib.file_digest(file, "sha256").hexdigest(), expected)
@@ -150,7 +161,10 @@ def write_bytes(path: Path, content: bytes) -> FileRecord:
 
 
 def read_bytes(path: Path, expected: FileRecord) -> bytes:
-    """The content of a file that must match `expected`."""
+    """The content of a file that must match `expected`, of at most `MAX_SMALL_FILE_BYTES`."""
+    if expected.size_bytes > MAX_SMALL_FILE_BYTES:
+        raise DamagedFileError(f"{expected.size_bytes:,} bytes are too many for it")
+    require_plain(path)
     with path.open("rb", buffering=0) as file:
         _require_size(file, expected)
         content = bytearray(expected.size_bytes)
@@ -165,13 +179,10 @@ def flush_to_disk(file: IO[bytes]) -> None:
 
 
 def parse_json_object(text: bytes) -> dict[str, Any]:
-    """A JSON object of UTF-8 text, without what Python adds to JSON: no NaN or Infinity, no key twice.
-
-    DamagedFileError where it is none.
-    """
+    """A JSON object as `parse_json` lets it through. DamagedFileError where it is none."""
     try:
-        value = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
+        value = parse_json(text)
+    except ValueError as error:
         raise DamagedFileError(f"no valid JSON ({error})") from None
     if not isinstance(value, dict):
         raise DamagedFileError("no JSON object")
@@ -300,19 +311,11 @@ def _require_size(file: FileIO, expected: FileRecord) -> None:
     size_bytes = os.fstat(file.fileno()).st_size
     if size_bytes != expected.size_bytes:
         raise DamagedFileError(f"has {size_bytes:,} bytes, its manifest says {expected.size_bytes:,}")
+    memory_bytes = psutil.virtual_memory().total
+    if size_bytes > memory_bytes:
+        raise DamagedFileError(f"has {size_bytes:,} bytes, and this machine {memory_bytes:,} bytes of memory")
 
 
 def _require_digest(sha256: str, expected: FileRecord) -> None:
     if sha256 != expected.sha256:
         raise DamagedFileError(f"content has changed (SHA-256 {sha256[:12]}, its manifest says {expected.sha256[:12]})")
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    unique = dict(pairs)
-    if len(unique) != len(pairs):
-        raise ValueError("a key stands twice")
-    return unique
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
