@@ -34,7 +34,13 @@ from gptlab.cli.place import place_of
 from gptlab.config.errors import UserError
 from gptlab.runtime.metrics import read_metrics
 from gptlab.runtime.rng import capture_rng, seed_everything
-from gptlab.train.checkpoint import Checkpoint, list_checkpoints, load_checkpoint, save_checkpoint
+from gptlab.train.checkpoint import (
+    Checkpoint,
+    DamagedCheckpointError,
+    list_checkpoints,
+    load_checkpoint,
+    save_checkpoint,
+)
 
 CPU = torch.device("cpu")
 
@@ -260,7 +266,6 @@ PARTS = {
     "rng.python": generator("python"),
     "rng.numpy": generator("numpy"),
     "rng.torch": generator("torch"),
-    "step": entry("step", 0),
     "train_seconds": entry("train_seconds", 0.0),
     "loss_ema": entry("loss_ema", {"sum": 0.0, "count": 0}),
     "faults": entry("faults", {"skipped": 0, "skipped_in_a_row": 0, "rewinds": 0, "good_step": None, "losses": []}),
@@ -332,11 +337,21 @@ class TestEverySavedPartCounts:
         with pytest.raises(UserError) if name == "optimizer" else nullcontext():
             assert differences(expected, self.resumed(killed[part.of_whole_run], tmp_path / "run", part.forget))
 
+    def test_another_step(self, killed: dict[bool, Path]) -> None:
+        """Two files know the step, and so it is noticed before anything is resumed."""
+        saved = load_checkpoint(list_checkpoints(killed[False] / "checkpoints")[-1])
+        forgotten = entry("step", 0).forget(saved)
+        folder = killed[False].parent / "another-step"
+        path = save_checkpoint(folder, saved.step, model=saved.model, optimizer={}, state=forgotten.state)
+        with pytest.raises(DamagedCheckpointError, match="of another step"):
+            load_checkpoint(path)
+
     def test_the_list_is_complete(self, killed: dict[bool, Path]) -> None:
         saved = load_checkpoint(list_checkpoints(killed[False] / "checkpoints")[-1])
         entries = {name for name in saved.state if name != "marks"} | {f"marks.{name}" for name in saved.state["marks"]}
         # float16 has the scaler, see below; what off_clock holds is seconds, see the test with the test's own clock.
-        assert entries - {"scaler", "off_clock"} <= PARTS.keys()
+        # Of step see above.
+        assert entries - {"scaler", "off_clock", "step"} <= PARTS.keys()
         kinds = {name if name.startswith("rng.") else name.rpartition(".")[2] for name in saved.optimizer}
         assert kinds - {"step"} <= PARTS.keys()
 
