@@ -39,8 +39,10 @@ Harm = Callable[[Path], None]
 
 
 def reseal(checkpoint: Path) -> None:
-    """Make the manifest say what the files are, as whoever altered them on purpose would."""
+    """Make the manifest say what the files are, as whoever altered them on purpose would: in version 1, which has no
+    index of the tensors, so that nothing but the file itself can show what it is."""
     manifest = json.loads((checkpoint / "manifest.json").read_bytes())
+    manifest = {"format": manifest["format"], "format_version": 1, "step": manifest["step"], "files": manifest["files"]}
     for name, record in manifest["files"].items():
         size = (checkpoint / name).stat().st_size
         content = (checkpoint / name).read_bytes() if size < 1 << 30 else b""
@@ -62,6 +64,17 @@ def tensor(shape: list[int], start: int, end: int) -> dict[str, Any]:
     return {"dtype": "F32", "shape": shape, "data_offsets": [start, end]}
 
 
+def altered_index(alter: Callable[[dict[str, Any]], dict[str, Any]]) -> Harm:
+    """The manifest of version 2 with the index of weights that `alter` makes of one entry of it."""
+
+    def write(path: Path) -> None:
+        manifest = json.loads(path.read_bytes())
+        manifest["model"] = alter(next(iter(manifest["model"].values())))
+        path.write_text(json.dumps(manifest))
+
+    return write
+
+
 HARMS: dict[str, tuple[str, Harm, str]] = {
     "a pipe": ("model.safetensors", pipe, "no plain file"),
     "a pipe for the manifest": ("manifest.json", pipe, "no plain file"),
@@ -69,6 +82,19 @@ HARMS: dict[str, tuple[str, Harm, str]] = {
     "a hole of a terabyte": ("model.safetensors", hole, "bytes of memory"),
     "a hole for the state": ("state.json", hole, "too many"),
     "a hole for the manifest": ("manifest.json", hole, "manifest.json has 1,099,511,627,776 bytes"),
+    "a manifest of many tensors": (
+        "manifest.json",
+        altered_index(lambda entry: {f"{i}": entry for i in range(12_000)}), "manifest.json",
+    ),
+    "a tensor of many pieces": (
+        "manifest.json",
+        altered_index(lambda entry: {"a": entry | {"pieces": [["model.safetensors", 0, 0]] * 35_000}}), "empty",
+    ),
+    "an index of an absurd shape": (
+        "manifest.json",
+        altered_index(lambda entry: {"a": entry | {"shape": [2**62, 2**62]}}), "manifest.json",
+    ),
+    "a manifest of more": ("manifest.json", lambda path: path.write_bytes(b" " * 9_000_000), "has 9,000,000 bytes"),
     "a deep state": ("state.json", deep, "nested too deep"),
     "a state deep enough for recursion": ("state.json", less_deep, "nested too deep"),
     "a header of 2^62 bytes": ("model.safetensors", lambda path: path.write_bytes(b"\0" * 7 + b"\x40"), "cannot be"),

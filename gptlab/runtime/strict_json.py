@@ -85,14 +85,14 @@ def parse_json(text: bytes) -> Any:
         raise ValueError("nested too deep") from None
     level: list[Any] = [value]
     for _ in range(MAX_JSON_DEPTH):
-        level = [inner for item in level if isinstance(item, dict | list) for inner in _inside(item)]
+        level = [inner for item in level if type(item) in (dict, list) for inner in _inside(item)]
         if not level:
             return value
     raise ValueError("nested too deep")
 
 
 def _inside(item: dict[str, Any] | list[Any]) -> Iterable[Any]:
-    return item.values() if isinstance(item, dict) else item
+    return item.values() if type(item) is dict else item
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -38,7 +38,7 @@ from gptlab.config.errors import UserError
 from gptlab.config.plain_file import read_plain
 from gptlab.train.checkpoint_directory import candidates, checkpoint_path, list_checkpoints, step_of
 from gptlab.train.checkpoint_save import CheckpointError, begin_save, complete_save, save_checkpoint, write_part
-from gptlab.train.manifest import KINDS, MANIFEST, MAX_MANIFEST_BYTES, STATE, Manifest, parse_manifest
+from gptlab.train.manifest import KINDS, MANIFEST, STATE, Manifest, max_manifest_bytes, parse_manifest
 from gptlab.train.pieces import piece_key
 from gptlab.train.tensor_file import (
     DamagedFileError,
@@ -220,11 +220,12 @@ def _read_manifest(path: Path) -> Manifest:
         # Hidden entries are what file browsers and NFS leave behind; they harm nothing, and nothing reads them.
         names = [name for name in os.listdir(path) if not name.startswith(".")]
         sizes = {name: _plain_file_bytes(path, name) for name in names}
-        if sizes.get(MANIFEST, 0) > MAX_MANIFEST_BYTES:
+        max_bytes = max_manifest_bytes(len(sizes))
+        if sizes.get(MANIFEST, 0) > max_bytes:
             raise DamagedCheckpointError(path, f"{MANIFEST} has {sizes[MANIFEST]:,} bytes")
         if MANIFEST not in sizes:
             raise DamagedCheckpointError(path, f"has no {MANIFEST}")
-        manifest = parse_manifest(read_plain(path / MANIFEST, MAX_MANIFEST_BYTES))
+        manifest = parse_manifest(read_plain(path / MANIFEST, max_bytes))
     except DamagedFileError as error:
         raise DamagedCheckpointError(path, f"{MANIFEST}: {error}") from None
     except OSError as error:

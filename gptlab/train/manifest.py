@@ -29,9 +29,6 @@ FORMAT = "gptlab checkpoint"
 FORMAT_VERSION = 2
 KINDS = ("model", "optimizer")
 STATE, MANIFEST = "state.json", "manifest.json"
-# 40 bytes a piece: a thousand tensors, each in pieces on 500 ranks, take 20 MB. What is larger is none, and need not be
-# read into memory to know it.
-MAX_MANIFEST_BYTES = 32 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +72,12 @@ class Manifest:
             for place in entry.places
             if place.file == file
         }
+
+
+def max_manifest_bytes(n_files: int) -> int:
+    """The longest manifest that is read in a folder of `n_files`: twice what a thousand tensors take that are in pieces
+    on every rank, 40 bytes each. What is larger is none, and need not be read to know it: 8 MB take a second."""
+    return 2**20 + n_files * 2**16
 
 
 def file_name(kind: str, rank: int, size: int) -> str:
