@@ -30,7 +30,7 @@ from tiny_runs import (
 import gptlab
 from gptlab.runtime.metrics import MetricsLog, read_metrics
 from gptlab.train import loop as loop_module
-from gptlab.train import recorder as recorder_module
+from gptlab.train import saving as saving_module
 from gptlab.train.background_save import BackgroundSaver, Snapshots
 from gptlab.train.checkpoint import (
     CheckpointError,
@@ -82,7 +82,7 @@ def when_saving(
             after(step)
         return path
 
-    monkeypatch.setattr(recorder_module, "save_checkpoint", save)
+    monkeypatch.setattr(saving_module, "save_checkpoint", save)
 
 
 def when_updated(monkeypatch: pytest.MonkeyPatch, action: Callable[[TrainState], None]) -> None:
@@ -266,15 +266,15 @@ class TestStall:
         slows down one save or another, and never speeds one up.
         """
         waits: dict[bool, list[float]] = {True: [], False: []}
-        checkpoint = recorder_module.Recorder.checkpoint
+        checkpoint = saving_module.Saves.checkpoint
         for background, seconds in waits.items():
 
-            def timed(record: Any, state: TrainState, seconds: list[float] = seconds, **how: Any) -> None:
+            def timed(saves: Any, state: TrainState, seconds: list[float] = seconds, **how: Any) -> None:
                 started = time.perf_counter()
-                checkpoint(record, state, **how)
+                checkpoint(saves, state, **how)
                 seconds.append(time.perf_counter() - started)
 
-            monkeypatch.setattr(recorder_module.Recorder, "checkpoint", timed)
+            monkeypatch.setattr(saving_module.Saves, "checkpoint", timed)
             train(
                 folder, f"stall-{background}", steps=5, model__n_embd=512, checkpoint__every_steps=1,
                 checkpoint__keep_last=1, checkpoint__keep_best=False, checkpoint__background=background,

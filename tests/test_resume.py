@@ -94,12 +94,12 @@ class TestKilledProcess:
         # os._exit runs no handler and flushes nothing, as a SIGKILL at this very place would.
         dies_at_step_8 = (
             "import os\n"
-            "from gptlab.train import recorder\n"
-            "save = recorder.save_checkpoint\n"
+            "from gptlab.train import saving\n"
+            "save = saving.save_checkpoint\n"
             "def save_and_die(folder, step, **parts):\n"
             "    save(folder, step, **parts)\n"
             "    if step == 8: os._exit(9)\n"
-            "recorder.save_checkpoint = save_and_die\n"
+            "saving.save_checkpoint = save_and_die\n"
         )
         run = folder / "renamed"
         process = start(["train", *arguments(folder, "renamed")], prelude=dies_at_step_8)

@@ -51,7 +51,7 @@ from gptlab.runtime.console import Console
 from gptlab.runtime.device import compiler_available
 from gptlab.runtime.rng import capture_rng
 from gptlab.train import compilation as compilation_module
-from gptlab.train import recorder as recorder_module
+from gptlab.train import saving as saving_module
 from gptlab.train.checkpoint import CheckpointError, list_checkpoints, load_checkpoint, verify_checkpoint
 from gptlab.train.compilation import warm_up
 from gptlab.train.loop import fit
@@ -377,7 +377,7 @@ class TestClock:
             checkpoint__on_failure="continue",
         )  # fmt: skip
         with FakeClock.running():
-            monkeypatch.setattr(recorder_module, "save_checkpoint", refuse)
+            monkeypatch.setattr(saving_module, "save_checkpoint", refuse)
             assert gptlab.train(config).exit_code == 0
         assert tried == [5, 10, 12]
         assert lines_of(folder / "refused", "checkpoint") == []
@@ -584,7 +584,7 @@ class TestPreemption:
         def refuse(*_: object, **__: object) -> None:
             raise CheckpointError("the disk is full")
 
-        monkeypatch.setattr(recorder_module, "save_checkpoint", refuse)
+        monkeypatch.setattr(saving_module, "save_checkpoint", refuse)
         with at_line("train", 2, lambda: signal.raise_signal(signal.SIGTERM)):
             words = arguments(folder, "unsaved", {"checkpoint.on_failure": "continue"})
             code, _, err = command(["train", *words])

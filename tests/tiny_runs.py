@@ -188,7 +188,7 @@ class FakeClock:
             clock._charge(patch, "gptlab.train.loop.update", 1.0)
             clock._charge(patch, "gptlab.cli.session.evaluate", cls.EVALUATION)
             clock._charge(patch, "gptlab.cli.session.sample_text", cls.SAMPLE)
-            clock._charge(patch, "gptlab.train.recorder.save_checkpoint", cls.SAVE)
+            clock._charge(patch, "gptlab.train.saving.save_checkpoint", cls.SAVE)
             clock._charge(patch, "gptlab.train.compilation.gradients", cls.WARM_UP)
             yield clock
 

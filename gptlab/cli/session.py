@@ -42,9 +42,12 @@ from gptlab.train.compilation import Kernels, keep_compiled, make_kernels, warm_
 from gptlab.train.gradient_sum import GradientSum
 from gptlab.train.horizon import Finish
 from gptlab.train.loop import Work, fit
-from gptlab.train.recorder import OffClock, Recorder
+from gptlab.train.off_clock import OffClock
+from gptlab.train.recorder import Recorder
+from gptlab.train.saving import Saves
 from gptlab.train.state import TrainState, build_state
 from gptlab.train.throughput import Throughput
+from gptlab.train.watchdog import TrainingFailed
 
 
 @dataclass(slots=True)
@@ -261,10 +264,14 @@ def train(
     peak = session.place.peak.flops_per_second
     log = MetricsLog(run.metrics_path) if group.is_main else NoMetricsLog()
     with log as metrics, state.loader, BackgroundSaver(state.device) as saver:
+        saves = Saves(
+            config, session.finish, run, console, metrics, off_clock, group,
+            saver if config.checkpoint.background else None,
+        )  # fmt: skip
         record = Recorder(
             config, session.finish, run, console, metrics,
             Throughput(session.flops.total, None if peak is None else peak * group.size), session.counts.total,
-            off_clock, saver if config.checkpoint.background and group.is_main else None, writes=group.is_main,
+            off_clock, saves,
         )  # fmt: skip
 
         def set_status(status: Status) -> None:
@@ -282,7 +289,7 @@ def train(
                     record.rewind(checkpoint)
             else:
                 record.rewind(None)
-            record.reserve(state)
+            saves.reserve(state)
             off_clock.startup_seconds = time.perf_counter() - off_clock.started - off_clock.compile_seconds
             console.line(
                 f"run folder {run.path} | start-up {off_clock.startup_seconds:.1f}s"
@@ -296,8 +303,9 @@ def train(
             group.start_collectives(session.place.device, timeout_seconds=config.runtime.process_timeout_seconds)
             ended = fit(config, session.finish, state, session.work, record)
             summary = record.finish_run(state) if ended == "finished" else {}
-        except BaseException:
-            record.abandon(state)
+        except BaseException as error:
+            # Whatever makes a training fail, all ranks see; any other error may be that of this one alone.
+            saves.abandon(state, together=isinstance(error, TrainingFailed))
             with suppress(UserError):  # a disk that refuses this too must not hide what went wrong
                 set_status("failed")
             raise

@@ -163,7 +163,7 @@ def _prepare_and_train(
     from gptlab.cli.session import make_run_directory, open_session, record_resume, train
     from gptlab.runtime.run_directory import RunDirectory
     from gptlab.train.closing_block import show_closing_block
-    from gptlab.train.recorder import OffClock
+    from gptlab.train.off_clock import OffClock
     from gptlab.train.watchdog import TrainingFailed
 
     origin = checkpoint = None

@@ -16,6 +16,7 @@ from gptlab.config.errors import UserError
 from gptlab.runtime.distributed import Group
 from gptlab.train.checkpoint import Checkpoint, DamagedCheckpointError, OnDamage, load_checkpoint
 from gptlab.train.checkpoint_directory import candidates, step_of
+from gptlab.train.saving import Saves
 from gptlab.train.watchdog import Preemption, TrainingFailed
 
 # The odd constant of MurmurHash2 (Austin Appleby, public domain): what is multiplied by it keeps its place.
@@ -26,11 +27,12 @@ _MASK = 2**62 - 1
 class Agreement:
     """One small message a step. With one process there is none, and a signal counts at once."""
 
-    def __init__(self, group: Group, preemption: Preemption, step: int) -> None:
+    def __init__(self, group: Group, preemption: Preemption, step: int, saves: Saves) -> None:
         """`step`: of the steps done."""
         group.at_step(step + 1)
         self._group = group
         self._preemption = preemption
+        self._saves = saves
         self._agreed: str | None = None
         self.listen()
 
@@ -45,11 +47,11 @@ class Agreement:
         return self._preemption.signal_name if self._group.size == 1 else self._agreed
 
     def listen(self) -> None:
-        """Hear of signals to any rank, at a place that all ranks come to."""
+        """Hear of signals to any rank, and how far saves are, at a place that all ranks come to."""
         self._exchange(0.0)
 
     def step(self, step_seconds: float, step: int) -> float:
-        """What rank 0's clock says this step took; hears of signals too. `step` is the number of steps done."""
+        """What rank 0's clock says this step took; listens too. `step` is the number of steps done."""
         seconds = self._exchange(step_seconds)
         self._group.at_step(step + 1)
         return seconds
@@ -57,13 +59,17 @@ class Agreement:
     def _exchange(self, step_seconds: float) -> float:
         if self._group.size == 1:
             return step_seconds
-        # The seconds of rank 0 and the signal of each rank: sums with zeros are exact.
-        message = torch.zeros(1 + self._group.size, dtype=torch.float64)
+        # The seconds of rank 0, the signal and the save of each rank: sums with zeros are exact.
+        size = self._group.size
+        message = torch.zeros(1 + 2 * size, dtype=torch.float64)
         if self._group.is_main:
             message[0] = step_seconds
         if self._preemption.signal_name is not None:
             message[1 + self._group.rank] = signal.Signals[self._preemption.signal_name].value
-        seconds, *signals = self._group.sum(message, "end of step").tolist()
+        message[1 + size + self._group.rank] = self._saves.status()
+        seconds, *told = self._group.sum(message, "end of step").tolist()
+        signals, saves = told[:size], told[size:]
+        self._saves.hear([int(status) for status in saves])
         if self._agreed is None:
             came = ((rank, int(number)) for rank, number in enumerate(signals) if number)
             self._agreed = next((f"{signal.Signals(number).name} (rank {rank})" for rank, number in came), None)

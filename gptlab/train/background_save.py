@@ -6,7 +6,7 @@ the next save begins; whoever takes a snapshot has waited until the save before 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Self, TypeVar
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from gptlab.runtime.device import synchronize
+from gptlab.train.pieces import Piece
 
 T = TypeVar("T")
 
@@ -71,28 +72,41 @@ def _bytes(tensor: Tensor) -> np.ndarray:
     return tensor.reshape(-1).view(torch.uint8).numpy()
 
 
+def _by_key(pieces: Sequence[Piece]) -> dict[str, Tensor]:
+    return {piece.key: piece.tensor for piece in pieces}
+
+
+def _copied(pieces: Sequence[Piece], snapshots: Snapshots) -> list[Piece]:
+    copies = snapshots.take(_by_key(pieces))
+    return [piece.with_tensor(copies[piece.key]) for piece in pieces]
+
+
 class BackgroundSaver:
     """Copies of the state, and the thread that writes them. Closing waits for the thread."""
 
     def __init__(self, device: torch.device) -> None:
         # The names of weights and of moments may be the same.
+        self._device = device
         self._model = Snapshots(device)
         self._optimizer = Snapshots(device)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="gptlab-save")
         self.ready = False
         """Whether there is memory for copies; without it, training waits for every save."""
 
-    def reserve(self, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]) -> None:
+    def reserve(self, model: Sequence[Piece], optimizer: Sequence[Piece]) -> None:
         """Take the memory for copies of these. RuntimeError or MemoryError where there is not enough."""
-        self._model.reserve(model)
-        self._optimizer.reserve(optimizer)
+        self._model.reserve(_by_key(model))
+        self._optimizer.reserve(_by_key(optimizer))
         self.ready = True
 
-    def snapshot(
-        self, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def give_up(self) -> None:
+        """Give the memory back: training will wait for every save."""
+        self._model, self._optimizer = Snapshots(self._device), Snapshots(self._device)
+        self.ready = False
+
+    def snapshot(self, model: Sequence[Piece], optimizer: Sequence[Piece]) -> tuple[list[Piece], list[Piece]]:
         """Copies on the CPU. The former save must be at its end: its copies are overwritten."""
-        return self._model.take(model), self._optimizer.take(optimizer)
+        return _copied(model, self._model), _copied(optimizer, self._optimizer)
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
         """Do `work` on the thread, behind what was submitted before."""

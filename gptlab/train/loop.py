@@ -70,9 +70,9 @@ def fit(
     Every rank runs this same loop, and decides alike, since it decides by what `Agreement` made the same on all.
     """
     with QuietGarbageCollector() as garbage, Preemption() as preemption:
-        agreed = Agreement(work.group, preemption, state.step)
+        agreed = Agreement(work.group, preemption, state.step, record.saves)
         while True:
-            record.look_at_save(state)
+            record.saves.look_at_save(state)
             # A signal leaves what is due now to the resumed run, which does it in this same order.
             now = state.mark()
             if not agreed.stop and due(
@@ -152,7 +152,7 @@ def recover(state: TrainState, fault: Fault, data_step: int, config: RunConfig, 
 
 def last_good(state: TrainState, record: Recorder, group: Group) -> Checkpoint | None:
     """The checkpoint to go back to, the same on every rank, those after it being removed; None where none is intact."""
-    record.finish_save(state)
+    record.saves.finish_save(state)
     good, folder, warn = state.faults.good_step, record.run.checkpoints_path, record.console.warn
     assert good is not None
     try:
@@ -186,6 +186,6 @@ def measure_core(state: TrainState, core: Callable[[], CoreMeasured], record: Re
 
 
 def checkpoint(state: TrainState, work: Work, record: Recorder, *, scheduled: bool = True) -> None:
-    """Rank 0 saves what all hold. TrainingFailed, with nothing saved, where they hold different weights."""
+    """All ranks save, each its pieces. TrainingFailed, with nothing saved, where they hold different weights."""
     require_equal_weights(state.model.parameters(), work.group, state.step)
-    record.checkpoint(state, scheduled=scheduled)
+    record.saves.checkpoint(state, scheduled=scheduled)
