@@ -1,7 +1,7 @@
-"""What the processes of tests/test_distributed.py do: commands of gptlab one after another, each in its own world.
+"""What the processes of some tests do: commands of gptlab one after another, each in its own world.
 
-Importing torch takes seconds, so that it is done once, before the processes part; and all worlds, of 1 to 4 ranks, are
-made of the same four of them: where a scene has fewer ranks, the rest wait for the next one.
+Importing torch takes seconds, so that it is done once, before the processes part; and all worlds are made of the same
+ones, as many as the largest has ranks: where a scene has fewer, the rest wait for the next one.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ from gptlab.cli.main import main
 from gptlab.train import loop
 from gptlab.train.agreement import Agreement, checksum
 from gptlab.train.state import TrainState
-
-RANKS = 4
 
 
 def play(scene: dict[str, Any], port: int, rank: int) -> dict[str, Any]:
@@ -93,7 +91,7 @@ if __name__ == "__main__":
     assert scenes[0]["ranks"] == 1
     play_all(folder, scenes[:1], ports[:1], 0)
     children = []
-    for rank in range(RANKS):
+    for rank in range(max(scene["ranks"] for scene in scenes)):
         if (pid := os.fork()) == 0:
             play_all(folder, scenes[1:], ports[1:], rank)
             os._exit(0)

@@ -62,6 +62,11 @@ IMPOSSIBLE: list[tuple[Callable[[], object], str, str]] = [
         "parallel.exact_any_world_size",
         "nearest valid: False",
     ),
+    (
+        lambda: RunConfig(horizon=Horizon(unit="seconds"), parallel=ParallelConfig(exact_any_world_size=True)),
+        "parallel.exact_any_world_size",
+        "in steps or tokens",
+    ),
     (lambda: RunConfig(seed=-1), "seed", "between 0 and"),
     (lambda: RunConfig(batch=BatchConfig(total_tokens=30_000)), "batch.total_tokens", "nearest valid: 32768"),
 ]

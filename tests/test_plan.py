@@ -83,6 +83,8 @@ def test_memory_by_hand() -> None:
     for changes in ({"checkpoint__background": False}, {"eval__only": True}):
         assert count_memory(model, tiny(**changes)).snapshot == 0
     assert count_memory(model, tiny()).optimizer < memory.optimizer  # Muon keeps one moment a weight, not two.
+    exact = tiny("steps", 10, parallel__exact_any_world_size=True)
+    assert count_memory(model, exact).gradients == exact.micro_batches.bit_length() * memory.gradients
 
 
 class TestLength:

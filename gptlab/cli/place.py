@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +12,7 @@ from gptlab.cli.run_arguments import RunRequest
 from gptlab.config.run import RunConfig
 from gptlab.config.scaling import Machine
 from gptlab.runtime.allocator import keep_freed_memory
+from gptlab.runtime.determinism import deterministic_kernels
 from gptlab.runtime.device import resolve_device, resolve_dtype
 from gptlab.runtime.distributed import World
 from gptlab.runtime.peak import Peak, peak_flops_per_second
@@ -42,6 +44,17 @@ def machine_for(request: RunRequest, world: World = _ALONE) -> Machine:
         str(asked.get("device", "auto")), str(asked.get("dtype", "auto")), asked.get("threads"), _local_rank(world)
     )
     return Machine(device=str(place.device), matmul_flops_per_second=place.peak.flops_per_second)
+
+
+def kernels_for(config: RunConfig | None, request: RunRequest) -> AbstractContextManager[None]:
+    """Within it kernels are as a configuration wants them (None: as what a request names does, before there is one). To
+    be entered before anything of this module that measures."""
+    if config is not None:
+        exact, device = config.parallel.exact_any_world_size, config.runtime.device
+    else:
+        exact = request.overrides.get("parallel.exact_any_world_size", False)
+        device = request.overrides.get("runtime.device", "auto")
+    return deterministic_kernels(device) if exact else nullcontext()
 
 
 def _local_rank(world: World) -> int | None:

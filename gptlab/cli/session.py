@@ -15,7 +15,7 @@ from gptlab.cli.place import Place
 from gptlab.cli.start_weights import Start, load_start_weights
 from gptlab.config.errors import ConfigError, UserError
 from gptlab.config.load import config_to_json
-from gptlab.config.parallel import ParallelConfig
+from gptlab.config.parallel import EXACT_WORLD_SIZES, ParallelConfig
 from gptlab.config.run import RunConfig
 from gptlab.data.cache import cache_root
 from gptlab.data.core_bundle import core_folder
@@ -27,6 +27,7 @@ from gptlab.eval.core import encode_tasks, gpt_logits, measure_core
 from gptlab.eval.core_tasks import find_bundle, read_tasks
 from gptlab.eval.engine import sample_text
 from gptlab.model.counting import FlopsPerToken, ParameterCounts, flops_per_token, parameter_counts
+from gptlab.model.gpt import GPT
 from gptlab.model.pretrained import Pretrained, find_pretrained, require_fits
 from gptlab.runtime.code_snapshot import CodeSnapshot
 from gptlab.runtime.console import Console
@@ -39,6 +40,7 @@ from gptlab.runtime.run_directory import RunDirectory, Status, default_run_path
 from gptlab.train.background_save import BackgroundSaver
 from gptlab.train.checkpoint import Checkpoint
 from gptlab.train.compilation import Kernels, keep_compiled, make_kernels, warm_up
+from gptlab.train.exact_sum import ExactSum
 from gptlab.train.gradient_sum import GradientSum
 from gptlab.train.horizon import Finish
 from gptlab.train.loop import Work, fit
@@ -96,7 +98,7 @@ def open_session(
     cache, prepare it once a machine).
     """
     group = group or Group()
-    _require_known_mode(config.parallel)
+    _require_known_mode(config.parallel, group.size)
     pretrained = None if restored or config.init_from is None else find_pretrained(config.init_from)
     if pretrained is not None:
         require_fits(config.model, pretrained.model, pretrained.name)
@@ -117,6 +119,9 @@ def open_session(
             "leave model.vocab_size out"
         )
     config = replace(config, model=replace(config.model, vocab_size=tokenizer.vocab_size))
+    if config.parallel.exact_any_world_size:
+        # How many threads a product is cut among shows in its bits: part of the run, whoever goes on with it.
+        config = replace(config, runtime=replace(config.runtime, threads=place.threads))
     _require_encodable(config.sample.prompts, tokenizer)
     seq_len = config.model.seq_len
     rows = make_rows(data.train, config.data, seq_len, tokenizer.bos_id, config.seed, data.folder)
@@ -129,7 +134,7 @@ def open_session(
         config, rows, device=place.device, compute_dtype=place.dtype, rank=group.rank, world_size=group.size
     )
     model = state.model
-    sums = GradientSum(model.parameters(), group) if group.size > 1 else None
+    sums = _gradient_sum(config, model, group)
     start = None if pretrained is None else load_start_weights(model, pretrained, console.warn)
     counts, flops = parameter_counts(model), flops_per_token(model)
     finish = Finish.of(
@@ -172,11 +177,19 @@ def open_session(
     return Session(config, place, data, state, kernels, work, finish, counts, flops, eval_sequences, start)
 
 
-def _require_known_mode(parallel: ParallelConfig) -> None:
+def _require_known_mode(parallel: ParallelConfig, world_size: int) -> None:
     if parallel.mode != "data":
         raise UserError(f"parallel.mode = {parallel.mode!r} is not in this version of gptlab: take mode 'data'")
-    if parallel.exact_any_world_size:
-        raise UserError("parallel.exact_any_world_size is not in this version of gptlab: leave it out")
+    if parallel.exact_any_world_size and world_size not in EXACT_WORLD_SIZES:
+        sizes, nearest = ", ".join(map(str, EXACT_WORLD_SIZES)), max(n for n in EXACT_WORLD_SIZES if n < world_size)
+        reason = f"its order of additions is made for {sizes} processes, not for {world_size}"
+        raise ConfigError("parallel.exact_any_world_size", True, reason, f"{nearest} processes")
+
+
+def _gradient_sum(config: RunConfig, model: GPT, group: Group) -> GradientSum | ExactSum | None:
+    if config.parallel.exact_any_world_size:
+        return ExactSum(model.parameters(), group, micro_batches=config.micro_batches)
+    return GradientSum(model.parameters(), group) if group.size > 1 else None
 
 
 def _require_tokenizer(tokenizer: Tokenizer, pretrained: Pretrained, console: Console) -> None:

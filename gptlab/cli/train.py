@@ -157,7 +157,7 @@ def _prepare_and_train(
     from gptlab.runtime.provenance import EvidenceTaker
 
     evidence_taker = EvidenceTaker()  # before torch is imported, which takes longer
-    from gptlab.cli.place import machine_for, place_of
+    from gptlab.cli.place import kernels_for, machine_for, place_of
     from gptlab.cli.repeat import repeated_config, what_differs
     from gptlab.cli.same_run import require_same_run, shared_machine
     from gptlab.cli.session import make_run_directory, open_session, record_resume, train
@@ -183,6 +183,7 @@ def _prepare_and_train(
         origin = RunDirectory.open(Path(request.from_run))
         _require_trained(origin)
         start.config = repeated_config(request, origin)
+    held.enter_context(kernels_for(start.config, request))
     if start.config is None:
         start.config = shared_machine(request.config, functools.partial(machine_for, request, group.world), group)
     if group.is_main and start.run is None and start.config.run_dir is not None:

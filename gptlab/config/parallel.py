@@ -9,6 +9,9 @@ from gptlab.config.errors import require, require_choice
 
 ParallelMode = Literal["data", "sharded"]
 
+EXACT_WORLD_SIZES = (1, 2, 4, 8)
+"""Numbers of processes that `exact_any_world_size` is there for: those that halve down to one."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelConfig:

@@ -118,7 +118,8 @@ class RuntimeConfig:
     compile: Compile = "auto"
     """torch.compile: auto (on where a compiler is found) | on | off."""
     threads: int | None = None
-    """CPU threads for computation. None: one a physical core."""
+    """CPU threads for computation. None: one a physical core; with parallel.exact_any_world_size those of the run's
+    first start from then on."""
     log_every_steps: int = 1
     """Write a training line every so many steps."""
     max_loss: float = 100.0
@@ -184,6 +185,14 @@ class RunConfig:
                 "faults.spike_factor",
                 self.faults.spike_factor,
                 "a run that saves nothing before its end has nothing to go back to: give checkpoint.every_steps too",
+            )
+
+        if self.parallel.exact_any_world_size and self.horizon.unit == "seconds":
+            raise ConfigError(
+                "parallel.exact_any_world_size",
+                True,
+                "a run that is measured in seconds follows its clock, which is another one every time: give its length "
+                "in steps or tokens",
             )
 
     @property

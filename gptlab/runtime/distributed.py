@@ -124,6 +124,31 @@ class Group:
         except RuntimeError as error:
             raise self._liveness.explained(error) from error
 
+    @contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """Within the context any number of `exchange` count as one collective, which all ranks come to: one that hangs
+        is then told from those that wait for it in their turn."""
+        if self._liveness is None:
+            yield
+            return
+        with self._liveness.in_collective(what):
+            yield
+
+    def exchange(self, partner: int, *, give: Tensor | None, take: Tensor | None) -> None:
+        """Send `give` to the rank `partner` and fill `take` with what it sends, both at once; None: nothing goes that
+        way. The partner calls it with the same shapes, the other way round. PeerFailed where a rank is lost."""
+        if self._liveness is None or (give is None and take is None):
+            return
+        import torch.distributed as dist
+
+        messages = [] if give is None else [dist.P2POp(dist.isend, give, partner)]
+        messages += [] if take is None else [dist.P2POp(dist.irecv, take, partner)]
+        try:
+            for work in dist.batch_isend_irecv(messages):
+                work.wait()
+        except RuntimeError as error:
+            raise self._liveness.explained(error) from error
+
     def all_agree(self, number: int, what: str) -> list[int]:
         """Ranks whose `number` (0 <= number < 2^62) is not that of rank 0: none where all have the same."""
         if self._liveness is None:

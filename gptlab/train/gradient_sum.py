@@ -7,7 +7,7 @@ the order in which the pass completes them, and leave in that order on every ran
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -47,11 +47,20 @@ class GradientSum:
         for parameter in self._place:
             parameter.register_post_accumulate_grad_hook(self._complete)
 
+    def order(self, micro_indices: Sequence[int]) -> Sequence[int]:
+        """Places of this rank's micro-batches in the order in which they are to be computed: as they come."""
+        return range(len(micro_indices))
+
     def begin(self) -> None:
         """To be called before the backward pass of this rank's last micro-batch."""
         self._armed = True
         for bucket in self._buckets:
             bucket.waiting = len(bucket.parameters)
+
+    def end(self, micro_index: int, loss: Tensor) -> Tensor:
+        """To be called behind the backward pass of every micro-batch: it has been added to `.grad`, as its loss to the
+        sum `loss` (0-d), which is returned as it is."""
+        return loss
 
     def finish(self, loss: Tensor) -> Tensor:
         """Wait for all sums; afterwards every `.grad` is that of all ranks, with the same bits on each. `loss` (0-d) is

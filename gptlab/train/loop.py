@@ -14,6 +14,7 @@ from gptlab.runtime.device import synchronize
 from gptlab.runtime.distributed import Group
 from gptlab.train.agreement import Agreement, require_equal_weights, same_checkpoint
 from gptlab.train.checkpoint import Checkpoint
+from gptlab.train.exact_sum import ExactSum
 from gptlab.train.faults import Fault, first_broken_gradient, loss_fault
 from gptlab.train.gradient_sum import GradientSum
 from gptlab.train.horizon import Finish, due
@@ -58,8 +59,8 @@ class Work:
     """None: this run does not measure CORE."""
     group: Group = field(default_factory=Group)
     """The processes that train together."""
-    sums: GradientSum | None = None
-    """None: one process, whose gradients are the step's."""
+    sums: GradientSum | ExactSum | None = None
+    """None: one process, whose gradients are the step's as they add up."""
 
 
 def fit(

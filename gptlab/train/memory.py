@@ -12,6 +12,7 @@ from gptlab.config.run import RunConfig
 from gptlab.model.gpt import GPT
 from gptlab.model.roles import fused_rows, parameter_roles
 from gptlab.optim.groups import build_optimizer
+from gptlab.train.exact_sum import held_sums
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +51,7 @@ def count_memory(model: GPT, config: RunConfig) -> Memory:
     moments = sum(moment.nbytes for moment in optimizer.state_tensors().values())
     return Memory(
         weights=weights,
-        gradients=weights,
+        gradients=weights * (held_sums(config.micro_batches) if config.parallel.exact_any_world_size else 1),
         optimizer=moments,
         activations=kept_for_backward(model, config.batch.micro_sequences, config.model.seq_len),
         snapshot=weights + moments if config.checkpoint.background and not config.eval.only else 0,

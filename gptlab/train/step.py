@@ -15,6 +15,7 @@ from gptlab.data.loader import StepBatch
 from gptlab.optim.clip import clip_gradients
 from gptlab.optim.schedule import lr_scale, muon_momentum, weight_decay_scale
 from gptlab.runtime.rng import fold_seed
+from gptlab.train.exact_sum import ExactSum
 from gptlab.train.faults import Fault
 from gptlab.train.gradient_sum import GradientSum
 from gptlab.train.state import TrainState
@@ -33,7 +34,11 @@ class Update:
 
 
 def gradients(
-    state: TrainState, batch: StepBatch, loss_sum: LossFunction, config: RunConfig, sums: GradientSum | None = None
+    state: TrainState,
+    batch: StepBatch,
+    loss_sum: LossFunction,
+    config: RunConfig,
+    sums: GradientSum | ExactSum | None = None,
 ) -> Tensor:
     """Add up the gradients of all micro-batches, with `sums` those of all ranks; returns the mean loss over every
     counted target of the step.
@@ -42,16 +47,23 @@ def gradients(
     """
     state.model.train()
     total = torch.zeros((), dtype=torch.float64)
-    for index, tokens, targets in zip(batch.micro_indices, batch.inputs, batch.targets, strict=True):
+    places = range(len(batch.micro_indices)) if sums is None else sums.order(batch.micro_indices)
+    for place in places:
+        index = batch.micro_indices[place]
         if config.model.dropout > 0:
             torch.manual_seed(fold_seed(config.seed, batch.step, index))
-        loss = loss_sum(tokens, targets)
-        if sums is not None and index == batch.micro_indices[-1]:
+        loss = loss_sum(batch.inputs[place], batch.targets[place])
+        if sums is not None and place == places[-1]:
             sums.begin()
         state.scaler.scale(loss / batch.target_tokens).backward()
         total = total.to(loss.device) + loss.detach()
+        if sums is not None:
+            total = sums.end(index, total)
     if sums is not None:
         total = sums.finish(total.to(state.device))
+    if config.model.dropout > 0:
+        # Behind the step the generator is where it would be with any number of ranks, and so is its saved state.
+        torch.manual_seed(fold_seed(config.seed, batch.step, config.micro_batches))
     return total / batch.target_tokens
 
 
