@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 _ENVIRONMENT = {
     # A workspace of its own for every stream (cuBLAS documentation, "Results Reproducibility"); torch insists on it.
@@ -31,7 +32,7 @@ def deterministic_kernels(device_name: str) -> Iterator[None]:
         return
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    settings = torch.utils.deterministic
+    settings: Any = torch.utils.deterministic  # which its type does not know to have this setting
     enabled, fills = torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
     settings.fill_uninitialized_memory = False  # shows reads of memory that nobody wrote: a pass over every new tensor
