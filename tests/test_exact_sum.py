@@ -298,13 +298,13 @@ class TestKernels:
         assert torch.utils.deterministic.fill_uninitialized_memory
 
     @pytest.mark.gpu
+    @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
     @pytest.mark.parametrize("compiled", ["off", "on"])
     def test_the_same_run_twice_on_a_gpu(self, folder: Path, compiled: str) -> None:
         flags = FLAGS | {"runtime.device": "cuda", "runtime.dtype": "bfloat16", "runtime.compile": compiled}
-        runs = []
-        for number in range(2):
-            flags |= {"run_dir": folder / f"gpu-{compiled}-{number}"}
+        names = [f"gpu-{compiled}-{number}" for number in range(2)]
+        for name in names:
             # In processes of their own: what the environment says of kernels is read once.
-            subprocess.run([sys.executable, "-m", "gptlab", "train", *arguments(folder, "", flags)], check=True)
-            runs.append(outcome(Path(flags["run_dir"])))
-        assert differences(runs[0], runs[1]) == []
+            subprocess.run([sys.executable, "-m", "gptlab", "train", *arguments(folder, name, flags)], check=True)
+        one, other = (outcome(folder / name) for name in names)
+        assert differences(one, other) == []
