@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -17,6 +16,7 @@ if TYPE_CHECKING:
     from gptlab.eval.bits_per_byte import Evaluation
     from gptlab.eval.core import CoreResult
     from gptlab.runtime.console import Console
+    from gptlab.runtime.distributed import Group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,22 +47,26 @@ def main(argv: Sequence[str]) -> int:
         prog="gptlab eval",
         description="Measure a run on its validation set: loss (nats/token) and bits per byte; or on CORE.",
     )
-    from gptlab.runtime.console import Console
+    from gptlab.cli.ranks import together
     from gptlab.runtime.out_of_memory import fewer_rows, memory_told, smaller_model
 
-    with Console(stream=sys.stderr) as console:
+    with together() as (group, console):
         with memory_told(smaller_model):
-            run = arguments.load(console)
+            run = arguments.load(console, group)
         measure = _core_lines if arguments.core else _validation_lines
         rows = arguments.micro_sequences or run.config.eval_sequences
         with memory_told(lambda error: fewer_rows(error, rows)):
-            lines = measure(run, arguments, console)
+            lines = measure(run, arguments, console, group)
+    if not group.is_main:
+        return 0
     print("\n".join((f"run: {run.directory.path}", f"step: {run.step}", *lines)))
     return 0
 
 
-def _validation_lines(run: LoadedRun, arguments: EvalArguments, console: Console) -> list[str]:
-    result = evaluate_run(run, tokens=arguments.tokens, micro_sequences=arguments.micro_sequences, console=console)
+def _validation_lines(run: LoadedRun, arguments: EvalArguments, console: Console, group: Group) -> list[str]:
+    result = evaluate_run(
+        run, tokens=arguments.tokens, micro_sequences=arguments.micro_sequences, console=console, group=group
+    )
     return [
         f"val_loss: {result.val_loss:.6f}",
         f"val_bpb: {result.val_bpb:.6f}",
@@ -72,13 +76,14 @@ def _validation_lines(run: LoadedRun, arguments: EvalArguments, console: Console
     ]
 
 
-def _core_lines(run: LoadedRun, arguments: EvalArguments, console: Console) -> list[str]:
+def _core_lines(run: LoadedRun, arguments: EvalArguments, console: Console, group: Group) -> list[str]:
     result = core_of_run(
         run,
         core_dir=arguments.core_dir,
         examples=arguments.core_examples,
         micro_sequences=arguments.micro_sequences,
         console=console,
+        group=group,
     )
     tasks = (
         (f"{label}: {accuracy:.6f}", f"{label}_centered: {result.centered[label]:.6f}")
@@ -94,6 +99,7 @@ def core_of_run(
     examples: int | None = None,
     micro_sequences: int | None = None,
     console: Console,
+    group: Group,
 ) -> CoreResult:
     """CORE of the loaded weights; None: as configured; no examples (0): all there are. UserError without a bundle."""
     from gptlab.data.cache import cache_root
@@ -110,7 +116,8 @@ def core_of_run(
         )
     wanted = config.eval.core_examples if examples is None else examples or None
     tasks = encode_tasks(read_tasks(bundle, wanted), run.tokenizer, config.model.seq_len)
-    total_tokens = sum(len(option) for task in tasks for question in task.questions for option in question.options)
+    questions = [question for task in tasks for question in task.questions][group.rank :: group.size]
+    total_tokens = sum(len(option) for question in questions for option in question.options)
     with console.progress("CORE", total_tokens, "tokens") as progress:
         return measure_core(
             gpt_logits(run.model),
@@ -119,17 +126,24 @@ def core_of_run(
             max_pass_tokens=(micro_sequences or config.eval_sequences) * config.model.seq_len,
             module=run.model,
             advance=progress.advance,
+            group=group,
         )
 
 
 def evaluate_run(
-    run: LoadedRun, *, tokens: int | None = None, micro_sequences: int | None = None, console: Console
+    run: LoadedRun,
+    *,
+    tokens: int | None = None,
+    micro_sequences: int | None = None,
+    console: Console,
+    group: Group,
 ) -> Evaluation:
     """The validation set of the run's corpus, in the run's own tokens, and training text where that is configured;
     None: as configured.
 
     Warns where the corpus is no longer what it was at training. UserError where it cannot be read.
     """
+    from gptlab.cli.same_run import require_same_run
     from gptlab.data.prepare import prepare
     from gptlab.data.rows import validation_rows
     from gptlab.eval.bits_per_byte import evaluate
@@ -137,7 +151,12 @@ def evaluate_run(
     config = run.config
     # The run's tokenizer as it lies there: one trained anew, on text that has changed, would have other tokens.
     kept = replace(config.tokenizer, path=str(run.directory.tokenizer_path))
+    if not group.is_main:
+        group.barrier("data prepared")  # by rank 0; the others find it, or prepare it where they do not see its cache
     prepared = prepare(config.data, kept, console=console)
+    if group.is_main:
+        group.barrier("data prepared")
+    require_same_run(config, {"data_fingerprint": prepared.fingerprint}, group)
     trained_on = _data_fingerprint(run)
     if trained_on not in (None, prepared.fingerprint):
         console.warn(
@@ -153,6 +172,7 @@ def evaluate_run(
             run.tokenizer.token_bytes,
             device=run.device,
             micro_sequences=micro_sequences or config.eval_sequences,
+            group=group,
         )
 
     result = measure(prepared.val, tokens or config.eval.tokens)

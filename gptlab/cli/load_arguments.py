@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING
 
 import tyro
 
+from gptlab.config.errors import UserError
 from gptlab.config.run import DType
 
 if TYPE_CHECKING:
     from gptlab.cli.loaded_run import LoadedRun
     from gptlab.runtime.console import Console
+    from gptlab.runtime.distributed import Group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,8 +27,13 @@ class LoadArguments:
     dtype: DType | None = None
     """Type of activations and matrix products. None: as in the run's configuration."""
 
-    def load(self, console: Console) -> LoadedRun:
-        """The run that is meant; see `load_run`."""
+    def load(self, console: Console, group: Group) -> LoadedRun:
+        """The run that is meant; see `load_run`. UserError where ranks of `group` were given different arguments."""
+        everybody = group.gather("arguments", repr(self))
+        if group.is_main and (unlike := [rank for rank, one in enumerate(everybody) if one != everybody[0]]):
+            raise UserError(f"rank {unlike[0]} was given other arguments than rank 0: start all of them alike")
         from gptlab.cli.loaded_run import load_run
 
-        return load_run(self.run, checkpoint=self.checkpoint, device=self.device, dtype=self.dtype, console=console)
+        return load_run(
+            self.run, checkpoint=self.checkpoint, device=self.device, dtype=self.dtype, console=console, group=group
+        )

@@ -15,10 +15,12 @@ from gptlab.data.tokenizer import Tokenizer, load_tokenizer
 from gptlab.model.gpt import GPT, build_model
 from gptlab.runtime.console import Console
 from gptlab.runtime.device import resolve_device, resolve_dtype
+from gptlab.runtime.distributed import Group
 from gptlab.runtime.metrics import read_metrics
 from gptlab.runtime.run_directory import RunDirectory
 from gptlab.runtime.threads import set_threads
-from gptlab.train.checkpoint import list_checkpoints, load_checkpoint, load_newest, select_checkpoint
+from gptlab.train.agreement import checksum, same_checkpoint
+from gptlab.train.checkpoint import list_checkpoints, load_checkpoint, select_checkpoint
 from gptlab.train.checkpoint_directory import step_of
 from gptlab.train.state import load_weights, require_weights_of
 
@@ -35,15 +37,23 @@ class LoadedRun:
 
 
 def load_run(
-    path: str, *, checkpoint: str = "latest", device: str | None = None, dtype: str | None = None, console: Console
+    path: str,
+    *,
+    checkpoint: str = "latest",
+    device: str | None = None,
+    dtype: str | None = None,
+    console: Console,
+    group: Group | None = None,
 ) -> LoadedRun:
     """The run in `path` at `checkpoint` (latest | best | a step); device and dtype: None means as configured.
 
-    Damaged checkpoints are told to `console`. UserError where run, tokenizer, checkpoint or device cannot be used.
+    Damaged checkpoints are told to `console`. Of several processes (`group`) all have the same weights, and may speak
+    in collectives from here on. UserError where run, tokenizer, checkpoint or device cannot be used.
     """
+    group = group or Group()
     directory = RunDirectory.open(Path(path))
     config = config_from_json(directory.read_config())
-    where = resolve_device(device or config.runtime.device)
+    where = resolve_device(device or config.runtime.device, None if group.size == 1 else group.world.local_rank)
     compute_dtype = resolve_dtype(dtype or config.runtime.dtype, where)
     if not directory.checkpoints_path.is_dir():
         raise UserError(f"{path} has no checkpoint yet: the run has not reached its first one")
@@ -56,13 +66,16 @@ def load_run(
         )
     config = replace(config, model=replace(config.model, vocab_size=tokenizer.vocab_size))
     if checkpoint == "latest":
-        saved = load_newest(directory.checkpoints_path, console.warn)
+        saved = same_checkpoint(directory.checkpoints_path, group, console.warn)
     else:
         best = best_saved_step(directory) if checkpoint == "best" else None
         saved = load_checkpoint(select_checkpoint(directory.checkpoints_path, checkpoint, console.warn, best_step=best))
     require_weights_of(config.model, saved.model)
     model = build_model(config.model, device=where, compute_dtype=compute_dtype, seed=config.seed)
     load_weights(model, saved.model)
+    group.start_collectives(where, timeout_seconds=config.runtime.process_timeout_seconds)
+    if group.size > 1 and (different := group.all_agree(checksum(model.parameters()), "weights")):
+        raise UserError(f"rank {different[0]} finds another checkpoint in {path} than rank 0: give all the same folder")
     return LoadedRun(directory, config, tokenizer, model.eval(), saved.step, where)
 
 

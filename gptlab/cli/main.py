@@ -6,7 +6,8 @@ import gc
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 
 from gptlab.config.errors import UserError, nearest_name, one_line
 
@@ -21,6 +22,9 @@ COMMANDS = {
     "export": ("gptlab.cli.export", "write a trained model as a folder that transformers loads"),
     "bench": ("gptlab.cli.bench", "this machine: peak FLOP/s, tokens/s, MFU, and the time of each part"),
 }
+
+TOGETHER = ("train", "eval", "sample")
+"""Commands that several processes, started by torchrun, do together."""
 
 HELP = f"""\
 usage: gptlab COMMAND [ARGUMENTS]
@@ -60,7 +64,8 @@ def entry_point() -> None:
 def main(argv: Sequence[str]) -> int:
     """Run one command; its exit code. A UserError becomes one line on stderr and exit code 2."""
     try:
-        code = _dispatch(list(argv))
+        with _results_of_rank_0():
+            code = _dispatch(list(argv))
         sys.stdout.flush()  # A reader that has gone away shows here, not at interpreter exit.
         return code
     except UserError as error:
@@ -82,6 +87,28 @@ def _rank() -> str:
     return "" if rank == "0" else f"rank {rank}: "
 
 
+@contextmanager
+def _results_of_rank_0() -> Iterator[None]:
+    """Of several processes only rank 0 writes to stdout, which else would have everything several times."""
+    if os.environ.get("RANK", "0") == "0":
+        yield
+        return
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+        yield
+
+
+def _require_one_process(name: str) -> None:
+    """UserError on rank 0 where torchrun has started several processes; the others end silently, and alike."""
+    if name in TOGETHER or os.environ.get("WORLD_SIZE", "1") == "1":
+        return
+    if os.environ.get("RANK", "0") != "0":
+        raise SystemExit(EXIT_USAGE)
+    raise UserError(
+        f"gptlab {name} is the work of one process, but torchrun has started {os.environ['WORLD_SIZE']}: start it "
+        f"without torchrun, which is for {', '.join(TOGETHER)}"
+    )
+
+
 def _dispatch(argv: list[str]) -> int:
     name = argv[0] if argv else "--help"
     if name in ("-h", "--help", "help"):
@@ -96,4 +123,5 @@ def _dispatch(argv: list[str]) -> int:
         nearest = nearest_name(name, COMMANDS)
         hint = f"did you mean {nearest}?" if nearest else f"there are {', '.join(COMMANDS)}"
         raise UserError(f"{name!r} is not a command: {hint}")
+    _require_one_process(name)
     return importlib.import_module(COMMANDS[name][0]).main(argv[1:])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TextIO
 
@@ -53,29 +53,32 @@ class SampleArguments(LoadArguments):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints each prompt with its continuation on stdout, as it is drawn; everything else goes to stderr."""
+    """Prints each prompt with its continuation on stdout: as it is drawn, or, of several processes, when all are."""
     arguments = parse(
         SampleArguments,
         argv,
         prog="gptlab sample",
         description="Let a trained run continue a text, token by token.",
     )
-    from gptlab.runtime.console import Console
+    from gptlab.cli.ranks import together
+    from gptlab.eval.engine import drawn_together
     from gptlab.runtime.out_of_memory import memory_told, smaller_model
 
-    with memory_told(smaller_model):
-        with Console(stream=sys.stderr) as console:
-            run = arguments.load(console)
-        _continue(run, arguments)
+    with together() as (group, console), memory_told(smaller_model):
+        run = arguments.load(console, group)
+        settings = arguments.over(run.config.sample)
+        # Set up before the first is printed, so that a prompt that cannot be encoded leaves no half of the output.
+        texts = drawn_together(_streams(run, arguments, settings), group)
+    if group.is_main:
+        with memory_told(smaller_model):
+            _show(settings.prompts, texts)
     return 0
 
 
-def _continue(run: LoadedRun, arguments: SampleArguments) -> None:
+def _streams(run: LoadedRun, arguments: SampleArguments, settings: SampleConfig) -> list[Iterator[str]]:
     from gptlab.eval.engine import sample_text
 
-    settings = arguments.over(run.config.sample)
-    # Set up before the first is printed, so that a prompt that cannot be encoded leaves no half of the output.
-    streams = [
+    return [
         sample_text(
             run.model,
             run.tokenizer,
@@ -88,7 +91,10 @@ def _continue(run: LoadedRun, arguments: SampleArguments) -> None:
         )
         for prompt in settings.prompts
     ]
-    for number, (prompt, pieces) in enumerate(zip(settings.prompts, streams, strict=True)):
+
+
+def _show(prompts: Sequence[str], texts: Sequence[Iterable[str]]) -> None:
+    for number, (prompt, pieces) in enumerate(zip(prompts, texts, strict=True)):
         write_stream(sys.stdout, (*(["---\n"] if number else []), prompt))
         write_stream(sys.stdout, pieces)
         write_stream(sys.stdout, ["\n"])

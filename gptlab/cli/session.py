@@ -25,7 +25,7 @@ from gptlab.data.tokenizer import Tokenizer
 from gptlab.eval.bits_per_byte import Evaluation, evaluate
 from gptlab.eval.core import encode_tasks, gpt_logits, measure_core
 from gptlab.eval.core_tasks import find_bundle, read_tasks
-from gptlab.eval.engine import sample_text
+from gptlab.eval.engine import drawn_together, sample_text
 from gptlab.model.counting import FlopsPerToken, ParameterCounts, flops_per_token, parameter_counts
 from gptlab.model.gpt import GPT
 from gptlab.model.pretrained import Pretrained, find_pretrained, require_fits
@@ -33,6 +33,7 @@ from gptlab.runtime.code_snapshot import CodeSnapshot
 from gptlab.runtime.console import Console
 from gptlab.runtime.device import cuda_version, device_name
 from gptlab.runtime.distributed import Group
+from gptlab.runtime.job import Job
 from gptlab.runtime.metrics import MetricsLog, NoMetricsLog
 from gptlab.runtime.provenance import RESUME_FACTS, Evidence, provenance
 from gptlab.runtime.rng import seed_everything
@@ -156,15 +157,17 @@ def open_session(
         train_loss = None if of_training is None else measure(of_training).val_loss
         return replace(measure(held_out), train_loss=train_loss)
 
-    def sample(prompt: str) -> str:
-        if not group.is_main:
-            return prompt
+    def sample(prompts: Sequence[str]) -> list[str]:
         wanted = config.sample
-        pieces = sample_text(
-            model, tokenizer, prompt,
-            max_tokens=wanted.max_tokens, temperature=wanted.temperature, top_k=wanted.top_k, seed=config.seed,
-        )  # fmt: skip
-        return prompt + "".join(pieces)
+        streams = [
+            sample_text(
+                model, tokenizer, prompt,
+                max_tokens=wanted.max_tokens, temperature=wanted.temperature, top_k=wanted.top_k, seed=config.seed,
+            )
+            for prompt in prompts
+        ]  # fmt: skip
+        texts = drawn_together(streams, group)
+        return [prompt + "".join(pieces) for prompt, pieces in zip(prompts, texts, strict=True)]
 
     core = None
     if bundle is not None:
@@ -228,10 +231,11 @@ def _require_encodable(prompts: Sequence[str], tokenizer: Tokenizer) -> None:
             raise ConfigError("sample.prompts", prompt, "this tokenizer has no BOS: give it a text to continue")
 
 
-def make_run_directory(session: Session, facts: Mapping[str, object], evidence: Evidence) -> RunDirectory:
+def make_run_directory(session: Session, facts: Mapping[str, object], evidence: Evidence, job: Job) -> RunDirectory:
     """The folder of a new run, with everything that is known before its first step. UserError where it cannot be."""
     config = session.config
-    path = Path(config.run_dir) if config.run_dir else default_run_path(config.recipe, datetime.now())
+    path = Path(config.run_dir) if config.run_dir else job.folder() or default_run_path(config.recipe, datetime.now())
+    job.will_begin(path)
 
     def contents(run: RunDirectory) -> None:
         session.data.tokenizer.save(run.tokenizer_path)

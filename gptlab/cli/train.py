@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from gptlab.cli.session import Session
     from gptlab.runtime.console import Console
     from gptlab.runtime.distributed import Group
+    from gptlab.runtime.job import Job
     from gptlab.runtime.liveness import Failure
     from gptlab.runtime.run_directory import RunDirectory, Status
     from gptlab.train.checkpoint import Checkpoint
@@ -49,7 +50,7 @@ def main(argv: list[str]) -> int:
     if request.list_recipes:
         print(recipe_list())
         return 0
-    from gptlab.runtime.distributed import World
+    from gptlab.cli.ranks import tell_peer_failed
     from gptlab.runtime.liveness import PeerFailed
     from gptlab.train.early_stop import StoppedEarly
 
@@ -59,9 +60,7 @@ def main(argv: list[str]) -> int:
         print(_stopped_early(str(stop), None))
         return EXIT_PREEMPTED
     except PeerFailed as failed:
-        if not failed.failure.said_by_itself:
-            print(f"gptlab: error: rank {World.from_environment().rank}: {failed}", file=sys.stderr)
-        return failed.failure.exit_code
+        return tell_peer_failed(failed)
 
 
 def run(
@@ -97,40 +96,59 @@ class _Start:
     run: RunDirectory | None = None
     is_main: bool = True
     """Whether this process writes to the run folder and the console."""
+    job: Job | None = None
+    """None: not yet known."""
 
     def set_status(self, status: Status) -> None:
         if self.is_main and self.run is not None:
             with suppress(UserError):
                 self.run.set_status(status)
 
+    def ends(self, exit_code: int, text: str) -> None:
+        """Have torchrun's next attempt end alike, at once, where it would only come to this again."""
+        if self.job is not None:
+            self.job.ends(exit_code, text)
+
 
 def _train(
     request: RunRequest, argv: Sequence[str], started: float, *, config: RunConfig | None = None, catch: bool = True
 ) -> Result:
+    from gptlab.cli.ranks import exit_code
     from gptlab.runtime.console import Console, QuietConsole
     from gptlab.runtime.distributed import World, join
+    from gptlab.runtime.job import open_job
     from gptlab.runtime.liveness import PeerFailed
     from gptlab.runtime.out_of_memory import ran_out_of_memory, what_to_lower
-    from gptlab.train.early_stop import EarlyStop, StoppedEarly
+    from gptlab.train.early_stop import EarlyStop, StoppedEarly, behind_signal
 
     world = World.from_environment()
     start = _Start(config, is_main=world.is_main)
     # A process that only trains may be ended from outside of its main thread; somebody's Python program may not.
     with (
-        EarlyStop(functools.partial(_end_now, start) if catch else None) as early,
+        EarlyStop(partial(_end_now, start) if catch else None) as early,
         Console() if world.is_main else QuietConsole() as console,
     ):
         try:
-            with join(world, _exit_code) as group, ExitStack() as held:
-                group.when_lost(functools.partial(_note_lost, start))
-                return _prepare_and_train(request, argv, started, start, console, held, early, group, catch=catch)
-        except PeerFailed as failed:
-            start.set_status("preempted" if failed.failure.exit_code == EXIT_PREEMPTED else "failed")
-            if not failed.failure.said_by_itself and start.run is not None:
-                console.warn(f"training failed: {failed}; {_what_stands(start.run)}")
-            raise
-        except BaseException as error:
-            if early.signal_name is not None:  # whatever a library made of the exception that the signal raised
+            with join(world, partial(exit_code, interrupted=EXIT_PREEMPTED)) as group, ExitStack() as held:
+                start.job = open_job()
+                group.when_lost(partial(_note_lost, start))
+                result = _prepare_and_train(request, argv, started, start, console, held, early, group, catch=catch)
+                early.too_late()
+                return result
+        except BaseException as last:
+            early.too_late()
+            error = behind_signal(last)
+            if isinstance(error, PeerFailed):
+                failure = error.failure
+                _note_lost(start, failure)
+                if failure.exit_code == EXIT_PREEMPTED:
+                    console.line(_stopped_early(_signal_of(failure), start.run))
+                if not failure.said_by_itself and start.run is not None:
+                    console.warn(f"training failed: {error}; {_what_stands(start.run)}")
+                raise error from None
+            # Whatever a library made of the exception that the signal raised.
+            if error is last and early.signal_name is not None:
+                start.ends(EXIT_PREEMPTED, early.signal_name)
                 if start.run is None:
                     raise StoppedEarly(early.signal_name) from None
                 start.set_status("preempted")
@@ -138,8 +156,12 @@ def _train(
                 return Result(EXIT_PREEMPTED, start.run.path, {})
             if ran_out_of_memory(error) and start.config is not None:
                 run_path = None if start.run is None else start.run.path
-                raise UserError(what_to_lower(error, start.config, run_path)) from error
-            raise
+                too_little = UserError(what_to_lower(error, start.config, run_path))
+                start.ends(EXIT_USAGE, str(too_little))
+                raise too_little from error
+            if isinstance(error, UserError):
+                start.ends(EXIT_USAGE, str(error))
+            raise error from error.__cause__
 
 
 def _prepare_and_train(
@@ -159,6 +181,7 @@ def _prepare_and_train(
     evidence_taker = EvidenceTaker()  # before torch is imported, which takes longer
     from gptlab.cli.place import kernels_for, machine_for, place_of
     from gptlab.cli.repeat import repeated_config, what_differs
+    from gptlab.cli.restart import earlier_end, end_again, restarted
     from gptlab.cli.same_run import require_same_run, shared_machine
     from gptlab.cli.session import make_run_directory, open_session, record_resume, train
     from gptlab.runtime.run_directory import RunDirectory
@@ -166,6 +189,10 @@ def _prepare_and_train(
     from gptlab.train.off_clock import OffClock
     from gptlab.train.watchdog import TrainingFailed
 
+    assert start.job is not None
+    if (end := earlier_end(start.job, group)) is not None:
+        return Result(*end_again(end, request, start.job, console, group), {})
+    request = restarted(request, start.job, console, group)
     origin = checkpoint = None
     if request.resume is not None:
         start.config, run = _stored(request)
@@ -185,7 +212,7 @@ def _prepare_and_train(
         start.config = repeated_config(request, origin)
     held.enter_context(kernels_for(start.config, request))
     if start.config is None:
-        start.config = shared_machine(request.config, functools.partial(machine_for, request, group.world), group)
+        start.config = shared_machine(request.config, partial(machine_for, request, group.world), group)
     if group.is_main and start.run is None and start.config.run_dir is not None:
         RunDirectory(Path(start.config.run_dir)).require_free()  # said now, not after the data is prepared
     place = place_of(start.config, group.world)
@@ -201,7 +228,7 @@ def _prepare_and_train(
             console.warn(line)
     describe(session, console)
     if group.is_main and start.run is None:
-        start.run = make_run_directory(session, facts, evidence)
+        start.run = make_run_directory(session, facts | {"job": start.job.id}, evidence, start.job)
         held.enter_context(start.run.lock())
     elif group.is_main and start.run is not None:
         record_resume(start.run, facts, evidence)
@@ -211,10 +238,13 @@ def _prepare_and_train(
             session, start.run, checkpoint, console, OffClock(started), before_first_step=early.preparation_is_over
         )
     except TrainingFailed as error:
+        start.ends(EXIT_TRAINING_FAILED, str(error))
         console.warn(f"training failed: {error}; {_what_stands(start.run)}")
         if not catch:
             raise
         return Result(EXIT_TRAINING_FAILED, start.run.path, {})
+    if ended == "preempted":
+        start.ends(EXIT_PREEMPTED, "a signal asked it to stop")
     return Result(0 if ended == "finished" else EXIT_PREEMPTED, start.run.path, summary)
 
 
@@ -228,6 +258,7 @@ def _end_now(start: _Start, signal_name: str) -> None:
     """End the process from another thread, its main thread being deep inside a library. Whatever is half-made in the
     cache is never trusted, and removed by the next process."""
     start.set_status("preempted")
+    start.ends(EXIT_PREEMPTED, signal_name)
     show_cursor = "\x1b[?25h" * sys.stdout.isatty()  # which a progress bar hides
     with suppress(OSError):
         os.write(sys.stdout.fileno(), f"{show_cursor}{_stopped_early(signal_name, start.run)}\n".encode())
@@ -235,15 +266,15 @@ def _end_now(start: _Start, signal_name: str) -> None:
 
 
 def _note_lost(start: _Start, failure: Failure) -> None:
-    """Before a process ends from another thread, since one of the others is lost."""
+    """Before a process ends, maybe from another thread, since one of the others is lost."""
     start.set_status("preempted" if failure.exit_code == EXIT_PREEMPTED else "failed")
+    if failure.said_by_itself and failure.exit_code in (EXIT_USAGE, EXIT_PREEMPTED):
+        start.ends(failure.exit_code, failure.text)
 
 
-def _exit_code(error: BaseException) -> int:
-    """What an error will make of this process, for the others to end alike."""
-    if isinstance(error, UserError):
-        return EXIT_USAGE
-    return EXIT_PREEMPTED if isinstance(error, KeyboardInterrupt) else 1
+def _signal_of(failure: Failure) -> str:
+    """Of a rank that a signal ended before the first step: "SIGTERM (rank 1)"."""
+    return f"{failure.text.rpartition(' ')[2]} (rank {failure.rank})"
 
 
 def _stored(request: RunRequest) -> tuple[RunConfig, RunDirectory]:

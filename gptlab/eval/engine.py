@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import codecs
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -19,6 +19,7 @@ from gptlab.config.errors import ConfigError, UserError, require
 from gptlab.eval.mode import evaluation_mode
 from gptlab.model.gpt import GPT
 from gptlab.model.kv_cache import KVCache
+from gptlab.runtime.distributed import Group
 from gptlab.runtime.rng import fold_seed
 
 
@@ -98,6 +99,19 @@ def sample_text(
         stop_at_bos=stop_at_bos,
     )
     return _text_pieces(tokenizer, drawn)
+
+
+def drawn_together(streams: Sequence[Iterable[str]], group: Group) -> Sequence[Iterable[str]]:
+    """Texts that are not drawn yet, drawn by all processes, and given to each: rank r draws r, r+W, ... One process
+    alone has them back as they are, to be drawn as they are read."""
+    if group.size == 1:
+        return streams
+    texts = [""] * len(streams)
+    own = [[number, "".join(streams[number])] for number in range(group.rank, len(streams), group.size)]
+    for drawn in group.gather("samples", own):
+        for number, text in drawn:
+            texts[number] = text
+    return [[text] for text in texts]
 
 
 class _Sampler:

@@ -277,7 +277,7 @@ def _stores(world: World, hosts: bool) -> tuple[Any, Any]:
     except RuntimeError as error:
         raise UserError(f"rank {world.rank} cannot reach the store of the run at {host}:{port} ({error})") from error
     # What an attempt before a restart said, or an earlier run of the same processes, must not be heard again.
-    attempt = f"gptlab/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    attempt = f"gptlab/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{world.size}"
     attempt += f"/{first.add(f'{attempt}/joined/{world.rank}', 1)}"
     return dist.PrefixStore(attempt, first), dist.PrefixStore(attempt, second)
 

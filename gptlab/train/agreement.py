@@ -22,6 +22,7 @@ from gptlab.train.watchdog import Preemption, TrainingFailed
 # The odd constant of MurmurHash2 (Austin Appleby, public domain): what is multiplied by it keeps its place.
 _MIX = 0x5BD1E995
 _MASK = 2**62 - 1
+_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
 
 
 class Agreement:
@@ -99,7 +100,7 @@ def same_checkpoint(folder: Path, group: Group, warn: OnDamage, *, up_to: int | 
         said = {"weights": 0, "error": "", "reason": ""}
         try:
             checkpoint = load_checkpoint(folder / name)
-            said["weights"] = checksum(checkpoint.model.values())
+            said["weights"] = checksum(checkpoint.model.values()) if group.size > 1 else 0
         except DamagedCheckpointError as error:
             said |= {"error": str(error), "reason": error.reason}
         read = group.gather("checkpoint", said)
@@ -122,11 +123,11 @@ def same_checkpoint(folder: Path, group: Group, warn: OnDamage, *, up_to: int | 
 
 
 def checksum(tensors: Iterable[Tensor]) -> int:
-    """0 <= checksum < 2^62 over the bits of float32 or float64 tensors, in their order. Of one tensor the sum of its
-    words: that differs for what rounds otherwise, which is what is looked for, though not for what is only moved."""
+    """0 <= checksum < 2^62 over the bits of tensors, in their order. Of one tensor the sum of its words: that differs
+    for what rounds otherwise, which is what is looked for, though not for what is only moved."""
     total = 0
     for tensor in tensors:
         flat = tensor.detach().contiguous().view(-1)
-        words = flat.view(torch.int64 if flat.dtype == torch.float64 else torch.int32)
+        words = flat.view(_WORDS.get(flat.element_size(), torch.uint8))
         total = (total * _MIX + int(words.sum(dtype=torch.int64))) & _MASK
     return total

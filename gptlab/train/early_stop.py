@@ -16,6 +16,9 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, Self
 
+from gptlab.config.errors import UserError
+from gptlab.runtime.liveness import PeerFailed
+
 GRACE_SECONDS = 3.0
 """More than a batch in hand and the removal of half-made folders take; less than a person takes to press again."""
 
@@ -24,6 +27,12 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 class StoppedEarly(KeyboardInterrupt):
     """A signal came before the first step. A KeyboardInterrupt, so that no library takes it for an error of its own."""
+
+
+def behind_signal(error: BaseException) -> BaseException:
+    """The error by which the run was already ending when a signal made it StoppedEarly; else `error` itself."""
+    behind = error.__context__
+    return behind if isinstance(error, StoppedEarly) and isinstance(behind, UserError | PeerFailed) else error
 
 
 class EarlyStop:
@@ -38,6 +47,7 @@ class EarlyStop:
         self._signal: signal.Signals | None = None
         self._former: dict[signal.Signals, Any] = {}
         self._watch: _Watch | None = None
+        self._settled = False
 
     @property
     def signal_name(self) -> str | None:
@@ -49,6 +59,12 @@ class EarlyStop:
         thread ends the process, and until `Preemption` takes over, signals raise as before."""
         if self._signal is not None:
             raise StoppedEarly(self._signal.name)
+        self._stop_watching()
+
+    def too_late(self) -> None:
+        """How the run ends is settled: from here on signals change nothing. torchrun sends one to every process of a
+        run as soon as the first one has ended with another exit code than 0."""
+        self._settled = True
         self._stop_watching()
 
     def __enter__(self) -> Self:
@@ -69,7 +85,7 @@ class EarlyStop:
         self._stop_watching()
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
-        if self._signal is None:
+        if self._signal is None and not self._settled:
             self._signal = signal.Signals(number)
             raise StoppedEarly(self._signal.name)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -53,8 +53,8 @@ class Work:
 
     loss_sum: LossFunction
     evaluate: Callable[[], Evaluated]
-    sample: Callable[[str], str]
-    """Prompt -> prompt and continuation."""
+    sample: Callable[[Sequence[str]], Sequence[str]]
+    """Prompts -> each with its continuation."""
     core: Callable[[], CoreMeasured] | None = None
     """None: this run does not measure CORE."""
     group: Group = field(default_factory=Group)
@@ -95,8 +95,8 @@ def fit(
                 now, state.sampled, every_steps=config.sample.every_steps, every_seconds=None,
                 at_start=False, at_end=ended,
             ):  # fmt: skip
-                for prompt in config.sample.prompts:
-                    record.sample(state, prompt, work.sample(prompt))
+                for prompt, text in zip(config.sample.prompts, work.sample(config.sample.prompts), strict=True):
+                    record.sample(state, prompt, text)
                 state.sampled = now
                 agreed.listen()
 

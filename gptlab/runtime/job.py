@@ -1,0 +1,105 @@
+"""What one attempt of a torchrun job leaves to the next: the run folder that it began, and how the run ended.
+
+With --max-restarts torchrun starts the same command again when a process was lost. Of the processes nothing is left
+then, but the store in torchrun's own process is, and no other job ever had it. So what stands in there this very job
+has written: the folder that it names may be gone on with, and no other.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_KEY = "gptlab job"
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """An end that another try would come to again: a signal asked for it, the input is wrong, the loss broke."""
+
+    exit_code: int
+    text: str
+
+
+class Job:
+    """What is remembered of one run, the same for all ranks. `Job()` remembers nothing: without torchrun.
+
+    A store that does not answer is no error: torchrun is gone, and will start nothing again.
+    """
+
+    def __init__(self, store: Any = None, *, run: str = "", attempt: int = 0) -> None:
+        """`store`: torchrun's. `run`: which of the runs that this program makes one after another. `attempt`: 0 the
+        first."""
+        self._store = store
+        self._run = run
+        self._attempt = attempt
+        self.id: str | None = None
+        """A word that only this job has; None where nothing is remembered."""
+        if store is not None:
+            self.id = store.compare_set(_KEY, "", uuid.uuid4().hex).decode()
+
+    def folder(self) -> Path | None:
+        """What `will_begin` named, in this attempt or an earlier one."""
+        said = self._get("folder")
+        return None if said is None else Path(said)
+
+    def will_begin(self, folder: Path) -> None:
+        """To be called before the folder of a new run is made, so that no kill comes between the two. That it was made
+        by this job, the `id` in it proves."""
+        self._set("folder", str(folder.absolute()))
+
+    def ended(self) -> Ended | None:
+        """What `ends` noted in an attempt that torchrun counts as failed; None where the run is to go on."""
+        said = self._get("ended")
+        if said is not None and said["attempt"] < self._attempt:
+            return Ended(said["exit_code"], said["text"])
+        # Restarts for machines that join are not counted: torchrun's SIGTERM was no wish to end the run.
+        self._set("ended", None)
+        return None
+
+    def ends(self, exit_code: int, text: str) -> None:
+        """Note that the run is not to be tried again. The first rank that says so is the one that knows why."""
+        said = json.dumps({"attempt": self._attempt, "exit_code": exit_code, "text": text})
+        with suppress(RuntimeError):
+            if self._store is not None:
+                for nothing in ("", json.dumps(None)):
+                    self._store.compare_set(self._key("ended"), nothing, said)
+
+    def _get(self, name: str) -> Any:
+        with suppress(RuntimeError):
+            if self._store is not None and self._store.check([self._key(name)]):
+                return json.loads(self._store.get(self._key(name)))
+        return None
+
+    def _set(self, name: str, value: object) -> None:
+        with suppress(RuntimeError):
+            if self._store is not None:
+                self._store.set(self._key(name), json.dumps(value))
+
+    def _key(self, name: str) -> str:
+        return f"{_KEY}/{self._run}/{name}"
+
+
+def open_job(environment: Mapping[str, str] | None = None) -> Job:
+    """The memory of the torchrun job that this process belongs to."""
+    given = os.environ if environment is None else environment
+    # Where torchrun does not lend its store, rank 0 has one, which ends with it.
+    if given.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
+        return Job()
+    import psutil
+    import torch.distributed as dist
+
+    try:
+        store = dist.TCPStore(given["MASTER_ADDR"], int(given["MASTER_PORT"]), None, False, wait_for_workers=False)
+        process = psutil.Process()
+        # A Python program may train one run after another: the n-th of a restarted one is the n-th of the first.
+        run = store.add(f"{_KEY}/process/{process.pid}/{process.create_time()}", 1)
+        return Job(store, run=str(run), attempt=int(given.get("TORCHELASTIC_RESTART_COUNT", "0")))
+    except (RuntimeError, KeyError, ValueError):
+        return Job()
