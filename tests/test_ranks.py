@@ -74,10 +74,10 @@ def write_scenes(script: Script) -> None:
     script.train("early")["trouble"] = [{"1": {"at": "warming up", "signals": ["SIGTERM"]}}]
     for run, of_one in (("hurt", None), ("hurt-for-one", "its-own"), ("hurt-for-good", "its-lost")):
         scene = script.resume(run, 2, run)
-        scene["copies"] = {run: ["step-00000005/model.safetensors"] if of_one is None else []}
+        scene["copies"] = {run: ["step-00000005/model-00002-of-00002.safetensors"] if of_one is None else []}
         if of_one is not None:
             scene["argv"]["1"] = ["train", "--resume", str(folder / of_one)]
-            damaged = ["step-00000005/state.json", "step-00000004/optimizer.safetensors"]
+            damaged = ["step-00000005/state.json", "step-00000004/optimizer-00001-of-00002.safetensors"]
             scene["copies"][of_one] = damaged + ["step-00000002/manifest.json"] * (of_one == "its-lost")
     both = script.train("both", 3)
     both["trouble"] = [{"0": {"at": 3, "signals": ["SIGINT"]}, "2": {"at": 3, "signals": ["SIGTERM", "SIGINT"]}}]
@@ -237,13 +237,13 @@ class TestDisagreement:
 class TestDamagedCheckpoints:
     def test_all_ranks_fall_back_to_the_one_before(self, played: Path) -> None:
         assert codes(played, "hurt") == [[0, 0]]
-        assert said(played, "hurt")["out"].count("step-00000005 is damaged: model.safetensors") == 1
+        assert said(played, "hurt")["out"].count("step-00000005 is damaged: model-00002-of-00002.safetensors") == 1
         assert "step 00004 " not in said(played, "hurt")["out"]
         assert result(played / "hurt") == result(played / "whole")
 
     def test_all_fall_back_with_one_that_cannot_read_it(self, played: Path) -> None:
         assert codes(played, "hurt-for-one") == [[0, 0]]
-        for step, file in ((5, "state.json"), (4, "optimizer.safetensors")):
+        for step, file in ((5, "state.json"), (4, "optimizer-00001-of-00002.safetensors")):
             named = f"warning: rank 1: checkpoint {played}/its-own/checkpoints/step-{step:08d} is damaged: {file}"
             assert named in said(played, "hurt-for-one")["out"]
         assert result(played / "hurt-for-one") == result(played / "whole")
