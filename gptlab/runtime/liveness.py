@@ -138,6 +138,8 @@ class Liveness:
         """PeerFailed where a process has said that it ends, or turns out to have died, within two beats."""
         with suppress(RuntimeError):  # asked here too: on a busy machine the thread is late
             self._hear()
+            if self.failure is None and (died := self._died()) is not None:
+                self._write_down(died)
         until = time.monotonic() + 2 * BEAT_SECONDS
         while self.failure is None and time.monotonic() < until and self._thread.is_alive():
             time.sleep(0.02)
@@ -182,12 +184,18 @@ class Liveness:
                 if time.monotonic() - failed_at >= GRACE_SECONDS and not self._leaving:
                     self._end(self.failure)
 
-    def _lost(self) -> Failure | None:
+    def _died(self) -> Failure | None:
+        """A process of this machine that is gone without a word."""
         for rank, (pid, started) in self._here.items():
             if not _lives(pid, started) and not self._store.check([f"left/{rank}"]):
                 if self._store.check(["failure"]):  # said before it ended
                     return None
                 return self._failure(rank, f"died (process {pid})")
+        return None
+
+    def _lost(self) -> Failure | None:
+        if (died := self._died()) is not None:
+            return died
         waiting = self._waiting
         if waiting is None and not self._alarmed:
             self._seen.clear()
