@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import math
 import os
 import signal
 import socket
@@ -17,10 +18,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from gptlab.cli.main import main
+from gptlab.data.loader import StepBatch
 from gptlab.train import loop
 from gptlab.train.agreement import Agreement, checksum
 from gptlab.train.state import TrainState
+from gptlab.train.step import LossFunction
 
 
 def play(scene: dict[str, Any], port: int, rank: int) -> dict[str, Any]:
@@ -28,11 +33,25 @@ def play(scene: dict[str, Any], port: int, rank: int) -> dict[str, Any]:
     world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": scene["ranks"], "MASTER_ADDR": "127.0.0.1"}
     os.environ |= {name: str(value) for name, value in (world | {"MASTER_PORT": port}).items()}
     weights: list[int] = []
-    update, step = loop.update, Agreement.step
+    gradients, update, step = loop.gradients, loop.update, Agreement.step
+
+    def broken_gradients(state: TrainState, batch: StepBatch, loss_sum: LossFunction, *rest: Any) -> Tensor:
+        what, wanted_rank, wanted_step = scene.get("in_pass", ("", -1, 0))
+        if (wanted_rank, wanted_step) != (rank, state.step + 1):
+            return gradients(state, batch, loss_sum, *rest)
+
+        def broken_loss(tokens: Tensor, targets: Tensor) -> Tensor:
+            if what != "nan":
+                os.kill(os.getpid(), signal.Signals[what])
+            loss = loss_sum(tokens, targets)
+            loss.register_hook(lambda gradient: gradient * math.nan)
+            return loss
+
+        return gradients(state, batch, broken_loss, *rest)
 
     def noting_update(state: TrainState, *args: Any) -> Any:
         done = update(state, *args)
-        weights.append(checksum([*state.model.parameters(), *state.optimizer.state_tensors().values()]))
+        weights.append(checksum([*state.weights_alike(), *state.optimizer.state_tensors().values()]))
         return done
 
     def signalled_step(agreed: Agreement, step_seconds: float, at: int) -> float:
@@ -42,12 +61,12 @@ def play(scene: dict[str, Any], port: int, rank: int) -> dict[str, Any]:
         return step(agreed, step_seconds, at)
 
     out, err = io.StringIO(), io.StringIO()
-    loop.update, Agreement.step = noting_update, signalled_step  # type: ignore[method-assign]
+    loop.gradients, loop.update, Agreement.step = broken_gradients, noting_update, signalled_step  # type: ignore[method-assign]
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             code = main([*scene["argv"], *scene.get("more", {}).get(str(rank), [])])
     finally:
-        loop.update, Agreement.step = update, step  # type: ignore[method-assign]
+        loop.gradients, loop.update, Agreement.step = gradients, update, step  # type: ignore[method-assign]
     return {"code": code, "out": out.getvalue(), "err": err.getvalue(), "weights": weights}
 
 

@@ -42,7 +42,7 @@ class Desk:
         self.post, self.rank, self.size = post, rank, post.size
         self.number = 0
 
-    def exchange_later(self, flat: Tensor, send: Sequence[int], receive: Sequence[int]) -> Callable[[], Tensor]:
+    def all_to_all_later(self, flat: Tensor, send: Sequence[int], receive: Sequence[int]) -> Callable[[], Tensor]:
         number, self.number = self.number, self.number + 1
         assert sum(send) == flat.numel()
         for to, piece in enumerate(flat.split(list(send))):

@@ -41,6 +41,20 @@ def shared_machine(
     return configure(measure if said is None else lambda: Machine(**said))
 
 
+def require_same_mode(mode: str, group: Group) -> None:
+    """UserError on rank 0 where another rank has another parallel.mode, asked before the ranks wait for each other in
+    the way that the mode says. The other ranks end by it."""
+    modes = group.gather("parallel.mode", mode)
+    other = next((rank for rank, theirs in enumerate(modes) if theirs != modes[0]), None)
+    if other is None:
+        return
+    if not group.is_main:
+        group.barrier("parallel.mode")  # to which rank 0 does not come: it says what is wrong
+    raise UserError(
+        f"rank {other} has parallel.mode = {modes[other]!r}, rank 0 has {modes[0]!r}: start all of them alike"
+    )
+
+
 def require_same_run(config: RunConfig, facts: Mapping[str, object], group: Group) -> None:
     """UserError on rank 0 where another rank differs in its configuration, code or data: one line that says which, and
     in what. The other ranks end by it."""

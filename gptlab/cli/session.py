@@ -11,7 +11,10 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
+import torch
+
 from gptlab.cli.place import Place
+from gptlab.cli.same_run import require_same_mode
 from gptlab.cli.start_weights import Start, load_start_weights
 from gptlab.config.errors import ConfigError, UserError
 from gptlab.config.load import config_to_json
@@ -23,7 +26,7 @@ from gptlab.data.prepare import PreparedData, prepare
 from gptlab.data.rows import RowSource, make_rows, validation_rows
 from gptlab.data.tokenizer import Tokenizer
 from gptlab.eval.bits_per_byte import Evaluation, evaluate
-from gptlab.eval.core import encode_tasks, gpt_logits, measure_core
+from gptlab.eval.core import CoreResult, EncodedTask, encode_tasks, gpt_logits, measure_core
 from gptlab.eval.core_tasks import find_bundle, read_tasks
 from gptlab.eval.engine import drawn_together, sample_text
 from gptlab.model.counting import FlopsPerToken, ParameterCounts, flops_per_token, parameter_counts
@@ -49,6 +52,7 @@ from gptlab.train.off_clock import OffClock
 from gptlab.train.recorder import Recorder
 from gptlab.train.saving import Saves
 from gptlab.train.state import TrainState, build_state
+from gptlab.train.step import GradientSums
 from gptlab.train.throughput import Throughput
 from gptlab.train.watchdog import TrainingFailed
 
@@ -99,7 +103,7 @@ def open_session(
     cache, prepare it once a machine).
     """
     group = group or Group()
-    _require_known_mode(config.parallel, group.size)
+    _require_possible_size(config.parallel, group.size)
     pretrained = None if restored or config.init_from is None else find_pretrained(config.init_from)
     if pretrained is not None:
         require_fits(config.model, pretrained.model, pretrained.name)
@@ -131,12 +135,9 @@ def open_session(
     if config.eval.train_tokens is not None:
         of_training = validation_rows(data.train, seq_len, tokenizer.bos_id, config.eval.train_tokens)
 
-    state = build_state(
-        config, rows, device=place.device, compute_dtype=place.dtype, rank=group.rank, world_size=group.size
-    )
+    state, sums = _build_state(config, rows, place, group)
     model = state.model
-    sums = _gradient_sum(config, model, group)
-    start = None if pretrained is None else load_start_weights(model, pretrained, console.warn)
+    start = None if pretrained is None else load_start_weights(state, pretrained, console.warn)
     counts, flops = parameter_counts(model), flops_per_token(model)
     finish = Finish.of(
         config.horizon,
@@ -148,10 +149,11 @@ def open_session(
     eval_sequences = min(config.eval_sequences, held_out.rows_per_epoch)
 
     def measure(rows: RowSource) -> Evaluation:
-        return evaluate(
-            kernels.logits, rows, tokenizer.token_bytes,
-            device=place.device, micro_sequences=eval_sequences, module=model, group=group,
-        )  # fmt: skip
+        with state.in_passes():
+            return evaluate(
+                kernels.logits, rows, tokenizer.token_bytes,
+                device=place.device, micro_sequences=eval_sequences, module=model, group=group,
+            )  # fmt: skip
 
     def validate() -> Evaluation:
         train_loss = None if of_training is None else measure(of_training).val_loss
@@ -166,27 +168,49 @@ def open_session(
             )
             for prompt in prompts
         ]  # fmt: skip
-        texts = drawn_together(streams, group)
+        with state.whole_weights():
+            texts = drawn_together(streams, group)
         return [prompt + "".join(pieces) for prompt, pieces in zip(prompts, texts, strict=True)]
+
+    def measure_tasks(tasks: Sequence[EncodedTask]) -> CoreResult:
+        with state.whole_weights():
+            return measure_core(
+                gpt_logits(model), tasks,
+                device=place.device, max_pass_tokens=config.eval_sequences * seq_len, module=model, group=group,
+            )  # fmt: skip
 
     core = None
     if bundle is not None:
-        tasks = encode_tasks(read_tasks(bundle, config.eval.core_examples), tokenizer, seq_len)
-        core = partial(
-            measure_core, gpt_logits(model), tasks,
-            device=place.device, max_pass_tokens=config.eval_sequences * seq_len, module=model, group=group,
-        )  # fmt: skip
+        core = partial(measure_tasks, encode_tasks(read_tasks(bundle, config.eval.core_examples), tokenizer, seq_len))
     work = Work(kernels.loss_sum, validate, sample, core, group, sums)
     return Session(config, place, data, state, kernels, work, finish, counts, flops, eval_sequences, start)
 
 
-def _require_known_mode(parallel: ParallelConfig, world_size: int) -> None:
-    if parallel.mode != "data":
-        raise UserError(f"parallel.mode = {parallel.mode!r} is not in this version of gptlab: take mode 'data'")
+def _require_possible_size(parallel: ParallelConfig, world_size: int) -> None:
     if parallel.exact_any_world_size and world_size not in EXACT_WORLD_SIZES:
         sizes, nearest = ", ".join(map(str, EXACT_WORLD_SIZES)), max(n for n in EXACT_WORLD_SIZES if n < world_size)
         reason = f"its order of additions is made for {sizes} processes, not for {world_size}"
         raise ConfigError("parallel.exact_any_world_size", True, reason, f"{nearest} processes")
+
+
+def _build_state(
+    config: RunConfig, rows: RowSource, place: Place, group: Group
+) -> tuple[TrainState, GradientSums | None]:
+    """The run as it begins, and what adds up the gradients of several processes."""
+    require_same_mode(config.parallel.mode, group)
+    if config.parallel.mode == "sharded" and group.size > 1:
+        if place.dtype == torch.float16:
+            why = 'its loss scale would have to be one over all ranks, which parallel.mode = "sharded" does not see to'
+            raise ConfigError("runtime.dtype", "float16", why, "float32")
+        from gptlab.train.sharded import ShardedGradients, build_sharded_state  # 0.7 s of imports
+
+        group.start_collectives(place.device, timeout_seconds=config.runtime.process_timeout_seconds)
+        sharded = build_sharded_state(config, rows, device=place.device, compute_dtype=place.dtype, group=group)
+        return sharded, ShardedGradients(sharded)
+    state = build_state(
+        config, rows, device=place.device, compute_dtype=place.dtype, rank=group.rank, world_size=group.size
+    )
+    return state, _gradient_sum(config, state.model, group)
 
 
 def _gradient_sum(config: RunConfig, model: GPT, group: Group) -> GradientSum | ExactSum | None:
@@ -299,7 +323,9 @@ def train(
             set_status("running")
             if session.kernels.compiled:
                 console.line("compiling: longest the first time, from the cache after that")
-            off_clock.compile_seconds = warm_up(state, session.kernels, config, session.eval_sequences)
+            off_clock.compile_seconds = warm_up(
+                state, session.kernels, config, session.eval_sequences, session.work.sums if state.is_sharded else None
+            )
             if checkpoint is not None:
                 with _state_of(checkpoint):
                     state.restore(checkpoint.model, checkpoint.optimizer, checkpoint.state)

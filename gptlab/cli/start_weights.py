@@ -11,12 +11,11 @@ from torch import Tensor
 
 from gptlab.cli.loaded_run import best_saved_step
 from gptlab.config.errors import UserError
-from gptlab.model.gpt import GPT
 from gptlab.model.hf_folder import read_hf_weights
 from gptlab.model.pretrained import Pretrained
 from gptlab.runtime.run_directory import RunDirectory
 from gptlab.train.checkpoint import load_checkpoint, load_newest, select_checkpoint
-from gptlab.train.state import load_weights
+from gptlab.train.state import TrainState
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,17 +28,17 @@ class Start:
     """Of every name, type, shape and bit of them."""
 
 
-def load_start_weights(model: GPT, found: Pretrained, warn: Callable[[str], None]) -> Start:
-    """Put the weights that were found into a model that they fit (`require_fits`).
+def load_start_weights(state: TrainState, found: Pretrained, warn: Callable[[str], None]) -> Start:
+    """Put the weights that were found into a run whose model they fit (`require_fits`).
 
     Of a run those of its best checkpoint, or the newest where no validation tells which that is. Of learned positions
     the first that the model has room for (nanoGPT's crop_block_size). UserError where they cannot be read.
     """
     tensors, text = _read(found, warn)
     positions = tensors.get("position_embedding.weight")
-    shorter = {} if positions is None else {"position_embedding.weight": positions[: model.config.seq_len]}
+    shorter = {} if positions is None else {"position_embedding.weight": positions[: state.model.config.seq_len]}
     try:
-        load_weights(model, {**tensors, **shorter})
+        state.load_weights({**tensors, **shorter})
     except UserError as error:
         raise UserError(f"cannot begin with the weights of {text}: {error}") from None
     return Start(text, weights_fingerprint(tensors))

@@ -58,12 +58,16 @@ class Loader:
         rank: int = 0,
         world_size: int = 1,
         start_step: int = 0,
+        fill: bool = False,
     ) -> None:
+        """`fill`: every rank gets as many micro-batches as rank 0. Those beyond the step's are repetitions of its last
+        one in which no target counts, so that their loss and their gradient are zero."""
         self._rows = rows
         self._micro_sequences = micro_sequences
         self._micro_batches = micro_batches
         self._device = torch.device(device)
-        self._micro_indices = tuple(range(rank, micro_batches, world_size))
+        end = -(-micro_batches // world_size) * world_size if fill else micro_batches
+        self._micro_indices = tuple(range(rank, end, world_size))
         self._next_step = start_step
         self._ahead: _Ahead | None = None
 
@@ -112,8 +116,10 @@ class Loader:
         per_step = self._micro_batches * self._micro_sequences
         everywhere = step * per_step + np.arange(per_step)
         micro = everywhere.reshape(self._micro_batches, self._micro_sequences)
-        inputs, targets = self._read(micro[list(self._micro_indices)].reshape(-1))
-        all_here = len(self._micro_indices) == self._micro_batches
+        indices = np.array(self._micro_indices, dtype=np.int64)
+        inputs, targets = self._read(micro[np.minimum(indices, self._micro_batches - 1)].reshape(-1))
+        targets[np.repeat(indices >= self._micro_batches, self._micro_sequences)] = IGNORED
+        all_here = self._micro_indices == tuple(range(self._micro_batches))
         return StepBatch(
             step=step,
             epoch=(step + 1) * per_step / self._rows.rows_per_epoch,

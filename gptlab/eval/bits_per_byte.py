@@ -79,11 +79,14 @@ def evaluate(
     # Of each pass: nats, nats of tokens that stand for bytes, tokens, bytes (counts below 2^53).
     sums = torch.zeros(passes, 4, dtype=torch.float64)
     with evaluation_mode(module) if module is not None else torch.no_grad():
-        for number in range(group.rank, passes, group.size):
-            inputs, targets = _batch(rows, number * micro_sequences, micro_sequences)
+        # As many on every rank, those behind the last for nothing: where weights are shared, a pass takes all ranks.
+        for number in range(group.rank, -(-passes // group.size) * group.size, group.size):
+            inputs, targets = _batch(rows, min(number, passes - 1) * micro_sequences, micro_sequences)
             losses = token_nats(logits(inputs.to(device)), targets.to(device)).cpu().double()
             counted = targets != IGNORED
             lengths = byte_count[targets.clamp(min=0)] * counted
+            if number >= passes:
+                continue
             sums[number, 0] = losses.sum()
             sums[number, 1] = losses[lengths > 0].sum()
             sums[number, 2] = counted.sum()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -245,12 +245,22 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
-        """Fill every weight. Each draws from a generator of its own, keyed by (seed, its name), on the CPU: the same
-        on every device, and a part that two configurations share starts out the same in both."""
+        """Fill every weight and buffer."""
+        parameters = dict(self.named_parameters())
+        for name, values in self.initial_weights(seed):
+            parameters[name].copy_(values)
+        self.init_buffers()
+
+    def initial_weights(self, seed: int) -> Iterator[tuple[str, Tensor]]:
+        """The first values of every weight, whole, float32 on the CPU. Each draws from a generator of its own, keyed by
+        (seed, its name): the same on every device, and a part that two configurations share starts out the same in
+        both."""
         for name, parameter in self.named_parameters():
             generator = torch.Generator().manual_seed(fold_seed(seed, zlib.crc32(name.encode())))
             values = torch.empty(parameter.shape, dtype=torch.float32)
-            parameter.copy_(_initial_values(name, values, self.config, generator))
+            yield name, _initial_values(name, values, self.config, generator)
+
+    def init_buffers(self) -> None:
         if self.config.position == "rope":
             config = self.config
             cos, sin = rotary_tables(config.seq_len, config.head_dim, config.rope_base, self.cos.dtype)

@@ -11,6 +11,7 @@ from torch import Tensor
 from gptlab.config.errors import UserError
 from gptlab.optim.adamw import AdamW
 from gptlab.optim.muon import Muon
+from gptlab.optim.sharded_muon import ShardedMuon
 
 _STATE_VERSION = 1
 
@@ -18,7 +19,7 @@ _STATE_VERSION = 1
 class CombinedOptimizer:
     """Learning rate, momentum and decay come with every step: what the schedules say is not part of the state."""
 
-    def __init__(self, muon: Muon | None, adamw: AdamW | None) -> None:
+    def __init__(self, muon: Muon | ShardedMuon | None, adamw: AdamW | None) -> None:
         self.muon = muon
         self.adamw = adamw
         self.parameters = (muon.parameters if muon else {}) | (adamw.parameters if adamw else {})
@@ -41,10 +42,15 @@ class CombinedOptimizer:
         for name, p in self.parameters.items():
             if p.grad is None:
                 raise RuntimeError(f"{name} has no gradient: every parameter takes part in every step")
-        if self.muon is not None:
+        finish = None
+        if isinstance(self.muon, ShardedMuon):
+            finish = self.muon.begin_step(lr_scale, momentum, weight_decay_scale)
+        elif self.muon is not None:
             self.muon.step(lr_scale, momentum, weight_decay_scale)
         if self.adamw is not None:
             self.adamw.step(lr_scale)
+        if finish is not None:
+            finish()
 
     def zero_grad(self) -> None:
         """Free the gradients."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
@@ -11,6 +11,7 @@ from gptlab.config.roles import Role
 from gptlab.optim.adamw import AdamW, RoleGroup
 from gptlab.optim.combined import CombinedOptimizer
 from gptlab.optim.muon import Muon
+from gptlab.optim.sharded_muon import ShardedMuon
 
 
 def build_optimizer(
@@ -19,6 +20,7 @@ def build_optimizer(
     *,
     compute_dtype: torch.dtype,
     row_splits: Mapping[str, tuple[int, ...]] | None = None,
+    make_muon: Callable[..., Muon | ShardedMuon] = Muon,
 ) -> CombinedOptimizer:
     """One optimizer over all parameters, each in exactly one group.
 
@@ -29,6 +31,7 @@ def build_optimizer(
         row_splits: rows of each part of a fused matrix, by parameter name, where Muon is to treat the parts as
             matrices of their own. Seed 1 splits whatever has three times as many rows as columns; here the caller
             says what is fused, since an MLP of ratio 3 has that shape too and parts may be unequal.
+        make_muon: what makes Muon of its matrices by name, with arguments as `Muon`.
 
     Raises ValueError when a parameter comes twice, a role is unknown, or a split does not fit.
     """
@@ -44,7 +47,7 @@ def build_optimizer(
         raise ValueError(f"a row split is given for {unknown[0]}, which is no matrix of the model")
 
     matrices = by_role.pop(Role.MATRIX, {}) if config.matrix_optimizer == "muon" else {}
-    muon = Muon(matrices, config.muon, compute_dtype=compute_dtype, row_splits=splits) if matrices else None
+    muon = make_muon(matrices, config.muon, compute_dtype=compute_dtype, row_splits=splits) if matrices else None
     groups = [RoleGroup(role, by_role[role], role_config(config, role)) for role in Role if role in by_role]
     return CombinedOptimizer(muon, AdamW(groups) if groups else None)
 

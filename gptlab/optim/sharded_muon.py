@@ -34,7 +34,7 @@ class Exchange(Protocol):
     @property
     def size(self) -> int: ...
 
-    def exchange_later(self, flat: Tensor, send: Sequence[int], receive: Sequence[int]) -> Callable[[], Tensor]:
+    def all_to_all_later(self, flat: Tensor, send: Sequence[int], receive: Sequence[int]) -> Callable[[], Tensor]:
         """Begin to send the first `send[0]` numbers of `flat` to rank 0, the next `send[1]` to rank 1, and so on. The
         function that comes back waits, and returns `receive[0]` numbers from rank 0, then those from rank 1, ..."""
         ...
@@ -134,7 +134,7 @@ class ShardedMuon:
         rank = self._exchange.rank
         send = [count * one.rows[rank] * one.cols for count in one.counts]
         receive = [one.counts[rank] * rows * one.cols for rows in one.rows]
-        return self._exchange.exchange_later(flat, send, receive)
+        return self._exchange.all_to_all_later(flat, send, receive)
 
     def _updates(self, one: _Round, received: Tensor) -> Tensor:
         """Of this rank's own matrices the updates (n, rows, cols), from the rows that all ranks sent."""
@@ -157,7 +157,7 @@ class ShardedMuon:
         flat = torch.cat([rows.reshape(-1) for rows in update.split(one.rows, dim=1)]) if own else update
         send = [own * rows * one.cols for rows in one.rows]
         receive = [count * one.rows[rank] * one.cols for count in one.counts]
-        return self._exchange.exchange_later(flat, send, receive)
+        return self._exchange.all_to_all_later(flat, send, receive)
 
     def _move(self, one: _Round, updates: Tensor, lr: float, weight_decay: float) -> None:
         rank = self._exchange.rank

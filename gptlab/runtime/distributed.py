@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -91,11 +91,15 @@ class Group:
     def start_collectives(self, device: torch.device, *, timeout_seconds: float) -> None:
         """Make torch's process group, behind which tensors of `device` and of the CPU can be summed.
 
-        From here on a rank that keeps the others waiting for `timeout_seconds` ends the run.
+        From here on a rank that keeps the others waiting for `timeout_seconds` ends the run. A second call does
+        nothing.
         """
         if self._liveness is None:
             return
         import torch.distributed as dist
+
+        if dist.is_initialized():
+            return
 
         if device.type == "cuda":
             import torch
@@ -148,6 +152,43 @@ class Group:
                 work.wait()
         except RuntimeError as error:
             raise self._liveness.explained(error) from error
+
+    def all_to_all_later(self, flat: Tensor, send: Sequence[int], receive: Sequence[int]) -> Callable[[], Tensor]:
+        """Begin to send the first `send[0]` numbers of `flat` to rank 0, the next `send[1]` to rank 1, and so on. The
+        function that comes back waits, and returns `receive[0]` numbers from rank 0, then those from rank 1, ... All
+        ranks call it in the same order."""
+        if self._liveness is None:
+            return lambda: flat
+        import torch.distributed as dist
+
+        received = flat.new_empty(sum(receive))
+        try:
+            work = dist.all_to_all_single(received, flat, list(receive), list(send), async_op=True)
+        except RuntimeError as error:
+            raise self._liveness.explained(error) from error
+        pending = Pending(work, "updates", self._liveness)
+
+        def wait() -> Tensor:
+            pending.wait()
+            return received
+
+        return wait
+
+    @contextmanager
+    def in_passes(self) -> Iterator[None]:
+        """Around what speaks with the other ranks by itself (FSDP2 in forward and backward passes), so that a rank that
+        is lost meanwhile ends it by name."""
+        if self._liveness is None:
+            yield
+            return
+        with self._liveness.in_collective("weights and gradients"):
+            try:
+                yield
+            except RuntimeError as error:
+                # Of gloo the text begins with its source file, NCCL's errors have a type of their own.
+                if "gloo" in str(error) or type(error).__name__.startswith("Dist"):
+                    raise self._liveness.explained(error) from error
+                raise
 
     def all_agree(self, number: int, what: str) -> list[int]:
         """Ranks whose `number` (0 <= number < 2^62) is not that of rank 0: none where all have the same."""

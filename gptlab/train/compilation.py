@@ -19,7 +19,7 @@ from gptlab.model.counting import flops_per_token
 from gptlab.runtime.device import compiler_available, synchronize
 from gptlab.runtime.rng import capture_rng, restore_rng
 from gptlab.train.state import TrainState
-from gptlab.train.step import LossFunction, gradients
+from gptlab.train.step import GradientSums, LossFunction, gradients
 
 Logits = Callable[[Tensor], Tensor]
 
@@ -52,7 +52,7 @@ def make_kernels(state: TrainState, config: RunConfig, warn: Callable[[str], Non
     """Compile by configuration: ConfigError where it is demanded and no compiler is there, a warning where it is
     only preferred."""
     model = state.model
-    plain = Kernels(model.loss, model.__call__, compiled=False)
+    plain = Kernels(state.as_forward(model.loss), model.__call__, compiled=False)
     if config.runtime.compile == "off":
         return plain
     if not compiler_available(state.device):
@@ -62,12 +62,12 @@ def make_kernels(state: TrainState, config: RunConfig, warn: Callable[[str], Non
         warn(f"no {needed} found: training without torch.compile, which is slower")
         return plain
 
-    if _is_short_step(state, config):
+    if _is_short_step(state, config) and not state.is_sharded:
         return Kernels(torch.compile(model.loss, dynamic=False), model.__call__, compiled=True)
 
     # Block by block: layers of one kind share their code, so compile time does not grow with depth. Three layers took
     # 38 s cold instead of 51 s for the whole model, at the same speed (docs/LOG.md). Shapes never change within a run.
-    blocks = [torch.compile(block, dynamic=False) for block in model.blocks]
+    blocks = state.compiled_blocks()
     head_loss = torch.compile(model.head_loss, dynamic=False)
     head_logits = torch.compile(model.logits, dynamic=False)
 
@@ -80,7 +80,7 @@ def make_kernels(state: TrainState, config: RunConfig, warn: Callable[[str], Non
             hidden = model.hidden(tokens, blocks).detach()
         return head_logits(hidden)
 
-    return Kernels(loss_sum, logits, compiled=True)
+    return Kernels(state.as_forward(loss_sum), state.as_forward(logits), compiled=True)
 
 
 def _is_short_step(state: TrainState, config: RunConfig) -> bool:
@@ -89,16 +89,20 @@ def _is_short_step(state: TrainState, config: RunConfig) -> bool:
     return flops < WHOLE_MODEL_FLOPS and config.model.n_layer <= WHOLE_MODEL_LAYERS
 
 
-def warm_up(state: TrainState, kernels: Kernels, config: RunConfig, eval_sequences: int) -> float:
+def warm_up(
+    state: TrainState, kernels: Kernels, config: RunConfig, eval_sequences: int, sums: GradientSums | None = None
+) -> float:
     """Run one forward, backward and update and one validation forward on tokens that are not the run's, then put
-    weights, moments and generators back. Returns the seconds it took: compilation, mostly."""
+    weights, moments and generators back. Returns the seconds it took: compilation, mostly.
+
+    `sums` as for `gradients`: only where weights are shared do the ranks need each other to warm up."""
     started = time.perf_counter()
     rng = capture_rng(state.device)
     kept = {**state.model_tensors(), **state.optimizer.state_tensors()}
     copies = {name: tensor.to("cpu", copy=True) for name, tensor in kept.items()}
     scaler = state.scaler.state_dict()
     try:
-        gradients(state, _foreign_batch(state, config), kernels.loss_sum, config)
+        gradients(state, _foreign_batch(state, config), kernels.loss_sum, config, sums)
         state.optimizer.step(1.0, config.optim.muon.momentum, 1.0)
         state.model.eval()
         with torch.no_grad():

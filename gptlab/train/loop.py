@@ -14,14 +14,12 @@ from gptlab.runtime.device import synchronize
 from gptlab.runtime.distributed import Group
 from gptlab.train.agreement import Agreement, require_equal_weights, same_checkpoint
 from gptlab.train.checkpoint import Checkpoint
-from gptlab.train.exact_sum import ExactSum
-from gptlab.train.faults import Fault, first_broken_gradient, loss_fault
-from gptlab.train.gradient_sum import GradientSum
+from gptlab.train.faults import Fault, loss_fault
 from gptlab.train.horizon import Finish, due
 from gptlab.train.recorder import Recorder
 from gptlab.train.retention import discard_after
 from gptlab.train.state import Best, TrainState, better
-from gptlab.train.step import LossFunction, gradients, update
+from gptlab.train.step import GradientSums, LossFunction, gradients, update
 from gptlab.train.watchdog import Preemption, QuietGarbageCollector, TrainingFailed
 
 
@@ -59,7 +57,7 @@ class Work:
     """None: this run does not measure CORE."""
     group: Group = field(default_factory=Group)
     """The processes that train together."""
-    sums: GradientSum | ExactSum | None = None
+    sums: GradientSums | None = None
     """None: one process, whose gradients are the step's as they add up."""
 
 
@@ -136,7 +134,7 @@ def fit(
 
 def recover(state: TrainState, fault: Fault, data_step: int, config: RunConfig, record: Recorder, group: Group) -> None:
     """Leave the update out, or go back to before a spike. TrainingFailed over the limits."""
-    broken = first_broken_gradient(state.model)
+    broken = state.first_broken_gradient()
     state.optimizer.zero_grad()
     step = state.step + 1
     checkpoint = None
@@ -188,5 +186,5 @@ def measure_core(state: TrainState, core: Callable[[], CoreMeasured], record: Re
 
 def checkpoint(state: TrainState, work: Work, record: Recorder, *, scheduled: bool = True) -> None:
     """All ranks save, each its pieces. TrainingFailed, with nothing saved, where they hold different weights."""
-    require_equal_weights(state.model.parameters(), work.group, state.step)
+    require_equal_weights(state.weights_alike(), work.group, state.step)
     record.saves.checkpoint(state, scheduled=scheduled)

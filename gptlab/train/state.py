@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from gptlab.config.errors import UserError
 from gptlab.config.faults import FaultsConfig
@@ -20,12 +22,15 @@ from gptlab.model.roles import fused_rows, parameter_roles
 from gptlab.optim.combined import CombinedOptimizer
 from gptlab.optim.groups import build_optimizer
 from gptlab.runtime.rng import capture_rng, restore_rng
-from gptlab.train.faults import FaultRecord
+from gptlab.train.faults import FaultRecord, first_broken_gradient
 from gptlab.train.pieces import Piece, share_of, whole_pieces
 from gptlab.train.throughput import LossEma
 
 # Prefix of the random generators' states among a checkpoint's optimizer tensors.
 _RNG = "rng."
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +57,8 @@ def better(one: Best | None, other: Best) -> Best:
 
 @dataclass(slots=True)
 class TrainState:
-    """Owned by the loop; `model_pieces` and `other_pieces` of all ranks and `to_json` are what a checkpoint holds."""
+    """Owned by the loop; `model_pieces` and `other_pieces` of all ranks and `to_json` are what a checkpoint holds. Here
+    every rank has all weights; a `ShardedState` has a share of them."""
 
     model: GPT
     optimizer: CombinedOptimizer
@@ -105,6 +111,43 @@ class TrainState:
         self.train_seconds = seconds
         self.faults.skipped, self.faults.rewinds = spent.skipped, spent.rewinds + 1
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether this rank holds only a share of the weights."""
+        return False
+
+    def weights_here(self) -> list[Parameter]:
+        """The weights whose gradients this rank has after a backward pass, and that its optimizer moves."""
+        return list(self.model.parameters())
+
+    def weights_alike(self) -> list[Parameter]:
+        """Those that all ranks hold, with the same bits on each."""
+        return list(self.model.parameters())
+
+    def total_norm(self, gradients: list[Tensor]) -> Tensor:
+        """The joint norm of the gradients of `weights_here`, of all ranks together; 0-d."""
+        return torch.nn.utils.get_total_norm(gradients)
+
+    def first_broken_gradient(self) -> str | None:
+        """The name of the first weight, in the model's order, whose gradient is not finite on any rank."""
+        return first_broken_gradient(self.model)
+
+    def compiled_blocks(self) -> Sequence[Callable[..., Tensor]]:
+        """The model's blocks, compiled one by one."""
+        return [torch.compile(block, dynamic=False) for block in self.model.blocks]
+
+    def as_forward(self, function: Callable[P, R]) -> Callable[P, R]:
+        """`function`, made of parts of the model, as something to be called in the place of the model."""
+        return function
+
+    def whole_weights(self) -> AbstractContextManager[None]:
+        """Within the context this rank can run the model by itself. All ranks enter it."""
+        return nullcontext()
+
+    def in_passes(self) -> AbstractContextManager[None]:
+        """Around forward and backward passes."""
+        return nullcontext()
+
     def model_tensors(self) -> dict[str, Tensor]:
         """Weights by name; a shared table stands once."""
         return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
@@ -115,9 +158,11 @@ class TrainState:
 
     def other_pieces(self) -> list[Piece]:
         """Of moments and generators what this rank is to write. The generators' states are rank 0's."""
-        pieces = share_of(self.optimizer.state_tensors(), self.rank, self.world_size)
         rng = {_RNG + name: state for name, state in capture_rng(self.device).items()}
-        return pieces + (whole_pieces(rng) if self.rank == 0 else [])
+        return self.moment_pieces() + (whole_pieces(rng) if self.rank == 0 else [])
+
+    def moment_pieces(self) -> list[Piece]:
+        return share_of(self.optimizer.state_tensors(), self.rank, self.world_size)
 
     def other_tensors(self) -> dict[str, Tensor]:
         """The optimizer's moments and every random generator."""
@@ -144,10 +189,10 @@ class TrainState:
     def restore(self, model: Mapping[str, Tensor], other: Mapping[str, Tensor], saved: Mapping[str, Any]) -> None:
         """Become the run that was saved, from whole tensors by name, of which each rank keeps what it holds. UserError
         where the checkpoint is of another configuration."""
-        load_weights(self.model, model)
+        self.load_weights(model)
         rng = {name.removeprefix(_RNG): state for name, state in other.items() if name.startswith(_RNG)}
         moments = {name: state for name, state in other.items() if not name.startswith(_RNG)}
-        self.optimizer.load_state(moments, saved["optimizer"])
+        self.load_moments(moments, saved["optimizer"])
         self.step, self.train_seconds = saved["step"], saved["train_seconds"]
         self.loss_ema.load_state_dict(saved["loss_ema"])
         self.faults = FaultRecord.from_json(saved["faults"])
@@ -161,6 +206,14 @@ class TrainState:
         self.core_metric = saved.get("core_metric")  # checkpoints of the first version have none, and no mark for it
         self.best, self.best_saved = (saved[name] and Best(**saved[name]) for name in ("best", "best_saved"))
         restore_rng(rng, self.device)
+
+    def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take over whole weights by name, of which each rank keeps what it holds. Errors as `load_weights`."""
+        load_weights(self.model, tensors)
+
+    def load_moments(self, tensors: Mapping[str, Tensor], json: Mapping[str, Any]) -> None:
+        """The same of the optimizer's state. Errors as `CombinedOptimizer.load_state`."""
+        self.optimizer.load_state(tensors, json)
 
     def _marks(self) -> dict[str, Mark | None]:
         return {name: getattr(self, name) for name in ("evaluated", "core_measured", "sampled", "saved")}
@@ -200,19 +253,20 @@ def require_weights_of(config: ModelConfig, tensors: Mapping[str, Tensor]) -> No
             f"the checkpoint is of another model: it has {len(tensors):,} tensors for {config.n_layer:,} layers"
         )
     with torch.device("meta"):
-        _require_same_shapes(dict(GPT(config).named_parameters()), tensors)
+        require_same_shapes(dict(GPT(config).named_parameters()), tensors)
 
 
 @torch.no_grad()
 def load_weights(model: GPT, tensors: Mapping[str, Tensor]) -> None:
     """Copy weights by name; UserError, with nothing changed, unless names and shapes are exactly the model's."""
     own = dict(model.named_parameters())
-    _require_same_shapes(own, tensors)
+    require_same_shapes(own, tensors)
     for name, parameter in own.items():
         parameter.copy_(tensors[name])
 
 
-def _require_same_shapes(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+def require_same_shapes(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+    """UserError unless names and shapes of a checkpoint's `tensors` are exactly the model's."""
     different = sorted(own.keys() ^ tensors.keys())
     if different:
         raise UserError(f"the checkpoint is of another model: {different[0]} is in only one of the two")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -15,13 +15,30 @@ from gptlab.data.loader import StepBatch
 from gptlab.optim.clip import clip_gradients
 from gptlab.optim.schedule import lr_scale, muon_momentum, weight_decay_scale
 from gptlab.runtime.rng import fold_seed
-from gptlab.train.exact_sum import ExactSum
 from gptlab.train.faults import Fault
-from gptlab.train.gradient_sum import GradientSum
 from gptlab.train.state import TrainState
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 """(tokens (B, T), targets (B, T)) -> summed loss; `model.loss`, or what torch.compile made of it."""
+
+
+class GradientSums(Protocol):
+    """Adds up the gradients of all ranks: `GradientSum`, `ExactSum`, `ShardedGradients`."""
+
+    def order(self, micro_indices: Sequence[int]) -> Sequence[int]:
+        """The places of this rank's micro-batches in the order in which they are to be taken."""
+        ...
+
+    def begin(self) -> None:
+        """To be called before the backward pass of this rank's last micro-batch."""
+
+    def end(self, micro_index: int, loss: Tensor) -> Tensor:
+        """To be called behind each backward pass with the loss so far; returns the one to go on with."""
+        ...
+
+    def finish(self, loss: Tensor) -> Tensor:
+        """Wait for the sums, and that of the ranks' `loss` (0-d), which is returned."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +51,7 @@ class Update:
 
 
 def gradients(
-    state: TrainState,
-    batch: StepBatch,
-    loss_sum: LossFunction,
-    config: RunConfig,
-    sums: GradientSum | ExactSum | None = None,
+    state: TrainState, batch: StepBatch, loss_sum: LossFunction, config: RunConfig, sums: GradientSums | None = None
 ) -> Tensor:
     """Add up the gradients of all micro-batches, with `sums` those of all ranks; returns the mean loss over every
     counted target of the step.
@@ -48,17 +61,18 @@ def gradients(
     state.model.train()
     total = torch.zeros((), dtype=torch.float64)
     places = range(len(batch.micro_indices)) if sums is None else sums.order(batch.micro_indices)
-    for place in places:
-        index = batch.micro_indices[place]
-        if config.model.dropout > 0:
-            torch.manual_seed(fold_seed(config.seed, batch.step, index))
-        loss = loss_sum(batch.inputs[place], batch.targets[place])
-        if sums is not None and place == places[-1]:
-            sums.begin()
-        state.scaler.scale(loss / batch.target_tokens).backward()
-        total = total.to(loss.device) + loss.detach()
-        if sums is not None:
-            total = sums.end(index, total)
+    with state.in_passes():
+        for place in places:
+            index = batch.micro_indices[place]
+            if config.model.dropout > 0:
+                torch.manual_seed(fold_seed(config.seed, batch.step, index))
+            loss = loss_sum(batch.inputs[place], batch.targets[place])
+            if sums is not None and place == places[-1]:
+                sums.begin()
+            state.scaler.scale(loss / batch.target_tokens).backward()
+            total = total.to(loss.device) + loss.detach()
+            if sums is not None:
+                total = sums.end(index, total)
     if sums is not None:
         total = sums.finish(total.to(state.device))
     if config.model.dropout > 0:
@@ -76,7 +90,7 @@ def update(state: TrainState, config: RunConfig, progress: float, step_fraction:
     # GradScaler looks at param_groups and calls step: all that it needs of an optimizer.
     optimizer = cast(torch.optim.Optimizer, state.optimizer)
     state.scaler.unscale_(optimizer)
-    norm = float(clip_gradients(state.model.parameters(), config.optim.grad_clip))
+    norm = float(clip_gradients(state.weights_here(), config.optim.grad_clip, state.total_norm))
     if not math.isfinite(norm) and state.scaler.get_scale() <= 1.0:
         state.scaler.update()
         return Fault("gradient", norm)
