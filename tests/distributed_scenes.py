@@ -7,6 +7,7 @@ ones, as many as the largest has ranks: where a scene has fewer, the rest wait f
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
 import math
@@ -18,6 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from gptlab.cli.main import main
@@ -60,12 +62,16 @@ def play(scene: dict[str, Any], port: int, rank: int) -> dict[str, Any]:
             os.kill(os.getpid(), signal.Signals[number])
         return step(agreed, step_seconds, at)
 
+    compile_ = torch.compile
+    if "compiler" in scene:
+        torch.compile = functools.partial(compile_, backend=scene["compiler"])
     out, err = io.StringIO(), io.StringIO()
     loop.gradients, loop.update, Agreement.step = broken_gradients, noting_update, signalled_step  # type: ignore[method-assign]
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             code = main([*scene["argv"], *scene.get("more", {}).get(str(rank), [])])
     finally:
+        torch.compile = compile_
         loop.gradients, loop.update, Agreement.step = gradients, update, step  # type: ignore[method-assign]
     return {"code": code, "out": out.getvalue(), "err": err.getvalue(), "weights": weights}
 
