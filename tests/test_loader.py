@@ -77,6 +77,23 @@ def test_any_world_size_gets_the_same_steps(
         assert sorted(seen) == list(range(micro_batches))
 
 
+@pytest.mark.parametrize(("micro_batches", "world"), [(1, 3), (5, 2), (4, 4), (7, 3)])
+def test_filled_up_every_rank_has_as_many(micro_batches: int, world: int) -> None:
+    """What fills has no target that counts, and changes nothing else."""
+    rows = rows_of("packed")
+    shape: dict[str, Any] = {"micro_sequences": 2, "micro_batches": micro_batches, "device": "cpu", "world_size": world}
+    for rank in range(world):
+        with Loader(rows, **shape, rank=rank) as short, Loader(rows, **shape, rank=rank, fill=True) as filled:
+            for some, more in zip(steps(short, 2), steps(filled, 2), strict=True):
+                n = len(some.micro_indices)
+                assert len(more.micro_indices) == -(-micro_batches // world)
+                assert (more.target_tokens, more.epoch) == (some.target_tokens, some.epoch)
+                assert more.micro_indices[:n] == some.micro_indices
+                assert torch.equal(more.inputs[:n], some.inputs)
+                assert torch.equal(more.targets[:n], some.targets)
+                assert (more.targets[n:] == -1).all()
+
+
 @pytest.mark.parametrize("kind", ["packed", "sequential"])
 def test_every_row_comes_once_an_epoch_also_in_steps_that_straddle_epochs(kind: str) -> None:
     rows = rows_of(kind)
