@@ -119,6 +119,11 @@ class RunRequest:
         asked = {} if self.depth is None else {"model.n_layer": self.depth}
         return begin_from(init_from, config, asked | dict(self.overrides))
 
+    def resumed(self, stored: RunConfig) -> RunConfig:
+        """A stored run's configuration, to be resumed: with another parallel.mode where one is asked for. How weights
+        are shared is no part of what is trained, and checkpoints do not know of it."""
+        return apply_overrides(stored, {name: v for name, v in self.overrides.items() if name == "parallel.mode"})
+
     def disagreements(self, stored: RunConfig) -> list[str]:
         """What was asked for and is otherwise in a stored run, one line a field; where the run lies does not count."""
         asked = {name: value for name, value in self.overrides.items() if name != "run_dir"}

@@ -278,17 +278,13 @@ def _signal_of(failure: Failure) -> str:
 
 
 def _stored(request: RunRequest) -> tuple[RunConfig, RunDirectory]:
-    """The configuration of the run to resume. UserError where the flags beside --resume say something else, but for
-    parallel.mode."""
+    """The configuration of the run to resume. UserError where the flags beside --resume say something else."""
     from gptlab.cli.repeat import stored_config
-    from gptlab.config.load import apply_overrides
     from gptlab.runtime.run_directory import RunDirectory
 
     assert request.resume is not None
     run_directory = RunDirectory.open(Path(request.resume))
-    config = stored_config(run_directory)
-    # How the weights are shared is no part of what is trained: a run may go on either way.
-    config = apply_overrides(config, {name: v for name, v in request.overrides.items() if name == "parallel.mode"})
+    config = request.resumed(stored_config(run_directory))
     if different := request.disagreements(config):
         more = f" (and {len(different) - 1} more)" if len(different) > 1 else ""
         raise UserError(f"{request.resume} has another configuration: {different[0]}{more}; leave it out to resume")
