@@ -9,7 +9,7 @@ WORKERS ?= 2
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
 .DELETE_ON_ERROR:
-.PHONY: train test test-gpu check format clean help
+.PHONY: train test test-gpu test-faults check format clean help
 
 train: $(VENV)/.installed  ## set up and train the quickstart recipe (ARGS="quickstart --minutes 1" for another run)
 	$(BIN)/gptlab train $(ARGS)
@@ -19,6 +19,11 @@ test: $(VENV)/.installed-dev  ## set up and run the tests (WORKERS=2 processes)
 
 test-gpu: $(VENV)/.installed-dev  ## only the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu
+
+test-faults: $(VENV)/.installed-dev  ## the long tests of kills and damage (docs/reliability.md), and their table
+	rm -rf build/faults
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m faults
+	$(BIN)/python tests/fault_figures.py
 
 check: $(VENV)/.installed-dev  ## ruff (lint, format) and mypy
 	$(BIN)/ruff check .
@@ -34,7 +39,7 @@ clean:  ## remove the environment and everything built (runs/ stays)
 	find gptlab tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 help:  ## this list
-	@sed -n 's/^\([a-z-]*\):[^#]*## /  make \1\t/p' Makefile | expand -t 18
+	@sed -n 's/^\([a-z-]*\):[^#]*## /  make \1\t/p' Makefile | expand -t 20
 
 # The stamps are what makes a second call install nothing.
 $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from gptlab.config.errors import UserError
 from gptlab.runtime.distributed import Group, Pending, World
+from gptlab.runtime.liveness import Liveness
 from gptlab.runtime.metrics import read_metrics
 from gptlab.train.agreement import checksum
 from gptlab.train.checkpoint import list_checkpoints, load_checkpoint
@@ -230,6 +231,14 @@ class TestLostRanks:
         assert float(re.findall(r"SECONDS (.*)", output)[0]) < 2.0 + 5.0
         assert re.findall(r"CODES (.*)", output) == ["[3, 3, -9, 0]"]
         assert json.loads((played / "hung" / "run.json").read_text())["status"] == "failed"
+
+    def test_one_that_never_came_is_not_waited_for_without_end(self) -> None:
+        """Killed before anybody had heard of it, so that nobody watches it."""
+        store = torch.distributed.HashStore()
+        group = Group(World(0, 3), Liveness(0, 3, store), store)
+        store.set("said/0/2", json.dumps({"at": "start", "value": None}))
+        with pytest.raises(UserError, match="rank 1 is not there after 0 s"):
+            group.gather("start", None, within_seconds=0.05)
 
 
 class TestWorld:

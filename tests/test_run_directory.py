@@ -217,6 +217,18 @@ def test_a_killed_process_holds_no_lock(tmp_path: Path) -> None:
         pass
 
 
+def test_the_next_holder_sweeps_up_behind_a_killed_one(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path / "run", CONFIG, FACTS)
+    before = entries(run.path)
+    for name in (".run.json.4711.tmp", "..lock.json.12.tmp", ".summary.json.1.tmp"):
+        (run.path / name).write_text('{"half')
+    kept = run.path / ".mine.tmp"
+    kept.write_text("not gptlab's")
+    with run.lock():
+        pass
+    assert entries(run.path) == before | {kept.name}
+
+
 def test_json_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "summary.json"
     write_json_atomic(path, {"val_bpb": 1.25, "worst": float("nan")})

@@ -330,6 +330,8 @@ def train(
                 with _state_of(checkpoint):
                     state.restore(checkpoint.model, checkpoint.optimizer, checkpoint.state)
                     record.rewind(checkpoint)
+                if group.is_main:
+                    saves.catch_up(state, checkpoint.path)
             else:
                 record.rewind(None)
             saves.reserve(state)

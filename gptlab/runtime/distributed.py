@@ -11,6 +11,7 @@ who still lives, and a process that waits there still hears signals. Nothing is 
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
 # A torch collective that the watch over the ranks has not ended by then, ends by itself: that watch names who is
 # missing, torch does not.
 _LAST_RESORT_SECONDS = 60.0
+# For all ranks to be there: before, nobody knows whom to watch, and one that died then cannot be missed in another way.
+# What torch's TCPStore waits for its host; under torchrun, that ends the others sooner.
+_START_SECONDS = 300.0
 # How often a waiting process looks into the store: often at first, since most waits are short.
 _FIRST_LOOK_SECONDS, _LATER_LOOK_SECONDS = 0.005, 0.1
 
@@ -207,11 +211,12 @@ class Group:
             return value
         return self._say(name, value, [0])[0]
 
-    def gather(self, name: str, value: Any) -> list[Any]:
-        """Every rank's `value`, JSON data, in order of the ranks, on every rank. Waits as long as all live."""
+    def gather(self, name: str, value: Any, *, within_seconds: float = math.inf) -> list[Any]:
+        """Every rank's `value`, JSON data, in order of the ranks, on every rank. Waits as long as all live; UserError
+        where that takes more than `within_seconds`."""
         if self._liveness is None:
             return [value]
-        return self._say(name, value, list(range(self.size)))
+        return self._say(name, value, list(range(self.size)), within_seconds)
 
     def barrier(self, name: str) -> None:
         """Come back when all ranks have come here."""
@@ -227,15 +232,21 @@ class Group:
         if self._liveness is not None:
             self._liveness.step = step
 
-    def _say(self, name: str, value: Any, speakers: list[int]) -> list[Any]:
+    def _say(self, name: str, value: Any, speakers: list[int], within_seconds: float = math.inf) -> list[Any]:
         assert self._liveness is not None
         place, self._said = self._said, self._said + 1
         if self.rank in speakers:
             self._store.set(f"said/{place}/{self.rank}", json.dumps({"at": name, "value": value}))
-        pause = _FIRST_LOOK_SECONDS
+        pause, until = _FIRST_LOOK_SECONDS, time.monotonic() + within_seconds
         with self._liveness.waiting_for(speakers, place):
             while not self._store.check([f"said/{place}/{rank}" for rank in speakers]):
                 self._liveness.raise_if_failed()
+                if time.monotonic() > until:
+                    silent = [rank for rank in speakers if not self._store.check([f"said/{place}/{rank}"])]
+                    raise UserError(
+                        f"rank {', '.join(map(str, silent))} is not there after {within_seconds:.0f} s: it died as it "
+                        "started, or nobody started it"
+                    )
                 time.sleep(pause)
                 pause = min(2 * pause, _LATER_LOOK_SECONDS)
         heard = [json.loads(self._store.get(f"said/{place}/{rank}")) for rank in speakers]
@@ -284,7 +295,7 @@ def join(world: World, exit_code: Callable[[BaseException], int]) -> Iterator[Gr
     liveness = Liveness(world.rank, world.size, watched)
     group = Group(world, liveness, store)
     try:
-        liveness.start(group.gather("start", liveness.who_am_i()))
+        liveness.start(group.gather("start", liveness.who_am_i(), within_seconds=_START_SECONDS))
         yield group
         group.barrier("end")
     except KeyboardInterrupt as error:

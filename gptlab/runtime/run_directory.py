@@ -16,7 +16,7 @@ from typing import Literal
 from filelock import FileLock, Timeout
 
 from gptlab.config.errors import UserError
-from gptlab.runtime.strict_json import read_json_object, write_json_atomic
+from gptlab.runtime.strict_json import read_json_object, sweep_temporaries, write_json_atomic
 
 __all__ = ["RunDirectory", "Status", "default_run_path", "write_json_atomic"]
 
@@ -183,6 +183,7 @@ class RunDirectory:
         except OSError as error:
             raise UserError(f"cannot lock {self.path}: {error.strerror or error}") from error
         owner = self.path / _OWNER_NAME
+        sweep_temporaries(self.path)
         try:
             with suppress(UserError):  # a full disk: the name is a kindness to whoever is refused
                 write_json_atomic(owner, {"pid": os.getpid(), "host": platform.node()})

@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ MAX_JSON_BYTES = 1 << 24
 """The longest that is read here, the record of a data set of 6,500 files, has 2 MB."""
 MAX_JSON_DEPTH = 100
 """Nothing that is read here goes deeper than ten. What takes values apart afterwards may then do so recursively."""
+
+_TEMPORARY = re.compile(r"\..+\.[0-9]+\.tmp")
 
 
 def to_json(value: object, *, indent: int | None = None) -> str:
@@ -61,6 +64,14 @@ def write_json_atomic(path: Path, value: object) -> None:
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
+
+
+def sweep_temporaries(folder: Path) -> None:
+    """Remove, as far as possible, what killed processes left of their `write_json_atomic` into `folder`, into which
+    nobody else may be writing now."""
+    with contextlib.suppress(OSError):
+        for path in [path for path in folder.iterdir() if _TEMPORARY.fullmatch(path.name)]:
+            path.unlink()
 
 
 def read_json_object(path: Path) -> dict[str, object]:

@@ -13,7 +13,7 @@ in the same way, and all then stop, or go on. One process writes, renames and re
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from gptlab.runtime.metrics import MetricsLog
 from gptlab.runtime.run_directory import RunDirectory
 from gptlab.train.background_save import BackgroundSaver
 from gptlab.train.checkpoint import CheckpointError, begin_save, complete_save, save_checkpoint, write_part
-from gptlab.train.checkpoint_directory import remove_tree
+from gptlab.train.checkpoint_directory import list_checkpoints, remove_tree, settle, sweep
 from gptlab.train.horizon import Finish
 from gptlab.train.off_clock import OffClock
 from gptlab.train.pieces import Piece
@@ -208,6 +208,16 @@ class Saves:
             if save.part is not None and save.temporary is not None and self.group.is_main:
                 remove_tree(save.temporary)
 
+    def catch_up(self, state: TrainState, checkpoint: Path) -> None:
+        """What a process that was killed right behind the checkpoint that this state is of did not come to: a run that
+        is at its end would not save again, and so never do it. On rank 0 alone."""
+        folder = self.run.checkpoints_path
+        if list_checkpoints(folder)[-1:] == [checkpoint]:  # nothing goes on account of a later one that nobody trusts
+            sweep(folder)
+            settle(folder)
+            for problem in self._retention(state, self.unscheduled_steps)():
+                self.console.warn(problem)
+
     def write_line(self, step: int) -> None:
         """The line of a checkpoint in metrics.jsonl; on any rank by itself."""
         self.metrics.write("checkpoint", step=step, tokens=step * self.config.batch.total_tokens)
@@ -261,15 +271,25 @@ class Saves:
         self, state: TrainState, write: Callable[[], object], *, scheduled: bool
     ) -> Callable[[], list[str]]:
         """`write`, and what goes before and behind it, whatever training does meanwhile."""
-        step, best, good_step = state.step, state.best_saved, self._good_step(state)
-        unscheduled_steps = self.unscheduled_steps - {step} if scheduled else self.unscheduled_steps | {step}
+        let_go = self._retention(
+            state, self.unscheduled_steps - {state.step} if scheduled else self.unscheduled_steps | {state.step}
+        )
 
         def complete() -> list[str]:
-            problems: list[str] = []
             # First, as a checkpoint must not outlive the lines that it counts on.
             self.metrics.sync()
             self.console.sync_log()
             write()
+            return let_go()  # told by the training thread: the console belongs to it
+
+        return complete
+
+    def _retention(self, state: TrainState, unscheduled_steps: Collection[int]) -> Callable[[], list[str]]:
+        """Lets go of what need not be kept beside the checkpoint of this state; returns what it complains of."""
+        best, good_step = state.best_saved, self._good_step(state)
+
+        def let_go() -> list[str]:
+            problems: list[str] = []
             retain(
                 self.run.checkpoints_path,
                 keep_last=self.config.checkpoint.keep_last,
@@ -277,11 +297,11 @@ class Saves:
                 best_step=best.step if self.config.checkpoint.keep_best and best else None,
                 good_step=good_step,
                 unscheduled_steps=unscheduled_steps,
-                on_problem=problems.append,  # told by the training thread: the console belongs to it
+                on_problem=problems.append,
             )
             return problems
 
-        return complete
+        return let_go
 
     def _go_on_when_all_have_written(self, state: TrainState, save: _Save) -> None:
         """Waits for them. Rank 0 then completes the checkpoint; where one has failed, the save is at its end."""
