@@ -115,6 +115,9 @@ class Group:
             store=dist.PrefixStore("collectives", self._store),
             rank=self.rank, world_size=self.size, timeout=timedelta(seconds=timeout_seconds + _LAST_RESORT_SECONDS),
         )  # fmt: skip
+        if device.type == "cuda":
+            # NCCL connects in its first collective, to which all ranks must come (documentation of batch_isend_irecv).
+            self.sum(torch.zeros(1, device=device), "start")
 
     def sum(self, tensor: Tensor, what: str) -> Tensor:
         """Add up the tensors of all ranks in place, and return the sum: the same bits on every rank."""

@@ -93,13 +93,18 @@ class ExactSum:
         assert not self._waiting
         with self._group.together("gradients"):
             for bucket in self._buckets():
-                flat = torch.cat([gradient.reshape(-1) for gradient in own.gradients[: len(bucket)]])
+                gradients = own.gradients[: len(bucket)]
                 del own.gradients[: len(bucket)]  # kept no longer than needed
-                flat = self._combined(flat)
-                for parameter, piece in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
+                if self._group.size > 1:
+                    flat = self._combined(torch.cat([gradient.reshape(-1) for gradient in gradients]))
+                    gradients = [
+                        piece.view_as(p)
+                        for piece, p in zip(flat.split([p.numel() for p in bucket]), bucket, strict=True)
+                    ]
+                for parameter, gradient in zip(bucket, gradients, strict=True):
                     # A tensor of its own, at every number of ranks: where a kernel adds up a tensor by parts (the norm
                     # of the gradients), the parts may depend on where it begins in memory.
-                    parameter.grad = piece.clone().view_as(parameter)
+                    parameter.grad = gradient.clone()
             total = self._combined(own.loss.reshape(1))
         for parameter in self._missing:
             parameter.grad = None
@@ -130,7 +135,7 @@ class ExactSum:
             received = torch.empty_like(flat) if theirs else None
             self._group.exchange(partner, give=flat if mine else None, take=received)
             if received is not None:
-                flat = flat + received if mine else received
+                flat = flat.add_(received) if mine else received
             stride //= 2
         return flat
 
