@@ -546,5 +546,5 @@ def full_disk_after(saves: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
         return SimpleNamespace(free=0 if calls > saves else 2**40)
 
     with monkeypatch.context() as patch:
-        patch.setattr("gptlab.train.checkpoint.shutil.disk_usage", disk_usage)
+        patch.setattr("gptlab.train.checkpoint_save.shutil.disk_usage", disk_usage)
         yield

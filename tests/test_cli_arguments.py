@@ -89,7 +89,10 @@ class TestParse:
 
     def test_tyro_reads_a_whole_run_the_same(self) -> None:
         """Every field of a run, each with a value that is not its default where one is at hand."""
-        texts = {"runtime.device": "cpu", "run_dir": "runs/x", "batch.total_tokens": "32768", "seed": "3"}
+        texts = {
+            "runtime.device": "cpu", "run_dir": "runs/x", "batch.total_tokens": "32768", "seed": "3",
+            "horizon.unit": "steps",  # which is what runs of the same bits are measured in
+        }  # fmt: skip
         argv = []
         for name, value in {name: _leaf(RunConfig(), name) for name in leaf_fields(RunConfig)}.items():
             flag = f"--{name.replace('_', '-')}"
@@ -189,8 +192,8 @@ class TestRunRequest:
         assert (config.seed, config.run_dir) == (5, "runs/x")
         assert (config.runtime.device, config.runtime.dtype, config.runtime.compile) == ("cpu", "float32", "on")
         assert resolve("--compile off").runtime.compile == "off"
-        assert resolve("--exact-any-world-size").parallel.exact_any_world_size
-        assert not resolve("--exact-any-world-size --no-exact-any-world-size").parallel.exact_any_world_size
+        assert resolve("--steps 9 --exact-any-world-size").parallel.exact_any_world_size
+        assert not resolve("--steps 9 --exact-any-world-size --no-exact-any-world-size").parallel.exact_any_world_size
 
     @pytest.mark.parametrize(
         ("flag", "horizon"),

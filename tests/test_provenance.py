@@ -261,7 +261,7 @@ class TestRun:
     def test_keeps_code_environment_and_report(
         self, folder: Path, nvidia_smi: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        code = CodeSnapshot("c0ffee", True, "f1", {PATCH_NAME: b"diff --git\n\xff"})
+        code = CodeSnapshot("c0ffee0", True, "f1", {PATCH_NAME: b"diff --git\n\xff"})
         monkeypatch.setattr(provenance_module, "take_code", lambda package: code)
         before = environment_text(os.environ)
         run = RunDirectory.open(train(folder, "r", steps=1))
@@ -269,12 +269,12 @@ class TestRun:
         assert run.environment_path.read_text() == before
         assert run.gpu_path.read_text().endswith("H200 in HOST\n")
         facts = run.read_provenance()
-        assert [facts[name] for name in ("git_commit", "git_dirty", "code_fingerprint")] == ["c0ffee", True, "f1"]
+        assert [facts[name] for name in ("git_commit", "git_dirty", "code_fingerprint")] == ["c0ffee0", True, "f1"]
         assert (facts["from"], facts["resumes"]) == (None, [])
 
     def test_a_resumed_run_keeps_the_code_of_both(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         def running(fingerprint: str) -> None:
-            code = CodeSnapshot("c0ffee", True, fingerprint, {PATCH_NAME: fingerprint.encode()})
+            code = CodeSnapshot("c0ffee0", True, fingerprint, {PATCH_NAME: fingerprint.encode()})
             monkeypatch.setattr(provenance_module, "take_code", lambda package: code)
 
         running("first")
@@ -289,7 +289,7 @@ class TestRun:
         assert [resume["code_fingerprint"] for resume in resumes] == ["first", "second"]
         log = run.log_path.read_text()
         assert log.count("warning: the code is not that of") == 1
-        assert f"git checkout c0ffee && git apply {(run.code_path / PATCH_NAME).resolve()}" in log
+        assert f"git checkout c0ffee0 && git apply {(run.code_path / PATCH_NAME).resolve()}" in log
 
     def test_what_a_killed_start_left_is_not_the_next_ones(self, tmp_path: Path) -> None:
         run = RunDirectory(tmp_path / "r")
