@@ -7,15 +7,23 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tiny_runs import CLOCK_FIELDS, arguments, lines_of, write_bundle, write_corpus
 
 import gptlab
+from gptlab.cli.restart import begun_folder
+from gptlab.runtime.distributed import Group, World
+from gptlab.runtime.job import Ended, Job, open_job
+from gptlab.runtime.liveness import Liveness
 from gptlab.runtime.metrics import read_metrics
-from gptlab.train.checkpoint import list_checkpoints, load_checkpoint
+from gptlab.runtime.run_directory import RunDirectory
+from gptlab.train.agreement import checksum, same_checkpoint
+from gptlab.train.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="gloo on loopback is tried on Linux")
 
@@ -331,3 +339,120 @@ class TestRestarts:
         assert codes(played, "exploded") == [[3, 3]] * 3
         assert [len(said(played, "exploded", attempt=attempt)["weights"]) for attempt in range(3)] == [3, 0, 0]
         assert json.loads((played / "exploded" / "run.json").read_text())["status"] == "failed"
+
+
+class Store:
+    """As much of torchrun's as a Job asks for."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self.values for key in keys)
+
+    def get(self, key: str) -> bytes:
+        return self.values[key]
+
+    def set(self, key: str, value: str) -> None:
+        self.values[key] = value.encode()
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return [self.values[key] for key in keys]
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        if self.values.get(key, b"").decode() == expected:
+            self.set(key, desired)
+        return self.values[key]
+
+
+class Gone:
+    """The store of a torchrun that is no more."""
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        return desired.encode()
+
+    def __getattr__(self, name: str) -> Any:
+        def fails(*args: object) -> None:
+            raise RuntimeError("connection reset by peer")
+
+        return fails
+
+
+class TestJob:
+    def test_without_torchrun_nothing_is_remembered(self) -> None:
+        job = open_job({})
+        job.will_begin(Path("runs/a"))
+        job.ends(3, "it broke")
+        assert (job.id, job.folder(), job.ended()) == (None, None, None)
+
+    def test_an_attempt_knows_what_those_before_it_noted(self) -> None:
+        store = Store()
+        first = Job(store, attempt=0)
+        first.will_begin(Path("runs/a"))
+        first.ends(2, "what rank 1 knows")
+        first.ends(75, "what torchrun's SIGTERM makes of the others")
+        second = Job(store, attempt=1)
+        assert second.id == first.id != Job(Store()).id
+        assert second.folder() == Path("runs/a").absolute()
+        assert second.ended() == Ended(2, "what rank 1 knows")
+
+    def test_a_restart_that_torchrun_does_not_count_was_no_wish_to_end(self) -> None:
+        """Machines came or went: torchrun stops all by SIGTERM, and starts them with the same count."""
+        store = Store()
+        Job(store, attempt=1).ends(75, "SIGTERM")
+        assert Job(store, attempt=1).ended() is None
+        assert Job(store, attempt=2).ended() is None  # when a process was lost after that
+
+    def test_runs_of_one_program_are_told_apart(self) -> None:
+        store = Store()
+        Job(store, run="1").will_begin(Path("runs/a"))
+        assert Job(store, run="2", attempt=1).folder() is None
+
+    def test_a_folder_that_another_has_made_meanwhile_is_not_taken(self, tmp_path: Path) -> None:
+        job = Job(Store(), attempt=1)
+        job.will_begin(tmp_path / "r")
+        assert begun_folder(job) is None  # killed before it was there
+        RunDirectory.create(tmp_path / "r", {}, {"job": "another"})
+        assert begun_folder(job) is None
+        RunDirectory(tmp_path / "r").set_status("running", job=job.id)
+        assert begun_folder(job) == tmp_path / "r"
+
+    def test_a_store_that_is_gone_is_no_error(self) -> None:
+        job = Job(Gone())
+        job.will_begin(Path("runs/a"))
+        job.ends(3, "it broke")
+        assert (job.folder(), job.ended()) == (None, None)
+
+
+def test_who_waits_for_a_word_with_a_limit_ends() -> None:
+    """Without one only silence counts, and the other rank has just been heard of."""
+    store = Store()
+    store.set("said/7/0", "")
+    liveness = Liveness(0, 2, store)
+    liveness.timeout_seconds, liveness.step = 0.05, 3
+    for what, text in (("samples", "rank 1 kept the others waiting for 0 s (samples) in step 3"), ("", None)):
+        with liveness.waiting_for([0, 1], 7, what):
+            time.sleep(0.1)
+            store.set("beat/1", f"[{len(what)}, 0]")
+            lost = liveness._lost()
+        assert (lost and lost.text) == text
+
+
+class TwoRanks(Group):
+    """Rank 0 of two; the other says what it is told to."""
+
+    def __init__(self, other: dict[str, Any]) -> None:
+        super().__init__(World(0, 2))
+        self.other = other
+
+    def gather(self, name: str, value: Any, **limits: Any) -> list[Any]:
+        return [value, value | self.other]
+
+
+def test_a_checkpoint_that_holds_other_weights_for_a_rank_is_passed_over(tmp_path: Path) -> None:
+    for step in (1, 2):
+        save_checkpoint(tmp_path, step, model={"w": torch.full((3,), float(step))}, optimizer={}, state={})
+    weights = checksum([torch.full((3,), 1.0)])
+    warnings: list[str] = []
+    assert same_checkpoint(tmp_path, TwoRanks({"weights": weights}), warnings.append).step == 1
+    assert warnings == [f"rank 1: checkpoint {tmp_path / 'step-00000002'} holds other weights than for rank 0"]

@@ -26,9 +26,10 @@ from tiny_runs import (
 )
 
 import gptlab
+from gptlab.config.errors import UserError
 from gptlab.data.cache import damage
 from gptlab.train import early_stop
-from gptlab.train.early_stop import EarlyStop, StoppedEarly
+from gptlab.train.early_stop import EarlyStop, StoppedEarly, behind_signal
 
 posix = pytest.mark.skipif(os.name != "posix", reason="Windows sends no signals between processes")
 
@@ -222,6 +223,28 @@ class TestEarlyStop:
             assert early.signal_name == "SIGTERM"
             with pytest.raises(StoppedEarly, match="SIGTERM"):
                 early.preparation_is_over()
+
+    def test_none_changes_an_end_that_is_settled(self) -> None:
+        with EarlyStop() as early:
+            early.too_late()
+            signal.raise_signal(signal.SIGTERM)
+            assert early.signal_name is None
+
+    def test_nor_an_error_that_came_first(self) -> None:
+        def behind(first: Exception) -> BaseException | None:
+            try:
+                with EarlyStop():
+                    try:
+                        raise first
+                    finally:
+                        signal.raise_signal(signal.SIGTERM)
+            except StoppedEarly as stop:
+                return behind_signal(stop)
+            return None
+
+        wrong = UserError("the input is wrong")
+        assert behind(wrong) is wrong
+        assert isinstance(behind(KeyError("what a library gets along with")), StoppedEarly)
 
     def test_handlers_and_the_wakeup_descriptor_come_back(self) -> None:
         handler, descriptor = signal.getsignal(signal.SIGINT), signal.set_wakeup_fd(-1)

@@ -169,7 +169,7 @@ def open_session(
             for prompt in prompts
         ]  # fmt: skip
         with state.whole_weights():
-            texts = drawn_together(streams, group)
+            texts = drawn_together(streams, group, timed=True)
         return [prompt + "".join(pieces) for prompt, pieces in zip(prompts, texts, strict=True)]
 
     def measure_tasks(tasks: Sequence[EncodedTask]) -> CoreResult:

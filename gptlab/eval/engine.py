@@ -101,14 +101,14 @@ def sample_text(
     return _text_pieces(tokenizer, drawn)
 
 
-def drawn_together(streams: Sequence[Iterable[str]], group: Group) -> Sequence[Iterable[str]]:
+def drawn_together(streams: Sequence[Iterable[str]], group: Group, *, timed: bool = False) -> Sequence[Iterable[str]]:
     """Texts that are not drawn yet, drawn by all processes, and given to each: rank r draws r, r+W, ... One process
-    alone has them back as they are, to be drawn as they are read."""
+    alone has them back as they are, to be drawn as they are read. `timed`: see `Group.gather`."""
     if group.size == 1:
         return streams
     texts = [""] * len(streams)
     own = [[number, "".join(streams[number])] for number in range(group.rank, len(streams), group.size)]
-    for drawn in group.gather("samples", own):
+    for drawn in group.gather("samples", own, timed=timed):
         for number, text in drawn:
             texts[number] = text
     return [[text] for text in texts]

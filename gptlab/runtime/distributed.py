@@ -15,7 +15,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -214,12 +214,13 @@ class Group:
             return value
         return self._say(name, value, [0])[0]
 
-    def gather(self, name: str, value: Any, *, within_seconds: float = math.inf) -> list[Any]:
+    def gather(self, name: str, value: Any, *, within_seconds: float = math.inf, timed: bool = False) -> list[Any]:
         """Every rank's `value`, JSON data, in order of the ranks, on every rank. Waits as long as all live; UserError
-        where that takes more than `within_seconds`."""
+        where that takes more than `within_seconds`. `timed`: a rank that keeps the others waiting for it as long as
+        for a collective ends the run."""
         if self._liveness is None:
             return [value]
-        return self._say(name, value, list(range(self.size)), within_seconds)
+        return self._say(name, value, list(range(self.size)), within_seconds, timed=timed)
 
     def barrier(self, name: str) -> None:
         """Come back when all ranks have come here."""
@@ -235,13 +236,15 @@ class Group:
         if self._liveness is not None:
             self._liveness.step = step
 
-    def _say(self, name: str, value: Any, speakers: list[int], within_seconds: float = math.inf) -> list[Any]:
+    def _say(
+        self, name: str, value: Any, speakers: list[int], within_seconds: float = math.inf, *, timed: bool = False
+    ) -> list[Any]:
         assert self._liveness is not None
         place, self._said = self._said, self._said + 1
         if self.rank in speakers:
             self._store.set(f"said/{place}/{self.rank}", json.dumps({"at": name, "value": value}))
         pause, until = _FIRST_LOOK_SECONDS, time.monotonic() + within_seconds
-        with self._liveness.waiting_for(speakers, place):
+        with self._liveness.waiting_for(speakers, place, name if timed else ""):
             while not self._store.check([f"said/{place}/{rank}" for rank in speakers]):
                 self._liveness.raise_if_failed()
                 if time.monotonic() > until:
@@ -300,7 +303,8 @@ def join(world: World, exit_code: Callable[[BaseException], int]) -> Iterator[Gr
     try:
         liveness.start(group.gather("start", liveness.who_am_i(), within_seconds=_START_SECONDS))
         yield group
-        group.barrier("end")
+        with suppress(RuntimeError):  # the store is gone, and torchrun with it: there is nobody to wait with
+            group.barrier("end")
     except KeyboardInterrupt as error:
         # torchrun signals the others when one has died: then that is what happened here.
         liveness.raise_if_lost_just_now(error)

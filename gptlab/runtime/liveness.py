@@ -99,9 +99,10 @@ class Liveness:
             time.sleep(0.02)
 
     @contextmanager
-    def waiting_for(self, ranks: Sequence[int], place: int) -> Iterator[None]:
-        """Within the context the main thread waits, without a limit, for ranks that must say something."""
-        self._waiting = _Waiting(time.monotonic(), "", {f"said/{place}/{rank}": rank for rank in ranks})
+    def waiting_for(self, ranks: Sequence[int], place: int, timed_what: str = "") -> Iterator[None]:
+        """Within the context the main thread waits for ranks that must say something: without a limit as long as they
+        live, or, where it says what for (`timed_what`), as long as in a collective."""
+        self._waiting = _Waiting(time.monotonic(), timed_what, {f"said/{place}/{rank}": rank for rank in ranks})
         try:
             yield
         finally:
@@ -213,6 +214,8 @@ class Liveness:
         seconds = now - waiting.since
         if waiting.keys is not None:
             missing = [rank for key, rank in waiting.keys.items() if not self._store.check([key])]
+            if waiting.what and missing and seconds >= self.timeout_seconds:
+                return self._failure(missing[0], f"kept the others waiting for {seconds:.0f} s ({waiting.what})")
             silent = [rank for rank in missing if silence.get(rank, seconds) >= self.timeout_seconds]
             return self._failure(silent[0], f"has been silent for {seconds:.0f} s") if silent else None
         if seconds < self.timeout_seconds:
