@@ -16,6 +16,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from gptlab.cli.main import main
 from gptlab.data.loader import StepBatch
+from gptlab.optim import muon
 from gptlab.train import loop
 from gptlab.train.agreement import Agreement, checksum
 from gptlab.train.state import TrainState
@@ -31,11 +33,12 @@ from gptlab.train.step import LossFunction
 
 
 def play(scene: dict[str, Any], port: int, rank: int) -> dict[str, Any]:
-    """One command on one rank: what it printed, how it ended, and its weights and moments behind every update."""
+    """One command on one rank: what it printed, how it ended, and its weights behind every update."""
     world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": scene["ranks"], "MASTER_ADDR": "127.0.0.1"}
     os.environ |= {name: str(value) for name, value in (world | {"MASTER_PORT": port}).items()}
     weights: list[int] = []
-    gradients, update, step = loop.gradients, loop.update, Agreement.step
+    matrices: list[int] = []
+    gradients, update, step, orthogonalize = loop.gradients, loop.update, Agreement.step, muon.orthogonalize
 
     def broken_gradients(state: TrainState, batch: StepBatch, loss_sum: LossFunction, *rest: Any) -> Tensor:
         what, wanted_rank, wanted_step = scene.get("in_pass", ("", -1, 0))
@@ -53,8 +56,14 @@ def play(scene: dict[str, Any], port: int, rank: int) -> dict[str, Any]:
 
     def noting_update(state: TrainState, *args: Any) -> Any:
         done = update(state, *args)
-        weights.append(checksum([*state.weights_alike(), *state.optimizer.state_tensors().values()]))
+        # Moments that are divided are on one rank each.
+        moments = [] if state.optimizer.is_shared else state.optimizer.state_tensors().values()
+        weights.append(checksum([*state.weights_alike(), *moments]))
         return done
+
+    def counting(stack: Tensor, *args: Any, **options: Any) -> Tensor:
+        matrices.append(len(stack))
+        return orthogonalize(stack, *args, **options)
 
     def signalled_step(agreed: Agreement, step_seconds: float, at: int) -> float:
         number, wanted_rank, wanted_step = scene.get("signal", ("SIGTERM", -1, 0))
@@ -66,14 +75,41 @@ def play(scene: dict[str, Any], port: int, rank: int) -> dict[str, Any]:
     if "compiler" in scene:
         torch.compile = functools.partial(compile_, backend=scene["compiler"])
     out, err = io.StringIO(), io.StringIO()
-    loop.gradients, loop.update, Agreement.step = broken_gradients, noting_update, signalled_step  # type: ignore[method-assign]
+    loop.update, Agreement.step = noting_update, signalled_step  # type: ignore[method-assign]
+    loop.gradients, muon.orthogonalize = broken(broken_gradients, scene.get("broken"), rank), counting
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             code = main([*scene["argv"], *scene.get("more", {}).get(str(rank), [])])
     finally:
         torch.compile = compile_
-        loop.gradients, loop.update, Agreement.step = gradients, update, step  # type: ignore[method-assign]
-    return {"code": code, "out": out.getvalue(), "err": err.getvalue(), "weights": weights}
+        loop.update, Agreement.step = update, step  # type: ignore[method-assign]
+        loop.gradients, muon.orthogonalize = gradients, orthogonalize
+    return {
+        "code": code, "out": out.getvalue(), "err": err.getvalue(), "weights": weights, "matrices": sum(matrices),
+    }  # fmt: skip
+
+
+def broken(gradients: Callable[..., Tensor], what: dict[str, Any] | None, rank: int) -> Callable[..., Tensor]:
+    """`gradients`, with the loss or the gradient of one rank not a number in the step that takes the data of `step`;
+    `never`: there nothing is computed on any rank."""
+
+    def broken_gradients(state: TrainState, batch: Any, loss_sum: Any, *args: Any) -> Tensor:
+        if what is None or batch.step != what["step"]:
+            return gradients(state, batch, loss_sum, *args)
+        if what["how"] == "never":
+            return torch.tensor(torch.nan)
+
+        def loss(tokens: Tensor, targets: Tensor) -> Tensor:
+            value = loss_sum(tokens, targets)
+            if rank == what["rank"] and what["how"] == "loss":
+                return value * torch.nan
+            if rank == what["rank"]:
+                value.register_hook(lambda gradient: gradient * torch.nan)
+            return value
+
+        return gradients(state, batch, loss, *args)
+
+    return broken_gradients
 
 
 def free_ports(n: int) -> list[int]:

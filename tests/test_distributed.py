@@ -25,7 +25,7 @@ from gptlab.runtime.distributed import Group, Pending, World
 from gptlab.runtime.liveness import Liveness
 from gptlab.runtime.metrics import read_metrics
 from gptlab.train.agreement import checksum
-from gptlab.train.checkpoint import list_checkpoints, load_checkpoint
+from gptlab.train.checkpoint import Checkpoint, list_checkpoints, load_checkpoint
 from gptlab.train.gradient_sum import GradientSum
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="gloo on loopback is tried on Linux")
@@ -51,6 +51,9 @@ def scenes(folder: Path) -> list[dict[str, Any]]:
 
     core = {"eval__core_every_steps": 4, "eval__core_dir": folder / "bundle"}
     few = {"batch__total_tokens": 3 * 4 * 32, "steps": 2}
+    one_layer = {"model__n_layer": 1, "optim__muon__split_qkv": "false", "steps": 2}
+    single = {"runtime__dtype": "float32", "model__dropout": 0.0}
+    half = {"runtime__dtype": "float16", "model__dropout": 0.0, "steps": 2}
     resume = {"argv": ["train", "--resume", str(folder / "stopped")]}
     return [
         train("one", 1, **core),
@@ -59,6 +62,13 @@ def scenes(folder: Path) -> list[dict[str, Any]]:
         train("four", 4, **core),
         train("few-one", 1, **few),
         train("few-four", 4, **few),
+        train("layer-one", 1, **one_layer),
+        train("layer-six", 6, **one_layer),
+        train("nan-loss", 3, **single) | {"broken": {"step": 2, "rank": 1, "how": "loss"}},
+        train("nan-gradient", 3, **single) | {"broken": {"step": 2, "rank": 1, "how": "gradient"}},
+        train("never", 3, **single) | {"broken": {"step": 2, "how": "never"}},
+        train("half-gradient", 3, **half) | {"broken": {"step": 1, "rank": 2, "how": "gradient"}},
+        train("half-never", 3, **half) | {"broken": {"step": 1, "how": "never"}},
         train("stopped", 2, **core) | {"signal": ["SIGTERM", 1, 1]},
         {"name": "resumed", "ranks": 3, "signal": ["SIGINT", 2, 3], **resume},
         {"name": "ended", "ranks": 1, **resume},
@@ -127,6 +137,18 @@ class TestWorldSizes:
         for rank in range(1, ranks):
             assert of(played, name, rank)["weights"] == main
 
+    def test_more_ranks_than_matrices(self, played: Path) -> None:
+        """One layer has four, and the gate of its value embedding."""
+        assert_same_run(played / "layer-six", played / "layer-one")
+
+    @pytest.mark.parametrize(("name", "ranks"), [("two", 2), ("three", 3), ("four", 4)])
+    def test_each_matrix_is_orthogonalized_once_in_the_world(self, played: Path, name: str, ranks: int) -> None:
+        counts = [of(played, name, rank)["matrices"] for rank in range(ranks)]
+        # Four steps, and one to warm up.
+        everything = of(played, "one", 0)["matrices"]
+        assert sum(counts) == everything
+        assert max(counts) <= -(-everything // (5 * ranks)) * 5
+
     def test_evaluation_and_core_are_those_of_one_process(self, played: Path) -> None:
         """At step 0 the weights are the same bits, so that only the order of float64 sums is left."""
         (first, *_), (shared, *_) = (lines_of(played / name, "eval") for name in ("one", "three"))
@@ -140,6 +162,36 @@ class TestWorldSizes:
             assert (of(played, "four", rank)["out"], of(played, "four", rank)["err"]) == ("", "")
         facts = json.loads((played / "four" / "run.json").read_text())
         assert (facts["world_size"], facts["status"]) == (4, "finished")
+
+
+class TestBrokenSteps:
+    """On one rank of three; all leave the update out, and nothing is left of it."""
+
+    @pytest.mark.parametrize("name", ["nan-loss", "nan-gradient"])
+    def test_as_if_the_batch_had_never_been(self, played: Path, name: str) -> None:
+        (event,) = lines_of(played / name, "event")
+        assert (event["step"], event["reason"]) == (3, name.removeprefix("nan-"))
+        assert [len(of(played, name, rank)["weights"]) for rank in range(3)] == [4 - (name == "nan-loss")] * 3
+        assert moved(played / name) == moved(played / "never")
+        (warning,) = [line for line in of(played, name, 0)["out"].splitlines() if line.startswith("warning: step")]
+        if name == "nan-gradient":
+            assert warning.endswith("the first gradient that is not finite is that of residual_lambdas")
+
+    def test_float16_takes_it_for_an_overflow_on_all_ranks(self, played: Path) -> None:
+        assert lines_of(played / "half-gradient", "event") == []
+        assert moved(played / "half-gradient") == moved(played / "half-never")
+        state, other = (last_checkpoint(played / name).state for name in ("half-gradient", "half-never"))
+        assert (state["scaler"]["scale"], other["scaler"]["scale"]) == (2.0**15, 2.0**16)
+
+
+def last_checkpoint(run: Path) -> Checkpoint:
+    return load_checkpoint(list_checkpoints(run / "checkpoints")[-1])
+
+
+def moved(run: Path) -> dict[str, list[float]]:
+    """Weights and moments at the end of a run."""
+    saved = last_checkpoint(run)
+    return {k: t.tolist() for k, t in (saved.model | saved.optimizer).items() if not k.startswith("rng.")}
 
 
 class TestStopping:

@@ -44,6 +44,7 @@ from gptlab.runtime.run_directory import RunDirectory, Status, default_run_path
 from gptlab.train.background_save import BackgroundSaver
 from gptlab.train.checkpoint import Checkpoint
 from gptlab.train.compilation import Kernels, keep_compiled, make_kernels, warm_up
+from gptlab.train.divided import build_divided_state
 from gptlab.train.exact_sum import ExactSum
 from gptlab.train.gradient_sum import GradientSum
 from gptlab.train.horizon import Finish
@@ -207,13 +208,15 @@ def _build_state(
         group.start_collectives(place.device, timeout_seconds=config.runtime.process_timeout_seconds)
         sharded = build_sharded_state(config, rows, device=place.device, compute_dtype=place.dtype, group=group)
         return sharded, ShardedGradients(sharded)
+    if group.size > 1 and not config.parallel.exact_any_world_size:
+        return build_divided_state(config, rows, device=place.device, compute_dtype=place.dtype, group=group)
     state = build_state(
         config, rows, device=place.device, compute_dtype=place.dtype, rank=group.rank, world_size=group.size
     )
     return state, _gradient_sum(config, state.model, group)
 
 
-def _gradient_sum(config: RunConfig, model: GPT, group: Group) -> GradientSum | ExactSum | None:
+def _gradient_sum(config: RunConfig, model: GPT, group: Group) -> GradientSums | None:
     if config.parallel.exact_any_world_size:
         return ExactSum(model.parameters(), group, micro_batches=config.micro_batches)
     return GradientSum(model.parameters(), group) if group.size > 1 else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gptlab.config.errors import UserError
 from gptlab.optim.adamw import AdamW
+from gptlab.optim.division import Moment
 from gptlab.optim.muon import Muon
 from gptlab.optim.sharded_muon import ShardedMuon
 
@@ -17,31 +18,66 @@ _STATE_VERSION = 1
 
 
 class CombinedOptimizer:
-    """Learning rate, momentum and decay come with every step: what the schedules say is not part of the state."""
+    """Learning rate, momentum and decay come with every step: what the schedules say is not part of the state.
 
-    def __init__(self, muon: Muon | ShardedMuon | None, adamw: AdamW | None) -> None:
+    Made for a share of the elements, it updates these alone, each through a leaf (`division.Leaf`) whose gradient is
+    `leaf.own.grad`, or part of the whole parameter's.
+    """
+
+    def __init__(self, muon: Muon | ShardedMuon | None, adamw: AdamW | None, *, is_shared: bool = False) -> None:
         self.muon = muon
         self.adamw = adamw
         self.parameters = (muon.parameters if muon else {}) | (adamw.parameters if adamw else {})
+        self.is_shared = is_shared
+        """Whether other ranks update what this one does not."""
+        self.leaves = {leaf.segment: leaf for part in (muon, adamw) if part is not None for leaf in part.leaves}
+        """Empty unless the work is shared."""
+        self.witness: torch.nn.Parameter | None = None
+        """A parameter beside those of the model. What is not finite in its gradient, GradScaler sees on this rank."""
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """All parameters in the form that torch.amp.GradScaler looks for in an optimizer."""
-        return [{"params": list(self.parameters.values())}]
+        return [{"params": [*self.updated, *([] if self.witness is None else [self.witness])]}]
 
-    def step(self, lr_scale: float, momentum: float, weight_decay_scale: float) -> None:
+    @property
+    def updated(self) -> list[torch.nn.Parameter]:
+        """What this rank updates, and whose gradients count: parameters, or parts of them."""
+        return [leaf.own for leaf in self.leaves.values()] if self.is_shared else list(self.parameters.values())
+
+    def step(
+        self,
+        lr_scale: float,
+        momentum: float,
+        weight_decay_scale: float,
+        moved: Callable[[str | None], None] = lambda what: None,
+    ) -> None:
         """One update from the gradients in place.
 
         Args:
             lr_scale: factor on every peak learning rate.
             momentum: Muon's momentum in this step.
             weight_decay_scale: factor on Muon's weight decay; AdamW's stays constant.
+            moved: told, where the work is shared, what has its new weights: None for all that AdamW updates, which
+                comes first, then each `Matrix.stack`; the same on all ranks.
 
         Raises RuntimeError, with nothing changed, when a parameter has no gradient.
         """
-        for name, p in self.parameters.items():
-            if p.grad is None:
+        for leaf in self.leaves.values():
+            leaf.take_gradient()
+        gradients = {leaf.segment.name: leaf.own.grad for leaf in self.leaves.values()}
+        if not self.is_shared:
+            gradients = {name: p.grad for name, p in self.parameters.items()}
+        for name, gradient in gradients.items():
+            if gradient is None:
                 raise RuntimeError(f"{name} has no gradient: every parameter takes part in every step")
+        if self.is_shared:
+            if self.adamw is not None:
+                self.adamw.step(lr_scale)
+            moved(None)
+            if isinstance(self.muon, Muon):
+                self.muon.step(lr_scale, momentum, weight_decay_scale, moved)
+            return
         finish = None
         if isinstance(self.muon, ShardedMuon):
             finish = self.muon.begin_step(lr_scale, momentum, weight_decay_scale)
@@ -54,12 +90,21 @@ class CombinedOptimizer:
 
     def zero_grad(self) -> None:
         """Free the gradients."""
-        for p in self.parameters.values():
+        for p in (*self.parameters.values(), *self.updated):
             p.grad = None
 
+    def moments(self) -> list[Moment]:
+        """All of the state that is here. Live tensors: the next step changes them."""
+        return (self.muon.moments() if self.muon else []) + (self.adamw.moments() if self.adamw else [])
+
+    def state_kinds(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and type of the whole state, by PARAMETER.MOMENT."""
+        return (self.muon.state_kinds() if self.muon else {}) | (self.adamw.state_kinds() if self.adamw else {})
+
     def state_tensors(self) -> dict[str, Tensor]:
-        """Everything that the next step depends on, by PARAMETER.MOMENT. Live tensors: the next step changes them."""
-        return (self.muon.state_tensors() if self.muon else {}) | (self.adamw.state_tensors() if self.adamw else {})
+        """Everything here that the next step depends on, by PARAMETER.MOMENT, and by its first element where this is
+        only a part of it. Live tensors: the next step changes them."""
+        return {moment.key: moment.tensor for moment in self.moments()}
 
     def state_json(self) -> dict[str, Any]:
         """What the tensors' names and shapes do not tell: into which rows a fused matrix was split."""
@@ -68,22 +113,24 @@ class CombinedOptimizer:
 
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, Tensor], json: Mapping[str, Any]) -> None:
-        """Take over a saved state. Raises UserError, with nothing changed, when it is not exactly this optimizer's."""
-        own = self.state_tensors()
+        """Take over a saved state, whole, of which a share keeps its part. Raises UserError, with nothing changed, when
+        it is not exactly this optimizer's."""
+        own = self.state_kinds()
         if json != self.state_json():
             raise UserError(f"optimizer state: saved as {_differences(json, self.state_json())}")
         if missing := sorted(own.keys() - tensors.keys()):
             raise UserError(f"optimizer state: missing {_some(missing)}")
         if unexpected := sorted(tensors.keys() - own.keys()):
             raise UserError(f"optimizer state: unexpected {_some(unexpected)}")
-        for key, tensor in own.items():
-            if (tensors[key].shape, tensors[key].dtype) != (tensor.shape, tensor.dtype):
+        for key, kind in own.items():
+            theirs = tuple(tensors[key].shape), tensors[key].dtype
+            if theirs != kind:
                 raise UserError(
-                    f"optimizer state: {key} is {_kind(tensors[key])}, but the model's configuration asks for "
-                    f"{_kind(tensor)}"
+                    f"optimizer state: {key} is {_kind(*theirs)}, but the model's configuration asks for {_kind(*kind)}"
                 )
-        for key, tensor in own.items():
-            tensor.copy_(tensors[key])
+        for moment in self.moments():
+            part = tensors[moment.name].reshape(-1)[moment.start : moment.start + moment.tensor.numel()]
+            moment.tensor.copy_(part.view(moment.tensor.shape))
 
 
 def _differences(saved: Mapping[str, Any], own: Mapping[str, Any]) -> str:
@@ -101,5 +148,5 @@ def _some(names: list[str], limit: int = 3) -> str:
     return ", ".join(names[:limit]) + (f" and {rest} more" if rest > 0 else "")
 
 
-def _kind(tensor: Tensor) -> str:
-    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+def _kind(shape: tuple[int, ...], dtype: torch.dtype) -> str:
+    return f"{shape} {str(dtype).removeprefix('torch.')}"

@@ -16,13 +16,16 @@ multiplies it too, as in nanochat and autoresearch.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gptlab.config.optim import MuonConfig, UpdateScale
+from gptlab.optim.division import Leaf, Matrix, Moment, Segment
 from gptlab.optim.orthogonalize import orthogonalize
 
 
@@ -125,7 +128,8 @@ class Block:
 
 
 class Muon:
-    """State of one parameter: NAME.momentum (its shape) and, with NorMuon, NAME.second_moment (its blocks', flat)."""
+    """State of one parameter: NAME.momentum (its shape) and, with NorMuon, NAME.second_moment (its blocks', flat). With
+    a `share`, only the blocks in it are updated, and have a state here."""
 
     def __init__(
         self,
@@ -134,6 +138,7 @@ class Muon:
         *,
         compute_dtype: torch.dtype,
         row_splits: Mapping[str, tuple[int, ...]],
+        share: Collection[Segment] | None = None,
     ) -> None:
         self.parameters = dict(parameters)
         self.row_splits = {
@@ -141,21 +146,44 @@ class Muon:
         }
         self._config = config
         self._compute_dtype = compute_dtype
-        self._momentum = {name: torch.zeros_like(p.detach()) for name, p in self.parameters.items()}
-        self._second_moment = {} if config.normuon_beta2 is None else self._zero_second_moments()
-        self._stacks = self._stacked_blocks()
+        self.leaves: list[Leaf] = []
+        """Empty without a share."""
+        self._moments: list[Moment] = []
+        self._stacks = self._stacked_blocks(share)
 
     @torch.no_grad()
-    def step(self, lr_scale: float, momentum: float, weight_decay_scale: float) -> None:
+    def step(
+        self,
+        lr_scale: float,
+        momentum: float,
+        weight_decay_scale: float,
+        moved: Callable[[str], None] = lambda stack: None,
+    ) -> None:
+        """`moved` is called behind each stack of matrices, with its `Matrix.stack`: the same ones in the same order
+        whatever the share is."""
         lr = self._config.lr * lr_scale
         weight_decay = self._config.weight_decay * weight_decay_scale
-        for blocks in self._stacks:
-            self._step_stack(blocks, lr, momentum, weight_decay)
+        for (rows, cols, *_), blocks in self._stacks.items():
+            if blocks:
+                self._step_stack(blocks, lr, momentum, weight_decay)
+            moved(f"{rows}x{cols}")
+
+    def moments(self) -> list[Moment]:
+        """The live tensors; they do not depend on how the matrices are stacked."""
+        return list(self._moments)
+
+    def state_kinds(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and type of the whole state, by PARAMETER.MOMENT."""
+        kinds = {f"{name}.momentum": (tuple(p.shape), p.dtype) for name, p in self.parameters.items()}
+        if self._config.normuon_beta2 is not None:
+            for name, p in self.parameters.items():
+                sizes = second_moment_sizes(self.row_splits[name], p.size(1))
+                kinds[f"{name}.second_moment"] = ((sum(sizes),), p.dtype)
+        return kinds
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """The live tensors, by PARAMETER.MOMENT; they do not depend on how the matrices are stacked."""
-        momentum = {f"{name}.momentum": tensor for name, tensor in self._momentum.items()}
-        return momentum | {f"{name}.second_moment": tensor for name, tensor in self._second_moment.items()}
+        """The live tensors, by PARAMETER.MOMENT."""
+        return {moment.key: moment.tensor for moment in self._moments}
 
     def _step_stack(self, blocks: Sequence[Block], lr: float, momentum: float, weight_decay: float) -> None:
         config = self._config
@@ -168,28 +196,65 @@ class Muon:
             add_decay(update, torch.stack(weights), weight_decay, config, *update.shape[-2:])
         torch._foreach_add_(weights, update.unbind(0), alpha=-lr)
 
-    def _zero_second_moments(self) -> dict[str, Tensor]:
-        return {
-            name: p.new_zeros(sum(second_moment_sizes(self.row_splits[name], p.size(1))), requires_grad=False)
-            for name, p in self.parameters.items()
-        }
-
-    def _stacked_blocks(self) -> list[list[Block]]:
-        stacks: dict[tuple[object, ...], list[Block]] = {}
+    def _stacked_blocks(self, share: Collection[Segment] | None) -> dict[tuple[Any, ...], list[Block]]:
+        stacks: dict[tuple[Any, ...], list[Block]] = {}
         for name, parameter in self.parameters.items():
-            first_row = first_moment = 0
-            cols = parameter.size(1)
+            blocks = self._whole_blocks(name) if share is None else self._owned_blocks(name, share)
             for rows in self.row_splits[name]:
-                moment = None
-                if name in self._second_moment:
-                    moment = self._second_moment[name].narrow(0, first_moment, max(rows, cols))
-                    moment = moment.unsqueeze(neuron_dim(rows, cols))
-                momentum = self._momentum[name].narrow(0, first_row, rows)
-                block = Block(name, parameter, first_row, rows, momentum, moment)
-                stacks.setdefault((rows, cols, parameter.device, parameter.dtype), []).append(block)
-                first_row += rows
-                first_moment += max(rows, cols)
-        return list(stacks.values())
+                stacks.setdefault((rows, parameter.size(1), parameter.device, parameter.dtype), [])
+            for block in blocks:
+                stacks[(block.rows, parameter.size(1), parameter.device, parameter.dtype)].append(block)
+        return stacks
+
+    def _whole_blocks(self, name: str) -> list[Block]:
+        """All blocks of a parameter, on one momentum and one second moment."""
+        p = self.parameters[name]
+        cols, split = p.size(1), self.row_splits[name]
+        momentum = torch.zeros_like(p.detach())
+        self._moments.append(Moment(f"{name}.momentum", tuple(p.shape), 0, momentum))
+        second_moments: list[Tensor | None] = [None] * len(split)
+        if self._config.normuon_beta2 is not None:
+            sizes = second_moment_sizes(split, cols)
+            flat = p.new_zeros(sum(sizes), requires_grad=False)
+            self._moments.append(Moment(f"{name}.second_moment", tuple(flat.shape), 0, flat))
+            parts = zip(split, flat.split(sizes), strict=True)
+            second_moments = [part.unsqueeze(neuron_dim(rows, cols)) for rows, part in parts]
+        first_rows = accumulate(split, initial=0)
+        return [
+            Block(name, p, first_row, rows, momentum.narrow(0, first_row, rows), second_moment)
+            for first_row, rows, second_moment in zip(first_rows, split, second_moments, strict=False)
+        ]
+
+    def _owned_blocks(self, name: str, share: Collection[Segment]) -> list[Block]:
+        """Those of a parameter that are in the share, each with moments of its own."""
+        p = self.parameters[name]
+        cols, split = p.size(1), self.row_splits[name]
+        sizes = second_moment_sizes(split, cols)
+        blocks = []
+        for matrix, first, size in zip(
+            matrices_of(name, cols, split), accumulate(sizes, initial=0), sizes, strict=False
+        ):
+            if matrix.segment not in share:
+                continue
+            leaf = Leaf.of(matrix.segment, p, (matrix.rows, cols))
+            self.leaves.append(leaf)
+            momentum = torch.zeros_like(leaf.own.detach())
+            self._moments.append(Moment(f"{name}.momentum", tuple(p.shape), matrix.segment.start, momentum))
+            second_moment = None
+            if self._config.normuon_beta2 is not None:
+                flat = p.new_zeros(size, requires_grad=False)
+                self._moments.append(Moment(f"{name}.second_moment", (sum(sizes),), first, flat))
+                second_moment = flat.unsqueeze(neuron_dim(matrix.rows, cols))
+            blocks.append(Block(name, leaf.own, 0, matrix.rows, momentum, second_moment))
+        return blocks
+
+
+def matrices_of(name: str, cols: int, split: Sequence[int]) -> list[Matrix]:
+    """The matrices that Muon orthogonalizes of a parameter, by the rows of each."""
+    return [
+        Matrix(name, first_row, rows, cols)
+        for first_row, rows in zip(accumulate(split, initial=0), split, strict=False)
+    ]
 
 
 def row_split(

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from gptlab.config.optim import MuonConfig
+from gptlab.optim.division import Leaf, Moment
 from gptlab.optim.muon import add_decay, directions, neuron_dim, orthogonal_update, row_split, second_moment_sizes
 
 
@@ -90,6 +91,8 @@ class ShardedMuon:
     ) -> None:
         """`row_splits` as for `build_optimizer`. Every rank gives the same matrices in the same order."""
         self.parameters = {matrix.name: matrix.parameter for matrix in matrices}
+        self.leaves: list[Leaf] = []
+        """None: it moves the parameters that it was given."""
         self.row_splits = {m.name: row_split(m.name, m.shape, config, row_splits) for m in matrices}
         self._config = config
         self._compute_dtype = compute_dtype
@@ -117,6 +120,14 @@ class ShardedMuon:
                 self._move(one, update(), lr, weight_decay)
 
         return finish
+
+    def moments(self) -> list[Moment]:
+        """What is here, as if it were all of it: who knows the rows of the ranks knows better."""
+        return [Moment(name, tuple(tensor.shape), 0, tensor) for name, tensor in self.state_tensors().items()]
+
+    def state_kinds(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and type of what is here, by PARAMETER.MOMENT."""
+        return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in self.state_tensors().items()}
 
     def state_tensors(self) -> dict[str, Tensor]:
         """The live tensors of this rank, by PARAMETER.MOMENT."""

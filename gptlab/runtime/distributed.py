@@ -197,6 +197,36 @@ class Group:
                     raise self._liveness.explained(error) from error
                 raise
 
+    def reduce_scatter_later(self, own: Tensor, flat: Tensor, what: str) -> Pending:
+        """Begin to add up the `flat` of all ranks, `size` chunks as long as `own`, of which this rank gets the one with
+        its number: in `own` after `wait()`. All ranks call it in the same order."""
+        if self._liveness is None:
+            own.copy_(flat)
+            return Pending(None, what, None)
+        import torch.distributed as dist
+
+        # Named anew in torch 2.13.
+        call = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
+        try:
+            return Pending(call(own, flat, async_op=True), what, self._liveness)
+        except RuntimeError as error:
+            raise self._liveness.explained(error) from error
+
+    def all_gather_later(self, flat: Tensor, own: Tensor, what: str) -> Pending:
+        """Begin to put the `own` of all ranks, of one length, behind one another into `flat`: there after `wait()`. All
+        ranks call it in the same order."""
+        if self._liveness is None:
+            flat.copy_(own)
+            return Pending(None, what, None)
+        import torch.distributed as dist
+
+        # Named anew in torch 2.13.
+        call = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+        try:
+            return Pending(call(flat, own, async_op=True), what, self._liveness)
+        except RuntimeError as error:
+            raise self._liveness.explained(error) from error
+
     def all_agree(self, number: int, what: str) -> list[int]:
         """Ranks whose `number` (0 <= number < 2^62) is not that of rank 0: none where all have the same."""
         if self._liveness is None:

@@ -14,6 +14,7 @@ from torch.nn import Parameter
 from gptlab.config.errors import UserError
 from gptlab.config.faults import FaultsConfig
 from gptlab.config.model import ModelConfig
+from gptlab.config.roles import Role
 from gptlab.config.run import RunConfig
 from gptlab.data.loader import Loader
 from gptlab.data.rows import RowSource
@@ -58,7 +59,8 @@ def better(one: Best | None, other: Best) -> Best:
 @dataclass(slots=True)
 class TrainState:
     """Owned by the loop; `model_pieces` and `other_pieces` of all ranks and `to_json` are what a checkpoint holds. Here
-    every rank has all weights; a `ShardedState` has a share of them."""
+    every rank has all weights and does all of an update; a `DividedState` does a share of it, a `ShardedState` has a
+    share of the weights."""
 
     model: GPT
     optimizer: CombinedOptimizer
@@ -148,6 +150,15 @@ class TrainState:
         """Around forward and backward passes."""
         return nullcontext()
 
+    def agree_on_overflow(self) -> None:
+        """Let the loss scaler see on every rank what is not finite on any of them."""
+
+    def moved(self, what: str | None) -> None:
+        """To be told by the optimizer what has its new weights."""
+
+    def finish_move(self) -> None:
+        """Wait until this rank has all new weights."""
+
     def model_tensors(self) -> dict[str, Tensor]:
         """Weights by name; a shared table stands once."""
         return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
@@ -227,22 +238,31 @@ def build_state(
     compute_dtype: torch.dtype,
     rank: int = 0,
     world_size: int = 1,
+    make_optimizer: Callable[[GPT, RunConfig], CombinedOptimizer] | None = None,
 ) -> TrainState:
-    """A run that has not begun: weights as initialised, moments at zero, the loader at the rank's first rows."""
+    """A run that has not begun: weights as initialised, moments at zero, the loader at the rank's first rows.
+    `make_optimizer`: None for one that updates everything."""
     model = build_model(config.model, device=device, compute_dtype=compute_dtype, seed=config.seed)
-    roles = parameter_roles(model)
-    optimizer = build_optimizer(
-        ((name, parameter, roles[name]) for name, parameter in model.named_parameters()),
-        config.optim,
-        compute_dtype=compute_dtype,
-        row_splits=fused_rows(model),
-    )
+    optimizer = (make_optimizer or whole_optimizer)(model, config)
     loader = Loader(
         rows, micro_sequences=config.batch.micro_sequences, micro_batches=config.micro_batches, device=device,
         rank=rank, world_size=world_size,
     )  # fmt: skip
     scaler = torch.amp.GradScaler(device.type, enabled=compute_dtype == torch.float16)
     return TrainState(model, optimizer, loader, scaler, device, rank, world_size)
+
+
+def whole_optimizer(model: GPT, config: RunConfig) -> CombinedOptimizer:
+    """One that updates every weight of the model."""
+    return build_optimizer(
+        named_roles(model), config.optim, compute_dtype=model.compute_dtype, row_splits=fused_rows(model)
+    )
+
+
+def named_roles(model: GPT) -> list[tuple[str, Parameter, Role]]:
+    """(name, parameter, role) of each weight: what optimizers are built of."""
+    roles = parameter_roles(model)
+    return [(name, parameter, roles[name]) for name, parameter in model.named_parameters()]
 
 
 def require_weights_of(config: ModelConfig, tensors: Mapping[str, Tensor]) -> None:

@@ -23,7 +23,7 @@ LossFunction = Callable[[Tensor, Tensor], Tensor]
 
 
 class GradientSums(Protocol):
-    """Adds up the gradients of all ranks: `GradientSum`, `ExactSum`, `ShardedGradients`."""
+    """Adds up the gradients of all ranks: `GradientShares`, `GradientSum`, `ExactSum`, `ShardedGradients`."""
 
     def order(self, micro_indices: Sequence[int]) -> Sequence[int]:
         """The places of this rank's micro-batches in the order in which they are to be taken."""
@@ -89,6 +89,7 @@ def update(state: TrainState, config: RunConfig, progress: float, step_fraction:
     """
     # GradScaler looks at param_groups and calls step: all that it needs of an optimizer.
     optimizer = cast(torch.optim.Optimizer, state.optimizer)
+    state.agree_on_overflow()
     state.scaler.unscale_(optimizer)
     norm = float(clip_gradients(state.weights_here(), config.optim.grad_clip, state.total_norm))
     if not math.isfinite(norm) and state.scaler.get_scale() <= 1.0:
@@ -96,7 +97,8 @@ def update(state: TrainState, config: RunConfig, progress: float, step_fraction:
         return Fault("gradient", norm)
     scale = lr_scale(config.schedule, progress, step_fraction)
     momentum = muon_momentum(config.optim.muon, state.step)
-    state.scaler.step(optimizer, scale, momentum, weight_decay_scale(config.schedule, progress))
+    state.scaler.step(optimizer, scale, momentum, weight_decay_scale(config.schedule, progress), state.moved)
     state.scaler.update()
+    state.finish_move()
     state.optimizer.zero_grad()
     return Update(scale, norm)
