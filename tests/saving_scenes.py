@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from distributed_scenes import RANKS, free_ports, play, wait_for_all
+from distributed_scenes import free_ports, play, wait_for_all
 
 from gptlab.train import loop, saving
 from gptlab.train.checkpoint_directory import step_of_temporary
@@ -76,7 +76,7 @@ if __name__ == "__main__":
     scenes = json.loads((folder / "scenes.json").read_text())
     ports = free_ports(len(scenes))
     children = []
-    for rank in range(RANKS):
+    for rank in range(max(scene["ranks"] for scene in scenes)):
         if (pid := os.fork()) == 0:
             for scene, port in zip(scenes, ports, strict=True):
                 if rank < scene["ranks"]:
