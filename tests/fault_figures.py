@@ -21,20 +21,20 @@ FIGURES = ROOT / "build" / "faults"
 BEGIN, END = "<!-- figures: begin -->\n", "<!-- figures: end -->\n"
 
 ROWS = {
-    "failpoints-1": "SIGKILL at a file operation of a run, 1 process",
-    "failpoints-2-0": "the same on rank 0 of 2",
-    "failpoints-2-1": "the same on rank 1 of 2",
-    "failpoints-load-1": "SIGKILL at a file operation of a resume, 1 process",
-    "failpoints-load-2-0": "the same on rank 0 of 2",
-    "failpoints-load-2-1": "the same on rank 1 of 2",
+    "failpoints-1": "SIGKILL at every file operation of a run, 1 process",
+    "failpoints-2-0": "SIGKILL at every file operation of saves and retention that leaves a trace, rank 0 of 2",
+    "failpoints-2-1": "the same, rank 1 of 2",
+    "failpoints-load-1": "SIGKILL at every file operation of a resume, 1 process",
+    "failpoints-load-2-0": "SIGKILL at one file operation of each kind of a resume, rank 0 of 2",
+    "failpoints-load-2-1": "the same in a resume, rank 1 of 2",
     "kills-1": "SIGKILL at a random moment, 1 process",
-    "kills-2-one": "the same of one rank of 2",
-    "kills-2-all": "the same of both ranks at once",
+    "kills-2-one": "SIGKILL at a random moment, one rank of 2",
+    "kills-2-all": "SIGKILL at a random moment, both ranks at once",
     "steps-1": "resume from each of 40 steps, 1 process",
-    "steps-2": "the same with 2 processes",
+    "steps-2": "resume from each of 40 steps, 2 processes",
     "flips": "one bit of a checkpoint's files turned over",
     "damage": "a checkpoint's file cut, filled with zeros, longer, gone, or of another checkpoint",
-    "parts": "a part of a checkpoint left out, or as if it had been forgotten",
+    "parts": "a part of a checkpoint left out, and as it was at the start",
 }
 """What is done in each row."""
 

@@ -127,8 +127,9 @@ def cut(path: Path, other: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
-def cut_by_one(path: Path, other: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-1])
+def shorter(path: Path, other: Path) -> None:
+    """By two bytes: the last one of a manifest is a line's end, without which it says the same."""
+    path.write_bytes(path.read_bytes()[:-2])
 
 
 def empty(path: Path, other: Path) -> None:
@@ -170,7 +171,7 @@ def mixed_with_manifest(path: Path, other: Path) -> None:
 def test_a_file_damaged(runs: ForkedRuns, folder: Path) -> None:
     started = time.perf_counter()
     harms: list[Callable[[Path, Path], None]] = [
-        cut, cut_by_one, empty, longer, zeros, zero_block, gone, mixed, mixed_with_manifest,
+        cut, shorter, empty, longer, zeros, zero_block, gone, mixed, mixed_with_manifest,
     ]  # fmt: skip
     done, problems = 0, []
     for ranks in (1, 2):

@@ -216,6 +216,15 @@ class TestContracts:
         assert f"training is {EXIT_INTERRUPTED}, a reader that closed the pipe {EXIT_BROKEN_PIPE}" in CONTRACTS
 
 
+class TestReliability:
+    PAGE = TEXTS["docs/reliability.md"]
+
+    def test_names_tests_that_are_there(self) -> None:
+        named = set(re.findall(r"`(tests/\w+\.py)`", self.PAGE))
+        assert named
+        assert all((ROOT / name).is_file() for name in named)
+
+
 class TestQuickstartOutput:
     """The output in the README is a real run's; here only that it still has the form of one."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shutil
@@ -42,8 +43,9 @@ def runs(folder: Path) -> Iterator[ForkedRuns]:
 class Victim:
     """One run on so many ranks, which `rank` does not survive."""
 
-    def __init__(self, runs: ForkedRuns, folder: Path, ranks: int, rank: int) -> None:
+    def __init__(self, runs: ForkedRuns, folder: Path, ranks: int, rank: int, *, steps: int = FLAGS["steps"]) -> None:
         self.runs = runs
+        self.flags = FLAGS | {"steps": steps}
         self.ranks = ranks
         self.rank = rank
         self.run = folder / "run"
@@ -54,7 +56,7 @@ class Victim:
         self.expected: Outcome = outcome(self.whole)
 
     def start(self, run: Path, **options: Any) -> Ended:
-        argv = ["train", *arguments(run.parent, run.name, FLAGS)]
+        argv = ["train", *arguments(run.parent, run.name, self.flags)]
         return self.runs.run(argv, ranks=self.ranks, **options)
 
     def go_on(self, run: Path, **options: Any) -> Ended:
@@ -109,10 +111,12 @@ class Victim:
         """A run that was killed right behind the rename of step 2's checkpoint: its line is missing, and what it
         replaces is still there."""
         shutil.rmtree(self.run, ignore_errors=True)
+        rank, self.rank = self.rank, 0  # which renames
         points = self.points(self.start, self.run)
         (renamed,) = (i for i, point in enumerate(points) if re.match(r"rename \S*step-00000002\.tmp", point))
         shutil.rmtree(self.run)
         assert self.killed(self.start, points[renamed + 1], all_die=True) is None
+        self.rank = rank
         self.run.rename(self.template)
 
 
@@ -169,14 +173,15 @@ class TestSpread:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("ranks", "rank"), [(1, 0), (2, 0), (2, 1)])
 class TestEvery:
-    """With one process, every file operation; with two, every one that leaves a trace."""
+    """With one process, every file operation; with two, in saves and retention every one that leaves a trace, and in a
+    resume one of each kind."""
 
     def test_of_a_run(self, runs: ForkedRuns, folder: Path, tmp_path: Path, ranks: int, rank: int) -> None:
         started = time.perf_counter()
-        victim = Victim(runs, link(folder, tmp_path), ranks, rank)
+        victim = Victim(runs, link(folder, tmp_path), ranks, rank, steps=3 if ranks == 1 else 2)
         points = victim.points(victim.start, victim.run)
         if ranks > 1:
-            points = [point for point in points if changes_files(point)]
+            points = [point for point in of_checkpoints(points) if changes_files(point)]
         problems = victim.of_runs(points)
         name = "failpoints-1" if ranks == 1 else f"failpoints-2-{rank}"
         fault_figures.note(name, done=len(points), problems=problems, started=started)
@@ -187,7 +192,8 @@ class TestEvery:
         victim.make_template()
         points = victim.points(victim.go_on, copied(victim.template, victim.run))
         if ranks > 1:
-            points = list(spread(points))
+            of_next_save = re.compile(r"\w+ checkpoints/\.step-\d+\.tmp-")
+            points = spread(itertools.takewhile(lambda point: not of_next_save.match(point), points))
         problems = victim.of_loads(points)
         name = "failpoints-load-1" if ranks == 1 else f"failpoints-load-2-{rank}"
         fault_figures.note(name, done=len(points), problems=problems, started=started)

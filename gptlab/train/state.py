@@ -34,6 +34,10 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+# Of the others nobody asks when they were done: they are due by steps alone, and no clock of them is saved.
+_DUE_BY_CLOCK = ("evaluated", "saved")
+
+
 @dataclass(frozen=True, slots=True)
 class Mark:
     """When something was last done: evaluated, core_measured, sampled, saved."""
@@ -189,7 +193,10 @@ class TrainState:
             "loader": self.loader.state_dict(),
             "optimizer": self.optimizer.state_json(),
             "scaler": self.scaler.state_dict(),
-            "marks": {name: mark and asdict(mark) for name, mark in self._marks().items()},
+            "marks": {
+                name: mark and (asdict(mark) if name in _DUE_BY_CLOCK else {"step": mark.step})
+                for name, mark in self._marks().items()
+            },
             "val_loss": self.val_loss,
             "val_bpb": self.val_bpb,
             "core_metric": self.core_metric,
@@ -212,7 +219,7 @@ class TrainState:
             self.scaler.load_state_dict(saved["scaler"])
         for name in self._marks().keys() & saved["marks"].keys():
             mark = saved["marks"][name]
-            setattr(self, name, mark and Mark(**mark))
+            setattr(self, name, mark and Mark(mark["step"], mark.get("train_seconds", 0.0)))
         self.val_loss, self.val_bpb = saved["val_loss"], saved["val_bpb"]
         self.core_metric = saved.get("core_metric")  # checkpoints of the first version have none, and no mark for it
         self.best, self.best_saved = (saved[name] and Best(**saved[name]) for name in ("best", "best_saved"))
