@@ -126,7 +126,7 @@ class RuntimeConfig:
     """A training loss above this (nats/token) ends the run with exit code 3 (seed 3: 100)."""
     process_timeout_seconds: float = 600.0
     """With several processes: one that keeps the others waiting for so long is taken for lost, and the run ends with
-    exit code 3. More than the slowest save or sample takes, which rank 0 does while the others wait."""
+    exit code 3. More than the slowest sample takes, which rank 0 makes while the others wait."""
 
     def __post_init__(self) -> None:
         kinds = ("auto", "cpu", "cuda", "mps")
