@@ -22,7 +22,7 @@ from torch import Tensor
 
 from gptlab.config.errors import UserError
 from gptlab.runtime.distributed import Group, Pending, World
-from gptlab.runtime.liveness import Liveness
+from gptlab.runtime.liveness import Liveness, PeerFailed
 from gptlab.runtime.metrics import read_metrics
 from gptlab.train.agreement import checksum
 from gptlab.train.checkpoint import Checkpoint, list_checkpoints, load_checkpoint
@@ -283,6 +283,27 @@ class TestLostRanks:
         assert float(re.findall(r"SECONDS (.*)", output)[0]) < 2.0 + 5.0
         assert re.findall(r"CODES (.*)", output) == ["[3, 3, -9, 0, 0, 0]"]
         assert json.loads((played / "hung" / "run.json").read_text())["status"] == "failed"
+
+    def test_one_that_takes_the_store_along_is_named(self) -> None:
+        """Without torchrun, rank 0 keeps it."""
+
+        class Gone:
+            def __getattr__(self, name: str) -> Any:
+                def call(*args: Any) -> Any:
+                    raise RuntimeError("Connection reset by peer")
+
+                return call
+
+        with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+            ended.wait()
+        liveness = Liveness(1, 2, Gone())
+        me = liveness.who_am_i()
+        liveness.start([me | {"pid": ended.pid}, me])
+        try:
+            with pytest.raises(PeerFailed, match=rf"rank 0 died \(process {ended.pid}\)"):
+                Group(World(1, 2), liveness, Gone()).broadcast("anything")
+        finally:
+            liveness.close()
 
     def test_one_that_never_came_is_not_waited_for_without_end(self) -> None:
         """Killed before anybody had heard of it, so that nobody watches it."""

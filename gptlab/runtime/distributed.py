@@ -269,14 +269,23 @@ class Group:
     def _say(
         self, name: str, value: Any, speakers: list[int], within_seconds: float = math.inf, *, timed: bool = False
     ) -> list[Any]:
+        """PeerFailed where the store is gone, with the rank or the launcher that kept it."""
         assert self._liveness is not None
+        try:
+            return self._say_to(self._liveness, name, value, speakers, within_seconds, timed=timed)
+        except RuntimeError as error:
+            raise self._liveness.explained(error) from error
+
+    def _say_to(
+        self, liveness: Liveness, name: str, value: Any, speakers: list[int], within_seconds: float, *, timed: bool
+    ) -> list[Any]:
         place, self._said = self._said, self._said + 1
         if self.rank in speakers:
             self._store.set(f"said/{place}/{self.rank}", json.dumps({"at": name, "value": value}))
         pause, until = _FIRST_LOOK_SECONDS, time.monotonic() + within_seconds
-        with self._liveness.waiting_for(speakers, place, name if timed else ""):
+        with liveness.waiting_for(speakers, place, name if timed else ""):
             while not self._store.check([f"said/{place}/{rank}" for rank in speakers]):
-                self._liveness.raise_if_failed()
+                liveness.raise_if_failed()
                 if time.monotonic() > until:
                     silent = [rank for rank in speakers if not self._store.check([f"said/{place}/{rank}"])]
                     raise UserError(

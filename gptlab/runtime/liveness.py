@@ -155,9 +155,12 @@ class Liveness:
                 self._write_down(Failure(self._rank, exit_code, f"{type(error).__name__}: {error}", True))
 
     def _write_down(self, failure: Failure) -> None:
-        """The first one counts."""
-        standing = self._store.compare_set("failure", "", json.dumps(asdict(failure)))
-        self.failure = Failure(**json.loads(standing))
+        """The first one counts; where the store is gone, this process's own."""
+        try:
+            standing = self._store.compare_set("failure", "", json.dumps(asdict(failure)))
+            self.failure = Failure(**json.loads(standing))
+        except RuntimeError:
+            self.failure = self.failure or failure
 
     def _hear(self) -> None:
         if self.failure is None and self._store.check(["failure"]):
@@ -175,8 +178,11 @@ class Liveness:
                     self._write_down(lost)
                 tries = 0
             except RuntimeError:
-                # The store is gone: torchrun was killed, or the machine that it ran on.
+                # The store is gone: torchrun was killed, or the machine that it ran on, or the rank that kept it.
                 tries += 1
+                dead = [rank for rank, (pid, started) in self._here.items() if not _lives(pid, started)]
+                if dead and tries == 2 and self.failure is None:
+                    self.failure = self._failure(dead[0], f"died (process {self._here[dead[0]][0]})")
                 if tries == _STORE_TRIES and self.failure is None:
                     text = f"rank {self._rank} lost its launcher (the store of torchrun) in step {self.step}"
                     self.failure = Failure(self._rank, EXIT_LOST, text, False)
