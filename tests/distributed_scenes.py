@@ -12,6 +12,7 @@ import io
 import json
 import math
 import os
+import random
 import signal
 import socket
 import sys
@@ -113,11 +114,16 @@ def broken(gradients: Callable[..., Tensor], what: dict[str, Any] | None, rank: 
 
 
 def free_ports(n: int) -> list[int]:
-    with contextlib.ExitStack() as held:
-        sockets = [held.enter_context(socket.socket()) for _ in range(n)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
+    """Below those that Linux gives away by itself (32768 on): gloo's own sockets, and whatever else runs here, would
+    take one of a later scene now and then."""
+    found: list[int] = []
+    for port in random.sample(range(20_000, 32_000), 1_000):
+        with socket.socket() as one, contextlib.suppress(OSError):
+            one.bind(("127.0.0.1", port))
+            found.append(port)
+        if len(found) == n:
+            break
+    return found
 
 
 def play_all(folder: Path, scenes: list[dict[str, Any]], ports: list[int], rank: int) -> None:
