@@ -9,6 +9,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+import fault_figures
 import pytest
 from tiny_runs import write_bundle
 
@@ -223,6 +224,16 @@ class TestReliability:
         named = set(re.findall(r"`(tests/\w+\.py)`", self.PAGE))
         assert named
         assert all((ROOT / name).is_file() for name in named)
+
+    def test_figures_are_those_of_the_long_tests(self) -> None:
+        """From a real run; here only that its rows are those of the tests, and that everything survived."""
+        figures = self.PAGE.partition(fault_figures.BEGIN)[2].partition(fault_figures.END)[0]
+        rows = table(figures, "what is done")
+        assert [*rows] == [*(name for name in fault_figures.ROWS.values() if name in rows), "all"]
+        for figure in rows.values():
+            done, survived, _ = figure.split(" | ")
+            assert done == survived
+        assert re.search(r"; commit [0-9a-f]{10}(, [0-9a-f]{10})*\.\n", figures)
 
 
 class TestQuickstartOutput:
