@@ -226,10 +226,10 @@ class TestReliability:
         assert all((ROOT / name).is_file() for name in named)
 
     def test_figures_are_those_of_the_long_tests(self) -> None:
-        """From a real run; here only that its rows are those of the tests, and that everything survived."""
+        """From a real run; here only that every row is there, and that everything survived."""
         figures = self.PAGE.partition(fault_figures.BEGIN)[2].partition(fault_figures.END)[0]
         rows = table(figures, "what is done")
-        assert [*rows] == [*(name for name in fault_figures.ROWS.values() if name in rows), "all"]
+        assert [*rows] == [*fault_figures.ROWS.values(), "all"]
         for figure in rows.values():
             done, survived, _ = figure.split(" | ")
             assert done == survived
