@@ -110,14 +110,16 @@ def break_data(steps: Sequence[int], what: str, factor: float = float("nan")) ->
 
 
 def play(scene: Mapping[str, Any], rank: int, attempt: int) -> dict[str, Any]:
-    """One command on one rank: what it printed, how it ended, its weights and moments behind every update."""
+    """One command on one rank: what it printed, how it ended, weights and its moments behind every update."""
     weights: list[int] = []
+    moments: list[int] = []
     update = loop.update
 
     def noting_update(state: TrainState, *args: Any) -> Any:
         done = update(state, *args)
         if isinstance(done, Update):
-            weights.append(checksum([*state.model.parameters(), *state.optimizer.state_tensors().values()]))
+            weights.append(checksum(state.model.parameters()))
+            moments.append(checksum(state.optimizer.state_tensors().values()))
         return done
 
     loop.update = noting_update  # type: ignore[assignment]
@@ -127,7 +129,7 @@ def play(scene: Mapping[str, Any], rank: int, attempt: int) -> dict[str, Any]:
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = main(scene["argv"].get(str(rank), scene["argv"]["0"]))
-    return {"code": code, "out": out.getvalue(), "err": err.getvalue(), "weights": weights}
+    return {"code": code, "out": out.getvalue(), "err": err.getvalue(), "weights": weights, "moments": moments}
 
 
 def start_rank(folder: Path, scene: Mapping[str, Any], rank: int, attempt: int, port: int, job: bool) -> int:

