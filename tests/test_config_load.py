@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gptlab.config.errors import ConfigError, UserError
@@ -41,7 +41,6 @@ def test_every_recipe_survives_json_exactly(name: str) -> None:
     assert json.loads(json.dumps(config_to_json(config))) == config_to_json(config)
 
 
-@settings(deadline=None)  # a busy machine is no failure
 @given(
     lr=st.floats(0, 1e300, allow_nan=False),
     seed=st.integers(0, 2**63 - 1),

@@ -42,7 +42,7 @@ def same(a: StepBatch, b: StepBatch) -> bool:
     )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     micro_batches=st.integers(1, 5),
     micro_sequences=st.integers(1, 4),

@@ -37,14 +37,14 @@ def planned(lengths: list[int], seq_len: int, overhang: str, buffer: int) -> tup
     return plan, [list(range(s, s + n)) for s, n in zip(starts.tolist(), lengths, strict=True)]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(lengths=lengths_of_documents, seq_len=st.integers(1, 40), buffer=st.integers(1, 12))
 def test_crop_places_what_nanochats_loader_places(lengths: list[int], seq_len: int, buffer: int) -> None:
     plan, documents = planned(lengths, seq_len, "crop", buffer)
     assert as_rows(plan, documents) == crop_rows(documents, seq_len + 1, buffer)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(lengths=lengths_of_documents, seq_len=st.integers(1, 40), buffer=st.integers(1, 12))
 @pytest.mark.parametrize("overhang", ["cut", "pad"])
 def test_cut_and_pad_place_what_the_oracle_places(overhang: str, lengths: list[int], seq_len: int, buffer: int) -> None:
@@ -53,7 +53,7 @@ def test_cut_and_pad_place_what_the_oracle_places(overhang: str, lengths: list[i
     assert as_rows(plan, documents) == cut_rows(documents, seq_len + 1, buffer, smallest_cut)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(lengths=st.lists(st.integers(0, 3000), min_size=1, max_size=60), buffer=st.integers(1, 50))
 @pytest.mark.parametrize("overhang", ["cut", "pad"])
 def test_every_token_is_placed_once_and_rows_hold_what_they_may(overhang: str, lengths: list[int], buffer: int) -> None:

@@ -145,7 +145,7 @@ def test_a_file_too_large_for_a_table_is_not_read(tmp_path: Path, monkeypatch: p
         read_plain_pickle(path)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.data())
 def test_whatever_the_bytes_are_the_answer_is_plain_or_a_refusal(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

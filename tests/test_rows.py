@@ -52,7 +52,7 @@ def whole_rows(rows: RowSource, epoch: int = 0) -> list[tuple[int, ...]]:
 lengths_of_documents = st.lists(st.integers(0, 60), min_size=1, max_size=30).filter(lambda n: sum(n) + len(n) > 20)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     lengths=lengths_of_documents, seq_len=st.integers(1, 20), buffer=st.integers(1, 10), seed=st.integers(0, 2**63 - 1)
 )
@@ -80,7 +80,7 @@ def test_packed_rows_hold_what_the_oracle_packs(
         assert (np.diff(padded.astype(int), axis=1) >= 0).all()
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(lengths=lengths_of_documents, seq_len=st.integers(1, 20), buffer=st.integers(1, 10))
 @pytest.mark.parametrize("mode", ["cut", "crop"])
 def test_the_fate_of_every_packed_token_adds_up(mode: str, lengths: list[int], seq_len: int, buffer: int) -> None:
@@ -202,7 +202,7 @@ def validation_targets(rows: RowSource) -> list[int]:
     return [int(t) for t in epoch_of(rows)[1].reshape(-1) if t != IGNORED]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(lengths=st.lists(st.integers(1, 60), min_size=1, max_size=20), seq_len=st.integers(1, 20), data=st.data())
 @pytest.mark.parametrize("bos_id", [BOS, None])
 def test_validation_is_fixed_by_content_and_covers_every_token_once(
