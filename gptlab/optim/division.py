@@ -58,15 +58,10 @@ class Matrix:
 class Message:
     segments: tuple[tuple[Segment, ...], ...]
     """What each rank owns of it."""
-
-    @property
-    def chunk(self) -> int:
-        """Elements for each rank; who owns fewer has zeros behind them."""
-        return max(sum(segment.count for segment in owned) for owned in self.segments)
-
-    @property
-    def names(self) -> frozenset[str]:
-        return frozenset(segment.name for owned in self.segments for segment in owned)
+    chunk: int
+    """Elements for each rank; who owns fewer has zeros behind them."""
+    names: frozenset[str]
+    """Of the parameters that have a part in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +114,20 @@ def divide(
     )
 
 
+def even_share(sizes: Mapping[str, int], rank: int, n_ranks: int) -> list[Segment]:
+    """The part of `rank` where parameters of so many elements, behind one another, are cut into parts of the same
+    length, plus or minus one."""
+    total = sum(sizes.values())
+    first, end = total * rank // n_ranks, total * (rank + 1) // n_ranks
+    before, segments = 0, []
+    for name, size in sizes.items():
+        start, stop = max(first - before, 0), min(end - before, size)
+        if start < stop:
+            segments.append(Segment(name, start, stop - start))
+        before += size
+    return segments
+
+
 def _deal(matrices: Sequence[Matrix], n_ranks: int) -> list[list[list[Matrix]]]:
     """Rounds: for each rank the matrices that it gets."""
     alike: dict[str, list[Matrix]] = {}
@@ -152,18 +161,8 @@ def _runs(
         gathered[-1].append(name)
     runs = []
     for names in gathered:
-        total = sum(sizes[name] for name in names)
-        owned: list[list[Segment]] = []
-        for rank in range(n_ranks):
-            first, end = total * rank // n_ranks, total * (rank + 1) // n_ranks
-            before, segments = 0, []
-            for name in names:
-                start, stop = max(first - before, 0), min(end - before, sizes[name])
-                if start < stop:
-                    segments.append(Segment(name, start, stop - start))
-                before += sizes[name]
-            owned.append(segments)
-        runs.append(_message(owned))
+        of_run = {name: sizes[name] for name in names}
+        runs.append(_message([even_share(of_run, rank, n_ranks) for rank in range(n_ranks)]))
     return runs
 
 
@@ -181,7 +180,11 @@ def _packed(units: Sequence[Message], n_ranks: int, message_elements: int) -> li
 
 
 def _message(owned: Sequence[Sequence[Segment]]) -> Message:
-    return Message(tuple(tuple(segments) for segments in owned))
+    return Message(
+        tuple(tuple(segments) for segments in owned),
+        max(sum(segment.count for segment in segments) for segments in owned),
+        frozenset(segment.name for segments in owned for segment in segments),
+    )
 
 
 @dataclass(frozen=True, slots=True)

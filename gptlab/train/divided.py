@@ -274,9 +274,8 @@ def _joined(
     parts = []
     for owned in of_ranks:
         for segment in owned:
-            tensor = tensors.get(segment.name)
-            here = like.new_zeros(segment.count) if tensor is None else tensor
-            parts.append(here if tensor is None else here[segment.start : segment.start + segment.count])
+            tensor, end = tensors.get(segment.name), segment.start + segment.count
+            parts.append(like.new_zeros(segment.count) if tensor is None else tensor[segment.start : end])
         if missing := message.chunk - sum(segment.count for segment in owned):
             parts.append(like.new_zeros(missing))
     return torch.cat(parts)

@@ -21,7 +21,7 @@ as it is: adding zeros instead would turn -0 into 0.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,8 +29,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from gptlab.config.parallel import EXACT_WORLD_SIZES
+from gptlab.optim.division import MESSAGE_BYTES
 from gptlab.runtime.distributed import Group
-from gptlab.train.gradient_sum import BUCKET_BYTES
+from gptlab.train.gradient_sum import in_buckets
 
 SHARDS = max(EXACT_WORLD_SIZES)
 
@@ -50,13 +51,13 @@ class ExactSum:
     gradient and one place here."""
 
     def __init__(
-        self, parameters: Iterable[Parameter], group: Group, *, micro_batches: int, bucket_bytes: int = BUCKET_BYTES
+        self, parameters: Iterable[Parameter], group: Group, *, micro_batches: int, bucket_bytes: int = MESSAGE_BYTES
     ) -> None:
         assert group.size in EXACT_WORLD_SIZES
         self._parameters = [p for p in parameters if p.requires_grad]
         self._group = group
         self._micro_batches = micro_batches
-        self._bucket_bytes = bucket_bytes
+        self._buckets = in_buckets(self._parameters, bucket_bytes)
         self._waiting: list[_Sum] = []
         """For the other half of their level; the last one is the first to get it."""
         self._missing: set[Parameter] = set()
@@ -92,7 +93,7 @@ class ExactSum:
         own = self._waiting.pop() if self._waiting else _Sum([p.detach() for p in self._parameters], loss)
         assert not self._waiting
         with self._group.together("gradients"):
-            for bucket in self._buckets():
+            for bucket in self._buckets:
                 gradients = own.gradients[: len(bucket)]
                 del own.gradients[: len(bucket)]  # kept no longer than needed
                 if self._group.size > 1:
@@ -138,20 +139,6 @@ class ExactSum:
                 flat = flat.add_(received) if mine else received
             stride //= 2
         return flat
-
-    def _buckets(self) -> Iterator[list[Parameter]]:
-        """In the order of the parameters, of one type and device each, at most `bucket_bytes` or one parameter."""
-        bucket: list[Parameter] = []
-        size_bytes = 0
-        for parameter in self._parameters:
-            alike = not bucket or (bucket[-1].dtype, bucket[-1].device) == (parameter.dtype, parameter.device)
-            if bucket and (not alike or size_bytes + parameter.nbytes > self._bucket_bytes):
-                yield bucket
-                bucket, size_bytes = [], 0
-            bucket.append(parameter)
-            size_bytes += parameter.nbytes
-        if bucket:
-            yield bucket
 
 
 def held_sums(micro_batches: int) -> int:

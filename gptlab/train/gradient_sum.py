@@ -14,11 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from gptlab.optim.division import MESSAGE_BYTES
 from gptlab.runtime.distributed import Group, Pending
-
-# Small buckets pay a message's latency often; large ones begin late, and the last one, which nothing hides, is long.
-# torch's DistributedDataParallel takes 25 MiB too (Li et al., VLDB 2020, found 10 to 25 MB best on 16 and 32 GPUs).
-BUCKET_BYTES = 25 * 2**20
 
 
 @dataclass(slots=True)
@@ -36,9 +33,10 @@ class GradientSum:
     """A parameter that stands twice in the model (a tied table) has one gradient and one place here. A rank without a
     micro-batch adds zeros."""
 
-    def __init__(self, parameters: Iterable[Parameter], group: Group, *, bucket_bytes: int = BUCKET_BYTES) -> None:
+    def __init__(self, parameters: Iterable[Parameter], group: Group, *, bucket_bytes: int = MESSAGE_BYTES) -> None:
         self._group = group
-        self._buckets = _buckets([p for p in parameters if p.requires_grad], bucket_bytes)
+        backwards = reversed([p for p in parameters if p.requires_grad])
+        self._buckets = [_Bucket(bucket) for bucket in in_buckets(backwards, bucket_bytes)]
         self._place = {p: bucket for bucket in self._buckets for p in bucket.parameters}
         self._next = 0
         """Buckets before this one have left."""
@@ -102,16 +100,16 @@ class GradientSum:
         self._next += 1
 
 
-def _buckets(parameters: list[Parameter], bucket_bytes: int) -> list[_Bucket]:
-    """From the last parameter to the first, of one type and device each, at most `bucket_bytes` or one parameter."""
-    buckets: list[_Bucket] = []
+def in_buckets(parameters: Iterable[Parameter], bucket_bytes: int) -> list[list[Parameter]]:
+    """In their order, of one type and device each, at most `bucket_bytes` or one parameter."""
+    buckets: list[list[Parameter]] = []
     size_bytes = 0
-    for parameter in reversed(parameters):
-        last = buckets[-1].parameters[-1] if buckets else None
+    for parameter in parameters:
+        last = buckets[-1][-1] if buckets else None
         alike = last is not None and (last.dtype, last.device) == (parameter.dtype, parameter.device)
         if not alike or size_bytes + parameter.nbytes > bucket_bytes:
-            buckets.append(_Bucket([]))
+            buckets.append([])
             size_bytes = 0
-        buckets[-1].parameters.append(parameter)
+        buckets[-1].append(parameter)
         size_bytes += parameter.nbytes
     return buckets

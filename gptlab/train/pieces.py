@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from gptlab.optim.division import even_share
+
 
 @dataclass(frozen=True, slots=True)
 class Piece:
@@ -50,14 +52,13 @@ def share_of(tensors: Mapping[str, Tensor], rank: int, size: int) -> list[Piece]
     minus one, in the order of `tensors`. Views, where the tensors are contiguous."""
     if size == 1:
         return whole_pieces(tensors)
-    pieces = []
-    total = sum(tensor.numel() for tensor in tensors.values())
-    first, end = total * rank // size, total * (rank + 1) // size
-    before = 0
-    for name, tensor in tensors.items():
-        start, stop = max(first - before, 0), min(end - before, tensor.numel())
-        # An empty tensor has no element that could tell whose it is: the first rank's.
-        if start < stop or (tensor.numel() == 0 and rank == 0):
-            pieces.append(Piece(name, tuple(tensor.shape), start, tensor.detach().reshape(-1)[start:stop]))
-        before += tensor.numel()
-    return pieces
+    # An empty tensor has no element that could tell whose it is: the first rank's.
+    empty = {name: tensor for name, tensor in tensors.items() if tensor.numel() == 0 and rank == 0}
+    segments = even_share({name: tensor.numel() for name, tensor in tensors.items()}, rank, size)
+    return whole_pieces(empty) + [
+        Piece(
+            segment.name, tuple(tensors[segment.name].shape), segment.start,
+            tensors[segment.name].detach().reshape(-1)[segment.start : segment.start + segment.count],
+        )
+        for segment in segments
+    ]  # fmt: skip
