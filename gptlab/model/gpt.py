@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from gptlab.config.model import Activation, ModelConfig
 from gptlab.model.attention import apply_rotary, cached_attention, causal_attention, rotary_tables
+from gptlab.model.attention_kernel import attention_by_kernel, kernel_available
 from gptlab.model.head import HeadLoss, softcap
 from gptlab.model.kv_cache import KVCache
 from gptlab.runtime.rng import fold_seed
@@ -74,6 +76,7 @@ class Attention(nn.Module):
         self.n_head, self.n_kv_head = config.n_head, config.kv_heads
         self.window = config.layer_windows()[layer]
         self.dropout = config.dropout
+        self.by_kernel = False  # see GPT.choose_kernels
         rows = (self.n_head + 2 * self.n_kv_head) * self.head_dim
         self.qkv = Linear(config.n_embd, rows, bias=config.bias)
         self.out = Linear(config.n_embd, config.n_embd, bias=config.bias)
@@ -98,9 +101,14 @@ class Attention(nn.Module):
             q, k = apply_rotary(q, *rotary), apply_rotary(k, *rotary)
         if self.qk_norm is not None:
             q, k = self.qk_norm(q), self.qk_norm(k)
+        dropout = self.dropout if self.dropout > 0 and self.training else 0.0
+        if cache is None and dropout == 0 and self.by_kernel:
+            if rotary is not None or self.qk_norm is not None or value is not None:
+                heads = torch.cat((q, k, v), dim=2)
+            y = attention_by_kernel(heads, self.n_head, window=self.window)
+            return self.out(y.reshape(batch, n_tokens, -1))
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if cache is None:
-            dropout = self.dropout if self.dropout > 0 and self.training else 0.0
             y = causal_attention(q, k, v, window=self.window, dropout=dropout)
         else:
             y = cached_attention(q, *cache.append(self.layer, k, v), window=self.window)
@@ -267,6 +275,13 @@ class GPT(nn.Module):
             self.cos.copy_(cos)
             self.sin.copy_(sin)
 
+    def choose_kernels(self) -> None:
+        """To be called where the weights have their device, before anything is compiled."""
+        on_cpu = self.token_embedding.weight.device.type == "cpu"
+        by_kernel = on_cpu and self.compute_dtype == torch.float32 and kernel_available()
+        for block in self.blocks:
+            cast(Block, block).attention.by_kernel = by_kernel
+
 
 def _initial_values(name: str, values: Tensor, config: ModelConfig, generator: torch.Generator) -> Tensor:
     if name.endswith("norm.weight"):
@@ -310,4 +325,5 @@ def build_model(config: ModelConfig, *, device: torch.device, compute_dtype: tor
     if config.tied_head:  # to_empty gives every module a tensor of its own
         model.head.weight = model.token_embedding.weight
     model.init_weights(seed)
+    model.choose_kernels()
     return model

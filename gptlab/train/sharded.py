@@ -157,6 +157,7 @@ def build_sharded_state(
         for name, values in model.initial_weights(config.seed):
             shards[name].here.copy_(shards[name].part(values))
         model.init_buffers()
+    model.choose_kernels()
 
     def make_muon(
         matrices: Mapping[str, Parameter],

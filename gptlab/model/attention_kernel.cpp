@@ -1,0 +1,324 @@
+// Causal attention of float32 heads on a CPU, forward and backward, in one pass over blocks that stay in the cache.
+//
+// The scores of 64 queries against 64 keys exist at one time (the softmax kept running, as in FlashAttention,
+// arXiv:2205.14135; the backward pass makes them again from the log-sum-exp, arXiv:2307.08691). What causality hides is
+// left out, down to tiles of the diagonal blocks. All four matrix products of a block run through `tile`. Measured
+// against batched products and a fused softmax on two Zen 4 cores, forward and backward: docs/LOG.md, 2026-11-20.
+//
+// heads   (batch, tokens, n_head + 2 n_kv_head, width): queries, keys, values of each token, contiguous
+// y       (batch, tokens, n_head, width)
+// lse     (batch, n_head, tokens): log of the sum of the exponentials of a query's scaled scores
+// scratch (threads, attention_scratch(...)), aligned to 64 bytes
+//
+// A task is one key-value head of one sequence with all of its queries, done by one thread in one order: the bits do
+// not depend on the number of threads, nor on what else is in the batch.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+namespace {
+
+// Vectors of W floats, and MR x NV of them as the accumulators of a tile: as many registers as leave room for a row of
+// the right factor and one element of the left.
+#if defined(__AVX512F__)
+constexpr int W = 16, MR = 8, NV = 2;
+#elif defined(__AVX__)
+constexpr int W = 8, MR = 4, NV = 2;
+#else
+constexpr int W = 4, MR = 4, NV = 4;
+#endif
+constexpr int NR = W * NV;
+constexpr long BLOCK = 64;
+static_assert(BLOCK % NR == 0 && BLOCK % MR == 0 && std::max(W, MR) % std::min(W, MR) == 0, "blocks are whole tiles");
+
+typedef float vec __attribute__((vector_size(W * sizeof(float))));
+typedef int32_t bits __attribute__((vector_size(W * sizeof(int32_t))));
+
+inline vec load(const float* from) {
+    vec v;
+    std::memcpy(&v, from, sizeof v);
+    return v;
+}
+
+inline void store(float* to, vec v) { std::memcpy(to, &v, sizeof v); }
+
+inline vec all(float x) { return x - vec{}; }
+
+inline vec select(bits chosen, vec a, vec b) { return (vec)((chosen & (bits)a) | (~chosen & (bits)b)); }
+
+inline long round_up(long n, long to) { return (n + to - 1) / to * to; }
+
+// exp(x) for x up to 0 and a little more, 0 below the smallest normal number, NaN for NaN. Polynomial: Cephes, expf.c.
+inline vec exponential(vec x) {
+    const vec lowest = all(-87.33f);
+    const bits vanishes = x < lowest;
+    x = select(vanishes, lowest, x);
+    const vec to_integer = all(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer, which the low bits then hold
+    const vec shifted = x * 1.44269504088896341f + to_integer;
+    const vec n = shifted - to_integer;
+    const vec r = (x - n * 0.693359375f) + n * 2.12194440e-4f;  // x - n log(2), in two parts
+    vec p = all(1.9875691500e-4f);
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    const bits power = ((bits)shifted - (bits)to_integer + 127) << 23;
+    return select(vanishes, vec{}, p * (vec)power);
+}
+
+// C (MR, NR) += the sum over k in [from, to) of A(:, k) B(k, :). The element A(i, k) is a[i * a_row + k * a_column].
+inline void tile(long from, long to, const float* a, long a_row, long a_column, const float* b, long b_row, float* c,
+                 long c_row) {
+    vec sum[MR][NV];
+#pragma GCC unroll 8
+    for (int i = 0; i < MR; i++)
+#pragma GCC unroll 8
+        for (int j = 0; j < NV; j++) sum[i][j] = load(c + i * c_row + j * W);
+    for (long k = from; k < to; k++) {
+        vec row[NV];
+#pragma GCC unroll 8
+        for (int j = 0; j < NV; j++) row[j] = load(b + k * b_row + j * W);
+#pragma GCC unroll 8
+        for (int i = 0; i < MR; i++) {
+            const vec x = all(a[i * a_row + k * a_column]);
+#pragma GCC unroll 8
+            for (int j = 0; j < NV; j++) sum[i][j] += x * row[j];
+        }
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < MR; i++)
+#pragma GCC unroll 8
+        for (int j = 0; j < NV; j++) store(c + i * c_row + j * W, sum[i][j]);
+}
+
+struct Shape {
+    long batch, tokens, n_head, n_kv_head, width, window;
+    long rows() const { return round_up(tokens, BLOCK); }       // of a packed head: whole blocks, zeros at the end
+    long columns() const { return round_up(width, NR); }        // likewise
+    long packed() const { return rows() * columns(); }          // floats
+    long token() const { return (n_head + 2 * n_kv_head) * width; }
+    long group() const { return n_head / n_kv_head; }
+    float scale() const { return 1 / std::sqrt((float)width); }
+    // Whether a query of the block at q0 may not see some key of the block at k0.
+    bool hides(long q0, long k0) const { return k0 == q0 || k0 + window < q0 + BLOCK; }
+};
+
+// Ask for a share of the next sequence's memory, while this one's is worked on: rows of single heads lie too far apart
+// for the processor to see them coming.
+void ask_for(const float* memory, long floats, long share, long shares) {
+    for (long i = floats * share / shares; i < floats * (share + 1) / shares; i += 16) __builtin_prefetch(memory + i, 0, 2);
+}
+
+// Rows of `width` floats, `stride` apart, times `scale` -> packed.
+void pack(const Shape& s, const float* from, long stride, float scale, float* to) {
+    const long columns = s.columns();
+    std::memset(to, 0, s.packed() * sizeof(float));
+    for (long t = 0; t < s.tokens; t++)
+        for (long d = 0; d < s.width; d++) to[t * columns + d] = from[t * stride + d] * scale;
+}
+
+// Each block (BLOCK, columns) of `packed` -> (columns, BLOCK), in its place.
+void transpose(const Shape& s, const float* packed, float* to) {
+    const long columns = s.columns();
+    for (long block = 0; block < s.rows(); block += BLOCK)
+        for (long d = 0; d < columns; d++)
+            for (long t = 0; t < BLOCK; t++) to[block * columns + d * BLOCK + t] = packed[(block + t) * columns + d];
+}
+
+void unpack(const Shape& s, const float* packed, float scale, float* to, long stride) {
+    for (long t = 0; t < s.tokens; t++)
+        for (long d = 0; d < s.width; d++) to[t * stride + d] = packed[t * s.columns() + d] * scale;
+}
+
+// products (BLOCK, BLOCK) = rows of `left` from q0 on times the block of `transposed` at k0, but for tiles that no query
+// sees, which are left 0.
+void products(const Shape& s, const float* left, const float* transposed, long q0, long k0, float* out) {
+    const long columns = s.columns();
+    std::memset(out, 0, BLOCK * BLOCK * sizeof(float));
+    for (long r = 0; r < BLOCK; r += MR)
+        for (long c = 0; c < BLOCK && k0 + c < q0 + r + MR; c += NR)
+            tile(0, columns, left + (q0 + r) * columns, columns, 1, transposed + k0 * columns + c, BLOCK,
+                 out + r * BLOCK + c, BLOCK);
+}
+
+void hide(const Shape& s, long q0, long k0, float* scores) {
+    for (long r = 0; r < BLOCK; r++) {
+        float* row = scores + r * BLOCK;
+        const long behind = q0 + r + 1 - k0;  // the first key that comes after the query
+        std::fill(row, row + std::clamp(behind - s.window, 0L, BLOCK), -INFINITY);
+        std::fill(row + std::clamp(behind, 0L, BLOCK), row + BLOCK, -INFINITY);
+    }
+}
+
+// Keys of a block that query r of it needs: on the diagonal none behind its own vector, or tile.
+long keys_needed(long r, bool diagonal) { return diagonal ? round_up(r + 1, std::max(W, MR)) : BLOCK; }
+
+// One more block of scores for each query: `highest` and `total` go on, the scores become weights relative to the new
+// highest one, and what `out` has so far is brought to the same scale.
+void soften(const Shape& s, bool diagonal, float* scores, float* highest, float* total, float* out) {
+    for (long r = 0; r < BLOCK; r++) {
+        float* row = scores + r * BLOCK;
+        const long keys = keys_needed(r, diagonal);
+        vec top = load(row);
+        for (long c = W; c < keys; c += W) {
+            const vec z = load(row + c);
+            top = select(z > top, z, top);
+        }
+        float now = highest[r];
+        for (int i = 0; i < W; i++) now = std::max(now, top[i]);
+        const float shift = now == -INFINITY ? 0 : now;  // a row of which the window hides all keys so far
+        const float factor = std::exp(highest[r] - shift);
+        vec sums = vec{};
+        for (long c = 0; c < keys; c += W) {
+            const vec weights = exponential(load(row + c) - shift);
+            store(row + c, weights);
+            sums += weights;
+        }
+        float sum = 0;
+        for (int i = 0; i < W; i++) sum += sums[i];
+        total[r] = total[r] * factor + sum;
+        highest[r] = now;
+        for (long d = 0; d < s.columns(); d += W) store(out + r * s.columns() + d, load(out + r * s.columns() + d) * factor);
+    }
+}
+
+int this_thread() {
+#ifdef _OPENMP
+    return omp_get_thread_num();
+#else
+    return 0;
+#endif
+}
+
+}  // namespace
+
+extern "C" {
+
+// Floats of scratch that each thread needs.
+long attention_scratch(long tokens, long width) {
+    return 9 * round_up(tokens, BLOCK) * round_up(width, NR) + 2 * round_up(tokens, BLOCK) + 2 * BLOCK * BLOCK;
+}
+
+void attention_forward(const float* heads, float* y, float* lse, float* scratch, long batch, long tokens, long n_head,
+                       long n_kv_head, long width, long window, int threads) {
+    const Shape s{batch, tokens, n_head, n_kv_head, width, window};
+    const long n = s.packed(), columns = s.columns();
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (long task = 0; task < batch * n_kv_head; task++) {
+        const long sequence = task / n_kv_head, kv = task % n_kv_head;
+        float* free = scratch + this_thread() * attention_scratch(tokens, width);
+        const auto take = [&](long floats) { float* taken = free; free += floats; return taken; };
+        float *q = take(n), *k = take(n), *v = take(n), *kt = take(n), *out = take(BLOCK * columns);
+        float *scores = take(BLOCK * BLOCK), *highest = take(BLOCK), *total = take(BLOCK);
+        const float* here = heads + sequence * tokens * s.token();
+        if (sequence + 1 < batch) ask_for(here + tokens * s.token(), tokens * s.token(), kv, n_kv_head);
+        pack(s, here + (n_head + kv) * width, s.token(), 1, k);
+        pack(s, here + (n_head + n_kv_head + kv) * width, s.token(), 1, v);
+        transpose(s, k, kt);
+        for (long head = kv * s.group(); head < (kv + 1) * s.group(); head++) {
+            pack(s, here + head * width, s.token(), s.scale(), q);
+            for (long q0 = 0; q0 < s.rows(); q0 += BLOCK) {
+                std::fill(highest, highest + BLOCK, -INFINITY);
+                std::fill(total, total + BLOCK, 0.0f);
+                std::memset(out, 0, BLOCK * columns * sizeof(float));
+                for (long k0 = std::max(0L, q0 - window + 1) / BLOCK * BLOCK; k0 <= q0; k0 += BLOCK) {
+                    products(s, q, kt, q0, k0, scores);
+                    if (s.hides(q0, k0)) hide(s, q0, k0, scores);
+                    soften(s, k0 == q0, scores, highest, total, out);
+                    for (long r = 0; r < BLOCK; r += MR)
+                        for (long d = 0; d < columns; d += NR)
+                            tile(0, k0 == q0 ? r + MR : BLOCK, scores + r * BLOCK, BLOCK, 1, v + k0 * columns + d,
+                                 columns, out + r * columns + d, columns);
+                }
+                for (long r = 0; r < BLOCK && q0 + r < tokens; r++) {
+                    float* to = y + ((sequence * tokens + q0 + r) * n_head + head) * width;
+                    const float inverse = 1 / total[r];
+                    for (long d = 0; d < width; d++) to[d] = out[r * columns + d] * inverse;
+                    lse[(sequence * n_head + head) * tokens + q0 + r] = highest[r] + std::log(total[r]);
+                }
+            }
+        }
+    }
+}
+
+void attention_backward(const float* heads, const float* y, const float* lse, const float* dy, float* dheads,
+                        float* scratch, long batch, long tokens, long n_head, long n_kv_head, long width, long window,
+                        int threads) {
+    const Shape s{batch, tokens, n_head, n_kv_head, width, window};
+    const long n = s.packed(), columns = s.columns();
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (long task = 0; task < batch * n_kv_head; task++) {
+        const long sequence = task / n_kv_head, kv = task % n_kv_head;
+        float* free = scratch + this_thread() * attention_scratch(tokens, width);
+        const auto take = [&](long floats) { float* taken = free; free += floats; return taken; };
+        float *q = take(n), *k = take(n), *v = take(n), *kt = take(n), *vt = take(n), *dout = take(n);
+        float *dq = take(n), *dk = take(n), *dv = take(n), *weights = take(BLOCK * BLOCK), *dscores = take(BLOCK * BLOCK);
+        float *norm = take(s.rows()), *delta = take(s.rows());
+        const float* here = heads + sequence * tokens * s.token();
+        float* dhere = dheads + sequence * tokens * s.token();
+        if (sequence + 1 < batch) {
+            const long of_y = tokens * n_head * width;
+            ask_for(here + tokens * s.token(), tokens * s.token(), kv, n_kv_head);
+            ask_for(y + (sequence + 1) * of_y, of_y, kv, n_kv_head);
+            ask_for(dy + (sequence + 1) * of_y, of_y, kv, n_kv_head);
+        }
+        pack(s, here + (n_head + kv) * width, s.token(), 1, k);
+        pack(s, here + (n_head + n_kv_head + kv) * width, s.token(), 1, v);
+        transpose(s, k, kt);
+        transpose(s, v, vt);
+        std::memset(dk, 0, n * sizeof(float));
+        std::memset(dv, 0, n * sizeof(float));
+        std::memset(norm, 0, s.rows() * sizeof(float));
+        std::memset(delta, 0, s.rows() * sizeof(float));
+        for (long head = kv * s.group(); head < (kv + 1) * s.group(); head++) {
+            const long first = (sequence * tokens * n_head + head) * width;
+            pack(s, here + head * width, s.token(), s.scale(), q);
+            pack(s, dy + first, n_head * width, 1, dout);
+            std::memset(dq, 0, n * sizeof(float));
+            for (long t = 0; t < tokens; t++) {  // the sum over keys of weight times its gradient is that of y dy
+                const float* of_token = y + first + t * n_head * width;
+                float sum = 0;
+                for (long d = 0; d < width; d++) sum += of_token[d] * dout[t * columns + d];
+                delta[t] = sum;
+                norm[t] = lse[(sequence * n_head + head) * tokens + t];
+            }
+            for (long k0 = 0; k0 < s.rows(); k0 += BLOCK) {
+                const long end = std::min(s.rows(), round_up(std::min(k0 + BLOCK - 1 + window, s.rows()), BLOCK));
+                for (long q0 = k0; q0 < end; q0 += BLOCK) {
+                    const bool diagonal = q0 == k0;
+                    products(s, q, kt, q0, k0, weights);
+                    if (s.hides(q0, k0)) hide(s, q0, k0, weights);
+                    products(s, dout, vt, q0, k0, dscores);
+                    for (long r = 0; r < BLOCK; r++)
+                        for (long c = 0; c < keys_needed(r, diagonal); c += W) {
+                            float *weight = weights + r * BLOCK + c, *dscore = dscores + r * BLOCK + c;
+                            const vec p = exponential(load(weight) - norm[q0 + r]);
+                            store(weight, p);
+                            store(dscore, p * (load(dscore) - delta[q0 + r]));
+                        }
+                    for (long r = 0; r < BLOCK; r += MR)
+                        for (long d = 0; d < columns; d += NR) {
+                            tile(0, diagonal ? r + MR : BLOCK, dscores + r * BLOCK, BLOCK, 1, k + k0 * columns + d, columns,
+                                 dq + (q0 + r) * columns + d, columns);
+                            tile(diagonal ? r : 0, BLOCK, dscores + r, 1, BLOCK, q + q0 * columns + d, columns,
+                                 dk + (k0 + r) * columns + d, columns);
+                            tile(diagonal ? r : 0, BLOCK, weights + r, 1, BLOCK, dout + q0 * columns + d, columns,
+                                 dv + (k0 + r) * columns + d, columns);
+                        }
+                }
+            }
+            unpack(s, dq, s.scale(), dhere + head * width, s.token());
+        }
+        unpack(s, dk, 1, dhere + (n_head + kv) * width, s.token());
+        unpack(s, dv, 1, dhere + (n_head + n_kv_head + kv) * width, s.token());
+    }
+}
+}
