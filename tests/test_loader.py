@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gptlab.config.data import DataConfig
-from gptlab.data.loader import PREFETCHED_STEPS, Loader, StepBatch
+from gptlab.data.loader import Loader, StepBatch, steps_ahead
 from gptlab.data.rows import Pair, RowSource, make_rows
 from gptlab.data.shards import TokenSplit
 
@@ -181,11 +181,34 @@ def test_steps_are_made_ahead_by_a_thread_and_not_further_than_they_should() -> 
     rows = Watched()
     with loader_of(rows) as loader:
         assert rows.reads == 0  # no work before the first step is asked for
-        next(loader)
-        wait_until(lambda: rows.reads == 1 + PREFETCHED_STEPS + 1)  # the queue, and one in the hand
+        ahead = steps_ahead(next(loader))
+        wait_until(lambda: rows.reads >= ahead)  # one more, if the first was gone before all were made
         time.sleep(0.05)
-        assert rows.reads == 2 + PREFETCHED_STEPS
+        assert rows.reads <= 1 + ahead
         assert rows.threads == {"gptlab-loader"}
+
+
+def test_the_thread_sleeps_until_half_of_what_it_made_is_gone() -> None:
+    rows = Watched()
+    with loader_of(rows) as loader:
+        ahead = steps_ahead(next(loader))
+        wait_until(lambda: rows.reads >= ahead)
+        time.sleep(0.05)
+        made = rows.reads
+        consumed = made - ahead // 2 - 1
+        for _ in range(consumed - 1):
+            next(loader)
+        time.sleep(0.05)
+        assert rows.reads == made
+        next(loader)
+        wait_until(lambda: rows.reads == consumed + 1 + ahead)
+
+
+@pytest.mark.parametrize(("tokens", "ahead"), [(1, 16), (768, 16), (8192, 8), (2**15, 3), (2**25, 3)])
+def test_how_many_steps_are_made_ahead(tokens: int, ahead: int) -> None:
+    """16 bytes a token, up to 16 steps, 1 MiB, or 3 steps of any size."""
+    tensor = torch.empty(1, 1, tokens, dtype=torch.int64, device="meta")
+    assert steps_ahead(StepBatch(0, 0.0, tensor, tensor, (0,), tokens)) == ahead
 
 
 def test_an_error_surfaces_in_its_own_step_and_ends_the_thread() -> None:

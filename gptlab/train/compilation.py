@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from gptlab.train.state import TrainState
 from gptlab.train.step import GradientSums, LossFunction, gradients
 
 Logits = Callable[[Tensor], Tensor]
+F = TypeVar("F", bound=Callable[..., Tensor])
 
 # Models whose micro-batch takes less than this (50 ms at 200 GFLOP/s) are compiled whole: nanoGPT's CPU example then
 # takes 30.5 ms a step instead of 31.7, uncompiled 34.8 (docs/LOG.md, 2026-11-20) ...
@@ -62,14 +64,19 @@ def make_kernels(state: TrainState, config: RunConfig, warn: Callable[[str], Non
         warn(f"no {needed} found: training without torch.compile, which is slower")
         return plain
 
+    def compiled(function: F) -> F:
+        # Shapes never change within a run. On a CPU the kernels are called from C++ instead of Python, which takes 2 to
+        # 4% off a step of 40 ms, and no longer to build (docs/LOG.md, 2026-11-20).
+        options: dict[str, Any] = {"cpp_wrapper": True} if state.device.type == "cpu" else {}
+        return cast(F, torch.compile(function, dynamic=False, options=options))
+
     if _is_short_step(state, config) and not state.is_sharded:
-        return Kernels(torch.compile(model.loss, dynamic=False), model.__call__, compiled=True)
+        return Kernels(compiled(model.loss), model.__call__, compiled=True)
 
     # Block by block: layers of one kind share their code, so compile time does not grow with depth. Three layers took
-    # 38 s cold instead of 51 s for the whole model, at the same speed (docs/LOG.md). Shapes never change within a run.
-    blocks = state.compiled_blocks()
-    head_loss = torch.compile(model.head_loss, dynamic=False)
-    head_logits = torch.compile(model.logits, dynamic=False)
+    # 38 s cold instead of 51 s for the whole model, at the same speed (docs/LOG.md).
+    blocks = state.compiled_blocks(compiled)
+    head_loss, head_logits = compiled(model.head_loss), compiled(model.logits)
 
     def loss_sum(tokens: Tensor, targets: Tensor) -> Tensor:
         return head_loss(model.hidden(tokens, blocks), targets)

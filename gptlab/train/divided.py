@@ -186,9 +186,6 @@ class DividedState(TrainState):
         if self.scaler.is_enabled():
             self.optimizer.witness = Parameter(torch.zeros(1, device=self.device))
 
-    def weights_here(self) -> list[Parameter]:
-        return self.optimizer.updated
-
     def total_norm(self, gradients: list[Tensor]) -> Tensor:
         squares = torch.zeros((), dtype=torch.float64, device=self.device)
         if gradients:

@@ -40,7 +40,7 @@ from gptlab.train.sharded_model import (
     synchronize_gradients,
     unshard,
 )
-from gptlab.train.state import TrainState, require_same_shapes
+from gptlab.train.state import Compile, TrainState, require_same_shapes
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -79,9 +79,9 @@ class ShardedState(TrainState):
         ranks = self.group.sum(torch.tensor(broken, dtype=torch.int64), "broken gradients").tolist()
         return next((name for name, number in zip(self.shards, ranks, strict=True) if number), None)
 
-    def compiled_blocks(self) -> Sequence[Callable[..., Tensor]]:
+    def compiled_blocks(self, compiled: Compile) -> Sequence[Callable[..., Tensor]]:
         # What FSDP2 does around a block stays as it is: what is between is compiled.
-        return [as_forward(block, torch.compile(block.forward, dynamic=False)) for block in self.model.blocks]
+        return [as_forward(block, compiled(block.forward)) for block in self.model.blocks]
 
     def as_forward(self, function: Callable[P, R]) -> Callable[P, R]:
         return as_forward(self.model, function)

@@ -60,6 +60,10 @@ def better(one: Best | None, other: Best) -> Best:
     return other if one is None or other.val_loss < one.val_loss else one
 
 
+Compile = Callable[[Callable[..., Tensor]], Callable[..., Tensor]]
+"""A function -> the same, compiled."""
+
+
 @dataclass(slots=True)
 class TrainState:
     """Owned by the loop; `model_pieces` and `other_pieces` of all ranks and `to_json` are what a checkpoint holds. Here
@@ -124,7 +128,7 @@ class TrainState:
 
     def weights_here(self) -> list[Parameter]:
         """The weights whose gradients this rank has after a backward pass, and that its optimizer moves."""
-        return list(self.model.parameters())
+        return self.optimizer.updated
 
     def weights_alike(self) -> list[Parameter]:
         """Those that all ranks hold, with the same bits on each."""
@@ -138,9 +142,9 @@ class TrainState:
         """The name of the first weight, in the model's order, whose gradient is not finite on any rank."""
         return first_broken_gradient(self.model)
 
-    def compiled_blocks(self) -> Sequence[Callable[..., Tensor]]:
+    def compiled_blocks(self, compiled: Compile) -> Sequence[Callable[..., Tensor]]:
         """The model's blocks, compiled one by one."""
-        return [torch.compile(block, dynamic=False) for block in self.model.blocks]
+        return [compiled(block) for block in self.model.blocks]
 
     def as_forward(self, function: Callable[P, R]) -> Callable[P, R]:
         """`function`, made of parts of the model, as something to be called in the place of the model."""

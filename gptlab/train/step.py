@@ -91,7 +91,7 @@ def update(state: TrainState, config: RunConfig, progress: float, step_fraction:
     optimizer = cast(torch.optim.Optimizer, state.optimizer)
     state.agree_on_overflow()
     state.scaler.unscale_(optimizer)
-    norm = float(clip_gradients(state.weights_here(), config.optim.grad_clip, state.total_norm))
+    norm = clip_gradients(state.weights_here(), config.optim.grad_clip, state.total_norm)
     if not math.isfinite(norm) and state.scaler.get_scale() <= 1.0:
         state.scaler.update()
         return Fault("gradient", norm)

@@ -12,7 +12,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from gptlab.config.run import RunConfig
-from gptlab.data.loader import PREFETCHED_STEPS, Loader
+from gptlab.data.loader import Loader, steps_ahead
 from gptlab.runtime.device import synchronize
 from gptlab.train.faults import Fault
 from gptlab.train.state import TrainState
@@ -133,7 +133,7 @@ def time_optimizer(state: TrainState, loss_sum: LossFunction, config: RunConfig,
 
 def loader_tokens_per_second(loader: Loader, device: torch.device, *, seconds: float) -> float:
     """Tokens a second that arrive on the device when nothing else is done with them."""
-    for _ in range(PREFETCHED_STEPS + 1):  # Made ahead, while nobody asked.
+    for _ in range(steps_ahead(next(loader))):  # Made while nobody asked.
         next(loader)
     synchronize(device)
     tokens, started = 0, time.perf_counter()
