@@ -125,12 +125,14 @@ void pack(const Shape& s, const float* from, long stride, float scale, float* to
         for (long d = 0; d < s.width; d++) to[t * columns + d] = from[t * stride + d] * scale;
 }
 
-// Each block (BLOCK, columns) of `packed` -> (columns, BLOCK), in its place.
-void transpose(const Shape& s, const float* packed, float* to) {
+// The same, each block of BLOCK rows as (columns, BLOCK).
+void pack_transposed(const Shape& s, const float* from, long stride, float* to) {
     const long columns = s.columns();
-    for (long block = 0; block < s.rows(); block += BLOCK)
-        for (long d = 0; d < columns; d++)
-            for (long t = 0; t < BLOCK; t++) to[block * columns + d * BLOCK + t] = packed[(block + t) * columns + d];
+    std::memset(to, 0, s.packed() * sizeof(float));
+    for (long t = 0; t < s.tokens; t++) {
+        float* column = to + t / BLOCK * BLOCK * columns + t % BLOCK;
+        for (long d = 0; d < s.width; d++) column[d * BLOCK] = from[t * stride + d];
+    }
 }
 
 void unpack(const Shape& s, const float* packed, float scale, float* to, long stride) {
@@ -175,7 +177,7 @@ void soften(const Shape& s, bool diagonal, float* scores, float* highest, float*
         float now = highest[r];
         for (int i = 0; i < W; i++) now = std::max(now, top[i]);
         const float shift = now == -INFINITY ? 0 : now;  // a row of which the window hides all keys so far
-        const float factor = std::exp(highest[r] - shift);
+        const float factor = total[r] == 0 ? 0 : std::exp(highest[r] - shift);
         vec sums = vec{};
         for (long c = 0; c < keys; c += W) {
             const vec weights = exponential(load(row + c) - shift);
@@ -204,7 +206,7 @@ extern "C" {
 
 // Floats of scratch that each thread needs.
 long attention_scratch(long tokens, long width) {
-    return 9 * round_up(tokens, BLOCK) * round_up(width, NR) + 2 * round_up(tokens, BLOCK) + 2 * BLOCK * BLOCK;
+    return 8 * round_up(tokens, BLOCK) * round_up(width, NR) + 2 * round_up(tokens, BLOCK) + 2 * BLOCK * BLOCK;
 }
 
 void attention_forward(const float* heads, float* y, float* lse, float* scratch, long batch, long tokens, long n_head,
@@ -216,13 +218,12 @@ void attention_forward(const float* heads, float* y, float* lse, float* scratch,
         const long sequence = task / n_kv_head, kv = task % n_kv_head;
         float* free = scratch + this_thread() * attention_scratch(tokens, width);
         const auto take = [&](long floats) { float* taken = free; free += floats; return taken; };
-        float *q = take(n), *k = take(n), *v = take(n), *kt = take(n), *out = take(BLOCK * columns);
+        float *q = take(n), *kt = take(n), *v = take(n), *out = take(BLOCK * columns);
         float *scores = take(BLOCK * BLOCK), *highest = take(BLOCK), *total = take(BLOCK);
         const float* here = heads + sequence * tokens * s.token();
         if (sequence + 1 < batch) ask_for(here + tokens * s.token(), tokens * s.token(), kv, n_kv_head);
-        pack(s, here + (n_head + kv) * width, s.token(), 1, k);
+        pack_transposed(s, here + (n_head + kv) * width, s.token(), kt);
         pack(s, here + (n_head + n_kv_head + kv) * width, s.token(), 1, v);
-        transpose(s, k, kt);
         for (long head = kv * s.group(); head < (kv + 1) * s.group(); head++) {
             pack(s, here + head * width, s.token(), s.scale(), q);
             for (long q0 = 0; q0 < s.rows(); q0 += BLOCK) {
@@ -259,7 +260,7 @@ void attention_backward(const float* heads, const float* y, const float* lse, co
         const long sequence = task / n_kv_head, kv = task % n_kv_head;
         float* free = scratch + this_thread() * attention_scratch(tokens, width);
         const auto take = [&](long floats) { float* taken = free; free += floats; return taken; };
-        float *q = take(n), *k = take(n), *v = take(n), *kt = take(n), *vt = take(n), *dout = take(n);
+        float *q = take(n), *k = take(n), *kt = take(n), *vt = take(n), *dout = take(n);
         float *dq = take(n), *dk = take(n), *dv = take(n), *weights = take(BLOCK * BLOCK), *dscores = take(BLOCK * BLOCK);
         float *norm = take(s.rows()), *delta = take(s.rows());
         const float* here = heads + sequence * tokens * s.token();
@@ -271,9 +272,8 @@ void attention_backward(const float* heads, const float* y, const float* lse, co
             ask_for(dy + (sequence + 1) * of_y, of_y, kv, n_kv_head);
         }
         pack(s, here + (n_head + kv) * width, s.token(), 1, k);
-        pack(s, here + (n_head + n_kv_head + kv) * width, s.token(), 1, v);
-        transpose(s, k, kt);
-        transpose(s, v, vt);
+        pack_transposed(s, here + (n_head + kv) * width, s.token(), kt);
+        pack_transposed(s, here + (n_head + n_kv_head + kv) * width, s.token(), vt);
         std::memset(dk, 0, n * sizeof(float));
         std::memset(dv, 0, n * sizeof(float));
         std::memset(norm, 0, s.rows() * sizeof(float));
