@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,7 @@ from gptlab.config.model import ModelConfig
 from gptlab.model import attention_kernel
 from gptlab.model.attention_kernel import attention_by_kernel, kernel_available
 from gptlab.model.gpt import GPT, build_model
-from gptlab.runtime.device import compiler_available
+from gptlab.runtime.device import compiler_available, cxx_compiler
 
 CPU = torch.device("cpu")
 needs_compiler = pytest.mark.skipif(not compiler_available(CPU), reason="no C++ compiler here")
@@ -171,9 +172,36 @@ def test_other_types_and_devices_do_without() -> None:
 
 
 @needs_compiler
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="names processors of x86-64")
+@pytest.mark.parametrize("processor", ["x86-64", "haswell"])
+def test_built_for_narrower_vectors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processor: str) -> None:
+    """SSE2 and AVX2: tiles of other shapes. Called without torch's operators, which are those of this processor."""
+    if processor == "haswell" and "avx2" not in Path("/proc/cpuinfo").read_text(encoding="utf-8"):
+        pytest.skip("this processor has no AVX2")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    flags = [flag.replace("native", processor) for flag in attention_kernel._FLAGS]
+    monkeypatch.setattr(attention_kernel, "_FLAGS", (*flags, "-Wno-psabi"))
+    compiler = cxx_compiler()
+    assert compiler is not None
+    library = attention_kernel._load(compiler)
+    batch, tokens, n_head, n_kv_head, width, window = sizes = 2, 150, 4, 2, 24, 70
+    heads = random_heads(tokens, n_head + 2 * n_kv_head, width)
+    dy, lse = torch.randn(batch, tokens, n_head, width), torch.empty(batch, n_head, tokens)
+    y, dheads = torch.empty_like(dy), torch.empty_like(heads)
+    scratch = torch.empty(library.attention_scratch(tokens, width))
+    library.attention_forward(*(t.data_ptr() for t in (heads, y, lse, scratch)), *sizes, 1)
+    library.attention_backward(*(t.data_ptr() for t in (heads, y, lse, dy, dheads, scratch)), *sizes, 1)
+    exact = heads.double().requires_grad_()
+    expected = brute_force(exact, n_head, window)
+    (expected * dy).sum().backward()
+    torch.testing.assert_close(y.double(), expected.detach(), rtol=0, atol=5e-6)
+    torch.testing.assert_close(dheads.double(), exact.grad, rtol=0, atol=5e-5)
+
+
+@needs_compiler
 def test_a_damaged_library_is_built_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    compiler = attention_kernel._compiler()
+    compiler = cxx_compiler()
     assert compiler is not None
     path = attention_kernel._library_path(compiler)
     path.parent.mkdir()

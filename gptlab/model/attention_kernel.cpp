@@ -59,7 +59,7 @@ inline vec exponential(vec x) {
     const vec lowest = all(-87.33f);
     const bits vanishes = x < lowest;
     x = select(vanishes, lowest, x);
-    const vec to_integer = all(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer, which the low bits then hold
+    const vec to_integer = all(12582912.0f);  // 1.5 * 2^23: what is added to it is rounded; the low bits hold it
     const vec shifted = x * 1.44269504088896341f + to_integer;
     const vec n = shifted - to_integer;
     const vec r = (x - n * 0.693359375f) + n * 2.12194440e-4f;  // x - n log(2), in two parts
@@ -114,7 +114,8 @@ struct Shape {
 // Ask for a share of the next sequence's memory, while this one's is worked on: rows of single heads lie too far apart
 // for the processor to see them coming.
 void ask_for(const float* memory, long floats, long share, long shares) {
-    for (long i = floats * share / shares; i < floats * (share + 1) / shares; i += 16) __builtin_prefetch(memory + i, 0, 2);
+    const long end = floats * (share + 1) / shares;
+    for (long i = floats * share / shares; i < end; i += 16) __builtin_prefetch(memory + i, 0, 2);
 }
 
 // Rows of `width` floats, `stride` apart, times `scale` -> packed.
@@ -140,8 +141,7 @@ void unpack(const Shape& s, const float* packed, float scale, float* to, long st
         for (long d = 0; d < s.width; d++) to[t * stride + d] = packed[t * s.columns() + d] * scale;
 }
 
-// products (BLOCK, BLOCK) = rows of `left` from q0 on times the block of `transposed` at k0, but for tiles that no query
-// sees, which are left 0.
+// out (BLOCK, BLOCK) = rows of `left` from q0 on times the block of `transposed` at k0. Tiles that no query sees are 0.
 void products(const Shape& s, const float* left, const float* transposed, long q0, long k0, float* out) {
     const long columns = s.columns();
     std::memset(out, 0, BLOCK * BLOCK * sizeof(float));
@@ -188,7 +188,8 @@ void soften(const Shape& s, bool diagonal, float* scores, float* highest, float*
         for (int i = 0; i < W; i++) sum += sums[i];
         total[r] = total[r] * factor + sum;
         highest[r] = now;
-        for (long d = 0; d < s.columns(); d += W) store(out + r * s.columns() + d, load(out + r * s.columns() + d) * factor);
+        float* so_far = out + r * s.columns();
+        for (long d = 0; d < s.columns(); d += W) store(so_far + d, load(so_far + d) * factor);
     }
 }
 
@@ -261,7 +262,8 @@ void attention_backward(const float* heads, const float* y, const float* lse, co
         float* free = scratch + this_thread() * attention_scratch(tokens, width);
         const auto take = [&](long floats) { float* taken = free; free += floats; return taken; };
         float *q = take(n), *k = take(n), *kt = take(n), *vt = take(n), *dout = take(n);
-        float *dq = take(n), *dk = take(n), *dv = take(n), *weights = take(BLOCK * BLOCK), *dscores = take(BLOCK * BLOCK);
+        float *dq = take(n), *dk = take(n), *dv = take(n);
+        float *weights = take(BLOCK * BLOCK), *dscores = take(BLOCK * BLOCK);
         float *norm = take(s.rows()), *delta = take(s.rows());
         const float* here = heads + sequence * tokens * s.token();
         float* dhere = dheads + sequence * tokens * s.token();
@@ -306,8 +308,8 @@ void attention_backward(const float* heads, const float* y, const float* lse, co
                         }
                     for (long r = 0; r < BLOCK; r += MR)
                         for (long d = 0; d < columns; d += NR) {
-                            tile(0, diagonal ? r + MR : BLOCK, dscores + r * BLOCK, BLOCK, 1, k + k0 * columns + d, columns,
-                                 dq + (q0 + r) * columns + d, columns);
+                            tile(0, diagonal ? r + MR : BLOCK, dscores + r * BLOCK, BLOCK, 1, k + k0 * columns + d,
+                                 columns, dq + (q0 + r) * columns + d, columns);
                             tile(diagonal ? r : 0, BLOCK, dscores + r, 1, BLOCK, q + q0 * columns + d, columns,
                                  dk + (k0 + r) * columns + d, columns);
                             tile(diagonal ? r : 0, BLOCK, weights + r, 1, BLOCK, dout + q0 * columns + d, columns,

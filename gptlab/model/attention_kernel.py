@@ -6,7 +6,6 @@ import ctypes
 import functools
 import hashlib
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from gptlab.data.cache import cache_root
+from gptlab.runtime.device import cxx_compiler
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC")
@@ -54,8 +54,8 @@ def kernel_available() -> bool:
 @functools.cache
 def _operators() -> torch.library.Library | None:
     """torch knows the operators as long as this object lives."""
-    compiler = _compiler()
-    if compiler is None:
+    compiler = cxx_compiler()
+    if compiler is None or sys.platform == "win32":  # whose compilers take other options
         return None
     try:
         return _register(_load(compiler))
@@ -76,14 +76,6 @@ def _load(compiler: str) -> ctypes.CDLL:
     for function, pointers in ((library.attention_forward, 4), (library.attention_backward, 6)):
         function.argtypes, function.restype = [pointer] * pointers + [integer] * 6 + [ctypes.c_int], None
     return library
-
-
-def _compiler() -> str | None:
-    """torch.compile's choice. Windows' compilers speak another dialect."""
-    if sys.platform == "win32":
-        return None
-    names = (os.environ.get("CXX"), "g++", "clang++", "c++")
-    return next((found for name in names if name and (found := shutil.which(name))), None)
 
 
 def _library_path(compiler: str) -> Path:
@@ -110,7 +102,7 @@ def _run(command: list[str]) -> bytes:
 
 def _register(library: ctypes.CDLL) -> torch.library.Library:
     def scratch(tokens: int, width: int, threads: int) -> Tensor:
-        return torch.empty(threads, library.attention_scratch(tokens, width))
+        return torch.empty(threads, library.attention_scratch(tokens, width), dtype=torch.float32)
 
     def forward(heads: Tensor, n_head: int, window: int) -> tuple[Tensor, Tensor]:
         heads = heads.contiguous()

@@ -162,14 +162,20 @@ def compiler_available(device: torch.device) -> bool:
         has_triton = importlib.util.find_spec("triton") is not None
         new_enough = torch.cuda.get_device_capability(device) >= (7, 0)  # Triton's oldest
         # The Windows build of Triton brings its own C compiler.
-        return has_triton and new_enough and (sys.platform == "win32" or _finds_any("CC", "cc", "gcc", "clang"))
+        return has_triton and new_enough and (sys.platform == "win32" or bool(_find_any("CC", "cc", "gcc", "clang")))
     if device.type != "cpu":
         return False
-    compilers = ("cl", "clang-cl", "icx-cl") if sys.platform == "win32" else ("g++", "clang++", "c++")
     has_headers = Path(sysconfig.get_paths()["include"], "Python.h").is_file()
-    return has_headers and _finds_any("CXX", *compilers)
+    return has_headers and cxx_compiler() is not None
 
 
-def _finds_any(variable: str, *commands: str) -> bool:
-    """A compiler named by the environment variable, or one of the usual ones, is on the path."""
-    return any(shutil.which(command) for command in (os.environ.get(variable, ""), *commands) if command)
+def cxx_compiler() -> str | None:
+    """The path of the C++ compiler that $CXX names, else of a usual one."""
+    usual = ("cl", "clang-cl", "icx-cl") if sys.platform == "win32" else ("g++", "clang++", "c++")
+    return _find_any("CXX", *usual)
+
+
+def _find_any(variable: str, *commands: str) -> str | None:
+    """Path of the command that the environment variable names, else of the first of `commands` that there is."""
+    named = (os.environ.get(variable), *commands)
+    return next((path for command in named if command and (path := shutil.which(command))), None)
