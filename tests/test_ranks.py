@@ -159,7 +159,7 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Path:
     environment = {
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
-        "TORCHINDUCTOR_CACHE_DIR": str(folder / "compiled"),
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "compiler-cache"),
     }
     subprocess.run(
         [sys.executable, TESTS / "rank_scenes.py", folder], env=os.environ | environment, check=True, timeout=240

@@ -9,11 +9,13 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from gptlab.data.cache import cache_root
 from gptlab.runtime.device import cxx_compiler
@@ -135,6 +137,15 @@ def _register(library: ctypes.CDLL) -> torch.library.Library:
     def backward_shapes(heads: Tensor, y: Tensor, lse: Tensor, dy: Tensor, window: int) -> Tensor:
         return torch.empty_like(heads, memory_format=torch.contiguous_format)
 
+    def forward_flops(heads: Sequence[int], n_head: int, window: int, **rest: object) -> int:
+        batch, tokens, _, width = heads
+        return 2 * 2 * batch * n_head * tokens * min(tokens, window) * width
+
+    def backward_flops(
+        heads: Sequence[int], y: Sequence[int], lse: object, dy: object, window: int, **_: object
+    ) -> int:
+        return 2 * forward_flops(heads, y[2], window)
+
     operators = torch.library.Library("gptlab", "DEF")
     operators.define("attention_forward(Tensor heads, int n_head, int window) -> (Tensor, Tensor)")
     operators.define("attention_backward(Tensor heads, Tensor y, Tensor lse, Tensor dy, int window) -> Tensor")
@@ -142,4 +153,7 @@ def _register(library: ctypes.CDLL) -> torch.library.Library:
     operators.impl("attention_backward", backward, "CPU")
     torch.library.register_fake("gptlab::attention_forward", forward_shapes, lib=operators)
     torch.library.register_fake("gptlab::attention_backward", backward_shapes, lib=operators)
+    # For torch's FlopCounterMode, by its convention for attention, which counts what causality hides.
+    register_flop_formula(torch.ops.gptlab.attention_forward)(forward_flops)
+    register_flop_formula(torch.ops.gptlab.attention_backward)(backward_flops)
     return operators
