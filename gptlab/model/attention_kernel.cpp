@@ -2,13 +2,13 @@
 //
 // The scores of 64 queries against 64 keys exist at one time (the softmax kept running, as in FlashAttention,
 // arXiv:2205.14135; the backward pass makes them again from the log-sum-exp, arXiv:2307.08691). What causality hides is
-// left out, down to tiles of the diagonal blocks. All four matrix products of a block run through `tile`. Measured
+// left out, down to tiles of the diagonal blocks. Both matrix products forward and all five backward are `tile`. Measured
 // against batched products and a fused softmax on two Zen 4 cores, forward and backward: docs/LOG.md, 2026-11-20.
 //
 // heads   (batch, tokens, n_head + 2 n_kv_head, width): queries, keys, values of each token, contiguous
 // y       (batch, tokens, n_head, width)
 // lse     (batch, n_head, tokens): log of the sum of the exponentials of a query's scaled scores
-// scratch (threads, attention_scratch(...)), aligned to 64 bytes
+// scratch (threads, attention_scratch(...))
 //
 // A task is one key-value head of one sequence with all of its queries, done by one thread in one order: the bits do
 // not depend on the number of threads, nor on what else is in the batch.

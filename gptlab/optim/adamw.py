@@ -81,16 +81,18 @@ class _Call:
     exp_avg: list[Tensor]
     exp_avg_sq: list[Tensor]
     steps: Tensor
+    step_of_each: list[Tensor]
+    """The elements of `steps`, so that one operation counts for all."""
 
     @classmethod
     def of(cls, config: AdamWConfig, parameters: list[torch.nn.Parameter]) -> _Call:
         first, second = ([torch.zeros_like(p.detach()) for p in parameters] for _ in range(2))
         steps = torch.zeros(len(parameters), dtype=torch.float32, device=parameters[0].device)
-        return cls(config, parameters, first, second, steps)
+        return cls(config, parameters, first, second, steps, list(steps.unbind()))
 
     def states(self) -> list[dict[str, Tensor]]:
-        """Of each parameter; its count of steps is an element of `steps`."""
-        every = zip(self.steps.unbind(), self.exp_avg, self.exp_avg_sq, strict=True)
+        """Of each parameter."""
+        every = zip(self.step_of_each, self.exp_avg, self.exp_avg_sq, strict=True)
         return [{"step": step, "exp_avg": first, "exp_avg_sq": second} for step, first, second in every]
 
     def step(self, lr_scale: float) -> None:
@@ -102,7 +104,7 @@ class _Call:
             self.exp_avg,
             self.exp_avg_sq,
             [],
-            list(self.steps.unbind()),
+            self.step_of_each,
             lr=config.lr * lr_scale,
             beta1=config.beta1,
             beta2=config.beta2,
