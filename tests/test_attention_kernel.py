@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import ctypes
-import os
 import platform
-import subprocess
-import sys
 from pathlib import Path
 
 import oracle_model
 import pytest
 import torch
+from narrow_kernels import call, kernels_for
 from torch import Tensor
 
 from gptlab.config.model import ModelConfig
-from gptlab.model import attention_kernel
-from gptlab.model.attention_kernel import attention_by_kernel, kernel_available
+from gptlab.model.attention_kernel import attention_by_kernel, attention_kernel_available
 from gptlab.model.gpt import GPT, build_model
-from gptlab.runtime.device import compiler_available, cxx_compiler
+from gptlab.runtime.device import compiler_available
 
 CPU = torch.device("cpu")
 needs_compiler = pytest.mark.skipif(not compiler_available(CPU), reason="no C++ compiler here")
@@ -26,7 +22,7 @@ needs_compiler = pytest.mark.skipif(not compiler_available(CPU), reason="no C++ 
 
 @pytest.fixture(autouse=True)
 def _kernel() -> None:
-    kernel_available()
+    attention_kernel_available()
 
 
 def brute_force(heads: Tensor, n_head: int, window: int | None) -> Tensor:
@@ -50,7 +46,7 @@ def both_ways(heads: Tensor, n_head: int, window: int | None, weight: Tensor) ->
 
 @needs_compiler
 def test_a_machine_that_compiles_has_the_kernel() -> None:
-    assert kernel_available()
+    assert attention_kernel_available()
 
 
 @needs_compiler
@@ -175,56 +171,17 @@ def test_other_types_and_devices_do_without() -> None:
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="names processors of x86-64")
 @pytest.mark.parametrize("processor", ["x86-64", "haswell"])
 def test_built_for_narrower_vectors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processor: str) -> None:
-    """SSE2 and AVX2: tiles of other shapes. Called without torch's operators, which are those of this processor."""
-    if processor == "haswell" and "avx2" not in Path("/proc/cpuinfo").read_text(encoding="utf-8"):
-        pytest.skip("this processor has no AVX2")
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    flags = [flag.replace("native", processor) for flag in attention_kernel._FLAGS]
-    monkeypatch.setattr(attention_kernel, "_FLAGS", (*flags, "-Wno-psabi"))
-    compiler = cxx_compiler()
-    assert compiler is not None
-    library = attention_kernel._load(compiler)
+    """SSE2 and AVX2: tiles of other shapes."""
+    library = kernels_for(processor, tmp_path, monkeypatch)
     batch, tokens, n_head, n_kv_head, width, window = sizes = 2, 150, 4, 2, 24, 70
     heads = random_heads(tokens, n_head + 2 * n_kv_head, width)
     dy, lse = torch.randn(batch, tokens, n_head, width), torch.empty(batch, n_head, tokens)
     y, dheads = torch.empty_like(dy), torch.empty_like(heads)
     scratch = torch.empty(library.attention_scratch(tokens, width))
-    library.attention_forward(*(t.data_ptr() for t in (heads, y, lse, scratch)), *sizes, 1)
-    library.attention_backward(*(t.data_ptr() for t in (heads, y, lse, dy, dheads, scratch)), *sizes, 1)
+    call(library.attention_forward, heads, y, lse, scratch, *sizes, 1)
+    call(library.attention_backward, heads, y, lse, dy, dheads, scratch, *sizes, 1)
     exact = heads.double().requires_grad_()
     expected = brute_force(exact, n_head, window)
     (expected * dy).sum().backward()
     torch.testing.assert_close(y.double(), expected.detach(), rtol=0, atol=5e-6)
     torch.testing.assert_close(dheads.double(), exact.grad, rtol=0, atol=5e-5)
-
-
-@needs_compiler
-def test_a_damaged_library_is_built_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    compiler = cxx_compiler()
-    assert compiler is not None
-    path = attention_kernel._library_path(compiler)
-    path.parent.mkdir()
-    path.write_bytes(b"\x7fELF, and nothing else")
-    assert isinstance(attention_kernel._load(compiler), ctypes.CDLL)
-    assert os.listdir(path.parent) == [path.name]
-
-
-@pytest.mark.parametrize("lack", ["no compiler", "no folder"])
-def test_without_it_models_compute_all_the_same(tmp_path: Path, lack: str) -> None:
-    """In a process of its own, which has neither built nor loaded it."""
-    environment = {k: v for k, v in os.environ.items() if k not in ("CXX", "TORCHINDUCTOR_CACHE_DIR")}
-    if lack == "no compiler":
-        environment["PATH"] = str(tmp_path)
-    else:
-        (tmp_path / "file").write_text("in the way")
-        environment["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path / "file")
-    program = (
-        "import torch\nfrom gptlab.config.model import ModelConfig\nfrom gptlab.model.gpt import build_model\n"
-        "config = ModelConfig(n_layer=1, n_embd=16, n_head=1, seq_len=8, vocab_size=5)\n"
-        "model = build_model(config, device=torch.device('cpu'), compute_dtype=torch.float32, seed=1)\n"
-        "logits = model(torch.zeros(1, 8, dtype=torch.int64))\n"
-        "print(model.blocks[0].attention.by_kernel, logits.isfinite().all().item())"
-    )
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["False", "True"]

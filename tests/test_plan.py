@@ -17,7 +17,7 @@ from gptlab.config.load import apply_overrides
 from gptlab.config.model import ModelConfig
 from gptlab.config.run import RunConfig
 from gptlab.config.scaling import EXPECTED_MFU
-from gptlab.model.gpt import GPT, build_model
+from gptlab.model.gpt import GPT, Attention, Linear, build_model
 from gptlab.runtime.peak import Peak
 from gptlab.train.memory import count_memory, kept_for_backward
 
@@ -58,9 +58,14 @@ def test_kept_by_hand() -> None:
 def test_meta_device_counts_what_a_real_pass_keeps(dtype: torch.dtype) -> None:
     config = tiny()
     model = build_model(on_meta(config).config, device=torch.device("cpu"), compute_dtype=dtype, seed=1)
-    real, counted = kept_for_backward(model, 4, 16), kept_for_backward(on_meta(config, dtype), 4, 16)
+    by_kernel, counted = kept_for_backward(model, 4, 16), kept_for_backward(on_meta(config, dtype), 4, 16)
+    for module in model.modules():
+        if isinstance(module, Attention | Linear):
+            module.by_kernel = False
+    real = kept_for_backward(model, 4, 16)
     # CPU attention keeps its log-sum-exp in other strides and paddings than its meta version: a few percent.
     assert counted == pytest.approx(real, rel=0.1)
+    assert by_kernel <= 1.1 * counted
 
 
 def test_activations_grow_with_the_micro_batch() -> None:

@@ -2,8 +2,8 @@
 //
 // The scores of 64 queries against 64 keys exist at one time (the softmax kept running, as in FlashAttention,
 // arXiv:2205.14135; the backward pass makes them again from the log-sum-exp, arXiv:2307.08691). What causality hides is
-// left out, down to tiles of the diagonal blocks. Both matrix products forward and all five backward are `tile`. Measured
-// against batched products and a fused softmax on two Zen 4 cores, forward and backward: docs/LOG.md, 2026-11-20.
+// left out, down to tiles of the diagonal blocks. Measured against batched products
+// and a fused softmax on two Zen 4 cores, forward and backward: docs/LOG.md, 2026-11-20.
 //
 // heads   (batch, tokens, n_head + 2 n_kv_head, width): queries, keys, values of each token, contiguous
 // y       (batch, tokens, n_head, width)
@@ -13,90 +13,31 @@
 // A task is one key-value head of one sequence with all of its queries, done by one thread in one order: the bits do
 // not depend on the number of threads, nor on what else is in the batch.
 
+#include "vectors.h"
+
+#include <omp.h>
+
 #include <algorithm>
 #include <cmath>
-#include <cstdint>
-#include <cstring>
-
-#ifdef _OPENMP
-#include <omp.h>
-#endif
 
 namespace {
 
-// Vectors of W floats, and MR x NV of them as the accumulators of a tile: as many registers as leave room for a row of
-// the right factor and one element of the left.
+// Rows and vectors of a tile.
 #if defined(__AVX512F__)
-constexpr int W = 16, MR = 8, NV = 2;
+constexpr int MR = 8, NV = 2;
 #elif defined(__AVX__)
-constexpr int W = 8, MR = 4, NV = 2;
+constexpr int MR = 4, NV = 2;
 #else
-constexpr int W = 4, MR = 4, NV = 4;
+constexpr int MR = 4, NV = 4;
 #endif
 constexpr int NR = W * NV;
 constexpr long BLOCK = 64;
 static_assert(BLOCK % NR == 0 && BLOCK % MR == 0 && std::max(W, MR) % std::min(W, MR) == 0, "blocks are whole tiles");
 
-typedef float vec __attribute__((vector_size(W * sizeof(float))));
-typedef int32_t bits __attribute__((vector_size(W * sizeof(int32_t))));
-
-inline vec load(const float* from) {
-    vec v;
-    std::memcpy(&v, from, sizeof v);
-    return v;
-}
-
-inline void store(float* to, vec v) { std::memcpy(to, &v, sizeof v); }
-
-inline vec all(float x) { return x - vec{}; }
-
-inline vec select(bits chosen, vec a, vec b) { return (vec)((chosen & (bits)a) | (~chosen & (bits)b)); }
-
-inline long round_up(long n, long to) { return (n + to - 1) / to * to; }
-
-// exp(x) for x up to 0 and a little more, 0 below the smallest normal number, NaN for NaN. Polynomial: Cephes, expf.c.
-inline vec exponential(vec x) {
-    const vec lowest = all(-87.33f);
-    const bits vanishes = x < lowest;
-    x = select(vanishes, lowest, x);
-    const vec to_integer = all(12582912.0f);  // 1.5 * 2^23: what is added to it is rounded; the low bits hold it
-    const vec shifted = x * 1.44269504088896341f + to_integer;
-    const vec n = shifted - to_integer;
-    const vec r = (x - n * 0.693359375f) + n * 2.12194440e-4f;  // x - n log(2), in two parts
-    vec p = all(1.9875691500e-4f);
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    const bits power = ((bits)shifted - (bits)to_integer + 127) << 23;
-    return select(vanishes, vec{}, p * (vec)power);
-}
-
-// C (MR, NR) += the sum over k in [from, to) of A(:, k) B(k, :). The element A(i, k) is a[i * a_row + k * a_column].
-inline void tile(long from, long to, const float* a, long a_row, long a_column, const float* b, long b_row, float* c,
-                 long c_row) {
-    vec sum[MR][NV];
-#pragma GCC unroll 8
-    for (int i = 0; i < MR; i++)
-#pragma GCC unroll 8
-        for (int j = 0; j < NV; j++) sum[i][j] = load(c + i * c_row + j * W);
-    for (long k = from; k < to; k++) {
-        vec row[NV];
-#pragma GCC unroll 8
-        for (int j = 0; j < NV; j++) row[j] = load(b + k * b_row + j * W);
-#pragma GCC unroll 8
-        for (int i = 0; i < MR; i++) {
-            const vec x = all(a[i * a_row + k * a_column]);
-#pragma GCC unroll 8
-            for (int j = 0; j < NV; j++) sum[i][j] += x * row[j];
-        }
-    }
-#pragma GCC unroll 8
-    for (int i = 0; i < MR; i++)
-#pragma GCC unroll 8
-        for (int j = 0; j < NV; j++) store(c + i * c_row + j * W, sum[i][j]);
+// C += the sum over k in [from, to).
+inline void add(long from, long to, const float* a, long a_row, long a_column, const float* b, long b_row, float* c,
+                long c_row) {
+    tile<MR, NV, true>(to - from, a + from * a_column, a_row, a_column, b + from * b_row, b_row, c, c_row);
 }
 
 struct Shape {
@@ -121,19 +62,26 @@ void ask_for(const float* memory, long floats, long share, long shares) {
 // Rows of `width` floats, `stride` apart, times `scale` -> packed.
 void pack(const Shape& s, const float* from, long stride, float scale, float* to) {
     const long columns = s.columns();
-    std::memset(to, 0, s.packed() * sizeof(float));
     for (long t = 0; t < s.tokens; t++)
-        for (long d = 0; d < s.width; d++) to[t * columns + d] = from[t * stride + d] * scale;
+        for (long d = 0; d < columns; d += W)
+            store(to + t * columns + d, load_part(from + t * stride + d, std::max(0L, s.width - d)) * scale);
+    std::fill(to + s.tokens * columns, to + s.packed(), 0.0f);
 }
 
 // The same, each block of BLOCK rows as (columns, BLOCK).
 void pack_transposed(const Shape& s, const float* from, long stride, float* to) {
     const long columns = s.columns();
-    std::memset(to, 0, s.packed() * sizeof(float));
-    for (long t = 0; t < s.tokens; t++) {
-        float* column = to + t / BLOCK * BLOCK * columns + t % BLOCK;
-        for (long d = 0; d < s.width; d++) column[d * BLOCK] = from[t * stride + d];
-    }
+    for (long t = 0; t < s.rows(); t += W)
+        for (long d = 0; d < columns; d += W) {
+            vec square[W];
+            for (long i = 0; i < W; i++) {
+                const long n = t + i < s.tokens ? std::max(0L, s.width - d) : 0;
+                square[i] = load_part(from + (t + i) * stride + d, n);
+            }
+            transpose_vectors(square);
+            float* corner = to + (t / BLOCK * columns + d) * BLOCK + t % BLOCK;
+            for (long i = 0; i < W; i++) store(corner + i * BLOCK, square[i]);
+        }
 }
 
 void unpack(const Shape& s, const float* packed, float scale, float* to, long stride) {
@@ -144,11 +92,13 @@ void unpack(const Shape& s, const float* packed, float scale, float* to, long st
 // out (BLOCK, BLOCK) = rows of `left` from q0 on times the block of `transposed` at k0. Tiles that no query sees are 0.
 void products(const Shape& s, const float* left, const float* transposed, long q0, long k0, float* out) {
     const long columns = s.columns();
-    std::memset(out, 0, BLOCK * BLOCK * sizeof(float));
     for (long r = 0; r < BLOCK; r += MR)
-        for (long c = 0; c < BLOCK && k0 + c < q0 + r + MR; c += NR)
-            tile(0, columns, left + (q0 + r) * columns, columns, 1, transposed + k0 * columns + c, BLOCK,
-                 out + r * BLOCK + c, BLOCK);
+        for (long c = 0; c < BLOCK; c += NR)
+            if (k0 + c < q0 + r + MR)
+                tile<MR, NV, false>(columns, left + (q0 + r) * columns, columns, 1, transposed + k0 * columns + c,
+                                    BLOCK, out + r * BLOCK + c, BLOCK);
+            else
+                for (long i = r; i < r + MR; i++) std::memset(out + i * BLOCK + c, 0, NR * sizeof(float));
 }
 
 void hide(const Shape& s, long q0, long k0, float* scores) {
@@ -174,8 +124,7 @@ void soften(const Shape& s, bool diagonal, float* scores, float* highest, float*
             const vec z = load(row + c);
             top = select(z > top, z, top);
         }
-        float now = highest[r];
-        for (int i = 0; i < W; i++) now = std::max(now, top[i]);
+        const float now = std::max(highest[r], folded(top, [](vec a, vec b) { return select(b > a, b, a); }));
         const float shift = now == -INFINITY ? 0 : now;  // a row of which the window hides all keys so far
         const float factor = total[r] == 0 ? 0 : std::exp(highest[r] - shift);
         vec sums = vec{};
@@ -184,21 +133,11 @@ void soften(const Shape& s, bool diagonal, float* scores, float* highest, float*
             store(row + c, weights);
             sums += weights;
         }
-        float sum = 0;
-        for (int i = 0; i < W; i++) sum += sums[i];
-        total[r] = total[r] * factor + sum;
+        total[r] = total[r] * factor + sum_of(sums);
         highest[r] = now;
         float* so_far = out + r * s.columns();
         for (long d = 0; d < s.columns(); d += W) store(so_far + d, load(so_far + d) * factor);
     }
-}
-
-int this_thread() {
-#ifdef _OPENMP
-    return omp_get_thread_num();
-#else
-    return 0;
-#endif
 }
 
 }  // namespace
@@ -217,7 +156,7 @@ void attention_forward(const float* heads, float* y, float* lse, float* scratch,
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (long task = 0; task < batch * n_kv_head; task++) {
         const long sequence = task / n_kv_head, kv = task % n_kv_head;
-        float* free = scratch + this_thread() * attention_scratch(tokens, width);
+        float* free = scratch + omp_get_thread_num() * attention_scratch(tokens, width);
         const auto take = [&](long floats) { float* taken = free; free += floats; return taken; };
         float *q = take(n), *kt = take(n), *v = take(n), *out = take(BLOCK * columns);
         float *scores = take(BLOCK * BLOCK), *highest = take(BLOCK), *total = take(BLOCK);
@@ -237,8 +176,8 @@ void attention_forward(const float* heads, float* y, float* lse, float* scratch,
                     soften(s, k0 == q0, scores, highest, total, out);
                     for (long r = 0; r < BLOCK; r += MR)
                         for (long d = 0; d < columns; d += NR)
-                            tile(0, k0 == q0 ? r + MR : BLOCK, scores + r * BLOCK, BLOCK, 1, v + k0 * columns + d,
-                                 columns, out + r * columns + d, columns);
+                            add(0, k0 == q0 ? r + MR : BLOCK, scores + r * BLOCK, BLOCK, 1, v + k0 * columns + d,
+                                columns, out + r * columns + d, columns);
                 }
                 for (long r = 0; r < BLOCK && q0 + r < tokens; r++) {
                     float* to = y + ((sequence * tokens + q0 + r) * n_head + head) * width;
@@ -259,7 +198,7 @@ void attention_backward(const float* heads, const float* y, const float* lse, co
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (long task = 0; task < batch * n_kv_head; task++) {
         const long sequence = task / n_kv_head, kv = task % n_kv_head;
-        float* free = scratch + this_thread() * attention_scratch(tokens, width);
+        float* free = scratch + omp_get_thread_num() * attention_scratch(tokens, width);
         const auto take = [&](long floats) { float* taken = free; free += floats; return taken; };
         float *q = take(n), *k = take(n), *kt = take(n), *vt = take(n), *dout = take(n);
         float *dq = take(n), *dk = take(n), *dv = take(n);
@@ -287,9 +226,10 @@ void attention_backward(const float* heads, const float* y, const float* lse, co
             std::memset(dq, 0, n * sizeof(float));
             for (long t = 0; t < tokens; t++) {  // the sum over keys of weight times its gradient is that of y dy
                 const float* of_token = y + first + t * n_head * width;
-                float sum = 0;
-                for (long d = 0; d < width; d++) sum += of_token[d] * dout[t * columns + d];
-                delta[t] = sum;
+                vec sums{};
+                for (long d = 0; d < width; d += W)
+                    sums += load_part(of_token + d, width - d) * load(dout + t * columns + d);
+                delta[t] = sum_of(sums);
                 norm[t] = lse[(sequence * n_head + head) * tokens + t];
             }
             for (long k0 = 0; k0 < s.rows(); k0 += BLOCK) {
@@ -308,12 +248,12 @@ void attention_backward(const float* heads, const float* y, const float* lse, co
                         }
                     for (long r = 0; r < BLOCK; r += MR)
                         for (long d = 0; d < columns; d += NR) {
-                            tile(0, diagonal ? r + MR : BLOCK, dscores + r * BLOCK, BLOCK, 1, k + k0 * columns + d,
-                                 columns, dq + (q0 + r) * columns + d, columns);
-                            tile(diagonal ? r : 0, BLOCK, dscores + r, 1, BLOCK, q + q0 * columns + d, columns,
-                                 dk + (k0 + r) * columns + d, columns);
-                            tile(diagonal ? r : 0, BLOCK, weights + r, 1, BLOCK, dout + q0 * columns + d, columns,
-                                 dv + (k0 + r) * columns + d, columns);
+                            add(0, diagonal ? r + MR : BLOCK, dscores + r * BLOCK, BLOCK, 1, k + k0 * columns + d,
+                                columns, dq + (q0 + r) * columns + d, columns);
+                            add(diagonal ? r : 0, BLOCK, dscores + r, 1, BLOCK, q + q0 * columns + d, columns,
+                                dk + (k0 + r) * columns + d, columns);
+                            add(diagonal ? r : 0, BLOCK, weights + r, 1, BLOCK, dout + q0 * columns + d, columns,
+                                dv + (k0 + r) * columns + d, columns);
                         }
                 }
             }

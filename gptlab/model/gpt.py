@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -18,9 +17,10 @@ from torch import Tensor, nn
 
 from gptlab.config.model import Activation, ModelConfig
 from gptlab.model.attention import apply_rotary, cached_attention, causal_attention, rotary_tables
-from gptlab.model.attention_kernel import attention_by_kernel, kernel_available
+from gptlab.model.attention_kernel import attention_by_kernel, attention_kernel_available
 from gptlab.model.head import HeadLoss, softcap
 from gptlab.model.kv_cache import KVCache
+from gptlab.model.linear_kernel import enough_tokens, linear_by_kernel, linear_kernel_pays, mlp_by_kernel
 from gptlab.runtime.rng import fold_seed
 
 NORM_EPS = 1e-6
@@ -31,7 +31,11 @@ GATE_CHANNELS = 32
 class Linear(nn.Linear):
     """A linear layer whose master weight is cast to the type of its input."""
 
+    by_kernel = False  # see GPT.choose_kernels
+
     def forward(self, x: Tensor) -> Tensor:
+        if self.by_kernel and enough_tokens(x):
+            return linear_by_kernel(x, self.weight)
         bias = None if self.bias is None else self.bias.to(x.dtype)
         return F.linear(x, self.weight.to(x.dtype), bias)
 
@@ -69,6 +73,8 @@ def make_dropout(config: ModelConfig) -> nn.Module:
 
 
 class Attention(nn.Module):
+    by_kernel = False  # see GPT.choose_kernels
+
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.layer = layer
@@ -76,7 +82,6 @@ class Attention(nn.Module):
         self.n_head, self.n_kv_head = config.n_head, config.kv_heads
         self.window = config.layer_windows()[layer]
         self.dropout = config.dropout
-        self.by_kernel = False  # see GPT.choose_kernels
         rows = (self.n_head + 2 * self.n_kv_head) * self.head_dim
         self.qkv = Linear(config.n_embd, rows, bias=config.bias)
         self.out = Linear(config.n_embd, config.n_embd, bias=config.bias)
@@ -133,11 +138,14 @@ _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 class MLP(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
+        self.activation = config.activation
         self.activate = _ACTIVATIONS[config.activation]
         self.up = Linear(config.n_embd, config.mlp_width, bias=config.bias)
         self.out = Linear(config.mlp_width, config.n_embd, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.up.by_kernel and self.out.by_kernel and enough_tokens(x):
+            return mlp_by_kernel(x, self.up.weight, self.out.weight, self.activation)
         return self.out(self.activate(self.up(x)))
 
 
@@ -278,9 +286,12 @@ class GPT(nn.Module):
     def choose_kernels(self) -> None:
         """To be called where the weights have their device, before anything is compiled."""
         on_cpu = self.token_embedding.weight.device.type == "cpu"
-        by_kernel = on_cpu and self.compute_dtype == torch.float32 and kernel_available()
-        for block in self.blocks:
-            cast(Block, block).attention.by_kernel = by_kernel
+        by_kernel = on_cpu and self.compute_dtype == torch.float32
+        for module in self.blocks.modules():
+            if isinstance(module, Attention):
+                module.by_kernel = by_kernel and attention_kernel_available()
+            elif isinstance(module, Linear):
+                module.by_kernel = by_kernel and linear_kernel_pays(module)
 
 
 def _initial_values(name: str, values: Tensor, config: ModelConfig, generator: torch.Generator) -> Tensor:

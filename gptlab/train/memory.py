@@ -23,7 +23,8 @@ class Memory:
     gradients: int
     optimizer: int
     activations: int
-    """What autograd keeps of one micro-batch for its backward pass, uncompiled; torch.compile keeps less."""
+    """What autograd keeps of one micro-batch for its backward pass, uncompiled; torch.compile keeps less, and so do the
+    kernels for CPUs."""
     snapshot: int
     """Weights and moments once more, in host memory, for checkpoint.background."""
 

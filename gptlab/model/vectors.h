@@ -1,0 +1,138 @@
+// What the kernels for float32 on CPUs are made of: vectors of as many floats as the processor has, and a tile of a
+// matrix product that stays in its registers.
+
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <utility>
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int W = 16;
+#elif defined(__AVX__)
+constexpr int W = 8;
+#else
+constexpr int W = 4;
+#endif
+
+typedef float vec __attribute__((vector_size(W * sizeof(float))));
+typedef int32_t bits __attribute__((vector_size(W * sizeof(int32_t))));
+
+inline vec load(const float* from) {
+    vec v;
+    std::memcpy(&v, from, sizeof v);
+    return v;
+}
+
+inline void store(float* to, vec v) { std::memcpy(to, &v, sizeof v); }
+
+// The first n floats, or as many as there are in a vector, zeros behind them.
+inline vec load_part(const float* from, long n) {
+    if (n >= W) return load(from);
+    vec v{};
+    std::memcpy(&v, from, n * sizeof(float));
+    return v;
+}
+
+inline vec all(float x) { return x - vec{}; }
+
+inline vec select(bits chosen, vec a, vec b) { return (vec)((chosen & (bits)a) | (~chosen & (bits)b)); }
+
+inline long round_up(long n, long to) { return (n + to - 1) / to * to; }
+
+// exp(x) for x up to 0 and a little more, 0 below the smallest normal number, NaN for NaN. Polynomial: Cephes, expf.c.
+inline vec exponential(vec x) {
+    const vec lowest = all(-87.33f);
+    const bits vanishes = x < lowest;
+    x = select(vanishes, lowest, x);
+    const vec to_integer = all(12582912.0f);  // 1.5 * 2^23: what is added to it is rounded; the low bits hold it
+    const vec shifted = x * 1.44269504088896341f + to_integer;
+    const vec n = shifted - to_integer;
+    const vec r = (x - n * 0.693359375f) + n * 2.12194440e-4f;  // x - n log(2), in two parts
+    vec p = all(1.9875691500e-4f);
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    const bits power = ((bits)shifted - (bits)to_integer + 127) << 23;
+    return select(vanishes, vec{}, p * (vec)power);
+}
+
+// C (M, N vectors) = the sum over k < depth of A(:, k) B(k, :), or what C holds and that sum (ADD). The element A(i, k)
+// is a[i * a_row + k * a_column]. M * N + N + 1 vectors should be no more than the processor has registers.
+template <int M, int N, bool ADD>
+inline void tile(long depth, const float* a, long a_row, long a_column, const float* b, long b_row, float* c,
+                 long c_row) {
+    vec sum[M][N];
+#pragma GCC unroll 8
+    for (int i = 0; i < M; i++)
+#pragma GCC unroll 8
+        for (int j = 0; j < N; j++) sum[i][j] = vec{};
+    for (long k = 0; k < depth; k++) {
+        vec row[N];
+#pragma GCC unroll 8
+        for (int j = 0; j < N; j++) row[j] = load(b + k * b_row + j * W);
+#pragma GCC unroll 8
+        for (int i = 0; i < M; i++) {
+            const vec x = all(a[i * a_row + k * a_column]);
+#pragma GCC unroll 8
+            for (int j = 0; j < N; j++) sum[i][j] += x * row[j];
+        }
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < M; i++)
+#pragma GCC unroll 8
+        for (int j = 0; j < N; j++) {
+            float* to = c + i * c_row + j * W;
+            store(to, ADD ? load(to) + sum[i][j] : sum[i][j]);
+        }
+}
+
+// Lanes of two vectors by number, those of b counted from W on.
+#ifdef __clang__
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, bits{__VA_ARGS__})
+#endif
+
+template <int STEP, int... LANE>
+inline vec swapped(vec v, std::integer_sequence<int, LANE...>) {
+    return SHUFFLE(v, v, (LANE ^ STEP)...);
+}
+
+// All lanes as one, by a function of two vectors.
+template <int STEP = W / 2, class Function>
+inline float folded(vec v, Function of) {
+    v = of(v, swapped<STEP>(v, std::make_integer_sequence<int, W>()));
+    if constexpr (STEP > 1) return folded<STEP / 2>(v, of);
+    return v[0];
+}
+
+inline float sum_of(vec v) {
+    return folded(v, [](vec a, vec b) { return a + b; });
+}
+
+template <int STEP, bool HIGH, int... LANE>
+inline vec exchanged(vec a, vec b, std::integer_sequence<int, LANE...>) {
+    return SHUFFLE(a, b, (LANE & STEP ? W + LANE - (HIGH ? 0 : STEP) : LANE + (HIGH ? STEP : 0))...);
+}
+
+// The transposed of W x W elements in vectors, by exchanging ever larger corners.
+template <int STEP = 1>
+inline void transpose_vectors(vec* rows) {
+    constexpr auto lanes = std::make_integer_sequence<int, W>();
+#pragma GCC unroll 16
+    for (int i = 0; i < W; i++)
+        if (!(i & STEP)) {
+            const vec a = rows[i], b = rows[i + STEP];
+            rows[i] = exchanged<STEP, false>(a, b, lanes);
+            rows[i + STEP] = exchanged<STEP, true>(a, b, lanes);
+        }
+    if constexpr (2 * STEP < W) transpose_vectors<2 * STEP>(rows);
+}
+
+}  // namespace

@@ -1,0 +1,33 @@
+"""The kernels built for another processor than this one, called without torch's operators, which are those of this."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import pytest
+
+from gptlab.model import kernel_library
+from gptlab.runtime.device import cxx_compiler
+
+
+def kernels_for(processor: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> ctypes.CDLL:
+    """`processor`: as g++ calls it. Built in `folder`. Skips where this one cannot do what that one can."""
+    if processor == "haswell" and "avx2" not in Path("/proc/cpuinfo").read_text(encoding="utf-8"):
+        pytest.skip("this processor has no AVX2")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
+    compiler = cxx_compiler()
+    assert compiler is not None
+    flags = [flag.replace("native", processor) for flag in kernel_library._FLAGS]
+    library = kernel_library.load_built(compiler, kernel_library._SOURCES, [*flags, "-Wno-psabi"])
+    for name in ("attention_scratch", "mlp_forward_scratch", "linear_multiple"):
+        getattr(library, name).restype = ctypes.c_long
+    return library
+
+
+def call(function: object, *arguments: object) -> None:
+    """With tensors as pointers to their elements, and integers as C's long, which is as wide as an int is to be."""
+    from torch import Tensor
+
+    assert callable(function)
+    function(*(ctypes.c_void_p(a.data_ptr()) if isinstance(a, Tensor) else ctypes.c_long(a) for a in arguments))  # type: ignore[arg-type]
