@@ -20,6 +20,7 @@ from gptlab.data.loader import Loader
 from gptlab.data.rows import RowSource
 from gptlab.model.gpt import GPT, build_model
 from gptlab.model.roles import fused_rows, parameter_roles
+from gptlab.optim.clip import joint_norm
 from gptlab.optim.combined import CombinedOptimizer
 from gptlab.optim.groups import build_optimizer
 from gptlab.runtime.rng import capture_rng, restore_rng
@@ -136,7 +137,7 @@ class TrainState:
 
     def total_norm(self, gradients: list[Tensor]) -> Tensor:
         """The joint norm of the gradients of `weights_here`, of all ranks together; 0-d."""
-        return torch.nn.utils.get_total_norm(gradients)
+        return joint_norm(gradients)
 
     def first_broken_gradient(self) -> str | None:
         """The name of the first weight, in the model's order, whose gradient is not finite on any rank."""

@@ -58,8 +58,11 @@ def gradients(
 
     Sums divided by the global count, so the loss and its gradient do not depend on how the step is cut.
     """
-    state.model.train()
-    total = torch.zeros((), dtype=torch.float64)
+    if not state.model.training:  # the walk through its modules takes 0.2 ms
+        state.model.train()
+    # Apple's GPUs have no float64.
+    total = torch.zeros((), dtype=torch.float32 if state.device.type == "mps" else torch.float64)
+    scaled: Tensor | None = None
     places = range(len(batch.micro_indices)) if sums is None else sums.order(batch.micro_indices)
     with state.in_passes():
         for place in places:
@@ -69,7 +72,10 @@ def gradients(
             loss = loss_sum(batch.inputs[place], batch.targets[place])
             if sums is not None and place == places[-1]:
                 sums.begin()
-            state.scaler.scale(loss / batch.target_tokens).backward()
+            if scaled is None:
+                # The sum's gradient, instead of a division that autograd would have to follow.
+                scaled = state.scaler.scale(loss.detach().new_full((), 1 / batch.target_tokens))
+            loss.backward(scaled)
             total = total.to(loss.device) + loss.detach()
             if sums is not None:
                 total = sums.end(index, total)
