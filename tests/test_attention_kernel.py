@@ -106,6 +106,18 @@ def test_what_is_no_number_is_not_lost(row: int) -> None:
 
 
 @needs_compiler
+def test_what_is_no_number_stays_with_its_query() -> None:
+    """In a width that is no whole vector, where the next token's numbers lie in the same one."""
+    heads = random_heads(100, 3, 40)
+    heads[0, 70, 0, 3] = torch.nan
+    _, gradient = both_ways(heads, 1, None, torch.ones(2, 100, 1, 40))
+    assert not gradient[0, 70, 0].isfinite().any()
+    assert gradient[0, :70, 0].isfinite().all()
+    assert gradient[0, 71:, 0].isfinite().all()
+    assert gradient[1].isfinite().all()
+
+
+@needs_compiler
 def test_bits_depend_neither_on_threads_nor_on_the_rest_of_the_batch() -> None:
     heads = random_heads(150, 8, 32, batch=6)
     weight = torch.randn(6, 150, 4, 32)

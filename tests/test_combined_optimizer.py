@@ -351,3 +351,6 @@ def test_clipping(max_norm: float | None) -> None:
         torch.testing.assert_close(weights[name].grad, reference[name].grad, rtol=1e-6, atol=0)
     if max_norm == 0.5:
         assert clip_gradients(weights.values(), None) == pytest.approx(0.5, rel=1e-5)
+    for parameter in weights.values():
+        parameter.grad = None
+    assert clip_gradients(weights.values(), max_norm) == 0

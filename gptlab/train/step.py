@@ -62,7 +62,7 @@ def gradients(
         state.model.train()
     # Apple's GPUs have no float64.
     total = torch.zeros((), dtype=torch.float32 if state.device.type == "mps" else torch.float64)
-    scaled: Tensor | None = None
+    share: Tensor | None = None
     places = range(len(batch.micro_indices)) if sums is None else sums.order(batch.micro_indices)
     with state.in_passes():
         for place in places:
@@ -72,10 +72,10 @@ def gradients(
             loss = loss_sum(batch.inputs[place], batch.targets[place])
             if sums is not None and place == places[-1]:
                 sums.begin()
-            if scaled is None:
-                # The sum's gradient, instead of a division that autograd would have to follow.
-                scaled = state.scaler.scale(loss.detach().new_full((), 1 / batch.target_tokens))
-            loss.backward(scaled)
+            if share is None:
+                # The mean's gradient for each sum, given to autograd instead of a division to follow.
+                share = state.scaler.scale(loss.detach().new_full((), 1 / batch.target_tokens))
+            loss.backward(share)
             total = total.to(loss.device) + loss.detach()
             if sums is not None:
                 total = sums.end(index, total)
