@@ -6,6 +6,7 @@ import ctypes
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
 from gptlab.model import kernel_library
 from gptlab.runtime.device import cxx_compiler
@@ -26,8 +27,6 @@ def kernels_for(processor: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def call(function: object, *arguments: object) -> None:
-    """With tensors as pointers to their elements, and integers as C's long, which is as wide as an int is to be."""
-    from torch import Tensor
-
+    """With tensors as pointers to their elements, and integers as C's long, of which an int takes the lower half."""
     assert callable(function)
     function(*(ctypes.c_void_p(a.data_ptr()) if isinstance(a, Tensor) else ctypes.c_long(a) for a in arguments))  # type: ignore[arg-type]

@@ -4,14 +4,18 @@ they do not pay they are tested all the same: there nothing else would call them
 from __future__ import annotations
 
 import platform
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from narrow_kernels import call, kernels_for
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from gptlab.config.model import Activation, ModelConfig
 from gptlab.model import linear_kernel
@@ -156,6 +160,39 @@ MODELS = {
 }  # fmt: skip
 
 
+class Called(TorchDispatchMode):
+    """Counts the kernels' operators by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "gptlab":
+            self.counts[func._opname] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@needs_compiler
+def test_a_block_calls_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two linear layers and an MLP a layer; a text of few tokens calls none of them. FLOPs are those of the layers."""
+    monkeypatch.setattr(linear_kernel, "_multiple", lambda: 16)
+    model = build_model(MODELS["nanogpt"], device=CPU, compute_dtype=torch.float32, seed=1)
+    with Called() as called, FlopCounterMode(display=False) as by_kernels:
+        gradients_of(model, model.loss)
+    linear = {name: n for name, n in called.counts.items() if not name.startswith("attention")}
+    assert linear == {"linear_forward": 4, "linear_backward": 4, "mlp_forward": 2, "mlp_backward": 2}
+    with Called() as called:
+        model(torch.zeros(1, 63, dtype=torch.int64))
+    assert not [name for name in called.counts if not name.startswith("attention")]
+    for module in model.modules():
+        if isinstance(module, Linear):
+            module.by_kernel = False
+    with FlopCounterMode(display=False) as by_library:
+        gradients_of(model, model.loss)
+    assert by_kernels.get_total_flops() == by_library.get_total_flops()
+
+
 def gradients_of(model: GPT, loss: Callable[[Tensor, Tensor], Tensor]) -> dict[str, Tensor]:
     tokens = torch.randint(50, (3, 80), generator=torch.Generator().manual_seed(0))
     loss(tokens, tokens.roll(-1, 1)).backward()
@@ -166,7 +203,7 @@ def gradients_of(model: GPT, loss: Callable[[Tensor, Tensor], Tensor]) -> dict[s
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_model_with_them_is_the_model_without(kind: str, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every gradient, to float32's roundings; and each kernel is called."""
+    """Every gradient, to float32's roundings."""
     monkeypatch.setattr(linear_kernel, "_multiple", lambda: 16)
     with_them = build_model(MODELS[kind], device=CPU, compute_dtype=torch.float32, seed=1)
     monkeypatch.setattr(linear_kernel, "_multiple", lambda: None)

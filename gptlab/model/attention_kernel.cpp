@@ -2,8 +2,8 @@
 //
 // The scores of 64 queries against 64 keys exist at one time (the softmax kept running, as in FlashAttention,
 // arXiv:2205.14135; the backward pass makes them again from the log-sum-exp, arXiv:2307.08691). What causality hides is
-// left out, down to tiles of the diagonal blocks. Measured against batched products
-// and a fused softmax on two Zen 4 cores, forward and backward: docs/LOG.md, 2026-11-20.
+// left out, down to tiles of the diagonal blocks. Measured against batched products and a fused softmax on two Zen 4
+// cores, forward and backward: docs/LOG.md, 2026-11-20.
 //
 // heads   (batch, tokens, n_head + 2 n_kv_head, width): queries, keys, values of each token, contiguous
 // y       (batch, tokens, n_head, width)
