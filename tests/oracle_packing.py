@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import count
+
 BOS = -7
 """Stands for any BOS: the oracle does not tell a document's own from one put in front of a continuation."""
 
 
-def crop_rows(documents: list[list[int]], slots: int, buffer_size: int) -> list[list[int]]:
-    """nanochat's loader over one epoch: `documents` are contents without BOS; a row that runs dry stays short."""
-    waiting = [[BOS, *document] for document in documents]
+def cropped_stream(documents: list[list[int]], slots: int, buffer_size: int) -> Iterator[list[int]]:
+    """nanochat's rows, without end. `documents` are contents without BOS; passes over them are made of batches of 128,
+    the last of a pass being what is left, and whole batches join the buffer while it holds fewer than `buffer_size`."""
+    passes = (documents[first : first + 128] for _ in count() for first in range(0, len(documents), 128))
     buffer: list[list[int]] = []
-    rows: list[list[int]] = [[]]
-    while waiting or buffer:
-        while waiting and len(buffer) < buffer_size:
-            buffer.append(waiting.pop(0))
-        gap = slots - len(rows[-1])
-        if gap == 0:
-            rows.append([])
-            continue
-        best = longest_that_fits(buffer, gap)
-        if best is None:
-            best = min(range(len(buffer)), key=lambda i: len(buffer[i]))
-        rows[-1] += buffer.pop(best)[:gap]
-    return rows
+    while True:
+        row: list[int] = []
+        while len(row) < slots:
+            while len(buffer) < buffer_size:
+                buffer += [[BOS, *document] for document in next(passes)]
+            gap = slots - len(row)
+            best = longest_that_fits(buffer, gap)
+            if best is None:
+                best = [len(item) for item in buffer].index(min(len(item) for item in buffer))
+            row += buffer.pop(best)[:gap]
+        yield row
 
 
 def cut_rows(documents: list[list[int]], slots: int, buffer_size: int, smallest_cut: int | None) -> list[list[int]]:

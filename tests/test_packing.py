@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import time
+from functools import partial
+from itertools import islice
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle_packing import BOS, crop_rows, cut_rows
+from oracle_packing import BOS, cropped_stream, cut_rows
 
+from gptlab.config.data import DataConfig
+from gptlab.data import cropping
+from gptlab.data.cropping import CroppedStream, plan_first_epoch
 from gptlab.data.order import hashed, mix, permuted
 from gptlab.data.packing import SMALLEST_CUT, Plan, plan_rows
+from gptlab.data.rows import make_rows
+from gptlab.data.shards import TokenSplit
 
 lengths_of_documents = st.lists(st.integers(0, 60), min_size=1, max_size=40)
 
@@ -37,11 +45,88 @@ def planned(lengths: list[int], seq_len: int, overhang: str, buffer: int) -> tup
     return plan, [list(range(s, s + n)) for s, n in zip(starts.tolist(), lengths, strict=True)]
 
 
-@settings(max_examples=150)
-@given(lengths=lengths_of_documents, seq_len=st.integers(1, 40), buffer=st.integers(1, 12))
-def test_crop_places_what_nanochats_loader_places(lengths: list[int], seq_len: int, buffer: int) -> None:
-    plan, documents = planned(lengths, seq_len, "crop", buffer)
-    assert as_rows(plan, documents) == crop_rows(documents, seq_len + 1, buffer)
+def cropped(lengths: list[int], seq_len: int, buffer: int, rows: int) -> tuple[list[list[int]], list[list[int]], int]:
+    """The first `rows` rows as tokens, the documents, and how many rows an epoch has."""
+    counts = np.array(lengths, dtype=np.int64)
+    starts = np.cumsum(counts) - counts
+    first = plan_first_epoch(starts, counts, seq_len + 1, buffer_documents=buffer)
+    stream = CroppedStream(starts, counts, seq_len + 1, buffer, *first)
+    documents = [list(range(s, s + n)) for s, n in zip(starts.tolist(), lengths, strict=True)]
+    found: list[list[int]] = []
+    for number in range(1 + int(stream.parts(np.array([rows - 1]))[0])):
+        first_row, plan = stream.part(number)
+        assert first_row == len(found)
+        found += as_rows(plan, documents)
+    return found[:rows], documents, first[0].n_rows
+
+
+@settings(max_examples=100)
+@given(
+    lengths=lengths_of_documents | st.lists(st.integers(0, 30), min_size=120, max_size=300),
+    seq_len=st.integers(1, 40),
+    buffer=st.integers(1, 12) | st.integers(100, 300),
+    part=st.integers(1, 50),
+)
+def test_crop_places_what_nanochats_loader_places(lengths: list[int], seq_len: int, buffer: int, part: int) -> None:
+    """Row for row, across epochs and across the parts that the stream is planned in."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(cropping, "PART_DOCUMENTS", part)
+        rows, documents, an_epoch = cropped(lengths, seq_len, buffer, 200)
+        assert rows == list(islice(cropped_stream(documents, seq_len + 1, buffer), 200))
+    # An epoch takes as many documents as there are, and ends with a row.
+    taken = [
+        sum(token == BOS for token in row) for row in islice(cropped_stream(documents, seq_len + 1, buffer), an_epoch)
+    ]
+    assert sum(taken[:-1]) < len(lengths) <= sum(taken)
+
+
+@pytest.mark.parametrize(
+    ("name", "documents", "seq_len", "buffer", "rows", "sha256"),
+    [
+        ("long", 5000, 256, 1000, 9000, "53e628fdcfa2e12c"),  # more than two epochs
+        ("few", 300, 32, 1000, 2000, "ee24a5e6560e4990"),  # the buffer holds four passes
+        ("odd", 1337, 64, 50, 6000, "5d0554cf81b78b38"),  # fewer wait than a batch brings
+    ],
+)
+def test_crop_gives_the_rows_that_nanochats_own_program_gave(
+    name: str, documents: int, seq_len: int, buffer: int, rows: int, sha256: str
+) -> None:
+    """SHA-256 of what nanochat's and autoresearch's loaders yielded for the same documents, batch for batch: the int32
+    tokens of nanochat's tokenizing_distributed_data_loader_with_state_bos_bestfit (dataloader.py at e8fec97) and
+    autoresearch's make_dataloader (prepare.py at 228791f), one process, row groups of 1,024 documents as in their
+    corpora. Document i has the tokens 1 + (7 i + k) % 997, behind BOS 0."""
+    scale = {"long": 600, "few": 40, "odd": 90}[name]
+    lengths = []
+    for i in range(documents):
+        draw = hashlib.sha256(f"{name}/{i}".encode()).digest()
+        short, long = (int.from_bytes(draw[at : at + 4], "little") for at in (0, 4))
+        lengths.append(short % scale + (long % (8 * scale) if draw[8] < 40 else 0))
+    contents = [[0, *(1 + (7 * i + k) % 997 for k in range(length))] for i, length in enumerate(lengths)]
+    starts = np.cumsum([0, *map(len, contents)]).astype(np.int64)
+    tokens = np.array([token for content in contents for token in content], dtype=np.uint16)
+    split = TokenSplit([tokens], starts, np.zeros(documents, dtype=np.uint64), 0)
+    data = DataConfig(long_documents="crop", pack_buffer_documents=buffer)
+    source = make_rows(split, data, seq_len, 0, 5, None)
+    epochs, indices = np.divmod(np.arange(rows), source.rows_per_epoch)
+    digest = hashlib.sha256()
+    for epoch in range(int(epochs[-1]) + 1):
+        inputs, targets = source.read(epoch, indices[epochs == epoch])
+        digest.update(np.concatenate([inputs, targets[:, -1:]], axis=1).astype("<i4").tobytes())
+    assert epochs[-1] >= 2
+    assert digest.hexdigest()[:16] == sha256
+
+
+def test_rows_of_a_late_epoch_are_found_without_those_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a resumed run asks for first, and what one that goes back to a checkpoint asks for last."""
+    monkeypatch.setattr(cropping, "PART_DOCUMENTS", 16)
+    split = TokenSplit([np.arange(600, dtype=np.uint16)], np.arange(0, 601, 12), np.zeros(50, dtype=np.uint64), 0)
+    data = DataConfig(long_documents="crop", pack_buffer_documents=8)
+    straight, resumed = (make_rows(split, data, 20, 0, 5, None) for _ in range(2))
+    everything = np.arange(straight.rows_per_epoch)
+    stream = [straight.read(epoch, everything)[0] for epoch in range(6)]
+    for epoch in (5, 2, 4, 0, 5):
+        backwards = everything[::-1]
+        assert np.array_equal(resumed.read(epoch, backwards)[0], stream[epoch][::-1])
 
 
 @settings(max_examples=150)
@@ -76,11 +161,15 @@ def test_a_plan_by_hand() -> None:
         [BOS, 4, 5, BOS, 8],  # the first of the two rests of 2, then what fits: 1 token
         [BOS, 6, 7],
     ]
-    crop, documents = planned([6, 2, 1, 3], 4, "crop", 10)
-    assert as_rows(crop, documents) == [
-        [BOS, 9, 10, 11, BOS],  # a gap of 1: the shortest (token 8) is cropped to nothing
-        [BOS, 6, 7, BOS, 0],  # then document 0, whose overhang of 5 is gone
+    rows, _, an_epoch = cropped([6, 2, 1, 3], 4, 5, 4)
+    # A pass is one batch of four, so that two are there at first.
+    assert rows == [
+        [BOS, 9, 10, 11, BOS],  # a gap of 1: the shortest (the first token 8) is cropped to nothing
+        [BOS, 9, 10, 11, BOS],  # the same of the second pass, and 6, 2, 6, 2 wait
+        [BOS, 9, 10, 11, BOS],  # four are too few: the third pass has come
+        [BOS, 6, 7, BOS, 6],  # of 6, 2, 6, 2, 6, 2 the first 2; then the second, cropped
     ]
+    assert an_epoch == 2
 
 
 def test_lengths_that_never_fit_together_are_cut_instead_of_padded() -> None:
@@ -97,9 +186,9 @@ def test_planning_is_fast() -> None:
     """About 1.5 microseconds a document; a loop over the buffer of 1000 would take a minute for these."""
     lengths = np.random.default_rng(0).lognormal(7, 1.2, 200_000).astype(np.int64)
     starts = np.cumsum(lengths) - lengths
-    for overhang in ("cut", "crop"):
+    for plan in (partial(plan_rows, seq_len=2047, overhang="cut"), partial(plan_first_epoch, slots=2048)):
         began = time.perf_counter()
-        plan_rows(starts, lengths, 2048, overhang=overhang, buffer_documents=1000)
+        plan(starts, lengths, buffer_documents=1000)
         assert time.perf_counter() - began < 5
 
 

@@ -57,10 +57,10 @@ class DataConfig:
     """packed: rows start with BOS and hold whole documents, best-fit | sequential: contiguous chunks | random: uniform
     windows."""
     long_documents: LongDocuments = "cut"
-    """packed rows: cut long documents into row-sized pieces, every token is trained on | crop: throw the overhang away
-    (nanochat)."""
+    """packed rows: cut long documents into row-sized pieces, every token is trained on | crop: nanochat's and
+    autoresearch's rows, in their order whatever the seed: the overhang is thrown away."""
     pack_buffer_documents: int = 1000
-    """packed rows: documents among which the best fit is looked for (seed 4's loader: 1000)."""
+    """packed rows: documents among which the best fit is looked for (nanochat's and autoresearch's loader: 1000)."""
     cache_dir: str | None = None
     """Where prepared tokens are kept. None: $GPTLAB_CACHE, or the user's cache folder."""
 

@@ -8,9 +8,9 @@ a document's BOS is a target exactly once.
     cut   full rows are cut off long documents; what remains is placed best-fit; a gap that nothing fits is filled by
           cutting the longest document at hand, whose rest goes back. Nothing is lost, only gaps too small to be worth
           a cut are padded (below 1/128 of a row), and the end of the last row.
-    crop  nanochat's loader: documents placed best-fit; a gap that nothing fits is filled with the beginning of
-          the shortest document at hand, and the rest of that document is thrown away.
     pad   as cut, but a gap stays empty: no document is cut that need not be (validation).
+
+nanochat's own rows, which throw the overhang away, are in `cropping.py`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Literal
 
 import numpy as np
 
-Overhang = Literal["cut", "crop", "pad"]
+Overhang = Literal["cut", "pad"]
 
 # A gap below this share of a row is padded: bounds padding under 1% whatever the lengths, and spares cuts that would
 # leave a few tokens without context.
@@ -50,15 +50,12 @@ def plan_rows(
     buffer_documents: int,
 ) -> Plan:
     """Plan every row of an epoch. Documents are looked at in the order given, `buffer_documents` at a time."""
-    full_starts = np.empty(0, dtype=np.int64)
-    rest_starts, rest_lengths = content_starts, content_lengths
-    if overhang != "crop":
-        # Full rows need no search: seq_len tokens behind a BOS fill one exactly.
-        n_full = content_lengths // seq_len
-        full_starts = np.repeat(content_starts, n_full) + seq_len * ranges(n_full)
-        has_rest = (content_lengths % seq_len > 0) | (content_lengths == 0)
-        rest_starts = (content_starts + n_full * seq_len)[has_rest]
-        rest_lengths = (content_lengths % seq_len)[has_rest]
+    # Full rows need no search: seq_len tokens behind a BOS fill one exactly.
+    n_full = content_lengths // seq_len
+    full_starts = np.repeat(content_starts, n_full) + seq_len * ranges(n_full)
+    has_rest = (content_lengths % seq_len > 0) | (content_lengths == 0)
+    rest_starts = (content_starts + n_full * seq_len)[has_rest]
+    rest_lengths = (content_lengths % seq_len)[has_rest]
     rows, items, offsets, lengths = best_fit(rest_lengths, seq_len + 1, overhang=overhang, buffer_size=buffer_documents)
     segment_rows = np.concatenate([np.arange(len(full_starts)), rows + len(full_starts)])
     n_rows = int(segment_rows[-1]) + 1 if len(segment_rows) else 0
@@ -99,9 +96,7 @@ def best_fit(
         position = bisect_right(keys, gap * base - 1) - 1  # the last key with length + 1 (its BOS) <= gap
         fits = position >= 0
         if not fits:
-            if overhang == "crop":
-                position = bisect_right(keys, keys[0] // base * base + earliest) - 1  # the first of the shortest
-            elif overhang == "cut" and gap >= smallest_cut:
+            if overhang == "cut" and gap >= smallest_cut:
                 position = bisect_right(keys, keys[-1] // base * base + earliest) - 1  # the first of the longest
             else:
                 row, gap = row + 1, slots
@@ -110,7 +105,7 @@ def best_fit(
         length = min(lengths[item], gap - 1)
         placed.append((row, item, offsets[item], length))
         gap -= length + 1
-        if not fits and overhang == "cut":
+        if not fits:
             offsets[item] += length
             lengths[item] -= length
             insort(keys, lengths[item] * base + earliest - item)

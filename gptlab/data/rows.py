@@ -3,7 +3,8 @@
 A row is `seq_len` inputs and `seq_len` targets, the targets one token ahead; a target of -1 does not count. Three ways
 to make them stand behind one interface:
 
-    packed      segments of documents by the plan of `packing.py`; each epoch permutes the rows
+    packed      segments of documents by the plan of `packing.py`; each epoch permutes the rows. With
+                `data.long_documents = "crop"`, nanochat's endless stream of rows (`cropping.py`), for every seed
     sequential  chunk i is tokens [i * seq_len, (i + 1) * seq_len], in file order, every epoch the same (speedrun)
     random      window starts drawn uniformly, with replacement, over the whole split (nanoGPT)
 
@@ -13,6 +14,7 @@ without documents are one text, validated from its first token on.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,12 +24,15 @@ import numpy as np
 from gptlab.config.data import DataConfig
 from gptlab.config.errors import ConfigError, UserError
 from gptlab.data.cache import cached_folder
+from gptlab.data.cropping import Buffer, CroppedStream, plan_first_epoch
 from gptlab.data.order import hashed, permuted
-from gptlab.data.packing import Overhang, Plan, plan_rows, ranges
+from gptlab.data.packing import Plan, plan_rows, ranges
 from gptlab.data.shards import TokenSplit, load_array
 
 IGNORED = -1
-PLAN_VERSION = 1  # raise it when the planner places differently, so that kept plans are made again
+# Raise one when its planner places differently, so that kept plans are made again.
+CUT_PLAN_VERSION = 1
+CROP_PLAN_VERSION = 2
 
 Pair = tuple[np.ndarray, np.ndarray]
 
@@ -38,7 +43,8 @@ class TokenFate:
     rows_per_epoch * seq_len = trained + added + padded."""
 
     total: int
-    """Tokens of the split, each document's BOS included."""
+    """Tokens of the split, each document's BOS included; of cropped rows, those of the documents that the epoch takes,
+    which are as many as the split has."""
     trained: int
     """Tokens that are a target once (random rows: drawn with replacement, so as many draws)."""
     context: int
@@ -86,6 +92,8 @@ def make_rows(
         return RandomRows(split, seq_len, seed)
     if bos_id is None:
         raise ConfigError("data.rows", "packed", "packed rows begin with BOS, and this tokenizer has none", "random")
+    if data.long_documents == "crop":
+        return CroppedRows(split, _cropped_stream(split, data, seq_len, cache_folder), seq_len, bos_id)
     return PackedRows(split, _kept_plan(split, data, seq_len, cache_folder), seq_len, bos_id, seed)
 
 
@@ -130,24 +138,13 @@ class PackedRows:
         self._seed = seed
 
     def read(self, epoch: int, indices: np.ndarray) -> Pair:
-        row_of, segments = self._segments(self._plan_rows(epoch, indices))
-        starts, lengths = self._plan.segment_starts[segments], self._plan.segment_lengths[segments]
-        slots = self.seq_len + 1
-        # Where each segment's BOS stands: behind the segments in front of it in the same row.
-        ends = np.cumsum(lengths + 1)
-        row_first = np.searchsorted(row_of, np.arange(len(indices)))
-        before_row = np.concatenate([[0], ends])[row_first]
-        bos_at = row_of * slots + ends - (lengths + 1) - before_row[row_of]
-        within = ranges(lengths)
-        tokens = np.full(len(indices) * slots, IGNORED, dtype=np.int32)
-        tokens[bos_at] = self._bos_id if self._seed is not None else IGNORED
-        tokens[np.repeat(bos_at + 1, lengths) + within] = self._split.take(np.repeat(starts, lengths) + within)
-        rows = tokens.reshape(len(indices), slots)
+        bos = self._bos_id if self._seed is not None else IGNORED
+        rows = planned_tokens(self._split, self._plan, self._plan_rows(epoch, indices), self.seq_len + 1, bos)
         inputs = np.where(rows[:, :-1] == IGNORED, np.int32(self._bos_id), rows[:, :-1])
         return inputs, rows[:, 1:]
 
     def target_counts(self, epoch: int, indices: np.ndarray) -> np.ndarray:
-        row_of, segments = self._segments(self._plan_rows(epoch, indices))
+        row_of, segments = segments_of(self._plan, self._plan_rows(epoch, indices))
         bos_targets = 0 if self._seed is None else 1
         counts = np.bincount(row_of, self._plan.segment_lengths[segments] + bos_targets, minlength=len(indices))
         return counts.astype(np.int64) - bos_targets  # the BOS that a row begins with is no target
@@ -179,11 +176,63 @@ class PackedRows:
             return indices
         return permuted(indices, self.rows_per_epoch, seed=self._seed, epoch=epoch)
 
-    def _segments(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """All segments of the plan's `rows` (n,), row after row: (position of its row in `rows`, index in the plan)."""
-        first, end = self._plan.row_segments[rows], self._plan.row_segments[rows + 1]
-        counts = end - first
-        return np.repeat(np.arange(len(rows)), counts), np.repeat(first, counts) + ranges(counts)
+
+def planned_tokens(split: TokenSplit, plan: Plan, rows: np.ndarray, slots: int, bos: int) -> np.ndarray:
+    """The plan's `rows` (n,) as tokens, `bos` in front of each segment, IGNORED where nothing is: (n, slots) int32."""
+    row_of, segments = segments_of(plan, rows)
+    starts, lengths = plan.segment_starts[segments], plan.segment_lengths[segments]
+    # Where each segment's BOS stands: behind the segments in front of it in the same row.
+    ends = np.cumsum(lengths + 1)
+    row_first = np.searchsorted(row_of, np.arange(len(rows)))
+    before_row = np.concatenate([[0], ends])[row_first]
+    bos_at = row_of * slots + ends - (lengths + 1) - before_row[row_of]
+    within = ranges(lengths)
+    tokens = np.full(len(rows) * slots, IGNORED, dtype=np.int32)
+    tokens[bos_at] = bos
+    tokens[np.repeat(bos_at + 1, lengths) + within] = split.take(np.repeat(starts, lengths) + within)
+    return tokens.reshape(len(rows), slots)
+
+
+def segments_of(plan: Plan, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """All segments of the plan's `rows` (n,), row after row: (position of its row in `rows`, index in the plan)."""
+    first, end = plan.row_segments[rows], plan.row_segments[rows + 1]
+    counts = end - first
+    return np.repeat(np.arange(len(rows)), counts), np.repeat(first, counts) + ranges(counts)
+
+
+class CroppedRows:
+    """nanochat's rows in nanochat's order, the same for every seed. An epoch is a number of rows: those that first take
+    as many documents as the split has. The stream itself goes on across epochs."""
+
+    def __init__(self, split: TokenSplit, stream: CroppedStream, seq_len: int, bos_id: int) -> None:
+        self.seq_len = seq_len
+        self.rows_per_epoch = stream.first_epoch.n_rows
+        self._split = split
+        self._stream = stream
+        self._bos_id = bos_id
+
+    def read(self, epoch: int, indices: np.ndarray) -> Pair:
+        wanted = epoch * self.rows_per_epoch + indices
+        rows = np.empty((len(wanted), self.seq_len + 1), dtype=np.int32)
+        parts = self._stream.parts(wanted)
+        for number in np.unique(parts).tolist():
+            first_row, plan = self._stream.part(number)
+            here = parts == number
+            rows[here] = planned_tokens(self._split, plan, wanted[here] - first_row, self.seq_len + 1, self._bos_id)
+        return rows[:, :-1], rows[:, 1:]
+
+    def target_counts(self, epoch: int, indices: np.ndarray) -> np.ndarray:
+        return np.full(len(indices), self.seq_len, dtype=np.int64)
+
+    @property
+    def fate(self) -> TokenFate:
+        plan, starts = self._stream.first_epoch, self._split.document_starts
+        documents = np.searchsorted(starts, plan.segment_starts - 1)
+        total = int((starts[documents + 1] - starts[documents]).sum())
+        trained = self.rows_per_epoch * self.seq_len
+        context = self.rows_per_epoch
+        cropped = total - trained - context
+        return TokenFate(total=total, trained=trained, context=context, cropped=cropped, added=0, padded=0)
 
 
 class SequentialRows:
@@ -257,27 +306,58 @@ class ChunkRows:
         return np.clip(self._n_targets - indices * self.seq_len, 0, self.seq_len).astype(np.int64)
 
 
+_PLAN_ARRAYS = ("row_segments", "segment_starts", "segment_lengths")
+
+
 def _kept_plan(split: TokenSplit, data: DataConfig, seq_len: int, cache_folder: Path | None) -> Plan:
-    overhang: Overhang = data.long_documents
-    starts, lengths = split.document_starts[:-1] + 1, np.diff(split.document_starts) - 1
+    starts, lengths = _contents(split)
+    buffer_documents = data.pack_buffer_documents
 
-    def plan() -> Plan:
-        return plan_rows(starts, lengths, seq_len, overhang=overhang, buffer_documents=data.pack_buffer_documents)
+    def make() -> tuple[np.ndarray, ...]:
+        return _arrays(plan_rows(starts, lengths, seq_len, overhang="cut", buffer_documents=buffer_documents))
 
+    name = f"cut-{seq_len}-{buffer_documents}-v{CUT_PLAN_VERSION}"
+    return Plan(*_kept_arrays(cache_folder, name, _PLAN_ARRAYS, make))
+
+
+def _cropped_stream(split: TokenSplit, data: DataConfig, seq_len: int, cache_folder: Path | None) -> CroppedStream:
+    starts, lengths = _contents(split)
+    buffer_documents, slots = data.pack_buffer_documents, seq_len + 1
+
+    def make() -> tuple[np.ndarray, ...]:
+        plan, buffer = plan_first_epoch(starts, lengths, slots, buffer_documents=buffer_documents)
+        return (*_arrays(plan), buffer.waiting, np.array([buffer.arrived]))
+
+    name = f"crop-{seq_len}-{buffer_documents}-v{CROP_PLAN_VERSION}"
+    *plan, waiting, arrived = _kept_arrays(cache_folder, name, (*_PLAN_ARRAYS, "waiting", "arrived"), make)
+    return CroppedStream(starts, lengths, slots, buffer_documents, Plan(*plan), Buffer(waiting, int(arrived[0])))
+
+
+def _contents(split: TokenSplit) -> tuple[np.ndarray, np.ndarray]:
+    """Where the token behind each document's BOS is, and how many there are: (n_documents,) int64 each."""
+    return split.document_starts[:-1] + 1, np.diff(split.document_starts) - 1
+
+
+def _arrays(plan: Plan) -> tuple[np.ndarray, ...]:
+    return tuple(getattr(plan, name) for name in _PLAN_ARRAYS)
+
+
+def _kept_arrays(
+    cache_folder: Path | None, name: str, arrays: Sequence[str], make: Callable[[], Sequence[np.ndarray]]
+) -> Sequence[np.ndarray]:
+    """What `make` gives, an int64 array for each name in `arrays`; from `plans/NAME` in the cache where it is kept."""
     if cache_folder is None:
-        return plan()
+        return make()
 
     def build(temporary: Path) -> dict[str, Any]:
-        made = plan()
-        np.save(temporary / "row_segments.npy", made.row_segments)
-        np.save(temporary / "segment_starts.npy", made.segment_starts)
-        np.save(temporary / "segment_lengths.npy", made.segment_lengths)
-        return {"rows": made.n_rows, "segments": len(made.segment_starts)}
+        made = make()
+        for array, values in zip(arrays, made, strict=True):
+            np.save(temporary / f"{array}.npy", values)
+        return {"rows": len(made[0]) - 1, "segments": len(made[1])}
 
-    folder = cache_folder / "plans" / f"{overhang}-{seq_len}-{data.pack_buffer_documents}-v{PLAN_VERSION}"
+    folder = cache_folder / "plans" / name
     try:
         cached_folder(folder, build, what="packing plan")
     except UserError:  # a cache that is shared read-only, or full: the plan takes seconds and can live in memory
-        return plan()
-    files = (folder / f"{name}.npy" for name in ("row_segments", "segment_starts", "segment_lengths"))
-    return Plan(*(load_array(file, np.dtype("<i8"), mapped=True) for file in files))
+        return make()
+    return [load_array(folder / f"{array}.npy", np.dtype("<i8"), mapped=True) for array in arrays]
