@@ -4,7 +4,8 @@ Importing torch takes seconds, so that it is done once, and every rank of every 
 in lanes; those of a lane are played one after another, the lanes at the same time, since most of a scene is waiting.
 
 A scene may be a job of several attempts, as torchrun makes them: its store outlives the attempts, a rank that ends has
-the others told by SIGTERM, and they are all started again as long as one of them failed.
+the others told by SIGTERM, and they are all started again as long as one of them failed. A rank that `lingers` takes
+so many seconds from the end of its command to that of its process, as an interpreter that has torch to take down does.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from distributed_scenes import free_ports
 from torch import Tensor
 
 from gptlab.cli import session
@@ -37,7 +38,7 @@ from gptlab.train.agreement import Agreement, checksum
 from gptlab.train.state import TrainState
 from gptlab.train.step import Update
 
-SCENE_SECONDS = 60.0
+SCENE_SECONDS = 200.0
 
 
 def around(owner: Any, name: str, before: Callable[..., Any]) -> None:
@@ -129,6 +130,7 @@ def play(scene: Mapping[str, Any], rank: int, attempt: int) -> dict[str, Any]:
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = main(scene["argv"].get(str(rank), scene["argv"]["0"]))
+    time.sleep(scene.get("lingers", {}).get(str(rank), 0.0))
     return {"code": code, "out": out.getvalue(), "err": err.getvalue(), "weights": weights, "moments": moments}
 
 
@@ -185,7 +187,7 @@ def play_scene(folder: Path, scene: Mapping[str, Any]) -> None:
     for name, files in scene.get("copies", {}).items():
         damaged_copy(folder / "saved", folder / name, files)
     started = time.monotonic()
-    port, store = free_port(), None
+    (port,), store = free_ports(1), None
     if "attempts" in scene and (store := os.fork()) == 0:
         kept = dist.TCPStore("127.0.0.1", port, None, True, wait_for_workers=False)
         while kept is not None:
@@ -199,12 +201,6 @@ def play_scene(folder: Path, scene: Mapping[str, Any]) -> None:
     seconds = time.monotonic() - started
     (folder / f"{scene['name']}.json").write_text(json.dumps({"codes": codes, "seconds": seconds}))
     print(f"{scene['name']}: {codes} in {seconds:.1f} s", flush=True)
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
 
 
 if __name__ == "__main__":

@@ -45,12 +45,10 @@ def test_a_killed_rank_restarts_the_run_and_two_signals_end_it(tmp_path: Path) -
         ranks[1].kill()
         read_to("restarted by torchrun: going on with")
         read_to("step 00010")
-        sent = time.monotonic()
         process.send_signal(signal.SIGTERM)
         time.sleep(0.1)
         process.send_signal(signal.SIGTERM)
         output, _ = process.communicate(timeout=60)
-        assert time.monotonic() - sent < 10.0
     finally:
         with contextlib.suppress(psutil.NoSuchProcess):
             for child in psutil.Process(process.pid).children(recursive=True):
@@ -59,6 +57,7 @@ def test_a_killed_rank_restarts_the_run_and_two_signals_end_it(tmp_path: Path) -
         process.communicate()
     assert process.returncode == 1  # torchrun's own, for whatever ended by a signal
     assert "restarted by torchrun" not in output
+    assert "forcefully" not in output, "torchrun kills after 30 s what has not ended by then"
     record = json.loads((tmp_path / "r" / "run.json").read_text())
     assert (record["status"], len(record["resumes"])) == ("preempted", 1)
     steps = [line["step"] for line in lines_of(tmp_path / "r", "train")]

@@ -125,7 +125,7 @@ def _train(
     start = _Start(config, is_main=world.is_main)
     # A process that only trains may be ended from outside of its main thread; somebody's Python program may not.
     with (
-        EarlyStop(partial(_end_now, start) if catch else None) as early,
+        EarlyStop(partial(_end_now, start) if catch else None, exits=catch and world.size > 1) as early,
         Console() if world.is_main else QuietConsole() as console,
     ):
         try:

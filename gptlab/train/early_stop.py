@@ -40,10 +40,15 @@ class EarlyStop:
 
     `end_now(signal_name)` is called in another thread when GRACE_SECONDS later the context has still not been left; it
     is to end the process. Outside of the main thread nothing is installed, as in `Preemption`.
+
+    `exits`: the process exits soon after the context. Once `too_late` was called, signals then stay ignored until it
+    has: torchrun sends SIGTERM to all ranks as soon as the first one has exited with another code than 0, and a rank
+    that is still tearing down its interpreter would report -15 instead of its own exit code.
     """
 
-    def __init__(self, end_now: Callable[[str], None] | None = None) -> None:
+    def __init__(self, end_now: Callable[[str], None] | None = None, *, exits: bool = False) -> None:
         self._end_now = end_now
+        self._exits = exits
         self._signal: signal.Signals | None = None
         self._former: dict[signal.Signals, Any] = {}
         self._watch: _Watch | None = None
@@ -80,6 +85,10 @@ class EarlyStop:
     ) -> None:
         while self._former:
             number, handler = self._former.popitem()
+            if self._exits and self._settled:
+                # Not a handler in Python, which the interpreter replaces by the default one before it ends.
+                signal.signal(number, signal.SIG_IGN)
+                continue
             # None stands for a handler that was not installed from Python, and that Python cannot give back.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._stop_watching()
