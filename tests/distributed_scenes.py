@@ -16,7 +16,6 @@ import random
 import signal
 import socket
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -136,16 +135,15 @@ def play_all(folder: Path, scenes: list[dict[str, Any]], ports: list[int], rank:
 def wait_for_all(pids: list[int]) -> list[int]:
     """Exit codes. A process that stopped itself is killed when the others have ended."""
     codes: dict[int, int] = {}
-    stopped: dict[int, float] = {}
+    stopped: set[int] = set()
     while len(codes) < len(pids):
         pid, status = os.waitpid(-1, os.WUNTRACED)
         if os.WIFSTOPPED(status):
-            stopped[pid] = time.monotonic()
+            stopped.add(pid)
             continue
         codes[pid] = os.waitstatus_to_exitcode(status)
         if stopped and len(codes) + len(stopped) == len(pids):
-            for pid, since in stopped.items():
-                print(f"SECONDS {time.monotonic() - since:.2f}", flush=True)
+            for pid in stopped:
                 os.kill(pid, signal.SIGKILL)
     return [codes[pid] for pid in pids]
 

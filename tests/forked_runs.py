@@ -14,7 +14,6 @@ import math
 import os
 import pkgutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -95,9 +94,9 @@ class ForkedRuns:
 
 
 def _answer(request: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    from distributed_scenes import free_ports
+
+    (port,) = free_ports(1)
     started = time.monotonic()
     outputs = [folder / f"output-{rank}.txt" for rank in range(request["ranks"])]
     living: dict[int, int] = {}

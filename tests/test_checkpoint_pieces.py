@@ -215,11 +215,11 @@ def test_an_index_that_cannot_be_is_damage(tmp_path: Path, fields: dict[str, Any
     if reason is None:
         assert load_checkpoint(path).model["table"].shape == (5, 7)
         return
-    started = time.monotonic()
+    started = time.process_time()
     for check in (load_checkpoint, verify_checkpoint):
         with pytest.raises(DamagedCheckpointError, match=reason):
             check(path)
-    assert time.monotonic() - started < 1.0
+    assert time.process_time() - started < 1.0
 
 
 @pytest.mark.parametrize("change", ["a tensor less", "a tensor more", "a rank less", "no index"])

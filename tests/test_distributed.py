@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from gptlab.config.errors import UserError
 from gptlab.runtime.distributed import Group, Pending, World
-from gptlab.runtime.liveness import Liveness, PeerFailed
+from gptlab.runtime.liveness import Failure, Liveness, PeerFailed
 from gptlab.runtime.metrics import read_metrics
 from gptlab.train.agreement import checksum
 from gptlab.train.checkpoint import Checkpoint, list_checkpoints, load_checkpoint
@@ -254,12 +255,10 @@ def long_run(folder: Path) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
         process.communicate()
 
 
-def seconds_to_end(pids: list[int]) -> float:
-    """How long until none of the processes is there."""
-    started = time.monotonic()
-    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=30)
+def wait_for_the_end(pids: list[int]) -> None:
+    """Until none of the processes is there. How soon that is promised: `test_every_rank_ends_within_5_seconds`."""
+    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=60)
     assert not alive
-    return time.monotonic() - started
 
 
 class TestLostRanks:
@@ -268,7 +267,7 @@ class TestLostRanks:
     ) -> None:
         process, ranks = long_run
         os.kill(ranks[1], signal.SIGKILL)
-        assert seconds_to_end([ranks[0], ranks[2]]) < 5.0
+        wait_for_the_end([ranks[0], ranks[2]])
         output, _ = process.communicate(timeout=60)
         assert f"gptlab: error: rank 0: rank 1 died (process {ranks[1]}) in step" in output
         assert f"gptlab: error: rank 2: rank 1 died (process {ranks[1]}) in step" in output
@@ -276,13 +275,49 @@ class TestLostRanks:
         assert "rank 1 died" in (folder / "long" / "log.txt").read_text()
 
     def test_a_stopped_rank_ends_the_others_by_name(self, played: Path) -> None:
-        """The limit is 2 s; then a beat to notice, a beat to hear of it, and the grace."""
         output = (played / "output.txt").read_text()
         for rank in (0, 1):
-            assert re.search(rf"error: rank {rank}: rank 2 kept the others waiting for \d s \(.*\) in step 2\n", output)
-        assert float(re.findall(r"SECONDS (.*)", output)[0]) < 2.0 + 5.0
+            said = rf"error: rank {rank}: rank 2 kept the others waiting for \d+ s \(.*\) in step 2\n"
+            assert re.search(said, output)
         assert re.findall(r"CODES (.*)", output) == ["[3, 3, -9, 0, 0, 0]"]
         assert json.loads((played / "hung" / "run.json").read_text())["status"] == "failed"
+
+    @pytest.mark.parametrize("seen", ["by its number", "by another rank", "by its silence"])
+    def test_every_rank_ends_within_5_seconds(self, monkeypatch: pytest.MonkeyPatch, seen: str) -> None:
+        """docs/contracts.md, by a clock that the thread's own waits move: its main thread is deep inside a library.
+
+        Rank 1 is lost at 0 s, right after the thread has looked. What it is seen by: its process on the same machine,
+        a failure that another rank writes down, or, once a limit of 2 s is over, that it keeps the others waiting.
+        """
+        now, ended = [0.0], []
+        store = torch.distributed.HashStore()
+        liveness = Liveness(0, 3, store)
+        me = liveness.who_am_i()
+        elsewhere = me | {"host": "another"}
+        with subprocess.Popen([sys.executable, "-c", ""]) as dead:
+            dead.wait()
+        everybody = [me, me | {"pid": dead.pid} if seen == "by its number" else elsewhere, elsewhere]
+        monkeypatch.setattr(liveness._thread, "start", lambda: None)
+        liveness.start(everybody)
+
+        def wait(seconds: float) -> bool:
+            now[0] += seconds
+            if seen == "by another rank" and now[0] < 1.0:  # which has noticed it half a beat after this one looked
+                store.compare_set("failure", "", json.dumps(asdict(Failure(1, 3, "rank 1 died", False))))
+            return bool(ended)
+
+        monkeypatch.setattr(time, "monotonic", lambda: now[0])
+        monkeypatch.setattr(liveness._over, "wait", wait)
+        monkeypatch.setattr(os, "_exit", lambda code: ended.append((code, now[0])))
+        liveness.timeout_seconds, liveness.step = 2.0, 1
+        limit = 2.0 if seen == "by its silence" else 0.0
+        with liveness.in_collective("gradients"):
+            for rank in (1, 2):  # before the collective that rank 1 does not come to
+                store.set(f"beat/{rank}", json.dumps([1, 0 if rank == 1 else 1]))
+            liveness._run()
+        ((code, seconds),) = ended
+        assert code == 3
+        assert seconds <= limit + 5.0
 
     def test_one_that_takes_the_store_along_is_named(self) -> None:
         """Without torchrun, rank 0 keeps it."""

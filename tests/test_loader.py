@@ -192,9 +192,9 @@ def test_the_thread_sleeps_until_half_of_what_it_made_is_gone() -> None:
     rows = Watched()
     with loader_of(rows) as loader:
         ahead = steps_ahead(next(loader))
-        wait_until(lambda: rows.reads >= ahead)
-        time.sleep(0.05)
+        wait_until(lambda: loader._ahead is not None and loader._ahead._changed._waiters)  # the thread sleeps
         made = rows.reads
+        assert made >= ahead
         consumed = made - ahead // 2 - 1
         for _ in range(consumed - 1):
             next(loader)

@@ -187,9 +187,9 @@ def test_planning_is_fast() -> None:
     lengths = np.random.default_rng(0).lognormal(7, 1.2, 200_000).astype(np.int64)
     starts = np.cumsum(lengths) - lengths
     for plan in (partial(plan_rows, seq_len=2047, overhang="cut"), partial(plan_first_epoch, slots=2048)):
-        began = time.perf_counter()
+        began = time.process_time()
         plan(starts, lengths, buffer_documents=1000)
-        assert time.perf_counter() - began < 5
+        assert time.process_time() - began < 5
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 10, 16, 17, 1000, 65_537])

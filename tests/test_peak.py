@@ -106,21 +106,24 @@ def test_types_without_tensor_cores_have_no_figure() -> None:
     assert table_peak_flops("NVIDIA H100 80GB HBM3", FP32) is None
 
 
-def test_measurement_is_of_the_order_of_a_product_timed_by_hand_and_keeps_its_time() -> None:
-    start = time.perf_counter()
-    measured = measure_matmul_flops(CPU, FP32, seconds=0.3)
-    # 0.3 s and, on a machine that is busy just then, the few products that must be finished.
-    assert time.perf_counter() - start < 3.0
-    left, right = torch.randn(512, 512), torch.randn(512, 512)
-    seconds: list[float] = []
-    for _ in range(20):
-        start = time.perf_counter()
-        left @ right
-        seconds.append(time.perf_counter() - start)
-    by_hand = 2 * 512**3 / min(seconds)
-    # A wide band, for other processes may slow one of the two by a factor of 4 (seen here), and products larger than
-    # 512 run faster on many threads. The exact count of operations has its own test below.
-    assert by_hand / 8 < measured < by_hand * 50
+@pytest.mark.parametrize("n_threads", [1, 4])
+def test_measurement_is_the_rate_of_the_products_and_keeps_its_time(
+    monkeypatch: pytest.MonkeyPatch, threads: Callable[[int], None], n_threads: int
+) -> None:
+    """By a clock that only products move: each thread does 80 GFLOP/s."""
+    clock = [0.0]
+    longest = [0.0]
+
+    def product(left: torch.Tensor, right: torch.Tensor, *, out: torch.Tensor) -> None:
+        seconds = 2 * len(left) ** 3 / (80e9 * torch.get_num_threads())
+        clock[0] += seconds
+        longest[0] = max(longest[0], seconds)
+
+    threads(n_threads)
+    monkeypatch.setattr(torch, "mm", product)
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    assert measure_matmul_flops(CPU, FP32, seconds=0.3) == pytest.approx(n_threads * 80e9)
+    assert 0.0 < clock[0] <= 0.3 + 2 * longest[0], "products in hand are finished"
 
 
 def test_measuring_draws_nothing_from_the_training_generators() -> None:
