@@ -13,13 +13,16 @@ import pytest
 from gptlab.cli.run_arguments import TrainArguments
 from gptlab.config.load import leaf_fields
 from gptlab.config.recipes import RECIPES
+from gptlab.config.recipes.own_arguments import own_arguments
 from gptlab.config.run import RunConfig
 from gptlab.data.known_corpora import named_source
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "lineages.md").read_text(encoding="utf-8")
 DOCUMENTS = ("nanoGPT's training loop", "How nanoGPT's train.py works", "modded-nanogpt", "autoresearch", "nanochat")
-FIELDS = {*leaf_fields(RunConfig), *(field.name for field in fields(TrainArguments)), "from", "data"}
+FIELDS = {*leaf_fields(RunConfig), *(field.name for field in fields(TrainArguments)), "from", "data"} | {
+    name for recipe in RECIPES.values() for name in own_arguments(recipe)
+}
 
 Row = tuple[str, str, str]
 

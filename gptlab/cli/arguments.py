@@ -1,10 +1,8 @@
-"""Command lines to frozen dataclasses: tyro writes the help, errors are one line each.
+"""Command lines to frozen dataclasses; every mistake is one line.
 
-The words are read here and not by tyro, for three reasons. tyro answers a mistake with a box of several lines (only its
-private, unstable hooks allow another form), where every gptlab error is one line. A run's fields come from a recipe, a
-TOML file and flags, and are checked once all three are known, while tyro builds its dataclass from flags alone. And
-a value in a TOML file and one on the command line are then refused by the same words. The surface is tyro's own
-(`--model.n-layer 6`, `--model.bias` and `--model.no-bias`, `--data.source A B`, None); a test compares the two.
+A run's fields come from a recipe, a TOML file and flags, and are checked once all three are known; a value in a file
+and one on the command line are refused by the same words. The surface is that of tyro, and a test compares the two:
+`--model.n-layer 6`, `--model.bias` and `--model.no-bias`, `--data.source A B`, None.
 """
 
 from __future__ import annotations
@@ -14,39 +12,31 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, TypeVar, get_args, get_origin
 
-import tyro
-
+from gptlab.cli.help import command_help
 from gptlab.config.errors import UserError, nearest_name
 from gptlab.config.load import bare, leaf_fields, rebuild, value_from_text, wanted
 
 T = TypeVar("T")
+
+_POSITIONAL = "positional"
+Positional = Annotated[T, _POSITIONAL]
+"""Marks a field that is given without its name."""
 
 TRUTH_WORDS = ("true", "false", "on", "off")
 """What may follow a boolean flag; without one of them the flag stands alone and means True."""
 
 
 def parse(cls: type[T], argv: Sequence[str], *, prog: str, description: str) -> T:
-    """`cls` filled from a command line; fields marked `tyro.conf.Positional` are taken in their order.
+    """`cls` filled from a command line; fields marked `Positional` are taken in their order.
 
     UserError, one line, for an unknown, missing or malformed argument. --help prints and ends with SystemExit(0).
     """
-    if {"-h", "--help"} & set(argv):
-        show_help(cls, prog=prog, description=description)
     fields = leaf_fields(cls)
-    values = read_words(argv, fields, positionals=[n for n, a in fields.items() if _is_positional(a)])
-    return _build(cls, values, prog)
-
-
-def show_help(cls: type, *, prog: str, description: str, default: Any = None) -> None:
-    """Print tyro's help for a dataclass, its values (or those of `default`) as the defaults. Raises SystemExit(0)."""
-    tyro.cli(
-        cls,
-        prog=prog,
-        description=description,
-        args=["--help"],
-        default=tyro.MISSING_NONPROP if default is None else default,
-        config=(tyro.conf.PositionalMetavarFromFieldName,),
-    )
+    positionals = [name for name, annotation in fields.items() if _is_positional(annotation)]
+    if {"-h", "--help"} & set(argv):
+        print(command_help(cls, prog=prog, description=description, positionals=positionals))
+        raise SystemExit(0)
+    return _build(cls, read_words(argv, fields, positionals=positionals), prog)
 
 
 def read_words(
@@ -135,7 +125,7 @@ def _unknown(name: str, known: Sequence[str]) -> UserError:
 
 
 def _is_positional(annotation: Any) -> bool:
-    return get_origin(annotation) is Annotated and tyro.conf.Positional in get_args(annotation)[1:]
+    return get_origin(annotation) is Annotated and _POSITIONAL in get_args(annotation)[1:]
 
 
 def _build(cls: type[T], values: Mapping[str, Any], prog: str) -> T:

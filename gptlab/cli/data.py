@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import get_args
 
 import numpy as np
-import tyro
 
-from gptlab.cli.arguments import parse
+from gptlab.cli.arguments import Positional, parse
 from gptlab.config.data import DataConfig, LongDocuments, Rows, Split, TokenizerConfig, TokenizerKind
 from gptlab.config.errors import UserError, nearest_name
 from gptlab.data.cache import cache_root, damage, read_info
@@ -47,7 +46,7 @@ class ListArguments:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrepareArguments:
-    corpora: tyro.conf.Positional[tuple[str, ...]] = ()
+    corpora: Positional[tuple[str, ...]] = ()
     """The same as --data."""
     data: tuple[str, ...] = ("stdlib",)
     """Corpora, read one after the other: `stdlib`, a file (.txt .jsonl .parquet), a folder, a glob, a name of

@@ -10,9 +10,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-import tyro
-
-from gptlab.cli.arguments import parse
+from gptlab.cli.arguments import Positional, parse
 from gptlab.config.errors import UserError
 from gptlab.model.export_config import ARCHITECTURES, MODELLING_MODULE, Form, choose_form, export_config
 
@@ -24,9 +22,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportArguments:
-    run: tyro.conf.Positional[str]
+    run: Positional[str]
     """Folder of the run, such as runs/NAME."""
-    folder: tyro.conf.Positional[str]
+    folder: Positional[str]
     """Folder to write, which does not exist yet or is empty."""
     format: Literal["hf"] = "hf"
     """hf: what transformers.AutoModelForCausalLM and AutoTokenizer load. As GPT-2 or NanoChat where the model's parts

@@ -7,11 +7,9 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import tyro
-
-from gptlab.cli.arguments import parse
+from gptlab.cli.arguments import Positional, parse
 from gptlab.config.data import DataConfig
 from gptlab.config.errors import UserError, nearest_name
 
@@ -41,9 +39,9 @@ _PICKLED_FILES = ["pytorch_model.bin"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HfArguments:
-    path: Annotated[str, tyro.conf.Positional]
+    path: Positional[str]
     """Folder with config.json and weights, or a name on the hub."""
-    dir: Annotated[str, tyro.conf.Positional]
+    dir: Positional[str]
     """Folder of the new run."""
     tokenizer: str | None = None
     """Folder with the model's tokenizer. None: the one beside the weights, or GPT-2's."""
@@ -53,9 +51,9 @@ class HfArguments:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NanoGptArguments:
-    path: Annotated[str, tyro.conf.Positional]
+    path: Positional[str]
     """nanoGPT's ckpt.pt."""
-    dir: Annotated[str, tyro.conf.Positional]
+    dir: Positional[str]
     """Folder of the new run."""
     meta: str | None = None
     """meta.pkl of the data that it was trained on, which says which character each token is. None: GPT-2's tokens."""

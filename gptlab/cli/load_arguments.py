@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import tyro
-
+from gptlab.cli.arguments import Positional
 from gptlab.config.errors import UserError
 from gptlab.config.run import DType
 
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadArguments:
-    run: tyro.conf.Positional[str]
+    run: Positional[str]
     """Folder of the run, such as runs/NAME."""
     checkpoint: str = "latest"
     """latest | best (lowest recorded validation loss) | the number of a step."""

@@ -12,7 +12,7 @@ from contextlib import contextmanager, redirect_stdout
 from gptlab.config.errors import UserError, nearest_name, one_line
 
 COMMANDS = {
-    "train": ("gptlab.cli.train", "train a GPT, or go on with a run (--resume); --list shows the recipes"),
+    "train": ("gptlab.cli.train", "train a GPT, or resume a run (--resume); --list shows the recipes"),
     "plan": ("gptlab.cli.plan", "what a run would be: parameters, FLOPs, memory, steps, hours, before anything runs"),
     "data": ("gptlab.cli.data", "list | prepare | inspect a corpus"),
     "tokenizer": ("gptlab.cli.tokenizer", "train | eval a tokenizer"),
@@ -35,7 +35,7 @@ commands:
 {chr(10).join(f"  {name:<10} {text}" for name, (_, text) in COMMANDS.items())}
 
 options:
-  -h, --help   this text; `gptlab COMMAND --help` has every argument with its unit and default
+  -h, --help   this text; `gptlab COMMAND --help` has the arguments, with unit and default
   --version    the version of gptlab
 
 examples:
@@ -77,7 +77,7 @@ def main(argv: Sequence[str]) -> int:
         # `gptlab train --list | head -1` is no error; what is still buffered must not raise again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
-    except SystemExit as end:  # How tyro ends after printing --help.
+    except SystemExit as end:  # after --help
         return end.code if isinstance(end.code, int) else int(end.code is not None)
 
 

@@ -13,6 +13,7 @@ from gptlab.config.errors import ConfigError, UserError
 from gptlab.config.horizon import Horizon
 from gptlab.config.load import apply_overrides, config_from_json, flatten
 from gptlab.config.recipes import RECIPES
+from gptlab.config.recipes.own_arguments import recorded_arguments
 from gptlab.config.run import RunConfig
 from gptlab.config.scaling import Machine
 from gptlab.runtime.code_snapshot import PATCH_NAME, ZIP_NAME
@@ -39,34 +40,43 @@ def repeated_config(request: RunRequest, run: RunDirectory) -> RunConfig:
     stored = stored_config(run)
     # Found out from the tokenizer, which other data or another --tokenizer may change.
     config = replace(stored, run_dir=None, model=replace(stored.model, vocab_size=None))
-    if request.depth is not None:
-        config = _at_depth(config, request.depth, recorded_facts(run))
+    request.require_own_arguments(config.recipe)
+    if request.depth is not None or request.recipe_arguments:
+        config = _from_recipe(config, request, recorded_facts(run))
     asked = dict(request.overrides)
     if request.horizon is not None:
         asked = {"horizon.amount": request.horizon.amount, "horizon.unit": request.horizon.unit} | asked
     return apply_overrides(config, asked)
 
 
-def _at_depth(config: RunConfig, depth: int, recorded: Facts) -> RunConfig:
-    """What the run's recipe makes of another depth, and on it what the run had otherwise than its recipe."""
+def _from_recipe(config: RunConfig, request: RunRequest, recorded: Facts) -> RunConfig:
+    """What the run's recipe makes of another depth or of other arguments of its own, and on it what the run had
+    otherwise than its recipe."""
     if config.recipe not in RECIPES:
         raise ConfigError(
-            "--depth", depth, f"the recipe {config.recipe!r} of that run is none of this gptlab, so nothing says what "
-            "follows from a depth; give --model.n-layer, and what else shall change"
+            "--depth", request.depth, f"the recipe {config.recipe!r} of that run is none of this gptlab, so nothing "
+            "says what follows from a depth; give --model.n-layer, and what else shall change"
         )  # fmt: skip
+    recipe = RECIPES[config.recipe]
     peak = recorded.get("peak_flops_per_second")
     machine = Machine(
         device=str(recorded.get("device", "cpu")),
         matmul_flops_per_second=float(peak) if isinstance(peak, int | float) else None,
     )
     horizon = Horizon(amount=config.horizon.amount, unit=config.horizon.unit)
-
-    def recipe(layers: int) -> RunConfig:
-        return RECIPES[config.recipe](depth=layers, horizon=horizon, machine=machine)
-
-    own, of_recipe = flatten(asdict(config)), flatten(asdict(recipe(config.model.n_layer)))
+    given = recorded_arguments(config, recipe)
+    before = recipe(depth=config.model.n_layer, horizon=horizon, machine=machine, **given)
+    own, of_recipe = flatten(asdict(config)), flatten(asdict(before))
     changed = {name: value for name, value in own.items() if value != of_recipe[name]}
-    return apply_overrides(recipe(depth), changed)
+    return apply_overrides(
+        recipe(
+            depth=config.model.n_layer if request.depth is None else request.depth,
+            horizon=None if "target_param_data_ratio" in request.recipe_arguments else horizon,
+            machine=machine,
+            **(given | dict(request.recipe_arguments)),
+        ),
+        changed,
+    )
 
 
 def recorded_facts(run: RunDirectory) -> Facts:

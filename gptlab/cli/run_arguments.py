@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Any
 
-import tyro
-
-from gptlab.cli.arguments import read_words, show_help
+from gptlab.cli.arguments import Positional, read_words
+from gptlab.cli.foreign_names import answer, config_file_answer
+from gptlab.cli.help import field_docs
+from gptlab.cli.run_help import HELP_FLAGS, RunHelp, asked_topic, help_of
 from gptlab.config.errors import ConfigError, UserError, nearest_name, require_positive
 from gptlab.config.horizon import Horizon, HorizonUnit
-from gptlab.config.load import apply_overrides, checked_value, differences, leaf_fields, load_toml, unknown_field
+from gptlab.config.load import (
+    apply_overrides,
+    checked_value,
+    differences,
+    leaf_fields,
+    load_toml,
+    unknown_field,
+)
 from gptlab.config.recipes import RECIPES
+from gptlab.config.recipes.own_arguments import own_arguments, recorded_arguments
 from gptlab.config.run import Compile, DType, RunConfig
 from gptlab.config.scaling import Machine
 
@@ -47,12 +55,13 @@ class RunArguments(RunConfig):
     """Every name a command line may use: a run's fields and the short forms. --help shows it; it is never built from
     flags (see `RunRequest`)."""
 
-    recipe: tyro.conf.Positional[str] = DEFAULT_RECIPE
+    recipe: Positional[str] = DEFAULT_RECIPE
     """A name from `gptlab train --list`, or a TOML file (.toml) with the names below, dotted or in tables."""
     depth: int | None = None
     """Transformer blocks; width, heads, batch and learning rates follow from it. None: the recipe decides."""
     minutes: float | None = None
-    """Train for so many minutes of the training clock. Give one of these five; None of them: the recipe's length."""
+    """Train for so many minutes of the training clock. Give one of minutes, steps, tokens, flops, tokens_per_param, or
+    none of them for the recipe's length."""
     steps: int | None = None
     """Train for so many optimizer steps."""
     tokens: int | None = None
@@ -63,7 +72,7 @@ class RunArguments(RunConfig):
     """Train on so many tokens per matrix and head parameter."""
     until_val_loss: float | None = None
     """Stop at this validation loss (nats/token); the length above stays the cap."""
-    sources: Annotated[tuple[str, ...], tyro.conf.arg(name="data")] = ()
+    sources: tuple[str, ...] = ()
     """Short for --data.source: stdlib, a file (.txt .jsonl .parquet), a folder, a glob, a name of `gptlab data
     list`; several as A B, as A,B, or repeated."""
     device: str | None = None
@@ -78,10 +87,10 @@ class RunArguments(RunConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainArguments(RunArguments):
-    from_run: Annotated[str | None, tyro.conf.arg(name="from")] = None
-    """Train the configuration of the run in this folder anew; fields given beside it replace its own."""
     resume: str | None = None
-    """Go on with the run in this folder, bit for bit; fields given beside it must be those that the run has."""
+    """Continue the run in this folder, bit for bit. Fields given beside it must be those that the run has."""
+    from_run: str | None = None
+    """Repeat the run in this folder. Fields given beside it replace its own."""
     list: bool = False
     """Print the recipes and end."""
 
@@ -99,14 +108,18 @@ class RunRequest:
     resume: str | None = None
     from_run: str | None = None
     list_recipes: bool = False
+    recipe_arguments: Mapping[str, Any] = field(default_factory=dict)
+    """What was given of the recipe's own arguments."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """What was given of the arguments that a command adds to RunArguments."""
 
     def config(self, measure: Callable[[], Machine]) -> RunConfig:
         """The run that was asked for. `measure` is called only where the recipe sizes itself from the machine."""
+        name = self.recipe or DEFAULT_RECIPE
+        self.require_own_arguments(name)
 
         def on(machine: Machine) -> RunConfig:
-            return RECIPES[self.recipe or DEFAULT_RECIPE](depth=self.depth, horizon=self.horizon, machine=machine)
+            return RECIPES[name](depth=self.depth, horizon=self.horizon, machine=machine, **self.recipe_arguments)
 
         # Recipes are pure and cheap: one that answers two machines a billion times apart alike needs no measurement.
         slow, fast = (on(Machine(device="cpu", matmul_flops_per_second=flops)) for flops in (1e9, 1e18))
@@ -118,6 +131,18 @@ class RunRequest:
 
         asked = {} if self.depth is None else {"model.n_layer": self.depth}
         return begin_from(init_from, config, asked | dict(self.overrides))
+
+    def require_own_arguments(self, recipe: str) -> None:
+        """UserError for an argument of another recipe's, and for two that say how long to train."""
+        own = own_arguments(RECIPES[recipe]) if recipe in RECIPES else {}
+        for name in self.recipe_arguments:
+            if name not in own:
+                flag, instead = f"--{name.replace('_', '-')}", answer(name)
+                theirs = [other for other, call in RECIPES.items() if name in own_arguments(call)]
+                raise UserError(f"{flag} is an argument of {' and '.join(theirs)}, not of {recipe}; here: {instead}")
+        if self.horizon is not None and "target_param_data_ratio" in self.recipe_arguments:
+            other = f"--{self.horizon.unit.replace('_', '-')}"
+            raise UserError(f"--target-param-data-ratio and {other} both say how long to train: give one of them")
 
     def resumed(self, stored: RunConfig) -> RunConfig:
         """A stored run's configuration, to be resumed: with another parallel.mode where one is asked for. How weights
@@ -131,20 +156,30 @@ class RunRequest:
             asked.setdefault("model.n_layer", self.depth)
         if self.horizon is not None:
             asked |= {"horizon.amount": self.horizon.amount, "horizon.unit": self.horizon.unit}
-        lines = differences(stored, apply_overrides(stored, asked))
+        lines = differences(stored, apply_overrides(stored, asked)) + self._other_arguments(stored)
         if self.recipe not in (None, stored.recipe):
             lines.insert(0, f"recipe: {stored.recipe!r} vs {self.recipe!r}")
         return lines
 
+    def _other_arguments(self, stored: RunConfig) -> list[str]:
+        """Those of the recipe's own arguments that the stored run was not given."""
+        if not self.recipe_arguments:
+            return []
+        self.require_own_arguments(stored.recipe)
+        recipe = RECIPES[stored.recipe]
+        theirs = {name: one.default for name, one in own_arguments(recipe).items()} | recorded_arguments(stored, recipe)
+        return [f"{name}: {theirs[name]} vs {v}" for name, v in self.recipe_arguments.items() if theirs[name] != v]
+
 
 def read_request(argv: Sequence[str], arguments: type[RunArguments], *, prog: str, description: str) -> RunRequest:
     """Read a command line and the TOML file it may name. UserError: one line; --help: SystemExit(0)."""
-    if {"-h", "--help"} & set(argv):
+    if {word.partition("=")[0] for word in argv} & {*HELP_FLAGS}:
         _show_help(argv, arguments, prog=prog, description=description)
     names = _fields(arguments)
     given = read_words(
-        argv, names, positionals=["recipe"], implied={"compile": "on"}, unknown=lambda n, v: _unknown_flag(n, v, names)
-    )
+        argv, names | _recipes_own(), positionals=["recipe"], implied={"compile": "on"},
+        unknown=lambda n, v: _unknown_flag(n, v, names),
+    )  # fmt: skip
     recipe = given.pop("recipe", None)
     _require_one_start(recipe, given)
     file: dict[str, Any] = {}
@@ -152,6 +187,8 @@ def read_request(argv: Sequence[str], arguments: type[RunArguments], *, prog: st
         file = _read_file(recipe)
         recipe = file.pop("recipe", None)
     if recipe is not None and recipe not in RECIPES:
+        if (elsewhere := config_file_answer(recipe)) is not None:
+            raise UserError(f"nanoGPT's {recipe} is a recipe here: {elsewhere}")
         nearest = nearest_name(recipe, RECIPES)
         hint = f"did you mean {nearest}?" if nearest else f"there are {', '.join(RECIPES)}"
         raise UserError(f"{recipe!r} is neither a recipe nor a .toml file: {hint}")
@@ -174,17 +211,44 @@ def recipe_list() -> str:
 
 
 def _show_help(argv: Sequence[str], arguments: type[RunArguments], *, prog: str, description: str) -> None:
-    """Help with the defaults of the recipe that is named beside --help, on the machine that it assumes unmeasured."""
+    """Print help with the defaults of the recipe that is named beside --help. Raises SystemExit(0)."""
     recipe = next((word for word in argv if word in RECIPES), DEFAULT_RECIPE)
-    config = RECIPES[recipe](depth=None, horizon=None, machine=None)
-    own = {f.name: getattr(config, f.name) for f in dataclasses.fields(RunConfig) if f.name != "recipe"}
-    text = f"{description} Order: recipe, then TOML file, then flags. The defaults below are those of {recipe}"
-    show_help(arguments, prog=prog, description=f"{text}.", default=arguments(recipe=recipe, **own))
+    text = _help(arguments, recipe, prog=prog, description=description)
+    topic = asked_topic(argv, RECIPES)
+    if topic is not None:
+        print(text.about(topic))
+    else:
+        print(text.everything() if "--help-all" in argv else text.short())
+    raise SystemExit(0)
+
+
+def _help(arguments: type[RunArguments], recipe: str, *, prog: str, description: str) -> RunHelp:
+    docs = {_GIVEN_NAMES.get(name, name): text for name, text in field_docs(arguments).items()}
+    kinds, common = _fields(arguments), _fields(RunArguments)
+    of_recipe = {name: one.annotation for name, one in own_arguments(RECIPES[recipe]).items()}
+    texts = {name: one.text for call in RECIPES.values() for name, one in own_arguments(call).items() if one.text}
+    return help_of(
+        prog=prog,
+        description=f"{description} Defaults in [ ] are those of {recipe}; `sized`: by the speed of the machine.",
+        recipe=recipe,
+        call=RECIPES[recipe],
+        kinds=kinds | of_recipe,
+        docs=docs | texts,
+        aliases=ALIASES,
+        own=[name for name in kinds if name not in common],
+    )
 
 
 def _fields(arguments: type[RunArguments]) -> dict[str, Any]:
     """{name as it is given: annotation}."""
-    return {_GIVEN_NAMES.get(name, name): kind for name, kind in leaf_fields(arguments).items()}
+    fields = {_GIVEN_NAMES.get(name, name): kind for name, kind in leaf_fields(arguments).items()}
+    del fields["recipe_arguments"]  # which the recipe writes
+    return fields
+
+
+def _recipes_own() -> dict[str, Any]:
+    """{name: annotation} of the arguments that any recipe has of its own."""
+    return {name: one.annotation for call in RECIPES.values() for name, one in own_arguments(call).items()}
 
 
 def _merge(recipe: str | None, file: Mapping[str, Any], flags: Mapping[str, Any]) -> RunRequest:
@@ -199,7 +263,8 @@ def _merge(recipe: str | None, file: Mapping[str, Any], flags: Mapping[str, Any]
         horizon = flag_horizon
         overrides.pop("horizon.amount", None)
         overrides.pop("horizon.unit", None)
-    common = _fields(RunArguments)
+    common, of_recipes = _fields(RunArguments), _recipes_own()
+    both = {**file, **flags}
     return RunRequest(
         recipe=recipe,
         depth=depth,
@@ -208,7 +273,8 @@ def _merge(recipe: str | None, file: Mapping[str, Any], flags: Mapping[str, Any]
         resume=flags.get("resume"),
         from_run=flags.get("from"),
         list_recipes=flags.get("list", False),
-        options={name: value for name, value in flags.items() if name not in common},
+        recipe_arguments={name: value for name, value in both.items() if name in of_recipes},
+        options={name: value for name, value in flags.items() if name not in common and name not in of_recipes},
     )
 
 
@@ -237,7 +303,7 @@ def _horizon(given: Mapping[str, Any]) -> Horizon | None:
 
 
 def _read_file(path: str) -> dict[str, Any]:
-    names, values = _fields(RunArguments), dict[str, Any]()
+    names, values = _fields(RunArguments) | _recipes_own(), dict[str, Any]()
     try:
         for name, value in load_toml(path).items():
             if name not in names:
@@ -250,7 +316,9 @@ def _read_file(path: str) -> dict[str, Any]:
 
 
 def _unknown_flag(name: str, value: object, names: Mapping[str, Any]) -> UserError:
-    error = unknown_field(name, value, also=names)
     flag = f"--{name.replace('_', '-')}"
+    if (elsewhere := answer(name)) is not None:
+        return UserError(f"there is no {flag} here: {elsewhere}")
+    error = unknown_field(name.lower(), value, also=names)
     nearest = None if error.nearest is None else f"--{str(error.nearest).replace('_', '-')}"
     return ConfigError(flag, value, error.reason, nearest)

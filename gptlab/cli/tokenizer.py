@@ -7,12 +7,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Annotated
 
 import numpy as np
-import tyro
 
-from gptlab.cli.arguments import parse
+from gptlab.cli.arguments import Positional, parse
 from gptlab.config.data import TokenizerConfig, TokenizerKind
 from gptlab.config.errors import UserError, nearest_name, require_positive
 from gptlab.data import tokenizer_json
@@ -59,7 +57,7 @@ class TrainArguments:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalArguments:
-    folder: Annotated[str, tyro.conf.Positional]
+    folder: Positional[str]
     """Folder that holds tokenizer.json."""
     data: tuple[str, ...] = ("stdlib",)
     """Text to encode: stdlib, files, folders, globs, corpora by name."""

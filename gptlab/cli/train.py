@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from gptlab.train.checkpoint import Checkpoint
     from gptlab.train.early_stop import EarlyStop
 
-DESCRIPTION = "Train a GPT, or go on with a run."
+DESCRIPTION = "Train a GPT, or resume a run."
 EXIT_USAGE = 2
 EXIT_TRAINING_FAILED = 3
 EXIT_PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: try again later

@@ -32,8 +32,8 @@ class Horizon:
     def total_steps(self, *, tokens_per_step: int, flops_per_token: float, scaling_params: int) -> int | None:
         """Optimizer steps in the whole run; None when only the clock knows.
 
-        Token-like units round down as seed 4 does (`target_tokens // total_batch_size`), FLOPs round to nearest, as
-        seed 4 does; a horizon shorter than one step is refused rather than rounded to nothing.
+        As in nanochat, token-like units round down (`target_tokens // total_batch_size`) and FLOPs round to nearest; a
+        horizon shorter than one step is refused rather than rounded to nothing.
         """
         if self.unit == "seconds":
             return None

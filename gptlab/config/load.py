@@ -24,8 +24,8 @@ MAX_TOML_BYTES = 1 << 14
 MAX_INT = 2**63 - 1
 """No amount is larger, and larger ones overflow wherever they meet a float or a tensor."""
 
-_LATER = ("parallel",)
-"""Groups of fields that files of version 1 need not have: their defaults are what there was before them."""
+_LATER = ("parallel", "recipe_arguments")
+"""Fields, and groups of them, that files of version 1 need not have: their defaults are what there was before them."""
 
 
 def config_to_json(config: RunConfig) -> dict[str, Any]:

@@ -58,7 +58,7 @@ class ModelConfig:
     window_pattern: str = "L"
     """One letter a layer, tiled: L sees the whole context, S a sliding window. The last layer always sees all."""
     window_tokens: int | None = None
-    """Tokens an S layer sees, itself included. None: half the context (seeds 3 and 4)."""
+    """Tokens an S layer sees, itself included. None: half the context (nanochat, autoresearch)."""
     value_embeddings: bool = True
     """A second embedding table added to the values of every other layer (the last one included), gated per head."""
     residual_lambdas: bool = True
@@ -68,11 +68,11 @@ class ModelConfig:
     logit_softcap: float | None = 15.0
     """cap * tanh(logits / cap). None: off."""
     attention_residual_scale: float | None = None
-    """Constant on the attention branch (seed 1: 1/sqrt(2 n_layer)). None: 1."""
+    """Constant on the attention branch (modded-nanogpt: 1/sqrt(2 n_layer)). None: 1."""
     init: Init = "nanochat"
     """nanochat: uniform matrices of std 1/sqrt(width), zero projections, embedding std 1 | gpt2: normal 0.02, and
     0.02/sqrt(2 n_layer) on projections into the residual stream | torch: what nn.Linear and nn.Embedding draw, uniform
-    in 1/sqrt(inputs) and normal 1 (seed 1)."""
+    in 1/sqrt(inputs) and normal 1 (modded-nanogpt)."""
 
     def __post_init__(self) -> None:
         for name in ("n_layer", "n_embd", "n_head", "n_kv_head", "seq_len", "vocab_size", "vocab_multiple",
@@ -137,7 +137,7 @@ class ModelConfig:
         return tuple(short if c == "S" and short < self.seq_len else None for c in letters)
 
     def has_value_embedding(self, layer: int) -> bool:
-        """Every other layer, counted so that the last one has it (seeds 3 and 4)."""
+        """Every other layer, counted so that the last one has it (nanochat, autoresearch)."""
         return self.value_embeddings and layer % 2 == (self.n_layer - 1) % 2
 
 

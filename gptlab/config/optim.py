@@ -20,7 +20,7 @@ class AdamWConfig:
     lr: float = 0.001
     """Peak learning rate."""
     beta1: float = 0.8
-    """Decay of the first moment (seeds 3 and 4: 0.8)."""
+    """Decay of the first moment (nanochat, autoresearch: 0.8)."""
     beta2: float = 0.95
     """Decay of the second moment."""
     eps: float = 1e-10
@@ -41,13 +41,13 @@ class MuonConfig:
     """Momentum orthogonalized by a matrix iteration (K. Jordan et al., 2024), for matrices inside the blocks."""
 
     lr: float = 0.02
-    """Peak learning rate (seed 4: 0.02; seed 3: 0.04; seed 1: 0.1 * 0.0036)."""
+    """Peak learning rate (nanochat: 0.02; autoresearch: 0.04; modded-nanogpt: 0.1 * 0.0036)."""
     momentum: float = 0.95
     """Momentum at the end of the ramp."""
     momentum_start: float = 0.85
-    """Momentum at step 0 (seeds 3 and 4)."""
+    """Momentum at step 0 (nanochat, autoresearch: 0.85)."""
     momentum_ramp_steps: int = 300
-    """Steps from momentum_start to momentum (seeds 3 and 4: 300). 0: no ramp."""
+    """Steps from momentum_start to momentum (nanochat, autoresearch: 300). 0: no ramp."""
     nesterov: bool = True
     """Nesterov momentum."""
     orthogonalizer: Orthogonalizer = "polar_express"
@@ -55,8 +55,8 @@ class MuonConfig:
     iterations: int = 5
     """Steps of the matrix iteration."""
     update_scale: UpdateScale = "aspect"
-    """aspect: sqrt(max(1, rows/cols)) | max_side: sqrt(max(rows, cols)) (seed 1) | rms: 0.2*sqrt(max(rows, cols))
-    (arXiv:2502.16982)."""
+    """aspect: sqrt(max(1, rows/cols)) | max_side: sqrt(max(rows, cols)) (modded-nanogpt) | rms:
+    0.2*sqrt(max(rows, cols)) (arXiv:2502.16982)."""
     normuon_beta2: float | None = 0.95
     """Decay of NorMuon's second moment per neuron (arXiv:2510.05491). None: plain Muon."""
     weight_decay: float = 0.2
@@ -64,8 +64,8 @@ class MuonConfig:
     cautious_decay: bool = True
     """Decay only entries whose update and weight have the same sign (arXiv:2510.12402)."""
     scaled_decay: bool = False
-    """Multiply the decay by the update scale too, as the code of seeds 3 and 4 does: twice for the MLP's first matrix,
-    nothing for the others. Off: the rate times the decay for all, as torch.optim.Muon."""
+    """Multiply the decay by the update scale too, as the code of nanochat and autoresearch does: twice for the MLP's
+    first matrix, nothing for the others. Off: the rate times the decay for all, as torch.optim.Muon."""
     split_qkv: bool = True
     """Orthogonalize query, key and value separately where they are one fused matrix."""
 
@@ -96,11 +96,11 @@ class ScheduleConfig:
     warmup_fraction: float = 0.0
     """Share of the run in which the learning rate rises from zero."""
     warmdown_fraction: float = 0.5
-    """trapezoid: share of the run in which it falls (seeds 3 and 4: 0.5)."""
+    """trapezoid: share of the run in which it falls (nanochat, autoresearch: 0.5)."""
     final_lr_scale: float = 0.0
     """Learning-rate multiplier at the end of the run."""
     weight_decay_final: float = 0.0
-    """Muon's weight-decay multiplier at the end, reached linearly (seeds 3 and 4: 0). 1: constant."""
+    """Muon's weight-decay multiplier at the end, reached linearly (nanochat: 0). 1: constant."""
 
     def __post_init__(self) -> None:
         require_choice("schedule.kind", self.kind, get_args(ScheduleKind))
@@ -117,7 +117,7 @@ def _adamw(lr: float, beta1: float = 0.8) -> AdamWConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimConfig:
-    """Defaults: nanochat's numbers (seed 4), tuned there at 2^19 tokens a step and width 768."""
+    """Defaults: nanochat's numbers, tuned there at 2^19 tokens a step and width 768."""
 
     matrix_optimizer: MatrixOptimizer = "muon"
     """What updates matrices inside the blocks: muon | adamw (then `matrix` holds its settings)."""

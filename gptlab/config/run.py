@@ -123,7 +123,7 @@ class RuntimeConfig:
     log_every_steps: int = 1
     """Write a training line every so many steps."""
     max_loss: float = 100.0
-    """A training loss above this (nats/token) ends the run with exit code 3 (seed 3: 100)."""
+    """A training loss above this (nats/token) ends the run with exit code 3 (autoresearch: 100)."""
     process_timeout_seconds: float = 600.0
     """With several processes: one that keeps the others waiting for so long is taken for lost, and the run ends with
     exit code 3. More than the slowest sample takes, which rank 0 makes while the others wait."""
@@ -153,6 +153,8 @@ class RunConfig:
     init_from: str | None = None
     """Weights to begin with: a folder of a run, or of a GPT-2 or exported model as transformers keeps it, or the name
     of one of OpenAI's (gpt2, gpt2-medium, gpt2-large, gpt2-xl). None: drawn from the seed."""
+    recipe_arguments: tuple[str, ...] = ()
+    """Arguments of the recipe's own that were given, each as NAME=VALUE (JSON); the recipe writes it."""
     model: ModelConfig = field(default_factory=ModelConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     data: DataConfig = field(default_factory=DataConfig)

@@ -37,13 +37,13 @@ class Shape:
     n_embd: int
     n_head: int
     scaling_params: int
-    """Matrix and head parameters (seed 4: transformer_matrices + lm_head), which predict loss best there."""
+    """Matrix and head parameters (nanochat: transformer_matrices + lm_head), which predict loss best there."""
     flops_per_token: float
     """Forward and backward: 6 a scaling parameter, and 12 * width * context a layer for attention."""
 
 
 def shape_for_depth(depth: int, *, aspect: int, head_dim: int, vocab_size: int, seq_len: int) -> Shape:
-    """The one dial (seed 4): width = depth * aspect, raised to a multiple of the head width."""
+    """The one dial (nanochat): width = depth * aspect, raised to a multiple of the head width."""
     width = math.ceil(depth * aspect / head_dim) * head_dim
     scaling_params = 12 * width * width * depth + vocab_size * width
     return Shape(
@@ -78,10 +78,10 @@ def adamw_lr_scale_for_width(n_embd: int) -> float:
 
 
 def lr_scale_for_batch(total_tokens: int) -> float:
-    """All rates grow with the root of the batch (seed 4). Usual for AdamW; for Muon an assumption, says the seed."""
+    """All rates grow with the root of the batch (nanochat). Usual for AdamW; for Muon an assumption, it says."""
     return (total_tokens / REFERENCE_BATCH_TOKENS) ** 0.5
 
 
 def weight_decay_for_depth(weight_decay: float, depth: int) -> float:
-    """Decay falls with the square of the depth, which is that of the width at a constant aspect (seed 4)."""
+    """Decay falls with the square of the depth, which is that of the width at a constant aspect (nanochat)."""
     return weight_decay * (REFERENCE_DEPTH / depth) ** 2

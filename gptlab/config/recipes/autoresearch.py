@@ -1,4 +1,4 @@
-"""autoresearch (seed 3: train.py and prepare.py): whatever five minutes of the clock can teach.
+"""autoresearch (train.py and prepare.py): whatever five minutes of the clock can teach.
 
 The rates of AdamW fall with the root of the width, as in train.py's setup_optimizer; nothing depends on the batch.
 """

@@ -1,4 +1,4 @@
-"""nanoGPT's runs (seeds 0 and 2; train.py, its config files): LayerNorm, learned positions, GELU, a tied head, AdamW.
+"""nanoGPT's runs (train.py and its config files): LayerNorm, learned positions, GELU, a tied head, AdamW.
 
 Told otherwise than there: nanoGPT makes one update more than max_iters (here: as many as the horizon says), and
 estimates both losses on random windows, anew each time (here: always on the same targets, so that two evaluations

@@ -17,7 +17,7 @@ ASSUMED_FLOPS_PER_SECOND = 425e9
 
 # Both measured on the standard library in 180 s of two Zen 4 cores (docs/LOG.md, 2026-11-20). At width 128, 2, 4 and 6
 # layers reach 1.29, 1.14 and 1.31 bits per byte; width 192 with 3 and 6 layers 1.45 and 1.59. Far below the 10.5 tokens
-# a parameter of seed 4: three minutes end long before a small model stops learning, and depth pays more than width.
+# a parameter of nanochat: three minutes end long before a small model stops learning, and depth pays more than width.
 QUICKSTART_ASPECT = 32
 QUICKSTART_TOKENS_PER_PARAM = 2.5
 QUICKSTART_STEPS = 500
@@ -42,8 +42,8 @@ def quickstart(
         data=DataConfig(source=("stdlib",), rows="packed"),
         batch=BatchConfig(total_tokens=total_tokens, micro_sequences=16),
         horizon=horizon,
-        # Seed 4's AdamW rates at its 2^19 tokens a step, half of them at 2^13; the sixth root between is not swept. Its
-        # own square root would leave an eighth, too little to move embeddings in a few hundred steps.
+        # nanochat's AdamW rates at its 2^19 tokens a step, half of them at 2^13; the sixth root between is not swept.
+        # Its own square root would leave an eighth, too little to move embeddings in a few hundred steps.
         optim=muon_and_adamw(shape.n_embd, adamw_scale=(total_tokens / 2**19) ** (1 / 6), scaled_decay=False),
         eval=EvalConfig(every_seconds=horizon.amount / 4 if horizon.unit == "seconds" else None, tokens=131_072),
         sample=SampleConfig(
@@ -114,7 +114,7 @@ def why_quickstart_size(config: RunConfig, machine: Machine) -> str | None:
 
 
 def _quickstart_batch(shape: Shape, horizon: Horizon, machine: Machine | None) -> int:
-    """Tokens a step: the power of two that makes about QUICKSTART_STEPS steps, from 2^13 to seed 4's 2^19."""
+    """Tokens a step: the power of two that makes about QUICKSTART_STEPS steps, from 2^13 to nanochat's 2^19."""
     tokens = {
         "steps": 0.0,
         "tokens": horizon.amount,

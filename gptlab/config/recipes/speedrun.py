@@ -1,4 +1,4 @@
-"""The Muon record of the NanoGPT speedrun, October 2024 (seed 1: modded-nanogpt).
+"""The Muon record of the NanoGPT speedrun, October 2024 (modded-nanogpt).
 
 A depth is the number of layers, and with it the scale of the attention branch. Warm-down is counted in steps, as the
 seed counts it.
@@ -33,7 +33,7 @@ def speedrun_muon_2024_10(
 
     Its published log ends in a validation loss of 3.2785 nats.
 
-    The shards come by name (`gptlab data prepare fineweb10b-gpt2`), validation and all. Where the seed's own
+    The shards come by name (`gptlab data prepare fineweb10b-gpt2`), validation and all. Where modded-nanogpt's own
     data/cached_fineweb10B.py has put them already: `--data 'fineweb10B/fineweb_train_*.bin' --data.val-source
     'fineweb10B/fineweb_val_*.bin'`.
     """

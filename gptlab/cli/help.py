@@ -1,0 +1,130 @@
+"""--help: every argument with its type, text and default, read from the dataclasses, in 80 columns."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import MISSING, asdict, fields, is_dataclass
+from functools import cache
+from itertools import pairwise
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from gptlab.config.load import bare, flatten, leaf_fields
+
+WIDTH = 80
+INDENT = 6
+
+
+def command_help(cls: type, *, prog: str, description: str, positionals: Iterable[str]) -> str:
+    """The help of a command whose arguments are one dataclass."""
+    kinds, docs, first = leaf_fields(cls), field_docs(cls), [*positionals]
+    words = " ".join(_positional(name, kinds[name]) for name in first)
+    lines = [f"usage: {' '.join(filter(None, (prog, words)))} [--ARGUMENT VALUE ...]", "", *wrapped(description), ""]
+    defaults = _defaults(cls)
+    for name in [*first, *(name for name in kinds if name not in first)]:
+        left = _positional(name, kinds[name]) if name in first else option(name, kinds[name])
+        lines += entry(left, docs.get(name, ""), default_text(defaults.get(name)))
+    return "\n".join([*lines, "", "  -h, --help", " " * INDENT + "This text."])
+
+
+def option(name: str, annotation: Any) -> str:
+    """`--model.seq-len N`, `--model.bias, --model.no-bias`, `--data.rows packed|sequential|random`."""
+    flag = f"--{name.replace('_', '-')}"
+    leaf, _ = bare(annotation)
+    if leaf is bool:
+        stem, _, last = flag[2:].rpartition(".")
+        return f"{flag}, --{stem}{'.' * bool(stem)}no-{last}"
+    return f"{flag} {placeholder(annotation)}"
+
+
+def placeholder(annotation: Any) -> str:
+    """What stands for a value of this type: N (whole), X (real), TEXT, or the choices."""
+    leaf, _ = bare(annotation)
+    if get_origin(leaf) is Literal:
+        return "|".join(get_args(leaf))
+    if get_origin(leaf) is tuple:
+        return f"{placeholder(get_args(leaf)[0])} ..."
+    return {int: "N", float: "X", bool: "true|false"}.get(leaf, "TEXT")
+
+
+def default_text(value: object) -> str:
+    """A default as it would be typed; empty where there is none (the text then says what is done)."""
+    if value is None or value is MISSING or value == ():
+        return ""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, tuple):
+        return " ".join(repr(item) if set(str(item)) & set(" \n\t") else str(item) for item in value)
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def entry(left: str, text: str, default: str = "") -> list[str]:
+    """An argument on one line, its default beside it where that fits, and its text below."""
+    shown = f" [{default}]" if default else ""
+    head = [f"  {left}{shown}"]
+    if len(head[0]) > WIDTH:
+        head = [f"  {left}", *wrapped(f"[{default}]", INDENT)] if default else [f"  {left}"]
+        head = [line for part in head for line in (wrapped(part.strip(), 2) if len(part) > WIDTH else [part])]
+    return [*head, *wrapped(" ".join(text.split()), INDENT)]
+
+
+def wrapped(text: str, indent: int = 0) -> list[str]:
+    margin = " " * indent
+    return textwrap.wrap(text, WIDTH, initial_indent=margin, subsequent_indent=margin, break_on_hyphens=False)
+
+
+def field_docs(cls: type) -> dict[str, str]:
+    """{dotted name: the string below the field}, as `leaf_fields` names them."""
+    docs: dict[str, str] = {}
+    own = _own_docs(cls)
+    for name, annotation in get_type_hints(cls, include_extras=True).items():
+        if is_dataclass(annotation) and isinstance(annotation, type):
+            docs |= {f"{name}.{inner}": text for inner, text in field_docs(annotation).items()}
+        elif name in own:
+            docs[name] = own[name]
+    return docs
+
+
+@cache
+def _own_docs(cls: type) -> Mapping[str, str]:
+    docs: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        if is_dataclass(base):
+            docs |= _written_docs(base)
+    return docs
+
+
+def _written_docs(cls: type) -> dict[str, str]:
+    """Python keeps no string below a field: read from the source, and none where there is no source."""
+    try:
+        tree = ast.parse(inspect.getsource(sys.modules[cls.__module__]))
+    except (OSError, TypeError, KeyError):
+        return {}
+    body = next(
+        (node.body for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == cls.__name__), []
+    )
+    return dict(_documented(body))
+
+
+def _documented(body: list[ast.stmt]) -> Iterator[tuple[str, str]]:
+    for statement, below in pairwise(body):
+        match statement, below:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                yield name, text
+
+
+def _positional(name: str, annotation: Any) -> str:
+    leaf, _ = bare(annotation)
+    return name.upper().replace("_", "-") + " ..." * (get_origin(leaf) is tuple)
+
+
+def _defaults(cls: type) -> dict[str, object]:
+    """{dotted name: default} of the fields that have one."""
+    leaves: dict[str, Any] = {}
+    for field in fields(cls):
+        value: Any = field.default if field.default_factory is MISSING else field.default_factory()
+        leaves[field.name] = asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+    return flatten(leaves)
