@@ -9,7 +9,7 @@ WORKERS ?= 2
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
 .DELETE_ON_ERROR:
-.PHONY: train test test-gpu test-faults check format clean help
+.PHONY: train test test-gpu test-faults test-mutations check format clean help
 
 train: $(VENV)/.installed  ## set up and train the quickstart recipe (ARGS="quickstart --minutes 1" for another run)
 	$(BIN)/gptlab train $(ARGS)
@@ -24,6 +24,9 @@ test-faults: $(VENV)/.installed-dev  ## the long tests of kills and damage (docs
 	rm -rf build/faults
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m faults
 	$(BIN)/python tests/fault_figures.py
+
+test-mutations: $(VENV)/.installed-dev  ## whether the tests notice each defect of tests/mutations/
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutations --processes $(WORKERS)
 
 check: $(VENV)/.installed-dev  ## ruff (lint, format) and mypy
 	$(BIN)/ruff check .

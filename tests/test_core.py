@@ -564,6 +564,10 @@ class TestWithinARun:
         assert gptlab.train(resume=folder / "old").exit_code == 0
         assert differences(expected, outcome(folder / "old")) == []
 
+    def test_the_end_is_measured_whenever_it_was_due(self, folder: Path) -> None:
+        run = again(folder, "at-the-end", steps=2, eval__core_every_steps=100)
+        assert [line["step"] for line in lines_of(run, "core")] == [2]
+
     def test_only_looking_measures_too(self, folder: Path) -> None:
         run = again(folder, "only", eval__only=True)
         assert [(line["kind"], line["step"]) for line in map(json.loads, (run / "metrics.jsonl").open())] == [

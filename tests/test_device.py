@@ -50,6 +50,16 @@ def test_cuda_gets_an_index_so_that_devices_compare_equal() -> None:
     assert resolve_device("cuda:1") == torch.device("cuda", 1)
 
 
+@pytest.mark.usefixtures("two_gpus")
+def test_each_rank_has_the_gpu_of_its_local_rank() -> None:
+    for name in ("auto", "cuda"):
+        assert [resolve_device(name, rank) for rank in (0, 1)] == [torch.device("cuda", 0), torch.device("cuda", 1)]
+    with pytest.raises(UserError, match=r"2 CUDA device\(s\)"):
+        resolve_device("cuda", 2)
+    with pytest.raises(UserError, match="a device of its own"):
+        resolve_device("cuda:0", 1)
+
+
 @pytest.mark.usefixtures("no_gpu")
 @pytest.mark.parametrize("name", ["cuda", "cuda:0", "mps", "tpu", "cpu:1", "cuda:x", "auto:0"])
 def test_unknown_and_absent_devices_are_refused_in_one_line(name: str) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from distributed_scenes import free_ports
 from tiny_runs import CLOCK_FIELDS, arguments, lines_of, write_bundle, write_corpus
 from torch import Tensor
 
@@ -358,6 +359,45 @@ class TestWorld:
 
     def test_torchrun_tells(self) -> None:
         assert World.from_environment({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}) == World(5, 8, 1)
+
+    @pytest.mark.parametrize(("device", "backend"), [("cpu", "gloo"), ("cuda", "cpu:gloo,cuda:nccl")])
+    def test_collectives_are_nccls_on_gpus_and_gloos_on_cpus(
+        self, device: str, backend: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """What torch is asked for, on a machine without GPUs; each rank computes on its own."""
+        asked: dict[str, Any] = {}
+        monkeypatch.setattr(torch.distributed, "init_process_group", lambda name, **more: asked.update(more, name=name))
+        monkeypatch.setattr(torch.cuda, "set_device", lambda device: asked.update(device=device))
+        monkeypatch.setattr(torch, "zeros", lambda *shape, **more: None)
+        monkeypatch.setattr(Group, "sum", lambda group, tensor, what: tensor)
+        store = torch.distributed.HashStore()
+        group = Group(World(1, 2, 1), Liveness(1, 2, store), store)
+        group.start_collectives(torch.device(device, 1 if device == "cuda" else None), timeout_seconds=60.0)
+        assert (asked["name"], asked["rank"], asked["world_size"]) == (backend, 1, 2)
+        assert asked.get("device") == (torch.device("cuda", 1) if device == "cuda" else None)
+
+    def test_the_process_group_is_destroyed_at_the_end(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """By each of two processes, whatever it did between."""
+        (port,) = free_ports(1)
+        script = (
+            "import torch, torch.distributed as dist\n"
+            "from gptlab.runtime.distributed import World, join\n"
+            "with join(World.from_environment(), lambda error: 1) as group:\n"
+            "    group.start_collectives(torch.device('cpu'), timeout_seconds=60.0)\n"
+            "    assert dist.is_initialized()\n"
+            "    assert group.sum(torch.ones(2), 'test').tolist() == [2.0, 2.0]\n"
+            "assert not dist.is_initialized(), 'the process group is left'\n"
+        )
+        world = ENVIRONMENT | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-c", script], env=os.environ | world | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stderr=subprocess.PIPE, text=True,
+            )
+            for rank in range(2)
+        ]  # fmt: skip
+        said = [process.communicate(timeout=120)[1] for process in ranks]
+        assert [process.returncode for process in ranks] == [0, 0], said
 
     @pytest.mark.parametrize("rank", ["8", "-1", "x"])
     def test_nonsense_is_refused(self, rank: str) -> None:

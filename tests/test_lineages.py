@@ -1,4 +1,8 @@
-"""docs/lineages.md is true: what it names exists, and each behaviour has a test or is said not to be there."""
+"""docs/lineages.md is true: what it names exists, and each behaviour has a test or is said not to be there.
+
+Where a behaviour is said to be the same, a defect in tests/mutations/ breaks it, and a test that the row names notices:
+here that the list has one, and fits the code; `make test-mutations` makes each defect and runs its tests.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from mutations import MUTATIONS, Mutation
 
 from gptlab.cli.run_arguments import TrainArguments
 from gptlab.config.load import leaf_fields
@@ -56,6 +61,7 @@ def names_in(file: str) -> frozenset[str]:
 
 
 ROWS = rows(PAGE)
+SAME = [row for row in ROWS if not re.search(r"\*\*(Instead|instead|Not)", row[1])]
 
 
 def test_every_document_has_its_table() -> None:
@@ -77,6 +83,33 @@ def test_tests_exist_or_it_is_said_not_to_be_there(row: Row) -> None:
         file, _, test = name.partition("::")
         assert (ROOT / "tests" / file).is_file(), file
         assert test in names_in(file), name
+
+
+@pytest.mark.parametrize("row", SAME, ids=lambda row: row[0][:40])
+def test_what_is_the_same_has_a_test_that_would_notice(row: Row) -> None:
+    behaviour, _, tests = row
+    named = set(in_code(tests))
+    breaking = [mutation for mutation in MUTATIONS if any(behaviour.startswith(start) for start in mutation.rows)]
+    assert any(named & set(mutation.tests) for mutation in breaking), f"no mutation breaks: {behaviour}"
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.defect[:40])
+def test_mutations_fit_the_code_and_the_page(mutation: Mutation) -> None:
+    assert mutation.occurrences() == 1
+    source = (ROOT / "gptlab" / mutation.file).read_text(encoding="utf-8")
+    ast.parse(source.replace(mutation.old, mutation.new))
+    assert mutation.tests
+    for name in mutation.tests:
+        file, _, test = name.partition("::")
+        assert test in names_in(file), name
+    for start in mutation.rows:
+        broken = [row for row in ROWS if row[0].startswith(start)]
+        assert broken, f"no row begins with: {start}"
+        assert any(set(in_code(tests)) & set(mutation.tests) for _, _, tests in broken), start
+
+
+def test_mutations_have_names_of_their_own() -> None:
+    assert len({mutation.defect for mutation in MUTATIONS}) == len(MUTATIONS)
 
 
 def test_files_exist() -> None:

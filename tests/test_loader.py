@@ -247,6 +247,28 @@ def test_ranks_without_a_micro_batch_get_empty_tensors() -> None:
     assert batch.target_tokens == SEQ_LEN
 
 
+def test_batches_for_a_gpu_are_pinned_and_copied_asynchronously(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU: what is asked of torch. Only from pinned memory does a copy overlap with the work of the GPU."""
+    pinned: list[int] = []
+    copied: list[tuple[int, str, bool]] = []
+
+    def pin_memory(tensor: torch.Tensor) -> torch.Tensor:
+        pinned.append(tensor.data_ptr())
+        return tensor
+
+    def to(tensor: torch.Tensor, device: torch.device, *, non_blocking: bool = False) -> torch.Tensor:
+        copied.append((tensor.data_ptr(), device.type, non_blocking))
+        return tensor
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    with Loader(rows_of("packed"), micro_sequences=3, micro_batches=2, device="cuda") as loader:
+        batch = next(loader)
+    assert [place for place, _, _ in copied] == [batch.inputs.data_ptr(), batch.targets.data_ptr()]
+    assert {place for place, _, _ in copied} <= set(pinned)
+    assert [(device, asynchronous) for _, device, asynchronous in copied] == [("cuda", True)] * 2
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_the_steps_are_those_of_the_cpu() -> None:

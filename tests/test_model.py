@@ -229,10 +229,10 @@ def test_softcap_by_hand() -> None:
 def test_rotation_by_hand() -> None:
     """Width 4, base 100: pair 0 turns by 1 radian a position, pair 1 by a tenth, both backwards."""
     cos, sin = rotary_tables(3, 4, 100.0, torch.float64)
-    x = torch.tensor([1.0, 0.0, 0.0, 1.0], dtype=torch.float64).expand(1, 3, 1, 4)  # pairs (1, 0) and (0, 1)
+    x = torch.tensor([1.0, 2.0, 0.0, 0.0], dtype=torch.float64).expand(1, 3, 1, 4)  # pairs (1, 0) and (2, 0)
     turned = apply_rotary(x, cos, sin)[0, :, 0]
     for t in range(3):
-        expected = [math.cos(t), math.sin(0.1 * t), -math.sin(t), math.cos(0.1 * t)]
+        expected = [math.cos(t), 2 * math.cos(0.1 * t), -math.sin(t), -2 * math.sin(0.1 * t)]
         torch.testing.assert_close(turned[t], torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-15)
 
 

@@ -133,9 +133,11 @@ def test_vocabulary_before_the_text_is_read() -> None:
 
 def test_describe_names_every_figure_with_its_unit() -> None:
     text = describe(make_plan(tiny(), dtype=torch.bfloat16, peak=PEAK), device_memory=2**30, device_label="X (cpu)")
-    for part in ("depth 2, width 32", "300 entries", "128 tokens: 2 micro-batches of 4 rows of 16 tokens",
-                 "of 1.07 GB", "0.1 TFLOP/s (measured)", f"at an expected {EXPECTED_MFU:.0%} of the peak",
-                 "in bfloat16", "10 steps", "hours"):  # fmt: skip
+    for part in (
+        "depth 2, width 32, heads 2, context 16 tokens", "300 entries",
+        "128 tokens: 2 micro-batches of 4 rows of 16 tokens", "of 1.07 GB", "0.1 TFLOP/s (measured)",
+        f"at an expected {EXPECTED_MFU:.0%} of the peak", "in bfloat16", "10 steps", "hours",
+    ):  # fmt: skip
         assert part in text
     assert "too little" in describe(make_plan(tiny(), dtype=torch.bfloat16, peak=PEAK), device_memory=1000)
 

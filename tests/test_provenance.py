@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tiny_runs import train, write_corpus
 
 import gptlab
@@ -272,6 +273,7 @@ class TestRun:
     ) -> None:
         code = CodeSnapshot("c0ffee0", True, "f1", {PATCH_NAME: b"diff --git\n\xff"})
         monkeypatch.setattr(provenance_module, "take_code", lambda package: code)
+        monkeypatch.setattr(torch.version, "cuda", "12.8")
         before = environment_text(os.environ)
         run = RunDirectory.open(train(folder, "r", steps=1))
         assert (run.code_path / PATCH_NAME).read_bytes() == b"diff --git\n\xff"
@@ -280,6 +282,7 @@ class TestRun:
         facts = run.read_provenance()
         assert [facts[name] for name in ("git_commit", "git_dirty", "code_fingerprint")] == ["c0ffee0", True, "f1"]
         assert (facts["from"], facts["resumes"]) == (None, [])
+        assert (facts["torch_version"], facts["cuda_version"]) == (torch.__version__, "12.8")
 
     def test_a_resumed_run_keeps_the_code_of_both(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         def running(fingerprint: str) -> None:

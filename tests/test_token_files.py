@@ -482,10 +482,18 @@ def test_other_tokens_do_not_resume(tmp_path: Path, sources: dict[str, dict[str,
 
 def test_data_commands_show_tokens(tmp_path: Path, sources: dict[str, dict[str, Any]]) -> None:
     flags = sources["shards"]
+    n_train = len(TEXT) + sum(len(line.encode()) - len(line) for line in TEXT.splitlines()) - 2000
     words = ["--data", flags["data.source"], "--tokenizer", flags["tokenizer.path"], "--cache-dir", tmp_path / "cache"]
     code, out, err = tiny.command(["data", "prepare", *words])
     assert code == 0, err
-    assert "train: " in out
+    train, val = (
+        next(line for line in out.splitlines() if line.startswith(side)) for side in ("train: ", "validation: ")
+    )
+    assert f" {n_train:,} tokens" in train
+    assert " 2,000 tokens" in val
+    code, out, err = tiny.command(["train", *tiny.arguments(tmp_path, "looked-at", flags | {"eval.only": True})])
+    assert code == 0, err
+    assert f": {n_train:,} training tokens, 2,000 validation tokens, " in out
     code, out, err = tiny.command(["data", "inspect", *words, "--seq-len", "64"])
     assert code == 0, err
     assert "by file" in out

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from tiny_runs import (
     FLAGS,
     FakeClock,
@@ -55,7 +56,7 @@ from gptlab.train import saving as saving_module
 from gptlab.train.checkpoint import CheckpointError, list_checkpoints, load_checkpoint, verify_checkpoint
 from gptlab.train.compilation import warm_up
 from gptlab.train.loop import fit
-from gptlab.train.step import gradients
+from gptlab.train.step import gradients, update
 from gptlab.train.watchdog import TrainingFailed
 
 STEPS, TOKENS_PER_STEP = FLAGS["steps"], FLAGS["batch.total_tokens"]
@@ -196,6 +197,16 @@ class TestMetrics:
             for value in json.loads(text).values():
                 assert not isinstance(value, float) or repr(value) in text
 
+    def test_step_lines_show_the_figures_of_metrics(self, whole: Path, console_text: str) -> None:
+        shown = [line for line in console_text.splitlines() if re.match(r"step \d+ \(", line)]
+        for line, figures in zip(shown, lines_of(whole, "train"), strict=True):
+            assert line.startswith(
+                f"step {figures['step']:05d} ({100 * figures['step'] / STEPS:.1f}%) | "
+                f"loss: {figures['loss_ema']:.6f} | lrm: {figures['lr_scale']:.2f} | "
+                f"dt: {1000 * figures['step_seconds']:.0f}ms | tok/sec: {figures['tokens_per_second']:,.0f} | "
+                f"mfu: {100 * figures['mfu']:.1f}% | epoch: {figures['epoch']:.2f} | remaining: "
+            )
+
     def test_only_every_so_many_steps(self, folder: Path, expected: Outcome) -> None:
         run = train(folder, "rarely", runtime__log_every_steps=5)
         all_lines = [json.loads(line) for line in expected.lines if json.loads(line)["kind"] == "train"]
@@ -284,9 +295,13 @@ class TestLoss:
         with torch.no_grad():  # projections start at zero and would keep most gradients at zero
             for number, parameter in enumerate(state.model.parameters()):
                 parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator.manual_seed(number)))
-        loss, whole = gradient(1)
+        mean = F.cross_entropy(state.model(rows).flatten(0, 1), targets.flatten(), ignore_index=-1)
+        mean.backward()
+        loss = mean.item()
+        whole = {name: p.grad for name, p in state.model.named_parameters() if p.grad is not None}
+        state.optimizer.zero_grad()
         assert all(g.abs().max() > 1e-6 for g in whole.values())
-        for micro_batches in (2, 4, 8):
+        for micro_batches in (1, 2, 4, 8):
             cut_loss, cut = gradient(micro_batches)
             assert cut_loss == pytest.approx(loss, rel=1e-13)
             for name, g in whole.items():
@@ -302,6 +317,14 @@ class TestLoss:
             # float64 rounding, grown by six updates: Adam's first steps divide by tiny second moments.
             assert a["loss"] == pytest.approx(b["loss"], rel=1e-9)
             assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-7)
+
+    def test_an_update_frees_the_gradients(self, folder: Path) -> None:
+        state, config = (opened := open_tiny(folder)).state, opened.config
+        with state.loader:
+            gradients(state, next(state.loader), state.model.loss, config)
+        assert all(parameter.grad is not None for parameter in state.model.parameters())
+        update(state, config, 0.0, 1 / STEPS)
+        assert all(parameter.grad is None for parameter in state.model.parameters())
 
     def test_dropout_is_keyed_by_seed_step_and_micro_batch(self, folder: Path) -> None:
         """And by nothing else: neither what was drawn before nor how many ranks share a step can change it."""
@@ -349,6 +372,17 @@ class TestClock:
         assert summary["checkpoint_seconds"] == waits * FakeClock.SAVE
         assert summary["startup_seconds"] == 0.0
         assert differences(expected, outcome(run)) == []
+
+    def test_the_device_is_waited_for_within_the_step(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A device that does its work while it is waited for: half a second beyond the one of the update."""
+        with FakeClock.running() as clock:
+
+            def wait(device: torch.device) -> None:
+                clock.now += 0.5
+
+            monkeypatch.setattr("gptlab.train.loop.synchronize", wait)
+            run = train(folder, "waits", steps=3, sample__prompts=[])
+        assert [line["step_seconds"] for line in lines_of(run, "train")] == [1.5] * 3
 
     def test_a_budget_in_seconds(self, folder: Path) -> None:
         """Twelve seconds are twelve steps of one second, not one more; schedules follow the share of the budget."""
@@ -600,6 +634,38 @@ def test_compiled_kernels_never_come_from_a_folder_that_a_run_names(
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
     train(folder, "another-cache", data__cache_dir=str(tmp_path / "strangers"))
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "mine" / "compile")
+
+
+@pytest.mark.parametrize("way", ["whole", "blocks"])
+def test_what_is_compiled_and_for_one_shape(folder: Path, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    """What torch.compile is given, and that validation runs the blocks that training compiled."""
+    compiled: list[Any] = []
+    called: list[Any] = []
+
+    def note(function: Any, *, dynamic: bool | None = None, options: Any = None) -> Any:
+        compiled.append((function, dynamic))
+
+        def run(*args: Any) -> Any:
+            called.append(function)
+            return function(*args)
+
+        return run
+
+    monkeypatch.setattr(torch, "compile", note)
+    monkeypatch.setattr(compilation_module, "compiler_available", lambda device: True)
+    if way == "blocks":
+        monkeypatch.setattr(compilation_module, "WHOLE_MODEL_FLOPS", 0)
+    opened = open_tiny(folder, runtime__compile="on")
+    model, kernels = opened.state.model, opened.kernels
+    parts = [model.loss] if way == "whole" else [*model.blocks, model.head_loss, model.logits]
+    assert kernels.compiled
+    assert compiled == [(part, False) for part in parts]
+    tokens = torch.zeros(1, FLAGS["model.seq_len"], dtype=torch.int64)
+    kernels.loss_sum(tokens, tokens)
+    assert called == ([model.loss] if way == "whole" else [*model.blocks, model.head_loss])
+    called.clear()
+    kernels.logits(tokens)
+    assert called == ([] if way == "whole" else [*model.blocks, model.logits])
 
 
 @pytest.fixture

@@ -1,0 +1,217 @@
+"""What a run is: recipes, rules of scaling, horizons, shapes."""
+
+from __future__ import annotations
+
+from .mutation import Mutation
+
+DOCUMENTS = "test_lineage_recipes.py::TestNumbers::test_are_the_documents"
+
+MUTATIONS = [
+    # --- nanoGPT
+    Mutation(
+        "nanoGPT decays its norms too", "config/recipes/nanogpt.py",
+        "vector = replace(matrix, weight_decay=0.0)", "vector = matrix",
+        [DOCUMENTS],
+        ["AdamW with a decayed and an undecayed group"],
+    ),
+    Mutation(
+        "nanoGPT starts from nanochat's weights", "config/gpt2_sizes.py",
+        'init="gpt2"', 'init="nanochat"',
+        [DOCUMENTS],
+        ["`init_from='scratch'` builds a GPT"],
+    ),
+    Mutation(
+        "the cosine's warm-up is one step shorter than nanoGPT's", "config/recipes/nanogpt.py",
+        "share_of_run(warmup_iters + 1, horizon, of_steps)", "share_of_run(warmup_iters, horizon, of_steps)",
+        [DOCUMENTS, "test_lineage_recipes.py::TestLearningRates::test_of_nanogpt"],
+        ["The learning rate is worked out"],
+    ),
+    Mutation(
+        "GPT-2 XL has 25 heads of another width", "config/gpt2_sizes.py",
+        '"gpt2-xl": _gpt2(48, 1600)', '"gpt2-xl": _gpt2(36, 1600)',
+        ["test_init_from.py::TestNames::test_shapes_are_known_without_the_weights"],
+        ["Sizes d12, d24, d36, d48"],
+    ),
+    # --- the speedrun
+    Mutation(
+        "the speedrun's head decays", "config/recipes/speedrun.py",
+        "AdamWConfig(lr=LR, beta1=0.9, beta2=0.95, eps=1e-8)",
+        "AdamWConfig(lr=LR, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)",
+        [DOCUMENTS],
+        ["AdamW at 0.0036 with betas"],
+    ),
+    Mutation(
+        "the speedrun's Muon has AdamW's rate", "config/recipes/speedrun.py",
+        "lr=0.1 * LR", "lr=LR",
+        [DOCUMENTS, "test_lineage_recipes.py::TestLearningRates::test_of_the_speedrun_by_hand"],
+        ["Muon at a tenth of that", "Settings: learning rate, momentum"],
+    ),
+    Mutation(
+        "the speedrun's Muon without Nesterov", "config/recipes/speedrun.py",
+        "nesterov=True", "nesterov=False",
+        [DOCUMENTS, "test_muon.py::test_against_seed_1"],
+        ["Settings: learning rate, momentum"],
+    ),
+    Mutation(
+        "the speedrun has 6 heads", "config/recipes/speedrun.py",
+        "n_embd=768, n_head=12, seq_len=1024", "n_embd=768, n_head=6, seq_len=1024",
+        [DOCUMENTS],
+        ["12 layers, 12 heads, width 768"],
+    ),
+    Mutation(
+        "the speedrun's step has 256 sequences", "config/recipes/speedrun.py",
+        "total_tokens=512 * 1024", "total_tokens=256 * 1024",
+        [DOCUMENTS],
+        ["512 sequences of 1024 tokens a step"],
+    ),
+    Mutation(
+        "the speedrun warms down for 1450 steps, as an earlier record", "config/recipes/speedrun.py",
+        "WARMDOWN_STEPS = 1800", "WARMDOWN_STEPS = 1450",
+        [DOCUMENTS, "test_lineage_recipes.py::TestLearningRates::test_of_the_speedrun",
+         "test_lineage_recipes.py::TestLearningRates::test_of_the_speedrun_by_hand"],
+        ["6200 iterations, no warm-up"],
+    ),
+    Mutation(
+        "the speedrun validates every 128 steps", "config/recipes/speedrun.py",
+        "every_steps=125", "every_steps=128",
+        [DOCUMENTS],
+        ["Validation every 125 steps"],
+    ),
+    Mutation(
+        "a phase counted in steps is a share of the recipe's own length", "config/horizon.py",
+        'total = int(horizon.amount) if horizon.unit == "steps" else 0', "total = 0",
+        ["test_lineage_recipes.py::TestHorizon::test_phases_counted_in_steps_stay_so_where_they_fit"],
+        ["6200 iterations, no warm-up", "250 steps of warm-up"],
+    ),
+    # --- autoresearch
+    Mutation(
+        "autoresearch's step is a single micro-batch", "config/recipes/autoresearch.py",
+        "total_tokens=2**19, micro_sequences=128", "total_tokens=2**19, micro_sequences=256",
+        [DOCUMENTS],
+        ["2^19 tokens a step from micro-batches"],
+    ),
+    Mutation(
+        "autoresearch's head moves at the embedding's rate", "config/recipes/autoresearch.py",
+        "head_lr=0.004", "head_lr=0.6",
+        [DOCUMENTS],
+        ["AdamW: embeddings and value embeddings 0.6"],
+    ),
+    Mutation(
+        "autoresearch's Muon at nanochat's rate", "config/recipes/autoresearch.py",
+        "matrix_lr=0.04", "matrix_lr=0.02",
+        [DOCUMENTS],
+        ["Muon at 0.04 on all matrices"],
+    ),
+    Mutation(
+        "autoresearch has a vocabulary of 32768", "config/recipes/autoresearch.py",
+        "head_dim=128, vocab_size=8192, seq_len=2048)\n    return RunConfig(\n        recipe=\"autoresearch\",\n"
+        "        model=model,\n        tokenizer=TokenizerConfig(kind=\"bpe\", vocab_size=8192",
+        "head_dim=128, vocab_size=8192, seq_len=2048)\n    return RunConfig(\n        recipe=\"autoresearch\",\n"
+        "        model=model,\n        tokenizer=TokenizerConfig(kind=\"bpe\", vocab_size=32768",
+        [DOCUMENTS, "test_lineage_recipes.py::TestNumbers::test_parameters_of_the_publications"],
+        ["50.3M parameters at depth 8"],
+    ),
+    Mutation(
+        "lambdas follow the width", "config/recipes/nanochat.py",
+        "x0_lambda=AdamWConfig(lr=scalar_lr * adamw_scale, beta1=0.96)",
+        "x0_lambda=AdamWConfig(lr=scalar_lr * scale, beta1=0.96)",
+        [DOCUMENTS],
+        ["AdamW: embeddings and value embeddings 0.6"],
+    ),
+    # --- nanochat
+    Mutation(
+        "nanochat's rates: the head at 0.3", "config/recipes/nanochat.py",
+        "head_lr: float = 0.004", "head_lr: float = 0.3",
+        [DOCUMENTS],
+        ["`--embedding-lr` 0.3"],
+    ),
+    Mutation(
+        "weight decay does not follow the depth", "config/scaling.py",
+        "return weight_decay * (REFERENCE_DEPTH / depth) ** 2", "return weight_decay",
+        ["test_lineage_recipes.py::TestDepth::test_rules_by_hand",
+         "test_lineage_recipes.py::TestDepth::test_nanochats_one_dial"],
+        ["Weight decay falls with (12 / depth)^2"],
+    ),
+    Mutation(
+        "the width is rounded down to a multiple of the head", "config/scaling.py",
+        "width = math.ceil(depth * aspect / head_dim) * head_dim", "width = depth * aspect // head_dim * head_dim",
+        ["test_lineage_recipes.py::TestDepth::test_nanochats_one_dial", "test_recipes.py::test_a_shape_by_hand"],
+        ["`--depth`: width = depth x 64"],
+    ),
+    Mutation(
+        "autoresearch's width does not follow the depth", "config/scaling.py",
+        "n_head=width // head_dim", "n_head=4",
+        ["test_lineage_recipes.py::TestDepth::test_autoresearchs_width_follows",
+         "test_lineage_recipes.py::TestDepth::test_nanochats_one_dial"],
+        ["`--depth`: width = depth x 64", "50.3M parameters at depth 8"],
+    ),
+    Mutation(
+        "nanochat's tiny form has no momentum ramp", "config/recipes/nanochat.py",
+        "optim=_optimizer(model, tiny.BATCH.total_tokens)",
+        "optim=OptimConfig(muon=MuonConfig(momentum_start=0.95))",
+        ["test_lineage_recipes.py::TestTinyForms::test_differ_in_size_only"],
+        ["On a CPU, a command line of eight flags"],
+    ),
+    Mutation(
+        "nanochat validates on a tenth of the tokens", "config/recipes/nanochat.py",
+        "tokens=20 * 2**19", "tokens=2 * 2**19",
+        [DOCUMENTS],
+        ["Bits per byte every 250 steps"],
+    ),
+    Mutation(
+        "nanochat samples with a temperature", "config/recipes/nanochat.py",
+        "temperature=0.0", "temperature=0.8",
+        [DOCUMENTS],
+        ["Samples every 2000 steps"],
+    ),
+    # --- rules of any run
+    Mutation(
+        "a horizon of less than a step becomes one", "config/horizon.py",
+        "if steps < 1:", "steps = max(steps, 1)\n        if steps < 1:",
+        ["test_config.py::TestHorizon::test_less_than_one_step_is_refused"],
+        ["No horizon at all is an error"],
+    ),
+    Mutation(
+        "FLOPs are rounded down to steps", "config/horizon.py",
+        "steps = round(self.amount / (flops_per_token * tokens_per_step))",
+        "steps = int(self.amount / (flops_per_token * tokens_per_step))",
+        ["test_config.py::TestHorizon::test_steps_by_hand"],
+    ),
+    Mutation(
+        "a step that is no whole number of micro-batches is taken", "config/run.py",
+        "if self.batch.total_tokens % micro_tokens:", "if self.batch.total_tokens < micro_tokens:",
+        ["test_config.py::test_the_impossible_is_refused_by_name"],
+        ["The batch must divide into device batches", "`--device-batch-size`, `--total-batch-size`",
+         "2^19 tokens a step from micro-batches"],
+    ),
+    Mutation(
+        "a step has one micro-batch too few", "config/run.py",
+        "return self.batch.total_tokens // self.micro_tokens",
+        "return self.batch.total_tokens // self.micro_tokens - 1",
+        ["test_config.py::test_a_step_is_whole_micro_batches"],
+        ["The batch must divide into device batches", "`--device-batch-size`, `--total-batch-size`",
+         "2^19 tokens a step from micro-batches"],
+    ),
+    Mutation(
+        "windows start with the pattern's second letter", "config/model.py",
+        "self.window_pattern[i % len(self.window_pattern)]", "self.window_pattern[(i + 1) % len(self.window_pattern)]",
+        ["test_config.py::TestModel::test_windows_by_hand"],
+        ["`--window-pattern SSSL`"],
+    ),
+    Mutation(
+        "the last layer has a window", "config/model.py",
+        '        letters[-1] = "L"\n', "",
+        ["test_config.py::TestModel::test_windows_by_hand"],
+        ["`--window-pattern SSSL`"],
+    ),
+    Mutation(
+        "as many key-value heads as one", "config/model.py",
+        "return self.n_head if self.n_kv_head is None else self.n_kv_head", "return self.n_kv_head or 1",
+        ["test_counting.py::test_gpt2_small"],
+    ),
+    Mutation(
+        "value embeddings start at the first layer instead of ending at the last", "config/model.py",
+        "layer % 2 == (self.n_layer - 1) % 2", "layer % 2 == 0",
+        ["test_config.py::TestModel::test_value_embeddings_alternate_and_end_on_the_last_layer"],
+    ),
+]  # fmt: skip

@@ -1,0 +1,176 @@
+"""Text in, batches out."""
+
+from __future__ import annotations
+
+from .mutation import Mutation
+
+MUTATIONS = [
+    # --- corpora and downloads
+    Mutation(
+        "climbmix validates on the shard before the last", "data/known_corpora.py",
+        'validation="shard_06542.parquet"', 'validation="shard_06541.parquet"',
+        ["test_hub.py::test_the_table_is_whole"],
+        ["Text to a tokenizer of 8192 entries"],
+    ),
+    Mutation(
+        "FineWeb-Edu validates on its first shard", "data/known_corpora.py",
+        'validation="shard_01822.parquet"', 'validation="shard_00000.parquet"',
+        ["test_hub.py::test_the_table_is_whole"],
+        ["The last shard of FineWeb-Edu"],
+    ),
+    Mutation(
+        "files that validate are trained on too", "data/known_corpora.py",
+        "return [path for path in chosen if path not in set(val)], val", "return chosen, val",
+        ["test_token_files.py::test_a_corpus_by_name_validates_on_what_its_lineage_does",
+         "test_hub.py::test_the_table_is_whole"],
+        ["At the end evaluation mode and bits per byte", "The last shard of FineWeb-Edu"],
+    ),
+    Mutation(
+        "a corpus by name holds out a part of its training files", "data/known_corpora.py",
+        "for source, entry in named if entry and _validates(entry.place))",
+        "for source, entry in named if entry and not _validates(entry.place))",
+        ["test_token_files.py::test_a_corpus_by_name_validates_on_what_its_lineage_does",
+         "test_hub.py::test_what_validates"],
+        ["At the end evaluation mode and bits per byte"],
+    ),
+    Mutation(
+        "files are downloaded one after the other", "data/hub.py",
+        "PARALLEL_FILES = 8", "PARALLEL_FILES = 1",
+        ["test_hub.py::test_all_files_come_from_one_commit_in_parallel"],
+        ["Shards are downloaded in parallel"],
+    ),
+    Mutation(
+        "files that are there are asked for again", "data/hub.py",
+        "if record is not None and not _missing(source, record, hub_files):", "if False:",
+        ["test_hub.py::test_a_second_time_asks_nothing"],
+        ["Shards are downloaded in parallel"],
+    ),
+    Mutation(
+        "a server's error ends the download", "data/hub.py",
+        "return status >= 500 or status in (408, 429)", "return status in (408, 429)",
+        ["test_hub.py::test_a_busy_server_is_asked_again"],
+        ["Shards are downloaded in parallel"],
+    ),
+    Mutation(
+        "a file with other contents than announced is kept", "data/hub.py",
+        "    if found != wanted:\n        contents = path.resolve()",
+        "    if False:\n        contents = path.resolve()",
+        ["test_hub.py::test_wrong_contents_come_again_and_are_never_kept"],
+    ),
+    # --- tokenizers
+    Mutation(
+        "half of a character counts as the three bytes of its replacement", "data/tokenizer_base.py",
+        "np.array([len(token) for token in self._tokens], dtype=np.int32)",
+        'np.array([len(t.decode(errors="replace").encode()) for t in self._tokens], dtype=np.int32)',
+        ["test_tokenizer.py::test_every_kind_is_exact_in_bytes"],
+        ["The tokenizer's vocabulary and each token's bytes"],
+    ),
+    Mutation(
+        "GPT-2's vocabulary has its document end at the front", "data/gpt2.py",
+        "VOCAB_SIZE = 50_257", "VOCAB_SIZE = 50_256",
+        ["test_tokenizer_gpt2.py::test_every_id_is_openais"],
+        ["12 layers, 12 heads, width 768"],
+    ),
+    # --- order and packing
+    Mutation(
+        "a piece that does not fit by one token is placed", "data/packing.py",
+        "position = bisect_right(keys, gap * base - 1) - 1", "position = bisect_right(keys, (gap + 1) * base - 1) - 1",
+        ["test_packing.py::test_a_plan_by_hand", "test_packing.py::test_crop_places_what_nanochats_loader_places",
+         "test_rows.py::test_packed_rows_hold_what_the_oracle_packs"],
+        ["Rows begin with BOS and are packed best-fit", "Text to a tokenizer of 8192 entries"],
+    ),
+    Mutation(
+        "the longest document is cropped instead of the shortest", "data/packing.py",
+        "position = bisect_right(keys, keys[0] // base * base + earliest) - 1",
+        "position = bisect_right(keys, keys[-1] // base * base + earliest) - 1",
+        ["test_packing.py::test_crop_places_what_nanochats_loader_places"],
+        ["Rows begin with BOS and are packed best-fit"],
+    ),
+    Mutation(
+        "of equal documents the last one is placed first", "data/packing.py",
+        "insort(keys, lengths[arrived] * base + earliest - arrived)",
+        "insort(keys, lengths[arrived] * base + arrived)",
+        ["test_packing.py::test_crop_places_what_nanochats_loader_places"],
+    ),
+    Mutation(
+        "a new epoch has the order of the last one", "data/rows.py",
+        "return permuted(indices, self.rows_per_epoch, seed=self._seed, epoch=epoch)",
+        "return permuted(indices, self.rows_per_epoch, seed=self._seed, epoch=0)",
+        ["test_rows.py::test_rows_are_a_pure_function_of_seed_epoch_and_index"],
+    ),
+    # --- rows
+    Mutation(
+        "the target is the input", "data/rows.py",
+        "        return rows[:, :-1], rows[:, 1:]\n\n    def target_counts(self, epoch: int, indices: np.ndarray) -> "
+        "np.ndarray:\n        return np.full(",
+        "        return rows[:, :-1], rows[:, :-1]\n\n    def target_counts(self, epoch: int, indices: np.ndarray) -> "
+        "np.ndarray:\n        return np.full(",
+        ["test_rows.py::test_random_rows_are_windows_that_reach_both_ends",
+         "test_rows.py::test_sequential_rows_are_chunks_in_file_order"],
+        ["The target is the input shifted by one"],
+    ),
+    Mutation(
+        "the last window of a text is never drawn", "data/rows.py",
+        "n_starts = self._split.n_tokens - self.seq_len", "n_starts = self._split.n_tokens - self.seq_len - 1",
+        ["test_rows.py::test_random_rows_are_windows_that_reach_both_ends"],
+    ),
+    Mutation(
+        "sequential rows leave a token out between two of them", "data/rows.py",
+        "return indices * self.seq_len", "return indices * (self.seq_len + 1)",
+        ["test_rows.py::test_sequential_rows_are_chunks_in_file_order"],
+        ["The training loader is reset"],
+    ),
+    Mutation(
+        "validation rows leave a token out between two of them", "data/rows.py",
+        "places = indices[:, None] * self.seq_len + np.arange(self.seq_len + 1)",
+        "places = indices[:, None] * (self.seq_len + 1) + np.arange(self.seq_len + 1)",
+        ["test_token_files.py::test_validation_is_the_speedruns",
+         "test_rows.py::test_validation_is_fixed_by_content_and_covers_every_token_once"],
+        ["Validation every 125 steps"],
+    ),
+    Mutation(
+        "validation takes the whole text, whatever it is limited to", "data/rows.py",
+        "limit = split.n_tokens if max_target_tokens is None else max_target_tokens", "limit = split.n_tokens",
+        ["test_rows.py::test_validation_is_fixed_by_content_and_covers_every_token_once",
+         "test_rows.py::test_validation_by_hand", "test_token_files.py::test_validation_is_the_speedruns"],
+        ["Validation is the mean of 20 batches", "Validation every 125 steps"],
+    ),
+    Mutation(
+        "validation follows the order of the files", "data/rows.py",
+        'order = np.argsort(split.content_hashes, kind="stable")', "order = np.arange(len(split.content_hashes))",
+        ["test_rows.py::test_validation_by_hand",
+         "test_rows.py::test_validation_is_fixed_by_content_and_covers_every_token_once"],
+    ),
+    # --- the loader
+    Mutation(
+        "a batch is made when it is asked for", "data/loader.py",
+        "self._limit = steps_ahead(made)", "self._limit = 1",
+        ["test_loader.py::test_steps_are_made_ahead_by_a_thread_and_not_further_than_they_should"],
+        ["The next batch is fetched while"],
+    ),
+    Mutation(
+        "batches for a GPU are not pinned", "data/loader.py",
+        'return tensor.pin_memory() if self._device.type == "cuda" else tensor', "return tensor",
+        ["test_loader.py::test_batches_for_a_gpu_are_pinned_and_copied_asynchronously"],
+        ["Batches are pinned and copied asynchronously"],
+    ),
+    Mutation(
+        "the copy to the GPU waits", "data/loader.py",
+        "t.to(self._device, non_blocking=pinned)", "t.to(self._device)",
+        ["test_loader.py::test_batches_for_a_gpu_are_pinned_and_copied_asynchronously"],
+        ["Batches are pinned and copied asynchronously"],
+    ),
+    Mutation(
+        "the loader saves how far it has made steps ahead", "data/loader.py",
+        'return {"next_step": self._next_step}',
+        'return {"next_step": self._next_step + (len(self._ahead._made) if self._ahead else 0)}',
+        ["test_loader.py::test_the_state_is_that_of_the_last_step_consumed"],
+        ["It holds configuration, loop state and the loader's"],
+    ),
+    Mutation(
+        "a rank counts its own targets only", "data/loader.py",
+        "int((targets != IGNORED).sum()) if all_here else self._target_tokens(everywhere)",
+        "int((targets != IGNORED).sum())",
+        ["test_loader.py::test_any_world_size_gets_the_same_steps"],
+    ),
+]  # fmt: skip

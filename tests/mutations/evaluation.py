@@ -1,0 +1,103 @@
+"""What judges a model: bits per byte, CORE, samples."""
+
+from __future__ import annotations
+
+from .mutation import Mutation
+
+MUTATIONS = [
+    Mutation(
+        "bits per byte charges for special tokens", "eval/bits_per_byte.py",
+        "losses[lengths > 0].sum()", "losses.sum()",
+        ["test_bits_per_byte.py::test_case_by_hand",
+         "test_bits_per_byte.py::test_equals_the_definition_for_every_batch_size"],
+        ["At the end evaluation mode and bits per byte"],
+    ),
+    Mutation(
+        "bits per byte is in nats", "eval/bits_per_byte.py",
+        "byte_nats / (math.log(2) * target_bytes)", "byte_nats / target_bytes",
+        ["test_bits_per_byte.py::test_case_by_hand",
+         "test_bits_per_byte.py::test_equals_the_definition_for_every_batch_size"],
+        ["At the end evaluation mode and bits per byte"],
+    ),
+    Mutation(
+        "the rows that fill the last pass up count", "eval/bits_per_byte.py",
+        "    targets = np.where((wanted < rows.rows_per_epoch)[:, None], targets, IGNORED)\n", "",
+        ["test_bits_per_byte.py::test_equals_the_definition_for_every_batch_size",
+         "test_train.py::TestLoss::test_validation_does_not_depend_on_its_batch"],
+        ["`estimate_loss` in evaluation mode"],
+    ),
+    Mutation(
+        "losses are taken in the type of the logits", "eval/bits_per_byte.py",
+        "z if z.dtype == torch.float64 else z.float()", "z",
+        ["test_bits_per_byte.py::test_low_precision_logits_are_summed_in_float32"],
+        ["bfloat16 by autocast; the final loss", "Autocast to bfloat16, but not in validation"],
+    ),
+    Mutation(
+        "ranks do not add up what they evaluated", "eval/bits_per_byte.py",
+        'in group.sum(sums, "evaluation").tolist():', "in sums.tolist():",
+        ["test_bits_per_byte.py::test_ranks_share_the_passes_and_have_the_bits_of_one"],
+        ["The validation loss is averaged over ranks"],
+    ),
+    Mutation(
+        "dropout stays on in an evaluation", "eval/mode.py",
+        "    module.eval()\n", "",
+        ["test_bits_per_byte.py::test_leaves_modes_gradients_and_random_state_as_they_were",
+         "test_core.py::test_leaves_modes_gradients_and_random_state_as_they_were"],
+        ["`estimate_loss` in evaluation mode", "Evaluation mode, then training mode again"],
+    ),
+    Mutation(
+        "after an evaluation everything trains", "eval/mode.py",
+        "part.training = training", "part.training = True",
+        ["test_bits_per_byte.py::test_leaves_modes_gradients_and_random_state_as_they_were",
+         "test_engine.py::test_training_notices_nothing"],
+        ["Evaluation mode, then training mode again"],
+    ),
+    # --- CORE
+    Mutation(
+        "CORE is the mean of the accuracies", "eval/core.py",
+        "(accuracy[t.label] - t.random_accuracy) / (1 - t.random_accuracy)", "accuracy[t.label]",
+        ["test_core.py::TestByHand::test_core_is_the_mean_of_the_centered", "test_core.py::TestWithinARun::test_lines"],
+        ["CORE every 2000 steps behind the first"],
+    ),
+    Mutation(
+        "an option is judged by the sum of its losses", "eval/core.py",
+        "float(n.mean())", "float(n.sum())",
+        ["test_core.py::TestByHand::test_multiple_choice"],
+    ),
+    Mutation(
+        "every example of a task is a question", "eval/core_tasks.py",
+        "n_scored = min(len(lines), max_examples or len(lines))", "n_scored = len(lines)",
+        ["test_core.py::TestBundle::test_order_and_number"],
+        ["CORE every 2000 steps behind the first"],
+    ),
+    Mutation(
+        "an example is a worked example of itself", "eval/core_tasks.py",
+        "self.examples[other + (other >= index)]", "self.examples[other]",
+        ["test_core.py::TestPrompts::test_worked_examples_are_those_of_a_slow_draw"],
+    ),
+    Mutation(
+        "padding stands in front of what is scored", "eval/core.py",
+        "tokens[row, : len(given)] = given", "tokens[row, width - len(given) :] = given",
+        ["test_core.py::TestAgainstTheSlowWay::test_every_answer_for_every_batching"],
+        ["The model is compiled for one shape"],
+    ),
+    # --- samples
+    Mutation(
+        "BOS stands behind the prompt", "eval/engine.py",
+        "tokens.insert(0, bos_id)", "tokens.append(bos_id)",
+        ["test_engine.py::test_prompts_start_with_bos_where_there_is_one"],
+        ["Samples every 2000 steps"],
+    ),
+    Mutation(
+        "a temperature multiplies the logits", "eval/engine.py",
+        "((values - values[0]) / self.temperature)", "((values - values[0]) * self.temperature)",
+        ["test_engine.py::TestDraws::test_temperature_by_hand",
+         "test_engine.py::TestDraws::test_a_tiny_temperature_is_greedy"],
+        ["Samples every 2000 steps"],
+    ),
+    Mutation(
+        "all prompts share their draws", "eval/engine.py",
+        "own_seed = fold_seed(seed, zlib.crc32(prompt.encode()))", "own_seed = seed",
+        ["test_engine.py::test_prompts_draw_apart_and_each_the_same_again"],
+    ),
+]  # fmt: skip

@@ -1,0 +1,32 @@
+"""Commands: what they read, print and refuse."""
+
+from __future__ import annotations
+
+from .mutation import Mutation
+
+MUTATIONS = [
+    Mutation(
+        "a plan's heads are its width", "cli/plan.py",
+        "heads {model.n_head}", "heads {model.n_embd}",
+        ["test_plan.py::test_describe_names_every_figure_with_its_unit"],
+        ["Width, heads, batch and accumulation are printed"],
+    ),
+    Mutation(
+        "a plan's step has one micro-batch", "cli/plan.py",
+        "count = config.micro_batches", "count = 1",
+        ["test_plan.py::test_describe_names_every_figure_with_its_unit"],
+        ["Width, heads, batch and accumulation are printed"],
+    ),
+    Mutation(
+        "tokens are bytes, says gptlab data prepare", "cli/data.py",
+        '{split.n_bytes:,} bytes, {split.n_tokens:,} tokens")', '{split.n_bytes:,} bytes, {split.n_bytes:,} tokens")',
+        ["test_token_files.py::test_data_commands_show_tokens"],
+        ["Tokens and shards of both loaders"],
+    ),
+    Mutation(
+        "gptlab train shows the training tokens for both sides", "cli/train.py",
+        "{data.val.n_tokens:,} validation tokens", "{data.train.n_tokens:,} validation tokens",
+        ["test_token_files.py::test_data_commands_show_tokens"],
+        ["Tokens and shards of both loaders"],
+    ),
+]  # fmt: skip

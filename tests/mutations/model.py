@@ -1,0 +1,166 @@
+"""The network, its kernels, its counts, and weights that come from elsewhere."""
+
+from __future__ import annotations
+
+from .mutation import Mutation
+
+ORACLE = "test_model.py::test_logits_loss_and_gradients_equal_the_oracle"
+
+MUTATIONS = [
+    Mutation(
+        "the head's gradient forgets the softcap", "model/head.py",
+        "gradient if squashed is None else gradient * (1 - squashed * squashed)", "gradient",
+        ["test_head.py::test_loss_and_gradients_are_those_of_cross_entropy", ORACLE],
+        ["Cross-entropy against the actual next tokens"],
+    ),
+    Mutation(
+        "targets that do not count are counted", "model/head.py",
+        "counted = (targets >= 0)[:, None]", "counted = (targets >= -1)[:, None]",
+        ["test_head.py::test_loss_and_gradients_are_those_of_cross_entropy", ORACLE],
+        ["Cross-entropy against the actual next tokens"],
+    ),
+    Mutation(
+        "padding of the vocabulary gets probability", "model/head.py",
+        "if vocab_size < z.shape[1]:", "if vocab_size < 0:",
+        ["test_head.py::test_loss_and_gradients_are_those_of_cross_entropy",
+         "test_model.py::test_padding_of_the_vocabulary_is_invisible"],
+    ),
+    Mutation(
+        "the head sums its loss in the type of the activations", "model/head.py",
+        "        wide = torch.promote_types(x.dtype, torch.float32)\n        total",
+        "        wide = x.dtype\n        total",
+        ["test_head.py::test_the_loss_of_bfloat16_is_summed_in_float32"],
+        ["bfloat16 by autocast; the final loss in float32"],
+    ),
+    Mutation(
+        "a fresh head has unit variance", "model/gpt.py",
+        "values.normal_(0.0, 0.001, generator=generator)", "values.normal_(0.0, 1.0, generator=generator)",
+        ["test_model.py::TestInitialWeights::test_a_fresh_model_predicts_almost_uniformly",
+         "test_model.py::TestInitialWeights::test_nanochat"],
+        ["The loss starts near that of guessing", "The model is built on the meta device"],
+    ),
+    Mutation(
+        "GPT-2's projections start as large as the rest", "model/gpt.py",
+        "0.02 / math.sqrt(2 * config.n_layer) if projection else 0.02", "0.02",
+        ["test_model.py::TestInitialWeights::test_gpt2"],
+        ["`init_from='scratch'` builds a GPT"],
+    ),
+    Mutation(
+        "all weights draw from one generator", "model/gpt.py",
+        "manual_seed(fold_seed(seed, zlib.crc32(name.encode())))", "manual_seed(seed)",
+        ["test_model.py::TestInitialWeights::test_depends_on_the_seed_alone"],
+        ["The model is built on the meta device"],
+    ),
+    Mutation(
+        "a tied head is untied by the move to the device", "model/gpt.py",
+        "    if config.tied_head:  # to_empty gives every module a tensor of its own\n"
+        "        model.head.weight = model.token_embedding.weight\n", "",
+        ["test_model.py::test_a_tied_head_is_the_embedding"],
+        ["AdamW at 0.0036 with betas"],
+    ),
+    Mutation(
+        "positions of a short row are those at the end of the context", "model/gpt.py",
+        "rotary = (self.cos[start:stop], self.sin[start:stop])",
+        "rotary = (self.cos[start - stop :].flip(0), self.sin[start - stop :].flip(0))",
+        ["test_model.py::test_rows_shorter_than_the_context"],
+        ["`--max-seq-len`"],
+    ),
+    Mutation(
+        "the residual lambdas are swapped", "model/gpt.py",
+        "x = lambdas[0].to(x.dtype) * x + lambdas[1].to(x.dtype) * x0",
+        "x = lambdas[1].to(x.dtype) * x + lambdas[0].to(x.dtype) * x0",
+        [ORACLE],
+    ),
+    Mutation(
+        "keys are not normalized", "model/gpt.py",
+        "q, k = self.qk_norm(q), self.qk_norm(k)", "q = self.qk_norm(q)",
+        [ORACLE],
+    ),
+    Mutation(
+        "the value gate is not doubled", "model/gpt.py",
+        "gate = 2 * torch.sigmoid(", "gate = torch.sigmoid(",
+        [ORACLE],
+    ),
+    Mutation(
+        "dropout stays on while the model is evaluated", "model/gpt.py",
+        "dropout = self.dropout if self.dropout > 0 and self.training else 0.0", "dropout = self.dropout",
+        ["test_model.py::TestDropout::test_is_off_in_evaluation_mode"],
+    ),
+    # --- attention
+    Mutation(
+        "key-value heads are dealt out in turns instead of in runs", "model/attention.py",
+        "x.repeat_interleave(n_heads // x.shape[1], dim=1)", "x.repeat(1, n_heads // x.shape[1], 1, 1)",
+        ["test_attention.py::test_gradients_and_grouped_heads_equal_brute_force"],
+        ["As many key and value heads as heads"],
+    ),
+    Mutation(
+        "blocks of queries see one key too few in front of them", "model/attention.py",
+        "first_key = max(0, start - reach + 1)", "first_key = max(0, start - reach + 2)",
+        ["test_attention.py::test_equals_brute_force"],
+        ["`--window-pattern SSSL`"],
+    ),
+    Mutation(
+        "a window of a block sees one key too many", "model/attention.py",
+        "hidden = hidden | (keys <= queries - reach)", "hidden = hidden | (keys < queries - reach)",
+        ["test_attention.py::test_equals_brute_force"],
+        ["`--window-pattern SSSL`"],
+    ),
+    Mutation(
+        "while sampling, a window sees one key too many", "model/attention.py",
+        "seen &= keys > queries - window", "seen &= keys >= queries - window",
+        ["test_engine.py::test_equals_full_recompute", "test_engine.py::test_cache_in_pieces_equals_one_pass"],
+        ["Samples every 2000 steps"],
+    ),
+    Mutation(
+        "rotary pairs are neighbours", "model/attention.py",
+        "first, second = x.chunk(2, dim=-1)", "first, second = x[..., ::2], x[..., 1::2]",
+        ["test_model.py::test_rotation_by_hand"],
+    ),
+    # --- counts
+    Mutation(
+        "the head is not counted among the scaling parameters", "model/counting.py",
+        "scaling=by_role[Role.MATRIX] + model.head.weight.numel()", "scaling=by_role[Role.MATRIX]",
+        ["test_counting.py::test_parameters_by_hand", "test_lineage_recipes.py::TestDepth::test_nanochats_one_dial"],
+        ["Parameters by kind, FLOPs a token"],
+    ),
+    Mutation(
+        "attention's FLOPs ignore the window", "model/counting.py",
+        "seq_len if layer.window is None else min(layer.window, seq_len)", "seq_len",
+        ["test_counting.py::test_flops_by_hand"],
+        ["Parameters by kind, FLOPs a token"],
+    ),
+    Mutation(
+        "the backward pass is counted once", "model/counting.py",
+        "matmul=6 * sum(", "matmul=4 * sum(",
+        ["test_counting.py::test_flops_by_hand", "test_counting.py::test_measured_by_torch_s_own_counter"],
+        ["Parameters by kind, FLOPs a token"],
+    ),
+    Mutation(
+        "the head's role is a matrix", "model/roles.py",
+        '"head": Role.HEAD', '"head": Role.MATRIX',
+        ["test_model.py::test_roles"],
+        ["The optimizer dispatches by the kind"],
+    ),
+    # --- weights from elsewhere
+    Mutation(
+        "GPT-2's matrices are taken without being transposed", "model/gpt2_weights.py",
+        "value = value.T if transposed and _is_matrix(name) else value\n        if name in _TABLES and",
+        "value = value\n        if name in _TABLES and",
+        ["test_gpt2_weights.py::test_logits_and_gradients_equal_those_of_transformers"],
+    ),
+    Mutation(
+        "nanoGPT's two norms of a block are swapped", "model/gpt2_weights.py",
+        '"attention_norm": "ln_1",\n    "attention.qkv": "attn.c_attn",\n    "attention.out": "attn.c_proj",\n'
+        '    "mlp_norm": "ln_2"',
+        '"attention_norm": "ln_2",\n    "attention.qkv": "attn.c_attn",\n    "attention.out": "attn.c_proj",\n'
+        '    "mlp_norm": "ln_1"',
+        ["test_import.py::test_a_nanogpt_checkpoint_gives_its_logits"],
+        ["a nanoGPT checkpoint is loaded"],
+    ),
+    Mutation(
+        "a file of torch.save is read without being looked at first", "model/torch_file.py",
+        "check_pickle(io.BytesIO(_pickle_of(file, file_bytes)), file_bytes)", "_pickle_of(file, file_bytes)",
+        ["test_import.py::test_code_in_a_checkpoint_is_refused_and_never_runs"],
+        ["a nanoGPT checkpoint is loaded"],
+    ),
+]  # fmt: skip

@@ -1,0 +1,239 @@
+"""Schedules, Muon, AdamW, and both as one."""
+
+from __future__ import annotations
+
+from .mutation import Mutation
+
+MUTATIONS = [
+    # --- schedules
+    Mutation(
+        "the first step of a warm-up is wasted", "optim/schedule.py",
+        "min((progress + step_fraction) / schedule.warmup_fraction, 1.0)", "progress / schedule.warmup_fraction",
+        ["test_schedule.py::test_first_step_is_not_wasted_and_the_clock_may_overrun",
+         "test_schedule.py::test_trapezoid_is_that_of_seeds_3_and_4"],
+        ["Warm-up starts at (it + 1)", "250 steps of warm-up"],
+    ),
+    Mutation(
+        "the cosine begins one step late", "optim/schedule.py",
+        "max(schedule.warmup_fraction - step_fraction, 0.0)", "schedule.warmup_fraction",
+        ["test_lineage_recipes.py::TestLearningRates::test_the_cosine_begins_at_the_first_step_with_the_full_rate",
+         "test_lineage_recipes.py::TestLearningRates::test_of_nanogpt"],
+        ["Cosine with warm-up"],
+    ),
+    Mutation(
+        "the cosine ends at zero, whatever the final rate", "optim/schedule.py",
+        "return _between(schedule.final_lr_scale, 1.0, _cosine(progress, start))", "return _cosine(progress, start)",
+        ["test_schedule.py::test_cosine_is_nanogpts", "test_lineage_recipes.py::TestLearningRates::test_of_nanogpt"],
+        ["Cosine with warm-up", "The learning rate is worked out"],
+    ),
+    Mutation(
+        "the warm-down begins at the wrong end", "optim/schedule.py",
+        "remaining = 1.0 - progress", "remaining = progress",
+        ["test_schedule.py::test_trapezoid_is_that_of_seeds_3_and_4",
+         "test_lineage_recipes.py::TestLearningRates::test_of_the_speedrun",
+         "test_lineage_recipes.py::TestLearningRates::test_of_the_speedrun_by_hand"],
+        ["6200 iterations, no warm-up", "250 steps of warm-up"],
+    ),
+    Mutation(
+        "a run on the clock that ends late has a negative rate", "optim/schedule.py",
+        "progress = min(max(progress, 0.0), 1.0)", "progress = max(progress, 0.0)",
+        ["test_schedule.py::test_first_step_is_not_wasted_and_the_clock_may_overrun"],
+        ["Five minutes of training; progress"],
+    ),
+    Mutation(
+        "weight decay rises instead of falling", "optim/schedule.py",
+        "return _between(1.0, schedule.weight_decay_final,", "return _between(schedule.weight_decay_final, 1.0,",
+        ["test_schedule.py::test_weight_decay_of_seeds_3_and_4",
+         "test_lineage_recipes.py::TestLearningRates::test_momentum_and_decay_of_autoresearch",
+         "test_lineage_recipes.py::TestLearningRates::test_of_nanochat_by_hand"],
+        ["Weight decay falls from 0.2 to 0", "Momentum from 0.85 to 0.95 in 300 steps; decay"],
+    ),
+    Mutation(
+        "momentum starts at its last value", "optim/schedule.py",
+        "return _between(config.momentum_start, config.momentum, step / config.momentum_ramp_steps)",
+        "return config.momentum",
+        ["test_schedule.py::test_momentum_ramp_of_seeds_3_and_4",
+         "test_lineage_recipes.py::TestLearningRates::test_momentum_and_decay_of_autoresearch",
+         "test_lineage_recipes.py::TestLearningRates::test_of_nanochat_by_hand"],
+        ["Muon's momentum rises from 0.85", "Momentum from 0.85 to 0.95 in 300 steps; decay"],
+    ),
+    # --- orthogonalization
+    Mutation(
+        "the exact factor gets made-up directions for a singular matrix", "optim/orthogonalize.py",
+        "(u * (s > tolerance).unsqueeze(-2)) @ vh", "u @ vh",
+        ["test_orthogonalize.py::test_svd_of_a_singular_matrix_adds_no_directions"],
+        ["Orthogonalization by SVD"],
+    ),
+    Mutation(
+        "the exact factor keeps the singular values", "optim/orthogonalize.py",
+        "(u * (s > tolerance).unsqueeze(-2)) @ vh", "(u * s.unsqueeze(-2)) @ vh",
+        ["test_orthogonalize.py::test_svd_is_the_polar_factor"],
+        ["Orthogonalization by SVD"],
+    ),
+    Mutation(
+        "Newton-Schulz makes one step less", "optim/orthogonalize.py",
+        "(NEWTON_SCHULZ,) * iterations", "(NEWTON_SCHULZ,) * (iterations - 1)",
+        ["test_orthogonalize.py::test_where_five_steps_leave_the_singular_values",
+         "test_orthogonalize.py::test_one_newton_schulz_step_by_hand", "test_muon.py::test_seed_1_by_hand"],
+        ["It leaves singular values of about 0.5"],
+    ),
+    Mutation(
+        "Newton-Schulz with the coefficients of the cubic iteration", "optim/orthogonalize.py",
+        "(3.4445, -4.7750, 2.0315)", "(1.5, -0.5, 0.0)",
+        ["test_orthogonalize.py::test_where_five_steps_leave_the_singular_values",
+         "test_orthogonalize.py::test_one_newton_schulz_step_by_hand"],
+        ["It leaves singular values of about 0.5"],
+    ),
+    Mutation(
+        "every product of the iteration is rounded to bfloat16 by itself", "optim/orthogonalize.py",
+        "        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)\n"
+        "        x = torch.baddbmm(x, x, polynomial, beta=a) if tall else torch.baddbmm(x, polynomial, x, beta=a)\n",
+        "        polynomial = b * gram + c * torch.bmm(gram, gram)\n"
+        "        x = a * x + (torch.bmm(x, polynomial) if tall else torch.bmm(polynomial, x))\n",
+        ["test_muon.py::test_bfloat16_is_nearer_to_the_rule_than_seed_1s_own"],
+        ["It runs stably in bfloat16"],
+    ),
+    Mutation(
+        "Polar Express without its safety factor", "optim/orthogonalize.py",
+        "_POLAR_EXPRESS_NORM = (1.02, 1e-6)", "_POLAR_EXPRESS_NORM = (1.0, 1e-6)",
+        ["test_orthogonalize.py::test_polar_express_by_hand"],
+        ["Muon at 0.04 on all matrices"],
+    ),
+    Mutation(
+        "Polar Express takes its polynomials from the last one on", "optim/orthogonalize.py",
+        "POLAR_EXPRESS[:iterations]", "POLAR_EXPRESS[::-1][:iterations]",
+        ["test_orthogonalize.py::test_polar_express_by_hand",
+         "test_orthogonalize.py::test_polar_express_against_the_exact_factor"],
+        ["Muon at 0.04 on all matrices"],
+    ),
+    # --- Muon
+    Mutation(
+        "Muon's rate ignores the schedule", "optim/muon.py",
+        "lr = self._config.lr * lr_scale", "lr = self._config.lr",
+        ["test_combined_optimizer.py::test_against_the_rules_of_seeds_3_and_4", "test_muon.py::test_against_seed_1"],
+        ["One scheduler for both optimizers"],
+    ),
+    Mutation(
+        "the update is not scaled by its longer side", "optim/muon.py",
+        "return math.sqrt(max(rows, cols))  # a mean square of 1", "return math.sqrt(min(rows, cols))",
+        ["test_muon.py::test_update_scales", "test_muon.py::test_against_seed_1"],
+        ["The update is scaled by sqrt(max(rows, cols))"],
+    ),
+    Mutation(
+        "NorMuon averages over the wrong dimension", "optim/muon.py",
+        "return -1 if rows >= cols else -2", "return -2 if rows >= cols else -1",
+        ["test_muon.py::test_normuon_by_hand", "test_combined_optimizer.py::test_against_the_rules_of_seeds_3_and_4"],
+        ["Its form evens out neurons"],
+    ),
+    Mutation(
+        "NorMuon changes the size of the update", "optim/muon.py",
+        "return scale * (before / after.clamp_min(1e-10))", "return scale",
+        ["test_muon.py::test_normuon_by_hand", "test_combined_optimizer.py::test_two_steps_by_hand"],
+        ["Its form evens out neurons"],
+    ),
+    Mutation(
+        "cautious decay takes the weights that move away from zero", "optim/muon.py",
+        "(update * weight).ge_(0.0)", "(update * weight).le_(0.0)",
+        ["test_muon.py::test_cautious_mask", "test_muon.py::test_cautious_step_by_hand",
+         "test_combined_optimizer.py::test_two_steps_by_hand"],
+        ["`--weight-decay` 0.2: cautious", "Its form evens out neurons"],
+    ),
+    Mutation(
+        "decay never grows with sqrt(rows / cols)", "optim/muon.py",
+        "if config.scaled_decay else weight_decay", "if False else weight_decay",
+        ["test_muon.py::test_scaled_decay_by_hand",
+         "test_combined_optimizer.py::test_against_the_rules_of_seeds_3_and_4"],
+        ["Its form evens out neurons"],
+    ),
+    # --- AdamW
+    Mutation(
+        "AdamW's rate ignores the schedule", "optim/adamw.py",
+        "lr=config.lr * lr_scale", "lr=config.lr",
+        ["test_combined_optimizer.py::test_every_role_moves_at_its_own_rate",
+         "test_combined_optimizer.py::test_against_the_rules_of_seeds_3_and_4"],
+        ["The learning rate is worked out", "One scheduler for both optimizers"],
+    ),
+    Mutation(
+        "AdamW's betas are swapped", "optim/adamw.py",
+        "beta1=config.beta1,\n            beta2=config.beta2,", "beta1=config.beta2,\n            beta2=config.beta1,",
+        ["test_combined_optimizer.py::test_adamw_against_the_hand_written_loop",
+         "test_combined_optimizer.py::test_against_the_rules_of_seeds_3_and_4"],
+        ["AdamW: embeddings and value embeddings 0.6", "AdamW at 0.0036 with betas"],
+    ),
+    Mutation(
+        "AdamW's decay ignores the role", "optim/adamw.py",
+        "weight_decay=config.weight_decay,", "weight_decay=0.0,",
+        ["test_combined_optimizer.py::test_adamw_against_the_hand_written_loop",
+         "test_gpt2_weights.py::test_fifty_steps_of_adamw_equal_a_plain_loop"],
+        ["AdamW with a decayed and an undecayed group"],
+    ),
+    # --- both, and what stands before them
+    Mutation(
+        "the head moves at the embedding's rate", "optim/groups.py",
+        "return config.head", "return config.embedding",
+        ["test_combined_optimizer.py::test_every_role_moves_at_its_own_rate"],
+        ["`--embedding-lr` 0.3"],
+    ),
+    Mutation(
+        "the position table is updated as a vector", "optim/groups.py",
+        "case Role.EMBEDDING | Role.POSITION_EMBEDDING:\n            return config.embedding",
+        "case Role.POSITION_EMBEDDING:\n            return config.vector\n"
+        "        case Role.EMBEDDING:\n            return config.embedding",
+        ["test_combined_optimizer.py::test_every_role_moves_at_its_own_rate"],
+    ),
+    Mutation(
+        "the head is given to Muon too", "optim/groups.py",
+        "matrices = by_role.pop(Role.MATRIX, {}) if",
+        "matrices = by_role.pop(Role.MATRIX, {}) | by_role.pop(Role.HEAD, {}) if",
+        ["test_combined_optimizer.py::test_muon_and_adamw_divide_the_parameters"],
+        ["The optimizer dispatches by the kind"],
+    ),
+    Mutation(
+        "AdamW is left out of a step", "optim/combined.py",
+        "        if self.adamw is not None:\n            self.adamw.step(lr_scale)\n        if finish is not None:",
+        "        if self.muon is None and self.adamw is not None:\n            self.adamw.step(lr_scale)\n"
+        "        if finish is not None:",
+        ["test_combined_optimizer.py::test_against_the_rules_of_seeds_3_and_4",
+         "test_combined_optimizer.py::test_two_steps_by_hand"],
+        ["Muon and AdamW as one optimizer"],
+    ),
+    Mutation(
+        "AdamW's moments are not saved", "optim/combined.py",
+        "return (self.muon.moments() if self.muon else []) + (self.adamw.moments() if self.adamw else [])",
+        "return self.muon.moments() if self.muon else self.adamw.moments() if self.adamw else []",
+        ["test_combined_optimizer.py::test_resume_is_bitwise",
+         "test_combined_optimizer.py::test_state_is_complete_before_the_first_step"],
+        ["A checkpoint has step, code, weights", "Muon and AdamW as one optimizer"],
+    ),
+    Mutation(
+        "a state of another shape is taken", "optim/combined.py",
+        "if theirs != kind:", "if theirs[1] != kind[1]:",
+        ["test_combined_optimizer.py::test_a_wrong_state_is_refused_and_nothing_changes"],
+        ["Weights are loaded strictly"],
+    ),
+    Mutation(
+        "gradients are zeroed instead of freed", "optim/combined.py",
+        "            p.grad = None", "            p.grad = None if p.grad is None else p.grad.zero_()",
+        ["test_combined_optimizer.py::test_a_missing_gradient_is_an_error"],
+        ["Gradients are set to None"],
+    ),
+    Mutation(
+        "gradients are clipped one by one", "optim/clip.py",
+        "torch._foreach_mul_(gradients, factor)",
+        "[g.mul_(min(1.0, max_norm / (float(g.norm()) + 1e-6))) for g in gradients]",
+        ["test_combined_optimizer.py::test_clipping"],
+        ["Gradients are clipped by their global norm", "Unscale, clip, step"],
+    ),
+    Mutation(
+        "gradients are clipped where no limit is set", "optim/clip.py",
+        "    if max_norm is not None and math.isfinite(norm):\n        factor = max_norm / (norm + 1e-6)",
+        "    if math.isfinite(norm):\n        factor = (max_norm or 1.0) / (norm + 1e-6)",
+        ["test_combined_optimizer.py::test_clipping"],
+        ["Gradients are clipped by their global norm"],
+    ),
+    Mutation(
+        "small gradients are stretched to the limit", "optim/clip.py",
+        "if factor < 1:", "if factor > 0:",
+        ["test_combined_optimizer.py::test_clipping"],
+    ),
+]  # fmt: skip

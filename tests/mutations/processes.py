@@ -1,0 +1,69 @@
+"""Several processes."""
+
+from __future__ import annotations
+
+from .mutation import Mutation
+
+SHARES = "test_divided.py::TestGradientShares::test_each_gets_the_sums_of_what_it_owns"
+
+MUTATIONS = [
+    Mutation(
+        "gradients leave in every backward pass", "train/divided.py",
+        "        if not self._armed:\n            return\n", "",
+        [SHARES],
+        ["With DDP, gradients are synchronized", "Gradients are suppressed from synchronizing",
+         "No sync in all but the last micro-batch"],
+    ),
+    Mutation(
+        "gradients leave when the backward pass is over", "train/divided.py",
+        "self._messages[self._next].waiting == 0:", "self._messages[self._next].waiting < 0:",
+        [SHARES],
+        ["With DDP, gradients are synchronized", "Gradients are suppressed from synchronizing",
+         "No sync in all but the last micro-batch"],
+    ),
+    Mutation(
+        "torchrun's local rank is not read", "runtime/distributed.py",
+        "return cls(rank, size, local_rank)", "return cls(rank, size)",
+        ["test_distributed.py::TestWorld::test_torchrun_tells"],
+        ["`torchrun` is recognized by `RANK`", "NCCL, ranks, a device each"],
+    ),
+    Mutation(
+        "all ranks of a machine compute on its first GPU", "runtime/device.py",
+        "int(number or local_rank or 0)", "int(number or 0)",
+        ["test_device.py::test_each_rank_has_the_gpu_of_its_local_rank"],
+        ["NCCL, ranks, a device each"],
+    ),
+    Mutation(
+        "tensors of GPUs go through gloo", "runtime/distributed.py",
+        '"cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"', '"gloo"',
+        ["test_distributed.py::TestWorld::test_collectives_are_nccls_on_gpus_and_gloos_on_cpus"],
+        ["NCCL, ranks, a device each"],
+    ),
+    Mutation(
+        "the process group is left behind", "runtime/distributed.py",
+        "dist.destroy_process_group()", "pass",
+        ["test_distributed.py::TestWorld::test_the_process_group_is_destroyed_at_the_end"],
+        ["The process group is destroyed", "All ranks evaluate; the process group"],
+    ),
+    Mutation(
+        "every rank speaks", "cli/train.py",
+        "Console() if world.is_main else QuietConsole() as console", "Console() as console",
+        ["test_distributed.py::TestWorldSizes::test_only_rank_0_speaks_and_writes"],
+        ["Only the master process evaluates", "`print0` prints from the master",
+         "All ranks evaluate; the process group"],
+    ),
+    Mutation(
+        "a rank evaluates its neighbour's passes", "eval/core.py",
+        "itertools.islice(_passes(readers, max_pass_tokens), group.rank, None, group.size)",
+        "itertools.islice(_passes(readers, max_pass_tokens), 0, None, group.size)",
+        ["test_core.py::TestAgainstTheSlowWay::test_ranks_share_the_passes_and_all_have_the_answers"],
+    ),
+    Mutation(
+        "ranks draw the same micro-batches", "data/loader.py",
+        "self._micro_indices = tuple(range(rank, end, world_size))",
+        "self._micro_indices = tuple(range(0, end, world_size))",
+        ["test_loader.py::test_any_world_size_gets_the_same_steps",
+         "test_distributed.py::TestWorldSizes::test_train_the_same_run"],
+        ["Run as a module, or with `torchrun`"],
+    ),
+]  # fmt: skip

@@ -1,0 +1,118 @@
+"""Where a run happens: device, types, memory, its folder and records."""
+
+from __future__ import annotations
+
+from .mutation import Mutation
+
+MUTATIONS = [
+    Mutation(
+        "auto never finds the CPU", "runtime/device.py",
+        '"mps" if torch.backends.mps.is_available() else "cpu"', '"mps"',
+        ["test_device.py::test_auto_falls_back_to_the_cpu"],
+        ["`--device-type` cuda, cpu, mps"],
+    ),
+    Mutation(
+        "a GPU that is not there is taken all the same", "runtime/device.py",
+        "    if not torch.cuda.is_available():\n        raise", "    if torch.cuda.device_count() < 0:\n        raise",
+        ["test_device.py::test_unknown_and_absent_devices_are_refused_in_one_line"],
+        ["`--device-type` cuda, cpu, mps"],
+    ),
+    Mutation(
+        "bfloat16 means float16", "runtime/device.py",
+        '"bfloat16": torch.bfloat16', '"bfloat16": torch.float16',
+        ["test_device.py::test_named_dtypes_and_their_limits"],
+        ["Mixed precision by autocast"],
+    ),
+    Mutation(
+        "weights are stored in the type of the activations", "model/gpt.py",
+        "    if compute_dtype == torch.float64:\n        model = model.double()", "    model = model.to(compute_dtype)",
+        ["test_model.py::test_lower_precision_stays_near_the_oracle"],
+        ["Mixed precision by autocast"],
+    ),
+    Mutation(
+        "GPUs before Ampere compute in bfloat16", "runtime/device.py",
+        "if capability >= (8, 0):", "if capability >= (7, 0):",
+        ["test_device.py::test_auto_dtype_on_cuda_follows_the_tensor_cores"],
+    ),
+    Mutation(
+        "any CPU computes in bfloat16", "runtime/device.py",
+        'return any(known.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))', "return bool(known)",
+        ["test_device.py::test_auto_dtype_on_a_cpu_follows_its_instructions"],
+    ),
+    Mutation(
+        "an H100's peak is that of its data sheet with sparsity", "runtime/peak.py",
+        '_row("h100", 989.5)', '_row("h100", 1979)',
+        ["test_peak.py::test_table_agrees_with_the_chip"],
+        ["MFU against 989.5 TFLOP/s"],
+    ),
+    Mutation(
+        "peak memory is what is in use now", "runtime/device.py",
+        'line.startswith("VmHWM:")', 'line.startswith("VmRSS:")',
+        ["test_device.py::test_peak_memory_rises_with_an_allocation_and_stays"],
+        ["Peak memory at the end"],
+    ),
+    # --- provenance
+    Mutation(
+        "new files are not in the patch", "runtime/code_snapshot.py",
+        '_git(package, "add", "--intent-to-add", "--", ".", environment=environment) is None', "False",
+        ["test_provenance.py::TestCode::test_commit_and_patch_give_exactly_what_ran"],
+        ["The script reads its own code"],
+    ),
+    Mutation(
+        "the code is not kept", "runtime/provenance.py",
+        'return {f"{folder}/{name}": content for name, content in self.code.files.items()}', "return {}",
+        ["test_provenance.py::TestRun::test_keeps_code_environment_and_report"],
+        ["A checkpoint has step, code, weights"],
+    ),
+    Mutation(
+        "the GPU's report is not kept", "runtime/provenance.py",
+        'return files | ({} if self.gpu is None else {"gpu.txt": self.gpu.encode()})', "return files",
+        ["test_provenance.py::TestRun::test_keeps_code_environment_and_report"],
+        ["The log says the torch and CUDA versions"],
+    ),
+    Mutation(
+        "the GPU's report names the machine", "runtime/environment.py",
+        'return _without(platform.node(), "HOST", output.decode(errors="replace"))',
+        'return output.decode(errors="replace")',
+        ["test_provenance.py::TestGpuReport::test_is_what_the_tool_prints_without_the_hosts_name"],
+        ["The log says the torch and CUDA versions"],
+    ),
+    Mutation(
+        "the CUDA version is not noted", "runtime/device.py",
+        "return torch.version.cuda", "return None",
+        ["test_provenance.py::TestRun::test_keeps_code_environment_and_report"],
+        ["The log says the torch and CUDA versions"],
+    ),
+    Mutation(
+        "the torch version is gptlab's", "runtime/provenance.py",
+        '"torch_version": _version("torch")', '"torch_version": _version("gptlab")',
+        ["test_provenance.py::TestRun::test_keeps_code_environment_and_report"],
+        ["The log says the torch and CUDA versions"],
+    ),
+    Mutation(
+        "a second run of one second goes into the first one's folder", "runtime/run_directory.py",
+        "    while path.exists():\n", "    while False:\n",
+        ["test_run_directory.py::test_default_names"],
+    ),
+    Mutation(
+        "run.json does not tell the data", "runtime/provenance.py",
+        '"data_fingerprint": data_fingerprint', '"data_fingerprint": tokenizer_fingerprint',
+        ["test_run_directory.py::test_provenance_tells_what_produced_the_numbers",
+         "test_train.py::TestRunFolder::test_provenance"],
+        ["A section of a report"],
+    ),
+    # --- metrics
+    Mutation(
+        "figures that are unknown are left out of their line", "runtime/metrics.py",
+        'line = to_json({"kind": kind, **fields})',
+        'line = to_json({"kind": kind, **{name: value for name, value in fields.items() if value is not None}})',
+        ["test_metrics.py::test_one_line_by_hand"],
+        ["Loss by step in a file"],
+    ),
+    Mutation(
+        "the log lacks what was shown before it was there", "runtime/console.py",
+        "        for text in self._unlogged:\n            self._log.write(text)\n", "",
+        ["test_train.py::TestClosingBlock::test_log_holds_what_the_console_showed",
+         "test_console.py::test_what_was_shown_before_the_log_was_there_is_in_it"],
+    ),
+]  # fmt: skip

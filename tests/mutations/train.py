@@ -1,0 +1,349 @@
+"""The loop, one step, the clock, what a run remembers and records."""
+
+from __future__ import annotations
+
+from .mutation import Mutation
+
+CLOCK = "test_train.py::TestClock::test_training_and_nothing_else"
+
+MUTATIONS = [
+    # --- one step
+    Mutation(
+        "the gradient is that of the sum", "train/step.py",
+        "1 / batch.target_tokens)", "1.0)",
+        ["test_train.py::TestLoss::test_accumulated_gradients_are_those_of_one_batch"],
+        ["Each micro-batch's loss is divided", "Gradients are divided by the number of micro-batches"],
+    ),
+    Mutation(
+        "only the first micro-batch's gradient counts", "train/step.py",
+        "            loss.backward(share)\n",
+        "            if place == places[0]:\n                loss.backward(share)\n",
+        ["test_train.py::TestLoss::test_accumulated_gradients_are_those_of_one_batch",
+         "test_train.py::TestLoss::test_the_cut_into_micro_batches_does_not_matter_to_a_run"],
+        ["Each micro-batch's loss is divided", "`--device-batch-size`, `--total-batch-size`"],
+    ),
+    Mutation(
+        "the loss of a step is the sum of its means", "train/step.py",
+        "return total / batch.target_tokens", "return total / batch.target_tokens * len(batch.micro_indices)",
+        ["test_train.py::TestLoss::test_first_loss_is_the_mean_over_all_micro_batches",
+         "test_train.py::TestLoss::test_accumulated_gradients_are_those_of_one_batch"],
+        ["Each micro-batch's loss is divided"],
+    ),
+    Mutation(
+        "dropout of all micro-batches is the same", "train/step.py",
+        "torch.manual_seed(fold_seed(config.seed, batch.step, index))",
+        "torch.manual_seed(fold_seed(config.seed, batch.step, 0))",
+        ["test_train.py::TestLoss::test_dropout_is_keyed_by_seed_step_and_micro_batch"],
+    ),
+    Mutation(
+        "the loss of float16 is not scaled", "train/step.py",
+        "share = state.scaler.scale(loss.detach().new_full((), 1 / batch.target_tokens))",
+        "share = loss.detach().new_full((), 1 / batch.target_tokens)",
+        ["test_float16.py::test_losses_and_norms_are_those_of_float32"],
+        ["The loss is scaled for float16", "A GradScaler for float16"],
+    ),
+    Mutation(
+        "gradients of float16 are clipped before they are unscaled", "train/step.py",
+        "    state.scaler.unscale_(optimizer)\n", "",
+        ["test_float16.py::test_losses_and_norms_are_those_of_float32"],
+        ["The loss is scaled for float16", "Unscale, clip, step"],
+    ),
+    Mutation(
+        "the loss scale is never updated", "train/step.py",
+        "state.moved)\n    state.scaler.update()", "state.moved)",
+        ["test_float16.py::test_an_overflow_leaves_the_update_out_and_halves_the_scale"],
+        ["The loss is scaled for float16", "A GradScaler for float16"],
+    ),
+    Mutation(
+        "the loss scale is not saved", "train/state.py",
+        'if saved["scaler"]:', 'if "scaler" not in saved:',
+        ["test_resume.py::TestEverySavedPartCounts::test_loss_scale"],
+        ["The loss is scaled for float16"],
+    ),
+    Mutation(
+        "a step keeps its gradients", "train/step.py",
+        "    state.finish_move()\n    state.optimizer.zero_grad()\n", "    state.finish_move()\n",
+        ["test_train.py::TestLoss::test_an_update_frees_the_gradients"],
+        ["Gradients are set to None", "Unscale, clip, step"],
+    ),
+    # --- the loop
+    Mutation(
+        "the loop is longer than a screen", "train/loop.py",
+        "        while True:\n", "        while True:\n" + "\n" * 40,
+        ["test_train.py::test_loop_fits_on_a_screen"],
+        ["The loop fits on a screen"],
+    ),
+    Mutation(
+        "a run that only evaluates trains", "train/loop.py",
+        "            if ended or config.eval.only:\n                return",
+        "            if ended:\n                return",
+        ["test_train.py::TestEnd::test_evaluation_only",
+         "test_init_from.py::test_eval_only_measures_the_weights_and_trains_nothing"],
+        ["`eval_only` ends after"],
+    ),
+    Mutation(
+        "no validation at the end unless it is due", "train/loop.py",
+        "at_start=config.eval.at_start, at_end=finish.reached(state) or config.eval.only,",
+        "at_start=config.eval.at_start, at_end=config.eval.only,",
+        ["test_lineage_recipes.py::TestRuns::test_each_trains_and_ends"],
+        ["0 means only at the end"],
+    ),
+    Mutation(
+        "no checkpoint at the end unless it is due", "train/loop.py",
+        "every_seconds=config.checkpoint.every_seconds, at_start=False, at_end=ended,",
+        "every_seconds=config.checkpoint.every_seconds, at_start=False, at_end=False,",
+        ["test_lineage_recipes.py::TestRuns::test_each_trains_and_ends"],
+        ["0 means only at the end", "A checkpoint at the end and every `--save-every`",
+         "Run as a module, or with `torchrun`", "On a CPU, a command line of eight flags"],
+    ),
+    Mutation(
+        "CORE is not measured at the end", "train/loop.py",
+        "at_start=False, at_end=ended or config.eval.only,", "at_start=False, at_end=config.eval.only,",
+        ["test_core.py::TestWithinARun::test_the_end_is_measured_whenever_it_was_due"],
+        ["CORE every 2000 steps behind the first"],
+    ),
+    Mutation(
+        "something due is done twice at one step", "train/horizon.py",
+        "    if last is not None and last.step == now.step:\n        return False\n", "",
+        ["test_train.py::TestPreemption::test_twice_at_the_same_step"],
+        ["A checkpoint at the end and every `--save-every`"],
+    ),
+    Mutation(
+        "validation is not at the start", "train/horizon.py",
+        "if at_end or (at_start and now.step == 0):", "if at_end:",
+        ["test_train.py::TestMetrics::test_other_lines"],
+        ["Bits per byte every 250 steps"],
+    ),
+    Mutation(
+        "schedules do not follow the clock", "train/loop.py",
+        "progress = finish.progress(state.step, state.train_seconds)", "progress = 0.0",
+        ["test_train.py::TestClock::test_a_budget_in_seconds", "test_train.py::TestMetrics::test_train_lines"],
+        ["Five minutes of training; progress"],
+    ),
+    Mutation(
+        "validation is on the clock", "train/loop.py",
+        "    result = work.evaluate()\n",
+        "    result = work.evaluate()\n    state.train_seconds += time.perf_counter() - started\n",
+        [CLOCK],
+        ["The clock stops for validation and saving"],
+    ),
+    Mutation(
+        "CORE is on the clock", "train/loop.py",
+        "    result = core()\n", "    result = core()\n    state.train_seconds += time.perf_counter() - started\n",
+        ["test_core.py::TestWithinARun::test_seconds_are_off_the_clock"],
+        ["The clock stops for validation and saving"],
+    ),
+    Mutation(
+        "saving is on the clock", "train/loop.py",
+        "    record.saves.checkpoint(state, scheduled=scheduled)",
+        "    started = time.perf_counter()\n    record.saves.checkpoint(state, scheduled=scheduled)\n"
+        "    state.train_seconds += time.perf_counter() - started",
+        [CLOCK],
+        ["The clock stops for validation and saving"],
+    ),
+    Mutation(
+        "a step's time ends before the device has done its work", "train/loop.py",
+        "            synchronize(state.device)\n", "",
+        ["test_train.py::TestClock::test_the_device_is_waited_for_within_the_step"],
+        ["The step's time lies between"],
+    ),
+    Mutation(
+        "the best is whatever was validated last", "train/state.py",
+        "return other if one is None or other.val_loss < one.val_loss else one", "return other",
+        ["test_train.py::test_best_checkpoint_is_kept"],
+        ["A checkpoint whenever the validation loss improves", "The lowest so far is kept"],
+    ),
+    Mutation(
+        "a best validation is no reason to save", "train/loop.py",
+        "            best = config.checkpoint.save_best and", "            best = False and",
+        ["test_train.py::test_best_checkpoint_is_kept"],
+        ["A checkpoint whenever the validation loss improves"],
+    ),
+    Mutation(
+        "the best checkpoint goes with the others", "train/saving.py",
+        "best_step=best.step if self.config.checkpoint.keep_best and best else None", "best_step=None",
+        ["test_train.py::test_best_checkpoint_is_kept"],
+        ["The lowest so far is kept"],
+    ),
+    # --- compilation
+    Mutation(
+        "warming up leaves weights moved", "train/compilation.py",
+        "                tensor.copy_(copies[name])\n", "                pass\n",
+        ["test_train.py::test_warm_up_leaves_no_trace"],
+        ["The training loader is reset"],
+    ),
+    Mutation(
+        "nothing is compiled", "train/compilation.py",
+        "return cast(F, torch.compile(function, dynamic=False, options=options))", "return function",
+        ["test_train.py::test_what_is_compiled_and_for_one_shape"],
+        ["The model is compiled"],
+    ),
+    Mutation(
+        "the model is compiled for any shape", "train/compilation.py",
+        "dynamic=False", "dynamic=True",
+        ["test_train.py::test_what_is_compiled_and_for_one_shape"],
+        ["The model is compiled for one shape"],
+    ),
+    Mutation(
+        "validation runs uncompiled blocks", "train/compilation.py",
+        "hidden = model.hidden(tokens, blocks).detach()", "hidden = model.hidden(tokens).detach()",
+        ["test_train.py::test_what_is_compiled_and_for_one_shape"],
+        ["Autocast to bfloat16, but not in validation"],
+    ),
+    # --- what a run remembers
+    Mutation(
+        "a resumed run has fresh moments", "train/state.py",
+        '        self.load_moments(moments, saved["optimizer"])\n', "",
+        ["test_resume.py::test_killed_twice_whatever_is_trained"],
+        ["`init_from='resume'` restores"],
+    ),
+    Mutation(
+        "a resumed run begins its data again", "train/state.py",
+        'self.loader.load_state_dict(saved["loader"])', "pass",
+        ["test_resume.py::test_killed_twice_whatever_is_trained"],
+        ["`init_from='resume'` restores", "It holds configuration, loop state"],
+    ),
+    Mutation(
+        "the clock of a resumed run begins at zero", "train/state.py",
+        'self.step, self.train_seconds = saved["step"], saved["train_seconds"]', 'self.step = saved["step"]',
+        ["test_resume.py::test_killed_twice_whatever_is_trained"],
+        ["It holds configuration, loop state"],
+    ),
+    Mutation(
+        "weights of other shapes are let through", "train/state.py",
+        "if parameter.shape != tensors[name].shape:", "if parameter.ndim != tensors[name].ndim:",
+        ["test_cli_eval_sample.py::TestRefusals::test_another_model"],
+        ["Weights are loaded strictly"],
+    ),
+    # --- watching over it
+    Mutation(
+        "a loss above the limit goes on", "train/watchdog.py",
+        "    if loss > max_loss:", "    if loss > max_loss and not math.isfinite(loss):",
+        ["test_train.py::TestBrokenTraining::test_exploding_loss",
+         "test_watchdog.py::test_a_broken_loss_ends_training_with_one_line"],
+        ["Ending at an exploding loss"],
+    ),
+    Mutation(
+        "garbage is collected every 500 steps", "train/watchdog.py",
+        "_COLLECT_EVERY_STEPS = 5000", "_COLLECT_EVERY_STEPS = 500",
+        ["test_watchdog.py::test_no_collection_but_every_5000_steps"],
+        ["Garbage collection is frozen"],
+    ),
+    Mutation(
+        "what set-up left is looked at in every collection", "train/watchdog.py",
+        "        gc.freeze()\n", "",
+        ["test_watchdog.py::test_no_collection_but_every_5000_steps"],
+        ["Garbage collection is frozen"],
+    ),
+    # --- figures
+    Mutation(
+        "the mean loss is not debiased", "train/throughput.py",
+        "return self._sum / (1 - self._beta**self._count)", "return self._sum",
+        ["test_throughput.py::test_mean_by_hand", "test_train.py::TestMetrics::test_train_lines"],
+        ["The loss shown is a mean", "The loss is a debiased mean"],
+    ),
+    Mutation(
+        "the mean loss forgets more slowly", "train/throughput.py",
+        "_BETA = 0.9", "_BETA = 0.99",
+        ["test_throughput.py::test_mean_by_hand", "test_train.py::TestMetrics::test_train_lines"],
+        ["The loss shown is a mean", "The loss is a debiased mean"],
+    ),
+    Mutation(
+        "a resumed mean is debiased anew", "train/throughput.py",
+        'self._sum, self._count = float(state["sum"]), int(state["count"])', 'self._sum = float(state["sum"])',
+        ["test_throughput.py::test_a_resumed_mean_goes_on_bit_for_bit"],
+        ["The loss shown is a mean"],
+    ),
+    Mutation(
+        "MFU is in tokens", "train/throughput.py",
+        "self._flops_per_token * tokens_per_second / peak", "tokens_per_second / peak",
+        ["test_throughput.py::test_speed_by_hand", "test_train.py::TestMetrics::test_train_lines"],
+        ["The line shows the factor on the learning rate", "Parameters by kind, FLOPs a token"],
+    ),
+    Mutation(
+        "the time left is that of one step less", "train/throughput.py",
+        "estimates.append(steps * mean)", "estimates.append((steps - 1) * mean)",
+        ["test_throughput.py::test_time_left_in_steps_by_hand"],
+    ),
+    Mutation(
+        "the step line has its time in seconds", "train/recorder.py",
+        'f"dt: {1000 * step_seconds:.0f}ms"', 'f"dt: {step_seconds:.0f}ms"',
+        ["test_train.py::TestMetrics::test_step_lines_show_the_figures_of_metrics"],
+        ["The line shows the factor on the learning rate", "One line a step: step, percent"],
+    ),
+    Mutation(
+        "the step line shows the loss of the step, not the mean", "train/recorder.py",
+        'f"loss: {state.loss_ema.value:.6f}"', 'f"loss: {loss:.6f}"',
+        ["test_train.py::TestMetrics::test_step_lines_show_the_figures_of_metrics"],
+        ["One line a step: step, percent", "The loss shown is a mean"],
+    ),
+    Mutation(
+        "the step line shows the rate instead of its factor", "train/recorder.py",
+        'f"lrm: {updated.lr_scale:.2f}"', 'f"lrm: {updated.lr_scale * self.config.optim.muon.lr:.2f}"',
+        ["test_train.py::TestMetrics::test_step_lines_show_the_figures_of_metrics"],
+        ["The line shows the factor on the learning rate", "One line a step: step, percent"],
+    ),
+    Mutation(
+        "the step line has its percent as a share", "train/recorder.py",
+        "({100 * done:.1f}%)", "({done:.1f}%)",
+        ["test_train.py::TestMetrics::test_step_lines_show_the_figures_of_metrics"],
+        ["One line a step: step, percent", "The loss is a debiased mean"],
+    ),
+    Mutation(
+        "step lines are one step late", "train/recorder.py",
+        "if state.step % self.config.runtime.log_every_steps:",
+        "if (state.step - 1) % self.config.runtime.log_every_steps:",
+        ["test_train.py::TestMetrics::test_only_every_so_many_steps"],
+        ["Every `log_interval` iterations"],
+    ),
+    Mutation(
+        "validation lines have no tokens", "train/recorder.py",
+        "train_seconds=state.train_seconds, tokens=state.step * self.config.batch.total_tokens,",
+        "train_seconds=state.train_seconds,",
+        ["test_train.py::TestMetrics::test_other_lines"],
+        ["Bits per byte every 250 steps"],
+    ),
+    Mutation(
+        "the CORE line has another number of decimals", "train/recorder.py",
+        "CORE metric: {state.core_metric:.4f}", "CORE metric: {state.core_metric:.1f}",
+        ["test_core.py::TestWithinARun::test_console_and_summary"],
+        ["The CORE line; the metric"],
+    ),
+    Mutation(
+        "the centered results are the accuracies", "train/recorder.py",
+        "centered=dict(centered)", "centered=dict(accuracy)",
+        ["test_core.py::TestWithinARun::test_lines"],
+        ["CORE every 2000 steps behind the first"],
+    ),
+    Mutation(
+        "the closing block has its keys in another order", "train/closing_block.py",
+        '"val_bpb": 6, "training_seconds": 1, "total_seconds": 1,',
+        '"training_seconds": 1, "val_bpb": 6, "total_seconds": 1,',
+        ["test_train.py::TestRunFolder::test_resuming_a_finished_run_shows_its_end_and_changes_nothing"],
+    ),
+    Mutation(
+        "a line of the closing block is indented", "train/closing_block.py",
+        "f\"{key + ':':<18}", "f\" {key + ':':<18}",
+        ["test_train.py::TestClosingBlock::test_on_the_console_and_last_in_the_log",
+         "test_docs.py::TestContracts::test_closing_block"],
+        ["The closing block: val_bpb"],
+    ),
+    Mutation(
+        "training_seconds are those of the whole process", "train/recorder.py",
+        '"training_seconds": state.train_seconds', '"training_seconds": self.off_clock.total_seconds',
+        ["test_train.py::TestClosingBlock::test_numbers_are_those_of_summary_json"],
+        ["The closing block: val_bpb", "Peak memory, training time and lowest"],
+    ),
+    Mutation(
+        "total_tokens_M counts steps", "train/recorder.py",
+        '"total_tokens_M": tokens / 1e6', '"total_tokens_M": state.step / 1e6',
+        ["test_train.py::TestClosingBlock::test_numbers_are_those_of_summary_json"],
+        ["The closing block: val_bpb"],
+    ),
+    Mutation(
+        "total FLOPs are those of the forward pass", "train/throughput.py",
+        "return self._flops_per_token * tokens\n", "return self._flops_per_token * tokens / 3\n",
+        ["test_train.py::TestMetrics::test_train_lines"],
+        ["Parameters by kind, FLOPs a token"],
+    ),
+]  # fmt: skip
