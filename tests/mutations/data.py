@@ -75,22 +75,34 @@ MUTATIONS = [
     Mutation(
         "a piece that does not fit by one token is placed", "data/packing.py",
         "position = bisect_right(keys, gap * base - 1) - 1", "position = bisect_right(keys, (gap + 1) * base - 1) - 1",
-        ["test_packing.py::test_a_plan_by_hand", "test_packing.py::test_crop_places_what_nanochats_loader_places",
+        ["test_packing.py::test_a_plan_by_hand", "test_packing.py::test_cut_and_pad_place_what_the_oracle_places",
          "test_rows.py::test_packed_rows_hold_what_the_oracle_packs"],
         ["Rows begin with BOS and are packed best-fit", "Text to a tokenizer of 8192 entries"],
     ),
     Mutation(
-        "the longest document is cropped instead of the shortest", "data/packing.py",
-        "position = bisect_right(keys, keys[0] // base * base + earliest) - 1",
-        "position = bisect_right(keys, keys[-1] // base * base + earliest) - 1",
-        ["test_packing.py::test_crop_places_what_nanochats_loader_places"],
+        "the longest document is cropped instead of the shortest", "data/cropping.py",
+        "shortest = -(-keys[0] // _ARRIVALS)", "shortest = -(-keys[-1] // _ARRIVALS)",
+        ["test_packing.py::test_crop_places_what_nanochats_loader_places",
+         "test_packing.py::test_crop_gives_the_rows_that_nanochats_own_program_gave"],
         ["Rows begin with BOS and are packed best-fit"],
+    ),
+    Mutation(
+        "cropped documents join the buffer one by one", "data/cropping.py",
+        "REFILL_DOCUMENTS = 128", "REFILL_DOCUMENTS = 1",
+        ["test_packing.py::test_crop_gives_the_rows_that_nanochats_own_program_gave"],
+        ["Rows begin with BOS and are packed best-fit"],
+    ),
+    Mutation(
+        "the buffer of cropped documents is empty at each border of parts", "data/cropping.py",
+        "*self._documents, self._slots, self._buffers[number],",
+        "*self._documents, self._slots, Buffer(EMPTY.waiting, self._buffers[number].arrived),",
+        ["test_packing.py::test_crop_places_what_nanochats_loader_places"],
     ),
     Mutation(
         "of equal documents the last one is placed first", "data/packing.py",
         "insort(keys, lengths[arrived] * base + earliest - arrived)",
         "insort(keys, lengths[arrived] * base + arrived)",
-        ["test_packing.py::test_crop_places_what_nanochats_loader_places"],
+        ["test_packing.py::test_cut_and_pad_place_what_the_oracle_places"],
     ),
     Mutation(
         "a new epoch has the order of the last one", "data/rows.py",
@@ -101,10 +113,9 @@ MUTATIONS = [
     # --- rows
     Mutation(
         "the target is the input", "data/rows.py",
-        "        return rows[:, :-1], rows[:, 1:]\n\n    def target_counts(self, epoch: int, indices: np.ndarray) -> "
-        "np.ndarray:\n        return np.full(",
-        "        return rows[:, :-1], rows[:, :-1]\n\n    def target_counts(self, epoch: int, indices: np.ndarray) -> "
-        "np.ndarray:\n        return np.full(",
+        "rows = self._split.gather(self._starts(epoch, indices), self.seq_len + 1)\n"
+        "        return rows[:, :-1], rows[:, 1:]",
+        "rows = self._split.gather(self._starts(epoch, indices), self.seq_len)\n        return rows, rows",
         ["test_rows.py::test_random_rows_are_windows_that_reach_both_ends",
          "test_rows.py::test_sequential_rows_are_chunks_in_file_order"],
         ["The target is the input shifted by one"],
