@@ -5,6 +5,7 @@ from __future__ import annotations
 from .mutation import Mutation
 
 DOCUMENTS = "test_lineage_recipes.py::TestNumbers::test_are_the_documents"
+OWN_ARGUMENTS = "test_own_arguments.py::test_what_follows_is_what_base_train_computes"
 
 MUTATIONS = [
     # --- nanoGPT
@@ -120,10 +121,25 @@ MUTATIONS = [
     ),
     # --- nanochat
     Mutation(
-        "nanochat's rates: the head at 0.3", "config/recipes/nanochat.py",
-        "head_lr: float = 0.004", "head_lr: float = 0.3",
-        [DOCUMENTS],
+        "nanochat's head and embedding have each other's rate", "config/recipes/nanochat.py",
+        "        embedding_lr=embedding_lr,\n        head_lr=head_lr,\n        scalar_lr=scalar_lr,",
+        "        embedding_lr=head_lr,\n        head_lr=embedding_lr,\n        scalar_lr=scalar_lr,",
+        [DOCUMENTS, OWN_ARGUMENTS],
         ["`--embedding-lr` 0.3"],
+    ),
+    Mutation(
+        "nanochat's rates do not follow its batch", "config/scaling.py",
+        "return (total_tokens / REFERENCE_BATCH_TOKENS) ** 0.5", "return 1.0",
+        ["test_lineage_recipes.py::TestDepth::test_rules_by_hand",
+         "test_lineage_recipes.py::TestTinyForms::test_nanochats_by_hand", OWN_ARGUMENTS],
+        ["Learning rates grow with the root of the batch"],
+    ),
+    Mutation(
+        "nanochat's aspect ratio is always 64", "config/recipes/nanochat.py",
+        "model = model_for_depth(depth, aspect=aspect_ratio, head_dim=head_dim,",
+        "model = model_for_depth(depth, aspect=64, head_dim=head_dim,",
+        [OWN_ARGUMENTS],
+        ["`--aspect-ratio`, `--head-dim`"],
     ),
     Mutation(
         "weight decay does not follow the depth", "config/scaling.py",
@@ -146,9 +162,9 @@ MUTATIONS = [
         ["`--depth`: width = depth x 64", "50.3M parameters at depth 8"],
     ),
     Mutation(
-        "nanochat's tiny form has no momentum ramp", "config/recipes/nanochat.py",
-        "optim=_optimizer(model, tiny.BATCH.total_tokens)",
-        "optim=OptimConfig(muon=MuonConfig(momentum_start=0.95))",
+        "nanochat's tiny form does not validate at the start", "config/recipes/nanochat.py",
+        "eval=EvalConfig(every_steps=100, tokens=tiny.EVAL_TOKENS),",
+        "eval=EvalConfig(every_steps=100, tokens=tiny.EVAL_TOKENS, at_start=False),",
         ["test_lineage_recipes.py::TestTinyForms::test_differ_in_size_only"],
         ["On a CPU, a command line of eight flags"],
     ),
