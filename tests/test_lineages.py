@@ -1,7 +1,7 @@
 """docs/lineages.md is true: what it names exists, and each behaviour has a test or is said not to be there.
 
-Where a behaviour is said to be the same, a defect in tests/mutations/ breaks it, and a test that the row names notices:
-here that the list has one, and fits the code; `make test-mutations` makes each defect and runs its tests.
+Where a behaviour is said to be the same, defects in tests/mutations/ break it, and the tests that the row names notice:
+here that the list has them, and fits the code; `make test-mutations` makes each defect and runs its tests.
 """
 
 from __future__ import annotations
@@ -61,6 +61,8 @@ def names_in(file: str) -> frozenset[str]:
 
 
 ROWS = rows(PAGE)
+ON_A_GPU = {"test_loader.py::test_on_a_gpu_the_steps_are_those_of_the_cpu"}
+"""What a machine without one leaves out cannot be seen to fail there."""
 SAME = [row for row in ROWS if not re.search(r"\*\*(Instead|instead|Not)", row[1])]
 
 
@@ -86,11 +88,13 @@ def test_tests_exist_or_it_is_said_not_to_be_there(row: Row) -> None:
 
 
 @pytest.mark.parametrize("row", SAME, ids=lambda row: row[0][:40])
-def test_what_is_the_same_has_a_test_that_would_notice(row: Row) -> None:
+def test_what_is_the_same_has_tests_that_would_notice(row: Row) -> None:
+    """Each of its tests fails under a mutation that breaks this very row."""
     behaviour, _, tests = row
-    named = set(in_code(tests))
     breaking = [mutation for mutation in MUTATIONS if any(behaviour.startswith(start) for start in mutation.rows)]
-    assert any(named & set(mutation.tests) for mutation in breaking), f"no mutation breaks: {behaviour}"
+    assert breaking, f"no mutation breaks: {behaviour}"
+    unproven = set(in_code(tests)) - {test for mutation in breaking for test in mutation.tests} - ON_A_GPU
+    assert not unproven
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.defect[:40])

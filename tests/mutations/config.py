@@ -230,4 +230,10 @@ MUTATIONS = [
         "layer % 2 == (self.n_layer - 1) % 2", "layer % 2 == 0",
         ["test_config.py::TestModel::test_value_embeddings_alternate_and_end_on_the_last_layer"],
     ),
+    Mutation(
+        "the speedrun's attention is scaled for 12 layers, whatever the depth", "config/recipes/speedrun.py",
+        "1 / math.sqrt(2 * n_layer)", "1 / math.sqrt(24)",
+        ["test_lineage_recipes.py::TestDepth::test_is_a_number_of_layers_for_nanogpt_and_the_speedrun"],
+        ["Sizes d12, d24, d36, d48"],
+    ),
 ]  # fmt: skip

@@ -22,7 +22,7 @@ MUTATIONS = [
         "files that validate are trained on too", "data/known_corpora.py",
         "return [path for path in chosen if path not in set(val)], val", "return chosen, val",
         ["test_token_files.py::test_a_corpus_by_name_validates_on_what_its_lineage_does",
-         "test_hub.py::test_the_table_is_whole"],
+         "test_hub.py::test_the_table_is_whole", "test_hub.py::test_a_named_corpus_with_its_validation_file"],
         ["At the end evaluation mode and bits per byte", "The last shard of FineWeb-Edu"],
     ),
     Mutation(
@@ -76,6 +76,7 @@ MUTATIONS = [
         "a piece that does not fit by one token is placed", "data/packing.py",
         "position = bisect_right(keys, gap * base - 1) - 1", "position = bisect_right(keys, (gap + 1) * base - 1) - 1",
         ["test_packing.py::test_a_plan_by_hand", "test_packing.py::test_cut_and_pad_place_what_the_oracle_places",
+         "test_rows.py::test_a_packed_row_by_hand",
          "test_rows.py::test_packed_rows_hold_what_the_oracle_packs"],
         ["Rows begin with BOS and are packed best-fit", "Text to a tokenizer of 8192 entries"],
     ),
@@ -183,5 +184,12 @@ MUTATIONS = [
         "int((targets != IGNORED).sum()) if all_here else self._target_tokens(everywhere)",
         "int((targets != IGNORED).sum())",
         ["test_loader.py::test_any_world_size_gets_the_same_steps"],
+    ),
+    Mutation(
+        "a connection that broke ends the download", "data/hub.py",
+        'return short or any(word in type(error).__name__ for word in ("Timeout", "Protocol", "ReadError"))',
+        "return False",
+        ["test_hub.py::test_a_cut_connection_goes_on_where_it_stopped"],
+        ["Shards are downloaded in parallel"],
     ),
 ]  # fmt: skip

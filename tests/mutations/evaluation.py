@@ -35,8 +35,9 @@ MUTATIONS = [
     Mutation(
         "ranks do not add up what they evaluated", "eval/bits_per_byte.py",
         'in group.sum(sums, "evaluation").tolist():', "in sums.tolist():",
-        ["test_bits_per_byte.py::test_ranks_share_the_passes_and_have_the_bits_of_one"],
-        ["The validation loss is averaged over ranks"],
+        ["test_bits_per_byte.py::test_ranks_share_the_passes_and_have_the_bits_of_one",
+         "test_distributed.py::TestWorldSizes::test_evaluation_and_core_are_those_of_one_process"],
+        ["The validation loss is averaged over ranks", "All ranks evaluate; the process group"],
     ),
     Mutation(
         "dropout stays on in an evaluation", "eval/mode.py",

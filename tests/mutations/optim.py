@@ -135,7 +135,8 @@ MUTATIONS = [
         "cautious decay takes the weights that move away from zero", "optim/muon.py",
         "(update * weight).ge_(0.0)", "(update * weight).le_(0.0)",
         ["test_muon.py::test_cautious_mask", "test_muon.py::test_cautious_step_by_hand",
-         "test_combined_optimizer.py::test_two_steps_by_hand"],
+         "test_combined_optimizer.py::test_two_steps_by_hand",
+         "test_combined_optimizer.py::test_against_the_rules_of_seeds_3_and_4"],
         ["`--weight-decay` 0.2: cautious", "Its form evens out neurons"],
     ),
     Mutation(
@@ -235,5 +236,28 @@ MUTATIONS = [
         "small gradients are stretched to the limit", "optim/clip.py",
         "if factor < 1:", "if factor > 0:",
         ["test_combined_optimizer.py::test_clipping"],
+    ),
+    Mutation(
+        "a matrix is divided by its largest entry instead of its norm", "optim/orthogonalize.py",
+        "torch.linalg.matrix_norm(stack, keepdim=True)", "stack.abs().amax((-2, -1), keepdim=True)",
+        ["test_orthogonalize.py::test_hard_spectra_stay_bounded"],
+        ["It runs stably in bfloat16"],
+    ),
+    Mutation(
+        "two digits of Polar Express are swapped", "optim/orthogonalize.py",
+        "3.285753657755655", "3.258753657755655",
+        ["test_orthogonalize.py::test_polar_express_coefficients"],
+        ["Muon at 0.04 on all matrices"],
+    ),
+    Mutation(
+        "the gradient scaler sees Muon's parameters only", "optim/combined.py",
+        'return [{"params": [*self.updated,', 'return [{"params": [*(self.muon or self).parameters.values(),',
+        ["test_combined_optimizer.py::test_gradient_scaler_unscales_steps_and_skips"],
+        ["The loss is scaled for float16", "A GradScaler for float16", "Unscale, clip, step"],
+    ),
+    Mutation(
+        "matrices that are left over are dealt out without regard to their cost", "optim/division.py",
+        "busy[owner] += matrix.cost", "busy[owner] += 1",
+        ["test_divided.py::test_left_over_matrices_are_balanced_by_cost"],
     ),
 ]  # fmt: skip

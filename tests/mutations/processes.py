@@ -66,4 +66,10 @@ MUTATIONS = [
          "test_distributed.py::TestWorldSizes::test_train_the_same_run"],
         ["Run as a module, or with `torchrun`"],
     ),
+    Mutation(
+        "a rank that died is not named", "runtime/liveness.py",
+        'f"rank {rank} {what} {where}"', 'f"a rank {what} {where}"',
+        ["test_distributed.py::TestLostRanks::test_a_killed_rank_ends_the_others_by_name"],
+        ["The process group is destroyed"],
+    ),
 ]  # fmt: skip

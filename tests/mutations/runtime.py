@@ -115,4 +115,18 @@ MUTATIONS = [
         ["test_train.py::TestClosingBlock::test_log_holds_what_the_console_showed",
          "test_console.py::test_what_was_shown_before_the_log_was_there_is_in_it"],
     ),
+    Mutation(
+        "an H100 on PCIe counts as any H100", "runtime/peak.py",
+        '_VARIANTS = frozenset(("nvl", "pcie",', '_VARIANTS = frozenset(("nvl",',
+        ["test_peak.py::test_every_row_is_reachable_by_a_real_name"],
+        ["MFU against 989.5 TFLOP/s"],
+    ),
+    Mutation(
+        "config.json has another seed than the run", "cli/session.py",
+        "return RunDirectory.create(path, config_to_json(config), facts, contents=contents)",
+        "return RunDirectory.create(path, config_to_json(replace(config, seed=0)), facts, contents=contents)",
+        ["test_train.py::TestRunFolder::test_config_reproduces_the_run",
+         "test_from.py::TestRepeats::test_twice_over_it_is_the_same_run"],
+        ["A section of a report", "The script reads its own code"],
+    ),
 ]  # fmt: skip

@@ -194,7 +194,8 @@ MUTATIONS = [
     Mutation(
         "a resumed run has fresh moments", "train/state.py",
         '        self.load_moments(moments, saved["optimizer"])\n', "",
-        ["test_resume.py::test_killed_twice_whatever_is_trained"],
+        ["test_resume.py::test_killed_twice_whatever_is_trained",
+         "test_resume.py::TestEverySavedPartCounts::test_nothing_forgotten"],
         ["`init_from='resume'` restores"],
     ),
     Mutation(
@@ -239,7 +240,8 @@ MUTATIONS = [
     Mutation(
         "the mean loss is not debiased", "train/throughput.py",
         "return self._sum / (1 - self._beta**self._count)", "return self._sum",
-        ["test_throughput.py::test_mean_by_hand", "test_train.py::TestMetrics::test_train_lines"],
+        ["test_throughput.py::test_mean_by_hand", "test_train.py::TestMetrics::test_train_lines",
+         "test_throughput.py::test_mean_is_the_weighted_mean_that_it_claims_to_be"],
         ["The loss shown is a mean", "The loss is a debiased mean"],
     ),
     Mutation(
@@ -258,7 +260,8 @@ MUTATIONS = [
         "MFU is in tokens", "train/throughput.py",
         "self._flops_per_token * tokens_per_second / peak", "tokens_per_second / peak",
         ["test_throughput.py::test_speed_by_hand", "test_train.py::TestMetrics::test_train_lines"],
-        ["The line shows the factor on the learning rate", "Parameters by kind, FLOPs a token"],
+        ["The line shows the factor on the learning rate", "Parameters by kind, FLOPs a token",
+         "One line a step: step, percent"],
     ),
     Mutation(
         "the time left is that of one step less", "train/throughput.py",
@@ -345,5 +348,44 @@ MUTATIONS = [
         "return self._flops_per_token * tokens\n", "return self._flops_per_token * tokens / 3\n",
         ["test_train.py::TestMetrics::test_train_lines"],
         ["Parameters by kind, FLOPs a token"],
+    ),
+    Mutation(
+        "the time left is negative behind the end", "train/throughput.py",
+        "return max(0.0, min(estimates)) if estimates else None", "return min(estimates) if estimates else None",
+        ["test_throughput.py::test_time_left_in_seconds_needs_no_step"],
+        ["One line a step: step, percent"],
+    ),
+    Mutation(
+        "the step line has another form than the README shows", "train/recorder.py",
+        'f"tok/sec: {reading', 'f"tokens/sec: {reading',
+        ["test_docs.py::TestQuickstartOutput::test_has_step_lines_as_the_recorder_writes_them",
+         "test_train.py::TestMetrics::test_step_lines_show_the_figures_of_metrics"],
+        ["Every `log_interval` iterations", "One line a step: step, percent"],
+    ),
+    Mutation(
+        "CORE's centered results are not logged", "train/recorder.py",
+        "tasks=dict(accuracy), centered=dict(centered),", "tasks=dict(accuracy),",
+        ["test_docs.py::TestContracts::test_metrics", "test_core.py::TestWithinARun::test_lines"],
+        ["The CORE line; the metric"],
+    ),
+    Mutation(
+        "what is due every so many steps is due one step before", "train/horizon.py",
+        "now.step % every_steps == 0", "(now.step + 1) % every_steps == 0",
+        ["test_train.py::TestMetrics::test_other_lines"],
+        ["A checkpoint at the end and every `--save-every`", "Bits per byte every 250 steps"],
+    ),
+    Mutation(
+        "validation is compiled on the clock", "train/compilation.py",
+        "            kernels.logits(torch.zeros(eval_sequences, config.model.seq_len, dtype=torch.int64, "
+        "device=state.device))\n",
+        "            pass\n",
+        ["test_train.py::test_compiled_run"],
+        ["The model is compiled", "The model is compiled for one shape"],
+    ),
+    Mutation(
+        "peak memory is not reported", "train/recorder.py",
+        '"peak_vram_mb": peak_memory_mb(state.device)', '"peak_vram_mb": 0.0',
+        ["test_train.py::TestClosingBlock::test_numbers_are_those_of_summary_json"],
+        ["Peak memory at the end"],
     ),
 ]  # fmt: skip
