@@ -7,7 +7,7 @@ import json
 import math
 import signal
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,8 @@ from gptlab.cli.place import place_of
 from gptlab.cli.session import open_session
 from gptlab.config.faults import FaultsConfig
 from gptlab.config.run import CheckpointConfig, RunConfig, RuntimeConfig
+from gptlab.data.loader import StepBatch
+from gptlab.data.rows import IGNORED
 from gptlab.optim.clip import clip_gradients
 from gptlab.runtime.console import Console
 from gptlab.train import loop
@@ -170,6 +172,20 @@ class TestLeftOut:
         assert [line["step"] for line in lines_of(run, "train")] == left
         summary = json.loads((run / "summary.json").read_text())
         assert (summary["num_steps"], summary["skipped_updates"], summary["rewinds"]) == (STEPS, len(steps), 0)
+
+    def test_a_step_without_a_counted_target(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The mean over no target is NaN, and so a fault like another; nothing divides by zero."""
+
+        def empty(state: TrainState, batch: StepBatch, *args: Any) -> Tensor:
+            if batch.step == 5:
+                batch = replace(batch, targets=torch.full_like(batch.targets, IGNORED), target_tokens=0)
+            return gradients(state, batch, *args)
+
+        monkeypatch.setattr(loop, "gradients", empty)
+        run = train(folder, "no-targets")
+        assert Result.of_run(run).differences(Result.by_hand(folder, without(5))) == []
+        (event,) = lines_of(run, "event")
+        assert (event["what"], event["reason"], event["value"], event["data_step"]) == ("skipped", "loss", "nan", 5)
 
     def test_the_comparison_notices_one_step(self, folder: Path) -> None:
         """And that what is compared is not the same for every run."""
@@ -324,6 +340,22 @@ class TestSpikes:
         assert lines_of(run, "event") == []
         assert [line["step"] for line in lines_of(run, "train")] == list(range(1, STEPS + 1))
         assert load_checkpoint(list_checkpoints(run / "checkpoints")[-1]).state["faults"]["losses"] == []
+
+    def test_the_one_to_go_back_to_outlives_newer_ones(self, folder: Path) -> None:
+        """Only the newest is kept, and a validation has just seen that its weights are fine; a spike in the first step
+        behind it still needs the one before, since nothing has been trained from the newest yet."""
+        changes = {"checkpoint__keep_last": 1, "checkpoint__keep_best": False, "eval__every_steps": 4}
+        with broken_loss(8, factor=50.0).in_training():
+            run = train(folder, "kept to go back to", **SPIKES, **changes)
+        assert [(line["step"], line["to_step"]) for line in lines_of(run, "event")] == [(9, 4)]
+        assert Result.of_run(run).differences(Result.by_hand(folder, [*range(4), *range(9, 17)])) == []
+        assert saved_steps(run) == [8, 12], "and goes as soon as a newer one has proved good"
+
+    def test_a_good_one_is_known_by_the_first_step_from_it(self, folder: Path) -> None:
+        """good_step of each checkpoint: of the one before it, since its own weights have given no loss yet."""
+        run = train(folder, "good steps", checkpoint__keep_last=9, **SPIKES)
+        states = [load_checkpoint(path).state for path in list_checkpoints(run / "checkpoints")]
+        assert [(state["step"], state["faults"]["good_step"]) for state in states] == [(4, None), (8, 4), (12, 8)]
 
     def test_later_checkpoints_go(self, folder: Path) -> None:
         """Resume takes the newest: it must not be one of steps that have been taken back."""

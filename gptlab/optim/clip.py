@@ -9,12 +9,19 @@ import torch
 from torch import Tensor
 
 
+def sum_of_squares(gradients: list[Tensor], device: torch.device) -> Tensor:
+    """Of all their elements, 0-d, in float64, whose range no square of a float32 leaves: so the norm of finite
+    gradients is finite, however many ranks add up their shares of it. Apple's GPUs have no float64."""
+    dtype = torch.float32 if device.type == "mps" else torch.float64
+    if not gradients:
+        return torch.zeros((), dtype=dtype, device=device)
+    return torch.stack(torch._foreach_norm(gradients, dtype=dtype)).square().sum()
+
+
 def joint_norm(gradients: list[Tensor]) -> Tensor:
     """The L2 norm of all their elements, 0-d; of one device and type. As torch.nn.utils.get_total_norm, without its
     looking for tensors of other kinds: a fifth of its time for 27 small ones on a CPU."""
-    if not gradients:
-        return torch.zeros(())
-    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+    return sum_of_squares(gradients, gradients[0].device if gradients else torch.device("cpu")).sqrt()
 
 
 @torch.no_grad()

@@ -23,6 +23,7 @@ from gptlab.config.run import RunConfig
 from gptlab.data.rows import RowSource
 from gptlab.model.gpt import GPT
 from gptlab.model.roles import fused_rows
+from gptlab.optim.clip import sum_of_squares
 from gptlab.optim.combined import CombinedOptimizer
 from gptlab.optim.division import MESSAGE_BYTES, Division, Leaf, Message, Segment
 from gptlab.optim.groups import build_optimizer, divide_work
@@ -187,12 +188,7 @@ class DividedState(TrainState):
             self.optimizer.witness = Parameter(torch.zeros(1, device=self.device))
 
     def total_norm(self, gradients: list[Tensor]) -> Tensor:
-        squares = torch.zeros((), dtype=torch.float64, device=self.device)
-        if gradients:
-            # In float64, whose range no square of a float32 leaves.
-            squares += torch.stack(torch._foreach_norm(gradients, dtype=torch.float64)).square().sum()
-        norm = self.group.sum(squares, "gradient norm").sqrt()
-        return norm.to(gradients[0].dtype) if gradients else norm
+        return self.group.sum(sum_of_squares(gradients, self.device), "gradient norm").sqrt()
 
     def agree_on_overflow(self) -> None:
         witness = self.optimizer.witness

@@ -16,7 +16,6 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.nn.utils import get_total_norm
 
 from gptlab.config.optim import MuonConfig
 from gptlab.config.roles import Role
@@ -25,6 +24,7 @@ from gptlab.data.loader import Loader
 from gptlab.data.rows import RowSource
 from gptlab.model.gpt import GPT
 from gptlab.model.roles import fused_rows, parameter_roles
+from gptlab.optim.clip import sum_of_squares
 from gptlab.optim.combined import CombinedOptimizer
 from gptlab.optim.groups import build_optimizer
 from gptlab.optim.sharded_muon import ShardedMatrix, ShardedMuon
@@ -70,8 +70,7 @@ class ShardedState(TrainState):
     def total_norm(self, gradients: list[Tensor]) -> Tensor:
         cut = sum(shard.is_cut for shard in self.shards.values())
         counted = gradients if self.rank == 0 else gradients[:cut]  # what all ranks hold counts once
-        square = get_total_norm(counted).to(self.device, torch.float64).square()
-        return self.group.sum(square, "gradient norm").sqrt().to(gradients[0].dtype)
+        return self.group.sum(sum_of_squares(counted, self.device), "gradient norm").sqrt()
 
     def first_broken_gradient(self) -> str | None:
         gradients = [shard.here.grad for shard in self.shards.values()]

@@ -56,7 +56,8 @@ def gradients(
     """Add up the gradients of all micro-batches, with `sums` those of all ranks; returns the mean loss over every
     counted target of the step.
 
-    Sums divided by the global count, so the loss and its gradient do not depend on how the step is cut.
+    Sums divided by the global count, so the loss and its gradient do not depend on how the step is cut. The mean over
+    no target is NaN, as in PyTorch, and so a fault.
     """
     if not state.model.training:  # the walk through its modules takes 0.2 ms
         state.model.train()
@@ -74,7 +75,7 @@ def gradients(
                 sums.begin()
             if share is None:
                 # The mean's gradient for each sum, given to autograd instead of a division to follow.
-                share = state.scaler.scale(loss.detach().new_full((), 1 / batch.target_tokens))
+                share = state.scaler.scale(loss.detach().new_full((), 1 / max(batch.target_tokens, 1)))
             loss.backward(share)
             total = total.to(loss.device) + loss.detach()
             if sums is not None:
