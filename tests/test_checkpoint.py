@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from gptlab.config.errors import UserError
 from gptlab.train.checkpoint import (
     DamagedCheckpointError,
+    check_manifest,
     list_checkpoints,
     load_checkpoint,
     load_newest,
@@ -20,6 +21,15 @@ from gptlab.train.checkpoint import (
     save_checkpoint,
     select_checkpoint,
     verify_checkpoint,
+)
+from gptlab.train.retention import retain
+from gptlab.train.tensor_file import (
+    DamagedFileError,
+    read_bytes,
+    read_tensors,
+    read_tensors_into,
+    write_bytes,
+    write_tensors,
 )
 
 FILES = ["manifest.json", "model.safetensors", "optimizer.safetensors", "state.json"]
@@ -123,6 +133,42 @@ def test_any_damaged_file_makes_the_one_before_the_newest(tmp_path: Path, name: 
     assert "\n" not in lines[0]
     assert load_newest(tmp_path, lines.append).step == 10
     assert tree(tmp_path) == before, "nothing is deleted, nor written"
+
+
+@pytest.mark.parametrize("name", FILES[1:])
+def test_a_file_that_grew_is_damage_before_anything_of_it_is_read(tmp_path: Path, name: str) -> None:
+    """Retention looks at sizes alone: a newest checkpoint with a longer file must hold no place."""
+    for step in (10, 20, 30):
+        save_small(tmp_path, step)
+    grown = tmp_path / "step-00000030" / name
+    size = grown.stat().st_size
+    with grown.open("ab") as file:
+        file.write(b" ")
+    for check in (check_manifest, verify_checkpoint, load_checkpoint):
+        with pytest.raises(DamagedCheckpointError, match=f"{name} has {size + 1:,} bytes, its manifest says {size:,}"):
+            check(grown.parent)
+    retain(tmp_path, keep_last=1, keep_every_steps=None, best_step=None)
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000020", "step-00000030"]
+
+
+@pytest.mark.parametrize("grown_bytes", [1, 4096])
+def test_a_file_that_grows_after_its_size_was_checked(tmp_path: Path, grown_bytes: int) -> None:
+    """Also where what was added is a whole number of blocks, and would be read as the file's end."""
+    content = b'{"a": 1}'
+    record = write_bytes(tmp_path / "state.json", content)
+    assert read_bytes(tmp_path / "state.json", record) == content
+    with (tmp_path / "state.json").open("ab") as file:
+        file.write(b" " * grown_bytes)
+    with pytest.raises(DamagedFileError, match=f"has {len(content) + grown_bytes:,} bytes, its manifest says"):
+        read_bytes(tmp_path / "state.json", record)
+    tensors = {"w": torch.arange(6.0)}
+    record = write_tensors(tmp_path / "w.safetensors", tensors)
+    with (tmp_path / "w.safetensors").open("ab") as file:
+        file.write(bytes(grown_bytes))
+    with pytest.raises(DamagedFileError, match="bytes, its manifest says"):
+        read_tensors(tmp_path / "w.safetensors", record)
+    with pytest.raises(DamagedFileError, match="bytes, its manifest says"):
+        read_tensors_into(tmp_path / "w.safetensors", record, places={"w": torch.empty(6)})
 
 
 def altered(manifest: dict[str, Any], *keys: str, value: Any) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from filelock import FileLock, Timeout
 
 from gptlab.config.errors import UserError
 from gptlab.config.plain_file import open_plain
-from gptlab.runtime.strict_json import read_json_object
+from gptlab.runtime.strict_json import read_json_object, sync_directory
 
 if TYPE_CHECKING:
     from gptlab.runtime.console import Console
@@ -128,7 +128,7 @@ def _build_if_needed(folder: Path, build: Callable[[Path], dict[str, Any]], what
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    _sync_directory(folder.parent)
+    sync_directory(folder.parent)
 
 
 @contextmanager
@@ -181,12 +181,3 @@ def _digest(path: Path, *, sampled: bool) -> str:
 def _sync_file(path: Path) -> None:
     with path.open("rb+") as file:
         os.fsync(file.fileno())
-
-
-def _sync_directory(folder: Path) -> None:
-    if os.name == "posix":  # elsewhere a directory cannot be opened
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -118,11 +119,16 @@ def _refuse_constant(name: str) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Make renames and new names in `path` survive a power cut. Windows cannot open a folder, and journals names."""
+    """Make renames and new names in `path` survive a power cut, where the file system can. Windows cannot open a
+    folder, and journals names."""
     if os.name == "nt":
         return
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        # Some network file systems know no fsync for directories; they say so with EINVAL.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
     finally:
         os.close(descriptor)

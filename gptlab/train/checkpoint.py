@@ -134,9 +134,9 @@ def newest_intact(checkpoints_dir: Path, on_damage: OnDamage) -> Path:
     return _newest(checkpoints_dir, on_damage, verified)
 
 
-def load_newest(checkpoints_dir: Path, on_damage: OnDamage, *, up_to: int | None = None) -> Checkpoint:
-    """`load_checkpoint(newest_intact(...))`, with every file read once instead of twice; of steps `up_to` this one."""
-    return _newest(checkpoints_dir, on_damage, load_checkpoint, up_to)
+def load_newest(checkpoints_dir: Path, on_damage: OnDamage) -> Checkpoint:
+    """`load_checkpoint(newest_intact(...))`, with every file read once instead of twice."""
+    return _newest(checkpoints_dir, on_damage, load_checkpoint)
 
 
 def select_checkpoint(checkpoints_dir: Path, which: str, on_damage: OnDamage, *, best_step: int | None = None) -> Path:
@@ -150,7 +150,7 @@ def select_checkpoint(checkpoints_dir: Path, which: str, on_damage: OnDamage, *,
         if best_step is None:
             raise UserError(f"no checkpoint in {checkpoints_dir} is known as the best: no validation was recorded")
         step = best_step
-    elif which.isascii() and which.isdigit():
+    elif which.isascii() and which.isdigit() and len(which) < 20:  # Python refuses to read numbers of thousands
         step = int(which)
     else:
         raise UserError(f"checkpoint {which!r}: must be latest, best or the number of a step")
@@ -162,11 +162,9 @@ def select_checkpoint(checkpoints_dir: Path, which: str, on_damage: OnDamage, *,
     return by_step[step]
 
 
-def _newest(checkpoints_dir: Path, on_damage: OnDamage, read: Callable[[Path], _T], up_to: int | None = None) -> _T:
+def _newest(checkpoints_dir: Path, on_damage: OnDamage, read: Callable[[Path], _T]) -> _T:
     wrong = []
     for path in reversed(candidates(checkpoints_dir)):
-        if up_to is not None and (step_of(path) or 0) > up_to:
-            continue
         try:
             return read(path)
         except DamagedCheckpointError as error:

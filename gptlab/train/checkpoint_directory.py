@@ -14,12 +14,13 @@ leftover.
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import re
 import shutil
 from itertools import count
 from pathlib import Path
+
+from gptlab.runtime.strict_json import sync_directory
 
 # Eight digits, or more without a leading zero: one name for each step.
 _STEP = r"step-([0-9]{8}|[1-9][0-9]{8,})"
@@ -127,21 +128,6 @@ def remove_tree(path: Path) -> None:
             path.unlink()
     else:
         shutil.rmtree(path, ignore_errors=True)
-
-
-def sync_directory(path: Path) -> None:
-    """Make the names in a directory durable. Windows has no such call: there the journal of NTFS orders renames."""
-    if os.name == "nt":
-        return
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        # Some network file systems know no fsync for directories; they say so with EINVAL.
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise
-    finally:
-        os.close(descriptor)
 
 
 def _aside_path(final: Path, number: int) -> Path:
