@@ -4,6 +4,7 @@ nothing half-written."""
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import json
 import os
@@ -11,7 +12,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from gptlab.cli import session
 from gptlab.cli.main import main
 from gptlab.config.load import bare, leaf_fields
 from gptlab.config.run import RunConfig
@@ -517,11 +519,51 @@ class TestFullDisk:
         assert [path.name for path in list_checkpoints(Path("run/checkpoints"))] == ["step-00000002", "step-00000004"]
 
     def test_that_a_run_is_told_to_bear(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        with full_disk_after(1, monkeypatch):
+        """There is room again for the last checkpoint."""
+        with full_disk_for("step-00000002", monkeypatch):
             ended = gptlab(*train(checkpoint__on_failure="continue"))
         assert (ended.code, ended.err) == (0, "")
-        assert ended.out.count("warning: cannot save the checkpoint of step 4") == 1
-        assert [path.name for path in Path("run/checkpoints").iterdir()] == ["step-00000002"]
+        assert ended.out.count("warning: cannot save the checkpoint of step 2") == 1
+        assert [path.name for path in Path("run/checkpoints").iterdir()] == ["step-00000004"]
+
+    @pytest.mark.parametrize("background", ["True", "False"])
+    def test_the_last_checkpoint_must_be_saved(self, monkeypatch: pytest.MonkeyPatch, background: str) -> None:
+        """Whatever a run is told to bear: "finished" means that its final weights are on the disk."""
+        words = train(
+            checkpoint__on_failure="continue", checkpoint__background=background, checkpoint__save_best="True"
+        )
+        with full_disk_after(1, monkeypatch):
+            ended = gptlab(*words)
+            ended.is_refused("cannot save the checkpoint of step 4", "No space left", "--resume")
+            assert RunDirectory.open(Path("run")).read_provenance()["status"] == "failed"
+            assert not Path("run/summary.json").exists()
+            assert gptlab("train", "--resume", "run").code == 2  # still full
+        resumed = gptlab("train", "--resume", "run")
+        assert (resumed.code, resumed.err) == (0, "")
+        assert [path.name for path in list_checkpoints(Path("run/checkpoints"))] == ["step-00000002", "step-00000004"]
+        assert RunDirectory.open(Path("run")).read_provenance()["status"] == "finished"
+
+    def test_best_weights_that_could_not_be_saved_are_reported(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        words = train(
+            checkpoint__on_failure="continue", checkpoint__save_best="True", checkpoint__every_steps=None,
+            eval__every_steps=2,
+        )  # fmt: skip
+        with worse_after(2, monkeypatch), full_disk_for("step-00000002", monkeypatch):
+            ended = gptlab(*words)
+        assert ended.code == 0
+        assert "the lowest validation loss, of step 2, could not be saved; the best checkpoint is that" in ended.out
+
+    @pytest.mark.parametrize("harm", [shutil.rmtree, lambda path: spoil(path / "model.safetensors", "flipped")])
+    def test_a_finished_run_without_its_final_weights_trains_on(self, finished: RunDirectory, harm: Any) -> None:
+        last = finished.checkpoints_path / "step-00000004"
+        weights = (last / "model.safetensors").read_bytes()
+        harm(last)
+        resumed = gptlab("train", "--resume", "run")
+        assert (resumed.code, resumed.err) == (0, "")
+        assert "is marked as finished, but its final weights are not intact" in resumed.out
+        assert "nothing left to train" not in resumed.out
+        assert (last / "model.safetensors").read_bytes() == weights
+        assert "nothing left to train" in gptlab("train", "--resume", "run").out
 
 
 def spoil(path: Path, how: str) -> None:
@@ -536,6 +578,37 @@ def spoil(path: Path, how: str) -> None:
 def losses(run: str) -> list[object]:
     records = map(json.loads, Path(run, "metrics.jsonl").read_text().splitlines())
     return [record["loss"] for record in records if record["kind"] == "train"]
+
+
+@contextlib.contextmanager
+def full_disk_for(name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Within the context the disk has no room left while the checkpoint `name` is written."""
+    mkdir = Path.mkdir
+
+    def full(path: Path, *args: Any, **options: Any) -> None:
+        if path.name.startswith(f".{name}.tmp"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        mkdir(path, *args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "mkdir", full)
+        yield
+
+
+@contextlib.contextmanager
+def worse_after(best: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Within the context validations come out worse from the one behind number `best` (from 0) on."""
+    evaluate, calls = session.evaluate, 0
+
+    def turned(*args: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        result = evaluate(*args, **options)
+        return replace(result, val_loss=result.val_loss + 9.0 * (calls > best))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(session, "evaluate", turned)
+        yield
 
 
 @contextlib.contextmanager

@@ -43,6 +43,7 @@ def scenes(folder: Path) -> list[dict[str, Any]]:
         train("stops-blocking", 2, REFUSED, checkpoint__background=False),
         train("borne", 3, REFUSED, **bear),
         train("borne-by-rank-0", 2, {**REFUSED, "rank": 0, "call": "rename", "where": "complete_save"}, **bear),
+        train("not-borne", 2, {**REFUSED, "steps": [4, 8]}, **bear),
         train("not-begun", 2, {**REFUSED, "rank": 0, "where": "begin_save", "call": "mkdir"}, **bear),
         # Rank 1 is still at work on step 4 when the run goes back to it.
         train("rewound", 2, {**slow, "seconds": 1.0}, **spikes) | {"spike": 5},
@@ -134,6 +135,14 @@ def test_a_run_that_is_told_to_bear_it_goes_on(played: Path, name: str, ranks: i
     assert "cannot save the checkpoint of step 4" in warning
     assert warning.startswith("warning: rank 1: " if name == "borne" else "warning: cannot")
     assert warning.endswith("training goes on")
+
+
+def test_no_run_bears_the_loss_of_its_final_weights(played: Path) -> None:
+    assert codes(played, "not-borne", 2) == {2}
+    assert of(played, "not-borne", 0)["err"].startswith("gptlab: error: rank 1: cannot save the checkpoint of step 8")
+    assert "warning: rank 1: cannot save the checkpoint of step 4" in of(played, "not-borne", 0)["out"]
+    assert steps(played / "not-borne") == [2, 6]
+    assert json.loads((played / "not-borne" / "run.json").read_text())["status"] == "failed"
 
 
 def test_going_back_waits_for_all_ranks(played: Path) -> None:

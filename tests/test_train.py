@@ -53,7 +53,13 @@ from gptlab.runtime.device import compiler_available
 from gptlab.runtime.rng import capture_rng
 from gptlab.train import compilation as compilation_module
 from gptlab.train import saving as saving_module
-from gptlab.train.checkpoint import CheckpointError, list_checkpoints, load_checkpoint, verify_checkpoint
+from gptlab.train.checkpoint import (
+    CheckpointError,
+    list_checkpoints,
+    load_checkpoint,
+    save_checkpoint,
+    verify_checkpoint,
+)
 from gptlab.train.compilation import warm_up
 from gptlab.train.loop import fit
 from gptlab.train.step import gradients, update
@@ -402,9 +408,11 @@ class TestClock:
     ) -> None:
         tried = []
 
-        def refuse(folder: Path, step: int, **_: object) -> None:
+        def refuse(folder: Path, step: int, **parts: Any) -> Path:
             tried.append(step)
-            raise CheckpointError("the disk is full")
+            if step < 12:
+                raise CheckpointError("the disk is full")
+            return save_checkpoint(folder, step, **parts)
 
         config = make_config(
             folder, "refused", checkpoint__every_steps=None, checkpoint__every_seconds=5.0,
@@ -414,7 +422,7 @@ class TestClock:
             monkeypatch.setattr(saving_module, "save_checkpoint", refuse)
             assert gptlab.train(config).exit_code == 0
         assert tried == [5, 10, 12]
-        assert lines_of(folder / "refused", "checkpoint") == []
+        assert [line["step"] for line in lines_of(folder / "refused", "checkpoint")] == [12]
 
 
 @pytest.mark.parametrize(

@@ -199,7 +199,7 @@ def _prepare_and_train(
         if group.is_main:
             held.enter_context(run.lock())
         _require_trained(run)
-        if summary := group.broadcast("finished", _finished(run)):
+        if summary := group.broadcast("finished", _finished(start.config, run, console) if group.is_main else None):
             console.line(f"{run.path} is finished: there is nothing left to train")
             show_closing_block(summary, console)
             return Result(0, run.path, summary)
@@ -291,17 +291,25 @@ def _stored(request: RunRequest) -> tuple[RunConfig, RunDirectory]:
     return config, run_directory
 
 
-def _finished(run_directory: RunDirectory) -> dict[str, object]:
-    """The closing numbers of a run that is at its end; empty for any other."""
+def _finished(config: RunConfig, run_directory: RunDirectory, console: Console) -> dict[str, object]:
+    """The closing numbers of a run that is at its end and whose final weights are intact; empty for any other."""
     from gptlab.runtime.strict_json import read_json_object
+    from gptlab.train.checkpoint import select_checkpoint
     from gptlab.train.closing_block import closing_numbers
 
     try:
-        if run_directory.read_provenance().get("status") == "finished":
-            return closing_numbers(read_json_object(run_directory.summary_path))
+        if run_directory.read_provenance().get("status") != "finished":
+            return {}
+        summary = closing_numbers(read_json_object(run_directory.summary_path))
     except UserError:  # lost or damaged: training on from the last checkpoint, which ends at once, writes them again
-        pass
-    return {}
+        return {}
+    if summary and not config.eval.only:  # a run that only validates saves nothing
+        try:
+            select_checkpoint(run_directory.checkpoints_path, str(summary["num_steps"]), console.warn)
+        except UserError as error:
+            console.warn(f"{run_directory.path} is marked as finished, but its final weights are not intact: {error}")
+            return {}
+    return summary
 
 
 def _newest_checkpoint(run_directory: RunDirectory, console: Console, group: Group) -> Checkpoint | None:

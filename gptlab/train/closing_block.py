@@ -17,10 +17,14 @@ _OPTIONAL_DECIMALS = {"core_metric": 4}
 
 
 def closing_numbers(summary: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of a summary.json that the closing block shows; empty unless they are all there."""
+    """Those of a summary.json that the closing block shows; empty unless they are all there, and are numbers or None
+    (unknown)."""
     if not summary.keys() >= _CLOSING_DECIMALS.keys():
         return {}
-    return {key: summary[key] for key in (*_CLOSING_DECIMALS, *_OPTIONAL_DECIMALS) if key in summary}
+    numbers = {key: summary[key] for key in (*_CLOSING_DECIMALS, *_OPTIONAL_DECIMALS) if key in summary}
+    # Integers of JSON may be longer than a float can be.
+    known = (value for value in numbers.values() if value is not None)
+    return numbers if all(type(value) in (int, float) and abs(value) < 2**63 for value in known) else {}
 
 
 def show_closing_block(numbers: Mapping[str, Any], console: Console) -> None:

@@ -165,6 +165,12 @@ class Recorder:
     def finish_run(self, state: TrainState) -> dict[str, Any]:
         """Write summary.json and the closing block."""
         summary = self.summary(state)
+        if self.config.checkpoint.save_best and state.best and state.best.step > 0 and state.best != state.best_saved:
+            saved = f"that of step {state.best_saved.step}" if state.best_saved else "none"
+            self.console.warn(
+                f"the weights with the lowest validation loss, of step {state.best.step}, could not be saved; the best "
+                f"checkpoint is {saved}"
+            )
         if self.saves.group.is_main:
             write_json_atomic(self.run.summary_path, summary | self.details(state))
         show_closing_block(summary, self.console)

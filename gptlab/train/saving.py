@@ -67,6 +67,8 @@ class _Save:
 
     step: int
     scheduled: bool
+    required: bool
+    """Whether the run has failed without it, whatever `checkpoint.on_failure` says."""
     former_best: Best | None
     """What `state.best_saved` was before it, and is again where it fails."""
     start: Callable[[Callable[[], Any]], _Result]
@@ -93,7 +95,7 @@ class Saves:
     saver: BackgroundSaver | None = None
     """None: training waits for every save."""
     unscheduled_steps: set[int] = field(default_factory=set)
-    """Of checkpoints that a signal asked for, as far as this process knows."""
+    """Of checkpoints that a signal asked for, as far as known."""
     _abandoned: bool = False
     _save: _Save | None = None
     _heard: Sequence[int] = ()
@@ -123,12 +125,13 @@ class Saves:
         self._wait_for_former(state)
         started = time.perf_counter()
         former_best = state.best_saved
+        required = self._is_required(state, scheduled=scheduled)
         if scheduled:
             state.saved = state.mark()  # also where it fails: the next try is due with the next checkpoint
             if state.evaluated is not None and state.val_loss is not None and state.evaluated.step == state.step:
                 state.best_saved = better(state.best_saved, Best(state.step, state.val_loss))
         saver = self.saver
-        if saver is not None and (not saver.ready or not scheduled or self.finish.reached(state)):
+        if saver is not None and (not saver.ready or required):
             saver = None
         save, problem = None, None
         try:
@@ -136,7 +139,7 @@ class Saves:
         except UserError as error:  # lines that the disk does not take, or no room for a checkpoint
             problem = str(error)
         if save is None:
-            self._not_saved(state, problem or "", former_best, scheduled=scheduled)
+            self._not_saved(state, problem or "", former_best, required=required)
             return
         self._save, self._heard = save, ()
         # Lines from here on come behind that of this checkpoint, which is written once it is durable.
@@ -226,7 +229,7 @@ class Saves:
         self, state: TrainState, saver: BackgroundSaver | None, former_best: Best | None, *, scheduled: bool
     ) -> _Save | None:
         """None where rank 0 could not begin. From here on, with a saver, training may do what it likes."""
-        step, group = state.step, self.group
+        step, group, required = state.step, self.group, self._is_required(state, scheduled=scheduled)
         start: Callable[[Callable[[], Any]], _Result] = _Waited if saver is None else saver.submit
         model, optimizer = state.model_pieces(), state.other_pieces()
         if group.size == 1:
@@ -236,7 +239,7 @@ class Saves:
             whole = {"model": _by_name(model), "optimizer": _by_name(optimizer)}
             write = partial(save_checkpoint, self.run.checkpoints_path, step, **whole, state=saved)
             complete = self._completion(state, write, scheduled=scheduled)
-            return _Save(step, scheduled, former_best, start, None, complete, start(complete))
+            return _Save(step, scheduled, required, former_best, start, None, complete, start(complete))
         saved, temporary, problem = {}, None, None
         if group.is_main:
             try:
@@ -257,7 +260,7 @@ class Saves:
             state, partial(complete_save, temporary, saved, size=group.size), scheduled=scheduled
         )
         part = start(partial(write_part, temporary, model, optimizer, rank=group.rank, size=group.size))
-        return _Save(step, scheduled, former_best, start, part, complete, None, temporary)
+        return _Save(step, scheduled, required, former_best, start, part, complete, None, temporary)
 
     def _state_json(self, state: TrainState, *, scheduled: bool) -> dict[str, Any]:
         return state.to_json() | {
@@ -316,7 +319,7 @@ class Saves:
         if self.group.is_main and save.temporary is not None:
             remove_tree(save.temporary)
         self._ended(save, stands=False)
-        self._not_saved(state, problem, save.former_best, scheduled=save.scheduled)
+        self._not_saved(state, problem, save.former_best, required=save.required)
 
     def _end(self, state: TrainState, save: _Save, *, alone: bool = False) -> None:
         """Waits until rank 0 has completed the checkpoint, or could not; `alone`: the others are not told."""
@@ -337,7 +340,7 @@ class Saves:
         finally:
             self._ended(save, stands=stands)
         if not stands:
-            self._not_saved(state, problem or "", save.former_best, scheduled=save.scheduled)
+            self._not_saved(state, problem or "", save.former_best, required=save.required)
 
     def _ended(self, save: _Save, *, stands: bool) -> None:
         self._save, self._heard = None, ()
@@ -355,8 +358,12 @@ class Saves:
                 "written yet"
             )
 
-    def _not_saved(self, state: TrainState, problem: str, former_best: Best | None, *, scheduled: bool) -> None:
-        if self._abandoned or self.config.checkpoint.on_failure == "stop" or not scheduled:
+    def _is_required(self, state: TrainState, *, scheduled: bool) -> bool:
+        """What a signal asked for, and the last one of a run."""
+        return not scheduled or self.finish.reached(state)
+
+    def _not_saved(self, state: TrainState, problem: str, former_best: Best | None, *, required: bool) -> None:
+        if self._abandoned or required or self.config.checkpoint.on_failure == "stop":
             if not self.group.is_main and not self._abandoned:
                 self.group.barrier("a failed save")  # to which rank 0 does not come: it says what is wrong
             raise CheckpointError(problem)
@@ -364,8 +371,7 @@ class Saves:
         self.console.warn(f"{problem}; training goes on")
 
     def _good_step(self, state: TrainState) -> int | None:
-        """The checkpoint that must outlive this one, whose weights no loss has been seen of; None where a validation
-        has just proven them."""
+        """The checkpoint that must outlive this one, whose weights no loss is known of; None where a validation is."""
         proven = state.evaluated is not None and state.evaluated.step == state.step
         return None if proven and self.config.faults.spike_factor is None else state.faults.good_step
 
