@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from hostile_files import ANY_FILE, ANY_JSON, deep, endless, hole, less_deep, pipe, posix_only, refuse
-from oracle_checkpoint import holds, save_small
+from oracle_checkpoint import holds, save_small, tree
 from tiny_runs import command, make_config, train, write_corpus
 
 from gptlab.cli.repeat import what_differs
@@ -31,6 +31,7 @@ from gptlab.runtime.run_directory import RunDirectory
 from gptlab.runtime.strict_json import read_json_object, write_json_atomic
 from gptlab.train.checkpoint import load_checkpoint, load_newest, newest_intact, save_checkpoint, verify_checkpoint
 from gptlab.train.compilation import keep_compiled
+from gptlab.train.retention import discard_after, retain
 
 pytestmark = [posix_only, pytest.mark.timeout(60)]  # a reader that waits for a pipe would wait forever
 
@@ -293,6 +294,62 @@ def test_nothing_is_written_through_a_link_in_a_run(tmp_path: Path) -> None:
     write_json_atomic(run / "run.json", {"status": "running"})
     assert not (run / "run.json").is_symlink()
     assert mine.read_bytes() == b"one\ntwo, without an end"
+
+
+PLACES = (
+    "checkpoints", "checkpoints/step-00000010", "checkpoints/step-00000010/model.safetensors", "tokenizer",
+    "tokenizer/tokenizer.json", "metrics.jsonl", "log.txt", "config.json", "run.json", ".lock",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_link_in_a_run_folder_is_refused_by_every_command(run: Path, tmp_path: Path, place: str) -> None:
+    """What a run removes and cuts must be its own: with `checkpoints` a link, that were another run's checkpoints."""
+    for name in ("metrics.jsonl", "log.txt", ".lock"):
+        (run / name).touch()
+    other = tmp_path / "other"
+    shutil.copytree(run, other)
+    before = tree(other)
+    path = run / place
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    path.symlink_to(other / place)
+    for words in (
+        ["train", "--resume", run], ["train", "--from", run], ["eval", run], ["sample", run, "--prompt", "a"],
+        ["export", run, tmp_path / "exported"],
+        ["train", "--init-from", run, "--run-dir", tmp_path / "n"],
+    ):  # fmt: skip
+        code, _, err = command(words)
+        assert (code, err.count("\n")) == (2, 1), err
+        assert f"{path} is a link" in err, words
+    assert tree(other) == before
+    assert not (tmp_path / "exported").exists()
+    assert not (tmp_path / "n").exists()
+
+
+def test_a_run_folder_may_be_reached_through_a_link(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "latest").symlink_to(run, target_is_directory=True)
+    assert sample(tmp_path / "latest") == sample(run)
+
+
+@pytest.mark.parametrize("name", ["tokenizer", "code", "run.json"])
+def test_no_new_run_is_made_through_links(tmp_path: Path, name: str) -> None:
+    """What a killed start leaves may be there already; links never are."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / name).symlink_to(tmp_path / "mine")
+    refuse(lambda: RunDirectory.create(tmp_path / "run", {}, {}), f"{tmp_path / 'run' / name} is a link", trace=False)
+    assert list((tmp_path / "mine").iterdir()) == []
+
+
+def test_checkpoints_that_become_a_link_while_a_run_trains_stay(tmp_path: Path) -> None:
+    save_small(tmp_path / "other", 10)
+    before = tree(tmp_path / "other")
+    (tmp_path / "checkpoints").symlink_to(tmp_path / "other", target_is_directory=True)
+    with pytest.raises(UserError, match="it is a link"):
+        save_small(tmp_path / "checkpoints", 20)
+    assert retain(tmp_path / "checkpoints", keep_last=1, keep_every_steps=None, best_step=None) == []
+    discard_after(tmp_path / "checkpoints", 0)
+    assert tree(tmp_path / "other") == before
 
 
 def test_compiled_code_is_never_taken_from_where_a_run_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

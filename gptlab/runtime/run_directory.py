@@ -100,7 +100,19 @@ class RunDirectory:
             raise UserError(f"there is no run folder {path}; name one that `gptlab train` made, such as runs/NAME")
         if not run.config_path.is_file():
             raise UserError(f"{path} is no run: it has no config.json; name a folder that `gptlab train` made")
+        run._require_no_links()
         return run
+
+    def _require_no_links(self) -> None:
+        """UserError for a link anywhere below the folder: what a run writes, cuts and removes must be its own. The
+        folder itself may be reached through one."""
+        for folder, folders, files in os.walk(self.path):
+            for name in sorted((*folders, *files)):
+                path = Path(folder, name)
+                if path.is_symlink():
+                    raise UserError(
+                        f"{path} is a link, and a run folder holds no links: put what it leads to in its place"
+                    )
 
     @property
     def config_path(self) -> Path:
@@ -204,6 +216,8 @@ class RunDirectory:
         """UserError unless a run can start here: the folder is empty, or not there yet. Writes nothing."""
         if not self.path.is_dir():
             return
+        if link := next((entry for entry in sorted(self.path.iterdir()) if entry.is_symlink()), None):
+            raise UserError(f"{link} is a link, and a run folder holds no links: name another --run-dir")
         if self.config_path.exists():
             raise UserError(
                 f"{self.path} already holds a run; go on with it by --resume {self.path}, or name another --run-dir"

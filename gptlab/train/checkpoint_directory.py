@@ -135,4 +135,5 @@ def _aside_path(final: Path, number: int) -> Path:
 
 
 def _entries(directory: Path) -> list[Path]:
-    return list(directory.iterdir()) if directory.is_dir() else []
+    """Empty for a link: what it leads to belongs to somebody else."""
+    return list(directory.iterdir()) if directory.is_dir() and not directory.is_symlink() else []

@@ -86,6 +86,8 @@ def begin_save(checkpoints_dir: Path, step: int, *, needed_bytes: int) -> Path:
     temporary = temporary_path(checkpoint_path(checkpoints_dir, step))
     with _refusals(temporary, needed_bytes):
         checkpoints_dir.mkdir(parents=True, exist_ok=True)
+        if checkpoints_dir.is_symlink():
+            raise OSError(errno.ELOOP, "it is a link, and may lead to another run's checkpoints")
         sweep(checkpoints_dir)
         # Asked first, so that a checkpoint that cannot fit does not fill the disk that the run's log is written to.
         if shutil.disk_usage(checkpoints_dir).free < needed_bytes:
