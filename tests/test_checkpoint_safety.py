@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
+import stat
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from oracle_checkpoint import fail_on_damage, flip, holds, save_small, tree
 
+from gptlab.config.errors import UserError
+from gptlab.data.cache import cached_folder
+from gptlab.runtime.staged_folder import staged_folder
+from gptlab.runtime.strict_json import write_json_atomic
 from gptlab.train.checkpoint import CheckpointError, list_checkpoints, newest_intact, verify_checkpoint
 
 posix_only = pytest.mark.skipif(os.name != "posix", reason="needs fork, signals or limits of POSIX")
@@ -112,6 +119,46 @@ def test_a_refusing_file_system_leaves_the_older_ones_alone(
             assert tree(tmp_path) == before
         save_small(tmp_path, step, seed=78)
         assert holds(newest_intact(tmp_path, fail_on_damage), 78)
+
+
+@posix_only
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.EIO])
+def test_folders_that_cannot_be_flushed_are_passed_over_everywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """Some network file systems know no flush of a folder, and say so with EINVAL. Any other refusal is an error."""
+    real, refused = os.fsync, 0
+
+    def fsync(descriptor: int) -> None:
+        nonlocal refused
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            refused += 1
+            raise OSError(number, os.strerror(number))
+        real(descriptor)
+
+    def build(folder: Path) -> dict[str, Any]:
+        (folder / "tokens").write_bytes(b"1")
+        return {}
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    works: list[Callable[[], object]] = [
+        lambda: save_small(tmp_path / "checkpoints", 10),
+        lambda: write_json_atomic(tmp_path / "run.json", {}),
+        lambda: cached_folder(tmp_path / "tokens", build, what="tokens"),
+        lambda: fill(tmp_path / "export"),
+    ]
+    for count, work in enumerate(works, start=1):
+        with pytest.raises(UserError) if number == errno.EIO else contextlib.nullcontext():
+            work()
+        assert refused >= count
+    if number != errno.EIO:
+        assert holds(tmp_path / "checkpoints/step-00000010", 10)
+        assert (tmp_path / "tokens/tokens").exists()
+
+
+def fill(target: Path) -> None:
+    with staged_folder(target):
+        pass
 
 
 def test_a_disk_that_is_too_small_is_refused_before_it_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

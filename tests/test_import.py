@@ -17,7 +17,7 @@ from local_hub import COMMIT, LocalHub
 from oracle_nanogpt import ARGUMENTS, random_state, write_checkpoint
 from safetensors.torch import load_file, save_file
 from test_gpt2_weights import random_gpt2
-from tiny_runs import command
+from tiny_runs import command, start
 from torch import Tensor
 from transformers import GPT2LMHeadModel
 
@@ -88,6 +88,25 @@ def test_a_nanogpt_checkpoint_gives_its_logits(bias: bool, prefix: str, tmp_path
     assert record["imported"]["iter_num"] == 2000
     assert record["imported"]["best_val_loss"] == 1.875
     assert record["imported"]["dataset"] == "shakespeare_char"
+
+
+def test_an_import_that_was_killed_can_be_repeated(tmp_path: Path, meta: Path) -> None:
+    """SIGKILL right behind the checkpoint, the last large file: there is no run, and the same command makes it."""
+    path = write_checkpoint(tmp_path / "ckpt.pt", ARGUMENTS, random_state(ARGUMENTS))
+    dies = (
+        "import os\n"
+        "from gptlab.train import checkpoint\n"
+        "save = checkpoint.save_checkpoint\n"
+        "checkpoint.save_checkpoint = lambda *a, **k: (save(*a, **k), os._exit(9))\n"
+    )
+    words = ["import", "nanogpt", path, tmp_path / "runs" / "it", "--meta", meta]
+    process = start(words, prelude=dies)
+    assert process.wait() == 9, process.communicate()[0]
+    assert not (tmp_path / "runs" / "it").exists()
+    code, _, err = command(words)
+    assert (code, err) == (0, "")
+    assert [entry.name for entry in (tmp_path / "runs").iterdir()] == ["it"]
+    assert loaded(tmp_path / "runs" / "it").step == 0
 
 
 def test_an_imported_model_samples_and_is_measured(tmp_path: Path, meta: Path) -> None:

@@ -121,8 +121,8 @@ Parts = dict[str, Any]
 
 
 def walk(value: Any, name: str) -> Parts:
-    """Every entry, those that hold others too."""
-    inner = value if isinstance(value, Mapping) else {}
+    """Every entry, those that hold others too; the configuration, whose fields are compared as one, is one."""
+    inner = value if isinstance(value, Mapping) and name != "/state/run/config" else {}
     return {name: value} | {path: part for key in inner for path, part in walk(inner[key], f"{name}/{key}").items()}
 
 

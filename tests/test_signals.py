@@ -14,6 +14,7 @@ import pytest
 from tiny_runs import (
     Outcome,
     arguments,
+    at_line,
     command,
     differences,
     killed_at,
@@ -29,6 +30,7 @@ import gptlab
 from gptlab.config.errors import UserError
 from gptlab.data.cache import damage
 from gptlab.train import early_stop
+from gptlab.train.checkpoint import list_checkpoints
 from gptlab.train.early_stop import EarlyStop, StoppedEarly, behind_signal
 
 posix = pytest.mark.skipif(os.name != "posix", reason="Windows sends no signals between processes")
@@ -183,6 +185,19 @@ class TestInThisProcess:
         assert (code, "SIGINT: stopped before the first step" in out.splitlines()[-1]) == (75, True)
         assert command(["train", "--resume", folder / "swallowed"])[0] == 0
         assert differences(expected, outcome(folder / "swallowed")) == []
+
+    def test_in_the_loop_before_the_first_step(self, folder: Path, expected: Outcome) -> None:
+        """There is nothing to save; a checkpoint of step 0 would be a multiple of everything, and stay for good."""
+        run, keep = folder / "step-0", {"steps": 2, "checkpoint.keep_every_steps": 1}
+        with at_line("eval", 0, lambda: signal.raise_signal(signal.SIGTERM)):
+            code, out, _ = command(["train", *arguments(folder, run.name, keep)])
+        said = f"SIGTERM: stopped before the first step; go on with gptlab train --resume {run}"
+        assert (code, out.splitlines()[-1]) == (75, said)
+        assert json.loads((run / "run.json").read_text())["status"] == "preempted"
+        assert list_checkpoints(run / "checkpoints") == []
+        assert command(["train", "--resume", run])[0] == 0
+        assert [path.name for path in list_checkpoints(run / "checkpoints")] == ["step-00000002"]
+        assert differences(expected, outcome(run)) == []
 
     def test_behind_the_last_step_nothing_is_lost(self, folder: Path, expected: Outcome) -> None:
         with pytest.MonkeyPatch.context() as patch:

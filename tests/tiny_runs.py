@@ -212,7 +212,7 @@ class Outcome:
     tensors: dict[str, Tensor]
     """Weights, moments and generators of the last checkpoint."""
     state: dict[str, Any]
-    """Its state.json."""
+    """Its state.json, without the run's own name and folder."""
     summary: dict[str, Any]
     logged_steps: list[str]
     """Step numbers of log.txt, in order; a validation repeats one."""
@@ -228,7 +228,7 @@ def outcome(run: Path) -> Outcome:
     return Outcome(
         lines=[json.dumps({key: value for key, value in line.items() if key not in CLOCK_FIELDS}) for line in metrics],
         tensors=last.model | last.optimizer,
-        state=_without_clock(last.state),
+        state=_without_clock({name: value for name, value in last.state.items() if name != "run"}),
         summary=_without_clock(json.loads((run / "summary.json").read_text())),
         logged_steps=[line.split()[1] for line in log if line.startswith("step ")],
         clock_goes_on=all(before < after for before, after in pairwise(seconds)),

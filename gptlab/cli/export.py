@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from gptlab.cli.arguments import Positional, parse
-from gptlab.config.errors import UserError
 from gptlab.model.export_config import ARCHITECTURES, MODELLING_MODULE, Form, choose_form, export_config
+from gptlab.runtime.staged_folder import require_free, staged_folder
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -80,35 +79,14 @@ def export(run: LoadedRun, target: Path, *, form: Form, dtype: Literal["float32"
         # A model begins a new document where it has nothing more to say.
         "generation_config.json": {"bos_token_id": bos_id, "eos_token_id": bos_id, "pad_token_id": bos_id},
     }
-    temporary = target.with_name(f".{target.name}.tmp-{os.getpid()}")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        temporary.mkdir()
-        save_for_transformers(run.tokenizer, temporary, max_tokens=model.seq_len)
-        _fill(temporary, tensors, texts, objects)
-        require_free(target)
-        if target.is_dir():
-            target.rmdir()
-        temporary.rename(target)
-    except OSError as error:
-        raise UserError(f"cannot write {target}: {error.strerror or error}") from error
-    finally:
-        _remove(temporary)
+    with staged_folder(target) as staged:
+        save_for_transformers(run.tokenizer, staged, max_tokens=model.seq_len)
+        _fill(staged, tensors, texts, objects)
 
 
 def modelling_source() -> str:
     """The modelling file. gptlab reads it and never imports it, which would need transformers."""
     return (resources.files("gptlab.model") / f"{MODELLING_MODULE}.py").read_text(encoding="utf-8")
-
-
-def require_free(target: Path) -> None:
-    """UserError unless `target` can be made: it does not exist, or is an empty folder."""
-    if not os.path.lexists(target):
-        return
-    if not target.is_dir():
-        raise UserError(f"{target} is a file: name a folder that does not exist yet")
-    if any(target.iterdir()):
-        raise UserError(f"{target} is not empty (it holds {min(target.iterdir()).name}): name another folder")
 
 
 def _fill(
@@ -123,9 +101,3 @@ def _fill(
         write_bytes(folder / name, (to_json(value, indent=2) + "\n").encode())
     for name, text in texts.items():
         write_bytes(folder / name, text.encode())
-
-
-def _remove(folder: Path) -> None:
-    from gptlab.train.checkpoint_directory import remove_tree
-
-    remove_tree(folder)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,9 +92,9 @@ def _hf(argv: list[str]) -> None:
     from gptlab.model.hf_folder import read_hf_weights
     from gptlab.model.pretrained import hf_pretrained, hub_repository
     from gptlab.runtime.console import Console
-    from gptlab.runtime.run_directory import RunDirectory
+    from gptlab.runtime.staged_folder import require_free
 
-    RunDirectory(Path(arguments.dir)).require_free()  # said now, not after a download
+    require_free(Path(arguments.dir))  # said now, not after a download
     with Console() as console:
         folder, commit = Path(arguments.path), None
         if not folder.is_dir():
@@ -118,9 +117,9 @@ def _nanogpt(argv: list[str]) -> None:
     from gptlab.model.nanogpt_checkpoint import read_nanogpt
     from gptlab.model.pretrained import with_vocabulary
     from gptlab.runtime.console import Console
-    from gptlab.runtime.run_directory import RunDirectory
+    from gptlab.runtime.staged_folder import require_free
 
-    RunDirectory(Path(arguments.dir)).require_free()
+    require_free(Path(arguments.dir))
     with Console() as console:
         checkpoint = read_nanogpt(Path(arguments.path))
         tokenizer: Tokenizer
@@ -144,8 +143,10 @@ def _write(foreign: _Foreign, folder: str, data: Sequence[str], argv: Sequence[s
     from gptlab.config.run import BatchConfig, EvalConfig, RunConfig
     from gptlab.model.pretrained import tokenizer_settings
     from gptlab.runtime.device import device_name
+    from gptlab.runtime.identity import RunIdentity, config_sha256, new_run_id
     from gptlab.runtime.provenance import provenance, take_evidence
     from gptlab.runtime.run_directory import RunDirectory
+    from gptlab.runtime.staged_folder import staged_folder
     from gptlab.train.checkpoint import save_checkpoint
 
     model, tokenizer = foreign.model, foreign.tokenizer
@@ -176,18 +177,17 @@ def _write(foreign: _Foreign, folder: str, data: Sequence[str], argv: Sequence[s
     imported = {**foreign.notes, "fingerprint": weights_fingerprint(weights)}
     del record["data_fingerprint"]  # what it was trained on is not known
 
+    identity = RunIdentity(new_run_id(), config_to_json(config))
+    record |= {"imported": imported, "run_id": identity.id, "config_sha256": config_sha256(identity.config)}
+    state = {"step": 0, "train_seconds": 0.0, "imported": imported, "run": identity.to_json()}
+
     def contents(run: RunDirectory) -> None:
         tokenizer.save(run.tokenizer_path)
         run.write_files(evidence.files())
-        try:
-            state = {"step": 0, "train_seconds": 0.0, "imported": imported}
-            save_checkpoint(run.checkpoints_path, 0, model=weights, optimizer={}, state=state)
-        except BaseException:
-            shutil.rmtree(run.checkpoints_path, ignore_errors=True)
-            raise
+        save_checkpoint(run.checkpoints_path, 0, model=weights, optimizer={}, state=state)
 
-    run = RunDirectory.create(Path(folder), config_to_json(config), {**record, "imported": imported}, contents=contents)
-    run.set_status("finished")
+    with staged_folder(Path(folder)) as staged:
+        RunDirectory.create(staged, identity.config, record, contents=contents).set_status("finished")
     n_parameters = sum(value.numel() for value in weights.values())
     console.line(
         f"{folder}: {model.n_layer} layers, width {model.n_embd}, {model.n_head} heads, context {model.seq_len}, "

@@ -16,6 +16,7 @@ from gptlab.model.gpt import GPT, build_model
 from gptlab.runtime.console import Console
 from gptlab.runtime.device import resolve_device, resolve_dtype
 from gptlab.runtime.distributed import Group
+from gptlab.runtime.identity import edited_field, require_own, saved_identity
 from gptlab.runtime.metrics import read_metrics
 from gptlab.runtime.run_directory import RunDirectory
 from gptlab.runtime.threads import set_threads
@@ -70,6 +71,10 @@ def load_run(
     else:
         best = best_saved_step(directory) if checkpoint == "best" else None
         saved = load_checkpoint(select_checkpoint(directory.checkpoints_path, checkpoint, console.warn, best_step=best))
+    identity = saved_identity(saved.state, saved.path)
+    require_own(directory, identity, saved.path)
+    if identity is not None and (edited := edited_field(directory, identity)) is not None:
+        console.warn(f"{directory.config_path} was edited after {saved.path.name} was saved ({edited})")
     require_weights_of(config.model, saved.model)
     model = build_model(config.model, device=where, compute_dtype=compute_dtype, seed=config.seed)
     load_weights(model, saved.model)

@@ -36,9 +36,10 @@ from gptlab.runtime.code_snapshot import CodeSnapshot
 from gptlab.runtime.console import Console
 from gptlab.runtime.device import cuda_version, device_name
 from gptlab.runtime.distributed import Group
+from gptlab.runtime.identity import RunIdentity, config_sha256, new_run_id, recorded_id
 from gptlab.runtime.job import Job
 from gptlab.runtime.metrics import MetricsLog, NoMetricsLog
-from gptlab.runtime.provenance import RESUME_FACTS, Evidence, provenance
+from gptlab.runtime.provenance import Evidence, provenance
 from gptlab.runtime.rng import seed_everything
 from gptlab.runtime.run_directory import RunDirectory, Status, default_run_path
 from gptlab.train.background_save import BackgroundSaver
@@ -268,7 +269,9 @@ def make_run_directory(session: Session, facts: Mapping[str, object], evidence: 
         session.data.tokenizer.save(run.tokenizer_path)
         run.write_files(evidence.files())
 
-    return RunDirectory.create(path, config_to_json(config), facts, contents=contents)
+    values = config_to_json(config)
+    identity = {"run_id": new_run_id(), "config_sha256": config_sha256(values)}
+    return RunDirectory.create(path, values, {**facts, **identity}, contents=contents)
 
 
 @contextmanager
@@ -283,14 +286,10 @@ def _state_of(checkpoint: Checkpoint) -> Iterator[None]:
         ) from error
 
 
-def record_resume(run: RunDirectory, facts: Mapping[str, object], evidence: Evidence) -> None:
-    """Note in run.json which process goes on with the run, and keep its code where that is not the first one's."""
-    record = run.read_provenance()
-    earlier = record.get("resumes")
-    resumes = earlier if isinstance(earlier, list) else []
-    if facts["code_fingerprint"] != record.get("code_fingerprint"):
-        run.write_files(evidence.code_files(f"code/resume-{len(resumes) + 1}"))
-    run.set_status("running", resumes=[*resumes, {name: facts[name] for name in RESUME_FACTS}])
+def _identity(run: RunDirectory, session: Session) -> RunIdentity:
+    run_id = recorded_id(run)
+    assert run_id is not None
+    return RunIdentity(run_id, run.read_config(), session.data.fingerprint)
 
 
 def train(
@@ -310,7 +309,7 @@ def train(
     with log as metrics, state.loader, BackgroundSaver(state.device) as saver:
         saves = Saves(
             config, session.finish, run, console, metrics, off_clock, group,
-            saver if config.checkpoint.background else None,
+            saver if config.checkpoint.background else None, _identity(run, session) if group.is_main else None,
         )  # fmt: skip
         record = Recorder(
             config, session.finish, run, console, metrics,

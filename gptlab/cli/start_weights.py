@@ -13,6 +13,7 @@ from gptlab.cli.loaded_run import best_saved_step
 from gptlab.config.errors import UserError
 from gptlab.model.hf_folder import read_hf_weights
 from gptlab.model.pretrained import Pretrained
+from gptlab.runtime.identity import require_own, saved_identity
 from gptlab.runtime.run_directory import RunDirectory
 from gptlab.train.checkpoint import load_checkpoint, load_newest, select_checkpoint
 from gptlab.train.state import TrainState
@@ -55,6 +56,7 @@ def _read(found: Pretrained, warn: Callable[[str], None]) -> tuple[dict[str, Ten
         saved = load_newest(run.checkpoints_path, warn)
     else:
         saved = load_checkpoint(select_checkpoint(run.checkpoints_path, "best", warn, best_step=best))
+    require_own(run, saved_identity(saved.state, saved.path), saved.path)
     return saved.model, f"{found.name}, {'newest' if best is None else 'best'} checkpoint: step {saved.step}"
 
 

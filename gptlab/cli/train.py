@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from gptlab.runtime.job import Job
     from gptlab.runtime.liveness import Failure
     from gptlab.runtime.run_directory import RunDirectory, Status
-    from gptlab.train.checkpoint import Checkpoint
     from gptlab.train.early_stop import EarlyStop
 
 DESCRIPTION = "Train a GPT, or resume a run."
@@ -182,8 +181,9 @@ def _prepare_and_train(
     from gptlab.cli.place import kernels_for, machine_for, place_of
     from gptlab.cli.repeat import repeated_config, what_differs
     from gptlab.cli.restart import earlier_end, end_again, restarted
+    from gptlab.cli.resume import newest_checkpoint, record_resume, require_same_start, restore_tokenizer
     from gptlab.cli.same_run import require_same_run, shared_machine
-    from gptlab.cli.session import make_run_directory, open_session, record_resume, train
+    from gptlab.cli.session import make_run_directory, open_session, train
     from gptlab.runtime.run_directory import RunDirectory
     from gptlab.train.closing_block import show_closing_block
     from gptlab.train.off_clock import OffClock
@@ -204,7 +204,7 @@ def _prepare_and_train(
             show_closing_block(summary, console)
             return Result(0, run.path, summary)
         start.run = run
-        checkpoint = _newest_checkpoint(run, console, group)
+        checkpoint = newest_checkpoint(run, console, group)
         start.config = _with_own_tokenizer(start.config, run)
     if request.from_run is not None:
         origin = RunDirectory.open(Path(request.from_run))
@@ -218,7 +218,7 @@ def _prepare_and_train(
     place = place_of(start.config, group.world)
     session = open_session(start.config, place, console, restored=checkpoint is not None, group=group)
     if start.run is not None:
-        _require_same_start(start.run, session)
+        require_same_start(start.run, session, checkpoint)
     evidence = evidence_taker.result()
     facts = session.provenance(argv, evidence.code, request.from_run)
     require_same_run(session.config, facts, group)
@@ -231,7 +231,8 @@ def _prepare_and_train(
         start.run = make_run_directory(session, facts | {"job": start.job.id}, evidence, start.job)
         held.enter_context(start.run.lock())
     elif group.is_main and start.run is not None:
-        record_resume(start.run, facts, evidence)
+        restore_tokenizer(start.run, session.data.tokenizer, console)
+        record_resume(start.run, facts, evidence, checkpoint, console)
     start.run = RunDirectory(Path(group.broadcast("run folder", start.run and str(start.run.path))))
     try:
         ended, summary = train(
@@ -312,31 +313,6 @@ def _finished(config: RunConfig, run_directory: RunDirectory, console: Console) 
     return summary
 
 
-def _newest_checkpoint(run_directory: RunDirectory, console: Console, group: Group) -> Checkpoint | None:
-    """The newest checkpoint that is intact for every rank; None where the run ended before its first one, and so goes
-    on from its start."""
-    from gptlab.runtime.metrics import read_metrics
-    from gptlab.train.agreement import same_checkpoint
-    from gptlab.train.checkpoint import list_checkpoints
-
-    if group.broadcast("has checkpoints", bool(list_checkpoints(run_directory.checkpoints_path))):
-        try:
-            return same_checkpoint(run_directory.checkpoints_path, group, console.warn)
-        except UserError:
-            if not group.is_main:
-                group.barrier("an intact checkpoint")  # to which rank 0 does not come: it says what is wrong
-            raise
-    metrics = read_metrics(run_directory.metrics_path) if group.is_main and run_directory.metrics_path.exists() else []
-    saved = [line["step"] for line in metrics if line["kind"] == "checkpoint"]
-    if saved:
-        raise UserError(
-            f"no checkpoint in {run_directory.checkpoints_path}, though one of step {saved[-1]} was saved there: bring "
-            "it back, or train in a new folder"
-        )
-    console.line(f"{run_directory.path} has no checkpoint yet: it begins anew")
-    return None
-
-
 def _what_stands(run_directory: RunDirectory) -> str:
     from gptlab.train.checkpoint import list_checkpoints
 
@@ -358,22 +334,6 @@ def _with_own_tokenizer(config: RunConfig, run_directory: RunDirectory) -> RunCo
     if config.tokenizer.path is None or not run_directory.tokenizer_path.is_dir():
         return config
     return replace(config, tokenizer=replace(config.tokenizer, path=str(run_directory.tokenizer_path)))
-
-
-def _require_same_start(run_directory: RunDirectory, session: Session) -> None:
-    """The data of the first start, and its first weights where the run begins with them anew."""
-    record = run_directory.read_provenance()
-    if session.start is not None and record.get("init_from_fingerprint") != session.start.fingerprint:
-        raise UserError(
-            f"the weights of {session.config.init_from} are not those that {run_directory.path} began with "
-            f"(fingerprint {session.start.fingerprint[:12]}): bring them back, or train in a new folder"
-        )
-    recorded = record.get("data_fingerprint")
-    if recorded != session.data.fingerprint:
-        raise UserError(
-            f"the data is not what {run_directory.path} was trained on (fingerprint {session.data.fingerprint}, "
-            f"was {recorded}): bring the corpus back to resume"
-        )
 
 
 def describe(session: Session, console: Console) -> None:

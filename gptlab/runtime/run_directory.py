@@ -171,6 +171,12 @@ class RunDirectory:
         end = None if status == "running" else datetime.now(UTC).isoformat(timespec="seconds")
         write_json_atomic(self.provenance_path, {**record, **extra, "status": status, "end": end})
 
+    def replace_provenance(self, record: Mapping[str, object]) -> None:
+        """Write run.json anew in the place of one that is lost or damaged; a damaged one is kept beside it."""
+        with suppress(OSError):
+            self.provenance_path.replace(self.path / "run.json.damaged")
+        write_json_atomic(self.provenance_path, dict(record))
+
     def write_files(self, files: Mapping[str, bytes]) -> None:
         """Put {path inside the run: contents} there; UserError where they cannot be written."""
         for name, content in files.items():

@@ -106,7 +106,8 @@ def fit(
                 checkpoint(state, work, record)
 
             if agreed.stop:
-                checkpoint(state, work, record, scheduled=False)
+                if state.step > 0:  # before the first step there is nothing to save: the run begins again
+                    checkpoint(state, work, record, scheduled=False)
                 record.preempted(state, agreed.signal_name)
                 return "preempted"
             if ended or config.eval.only:

@@ -121,9 +121,8 @@ class Recorder:
         self.console.line(f"--- sample at step {state.step}\n{text.rstrip()}\n---")
 
     def preempted(self, state: TrainState, signal_name: str | None) -> None:
-        self.console.line(
-            f"{signal_name}: stopped after step {state.step}, saved; go on with gptlab train --resume {self.run.path}"
-        )
+        where = f"after step {state.step}, saved" if state.step else "before the first step"
+        self.console.line(f"{signal_name}: stopped {where}; go on with gptlab train --resume {self.run.path}")
 
     def rewind(self, checkpoint: Checkpoint | None) -> None:
         """Cut metrics.jsonl and log.txt to what they were at a checkpoint (None: at the start), its own line included

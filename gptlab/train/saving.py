@@ -23,6 +23,7 @@ from gptlab.config.errors import UserError
 from gptlab.config.run import RunConfig
 from gptlab.runtime.console import Console
 from gptlab.runtime.distributed import Group
+from gptlab.runtime.identity import RunIdentity
 from gptlab.runtime.metrics import MetricsLog
 from gptlab.runtime.run_directory import RunDirectory
 from gptlab.train.background_save import BackgroundSaver
@@ -94,6 +95,7 @@ class Saves:
     group: Group = field(default_factory=Group)
     saver: BackgroundSaver | None = None
     """None: training waits for every save."""
+    identity: RunIdentity | None = None  # which rank 0 alone needs
     unscheduled_steps: set[int] = field(default_factory=set)
     """Of checkpoints that a signal asked for, as far as known."""
     _abandoned: bool = False
@@ -268,6 +270,7 @@ class Saves:
             "metrics_bytes": self.metrics.position(),
             "log_bytes": self.console.log_position(),
             "off_clock": self.off_clock.so_far(),
+            **({} if self.identity is None else {"run": self.identity.to_json()}),
         }
 
     def _completion(
