@@ -123,8 +123,7 @@ MUTATIONS = [
     ),
     Mutation(
         "config.json has another seed than the run", "cli/session.py",
-        "return RunDirectory.create(path, config_to_json(config), facts, contents=contents)",
-        "return RunDirectory.create(path, config_to_json(replace(config, seed=0)), facts, contents=contents)",
+        "values = config_to_json(config)", "values = config_to_json(replace(config, seed=0))",
         ["test_train.py::TestRunFolder::test_config_reproduces_the_run",
          "test_from.py::TestRepeats::test_twice_over_it_is_the_same_run"],
         ["A section of a report", "The script reads its own code"],
