@@ -1,9 +1,11 @@
 """A pretraining system for small GPTs, judged by validation bits per byte.
 
     import gptlab
-    gptlab.train(gptlab.recipes.quickstart(depth=4, minutes=3))
+    result = gptlab.train("quickstart", depth=4, minutes=3)
+    print(result.summary["val_bpb"], result.run_dir)
 
-Nothing heavy is imported before it is used: torch loads with the first `gptlab.train(...)`.
+`help(gptlab.train)` has its arguments, `gptlab.recipes` the recipes as functions, and wrong arguments are a
+`gptlab.UserError`. Nothing heavy is imported before it is used: torch loads with the first `gptlab.train(...)`.
 """
 
 from __future__ import annotations
@@ -13,12 +15,18 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gptlab.cli.train import run as train
+    from inspect import Signature
+
+    from gptlab.cli.api import train as train
+    from gptlab.cli.train import Result as Result
     from gptlab.config import recipes as recipes
+    from gptlab.config.errors import UserError as UserError
 else:
     from gptlab import train
 
-__all__ = ["__version__", "recipes", "train"]
+__all__ = ["Result", "UserError", "__version__", "recipes", "train"]
+
+_WHERE = {"Result": "gptlab.cli.train", "UserError": "gptlab.config.errors"}
 
 
 class _TrainPackage(ModuleType):
@@ -26,15 +34,35 @@ class _TrainPackage(ModuleType):
     in it is imported, so a function of that name could not last; a package that can be called does."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return import_module("gptlab.cli.train").run(*args, **kwargs)
+        return _train_function()(*args, **kwargs)
+
+    @property
+    def __signature__(self) -> Signature:
+        signature: Signature = import_module("inspect").signature(_train_function())
+        return signature
+
+    @property
+    def __doc__(self) -> str:  # type: ignore[override]
+        """What help() shows: the function, not the package."""
+        return str(_train_function().__doc__)
+
+
+def _train_function() -> Any:
+    return import_module("gptlab.cli.api").train
 
 
 train.__class__ = _TrainPackage
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def __getattr__(name: str) -> Any:
     if name == "recipes":
         return import_module("gptlab.config.recipes")
+    if name in _WHERE:
+        return getattr(import_module(_WHERE[name]), name)
     if name == "__version__":
         from importlib import metadata  # 20 ms that `gptlab --help` does not need.
 

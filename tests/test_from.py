@@ -67,14 +67,15 @@ class TestRepeats:
         assert {path: path.read_bytes() for path in before} == before
 
     def test_from_python(self, folder: Path, whole: Path, expected: Outcome) -> None:
-        result = gptlab.train(from_run=whole, overrides={"run_dir": str(folder / "python")})
+        result = gptlab.train(from_run=whole, run_dir=folder / "python")
         assert (result.exit_code, result.run_dir) == (0, folder / "python")
         assert differences(expected, outcome(folder / "python")) == []
-        for wrong in ({"resume": whole}, {"config": stored_config(RunDirectory(whole))}):
-            with pytest.raises(UserError, match="one of"):
-                gptlab.train(from_run=whole, **wrong)
-        with pytest.raises(UserError, match="overrides go with from_run"):
-            gptlab.train(resume=whole, overrides={"seed": 2})
+        with pytest.raises(UserError, match="one of"):
+            gptlab.train(from_run=whole, resume=whole)
+        with pytest.raises(UserError, match="one of"):
+            gptlab.train(stored_config(RunDirectory(whole)), from_run=whole)
+        with pytest.raises(UserError, match="has another configuration: seed: 1337 vs 2"):
+            gptlab.train(resume=whole, seed=2)
 
     def test_a_changed_field_changes_the_run(self, folder: Path, whole: Path, expected: Outcome) -> None:
         run = folder / "other-seed"

@@ -486,7 +486,7 @@ class TestEnd:
         assert "model.n_head = 5" in err
         assert not (folder / "wrong").exists()
         with pytest.raises(UserError, match="one of: a configuration to train, a run to"):
-            gptlab.train()
+            gptlab.train(make_config(folder, "two"), resume=folder / "run")
 
 
 EXPLODING: Flags = {

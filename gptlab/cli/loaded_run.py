@@ -8,6 +8,8 @@ from pathlib import Path
 
 import torch
 
+from gptlab.cli.own_parts import own_parts_of
+from gptlab.cli.repeat import recorded_facts
 from gptlab.config.errors import UserError
 from gptlab.config.load import config_from_json
 from gptlab.config.run import RunConfig
@@ -53,6 +55,8 @@ def load_run(
     """
     group = group or Group()
     directory = RunDirectory.open(Path(path))
+    if (change := own_parts_of(recorded_facts(directory)).get("change_model")) is not None:
+        raise UserError(f"the model of {path} was changed by change_model={change['name']}, which only Python can call")
     config = config_from_json(directory.read_config())
     where = resolve_device(device or config.runtime.device, None if group.size == 1 else group.world.local_rank)
     compute_dtype = resolve_dtype(dtype or config.runtime.dtype, where)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +17,7 @@ from gptlab.config.load import (
     apply_overrides,
     checked_value,
     differences,
+    flatten,
     leaf_fields,
     load_toml,
     unknown_field,
@@ -180,7 +182,18 @@ def read_request(argv: Sequence[str], arguments: type[RunArguments], *, prog: st
         argv, names | _recipes_own(), positionals=["recipe"], implied={"compile": "on"},
         unknown=lambda n, v: _unknown_flag(n, v, names),
     )  # fmt: skip
-    recipe = given.pop("recipe", None)
+    return request_of(given.pop("recipe", None), given)
+
+
+def request_from_values(recipe: str | None, values: Mapping[str, Any]) -> RunRequest:
+    """The same from Python: {name: value}, groups of fields nested as in a TOML file. UserError as there."""
+    names = _fields(TrainArguments) | _recipes_own()
+    leaves = flatten({name: _plain(value) for name, value in values.items()})
+    return request_of(recipe, {name: _checked(name, value, names) for name, value in leaves.items()})
+
+
+def request_of(recipe: str | None, given: Mapping[str, Any]) -> RunRequest:
+    """A recipe's name or a TOML file, and {name: checked value} beside it."""
     _require_one_start(recipe, given)
     file: dict[str, Any] = {}
     if recipe is not None and recipe.endswith(".toml"):
@@ -306,13 +319,28 @@ def _read_file(path: str) -> dict[str, Any]:
     names, values = _fields(RunArguments) | _recipes_own(), dict[str, Any]()
     try:
         for name, value in load_toml(path).items():
-            if name not in names:
-                raise unknown_field(name, value, also=names)
-            one_source = name in ("data", "data.source") and isinstance(value, str)
-            values[name] = checked_value(names[name], [value] if one_source else value, name)
+            values[name] = _checked(name, value, names)
     except ConfigError as error:
         raise UserError(f"{path}: {error}") from None
     return values
+
+
+def _checked(name: str, value: Any, names: Mapping[str, Any]) -> Any:
+    if name not in names:
+        if (elsewhere := answer(name)) is not None:
+            raise UserError(f"there is no {name} here: {elsewhere}")
+        raise unknown_field(name, value, also=names)
+    one_source = name in ("data", "data.source", "data.val_source") and isinstance(value, str)
+    return checked_value(names[name], [value] if one_source else value, name)
+
+
+def _plain(value: Any) -> Any:
+    """Paths as text, also inside of lists and groups."""
+    if isinstance(value, Mapping):
+        return {name: _plain(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
 def _unknown_flag(name: str, value: object, names: Mapping[str, Any]) -> UserError:

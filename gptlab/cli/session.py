@@ -13,6 +13,7 @@ from typing import Literal
 
 import torch
 
+from gptlab.cli.own_parts import NO_PARTS, OwnParts
 from gptlab.cli.place import Place
 from gptlab.cli.same_run import require_same_mode
 from gptlab.cli.start_weights import Start, load_start_weights
@@ -96,13 +97,19 @@ class Session:
 
 
 def open_session(
-    config: RunConfig, place: Place, console: Console, *, restored: bool = False, group: Group | None = None
+    config: RunConfig,
+    place: Place,
+    console: Console,
+    *,
+    restored: bool = False,
+    group: Group | None = None,
+    parts: OwnParts = NO_PARTS,
 ) -> Session:
     """Prepare the data and build the run. UserError for whatever makes it impossible; nothing of it is written yet.
 
     `restored`: a checkpoint will bring the weights, so that those of `init_from` are not needed. `group`: the processes
     that train together; rank 0 prepares the data, and the others find it prepared (or, where they do not see rank 0's
-    cache, prepare it once a machine).
+    cache, prepare it once a machine). `parts`: what a Python caller puts in the place of the configuration's.
     """
     group = group or Group()
     _require_possible_size(config.parallel, group.size)
@@ -131,13 +138,13 @@ def open_session(
         config = replace(config, runtime=replace(config.runtime, threads=place.threads))
     _require_encodable(config.sample.prompts, tokenizer)
     seq_len = config.model.seq_len
-    rows = make_rows(data.train, config.data, seq_len, tokenizer.bos_id, config.seed, data.folder)
+    rows = parts.rows(data, config) if parts.rows is not None else _rows(data, config)
     held_out = validation_rows(data.val, seq_len, tokenizer.bos_id, config.eval.tokens)
     of_training = None
     if config.eval.train_tokens is not None:
         of_training = validation_rows(data.train, seq_len, tokenizer.bos_id, config.eval.train_tokens)
 
-    state, sums = _build_state(config, rows, place, group)
+    state, sums = _build_state(config, rows, place, group, parts)
     model = state.model
     start = None if pretrained is None else load_start_weights(state, pretrained, console.warn)
     counts, flops = parameter_counts(model), flops_per_token(model)
@@ -195,8 +202,13 @@ def _require_possible_size(parallel: ParallelConfig, world_size: int) -> None:
         raise ConfigError("parallel.exact_any_world_size", True, reason, f"{nearest} processes")
 
 
+def _rows(data: PreparedData, config: RunConfig) -> RowSource:
+    bos_id = data.tokenizer.bos_id
+    return make_rows(data.train, config.data, config.model.seq_len, bos_id, config.seed, data.folder)
+
+
 def _build_state(
-    config: RunConfig, rows: RowSource, place: Place, group: Group
+    config: RunConfig, rows: RowSource, place: Place, group: Group, parts: OwnParts
 ) -> tuple[TrainState, GradientSums | None]:
     """The run as it begins, and what adds up the gradients of several processes."""
     require_same_mode(config.parallel.mode, group)
@@ -212,8 +224,9 @@ def _build_state(
     if group.size > 1 and not config.parallel.exact_any_world_size:
         return build_divided_state(config, rows, device=place.device, compute_dtype=place.dtype, group=group)
     state = build_state(
-        config, rows, device=place.device, compute_dtype=place.dtype, rank=group.rank, world_size=group.size
-    )
+        config, rows, device=place.device, compute_dtype=place.dtype, rank=group.rank, world_size=group.size,
+        change_model=parts.change_model, make_optimizer=parts.make_optimizer,
+    )  # fmt: skip
     return state, _gradient_sum(config, state.model, group)
 
 
@@ -292,6 +305,14 @@ def _identity(run: RunDirectory, session: Session) -> RunIdentity:
     return RunIdentity(run_id, run.read_config(), session.data.fingerprint)
 
 
+def _open_metrics(run: RunDirectory, session: Session, parts: OwnParts) -> MetricsLog:
+    if parts.hooks:
+        from gptlab.train.hooks import HookedMetricsLog
+
+        return HookedMetricsLog(run.metrics_path, parts.hooks, session.place.device)
+    return MetricsLog(run.metrics_path)
+
+
 def train(
     session: Session,
     run: RunDirectory,
@@ -299,13 +320,14 @@ def train(
     console: Console,
     off_clock: OffClock,
     *,
+    parts: OwnParts = NO_PARTS,
     before_first_step: Callable[[], None] = lambda: None,
 ) -> tuple[Literal["finished", "preempted"], dict[str, object]]:
     """Run the session in its folder, whose lock the caller holds, from the start or from a checkpoint of it. Returns
     how it ended, and the closing numbers. Of several processes only rank 0 writes."""
     config, state, group = session.config, session.state, session.work.group
     peak = session.place.peak.flops_per_second
-    log = MetricsLog(run.metrics_path) if group.is_main else NoMetricsLog()
+    log = _open_metrics(run, session, parts) if group.is_main else NoMetricsLog()
     with log as metrics, state.loader, BackgroundSaver(state.device) as saver:
         saves = Saves(
             config, session.finish, run, console, metrics, off_clock, group,

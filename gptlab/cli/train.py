@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from gptlab.cli.own_parts import NO_PARTS, OwnParts
 from gptlab.cli.run_arguments import RunRequest, TrainArguments, read_request, recipe_list
 from gptlab.config.errors import UserError
 from gptlab.config.recipes import why_quickstart_size
@@ -40,7 +41,7 @@ class Result:
     exit_code: int
     run_dir: Path
     summary: dict[str, object]
-    """The closing block's numbers; empty for a run that was preempted or failed."""
+    """What summary.json holds; empty for a run that was preempted or failed."""
 
 
 def main(argv: list[str]) -> int:
@@ -54,37 +55,12 @@ def main(argv: list[str]) -> int:
     from gptlab.train.early_stop import StoppedEarly
 
     try:
-        return _train(request, ["train", *argv], started).exit_code
+        return train_run(request, ["train", *argv], started).exit_code
     except StoppedEarly as stop:
         print(_stopped_early(str(stop), None))
         return EXIT_PREEMPTED
     except PeerFailed as failed:
         return tell_peer_failed(failed)
-
-
-def run(
-    config: RunConfig | None = None,
-    *,
-    resume: str | Path | None = None,
-    from_run: str | Path | None = None,
-    overrides: Mapping[str, Any] | None = None,
-) -> Result:
-    """Train a configuration, go on with the run in `resume`, or train that of `from_run` anew in a folder of its own,
-    with `overrides` ({dotted field: value}) put in.
-
-    Errors are raised: UserError, TrainingFailed; StoppedEarly, a KeyboardInterrupt, for a signal before there is a run;
-    PeerFailed where one of several processes is lost.
-    """
-    if [config, resume, from_run].count(None) != 2:
-        raise UserError("give one of: a configuration to train, a run to resume, a run to train anew (from_run)")
-    if overrides and from_run is None:
-        raise UserError("overrides go with from_run; a configuration is changed by dataclasses.replace")
-    request = RunRequest(
-        resume=None if resume is None else str(resume),
-        from_run=None if from_run is None else str(from_run),
-        overrides=overrides or {},
-    )
-    return _train(request, sys.argv, time.perf_counter(), config=config, catch=False)
 
 
 @dataclass(slots=True)
@@ -109,9 +85,16 @@ class _Start:
             self.job.ends(exit_code, text)
 
 
-def _train(
-    request: RunRequest, argv: Sequence[str], started: float, *, config: RunConfig | None = None, catch: bool = True
+def train_run(
+    request: RunRequest,
+    argv: Sequence[str],
+    started: float,
+    *,
+    config: RunConfig | None = None,
+    parts: OwnParts = NO_PARTS,
+    catch: bool = True,
 ) -> Result:
+    """Train what was asked for, or `config`. Without `catch` errors are raised, TrainingFailed among them."""
     from gptlab.cli.ranks import exit_code
     from gptlab.runtime.console import Console, QuietConsole
     from gptlab.runtime.distributed import World, join
@@ -131,7 +114,9 @@ def _train(
             with join(world, partial(exit_code, interrupted=EXIT_PREEMPTED)) as group, ExitStack() as held:
                 start.job = open_job()
                 group.when_lost(partial(_note_lost, start))
-                result = _prepare_and_train(request, argv, started, start, console, held, early, group, catch=catch)
+                result = _prepare_and_train(
+                    request, argv, started, start, console, held, early, group, parts, catch=catch
+                )
                 early.too_late()
                 return result
         except BaseException as last:
@@ -172,6 +157,7 @@ def _prepare_and_train(
     held: ExitStack,
     early: EarlyStop,
     group: Group,
+    parts: OwnParts,
     *,
     catch: bool,
 ) -> Result:
@@ -185,11 +171,12 @@ def _prepare_and_train(
     from gptlab.cli.same_run import require_same_run, shared_machine
     from gptlab.cli.session import make_run_directory, open_session, train
     from gptlab.runtime.run_directory import RunDirectory
-    from gptlab.train.closing_block import show_closing_block
+    from gptlab.train.closing_block import closing_numbers, show_closing_block
     from gptlab.train.off_clock import OffClock
     from gptlab.train.watchdog import TrainingFailed
 
     assert start.job is not None
+    parts.require_alone(group.size)
     if (end := earlier_end(start.job, group)) is not None:
         return Result(*end_again(end, request, start.job, console, group), {})
     request = restarted(request, start.job, console, group)
@@ -201,14 +188,16 @@ def _prepare_and_train(
         _require_trained(run)
         if summary := group.broadcast("finished", _finished(start.config, run, console) if group.is_main else None):
             console.line(f"{run.path} is finished: there is nothing left to train")
-            show_closing_block(summary, console)
+            show_closing_block(closing_numbers(summary), console)
             return Result(0, run.path, summary)
+        _same_parts(parts, run, "resume", console)
         start.run = run
         checkpoint = newest_checkpoint(run, console, group)
         start.config = _with_own_tokenizer(start.config, run)
     if request.from_run is not None:
         origin = RunDirectory.open(Path(request.from_run))
         _require_trained(origin)
+        _same_parts(parts, origin, "repeat", console)
         start.config = repeated_config(request, origin)
     held.enter_context(kernels_for(start.config, request))
     if start.config is None:
@@ -216,7 +205,7 @@ def _prepare_and_train(
     if group.is_main and start.run is None and start.config.run_dir is not None:
         RunDirectory(Path(start.config.run_dir)).require_free()  # said now, not after the data is prepared
     place = place_of(start.config, group.world)
-    session = open_session(start.config, place, console, restored=checkpoint is not None, group=group)
+    session = open_session(start.config, place, console, restored=checkpoint is not None, group=group, parts=parts)
     if start.run is not None:
         require_same_start(start.run, session, checkpoint)
     evidence = evidence_taker.result()
@@ -228,7 +217,7 @@ def _prepare_and_train(
             console.warn(line)
     describe(session, console)
     if group.is_main and start.run is None:
-        start.run = make_run_directory(session, facts | {"job": start.job.id}, evidence, start.job)
+        start.run = make_run_directory(session, facts | {"job": start.job.id} | parts.facts(), evidence, start.job)
         held.enter_context(start.run.lock())
     elif group.is_main and start.run is not None:
         restore_tokenizer(start.run, session.data.tokenizer, console)
@@ -236,8 +225,9 @@ def _prepare_and_train(
     start.run = RunDirectory(Path(group.broadcast("run folder", start.run and str(start.run.path))))
     try:
         ended, summary = train(
-            session, start.run, checkpoint, console, OffClock(started), before_first_step=early.preparation_is_over
-        )
+            session, start.run, checkpoint, console, OffClock(started),
+            parts=parts, before_first_step=early.preparation_is_over,
+        )  # fmt: skip
     except TrainingFailed as error:
         start.ends(EXIT_TRAINING_FAILED, str(error))
         console.warn(f"training failed: {error}; {_what_stands(start.run)}")
@@ -293,7 +283,7 @@ def _stored(request: RunRequest) -> tuple[RunConfig, RunDirectory]:
 
 
 def _finished(config: RunConfig, run_directory: RunDirectory, console: Console) -> dict[str, object]:
-    """The closing numbers of a run that is at its end and whose final weights are intact; empty for any other."""
+    """summary.json of a run that is at its end and whose final weights are intact; empty for any other."""
     from gptlab.runtime.strict_json import read_json_object
     from gptlab.train.checkpoint import select_checkpoint
     from gptlab.train.closing_block import closing_numbers
@@ -301,10 +291,12 @@ def _finished(config: RunConfig, run_directory: RunDirectory, console: Console) 
     try:
         if run_directory.read_provenance().get("status") != "finished":
             return {}
-        summary = closing_numbers(read_json_object(run_directory.summary_path))
+        summary = read_json_object(run_directory.summary_path)
     except UserError:  # lost or damaged: training on from the last checkpoint, which ends at once, writes them again
         return {}
-    if summary and not config.eval.only:  # a run that only validates saves nothing
+    if not closing_numbers(summary):
+        return {}
+    if not config.eval.only:  # a run that only validates saves nothing
         try:
             select_checkpoint(run_directory.checkpoints_path, str(summary["num_steps"]), console.warn)
         except UserError as error:
@@ -326,6 +318,13 @@ def _require_trained(run_directory: RunDirectory) -> None:
     if "imported" in recorded_facts(run_directory):
         path = run_directory.path
         raise UserError(f"{path} was imported, not trained: to begin with its weights, --init-from {path}")
+
+
+def _same_parts(parts: OwnParts, run: RunDirectory, verb: str, console: Console) -> None:
+    from gptlab.cli.repeat import recorded_facts
+
+    for warning in parts.require_those_of(run.path, recorded_facts(run), verb):
+        console.warn(warning)
 
 
 def _with_own_tokenizer(config: RunConfig, run_directory: RunDirectory) -> RunConfig:

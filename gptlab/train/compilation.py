@@ -17,6 +17,7 @@ from gptlab.config.run import RunConfig
 from gptlab.data.cache import cache_root
 from gptlab.data.loader import StepBatch
 from gptlab.model.counting import flops_per_token
+from gptlab.optim.combined import CombinedOptimizer
 from gptlab.runtime.device import compiler_available, synchronize
 from gptlab.runtime.rng import capture_rng, restore_rng
 from gptlab.train.state import TrainState
@@ -110,7 +111,8 @@ def warm_up(
     scaler = state.scaler.state_dict()
     try:
         gradients(state, _foreign_batch(state, config), kernels.loss_sum, config, sums)
-        state.optimizer.step(1.0, config.optim.muon.momentum, 1.0)
+        if isinstance(state.optimizer, CombinedOptimizer):  # another's state comes to be in its first step
+            state.optimizer.step(1.0, config.optim.muon.momentum, 1.0)
         state.model.eval()
         with torch.no_grad():
             kernels.logits(torch.zeros(eval_sequences, config.model.seq_len, dtype=torch.int64, device=state.device))

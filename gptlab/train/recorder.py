@@ -162,8 +162,9 @@ class Recorder:
         }
 
     def finish_run(self, state: TrainState) -> dict[str, Any]:
-        """Write summary.json and the closing block."""
-        summary = self.summary(state)
+        """Write summary.json, which is returned, and the closing block."""
+        closing = self.summary(state)
+        summary = closing | self.details(state)
         if self.config.checkpoint.save_best and state.best and state.best.step > 0 and state.best != state.best_saved:
             saved = f"that of step {state.best_saved.step}" if state.best_saved else "none"
             self.console.warn(
@@ -171,8 +172,8 @@ class Recorder:
                 f"checkpoint is {saved}"
             )
         if self.saves.group.is_main:
-            write_json_atomic(self.run.summary_path, summary | self.details(state))
-        show_closing_block(summary, self.console)
+            write_json_atomic(self.run.summary_path, summary)
+        show_closing_block(closing, self.console)
         return summary
 
     def details(self, state: TrainState) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from gptlab.model.roles import fused_rows, parameter_roles
 from gptlab.optim.clip import joint_norm
 from gptlab.optim.combined import CombinedOptimizer
 from gptlab.optim.groups import build_optimizer
-from gptlab.runtime.rng import capture_rng, restore_rng
+from gptlab.runtime.rng import capture_rng, fold_seed, restore_rng, seed_everything
 from gptlab.train.faults import FaultRecord, first_broken_gradient
 from gptlab.train.pieces import Piece, share_of, whole_pieces
 from gptlab.train.throughput import LossEma
@@ -250,11 +250,14 @@ def build_state(
     compute_dtype: torch.dtype,
     rank: int = 0,
     world_size: int = 1,
+    change_model: Callable[[GPT], None] | None = None,
     make_optimizer: Callable[[GPT, RunConfig], CombinedOptimizer] | None = None,
 ) -> TrainState:
     """A run that has not begun: weights as initialised, moments at zero, the loader at the rank's first rows.
-    `make_optimizer`: None for one that updates everything."""
+    `change_model` may replace parts of the model; `make_optimizer`: None for one that updates everything."""
     model = build_model(config.model, device=device, compute_dtype=compute_dtype, seed=config.seed)
+    if change_model is not None:
+        _change(model, change_model, config.seed, device)
     optimizer = (make_optimizer or whole_optimizer)(model, config)
     loader = Loader(
         rows, micro_sequences=config.batch.micro_sequences, micro_batches=config.micro_batches, device=device,
@@ -262,6 +265,15 @@ def build_state(
     )  # fmt: skip
     scaler = torch.amp.GradScaler(device.type, enabled=compute_dtype == torch.float16)
     return TrainState(model, optimizer, loader, scaler, device, rank, world_size)
+
+
+def _change(model: GPT, change: Callable[[GPT], None], seed: int, device: torch.device) -> None:
+    """Let `change` draw from generators that depend on the run's seed alone, and that nothing else draws from."""
+    generators = capture_rng(device)
+    seed_everything(fold_seed(seed, 1), device)
+    change(model)
+    restore_rng(generators, device)
+    model.to(device)
 
 
 def whole_optimizer(model: GPT, config: RunConfig) -> CombinedOptimizer:

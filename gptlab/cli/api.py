@@ -1,0 +1,110 @@
+"""`gptlab.train(...)`: what `gptlab train` does, as a function."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from gptlab.cli.own_parts import OwnParts
+from gptlab.cli.run_arguments import RunRequest, request_from_values
+from gptlab.cli.train import Result, train_run
+from gptlab.config.errors import UserError
+from gptlab.config.load import apply_overrides
+from gptlab.config.run import RunConfig
+
+if TYPE_CHECKING:
+    import torch
+
+    from gptlab.data.prepare import PreparedData
+    from gptlab.data.rows import RowSource
+    from gptlab.model.gpt import GPT
+
+
+def train(
+    recipe: str | RunConfig | None = None,
+    *,
+    depth: int | None = None,
+    minutes: float | None = None,
+    steps: int | None = None,
+    tokens: int | None = None,
+    flops: float | None = None,
+    tokens_per_param: float | None = None,
+    until_val_loss: float | None = None,
+    data: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | dict[str, Any] | None = None,
+    seed: int | None = None,
+    run_dir: str | os.PathLike[str] | None = None,
+    resume: str | os.PathLike[str] | None = None,
+    from_run: str | os.PathLike[str] | None = None,
+    on_step: Callable[[dict[str, Any]], object] | None = None,
+    on_eval: Callable[[dict[str, Any]], object] | None = None,
+    rows: Callable[[PreparedData, RunConfig], RowSource] | None = None,
+    optimizer: Callable[[GPT], torch.optim.Optimizer] | None = None,
+    change_model: Callable[[GPT], None] | None = None,
+    **fields: Any,
+) -> Result:
+    """Train a GPT, resume a run, or repeat one; what `gptlab train` does.
+
+        gptlab.train("quickstart", depth=4, steps=200)
+        gptlab.train("nanochat-tiny", data="notes/", model={"window_pattern": "L"}, optim={"muon": {"lr": 0.01}})
+        gptlab.train(from_run="runs/NAME", seed=7)
+        gptlab.train(resume="runs/NAME")
+
+    Args:
+        recipe: a name from `gptlab train --list`, a TOML file, or a configuration (`gptlab.recipes.quickstart()`).
+            None: quickstart.
+        depth: transformer blocks; width, heads and rates follow.
+        minutes, steps, tokens, flops, tokens_per_param: how long to train; give one of them, or none.
+        until_val_loss: stop at this validation loss (nats/token), if that is sooner.
+        data: files, folders, globs or corpora by name; or a dict of fields of `data`.
+        seed: seeds weights, data order, dropout and samples.
+        run_dir: folder of the run. None: runs/RECIPE-DATE-TIME.
+        resume: the folder of a run to continue, bit for bit.
+        from_run: the folder of a run to repeat in a folder of its own; fields given beside it replace its own.
+        on_step, on_eval: called with the fields of each `train` or `eval` line of metrics.jsonl as it is written.
+            They get numbers only, off the clock, and random generators are put back: they cannot change the run.
+        rows: makes the training rows: (prepared data, configuration) -> RowSource.
+        optimizer: makes the optimizer of all weights: model -> torch.optim.Optimizer. Its learning rates are peaks,
+            which the schedule multiplies.
+        change_model: changes the model before it is trained, such as `block.mlp = MyMLP(...)` for its blocks.
+        fields: every other name that a flag or a TOML file may have, groups as dicts: `model={"seq_len": 256}`,
+            `dtype="float32"`, `eval={"every_steps": 100}`.
+
+    What `rows`, `optimizer` and `change_model` name is recorded in run.json with a fingerprint of its source. Resuming
+    or repeating such a run needs functions of the same names.
+
+    Returns a Result: exit_code (0 finished, 75 preempted), run_dir, and summary, which holds what summary.json does.
+
+    Raises UserError for wrong arguments, input or environment; TrainingFailed where training fails; StoppedEarly, a
+    KeyboardInterrupt, for a signal before there is a run; PeerFailed where one of several processes is lost.
+    """
+    started = time.perf_counter()
+    parts = OwnParts(on_step=on_step, on_eval=on_eval, rows=rows, optimizer=optimizer, change_model=change_model)
+    named = {
+        "depth": depth, "minutes": minutes, "steps": steps, "tokens": tokens, "flops": flops,
+        "tokens_per_param": tokens_per_param, "until_val_loss": until_val_loss, "data": data, "seed": seed,
+        "run_dir": run_dir, "resume": resume, "from": from_run,
+    }  # fmt: skip
+    given = {name: value for name, value in named.items() if value is not None} | fields
+    if isinstance(recipe, RunConfig):
+        config = _changed(recipe, request_from_values(None, given))
+        return train_run(RunRequest(), sys.argv, started, config=config, parts=parts, catch=False)
+    if not isinstance(recipe, str | os.PathLike | None):
+        raise UserError(f"the first argument names a recipe or is a RunConfig, this is {type(recipe).__name__}")
+    request = request_from_values(None if recipe is None else os.fspath(recipe), given)
+    return train_run(request, sys.argv, started, parts=parts, catch=False)
+
+
+def _changed(config: RunConfig, request: RunRequest) -> RunConfig:
+    """A configuration with the fields that were given beside it."""
+    if request.resume is not None or request.from_run is not None:
+        raise UserError("give one of: a configuration to train, a run to resume, a run to repeat (from_run)")
+    wrong = "depth" if request.depth is not None else next(iter(request.recipe_arguments), None)
+    if wrong is not None:
+        raise UserError(f"{wrong} is an argument of a recipe: give its name, or make the configuration with it")
+    horizon = {}
+    if request.horizon is not None:
+        horizon = {"horizon.amount": request.horizon.amount, "horizon.unit": request.horizon.unit}
+    return apply_overrides(config, horizon | dict(request.overrides))

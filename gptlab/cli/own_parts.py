@@ -1,0 +1,126 @@
+"""What a Python caller may give to a run beside its configuration: functions that watch it, and parts that replace its.
+
+A function that watches gets numbers, and the random generators are put back after it: it cannot change the run. A part
+replaces what the configuration would have made, so run.json names it with a fingerprint of its source, and the run is
+resumed or repeated only with a part of that name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from gptlab.config.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+
+    from gptlab.config.run import RunConfig
+    from gptlab.data.prepare import PreparedData
+    from gptlab.data.rows import RowSource
+    from gptlab.model.gpt import GPT
+
+_HOOKS = ("on_step", "on_eval")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnParts:
+    on_step: Callable[[dict[str, Any]], object] | None = None
+    """Gets each `train` line of metrics.jsonl as it is written."""
+    on_eval: Callable[[dict[str, Any]], object] | None = None
+    """Gets each `eval` line."""
+    rows: Callable[[PreparedData, RunConfig], RowSource] | None = None
+    """Makes the training rows."""
+    optimizer: Callable[[GPT], torch.optim.Optimizer] | None = None
+    """Makes the optimizer of all weights; the schedule multiplies its learning rates."""
+    change_model: Callable[[GPT], None] | None = None
+    """Changes the model that was built, before it is compiled and trained."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            part = getattr(self, field.name)
+            if part is not None and not callable(part):
+                raise UserError(f"{field.name} must be a function, this is {type(part).__name__}")
+
+    @property
+    def hooks(self) -> dict[str, Callable[[dict[str, Any]], object]]:
+        """{kind of a line of metrics.jsonl: what gets it}."""
+        hooks = {"train": self.on_step, "eval": self.on_eval}
+        return {kind: hook for kind, hook in hooks.items() if hook is not None}
+
+    @property
+    def make_optimizer(self) -> Callable[[GPT, RunConfig], Any] | None:
+        """As `build_state` wants it."""
+        if (own := self.optimizer) is None:
+            return None
+
+        def make(model: GPT, config: RunConfig) -> Any:
+            from gptlab.optim.torch_optimizer import TorchOptimizer
+
+            return TorchOptimizer(own(model), model)
+
+        return make
+
+    @property
+    def replacing(self) -> dict[str, Callable[..., Any]]:
+        """{argument: part} of those that change the run."""
+        parts = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _HOOKS}
+        return {name: part for name, part in parts.items() if part is not None}
+
+    def facts(self) -> dict[str, Any]:
+        """What run.json keeps of them."""
+        hooks = [name for name in _HOOKS if getattr(self, name) is not None]
+        parts = {name: _identity(part) for name, part in self.replacing.items()}
+        return ({"own_parts": parts} if parts else {}) | ({"hooks": hooks} if hooks else {})
+
+    def require_alone(self, world_size: int) -> None:
+        """UserError for parts that replace something in a run of several processes."""
+        if world_size > 1 and self.replacing:
+            raise UserError(f"{next(iter(self.replacing))} is for one process, but torchrun has started {world_size}")
+
+    def require_those_of(self, path: object, record: Mapping[str, object], verb: str) -> list[str]:
+        """Warnings where parts of the run in `path` have other source than then. UserError, which names what to give,
+        where that run's parts have other names than these."""
+        recorded = own_parts_of(record)
+        now = {name: _identity(part) for name, part in self.replacing.items()}
+        for name in sorted(recorded.keys() | now.keys()):
+            then, here = recorded.get(name), now.get(name)
+            if then is None:
+                raise UserError(f"{path} was trained without {name}: leave it out to {verb} it")
+            if here is None or here["name"] != then["name"]:
+                given = "" if here is None else f", not {here['name']}"
+                argument = "resume" if verb == "resume" else "from_run"
+                raise UserError(
+                    f"{path} was trained with {name}={then['name']}{given}: {verb} it from Python, by "
+                    f"gptlab.train({argument}={str(path)!r}, {name}={then['name'].rpartition('.')[2]})"
+                )
+        changed = [name for name in now if now[name]["sha256"] != recorded[name]["sha256"]]
+        return [f"the source of {name} is not what {path} was trained with: not bit for bit" for name in changed]
+
+
+NO_PARTS = OwnParts()
+
+
+def own_parts_of(record: Mapping[str, object]) -> dict[str, dict[str, Any]]:
+    """What a run.json says of own parts; empty where there were none."""
+    parts = record.get("own_parts")
+    if not isinstance(parts, dict):
+        return {}
+    return {
+        str(name): {"name": str(part.get("name")), "sha256": part.get("sha256")}
+        for name, part in parts.items()
+        if isinstance(part, dict)
+    }
+
+
+def _identity(part: Callable[..., Any]) -> dict[str, Any]:
+    """Its name, and SHA-256 of its source (null where Python has none, as of what was typed at a prompt)."""
+    target = part if hasattr(part, "__qualname__") else type(part)
+    try:
+        source = hashlib.sha256(inspect.getsource(target).encode()).hexdigest()
+    except (OSError, TypeError):
+        source = None
+    return {"name": f"{target.__module__}.{target.__qualname__}", "sha256": source}

@@ -1,0 +1,97 @@
+"""Any torch.optim.Optimizer in the place of Muon and AdamW, for `gptlab.train(optimizer=...)`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gptlab.config.errors import UserError
+
+_STATE_VERSION = 1
+
+
+class TorchOptimizer:
+    """What `TrainState` asks of an optimizer, answered by one of torch's for all weights of a model.
+
+    Its learning rates are peaks: each step multiplies them by the schedule's. Its state is saved with every checkpoint,
+    tensors as PARAMETER.NAME.
+    """
+
+    def __init__(self, inner: torch.optim.Optimizer, model: nn.Module) -> None:
+        """UserError unless `inner` has exactly the weights of `model`."""
+        self.inner = inner
+        self.parameters = dict(model.named_parameters())
+        if not isinstance(inner, torch.optim.Optimizer):
+            raise UserError(f"optimizer must return a torch.optim.Optimizer, this is {type(inner).__name__}")
+        held = {id(parameter) for group in inner.param_groups for parameter in group["params"]}
+        missing = [name for name, parameter in self.parameters.items() if id(parameter) not in held]
+        if missing or len(held) != len(self.parameters):
+            what = f"lacks {missing[0]}" if missing else "has parameters that are not the model's"
+            raise UserError(f"optimizer must hold every weight of the model: {type(inner).__name__} {what}")
+        self._peaks = [float(group["lr"]) for group in inner.param_groups]
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """All parameters in the form that torch.amp.GradScaler looks for in an optimizer."""
+        return [{"params": self.updated}]
+
+    @property
+    def updated(self) -> list[nn.Parameter]:
+        return list(self.parameters.values())
+
+    def step(
+        self,
+        lr_scale: float,
+        momentum: float,
+        weight_decay_scale: float,
+        moved: Callable[[str | None], None] = lambda what: None,
+    ) -> None:
+        """One update at `lr_scale` times the peak rates; what the schedules say of Muon does not concern it."""
+        for group, peak in zip(self.inner.param_groups, self._peaks, strict=True):
+            group["lr"] = peak * lr_scale
+        self.inner.step()
+
+    def zero_grad(self) -> None:
+        """Free the gradients."""
+        self.inner.zero_grad(set_to_none=True)
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """By PARAMETER.NAME; live. Empty before the first step."""
+        return {
+            f"{name}.{key}": value
+            for name, parameter in self.parameters.items()
+            for key, value in self.inner.state.get(parameter, {}).items()
+            if isinstance(value, Tensor)
+        }
+
+    def state_json(self) -> dict[str, Any]:
+        """The rest of its state, which JSON must be able to hold."""
+        rest = {
+            name: {key: v for key, v in self.inner.state.get(p, {}).items() if not isinstance(v, Tensor)}
+            for name, p in self.parameters.items()
+        }
+        return {"version": _STATE_VERSION, "torch": type(self.inner).__name__, "state": rest}
+
+    @torch.no_grad()
+    def load_state(self, tensors: Mapping[str, Tensor], json: Mapping[str, Any]) -> None:
+        """Take over a saved state. UserError where it is another optimizer's."""
+        kind = type(self.inner).__name__
+        if json.get("version") != _STATE_VERSION or json.get("torch") != kind:
+            raise UserError(f"optimizer state: saved by {json.get('torch', 'gptlab')}, but this is {kind}")
+        for name, parameter in self.parameters.items():
+            prefix = f"{name}."
+            own = {key.removeprefix(prefix): value for key, value in tensors.items() if _belongs(key, prefix)}
+            # As load_state_dict does: counters stay where they are, moments go where the weight is.
+            state = {
+                key: value.clone() if value.ndim == 0 else value.to(parameter.device, copy=True)
+                for key, value in own.items()
+            }
+            self.inner.state[parameter] = {**state, **json["state"].get(name, {})}
+
+
+def _belongs(key: str, prefix: str) -> bool:
+    """PARAMETER.NAME, where a name has no dots."""
+    return key.startswith(prefix) and "." not in key[len(prefix) :]

@@ -1,0 +1,277 @@
+"""`gptlab.train(...)`: names as in a TOML file, what it returns, functions that watch, parts that replace."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import pydoc
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_runs import FLAGS, command, differences, killed_at, lines_of, make_config, outcome, train, write_corpus
+from torch import Tensor, nn
+
+import gptlab
+from gptlab.config.recipes import nanochat_tiny
+from gptlab.config.run import RunConfig
+from gptlab.data.prepare import PreparedData
+from gptlab.data.rows import RowSource, SequentialRows
+from gptlab.model.gpt import GPT
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("api")
+    write_corpus(folder / "corpus")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> Path:
+    return train(folder, "plain", steps=6)
+
+
+def given(folder: Path, name: str, **changes: Any) -> dict[str, Any]:
+    """The settings of `tiny_runs` as keywords."""
+    places = {"data.source": [folder / "corpus"], "data.cache_dir": folder / "cache", "run_dir": folder / name}
+    return {**FLAGS, **places, "steps": 6, "depth": 1, **changes}
+
+
+def sgd(model: GPT) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+
+
+def adamw(model: GPT) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def backwards(data: PreparedData, config: RunConfig) -> RowSource:
+    class Backwards(SequentialRows):
+        def _starts(self, epoch: int, indices: np.ndarray) -> np.ndarray:
+            return super()._starts(epoch, self.rows_per_epoch - 1 - indices)
+
+    return Backwards(data.train, config.model.seq_len)
+
+
+class Gated(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gate, self.up = (nn.Linear(width, 2 * width, bias=False) for _ in range(2))
+        self.down = nn.Linear(2 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+def gated_mlps(model: GPT) -> None:
+    for block in model.blocks:
+        block.mlp = Gated(model.config.n_embd)
+
+
+class TestNames:
+    def test_a_recipe_by_name_is_the_command(self, folder: Path, plain: Path) -> None:
+        """`gptlab.train('quickstart', steps=...)` was a traceback; it is the run of the same flags, bit for bit."""
+        result = gptlab.train("quickstart", **given(folder, "by-name"))
+        assert (result.exit_code, result.run_dir) == (0, folder / "by-name")
+        assert differences(outcome(plain), outcome(folder / "by-name")) == []
+
+    def test_groups_are_dicts_as_in_toml(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        asked = self.asked(monkeypatch)
+        gptlab.train(
+            "nanochat-tiny", depth=2, data=folder / "corpus", model={"window_pattern": "L"}, embedding_lr=0.2,
+            optim={"muon": {"lr": 0.01}}, until_val_loss=2, dtype="float32", **{"eval.every-steps": 7},
+        )  # fmt: skip
+        (config,) = asked
+        expected = nanochat_tiny(depth=2, embedding_lr=0.2)
+        assert (config.recipe_arguments, config.model.n_embd) == (expected.recipe_arguments, expected.model.n_embd)
+        assert (config.model.window_pattern, config.optim.muon.lr, config.eval.every_steps) == ("L", 0.01, 7)
+        assert (config.data.source, config.runtime.dtype) == ((str(folder / "corpus"),), "float32")
+        assert config.horizon.until_val_loss == 2.0
+        assert config.optim.embedding == expected.optim.embedding
+
+    def test_a_configuration_may_be_changed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        asked = self.asked(monkeypatch)
+        gptlab.train(gptlab.recipes.quickstart(depth=3), seed=5, steps=9, model={"bias": True})
+        assert (asked[0].seed, asked[0].model.n_layer, asked[0].model.bias) == (5, 3, True)
+        assert (asked[0].horizon.amount, asked[0].horizon.unit) == (9.0, "steps")
+
+    def test_a_toml_file(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        asked = self.asked(monkeypatch)
+        (tmp_path / "night.toml").write_text('recipe = "quickstart"\ndepth = 3\nseed = 4\n')
+        gptlab.train(tmp_path / "night.toml", seed=6)
+        assert (asked[0].model.n_layer, asked[0].seed) == (3, 6)
+
+    @staticmethod
+    def asked(monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
+        """Filled with what would be trained."""
+        configs: list[RunConfig] = []
+
+        def note(request: Any, *args: Any, config: RunConfig | None = None, **others: Any) -> None:
+            configs.append(config or request.config(lambda: None))
+
+        monkeypatch.setattr("gptlab.cli.api.train_run", note)
+        return configs
+
+    @pytest.mark.parametrize(
+        ("argument", "words", "says"),
+        [
+            ("quickstrat", {}, "did you mean quickstart"),
+            (3, {}, "names a recipe or is a RunConfig, this is int"),
+            ("quickstart", {"step": 3}, "step = 3: there is no such field (nearest valid: steps)"),
+            ("quickstart", {"steps": "3"}, "steps = '3': must be a whole number"),
+            ("quickstart", {"steps": 3, "minutes": 1}, "both say how long to train"),
+            ("quickstart", {"max_iters": 3}, "there is no max_iters here: --steps N"),
+            ("quickstart", {"model": {"n_layers": 3}}, "model.n_layers = 3: there is no such field"),
+            ("quickstart", {"model": 3}, "is a group of fields"),
+            ("quickstart", {"data": 3}, "data = 3: must be a list"),
+            ("quickstart", {"embedding_lr": 0.1, "depth": 2}, "an argument of nanochat and nanochat-tiny"),
+            ("quickstart", {"on_step": 3}, "on_step must be a function, this is int"),
+            ("quickstart", {"optimizer": "adamw"}, "optimizer must be a function, this is str"),
+            (RunConfig(), {"depth": 3}, "depth is an argument of a recipe"),
+            (RunConfig(), {"from_run": "x"}, "give one of"),
+            ("quickstart", {"from_run": "x"}, "--from x and quickstart both say what to train"),
+        ],
+    )
+    def test_a_wrong_argument_is_a_user_error(self, argument: Any, words: dict[str, Any], says: str) -> None:
+        with pytest.raises(gptlab.UserError) as caught:
+            gptlab.train(argument, **words)
+        assert says in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+class TestResult:
+    def test_summary_holds_what_summary_json_holds(self, folder: Path) -> None:
+        result = gptlab.train(make_config(folder, "summary", steps=2))
+        assert result.summary == json.loads((folder / "summary" / "summary.json").read_text())
+        assert {"val_loss", "val_bpb", "total_flops", "compile_seconds", "num_steps"} <= result.summary.keys()
+        assert gptlab.train(resume=folder / "summary").summary == result.summary
+
+
+class TestDiscovery:
+    def test_names(self) -> None:
+        assert dir(gptlab) == ["Result", "UserError", "__version__", "recipes", "train"]
+        assert all(hasattr(gptlab, name) for name in dir(gptlab))
+
+    def test_help_is_that_of_the_function(self) -> None:
+        text = pydoc.render_doc(gptlab.train, renderer=pydoc.plaintext)
+        for words in ("Train a GPT", "change_model:", "on_step, on_eval:", 'gptlab.train("quickstart", depth=4'):
+            assert words in text
+        assert list(inspect.signature(gptlab.train).parameters)[:3] == ["recipe", "depth", "minutes"]
+        assert "Raises UserError" in str(gptlab.train.__doc__)
+
+    def test_import_stays_light(self) -> None:
+        program = "import sys, gptlab; dir(gptlab), gptlab.UserError; print({'torch', 'numpy'} & {*sys.modules})"
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+        assert done.stdout == "set()\n"
+
+
+class TestHooks:
+    def test_see_every_line_and_change_nothing(self, folder: Path, plain: Path) -> None:
+        """They may draw from every generator, and change what they are given."""
+        seen: dict[str, list[dict[str, Any]]] = {"train": [], "eval": []}
+
+        def watch(kind: str) -> Callable[[dict[str, Any]], None]:
+            def hook(line: dict[str, Any]) -> None:
+                seen[kind].append(dict(line))
+                torch.rand(3), np.random.rand(3)
+                line.clear()
+
+            return hook
+
+        config = make_config(folder, "watched", steps=6)
+        gptlab.train(config, on_step=watch("train"), on_eval=watch("eval"))
+        assert differences(outcome(plain), outcome(folder / "watched")) == []
+        for kind, lines in seen.items():
+            assert [{"kind": kind, **line} for line in lines] == lines_of(folder / "watched", kind)
+        record = json.loads((folder / "watched" / "run.json").read_text())
+        assert record["hooks"] == ["on_step", "on_eval"]
+        assert "own_parts" not in record
+
+    def test_an_error_in_one_is_the_callers(self, folder: Path) -> None:
+        def broken(line: dict[str, Any]) -> None:
+            raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            gptlab.train(make_config(folder, "broken"), on_step=broken)
+        assert json.loads((folder / "broken" / "run.json").read_text())["status"] == "failed"
+
+
+class TestParts:
+    @pytest.mark.parametrize(
+        "part", [{"optimizer": sgd}, {"optimizer": adamw}, {"rows": backwards}, {"change_model": gated_mlps}],
+        ids=["sgd", "adamw", "rows", "model"],
+    )  # fmt: skip
+    def test_each_takes_its_place_and_resumes(self, folder: Path, plain: Path, part: dict[str, Any]) -> None:
+        """Bit for bit, and only with the same part."""
+        name = "-".join(function.__name__ for function in part.values())
+        whole = gptlab.train(make_config(folder, f"{name}-whole", steps=6), **part).run_dir
+        assert differences(outcome(plain), outcome(whole)) != []
+        with killed_at("train", 5):
+            gptlab.train(make_config(folder, f"{name}-killed", steps=6), **part)
+        killed = folder / f"{name}-killed"
+        ((argument, function),) = part.items()
+        record = json.loads((killed / "run.json").read_text())["own_parts"]
+        assert record[argument]["name"] == f"test_api.{function.__name__}"
+        for words in ({}, {argument: sgd if function is not sgd else adamw}):
+            with pytest.raises(gptlab.UserError, match=rf"was trained with {argument}=test_api.{function.__name__}"):
+                gptlab.train(resume=killed, **words)
+        assert gptlab.train(resume=killed, **part).exit_code == 0
+        assert differences(outcome(whole), outcome(killed)) == []
+        again = gptlab.train(from_run=whole, run_dir=folder / f"{name}-again", **part).run_dir
+        assert differences(outcome(whole), outcome(again)) == []
+
+    def test_the_command_line_names_what_is_missing(self, folder: Path) -> None:
+        run = gptlab.train(make_config(folder, "own", steps=1), change_model=gated_mlps).run_dir
+        for argv in (["train", "--from", run, "--run-dir", folder / "x"], ["eval", run], ["sample", run]):
+            code, out, err = command(argv)
+            assert (code, out, err.count("\n")) == (2, "", 1)
+            assert "change_model=test_api.gated_mlps" in err
+
+    def test_a_part_that_the_run_did_not_have_is_refused(self, folder: Path, plain: Path) -> None:
+        with pytest.raises(gptlab.UserError, match="was trained without optimizer: leave it out to repeat it"):
+            gptlab.train(from_run=plain, optimizer=sgd)
+
+    def test_other_source_is_told(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        run = gptlab.train(make_config(folder, "edited", steps=1), optimizer=sgd).run_dir
+        record = json.loads((run / "run.json").read_text())
+        record["own_parts"]["optimizer"]["sha256"] = "0" * 64
+        (run / "run.json").write_text(json.dumps(record))
+        gptlab.train(from_run=run, run_dir=folder / "edited-again", optimizer=sgd)
+        assert f"warning: the source of optimizer is not what {run} was trained with" in capsys.readouterr().out
+
+    def test_rates_follow_the_schedule(self, folder: Path) -> None:
+        made: list[torch.optim.Optimizer] = []
+
+        def keep(model: GPT) -> torch.optim.Optimizer:
+            made.append(torch.optim.SGD(model.parameters(), lr=0.5))
+            return made[0]
+
+        rates: list[float] = []
+        run = gptlab.train(
+            make_config(folder, "rates", steps=5), optimizer=keep,
+            on_step=lambda line: rates.append(made[0].param_groups[0]["lr"]),
+        ).run_dir  # fmt: skip
+        assert rates == [0.5 * line["lr_scale"] for line in lines_of(run, "train")]
+        assert len({*rates}) > 2
+
+    @pytest.mark.parametrize(
+        ("make", "says"),
+        [
+            (lambda model: None, "must return a torch.optim.Optimizer, this is NoneType"),
+            (lambda model: torch.optim.SGD([*model.parameters()][1:], lr=1.0), "SGD lacks residual_lambdas"),
+            (
+                lambda model: torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(1))], lr=1.0),
+                "SGD has parameters that are not the model's",
+            ),
+        ],
+    )
+    def test_an_optimizer_that_is_none_is_refused(self, folder: Path, make: Any, says: str) -> None:
+        with pytest.raises(gptlab.UserError, match=says):
+            gptlab.train(make_config(folder, "none"), optimizer=make)
+        assert not (folder / "none").exists()
