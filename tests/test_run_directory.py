@@ -276,6 +276,8 @@ def test_provenance_tells_what_produced_the_numbers(tmp_path: Path) -> None:
     record = facts_of_a_run()
     assert json.loads(json.dumps(record)) == record
     assert record["argv"] == ["train", "quickstart"]
+    assert (record["data_fingerprint"], record["tokenizer_fingerprint"], record["code_fingerprint"]) == ("d", "t", "f")
+    assert (record["device_name"], record["dtype"], record["threads"]) == ("AMD EPYC", "bfloat16", 2)
     assert record["python_version"] == sys.version.split()[0]
     assert str(record["torch_version"]).startswith("2.")
     assert record["world_size"] == 1

@@ -400,7 +400,7 @@ def test_a_corpus_by_name_validates_on_what_its_lineage_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
 ) -> None:
     """Three files of the hub as they lie after their download; the table says which of them validates."""
-    place = HubFiles(repo="lab/corpus", files=f"*.{suffix}", validation=f"part_2.{suffix}")
+    place = HubFiles(repo="lab/corpus", files=f"*.{suffix}", validation=f"part_1.{suffix}")
     known = KnownCorpus(
         name="known", what="", lineage="", place=place, license="", default_files=2, all_files=2, file_bytes=9
     )
@@ -419,12 +419,12 @@ def test_a_corpus_by_name_validates_on_what_its_lineage_does(
         place, HubRecord("lab/corpus", None, "0" * 40, str(tmp_path / "hub"), files, verified), tmp_path / "cache"
     )
     prepared = prepare(config(tmp_path, "known"), BYTE)
-    assert prepared.tokenizer.decode(everything(prepared.train)) == "aaabbb"
-    assert prepared.tokenizer.decode(everything(prepared.val)) == "ccc"
+    assert prepared.tokenizer.decode(everything(prepared.train)) == "aaaccc"
+    assert prepared.tokenizer.decode(everything(prepared.val)) == "bbb"
     other = prepare(
-        config(tmp_path, "known", hub_files=1, val_source=(str(tmp_path / "hub" / f"part_1.{suffix}"),)), BYTE
+        config(tmp_path, "known", hub_files=1, val_source=(str(tmp_path / "hub" / f"part_2.{suffix}"),)), BYTE
     )
-    assert prepared.tokenizer.decode(everything(other.train) + everything(other.val)) == "aaabbb"
+    assert prepared.tokenizer.decode(everything(other.train) + everything(other.val)) == "aaaccc"
 
 
 def train_flags(source: Any, **changes: Any) -> dict[str, Any]:

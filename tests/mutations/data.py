@@ -66,8 +66,9 @@ MUTATIONS = [
         ["The tokenizer's vocabulary and each token's bytes"],
     ),
     Mutation(
-        "GPT-2's vocabulary has its document end at the front", "data/gpt2.py",
-        "VOCAB_SIZE = 50_257", "VOCAB_SIZE = 50_256",
+        "GPT-2's first 256 ids are the bytes in their order", "data/gpt2.py",
+        "byte_order = sorted(range(256), key=tokenizer_json.byte_characters().__getitem__)",
+        "byte_order = list(range(256))",
         ["test_tokenizer_gpt2.py::test_every_id_is_openais"],
         ["12 layers, 12 heads, width 768"],
     ),

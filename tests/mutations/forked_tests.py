@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
+from hypothesis import Phase, settings
 
 from .mutation import ROOT, Mutation
 
@@ -124,9 +125,13 @@ def _run_tests(folder: Path, tests: list[str], keep_bytecode: bool) -> None:
         "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1",
         "GPTLAB_CACHE": str(folder / "cache"), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
     }  # fmt: skip
+    # To shrink a failure to its smallest example would take minutes.
+    phases = (Phase.explicit, Phase.generate)
+    settings.register_profile("mutations", deadline=None, database=None, phases=phases)
     noted = _Outcomes()
     plugins = [word for plugin in _PLUGINS for word in ("-p", plugin)]
-    options = ["-p", "no:cacheprovider", "--hypothesis-seed=0", "--tb=short", f"--basetemp={folder / 'tmp'}", *plugins]
+    options = ["-p", "no:cacheprovider", "--tb=short", f"--basetemp={folder / 'tmp'}", *plugins]
+    options += ["--hypothesis-profile=mutations", "--hypothesis-seed=0"]
     pytest.main([*options, *(f"tests/{test}" for test in tests)], plugins=[noted])
     gptlab = sys.modules.get("gptlab")
     assert gptlab is None or Path(str(gptlab.__file__)).is_relative_to(folder), gptlab

@@ -12,8 +12,8 @@ MUTATIONS = [
         ["`--device-type` cuda, cpu, mps"],
     ),
     Mutation(
-        "a GPU that is not there is taken all the same", "runtime/device.py",
-        "    if not torch.cuda.is_available():\n        raise", "    if torch.cuda.device_count() < 0:\n        raise",
+        "Apple's GPU is taken where there is none", "runtime/device.py",
+        'if kind == "mps" and not torch.backends.mps.is_available():', 'if kind == "mps" and number:',
         ["test_device.py::test_unknown_and_absent_devices_are_refused_in_one_line"],
         ["`--device-type` cuda, cpu, mps"],
     ),

@@ -387,4 +387,28 @@ MUTATIONS = [
         ["test_train.py::TestClosingBlock::test_numbers_are_those_of_summary_json"],
         ["Peak memory at the end"],
     ),
+    # --- going back
+    Mutation(
+        "any checkpoint before a step without a fault is good, whatever the step began from", "train/state.py",
+        "if self.saved is not None and self.saved.step == self.step:", "if self.saved is not None:",
+        ["test_broken_steps.py::TestSpikes::test_a_good_one_is_known_by_the_first_step_from_it"],
+    ),
+    Mutation(
+        "a validation is as good as a step to know a good checkpoint by", "train/saving.py",
+        "return None if proven and self.config.faults.spike_factor is None else state.faults.good_step",
+        "return None if proven else state.faults.good_step",
+        ["test_broken_steps.py::TestSpikes::test_the_one_to_go_back_to_outlives_newer_ones"],
+    ),
+    # --- checkpoints
+    Mutation(
+        "a file that has grown passes for whole", "train/checkpoint.py",
+        "if sizes[name] != record.size_bytes:", "if sizes[name] < record.size_bytes:",
+        ["test_checkpoint.py::test_a_file_that_grew_is_damage_before_anything_of_it_is_read"],
+    ),
+    Mutation(
+        "a file that grows after the look at its size is read up to it", "train/tensor_file.py",
+        "    if size_bytes != expected.size_bytes:\n        raise DamagedFileError(f\"has {size_bytes:,} bytes, its",
+        "    if size_bytes < expected.size_bytes:\n        raise DamagedFileError(f\"has {size_bytes:,} bytes, its",
+        ["test_checkpoint.py::test_a_file_that_grows_after_its_size_was_checked"],
+    ),
 ]  # fmt: skip
