@@ -49,7 +49,8 @@ class Question:
     options: tuple[np.ndarray, ...]
     """(tokens,) int32 each, two at least."""
     starts: tuple[int, ...]
-    """Where the scored part of each option begins, 1 at least: something must stand in front of it."""
+    """Where the scored part of each option begins, 1 at least: something must stand in front of it. The option's length
+    where nothing of it is scored, since all the others begin with it."""
     gold: int | None
     """The option with the lowest mean loss must be this one. None: the one option must be the greedy continuation."""
 
@@ -100,9 +101,8 @@ def _question(kind: Kind, ids: list[np.ndarray], gold: int, context: int) -> Que
     else:
         starts = [_common_prefix(ids)] * len(ids)
     if kind == "language_modeling":
-        del ids[0], starts[0]
-    # An option that is the beginning of another has a token to score too (nanochat compares with NaN there).
-    starts = [min(start, len(tokens) - 1) for tokens, start in zip(ids, starts, strict=True)]
+        del ids[0]
+        starts = [min(starts[1], len(ids[0]) - 1)]
     cut = [max(0, len(tokens) - context) for tokens in ids]
     return Question(
         tuple(tokens[n:] for tokens, n in zip(ids, cut, strict=True)),
@@ -186,11 +186,26 @@ def score(
     losses, greedy = group.sum(scored, "CORE").t().tolist()
     answers = []
     for question, start in zip(questions, places, strict=False):
-        # An option of one token has nothing in front of it to be scored by.
-        of_options = [losses[start + o] if len(t) > 1 else math.inf for o, t in enumerate(question.options)]
-        right = bool(greedy[start]) if question.gold is None else of_options.index(min(of_options)) == question.gold
+        of_options = losses[start : start + len(question.options)]
+        right = bool(greedy[start]) if question.gold is None else _chosen(question, of_options) == question.gold
         answers.append(right)
     return answers
+
+
+def _chosen(question: Question, losses: Sequence[float]) -> int:
+    """The option with the lowest mean loss, the first of equals.
+
+    An option of which nothing is scored is chosen where it is the first, and never elsewhere, whatever the model says.
+    nanochat decides so too: the mean of no losses is NaN, which Python's `min` keeps only from the first place. Six
+    questions of the bundle have such an option.
+    """
+    comparable = list(losses)
+    for option, (tokens, start) in enumerate(zip(question.options, question.starts, strict=True)):
+        if len(tokens) == 1:  # nothing in front of it to be scored by
+            comparable[option] = math.inf
+        elif start == len(tokens):
+            comparable[option] = -math.inf if option == 0 else math.inf
+    return comparable.index(min(comparable))
 
 
 def _passes(inputs: Iterable[bytes], max_pass_tokens: int) -> Iterator[list[np.ndarray]]:
