@@ -125,7 +125,7 @@ class Result:
         for step, data_step in enumerate(data):
             if data_step is not None:
                 loss = float(gradients(state, state.loader.make(data_step), state.model.loss, config))
-                done = update(state, config, finish.progress(step, 0.0), finish.step_fraction(step, 0.0))
+                done = update(state, config, finish.progress(step, 0.0), finish.step_fraction)
                 assert isinstance(done, Update)
                 state.loss_ema.update(loss)
             state.step = step + 1

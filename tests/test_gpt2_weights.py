@@ -284,7 +284,7 @@ def test_fifty_steps_of_adamw_equal_a_plain_loop(tmp_path: Path) -> None:
                 group["lr"] = peak * scale
             optimizer.step()
 
-            progress, fraction = finish.progress(state.step, 0.0), finish.step_fraction(state.step, 0.0)
+            progress, fraction = finish.progress(state.step, 0.0), finish.step_fraction
             losses.append(float(gradients(state, batch, state.model.loss, config)))
             update(state, config, progress, fraction)
             state.step += 1

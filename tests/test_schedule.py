@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 
 from gptlab.config.optim import MuonConfig, ScheduleConfig
 from gptlab.optim.schedule import lr_scale, muon_momentum, weight_decay_scale
+from gptlab.train.horizon import Finish
 
 STEPS = 200
 
@@ -77,6 +79,25 @@ def test_first_step_is_not_wasted_and_the_clock_may_overrun(kind: str) -> None:
     # A run on a clock may begin its last step a hair late.
     assert lr_scale(schedule, 1.01) == pytest.approx(0.1)
     assert lr_scale(ScheduleConfig(kind=kind, warmup_fraction=1.0, warmdown_fraction=0.0), 1.0) >= 0.0
+
+
+@pytest.mark.parametrize("kind", ["trapezoid", "cosine"])
+@pytest.mark.parametrize("first_seconds", [0.001, 0.1, 2.0])
+def test_a_warm_up_on_the_clock_rises_from_the_first_step_on(kind: str, first_seconds: float) -> None:
+    """docs/lineages.md: the first step has a rate above zero. Whatever the steps take, none has a lower rate than the
+    one before it until the warm-up is over."""
+    schedule = ScheduleConfig(kind=kind, warmup_fraction=0.3, warmdown_fraction=0.5)
+    finish = Finish(steps=None, seconds=10.0)
+    dice = random.Random(1)
+    seconds, rates = 0.0, []
+    for step in range(1000):
+        if finish.progress(step, seconds) > 0.3:
+            break
+        rates.append(lr_scale(schedule, finish.progress(step, seconds), finish.step_fraction))
+        seconds += first_seconds if step == 0 else dice.choice([0.001, 0.01, 0.1])
+    assert 0 < rates[0] < 0.05
+    assert rates == sorted(rates)
+    assert rates[-1] > 0.9
 
 
 def test_momentum_ramp_of_seeds_3_and_4() -> None:

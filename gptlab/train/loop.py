@@ -115,10 +115,9 @@ def fit(
 
             started = time.perf_counter()
             progress = finish.progress(state.step, state.train_seconds)
-            step_fraction = finish.step_fraction(state.step, state.train_seconds)
             batch = next(state.loader)
             loss = float(gradients(state, batch, work.loss_sum, config, work.sums))
-            updated = loss_fault(loss, state.faults, config) or update(state, config, progress, step_fraction)
+            updated = loss_fault(loss, state.faults, config) or update(state, config, progress, finish.step_fraction)
             synchronize(state.device)
             step_seconds = agreed.step(time.perf_counter() - started, state.step + 1)
 
