@@ -56,8 +56,8 @@ def complex_exp(angle: float) -> complex:
     return complex(math.cos(angle), math.sin(angle))
 
 
-def rms_norm(x: Tensor) -> Tensor:
-    return x / torch.sqrt((x * x).mean(-1, keepdim=True) + 1e-6)
+def rms_norm(config: ModelConfig, x: Tensor) -> Tensor:
+    return x / torch.sqrt((x * x).mean(-1, keepdim=True) + config.rmsnorm_eps)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -69,7 +69,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def norm(config: ModelConfig, weights: Weights, name: str, x: Tensor) -> Tensor:
     if config.norm == "rmsnorm":
-        return rms_norm(x)
+        return rms_norm(config, x)
     return layer_norm(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
 
 
@@ -102,7 +102,7 @@ def attention_branch(config: ModelConfig, weights: Weights, layer: int, x: Tenso
     if config.position == "rope":
         queries, keys = ([rotate(h, config.rope_base) for h in heads] for heads in (queries, keys))
     if config.qk_norm:
-        queries, keys = ([rms_norm(h) for h in heads] for heads in (queries, keys))
+        queries, keys = ([rms_norm(config, h) for h in heads] for heads in (queries, keys))
     q, k, v = (torch.stack(list(heads))[None] for heads in (queries, keys, values))
     seen = attention(q, k, v, config.layer_windows()[layer])[0]  # (H, T, D)
     return linear(weights, f"{name}.out", torch.cat(list(seen), dim=1))

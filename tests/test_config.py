@@ -126,8 +126,11 @@ class TestHorizon:
 
 class TestModel:
     def test_windows_by_hand(self) -> None:
+        """Half the context before the token, and the token; of two tokens that is all."""
         windows = ModelConfig(n_layer=6, seq_len=512, window_pattern="SSSL").layer_windows()
-        assert windows == (256, 256, 256, None, 256, None)
+        assert windows == (257, 257, 257, None, 257, None)
+        assert ModelConfig(n_layer=2, seq_len=3, window_pattern="S").layer_windows() == (2, None)
+        assert ModelConfig(n_layer=2, seq_len=2, window_pattern="S").layer_windows() == (None, None)
         assert ModelConfig(n_layer=2, seq_len=64, window_pattern="S", window_tokens=64).layer_windows() == (None, None)
 
     def test_value_embeddings_alternate_and_end_on_the_last_layer(self) -> None:

@@ -134,7 +134,7 @@ def test_a_shorter_context_is_cropped(folder: Path, base: Path) -> None:
 def test_cropping_keeps_the_windows_that_the_weights_learned_with(folder: Path) -> None:
     windowed = train(folder, "windowed", steps=1)
     config = request("quickstart", "--init-from", windowed, "--model.seq-len", "24", "--batch.total-tokens", "768")
-    assert config.model.layer_windows() == (16, None)  # half of 32, not of 24
+    assert config.model.layer_windows() == (17, None)  # half of 32, not of 24, and the token itself
     assert request("quickstart", "--init-from", windowed, "--model.seq-len", "8").model.layer_windows() == (None, None)
     session = opened(make_config(folder, "x", init_from=windowed, model__seq_len=16, model__window_tokens=16))
     assert session.start is not None
@@ -177,8 +177,9 @@ def test_every_field_that_changes_names_or_shapes_is_fixed() -> None:
     plain = ModelConfig(n_layer=2, n_embd=32, n_head=4, seq_len=16, vocab_size=60)
     other: dict[str, Any] = {
         "n_layer": 3, "n_embd": 64, "n_head": 2, "n_kv_head": 2, "seq_len": 8, "vocab_size": 70, "vocab_multiple": 128,
-        "mlp_ratio": 2.0, "norm": "layernorm", "position": "learned", "rope_base": 5.0, "activation": "gelu",
-        "bias": True, "dropout": 0.5, "tied_head": True, "qk_norm": False, "window_pattern": "S", "window_tokens": 4,
+        "mlp_ratio": 2.0, "norm": "layernorm", "rmsnorm_eps": 0.1, "position": "learned", "rope_base": 5.0,
+        "activation": "gelu", "bias": True, "dropout": 0.5, "tied_head": True, "qk_norm": False,
+        "window_pattern": "S", "window_tokens": 4,
         "value_embeddings": False, "residual_lambdas": False, "embedding_norm": False, "logit_softcap": None,
         "attention_residual_scale": 0.5, "init": "gpt2",
     }  # fmt: skip

@@ -66,7 +66,8 @@ CHARACTERS = NANOGPT | {
 }  # fmt: skip
 MODERN = {
     "model.norm": "rmsnorm", "model.position": "rope", "model.rope_base": 10_000.0, "model.activation": "relu2",
-    "model.bias": False, "model.dropout": 0.0, "model.tied_head": False, "model.qk_norm": True, "model.n_kv_head": None,
+    "model.rmsnorm_eps": 2**-23, "model.bias": False, "model.dropout": 0.0, "model.tied_head": False,
+    "model.qk_norm": True, "model.n_kv_head": None,
     "model.window_pattern": "SSSL", "model.window_tokens": None, "model.value_embeddings": True,
     "model.residual_lambdas": True, "model.embedding_norm": True, "model.logit_softcap": 15.0,
     "model.attention_residual_scale": None, "model.init": "nanochat", "model.seq_len": 2048, "model.mlp_ratio": 4.0,
@@ -123,10 +124,10 @@ EXPECTED: Mapping[str, Mapping[str, Any]] = {
     "speedrun/muon-2024-10": {
         "model.n_layer": 12, "model.n_head": 12, "model.n_embd": 768, "model.seq_len": 1024, "model.mlp_ratio": 4.0,
         "model.norm": "rmsnorm", "model.position": "rope", "model.rope_base": 10_000.0, "model.activation": "gelu",
-        "model.bias": False, "model.dropout": 0.0, "model.tied_head": True, "model.qk_norm": False,
-        "model.window_pattern": "L", "model.value_embeddings": False, "model.residual_lambdas": False,
-        "model.embedding_norm": False, "model.logit_softcap": None, "model.init": "torch",
-        "model.attention_residual_scale": 24**-0.5,
+        "model.rmsnorm_eps": 1e-6, "model.bias": False, "model.dropout": 0.0, "model.tied_head": True,
+        "model.qk_norm": False, "model.window_pattern": "L", "model.value_embeddings": False,
+        "model.residual_lambdas": False, "model.embedding_norm": False, "model.logit_softcap": None,
+        "model.init": "torch", "model.attention_residual_scale": 24**-0.5,
         "tokenizer.kind": "gpt2", "data.rows": "sequential",
         "data.source": ("fineweb10b-gpt2",), "data.val_source": (),
         "batch.micro_sequences": 64, "batch.total_tokens": 524_288, "horizon.amount": 6200, "horizon.unit": "steps",
@@ -225,6 +226,16 @@ class TestNumbers:
         assert gptlab.recipes.speedrun_muon_2024_10().recipe == "speedrun/muon-2024-10"
         for name, recipe in RECIPES.items():
             assert getattr(gptlab.recipes, name.translate(str.maketrans("/-", "__"))) is recipe
+
+    @pytest.mark.parametrize("name", ["autoresearch", "autoresearch-tiny", "nanochat", "nanochat-tiny"])
+    def test_a_window_is_half_the_context_to_the_left_and_the_token(self, name: str) -> None:
+        """FlashAttention's window_size = (seq_len // 2, 0), and nanochat's own mask, row - col <= window."""
+        model = RECIPES[name]().model
+        row = model.seq_len - 1
+        seen = sum(0 <= row - col <= model.seq_len // 2 for col in range(model.seq_len))
+        pattern = [seen, seen, seen, None] * model.n_layer
+        assert list(model.layer_windows()) == [*pattern[: model.n_layer - 1], None]
+        assert seen == {256: 129, 2048: 1025}[model.seq_len]
 
     def test_parameters_of_the_publications(self) -> None:
         """autoresearch prints 50.3M; GPT-2 has 124.4M, 38.6M of them in the table; nanoGPT's without biases, 10.6M for

@@ -9,12 +9,13 @@ from dataclasses import replace
 import oracle_model
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from gptlab.config.model import ModelConfig
 from gptlab.config.roles import Role
 from gptlab.model.attention import apply_rotary, rotary_tables
-from gptlab.model.gpt import GPT, build_model
+from gptlab.model.gpt import GPT, RMSNorm, build_model
 from gptlab.model.roles import fused_rows, parameter_roles
 
 CPU = torch.device("cpu")
@@ -39,6 +40,7 @@ PLAIN = ModelConfig(
 PARTS = {
     "plain": {},
     "rmsnorm": {"norm": "rmsnorm"},
+    "rmsnorm with a large eps": {"norm": "rmsnorm", "rmsnorm_eps": 0.1},
     "rope": {"position": "rope"},
     "rope base": {"position": "rope", "rope_base": 100.0},
     "relu2": {"activation": "relu2"},
@@ -46,6 +48,7 @@ PARTS = {
     "bias": {"bias": True},
     "tied head": {"tied_head": True},
     "qk norm": {"qk_norm": True},
+    "qk norm with a large eps": {"qk_norm": True, "rmsnorm_eps": 0.1},
     "grouped queries": {"n_kv_head": 2},
     "one key-value head": {"n_kv_head": 1},
     "windows": {"n_layer": 4, "window_pattern": "SSSL", "window_tokens": 5},
@@ -153,6 +156,18 @@ def test_logits_loss_and_gradients_equal_the_oracle(case: str) -> None:
         torch.testing.assert_close(
             parameter.grad, weights[name].grad, rtol=1e-8, atol=1e-9, msg=lambda m, name=name: f"{name}: {m}"
         )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_rmsnorm_is_pytorchs_where_eps_is_left_to_it(dtype: torch.dtype) -> None:
+    """torch 2.9 and later add float32's epsilon in all three types (not the type's own, 0.0078 for bfloat16). Values
+    whose mean square is a hundredth of it to a million times it: each result is at most two roundings off."""
+    norm = RMSNorm(ModelConfig().rmsnorm_eps)
+    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
+    for size in (3e-5, 3e-4, 3e-3, 0.3):
+        scaled = (size * x).to(dtype)
+        expected = F.rms_norm(scaled, (64,))
+        torch.testing.assert_close(norm(scaled), expected, rtol=2 * torch.finfo(dtype).eps, atol=0)
 
 
 @pytest.mark.parametrize("case", ["nanogpt", "speedrun", "nanochat"])

@@ -44,6 +44,7 @@ def config_from_json(values: object) -> RunConfig:
         raise ConfigError(
             "schema_version", version, f"written by a newer gptlab; this one reads up to {SCHEMA_VERSION}: upgrade it"
         )
+    values = values | {"model": with_later_model_fields(values.get("model"))}
     leaves = flatten({name: value for name, value in values.items() if name != "schema_version"})
     # A run that was begun before a group of fields was there has what these fields now default to.
     defaults = config_to_json(RunConfig())
@@ -54,6 +55,22 @@ def config_from_json(values: object) -> RunConfig:
     if missing:  # A renamed field shows up on both sides; the name that is there is the one to correct.
         raise unknown_field(unknown[0], leaves[unknown[0]])
     return apply_overrides(RunConfig(), leaves)
+
+
+def with_later_model_fields(model: Any) -> Any:
+    """The fields of a model as JSON has them, completed if they were written before `rmsnorm_eps` was one of them.
+
+    Eps was 1e-6 then, and a window that was not given was half the context, the token itself included. Anything else is
+    returned as it is.
+    """
+    if not isinstance(model, dict) or "rmsnorm_eps" in model:
+        return model
+    completed = model | {"rmsnorm_eps": 1e-6}
+    pattern, seq_len = model.get("window_pattern"), model.get("seq_len")
+    windowed = isinstance(pattern, str) and "S" in pattern and model.get("window_tokens") is None
+    if windowed and type(seq_len) is int and seq_len > 0:
+        completed["window_tokens"] = max(1, seq_len // 2)
+    return completed
 
 
 def load_toml(path: str | Path) -> dict[str, Any]:

@@ -40,6 +40,10 @@ class ModelConfig:
     """Hidden width of the MLP over n_embd."""
     norm: Norm = "rmsnorm"
     """rmsnorm (weightless) | layernorm (with weight, and bias where `bias`)."""
+    rmsnorm_eps: float = 2**-23
+    """Added to the mean square under the root of every RMSNorm. 2^-23 = 1.19e-7, float32's machine epsilon, is what
+    PyTorch adds in float32, bfloat16 and float16 where nothing is given (autoresearch, nanochat); modded-nanogpt's
+    record has 1e-6."""
     position: Position = "rope"
     """rope | learned (absolute table of seq_len rows)."""
     rope_base: float = 10_000.0
@@ -58,7 +62,8 @@ class ModelConfig:
     window_pattern: str = "L"
     """One letter a layer, tiled: L sees the whole context, S a sliding window. The last layer always sees all."""
     window_tokens: int | None = None
-    """Tokens an S layer sees, itself included. None: half the context (nanochat, autoresearch)."""
+    """Tokens an S layer sees, itself included. None: half the context before it, and itself (autoresearch, nanochat:
+    FlashAttention's window_size = (seq_len // 2, 0) counts keys to the left)."""
     value_embeddings: bool = True
     """A second embedding table added to the values of every other layer (the last one included), gated per head."""
     residual_lambdas: bool = True
@@ -106,6 +111,7 @@ class ModelConfig:
             "model.window_pattern", self.window_pattern, "only the letters S (window) and L (full) are known", nearest,
         )  # fmt: skip
         require(0.0 <= self.dropout < 1.0, "model.dropout", self.dropout, "must be in [0, 1)")
+        require(0.0 < self.rmsnorm_eps < 1.0, "model.rmsnorm_eps", self.rmsnorm_eps, "must be in (0, 1)")
         require(
             self.window_tokens is None or self.window_tokens <= self.seq_len,
             "model.window_tokens", self.window_tokens, f"a window is at most seq_len = {self.seq_len}", self.seq_len,
@@ -129,9 +135,14 @@ class ModelConfig:
             raise ConfigError("model.vocab_size", None, "not known before the tokenizer is ready")
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
 
+    @property
+    def short_window(self) -> int:
+        """Tokens that an S layer sees, itself included."""
+        return self.seq_len // 2 + 1 if self.window_tokens is None else self.window_tokens
+
     def layer_windows(self) -> tuple[int | None, ...]:
         """Tokens that each layer sees (itself included), or None for the whole context; the last layer sees all."""
-        short = self.window_tokens if self.window_tokens is not None else max(1, self.seq_len // 2)
+        short = self.short_window
         letters = [self.window_pattern[i % len(self.window_pattern)] for i in range(self.n_layer)]
         letters[-1] = "L"
         return tuple(short if c == "S" and short < self.seq_len else None for c in letters)

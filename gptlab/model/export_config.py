@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from gptlab.config.errors import UserError
-from gptlab.config.load import checked_value, leaf_fields, rebuild
+from gptlab.config.load import checked_value, leaf_fields, rebuild, with_later_model_fields
 from gptlab.config.model import Activation, ModelConfig
 
 Form = Literal["gpt2", "nanochat", "gptlab"]
@@ -25,7 +25,7 @@ RECORD = "gptlab"
 (no biases, the vocabulary's padding, initial weights): so a model comes back as what it was."""
 
 # The fields that a form fixes. Those of NanoChat: modeling_nanochat.py of transformers 5, whose normalization has no
-# weight and an eps of 1e-6, and comes after the embedding and, per head, after the rotation.
+# weight, and comes after the embedding and, per head, after the rotation.
 _FIXED: dict[Form, dict[str, object]] = {
     "gpt2": {
         "norm": "layernorm", "position": "learned", "qk_norm": False, "embedding_norm": False, "logit_softcap": None,
@@ -116,7 +116,7 @@ def network_fields(config: ModelConfig, form: Form) -> dict[str, Any]:
             "num_key_value_heads": config.kv_heads,
             "intermediate_size": config.mlp_width,
             "hidden_act": _NANOCHAT_ACTIVATIONS[config.activation],
-            "rms_norm_eps": 1e-6,
+            "rms_norm_eps": config.rmsnorm_eps,
             "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_base},
             "final_logit_softcapping": config.logit_softcap,
             "attention_bias": False,
@@ -131,6 +131,7 @@ def network_fields(config: ModelConfig, form: Form) -> dict[str, Any]:
         "n_kv_head": config.kv_heads,
         "mlp_width": config.mlp_width,
         "norm": config.norm,
+        "rmsnorm_eps": config.rmsnorm_eps,
         "position": config.position,
         "rope_base": config.rope_base,
         "activation": config.activation,
@@ -156,7 +157,8 @@ def recorded_model_config(hf_config: Mapping[str, Any]) -> ModelConfig | None:
         return None
     annotations = leaf_fields(ModelConfig)
     try:
-        checked = {name: checked_value(annotations[name], value, f"model.{name}") for name, value in record.items()}
+        fields = with_later_model_fields(dict(record))
+        checked = {name: checked_value(annotations[name], value, f"model.{name}") for name, value in fields.items()}
         config = rebuild(ModelConfig(), checked, "model.")
     except (KeyError, UserError):
         return None
@@ -172,7 +174,6 @@ def nanochat_model_config(hf_config: Mapping[str, Any]) -> ModelConfig:
     rope = get("rope_parameters") or {}
     activations = {name: activation for activation, name in _NANOCHAT_ACTIVATIONS.items()}
     for name, value, only in (
-        ("rms_norm_eps", get("rms_norm_eps", 1e-6), 1e-6),
         ("attention_bias", get("attention_bias", False), False),
         ("rope_type", rope.get("rope_type", "default"), "default"),
         ("head_dim", get("head_dim", width // heads), width // heads),
@@ -184,6 +185,9 @@ def nanochat_model_config(hf_config: Mapping[str, Any]) -> ModelConfig:
             f"this NanoChat cannot be used: config.json has hidden_act = {activation!r}, "
             f"the known ones are {', '.join(activations)}"
         )
+    eps = get("rms_norm_eps", 1e-6)
+    if type(eps) not in (int, float) or not 0 < eps < 1:
+        raise UserError(f"this NanoChat cannot be used: config.json has rms_norm_eps = {eps!r}, not between 0 and 1")
     softcap = get("final_logit_softcapping", 15.0)
     return ModelConfig(
         n_layer=int(get("num_hidden_layers", 12)),
@@ -193,6 +197,7 @@ def nanochat_model_config(hf_config: Mapping[str, Any]) -> ModelConfig:
         seq_len=int(get("max_position_embeddings", 2048)),
         vocab_size=int(get("vocab_size", 50304)),
         mlp_ratio=int(get("intermediate_size", 8192)) / width,
+        rmsnorm_eps=float(eps),
         rope_base=float(rope.get("rope_theta", get("rope_theta", 10_000.0))),
         activation=activations[str(activation)],
         tied_head=bool(get("tie_word_embeddings", False)),

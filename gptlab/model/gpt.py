@@ -23,7 +23,6 @@ from gptlab.model.kv_cache import KVCache
 from gptlab.model.linear_kernel import enough_tokens, linear_by_kernel, linear_kernel_pays, mlp_by_kernel
 from gptlab.runtime.rng import fold_seed
 
-NORM_EPS = 1e-6
 # Channels that a value-embedding gate reads (autoresearch and nanochat: 32).
 GATE_CHANNELS = 32
 
@@ -56,15 +55,20 @@ class LayerNorm(nn.LayerNorm):
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) over the last dimension, without a weight (arXiv:1910.07467)."""
+    """x / sqrt(mean(x^2) + eps) over the last dimension, without a weight (arXiv:1910.07467); in float32 (float64 for
+    float64), whatever the type of its input, as PyTorch does."""
+
+    def __init__(self, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + NORM_EPS)).to(x.dtype)
+        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
 
 
 def make_norm(config: ModelConfig) -> nn.Module:
-    return RMSNorm() if config.norm == "rmsnorm" else LayerNorm(config.n_embd, bias=config.bias)
+    return RMSNorm(config.rmsnorm_eps) if config.norm == "rmsnorm" else LayerNorm(config.n_embd, bias=config.bias)
 
 
 def make_dropout(config: ModelConfig) -> nn.Module:
@@ -85,7 +89,7 @@ class Attention(nn.Module):
         rows = (self.n_head + 2 * self.n_kv_head) * self.head_dim
         self.qkv = Linear(config.n_embd, rows, bias=config.bias)
         self.out = Linear(config.n_embd, config.n_embd, bias=config.bias)
-        self.qk_norm = RMSNorm() if config.qk_norm else None
+        self.qk_norm = RMSNorm(config.rmsnorm_eps) if config.qk_norm else None
         self.value_gate = (
             Linear(min(GATE_CHANNELS, config.n_embd), self.n_kv_head, bias=False)
             if config.has_value_embedding(layer)

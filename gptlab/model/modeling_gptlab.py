@@ -18,7 +18,6 @@ from transformers.generation.utils import GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
 
-RMS_NORM_EPS = 1e-6
 GATE_CHANNELS = 32
 
 
@@ -46,6 +45,7 @@ class GPTLabConfig(PretrainedConfig):
         n_kv_head: int = 4,
         mlp_width: int = 1024,
         norm: str = "rmsnorm",
+        rmsnorm_eps: float = 1e-6,
         position: str = "rope",
         rope_base: float = 10_000.0,
         activation: str = "relu2",
@@ -65,7 +65,8 @@ class GPTLabConfig(PretrainedConfig):
         self.vocab_size, self.seq_len = vocab_size, seq_len
         self.n_layer, self.n_embd, self.mlp_width = n_layer, n_embd, mlp_width
         self.n_head, self.n_kv_head = n_head, n_kv_head
-        self.norm, self.position, self.rope_base, self.activation = norm, position, rope_base, activation
+        self.norm, self.rmsnorm_eps, self.position = norm, rmsnorm_eps, position
+        self.rope_base, self.activation = rope_base, activation
         self.bias, self.dropout, self.qk_norm = bias, dropout, qk_norm
         self.layer_windows = [None] * n_layer if layer_windows is None else layer_windows
         self.value_embedding_layers = value_embedding_layers or []
@@ -76,15 +77,21 @@ class GPTLabConfig(PretrainedConfig):
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) over the last dimension, without a weight."""
+    """x / sqrt(mean(x^2) + eps) over the last dimension, without a weight."""
+
+    def __init__(self, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + RMS_NORM_EPS)).to(x.dtype)
+        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
 
 
 def make_norm(config: GPTLabConfig) -> nn.Module:
-    return RMSNorm() if config.norm == "rmsnorm" else nn.LayerNorm(config.n_embd, eps=1e-5, bias=config.bias)
+    if config.norm == "rmsnorm":
+        return RMSNorm(config.rmsnorm_eps)
+    return nn.LayerNorm(config.n_embd, eps=1e-5, bias=config.bias)
 
 
 def rotary(positions: Tensor, head_dim: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -112,7 +119,7 @@ class Attention(nn.Module):
         rows = (self.n_head + 2 * self.n_kv_head) * self.head_dim
         self.qkv = nn.Linear(config.n_embd, rows, bias=config.bias)
         self.out = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
-        self.qk_norm = RMSNorm() if config.qk_norm else None
+        self.qk_norm = RMSNorm(config.rmsnorm_eps) if config.qk_norm else None
         self.value_gate = (
             nn.Linear(min(GATE_CHANNELS, config.n_embd), self.n_kv_head, bias=False)
             if layer in config.value_embedding_layers

@@ -215,6 +215,19 @@ MUTATIONS = [
         ["`--window-pattern SSSL`"],
     ),
     Mutation(
+        "a window is half the context, the token included", "config/model.py",
+        "return self.seq_len // 2 + 1 if", "return self.seq_len // 2 if",
+        ["test_config.py::TestModel::test_windows_by_hand",
+         "test_lineage_recipes.py::TestNumbers::test_a_window_is_half_the_context_to_the_left_and_the_token"],
+        ["`--window-pattern SSSL`"],
+    ),
+    Mutation(
+        "RMSNorm's eps is not PyTorch's", "config/model.py",
+        "rmsnorm_eps: float = 2**-23", "rmsnorm_eps: float = 1e-6",
+        ["test_model.py::test_rmsnorm_is_pytorchs_where_eps_is_left_to_it",
+         "test_lineage_recipes.py::TestNumbers::test_are_the_documents"],
+    ),
+    Mutation(
         "the last layer has a window", "config/model.py",
         '        letters[-1] = "L"\n', "",
         ["test_config.py::TestModel::test_windows_by_hand"],

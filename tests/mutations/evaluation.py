@@ -66,6 +66,13 @@ MUTATIONS = [
         ["test_core.py::TestByHand::test_multiple_choice"],
     ),
     Mutation(
+        "an option of which nothing is scored is never the answer", "eval/core.py",
+        "-math.inf if option == 0 else math.inf", "math.inf",
+        ["test_core.py::TestByHand::test_an_option_that_begins_all_others_is_chosen_in_the_first_place_only",
+         "test_core.py::TestAgainstTheSlowWay::test_every_answer_for_every_batching"],
+        ["The option with the lowest mean loss"],
+    ),
+    Mutation(
         "every example of a task is a question", "eval/core_tasks.py",
         "n_scored = min(len(lines), max_examples or len(lines))", "n_scored = len(lines)",
         ["test_core.py::TestBundle::test_order_and_number"],

@@ -14,6 +14,12 @@ MUTATIONS = [
         ["Warm-up starts at (it + 1)", "250 steps of warm-up"],
     ),
     Mutation(
+        "the first step of a warm-up on the clock is wasted", "train/horizon.py",
+        "return CLOCK_STEP_FRACTION if", "return 0.0 if",
+        ["test_schedule.py::test_a_warm_up_on_the_clock_rises_from_the_first_step_on"],
+        ["Learning rate: warm-up, full"],
+    ),
+    Mutation(
         "the cosine begins one step late", "optim/schedule.py",
         "max(schedule.warmup_fraction - step_fraction, 0.0)", "schedule.warmup_fraction",
         ["test_lineage_recipes.py::TestLearningRates::test_the_cosine_begins_at_the_first_step_with_the_full_rate",
@@ -69,6 +75,13 @@ MUTATIONS = [
         "(u * (s > tolerance).unsqueeze(-2)) @ vh", "(u * s.unsqueeze(-2)) @ vh",
         ["test_orthogonalize.py::test_svd_is_the_polar_factor"],
         ["Orthogonalization by SVD"],
+    ),
+    Mutation(
+        "the mean is held back as the speedrun holds back the sum", "optim/orthogonalize.py",
+        "_NEWTON_SCHULZ_NORM = (1.0, 5e-9)", "_NEWTON_SCHULZ_NORM = (1.0, 1e-7)",
+        ["test_muon.py::test_a_gradient_that_is_almost_zero_moves_as_little_as_in_the_speedrun",
+         "test_muon.py::test_against_seed_1"],
+        ["... or by the quintic Newton-Schulz iteration"],
     ),
     Mutation(
         "Newton-Schulz makes one step less", "optim/orthogonalize.py",

@@ -84,6 +84,7 @@ def _model(n_layer: int, *, n_embd: int, n_head: int, seq_len: int) -> ModelConf
         n_head=n_head,
         seq_len=seq_len,
         norm="rmsnorm",
+        rmsnorm_eps=1e-6,
         position="rope",
         activation="gelu",
         tied_head=True,
