@@ -26,7 +26,7 @@ from gptlab.config.model import ModelConfig
 from gptlab.config.run import RunConfig
 from gptlab.config.scaling import Machine
 
-MACHINE = Machine(device="cpu", matmul_flops_per_second=1e11)
+MACHINE = Machine(device="cpu", flops_per_second=1e11)
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ def request(line: str = "") -> RunRequest:
 
 
 def resolve(line: str = "") -> RunConfig:
-    return request(line).config(lambda: MACHINE)
+    return request(line).config(lambda _: MACHINE)
 
 
 class TestRunRequest:
@@ -290,7 +290,7 @@ class TestMeasure:
     @staticmethod
     def sized(*, depth: int | None = None, horizon: Horizon | None = None, machine: Machine | None = None) -> RunConfig:
         """As deep as the machine is fast."""
-        flops = machine.matmul_flops_per_second if machine is not None else None
+        flops = machine.flops_per_second if machine is not None else None
         return small(depth=depth or round(math.log10(flops or 1e4)), horizon=horizon)
 
     def test_a_recipe_that_sizes_itself_gets_the_measured_machine(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,7 +300,7 @@ class TestMeasure:
     def test_nothing_is_measured_where_nothing_depends_on_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(run_arguments.RECIPES, "sized", self.sized)
 
-        def measure() -> Machine:
+        def measure(config: RunConfig) -> Machine:
             raise AssertionError("measured")
 
         assert request("sized --depth 3").config(measure).model.n_layer == 3

@@ -26,7 +26,7 @@ from gptlab.config.recipes import RECIPES
 from gptlab.config.run import RunConfig
 from gptlab.config.scaling import Machine
 
-MACHINE = Machine(device="cpu", matmul_flops_per_second=1e11)
+MACHINE = Machine(device="cpu", flops_per_second=1e11)
 
 
 def through_text(config: RunConfig) -> RunConfig:

@@ -27,7 +27,7 @@ PAGES = {path.relative_to(ROOT).as_posix(): path for path in (*ROOT.glob("*.md")
 TEXTS = {name: path.read_text(encoding="utf-8") for name, path in PAGES.items()}
 README, CONTRACTS, LINEAGES = TEXTS["README.md"], TEXTS["docs/contracts.md"], TEXTS["docs/lineages.md"]
 
-MACHINE = Machine(device="cpu", matmul_flops_per_second=4e11)
+MACHINE = Machine(device="cpu", flops_per_second=4e11)
 
 
 def blocks(text: str, language: str = "") -> list[str]:
@@ -57,7 +57,7 @@ def parsed(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         def reader(*args: Any, **kwargs: Any) -> None:
             result = read(*args, **kwargs)
             if isinstance(result, RunRequest):
-                result.config(lambda: MACHINE)
+                result.config(lambda _: MACHINE)
             raise ParsedError
 
         return reader
@@ -126,7 +126,7 @@ def test_the_toml_example_is_a_run(tmp_path: Path) -> None:
     path = tmp_path / "night.toml"
     path.write_text(blocks(README, "toml")[0])
     request = read_request([str(path)], TrainArguments, prog="gptlab train", description="")
-    config = request.config(lambda: MACHINE)
+    config = request.config(lambda _: MACHINE)
     assert (config.model.n_layer, config.model.seq_len, config.model.window_pattern) == (8, 1024, "SSSL")
     assert (config.horizon.amount, config.horizon.unit) == (480 * 60, "seconds")
     assert config.micro_batches == 4

@@ -69,7 +69,7 @@ def best_step(run: Path) -> int:
 
 def request(*words: object) -> RunConfig:
     asked = read_request([str(word) for word in words], TrainArguments, prog="gptlab train", description="")
-    return asked.config(lambda: Machine(device="cpu", matmul_flops_per_second=1e11))
+    return asked.config(lambda _: Machine(device="cpu", flops_per_second=1e11))
 
 
 def opened(config: RunConfig) -> Session:

@@ -36,7 +36,7 @@ from gptlab.optim.schedule import lr_scale, muon_momentum, weight_decay_scale
 from gptlab.runtime.peak import Peak
 from gptlab.runtime.strict_json import read_json_object
 
-MACHINE = Machine(device="cpu", matmul_flops_per_second=1e12)
+MACHINE = Machine(device="cpu", flops_per_second=1e12)
 
 TINY = [name for name in RECIPES if name.endswith("-tiny")]
 FULL = [name.removesuffix("-tiny") for name in TINY]
@@ -592,7 +592,7 @@ class TestRuns:
         assert error.count("\n") == 1
         assert "`gptlab train nanogpt/gpt2-124m-tiny --run-dir runs/nanogpt-gpt2-124m-tiny` makes it" in error
         words = re.search(r"`gptlab train (.*)`", error)[1].split()  # type: ignore[index]
-        config = read_request(words, TrainArguments, prog="", description="").config(lambda: MACHINE)
+        config = read_request(words, TrainArguments, prog="", description="").config(lambda _: MACHINE)
         assert config.run_dir == RECIPES["nanogpt/finetune-tiny"]().init_from
 
     def test_the_lineages_read_the_same_tokens(self, folder: Path) -> None:

@@ -9,19 +9,20 @@ import torch
 from torch import Tensor, nn
 
 from gptlab.cli import main as cli
-from gptlab.cli.plan import assumed_vocab_size, describe, make_plan
+from gptlab.cli.plan import describe, make_plan
+from gptlab.cli.training_rate import Rate, assumed_vocab_size
 from gptlab.config.data import TokenizerConfig
 from gptlab.config.errors import ConfigError
 from gptlab.config.horizon import Horizon, HorizonUnit
 from gptlab.config.load import apply_overrides
 from gptlab.config.model import ModelConfig
 from gptlab.config.run import RunConfig
-from gptlab.config.scaling import EXPECTED_MFU
 from gptlab.model.gpt import GPT, Attention, Linear, build_model
 from gptlab.runtime.peak import Peak
 from gptlab.train.memory import count_memory, kept_for_backward
 
 PEAK = Peak(flops_per_second=1e11, source="measured")
+RATE = Rate(tokens_per_second=6400.0, flops_per_second=5e9, date="2026-11-22")
 
 
 def tiny(unit: HorizonUnit = "steps", amount: float = 10, **overrides: object) -> RunConfig:
@@ -94,27 +95,30 @@ def test_memory_by_hand() -> None:
 
 class TestLength:
     def test_a_horizon_in_steps(self) -> None:
-        plan = make_plan(tiny("steps", 10), dtype=torch.float32, peak=PEAK)
+        plan = make_plan(tiny("steps", 10), dtype=torch.float32, peak=PEAK, rate=RATE)
         assert plan.steps == 10
-        assert plan.seconds == pytest.approx(10 * 128 * plan.flops.total / (EXPECTED_MFU * 1e11))
+        assert plan.seconds == pytest.approx(10 * 128 / 6400)
 
     def test_a_horizon_in_seconds(self) -> None:
-        plan = make_plan(tiny("seconds", 60), dtype=torch.float32, peak=PEAK)
+        plan = make_plan(tiny("seconds", 60), dtype=torch.float32, peak=PEAK, rate=RATE)
         assert plan.seconds == 60
-        assert plan.steps == round(60 * EXPECTED_MFU * 1e11 / (128 * plan.flops.total))
+        assert plan.steps == 60 * 6400 // 128
 
     def test_tokens_per_parameter(self) -> None:
         plan = make_plan(tiny("tokens_per_param", 20), dtype=torch.float32, peak=PEAK)
         assert plan.steps == 20 * plan.parameters.scaling // 128
 
-    def test_nothing_is_claimed_where_the_peak_is_unknown(self) -> None:
-        unknown = Peak(flops_per_second=None, source="unknown")
-        plan = make_plan(tiny("seconds", 60), dtype=torch.float32, peak=unknown)
+    def test_no_speed_is_claimed_that_was_never_timed(self) -> None:
+        plan = make_plan(tiny("seconds", 60), dtype=torch.float32, peak=PEAK)
         assert plan.steps is None
-        assert "unknown" in describe(plan)
+        assert "unknown until steps are timed" in describe(plan)
+        plan = make_plan(tiny("steps", 100_000), dtype=torch.float32, peak=PEAK)
+        assert (plan.steps, plan.seconds) == (100_000, None)
+        seconds = 100_000 * 128 * plan.flops.total / 1e11
+        assert f"more than {seconds / 3600:.3g} hours ({seconds:,.0f} seconds), at the peak" in describe(plan)
+        unknown = Peak(flops_per_second=None, source="unknown")
         plan = make_plan(tiny("steps", 10), dtype=torch.float32, peak=unknown)
-        assert (plan.steps, plan.seconds) == (10, None)
-        assert "unknown" in describe(plan)
+        assert "unknown; `gptlab bench custom`" in describe(plan)
 
     def test_less_than_a_step_is_refused(self) -> None:
         with pytest.raises(ConfigError, match="less than one step"):
@@ -132,11 +136,12 @@ def test_vocabulary_before_the_text_is_read() -> None:
 
 
 def test_describe_names_every_figure_with_its_unit() -> None:
-    text = describe(make_plan(tiny(), dtype=torch.bfloat16, peak=PEAK), device_memory=2**30, device_label="X (cpu)")
+    plan = make_plan(tiny(), dtype=torch.bfloat16, peak=PEAK, rate=RATE)
+    text = describe(plan, device_memory=2**30, device_label="X (cpu)")
     for part in (
         "depth 2, width 32, heads 2, context 16 tokens", "300 entries",
         "128 tokens: 2 micro-batches of 4 rows of 16 tokens", "of 1.07 GB", "0.1 TFLOP/s (measured)",
-        f"at an expected {EXPECTED_MFU:.0%} of the peak", "in bfloat16", "10 steps", "hours",
+        "at 6,400 tokens/s, timed on 2026-11-22", "in bfloat16", "10 steps", "hours",
     ):  # fmt: skip
         assert part in text
     assert "too little" in describe(make_plan(tiny(), dtype=torch.bfloat16, peak=PEAK), device_memory=1000)

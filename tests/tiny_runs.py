@@ -109,7 +109,7 @@ def make_config(folder: Path, name: str, **changes: Any) -> RunConfig:
     """The same as a value; `changes` have dots written as two underscores."""
     words = arguments(folder, name, {field.replace("__", "."): value for field, value in changes.items()})
     return read_request(words, TrainArguments, prog="gptlab train", description="").config(
-        lambda: Machine(device="cpu", matmul_flops_per_second=1e11)
+        lambda _: Machine(device="cpu", flops_per_second=1e11)
     )
 
 

@@ -76,17 +76,19 @@ def main(argv: list[str]) -> int:
 def measure(request: RunRequest, console: Console, *, steps: int, seconds: float, products: bool) -> Bench:
     """Build the run as `train` does, on made-up tokens, and time it. Half of the steps come before a look at the peak
     and half behind it."""
-    from gptlab.cli.place import machine_for
+    from gptlab.cli.training_rate import timed_machine
+    from gptlab.runtime.distributed import World
     from gptlab.runtime.out_of_memory import memory_told, what_to_lower
 
-    config = request.config(functools.partial(machine_for, request))
+    config = request.config(functools.partial(timed_machine, world=World(), warn=console.warn, show=console.live))
     with memory_told(lambda error: what_to_lower(error, config, None)):
         return _measure(config, console, steps=steps, seconds=seconds, products=products)
 
 
 def _measure(config: RunConfig, console: Console, *, steps: int, seconds: float, products: bool) -> Bench:
     from gptlab.cli.place import place_of
-    from gptlab.cli.plan import assumed_vocab_size, model_text, step_text
+    from gptlab.cli.plan import model_text, step_text
+    from gptlab.cli.training_rate import assumed_vocab_size, remember_rate, seen_rate
     from gptlab.model.counting import flops_per_token, parameter_counts
     from gptlab.runtime.device import device_name
     from gptlab.runtime.rng import seed_everything
@@ -116,6 +118,8 @@ def _measure(config: RunConfig, console: Console, *, steps: int, seconds: float,
         looks.append(_look_at(place))
         console.live("timing parts alone")
         times, flops = first + second, flops_per_token(state.model)
+        step_seconds = statistics.median(times.whole_seconds)
+        remember_rate(config, place, seen_rate(config.batch.total_tokens / step_seconds, state.model))
         return Bench(
             device=str(place.device),
             device_name=device_name(place.device),
@@ -135,7 +139,7 @@ def _measure(config: RunConfig, console: Console, *, steps: int, seconds: float,
             compiled=compiled,
             compile_seconds=compile_seconds,
             steps=len(times.whole_seconds),
-            step_seconds=statistics.median(times.whole_seconds),
+            step_seconds=step_seconds,
             best_step_seconds=min(times.whole_seconds),
             part_seconds={name: statistics.median(values) for name, values in times.part_seconds.items()},
             optimizer_seconds=statistics.median(time_optimizer(state, kernels.loss_sum, config, steps=ALONE_STEPS)),

@@ -10,7 +10,6 @@ import torch
 
 from gptlab.cli.run_arguments import RunRequest
 from gptlab.config.run import RunConfig
-from gptlab.config.scaling import Machine
 from gptlab.runtime.allocator import keep_freed_memory
 from gptlab.runtime.determinism import deterministic_kernels
 from gptlab.runtime.device import resolve_device, resolve_dtype
@@ -35,15 +34,6 @@ def place_of(config: RunConfig, world: World = _ALONE) -> Place:
     """The place that a configuration asks for. UserError where this machine does not have it."""
     runtime = config.runtime
     return _place(runtime.device, runtime.dtype, runtime.threads, _local_rank(world))
-
-
-def machine_for(request: RunRequest, world: World = _ALONE) -> Machine:
-    """What a recipe may know of the place that a request names, before there is a configuration."""
-    asked = {name.removeprefix("runtime."): value for name, value in request.overrides.items()}
-    place = _place(
-        str(asked.get("device", "auto")), str(asked.get("dtype", "auto")), asked.get("threads"), _local_rank(world)
-    )
-    return Machine(device=str(place.device), matmul_flops_per_second=place.peak.flops_per_second)
 
 
 def kernels_for(config: RunConfig | None, request: RunRequest) -> AbstractContextManager[None]:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import psutil
 import torch
 
-from gptlab.cli.place import machine_for, place_of
+from gptlab.cli.place import place_of
 from gptlab.cli.run_arguments import RunArguments, read_request
+from gptlab.cli.training_rate import Rate, assumed_vocab_size, remembered_rate
 from gptlab.config.model import ModelConfig
 from gptlab.config.run import RunConfig
-from gptlab.config.scaling import EXPECTED_MFU
-from gptlab.data.gpt2 import VOCAB_SIZE as GPT2_VOCAB_SIZE
-from gptlab.data.tokenizer import load_tokenizer
+from gptlab.config.scaling import Machine
 from gptlab.model.counting import FlopsPerToken, ParameterCounts, flops_per_token, parameter_counts
 from gptlab.model.gpt import GPT
 from gptlab.runtime.device import device_name
@@ -23,9 +20,6 @@ from gptlab.runtime.peak import Peak
 from gptlab.train.memory import Memory, count_memory
 
 DESCRIPTION = "What a run would be: parameters, FLOPs, memory, steps and hours, before anything runs. Reads no data."
-
-ASSUMED_CHARACTERS = 128
-"""A char tokenizer's entries before the corpus is read: ASCII. (tinyshakespeare has 65.)"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,20 +36,34 @@ class Plan:
     memory_is_shared: bool
     """Whether the device computes in the host's memory."""
     seconds: float | None
-    """On the training clock, at EXPECTED_MFU of the peak. None: the peak is unknown."""
+    """On the training clock. None: unknown, as no step of this configuration was ever timed here."""
+    rate: Rate | None = None
+    """How fast this machine was seen to train this configuration."""
 
 
 def main(argv: list[str]) -> int:
     request = read_request(argv, RunArguments, prog="gptlab plan", description=DESCRIPTION)
-    config = request.config(functools.partial(machine_for, request))
+    config = request.config(_remembered)
     place = place_of(config)
-    plan = make_plan(config, dtype=place.dtype, peak=place.peak, memory_is_shared=place.device.type != "cuda")
+    plan = make_plan(
+        config, dtype=place.dtype, peak=place.peak, rate=remembered_rate(config, place),
+        memory_is_shared=place.device.type != "cuda",
+    )  # fmt: skip
     label = f"{device_name(place.device)} ({place.device})"
     print(describe(plan, device_memory=_device_memory(place.device), device_label=label))
     return 0
 
 
-def make_plan(config: RunConfig, *, dtype: torch.dtype, peak: Peak, memory_is_shared: bool = True) -> Plan:
+def _remembered(config: RunConfig) -> Machine:
+    """This machine as `train` and `bench` timed it; without a rate where they never did."""
+    place = place_of(config)
+    rate = remembered_rate(config, place)
+    return Machine(device=str(place.device), flops_per_second=None if rate is None else rate.flops_per_second)
+
+
+def make_plan(
+    config: RunConfig, *, dtype: torch.dtype, peak: Peak, rate: Rate | None = None, memory_is_shared: bool = True
+) -> Plan:
     """Count everything for one device. Raises ConfigError when the horizon is shorter than one step."""
     vocab_size, vocab_source = assumed_vocab_size(config)
     config = replace(config, model=replace(config.model, vocab_size=vocab_size))
@@ -67,12 +75,12 @@ def make_plan(config: RunConfig, *, dtype: torch.dtype, peak: Peak, memory_is_sh
     steps = config.horizon.total_steps(
         tokens_per_step=config.batch.total_tokens, flops_per_token=flops.total, scaling_params=counts.scaling
     )
-    seconds = None
-    if peak.flops_per_second is not None:
-        step_seconds = flops.total * config.batch.total_tokens / (EXPECTED_MFU * peak.flops_per_second)
+    seconds = config.horizon.amount if config.horizon.unit == "seconds" else None
+    if rate is not None:
+        step_seconds = config.batch.total_tokens / rate.tokens_per_second
         # A run stops with the first step that ends past its budget, so there is always one.
         steps = steps or max(1, round(config.horizon.amount / step_seconds))
-        seconds = steps * step_seconds
+        seconds = seconds or steps * step_seconds
     return Plan(
         config=config,
         vocab_source=vocab_source,
@@ -83,24 +91,9 @@ def make_plan(config: RunConfig, *, dtype: torch.dtype, peak: Peak, memory_is_sh
         peak=peak,
         steps=steps,
         memory_is_shared=memory_is_shared,
-        seconds=config.horizon.amount if config.horizon.unit == "seconds" else seconds,
+        seconds=seconds,
+        rate=rate,
     )
-
-
-def assumed_vocab_size(config: RunConfig) -> tuple[int, str]:
-    """(entries, where the number comes from): from what is known before any text is read."""
-    tokenizer = config.tokenizer
-    if config.model.vocab_size is not None:
-        return config.model.vocab_size, "model.vocab_size"
-    if tokenizer.path is not None:
-        return load_tokenizer(Path(tokenizer.path)).vocab_size, f"the tokenizer in {tokenizer.path}"
-    if tokenizer.kind == "gpt2":
-        return GPT2_VOCAB_SIZE, "GPT-2's vocabulary"
-    if tokenizer.kind == "byte":
-        return 257, "256 bytes and BOS"
-    if tokenizer.kind == "char":
-        return ASSUMED_CHARACTERS, "assumed: the characters of ASCII"
-    return tokenizer.vocab_size, "tokenizer.vocab_size, if the text gives that many"
 
 
 def describe(plan: Plan, *, device_memory: int | None = None, device_label: str = "") -> str:
@@ -149,7 +142,7 @@ def step_text(config: RunConfig) -> str:
 
 def _length(plan: Plan) -> list[tuple[str, str]]:
     if plan.steps is None:
-        return [("steps", "unknown: they depend on this machine's speed")]
+        return [("steps", f"unknown until steps are timed: {_how_to_time(plan)}")]
     tokens = plan.steps * plan.config.batch.total_tokens
     about = "about " if plan.config.horizon.unit == "seconds" else ""
     return [
@@ -181,13 +174,29 @@ def _peak(peak: Peak) -> str:
 
 def _time(plan: Plan) -> str:
     if plan.seconds is None:
-        return "unknown, as this machine's peak is"
-    hours = plan.seconds / 3600
-    hours_text = f"{hours:,.0f}" if hours >= 100 else f"{hours:.3g}"
-    training = f"{hours_text} hours ({plan.seconds:,.0f} seconds) of training"
-    if plan.config.horizon.unit == "seconds":
-        return f"{training}; the steps expect {EXPECTED_MFU:.0%} of the peak" if plan.steps else training
-    return f"{training}, at an expected {EXPECTED_MFU:.0%} of the peak; evaluation and saving come on top"
+        return f"{_least(plan)}; {_how_to_time(plan)}"
+    training = f"{_hours(plan.seconds)} of training"
+    if plan.rate is None:
+        return training
+    speed = f"{plan.rate.tokens_per_second:,.0f} tokens/s, timed on {plan.rate.date}"
+    return f"{training} at {speed}; evaluation and saving are not included"
+
+
+def _least(plan: Plan) -> str:
+    """A lower bound: no step is faster than the matrix products alone."""
+    if plan.peak.flops_per_second is None or plan.steps is None:
+        return "unknown"
+    flops = plan.steps * plan.config.batch.total_tokens * plan.flops.total
+    return f"more than {_hours(flops / plan.peak.flops_per_second)}, at the peak"
+
+
+def _hours(seconds: float) -> str:
+    hours = seconds / 3600
+    return f"{f'{hours:,.0f}' if hours >= 100 else f'{hours:.3g}'} hours ({seconds:,.0f} seconds)"
+
+
+def _how_to_time(plan: Plan) -> str:
+    return f"`gptlab bench {plan.config.recipe}` with the same arguments times this machine"
 
 
 def _bytes(count: int) -> str:

@@ -58,10 +58,10 @@ def _from_recipe(config: RunConfig, request: RunRequest, recorded: Facts) -> Run
             "says what follows from a depth; give --model.n-layer, and what else shall change"
         )  # fmt: skip
     recipe = RECIPES[config.recipe]
-    peak = recorded.get("peak_flops_per_second")
+    rate = recorded.get("training_flops_per_second")
     machine = Machine(
         device=str(recorded.get("device", "cpu")),
-        matmul_flops_per_second=float(peak) if isinstance(peak, int | float) else None,
+        flops_per_second=float(rate) if isinstance(rate, int | float) else None,
     )
     horizon = Horizon(amount=config.horizon.amount, unit=config.horizon.unit)
     given = recorded_arguments(config, recipe)

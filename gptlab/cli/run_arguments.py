@@ -115,17 +115,23 @@ class RunRequest:
     options: Mapping[str, Any] = field(default_factory=dict)
     """What was given of the arguments that a command adds to RunArguments."""
 
-    def config(self, measure: Callable[[], Machine]) -> RunConfig:
-        """The run that was asked for. `measure` is called only where the recipe sizes itself from the machine."""
+    def config(self, measure: Callable[[RunConfig], Machine]) -> RunConfig:
+        """The run that was asked for. `measure` times a configuration's steps on this machine; it is called only where
+        the recipe sizes itself from the machine."""
         name = self.recipe or DEFAULT_RECIPE
         self.require_own_arguments(name)
 
-        def on(machine: Machine) -> RunConfig:
-            return RECIPES[name](depth=self.depth, horizon=self.horizon, machine=machine, **self.recipe_arguments)
+        def recipe(depth: int | None, machine: Machine | None) -> RunConfig:
+            return RECIPES[name](depth=depth, horizon=self.horizon, machine=machine, **self.recipe_arguments)
 
         # Recipes are pure and cheap: one that answers two machines a billion times apart alike needs no measurement.
-        slow, fast = (on(Machine(device="cpu", matmul_flops_per_second=flops)) for flops in (1e9, 1e18))
-        config = slow if slow == fast else on(measure())
+        slow, fast = (recipe(self.depth, Machine(device="cpu", flops_per_second=flops)) for flops in (1e9, 1e18))
+        if slow != fast:
+            slow = sized_by_measurement(recipe, self.depth, lambda config: measure(self._with_fields(config)))
+        return self._with_fields(slow)
+
+    def _with_fields(self, config: RunConfig) -> RunConfig:
+        """A recipe's configuration with the fields and the first weights that were asked for."""
         init_from = self.overrides.get("init_from", config.init_from)
         if init_from is None:
             return apply_overrides(config, self.overrides)
@@ -171,6 +177,29 @@ class RunRequest:
         recipe = RECIPES[stored.recipe]
         theirs = {name: one.default for name, one in own_arguments(recipe).items()} | recorded_arguments(stored, recipe)
         return [f"{name}: {theirs[name]} vs {v}" for name, v in self.recipe_arguments.items() if theirs[name] != v]
+
+
+def sized_by_measurement(
+    recipe: Callable[[int | None, Machine | None], RunConfig],
+    depth: int | None,
+    measure: Callable[[RunConfig], Machine],
+) -> RunConfig:
+    """The configuration that `recipe(depth, machine)` makes of this machine's own speed.
+
+    A machine's FLOP/s depend on the size that is timed (twice as many at depth 4 as at depth 2, docs/LOG.md,
+    2026-11-22), and each size is compiled first. So the recipe's guess is timed, then the size that follows from it,
+    until one follows from itself. A depth one layer away changes bits per byte by 1 to 2% and is not worth compiling.
+    """
+    config = recipe(depth, None)
+    for last in (False, False, True):
+        machine = measure(config)
+        sized = recipe(depth, machine)
+        if last or abs(sized.model.n_layer - config.model.n_layer) <= 1:
+            sized = recipe(config.model.n_layer, machine)
+        if (sized.model, sized.batch.micro_sequences) == (config.model, config.batch.micro_sequences):
+            break
+        config = sized
+    return sized
 
 
 def read_request(argv: Sequence[str], arguments: type[RunArguments], *, prog: str, description: str) -> RunRequest:

@@ -22,23 +22,28 @@ _FACTS = {
 """What must be the same on every rank, by its name in run.json."""
 
 
-def shared_machine(
-    configure: Callable[[Callable[[], Machine]], RunConfig], measure: Callable[[], Machine], group: Group
-) -> RunConfig:
-    """`configure(measure)`, with rank 0's measurement on every rank: a recipe that sizes itself must not make two sizes
-    of two measurements."""
+def sized_together(
+    configure: Callable[[Callable[[RunConfig], Machine]], RunConfig],
+    measure: Callable[[RunConfig], Machine],
+    group: Group,
+) -> tuple[RunConfig, Machine | None]:
+    """`configure(measure)`, with rank 0's measurements on every rank: a recipe must not make two sizes of
+    two measurements. Also returns the last of these; None where the recipe asks for none."""
     measured: list[Machine] = []
 
-    def measure_once() -> Machine:
-        measured.append(measure())
+    def measured_here(config: RunConfig) -> Machine:
+        measured.append(measure(config))
         return measured[-1]
 
     if group.is_main:
-        config = configure(measure_once)
-        group.broadcast("machine", dataclasses.asdict(measured[-1]) if measured else None)
-        return config
-    said = group.broadcast("machine")
-    return configure(measure if said is None else lambda: Machine(**said))
+        config = configure(measured_here)
+        group.broadcast("machine", [dataclasses.asdict(machine) for machine in measured])
+        return config, measured[-1] if measured else None
+    measured = [Machine(**said) for said in group.broadcast("machine")]
+    # A rank that was started with another recipe may ask for more; `require_same_run` then refuses it.
+    replayed = iter(measured)
+    config = configure(lambda _: next(replayed, Machine(device="unknown", flops_per_second=None)))
+    return config, measured[-1] if measured else None
 
 
 def require_same_mode(mode: str, group: Group) -> None:

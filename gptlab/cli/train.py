@@ -164,11 +164,11 @@ def _prepare_and_train(
     from gptlab.runtime.provenance import EvidenceTaker
 
     evidence_taker = EvidenceTaker()  # before torch is imported, which takes longer
-    from gptlab.cli.place import kernels_for, machine_for, place_of
+    from gptlab.cli.place import kernels_for, place_of
     from gptlab.cli.repeat import repeated_config, what_differs
     from gptlab.cli.restart import earlier_end, end_again, restarted
     from gptlab.cli.resume import newest_checkpoint, record_resume, require_same_start, restore_tokenizer
-    from gptlab.cli.same_run import require_same_run, shared_machine
+    from gptlab.cli.same_run import require_same_run, sized_together
     from gptlab.cli.session import make_run_directory, open_session, train
     from gptlab.runtime.run_directory import RunDirectory
     from gptlab.train.closing_block import closing_numbers, show_closing_block
@@ -180,7 +180,7 @@ def _prepare_and_train(
     if (end := earlier_end(start.job, group)) is not None:
         return Result(*end_again(end, request, start.job, console, group), {})
     request = restarted(request, start.job, console, group)
-    origin = checkpoint = None
+    origin = checkpoint = machine = None
     if request.resume is not None:
         start.config, run = _stored(request)
         if group.is_main:
@@ -201,7 +201,10 @@ def _prepare_and_train(
         start.config = repeated_config(request, origin)
     held.enter_context(kernels_for(start.config, request))
     if start.config is None:
-        start.config = shared_machine(request.config, partial(machine_for, request, group.world), group)
+        from gptlab.cli.training_rate import timed_machine
+
+        measure = partial(timed_machine, world=group.world, warn=console.warn, show=console.live)
+        start.config, machine = sized_together(request.config, measure, group)
     if group.is_main and start.run is None and start.config.run_dir is not None:
         RunDirectory(Path(start.config.run_dir)).require_free()  # said now, not after the data is prepared
     place = place_of(start.config, group.world)
@@ -215,9 +218,10 @@ def _prepare_and_train(
         asked = {} if origin is None else request.overrides
         for line in what_differs(recorded, facts, asked):
             console.warn(line)
-    describe(session, console)
+    describe(session, console, machine)
     if group.is_main and start.run is None:
-        start.run = make_run_directory(session, facts | {"job": start.job.id} | parts.facts(), evidence, start.job)
+        begun = facts | {"job": start.job.id} | parts.facts() | _sized_by(machine)
+        start.run = make_run_directory(session, begun, evidence, start.job)
         held.enter_context(start.run.lock())
     elif group.is_main and start.run is not None:
         restore_tokenizer(start.run, session.data.tokenizer, console)
@@ -335,7 +339,12 @@ def _with_own_tokenizer(config: RunConfig, run_directory: RunDirectory) -> RunCo
     return replace(config, tokenizer=replace(config.tokenizer, path=str(run_directory.tokenizer_path)))
 
 
-def describe(session: Session, console: Console) -> None:
+def _sized_by(machine: Machine | None) -> dict[str, object]:
+    """For run.json: the measurement that a recipe's size follows from."""
+    return {"training_flops_per_second": None if machine is None else machine.flops_per_second}
+
+
+def describe(session: Session, console: Console, machine: Machine | None) -> None:
     """What is about to be trained, and how the size came about."""
     config, place, counts, flops = session.config, session.place, session.counts, session.flops
     model = config.model
@@ -359,5 +368,5 @@ def describe(session: Session, console: Console) -> None:
         f"training  {config.horizon}, {config.batch.total_tokens:,} tokens a step "
         f"({config.micro_batches} x {config.batch.micro_sequences} rows)"
     )
-    if reason := why_quickstart_size(config, Machine(device=str(place.device), matmul_flops_per_second=peak)):
+    if machine is not None and (reason := why_quickstart_size(config, machine)):
         console.line(f"size      {reason}")

@@ -15,18 +15,14 @@ REFERENCE_WIDTH = 768
 REFERENCE_BATCH_TOKENS = 2**19
 REFERENCE_DEPTH = 12
 
-# Share of the measured matrix-product peak that a whole run reaches: 0.53 to 0.60 at quickstart's size on two CPU cores
-# (docs/LOG.md, 2026-11-20).
-EXPECTED_MFU = 0.55
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
     """What a recipe may know of the machine in order to size itself."""
 
     device: str
-    matmul_flops_per_second: float | None
-    """Peak of dense matrix products in the type that training uses; None when nobody measured it."""
+    flops_per_second: float | None
+    """What real training steps reach, forward and backward, all processes together; None: no step was timed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -90,6 +90,19 @@ def time_steps(
     return StepTimes(whole, parts)
 
 
+def time_whole_steps(
+    state: TrainState, loss_sum: LossFunction, config: RunConfig, *, max_steps: int, max_seconds: float
+) -> list[float]:
+    """Seconds of each of `max_steps` steps, or of as many as `max_seconds` allow, but at least three."""
+    seconds: list[float] = []
+    with QuietGarbageCollector():
+        whole_step(state, loss_sum, config)  # untimed: caches are filled, batches made ahead
+        deadline = time.perf_counter() + max_seconds
+        while len(seconds) < 3 or (len(seconds) < max_steps and time.perf_counter() < deadline):
+            seconds.append(whole_step(state, loss_sum, config))
+    return seconds
+
+
 def whole_step(state: TrainState, loss_sum: LossFunction, config: RunConfig) -> float:
     """Seconds of one step as `fit` takes it. TrainingFailed for a loss or a gradient that is broken."""
     started = time.perf_counter()

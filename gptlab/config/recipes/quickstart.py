@@ -10,17 +10,20 @@ from gptlab.config.horizon import Horizon, chosen_horizon
 from gptlab.config.model import ModelConfig
 from gptlab.config.recipes.nanochat import muon_and_adamw
 from gptlab.config.run import BatchConfig, CheckpointConfig, EvalConfig, RunConfig, SampleConfig
-from gptlab.config.scaling import EXPECTED_MFU, Machine, Shape, shape_for_compute, shape_for_depth
+from gptlab.config.scaling import Machine, Shape, shape_for_compute, shape_for_depth
 
-# What two quiet cores with AVX512-BF16 measure; assumed only where the caller measured nothing.
-ASSUMED_FLOPS_PER_SECOND = 425e9
+# Training steps of quickstart's default size reach 230e9 to 300e9 FLOP/s on two cores with AVX512-BF16 or AMX
+# (docs/LOG.md, 2026-11-20 and 2026-11-22). The size to start timing with, and the answer where no step was timed.
+ASSUMED_FLOPS_PER_SECOND = 235e9
 
 # Both measured on the standard library in 180 s of two Zen 4 cores (docs/LOG.md, 2026-11-20). At width 128, 2, 4 and 6
 # layers reach 1.29, 1.14 and 1.31 bits per byte; width 192 with 3 and 6 layers 1.45 and 1.59. Far below the 10.5 tokens
 # a parameter of nanochat: three minutes end long before a small model stops learning, and depth pays more than width.
 QUICKSTART_ASPECT = 32
 QUICKSTART_TOKENS_PER_PARAM = 2.5
-QUICKSTART_STEPS = 500
+# A run of one minute is best at about 400 steps, one of three minutes at 600; 174 steps cost a fifth of its bits per
+# byte (docs/LOG.md, 2026-11-22).
+QUICKSTART_MIN_STEPS = 450
 
 
 def quickstart(
@@ -34,13 +37,13 @@ def quickstart(
     horizon = chosen_horizon(horizon, minutes, Horizon(amount=180.0, unit="seconds"))
     seq_len, vocab_size = 512, 4096
     shape = _quickstart_shape(depth, horizon, machine, vocab_size=vocab_size, seq_len=seq_len)
-    total_tokens = _quickstart_batch(shape, horizon, machine)
+    total_tokens = _quickstart_batch(shape, horizon, machine, seq_len=seq_len)
     return RunConfig(
         recipe="quickstart",
         model=ModelConfig(n_layer=shape.n_layer, n_embd=shape.n_embd, n_head=shape.n_head, seq_len=seq_len),
         tokenizer=TokenizerConfig(kind="bpe", vocab_size=vocab_size),
         data=DataConfig(source=("stdlib",), rows="packed"),
-        batch=BatchConfig(total_tokens=total_tokens, micro_sequences=16),
+        batch=BatchConfig(total_tokens=total_tokens, micro_sequences=min(16, total_tokens // seq_len)),
         horizon=horizon,
         # nanochat's AdamW rates at its 2^19 tokens a step, half of them at 2^13; the sixth root between is not swept.
         # Its own square root would leave an eighth, too little to move embeddings in a few hundred steps.
@@ -91,7 +94,8 @@ def _quickstart_shape(
     if horizon.unit == "flops":
         total_flops = horizon.amount
     else:  # a length in steps or tokens says nothing of compute: then the shape for three minutes
-        total_flops = _flops_in(horizon.amount if horizon.unit == "seconds" else 180.0, machine)
+        seconds = horizon.amount if horizon.unit == "seconds" else 180.0
+        total_flops = seconds * _flops_per_second(machine)
     return shape_for_compute(total_flops, tokens_per_param=QUICKSTART_TOKENS_PER_PARAM, **size)
 
 
@@ -105,27 +109,28 @@ def why_quickstart_size(config: RunConfig, machine: Machine) -> str | None:
     if config.horizon.unit == "flops":
         compute = f"{config.horizon.amount:.2g} FLOP"
     else:
-        peak = machine.matmul_flops_per_second
-        rate = f"{(peak or ASSUMED_FLOPS_PER_SECOND) / 1e9:,.0f} GFLOP/s {'measured' if peak else 'assumed'}"
-        total = _flops_in(config.horizon.amount, machine)
-        compute = f"{config.horizon.amount:g} s x {rate} x {EXPECTED_MFU} = {total:.2g} FLOP"
-    ratio = f"{QUICKSTART_TOKENS_PER_PARAM:g} tokens a parameter"
-    return f"{compute}: the deepest model that this trains on {ratio}, about {QUICKSTART_STEPS} steps"
+        rate = _flops_per_second(machine)
+        how = "assumed" if machine.flops_per_second is None else "timed"
+        compute = (
+            f"{config.horizon.amount:g} s x {rate / 1e9:,.0f} GFLOP/s ({how}) = {config.horizon.amount * rate:.2g} FLOP"
+        )
+    ratio = f"{QUICKSTART_TOKENS_PER_PARAM:g} tokens per parameter"
+    return f"{compute}: at least {ratio} and {QUICKSTART_MIN_STEPS} steps"
 
 
-def _quickstart_batch(shape: Shape, horizon: Horizon, machine: Machine | None) -> int:
-    """Tokens a step: the power of two that makes about QUICKSTART_STEPS steps, from 2^13 to nanochat's 2^19."""
+def _quickstart_batch(shape: Shape, horizon: Horizon, machine: Machine | None, *, seq_len: int) -> int:
+    """Tokens a step: the largest power of two that leaves QUICKSTART_MIN_STEPS, from one row to nanochat's 2^19."""
+    if horizon.unit == "steps":
+        return 2**13
     tokens = {
-        "steps": 0.0,
         "tokens": horizon.amount,
         "flops": horizon.amount / shape.flops_per_token,
         "tokens_per_param": horizon.amount * shape.scaling_params,
-        "seconds": _flops_in(horizon.amount, machine) / shape.flops_per_token,
+        "seconds": horizon.amount * _flops_per_second(machine) / shape.flops_per_token,
     }[horizon.unit]
-    exponent = round(math.log2(max(tokens / QUICKSTART_STEPS, 1.0)))
-    return 2 ** min(max(exponent, 13), 19)
+    return 2 ** math.floor(math.log2(min(max(tokens / QUICKSTART_MIN_STEPS, seq_len), 2**19)))
 
 
-def _flops_in(seconds: float, machine: Machine | None) -> float:
-    measured = machine.matmul_flops_per_second if machine is not None else None
-    return EXPECTED_MFU * seconds * (measured or ASSUMED_FLOPS_PER_SECOND)
+def _flops_per_second(machine: Machine | None) -> float:
+    """What training steps reach on `machine`, or are assumed to."""
+    return (machine.flops_per_second if machine is not None else None) or ASSUMED_FLOPS_PER_SECOND

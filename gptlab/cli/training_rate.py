@@ -1,0 +1,147 @@
+"""How fast this machine trains a configuration: real steps, timed after compiling, and remembered for `plan`."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import statistics
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+from gptlab.cli.place import Place, place_of
+from gptlab.config.errors import UserError
+from gptlab.config.run import RunConfig
+from gptlab.config.scaling import Machine
+from gptlab.data.cache import cache_root
+from gptlab.data.gpt2 import VOCAB_SIZE as GPT2_VOCAB_SIZE
+from gptlab.data.tokenizer import load_tokenizer
+from gptlab.model.counting import flops_per_token
+from gptlab.model.gpt import GPT
+from gptlab.runtime.device import device_name
+from gptlab.runtime.distributed import World
+from gptlab.runtime.strict_json import read_json_object, to_json, write_json_atomic
+
+ASSUMED_CHARACTERS = 128
+"""A char tokenizer's entries before the corpus is read: ASCII. (tinyshakespeare has 65.)"""
+
+# The median of eight steps of quickstart varies by 5% on a quiet machine (docs/LOG.md, 2026-11-22).
+TIMED_SECONDS = 3.0
+TIMED_STEPS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """What the steps of one configuration reached on this machine, in one process."""
+
+    tokens_per_second: float
+    flops_per_second: float
+    """Forward and backward, as in MFU."""
+    date: str
+    """When they were timed: YYYY-MM-DD, UTC."""
+
+
+def timed_machine(config: RunConfig, world: World, warn: Callable[[str], None], show: Callable[[str], None]) -> Machine:
+    """This machine as `config`'s steps find it. Compiles them, as the run that follows would, which then finds them
+    compiled. UserError where they cannot run."""
+    place = place_of(config, world)
+    rate = time_rate(config, place, warn, show)
+    return Machine(device=str(place.device), flops_per_second=world.size * rate.flops_per_second)
+
+
+def time_rate(config: RunConfig, place: Place, warn: Callable[[str], None], show: Callable[[str], None]) -> Rate:
+    """Train `config` on random tokens for TIMED_SECONDS, at least three steps, and forget it: the median step counts.
+
+    A step is timed with at most two micro-batches, so that a large batch costs no more than a small one; more of them
+    per update would be slightly faster.
+    """
+    from gptlab.cli.bench import made_up_rows
+    from gptlab.runtime.out_of_memory import memory_told, what_to_lower
+    from gptlab.runtime.rng import seed_everything
+    from gptlab.train.compilation import keep_compiled, make_kernels, warm_up
+    from gptlab.train.state import build_state
+    from gptlab.train.timing import time_whole_steps
+    from gptlab.train.watchdog import TrainingFailed
+
+    config = replace(config, model=replace(config.model, vocab_size=assumed_vocab_size(config)[0]))
+    tokens = min(config.batch.total_tokens, 2 * config.micro_tokens)
+    short = replace(config, batch=replace(config.batch, total_tokens=tokens))
+    keep_compiled()
+    seed_everything(config.seed, place.device)
+    with memory_told(lambda error: what_to_lower(error, config, None)):
+        state = build_state(short, made_up_rows(short), device=place.device, compute_dtype=place.dtype)
+        kernels = make_kernels(state, short, warn)
+        with state.loader:
+            show("compiling, to time the steps that the size follows from" if kernels.compiled else "timing steps")
+            warm_up(state, kernels, short, config.eval_sequences)
+            show("timing steps")
+            try:
+                seconds = time_whole_steps(
+                    state, kernels.loss_sum, short, max_steps=TIMED_STEPS, max_seconds=TIMED_SECONDS
+                )
+            except TrainingFailed as error:
+                raise UserError(f"the steps of this configuration cannot be timed: {error}") from None
+    rate = seen_rate(tokens / statistics.median(seconds), state.model)
+    remember_rate(config, place, rate)
+    return rate
+
+
+def seen_rate(tokens_per_second: float, model: GPT) -> Rate:
+    """Today's rate of `model`."""
+    flops_per_second = tokens_per_second * flops_per_token(model).total
+    return Rate(tokens_per_second, flops_per_second, f"{datetime.now(UTC):%Y-%m-%d}")
+
+
+def remember_rate(config: RunConfig, place: Place, rate: Rate) -> None:
+    """Keep it in the user's cache. A cache that cannot be written only costs `plan` its answer."""
+    path = _rate_path(config, place)
+    with suppress(UserError, OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json_atomic(path, dataclasses.asdict(rate))
+
+
+def remembered_rate(config: RunConfig, place: Place) -> Rate | None:
+    """The last rate at which this machine trained `config`'s model in its micro-batches; None where it never did."""
+    path = _rate_path(config, place)
+    try:
+        found = read_json_object(path)
+    except UserError:
+        return None
+    tokens, flops, date = (found.get(name) for name in ("tokens_per_second", "flops_per_second", "date"))
+    if not (isinstance(tokens, float) and isinstance(flops, float) and min(tokens, flops) > 0):
+        return None
+    return Rate(tokens, flops, str(date))
+
+
+def _rate_path(config: RunConfig, place: Place) -> Path:
+    """One file for what decides the speed of a step: machine, model, micro-batch, optimizer's kind."""
+    model = replace(config.model, vocab_size=assumed_vocab_size(config)[0])
+    facts = {
+        "device": device_name(place.device),
+        "threads": place.threads,
+        "dtype": str(place.dtype),
+        "compile": config.runtime.compile,
+        "model": dataclasses.asdict(model),
+        "micro_sequences": config.batch.micro_sequences,
+        "matrix_optimizer": config.optim.matrix_optimizer,
+    }
+    key = hashlib.sha256(to_json(facts).encode()).hexdigest()[:16]
+    return cache_root(None) / "training-rates" / f"{key}.json"
+
+
+def assumed_vocab_size(config: RunConfig) -> tuple[int, str]:
+    """(entries, where the number comes from): from what is known before any text is read."""
+    tokenizer = config.tokenizer
+    if config.model.vocab_size is not None:
+        return config.model.vocab_size, "model.vocab_size"
+    if tokenizer.path is not None:
+        return load_tokenizer(Path(tokenizer.path)).vocab_size, f"the tokenizer in {tokenizer.path}"
+    if tokenizer.kind == "gpt2":
+        return GPT2_VOCAB_SIZE, "GPT-2's vocabulary"
+    if tokenizer.kind == "byte":
+        return 257, "256 bytes and BOS"
+    if tokenizer.kind == "char":
+        return ASSUMED_CHARACTERS, "assumed: the characters of ASCII"
+    return tokenizer.vocab_size, "tokenizer.vocab_size, if the text gives that many"
