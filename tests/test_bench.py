@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gptlab.cli import bench
+from gptlab.cli import bench, training_rate
 from gptlab.cli.bench_report import Bench, describe, noise
 from gptlab.cli.main import main
 from gptlab.config.load import apply_overrides
@@ -60,6 +60,7 @@ def short_looks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(peak, "measure_matmul_flops", lambda device, dtype: 100e9)
     monkeypatch.setattr(peak, "sustained_share", lambda device, dtype: 0.95)
     monkeypatch.setattr(bench, "ALONE_SECONDS", 0.01)
+    monkeypatch.setattr(training_rate, "TIMED_SECONDS", 0.01)
     monkeypatch.setattr(bench, "MADE_UP_TOKENS", 10_000)
     monkeypatch.setenv("GPTLAB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache" / "compile"))
@@ -327,10 +328,10 @@ class TestCommand:
         monkeypatch.setattr(peak, "measure_matmul_flops", refuse)
         assert figures(capsys)["mfu"] is None
 
-    def test_no_text_is_needed_and_no_file_is_left(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_no_text_is_needed_and_rates_alone_are_left(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(tmp_path)
         assert main(argv("--data", "missing.txt")) == 0
-        assert list(tmp_path.rglob("*")) == []
+        assert {path.parent.name for path in tmp_path.rglob("*") if path.is_file()} == {"training-rates"}
 
     def test_wrong_usage(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         (tmp_path / "run.toml").write_text("bench_steps = 3\n")

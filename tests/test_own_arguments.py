@@ -20,7 +20,7 @@ from gptlab.config.run import RunConfig
 from gptlab.config.scaling import Machine
 from gptlab.runtime.run_directory import RunDirectory
 
-MACHINE = Machine(device="cpu", matmul_flops_per_second=1e11)
+MACHINE = Machine(device="cpu", flops_per_second=1e11)
 
 
 def request(line: str) -> RunRequest:
@@ -28,7 +28,7 @@ def request(line: str) -> RunRequest:
 
 
 def resolve(line: str) -> RunConfig:
-    return request(line).config(lambda: MACHINE)
+    return request(line).config(lambda _: MACHINE)
 
 
 def test_what_follows_is_what_base_train_computes() -> None:
