@@ -49,7 +49,7 @@ def config() -> RunConfig:
 
 @pytest.fixture
 def state() -> Iterator[TrainState]:
-    made = build_state(config(), bench.made_up_rows(config()), device=CPU, compute_dtype=torch.float32)
+    made = build_state(config(), timing.made_up_rows(config()), device=CPU, compute_dtype=torch.float32)
     with made.loader:
         yield made
 
@@ -61,7 +61,7 @@ def short_looks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(peak, "sustained_share", lambda device, dtype: 0.95)
     monkeypatch.setattr(bench, "ALONE_SECONDS", 0.01)
     monkeypatch.setattr(training_rate, "TIMED_SECONDS", 0.01)
-    monkeypatch.setattr(bench, "MADE_UP_TOKENS", 10_000)
+    monkeypatch.setattr(timing, "MADE_UP_TOKENS", 10_000)
     monkeypatch.setenv("GPTLAB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache" / "compile"))
 
@@ -136,7 +136,7 @@ class TestParts:
 
     def test_a_timed_step_trains_like_any_other(self) -> None:
         def trained(step: Any) -> dict[str, Tensor]:
-            made = build_state(config(), bench.made_up_rows(config()), device=CPU, compute_dtype=torch.float32)
+            made = build_state(config(), timing.made_up_rows(config()), device=CPU, compute_dtype=torch.float32)
             with made.loader:
                 for _ in range(3):
                     step(made, made.model.loss, config())
@@ -154,7 +154,7 @@ class TestParts:
 
     def test_an_optimizer_without_muon(self) -> None:
         only_adamw = apply_overrides(config(), {"optim.matrix_optimizer": "adamw"})
-        made = build_state(only_adamw, bench.made_up_rows(only_adamw), device=CPU, compute_dtype=torch.float32)
+        made = build_state(only_adamw, timing.made_up_rows(only_adamw), device=CPU, compute_dtype=torch.float32)
         with made.loader:
             parts = timing.step_by_parts(made, made.model.loss, only_adamw)
         assert parts["muon"] == 0.0 < parts["adamw"]
@@ -189,7 +189,7 @@ def test_loader_rate_counts_tokens_that_arrive(
 
 @pytest.mark.parametrize("rows", ["packed", "sequential", "random"])
 def test_made_up_rows_are_made_by_the_real_row_maker(rows: str) -> None:
-    source = bench.made_up_rows(apply_overrides(config(), {"data.rows": rows}))
+    source = timing.made_up_rows(apply_overrides(config(), {"data.rows": rows}))
     inputs, targets = source.read(0, np.arange(50))
     assert inputs.shape == targets.shape == (50, 32)
     assert 0 <= inputs.min() < inputs.max() <= 299

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 import os
 import statistics
 import sys
@@ -20,7 +19,6 @@ from gptlab.config.errors import UserError, require_positive
 if TYPE_CHECKING:
     from gptlab.cli.place import Place
     from gptlab.config.run import RunConfig
-    from gptlab.data.rows import RowSource
     from gptlab.runtime.console import Console
     from gptlab.train.compilation import Kernels
     from gptlab.train.state import TrainState
@@ -33,8 +31,6 @@ MAX_STEPS = 20
 MAX_SECONDS = 20.0
 ALONE_STEPS = 10
 ALONE_SECONDS = 0.5
-# Of made-up text: more than a CPU's caches hold.
-MADE_UP_TOKENS = 4_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +91,7 @@ def _measure(config: RunConfig, console: Console, *, steps: int, seconds: float,
     from gptlab.train.compilation import make_kernels
     from gptlab.train.products import time_products
     from gptlab.train.state import build_state
-    from gptlab.train.timing import StepTimes, loader_tokens_per_second, time_optimizer, time_steps
+    from gptlab.train.timing import StepTimes, loader_tokens_per_second, made_up_rows, time_optimizer, time_steps
 
     vocab_size, _ = assumed_vocab_size(config)
     config = replace(config, model=replace(config.model, vocab_size=vocab_size))
@@ -146,27 +142,6 @@ def _measure(config: RunConfig, console: Console, *, steps: int, seconds: float,
             loader_tokens_per_second=loader_tokens_per_second(state.loader, place.device, seconds=ALONE_SECONDS),
             products=tuple(time_products(state.model, config.micro_tokens, place.device)) if products else (),
         )
-
-
-def made_up_rows(config: RunConfig) -> RowSource:
-    """Rows as `config` makes them, of random tokens in documents as long as source files: a median of 1,700 tokens,
-    that of the `stdlib` corpus. BOS, where rows begin with one, is the last entry, as in every tokenizer here."""
-    import numpy as np
-
-    from gptlab.data.rows import make_rows
-    from gptlab.data.shards import TokenSplit, shard_kind
-
-    vocab_size, seq_len = config.model.vocab_size, config.model.seq_len
-    assert vocab_size is not None
-    random = np.random.default_rng(config.seed)
-    wanted = max(MADE_UP_TOKENS, 4 * config.batch.total_tokens, seq_len + 1)
-    # Longer than the median on average, so that there are at least as many tokens as are wanted.
-    lengths = 1 + random.lognormal(math.log(1700), 1.2, size=1 + wanted // 1700).astype(np.int64)
-    starts = np.concatenate([[0], np.cumsum(lengths)])
-    tokens = random.integers(vocab_size - 1, size=starts[-1], dtype=shard_kind(vocab_size).dtype.newbyteorder("="))
-    tokens[starts[:-1]] = vocab_size - 1
-    split = TokenSplit([tokens], starts, np.arange(len(lengths), dtype=np.uint64), int(starts[-1]))
-    return make_rows(split, config.data, seq_len, vocab_size - 1, config.seed, None)
 
 
 def _warm_up(state: TrainState, kernels: Kernels, config: RunConfig) -> tuple[Compiled, float]:

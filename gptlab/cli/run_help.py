@@ -182,8 +182,7 @@ def _defaults(call: Recipe, aliases: Mapping[str, str]) -> dict[str, str]:
     """{name: default as text}, of short forms too."""
     # Recipes are pure and cheap: what two machines a billion times apart get differently follows from the machine.
     slow, fast = (
-        call(depth=None, horizon=None, machine=Machine(device="cpu", flops_per_second=flops))
-        for flops in (1e9, 1e18)
+        call(depth=None, horizon=None, machine=Machine(device="cpu", flops_per_second=flops)) for flops in (1e9, 1e18)
     )
     leaves, others = (flatten(dataclasses.asdict(config)) for config in (slow, fast))
     texts = {name: default_text(value) if value == others[name] else SIZED for name, value in leaves.items()}

@@ -57,12 +57,11 @@ def time_rate(config: RunConfig, place: Place, warn: Callable[[str], None], show
     A step is timed with at most two micro-batches, so that a large batch costs no more than a small one; more of them
     per update would be slightly faster.
     """
-    from gptlab.cli.bench import made_up_rows
     from gptlab.runtime.out_of_memory import memory_told, what_to_lower
     from gptlab.runtime.rng import seed_everything
     from gptlab.train.compilation import keep_compiled, make_kernels, warm_up
     from gptlab.train.state import build_state
-    from gptlab.train.timing import time_whole_steps
+    from gptlab.train.timing import made_up_rows, time_whole_steps
     from gptlab.train.watchdog import TrainingFailed
 
     config = replace(config, model=replace(config.model, vocab_size=assumed_vocab_size(config)[0]))

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
+import numpy as np
 import torch
 
 from gptlab.config.run import RunConfig
 from gptlab.data.loader import Loader, steps_ahead
+from gptlab.data.rows import RowSource, make_rows
+from gptlab.data.shards import TokenSplit, shard_kind
 from gptlab.runtime.device import synchronize
 from gptlab.train.faults import Fault
 from gptlab.train.state import TrainState
@@ -27,6 +31,8 @@ PARTS = ("data", "forward", "backward", "norm, clip", "muon", "adamw")
 that is not forward; `norm, clip` all of the update that is neither Muon nor AdamW: it reads the norm, and frees the
 gradients."""
 
+# Of made-up text: more than a CPU's caches hold.
+MADE_UP_TOKENS = 4_000_000
 # Where in its schedule a step is timed: full learning rate and weight decay, the usual work.
 _MIDDLE = 0.5
 
@@ -72,6 +78,22 @@ class Stopwatch:
             yield
         finally:
             del optimizer.step
+
+
+def made_up_rows(config: RunConfig) -> RowSource:
+    """Rows as `config` makes them, of random tokens in documents as long as source files: a median of 1,700 tokens,
+    that of the `stdlib` corpus. BOS, where rows begin with one, is the last entry, as in every tokenizer here."""
+    vocab_size, seq_len = config.model.vocab_size, config.model.seq_len
+    assert vocab_size is not None
+    random = np.random.default_rng(config.seed)
+    wanted = max(MADE_UP_TOKENS, 4 * config.batch.total_tokens, seq_len + 1)
+    # Longer than the median on average, so that there are at least as many tokens as are wanted.
+    lengths = 1 + random.lognormal(math.log(1700), 1.2, size=1 + wanted // 1700).astype(np.int64)
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    tokens = random.integers(vocab_size - 1, size=starts[-1], dtype=shard_kind(vocab_size).dtype.newbyteorder("="))
+    tokens[starts[:-1]] = vocab_size - 1
+    split = TokenSplit([tokens], starts, np.arange(len(lengths), dtype=np.uint64), int(starts[-1]))
+    return make_rows(split, config.data, seq_len, vocab_size - 1, config.seed, None)
 
 
 def time_steps(
