@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hostile_files import ANY_FILE, ANY_JSON, endless, hole, pipe, posix_only, refuse
 from tiny_runs import write_bundle
@@ -222,7 +223,7 @@ def test_a_folder_of_pipes_and_devices_is_passed_by(tmp_path: Path) -> None:
         harm(tmp_path / name)
     corpus = open_corpus([str(tmp_path)])
     assert list(corpus.documents()) == ["text"]
-    assert corpus.skipped == {"unreadable": 3}
+    assert corpus.last_pass.skipped == {"unreadable": 3}
 
 
 def test_a_text_with_a_hole(tmp_path: Path) -> None:
@@ -259,6 +260,16 @@ def test_lines(tmp_path: Path, line: bytes, says: str) -> None:
 
 
 PARQUET = [b"PAR1" * 100, b"PAR1" + b"\xff" * 1000 + struct.pack("<I", 2**31 - 1) + b"PAR1"]
+
+
+@pytest.mark.parametrize("column", ["text", "other"])
+def test_parquet_with_a_column_whose_name_is_no_text(tmp_path: Path, column: str) -> None:
+    """The name stands in the footer, where nothing says that it is UTF-8."""
+    path = tmp_path / "x.parquet"
+    pq.write_table(pa.table({"text": ["a"], "naXme": ["b"]}), path, store_schema=False)
+    path.write_bytes(path.read_bytes().replace(b"naXme", b"na\xefme"))
+    line = refuse(lambda: documents(path, text_column=column), "a column's name is not UTF-8")
+    assert "x.parquet" in line
 
 
 @pytest.mark.parametrize("content", PARQUET, ids=["no footer", "a footer of 2 GB"])

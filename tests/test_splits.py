@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gptlab.config.errors import UserError
+from gptlab.data.corpus import PassOver
 from gptlab.data.splits import split_documents
 
 
@@ -17,11 +18,10 @@ class Texts:
     """A corpus that is a list."""
 
     name = "texts"
-    skipped: dict[str, int]
+    last_pass = PassOver()
 
     def __init__(self, texts: list[str]) -> None:
         self.texts = texts
-        self.skipped = {}
         self.read = 0
 
     def documents(self) -> Iterator[str]:
@@ -31,6 +31,9 @@ class Texts:
 
     def fingerprint(self) -> str:
         return ""
+
+    def require_unchanged(self) -> None:
+        pass
 
 
 def hash_split(texts: list[str], val_fraction: float) -> list[tuple[str, str]]:

@@ -17,7 +17,7 @@ import tiny_runs as tiny
 
 from gptlab.config.data import DataConfig, TokenizerConfig
 from gptlab.config.errors import UserError
-from gptlab.data import known_corpora, token_files, token_scan
+from gptlab.data import file_hashes, known_corpora, token_scan
 from gptlab.data import prepare as module
 from gptlab.data.downloaded import HubRecord, RemoteFile, Verified, write_record
 from gptlab.data.known_corpora import HubFiles, KnownCorpus
@@ -302,8 +302,7 @@ def test_tokens_are_not_copied_and_are_looked_at_once(tmp_path: Path, monkeypatc
 
 
 def test_the_fingerprint_is_that_of_the_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_files, "WHOLE_HASH_BYTES", 10_000)
-    monkeypatch.setattr(token_files, "BLOCK_BYTES", 100)
+    monkeypatch.setattr(file_hashes, "REMEMBERED_BYTES", 10_000)
     small, large = np.arange(1000) % 256, np.arange(50_000) % 251
 
     def fingerprint(name: str, train: Any, val: Any, **more: Any) -> str:

@@ -201,6 +201,8 @@ def _prepare(argv: list[str]) -> None:
 
             download_sources(sources, data.hub_files, cache_root(data.cache_dir), console)
         prepared = prepare(data, tokenizer, console=console)
+    if "read" in prepared.statistics:
+        print(f"read: {prepared.statistics['read']}")
     for name, split in (("train", prepared.train), ("validation", prepared.val)):
         print(f"{name}: {split.n_documents:,} documents, {split.n_bytes:,} bytes, {split.n_tokens:,} tokens")
     print(f"ready in {time.perf_counter() - began:.1f} s: {prepared.folder}")
@@ -239,7 +241,7 @@ def _print_corpus(prepared: PreparedData) -> None:
         [
             ["corpus", statistics["corpus"]],
             ["split", statistics["split"]],
-            ["skipped", skipped or "nothing"],
+            *([["read", statistics["read"]]] if "read" in statistics else [["skipped", skipped or "nothing"]]),
             ["tokenizer", f"{tokenizer.kind}, {tokenizer.vocab_size:,} entries"],
             ["cache", str(prepared.folder)],
         ],

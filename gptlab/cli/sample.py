@@ -22,8 +22,8 @@ _CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleArguments(LoadArguments):
     prompt: tuple[str, ...] = ()
-    """Text to continue; several as "A" "B" or repeated; with a dash in front as --prompt="-x". None given: those of the
-    run, or else the start of a document."""
+    """Text to continue; several as "A" "B" or repeated; with a dash in front as --prompt="-x". None given: those that
+    the run samples, or else the start of a document."""
     max_tokens: int | None = None
     """Tokens to generate for each prompt, at most. None: as in the run's configuration."""
     temperature: float | None = None
@@ -41,11 +41,11 @@ class SampleArguments(LoadArguments):
             require(value is None or value >= 0, flag, value, "must not be negative", 0)
         require(self.seed is None or 0 <= self.seed < 2**63, "--seed", self.seed, "must be between 0 and 2^63 - 1", 0)
 
-    def over(self, configured: SampleConfig) -> SampleConfig:
-        """The run's sample settings with what was asked for put in."""
+    def over(self, configured: SampleConfig, sampled: Sequence[str]) -> SampleConfig:
+        """The run's sample settings with what was asked for put in; `sampled`: the prompts that the run took itself."""
         return replace(
             configured,
-            prompts=self.prompt or configured.prompts or ("",),
+            prompts=self.prompt or configured.prompts or tuple(sampled) or ("",),
             max_tokens=configured.max_tokens if self.max_tokens is None else self.max_tokens,
             temperature=configured.temperature if self.temperature is None else self.temperature,
             top_k=configured.top_k if self.top_k is None else self.top_k or None,
@@ -66,13 +66,22 @@ def main(argv: Sequence[str]) -> int:
 
     with together() as (group, console), memory_told(smaller_model):
         run = arguments.load(console, group)
-        settings = arguments.over(run.config.sample)
+        settings = arguments.over(run.config.sample, sampled_prompts(run))
         # Set up before the first is printed, so that a prompt that cannot be encoded leaves no half of the output.
         texts = drawn_together(_streams(run, arguments, settings), group)
     if group.is_main:
         with memory_told(smaller_model):
             _show(settings.prompts, texts)
     return 0
+
+
+def sampled_prompts(run: LoadedRun) -> list[str]:
+    """The different prompts in the run's metrics, in their order; empty where it took no sample yet."""
+    from gptlab.runtime.metrics import read_metrics
+
+    path = run.directory.metrics_path
+    lines = read_metrics(path) if path.exists() else []
+    return list(dict.fromkeys(str(line.get("prompt", "")) for line in lines if line.get("kind") == "sample"))
 
 
 def _streams(run: LoadedRun, arguments: SampleArguments, settings: SampleConfig) -> list[Iterator[str]]:

@@ -24,6 +24,7 @@ from gptlab.config.run import RunConfig
 from gptlab.data.cache import cache_root
 from gptlab.data.core_bundle import core_folder
 from gptlab.data.prepare import PreparedData, prepare
+from gptlab.data.prompts import validation_prompts
 from gptlab.data.rows import RowSource, make_rows, validation_rows
 from gptlab.data.tokenizer import Tokenizer
 from gptlab.eval.bits_per_byte import Evaluation, evaluate
@@ -136,7 +137,10 @@ def open_session(
     if config.parallel.exact_any_world_size:
         # How many threads a product is cut among shows in its bits: part of the run, whoever goes on with it.
         config = replace(config, runtime=replace(config.runtime, threads=place.threads))
+    # A resumed run, a repeated one and eval divide the text as this run does, whatever hash would do with it then.
+    config = replace(config, data=replace(config.data, split=data.split))
     _require_encodable(config.sample.prompts, tokenizer)
+    prompts = config.sample.prompts or validation_prompts(data.val, tokenizer, config.sample.from_validation)
     seq_len = config.model.seq_len
     rows = parts.rows(data, config) if parts.rows is not None else _rows(data, config)
     held_out = validation_rows(data.val, seq_len, tokenizer.bos_id, config.eval.tokens)
@@ -191,7 +195,7 @@ def open_session(
     core = None
     if bundle is not None:
         core = partial(measure_tasks, encode_tasks(read_tasks(bundle, config.eval.core_examples), tokenizer, seq_len))
-    work = Work(kernels.loss_sum, validate, sample, core, group, sums)
+    work = Work(kernels.loss_sum, validate, sample, core, group, sums, prompts)
     return Session(config, place, data, state, kernels, work, finish, counts, flops, eval_sequences, start)
 
 

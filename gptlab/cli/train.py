@@ -358,6 +358,8 @@ def describe(session: Session, console: Console, machine: Machine | None) -> Non
         f"data      {', '.join(config.data.source)}: {data.train.n_tokens:,} training tokens, "
         f"{data.val.n_tokens:,} validation tokens, vocabulary {model.vocab_size:,} ({data.tokenizer.kind})"
     )
+    if "read" in data.statistics:
+        console.line(f"read      {data.statistics['read']}")
     console.line(
         f"model     {model.n_layer} layers, width {model.n_embd}, {model.n_head} heads, context {model.seq_len}: "
         f"{counts.total / 1e6:.2f}M parameters, {flops.total / 1e6:.1f} MFLOP a token"

@@ -65,7 +65,9 @@ class EvalConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleConfig:
     prompts: tuple[str, ...] = ()
-    """Texts to continue. None given: no samples."""
+    """Texts to continue. None given: those of `from_validation`."""
+    from_validation: int = 0
+    """Prompts to take from the validation text where none are given. 0 and none given: no samples."""
     every_steps: int | None = None
     """Sample every so many steps. None: only at the end."""
     max_tokens: int = 128
@@ -76,6 +78,7 @@ class SampleConfig:
     """Draw among so many likeliest tokens. None: all."""
 
     def __post_init__(self) -> None:
+        require(self.from_validation >= 0, "sample.from_validation", self.from_validation, "must not be negative", 0)
         require_positive("sample.every_steps", self.every_steps)
         require_positive("sample.max_tokens", self.max_tokens)
         require_positive("sample.top_k", self.top_k)

@@ -13,84 +13,134 @@ import os
 import platform
 import sysconfig
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 from gptlab.config.errors import UserError, nearest_name
 from gptlab.data.cache import cache_root
-from gptlab.data.compressed_files import open_binary
+from gptlab.data.compressed_files import is_packed
 from gptlab.data.corpus_files import (
     COLUMN_SUFFIXES,
     KNOWN_SUFFIXES,
+    MAX_DOCUMENT_BYTES,
     DocumentFile,
     format_suffix,
     probe,
     read_documents,
 )
 from gptlab.data.downloaded import local_files
+from gptlab.data.file_hashes import ChangedFileError, file_sha256
 from gptlab.data.known_corpora import CORE, CORPORA, NamedSource, named_source
 
 STDLIB = "stdlib"
 FINGERPRINT_VERSION = "gptlab-corpus-1"
 """Raise it when the same files would be read into other documents."""
-WHOLE_HASH_BYTES = 1 << 30
-"""Larger files are known by size, modification time and both ends: SHA-256 reads about 1 GB/s, and a start of
-a run that reads 100 GB first would cost two minutes every time."""
-END_BYTES = 1 << 20
+UNREADABLE = b"unreadable"
+"""Instead of the hash of a file that is left out for that."""
+LEFT_OUT_NAMED = 20
+"""Files left out whose names are kept; of all others only the number."""
+
+
+@dataclass(frozen=True, slots=True)
+class PassOver:
+    """What a full pass over a corpus found."""
+
+    n_files: int = 0
+    n_documents: int = 0
+    skipped: Mapping[str, int] = field(default_factory=dict)
+    """Reason -> how many: text files, JSONL records, Parquet rows."""
+    left_out: tuple[tuple[str, str], ...] = ()
+    """(name, reason) of the first text files among these."""
+
+    def __add__(self, other: PassOver) -> PassOver:
+        return PassOver(
+            self.n_files + other.n_files,
+            self.n_documents + other.n_documents,
+            dict(Counter(self.skipped) + Counter(other.skipped)),
+            (self.left_out + other.left_out)[:LEFT_OUT_NAMED],
+        )
 
 
 class Corpus(Protocol):
     name: str
 
     @property
-    def skipped(self) -> dict[str, int]:
-        """Reason -> count, of the last full pass."""
+    def last_pass(self) -> PassOver:
+        """What the last full pass found."""
         ...
 
     def documents(self) -> Iterator[str]:
-        """The documents, never empty, in the same order every time. UserError for what cannot be read."""
+        """The documents, never empty, in the same order every time. UserError for what cannot be read, and for a file
+        that is not what `fingerprint` saw."""
         ...
 
     def fingerprint(self) -> str:
         """Hexadecimal SHA-256 that changes whenever the documents may have changed."""
         ...
 
+    def require_unchanged(self) -> None:
+        """UserError where the files are not what `fingerprint` saw: for whoever did not read all documents."""
+        ...
+
 
 class FileCorpus:
     """Documents of files, one file after the other."""
 
-    def __init__(self, name: str, files: Sequence[DocumentFile], text_column: str, *, salt: str = "") -> None:
+    def __init__(
+        self, name: str, files: Sequence[DocumentFile], text_column: str, root: Path, *, salt: str = ""
+    ) -> None:
+        """`root`: the cache, which remembers hashes of large files."""
         self.name = name
         self.files = tuple(files)
-        self.skipped: dict[str, int] = {}
+        self.last_pass = PassOver()
         self._text_column = text_column
+        self._root = root
         self._salt = salt
+        self._digests: tuple[bytes, ...] | None = None
+        """What `fingerprint` saw, of each file; None before it has looked."""
 
     def documents(self) -> Iterator[str]:
         skipped: Counter[str] = Counter()
-        found = False
-        for file in self.files:
-            for text in read_documents(file, self._text_column, skipped):
+        left_out: list[tuple[str, str]] = []
+        n_documents = 0
+        for number, file in enumerate(self.files):
+            digest, before = hashlib.sha256(), skipped.copy()
+            for text in read_documents(file, self._text_column, skipped, digest):
                 if text:
-                    found = True
+                    n_documents += 1
                     yield text
                 else:
                     skipped["empty"] += 1
-        self.skipped = dict(skipped)
-        if not found:
-            reasons = ", ".join(f"{count} {reason}" for reason, count in skipped.items()) or "nothing in it"
-            raise UserError(f"{self.name} holds no text ({reasons}); a corpus needs at least one document")
+            reasons = list(skipped - before)
+            if reasons and file.suffix not in COLUMN_SUFFIXES:
+                left_out.append((_printable(file.name), reasons[0]))
+            if self._digests is not None:
+                seen = UNREADABLE if "unreadable" in reasons else digest.digest()
+                if seen != self._digests[number]:
+                    raise ChangedFileError(file.path)
+        self.last_pass = PassOver(len(self.files), n_documents, dict(skipped), tuple(left_out[:LEFT_OUT_NAMED]))
+        if not n_documents:
+            reasons = [f"{count} {reason}" for reason, count in skipped.items()]
+            found = ", ".join(reasons) or "nothing in it"
+            raise UserError(f"{self.name} holds no text ({found}); a corpus needs at least one document")
 
     def fingerprint(self) -> str:
+        self._digests = tuple(_content_digest(file, self._root) for file in self.files)
         digest = hashlib.sha256()
         columns = self._text_column if any(file.suffix in COLUMN_SUFFIXES for file in self.files) else ""
         for part in (FINGERPRINT_VERSION, self._salt, columns):
             _add(digest, part.encode())
-        for file in self.files:
+        for file, content in zip(self.files, self._digests, strict=True):
             _add(digest, file.name.encode("utf-8", "surrogateescape"))
-            _add(digest, _content_digest(file))
+            _add(digest, content)
         return digest.hexdigest()
+
+    def require_unchanged(self) -> None:
+        for file, content in zip(self.files, self._digests or (), strict=True):
+            if _content_digest(file, self._root) != content:
+                raise ChangedFileError(file.path)
 
 
 class ChainedCorpus:
@@ -101,8 +151,8 @@ class ChainedCorpus:
         self.parts = tuple(parts)
 
     @property
-    def skipped(self) -> dict[str, int]:
-        return dict(sum((Counter(part.skipped) for part in self.parts), Counter()))
+    def last_pass(self) -> PassOver:
+        return sum((part.last_pass for part in self.parts), PassOver())
 
     def documents(self) -> Iterator[str]:
         for part in self.parts:
@@ -113,6 +163,10 @@ class ChainedCorpus:
         for part in self.parts:
             _add(digest, part.fingerprint().encode())
         return digest.hexdigest()
+
+    def require_unchanged(self) -> None:
+        for part in self.parts:
+            part.require_unchanged()
 
 
 def open_corpus(
@@ -130,10 +184,11 @@ def open_corpus(
 
 
 def _open_one(source: str, text_column: str, hub_files: int | None, cache_dir: str | None) -> Corpus:
+    root = cache_root(cache_dir)
     if source == STDLIB:
-        return _stdlib()
+        return _stdlib(root)
     if (named := named_source(source)) is not None:
-        return _named(source, named, text_column, hub_files, cache_dir)
+        return _named(source, named, text_column, hub_files, root)
     path = Path(os.path.expanduser(source))
     if os.path.isdir(path):
         files = _folder_files(path)
@@ -155,35 +210,33 @@ def _open_one(source: str, text_column: str, hub_files: int | None, cache_dir: s
         )
     for file in files:
         probe(file, text_column)
-    return FileCorpus(source, files, text_column)
+    return FileCorpus(source, files, text_column, root)
 
 
-def _named(
-    source: str, named: NamedSource, text_column: str, hub_files: int | None, cache_dir: str | None
-) -> FileCorpus:
+def _named(source: str, named: NamedSource, text_column: str, hub_files: int | None, root: Path) -> FileCorpus:
     """Its fingerprint is that of the same files in a folder: where they come from does not matter."""
-    here = local_files(named, hub_files, cache_root(cache_dir))
+    here = local_files(named, hub_files, root)
     files = [DocumentFile(file.path, file.name, lenient=False, sha256=file.sha256) for file in here]
     column = named.known.text_column if named.known else text_column
     for file in files:
         probe(file, column)
-    return FileCorpus(source, files, column)
+    return FileCorpus(source, files, column, root)
 
 
-def _stdlib() -> FileCorpus:
+def _stdlib(root: Path) -> FileCorpus:
     """The running interpreter's library sources (31 MB in CPython 3.11), the embedded corpus.
 
     Ordered by the SHA-1 of the relative path: shuffled over the packages, and the same on every machine. Two versions
     of Python differ in content, so the version is part of the fingerprint.
     """
-    root = Path(sysconfig.get_path("stdlib"))
+    library = Path(sysconfig.get_path("stdlib"))
     left_out = {"site-packages", "dist-packages"}
-    names = [name for name in _walk(root, left_out) if name.endswith(".py")]
+    names = [name for name in _walk(library, left_out) if name.endswith(".py")]
     if not names:
-        raise UserError(f"stdlib: this Python has no library sources under {root}; name a folder or file instead")
+        raise UserError(f"stdlib: this Python has no library sources under {library}; name a folder or file instead")
     names.sort(key=lambda name: hashlib.sha1(name.encode("utf-8", "surrogateescape"), usedforsecurity=False).digest())
-    files = [DocumentFile(root / name, name, lenient=True) for name in names]
-    return FileCorpus(STDLIB, files, "", salt=f"python {platform.python_version()}")
+    files = [DocumentFile(library / name, name, lenient=True) for name in names]
+    return FileCorpus(STDLIB, files, "", root, salt=f"python {platform.python_version()}")
 
 
 def _folder_files(root: Path) -> list[DocumentFile]:
@@ -212,23 +265,22 @@ def _walk(root: Path, left_out: set[str] | None = None) -> Iterator[str]:
                 yield (Path(folder) / name).relative_to(root).as_posix()
 
 
-def _content_digest(file: DocumentFile) -> bytes:
+def _content_digest(file: DocumentFile, root: Path) -> bytes:
     if file.sha256 is not None:
         return bytes.fromhex(file.sha256)
+    passed_by = file.lenient and file.suffix not in COLUMN_SUFFIXES  # what cannot be read is skipped when read, too
     try:
-        with open_binary(file.path) as stream:
-            status = os.fstat(stream.fileno())
-            if status.st_size <= WHOLE_HASH_BYTES:
-                return hashlib.file_digest(stream, "sha256").digest()
-            digest = hashlib.sha256(f"{status.st_size} {status.st_mtime_ns} ".encode())
-            digest.update(stream.read(END_BYTES))
-            stream.seek(-END_BYTES, os.SEEK_END)
-            digest.update(stream.read(END_BYTES))
-            return digest.digest()
-    except UserError:
-        if file.lenient and file.suffix not in COLUMN_SUFFIXES:
-            return b"unreadable"  # It is skipped when read, too.
-        raise
+        if passed_by and not is_packed(file.path) and file.path.stat().st_size > MAX_DOCUMENT_BYTES:
+            return UNREADABLE
+        return file_sha256(file.path, root)
+    except OSError as error:
+        if passed_by:
+            return UNREADABLE
+        raise UserError(f"cannot read {file.path}: {error.strerror or error}") from error
+
+
+def _printable(name: str) -> str:
+    return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in name)[-100:]
 
 
 def _add(digest: hashlib._Hash, part: bytes) -> None:

@@ -8,6 +8,7 @@ file that the user named must be readable, or a UserError says why not; of the f
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections import Counter
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from gptlab.config.errors import UserError, nearest_name
 from gptlab.config.plain_file import require_plain
-from gptlab.data.compressed_files import DamagedFileError, is_packed, open_unpacked
+from gptlab.data.compressed_files import DamagedFileError, is_packed, open_binary, open_unpacked
 
 if TYPE_CHECKING:
     import pyarrow.parquet
@@ -84,7 +85,7 @@ def probe(file: DocumentFile, text_column: str) -> None:
     elif file.path.stat().st_size == 0:
         raise UserError(f"{file.path} is empty: a corpus needs text")
     elif file.suffix in JSONL_SUFFIXES:
-        next(_read_jsonl(file, text_column, Counter()), None)
+        next(_read_jsonl(file, text_column, Counter(), hashlib.sha256()), None)
     elif file.suffix in TEXT_SUFFIXES or not file.suffix:
         with open_unpacked(file.path) as stream:
             head = stream.read(PROBE_BYTES)
@@ -97,18 +98,21 @@ def probe(file: DocumentFile, text_column: str) -> None:
         )
 
 
-def read_documents(file: DocumentFile, text_column: str, skipped: Counter[str]) -> Iterator[str]:
-    """The documents of one file, in its order; adds to `skipped` (reason -> count). Raises UserError."""
+def read_documents(file: DocumentFile, text_column: str, skipped: Counter[str], digest: hashlib._Hash) -> Iterator[str]:
+    """The documents of one file, in its order; adds to `skipped` (reason -> count). Raises UserError.
+
+    Once all are read, `digest` has taken in the bytes of the file; for a file that was not opened, none.
+    """
     if file.suffix in PARQUET_SUFFIXES:
-        return _read_parquet(file.path, text_column, skipped)
+        return _read_parquet(file.path, text_column, skipped, digest)
     if file.suffix in JSONL_SUFFIXES:
-        return _read_jsonl(file, text_column, skipped)
-    return _read_text(file, skipped)
+        return _read_jsonl(file, text_column, skipped, digest)
+    return _read_text(file, skipped, digest)
 
 
-def _read_text(file: DocumentFile, skipped: Counter[str]) -> Iterator[str]:
+def _read_text(file: DocumentFile, skipped: Counter[str], digest: hashlib._Hash) -> Iterator[str]:
     try:
-        text = _decode(_read_bytes(file.path), file.path)
+        text = _decode(_read_bytes(file.path, digest), file.path)
     except NotTextError:
         if not file.lenient:
             raise
@@ -124,9 +128,9 @@ def _read_text(file: DocumentFile, skipped: Counter[str]) -> Iterator[str]:
     yield text
 
 
-def _read_bytes(path: Path) -> bytes | bytearray:
+def _read_bytes(path: Path, digest: hashlib._Hash) -> bytes | bytearray:
     most_bytes = _most_bytes(path)
-    with open_unpacked(path) as stream:
+    with open_unpacked(path, digest) as stream:
         if not is_packed(path):
             if (size := os.fstat(stream.fileno()).st_size) > most_bytes:
                 raise UserError(f"{path} has {size:,} bytes, and a text file is one document: make it JSONL")
@@ -161,8 +165,8 @@ def _decode(data: bytes | bytearray, path: Path, *, cut_end: bool = False) -> st
         ) from error
 
 
-def _read_jsonl(file: DocumentFile, key: str, skipped: Counter[str]) -> Iterator[str]:
-    with open_unpacked(file.path) as stream:
+def _read_jsonl(file: DocumentFile, key: str, skipped: Counter[str], digest: hashlib._Hash) -> Iterator[str]:
+    with open_unpacked(file.path, digest) as stream:
         most_bytes = _most_bytes(file.path)
         for number, line in enumerate(iter(lambda: stream.readline(most_bytes + 1), b""), start=1):
             if len(line) > most_bytes:
@@ -202,7 +206,7 @@ def _text_of(record: dict[str, Any], key: str, place: str) -> str | None:
     return text
 
 
-def _read_parquet(path: Path, column: str, skipped: Counter[str]) -> Iterator[str]:
+def _read_parquet(path: Path, column: str, skipped: Counter[str], digest: hashlib._Hash) -> Iterator[str]:
     import pyarrow
 
     with _open_parquet(path, column) as parquet:
@@ -215,6 +219,9 @@ def _read_parquet(path: Path, column: str, skipped: Counter[str]) -> Iterator[st
                         yield text
         except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
             raise UserError(f"{path} is damaged Parquet: {_first_line(error)}") from error
+    with open_binary(path) as stream:  # The footer is read first and columns in pieces: there is no order to hash in.
+        while block := stream.read(1 << 20):
+            digest.update(block)
 
 
 def _open_parquet(path: Path, column: str) -> pyarrow.parquet.ParquetFile:
@@ -224,12 +231,15 @@ def _open_parquet(path: Path, column: str) -> pyarrow.parquet.ParquetFile:
     try:
         require_plain(path)
         parquet = pyarrow.parquet.ParquetFile(path)
+        schema = parquet.schema_arrow
+        names = schema.names
+    except UnicodeDecodeError as error:
+        raise UserError(f"cannot read {path} as Parquet: a column's name is not UTF-8 ({error})") from error
     except (pyarrow.ArrowException, OSError) as error:
         raise UserError(f"cannot read {path} as Parquet: {_first_line(error)}") from error
-    schema = parquet.schema_arrow
-    if column not in schema.names:
+    if column not in names:
         parquet.close()
-        raise UserError(f"{path}: no column {column!r}; {_named('column', schema.names, column)} (data.text_column)")
+        raise UserError(f"{path}: no column {column!r}; {_named('column', names, column)} (data.text_column)")
     kind = schema.field(column).type
     kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
     if kind not in (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view()):

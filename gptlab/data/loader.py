@@ -1,6 +1,6 @@
 """Steps of rows as tensors on the device, made ahead by a thread.
 
-    rows -> (thread) index arithmetic, memory-mapped reads, pinned tensors -> (caller) asynchronous copy
+    rows -> (thread) index arithmetic, reads, pinned tensors -> (caller) asynchronous copy
 
 Which rows step N holds is arithmetic: global row N * rows_per_step + i, whose epoch and place follow from
 `rows_per_epoch`. So the state of a loader is one number, the step that comes next for the *consumer*; what was made

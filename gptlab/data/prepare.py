@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -24,13 +25,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gptlab.config.data import DataConfig, TokenizerConfig
+from gptlab.config.data import DataConfig, Split, TokenizerConfig
 from gptlab.config.errors import UserError
 from gptlab.data.cache import cache_root, cached_folder
-from gptlab.data.corpus import open_corpus
+from gptlab.data.corpus import PassOver, open_corpus
 from gptlab.data.known_corpora import fixed_validation
 from gptlab.data.shards import SplitWriter, TokenSplit
-from gptlab.data.splits import DividedCorpus, Side, content_hash
+from gptlab.data.splits import DividedCorpus, Side, content_hash, possible_split
 from gptlab.data.token_files import TokenFiles, find_token_files
 from gptlab.data.token_scan import open_split, scan
 from gptlab.data.tokenizer import Tokenizer, gpt2_tokenizer, load_tokenizer, train_tokenizer
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 SIDES: tuple[Side, Side] = ("train", "val")
 TOKENS_VERSION = 1  # raise it when the same inputs give other files
 BATCH_CHARACTERS = 8_000_000  # work for all cores for a while, and two batches of it in memory are little
+NAMED_FILES = 3  # of those that are left out; the others are counted
 FINGERPRINT_DIGITS = 24  # 96 bits: no two caches of anybody collide
 
 
@@ -52,9 +54,12 @@ class PreparedData:
     train: TokenSplit
     val: TokenSplit
     fingerprint: str
+    split: Split
+    """As `data.split`, but tail for a single document, which hash cannot divide."""
     statistics: dict[str, Any]
-    """corpus, split (how it is divided), skipped (reason -> documents), tokenizer (kind, vocab_size, fingerprint), and
-    for train and val: tokens, documents, bytes, shards."""
+    """corpus, split (how it is divided), skipped (reason -> documents), read (in words: documents, files, what was left
+    out; not of tokens that others made), tokenizer (kind, vocab_size, fingerprint), and for train and val: tokens,
+    documents, bytes, shards."""
 
 
 def prepare(data: DataConfig, tokenizer: TokenizerConfig, *, console: Console | None = None) -> PreparedData:
@@ -69,7 +74,14 @@ def prepare(data: DataConfig, tokenizer: TokenizerConfig, *, console: Console | 
         return _prepare_tokens(token_files, data, tokenizer, root, console)
     open_text = partial(open_corpus, text_column=data.text_column, hub_files=data.hub_files, cache_dir=data.cache_dir)
     validation = open_text(val_source) if val_source else None
-    corpus = DividedCorpus(open_text(data.source), validation, data.split, data.val_fraction)
+    text = open_text(data.source)
+    split = data.split if validation is not None else possible_split(text, data.split)
+    if split != data.split and console is not None:
+        console.line(
+            f"split     tail: {text.name} is one document, so its last {data.val_fraction:.0%} validate "
+            "(hash needs two documents)"
+        )
+    corpus = DividedCorpus(text, validation, split, data.val_fraction)
     source = corpus.fingerprint()
     encoder = _tokenizer(corpus, data, tokenizer, source, root, console)
     fingerprint = _fingerprint({**source, "tokenizer": encoder.fingerprint, "version": TOKENS_VERSION})
@@ -83,7 +95,7 @@ def prepare(data: DataConfig, tokenizer: TokenizerConfig, *, console: Console | 
         TokenSplit.open(folder, side, n_shards=totals["shards"], n_bytes=totals["bytes"])
         for side, totals in _totals(folder, statistics).items()
     )
-    return PreparedData(folder, encoder, train, val, fingerprint, statistics)
+    return PreparedData(folder, encoder, train, val, fingerprint, split, statistics)
 
 
 def _prepare_tokens(
@@ -91,9 +103,10 @@ def _prepare_tokens(
 ) -> PreparedData:
     """Tokens as they lie; the folder in the cache keeps what a pass over them found (`token_scan.py`)."""
     encoder = files.tokenizer(config)
+    stamps = files.stamps()
     bos_id = encoder.bos_id if data.rows == "packed" else None
     parts = {
-        "tokens": files.fingerprint(), "documents_at": bos_id,
+        "tokens": files.fingerprint(root), "documents_at": bos_id,
         "tokenizer": encoder.fingerprint, "version": TOKENS_VERSION,
     }  # fmt: skip
     fingerprint = _fingerprint(parts)
@@ -102,14 +115,16 @@ def _prepare_tokens(
     def build(folder: Path) -> dict[str, Any]:
         with _progress(console, f"checking {files.name}") as progress:
             totals = {side: scan(of_side[side], encoder, bos_id, side, folder, progress) for side in SIDES}
+        files.require_unchanged(stamps)
         return _statistics(files.name, "by file", {}, encoder, totals)
 
     # A file that was written again is checked again, even where it still says the same.
-    folder = root / "tokens" / _fingerprint({**parts, "stamps": files.stamps()})
+    folder = root / "tokens" / _fingerprint({**parts, "stamps": stamps})
     statistics = cached_folder(folder, build, what=f"index of {files.name}", console=console)
     totals = _totals(folder, statistics)
     train, val = (open_split(of_side[side], side, folder, totals[side]) for side in SIDES)
-    return PreparedData(folder, encoder, train, val, fingerprint, statistics)
+    files.require_unchanged(stamps)  # What was hashed, what was checked and what is open are the same.
+    return PreparedData(folder, encoder, train, val, fingerprint, data.split, statistics)
 
 
 def _tokenizer(
@@ -133,6 +148,7 @@ def _tokenizer(
         # A character that only validation has must have a token all the same: nanoGPT's vocabulary is the whole text's.
         texts = (text for side, text in corpus.documents() if side == "train" or config.kind == "char")
         train_tokenizer(config, texts, bos=bos, progress=console).save(folder)
+        corpus.require_unchanged()  # of a large corpus it reads a part
         return {"corpus": corpus.name, "kind": config.kind}
 
     folder = root / "tokenizers" / fingerprint
@@ -150,7 +166,20 @@ def _write_tokens(folder: Path, corpus: DividedCorpus, tokenizer: Tokenizer, con
                 if progress is not None:
                     progress.advance(n_bytes)
     totals = {side: writers[side].close() for side in SIDES}
-    return _statistics(corpus.name, corpus.how, corpus.skipped, tokenizer, totals)
+    found = corpus.last_pass
+    return _statistics(corpus.name, corpus.how, dict(found.skipped), tokenizer, totals) | {"read": in_words(found)}
+
+
+def in_words(found: PassOver) -> str:
+    """`27 documents from 28 files; skipped: latin1.txt (not UTF-8)`."""
+    documents, files = (
+        f"{count:,} {noun}{'s' * (count != 1)}"
+        for count, noun in ((found.n_documents, "document"), (found.n_files, "file"))
+    )
+    left_out = [f"{name} ({reason.removesuffix(' text')})" for name, reason in found.left_out[:NAMED_FILES]]
+    unnamed = Counter(found.skipped) - Counter(reason for _, reason in found.left_out[:NAMED_FILES])
+    left_out += [f"{count:,} {'more ' if left_out else ''}{reason}" for reason, count in unnamed.items()]
+    return f"{documents} from {files}" + (f"; skipped: {', '.join(left_out)}" if left_out else "")
 
 
 def _statistics(

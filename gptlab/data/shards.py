@@ -12,8 +12,14 @@ documents) and a 64-bit hash of each document's content (`NAME_hashes.npy`, uint
 
 from __future__ import annotations
 
+import os
+import threading
 import tokenize
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
+from io import BufferedReader
+from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any
 
@@ -28,6 +34,7 @@ HEADER_BYTES = 4 * HEADER_INTS
 _NO_ARRAY = (
     ValueError, EOFError, OverflowError, SyntaxError, RecursionError, MemoryError, TypeError, tokenize.TokenError,
 )  # fmt: skip
+PREAD_BYTES = 1 << 30  # Linux reads at most 2 GB at once
 TOKENS_PER_SHARD = 100_000_000  # llm.c's shards of FineWeb: 200 MB each as uint16
 
 
@@ -50,15 +57,89 @@ def shard_kind(vocab_size: int) -> ShardKind:
 def is_shard(path: Path) -> bool:
     """Whether the file begins with the magic number of either kind; not, where it cannot be read."""
     try:
-        header = _header(path)
+        file, header = _opened(path)
     except UserError:
         return False
+    file.close()
     return len(header) > 0 and int(header[0]) in (UINT16.magic, UINT32.magic)
 
 
-def open_shard(path: Path) -> np.ndarray:
-    """The tokens of one shard, memory-mapped: (n_tokens,) uint16 or uint32. UserError where the file is no shard."""
-    header = _header(path)
+class Shard:
+    """The tokens of one file, read where they lie: `len(shard)`, and `shard[first:end]` as (n,) uint16 or uint32.
+
+    Not memory-mapped: the kernel ends a process that looks at a page which is gone (SIGBUS) when somebody cuts the file
+    short, or its disk fails. Reading gives an error instead, and costs 2 microseconds a piece. A file that is deleted
+    or replaced is read on as it was; one that is written to is a UserError.
+    """
+
+    KEPT_OPEN = 256
+    """Files kept open, of the 1,024 that a process may open on most systems; others are opened for every piece."""
+    _n_open = 0
+
+    def __init__(self, path: Path, dtype: np.dtype[Any], offset: int, file: BufferedReader) -> None:
+        """`file` is open at `path` and belongs to the shard; tokens go from byte `offset` to the end of the file."""
+        status = os.fstat(file.fileno())
+        self.path = path
+        self.dtype = dtype
+        self._offset = offset
+        self._n_tokens = (status.st_size - offset) // dtype.itemsize
+        self._stamp = _stamp(status)
+        self._lock = threading.Lock()
+        self._file: BufferedReader | None = file
+        if Shard._n_open >= Shard.KEPT_OPEN:
+            file.close()
+            self._file = None
+        else:
+            Shard._n_open += 1
+
+    def __del__(self) -> None:
+        if (file := getattr(self, "_file", None)) is not None:
+            file.close()
+            Shard._n_open -= 1
+
+    def __len__(self) -> int:
+        return self._n_tokens
+
+    def __getitem__(self, part: slice) -> np.ndarray:
+        first, end, _ = part.indices(self._n_tokens)
+        try:
+            if self._file is not None:
+                return self._read(self._file, first, max(0, end - first))
+            with open_plain(self.path) as file:
+                return self._read(file, first, max(0, end - first))
+        except OSError as error:
+            raise UserError(f"cannot read {self.path}: {error.strerror or error}") from error
+
+    def _read(self, file: BufferedReader, first: int, length: int) -> np.ndarray:
+        n_bytes = length * self.dtype.itemsize
+        content = self._at(file, self._offset + first * self.dtype.itemsize, n_bytes)
+        if len(content) < n_bytes or _stamp(os.fstat(file.fileno())) != self._stamp:
+            raise UserError(
+                f"{self.path} changed while it was in use: bring it back as it was, or start again on what it is now"
+            )
+        return np.frombuffer(content, dtype=self.dtype)
+
+    def _at(self, file: BufferedReader, offset: int, n_bytes: int) -> bytes:
+        """The bytes from `offset` on, fewer where the file ends before. For several threads, and forked processes."""
+        if n_bytes <= PREAD_BYTES and hasattr(os, "pread"):
+            return os.pread(file.fileno(), n_bytes, offset)
+        with self._lock:
+            file.seek(offset)
+            return file.read(n_bytes)
+
+
+def open_shard(path: Path) -> Shard:
+    """The tokens of one shard. UserError where the file is no shard."""
+    file, header = _opened(path)
+    try:
+        kind = _kind(path, header, os.fstat(file.fileno()).st_size)
+    except BaseException:
+        file.close()
+        raise
+    return Shard(path, kind.dtype, HEADER_BYTES, file)
+
+
+def _kind(path: Path, header: np.ndarray, size: int) -> ShardKind:
     kind = next((k for k in (UINT16, UINT32) if len(header) and header[0] == k.magic), None)
     if kind is None:
         raise UserError(
@@ -71,39 +152,41 @@ def open_shard(path: Path) -> np.ndarray:
         raise UserError(
             f"{path} is not a token shard that gptlab reads: version {header[1]} of llm.c's layout, not {kind.version}"
         )
-    n_tokens, size = int(header[2]), path.stat().st_size
+    n_tokens = int(header[2])
     if size != HEADER_BYTES + n_tokens * kind.dtype.itemsize:
         raise UserError(
             f"{path} is damaged: its header says {n_tokens:,} tokens of {kind.dtype.itemsize} bytes, and behind it are "
             f"{size - HEADER_BYTES:,} bytes"
         )
-    return _mapped(path, kind.dtype, HEADER_BYTES, n_tokens)
+    return kind
 
 
-def open_raw_uint16(path: Path) -> np.ndarray:
-    """The tokens of nanoGPT's train.bin or val.bin, which has no header: (n_tokens,) uint16, memory-mapped."""
-    _header(path)
-    size = path.stat().st_size
+def open_raw_uint16(path: Path) -> Shard:
+    """The tokens of nanoGPT's train.bin or val.bin, which has no header."""
+    file, _ = _opened(path)
+    size = os.fstat(file.fileno()).st_size
     if size % 2:
+        file.close()
         raise UserError(f"{path} is no nanoGPT data: tokens are two bytes each (uint16), and {size:,} bytes are odd")
-    return _mapped(path, UINT16.dtype, 0, size // 2)
+    return Shard(path, UINT16.dtype, 0, file)
 
 
-def _header(path: Path) -> np.ndarray:
-    """As many of the first 256 int32 as the file has."""
+def _opened(path: Path) -> tuple[BufferedReader, np.ndarray]:
+    """The file, and as many of its first 256 int32 as it has. UserError for what cannot be read."""
     try:
-        with open_plain(path) as file:
+        file = open_plain(path)
+        try:
             header = file.read(HEADER_BYTES)
-        return np.frombuffer(header[: len(header) // 4 * 4], dtype="<i4")
+        except BaseException:
+            file.close()
+            raise
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror or error}") from error
+    return file, np.frombuffer(header[: len(header) // 4 * 4], dtype="<i4")
 
 
-def _mapped(path: Path, dtype: np.dtype[Any], offset: int, n_tokens: int) -> np.ndarray:
-    if n_tokens == 0:  # an empty range cannot be mapped
-        return np.empty(0, dtype=dtype)
-    # A plain view: indexing a np.memmap builds a np.memmap each time, at several times the cost.
-    return np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=(n_tokens,)).view(np.ndarray)
+def _stamp(status: os.stat_result) -> tuple[int, ...]:
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 class SplitWriter:
@@ -207,11 +290,11 @@ def load_array(path: Path, dtype: np.dtype[Any], *, n_dims: int = 1, mapped: boo
 
 
 class TokenSplit:
-    """All tokens of one split, memory-mapped, addressed by their position in it."""
+    """All tokens of one split, read where they lie, addressed by their position in it."""
 
     def __init__(
         self,
-        shards: list[np.ndarray],  # each (n,) uint16 or uint32
+        shards: Sequence[Shard | np.ndarray],  # each (n,) uint16 or uint32
         document_starts: np.ndarray,  # (n_documents + 1,) int64
         content_hashes: np.ndarray,  # (n_documents,) uint64
         n_bytes: int,
@@ -226,8 +309,8 @@ class TokenSplit:
         self.n_tokens = int(document_starts[-1])
         self.n_bytes = n_bytes
         self.in_documents = in_documents
-        self._shards = shards
-        self._shard_ends = np.cumsum([len(shard) for shard in shards])
+        self._shards = tuple(shards)
+        self._shard_ends = np.cumsum([len(shard) for shard in shards]).tolist()
         fits = self._shard_ends[-1] == self.n_tokens and len(content_hashes) == self.n_documents
         if not fits or document_starts[0] < 0 or bool((np.diff(document_starts) < 0).any()):
             raise UserError("the document index and the shards of a token cache do not belong together")
@@ -244,27 +327,29 @@ class TokenSplit:
         if start < 0 or length < 0 or start + length > self.n_tokens:
             raise IndexError(f"tokens {start} to {start + length} of {self.n_tokens}")
         tokens = np.empty(length, dtype=np.int32)
-        shard = int(np.searchsorted(self._shard_ends, start, side="right"))
-        done = 0
-        while done < length:
-            offset = start + done - (int(self._shard_ends[shard]) - len(self._shards[shard]))
-            part = self._shards[shard][offset : offset + length - done]
-            tokens[done : done + len(part)] = part
-            done += len(part)
-            shard += 1
+        self._read_into(start, tokens)
         return tokens
 
     def take(self, positions: np.ndarray) -> np.ndarray:
-        """The tokens at `positions` (any shape, int64), as int32 of the same shape."""
-        if len(self._shards) == 1:
-            return self._shards[0][positions].astype(np.int32)
-        shard_of = np.searchsorted(self._shard_ends, positions, side="right")
-        tokens = np.empty(positions.shape, dtype=np.int32)
-        for shard in np.unique(shard_of):
-            here = shard_of == shard
-            first = int(self._shard_ends[shard]) - len(self._shards[shard])
-            tokens[here] = self._shards[shard][positions[here] - first]
-        return tokens
+        """The tokens at `positions` (any shape, int64), as int32 of the same shape; consecutive ones in one piece."""
+        wanted = positions.reshape(-1)
+        tokens = np.empty(len(wanted), dtype=np.int32)
+        borders = [0, *(np.flatnonzero(np.diff(wanted) != 1) + 1).tolist(), len(wanted)]
+        for first, end in pairwise(borders):
+            if end > first:
+                self._read_into(int(wanted[first]), tokens[first:end])
+        return tokens.reshape(positions.shape)
+
+    def _read_into(self, start: int, tokens: np.ndarray) -> None:
+        """Fill `tokens` (n,) with those from `start` on, across shard borders."""
+        done = 0
+        shard = bisect_right(self._shard_ends, start)
+        while done < len(tokens):
+            offset = start + done - (self._shard_ends[shard] - len(self._shards[shard]))
+            part = self._shards[shard][offset : offset + len(tokens) - done]
+            tokens[done : done + len(part)] = part
+            done += len(part)
+            shard += 1
 
     def gather(self, starts: np.ndarray, length: int) -> np.ndarray:
         """Windows of `length` tokens from each of `starts` (n,): (n, length) int32."""

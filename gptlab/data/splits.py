@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
 from collections.abc import Iterator
+from itertools import islice
 from typing import Literal
 
 from gptlab.config.data import Split
 from gptlab.config.errors import UserError
-from gptlab.data.corpus import Corpus
+from gptlab.data.corpus import Corpus, PassOver
 
 Side = Literal["train", "val"]
 HASH_RANGE = 1 << 64
@@ -27,6 +27,13 @@ def split_documents(corpus: Corpus, split: Split, val_fraction: float) -> Iterat
     return _split_hash(corpus, val_fraction) if split == "hash" else _split_tail(corpus, val_fraction)
 
 
+def possible_split(corpus: Corpus, split: Split) -> Split:
+    """`split`; tail where it is hash and the corpus is one document, which a hash would leave whole on one side."""
+    if split == "hash" and len(list(islice(corpus.documents(), 2))) == 1:
+        return "tail"
+    return split
+
+
 class DividedCorpus:
     """The documents of a corpus, each with its side: held out by `split_documents`, or `validation` has its own."""
 
@@ -40,10 +47,16 @@ class DividedCorpus:
         self._in_both = 0
 
     @property
-    def skipped(self) -> dict[str, int]:
-        """Reason -> documents left out, of the last full pass."""
-        corpora = [self._corpus] + ([] if self._validation is None else [self._validation])
-        return dict(sum((Counter(corpus.skipped) for corpus in corpora), Counter({IN_BOTH: self._in_both})))
+    def last_pass(self) -> PassOver:
+        """What the last full pass found, documents left out since they validate included."""
+        found = PassOver(skipped={IN_BOTH: self._in_both} if self._in_both else {}) + self._corpus.last_pass
+        return found if self._validation is None else found + self._validation.last_pass
+
+    def require_unchanged(self) -> None:
+        """As of the corpora."""
+        self._corpus.require_unchanged()
+        if self._validation is not None:
+            self._validation.require_unchanged()
 
     def fingerprint(self) -> dict[str, object]:
         """All that the documents and their sides depend on."""
@@ -98,8 +111,8 @@ def _split_small(documents: list[tuple[int, str]], limit: int, name: str) -> Ite
     keys = {key for key, _ in documents}
     if len(keys) < 2:
         raise UserError(
-            f"{name}: split=hash needs two different documents, and there is one; use --data.split tail, which cuts it "
-            "in two"
+            f"{name}: split=hash needs two different documents, and all {len(documents)} are the same; use --data.split"
+            " tail, which validates on text that trains too"
         )
     none_validate = min(keys) >= limit
     chosen = min(keys) if none_validate else max(keys)

@@ -15,29 +15,25 @@ import hashlib
 import os
 import re
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from gptlab.config.data import TokenizerConfig
 from gptlab.config.errors import ConfigError, UserError
-from gptlab.config.plain_file import open_plain
 from gptlab.data.cache import read_info
 from gptlab.data.character_table import read_character_table
 from gptlab.data.corpus import STDLIB
 from gptlab.data.downloaded import local_files
+from gptlab.data.file_hashes import ChangedFileError, file_sha256
 from gptlab.data.known_corpora import named_source
-from gptlab.data.shards import UINT16, is_shard, open_raw_uint16, open_shard
+from gptlab.data.shards import UINT16, Shard, is_shard, open_raw_uint16, open_shard
 from gptlab.data.tokenizer import ByteTokenizer, CharTokenizer, Tokenizer, gpt2_tokenizer, load_tokenizer
 
 SUFFIX = ".bin"
-WHOLE_HASH_BYTES = 16 << 20
-"""Larger files are known by their size and `SAMPLED_BLOCKS` blocks, so that 100 shards of 200 MB open in a second. A
-copy on another machine has the same fingerprint, and tokens do not get edited in place."""
-SAMPLED_BLOCKS = 16
-BLOCK_BYTES = 64 << 10
+HASHED_TOGETHER = 4
+"""Files hashed at the same time: what a disk and four cores give, and no more of a shared machine."""
 _VALIDATES = re.compile(r"(?<![a-z])(val|valid|validation)(?![a-z])")
 
 
@@ -47,25 +43,17 @@ class TokenFile:
     raw: bool
     """nanoGPT's: uint16 without a header."""
 
-    def open(self) -> np.ndarray:
-        """(n_tokens,) uint16 or uint32, memory-mapped, never empty. UserError for a file that is not what it should
-        be."""
+    def open(self) -> Shard:
+        """Its tokens, never none. UserError for a file that is not what it should be."""
         tokens = open_raw_uint16(self.path) if self.raw else open_shard(self.path)
         if not len(tokens):
             raise UserError(f"{self.path} is empty: it has no token")
         return tokens
 
-    def digest(self) -> bytes:
+    def digest(self, root: Path) -> bytes:
+        """SHA-256 of the file; `root`: the cache, which remembers that of a large one."""
         try:
-            with open_plain(self.path) as stream:
-                size = os.fstat(stream.fileno()).st_size
-                if size <= WHOLE_HASH_BYTES:
-                    return hashlib.file_digest(stream, "sha256").digest()
-                digest = hashlib.sha256(f"{size} ".encode())
-                for block in range(SAMPLED_BLOCKS):
-                    stream.seek((size - BLOCK_BYTES) * block // (SAMPLED_BLOCKS - 1))
-                    digest.update(stream.read(BLOCK_BYTES))
-                return digest.digest()
+            return file_sha256(self.path, root)
         except OSError as error:
             raise UserError(f"cannot read {self.path}: {error.strerror or error}") from error
 
@@ -80,17 +68,27 @@ class TokenFiles:
     tables: tuple[Path | None, ...]
     """For each source of files its meta.pkl, or None where it has none."""
 
-    def fingerprint(self) -> str:
-        """Hexadecimal SHA-256 of the tokens; names and places of the files are not part of it."""
+    def fingerprint(self, root: Path) -> str:
+        """Hexadecimal SHA-256 of the tokens; names and places of the files are not part of it. `root`: the cache."""
         digest = hashlib.sha256(f"gptlab-tokens-1 {len(self.train)} ".encode())
-        for file in (*self.train, *self.val):
-            digest.update(file.digest())
+        with ThreadPoolExecutor(HASHED_TOGETHER) as pool:
+            for one in pool.map(lambda file: file.digest(root), (*self.train, *self.val)):
+                digest.update(one)
         return digest.hexdigest()
 
     def stamps(self) -> list[list[int]]:
-        """Size and time of every file: while these stand, what was checked once need not be checked again."""
-        statuses = (file.path.stat() for file in (*self.train, *self.val))
-        return [[status.st_size, status.st_mtime_ns] for status in statuses]
+        """Inode, size and time of every file: while these stand, what was checked once need not be checked again."""
+        try:
+            statuses = [file.path.stat() for file in (*self.train, *self.val)]
+        except OSError as error:
+            raise UserError(f"cannot read {error.filename}: {error.strerror or error}") from error
+        return [[status.st_ino, status.st_size, status.st_mtime_ns] for status in statuses]
+
+    def require_unchanged(self, stamps: list[list[int]]) -> None:
+        """UserError where these are no longer the files' stamps."""
+        for file, before, now in zip((*self.train, *self.val), stamps, self.stamps(), strict=True):
+            if before != now:
+                raise ChangedFileError(file.path)
 
     def tokenizer(self, config: TokenizerConfig) -> Tokenizer:
         """The tokenizer that the tokens are of: `config.path`, else meta.pkl's characters, else GPT-2's vocabulary

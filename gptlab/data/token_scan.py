@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from gptlab.config.errors import UserError
-from gptlab.data.shards import TokenSplit, open_index
+from gptlab.data.shards import Shard, TokenSplit, open_index
 from gptlab.data.token_files import TokenFile
 from gptlab.data.tokenizer import Tokenizer
 
@@ -67,7 +67,7 @@ def open_split(files: Sequence[TokenFile], side: str, folder: Path, totals: dict
     return TokenSplit(arrays, starts, np.zeros(1, dtype=np.uint64), totals["bytes"], in_documents=False)
 
 
-def _write_index(folder: Path, side: str, arrays: list[np.ndarray], starts: np.ndarray, path: Path) -> int:
+def _write_index(folder: Path, side: str, arrays: list[Shard], starts: np.ndarray, path: Path) -> int:
     """`starts` (n_documents + 1,) int64, the last one the end; the number of documents."""
     if len(starts) == 1:
         raise UserError(

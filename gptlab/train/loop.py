@@ -59,6 +59,8 @@ class Work:
     """The processes that train together."""
     sums: GradientSums | None = None
     """None: one process, whose gradients are the step's as they add up."""
+    prompts: Sequence[str] = ()
+    """Texts that samples continue. Empty: no samples."""
 
 
 def fit(
@@ -89,11 +91,11 @@ def fit(
                 measure_core(state, work.core, record)
                 agreed.listen()
 
-            if config.sample.prompts and not agreed.stop and due(
+            if work.prompts and not agreed.stop and due(
                 now, state.sampled, every_steps=config.sample.every_steps, every_seconds=None,
                 at_start=False, at_end=ended,
             ):  # fmt: skip
-                for prompt, text in zip(config.sample.prompts, work.sample(config.sample.prompts), strict=True):
+                for prompt, text in zip(work.prompts, work.sample(work.prompts), strict=True):
                     record.sample(state, prompt, text)
                 state.sampled = now
                 agreed.listen()

@@ -118,7 +118,9 @@ class Recorder:
 
     def sample(self, state: TrainState, prompt: str, text: str) -> None:
         self.metrics.write("sample", step=state.step, prompt=prompt, text=text)
-        self.console.line(f"--- sample at step {state.step}\n{text.rstrip()}\n---")
+        # Quoted, so that one sees where it ends and the model goes on.
+        shown = json.dumps(prompt, ensure_ascii=False) if prompt else "none"
+        self.console.line(f"--- sample at step {state.step} | prompt: {shown}\n{text.rstrip()}\n---")
 
     def preempted(self, state: TrainState, signal_name: str | None) -> None:
         where = f"after step {state.step}, saved" if state.step else "before the first step"

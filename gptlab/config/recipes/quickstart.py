@@ -49,9 +49,7 @@ def quickstart(
         # Its own square root would leave an eighth, too little to move embeddings in a few hundred steps.
         optim=muon_and_adamw(shape.n_embd, adamw_scale=(total_tokens / 2**19) ** (1 / 6), scaled_decay=False),
         eval=EvalConfig(every_seconds=horizon.amount / 4 if horizon.unit == "seconds" else None, tokens=131_072),
-        sample=SampleConfig(
-            prompts=("def ", "class ", "import os\n", "    def __init__(self"), max_tokens=96, temperature=0.7, top_k=40
-        ),
+        sample=SampleConfig(from_validation=4, max_tokens=96, temperature=0.7, top_k=40),
         checkpoint=CheckpointConfig(every_seconds=60.0),
     )
 
