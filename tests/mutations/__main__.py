@@ -46,7 +46,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def tests_without_mutation(mutations: Sequence[Mutation], trees: Sequence[Tree]) -> dict[str, Outcome]:
     """How each test that is named ends on gptlab as it is."""
     tests = sorted({test for mutation in mutations for test in mutation.tests})
-    shares = [tests[number :: len(trees)] for number in range(len(trees))]
+    files = list(dict.fromkeys(test.partition("::")[0] for test in tests))  # the tests of one share their fixtures
+    shares = [
+        [test for test in tests if test.partition("::")[0] in files[number :: len(trees)]]
+        for number in range(len(trees))
+    ]
     runs = [Run.start(tree, share, keep_bytecode=True) for tree, share in zip(trees, shares, strict=True) if share]
     outcomes: dict[str, Outcome] = {}
     for run in runs:
@@ -70,13 +74,13 @@ def try_mutations(mutations: Sequence[Mutation], sound: dict[str, Outcome], tree
 
     while waiting or running:
         while waiting and free:
-            mutation = waiting.pop(0)
-            if (count := mutation.occurrences(trees[0].folder)) != 1:
+            mutation, tree = waiting.pop(0), free[-1]
+            if (count := mutation.occurrences(tree.folder)) != 1:
                 tell(mutation, "stale", f" (the old text occurs {count} times)")
             elif unsound := [test for test in mutation.tests if sound[test] != "passed"]:
                 tell(mutation, "unproven", f" ({unsound[0]}: {sound[unsound[0]]} without it)")
             else:
-                tree = free.pop()
+                free.pop()
                 tree.mutate(mutation)
                 running.append((mutation, Run.start(tree, mutation.tests)))
         if not running:
