@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 
 from gptlab.config.errors import UserError, nearest_name, one_line
+from gptlab.runtime.spinning import limit_spinning
 
 COMMANDS = {
     "train": ("gptlab.cli.train", "train a GPT, or resume a run (--resume); --list shows the recipes"),
@@ -124,4 +125,5 @@ def _dispatch(argv: list[str]) -> int:
         hint = f"did you mean {nearest}?" if nearest else f"there are {', '.join(COMMANDS)}"
         raise UserError(f"{name!r} is not a command: {hint}")
     _require_one_process(name)
+    limit_spinning()
     return importlib.import_module(COMMANDS[name][0]).main(argv[1:])

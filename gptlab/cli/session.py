@@ -40,6 +40,7 @@ from gptlab.runtime.device import cuda_version, device_name
 from gptlab.runtime.distributed import Group
 from gptlab.runtime.identity import RunIdentity, config_sha256, new_run_id, recorded_id
 from gptlab.runtime.job import Job
+from gptlab.runtime.machine_load import MachineLoad
 from gptlab.runtime.metrics import MetricsLog, NoMetricsLog
 from gptlab.runtime.provenance import Evidence, provenance
 from gptlab.runtime.rng import seed_everything
@@ -317,6 +318,13 @@ def _open_metrics(run: RunDirectory, session: Session, parts: OwnParts) -> Metri
     return MetricsLog(run.metrics_path)
 
 
+def _watched(place: Place, group: Group) -> MachineLoad | None:
+    """The load of a machine whose CPU computes, for the one process that speaks."""
+    if place.device.type != "cpu" or not group.is_main:
+        return None
+    return MachineLoad(place.threads, processes=group.world.local_size)
+
+
 def train(
     session: Session,
     run: RunDirectory,
@@ -340,7 +348,7 @@ def train(
         record = Recorder(
             config, session.finish, run, console, metrics,
             Throughput(session.flops.total, None if peak is None else peak * group.size), session.counts.total,
-            off_clock, saves,
+            off_clock, saves, _watched(session.place, group),
         )  # fmt: skip
 
         def set_status(status: Status) -> None:

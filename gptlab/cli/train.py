@@ -18,6 +18,7 @@ from gptlab.config.errors import UserError
 from gptlab.config.recipes import why_quickstart_size
 from gptlab.config.run import RunConfig
 from gptlab.config.scaling import Machine
+from gptlab.runtime.spinning import limit_spinning
 
 if TYPE_CHECKING:
     from gptlab.cli.session import Session
@@ -95,6 +96,7 @@ def train_run(
     catch: bool = True,
 ) -> Result:
     """Train what was asked for, or `config`. Without `catch` errors are raised, TrainingFailed among them."""
+    limit_spinning()  # before torch is imported
     from gptlab.cli.ranks import exit_code
     from gptlab.runtime.console import Console, QuietConsole
     from gptlab.runtime.distributed import World, join

@@ -46,6 +46,8 @@ class World:
     size: int = 1
     local_rank: int = 0
     """Its number on its machine, which is that of its GPU."""
+    local_size: int = 1
+    """Processes on its machine."""
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> World:
@@ -54,15 +56,16 @@ class World:
         given = os.environ if environment is None else environment
         if "WORLD_SIZE" not in given:
             return cls()
-        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         try:
-            rank, size, local_rank = (int(given.get(name, "0")) for name in names)
+            rank, size, local_rank = (int(given.get(name, "0")) for name in names[:3])
+            local_size = int(given.get(names[3], "1"))
         except ValueError:
-            rank, size, local_rank = -1, 0, 0
-        if not 0 <= rank < size or local_rank < 0:
+            rank, size, local_rank, local_size = -1, 0, 0, 1
+        if not 0 <= rank < size or local_rank < 0 or local_size < 1:
             text = ", ".join(f"{name}={given.get(name, '(not set)')}" for name in names)
             raise UserError(f"the environment says {text}: start several processes with torchrun, one without these")
-        return cls(rank, size, local_rank)
+        return cls(rank, size, local_rank, local_size)
 
     @property
     def is_main(self) -> bool:

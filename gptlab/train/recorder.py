@@ -12,6 +12,7 @@ from gptlab.config.run import RunConfig
 from gptlab.data.loader import StepBatch
 from gptlab.runtime.console import Console
 from gptlab.runtime.device import peak_memory_mb
+from gptlab.runtime.machine_load import MachineLoad
 from gptlab.runtime.metrics import MetricsLog
 from gptlab.runtime.run_directory import RunDirectory
 from gptlab.runtime.strict_json import write_json_atomic
@@ -40,10 +41,14 @@ class Recorder:
     off_clock: OffClock
     saves: Saves
     """Checkpoints, from the step that asks for one until it stands."""
+    load: MachineLoad | None = None
+    """Warns of other programs on the cores that compute; None: nobody is to be warned."""
 
     def step(self, state: TrainState, batch: StepBatch, loss: float, updated: Update, step_seconds: float) -> None:
         tokens_per_step = self.config.batch.total_tokens
         reading = self.throughput.step(tokens_per_step, step_seconds)
+        if self.load is not None and (warning := self.load.step(step_seconds)) is not None:
+            self.console.warn(warning)
         if state.step % self.config.runtime.log_every_steps:
             return
         self.metrics.write(
