@@ -23,7 +23,7 @@ MUTATIONS = [
     ),
     Mutation(
         "torchrun's local rank is not read", "runtime/distributed.py",
-        "return cls(rank, size, local_rank)", "return cls(rank, size)",
+        "return cls(rank, size, local_rank, local_size)", "return cls(rank, size, 0, local_size)",
         ["test_distributed.py::TestWorld::test_torchrun_tells"],
         ["`torchrun` is recognized by `RANK`", "NCCL, ranks, a device each"],
     ),
