@@ -224,12 +224,14 @@ class TestLimits:
         changes["eval.at_start"] = False
         run = folder / "limit"
         with broken_loss(*range(6, 30)).in_training():
-            code, out, _ = command(["train", *arguments(folder, "limit", changes)])
+            code, _, err = command(["train", *arguments(folder, "limit", changes)])
             assert code == 3
-            last = out.splitlines()[-1]
-            assert "the training loss is nan in step 10, with 3 updates left out before it" in last
-            assert [line["step"] for line in lines_of(run, "event")] == [7, 8, 9]
-            assert json.loads((run / "run.json").read_text())["status"] == "failed"
+            assert "the training loss is nan in step 10, with 3 updates left out before it" in err
+            events = [(line["step"], line["what"]) for line in lines_of(run, "event")]
+            assert events == [(7, "skipped"), (8, "skipped"), (9, "skipped"), (10, "failed")]
+            facts = json.loads((run / "run.json").read_text())
+            assert facts["status"] == "failed"
+            assert (facts["failure"]["step"], facts["failure"]["loss"]) == (10, "nan")
             # The weights of step 6 gave no loss yet that was one: 5 is the last that did.
             assert saved_steps(run) == [5, 9]
             assert command(["train", "--resume", run])[0] == 3
@@ -252,17 +254,18 @@ class TestLimits:
         changes: dict[str, Any] = {f"faults.{name}": value for name, value in limits.items()}
         changes |= {"run_dir": tmp_path / "run", "sample.prompts": [], "data.cache_dir": folder / "cache"}
         with broken_loss(*broken).in_training():
-            code, out, _ = command(["train", *arguments(folder, "limits", changes)])
+            code, _, err = command(["train", *arguments(folder, "limits", changes)])
         assert code == (0 if done is None else 3)
         if done is not None:
             last = [line for kind in ("train", "event") for line in lines_of(tmp_path / "run", kind)]
-            assert max(line["step"] for line in last) == done
-            assert next(iter(limits)) in out.splitlines()[-1]
+            assert max(line["step"] for line in last if line.get("what") != "failed") == done
+            assert next(iter(limits)) in err
 
     def test_finite_gradients_of_a_loss_above_max_loss_end_it_at_once(self, folder: Path) -> None:
         with broken_loss(5, factor=1000.0).in_training(), pytest.raises(TrainingFailed, match="exploded"):
             train(folder, "exploded")
-        assert lines_of(folder / "exploded", "event") == []
+        (event,) = lines_of(folder / "exploded", "event")
+        assert (event["what"], event["step"]) == ("failed", 6)
 
 
 class TestFloat16:
@@ -289,8 +292,8 @@ class TestFloat16:
         changes: dict[str, Any] = {"runtime.dtype": "float16", "steps": 40, "eval.every_steps": None}
         with broken_gradient(*range(1, 40)).in_training():
             assert command(["train", *arguments(folder, "half-for-ever", changes)])[0] == 3
-        # From 2^16 down to 1 in steps 2 to 17, and 3 faults.
-        assert [line["step"] for line in lines_of(folder / "half-for-ever", "event")] == [18, 19, 20]
+        # From 2^16 down to 1 in steps 2 to 17, then 3 faults, and one too many.
+        assert [line["step"] for line in lines_of(folder / "half-for-ever", "event")] == [18, 19, 20, 21]
 
 
 SPIKED: dict[str, tuple[Broken, list[int | None], list[tuple[Any, ...]]]] = {
@@ -404,9 +407,9 @@ class TestSpikes:
     def test_over_the_limit_it_ends(self, folder: Path) -> None:
         changes = {name.replace("__", "."): value for name, value in SPIKES.items()} | {"faults.max_rewinds": 1}
         with broken_loss(9, 12, factor=50.0).in_training():
-            code, out, _ = command(["train", *arguments(folder, "often", changes)])
+            code, _, err = command(["train", *arguments(folder, "often", changes)])
         assert code == 3
-        assert "after 1 rewinds (faults.max_rewinds)" in out.splitlines()[-1]
+        assert "after 1 rewinds (faults.max_rewinds)" in err
         assert saved_steps(folder / "often") == [4, 8]
 
 

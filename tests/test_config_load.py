@@ -96,6 +96,13 @@ def test_json_is_read_strictly(change: Callable[[dict], None], says: str) -> Non
     assert "\n" not in str(caught.value)
 
 
+def test_a_run_from_before_a_field_is_read_with_its_default() -> None:
+    values = config_to_json(apply_overrides(RunConfig(), {"seed": 5}))
+    for group, name in (("eval", "at_end"), ("runtime", "allocator"), ("runtime", "coordinate_descent_tuning")):
+        del values[group][name]
+    assert config_from_json(values) == apply_overrides(RunConfig(), {"seed": 5})
+
+
 def test_a_run_from_before_several_processes_is_read_with_the_default() -> None:
     values = config_to_json(apply_overrides(RunConfig(), {"seed": 5}))
     del values["parallel"]

@@ -8,12 +8,13 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from gptlab.runtime import console as console_module
-from gptlab.runtime.console import Console, Progress, _clock
+from gptlab.runtime.console import Console, Progress, clock_text
 
 
 class FakeTerminal(io.StringIO):
@@ -66,11 +67,91 @@ def test_a_pipe_gets_plain_lines_and_the_log_the_same(tmp_path: Path) -> None:
     with Console(tmp_path / "log.txt", stream=stream) as console:
         console.line("one [bold]two[/bold]")
         console.live("step 1")
-        console.live("step 2")
         console.warn("careful")
-    expected = "one [bold]two[/bold]\nstep 1\nstep 2\nwarning: careful\n"
+    expected = "one [bold]two[/bold]\nstep 1\nwarning: careful\n"
     assert stream.getvalue() == expected
     assert (tmp_path / "log.txt").read_text() == expected
+
+
+def test_a_pipe_gets_a_live_line_every_few_seconds_and_the_log_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Contract: without a terminal a line every few seconds, and the last one before whatever ends the run."""
+    clock = _Clock(monkeypatch)
+    stream = io.StringIO()
+    with Console(tmp_path / "log.txt", stream=stream) as console:
+        for step in range(13):
+            console.live(f"step {step}", ["for terminals"])
+            clock.now += 1.0
+        console.settle()
+        console.settle()
+        console.line("the end")
+    assert stream.getvalue().splitlines() == ["step 0", "step 5", "step 10", "step 12", "the end"]
+    assert (tmp_path / "log.txt").read_text().splitlines() == [*(f"step {i}" for i in range(13)), "the end"]
+
+
+def test_a_terminal_shows_as_many_parts_as_it_has_room_for(terminal: FakeTerminal, tmp_path: Path) -> None:
+    with Console(tmp_path / "log.txt", stream=terminal) as console:
+        console.live("step 9 | all of it", ["0:07 left", "x" * 27, "3", "45"])
+        assert visible(terminal.getvalue()) == ["0:07 left  " + "x" * 27]  # and "3" after two spaces makes 41
+        console.live("step 10 | all of it", ["y" * 50, "3"])
+    assert [row for row in visible(terminal.getvalue()) if row] == ["y" * 40, "y" * 10]
+    assert (tmp_path / "log.txt").read_text() == "step 9 | all of it\nstep 10 | all of it\n"
+
+
+def test_a_settled_live_line_is_before_what_follows(terminal: FakeTerminal) -> None:
+    with Console(stream=terminal) as console:
+        console.live("step 9")
+        console.settle()
+        console.line("---")
+    assert [row for row in visible(terminal.getvalue()) if row] == ["step 9", "---"]
+
+
+def test_work_of_unknown_length_moves_on_a_terminal(terminal: FakeTerminal, tmp_path: Path) -> None:
+    """Contract: compiling and validating show movement, whatever the main thread is deep in, and leave nothing."""
+    console = Console(tmp_path / "log.txt", stream=terminal)
+    console.live("step 9")
+    with console.busy("compiling"):
+        assert wait_until(lambda: terminal.getvalue().count("compiling") >= 4)
+        rows = [row for row in visible(terminal.getvalue()) if row]
+        assert rows[0] == "step 9"
+        assert rows[1].startswith("compiling")
+        assert len(rows) == 2
+    console.line("compiled")
+    console.close()
+    assert [row for row in visible(terminal.getvalue()) if row] == ["step 9", "compiled"]
+    assert (tmp_path / "log.txt").read_text() == "step 9\ncompiled\n"
+
+
+def test_and_in_a_pipe_says_how_long_it_has_been(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(console_module._PlainDisplay, "progress_seconds", 0.02)
+    monkeypatch.setattr(console_module, "_BUSY_SECONDS", 0.02)
+    stream = io.StringIO()
+    with Console(tmp_path / "log.txt", stream=stream) as console:
+        with console.busy("compiling"):
+            assert wait_until(lambda: stream.getvalue().count("compiling: 0:00\n") >= 2)
+        with pytest.raises(ZeroDivisionError), console.busy("validating"):
+            raise ZeroDivisionError
+        written = stream.getvalue()
+        time.sleep(0.1)
+        assert stream.getvalue() == written, "it has ended with the work"
+    assert (tmp_path / "log.txt").read_text() == ""
+
+
+def test_an_error_goes_to_stderr_and_into_the_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Contract: fatal errors are errors, on stderr."""
+    with Console(tmp_path / "log.txt") as console:
+        console.error("training failed: \x1b[2Jnan")
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err) == ("", "gptlab: error: training failed: nan\n")
+    assert (tmp_path / "log.txt").read_text() == "error: training failed: nan\n"
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return condition()
 
 
 def test_a_terminal_shows_one_live_line_below_the_others(terminal: FakeTerminal, tmp_path: Path) -> None:
@@ -303,7 +384,7 @@ def test_progress_on_a_terminal_is_a_bar_that_makes_room(
 
 
 def test_clock_by_hand() -> None:
-    assert [_clock(s) for s in (0, 59.6, 61, 3599, 3600, 36_061)] == [
+    assert [clock_text(s) for s in (0, 59.6, 61, 3599, 3600, 36_061)] == [
         "0:00", "1:00", "1:01", "59:59", "1:00:00", "10:01:01",
     ]  # fmt: skip
 

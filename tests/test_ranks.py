@@ -208,7 +208,7 @@ class TestBrokenSteps:
 
     def test_over_the_limit_all_end_with_3(self, played: Path) -> None:
         assert codes(played, "limit") == [[3, 3, 3]]
-        assert "training failed: the training loss is nan in step 5" in said(played, "limit")["out"]
+        assert "training failed: the training loss is nan in step 5" in said(played, "limit")["err"]
         assert json.loads((played / "limit" / "run.json").read_text())["status"] == "failed"
 
     def test_float16_overflows_on_one_rank_halve_the_scale_of_all(self, played: Path) -> None:

@@ -10,7 +10,9 @@ import pytest
 from gptlab.cli.run_arguments import sized_by_measurement
 from gptlab.config.errors import ConfigError
 from gptlab.config.horizon import Horizon
+from gptlab.config.load import apply_overrides
 from gptlab.config.recipes import RECIPES, quickstart, shakespeare_char, why_quickstart_size
+from gptlab.config.recipes.applied_scaling import applied_scaling
 from gptlab.config.recipes.quickstart import QUICKSTART_MIN_STEPS, QUICKSTART_TOKENS_PER_PARAM
 from gptlab.config.run import RunConfig
 from gptlab.config.scaling import (
@@ -20,6 +22,7 @@ from gptlab.config.scaling import (
     shape_for_depth,
 )
 
+MACHINE = Machine(device="cpu", flops_per_second=2.35e11)
 RATES = [2e9, 3e10, 1.2e11, 2.35e11, 5e11, 1.7e12, 6e13, 4e14]
 
 
@@ -164,3 +167,34 @@ def test_every_recipe_takes_the_common_arguments(name: str) -> None:
     assert (recipe.__doc__ or "").strip()
     with pytest.raises(ConfigError, match="minutes"):
         recipe(minutes=-1)
+
+
+class TestAppliedScaling:
+    """What a run prints of its rates is what was done to them, by hand here from nanochat's rules."""
+
+    def test_of_nanochat(self) -> None:
+        config = RECIPES["nanochat-tiny"]()  # 4 layers, width 128, 8,192 tokens a step
+        assert applied_scaling(config, MACHINE) == [
+            "AdamW rates x 2.45 (width 128, tuned at 768)",
+            "all rates x 0.125 (batch of 8,192 tokens, tuned at 524,288)",
+            "weight decay 0.2 -> 1.8 (depth 4, tuned at 12)",
+        ]
+        assert config.optim.embedding.lr == pytest.approx(0.3 * (768 / 128) ** 0.5 * 0.125)
+        assert config.optim.muon.lr == pytest.approx(0.02 * 0.125)
+        assert config.optim.muon.weight_decay == pytest.approx(0.2 * (12 / 4) ** 2)
+
+    def test_with_arguments_of_its_own(self) -> None:
+        config = RECIPES["nanochat"](depth=12, total_batch_size=2**21, weight_decay=0.1)
+        assert applied_scaling(config, MACHINE)[1:] == [
+            "all rates x 2 (batch of 2,097,152 tokens, tuned at 524,288)",
+            "weight decay 0.1 -> 0.1 (depth 12, tuned at 12)",
+        ]
+
+    def test_not_of_what_was_set_by_hand(self) -> None:
+        changed = apply_overrides(RECIPES["nanochat-tiny"](), {"optim.muon.weight_decay": 0.3})
+        assert applied_scaling(changed, MACHINE) == ["AdamW rates x 2.45 (width 128, tuned at 768)"]
+        assert applied_scaling(RECIPES["nanogpt/shakespeare-char"](), MACHINE) == []
+
+    @pytest.mark.parametrize("name", RECIPES)
+    def test_of_every_recipe(self, name: str) -> None:
+        assert all("x 1 (" not in line for line in applied_scaling(RECIPES[name](machine=MACHINE), MACHINE))

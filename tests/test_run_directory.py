@@ -32,10 +32,25 @@ def entries(folder: Path) -> set[str]:
     return {entry.name for entry in folder.iterdir()}
 
 
+def test_why_a_run_failed_is_the_first_reason_and_gone_once_it_is_resumed(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path / "run", CONFIG, FACTS)
+    run.set_failed("the loss is nan", step=7, loss=float("nan"))
+    run.set_failed("rank 1 died")
+    record = run.read_provenance()
+    assert (record["status"], record["failure"]) == (
+        "failed",
+        {"reason": "the loss is nan", "step": 7, "loss": "nan"},
+    )
+    run.set_status("running")
+    assert run.read_provenance()["failure"] is None
+
+
 def test_a_new_run_holds_its_configuration_and_provenance(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path / "a" / "b", CONFIG, FACTS)
     assert json.loads((tmp_path / "a" / "b" / "config.json").read_text()) == CONFIG
-    assert json.loads((tmp_path / "a" / "b" / "run.json").read_text()) == FACTS | {"status": "running", "end": None}
+    assert json.loads((tmp_path / "a" / "b" / "run.json").read_text()) == (
+        FACTS | {"status": "running", "end": None, "failure": None}
+    )
     assert RunDirectory.open(run.path) == run
     assert run.read_config() == CONFIG
     assert {run.metrics_path.name, run.log_path.name, run.summary_path.name} == {

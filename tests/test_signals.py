@@ -125,12 +125,51 @@ class TestBeforeTheFirstStep:
     ) -> None:
         run = folder / request.node.callspec.id
         code, printed, seconds = stopped(folder, run.name, number, HERE + moment)
-        said = f"{signal.Signals(number).name}: stopped before the first step; go on with gptlab train --resume {run}"
+        said = f"{signal.Signals(number).name}: stopped before the first step; resume with gptlab train --resume {run}"
         assert (code, printed[-1]) == (75, said)
         assert seconds >= early_stop.GRACE_SECONDS or run.name != "deep"
         assert json.loads((run / "run.json").read_text())["status"] == "preempted"
         assert command(["train", "--resume", run])[0] == 0
         assert differences(expected, outcome(run)) == []
+
+
+@posix
+class TestDuringAStep:
+    """The main thread is deep inside a library, where Python runs no handler."""
+
+    SLOW = DEEP + (
+        "from gptlab.train import loop\n"
+        "def slow(state, *args, work=loop.gradients):\n"
+        "    if state.step == 1: wait()\n"
+        "    return work(state, *args)\n"
+        "loop.gradients = slow\n"
+    )
+
+    def test_ctrl_c_is_answered_at_once_and_a_second_one_does_not_wait(self, folder: Path) -> None:
+        """Contract: exit code 75, the last checkpoint stays, and the resumed run is the undisturbed one."""
+        run = folder / "impatient"
+        process = start(
+            ["train", *arguments(folder, run.name, {"steps": 2, "checkpoint.every_steps": 1})], prelude=self.SLOW
+        )
+        assert process.stdout is not None
+        said = iter(process.stdout)
+        assert any(line == "HERE\n" for line in said)
+        process.send_signal(signal.SIGINT)
+        answer = next(said)
+        assert answer.startswith("SIGINT: stopping after this step; Ctrl-C again")
+        assert process.poll() is None, "it waits for the step, as it says"
+        process.send_signal(signal.SIGINT)
+        (last,) = list(said)
+        assert process.wait() == 75
+        checkpoint = run / "checkpoints" / "step-00000001"
+        assert last == (
+            f"SIGINT again: stopped at once; the last checkpoint is {checkpoint}; "
+            f"resume with gptlab train --resume {run}\n"
+        )
+        assert json.loads((run / "run.json").read_text())["status"] == "preempted"
+        assert command(["train", "--resume", run])[0] == 0
+        again = train(folder, "patient", steps=2, checkpoint__every_steps=1)
+        assert differences(outcome(again), outcome(run)) == []
 
 
 def raised(number: int) -> Callable[..., None]:
@@ -191,7 +230,7 @@ class TestInThisProcess:
         run, keep = folder / "step-0", {"steps": 2, "checkpoint.keep_every_steps": 1}
         with at_line("eval", 0, lambda: signal.raise_signal(signal.SIGTERM)):
             code, out, _ = command(["train", *arguments(folder, run.name, keep)])
-        said = f"SIGTERM: stopped before the first step; go on with gptlab train --resume {run}"
+        said = f"SIGTERM: stopped before the first step; resume with gptlab train --resume {run}"
         assert (code, out.splitlines()[-1]) == (75, said)
         assert json.loads((run / "run.json").read_text())["status"] == "preempted"
         assert list_checkpoints(run / "checkpoints") == []

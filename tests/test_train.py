@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import inspect
+import io
 import json
 import math
 import os
 import re
+import shlex
 import signal
 import sys
 import time
@@ -39,10 +42,13 @@ from torch import Tensor
 
 import gptlab
 from gptlab.cli import session as session_module
+from gptlab.cli.main import main
 from gptlab.cli.place import place_of
+from gptlab.cli.run_arguments import TrainArguments, read_request
 from gptlab.cli.session import Session, open_session
 from gptlab.config.errors import UserError
 from gptlab.config.load import config_from_json
+from gptlab.config.scaling import Machine
 from gptlab.data.loader import StepBatch
 from gptlab.data.tokenizer import load_tokenizer
 from gptlab.eval.bits_per_byte import Evaluation
@@ -138,14 +144,75 @@ class TestClosingBlock:
         assert summary["total_seconds"] > summary["training_seconds"]
         assert summary["peak_vram_mb"] > 50  # Python with torch alone takes more
 
-    def test_log_holds_what_the_console_showed(self, whole: Path, console_text: str) -> None:
-        assert (whole / "log.txt").read_text(encoding="utf-8") == console_text
+    def test_log_holds_what_the_console_showed_and_every_step(self, whole: Path, console_text: str) -> None:
+        """Without a terminal the console shows a step every few seconds; the log, like metrics.jsonl, has them all."""
+        logged, shown = (whole / "log.txt").read_text(encoding="utf-8").splitlines(), console_text.splitlines()
+        step_lines = [line for line in logged if re.match(r"step \d{5} \(", line)]
+        assert [int(line.split()[1]) for line in step_lines] == list(range(1, STEPS + 1))
+        assert [line for line in logged if line in shown or line not in step_lines] == shown
+        assert step_lines[0] in shown
+        assert step_lines[-1] in shown
+
+    def test_before_it_stands_what_to_do_next(self, folder: Path, whole: Path, console_text: str) -> None:
+        """Commands that work, on the line of their words; the block stays the last one."""
+        lines = console_text[: console_text.index("\n---\nval_bpb:")].splitlines()
+        at = lines.index(f"run folder: {whole}")
+        found = dict(re.split(r": +", line.strip(), maxsplit=1) for line in lines[at + 1 :])
+        assert list(found) == ["sample it", "train it on", "change and compare"]
+        for text in found.values():
+            assert text.startswith("gptlab ")
+        code, out, err = command([*shlex.split(found["sample it"])[1:], "--max-tokens", "2"])
+        assert (code, err) == (0, "")
+        assert out.startswith(FLAGS["sample.prompts"][0])
+        assert shlex.split(found["train it on"])[1:] == ["train", "--resume", str(whole), "--steps", str(2 * STEPS)]
+        assert shlex.split(found["change and compare"])[1:4] == ["train", "--from", str(whole)]
 
     def test_evaluating_the_run_again_gives_its_number(self, whole: Path, console_text: str) -> None:
         code, out, _ = command(["eval", whole, "--device", "cpu"])
         line = next(line for line in console_text.splitlines() if line.startswith("val_bpb:"))
         assert code == 0
         assert line.split()[1] in out
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal, and keeps what was drawn."""
+
+    encoding = "utf-8"
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture(scope="module")
+def drawn(folder: Path) -> str:
+    """All that a run drew on a terminal of 80 columns."""
+    terminal = Terminal()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(terminal):
+        patch.setenv("TERM", "xterm-256color")
+        patch.setenv("COLUMNS", "80")
+        patch.setattr("gptlab.runtime.terminal._REDRAW_SECONDS", 0.0)
+        assert main(["train", *arguments(folder, "terminal")]) == 0
+    return terminal.getvalue()
+
+
+class TestOnATerminal:
+    def test_the_live_line_begins_with_the_time_left_and_fits(self, drawn: str) -> None:
+        """Contract: time left first, within 80 columns, with the speedrun's time and average of a step."""
+        rows = [re.sub(r"\x1b\[[0-9?]*[A-Za-z]", "", row).strip("\r") for row in re.split(r"[\n\r]+", drawn)]
+        live = [row for row in rows if " left  " in row]
+        assert len(live) >= STEPS
+        form = (
+            r"\d+:\d\d left  \d+%  step \d+  loss \d+\.\d{3}  time \d+:\d\d  avg \d+ms  [\d.]+[kM]? tok/s(  mfu \d+%)?"
+        )
+        for row in live:
+            assert re.fullmatch(rf"{form}(  mfu \d+%)?", row.rstrip()), row
+            assert len(row.rstrip()) <= 80
+
+    def test_the_closing_block_is_the_last_that_is_drawn(self, drawn: str) -> None:
+        """No live line is left behind it, and the cursor is there again."""
+        rows = [re.sub(r"\x1b\[[0-9?]*[A-Za-z]", "", row).strip() for row in drawn.splitlines()]
+        assert [row.partition(":")[0] for row in rows if row][-len(CLOSING_KEYS) :] == CLOSING_KEYS
+        assert drawn.count("\x1b[?25l") == drawn.count("\x1b[?25h")
 
 
 class TestMetrics:
@@ -163,10 +230,11 @@ class TestMetrics:
             train_seconds += seconds
             mean = 0.9 * mean + (1 - 0.9) * line["loss"]
             assert list(line) == [
-                "kind", "step", "tokens", "epoch", "loss", "loss_ema", "lr_scale", "grad_norm", "step_seconds",
-                "train_seconds", "tokens_per_second", "mfu",
+                "kind", "step", "tokens", "total_flops", "epoch", "loss", "loss_ema", "lr_scale", "grad_norm",
+                "step_seconds", "train_seconds", "tokens_per_second", "mfu",
             ]  # fmt: skip
             assert line["tokens"] == step * TOKENS_PER_STEP
+            assert line["total_flops"] == flops_per_token(opened.state.model).total * line["tokens"]
             assert line["epoch"] == step * rows_per_step / rows_per_epoch
             assert line["loss_ema"] == mean / (1 - 0.9**step)
             assert line["lr_scale"] == lr_scale(config.schedule, (step - 1) / STEPS, 1 / STEPS)
@@ -480,6 +548,38 @@ class TestEnd:
         assert not (run / "checkpoints").exists()
         assert gptlab.train(resume=run).exit_code == 0
 
+    def test_at_the_very_loss_that_was_asked_for(self, folder: Path, whole: Path) -> None:
+        """At or below: the target itself is reached."""
+        losses = {line["step"]: line["val_loss"] for line in lines_of(whole, "eval")}
+        run = train(folder, "until-exactly", until_val_loss=losses[9])
+        assert lines_of(run, "eval")[-1]["step"] == 9
+        assert read_json(run / "summary.json")["num_steps"] == 9
+
+    def test_without_any_validation(self, folder: Path, whole: Path) -> None:
+        """nanochat's --eval-every -1: not at the start and not at the end; the rest of the run is the same."""
+        never = {"eval.every_steps": "none", "eval.at_end": "false", "checkpoint.save_best": "true"}
+        code, out, err = command(["train", *arguments(folder, "never-validated", never)])
+        run = folder / "never-validated"
+        assert (code, err) == (0, "")
+        assert re.search(r"^val_bpb: +unknown$", out, re.M)
+        assert "minimum val_bpb" not in out
+        assert lines_of(run, "eval") == []
+        summary = read_json(run / "summary.json")
+        assert [summary[key] for key in ("val_bpb", "val_loss", "min_val_bpb", "best_step")] == [None] * 4
+        assert saved_steps(run)[-1] == STEPS
+        assert [line["loss"] for line in lines_of(run, "train")] == [line["loss"] for line in lines_of(whole, "train")]
+        assert command(["train", "--resume", run])[0] == 0
+        code, _, err = command(["train", *arguments(folder, "never-reached", never | {"until_val_loss": 1.0})])
+        assert code == 2
+        assert "horizon.until_val_loss = 1.0" in err
+
+    def test_the_recipes_of_nanochat_turn_it_off_as_nanochat_does(self) -> None:
+        for name in ("nanochat", "nanochat-tiny"):
+            for words, validates in ([], True), (["--eval.every-steps", "none"], False):
+                request = read_request([name, *words], TrainArguments, prog="gptlab train", description="")
+                machine = Machine(device="cpu", flops_per_second=1e11)
+                assert request.config(lambda _, machine=machine: machine).eval.validates == validates
+
     def test_wrong_usage(self, folder: Path) -> None:
         code, out, err = command(["train", *arguments(folder, "wrong", {"model.n_head": 5})])
         assert (code, out, len(err.splitlines())) == (2, "", 1)
@@ -501,11 +601,21 @@ class TestBrokenTraining:
         code, out, err = command(["train", *arguments(folder, "exploding", EXPLODING)])
         run = folder / "exploding"
         done = lines_of(run, "train")[-1]["step"]
-        assert (code, err) == (3, "")
+        assert code == 3
         assert 0 < done < STEPS
-        assert out.splitlines()[-1].startswith("warning: training failed: the training loss")
-        assert f"step-{done:08d} stands" in out.splitlines()[-1]
-        assert read_json(run / "run.json")["status"] == "failed"
+        (line,) = err.splitlines()
+        assert line.startswith("gptlab: error: training failed: the training loss")
+        assert line.endswith(f"the last checkpoint is {list_checkpoints(run / 'checkpoints')[-1]}")
+        assert "training failed" not in out
+        assert line.removeprefix("gptlab: ") == (run / "log.txt").read_text(encoding="utf-8").splitlines()[-1]
+        facts, event = read_json(run / "run.json"), lines_of(run, "event")[-1]
+        assert facts["status"] == "failed"
+        failure = facts["failure"]
+        assert failure["step"] == event["step"] == done + 1
+        assert failure["reason"] == event["reason"] in line
+        assert event["what"] == "failed"
+        assert failure["loss"] == event["value"]
+        assert not 0 <= float(failure["loss"]) <= 100, "the loss that was too much"
         assert not (run / "summary.json").exists()
         assert saved_steps(run)[-1] == done
         verify_checkpoint(list_checkpoints(run / "checkpoints")[-1])
@@ -520,9 +630,11 @@ class TestBrokenTraining:
     def test_validation_that_is_no_number(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Weights that the last update broke are never saved: they are validated first."""
         prescribe(monkeypatch, [5.0, 4.0, 3.0, 2.0, math.nan])
-        code, out, _ = command(["train", *arguments(folder, "nan")])
+        code, _, err = command(["train", *arguments(folder, "nan")])
         assert code == 3
-        assert "the validation loss at step 12 is nan" in out
+        assert "the validation loss at step 12 is nan" in err
+        reason = "the validation loss at step 12 is nan"
+        assert read_json(folder / "nan" / "run.json")["failure"] == {"reason": reason, "step": 12, "loss": "nan"}
         assert saved_steps(folder / "nan") == [4, 8]
 
 
@@ -560,6 +672,44 @@ def test_best_checkpoint_is_kept(
     assert (summary["best_val_loss"], summary["best_step"]) == (min(losses), every * losses.index(min(losses)))
 
 
+def test_the_lowest_bits_per_byte_are_kept_and_resumed(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """nanochat's min_val_bpb: not that of the lowest loss, and not that of the last validation."""
+    left = iter([(5.0, 3.0), (4.0, 1.25), (3.0, 1.5), (2.5, 1.75), (2.6, 2.0)])
+    monkeypatch.setattr(session_module, "evaluate", lambda *_, **__: Evaluation(*next(left), 1, 1))
+    words = [*arguments(folder, "lowest"), "--run-dir", str(tmp_path / "run")]
+    with at_line("train", 7, lambda: signal.raise_signal(signal.SIGTERM)):
+        assert command(["train", *words])[0] == 75
+    code, out, _ = command(["train", "--resume", tmp_path / "run"])
+    assert code == 0
+    summary = read_json(tmp_path / "run" / "summary.json")
+    assert (summary["min_val_bpb"], summary["best_val_loss"], summary["val_bpb"]) == (1.25, 2.5, 2.0)
+    assert "minimum val_bpb: 1.250000" in out.splitlines()
+
+
+def test_settings_of_the_compiler_and_the_gpu_allocator_are_passed_on(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both change GPU runs only; here that they reach torch, the user's own environment first."""
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")  # so that monkeypatch puts back what there was
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF")
+    options: list[Any] = []
+    monkeypatch.setattr(torch, "compile", lambda function, **given: options.append(given["options"]) or function)
+    monkeypatch.setattr(compilation_module, "compiler_available", lambda device: True)
+    changes = {"runtime__compile": "on", "runtime__allocator": "expandable_segments:True"}
+    open_tiny(folder, **changes)
+    assert options
+    assert not any("coordinate_descent_tuning" in given for given in options)
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    options.clear()
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
+    open_tiny(folder, **changes, runtime__coordinate_descent_tuning=True)
+    assert options
+    assert all(given["coordinate_descent_tuning"] is True for given in options)
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "max_split_size_mb:64"
+
+
 class TestPreemption:
     """A signal ends the run behind the step in hand; resumed, it is the run that no signal ever reached."""
 
@@ -588,7 +738,7 @@ class TestPreemption:
             code, out, _ = command(["train", *arguments(folder, name, changes)])
         assert code == 75
         assert out.splitlines()[-1] == (
-            f"{signal.Signals(number).name}: stopped after step {step}, saved; go on with gptlab train --resume {run}"
+            f"{signal.Signals(number).name}: stopped after step {step}, saved; resume with gptlab train --resume {run}"
         )
         assert read_json(run / "run.json")["status"] == "preempted"
         assert saved_steps(run)[-1] == step

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 
@@ -34,7 +35,7 @@ def test_infinity_is_broken_whatever_the_limit() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_asks_and_a_second_one_does_no_harm(number: signal.Signals) -> None:
+def test_a_signal_asks_and_a_second_sigterm_does_no_harm(number: signal.Signals) -> None:
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     with Preemption() as preemption:
         assert not preemption.requested
@@ -43,10 +44,48 @@ def test_a_signal_asks_and_a_second_one_does_no_harm(number: signal.Signals) -> 
         assert preemption.requested
         assert preemption.signal_name == number.name
         signal.raise_signal(signal.SIGTERM)
-        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGTERM)
         assert preemption.signal_name == number.name, "the first one is what ended the run"
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
     assert preemption.requested, "still known after the context"
+
+
+def test_the_first_signal_is_answered_and_a_second_interrupt_does_not_wait() -> None:
+    """Contract: the answer does not wait for the main thread, and only Ctrl-C is somebody's impatience."""
+    answered: list[str] = []
+    insisted = threading.Event()
+    with Preemption(answered.append, lambda name: insisted.set()) as preemption:
+        signal.raise_signal(signal.SIGTERM)
+        preemption.wait_for_answer()
+        assert answered == ["SIGTERM"]
+        signal.raise_signal(signal.SIGTERM)
+        assert not insisted.wait(0.1)
+        signal.raise_signal(signal.SIGINT)
+        assert insisted.wait(20)
+    assert answered == ["SIGTERM"]
+
+
+def test_without_a_way_to_end_the_process_a_second_interrupt_is_an_exception() -> None:
+    """As in a notebook, whose process is not gptlab's to end."""
+    with Preemption():
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_the_interrupt_that_torchrun_repeats_is_not_a_second_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terminal sends Ctrl-C to torchrun and its workers, and torchrun sends it to its workers again."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    insisted: list[str] = []
+    with Preemption(stop_now=insisted.append):
+        for _ in range(3):
+            signal.raise_signal(signal.SIGINT)
+        time.sleep(0.1)
+    with Preemption() as preemption:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        assert preemption.requested
+    assert insisted == []
 
 
 def test_handlers_come_back_after_an_error_too() -> None:

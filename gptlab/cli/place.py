@@ -10,7 +10,7 @@ import torch
 
 from gptlab.cli.run_arguments import RunRequest
 from gptlab.config.run import RunConfig
-from gptlab.runtime.allocator import keep_freed_memory
+from gptlab.runtime.allocator import keep_freed_memory, set_gpu_allocator
 from gptlab.runtime.determinism import deterministic_kernels
 from gptlab.runtime.device import resolve_device, resolve_dtype
 from gptlab.runtime.distributed import World
@@ -33,6 +33,7 @@ class Place:
 def place_of(config: RunConfig, world: World = _ALONE) -> Place:
     """The place that a configuration asks for. UserError where this machine does not have it."""
     runtime = config.runtime
+    set_gpu_allocator(runtime.allocator)
     return _place(runtime.device, runtime.dtype, runtime.threads, _local_rank(world))
 
 

@@ -13,6 +13,7 @@ from typing import Literal
 
 import torch
 
+from gptlab.cli.next_steps import next_steps, resume_command
 from gptlab.cli.own_parts import NO_PARTS, OwnParts
 from gptlab.cli.place import Place
 from gptlab.cli.same_run import require_same_mode
@@ -46,7 +47,7 @@ from gptlab.runtime.provenance import Evidence, provenance
 from gptlab.runtime.rng import seed_everything
 from gptlab.runtime.run_directory import RunDirectory, Status, default_run_path
 from gptlab.train.background_save import BackgroundSaver
-from gptlab.train.checkpoint import Checkpoint
+from gptlab.train.checkpoint import Checkpoint, list_checkpoints
 from gptlab.train.compilation import Kernels, keep_compiled, make_kernels, warm_up
 from gptlab.train.divided import build_divided_state
 from gptlab.train.exact_sum import ExactSum
@@ -76,6 +77,7 @@ class Session:
     counts: ParameterCounts
     flops: FlopsPerToken
     eval_sequences: int
+    rows_per_epoch: int
     start: Start | None
     """None: weights from the seed, or from a checkpoint."""
 
@@ -197,7 +199,10 @@ def open_session(
     if bundle is not None:
         core = partial(measure_tasks, encode_tasks(read_tasks(bundle, config.eval.core_examples), tokenizer, seq_len))
     work = Work(kernels.loss_sum, validate, sample, core, group, sums, prompts)
-    return Session(config, place, data, state, kernels, work, finish, counts, flops, eval_sequences, start)
+    return Session(
+        config, place, data, state, kernels, work, finish, counts, flops, eval_sequences,
+        rows.rows_per_epoch, start,
+    )  # fmt: skip
 
 
 def _require_possible_size(parallel: ParallelConfig, world_size: int) -> None:
@@ -334,6 +339,7 @@ def train(
     *,
     parts: OwnParts = NO_PARTS,
     before_first_step: Callable[[], None] = lambda: None,
+    stop_now: Callable[[str], None] | None = None,
 ) -> tuple[Literal["finished", "preempted"], dict[str, object]]:
     """Run the session in its folder, whose lock the caller holds, from the start or from a checkpoint of it. Returns
     how it ended, and the closing numbers. Of several processes only rank 0 writes."""
@@ -348,7 +354,7 @@ def train(
         record = Recorder(
             config, session.finish, run, console, metrics,
             Throughput(session.flops.total, None if peak is None else peak * group.size), session.counts.total,
-            off_clock, saves, _watched(session.place, group),
+            off_clock, saves, _watched(session.place, group), stop_now, resume_command(run.path),
         )  # fmt: skip
 
         def set_status(status: Status) -> None:
@@ -359,9 +365,11 @@ def train(
             set_status("running")
             if session.kernels.compiled:
                 console.line("compiling: longest the first time, from the cache after that")
-            off_clock.compile_seconds = warm_up(
-                state, session.kernels, config, session.eval_sequences, session.work.sums if state.is_sharded else None
-            )
+            with console.busy("compiling" if session.kernels.compiled else "warming up"):
+                off_clock.compile_seconds = warm_up(
+                    state, session.kernels, config, session.eval_sequences,
+                    session.work.sums if state.is_sharded else None,
+                )  # fmt: skip
             if checkpoint is not None:
                 with _state_of(checkpoint):
                     state.restore(checkpoint.model, checkpoint.optimizer, checkpoint.state)
@@ -383,12 +391,18 @@ def train(
             before_first_step()
             group.start_collectives(session.place.device, timeout_seconds=config.runtime.process_timeout_seconds)
             ended = fit(config, session.finish, state, session.work, record)
-            summary = record.finish_run(state) if ended == "finished" else {}
+            summary = {}
+            if ended == "finished":
+                saved = bool(list_checkpoints(run.checkpoints_path))
+                summary = record.finish_run(state, next_steps(run.path, config, trained=saved))
         except BaseException as error:
             # Whatever makes a training fail, all ranks see; any other error may be that of this one alone.
             saves.abandon(state, together=isinstance(error, TrainingFailed))
-            with suppress(UserError):  # a disk that refuses this too must not hide what went wrong
-                set_status("failed")
+            if isinstance(error, Exception):
+                record.failed(state, error)
+            else:  # a signal before the first step, or an interrupt in a Python program
+                with suppress(UserError):
+                    set_status("preempted" if isinstance(error, KeyboardInterrupt) else "failed")
             raise
         set_status(ended)
         return ended, summary

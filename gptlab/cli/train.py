@@ -12,16 +12,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gptlab.cli.next_steps import resume_command
 from gptlab.cli.own_parts import NO_PARTS, OwnParts
 from gptlab.cli.run_arguments import RunRequest, TrainArguments, read_request, recipe_list
 from gptlab.config.errors import UserError
-from gptlab.config.recipes import why_quickstart_size
 from gptlab.config.run import RunConfig
-from gptlab.config.scaling import Machine
 from gptlab.runtime.spinning import limit_spinning
 
 if TYPE_CHECKING:
-    from gptlab.cli.session import Session
+    from gptlab.config.scaling import Machine
     from gptlab.runtime.console import Console
     from gptlab.runtime.distributed import Group
     from gptlab.runtime.job import Job
@@ -80,6 +79,11 @@ class _Start:
             with suppress(UserError):
                 self.run.set_status(status)
 
+    def set_failed(self, reason: str) -> None:
+        if self.is_main and self.run is not None:
+            with suppress(UserError):
+                self.run.set_failed(reason)
+
     def ends(self, exit_code: int, text: str) -> None:
         """Have torchrun's next attempt end alike, at once, where it would only come to this again."""
         if self.job is not None:
@@ -130,7 +134,7 @@ def train_run(
                 if failure.exit_code == EXIT_PREEMPTED:
                     console.line(_stopped_early(_signal_of(failure), start.run))
                 if not failure.said_by_itself and start.run is not None:
-                    console.warn(f"training failed: {error}; {_what_stands(start.run)}")
+                    console.error(f"training failed: {error}; {_last_checkpoint(start.run)}")
                 raise error from None
             # Whatever a library made of the exception that the signal raised.
             if error is last and early.signal_name is not None:
@@ -166,6 +170,7 @@ def _prepare_and_train(
     from gptlab.runtime.provenance import EvidenceTaker
 
     evidence_taker = EvidenceTaker()  # before torch is imported, which takes longer
+    from gptlab.cli.first_screen import describe
     from gptlab.cli.place import kernels_for, place_of
     from gptlab.cli.repeat import repeated_config, what_differs
     from gptlab.cli.restart import earlier_end, end_again, restarted
@@ -232,11 +237,13 @@ def _prepare_and_train(
     try:
         ended, summary = train(
             session, start.run, checkpoint, console, OffClock(started),
-            parts=parts, before_first_step=early.preparation_is_over,
+            parts=parts,
+            before_first_step=early.preparation_is_over,
+            stop_now=partial(_stop_at_once, start) if catch else None,
         )  # fmt: skip
     except TrainingFailed as error:
         start.ends(EXIT_TRAINING_FAILED, str(error))
-        console.warn(f"training failed: {error}; {_what_stands(start.run)}")
+        console.error(f"training failed: {error}; {_last_checkpoint(start.run)}")
         if not catch:
             raise
         return Result(EXIT_TRAINING_FAILED, start.run.path, {})
@@ -248,23 +255,39 @@ def _prepare_and_train(
 def _stopped_early(signal_name: str, run: RunDirectory | None) -> str:
     if run is None:
         return f"{signal_name}: stopped while preparing, before there was a run: the same command begins again"
-    return f"{signal_name}: stopped before the first step; go on with gptlab train --resume {run.path}"
+    return f"{signal_name}: stopped before the first step; resume with {resume_command(run.path)}"
 
 
 def _end_now(start: _Start, signal_name: str) -> None:
     """End the process from another thread, its main thread being deep inside a library. Whatever is half-made in the
     cache is never trusted, and removed by the next process."""
+    _exit_preempted(start, signal_name, _stopped_early(signal_name, start.run))
+
+
+def _stop_at_once(start: _Start, signal_name: str) -> None:
+    """End the process, from another thread, for somebody who will not wait for the step in hand. It is what a kill
+    would do, but for the status and the exit code."""
+    assert start.run is not None
+    text = f"{signal_name} again: stopped at once; {_last_checkpoint(start.run)}; resume with "
+    _exit_preempted(start, signal_name, text + resume_command(start.run.path))
+
+
+def _exit_preempted(start: _Start, signal_name: str, text: str) -> None:
     start.set_status("preempted")
     start.ends(EXIT_PREEMPTED, signal_name)
-    show_cursor = "\x1b[?25h" * sys.stdout.isatty()  # which a progress bar hides
-    with suppress(OSError):
-        os.write(sys.stdout.fileno(), f"{show_cursor}{_stopped_early(signal_name, start.run)}\n".encode())
+    if start.is_main:
+        clear_line = "\r\x1b[2K\x1b[?25h" * sys.stdout.isatty()  # of the live line, which also hides the cursor
+        with suppress(OSError):
+            os.write(sys.stdout.fileno(), f"{clear_line}{text}\n".encode())
     os._exit(EXIT_PREEMPTED)
 
 
 def _note_lost(start: _Start, failure: Failure) -> None:
     """Before a process ends, maybe from another thread, since one of the others is lost."""
-    start.set_status("preempted" if failure.exit_code == EXIT_PREEMPTED else "failed")
+    if failure.exit_code == EXIT_PREEMPTED:
+        start.set_status("preempted")
+    else:
+        start.set_failed(failure.text)
     if failure.said_by_itself and failure.exit_code in (EXIT_USAGE, EXIT_PREEMPTED):
         start.ends(failure.exit_code, failure.text)
 
@@ -311,11 +334,11 @@ def _finished(config: RunConfig, run_directory: RunDirectory, console: Console) 
     return summary
 
 
-def _what_stands(run_directory: RunDirectory) -> str:
+def _last_checkpoint(run_directory: RunDirectory) -> str:
     from gptlab.train.checkpoint import list_checkpoints
 
     saved = list_checkpoints(run_directory.checkpoints_path)
-    return f"{saved[-1]} stands" if saved else "no checkpoint had been saved yet"
+    return f"the last checkpoint is {saved[-1]}" if saved else "no checkpoint had been saved yet"
 
 
 def _require_trained(run_directory: RunDirectory) -> None:
@@ -344,33 +367,3 @@ def _with_own_tokenizer(config: RunConfig, run_directory: RunDirectory) -> RunCo
 def _sized_by(machine: Machine | None) -> dict[str, object]:
     """For run.json: the measurement that a recipe's size follows from."""
     return {"training_flops_per_second": None if machine is None else machine.flops_per_second}
-
-
-def describe(session: Session, console: Console, machine: Machine | None) -> None:
-    """What is about to be trained, and how the size came about."""
-    config, place, counts, flops = session.config, session.place, session.counts, session.flops
-    model = config.model
-    peak = place.peak.flops_per_second
-    peak_text = "peak unknown" if peak is None else f"{peak / 1e9:,.0f} GFLOP/s ({place.peak.source})"
-    dtype = str(place.dtype).removeprefix("torch.")
-    threads = f"{place.threads} thread{'s' * (place.threads > 1)}"
-    console.line(f"machine   {place.device}, {threads}, {dtype}, {peak_text}")
-    data = session.data
-    console.line(
-        f"data      {', '.join(config.data.source)}: {data.train.n_tokens:,} training tokens, "
-        f"{data.val.n_tokens:,} validation tokens, vocabulary {model.vocab_size:,} ({data.tokenizer.kind})"
-    )
-    if "read" in data.statistics:
-        console.line(f"read      {data.statistics['read']}")
-    console.line(
-        f"model     {model.n_layer} layers, width {model.n_embd}, {model.n_head} heads, context {model.seq_len}: "
-        f"{counts.total / 1e6:.2f}M parameters, {flops.total / 1e6:.1f} MFLOP a token"
-    )
-    if session.start is not None:
-        console.line(f"weights   {session.start.text}")
-    console.line(
-        f"training  {config.horizon}, {config.batch.total_tokens:,} tokens a step "
-        f"({config.micro_batches} x {config.batch.micro_sequences} rows)"
-    )
-    if machine is not None and (reason := why_quickstart_size(config, machine)):
-        console.line(f"size      {reason}")

@@ -28,7 +28,7 @@ class ConfigError(UserError):
         super().__init__(f"{field} = {_shown(value)}: {reason}{hint}")
 
 
-def one_line(error: UserError) -> str:
+def one_line(error: BaseException) -> str:
     """The message as a terminal may show it: a single line of bounded length, without control characters.
 
     Parts of it may come from a file that was refused, and such a file shall neither fill nor steer the terminal.

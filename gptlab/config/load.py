@@ -24,8 +24,8 @@ MAX_TOML_BYTES = 1 << 14
 MAX_INT = 2**63 - 1
 """No amount is larger, and larger ones overflow wherever they meet a float or a tensor."""
 
-_LATER = ("parallel", "recipe_arguments")
-"""Fields, and groups of them, that files of version 1 need not have: their defaults are what there was before them."""
+_LATER = ("parallel", "recipe_arguments", "eval.at_end", "runtime.coordinate_descent_tuning", "runtime.allocator")
+"""Fields, and groups of them, that files of version 1 need not have: their defaults are what there was before."""
 
 
 def config_to_json(config: RunConfig) -> dict[str, Any]:
@@ -46,9 +46,10 @@ def config_from_json(values: object) -> RunConfig:
         )
     values = values | {"model": with_later_model_fields(values.get("model"))}
     leaves = flatten({name: value for name, value in values.items() if name != "schema_version"})
-    # A run that was begun before a group of fields was there has what these fields now default to.
-    defaults = config_to_json(RunConfig())
-    leaves |= flatten({name: defaults[name] for name in _LATER if name not in values})
+    # A run that was begun before a field was there has what the field now defaults to.
+    defaults = flatten(config_to_json(RunConfig()))
+    later = tuple(name for name in _LATER if name not in values)  # of a group all its fields, or none
+    leaves = {name: value for name, value in defaults.items() if name.startswith(later)} | leaves
     missing = [name for name in leaf_fields(RunConfig) if name not in leaves]
     if missing and not (unknown := [name for name in leaves if name not in leaf_fields(RunConfig)]):
         raise UserError(f"the configuration lacks {', '.join(missing)}: the file is incomplete")

@@ -33,11 +33,14 @@ class BatchConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalConfig:
     every_steps: int | None = None
-    """Validate every so many steps. None: not by steps. A run always ends with a validation."""
+    """Validate every so many steps, and at the end. None: not by steps."""
     every_seconds: float | None = None
-    """Validate every so many seconds of the training clock. None: not by time."""
+    """Validate every so many seconds of the training clock, and at the end. None: not by time."""
     at_start: bool = True
-    """Validate before the first step too."""
+    """Validate before the first step too, in a run that validates at all."""
+    at_end: bool = True
+    """Validate at the end also where neither every_steps nor every_seconds is given. False: such a run never validates
+    (nanochat's --eval-every -1)."""
     only: bool = False
     """Validate the weights as they are, and end without training (nanoGPT's eval_only)."""
     tokens: int | None = None
@@ -60,6 +63,11 @@ class EvalConfig:
         for name in ("every_steps", "every_seconds", "tokens", "train_tokens", "micro_sequences",
                      "core_every_steps", "core_examples"):  # fmt: skip
             require_positive(f"eval.{name}", getattr(self, name))
+
+    @property
+    def validates(self) -> bool:
+        """Whether the run validates at all."""
+        return self.at_end or self.only or self.every_steps is not None or self.every_seconds is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +128,12 @@ class RuntimeConfig:
     """Type of activations and matrix products; weights are float32. auto: bfloat16 where the hardware has it."""
     compile: Compile = "auto"
     """torch.compile: auto (on where a compiler is found) | on | off."""
+    coordinate_descent_tuning: bool = False
+    """Let torch.compile tune its GPU kernels further, block size by block size (the speedrun): minutes more to compile,
+    no effect on a CPU."""
+    allocator: str | None = None
+    """Settings of the GPU memory allocator, as $PYTORCH_ALLOC_CONF takes them (expandable_segments:True); that variable
+    goes first. None: torch's own."""
     threads: int | None = None
     """CPU threads for computation. None: one a physical core; with parallel.exact_any_world_size those of the run's
     first start from then on."""
@@ -191,6 +205,9 @@ class RunConfig:
                 self.faults.spike_factor,
                 "a run that saves nothing before its end has nothing to go back to: give checkpoint.every_steps too",
             )
+        if self.horizon.until_val_loss is not None and not self.eval.validates:
+            reason = "a run that never validates cannot stop at a validation loss: give eval.every_steps too"
+            raise ConfigError("horizon.until_val_loss", self.horizon.until_val_loss, reason)
 
         if self.parallel.exact_any_world_size and self.horizon.unit == "seconds":
             raise ConfigError(

@@ -7,8 +7,9 @@ import io
 import os
 import re
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -22,12 +23,17 @@ _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)
 _CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 
+# Often enough to be seen moving, rarely enough to cost nothing beside a compiler.
+_BUSY_SECONDS = 0.25
+
+
 class _Display(Protocol):
     progress_seconds: float
     """The least time between two calls of `progress`."""
 
     def line(self, text: str, *, warning: bool = False) -> None: ...
-    def live(self, text: str) -> None: ...
+    def live(self, text: str, parts: Sequence[str]) -> None: ...
+    def settle(self) -> None: ...
     def begin_progress(self, description: str) -> None: ...
     def progress(self, description: str, share: float | None, figures: str) -> None: ...
     def end_progress(self) -> None: ...
@@ -35,22 +41,33 @@ class _Display(Protocol):
 
 
 class _PlainDisplay:
-    """For pipes, files and dumb terminals: lines only."""
+    """For pipes, files and dumb terminals: lines only, and of what changes all the time one every few seconds."""
 
     progress_seconds = 5.0
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
+        self._live_at = float("-inf")
+        self._pending = ""
+        """The latest live text, where it was too soon to print it."""
 
     def line(self, text: str, *, warning: bool = False) -> None:
         self._stream.write(text + "\n")
         self._stream.flush()
 
-    def live(self, text: str) -> None:
-        self.line(text)
+    def live(self, text: str, parts: Sequence[str]) -> None:
+        self._pending = text
+        if time.monotonic() - self._live_at >= self.progress_seconds:
+            self.settle()
+
+    def settle(self) -> None:
+        if self._pending:
+            self._live_at = time.monotonic()
+            text, self._pending = self._pending, ""
+            self.line(text)
 
     def begin_progress(self, description: str) -> None:
-        pass
+        self.settle()
 
     def progress(self, description: str, share: float | None, figures: str) -> None:
         self.line(f"{description}: {figures}")
@@ -59,13 +76,13 @@ class _PlainDisplay:
         pass
 
     def close(self) -> None:
-        pass
+        self.settle()
 
 
 class Console:
     """Prints for a person and keeps log.txt; when nobody can read any more (a closed pipe), it goes on logging.
 
-    Text is plain: escape sequences and control characters are taken out. One thread uses it.
+    Text is plain: escape sequences and control characters are taken out. Any thread may use it.
     """
 
     def __init__(self, log_path: Path | None = None, *, stream: TextIO | None = None) -> None:
@@ -73,6 +90,7 @@ class Console:
         self._display = _make_display(self._stream)
         self._log: AppendFile | None = None
         self._unlogged: list[str] = []
+        self._lock = threading.RLock()
         if log_path is not None:
             self.open_log(log_path)
 
@@ -82,12 +100,13 @@ class Console:
         At resume, `offset` cuts off what was logged after the checkpoint. False where the file is not the one that
         had this offset.
         """
-        self._log = AppendFile(path)
-        intact = offset is None or self._log.truncate(offset)
-        for text in self._unlogged:
-            self._log.write(text)
-        self._unlogged.clear()
-        return intact
+        with self._lock:
+            self._log = AppendFile(path)
+            intact = offset is None or self._log.truncate(offset)
+            for text in self._unlogged:
+                self._log.write(text)
+            self._unlogged.clear()
+            return intact
 
     def log_position(self) -> int:
         """Bytes of log.txt so far; 0 without a log. They are on the disk for good after `sync_log`."""
@@ -110,11 +129,51 @@ class Console:
         self._record(text)
         self._show(lambda display: display.line(self._printable(text), warning=True))
 
-    def live(self, text: str) -> None:
-        """Log, and show in place of the last live text; where there is no terminal, print."""
-        text = _plain(text)
+    def error(self, text: str) -> None:
+        """Print on stderr, and log: what ends a run. One line."""
+        self.settle()
+        self._record(f"error: {_plain(text)}")
+        with contextlib.suppress(OSError, ValueError):
+            print(f"gptlab: error: {_plain(text)}", file=sys.stderr, flush=True)
+
+    def live(self, text: str, parts: Sequence[str] = ()) -> None:
+        """Log, and show in place of the last live text; where there is no terminal, print, every few seconds.
+
+        A terminal shows `parts` instead, where they are given: as many, from the first on, as its width has room for.
+        """
+        text, parts = _plain(text), [self._printable(_plain(part)) for part in parts]
         self._record(text)
-        self._show(lambda display: display.live(self._printable(text)))
+        self._show(lambda display: display.live(self._printable(text), parts))
+
+    def settle(self) -> None:
+        """Make the latest live text an ordinary line, behind which others can follow."""
+        self._show(lambda display: display.settle())
+
+    @contextmanager
+    def busy(self, description: str) -> Iterator[None]:
+        """Show that work goes on whose length nobody knows, and for how long by now, until the context is left.
+
+        A moving bar on a terminal, elsewhere a line every few seconds; nothing of it is logged. The work may be inside
+        a library: another thread draws.
+        """
+        interval_seconds = _BUSY_SECONDS
+        if self._display is not None:
+            interval_seconds = max(interval_seconds, self._display.progress_seconds)
+        started, over = time.monotonic(), threading.Event()
+
+        def draw() -> None:
+            while not over.wait(interval_seconds):
+                self._show_progress(description, None, clock_text(time.monotonic() - started))
+
+        self._show(lambda display: display.begin_progress(self._printable(_plain(description))))
+        thread = threading.Thread(target=draw, name="gptlab-busy", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+            self._show(lambda display: display.end_progress())
 
     @contextmanager
     def progress(self, description: str, total: float | None, unit: str) -> Iterator[Progress]:
@@ -148,10 +207,11 @@ class Console:
         self.close()
 
     def _record(self, text: str) -> None:
-        if self._log is None:
-            self._unlogged.append(text)
-        else:
-            self._log.write(text)
+        with self._lock:
+            if self._log is None:
+                self._unlogged.append(text)
+            else:
+                self._log.write(text)
 
     def _show_progress(self, description: str, share: float | None, figures: str) -> None:
         description = _plain(description)
@@ -159,16 +219,17 @@ class Console:
 
     def _show(self, action: Callable[[_Display], None]) -> None:
         """Do `action` on the display; once the stream is gone, do nothing, since a run outlives its spectator."""
-        if self._display is None:
-            return
-        try:
-            if not self._stream.closed:
-                action(self._display)
-        except OSError:
-            self._display = None
-            # What the stream still buffers would raise again when Python flushes it at exit.
-            with contextlib.suppress(OSError, ValueError), open(os.devnull, "wb") as nowhere:
-                os.dup2(nowhere.fileno(), self._stream.fileno())
+        with self._lock:
+            if self._display is None:
+                return
+            try:
+                if not self._stream.closed:
+                    action(self._display)
+            except OSError:
+                self._display = None
+                # What the stream still buffers would raise again when Python flushes it at exit.
+                with contextlib.suppress(OSError, ValueError), open(os.devnull, "wb") as nowhere:
+                    os.dup2(nowhere.fileno(), self._stream.fileno())
 
     def _printable(self, text: str) -> str:
         """`text` with what the stream cannot encode (Windows code pages, lone surrogates) replaced by "?"."""
@@ -184,6 +245,9 @@ class QuietConsole(Console):
 
     def open_log(self, path: Path, *, offset: int | None = None) -> bool:
         return True
+
+    def error(self, text: str) -> None:
+        pass
 
     def _record(self, text: str) -> None:
         pass
@@ -229,7 +293,7 @@ class Progress:
         if not self.total:
             return f"{self._amount(self.done)}{self._rate(seconds)}"
         share = f"{self._number(self.done)} of {self._amount(self.total)} ({min(1.0, self.done / self.total):.0%})"
-        left = f", {_clock(seconds * max(0.0, self.total / self.done - 1))} left" if self.done else ""
+        left = f", {clock_text(seconds * max(0.0, self.total / self.done - 1))} left" if self.done else ""
         return f"{share}{self._rate(seconds)}{left}"
 
     def _rate(self, seconds: float) -> str:
@@ -257,7 +321,7 @@ def _plain(text: str) -> str:
     return _ESCAPES.sub("", text).translate(_CONTROLS)
 
 
-def _clock(seconds: float) -> str:
+def clock_text(seconds: float) -> str:
     """m:ss, or h:mm:ss from an hour on."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)

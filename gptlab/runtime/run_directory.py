@@ -72,7 +72,7 @@ class RunDirectory:
     ) -> None:
         try:
             self._clear()
-            write_json_atomic(self.provenance_path, {**provenance, "status": "running", "end": None})
+            write_json_atomic(self.provenance_path, {**provenance, "status": "running", "end": None, "failure": None})
             if contents is not None:
                 contents(self)
             write_json_atomic(self.config_path, dict(config_json))
@@ -163,13 +163,23 @@ class RunDirectory:
         return read_json_object(self.provenance_path)
 
     def set_status(self, status: Status, **extra: object) -> None:
-        """Record in run.json how the run stands, when it ended (null while it runs), and any `extra` facts."""
-        try:
-            record = self.read_provenance()
-        except UserError:  # a lost run.json must not take the run with it
-            record = {}
+        """Record in run.json the run's status, when it ended (null while it runs), and any `extra` facts."""
         end = None if status == "running" else datetime.now(UTC).isoformat(timespec="seconds")
-        write_json_atomic(self.provenance_path, {**record, **extra, "status": status, "end": end})
+        facts = {**self._recorded(), "failure": None, **extra, "status": status, "end": end}
+        write_json_atomic(self.provenance_path, facts)
+
+    def set_failed(self, reason: str, *, step: int | None = None, loss: float | None = None) -> None:
+        """Record that the run failed, why, in which step, and at which loss (nats/token), as far as they are known. Of
+        several reasons the first stays: it is the nearest to the cause."""
+        failure = self._recorded().get("failure") or {"reason": reason, "step": step, "loss": loss}
+        self.set_status("failed", failure=failure)
+
+    def _recorded(self) -> dict[str, object]:
+        """run.json; empty where it is lost, which must not take the run with it."""
+        try:
+            return self.read_provenance()
+        except UserError:
+            return {}
 
     def replace_provenance(self, record: Mapping[str, object]) -> None:
         """Write run.json anew in the place of one that is lost or damaged; a damaged one is kept beside it."""

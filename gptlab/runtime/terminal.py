@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import TextIO
 
 from rich.console import Console as RichConsole
@@ -13,6 +14,7 @@ from rich.text import Text
 
 _REDRAW_SECONDS = 0.1
 _LONGEST_BAR_CELLS = 30
+_BETWEEN = "  "
 
 
 class TerminalDisplay:
@@ -30,8 +32,8 @@ class TerminalDisplay:
     def line(self, text: str, *, warning: bool = False) -> None:
         self._console.print(Text(text, style="yellow" if warning else ""), soft_wrap=True)
 
-    def live(self, text: str) -> None:
-        self._text = text.replace("\n", " ")
+    def live(self, text: str, parts: Sequence[str]) -> None:
+        self._text = (_fitting(parts, self._console.width) or text).replace("\n", " ")
         if time.monotonic() - self._drawn_at >= _REDRAW_SECONDS:
             self._draw(_cropped(self._text))
 
@@ -75,6 +77,16 @@ class TerminalDisplay:
             self._live.stop()
             self._live = None
             self._drawn_at = float("-inf")
+
+
+def _fitting(parts: Sequence[str], columns: int) -> str:
+    """As many of the parts, from the first on, as there is room for."""
+    text = parts[0] if parts else ""
+    for part in parts[1:]:
+        if len(text) + len(_BETWEEN) + len(part) > columns:
+            break
+        text += _BETWEEN + part
+    return text
 
 
 def _cropped(text: str) -> Text:

@@ -84,7 +84,7 @@ def require_equal_weights(tensors: Iterable[Tensor], group: Group, step: int) ->
         return
     different = group.all_agree(checksum(tensors), "checksum")
     if different:
-        raise TrainingFailed(f"behind step {step}, rank {different[0]} holds other weights than rank 0")
+        raise TrainingFailed(f"after step {step}, rank {different[0]}'s weights differ from rank 0's", step=step)
 
 
 def same_checkpoint(folder: Path, group: Group, warn: OnDamage, *, up_to: int | None = None) -> Checkpoint:

@@ -69,6 +69,8 @@ def make_kernels(state: TrainState, config: RunConfig, warn: Callable[[str], Non
         # Shapes never change within a run. On a CPU the kernels are called from C++ instead of Python, which takes 2 to
         # 4% off a step of 40 ms, and no longer to build (docs/LOG.md, 2026-11-20).
         options: dict[str, Any] = {"cpp_wrapper": True} if state.device.type == "cpu" else {}
+        if config.runtime.coordinate_descent_tuning:
+            options["coordinate_descent_tuning"] = True
         return cast(F, torch.compile(function, dynamic=False, options=options))
 
     if _is_short_step(state, config) and not state.is_sharded:

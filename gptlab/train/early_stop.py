@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import threading
 from collections.abc import Callable
 from types import FrameType, TracebackType
@@ -18,6 +17,7 @@ from typing import Any, Self
 
 from gptlab.config.errors import UserError
 from gptlab.runtime.liveness import PeerFailed
+from gptlab.runtime.signal_watch import SignalWatch
 
 GRACE_SECONDS = 3.0
 """More than a batch in hand and the removal of half-made folders take; less than a person takes to press again."""
@@ -104,26 +104,18 @@ class EarlyStop:
             self._watch = None
 
 
-class _Watch:
-    """A thread that learns of signals at once, since C tells it: Python's own handlers wait for the main thread."""
+class _Watch(SignalWatch):
+    """Ends the process a grace after a signal, unless it is stopped before."""
 
     def __init__(self, end_now: Callable[[str], None]) -> None:
         self._end_now = end_now
         self._over = threading.Event()
-        self._read, self._write = socket.socketpair()
-        self._write.setblocking(False)
-        self._former_fd = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
-        threading.Thread(target=self._run, name="gptlab-early-stop", daemon=True).start()
+        super().__init__(self._wait)
 
     def stop(self) -> None:
         self._over.set()
-        signal.set_wakeup_fd(self._former_fd)
-        self._write.close()  # which ends the thread's wait
+        super().stop()
 
-    def _run(self) -> None:
-        with self._read:
-            while came := self._read.recv(1):
-                if came[0] in _SIGNALS:
-                    if not self._over.wait(GRACE_SECONDS):
-                        self._end_now(signal.Signals(came[0]).name)
-                    return
+    def _wait(self, number: int) -> None:
+        if number in _SIGNALS and not self._over.wait(GRACE_SECONDS):
+            self._end_now(signal.Signals(number).name)

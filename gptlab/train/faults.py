@@ -29,6 +29,8 @@ class Fault:
     """The loss in nats/token, or the norm of the gradient."""
     median: float | None = None
     """Of the losses that a spike stands out from."""
+    loss: float | None = None
+    """Of the step, nats/token, once it is known what becomes of the fault."""
 
     def __str__(self) -> str:
         if self.reason == "gradient":
@@ -75,7 +77,7 @@ class FaultRecord:
         if config.spike_factor is None or self.good_step is None or not (fault.reason == "spike" or too_many):
             return False
         if self.rewinds >= config.max_rewinds:
-            raise TrainingFailed(f"{fault}, after {self.rewinds} rewinds (faults.max_rewinds)")
+            raise TrainingFailed(f"{fault}, after {self.rewinds} rewinds (faults.max_rewinds)", loss=fault.loss)
         return True
 
     def skip(self, fault: Fault, step: int, config: RunConfig) -> None:
@@ -84,7 +86,8 @@ class FaultRecord:
         if fault.reason == "spike":
             check_loss(fault.value, config.runtime.max_loss)
         if too_many := self._too_many(config.faults):
-            raise TrainingFailed(f"{fault} in step {step}, {too_many}: often a learning rate that is too high")
+            reason = f"{fault} in step {step}, {too_many}: often a learning rate that is too high"
+            raise TrainingFailed(reason, step=step, loss=fault.loss)
         self.skipped += 1
         self.skipped_in_a_row += 1
 

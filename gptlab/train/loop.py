@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 from gptlab.config.errors import UserError
@@ -70,13 +70,13 @@ def fit(
 
     Every rank runs this same loop, and decides alike, since it decides by what `Agreement` made the same on all.
     """
-    with QuietGarbageCollector() as garbage, Preemption() as preemption:
+    with QuietGarbageCollector() as garbage, Preemption(record.stopping, record.stop_now) as preemption:
         agreed = Agreement(work.group, preemption, state.step, record.saves)
         while True:
             record.saves.look_at_save(state)
             # A signal leaves what is due now to the resumed run, which does it in this same order.
             now = state.mark()
-            if not agreed.stop and due(
+            if config.eval.validates and not agreed.stop and due(
                 now, state.evaluated, every_steps=config.eval.every_steps, every_seconds=config.eval.every_seconds,
                 at_start=config.eval.at_start, at_end=finish.reached(state) or config.eval.only,
             ):  # fmt: skip
@@ -95,9 +95,7 @@ def fit(
                 now, state.sampled, every_steps=config.sample.every_steps, every_seconds=None,
                 at_start=False, at_end=ended,
             ):  # fmt: skip
-                for prompt, text in zip(work.prompts, work.sample(work.prompts), strict=True):
-                    record.sample(state, prompt, text)
-                state.sampled = now
+                sample(state, work, record)
                 agreed.listen()
 
             best = config.checkpoint.save_best and state.is_best() and state.step > 0 and state.saved != now
@@ -110,6 +108,7 @@ def fit(
             if agreed.stop:
                 if state.step > 0:  # before the first step there is nothing to save: the run begins again
                     checkpoint(state, work, record, scheduled=False)
+                preemption.wait_for_answer()
                 record.preempted(state, agreed.signal_name)
                 return "preempted"
             if ended or config.eval.only:
@@ -125,7 +124,7 @@ def fit(
 
             state.train_seconds += step_seconds
             if isinstance(updated, Fault):
-                recover(state, updated, batch.step, config, record, work.group)
+                recover(state, replace(updated, loss=loss), batch.step, config, record, work.group)
                 continue
             state.passed(loss, config.faults)
             state.step += 1
@@ -169,11 +168,14 @@ def last_good(state: TrainState, record: Recorder, group: Group) -> Checkpoint |
 def evaluate(state: TrainState, work: Work, record: Recorder) -> None:
     """Validate, and remember the best. Off the clock. TrainingFailed where the weights are broken."""
     started = time.perf_counter()
-    result = work.evaluate()
+    with record.console.busy(f"step {state.step:05d} | validating"):
+        result = work.evaluate()
     if not math.isfinite(result.val_loss):
-        raise TrainingFailed(f"the validation loss at step {state.step} is {result.val_loss}")
+        reason = f"the validation loss at step {state.step} is {result.val_loss}"
+        raise TrainingFailed(reason, step=state.step, loss=result.val_loss)
     state.evaluated = state.mark()
     state.val_loss, state.val_bpb = result.val_loss, result.val_bpb
+    state.min_val_bpb = min(result.val_bpb, result.val_bpb if state.min_val_bpb is None else state.min_val_bpb)
     state.best = better(state.best, Best(state.step, result.val_loss))
     record.evaluation(state, result.train_loss, time.perf_counter() - started)
 
@@ -181,9 +183,19 @@ def evaluate(state: TrainState, work: Work, record: Recorder) -> None:
 def measure_core(state: TrainState, core: Callable[[], CoreMeasured], record: Recorder) -> None:
     """Off the clock."""
     started = time.perf_counter()
-    result = core()
+    with record.console.busy(f"step {state.step:05d} | measuring CORE"):
+        result = core()
     state.core_measured, state.core_metric = state.mark(), result.core_metric
     record.core(state, result.accuracy, result.centered, time.perf_counter() - started)
+
+
+def sample(state: TrainState, work: Work, record: Recorder) -> None:
+    """Off the clock."""
+    with record.console.busy(f"step {state.step:05d} | sampling"):
+        texts = work.sample(work.prompts)
+    for prompt, text in zip(work.prompts, texts, strict=True):
+        record.sample(state, prompt, text)
+    state.sampled = state.mark()
 
 
 def checkpoint(state: TrainState, work: Work, record: Recorder, *, scheduled: bool = True) -> None:

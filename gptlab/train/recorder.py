@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gptlab.config.errors import UserError, one_line
 from gptlab.config.run import RunConfig
 from gptlab.data.loader import StepBatch
-from gptlab.runtime.console import Console
+from gptlab.runtime.console import Console, clock_text
 from gptlab.runtime.device import peak_memory_mb
 from gptlab.runtime.machine_load import MachineLoad
 from gptlab.runtime.metrics import MetricsLog
@@ -25,6 +27,7 @@ from gptlab.train.saving import Saves
 from gptlab.train.state import TrainState
 from gptlab.train.step import Update
 from gptlab.train.throughput import Throughput
+from gptlab.train.watchdog import TrainingFailed
 
 
 @dataclass(slots=True)
@@ -43,6 +46,10 @@ class Recorder:
     """Checkpoints, from the step that asks for one until it stands."""
     load: MachineLoad | None = None
     """Warns of other programs on the cores that compute; None: nobody is to be warned."""
+    stop_now: Callable[[str], None] | None = None
+    """Ends the process for somebody who will not wait for the step in hand. None: KeyboardInterrupt does."""
+    resume_command: str = ""
+    """What a user types to resume the run."""
 
     def step(self, state: TrainState, batch: StepBatch, loss: float, updated: Update, step_seconds: float) -> None:
         tokens_per_step = self.config.batch.total_tokens
@@ -51,14 +58,16 @@ class Recorder:
             self.console.warn(warning)
         if state.step % self.config.runtime.log_every_steps:
             return
+        tokens = state.step * tokens_per_step
         self.metrics.write(
-            "train", step=state.step, tokens=state.step * tokens_per_step, epoch=batch.epoch, loss=loss,
-            loss_ema=state.loss_ema.value, lr_scale=updated.lr_scale, grad_norm=updated.grad_norm,
+            "train", step=state.step, tokens=tokens, total_flops=self.throughput.flops(tokens), epoch=batch.epoch,
+            loss=loss, loss_ema=state.loss_ema.value, lr_scale=updated.lr_scale, grad_norm=updated.grad_norm,
             step_seconds=step_seconds, train_seconds=state.train_seconds,
             tokens_per_second=reading.tokens_per_second, mfu=reading.mfu,
         )  # fmt: skip
         done = self.finish.progress(state.step, state.train_seconds)
         mfu = "unknown" if reading.mfu is None else f"{100 * reading.mfu:.1f}%"
+        step_avg = 1000 * state.train_seconds / state.step
         left = self.throughput.remaining_seconds(
             steps=None if self.finish.steps is None else self.finish.steps - state.step,
             seconds=None if self.finish.seconds is None else self.finish.seconds - state.train_seconds,
@@ -68,12 +77,25 @@ class Recorder:
             f"loss: {state.loss_ema.value:.6f}",
             f"lrm: {updated.lr_scale:.2f}",
             f"dt: {1000 * step_seconds:.0f}ms",
+            f"step_avg: {step_avg:.0f}ms",
             f"tok/sec: {reading.tokens_per_second:,.0f}",
             f"mfu: {mfu}",
             f"epoch: {batch.epoch:.2f}",
+            f"train_time: {state.train_seconds:.0f}s",
             f"remaining: {left or 0.0:.0f}s",
         )
-        self.console.live(" | ".join(figures))
+        # For a terminal, the most wanted first: one of 80 columns has room for all but, in long runs, the last.
+        parts = (
+            f"{clock_text(left or 0.0)} left",
+            f"{100 * done:.0f}%",
+            f"step {state.step}",
+            f"loss {state.loss_ema.value:.3f}",
+            f"time {clock_text(state.train_seconds)}",
+            f"avg {step_avg:.0f}ms",
+            f"{_short(reading.tokens_per_second)} tok/s",
+            *([] if reading.mfu is None else [f"mfu {100 * reading.mfu:.0f}%"]),
+        )
+        self.console.live(" | ".join(figures), parts)
 
     def evaluation(self, state: TrainState, train_loss: float | None, seconds: float) -> None:
         self.off_clock.evaluation_seconds += seconds
@@ -127,9 +149,28 @@ class Recorder:
         shown = json.dumps(prompt, ensure_ascii=False) if prompt else "none"
         self.console.line(f"--- sample at step {state.step} | prompt: {shown}\n{text.rstrip()}\n---")
 
+    def stopping(self, signal_name: str) -> None:
+        """A signal came in the middle of a step, or of what is done between two. Another thread may say so."""
+        again = "; Ctrl-C again stops without waiting" if signal_name == "SIGINT" else ""
+        self.console.line(f"{signal_name}: stopping after this step{again}")
+
     def preempted(self, state: TrainState, signal_name: str | None) -> None:
+        self.console.settle()
         where = f"after step {state.step}, saved" if state.step else "before the first step"
-        self.console.line(f"{signal_name}: stopped {where}; go on with gptlab train --resume {self.run.path}")
+        self.console.line(f"{signal_name}: stopped {where}; resume with {self.resume_command}")
+
+    def failed(self, state: TrainState, error: Exception) -> None:
+        """The run ends by this error: its reason, step and loss go into run.json and metrics.jsonl."""
+        step, loss = state.step, None
+        if isinstance(error, TrainingFailed):
+            step, loss = state.step + 1 if error.step is None else error.step, error.loss
+        reason = one_line(error)
+        if not isinstance(error, UserError | TrainingFailed):
+            reason = f"{type(error).__name__}: {reason}"
+        self.metrics.write("event", step=step, what="failed", value=loss, reason=reason)
+        if self.saves.group.is_main:
+            with suppress(UserError):  # a disk that refuses this too must not hide what went wrong
+                self.run.set_failed(reason, step=step, loss=loss)
 
     def rewind(self, checkpoint: Checkpoint | None) -> None:
         """Cut metrics.jsonl and log.txt to what they were at a checkpoint (None: at the start), its own line included
@@ -168,8 +209,8 @@ class Recorder:
             **({} if state.core_metric is None else {"core_metric": state.core_metric}),
         }
 
-    def finish_run(self, state: TrainState) -> dict[str, Any]:
-        """Write summary.json, which is returned, and the closing block."""
+    def finish_run(self, state: TrainState, next_steps: Sequence[str] = ()) -> dict[str, Any]:
+        """Write summary.json, which is returned, and show what can be done next and, last of all, the closing block."""
         closing = self.summary(state)
         summary = closing | self.details(state)
         if self.config.checkpoint.save_best and state.best and state.best.step > 0 and state.best != state.best_saved:
@@ -180,6 +221,11 @@ class Recorder:
             )
         if self.saves.group.is_main:
             write_json_atomic(self.run.summary_path, summary)
+        self.console.settle()
+        if state.min_val_bpb is not None:
+            self.console.line(f"minimum val_bpb: {state.min_val_bpb:.6f}")
+        for line in next_steps:
+            self.console.line(line)
         show_closing_block(closing, self.console)
         return summary
 
@@ -187,6 +233,7 @@ class Recorder:
         """What summary.json holds besides: losses, FLOPs, and where the time off the clock went."""
         return {
             "val_loss": state.val_loss,
+            "min_val_bpb": state.min_val_bpb,
             "best_val_loss": state.best.val_loss if state.best else None,
             "best_step": state.best.step if state.best else None,
             "skipped_updates": state.faults.skipped,
@@ -194,6 +241,14 @@ class Recorder:
             "total_flops": self.throughput.flops(state.step * self.config.batch.total_tokens),
             **{name: seconds for name, seconds in self.off_clock.so_far().items() if name != "total_seconds"},
         }
+
+
+def _short(number: float) -> str:
+    """Three digits: 950, 23.5k, 1.21M."""
+    for unit, size in (("M", 1e6), ("k", 1e3)):
+        if number >= size:
+            return f"{number / size:.3g}{unit}"
+    return f"{number:.0f}"
 
 
 def _checkpoint_line_bytes(path: Path, offset: int, step: int) -> int:

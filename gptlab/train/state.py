@@ -94,6 +94,8 @@ class TrainState:
     val_loss: float | None = None
     """Of the last evaluation, nats/token."""
     val_bpb: float | None = None
+    min_val_bpb: float | None = None
+    """The lowest of all evaluations; not always that of the lowest loss, which counts special tokens too."""
     core_metric: float | None = None
     """Of the last measurement of CORE."""
     best: Best | None = None
@@ -204,6 +206,7 @@ class TrainState:
             },
             "val_loss": self.val_loss,
             "val_bpb": self.val_bpb,
+            "min_val_bpb": self.min_val_bpb,
             "core_metric": self.core_metric,
             "best": self.best and asdict(self.best),
             "best_saved": self.best_saved and asdict(self.best_saved),
@@ -226,6 +229,7 @@ class TrainState:
             mark = saved["marks"][name]
             setattr(self, name, mark and Mark(mark["step"], mark.get("train_seconds", 0.0)))
         self.val_loss, self.val_bpb = saved["val_loss"], saved["val_bpb"]
+        self.min_val_bpb = saved.get("min_val_bpb", saved["val_bpb"])  # later than the first version, too
         self.core_metric = saved.get("core_metric")  # checkpoints of the first version have none, and no mark for it
         self.best, self.best_saved = (saved[name] and Best(**saved[name]) for name in ("best", "best_saved"))
         restore_rng(rng, self.device)

@@ -163,8 +163,8 @@ MUTATIONS = [
     ),
     Mutation(
         "nanochat's tiny form does not validate at the start", "config/recipes/nanochat.py",
-        "eval=EvalConfig(every_steps=100, tokens=tiny.EVAL_TOKENS),",
-        "eval=EvalConfig(every_steps=100, tokens=tiny.EVAL_TOKENS, at_start=False),",
+        "eval=EvalConfig(every_steps=100, at_end=False, tokens=tiny.EVAL_TOKENS),",
+        "eval=EvalConfig(every_steps=100, at_end=False, tokens=tiny.EVAL_TOKENS, at_start=False),",
         ["test_lineage_recipes.py::TestTinyForms::test_differ_in_size_only"],
         ["On a CPU, a command line of eight flags"],
     ),

@@ -111,8 +111,8 @@ MUTATIONS = [
     ),
     Mutation(
         "the log lacks what was shown before it was there", "runtime/console.py",
-        "        for text in self._unlogged:\n            self._log.write(text)\n", "",
-        ["test_train.py::TestClosingBlock::test_log_holds_what_the_console_showed",
+        "            for text in self._unlogged:\n                self._log.write(text)\n", "",
+        ["test_train.py::TestClosingBlock::test_log_holds_what_the_console_showed_and_every_step",
          "test_console.py::test_what_was_shown_before_the_log_was_there_is_in_it"],
     ),
     Mutation(

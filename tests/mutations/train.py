@@ -164,6 +164,44 @@ MUTATIONS = [
         ["test_train.py::test_best_checkpoint_is_kept"],
         ["The lowest so far is kept"],
     ),
+    # --- the console, the end of a run, fields of GPU runs
+    Mutation(
+        "coordinate descent tuning is not passed on", "train/compilation.py",
+        'options["coordinate_descent_tuning"] = True', "pass",
+        ["test_train.py::test_settings_of_the_compiler_and_the_gpu_allocator_are_passed_on"],
+        ["Inductor's coordinate descent tuning"],
+    ),
+    Mutation(
+        "the GPU allocator is not told", "runtime/allocator.py",
+        'os.environ.setdefault("PYTORCH_ALLOC_CONF", settings)', "pass",
+        ["test_train.py::test_settings_of_the_compiler_and_the_gpu_allocator_are_passed_on"],
+        ["Expandable segments in the CUDA allocator"],
+    ),
+    Mutation(
+        "a run that is never to validate does", "train/loop.py",
+        "if config.eval.validates and not agreed.stop", "if not agreed.stop",
+        ["test_train.py::TestEnd::test_without_any_validation"],
+        ["Bits per byte every 250 steps"],
+    ),
+    Mutation(
+        "nanochat validates at the end whatever its interval", "config/recipes/nanochat.py",
+        "EvalConfig(every_steps=100, at_end=False,", "EvalConfig(every_steps=100,",
+        ["test_train.py::TestEnd::test_the_recipes_of_nanochat_turn_it_off_as_nanochat_does"],
+        ["Bits per byte every 250 steps"],
+    ),
+    Mutation(
+        "the lowest bits per byte are the last", "train/loop.py",
+        "state.min_val_bpb = min(result.val_bpb, result.val_bpb if state.min_val_bpb is None else state.min_val_bpb)",
+        "state.min_val_bpb = result.val_bpb",
+        ["test_train.py::test_the_lowest_bits_per_byte_are_kept_and_resumed"],
+        ["The lowest so far is kept"],
+    ),
+    Mutation(
+        "the lowest bits per byte are not saved", "train/state.py",
+        '            "min_val_bpb": self.min_val_bpb,\n', "",
+        ["test_train.py::test_the_lowest_bits_per_byte_are_kept_and_resumed"],
+        ["The lowest so far is kept"],
+    ),
     # --- compilation
     Mutation(
         "warming up leaves weights moved", "train/compilation.py",

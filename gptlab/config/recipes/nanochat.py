@@ -20,7 +20,7 @@ from gptlab.config.model import ModelConfig
 from gptlab.config.optim import AdamWConfig, MuonConfig, OptimConfig
 from gptlab.config.recipes import tiny
 from gptlab.config.recipes.own_arguments import keeps_own_arguments
-from gptlab.config.run import BatchConfig, EvalConfig, RunConfig, SampleConfig
+from gptlab.config.run import BatchConfig, EvalConfig, RunConfig, RuntimeConfig, SampleConfig
 from gptlab.config.scaling import (
     Machine,
     adamw_lr_scale_for_width,
@@ -37,6 +37,7 @@ UNEMBEDDING_LR = 0.004
 MATRIX_LR = 0.02
 SCALAR_LR = 0.5
 WEIGHT_DECAY = 0.2
+ALLOCATOR = "expandable_segments:True"  # PYTORCH_ALLOC_CONF at the top of scripts/base_train.py
 
 PROMPTS = (
     "The capital of France is",
@@ -102,7 +103,8 @@ def nanochat(
             model, total_batch_size, embedding_lr=embedding_lr, head_lr=unembedding_lr, matrix_lr=matrix_lr,
             scalar_lr=scalar_lr, beta1=adam_beta1, beta2=adam_beta2, weight_decay=weight_decay,
         ),
-        eval=EvalConfig(every_steps=250, tokens=20 * 2**19, core_every_steps=2000, core_examples=500),
+        runtime=RuntimeConfig(allocator=ALLOCATOR),
+        eval=EvalConfig(every_steps=250, at_end=False, tokens=20 * 2**19, core_every_steps=2000, core_examples=500),
         sample=_sample(every_steps=2000),
     )  # fmt: skip
 
@@ -143,7 +145,8 @@ def nanochat_tiny(
             model, total_batch_size, embedding_lr=embedding_lr, head_lr=unembedding_lr, matrix_lr=matrix_lr,
             scalar_lr=scalar_lr, beta1=adam_beta1, beta2=adam_beta2, weight_decay=weight_decay,
         ),
-        eval=EvalConfig(every_steps=100, tokens=tiny.EVAL_TOKENS),
+        runtime=RuntimeConfig(allocator=ALLOCATOR),
+        eval=EvalConfig(every_steps=100, at_end=False, tokens=tiny.EVAL_TOKENS),
         sample=_sample(every_steps=250),
     )  # fmt: skip
 

@@ -10,7 +10,13 @@ from gptlab.config.horizon import Horizon, chosen_horizon
 from gptlab.config.model import ModelConfig
 from gptlab.config.recipes.nanochat import muon_and_adamw
 from gptlab.config.run import BatchConfig, CheckpointConfig, EvalConfig, RunConfig, SampleConfig
-from gptlab.config.scaling import Machine, Shape, shape_for_compute, shape_for_depth
+from gptlab.config.scaling import (
+    REFERENCE_BATCH_TOKENS,
+    Machine,
+    Shape,
+    shape_for_compute,
+    shape_for_depth,
+)
 
 # Training steps of quickstart's default size reach 230e9 to 300e9 FLOP/s on two cores with AVX512-BF16 or AMX
 # (docs/LOG.md, 2026-11-20 and 2026-11-22). The size to start timing with, and the answer where no step was timed.
@@ -45,9 +51,7 @@ def quickstart(
         data=DataConfig(source=("stdlib",), rows="packed"),
         batch=BatchConfig(total_tokens=total_tokens, micro_sequences=min(16, total_tokens // seq_len)),
         horizon=horizon,
-        # nanochat's AdamW rates at its 2^19 tokens a step, half of them at 2^13; the sixth root between is not swept.
-        # Its own square root would leave an eighth, too little to move embeddings in a few hundred steps.
-        optim=muon_and_adamw(shape.n_embd, adamw_scale=(total_tokens / 2**19) ** (1 / 6), scaled_decay=False),
+        optim=muon_and_adamw(shape.n_embd, adamw_scale=quickstart_adamw_scale(total_tokens), scaled_decay=False),
         eval=EvalConfig(every_seconds=horizon.amount / 4 if horizon.unit == "seconds" else None, tokens=131_072),
         sample=SampleConfig(from_validation=4, max_tokens=96, temperature=0.7, top_k=40),
         checkpoint=CheckpointConfig(every_seconds=60.0),
@@ -80,6 +84,12 @@ def shakespeare_char(
         eval=EvalConfig(every_seconds=horizon.amount / 6 if horizon.unit == "seconds" else None),
         sample=SampleConfig(prompts=("\n",), max_tokens=300),
     )
+
+
+def quickstart_adamw_scale(total_tokens: int) -> float:
+    """nanochat's AdamW rates at its 2^19 tokens a step, half of them at 2^13; the sixth root between is not swept. Its
+    own square root would leave an eighth, too little to move embeddings in a few hundred steps."""
+    return (total_tokens / REFERENCE_BATCH_TOKENS) ** (1 / 6)
 
 
 def _quickstart_shape(

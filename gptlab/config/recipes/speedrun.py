@@ -14,7 +14,7 @@ from gptlab.config.horizon import Horizon, chosen_horizon, share_of_run
 from gptlab.config.model import ModelConfig
 from gptlab.config.optim import AdamWConfig, MuonConfig, OptimConfig, ScheduleConfig
 from gptlab.config.recipes import tiny
-from gptlab.config.run import BatchConfig, EvalConfig, RunConfig
+from gptlab.config.run import BatchConfig, EvalConfig, RunConfig, RuntimeConfig
 from gptlab.config.scaling import Machine
 
 STEPS = 6200
@@ -48,6 +48,7 @@ def speedrun_muon_2024_10(
         optim=_optimizer(),
         schedule=_schedule(horizon),
         eval=EvalConfig(every_steps=125, tokens=10_485_760),
+        runtime=RuntimeConfig(coordinate_descent_tuning=True),
     )
 
 
@@ -73,6 +74,7 @@ def speedrun_muon_2024_10_tiny(
         optim=_optimizer(),
         schedule=_schedule(horizon),
         eval=EvalConfig(every_steps=100, tokens=tiny.EVAL_TOKENS),
+        runtime=RuntimeConfig(coordinate_descent_tuning=True),
     )  # fmt: skip
 
 

@@ -1,0 +1,56 @@
+"""What a user can do with a run that has ended, as commands that work where this process was started."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+from gptlab.cli.run_arguments import HORIZONS
+from gptlab.config.horizon import Horizon
+from gptlab.config.run import RunConfig
+
+
+def program() -> str:
+    """What to type for gptlab: the name alone where the shell finds it, else the path or module that was started."""
+    if "UV_RUN_RECURSION_DEPTH" in os.environ:  # uv run puts its environment on the path of this process alone
+        return "uv run gptlab"
+    script = Path(sys.argv[0])
+    if script.name == "__main__.py" and script.parent.name == "gptlab":
+        return f"{_typed(Path(sys.executable))} -m gptlab"
+    return _typed(script) if script.stem == "gptlab" else "gptlab"
+
+
+def resume_command(run: Path) -> str:
+    return f"{program()} train --resume {shlex.quote(str(run))}"
+
+
+def next_steps(run: Path, config: RunConfig, *, trained: bool) -> list[str]:
+    """Lines for the end of a finished run; `trained`: it has weights to ask."""
+    folder = shlex.quote(str(run))
+    lines = [f"run folder: {folder}"]
+    if trained:
+        prompt = next((text for text in config.sample.prompts if text.strip() and text.isprintable()), None)
+        asked = "" if prompt is None else f" --prompt {shlex.quote(prompt)}"
+        lines.append(f"  sample it:          {program()} sample {folder}{asked}")
+        lines.append(f"  train it on:        {resume_command(run)} {_twice(config.horizon)}")
+    lines.append(f"  change and compare: {program()} train --from {folder} --seed {config.seed + 1}")
+    return lines
+
+
+def _typed(path: Path) -> str:
+    """The command's name where the shell finds this very file under it, else the shortest path to it."""
+    found = shutil.which(path.name)
+    if found is not None and path.exists() and os.path.samefile(found, path):
+        return path.name
+    here = Path.cwd()
+    absolute = Path(os.path.abspath(path))
+    return shlex.quote(str(absolute.relative_to(here) if absolute.is_relative_to(here) else absolute))
+
+
+def _twice(horizon: Horizon) -> str:
+    """A flag for twice as long a run."""
+    name, factor = next((name, factor) for name, (unit, factor) in HORIZONS.items() if unit == horizon.unit)
+    return f"--{name.replace('_', '-')} {2 * horizon.amount / factor:.12g}"
