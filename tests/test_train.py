@@ -271,14 +271,17 @@ class TestMetrics:
             for value in json.loads(text).values():
                 assert not isinstance(value, float) or repr(value) in text
 
-    def test_step_lines_show_the_figures_of_metrics(self, whole: Path, console_text: str) -> None:
-        shown = [line for line in console_text.splitlines() if re.match(r"step \d+ \(", line)]
+    def test_step_lines_show_the_figures_of_metrics(self, whole: Path) -> None:
+        log = (whole / "log.txt").read_text(encoding="utf-8")
+        shown = [line for line in log.splitlines() if re.match(r"step \d+ \(", line)]
         for line, figures in zip(shown, lines_of(whole, "train"), strict=True):
             assert line.startswith(
                 f"step {figures['step']:05d} ({100 * figures['step'] / STEPS:.1f}%) | "
                 f"loss: {figures['loss_ema']:.6f} | lrm: {figures['lr_scale']:.2f} | "
-                f"dt: {1000 * figures['step_seconds']:.0f}ms | tok/sec: {figures['tokens_per_second']:,.0f} | "
-                f"mfu: {100 * figures['mfu']:.1f}% | epoch: {figures['epoch']:.2f} | remaining: "
+                f"dt: {1000 * figures['step_seconds']:.0f}ms | "
+                f"step_avg: {1000 * figures['train_seconds'] / figures['step']:.0f}ms | "
+                f"tok/sec: {figures['tokens_per_second']:,.0f} | mfu: {100 * figures['mfu']:.1f}% | "
+                f"epoch: {figures['epoch']:.2f} | train_time: {figures['train_seconds']:.0f}s | remaining: "
             )
 
     def test_only_every_so_many_steps(self, folder: Path, expected: Outcome) -> None:
