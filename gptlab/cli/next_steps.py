@@ -6,6 +6,7 @@ import os
 import shlex
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from gptlab.cli.run_arguments import HORIZONS
@@ -27,12 +28,12 @@ def resume_command(run: Path) -> str:
     return f"{program()} train --resume {shlex.quote(str(run))}"
 
 
-def next_steps(run: Path, config: RunConfig, *, trained: bool) -> list[str]:
-    """Lines for the end of a finished run; `trained`: it has weights to ask."""
+def next_steps(run: Path, config: RunConfig, prompts: Sequence[str], *, trained: bool) -> list[str]:
+    """Lines for the end of a finished run. `prompts`: those of its samples. `trained`: it has weights to ask."""
     folder = shlex.quote(str(run))
     lines = [f"run folder: {folder}"]
     if trained:
-        prompt = next((text for text in config.sample.prompts if text.strip() and text.isprintable()), None)
+        prompt = next((text for text in prompts if text.strip() and text.isprintable()), None)
         asked = "" if prompt is None else f" --prompt {shlex.quote(prompt)}"
         lines.append(f"  sample it:          {program()} sample {folder}{asked}")
         lines.append(f"  train it on:        {resume_command(run)} {_twice(config.horizon)}")

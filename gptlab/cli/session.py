@@ -394,7 +394,7 @@ def train(
             summary = {}
             if ended == "finished":
                 saved = bool(list_checkpoints(run.checkpoints_path))
-                summary = record.finish_run(state, next_steps(run.path, config, trained=saved))
+                summary = record.finish_run(state, next_steps(run.path, config, session.work.prompts, trained=saved))
         except BaseException as error:
             # Whatever makes a training fail, all ranks see; any other error may be that of this one alone.
             saves.abandon(state, together=isinstance(error, TrainingFailed))
