@@ -17,7 +17,7 @@ from gptlab.cli.next_steps import next_steps, resume_command
 from gptlab.cli.own_parts import NO_PARTS, OwnParts
 from gptlab.cli.place import Place
 from gptlab.cli.same_run import require_same_mode
-from gptlab.cli.start_weights import Start, load_start_weights
+from gptlab.cli.start_weights import Start, load_start_weights, require_tokenizer
 from gptlab.config.errors import ConfigError, UserError
 from gptlab.config.load import config_to_json
 from gptlab.config.parallel import EXACT_WORLD_SIZES, ParallelConfig
@@ -34,7 +34,7 @@ from gptlab.eval.core_tasks import find_bundle, read_tasks
 from gptlab.eval.engine import drawn_together, sample_text
 from gptlab.model.counting import FlopsPerToken, ParameterCounts, flops_per_token, parameter_counts
 from gptlab.model.gpt import GPT
-from gptlab.model.pretrained import Pretrained, find_pretrained, require_fits
+from gptlab.model.pretrained import find_pretrained, require_fits
 from gptlab.runtime.code_snapshot import CodeSnapshot
 from gptlab.runtime.console import Console
 from gptlab.runtime.device import cuda_version, device_name
@@ -130,7 +130,7 @@ def open_session(
         group.barrier("data prepared")
     tokenizer = data.tokenizer
     if pretrained is not None:
-        _require_tokenizer(tokenizer, pretrained, console)
+        require_tokenizer(tokenizer, pretrained, console.warn)
     if config.model.vocab_size not in (None, tokenizer.vocab_size):
         raise UserError(
             f"model.vocab_size = {config.model.vocab_size}, but the tokenizer has {tokenizer.vocab_size} entries; "
@@ -244,17 +244,6 @@ def _gradient_sum(config: RunConfig, model: GPT, group: Group) -> GradientSums |
     if config.parallel.exact_any_world_size:
         return ExactSum(model.parameters(), group, micro_batches=config.micro_batches)
     return GradientSum(model.parameters(), group) if group.size > 1 else None
-
-
-def _require_tokenizer(tokenizer: Tokenizer, pretrained: Pretrained, console: Console) -> None:
-    """The ids that the weights know. Another vocabulary of the same size is told and no more: it may be meant so."""
-    if tokenizer.vocab_size != pretrained.model.vocab_size:
-        raise UserError(
-            f"the weights of {pretrained.name} know {pretrained.model.vocab_size} tokens, but the tokenizer has "
-            f"{tokenizer.vocab_size} entries; leave tokenizer.kind and tokenizer.path out to have the weights' own"
-        )
-    if tokenizer.fingerprint != pretrained.load_tokenizer().fingerprint:
-        console.warn(f"the tokenizer is not the one that the weights of {pretrained.name} were trained with")
 
 
 def _core_bundle(config: RunConfig, console: Console) -> Path | None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gptlab.cli.loaded_run import best_saved_step
 from gptlab.config.errors import UserError
+from gptlab.data.tokenizer import Tokenizer
 from gptlab.model.hf_folder import read_hf_weights
 from gptlab.model.pretrained import Pretrained
 from gptlab.runtime.identity import require_own, saved_identity
@@ -27,6 +28,17 @@ class Start:
     """In words."""
     fingerprint: str
     """Of every name, type, shape and bit of them."""
+
+
+def require_tokenizer(tokenizer: Tokenizer, pretrained: Pretrained, warn: Callable[[str], None]) -> None:
+    """The ids that the weights know. Another vocabulary of the same size is told and no more: it may be meant so."""
+    if tokenizer.vocab_size != pretrained.model.vocab_size:
+        raise UserError(
+            f"the weights of {pretrained.name} know {pretrained.model.vocab_size} tokens, but the tokenizer has "
+            f"{tokenizer.vocab_size} entries; leave tokenizer.kind and tokenizer.path out to have the weights' own"
+        )
+    if tokenizer.fingerprint != pretrained.load_tokenizer().fingerprint:
+        warn(f"the tokenizer is not the one that the weights of {pretrained.name} were trained with")
 
 
 def load_start_weights(state: TrainState, found: Pretrained, warn: Callable[[str], None]) -> Start:
