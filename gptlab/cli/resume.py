@@ -56,8 +56,8 @@ def _require_same_run(run: RunDirectory, checkpoint: Checkpoint, console: Consol
 
 
 def require_same_start(run_directory: RunDirectory, session: Session, checkpoint: Checkpoint | None) -> None:
-    """The data of the first start, and its first weights where the run begins with them anew. Where run.json is lost,
-    the checkpoint knows the data."""
+    """UserError unless the data is what run.json and the checkpoint say the run was trained on, and, where a run with
+    --init-from starts again, its first weights are those of the first start."""
     record = recorded_facts(run_directory)
     saved = None if checkpoint is None else saved_identity(checkpoint.state, checkpoint.path)
     if record and session.start is not None and record.get("init_from_fingerprint") != session.start.fingerprint:
@@ -65,12 +65,13 @@ def require_same_start(run_directory: RunDirectory, session: Session, checkpoint
             f"the weights of {session.config.init_from} are not those that {run_directory.path} began with "
             f"(fingerprint {session.start.fingerprint[:12]}): bring them back, or train in a new folder"
         )
-    recorded = record.get("data_fingerprint", None if saved is None else saved.data_fingerprint)
-    if recorded not in (None, session.data.fingerprint):
-        raise UserError(
-            f"the data is not what {run_directory.path} was trained on (fingerprint {session.data.fingerprint}, "
-            f"was {recorded}): bring the corpus back to resume"
-        )
+    known = [record["data_fingerprint"]] if "data_fingerprint" in record else []
+    for recorded in known if saved is None else [*known, saved.data_fingerprint]:
+        if recorded != session.data.fingerprint:
+            raise UserError(
+                f"the data is not what {run_directory.path} was trained on (fingerprint {session.data.fingerprint}, "
+                f"was {recorded}): bring the corpus back to resume"
+            )
 
 
 def record_resume(
