@@ -365,6 +365,17 @@ STRANGE_STATES: dict[str, Callable[[dict[str, Any]], object]] = {
     "the model as a mark": lambda state: state.update(marks={"model": None, "saved": 3}),
     "a method of off_clock": lambda state: state.update(off_clock={"so_far": 1.0}),
     "bytes that are none": lambda state: state.update(metrics_bytes="x"),
+    "seconds of text": lambda state: state.update(train_seconds="x"),
+    "seconds that no float holds": lambda state: state.update(train_seconds=10**400),
+    "data before the first": lambda state: state.update(loader={"next_step": -1}),
+    "data that no integer numbers": lambda state: state.update(loader={"next_step": 10**30}),
+    "half a step of data": lambda state: state.update(loader={"next_step": 1.5}),
+    "a best loss of text": lambda state: state.update(best={"step": 2, "val_loss": "x"}),
+    "a best saved one of lists": lambda state: state.update(best_saved={"step": [], "val_loss": []}),
+    "a metric of text": lambda state: state.update(core_metric="x"),
+    "a mean of fewer than no losses": lambda state: state.update(loss_ema={"sum": 1.0, "count": -1}),
+    "losses of text": lambda state: state["faults"].update(losses=["x"]),
+    "a mark that is a list": lambda state: state["marks"].update(evaluated=[1]),
 }
 
 

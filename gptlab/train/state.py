@@ -26,6 +26,7 @@ from gptlab.optim.groups import build_optimizer
 from gptlab.runtime.rng import capture_rng, fold_seed, restore_rng, seed_everything
 from gptlab.train.faults import FaultRecord, first_broken_gradient
 from gptlab.train.pieces import Piece, share_of, whole_pieces
+from gptlab.train.state_values import require_values
 from gptlab.train.throughput import LossEma
 
 # Prefix of the random generators' states among a checkpoint's optimizer tensors.
@@ -214,7 +215,8 @@ class TrainState:
 
     def restore(self, model: Mapping[str, Tensor], other: Mapping[str, Tensor], saved: Mapping[str, Any]) -> None:
         """Become the run that was saved, from whole tensors by name, of which each rank keeps what it holds. UserError
-        where the checkpoint is of another configuration."""
+        where the checkpoint is of another configuration, ValueError for values that no run has."""
+        require_values(saved)
         self.load_weights(model)
         rng = {name.removeprefix(_RNG): state for name, state in other.items() if name.startswith(_RNG)}
         moments = {name: state for name, state in other.items() if not name.startswith(_RNG)}
