@@ -143,7 +143,7 @@ class TestSnapshot:
         assert all(not torch.equal(seen["weights"][name], saved.model[name]) for name in saved.model)
         assert any(not torch.equal(seen["moments"][name], saved.optimizer[name]) for name in saved.optimizer)
         assert (saved.step, saved.state["step"], saved.state["loader"]) == (4, 4, {"next_step": 4})
-        clocks = {"train_seconds", "metrics_bytes", "log_bytes", "off_clock", "marks"}
+        clocks = {"train_seconds", "metrics_bytes", "log_bytes", "off_clock", "marks", "run"}
         assert {k: v for k, v in saved.state.items() if k not in clocks} == {
             k: v for k, v in then.state.items() if k not in clocks
         }

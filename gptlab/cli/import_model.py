@@ -92,9 +92,8 @@ def _hf(argv: list[str]) -> None:
     from gptlab.model.hf_folder import read_hf_weights
     from gptlab.model.pretrained import hf_pretrained, hub_repository
     from gptlab.runtime.console import Console
-    from gptlab.runtime.staged_folder import require_free
 
-    require_free(Path(arguments.dir))  # said now, not after a download
+    _require_free(Path(arguments.dir))  # said now, not after a download
     with Console() as console:
         folder, commit = Path(arguments.path), None
         if not folder.is_dir():
@@ -117,9 +116,8 @@ def _nanogpt(argv: list[str]) -> None:
     from gptlab.model.nanogpt_checkpoint import read_nanogpt
     from gptlab.model.pretrained import with_vocabulary
     from gptlab.runtime.console import Console
-    from gptlab.runtime.staged_folder import require_free
 
-    require_free(Path(arguments.dir))
+    _require_free(Path(arguments.dir))
     with Console() as console:
         checkpoint = read_nanogpt(Path(arguments.path))
         tokenizer: Tokenizer
@@ -132,6 +130,15 @@ def _nanogpt(argv: list[str]) -> None:
         notes = {"format": "nanogpt", "source": arguments.path, **checkpoint.notes}
         foreign = _Foreign(model, tokenizer, checkpoint.weights(model), notes)
         _write(foreign, arguments.dir, arguments.data, ["import", "nanogpt", *argv], console)
+
+
+def _require_free(folder: Path) -> None:
+    """UserError unless the run folder does not exist, or is empty."""
+    from gptlab.runtime.run_directory import RunDirectory
+    from gptlab.runtime.staged_folder import require_free
+
+    RunDirectory(folder).require_free()  # which says where a run is there already
+    require_free(folder)
 
 
 def _write(foreign: _Foreign, folder: str, data: Sequence[str], argv: Sequence[str], console: Console) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -298,10 +298,10 @@ def _state_of(checkpoint: Checkpoint) -> Iterator[None]:
         ) from error
 
 
-def _identity(run: RunDirectory, session: Session) -> RunIdentity:
+def _identity(run: RunDirectory, session: Session) -> dict[str, Any]:
     run_id = recorded_id(run)
     assert run_id is not None
-    return RunIdentity(run_id, run.read_config(), session.data.fingerprint)
+    return RunIdentity(run_id, run.read_config(), session.data.fingerprint).to_json()
 
 
 def _open_metrics(run: RunDirectory, session: Session, parts: OwnParts) -> MetricsLog:

@@ -13,7 +13,7 @@ in the same way, and all then stop, or go on. One process writes, renames and re
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,6 @@ from gptlab.config.errors import UserError
 from gptlab.config.run import RunConfig
 from gptlab.runtime.console import Console
 from gptlab.runtime.distributed import Group
-from gptlab.runtime.identity import RunIdentity
 from gptlab.runtime.metrics import MetricsLog
 from gptlab.runtime.run_directory import RunDirectory
 from gptlab.train.background_save import BackgroundSaver
@@ -95,7 +94,7 @@ class Saves:
     group: Group = field(default_factory=Group)
     saver: BackgroundSaver | None = None
     """None: training waits for every save."""
-    identity: RunIdentity | None = None  # which rank 0 alone needs
+    identity: Mapping[str, Any] | None = None  # `RunIdentity.to_json`, which rank 0 alone needs
     unscheduled_steps: set[int] = field(default_factory=set)
     """Of checkpoints that a signal asked for, as far as known."""
     _abandoned: bool = False
@@ -270,7 +269,7 @@ class Saves:
             "metrics_bytes": self.metrics.position(),
             "log_bytes": self.console.log_position(),
             "off_clock": self.off_clock.so_far(),
-            **({} if self.identity is None else {"run": self.identity.to_json()}),
+            **({} if self.identity is None else {"run": dict(self.identity)}),
         }
 
     def _completion(

@@ -17,7 +17,7 @@ def _count(value: object) -> bool:
 
 def _number(value: object) -> bool:
     """Also false for NaN; integers of JSON may be longer than a float can be."""
-    return type(value) in (int, float) and abs(value) < 2**63  # type: ignore[operator]
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2**63
 
 
 def _optional(check: Check) -> Check:
