@@ -24,7 +24,7 @@ from gptlab.model.gpt import build_model
 from gptlab.model.roles import fused_rows
 from gptlab.optim import muon as muon_module
 from gptlab.optim.combined import CombinedOptimizer
-from gptlab.optim.division import Division, Message
+from gptlab.optim.division import Division, Matrix, Message, divide
 from gptlab.optim.groups import build_optimizer, divide_work
 from gptlab.runtime.console import Console
 from gptlab.runtime.distributed import Group, Pending, World
@@ -111,6 +111,19 @@ def test_ranks_have_as_much_to_do(name: str, n_ranks: int) -> None:
 
 
 def test_left_over_matrices_are_balanced_by_cost() -> None:
+    """One of each shape, so that all are left over. The large one costs 16^3 multiplications, to a factor, the other
+    three together 8^3 + 8 * 4^2 + 4^3 = 704: whoever has it gets nothing else, where a balance of numbers is two each.
+    """
+    shapes = {"small": (4, 4), "tall": (8, 4), "large": (16, 16), "middle": (8, 8)}
+    division = divide(
+        {name: rows * cols for name, (rows, cols) in shapes.items()},
+        [Matrix(name, 0, rows, cols) for name, (rows, cols) in shapes.items()], [], 2, message_elements=10_000,
+    )  # fmt: skip
+    owned = [{segment.name for segment in division.share(rank)} for rank in range(2)]
+    assert sorted(owned, key=len) == [{"large"}, {"small", "tall", "middle"}]
+
+
+def test_left_over_matrices_are_balanced_in_number_where_they_cost_the_same() -> None:
     """3 layers on 2 ranks: 12 of the size of a head, 3 up and 3 down of four times that. The odd one of each kind is
     left over."""
     division = division_of(model_of("odd"), 2)

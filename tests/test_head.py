@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -55,6 +56,32 @@ def test_the_loss_of_bfloat16_is_summed_in_float32() -> None:
     logits = softcap((x @ weight[:ENTRIES].t()).double(), 15.0)
     assert loss.dtype == torch.float32
     assert loss.item() == pytest.approx(F.cross_entropy(logits, targets, reduction="sum").item(), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("slice_logits", "sizes"),
+    [
+        (2**21, [37]),
+        (5 * PADDED, [5] * 7 + [2]),
+        (1, [17] * 16),  # 272 positions: one by one would be 272 slices
+    ],
+)
+def test_a_slice_holds_so_many_logits_and_there_are_sixteen_at_most(
+    slice_logits: int, sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More at a time would not stay in the cache, and a compiled graph holds each slice."""
+    found = []
+    whole = gptlab.model.head._nats_and_gradient
+
+    def counted(z: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        found.append(len(z))
+        return whole(z, *rest)
+
+    monkeypatch.setattr(gptlab.model.head, "_nats_and_gradient", counted)
+    monkeypatch.setattr(gptlab.model.head, "SLICE_LOGITS", slice_logits)
+    x, weight, targets = inputs()
+    HeadLoss.apply(x.repeat(8, 1)[: sum(sizes)], weight, targets.repeat(8)[: sum(sizes)], ENTRIES, None)
+    assert found == sizes
 
 
 def test_one_case_by_hand() -> None:

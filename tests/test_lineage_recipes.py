@@ -24,7 +24,7 @@ from gptlab.cli.plan import Plan, make_plan
 from gptlab.cli.run_arguments import TrainArguments, read_request, recipe_list
 from gptlab.config.errors import ConfigError, UserError
 from gptlab.config.horizon import Horizon, share_of_run
-from gptlab.config.load import flatten
+from gptlab.config.load import bare, flatten, leaf_fields
 from gptlab.config.model import ModelConfig
 from gptlab.config.optim import ScheduleConfig
 from gptlab.config.recipes import RECIPES
@@ -82,6 +82,7 @@ MODERN = {
        for role in ("embedding", "value_embedding", "head", "residual_lambda")
        for name, value in {"beta1": 0.8, "beta2": 0.95, "eps": 1e-10, "weight_decay": 0.0}.items()},
     "optim.x0_lambda.beta1": 0.96, "optim.x0_lambda.beta2": 0.95, "optim.x0_lambda.eps": 1e-10,
+    "optim.x0_lambda.weight_decay": 0.0, "model.vocab_multiple": 64,
     "optim.residual_lambda.lr": 0.005, "optim.x0_lambda.lr": 0.5,
     "schedule.kind": "trapezoid", "schedule.warmup_fraction": 0.0, "schedule.warmdown_fraction": 0.5,
     "schedule.final_lr_scale": 0.0, "schedule.weight_decay_final": 0.0, "runtime.max_loss": 100.0,
@@ -157,7 +158,7 @@ EXPECTED: Mapping[str, Mapping[str, Any]] = {
         "optim.value_embedding.lr": 0.3 * math.sqrt(0.6), "optim.head.lr": 0.004 * math.sqrt(0.6),
         "eval.every_steps": 250, "eval.at_start": True, "eval.tokens": 10_485_760,
         "eval.core_every_steps": 2000, "eval.core_examples": 500,
-        "sample.every_steps": 2000, "sample.max_tokens": 16, "sample.temperature": 0.0,
+        "sample.every_steps": 2000, "sample.max_tokens": 16, "sample.temperature": 0.0, "sample.top_k": None,
         "sample.prompts": (
             "The capital of France is", "The chemical symbol of gold is",
             "If yesterday was Friday, then tomorrow will be", "The opposite of hot is",
@@ -165,6 +166,40 @@ EXPECTED: Mapping[str, Mapping[str, Any]] = {
         ),
     },
 }  # fmt: skip
+
+OWN = {
+    "seed", "model.n_kv_head", "model.vocab_size", "model.vocab_multiple", "data.hub_files", "horizon.until_val_loss",
+    "eval.train_tokens", "eval.every_seconds", "eval.micro_sequences", "eval.core_every_steps",
+    "sample.from_validation", "checkpoint.every_steps", "checkpoint.every_seconds", "checkpoint.keep_last",
+    "checkpoint.keep_every_steps", "faults.max_skipped", "faults.max_skipped_in_a_row", "faults.max_rewinds",
+    "faults.spike_factor", "faults.spike_window", "runtime.threads", "runtime.log_every_steps", "runtime.max_loss",
+    "runtime.process_timeout_seconds",
+}  # fmt: skip
+"""Numbers of which a lineage says nothing: gptlab's defaults, in every recipe whose table does not name them."""
+
+
+def without_effect(config: RunConfig) -> list[str]:
+    """How the names of those numbers begin that nothing of such a run depends on."""
+    model, rows, none = config.model, config.data.rows, list[str]()
+    none += ["optim.matrix."] if config.optim.matrix_optimizer == "muon" else ["optim.muon."]
+    none += ["schedule.warmdown_fraction"] if config.schedule.kind == "cosine" else []
+    decays = config.optim.matrix_optimizer == "muon" and config.optim.muon.weight_decay > 0
+    none += [] if decays else ["schedule.weight_decay_final"]
+    none += ["optim.head."] if model.tied_head else []
+    none += [] if model.value_embeddings else ["optim.value_embedding."]
+    none += [] if model.residual_lambdas else ["optim.residual_lambda.", "optim.x0_lambda."]
+    none += [] if model.norm == "layernorm" or model.bias else ["optim.vector."]
+    none += [] if model.norm == "rmsnorm" or model.qk_norm else ["model.rmsnorm_eps"]
+    none += [] if model.position == "rope" else ["model.rope_base"]
+    none += [] if "S" in model.window_pattern else ["model.window_tokens"]
+    none += [] if rows == "packed" else ["data.pack_buffer_documents"]
+    none += [] if config.tokenizer.kind == "bpe" else [f"tokenizer.{x}" for x in ("vocab", "max_digits", "train_bytes")]
+    none += [] if config.eval.core_every_steps else ["eval.core_examples"]
+    none += [] if config.sample.prompts else [f"sample.{x}" for x in ("every", "max_tokens", "temperature", "top_k")]
+    corpus = named_source(config.data.source[0])
+    none += ["data.val_fraction"] if corpus is not None and getattr(corpus.place, "validation", None) else []
+    return none
+
 
 SIZES = {
     "recipe", "model.n_layer", "model.n_embd", "model.n_head", "model.seq_len", "model.vocab_size",
@@ -216,6 +251,21 @@ class TestNumbers:
         }
         assert not wrong
         assert got["recipe"] == name
+
+    @pytest.mark.parametrize("name", EXPECTED)
+    def test_every_number_is_in_the_table_or_said_to_be_gptlabs_own_or_without_effect(self, name: str) -> None:
+        config = RECIPES[name]()
+        got, default, none = fields(config), fields(RunConfig()), tuple(without_effect(config))
+        numbers = [field for field, kind in leaf_fields(RunConfig).items() if bare(kind)[0] in (int, float)]
+        assert len(numbers) > 90
+        open_questions = [
+            field
+            for field in numbers
+            if field not in EXPECTED[name]
+            and not field.startswith(none)
+            and not (field in OWN and got[field] == default[field])
+        ]
+        assert not open_questions
 
     def test_every_lineage_has_its_table_and_its_tiny_form(self) -> None:
         assert set(FULL) == set(EXPECTED) == set(RULES)

@@ -26,6 +26,16 @@ MUTATIONS = [
          "test_model.py::test_padding_of_the_vocabulary_is_invisible"],
     ),
     Mutation(
+        "the head takes any number of slices", "model/head.py",
+        "MAX_SLICES = 16", "MAX_SLICES = 17",
+        ["test_head.py::test_a_slice_holds_so_many_logits_and_there_are_sixteen_at_most"],
+    ),
+    Mutation(
+        "the head's slices are as many as there may be", "model/head.py",
+        "max(SLICE_LOGITS // len(weight), -(-len(x) // MAX_SLICES))", "max(1, -(-len(x) // MAX_SLICES))",
+        ["test_head.py::test_a_slice_holds_so_many_logits_and_there_are_sixteen_at_most"],
+    ),
+    Mutation(
         "the head sums its loss in the type of the activations", "model/head.py",
         "        wide = torch.promote_types(x.dtype, torch.float32)\n        total",
         "        wide = x.dtype\n        total",
