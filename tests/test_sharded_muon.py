@@ -147,6 +147,21 @@ def test_owners_share_the_work() -> None:
     assert not owned[0] & owned[1]
 
 
+def test_owners_share_by_cost_and_not_by_number() -> None:
+    """One large matrix costs more than the three others together: its owner has none of them."""
+    shapes = {"small": (4, 4), "tall": (8, 4), "large": (16, 16), "middle": (8, 8)}
+    owned = []
+    for rank in range(2):
+        halves = [
+            ShardedMatrix(name, Parameter(torch.zeros(rows // 2, cols)), (rows // 2, rows // 2))
+            for name, (rows, cols) in shapes.items()
+        ]
+        options: dict[str, Any] = {"compute_dtype": torch.float64, "row_splits": {}}
+        muon = ShardedMuon(halves, MuonConfig(), **options, exchange=Desk(Post(2), rank))
+        owned.append({key.split(".")[0] for key in muon.state_tensors() if key.endswith("second_moment")})
+    assert sorted(owned, key=len) == [{"large"}, {"small", "tall", "middle"}]
+
+
 def test_rows_travel_while_owners_work() -> None:
     """The next round's rows leave before those of this one are waited for, and updates are waited for last."""
     _, post = train_shards(2, 1, MuonConfig())

@@ -269,6 +269,11 @@ MUTATIONS = [
         ["The loss is scaled for float16", "A GradScaler for float16", "Unscale, clip, step"],
     ),
     Mutation(
+        "matrices whose rows are shared are dealt out without regard to their cost", "optim/sharded_muon.py",
+        "busy[owner] += _cost(split, matrix)", "busy[owner] += 1",
+        ["test_sharded_muon.py::test_owners_share_by_cost_and_not_by_number"],
+    ),
+    Mutation(
         "matrices that are left over are dealt out without regard to their cost", "optim/division.py",
         "busy[owner] += matrix.cost", "busy[owner] += 1",
         ["test_divided.py::test_left_over_matrices_are_balanced_by_cost"],
