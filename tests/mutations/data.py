@@ -193,4 +193,10 @@ MUTATIONS = [
         ["test_hub.py::test_a_cut_connection_goes_on_where_it_stopped"],
         ["Shards are downloaded in parallel"],
     ),
+    Mutation(
+        "an epoch's order takes four rounds", "data/order.py",
+        "FEISTEL_ROUNDS = 6", "FEISTEL_ROUNDS = 4",
+        ["test_packing.py::test_the_order_is_six_rounds_of_a_feistel_network",
+         "test_packing.py::test_the_order_is_that_of_runs_begun_before"],
+    ),
 ]  # fmt: skip

@@ -194,7 +194,7 @@ MUTATIONS = [
         "state.min_val_bpb = min(result.val_bpb, result.val_bpb if state.min_val_bpb is None else state.min_val_bpb)",
         "state.min_val_bpb = result.val_bpb",
         ["test_train.py::test_the_lowest_bits_per_byte_are_kept_and_resumed"],
-        ["The lowest so far is kept"],
+        ["The lowest so far is kept", "Peak memory, training time and lowest"],
     ),
     Mutation(
         "the lowest bits per byte are not saved", "train/state.py",
@@ -448,5 +448,29 @@ MUTATIONS = [
         "    if size_bytes != expected.size_bytes:\n        raise DamagedFileError(f\"has {size_bytes:,} bytes, its",
         "    if size_bytes < expected.size_bytes:\n        raise DamagedFileError(f\"has {size_bytes:,} bytes, its",
         ["test_checkpoint.py::test_a_file_that_grows_after_its_size_was_checked"],
+    ),
+    # --- ends, and the figures there
+    Mutation(
+        "the loss that was asked for is not low enough", "train/horizon.py",
+        "and state.val_loss <= self.until_val_loss", "and state.val_loss < self.until_val_loss",
+        ["test_train.py::TestEnd::test_at_the_very_loss_that_was_asked_for"],
+    ),
+    Mutation(
+        "mfu_percent is a share", "train/recorder.py",
+        '"mfu_percent": None if mfu is None else 100 * mfu', '"mfu_percent": mfu',
+        ["test_train.py::TestClosingBlock::test_utilization_and_parameters_by_the_definition"],
+        ["The closing block: val_bpb"],
+    ),
+    Mutation(
+        "num_params_M counts matrices and head", "cli/session.py",
+        "session.counts.total", "session.counts.scaling",
+        ["test_train.py::TestClosingBlock::test_utilization_and_parameters_by_the_definition"],
+        ["The closing block: val_bpb"],
+    ),
+    Mutation(
+        "the step line has the time of the whole run left", "train/recorder.py",
+        "steps=None if self.finish.steps is None else self.finish.steps - state.step", "steps=self.finish.steps",
+        ["test_train.py::TestClock::test_the_time_left_is_that_of_the_steps_to_come"],
+        ["One line a step: step, percent"],
     ),
 ]  # fmt: skip
