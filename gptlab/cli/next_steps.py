@@ -28,6 +28,11 @@ def resume_command(run: Path) -> str:
     return f"{program()} train --resume {shlex.quote(str(run))}"
 
 
+def longer_command(run: Path, config: RunConfig) -> str:
+    """Trains a finished run on, to twice its length."""
+    return f"{resume_command(run)} {_twice(config.horizon)}"
+
+
 def next_steps(run: Path, config: RunConfig, prompts: Sequence[str], *, trained: bool) -> list[str]:
     """Lines for the end of a finished run. `prompts`: those of its samples. `trained`: it has weights to ask."""
     folder = shlex.quote(str(run))
@@ -36,7 +41,7 @@ def next_steps(run: Path, config: RunConfig, prompts: Sequence[str], *, trained:
         prompt = next((text for text in prompts if text.strip() and text.isprintable()), None)
         asked = "" if prompt is None else f" --prompt {shlex.quote(prompt)}"
         lines.append(f"  sample it:          {program()} sample {folder}{asked}")
-        lines.append(f"  train it on:        {resume_command(run)} {_twice(config.horizon)}")
+        lines.append(f"  train it on:        {longer_command(run, config)}")
     lines.append(f"  change and compare: {program()} train --from {folder} --seed {config.seed + 1}")
     return lines
 

@@ -157,6 +157,13 @@ class RunRequest:
         are shared is no part of what is trained, and checkpoints do not know of it."""
         return apply_overrides(stored, {name: v for name, v in self.overrides.items() if name == "parallel.mode"})
 
+    def with_length(self, stored: RunConfig) -> RunConfig:
+        """A stored run's configuration with the length that is asked for."""
+        asked = {name: value for name, value in self.overrides.items() if name.startswith("horizon.")}
+        if self.horizon is not None:
+            asked |= {"horizon.amount": self.horizon.amount, "horizon.unit": self.horizon.unit}
+        return apply_overrides(stored, asked)
+
     def disagreements(self, stored: RunConfig) -> list[str]:
         """What was asked for and is otherwise in a stored run, one line a field; where the run lies does not count."""
         asked = {name: value for name, value in self.overrides.items() if name != "run_dir"}

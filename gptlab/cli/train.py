@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gptlab.cli.next_steps import resume_command
+from gptlab.cli.next_steps import longer_command, resume_command
 from gptlab.cli.own_parts import NO_PARTS, OwnParts
 from gptlab.cli.run_arguments import RunRequest, TrainArguments, read_request, recipe_list
 from gptlab.config.errors import UserError
@@ -172,11 +172,12 @@ def _prepare_and_train(
     evidence_taker = EvidenceTaker()  # before torch is imported, which takes longer
     from gptlab.cli.first_screen import describe
     from gptlab.cli.place import kernels_for, place_of
-    from gptlab.cli.repeat import repeated_config, what_differs
+    from gptlab.cli.repeat import repeated_config, stored_config, what_differs
     from gptlab.cli.restart import earlier_end, end_again, restarted
     from gptlab.cli.resume import newest_checkpoint, record_resume, require_same_start, restore_tokenizer
     from gptlab.cli.same_run import require_same_run, sized_together
     from gptlab.cli.session import make_run_directory, open_session, train
+    from gptlab.cli.train_on import require_longer, train_on
     from gptlab.runtime.run_directory import RunDirectory
     from gptlab.train.closing_block import closing_numbers, show_closing_block
     from gptlab.train.off_clock import OffClock
@@ -187,14 +188,17 @@ def _prepare_and_train(
     if (end := earlier_end(start.job, group)) is not None:
         return Result(*end_again(end, request, start.job, console, group), {})
     request = restarted(request, start.job, console, group)
-    origin = checkpoint = machine = None
+    origin = checkpoint = machine = was = None
     if request.resume is not None:
         start.config, run = _stored(request)
         if group.is_main:
             held.enter_context(run.lock())
         _require_trained(run)
-        if summary := group.broadcast("finished", _finished(start.config, run, console) if group.is_main else None):
-            console.line(f"{run.path} is finished: there is nothing left to train")
+        was = stored_config(run)
+        trains_on = start.config.horizon != was.horizon
+        finished = _finished(start.config, run, console) if group.is_main and not trains_on else None
+        if summary := group.broadcast("finished", finished):
+            console.line(f"{run.path} is finished; to train it on: {longer_command(run.path, was)}")
             show_closing_block(closing_numbers(summary), console)
             return Result(0, run.path, summary)
         _same_parts(parts, run, "resume", console)
@@ -210,7 +214,10 @@ def _prepare_and_train(
     if start.config is None:
         from gptlab.cli.training_rate import timed_machine
 
-        measure = partial(timed_machine, world=group.world, warn=console.warn, show=console.live)
+        def measure(config: RunConfig) -> Machine:
+            with console.busy("timing steps, for the size to follow from them"):
+                return timed_machine(config, group.world, console.warn, lambda text: None)
+
         start.config, machine = sized_together(request.config, measure, group)
     if group.is_main and start.run is None and start.config.run_dir is not None:
         RunDirectory(Path(start.config.run_dir)).require_free()  # said now, not after the data is prepared
@@ -218,6 +225,8 @@ def _prepare_and_train(
     session = open_session(start.config, place, console, restored=checkpoint is not None, group=group, parts=parts)
     if start.run is not None:
         require_same_start(start.run, session, checkpoint)
+    if was is not None and was.horizon != session.config.horizon and checkpoint is not None:
+        require_longer(session, checkpoint)
     evidence = evidence_taker.result()
     facts = session.provenance(argv, evidence.code, request.from_run)
     require_same_run(session.config, facts, group)
@@ -232,6 +241,8 @@ def _prepare_and_train(
         held.enter_context(start.run.lock())
     elif group.is_main and start.run is not None:
         restore_tokenizer(start.run, session.data.tokenizer, console)
+        if was is not None and was.horizon != session.config.horizon and checkpoint is not None:
+            train_on(start.run, session, checkpoint, was, console)
         record_resume(start.run, facts, evidence, checkpoint, console)
     start.run = RunDirectory(Path(group.broadcast("run folder", start.run and str(start.run.path))))
     try:
@@ -300,14 +311,20 @@ def _signal_of(failure: Failure) -> str:
 def _stored(request: RunRequest) -> tuple[RunConfig, RunDirectory]:
     """The configuration of the run to resume. UserError where the flags beside --resume say something else."""
     from gptlab.cli.repeat import stored_config
+    from gptlab.cli.train_on import lengthened
     from gptlab.runtime.run_directory import RunDirectory
 
     assert request.resume is not None
     run_directory = RunDirectory.open(Path(request.resume))
     config = request.resumed(stored_config(run_directory))
+    if (longer := lengthened(request, config, run_directory)) is not None:
+        return longer, run_directory
     if different := request.disagreements(config):
         more = f" (and {len(different) - 1} more)" if len(different) > 1 else ""
-        raise UserError(f"{request.resume} has another configuration: {different[0]}{more}; leave it out to resume")
+        raise UserError(
+            f"{request.resume} has another configuration: {different[0]}{more}; leave it out to resume (a finished run "
+            "may be given another length, to train on)"
+        )
     return config, run_directory
 
 

@@ -1,0 +1,63 @@
+"""`--resume RUN --steps MORE`: a finished run trains on, and nothing of it is lost."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tiny_runs import arguments, command, lines_of, train, write_corpus
+
+CONSTANT = {"schedule.warmup_fraction": 0.0, "schedule.warmdown_fraction": 0.0, "schedule.weight_decay_final": 1.0}
+"""The same rates whatever the length, so that a run that trains on must be the longer run, bit for bit."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("train-on")
+    write_corpus(folder / "corpus")
+    return folder
+
+
+def test_it_is_the_longer_run_bit_for_bit_where_the_schedule_allows(folder: Path) -> None:
+    assert command(["train", *arguments(folder, "long", CONSTANT | {"steps": 10})])[0] == 0
+    assert command(["train", *arguments(folder, "short", CONSTANT | {"steps": 5})])[0] == 0
+    code, out, err = command(["train", "--resume", folder / "short", "--steps", "10"])
+    assert (code, err) == (0, "")
+    (said,) = [line for line in out.splitlines() if "training on from step 5" in line]
+    assert said.startswith("warning: ")
+    assert "to 10 steps (was 5 steps): the schedule is a new one, 50% of which is done" in said
+    for kind, key in (("train", "loss"), ("train", "grad_norm")):
+        long, short = ([line[key] for line in lines_of(folder / name, kind)] for name in ("long", "short"))
+        assert short == long
+    assert json.loads((folder / "short" / "config.json").read_text())["horizon"]["amount"] == 10
+    (change,) = json.loads((folder / "short" / "run.json").read_text())["config_changes"]
+    assert (change["step"], change["fields"]) == (5, {"horizon.amount": [5.0, 10.0]})
+    assert json.loads((folder / "short" / "summary.json").read_text())["num_steps"] == 10
+    code, out, _ = command(["train", "--resume", folder / "short"])
+    assert code == 0
+    assert f"is finished; to train it on: gptlab train --resume {folder / 'short'} --steps 20" in out
+
+
+def test_what_is_no_longer_is_refused(folder: Path) -> None:
+    run = train(folder, "done", steps=4)
+    before = {path: path.read_bytes() for path in run.rglob("*.json")}
+    code, _, err = command(["train", "--resume", run, "--steps", "3"])
+    assert code == 2
+    assert "3 steps is no more than the run has trained already (4 steps" in err
+    code, _, err = command(["train", "--resume", run, "--steps", "8", "--seed", "3"])
+    assert code == 2
+    assert "another configuration: seed" in err
+    code, _, err = command(["train", "--resume", run, "--until-val-loss", "50"])
+    assert code == 2
+    assert {path: path.read_bytes() for path in before if ".lock" not in path.name} == before
+
+
+def test_a_run_that_is_not_finished_keeps_its_length(folder: Path) -> None:
+    run = train(folder, "unfinished", steps=4)
+    record = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps(record | {"status": "preempted"}))
+    code, _, err = command(["train", "--resume", run, "--steps", "8"])
+    assert code == 2
+    assert "another configuration: horizon.amount" in err
+    assert "a finished run may be given another length" in err
