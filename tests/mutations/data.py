@@ -187,13 +187,6 @@ MUTATIONS = [
         ["test_loader.py::test_any_world_size_gets_the_same_steps"],
     ),
     Mutation(
-        "a connection that broke ends the download", "data/hub.py",
-        'return short or any(word in type(error).__name__ for word in ("Timeout", "Protocol", "ReadError"))',
-        "return False",
-        ["test_hub.py::test_a_cut_connection_goes_on_where_it_stopped"],
-        ["Shards are downloaded in parallel"],
-    ),
-    Mutation(
         "an epoch's order takes four rounds", "data/order.py",
         "FEISTEL_ROUNDS = 6", "FEISTEL_ROUNDS = 4",
         ["test_packing.py::test_the_order_is_six_rounds_of_a_feistel_network",
