@@ -20,9 +20,12 @@ from torch import Tensor, nn
 import gptlab
 from gptlab.config.recipes import nanochat_tiny
 from gptlab.config.run import RunConfig
+from gptlab.config.scaling import Machine
 from gptlab.data.prepare import PreparedData
 from gptlab.data.rows import RowSource, SequentialRows
 from gptlab.model.gpt import GPT
+
+MACHINE = Machine(device="cpu", matmul_flops_per_second=1e11)
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +116,7 @@ class TestNames:
         configs: list[RunConfig] = []
 
         def note(request: Any, *args: Any, config: RunConfig | None = None, **others: Any) -> None:
-            configs.append(config or request.config(lambda: None))
+            configs.append(config or request.config(lambda *_: MACHINE))
 
         monkeypatch.setattr("gptlab.cli.api.train_run", note)
         return configs

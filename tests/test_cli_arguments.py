@@ -72,6 +72,20 @@ class TestParse:
         assert read("r", "--prompts", "a", "--flag", "--prompts", "b").prompts == ("a", "b")
         assert read("r", "--top-k", "3", "--top-k", "none").top_k is None
 
+    def test_a_truth_word_after_a_boolean_is_its_value(self) -> None:
+        """nanoGPT's `--compile=False`: the flag is off, and the word is not a positional."""
+        for word in ("False", "false", "FALSE", "off", "Off"):
+            for argv in (("--other", word, "r"), (f"--other={word}", "r"), ("r", "--other", word)):
+                assert not read(*argv).other
+                assert read(*argv).run == "r"
+        for word in ("True", "true", "on"):
+            assert read("--no-other", "--other", word, "r").other
+            assert read("r", f"--flag={word}").flag
+        assert read("--flag", "r").flag  # any other word is not its value
+        assert read("--flag", "r").run == "r"
+        with pytest.raises(UserError, match="'False' is one word too many"):
+            read("r", "--no-other", "False")
+
     @given(
         run=st.text("abc./", min_size=1),
         number=st.integers(-(2**62), 2**62),
@@ -282,7 +296,7 @@ class TestRunRequest:
             request("--help-all")
         offered = set(re.findall(r"^  --([\w.-]+)", capsys.readouterr().out, re.MULTILINE))
         names = [*leaf_fields(RunConfig), *run_arguments.HORIZONS, *run_arguments.ALIASES, "depth", "resume", "from"]
-        names.append("list")
+        names += ["list", "quiet"]
         assert offered == {name.replace("_", "-") for name in names} - {"recipe", "recipe-arguments"}
 
 

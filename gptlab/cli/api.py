@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from gptlab.cli.own_parts import OwnParts
 from gptlab.cli.run_arguments import RunRequest, request_from_values
 from gptlab.cli.train import Result, train_run
-from gptlab.config.errors import UserError
+from gptlab.config.errors import UserError, paths_of_the_user
 from gptlab.config.load import apply_overrides
 from gptlab.config.run import RunConfig
 
@@ -88,13 +88,16 @@ def train(
         "run_dir": run_dir, "resume": resume, "from": from_run,
     }  # fmt: skip
     given = {name: value for name, value in named.items() if value is not None} | fields
-    if isinstance(recipe, RunConfig):
-        config = _changed(recipe, request_from_values(None, given))
-        return train_run(RunRequest(), sys.argv, started, config=config, parts=parts, catch=False)
-    if not isinstance(recipe, str | os.PathLike | None):
-        raise UserError(f"the first argument names a recipe or is a RunConfig, this is {type(recipe).__name__}")
-    request = request_from_values(None if recipe is None else os.fspath(recipe), given)
-    return train_run(request, sys.argv, started, parts=parts, catch=False)
+    config = None
+    with paths_of_the_user():
+        if isinstance(recipe, RunConfig):
+            asked = request_from_values(None, given)
+            config, request = _changed(recipe, asked), RunRequest(options=asked.options)
+        elif isinstance(recipe, str | os.PathLike | None):
+            request = request_from_values(None if recipe is None else os.fspath(recipe), given)
+        else:
+            raise UserError(f"the first argument names a recipe or is a RunConfig, this is {type(recipe).__name__}")
+        return train_run(request, sys.argv, started, config=config, parts=parts, catch=False)
 
 
 def _changed(config: RunConfig, request: RunRequest) -> RunConfig:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from gptlab.data.rows import RowSource, make_rows
 from gptlab.data.shards import TokenSplit
 from gptlab.data.tokenizer import Tokenizer
 from gptlab.runtime.console import Console
+from gptlab.runtime.strict_json import to_json
 
 USAGE = """\
 usage: gptlab data list | prepare | inspect [ARGUMENTS]
@@ -42,6 +43,8 @@ SHOWN_CHARACTERS = 2000
 class ListArguments:
     cache_dir: str | None = None
     """Where prepared tokens are kept. None: $GPTLAB_CACHE, or the user's cache folder."""
+    json: bool = False
+    """Print one JSON object: the corpora with a name, and what is prepared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +132,9 @@ def main(argv: Sequence[str]) -> int:
 def _list(argv: list[str]) -> None:
     arguments = parse(ListArguments, argv, prog="gptlab data list", description="Corpora, formats, prepared tokens.")
     root = cache_root(arguments.cache_dir)
+    if arguments.json:
+        print(to_json(_listed(root), indent=2))
+        return
     print("corpora for --data, and several of them one after the other:")
     known = [
         ("stdlib", "the sources of this Python's standard library: one file, one document; nothing to download"),
@@ -151,11 +157,9 @@ def _list(argv: list[str]) -> None:
         print(f"  {corpus.name}: {corpus.what}\n    {corpus.lineage}")
     print(f"  {CORE}: 22 tasks for `gptlab eval RUN --core` (DCLM, arXiv 2406.11794)\n    nanochat")
     print(f"\nprepared in {root}:")
-    entries = [
-        [entry.name, *_entry(entry)] for entry in sorted((root / "tokens").glob("*")) if not entry.name.startswith(".")
-    ]
+    entries = [_entry(folder) for folder in _prepared_folders(root)]
     if entries:
-        _print_table([["fingerprint", "corpus", "split", "tokenizer", "tokens", "MB"], *entries], "<<<<>>")
+        _print_table([["fingerprint", "corpus", "split", "tokenizer", "tokens", "MB"], *map(_row, entries)], "<<<<>>")
     else:
         print("  nothing yet")
 
@@ -173,16 +177,47 @@ def _core_entry(root: Path) -> list[str]:
     return [CORE, here, "1", "0.2 GB", "each task its own", CORE_BUNDLE.address]
 
 
-def _entry(folder: Path) -> list[str]:
-    """Corpus, split, tokenizer, tokens and megabytes of one set of prepared tokens."""
-    megabytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) / 1e6
-    reason = damage(folder)
-    if reason is not None:
-        return [f"damaged ({reason}): made again when needed", "", "", "", f"{megabytes:,.1f}"]
-    info = read_info(folder)
-    tokenizer = f"{info['tokenizer']['kind']} {info['tokenizer']['vocab_size']:,}"
-    tokens = info["train"]["tokens"] + info["val"]["tokens"]
-    return [info["corpus"], info["split"], tokenizer, f"{tokens:,}", f"{megabytes:,.1f}"]
+def _prepared_folders(root: Path) -> list[Path]:
+    return [folder for folder in sorted((root / "tokens").glob("*")) if not folder.name.startswith(".")]
+
+
+def _entry(folder: Path) -> dict[str, Any]:
+    """One set of prepared tokens; `damage` says why it cannot be used, and is null where it can."""
+    n_bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    entry: dict[str, Any] = {"fingerprint": folder.name, "bytes": n_bytes, "damage": damage(folder)}
+    if entry["damage"] is None:
+        info = read_info(folder)
+        entry |= {"corpus": info["corpus"], "split": info["split"], "tokenizer": info["tokenizer"]["kind"],
+                  "vocab_size": info["tokenizer"]["vocab_size"],
+                  "tokens": info["train"]["tokens"] + info["val"]["tokens"]}  # fmt: skip
+    return entry
+
+
+def _row(entry: Mapping[str, Any]) -> list[str]:
+    """Fingerprint, corpus, split, tokenizer, tokens and megabytes."""
+    megabytes = f"{entry['bytes'] / 1e6:,.1f}"
+    if entry["damage"] is not None:
+        return [entry["fingerprint"], f"damaged ({entry['damage']}): made again when needed", "", "", "", megabytes]
+    tokenizer = f"{entry['tokenizer']} {entry['vocab_size']:,}"
+    return [entry["fingerprint"], entry["corpus"], entry["split"], tokenizer, f"{entry['tokens']:,}", megabytes]
+
+
+def _listed(root: Path) -> dict[str, Any]:
+    """What `--json` prints."""
+    corpora = [
+        {
+            "name": corpus.name, "here": state(corpus, root), "default_files": corpus.default_files,
+            "all_files": corpus.all_files, "file_bytes": corpus.file_bytes, "license": corpus.license,
+            "address": corpus.place.address, "what": corpus.what, "lineage": corpus.lineage,
+        }
+        for corpus in CORPORA
+    ]  # fmt: skip
+    return {
+        "cache": str(root),
+        "corpora": corpora,
+        "core": core_folder(root).is_dir(),
+        "prepared": [_entry(folder) for folder in _prepared_folders(root)],
+    }
 
 
 def _prepare(argv: list[str]) -> None:

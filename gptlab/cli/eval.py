@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gptlab.cli.arguments import parse
 from gptlab.cli.load_arguments import LoadArguments
 from gptlab.config.errors import UserError, require, require_positive
+from gptlab.runtime.strict_json import to_json
 
 if TYPE_CHECKING:
     from gptlab.cli.loaded_run import LoadedRun
@@ -31,6 +32,8 @@ class EvalArguments(LoadArguments):
     """Folder of the evaluation bundle. None: as in the run's configuration."""
     core_examples: int | None = None
     """Examples of each CORE task, at most; 0: all. None: as in the run's configuration."""
+    json: bool = False
+    """Print one JSON object, numbers unrounded."""
 
     def __post_init__(self) -> None:
         require_positive("--tokens", self.tokens)
@@ -53,30 +56,45 @@ def main(argv: Sequence[str]) -> int:
     with together() as (group, console):
         with memory_told(smaller_model):
             run = arguments.load(console, group)
-        measure = _core_lines if arguments.core else _validation_lines
+        measure = _core if arguments.core else _validation
         rows = arguments.micro_sequences or run.config.eval_sequences
         with memory_told(lambda error: fewer_rows(error, rows)):
-            lines = measure(run, arguments, console, group)
+            figures = measure(run, arguments, console, group)
     if not group.is_main:
         return 0
-    print("\n".join((f"run: {run.directory.path}", f"step: {run.step}", *lines)))
+    figures = {"run": str(run.directory.path), "step": run.step} | figures
+    if arguments.json:
+        print(to_json(figures, indent=2))
+    else:
+        print("\n".join(_lines(figures)))
     return 0
 
 
-def _validation_lines(run: LoadedRun, arguments: EvalArguments, console: Console, group: Group) -> list[str]:
+def _lines(figures: Mapping[str, Any]) -> Iterator[str]:
+    """`key: value`, losses and accuracies with six decimals; each task of CORE with its accuracy against guessing."""
+    for key, value in figures.items():
+        if key == "tasks":
+            for label, accuracy in value.items():
+                yield f"{label}: {accuracy:.6f}"
+                yield f"{label}_centered: {figures['centered'][label]:.6f}"
+        elif key != "centered":
+            yield f"{key}: {value:.6f}" if isinstance(value, float) else f"{key}: {value}"
+
+
+def _validation(run: LoadedRun, arguments: EvalArguments, console: Console, group: Group) -> dict[str, Any]:
     result = evaluate_run(
         run, tokens=arguments.tokens, micro_sequences=arguments.micro_sequences, console=console, group=group
     )
-    return [
-        f"val_loss: {result.val_loss:.6f}",
-        f"val_bpb: {result.val_bpb:.6f}",
-        f"target_tokens: {result.target_tokens}",
-        f"target_bytes: {result.target_bytes}",
-        *([] if result.train_loss is None else [f"train_loss: {result.train_loss:.6f}"]),
-    ]
+    return {
+        "val_loss": result.val_loss,
+        "val_bpb": result.val_bpb,
+        "target_tokens": result.target_tokens,
+        "target_bytes": result.target_bytes,
+        **({} if result.train_loss is None else {"train_loss": result.train_loss}),
+    }
 
 
-def _core_lines(run: LoadedRun, arguments: EvalArguments, console: Console, group: Group) -> list[str]:
+def _core(run: LoadedRun, arguments: EvalArguments, console: Console, group: Group) -> dict[str, Any]:
     result = core_of_run(
         run,
         core_dir=arguments.core_dir,
@@ -85,11 +103,11 @@ def _core_lines(run: LoadedRun, arguments: EvalArguments, console: Console, grou
         console=console,
         group=group,
     )
-    tasks = (
-        (f"{label}: {accuracy:.6f}", f"{label}_centered: {result.centered[label]:.6f}")
-        for label, accuracy in result.accuracy.items()
-    )
-    return [*(line for lines in tasks for line in lines), f"core_metric: {result.core_metric:.6f}"]
+    return {
+        "tasks": dict(result.accuracy),
+        "centered": {label: result.centered[label] for label in result.accuracy},
+        "core_metric": result.core_metric,
+    }
 
 
 def core_of_run(

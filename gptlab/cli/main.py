@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 
-from gptlab.config.errors import UserError, nearest_name, one_line
+from gptlab.config.errors import UserError, nearest_name, one_line, paths_of_the_user
 from gptlab.runtime.spinning import limit_spinning
 
 COMMANDS = {
@@ -57,15 +57,28 @@ EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
 
 def entry_point() -> None:
     """The console script."""
+    _open_standard_streams()
     code = main(sys.argv[1:])
     gc.freeze()  # Else the interpreter looks for garbage in all of torch's compiler before it ends: 0.9 s.
     sys.exit(code)
 
 
+def _open_standard_streams() -> None:
+    """Where the caller has closed one (`gptlab ... >&-`), let it lead nowhere. Python has no sys.stdout then, and the
+    next file that anything opens would get its number, and with it all that libraries print."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free: this one
+    sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
+
+
 def main(argv: Sequence[str]) -> int:
     """Run one command; its exit code. A UserError becomes one line on stderr and exit code 2."""
     try:
-        with _results_of_rank_0():
+        with _results_of_rank_0(), paths_of_the_user():
             code = _dispatch(list(argv))
         sys.stdout.flush()  # A reader that has gone away shows here, not at interpreter exit.
         return code

@@ -10,6 +10,7 @@ import torch
 from gptlab.cli.place import place_of
 from gptlab.cli.run_arguments import RunArguments, read_request
 from gptlab.cli.training_rate import Rate, assumed_vocab_size, remembered_rate
+from gptlab.config.load import config_to_json
 from gptlab.config.model import ModelConfig
 from gptlab.config.run import RunConfig
 from gptlab.config.scaling import Machine
@@ -17,6 +18,7 @@ from gptlab.model.counting import FlopsPerToken, ParameterCounts, flops_per_toke
 from gptlab.model.gpt import GPT
 from gptlab.runtime.device import device_name
 from gptlab.runtime.peak import Peak
+from gptlab.runtime.strict_json import to_json
 from gptlab.train.memory import Memory, count_memory
 
 DESCRIPTION = "What a run would be: parameters, FLOPs, memory, steps and hours, before anything runs. Reads no data."
@@ -41,8 +43,14 @@ class Plan:
     """How fast this machine was seen to train this configuration."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanArguments(RunArguments):
+    json: bool = False
+    """Print one JSON object, numbers unrounded."""
+
+
 def main(argv: list[str]) -> int:
-    request = read_request(argv, RunArguments, prog="gptlab plan", description=DESCRIPTION)
+    request = read_request(argv, PlanArguments, prog="gptlab plan", description=DESCRIPTION)
     config = request.config(_remembered)
     place = place_of(config)
     plan = make_plan(
@@ -50,8 +58,40 @@ def main(argv: list[str]) -> int:
         memory_is_shared=place.device.type != "cuda",
     )  # fmt: skip
     label = f"{device_name(place.device)} ({place.device})"
-    print(describe(plan, device_memory=_device_memory(place.device), device_label=label))
+    if request.options.get("json"):
+        print(to_json(figures(plan, device=str(place.device), device_memory=_device_memory(place.device)), indent=2))
+    else:
+        print(describe(plan, device_memory=_device_memory(place.device), device_label=label))
     return 0
+
+
+def figures(plan: Plan, *, device: str, device_memory: int | None) -> dict[str, object]:
+    """The plan as plain values: bytes, FLOPs, seconds. None: unknown."""
+    memory, tokens = plan.memory, None if plan.steps is None else plan.steps * plan.config.batch.total_tokens
+    return {
+        "config": config_to_json(plan.config),
+        "parameters": plan.parameters.total,
+        "parameters_by_role": dict(plan.parameters.by_role),
+        "scaling_parameters": plan.parameters.scaling,
+        "flops_per_token": plan.flops.total,
+        "steps": plan.steps,
+        "tokens": tokens,
+        "total_flops": None if tokens is None else tokens * plan.flops.total,
+        "training_seconds": plan.seconds,
+        "memory_bytes": memory.total if plan.memory_is_shared else memory.device_total,
+        "memory_bytes_by_part": {
+            "weights": memory.weights,
+            "gradients": memory.gradients,
+            "optimizer": memory.optimizer,
+            "activations": memory.activations,
+            "snapshot": memory.snapshot,
+        },
+        "device": device,
+        "device_memory_bytes": device_memory,
+        "dtype": str(plan.dtype).removeprefix("torch."),
+        "peak_flops_per_second": plan.peak.flops_per_second,
+        "peak_source": plan.peak.source,
+    }
 
 
 def _remembered(config: RunConfig) -> Machine:

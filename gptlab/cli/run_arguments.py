@@ -93,6 +93,8 @@ class TrainArguments(RunArguments):
     """Continue the run in this folder, bit for bit. Fields given beside it must be those that the run has."""
     from_run: str | None = None
     """Repeat the run in this folder. Fields given beside it replace its own."""
+    quiet: bool = False
+    """Print warnings, errors and the closing block only. log.txt has the rest."""
     list: bool = False
     """Print the recipes and end."""
 

@@ -11,6 +11,7 @@ from gptlab.cli.arguments import parse
 from gptlab.cli.load_arguments import LoadArguments
 from gptlab.config.errors import require, require_positive
 from gptlab.config.run import SampleConfig
+from gptlab.runtime.strict_json import to_json
 
 if TYPE_CHECKING:
     from gptlab.cli.loaded_run import LoadedRun
@@ -34,6 +35,8 @@ class SampleArguments(LoadArguments):
     """Seeds the draws, together with the prompt. None: the run's seed."""
     stop: bool = True
     """End where the model begins a new document."""
+    json: bool = False
+    """Print one JSON object when all texts are drawn."""
 
     def __post_init__(self) -> None:
         require_positive("--max-tokens", self.max_tokens)
@@ -71,8 +74,17 @@ def main(argv: Sequence[str]) -> int:
         texts = drawn_together(_streams(run, arguments, settings), group)
     if group.is_main:
         with memory_told(smaller_model):
-            _show(settings.prompts, texts)
+            if arguments.json:
+                print(to_json(_samples(run, settings.prompts, texts), indent=2))
+            else:
+                _show(settings.prompts, texts)
     return 0
+
+
+def _samples(run: LoadedRun, prompts: Sequence[str], texts: Sequence[Iterable[str]]) -> dict[str, object]:
+    """Each prompt, and the text that follows it."""
+    drawn = [{"prompt": prompt, "text": "".join(pieces)} for prompt, pieces in zip(prompts, texts, strict=True)]
+    return {"run": str(run.directory.path), "step": run.step, "samples": drawn}
 
 
 def sampled_prompts(run: LoadedRun) -> list[str]:

@@ -114,7 +114,7 @@ def train_run(
     # A process that only trains may be ended from outside of its main thread; somebody's Python program may not.
     with (
         EarlyStop(partial(_end_now, start) if catch else None, exits=catch and world.size > 1) as early,
-        Console() if world.is_main else QuietConsole() as console,
+        Console(quiet=request.options.get("quiet", False)) if world.is_main else QuietConsole() as console,
     ):
         try:
             with join(world, partial(exit_code, interrupted=EXIT_PREEMPTED)) as group, ExitStack() as held:
@@ -132,7 +132,7 @@ def train_run(
                 failure = error.failure
                 _note_lost(start, failure)
                 if failure.exit_code == EXIT_PREEMPTED:
-                    console.line(_stopped_early(_signal_of(failure), start.run))
+                    console.result(_stopped_early(_signal_of(failure), start.run))
                 if not failure.said_by_itself and start.run is not None:
                     console.error(f"training failed: {error}; {_last_checkpoint(start.run)}")
                 raise error from None
@@ -142,7 +142,7 @@ def train_run(
                 if start.run is None:
                     raise StoppedEarly(early.signal_name) from None
                 start.set_status("preempted")
-                console.line(_stopped_early(early.signal_name, start.run))
+                console.result(_stopped_early(early.signal_name, start.run))
                 return Result(EXIT_PREEMPTED, start.run.path, {})
             if ran_out_of_memory(error) and start.config is not None:
                 run_path = None if start.run is None else start.run.path

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 MAX_MESSAGE_CHARACTERS = 2000
 MAX_VALUE_CHARACTERS = 300
@@ -26,6 +28,18 @@ class ConfigError(UserError):
         self.nearest = nearest
         hint = "" if nearest is None else f" (nearest valid: {nearest})"
         super().__init__(f"{field} = {_shown(value)}: {reason}{hint}")
+
+
+@contextmanager
+def paths_of_the_user() -> Iterator[None]:
+    """Within, a path that no file system takes, or that this user may not follow, is a UserError wherever it is found
+    out: every command has options that are paths, and every look at one may raise this."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES) or error.filename is None:
+            raise
+        raise UserError(f"cannot use {_shown(str(error.filename))}: {error.strerror}") from error
 
 
 def one_line(error: BaseException) -> str:

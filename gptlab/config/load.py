@@ -24,6 +24,9 @@ MAX_TOML_BYTES = 1 << 14
 MAX_INT = 2**63 - 1
 """No amount is larger, and larger ones overflow wherever they meet a float or a tensor."""
 
+_MAY_HOLD_NUL = ("sample.prompts", "prompt")
+"""Texts that a model continues. Others end in paths or messages, where nothing takes a NUL."""
+
 _LATER = ("parallel", "recipe_arguments", "eval.at_end", "runtime.coordinate_descent_tuning", "runtime.allocator")
 """Fields, and groups of them, that files of version 1 need not have: their defaults are what there was before."""
 
@@ -178,6 +181,8 @@ def checked_value(annotation: Any, value: Any, field: str) -> Any:
         return float(value)
     if leaf is Path and isinstance(value, str | Path):
         return Path(value)
+    if type(value) is str and "\0" in value and field not in _MAY_HOLD_NUL:
+        raise ConfigError(field, value, "must not hold a NUL character")
     if leaf in (bool, int, str) and type(value) is leaf:
         return value
     raise ConfigError(field, value, f"must be {wanted(annotation)}")

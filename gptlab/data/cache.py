@@ -41,8 +41,17 @@ BLOCK_BYTES = 2**20
 
 
 def cache_root(cache_dir: str | None) -> Path:
-    """`cache_dir`, else $GPTLAB_CACHE, else `gptlab` in the folder where this platform's users keep caches."""
-    chosen = cache_dir or os.environ.get("GPTLAB_CACHE")
+    """`cache_dir`, else $GPTLAB_CACHE, else `gptlab` in the folder where this platform's users keep caches. UserError
+    where that is asked for and this user has no home."""
+    try:
+        return _cache_root(cache_dir or os.environ.get("GPTLAB_CACHE"))
+    except RuntimeError:  # of pathlib: no HOME, and no entry in the password database
+        raise UserError(
+            "this user has no home folder to keep prepared tokens and compiled kernels in: set GPTLAB_CACHE to a folder"
+        ) from None
+
+
+def _cache_root(chosen: str | None) -> Path:
     if chosen:
         return Path(chosen).expanduser()
     if sys.platform == "win32":

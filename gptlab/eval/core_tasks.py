@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -77,7 +78,7 @@ class Task:
 def find_bundle(core_dir: str | None, cache: Path) -> Path | None:
     """Where the bundle is: `core_dir`, or CACHE/core where that is None. None where the latter is not there;
     ConfigError where a folder that was named is no bundle."""
-    folder = core_folder(cache) if core_dir is None else Path(core_dir).expanduser()
+    folder = core_folder(cache) if core_dir is None else Path(os.path.expanduser(core_dir))
     if (folder / TASKS).is_file():
         return folder
     if core_dir is None:

@@ -85,7 +85,9 @@ class Console:
     Text is plain: escape sequences and control characters are taken out. Any thread may use it.
     """
 
-    def __init__(self, log_path: Path | None = None, *, stream: TextIO | None = None) -> None:
+    def __init__(self, log_path: Path | None = None, *, stream: TextIO | None = None, quiet: bool = False) -> None:
+        """`quiet`: print warnings and results only; log.txt is the same."""
+        self._quiet = quiet
         self._stream = sys.stdout if stream is None else stream
         self._display = _make_display(self._stream)
         self._log: AppendFile | None = None
@@ -121,6 +123,13 @@ class Console:
         """Print and log."""
         text = _plain(text)
         self._record(text)
+        if not self._quiet:
+            self._show(lambda display: display.line(self._printable(text)))
+
+    def result(self, text: str) -> None:
+        """Print and log, also where only results are wanted: what a run ends with."""
+        text = _plain(text)
+        self._record(text)
         self._show(lambda display: display.line(self._printable(text)))
 
     def warn(self, text: str) -> None:
@@ -143,7 +152,8 @@ class Console:
         """
         text, parts = _plain(text), [self._printable(_plain(part)) for part in parts]
         self._record(text)
-        self._show(lambda display: display.live(self._printable(text), parts))
+        if not self._quiet:
+            self._show(lambda display: display.live(self._printable(text), parts))
 
     def settle(self) -> None:
         """Make the latest live text an ordinary line, behind which others can follow."""
@@ -156,6 +166,9 @@ class Console:
         A moving bar on a terminal, elsewhere a line every few seconds; nothing of it is logged. The work may be inside
         a library: another thread draws.
         """
+        if self._quiet:
+            yield
+            return
         interval_seconds = _BUSY_SECONDS
         if self._display is not None:
             interval_seconds = max(interval_seconds, self._display.progress_seconds)
@@ -182,9 +195,11 @@ class Console:
         `total` may be None (not known). `unit` is a plural ("documents"), or "bytes". A closing line with the amount
         and the rate is printed and logged unless the work raises.
         """
-        interval_seconds = float("inf") if self._display is None else self._display.progress_seconds
+        shown = None if self._quiet else self._display
+        interval_seconds = float("inf") if shown is None else shown.progress_seconds
         progress = Progress(description, total, unit, show=self._show_progress, interval_seconds=interval_seconds)
-        self._show(lambda display: display.begin_progress(self._printable(_plain(description))))
+        if not self._quiet:
+            self._show(lambda display: display.begin_progress(self._printable(_plain(description))))
         try:
             yield progress
         finally:

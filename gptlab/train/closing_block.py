@@ -29,8 +29,8 @@ def closing_numbers(summary: Mapping[str, Any]) -> dict[str, Any]:
 
 def show_closing_block(numbers: Mapping[str, Any], console: Console) -> None:
     """Print and log the final numbers in autoresearch's form, so that `grep "^val_bpb:"` works."""
-    console.line("---")
+    console.result("---")
     decimals_of = _CLOSING_DECIMALS | _OPTIONAL_DECIMALS
     for key, value in numbers.items():
         decimals = decimals_of[key]
-        console.line(f"{key + ':':<18}{'unknown' if value is None else f'{value:.{decimals}f}'}")
+        console.result(f"{key + ':':<18}{'unknown' if value is None else f'{value:.{decimals}f}'}")

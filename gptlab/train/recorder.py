@@ -157,7 +157,7 @@ class Recorder:
     def preempted(self, state: TrainState, signal_name: str | None) -> None:
         self.console.settle()
         where = f"after step {state.step}, saved" if state.step else "before the first step"
-        self.console.line(f"{signal_name}: stopped {where}; resume with {self.resume_command}")
+        self.console.result(f"{signal_name}: stopped {where}; resume with {self.resume_command}")
 
     def failed(self, state: TrainState, error: Exception) -> None:
         """The run ends by this error: its reason, step and loss go into run.json and metrics.jsonl."""

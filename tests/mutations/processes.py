@@ -47,7 +47,7 @@ MUTATIONS = [
     ),
     Mutation(
         "every rank speaks", "cli/train.py",
-        "Console() if world.is_main else QuietConsole() as console", "Console() as console",
+        "if world.is_main else QuietConsole() as console", "as console",
         ["test_distributed.py::TestWorldSizes::test_only_rank_0_speaks_and_writes"],
         ["Only the master process evaluates", "`print0` prints from the master",
          "All ranks evaluate; the process group"],
