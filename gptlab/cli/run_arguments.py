@@ -91,6 +91,8 @@ class RunArguments(RunConfig):
 class TrainArguments(RunArguments):
     resume: str | None = None
     """Continue the run in this folder, bit for bit. Fields given beside it must be those that the run has."""
+    resume_from_step: int | None = None
+    """With --resume: the step to continue from. Its checkpoint must be there; later ones are set aside."""
     from_run: str | None = None
     """Repeat the run in this folder. Fields given beside it replace its own."""
     quiet: bool = False
@@ -110,6 +112,7 @@ class RunRequest:
     overrides: Mapping[str, Any] = field(default_factory=dict)
     """{dotted field: value}; applied after the recipe."""
     resume: str | None = None
+    resume_from_step: int | None = None
     from_run: str | None = None
     list_recipes: bool = False
     recipe_arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -248,6 +251,8 @@ def request_of(recipe: str | None, given: Mapping[str, Any]) -> RunRequest:
 
 def _require_one_start(recipe: str | None, given: Mapping[str, Any]) -> None:
     """--from says all that a recipe, a TOML file or --resume would say."""
+    if given.get("resume_from_step") is not None and given.get("resume") is None:
+        raise UserError("--resume-from-step needs --resume RUN, the run to continue")
     if given.get("from") is None:
         return
     other = f"--resume {given['resume']}" if given.get("resume") is not None else recipe
@@ -322,6 +327,7 @@ def _merge(recipe: str | None, file: Mapping[str, Any], flags: Mapping[str, Any]
         horizon=horizon,
         overrides=overrides | _overrides(flags),
         resume=flags.get("resume"),
+        resume_from_step=flags.get("resume_from_step"),
         from_run=flags.get("from"),
         list_recipes=flags.get("list", False),
         recipe_arguments={name: value for name, value in both.items() if name in of_recipes},

@@ -175,6 +175,7 @@ def _prepare_and_train(
     from gptlab.cli.repeat import repeated_config, stored_config, what_differs
     from gptlab.cli.restart import earlier_end, end_again, restarted
     from gptlab.cli.resume import newest_checkpoint, record_resume, require_same_start, restore_tokenizer
+    from gptlab.cli.resume_step import go_back_to
     from gptlab.cli.same_run import require_same_run, sized_together
     from gptlab.cli.session import make_run_directory, open_session, train
     from gptlab.cli.train_on import require_longer, train_on
@@ -196,13 +197,16 @@ def _prepare_and_train(
         _require_trained(run)
         was = stored_config(run)
         trains_on = start.config.horizon != was.horizon
-        finished = _finished(start.config, run, console) if group.is_main and not trains_on else None
+        goes_on = trains_on or request.resume_from_step is not None
+        finished = _finished(start.config, run, console) if group.is_main and not goes_on else None
         if summary := group.broadcast("finished", finished):
             console.line(f"{run.path} is finished; to train it on: {longer_command(run.path, was)}")
             show_closing_block(closing_numbers(summary), console)
             return Result(0, run.path, summary)
         _same_parts(parts, run, "resume", console)
         start.run = run
+        if request.resume_from_step is not None and group.is_main:
+            go_back_to(run, request.resume_from_step, console)
         checkpoint = newest_checkpoint(run, console, group)
         start.config = _with_own_tokenizer(start.config, run)
     if request.from_run is not None:
