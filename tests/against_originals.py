@@ -266,7 +266,7 @@ def shims(recording: Recording, modules: Mapping[str, types.ModuleType], argumen
 
 
 def batches(n_entries: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Endless random tokens, each row's targets its next ones, and now and then one that does not count."""
+    """Endless random tokens; the targets of a row are its next ones."""
     generator = torch.Generator().manual_seed(1)
     while True:
         rows = torch.randint(n_entries, (ROWS, SEQ_LEN + 1), generator=generator)
