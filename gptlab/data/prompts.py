@@ -36,7 +36,7 @@ def validation_prompts(split: TokenSplit, tokenizer: Tokenizer, count: int) -> t
             found[prompt] = None
         if len(found) == count:
             break
-    return tuple(found) or (("",) if tokenizer.bos_id is not None else ())
+    return tuple(found) or (("",) if count > 0 and tokenizer.bos_id is not None else ())
 
 
 def _places(split: TokenSplit, count: int) -> Iterator[tuple[int, int, bool]]:
