@@ -27,6 +27,7 @@ from torch import Tensor
 
 from gptlab.cli.place import place_of
 from gptlab.cli.session import open_session
+from gptlab.cli.training_rate import Rate
 from gptlab.eval.bits_per_byte import evaluate
 from gptlab.runtime.console import Console
 from gptlab.runtime.peak import Peak
@@ -204,6 +205,7 @@ def in_scene(*, name: str, rank: int, killed: bool = False) -> Iterator[None]:
         # A clock that stands still measures no machine, and what each process measures is never twice the same.
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.setattr("gptlab.cli.place.peak_flops_per_second", lambda device, dtype: Peak(1e11, "measured"))
+        patch.setattr("gptlab.cli.training_rate.time_rate", lambda *args: Rate(1.0, 1e11, "2026-01-01"))
         clock = stack.enter_context(FakeClock.running())
         clock._charge(patch, "gptlab.cli.session.make_kernels", STARTUP)
         stack.enter_context(scene.within())
