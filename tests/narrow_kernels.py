@@ -20,7 +20,7 @@ def kernels_for(processor: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -
     compiler = cxx_compiler()
     assert compiler is not None
     flags = [flag.replace("native", processor) for flag in kernel_library._FLAGS]
-    library = kernel_library.load_built(compiler, kernel_library._SOURCES, [*flags, "-Wno-psabi"])
+    library = kernel_library.load_built(compiler, kernel_library._SOURCES, [*flags, "-Wno-psabi"]).functions
     for name in ("attention_scratch", "mlp_forward_scratch", "linear_multiple"):
         getattr(library, name).restype = ctypes.c_long
     return library

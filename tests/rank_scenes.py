@@ -29,8 +29,9 @@ import torch.distributed as dist
 from distributed_scenes import free_ports
 from torch import Tensor
 
-from gptlab.cli import session
+from gptlab.cli import computed_by, session
 from gptlab.cli.main import main
+from gptlab.model import gpt
 from gptlab.runtime import provenance
 from gptlab.runtime.run_directory import RunDirectory
 from gptlab.train import loop
@@ -77,6 +78,9 @@ def make_trouble(trouble: Mapping[str, Any]) -> None:
     if "code" in trouble:  # of another gptlab
         take = provenance.take_code
         provenance.take_code = lambda folder: take(Path(trouble["code"]))
+    if "kernels" in trouble:  # that could not be built
+        gpt.attention_kernel_available, gpt.linear_kernel_pays = lambda: False, lambda layer: False
+        computed_by.missing_kernels = lambda model: trouble["kernels"]
     if "backend" in trouble:  # of torch.compile
         torch.compile = functools.partial(torch.compile, backend=trouble["backend"])
         around(session, "fit", lambda *args: torch.compiler.set_stance("fail_on_recompile"))

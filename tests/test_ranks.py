@@ -93,6 +93,7 @@ def write_scenes(script: Script) -> None:
     script.lane = "unlike"
     script.train("other-code")["trouble"] = [{"1": {"code": str(folder / "changed" / "gptlab")}}]
     script.train("other-data")["trouble"] = [{"1": {"corpus": str(folder / "other-corpus")}}]
+    script.train("other-kernels")["trouble"] = [{"1": {"kernels": "error: out of order"}}]
 
     script.lane = "restarts"
     moments = [
@@ -243,6 +244,13 @@ class TestDisagreement:
         assert codes(played, name) == [[2, 2]]
         assert said(played, name)["err"].splitlines()[-1].startswith(f"gptlab: error: rank 1 has another {what}")
         assert not (played / name / "config.json").exists()
+
+    def test_a_rank_that_cannot_build_the_kernels_is_named_with_the_reason(self, played: Path) -> None:
+        """Its losses would differ from those of the others, and nobody would say so."""
+        assert codes(played, "other-kernels") == [[2, 2]]
+        error = said(played, "other-kernels")["err"].splitlines()[-1]
+        assert error.startswith("gptlab: error: rank 1 computes otherwise than rank 0 (error: out of order)")
+        assert not (played / "other-kernels" / "config.json").exists()
 
 
 class TestDamagedCheckpoints:

@@ -350,8 +350,8 @@ class TestEverySavedPartCounts:
         saved = load_checkpoint(list_checkpoints(killed[False] / "checkpoints")[-1])
         entries = {name for name in saved.state if name != "marks"} | {f"marks.{name}" for name in saved.state["marks"]}
         # float16 has the scaler, see below; what off_clock holds is seconds, see the test with the test's own clock.
-        # Of step see above, of run see test_identity.py.
-        assert entries - {"scaler", "off_clock", "step", "run"} <= PARTS.keys()
+        # Of step see above, of run see test_identity.py, of implementations test_implementations.py.
+        assert entries - {"scaler", "off_clock", "step", "run", "implementations"} <= PARTS.keys()
         kinds = {name if name.startswith("rng.") else name.rpartition(".")[2] for name in saved.optimizer}
         assert kinds - {"step"} <= PARTS.keys()
 

@@ -534,7 +534,7 @@ def test_warm_up_leaves_no_trace(folder: Path, changes: dict[str, Any]) -> None:
         warmed.append(True)
         return state.model.loss(tokens, targets)
 
-    warm_up(state, replace(opened.kernels, loss_sum=loss_sum), opened.config, opened.eval_sequences)
+    warm_up(state, replace(opened.kernels, loss_sum=loss_sum), opened.config, opened.eval_sequences, pytest.fail)
     after = everything()
     assert warmed == [True]
     assert before.keys() == after.keys()

@@ -76,7 +76,8 @@ def measure(request: RunRequest, console: Console, *, steps: int, seconds: float
     from gptlab.runtime.distributed import World
     from gptlab.runtime.out_of_memory import memory_told, what_to_lower
 
-    config = request.config(functools.partial(timed_machine, world=World(), warn=console.warn, show=console.live))
+    # What is wrong with a compiler `_measure` says, once.
+    config = request.config(functools.partial(timed_machine, world=World(), warn=lambda text: None, show=console.live))
     with memory_told(lambda error: what_to_lower(error, config, None)):
         return _measure(config, console, steps=steps, seconds=seconds, products=products)
 
@@ -105,7 +106,7 @@ def _measure(config: RunConfig, console: Console, *, steps: int, seconds: float,
 
     with state.loader:
         console.live("compiling" if kernels.compiled else "warming up")
-        compiled, compile_seconds = _warm_up(state, kernels, config)
+        compiled, compile_seconds = _warm_up(state, kernels, config, console)
         console.live("timing steps")
         looks = [_look_at(place)]
         first = timed_steps()
@@ -144,13 +145,14 @@ def _measure(config: RunConfig, console: Console, *, steps: int, seconds: float,
         )
 
 
-def _warm_up(state: TrainState, kernels: Kernels, config: RunConfig) -> tuple[Compiled, float]:
+def _warm_up(state: TrainState, kernels: Kernels, config: RunConfig, console: Console) -> tuple[Compiled, float]:
     """As before training. What is new in the cache's folder afterwards was not there to be taken from it."""
     from gptlab.train.compilation import keep_compiled, warm_up
 
     folder = keep_compiled()
     before = _files(folder)
-    seconds = warm_up(state, kernels, config, config.eval.micro_sequences or config.batch.micro_sequences)
+    eval_sequences = config.eval.micro_sequences or config.batch.micro_sequences
+    seconds = warm_up(state, kernels, config, eval_sequences, console.warn)
     if not kernels.compiled:
         return "off", seconds
     return ("cached" if _files(folder) == before else "cold"), seconds

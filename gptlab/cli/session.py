@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
+from gptlab.cli.computed_by import settle_implementations
 from gptlab.cli.next_steps import next_steps, resume_command
 from gptlab.cli.own_parts import NO_PARTS, OwnParts
 from gptlab.cli.place import Place
@@ -39,7 +40,7 @@ from gptlab.runtime.code_snapshot import CodeSnapshot
 from gptlab.runtime.console import Console
 from gptlab.runtime.device import cuda_version, device_name
 from gptlab.runtime.distributed import Group
-from gptlab.runtime.identity import RunIdentity, config_sha256, new_run_id, recorded_id
+from gptlab.runtime.identity import config_sha256, identity_of, new_run_id
 from gptlab.runtime.job import Job
 from gptlab.runtime.machine_load import MachineLoad
 from gptlab.runtime.metrics import MetricsLog, NoMetricsLog
@@ -298,12 +299,6 @@ def _state_of(checkpoint: Checkpoint) -> Iterator[None]:
         ) from error
 
 
-def _identity(run: RunDirectory, session: Session) -> dict[str, Any]:
-    run_id = recorded_id(run)
-    assert run_id is not None
-    return RunIdentity(run_id, run.read_config(), session.data.fingerprint).to_json()
-
-
 def _open_metrics(run: RunDirectory, session: Session, parts: OwnParts) -> MetricsLog:
     if parts.hooks:
         from gptlab.train.hooks import HookedMetricsLog
@@ -326,19 +321,21 @@ def train(
     console: Console,
     off_clock: OffClock,
     *,
+    origin: RunDirectory | None = None,
     parts: OwnParts = NO_PARTS,
     before_first_step: Callable[[], None] = lambda: None,
     stop_now: Callable[[str], None] | None = None,
 ) -> tuple[Literal["finished", "preempted"], dict[str, object]]:
-    """Run the session in its folder, whose lock the caller holds, from the start or from a checkpoint of it. Returns
-    how it ended, and the closing numbers. Of several processes only rank 0 writes."""
+    """Run the session in its folder, whose lock the caller holds, from the start or from a checkpoint of it. `origin`:
+    the run that it repeats. Returns how it ended, and the closing numbers. Of several processes only rank 0 writes."""
     config, state, group = session.config, session.state, session.work.group
     peak = session.place.peak.flops_per_second
     log = _open_metrics(run, session, parts) if group.is_main else NoMetricsLog()
     with log as metrics, state.loader, BackgroundSaver(state.device) as saver:
+        about_run = {"run": identity_of(run, session.data.fingerprint).to_json()} if group.is_main else {}
         saves = Saves(
             config, session.finish, run, console, metrics, off_clock, group,
-            saver if config.checkpoint.background else None, _identity(run, session) if group.is_main else None,
+            saver if config.checkpoint.background else None, about_run,
         )  # fmt: skip
         record = Recorder(
             config, session.finish, run, console, metrics,
@@ -356,9 +353,13 @@ def train(
                 console.line("compiling: longest the first time, from the cache after that")
             with console.busy("compiling" if session.kernels.compiled else "warming up"):
                 off_clock.compile_seconds = warm_up(
-                    state, session.kernels, config, session.eval_sequences,
+                    state, session.kernels, config, session.eval_sequences, console.warn,
                     session.work.sums if state.is_sharded else None,
                 )  # fmt: skip
+            session.work = replace(session.work, loss_sum=session.kernels.loss_sum)
+            saves.about_run["implementations"] = settle_implementations(
+                state.model, session.kernels, run, checkpoint, origin, group, console
+            )
             if checkpoint is not None:
                 with _state_of(checkpoint):
                     state.restore(checkpoint.model, checkpoint.optimizer, checkpoint.state)

@@ -170,6 +170,7 @@ def _prepare_and_train(
     from gptlab.runtime.provenance import EvidenceTaker
 
     evidence_taker = EvidenceTaker()  # before torch is imported, which takes longer
+    from gptlab.cli.computed_by import require_same_implementations
     from gptlab.cli.first_screen import describe
     from gptlab.cli.place import kernels_for, place_of
     from gptlab.cli.repeat import repeated_config, stored_config, what_differs
@@ -218,9 +219,12 @@ def _prepare_and_train(
     if start.config is None:
         from gptlab.cli.training_rate import timed_machine
 
+        def silent(text: str) -> None:
+            pass  # what is wrong with a compiler the run itself says, once
+
         def measure(config: RunConfig) -> Machine:
             with console.busy("timing steps, for the size to follow from them"):
-                return timed_machine(config, group.world, console.warn, lambda text: None)
+                return timed_machine(config, group.world, silent, silent)
 
         start.config, machine = sized_together(request.config, measure, group)
     if group.is_main and start.run is None and start.config.run_dir is not None:
@@ -234,6 +238,7 @@ def _prepare_and_train(
     evidence = evidence_taker.result()
     facts = session.provenance(argv, evidence.code, request.from_run)
     require_same_run(session.config, facts, group)
+    require_same_implementations(session.state.model, session.kernels, group)
     if recorded := start.run or origin:
         asked = {} if origin is None else request.overrides
         for line in what_differs(recorded, facts, asked):
@@ -252,7 +257,7 @@ def _prepare_and_train(
     try:
         ended, summary = train(
             session, start.run, checkpoint, console, OffClock(started),
-            parts=parts,
+            origin=origin, parts=parts,
             before_first_step=early.preparation_is_over,
             stop_now=partial(_stop_at_once, start) if catch else None,
         )  # fmt: skip

@@ -74,7 +74,7 @@ def time_rate(config: RunConfig, place: Place, warn: Callable[[str], None], show
         kernels = make_kernels(state, short, warn)
         with state.loader:
             show("compiling, to time the steps that the size follows from" if kernels.compiled else "timing steps")
-            warm_up(state, kernels, short, config.eval_sequences)
+            warm_up(state, kernels, short, config.eval_sequences, warn)
             show("timing steps")
             try:
                 seconds = time_whole_steps(

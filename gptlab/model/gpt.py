@@ -287,10 +287,14 @@ class GPT(nn.Module):
             self.cos.copy_(cos)
             self.sin.copy_(sin)
 
+    @property
+    def suits_kernels(self) -> bool:
+        """Whether the C++ kernels, where they can be built, compute parts of this model: float32 on a CPU."""
+        return self.token_embedding.weight.device.type == "cpu" and self.compute_dtype == torch.float32
+
     def choose_kernels(self) -> None:
         """To be called where the weights have their device, before anything is compiled."""
-        on_cpu = self.token_embedding.weight.device.type == "cpu"
-        by_kernel = on_cpu and self.compute_dtype == torch.float32
+        by_kernel = self.suits_kernels
         for module in self.blocks.modules():
             if isinstance(module, Attention):
                 module.by_kernel = by_kernel and attention_kernel_available()

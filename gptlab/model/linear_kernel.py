@@ -99,7 +99,7 @@ def _multiple() -> int | None:
     ):
         torch.library.register_fake(f"gptlab::{name}", shapes)
         register_flop_formula(getattr(torch.ops.gptlab, name))(flops)
-    return int(library.linear_multiple()) if library.linear_pays() else None
+    return int(library.functions.linear_multiple()) if library.functions.linear_pays() else None
 
 
 def _linear_shapes(x: Tensor, weight: Tensor) -> Tensor:

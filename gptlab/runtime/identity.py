@@ -55,6 +55,13 @@ class RunIdentity:
         }
 
 
+def identity_of(run: RunDirectory, data_fingerprint: str) -> RunIdentity:
+    """What the run's next checkpoints say of it."""
+    run_id = recorded_id(run)
+    assert run_id is not None
+    return RunIdentity(run_id, run.read_config(), data_fingerprint)
+
+
 def new_run_id() -> str:
     return uuid.uuid4().hex
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +19,7 @@ from gptlab.config.run import RunConfig
 from gptlab.data.cache import cache_root
 from gptlab.data.loader import StepBatch
 from gptlab.model.counting import flops_per_token
+from gptlab.model.implementations import missing_kernels, without_kernels
 from gptlab.optim.combined import CombinedOptimizer
 from gptlab.runtime.device import compiler_available, synchronize
 from gptlab.runtime.rng import capture_rng, restore_rng
@@ -39,7 +42,19 @@ class Kernels:
 
     loss_sum: LossFunction
     logits: Logits
-    compiled: bool
+    compiler: str = "off"
+    """What compiled them: "off" where nothing did, else "inductor", after the warm-up with the instruction set that it
+    generates code for on a CPU ("inductor avx512")."""
+    plain: Kernels | None = None
+    """The same not compiled, for a compiler that turns out to fail."""
+
+    @property
+    def compiled(self) -> bool:
+        return self.compiler != "off"
+
+    def give_up_compiling(self) -> None:
+        assert self.plain is not None
+        self.loss_sum, self.logits, self.compiler = self.plain.loss_sum, self.plain.logits, "off"
 
 
 def keep_compiled() -> Path:
@@ -55,14 +70,15 @@ def make_kernels(state: TrainState, config: RunConfig, warn: Callable[[str], Non
     """Compile by configuration: ConfigError where it is demanded and no compiler is there, a warning where it is
     only preferred."""
     model = state.model
-    plain = Kernels(state.as_forward(model.loss), model.__call__, compiled=False)
+    plain = Kernels(state.as_forward(model.loss), model.__call__)
+    if (missing := missing_kernels(model)) is not None:
+        warn(without_kernels(missing))
     if config.runtime.compile == "off":
         return plain
-    if not compiler_available(state.device):
-        needed = "Triton" if state.device.type == "cuda" else "a C++ compiler (g++ or clang++)"
+    if (problem := _cannot_compile(state.device)) is not None:
         if config.runtime.compile == "on":
-            raise ConfigError("runtime.compile", "on", f"torch.compile needs {needed}, and none was found", "auto")
-        warn(f"no {needed} found: training without torch.compile, which is slower")
+            raise ConfigError("runtime.compile", "on", problem, "auto")
+        warn(f"training without torch.compile, which is slower: {problem}")
         return plain
 
     def compiled(function: F) -> F:
@@ -74,7 +90,7 @@ def make_kernels(state: TrainState, config: RunConfig, warn: Callable[[str], Non
         return cast(F, torch.compile(function, dynamic=False, options=options))
 
     if _is_short_step(state, config) and not state.is_sharded:
-        return Kernels(compiled(model.loss), model.__call__, compiled=True)
+        return Kernels(compiled(model.loss), model.__call__, "inductor", plain)
 
     # Block by block: layers of one kind share their code, so compile time does not grow with depth. Three layers took
     # 38 s cold instead of 51 s for the whole model, at the same speed (docs/LOG.md).
@@ -90,7 +106,21 @@ def make_kernels(state: TrainState, config: RunConfig, warn: Callable[[str], Non
             hidden = model.hidden(tokens, blocks).detach()
         return head_logits(hidden)
 
-    return Kernels(state.as_forward(loss_sum), state.as_forward(logits), compiled=True)
+    return Kernels(state.as_forward(loss_sum), state.as_forward(logits), "inductor", plain)
+
+
+def _cannot_compile(device: torch.device) -> str | None:
+    """Why torch.compile cannot be had, as far as can be told without trying."""
+    if not compiler_available(device):
+        needed = "Triton" if device.type == "cuda" else "a C++ compiler (g++ or clang++)"
+        return f"torch.compile needs {needed}, and none was found"
+    folder = keep_compiled()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return None
+    except OSError as error:
+        return f"torch.compile needs a cache, and {folder} cannot be written: {error.strerror or error}"
 
 
 def _is_short_step(state: TrainState, config: RunConfig) -> bool:
@@ -100,13 +130,61 @@ def _is_short_step(state: TrainState, config: RunConfig) -> bool:
 
 
 def warm_up(
-    state: TrainState, kernels: Kernels, config: RunConfig, eval_sequences: int, sums: GradientSums | None = None
+    state: TrainState,
+    kernels: Kernels,
+    config: RunConfig,
+    eval_sequences: int,
+    warn: Callable[[str], None],
+    sums: GradientSums | None = None,
 ) -> float:
-    """Run one forward, backward and update and one validation forward on tokens that are not the run's, then put
-    weights, moments and generators back. Returns the seconds it took: compilation, mostly.
+    """Compile: run one forward, backward and update and one validation forward on tokens that are not the run's, then
+    put weights, moments and generators back. Returns the seconds it took.
 
-    `sums` as for `gradients`: only where weights are shared do the ranks need each other to warm up."""
+    Where the compiler fails, or compiles nothing, `kernels` are those without it from here on, and `warn` is called;
+    ConfigError where it is demanded, or where the other ranks are in the middle of a pass. `sums` as for `gradients`:
+    only where weights are shared do the ranks need each other to warm up."""
     started = time.perf_counter()
+    if not kernels.compiled:
+        _run_once(state, kernels, config, eval_sequences, sums)
+        return time.perf_counter() - started
+    from torch._dynamo.exc import TorchDynamoException  # 0.7 s, which compiling takes anyway
+    from torch._dynamo.utils import counters
+
+    demanded = config.runtime.compile == "on"
+    try:
+        _run_once(state, kernels, config, eval_sequences, sums)
+    except (TorchDynamoException, OSError) as error:
+        problem = f"torch.compile failed: {_what_failed(error)}"
+        if demanded or sums is not None:
+            raise ConfigError("runtime.compile", config.runtime.compile, problem, "off") from error
+        kernels.give_up_compiling()
+        warn(f"training without torch.compile, which is slower: {problem}")
+        _run_once(state, kernels, config, eval_sequences, sums)
+    else:
+        if counters["stats"]["unique_graphs"] > 0:  # of this process: a second model may find those of the first
+            kernels.compiler = _compiler(state.device)
+        else:  # TORCHDYNAMO_DISABLE
+            kernels.give_up_compiling()
+            warn("training without torch.compile, which is slower: it compiled nothing")
+    return time.perf_counter() - started
+
+
+def _compiler(device: torch.device) -> str:
+    """What compiled for this device, and on a CPU for which vectors: Inductor takes the widest ones that the processor
+    and the C++ compiler both have, or none."""
+    chosen = sys.modules.get("torch._inductor.cpu_vec_isa")  # where Inductor has generated code for a CPU
+    return "inductor" if device.type != "cpu" or chosen is None else f"inductor {chosen.pick_vec_isa()}"
+
+
+def _what_failed(error: Exception) -> str:
+    """One line of an error of torch.compile: of a C++ compiler's the first complaint."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return next((line for line in lines if "error" in line.lower()), lines[0] if lines else type(error).__name__)[:300]
+
+
+def _run_once(
+    state: TrainState, kernels: Kernels, config: RunConfig, eval_sequences: int, sums: GradientSums | None
+) -> None:
     rng = capture_rng(state.device)
     kept = {**state.model_tensors(), **state.optimizer.state_tensors()}
     copies = {name: tensor.to("cpu", copy=True) for name, tensor in kept.items()}
@@ -127,7 +205,6 @@ def warm_up(
             state.scaler.load_state_dict(scaler)
         restore_rng(rng, state.device)
         synchronize(state.device)
-    return time.perf_counter() - started
 
 
 def _foreign_batch(state: TrainState, config: RunConfig) -> StepBatch:

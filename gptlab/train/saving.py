@@ -13,7 +13,7 @@ in the same way, and all then stop, or go on. One process writes, renames and re
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -94,7 +94,8 @@ class Saves:
     group: Group = field(default_factory=Group)
     saver: BackgroundSaver | None = None
     """None: training waits for every save."""
-    identity: Mapping[str, Any] | None = None  # `RunIdentity.to_json`, which rank 0 alone needs
+    about_run: dict[str, Any] = field(default_factory=dict)
+    """What every state.json says of the run: which it is, and what computes it. Rank 0 alone needs it."""
     unscheduled_steps: set[int] = field(default_factory=set)
     """Of checkpoints that a signal asked for, as far as known."""
     _abandoned: bool = False
@@ -269,7 +270,7 @@ class Saves:
             "metrics_bytes": self.metrics.position(),
             "log_bytes": self.console.log_position(),
             "off_clock": self.off_clock.so_far(),
-            **({} if self.identity is None else {"run": dict(self.identity)}),
+            **self.about_run,
         }
 
     def _completion(

@@ -1,0 +1,59 @@
+"""What computes a run: alike on all ranks, recorded in run.json, compared with what computed it before."""
+
+from __future__ import annotations
+
+from gptlab.cli.repeat import recorded_facts
+from gptlab.config.errors import UserError
+from gptlab.model.gpt import GPT
+from gptlab.model.implementations import changed, implementations, missing_kernels
+from gptlab.runtime.console import Console
+from gptlab.runtime.distributed import Group
+from gptlab.runtime.run_directory import RunDirectory
+from gptlab.train.checkpoint import Checkpoint
+from gptlab.train.compilation import Kernels
+
+
+def require_same_implementations(model: GPT, kernels: Kernels, group: Group) -> dict[str, str]:
+    """{part: what computes it}; of `compile` known after the warm-up only, since a compiler may be there and fail.
+
+    UserError on rank 0 where another rank computes a part of the run by another implementation: the ranks would not
+    have the same weights for long. The other ranks end by it.
+    """
+    ours = implementations(model) | {"compile": kernels.compiler}
+    everybody = group.gather("implementations", {"found": ours, "missing": missing_kernels(model)})
+    for rank, theirs in enumerate(everybody if group.is_main else []):
+        found = theirs["found"]
+        if found != ours:
+            parts = [name for name in {**ours, **found} if found.get(name) != ours.get(name)]
+            what = "; ".join(f"{name}: {found.get(name)}, not {ours.get(name)}" for name in parts)
+            raise UserError(
+                f"rank {rank} computes otherwise than rank 0 ({theirs['missing'] or what}): give all of them the same "
+                "C++ compiler, kind of processor and torch, and a cache that can be written ($GPTLAB_CACHE)"
+            )
+    return ours
+
+
+def settle_implementations(
+    model: GPT,
+    kernels: Kernels,
+    run: RunDirectory,
+    checkpoint: Checkpoint | None,
+    origin: RunDirectory | None,
+    group: Group,
+    console: Console,
+) -> dict[str, str]:
+    """What computes the run, to be called after the warm-up, and recorded in run.json. UserError as above; a warning
+    where it is not what computed the checkpoint, or the run that this one repeats (`origin`)."""
+    found = require_same_implementations(model, kernels, group)
+    if group.is_main:
+        resumes = recorded_facts(run).get("resumes")
+        if isinstance(resumes, list) and resumes:
+            run.set_status("running", resumes=[*resumes[:-1], resumes[-1] | {"implementations": found}])
+        else:
+            run.set_status("running", implementations=found)
+    if checkpoint is not None:
+        if what := changed(checkpoint.state.get("implementations"), found):
+            console.warn(f"not computed as the checkpoint was ({what}): close to, not bit for bit")
+    elif origin is not None and (what := changed(recorded_facts(origin).get("implementations"), found)):
+        console.warn(f"not computed as {origin.path} was ({what}): close to, not bit for bit")
+    return found
