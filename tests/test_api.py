@@ -25,7 +25,7 @@ from gptlab.data.prepare import PreparedData
 from gptlab.data.rows import RowSource, SequentialRows
 from gptlab.model.gpt import GPT
 
-MACHINE = Machine(device="cpu", matmul_flops_per_second=1e11)
+MACHINE = Machine(device="cpu", flops_per_second=1e11)
 
 
 @pytest.fixture(scope="module")

@@ -289,7 +289,7 @@ class TestRunRequest:
             request("small --help")
         text = capsys.readouterr().out
         assert text.index("--depth") < text.index("--minutes") < text.index("--model.seq-len")
-        assert "those of small" in " ".join(text.split())
+        assert "Defaults in [ ]: small;" in " ".join(text.split())
 
     def test_help_offers_exactly_what_is_read(self, capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit):

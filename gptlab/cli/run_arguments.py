@@ -96,7 +96,7 @@ class TrainArguments(RunArguments):
     from_run: str | None = None
     """Repeat the run in this folder. Fields given beside it replace its own."""
     quiet: bool = False
-    """Print warnings, errors and the closing block only. log.txt has the rest."""
+    """Print warnings and the closing block only. Errors go to stderr as ever; log.txt has the rest."""
     list: bool = False
     """Print the recipes and end."""
 
@@ -285,7 +285,7 @@ def _help(arguments: type[RunArguments], recipe: str, *, prog: str, description:
     texts = {name: one.text for call in RECIPES.values() for name, one in own_arguments(call).items() if one.text}
     return help_of(
         prog=prog,
-        description=f"{description} Defaults in [ ] are those of {recipe}; `sized`: by the speed of the machine.",
+        description=f"{description} Defaults in [ ]: {recipe}; `sized`: by machine.",
         recipe=recipe,
         call=RECIPES[recipe],
         kinds=kinds | of_recipe,
