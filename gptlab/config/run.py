@@ -111,8 +111,8 @@ class CheckpointConfig:
     """Save while training goes on, from a copy of the state in host memory. False: training waits for every save. The
     last checkpoint, and one that a signal asks for, are always waited for."""
     on_failure: OnSaveFailure = "stop"
-    """When a save fails (disk full): stop with a clear error | continue with a warning, except for the last checkpoint of
-    a run. Older ones stay either way. Of a save in the background it is known with the next step."""
+    """When a save fails (disk full): stop with a clear error | continue with a warning, except for a run's last one.
+    Older ones stay either way. Of a save in the background it is known with the next step."""
 
     def __post_init__(self) -> None:
         for name in ("every_steps", "every_seconds", "keep_last", "keep_every_steps"):
