@@ -31,6 +31,7 @@ from tiny_runs import (
     at_line,
     command,
     differences,
+    killed_at,
     lines_of,
     make_config,
     outcome,
@@ -475,6 +476,20 @@ class TestClock:
         shown = re.findall(r"^step .* remaining: (\d+)s$", (run / "log.txt").read_text(encoding="utf-8"), re.M)
         assert shown == ["3", "2", "1", "0"]
 
+    def test_figures_that_are_made_of_the_clock(self, folder: Path) -> None:
+        """Steps of one second: MFU and the time left, and the number of parameters, from their definitions."""
+        with FakeClock.running():
+            run = train(folder, "figures", sample__prompts=[])
+        opened = open_tiny(folder)
+        peak, flops = opened.place.peak.flops_per_second, flops_per_token(opened.state.model).total
+        assert peak is not None
+        summary = read_json(run / "summary.json")
+        assert summary["mfu_percent"] == pytest.approx(100 * flops * TOKENS_PER_STEP / peak)
+        weights = load_checkpoint(list_checkpoints(run / "checkpoints")[-1]).model
+        assert summary["num_params_M"] == sum(tensor.numel() for tensor in weights.values()) / 1e6
+        log = (run / "log.txt").read_text(encoding="utf-8")
+        assert [int(seconds) for seconds in re.findall(r"remaining: (\d+)s$", log, re.M)] == list(range(11, -1, -1))
+
     def test_a_budget_in_seconds(self, folder: Path) -> None:
         """Twelve seconds are twelve steps of one second, not one more; schedules follow the share of the budget."""
         with FakeClock.running():
@@ -727,6 +742,32 @@ def test_settings_of_the_compiler_and_the_gpu_allocator_are_passed_on(
     assert os.environ["PYTORCH_ALLOC_CONF"] == "max_split_size_mb:64"
 
 
+def test_a_best_checkpoint_is_not_saved_again_by_the_run_that_resumes_from_it(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes = {"checkpoint__every_steps": None, "checkpoint__save_best": True, "checkpoint__background": False}
+    config = replace(make_config(folder, "best-once", sample__prompts=[], **changes), run_dir=str(tmp_path / "run"))
+    with killed_at("checkpoint", 6):
+        gptlab.train(config)
+    saved, save = [], saving_module.save_checkpoint
+
+    def noted(folder: Path, step: int, **parts: Any) -> Any:
+        saved.append(step)
+        return save(folder, step, **parts)
+
+    monkeypatch.setattr(saving_module, "save_checkpoint", noted)
+    assert gptlab.train(resume=tmp_path / "run").exit_code == 0
+    assert saved == [9, 12]
+
+
+def test_many_passes_over_the_data_are_a_warning(folder: Path) -> None:
+    """More than four epochs: eight steps are about one of this corpus."""
+    few = command(["train", *arguments(folder, "few-epochs", {"sample.prompts": ["a"], "steps": 16})])[1]
+    many = command(["train", *arguments(folder, "many-epochs", {"sample.prompts": ["a"], "steps": 48})])[1]
+    assert "passes over the training data" not in few
+    assert re.search(r"^warning: \d+ passes over the training data: beyond 4,", many, re.M)
+
+
 class TestPreemption:
     """A signal ends the run behind the step in hand; resumed, it is the run that no signal ever reached."""
 
@@ -762,6 +803,26 @@ class TestPreemption:
         assert not (run / "summary.json").exists()
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
         assert (lines[-1]["kind"], lines[-1]["step"]) == (kind, step), "what a signal asks for leaves no line"
+        assert command(["train", "--resume", run])[0] == 0
+        assert differences(expected, outcome(run)) == []
+
+    def test_in_the_middle_of_a_validation(self, folder: Path, expected: Outcome) -> None:
+        """The validation is finished and recorded; what is due after it is left to the resumed run."""
+        run, seen = folder / "mid-validation", []
+        evaluate = session_module.evaluate
+
+        def interrupted(*args: Any, **kwargs: Any) -> Evaluation:
+            seen.append(True)
+            if len(seen) == 3:  # at step 6, after 0 and 3: samples are due too
+                signal.raise_signal(signal.SIGTERM)
+            return evaluate(*args, **kwargs)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(session_module, "evaluate", interrupted)
+            assert command(["train", *arguments(folder, "mid-validation")])[0] == 75
+        assert [line["step"] for line in lines_of(run, "eval")] == [0, 3, 6]
+        assert lines_of(run, "sample") == []
+        assert saved_steps(run)[-1] == 6
         assert command(["train", "--resume", run])[0] == 0
         assert differences(expected, outcome(run)) == []
 
