@@ -68,6 +68,8 @@ class TestParse:
         """True and False in words, whole numbers in scientific notation, tuples in several pieces."""
         assert read("r", "--flag", "true", "--other", "off").flag
         assert not read("r", "--flag", "true", "--other", "off").other
+        assert not read("r", "--other", "False").other
+        assert read("--flag", "True", "r").flag
         assert read("r", "--max-tokens", "1e6").max_tokens == 1_000_000
         assert read("r", "--prompts", "a", "--flag", "--prompts", "b").prompts == ("a", "b")
         assert read("r", "--top-k", "3", "--top-k", "none").top_k is None

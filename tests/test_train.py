@@ -168,15 +168,6 @@ class TestClosingBlock:
         assert shlex.split(found["train it on"])[1:] == ["train", "--resume", str(whole), "--steps", str(2 * STEPS)]
         assert shlex.split(found["change and compare"])[1:4] == ["train", "--from", str(whole)]
 
-    def test_utilization_and_parameters_by_the_definition(self, folder: Path, whole: Path) -> None:
-        """MFU is of the whole run on its clock; parameters are every trained number, a shared one once."""
-        opened, summary = open_tiny(folder), read_json(whole / "summary.json")
-        peak = opened.place.peak.flops_per_second
-        assert peak is not None
-        flops = flops_per_token(opened.state.model).total * STEPS * TOKENS_PER_STEP
-        assert summary["mfu_percent"] == pytest.approx(100 * flops / summary["training_seconds"] / peak, rel=1e-12)
-        assert summary["num_params_M"] == sum(p.numel() for p in opened.state.model.parameters()) / 1e6
-
     def test_evaluating_the_run_again_gives_its_number(self, whole: Path, console_text: str) -> None:
         code, out, _ = command(["eval", whole, "--device", "cpu"])
         line = next(line for line in console_text.splitlines() if line.startswith("val_bpb:"))
@@ -469,12 +460,6 @@ class TestClock:
             monkeypatch.setattr("gptlab.train.loop.synchronize", wait)
             run = train(folder, "waits", steps=3, sample__prompts=[])
         assert [line["step_seconds"] for line in lines_of(run, "train")] == [1.5] * 3
-
-    def test_the_time_left_is_that_of_the_steps_to_come(self, folder: Path) -> None:
-        with FakeClock.running():
-            run = train(folder, "left", steps=4, sample__prompts=[])
-        shown = re.findall(r"^step .* remaining: (\d+)s$", (run / "log.txt").read_text(encoding="utf-8"), re.M)
-        assert shown == ["3", "2", "1", "0"]
 
     def test_figures_that_are_made_of_the_clock(self, folder: Path) -> None:
         """Steps of one second: MFU and the time left, and the number of parameters, from their definitions."""

@@ -29,4 +29,9 @@ MUTATIONS = [
         ["test_token_files.py::test_data_commands_show_tokens"],
         ["Tokens and shards of both loaders"],
     ),
+    Mutation(
+        "True and False with capitals are no values of a flag", "cli/arguments.py",
+        "words[0].lower() not in TRUTH_WORDS", "words[0] not in TRUTH_WORDS",
+        ["test_cli_arguments.py::TestParse::test_more_than_tyro_takes"],
+    ),
 ]  # fmt: skip

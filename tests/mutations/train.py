@@ -458,19 +458,29 @@ MUTATIONS = [
     Mutation(
         "mfu_percent is a share", "train/recorder.py",
         '"mfu_percent": None if mfu is None else 100 * mfu', '"mfu_percent": mfu',
-        ["test_train.py::TestClosingBlock::test_utilization_and_parameters_by_the_definition"],
+        ["test_train.py::TestClock::test_figures_that_are_made_of_the_clock"],
         ["The closing block: val_bpb"],
     ),
     Mutation(
         "num_params_M counts matrices and head", "cli/session.py",
         "session.counts.total", "session.counts.scaling",
-        ["test_train.py::TestClosingBlock::test_utilization_and_parameters_by_the_definition"],
+        ["test_train.py::TestClock::test_figures_that_are_made_of_the_clock"],
         ["The closing block: val_bpb"],
     ),
     Mutation(
         "the step line has the time of the whole run left", "train/recorder.py",
         "steps=None if self.finish.steps is None else self.finish.steps - state.step", "steps=self.finish.steps",
-        ["test_train.py::TestClock::test_the_time_left_is_that_of_the_steps_to_come"],
+        ["test_train.py::TestClock::test_figures_that_are_made_of_the_clock"],
         ["One line a step: step, percent"],
+    ),
+    Mutation(
+        "samples are made after a signal within the validation", "train/loop.py",
+        "if work.prompts and not agreed.stop and due(", "if work.prompts and due(",
+        ["test_train.py::TestPreemption::test_in_the_middle_of_a_validation"],
+    ),
+    Mutation(
+        "a run that is resumed from its best checkpoint saves it again", "train/loop.py",
+        "state.is_best() and state.step > 0 and state.saved != now", "state.is_best() and state.step > 0",
+        ["test_train.py::test_a_best_checkpoint_is_not_saved_again_by_the_run_that_resumes_from_it"],
     ),
 ]  # fmt: skip
