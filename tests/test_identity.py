@@ -186,7 +186,11 @@ def test_a_change_that_gptlab_made_is_recorded_and_resumes(run: Path) -> None:
     assert "nothing left to train" in command(["train", "--resume", run])[1]
 
 
-@pytest.mark.parametrize("harm", [Path.unlink, lambda p: p.write_bytes(b"{"), lambda p: p.write_bytes(b"[]")], ids=str)
+@pytest.mark.parametrize(
+    "harm",
+    [Path.unlink, lambda p: p.write_bytes(b"{"), lambda p: p.write_bytes(b"[]")],
+    ids=["lost", "cut off", "a list"],
+)
 def test_a_lost_or_damaged_run_json_is_replaced(run: Path, expected: Outcome, harm: Callable[[Path], object]) -> None:
     """The checkpoint says which run it is and on which data it was trained; what was damaged is kept beside it."""
     before = json.loads((run / "run.json").read_text())
