@@ -780,8 +780,9 @@ class TestPreemption:
         with at_line(kind, step, lambda: signal.raise_signal(number)):
             code, out, _ = command(["train", *arguments(folder, name, changes)])
         assert code == 75
+        where = f"after step {step}, saved" if step else "before the first step"
         assert out.splitlines()[-1] == (
-            f"{signal.Signals(number).name}: stopped after step {step}, saved; resume with gptlab train --resume {run}"
+            f"{signal.Signals(number).name}: stopped {where}; resume with gptlab train --resume {run}"
         )
         assert read_json(run / "run.json")["status"] == "preempted"
         assert saved_steps(run)[-1] == step

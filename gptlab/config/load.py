@@ -47,7 +47,8 @@ def config_from_json(values: object) -> RunConfig:
         raise ConfigError(
             "schema_version", version, f"written by a newer gptlab; this one reads up to {SCHEMA_VERSION}: upgrade it"
         )
-    values = values | {"model": with_later_model_fields(values.get("model"))}
+    if "model" in values:
+        values = values | {"model": with_later_model_fields(values["model"])}
     leaves = flatten({name: value for name, value in values.items() if name != "schema_version"})
     # A run that was begun before a field was there has what the field now defaults to.
     defaults = flatten(config_to_json(RunConfig()))
