@@ -298,7 +298,7 @@ class TestRunRequest:
             request("--help-all")
         offered = set(re.findall(r"^  --([\w.-]+)", capsys.readouterr().out, re.MULTILINE))
         names = [*leaf_fields(RunConfig), *run_arguments.HORIZONS, *run_arguments.ALIASES, "depth", "resume", "from"]
-        names += ["list", "quiet"]
+        names += ["list", "quiet", "resume_from_step"]
         assert offered == {name.replace("_", "-") for name in names} - {"recipe", "recipe-arguments"}
 
 
