@@ -280,6 +280,7 @@ PARTS = {
     "marks.saved": entry("marks.saved", None, of_whole_run=True),
     "val_loss": entry("val_loss", None, of_whole_run=True),
     "val_bpb": entry("val_bpb", None, of_whole_run=True),
+    "min_val_bpb": entry("min_val_bpb", None, of_whole_run=True),
     "core_metric": entry("core_metric", None, of_whole_run=True),
     "best": entry("best", None, of_whole_run=True),
     "best_saved": entry("best_saved", None, of_whole_run=True),

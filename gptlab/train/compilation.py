@@ -172,8 +172,10 @@ def warm_up(
 def _compiler(device: torch.device) -> str:
     """What compiled for this device, and on a CPU for which vectors: Inductor takes the widest ones that the processor
     and the C++ compiler both have, or none."""
-    chosen = sys.modules.get("torch._inductor.cpu_vec_isa")  # where Inductor has generated code for a CPU
-    return "inductor" if device.type != "cpu" or chosen is None else f"inductor {chosen.pick_vec_isa()}"
+    vectors = sys.modules.get("torch._inductor.cpu_vec_isa")
+    if device.type != "cpu" or vectors is None or not vectors.valid_vec_isa_list.cache_info().currsize:
+        return "inductor"  # which has not looked for them: to look takes seconds, for it compiles programs to try
+    return f"inductor {vectors.pick_vec_isa()}"
 
 
 def _what_failed(error: Exception) -> str:
