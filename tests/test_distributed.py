@@ -164,6 +164,7 @@ class TestWorldSizes:
             assert (of(played, "four", rank)["out"], of(played, "four", rank)["err"]) == ("", "")
         facts = json.loads((played / "four" / "run.json").read_text())
         assert (facts["world_size"], facts["status"]) == (4, "finished")
+        assert [line["step"] for line in lines_of(played / "four", "train")] == [1, 2, 3, 4]
 
 
 class TestBrokenSteps:

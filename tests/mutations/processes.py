@@ -9,7 +9,7 @@ SHARES = "test_divided.py::TestGradientShares::test_each_gets_the_sums_of_what_i
 MUTATIONS = [
     Mutation(
         "gradients leave in every backward pass", "train/divided.py",
-        "        if not self._armed:\n            return\n", "",
+        "        self._armed = False\n        # Registered", "        self.begin()\n        # Registered",
         [SHARES],
         ["With DDP, gradients are synchronized", "Gradients are suppressed from synchronizing",
          "No sync in all but the last micro-batch"],
@@ -46,8 +46,8 @@ MUTATIONS = [
         ["The process group is destroyed", "All ranks evaluate; the process group"],
     ),
     Mutation(
-        "every rank speaks", "cli/train.py",
-        "if world.is_main else QuietConsole() as console", "as console",
+        "every rank writes metrics", "cli/session.py",
+        "MetricsLog(run.metrics_path) if group.is_main else NoMetricsLog()", "MetricsLog(run.metrics_path)",
         ["test_distributed.py::TestWorldSizes::test_only_rank_0_speaks_and_writes"],
         ["Only the master process evaluates", "`print0` prints from the master",
          "All ranks evaluate; the process group"],
