@@ -47,7 +47,7 @@ MUTATIONS = [
     ),
     Mutation(
         "every rank writes metrics", "cli/session.py",
-        "MetricsLog(run.metrics_path) if group.is_main else NoMetricsLog()", "MetricsLog(run.metrics_path)",
+        "_open_metrics(run, session, parts) if group.is_main else NoMetricsLog()", "_open_metrics(run, session, parts)",
         ["test_distributed.py::TestWorldSizes::test_only_rank_0_speaks_and_writes"],
         ["Only the master process evaluates", "`print0` prints from the master",
          "All ranks evaluate; the process group"],
