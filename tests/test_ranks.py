@@ -88,7 +88,7 @@ def write_scenes(script: Script) -> None:
             damaged = ["step-00000005/state.json", "step-00000004/optimizer-00001-of-00002.safetensors"]
             scene["copies"][of_one] = damaged + ["step-00000002/manifest.json"] * (of_one == "its-lost")
     both = script.train("both", 3)
-    both["trouble"] = [{"0": {"at": 3, "signals": ["SIGINT"]}, "2": {"at": 3, "signals": ["SIGTERM", "SIGINT"]}}]
+    both["trouble"] = [{"0": {"at": 3, "signals": ["SIGINT"]}, "2": {"at": 3, "signals": ["SIGTERM", "SIGTERM"]}}]
 
     script.lane = "unlike"
     script.train("other-code")["trouble"] = [{"1": {"code": str(folder / "changed" / "gptlab")}}]
