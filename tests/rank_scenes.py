@@ -34,7 +34,7 @@ from gptlab.cli.main import main
 from gptlab.model import gpt
 from gptlab.runtime import provenance
 from gptlab.runtime.run_directory import RunDirectory
-from gptlab.train import loop
+from gptlab.train import loop, watchdog
 from gptlab.train.agreement import Agreement, checksum
 from gptlab.train.state import TrainState
 from gptlab.train.step import Update
@@ -69,6 +69,8 @@ PLACES: Mapping[str, tuple[Any, str]] = {
 def make_trouble(trouble: Mapping[str, Any]) -> None:
     """What goes wrong on this rank."""
     at = trouble.get("at")
+    if trouble.get("in_a_hurry"):  # every further SIGINT counts, as if it came seconds later
+        watchdog._ECHO_SECONDS = 0.0
     if at in PLACES:
         around(*PLACES[at], lambda *args, **kwargs: send(trouble["signals"]))
     elif at is not None:

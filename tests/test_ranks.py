@@ -88,7 +88,9 @@ def write_scenes(script: Script) -> None:
             damaged = ["step-00000005/state.json", "step-00000004/optimizer-00001-of-00002.safetensors"]
             scene["copies"][of_one] = damaged + ["step-00000002/manifest.json"] * (of_one == "its-lost")
     both = script.train("both", 3)
-    both["trouble"] = [{"0": {"at": 3, "signals": ["SIGINT"]}, "2": {"at": 3, "signals": ["SIGTERM", "SIGTERM"]}}]
+    both["trouble"] = [{"0": {"at": 3, "signals": ["SIGINT"]}, "2": {"at": 3, "signals": ["SIGTERM", "SIGINT"]}}]
+    hurry = script.train("hurry")
+    hurry["trouble"] = [{"1": {"at": 3, "signals": ["SIGINT", "SIGINT"], "in_a_hurry": True}}]
 
     script.lane = "unlike"
     script.train("other-code")["trouble"] = [{"1": {"code": str(folder / "changed" / "gptlab")}}]
@@ -231,6 +233,12 @@ class TestSignals:
         assert codes(played, "both") == [[75, 75, 75]]
         assert "SIGINT (rank 0): stopped after step 3, saved" in said(played, "both")["out"]
         assert saved_steps(played / "both")[-1] == "step-00000003"
+
+    def test_a_second_interrupt_to_one_rank_ends_all_at_once(self, played: Path) -> None:
+        """Contract: exit code 75 on every rank, and the last checkpoint is untouched."""
+        assert codes(played, "hurry") == [[75, 75]]
+        assert json.loads((played / "hurry" / "run.json").read_text())["status"] == "preempted"
+        assert "step-00000003" not in saved_steps(played / "hurry")
 
     def test_before_the_first_step(self, played: Path) -> None:
         assert codes(played, "early") == [[75, 75]]

@@ -8,10 +8,14 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from gptlab.cli.run_arguments import HORIZONS
 from gptlab.config.horizon import Horizon
 from gptlab.config.run import RunConfig
+
+if TYPE_CHECKING:
+    from gptlab.runtime.run_directory import RunDirectory
 
 
 def program() -> str:
@@ -60,3 +64,25 @@ def _twice(horizon: Horizon) -> str:
     """A flag for twice as long a run."""
     name, factor = next((name, factor) for name, (unit, factor) in HORIZONS.items() if unit == horizon.unit)
     return f"--{name.replace('_', '-')} {2 * horizon.amount / factor:.12g}"
+
+
+def stopped_early(signal_name: str, run: RunDirectory | None) -> str:
+    if run is None:
+        return f"{signal_name}: stopped while preparing, before there was a run: the same command begins again"
+    return f"{signal_name}: stopped before the first step; resume with {resume_command(run.path)}"
+
+
+def stopped_by_peer(signal_name: str, run: RunDirectory | None) -> str:
+    """Where a signal ended another rank: before the first step, or in the middle of one, for somebody in a hurry."""
+    from gptlab.train.checkpoint import list_checkpoints
+
+    if run is None or not list_checkpoints(run.checkpoints_path):
+        return stopped_early(signal_name, run)
+    return f"{signal_name}: stopped at once; {last_checkpoint(run)}; resume with {resume_command(run.path)}"
+
+
+def last_checkpoint(run_directory: RunDirectory) -> str:
+    from gptlab.train.checkpoint import list_checkpoints
+
+    saved = list_checkpoints(run_directory.checkpoints_path)
+    return f"the last checkpoint is {saved[-1]}" if saved else "no checkpoint had been saved yet"

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gptlab.cli.next_steps import longer_command, resume_command
+from gptlab.cli.next_steps import last_checkpoint, longer_command, resume_command, stopped_by_peer, stopped_early
 from gptlab.cli.own_parts import NO_PARTS, OwnParts
 from gptlab.cli.run_arguments import RunRequest, TrainArguments, read_request, recipe_list
 from gptlab.config.errors import UserError
@@ -57,7 +57,7 @@ def main(argv: list[str]) -> int:
     try:
         return train_run(request, ["train", *argv], started).exit_code
     except StoppedEarly as stop:
-        print(_stopped_early(str(stop), None))
+        print(stopped_early(str(stop), None))
         return EXIT_PREEMPTED
     except PeerFailed as failed:
         return tell_peer_failed(failed)
@@ -132,9 +132,9 @@ def train_run(
                 failure = error.failure
                 _note_lost(start, failure)
                 if failure.exit_code == EXIT_PREEMPTED:
-                    console.result(_stopped_early(_signal_of(failure), start.run))
+                    console.result(stopped_by_peer(_signal_of(failure), start.run))
                 if not failure.said_by_itself and start.run is not None:
-                    console.error(f"training failed: {error}; {_last_checkpoint(start.run)}")
+                    console.error(f"training failed: {error}; {last_checkpoint(start.run)}")
                 raise error from None
             # Whatever a library made of the exception that the signal raised.
             if error is last and early.signal_name is not None:
@@ -142,7 +142,7 @@ def train_run(
                 if start.run is None:
                     raise StoppedEarly(early.signal_name) from None
                 start.set_status("preempted")
-                console.result(_stopped_early(early.signal_name, start.run))
+                console.result(stopped_early(early.signal_name, start.run))
                 return Result(EXIT_PREEMPTED, start.run.path, {})
             if ran_out_of_memory(error) and start.config is not None:
                 run_path = None if start.run is None else start.run.path
@@ -259,11 +259,11 @@ def _prepare_and_train(
             session, start.run, checkpoint, console, OffClock(started),
             origin=origin, parts=parts,
             before_first_step=early.preparation_is_over,
-            stop_now=partial(_stop_at_once, start) if catch else None,
+            stop_now=partial(_stop_at_once, start, group) if catch else None,
         )  # fmt: skip
     except TrainingFailed as error:
         start.ends(EXIT_TRAINING_FAILED, str(error))
-        console.error(f"training failed: {error}; {_last_checkpoint(start.run)}")
+        console.error(f"training failed: {error}; {last_checkpoint(start.run)}")
         if not catch:
             raise
         return Result(EXIT_TRAINING_FAILED, start.run.path, {})
@@ -272,23 +272,20 @@ def _prepare_and_train(
     return Result(0 if ended == "finished" else EXIT_PREEMPTED, start.run.path, summary)
 
 
-def _stopped_early(signal_name: str, run: RunDirectory | None) -> str:
-    if run is None:
-        return f"{signal_name}: stopped while preparing, before there was a run: the same command begins again"
-    return f"{signal_name}: stopped before the first step; resume with {resume_command(run.path)}"
-
-
 def _end_now(start: _Start, signal_name: str) -> None:
     """End the process from another thread, its main thread being deep inside a library. Whatever is half-made in the
     cache is never trusted, and removed by the next process."""
-    _exit_preempted(start, signal_name, _stopped_early(signal_name, start.run))
+    _exit_preempted(start, signal_name, stopped_early(signal_name, start.run))
 
 
-def _stop_at_once(start: _Start, signal_name: str) -> None:
+def _stop_at_once(start: _Start, group: Group, signal_name: str) -> None:
     """End the process, from another thread, for somebody who will not wait for the step in hand. It is what a kill
-    would do, but for the status and the exit code."""
+    would do, but for the status and the exit code, of this process and of the others."""
+    from gptlab.train.early_stop import StoppedEarly
+
     assert start.run is not None
-    text = f"{signal_name} again: stopped at once; {_last_checkpoint(start.run)}; resume with "
+    group.leave(StoppedEarly(signal_name), EXIT_PREEMPTED)
+    text = f"{signal_name} again: stopped at once; {last_checkpoint(start.run)}; resume with "
     _exit_preempted(start, signal_name, text + resume_command(start.run.path))
 
 
@@ -358,13 +355,6 @@ def _finished(config: RunConfig, run_directory: RunDirectory, console: Console) 
             console.warn(f"{run_directory.path} is marked as finished, but its final weights are not intact: {error}")
             return {}
     return summary
-
-
-def _last_checkpoint(run_directory: RunDirectory) -> str:
-    from gptlab.train.checkpoint import list_checkpoints
-
-    saved = list_checkpoints(run_directory.checkpoints_path)
-    return f"the last checkpoint is {saved[-1]}" if saved else "no checkpoint had been saved yet"
 
 
 def _require_trained(run_directory: RunDirectory) -> None:

@@ -264,6 +264,11 @@ class Group:
         if self._liveness is not None:
             self._liveness.on_lost = action
 
+    def leave(self, error: BaseException, exit_code: int) -> None:
+        """Let the other processes know that this one ends by `error`, from any thread: they end alike."""
+        if self._liveness is not None:
+            self._liveness.tell(error, exit_code)
+
     def at_step(self, step: int) -> None:
         """Note the step in hand, 1 the first, for messages about a rank that is lost in it."""
         if self._liveness is not None:

@@ -122,7 +122,8 @@ class Preemption:
 def _is_echo(seconds: float) -> bool:
     """Whether a SIGINT so long after the first signal is torchrun's: what the terminal sends to all of its processes
     it sends to its workers once more."""
-    return "TORCHELASTIC_RUN_ID" in os.environ and seconds < _ECHO_SECONDS
+    launched = "TORCHELASTIC_RUN_ID" in os.environ or os.environ.get("WORLD_SIZE", "1") != "1"
+    return launched and seconds < _ECHO_SECONDS
 
 
 class QuietGarbageCollector:
