@@ -183,7 +183,7 @@ def test_a_change_that_gptlab_made_is_recorded_and_resumes(run: Path) -> None:
     edit(run, "seed", 1337)
     assert command(["train", "--resume", run])[0] == 0
     assert list_checkpoints(run / "checkpoints")[-1].name == "step-00000010"
-    assert "nothing left to train" in command(["train", "--resume", run])[1]
+    assert "is finished; to train it on" in command(["train", "--resume", run])[1]
 
 
 @pytest.mark.parametrize(
