@@ -19,7 +19,7 @@ import psutil
 import pytest
 import torch
 from distributed_scenes import free_ports
-from tiny_runs import CLOCK_FIELDS, arguments, lines_of, write_bundle, write_corpus
+from tiny_runs import CLOCK_FIELDS, arguments, lines_of, read_to_step, write_bundle, write_corpus
 from torch import Tensor
 
 from gptlab.config.errors import UserError
@@ -99,7 +99,7 @@ def played(folder: Path) -> Path:
     (folder / "scenes.json").write_text(json.dumps(scenes(folder)))
     played = subprocess.run(
         [sys.executable, TESTS / "distributed_scenes.py", folder], env=os.environ | ENVIRONMENT, check=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=240,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=290,
     )  # fmt: skip
     (folder / "output.txt").write_text(played.stdout)
     return folder
@@ -240,13 +240,7 @@ def long_run(folder: Path) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
     try:
-        assert process.stdout is not None
-        said = []
-        for line in process.stdout:
-            said.append(line)
-            if line.startswith("step 00003"):
-                break
-        assert process.poll() is None, "".join(said)
+        read_to_step(process, 3)
         ranks = {int(child.environ()["RANK"]): child.pid for child in psutil.Process(process.pid).children()}
         yield process, [ranks[rank] for rank in range(3)]
     finally:

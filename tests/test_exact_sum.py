@@ -207,7 +207,7 @@ def played(folder: Path) -> Path:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     subprocess.run(
         [sys.executable, TESTS / "distributed_scenes.py", folder], env=environment, check=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=240,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=290,
     )  # fmt: skip
     return folder
 

@@ -166,7 +166,7 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "compiler-cache"),
     }
     subprocess.run(
-        [sys.executable, TESTS / "rank_scenes.py", folder], env=os.environ | environment, check=True, timeout=280
+        [sys.executable, TESTS / "rank_scenes.py", folder], env=os.environ | environment, check=True, timeout=290
     )
     return folder
 

@@ -61,7 +61,7 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert command(["train", *arguments(folder, "one", FLAGS)])[0] == 0  # prepares the data, too
     (folder / "scenes.json").write_text(json.dumps(scenes(folder)))
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    subprocess.run([sys.executable, TESTS / "saving_scenes.py", folder], env=environment, check=True, timeout=90)
+    subprocess.run([sys.executable, TESTS / "saving_scenes.py", folder], env=environment, check=True, timeout=290)
     return folder
 
 

@@ -92,7 +92,7 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "scenes.json").write_text(json.dumps(scenes(folder), default=str))
     played = subprocess.run(
         [sys.executable, TESTS / "distributed_scenes.py", folder], env=os.environ | ENVIRONMENT, check=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=240,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=290,
     )  # fmt: skip
     (folder / "output.txt").write_text(played.stdout)
     return folder

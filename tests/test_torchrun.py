@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tiny_runs import arguments, lines_of, write_corpus
+from tiny_runs import arguments, lines_of, read_to_step, write_corpus
 
 from gptlab.train.checkpoint import list_checkpoints
 
@@ -29,22 +29,11 @@ def test_a_killed_rank_restarts_the_run_and_two_signals_end_it(tmp_path: Path) -
         env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
-    said: list[str] = []
-
-    def read_to(start: str) -> None:
-        assert process.stdout is not None
-        for line in process.stdout:
-            said.append(line)
-            if line.startswith(start):
-                return
-        pytest.fail("".join(said))
-
     try:
-        read_to("step 00005")
+        read_to_step(process, 5)
         ranks = {int(child.environ()["RANK"]): child for child in psutil.Process(process.pid).children()}
         ranks[1].kill()
-        read_to("restarted by torchrun: going on with")
-        read_to("step 00010")
+        read_to_step(process, 10, after="restarted by torchrun: going on with")
         process.send_signal(signal.SIGTERM)
         time.sleep(0.1)
         process.send_signal(signal.SIGTERM)

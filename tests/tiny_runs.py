@@ -8,6 +8,7 @@ import io
 import json
 import os
 import pkgutil
+import re
 import subprocess
 import sys
 import threading
@@ -139,6 +140,20 @@ def start(argv: Sequence[object], *, prelude: str = "") -> subprocess.Popen[str]
         [sys.executable, *(["-c", script] if prelude else ["-m", "gptlab"]), *map(str, argv)],
         env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
+
+
+def read_to_step(process: subprocess.Popen[str], step: int, *, after: str = "") -> None:
+    """Wait until `process` says that it has trained `step`, or a later one (not every step has its line), `after` a
+    line that begins with this."""
+    assert process.stdout is not None
+    said: list[str] = []
+    for line in process.stdout:
+        said.append(line)
+        if line.startswith(after):
+            after = ""
+        if not after and (found := re.match(r"step (\d+) \(", line)) and int(found[1]) >= step:
+            return
+    pytest.fail("".join(said))
 
 
 @contextlib.contextmanager
