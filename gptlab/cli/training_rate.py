@@ -27,7 +27,7 @@ from gptlab.runtime.strict_json import read_json_object, to_json, write_json_ato
 ASSUMED_CHARACTERS = 128
 """A char tokenizer's entries before the corpus is read: ASCII. (tinyshakespeare has 65.)"""
 
-# The median of eight steps of quickstart varies by 5% on a quiet machine (docs/LOG.md, 2026-11-22).
+# Eight steps of quickstart's default size on two cores, whose median one slow step does not move.
 TIMED_SECONDS = 3.0
 TIMED_STEPS = 20
 

@@ -13,7 +13,7 @@ WINDOW_SECONDS = 10.0
 REPEAT_SECONDS = 600.0
 # Cores short, of those that the threads want. A quiet desktop uses 0.05 to 0.2.
 LACKING_CORES = 0.3
-# Steps of one run vary by a third on a quiet machine (docs/LOG.md, 2026-11-22).
+# Far outside of what a quiet machine does: 348 to 393 ms within one run of quickstart (README).
 SLOW_FACTOR = 2.0
 
 
