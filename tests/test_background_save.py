@@ -344,8 +344,9 @@ class TestFailure:
         assert err.count("\n") == 1
         assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-00000004"]
         verify_checkpoint(run / "checkpoints/step-00000004")
-        last = read_metrics(run / "metrics.jsonl")[-1]
+        *_, last, failed = read_metrics(run / "metrics.jsonl")
         assert (last["kind"], last["step"]) == ("train", 9)
+        assert (failed["kind"], failed["what"], failed["step"]) == ("event", "failed", 9)
 
     @pytest.mark.usefixtures("saves_end_with_a_step")
     def test_a_run_that_is_told_to_bear_it_goes_on(
