@@ -196,7 +196,11 @@ def test_tokens_that_are_no_file(tmp_path: Path, harm: Harm) -> None:
     path = tmp_path / "x.bin"
     harm(path)
     assert not is_shard(path)
-    for call in (TokenFile(path, raw=True).open, TokenFile(path, raw=False).open, TokenFile(path, raw=False).digest):
+    for call in (
+        TokenFile(path, raw=True).open,
+        TokenFile(path, raw=False).open,
+        lambda: TokenFile(path, raw=False).digest(tmp_path),
+    ):
         refuse(call, "no plain file")
     refuse(lambda: find_token_files([str(path)], [], None, tmp_path), "no plain file")
     harm(tmp_path / "meta.pkl")
