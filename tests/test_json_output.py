@@ -37,7 +37,7 @@ def answer(*argv: object) -> dict[str, Any]:
 
 def documented(name: str) -> set[str]:
     """The keys that docs/contracts.md names for a command."""
-    row = re.search(rf"^\| `{name}` \| (.*) \|$", CONTRACTS, re.MULTILINE)
+    row = re.search(rf"^\| `{name}(?: [A-Z]+)?` \| (.*) \|$", CONTRACTS, re.MULTILINE)
     assert row is not None
     return set(re.findall(r"`(\w+)`", row[1]))
 
