@@ -23,7 +23,7 @@ test-gpu: $(VENV)/.installed-dev  ## only the tests that need a CUDA device
 test-faults: $(VENV)/.installed-dev  ## the long tests of kills and damage (docs/reliability.md), and their table
 	rm -rf build/faults
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m faults
-	$(BIN)/python tests/fault_figures.py
+	$(BIN)/python tests/support/fault_figures.py
 
 test-mutations: $(VENV)/.installed-dev  ## whether the tests notice each defect of tests/mutations/
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutations --processes $(WORKERS)

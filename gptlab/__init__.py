@@ -11,47 +11,17 @@
 from __future__ import annotations
 
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from inspect import Signature
-
     from gptlab.cli.api import train as train
     from gptlab.cli.train import Result as Result
     from gptlab.config import recipes as recipes
     from gptlab.config.errors import UserError as UserError
-else:
-    from gptlab import train
 
 __all__ = ["Result", "UserError", "__version__", "recipes", "train"]
 
-_WHERE = {"Result": "gptlab.cli.train", "UserError": "gptlab.config.errors"}
-
-
-class _TrainPackage(ModuleType):
-    """The package gptlab.train, which is also the act. Python binds a subpackage to its name here as soon as anything
-    in it is imported, so a function of that name could not last; a package that can be called does."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return _train_function()(*args, **kwargs)
-
-    @property
-    def __signature__(self) -> Signature:
-        signature: Signature = import_module("inspect").signature(_train_function())
-        return signature
-
-    @property
-    def __doc__(self) -> str:  # type: ignore[override]
-        """What help() shows: the function, not the package."""
-        return str(_train_function().__doc__)
-
-
-def _train_function() -> Any:
-    return import_module("gptlab.cli.api").train
-
-
-train.__class__ = _TrainPackage
+_WHERE = {"Result": "gptlab.cli.train", "UserError": "gptlab.config.errors", "train": "gptlab.cli.api"}
 
 
 def __dir__() -> list[str]:

@@ -12,16 +12,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gptlab.cli.arguments.run_arguments import RunArguments, RunRequest, read_request
 from gptlab.cli.bench_report import Bench, Compiled, describe, noise
-from gptlab.cli.run_arguments import RunArguments, RunRequest, read_request
 from gptlab.config.errors import UserError, require_positive
 
 if TYPE_CHECKING:
     from gptlab.cli.place import Place
     from gptlab.config.run import RunConfig
-    from gptlab.runtime.console import Console
-    from gptlab.train.compilation import Kernels
-    from gptlab.train.state import TrainState
+    from gptlab.runtime.records.console import Console
+    from gptlab.training.compilation import Kernels
+    from gptlab.training.state import TrainState
 
 DESCRIPTION = (
     "Measure this machine at training a run: peak FLOP/s, tokens/s, MFU, milliseconds of each part of a step. "
@@ -53,8 +53,8 @@ def main(argv: list[str]) -> int:
     require_positive("--bench-steps", steps)
     require_positive("--bench-seconds", seconds)
 
-    from gptlab.runtime.console import Console
-    from gptlab.train.watchdog import TrainingFailed
+    from gptlab.runtime.records.console import Console
+    from gptlab.training.watchdog import TrainingFailed
 
     started = time.perf_counter()
     with Console(stream=sys.stderr) as console:
@@ -73,8 +73,8 @@ def measure(request: RunRequest, console: Console, *, steps: int, seconds: float
     """Build the run as `train` does, on made-up tokens, and time it. Half of the steps come before a look at the peak
     and half behind it."""
     from gptlab.cli.training_rate import timed_machine
-    from gptlab.runtime.distributed import World
-    from gptlab.runtime.out_of_memory import memory_told, what_to_lower
+    from gptlab.runtime.hardware.out_of_memory import memory_told, what_to_lower
+    from gptlab.runtime.processes.distributed import World
 
     # What is wrong with a compiler `_measure` says, once.
     config = request.config(functools.partial(timed_machine, world=World(), warn=lambda text: None, show=console.live))
@@ -83,16 +83,16 @@ def measure(request: RunRequest, console: Console, *, steps: int, seconds: float
 
 
 def _measure(config: RunConfig, console: Console, *, steps: int, seconds: float, products: bool) -> Bench:
+    from gptlab.bench.products import time_products
+    from gptlab.bench.timing import StepTimes, loader_tokens_per_second, made_up_rows, time_optimizer, time_steps
     from gptlab.cli.place import place_of
     from gptlab.cli.plan import model_text, step_text
     from gptlab.cli.training_rate import assumed_vocab_size, remember_rate, seen_rate
     from gptlab.model.counting import flops_per_token, parameter_counts
-    from gptlab.runtime.device import device_name
-    from gptlab.runtime.rng import seed_everything
-    from gptlab.train.compilation import make_kernels
-    from gptlab.train.products import time_products
-    from gptlab.train.state import build_state
-    from gptlab.train.timing import StepTimes, loader_tokens_per_second, made_up_rows, time_optimizer, time_steps
+    from gptlab.runtime.hardware.device import device_name
+    from gptlab.runtime.hardware.rng import seed_everything
+    from gptlab.training.compilation import make_kernels
+    from gptlab.training.state import build_state
 
     vocab_size, _ = assumed_vocab_size(config)
     config = replace(config, model=replace(config.model, vocab_size=vocab_size))
@@ -147,7 +147,7 @@ def _measure(config: RunConfig, console: Console, *, steps: int, seconds: float,
 
 def _warm_up(state: TrainState, kernels: Kernels, config: RunConfig, console: Console) -> tuple[Compiled, float]:
     """As before training. What is new in the cache's folder afterwards was not there to be taken from it."""
-    from gptlab.train.compilation import keep_compiled, warm_up
+    from gptlab.training.compilation import keep_compiled, warm_up
 
     folder = keep_compiled()
     before = _files(folder)
@@ -164,7 +164,7 @@ def _files(folder: Path) -> set[str]:
 
 def _look_at(place: Place) -> tuple[float, float] | None:
     """FLOP/s of matrix products at best, and the share of it that they keep up; None where the device has none."""
-    from gptlab.runtime.peak import measure_matmul_flops, sustained_share
+    from gptlab.runtime.hardware.peak import measure_matmul_flops, sustained_share
 
     try:
         return measure_matmul_flops(place.device, place.dtype), sustained_share(place.device, place.dtype)

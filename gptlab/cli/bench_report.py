@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
+    from gptlab.bench.products import Products
     from gptlab.model.counting import FlopsPerToken
-    from gptlab.train.products import Products
 
 Compiled = Literal["off", "cold", "cached"]
 

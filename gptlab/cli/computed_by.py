@@ -5,12 +5,12 @@ from __future__ import annotations
 from gptlab.cli.repeat import recorded_facts
 from gptlab.config.errors import UserError
 from gptlab.model.gpt import GPT
-from gptlab.model.implementations import changed, implementations, missing_kernels
-from gptlab.runtime.console import Console
-from gptlab.runtime.distributed import Group
-from gptlab.runtime.run_directory import RunDirectory
-from gptlab.train.checkpoint import Checkpoint
-from gptlab.train.compilation import Kernels
+from gptlab.model.kernels.implementations import changed, implementations, missing_kernels
+from gptlab.runtime.processes.distributed import Group
+from gptlab.runtime.records.console import Console
+from gptlab.runtime.records.run_directory import RunDirectory
+from gptlab.training.checkpoint.load import Checkpoint
+from gptlab.training.compilation import Kernels
 
 
 def require_same_implementations(model: GPT, kernels: Kernels, group: Group) -> dict[str, str]:

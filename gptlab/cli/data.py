@@ -11,19 +11,19 @@ from typing import Any, get_args
 
 import numpy as np
 
-from gptlab.cli.arguments import Positional, parse
+from gptlab.cli.arguments.parser import Positional, parse
 from gptlab.config.data import DataConfig, LongDocuments, Rows, Split, TokenizerConfig, TokenizerKind
 from gptlab.config.errors import UserError, nearest_name
-from gptlab.data.cache import cache_root, damage, read_info
-from gptlab.data.core_bundle import core_folder, prepare_core
-from gptlab.data.downloaded import state
-from gptlab.data.known_corpora import CORE, CORE_BUNDLE, CORPORA, KnownCorpus, named_source
+from gptlab.data.corpus.core_bundle import core_folder, prepare_core
+from gptlab.data.corpus.downloaded import state
+from gptlab.data.corpus.known_corpora import CORE, CORE_BUNDLE, CORPORA, KnownCorpus, named_source
 from gptlab.data.prepare import PreparedData, prepare
 from gptlab.data.rows import RowSource, make_rows
-from gptlab.data.shards import TokenSplit
-from gptlab.data.tokenizer import Tokenizer
-from gptlab.runtime.console import Console
-from gptlab.runtime.strict_json import to_json
+from gptlab.data.tokenizer.tokenizer import Tokenizer
+from gptlab.data.tokens.shards import TokenSplit
+from gptlab.runtime.files.cache import cache_root, damage, read_info
+from gptlab.runtime.files.strict_json import to_json
+from gptlab.runtime.records.console import Console
 
 USAGE = """\
 usage: gptlab data list | prepare | inspect [ARGUMENTS]
@@ -232,7 +232,7 @@ def _prepare(argv: list[str]) -> None:
     with Console() as console:
         sources = (*data.source, *data.val_source)
         if any(named_source(source) is not None for source in sources):
-            from gptlab.data.hub import download_sources
+            from gptlab.data.corpus.hub import download_sources
 
             download_sources(sources, data.hub_files, cache_root(data.cache_dir), console)
         prepared = prepare(data, tokenizer, console=console)

@@ -6,18 +6,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from gptlab.cli.arguments import parse
-from gptlab.cli.load_arguments import LoadArguments
+from gptlab.cli.arguments.load_arguments import LoadArguments
+from gptlab.cli.arguments.parser import parse
 from gptlab.config.errors import UserError, require, require_positive
-from gptlab.runtime.strict_json import to_json
+from gptlab.runtime.files.strict_json import to_json
 
 if TYPE_CHECKING:
     from gptlab.cli.loaded_run import LoadedRun
-    from gptlab.data.shards import TokenSplit
+    from gptlab.data.tokens.shards import TokenSplit
     from gptlab.eval.bits_per_byte import Evaluation
     from gptlab.eval.core import CoreResult
-    from gptlab.runtime.console import Console
-    from gptlab.runtime.distributed import Group
+    from gptlab.runtime.processes.distributed import Group
+    from gptlab.runtime.records.console import Console
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
         description="Measure a run on its validation set: loss (nats/token) and bits per byte; or on CORE.",
     )
     from gptlab.cli.ranks import together
-    from gptlab.runtime.out_of_memory import fewer_rows, memory_told, smaller_model
+    from gptlab.runtime.hardware.out_of_memory import fewer_rows, memory_told, smaller_model
 
     with together() as (group, console):
         with memory_told(smaller_model):
@@ -120,10 +120,10 @@ def core_of_run(
     group: Group,
 ) -> CoreResult:
     """CORE of the loaded weights; None: as configured; no examples (0): all there are. UserError without a bundle."""
-    from gptlab.data.cache import cache_root
-    from gptlab.data.core_bundle import core_folder
+    from gptlab.data.corpus.core_bundle import core_folder
     from gptlab.eval.core import encode_tasks, gpt_logits, measure_core
     from gptlab.eval.core_tasks import find_bundle, read_tasks
+    from gptlab.runtime.files.cache import cache_root
 
     config = run.config
     cache = cache_root(config.data.cache_dir)

@@ -9,9 +9,9 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from gptlab.cli.arguments import Positional, parse
-from gptlab.model.export_config import ARCHITECTURES, MODELLING_MODULE, Form, choose_form, export_config
-from gptlab.runtime.staged_folder import require_free, staged_folder
+from gptlab.cli.arguments.parser import Positional, parse
+from gptlab.model.interop.export_config import ARCHITECTURES, MODELLING_MODULE, Form, choose_form, export_config
+from gptlab.runtime.files.staged_folder import require_free, staged_folder
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     target = Path(arguments.folder)
     require_free(target)
     from gptlab.cli.loaded_run import load_run
-    from gptlab.runtime.console import Console
+    from gptlab.runtime.records.console import Console
 
     with Console(stream=sys.stderr) as console:
         run = load_run(arguments.run, checkpoint=arguments.checkpoint, device="cpu", console=console)
@@ -65,8 +65,8 @@ def export(run: LoadedRun, target: Path, *, form: Form, dtype: Literal["float32"
     import torch
 
     from gptlab.cli.export_card import model_card
-    from gptlab.data.tokenizer_export import save_for_transformers
-    from gptlab.model.export_weights import to_transformers
+    from gptlab.data.tokenizer.export import save_for_transformers
+    from gptlab.model.interop.export_weights import to_transformers
 
     model, bos_id = run.config.model, run.tokenizer.bos_id
     masters = {name: parameter.detach() for name, parameter in run.model.named_parameters()}
@@ -92,8 +92,8 @@ def modelling_source() -> str:
 def _fill(
     folder: Path, tensors: Mapping[str, Tensor], texts: Mapping[str, str], objects: Mapping[str, Mapping[str, object]]
 ) -> None:
-    from gptlab.runtime.strict_json import to_json
-    from gptlab.train.tensor_file import write_bytes, write_tensors
+    from gptlab.runtime.files.strict_json import to_json
+    from gptlab.runtime.files.tensor_file import write_bytes, write_tensors
 
     # transformers asks the file which framework wrote it.
     write_tensors(folder / "model.safetensors", tensors, metadata={"format": "pt"})

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from gptlab.cli.loaded_run import LoadedRun
-from gptlab.model.export_config import ARCHITECTURES, MODELLING_MODULE, Form
-from gptlab.runtime.metrics import read_metrics
+from gptlab.model.interop.export_config import ARCHITECTURES, MODELLING_MODULE, Form
+from gptlab.runtime.records.metrics import read_metrics
 
 _TRUST = {True: ", trust_remote_code=True", False: ""}
 

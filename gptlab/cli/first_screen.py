@@ -8,8 +8,8 @@ from gptlab.cli.session import Session
 from gptlab.config.recipes import why_quickstart_size
 from gptlab.config.recipes.applied_scaling import applied_scaling
 from gptlab.config.scaling import Machine
-from gptlab.runtime.console import Console
-from gptlab.runtime.device import device_name
+from gptlab.runtime.hardware.device import device_name
+from gptlab.runtime.records.console import Console
 
 MANY_EPOCHS = 4.0
 """Up to four epochs teach almost as much as fresh text, after that ever less (Muennighoff et al., arXiv:2305.16264)."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gptlab.cli.arguments import Positional, parse
+from gptlab.cli.arguments.parser import Positional, parse
 from gptlab.config.data import DataConfig
 from gptlab.config.errors import UserError, nearest_name
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gptlab.config.model import ModelConfig
-    from gptlab.data.tokenizer import Tokenizer
-    from gptlab.runtime.console import Console
+    from gptlab.data.tokenizer.tokenizer import Tokenizer
+    from gptlab.runtime.records.console import Console
 
 PROG = "gptlab import"
 HELP = """\
@@ -89,9 +89,9 @@ def main(argv: list[str]) -> int:
 def _hf(argv: list[str]) -> None:
     description = "Make a run folder of a model that transformers reads."
     arguments = parse(HfArguments, argv, prog=f"{PROG} hf", description=description)
-    from gptlab.model.hf_folder import read_hf_weights
-    from gptlab.model.pretrained import hf_pretrained, hub_repository
-    from gptlab.runtime.console import Console
+    from gptlab.model.interop.hf_folder import read_hf_weights
+    from gptlab.model.interop.pretrained import hf_pretrained, hub_repository
+    from gptlab.runtime.records.console import Console
 
     _require_free(Path(arguments.dir))  # said now, not after a download
     with Console() as console:
@@ -111,11 +111,11 @@ def _nanogpt(argv: list[str]) -> None:
     arguments = parse(NanoGptArguments, argv, prog=f"{PROG} nanogpt", description=description)
     if arguments.meta is not None and arguments.tokenizer is not None:
         raise UserError("--meta and --tokenizer both say what the tokens are: give one of them")
-    from gptlab.data.character_table import read_character_table
-    from gptlab.data.tokenizer import CharTokenizer, gpt2_tokenizer, load_tokenizer
-    from gptlab.model.nanogpt_checkpoint import read_nanogpt
-    from gptlab.model.pretrained import with_vocabulary
-    from gptlab.runtime.console import Console
+    from gptlab.data.tokenizer.character_table import read_character_table
+    from gptlab.data.tokenizer.tokenizer import CharTokenizer, gpt2_tokenizer, load_tokenizer
+    from gptlab.model.interop.nanogpt_checkpoint import read_nanogpt
+    from gptlab.model.interop.pretrained import with_vocabulary
+    from gptlab.runtime.records.console import Console
 
     _require_free(Path(arguments.dir))
     with Console() as console:
@@ -134,8 +134,8 @@ def _nanogpt(argv: list[str]) -> None:
 
 def _require_free(folder: Path) -> None:
     """UserError unless the run folder does not exist, or is empty."""
-    from gptlab.runtime.run_directory import RunDirectory
-    from gptlab.runtime.staged_folder import require_free
+    from gptlab.runtime.files.staged_folder import require_free
+    from gptlab.runtime.records.run_directory import RunDirectory
 
     RunDirectory(folder).require_free()  # which says where a run is there already
     require_free(folder)
@@ -148,13 +148,13 @@ def _write(foreign: _Foreign, folder: str, data: Sequence[str], argv: Sequence[s
     from gptlab.cli.start_weights import weights_fingerprint
     from gptlab.config.load import config_to_json
     from gptlab.config.run import BatchConfig, EvalConfig, RunConfig
-    from gptlab.model.pretrained import tokenizer_settings
-    from gptlab.runtime.device import device_name
-    from gptlab.runtime.identity import RunIdentity, config_sha256, new_run_id
-    from gptlab.runtime.provenance import provenance, take_evidence
-    from gptlab.runtime.run_directory import RunDirectory
-    from gptlab.runtime.staged_folder import staged_folder
-    from gptlab.train.checkpoint import save_checkpoint
+    from gptlab.model.interop.pretrained import tokenizer_settings
+    from gptlab.runtime.files.staged_folder import staged_folder
+    from gptlab.runtime.hardware.device import device_name
+    from gptlab.runtime.records.identity import RunIdentity, config_sha256, new_run_id
+    from gptlab.runtime.records.provenance import provenance, take_evidence
+    from gptlab.runtime.records.run_directory import RunDirectory
+    from gptlab.training.checkpoint.load import save_checkpoint
 
     model, tokenizer = foreign.model, foreign.tokenizer
     # Masters are float32 or wider; float16 and bfloat16 become it without loss.
@@ -209,7 +209,7 @@ def _download(repository: str, console: Console) -> Path:
     pickle only where there are none. UserError, one line, where that cannot be."""
     from huggingface_hub import constants, snapshot_download
 
-    from gptlab.model.hf_config import WEIGHT_FILES
+    from gptlab.model.interop.hf_config import WEIGHT_FILES
 
     console.line(f"fetching {repository} from {constants.ENDPOINT}, or from the local cache")
     try:

@@ -13,20 +13,20 @@ from gptlab.cli.repeat import recorded_facts
 from gptlab.config.errors import UserError
 from gptlab.config.load import config_from_json
 from gptlab.config.run import RunConfig
-from gptlab.data.tokenizer import Tokenizer, load_tokenizer
+from gptlab.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from gptlab.model.gpt import GPT, build_model
-from gptlab.model.implementations import missing_kernels, without_kernels
-from gptlab.runtime.console import Console
-from gptlab.runtime.device import resolve_device, resolve_dtype
-from gptlab.runtime.distributed import Group
-from gptlab.runtime.identity import edited_field, require_own, saved_identity
-from gptlab.runtime.metrics import read_metrics
-from gptlab.runtime.run_directory import RunDirectory
-from gptlab.runtime.threads import set_threads
-from gptlab.train.agreement import checksum, same_checkpoint
-from gptlab.train.checkpoint import list_checkpoints, load_checkpoint, select_checkpoint
-from gptlab.train.checkpoint_directory import step_of
-from gptlab.train.state import load_weights, require_weights_of
+from gptlab.model.kernels.implementations import missing_kernels, without_kernels
+from gptlab.runtime.hardware.device import resolve_device, resolve_dtype
+from gptlab.runtime.hardware.threads import set_threads
+from gptlab.runtime.processes.distributed import Group
+from gptlab.runtime.records.console import Console
+from gptlab.runtime.records.identity import edited_field, require_own, saved_identity
+from gptlab.runtime.records.metrics import read_metrics
+from gptlab.runtime.records.run_directory import RunDirectory
+from gptlab.training.checkpoint.directory import step_of
+from gptlab.training.checkpoint.load import list_checkpoints, load_checkpoint, select_checkpoint
+from gptlab.training.parallel.agreement import checksum, same_checkpoint
+from gptlab.training.state import load_weights, require_weights_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gptlab.cli.run_arguments import HORIZONS
+from gptlab.cli.arguments.run_arguments import HORIZONS
 from gptlab.config.horizon import Horizon
 from gptlab.config.run import RunConfig
 
 if TYPE_CHECKING:
-    from gptlab.runtime.run_directory import RunDirectory
+    from gptlab.runtime.records.run_directory import RunDirectory
 
 
 def program() -> str:
@@ -74,7 +74,7 @@ def stopped_early(signal_name: str, run: RunDirectory | None) -> str:
 
 def stopped_by_peer(signal_name: str, run: RunDirectory | None) -> str:
     """Where a signal ended another rank: before the first step, or in the middle of one, for somebody in a hurry."""
-    from gptlab.train.checkpoint import list_checkpoints
+    from gptlab.training.checkpoint.load import list_checkpoints
 
     if run is None or not list_checkpoints(run.checkpoints_path):
         return stopped_early(signal_name, run)
@@ -82,7 +82,7 @@ def stopped_by_peer(signal_name: str, run: RunDirectory | None) -> str:
 
 
 def last_checkpoint(run_directory: RunDirectory) -> str:
-    from gptlab.train.checkpoint import list_checkpoints
+    from gptlab.training.checkpoint.load import list_checkpoints
 
     saved = list_checkpoints(run_directory.checkpoints_path)
     return f"the last checkpoint is {saved[-1]}" if saved else "no checkpoint had been saved yet"

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 import torch
 
-from gptlab.cli.run_arguments import RunRequest
+from gptlab.cli.arguments.run_arguments import RunRequest
 from gptlab.config.run import RunConfig
-from gptlab.runtime.allocator import keep_freed_memory, set_gpu_allocator
-from gptlab.runtime.determinism import deterministic_kernels
-from gptlab.runtime.device import resolve_device, resolve_dtype
-from gptlab.runtime.distributed import World
-from gptlab.runtime.peak import Peak, peak_flops_per_second
-from gptlab.runtime.threads import set_threads
+from gptlab.runtime.hardware.allocator import keep_freed_memory, set_gpu_allocator
+from gptlab.runtime.hardware.determinism import deterministic_kernels
+from gptlab.runtime.hardware.device import resolve_device, resolve_dtype
+from gptlab.runtime.hardware.peak import Peak, peak_flops_per_second
+from gptlab.runtime.hardware.threads import set_threads
+from gptlab.runtime.processes.distributed import World
 
 _ALONE = World()
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 import psutil
 import torch
 
+from gptlab.bench.memory import Memory, count_memory
+from gptlab.cli.arguments.run_arguments import RunArguments, read_request
 from gptlab.cli.place import place_of
-from gptlab.cli.run_arguments import RunArguments, read_request
 from gptlab.cli.training_rate import Rate, assumed_vocab_size, remembered_rate
 from gptlab.config.load import config_to_json
 from gptlab.config.model import ModelConfig
@@ -16,10 +17,9 @@ from gptlab.config.run import RunConfig
 from gptlab.config.scaling import Machine
 from gptlab.model.counting import FlopsPerToken, ParameterCounts, flops_per_token, parameter_counts
 from gptlab.model.gpt import GPT
-from gptlab.runtime.device import device_name
-from gptlab.runtime.peak import Peak
-from gptlab.runtime.strict_json import to_json
-from gptlab.train.memory import Memory, count_memory
+from gptlab.runtime.files.strict_json import to_json
+from gptlab.runtime.hardware.device import device_name
+from gptlab.runtime.hardware.peak import Peak
 
 DESCRIPTION = "What a run would be: parameters, FLOPs, memory, steps and hours, before anything runs. Reads no data."
 

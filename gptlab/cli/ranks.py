@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from gptlab.config.errors import UserError
-from gptlab.runtime.console import Console, QuietConsole
-from gptlab.runtime.distributed import Group, World, join
-from gptlab.runtime.liveness import PeerFailed
+from gptlab.runtime.processes.distributed import Group, World, join
+from gptlab.runtime.processes.liveness import PeerFailed
+from gptlab.runtime.records.console import Console, QuietConsole
 
 
 @contextmanager

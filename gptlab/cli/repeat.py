@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from gptlab.cli.run_arguments import RunRequest
+from gptlab.cli.arguments.run_arguments import RunRequest
 from gptlab.config.errors import ConfigError, UserError
 from gptlab.config.horizon import Horizon
 from gptlab.config.load import apply_overrides, config_from_json, flatten
@@ -16,8 +16,8 @@ from gptlab.config.recipes import RECIPES
 from gptlab.config.recipes.own_arguments import recorded_arguments
 from gptlab.config.run import RunConfig
 from gptlab.config.scaling import Machine
-from gptlab.runtime.code_snapshot import PATCH_NAME, ZIP_NAME
-from gptlab.runtime.run_directory import RunDirectory
+from gptlab.runtime.records.code_snapshot import PATCH_NAME, ZIP_NAME
+from gptlab.runtime.records.run_directory import RunDirectory
 
 _ENVIRONMENT = ("python_version", "torch_version", "cuda_version")
 _MACHINE = ("device_name", "cpu", "dtype", "threads", "world_size")

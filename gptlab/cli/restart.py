@@ -5,13 +5,13 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
-from gptlab.cli.run_arguments import RunRequest
+from gptlab.cli.arguments.run_arguments import RunRequest
 from gptlab.config.errors import UserError
-from gptlab.runtime.console import Console
-from gptlab.runtime.distributed import Group
-from gptlab.runtime.job import Ended, Job
-from gptlab.runtime.run_directory import RunDirectory
-from gptlab.train.early_stop import StoppedEarly
+from gptlab.runtime.processes.distributed import Group
+from gptlab.runtime.processes.job import Ended, Job
+from gptlab.runtime.records.console import Console
+from gptlab.runtime.records.run_directory import RunDirectory
+from gptlab.training.early_stop import StoppedEarly
 
 EXIT_USAGE, EXIT_PREEMPTED = 2, 75
 

@@ -7,15 +7,22 @@ from collections.abc import Mapping
 from gptlab.cli.repeat import recorded_facts
 from gptlab.cli.session import Session
 from gptlab.config.errors import UserError
-from gptlab.data.tokenizer import Tokenizer, load_tokenizer
-from gptlab.runtime.console import Console
-from gptlab.runtime.distributed import Group
-from gptlab.runtime.identity import config_sha256, edited_field, new_run_id, recorded_id, require_own, saved_identity
-from gptlab.runtime.metrics import read_metrics
-from gptlab.runtime.provenance import RESUME_FACTS, Evidence
-from gptlab.runtime.run_directory import RunDirectory
-from gptlab.train.agreement import same_checkpoint
-from gptlab.train.checkpoint import Checkpoint, list_checkpoints
+from gptlab.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from gptlab.runtime.processes.distributed import Group
+from gptlab.runtime.records.console import Console
+from gptlab.runtime.records.identity import (
+    config_sha256,
+    edited_field,
+    new_run_id,
+    recorded_id,
+    require_own,
+    saved_identity,
+)
+from gptlab.runtime.records.metrics import read_metrics
+from gptlab.runtime.records.provenance import RESUME_FACTS, Evidence
+from gptlab.runtime.records.run_directory import RunDirectory
+from gptlab.training.checkpoint.load import Checkpoint, list_checkpoints
+from gptlab.training.parallel.agreement import same_checkpoint
 
 
 def newest_checkpoint(run_directory: RunDirectory, console: Console, group: Group) -> Checkpoint | None:

@@ -8,10 +8,10 @@ from itertools import count
 from pathlib import Path
 
 from gptlab.config.errors import UserError
-from gptlab.runtime.console import Console
-from gptlab.runtime.run_directory import RunDirectory
-from gptlab.train.checkpoint import select_checkpoint
-from gptlab.train.checkpoint_directory import candidates, step_of
+from gptlab.runtime.records.console import Console
+from gptlab.runtime.records.run_directory import RunDirectory
+from gptlab.training.checkpoint.directory import candidates, step_of
+from gptlab.training.checkpoint.load import select_checkpoint
 
 
 def go_back_to(run: RunDirectory, step: int, console: Console) -> None:

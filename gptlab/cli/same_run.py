@@ -9,7 +9,7 @@ from gptlab.config.errors import UserError
 from gptlab.config.load import config_to_json
 from gptlab.config.run import RunConfig
 from gptlab.config.scaling import Machine
-from gptlab.runtime.distributed import Group
+from gptlab.runtime.processes.distributed import Group
 
 _FACTS = {
     "code_fingerprint": "code of gptlab",

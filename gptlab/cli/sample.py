@@ -7,11 +7,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TextIO
 
-from gptlab.cli.arguments import parse
-from gptlab.cli.load_arguments import LoadArguments
+from gptlab.cli.arguments.load_arguments import LoadArguments
+from gptlab.cli.arguments.parser import parse
 from gptlab.config.errors import require, require_positive
 from gptlab.config.run import SampleConfig
-from gptlab.runtime.strict_json import to_json
+from gptlab.runtime.files.strict_json import to_json
 
 if TYPE_CHECKING:
     from gptlab.cli.loaded_run import LoadedRun
@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
     )
     from gptlab.cli.ranks import together
     from gptlab.eval.engine import drawn_together
-    from gptlab.runtime.out_of_memory import memory_told, smaller_model
+    from gptlab.runtime.hardware.out_of_memory import memory_told, smaller_model
 
     with together() as (group, console), memory_told(smaller_model):
         run = arguments.load(console, group)
@@ -89,7 +89,7 @@ def _samples(run: LoadedRun, prompts: Sequence[str], texts: Sequence[Iterable[st
 
 def sampled_prompts(run: LoadedRun) -> list[str]:
     """The different prompts in the run's metrics, in their order; empty where it took no sample yet."""
-    from gptlab.runtime.metrics import read_metrics
+    from gptlab.runtime.records.metrics import read_metrics
 
     path = run.directory.metrics_path
     lines = read_metrics(path) if path.exists() else []

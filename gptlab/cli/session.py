@@ -23,45 +23,45 @@ from gptlab.config.errors import ConfigError, UserError
 from gptlab.config.load import config_to_json
 from gptlab.config.parallel import EXACT_WORLD_SIZES, ParallelConfig
 from gptlab.config.run import RunConfig
-from gptlab.data.cache import cache_root
-from gptlab.data.core_bundle import core_folder
+from gptlab.data.corpus.core_bundle import core_folder
 from gptlab.data.prepare import PreparedData, prepare
 from gptlab.data.prompts import validation_prompts
 from gptlab.data.rows import RowSource, make_rows, validation_rows
-from gptlab.data.tokenizer import Tokenizer
+from gptlab.data.tokenizer.tokenizer import Tokenizer
 from gptlab.eval.bits_per_byte import Evaluation, evaluate
 from gptlab.eval.core import CoreResult, EncodedTask, encode_tasks, gpt_logits, measure_core
 from gptlab.eval.core_tasks import find_bundle, read_tasks
 from gptlab.eval.engine import drawn_together, sample_text
 from gptlab.model.counting import FlopsPerToken, ParameterCounts, flops_per_token, parameter_counts
 from gptlab.model.gpt import GPT
-from gptlab.model.pretrained import find_pretrained, require_fits
-from gptlab.runtime.code_snapshot import CodeSnapshot
-from gptlab.runtime.console import Console
-from gptlab.runtime.device import cuda_version, device_name
-from gptlab.runtime.distributed import Group
-from gptlab.runtime.identity import config_sha256, identity_of, new_run_id
-from gptlab.runtime.job import Job
-from gptlab.runtime.machine_load import MachineLoad
-from gptlab.runtime.metrics import MetricsLog, NoMetricsLog
-from gptlab.runtime.provenance import Evidence, provenance
-from gptlab.runtime.rng import seed_everything
-from gptlab.runtime.run_directory import RunDirectory, Status, default_run_path
-from gptlab.train.background_save import BackgroundSaver
-from gptlab.train.checkpoint import Checkpoint, list_checkpoints
-from gptlab.train.compilation import Kernels, keep_compiled, make_kernels, warm_up
-from gptlab.train.divided import build_divided_state
-from gptlab.train.exact_sum import ExactSum
-from gptlab.train.gradient_sum import GradientSum
-from gptlab.train.horizon import Finish
-from gptlab.train.loop import Work, fit
-from gptlab.train.off_clock import OffClock
-from gptlab.train.recorder import Recorder
-from gptlab.train.saving import Saves
-from gptlab.train.state import TrainState, build_state
-from gptlab.train.step import GradientSums
-from gptlab.train.throughput import Throughput
-from gptlab.train.watchdog import TrainingFailed
+from gptlab.model.interop.pretrained import find_pretrained, require_fits
+from gptlab.runtime.files.cache import cache_root
+from gptlab.runtime.hardware.device import cuda_version, device_name
+from gptlab.runtime.hardware.machine_load import MachineLoad
+from gptlab.runtime.hardware.rng import seed_everything
+from gptlab.runtime.processes.distributed import Group
+from gptlab.runtime.processes.job import Job
+from gptlab.runtime.records.code_snapshot import CodeSnapshot
+from gptlab.runtime.records.console import Console
+from gptlab.runtime.records.identity import config_sha256, identity_of, new_run_id
+from gptlab.runtime.records.metrics import MetricsLog, NoMetricsLog
+from gptlab.runtime.records.provenance import Evidence, provenance
+from gptlab.runtime.records.run_directory import RunDirectory, Status, default_run_path
+from gptlab.training.checkpoint.background import BackgroundSaver
+from gptlab.training.checkpoint.load import Checkpoint, list_checkpoints
+from gptlab.training.checkpoint.saving import Saves
+from gptlab.training.compilation import Kernels, keep_compiled, make_kernels, warm_up
+from gptlab.training.horizon import Finish
+from gptlab.training.loop import Work, fit
+from gptlab.training.off_clock import OffClock
+from gptlab.training.parallel.deterministic import ExactSum
+from gptlab.training.parallel.gradient_sum import GradientSum
+from gptlab.training.parallel.zero import build_divided_state
+from gptlab.training.recorder import Recorder
+from gptlab.training.state import TrainState, build_state
+from gptlab.training.step import GradientSums
+from gptlab.training.throughput import Throughput
+from gptlab.training.watchdog import TrainingFailed
 
 
 @dataclass(slots=True)
@@ -227,7 +227,7 @@ def _build_state(
         if place.dtype == torch.float16:
             why = 'its loss scale would have to be one over all ranks, which parallel.mode = "sharded" does not see to'
             raise ConfigError("runtime.dtype", "float16", why, "float32")
-        from gptlab.train.sharded import ShardedGradients, build_sharded_state  # 0.7 s of imports
+        from gptlab.training.parallel.fsdp import ShardedGradients, build_sharded_state  # 0.7 s of imports
 
         group.start_collectives(place.device, timeout_seconds=config.runtime.process_timeout_seconds)
         sharded = build_sharded_state(config, rows, device=place.device, compute_dtype=place.dtype, group=group)
@@ -301,7 +301,7 @@ def _state_of(checkpoint: Checkpoint) -> Iterator[None]:
 
 def _open_metrics(run: RunDirectory, session: Session, parts: OwnParts) -> MetricsLog:
     if parts.hooks:
-        from gptlab.train.hooks import HookedMetricsLog
+        from gptlab.training.hooks import HookedMetricsLog
 
         return HookedMetricsLog(run.metrics_path, parts.hooks, session.place.device)
     return MetricsLog(run.metrics_path)

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from gptlab.cli.loaded_run import best_saved_step
 from gptlab.config.errors import UserError
-from gptlab.data.tokenizer import Tokenizer
-from gptlab.model.hf_folder import read_hf_weights
-from gptlab.model.pretrained import Pretrained
-from gptlab.runtime.identity import require_own, saved_identity
-from gptlab.runtime.run_directory import RunDirectory
-from gptlab.train.checkpoint import load_checkpoint, load_newest, select_checkpoint
-from gptlab.train.state import TrainState
+from gptlab.data.tokenizer.tokenizer import Tokenizer
+from gptlab.model.interop.hf_folder import read_hf_weights
+from gptlab.model.interop.pretrained import Pretrained
+from gptlab.runtime.records.identity import require_own, saved_identity
+from gptlab.runtime.records.run_directory import RunDirectory
+from gptlab.training.checkpoint.load import load_checkpoint, load_newest, select_checkpoint
+from gptlab.training.state import TrainState
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import numpy as np
 
-from gptlab.cli.arguments import Positional, parse
+from gptlab.cli.arguments.parser import Positional, parse
 from gptlab.config.data import TokenizerConfig, TokenizerKind
 from gptlab.config.errors import UserError, nearest_name, require_positive
-from gptlab.data import tokenizer_json
-from gptlab.data.corpus import Corpus, open_corpus
-from gptlab.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
-from gptlab.runtime.console import Console
+from gptlab.data.corpus.documents import Corpus, open_corpus
+from gptlab.data.tokenizer import json_file
+from gptlab.data.tokenizer.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from gptlab.runtime.records.console import Console
 
 PROG = "gptlab tokenizer"
 HELP = """\
@@ -93,7 +93,7 @@ def _train(argv: list[str]) -> int:
         max_digits=arguments.max_digits,
         train_bytes=arguments.train_bytes,
     )
-    if (out / tokenizer_json.FILE).exists() and not arguments.overwrite:
+    if (out / json_file.FILE).exists() and not arguments.overwrite:
         raise UserError(f"{out} has a tokenizer already; choose another --out, or add --overwrite")
     if out.exists() and not out.is_dir():
         raise UserError(f"--out {out} is a file; name a folder")

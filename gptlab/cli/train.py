@@ -12,21 +12,21 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gptlab.cli.arguments.run_arguments import RunRequest, TrainArguments, read_request, recipe_list
 from gptlab.cli.next_steps import last_checkpoint, longer_command, resume_command, stopped_by_peer, stopped_early
 from gptlab.cli.own_parts import NO_PARTS, OwnParts
-from gptlab.cli.run_arguments import RunRequest, TrainArguments, read_request, recipe_list
 from gptlab.config.errors import UserError
 from gptlab.config.run import RunConfig
-from gptlab.runtime.spinning import limit_spinning
+from gptlab.runtime.hardware.spinning import limit_spinning
 
 if TYPE_CHECKING:
     from gptlab.config.scaling import Machine
-    from gptlab.runtime.console import Console
-    from gptlab.runtime.distributed import Group
-    from gptlab.runtime.job import Job
-    from gptlab.runtime.liveness import Failure
-    from gptlab.runtime.run_directory import RunDirectory, Status
-    from gptlab.train.early_stop import EarlyStop
+    from gptlab.runtime.processes.distributed import Group
+    from gptlab.runtime.processes.job import Job
+    from gptlab.runtime.processes.liveness import Failure
+    from gptlab.runtime.records.console import Console
+    from gptlab.runtime.records.run_directory import RunDirectory, Status
+    from gptlab.training.early_stop import EarlyStop
 
 DESCRIPTION = "Train a GPT, or resume a run."
 EXIT_USAGE = 2
@@ -51,8 +51,8 @@ def main(argv: list[str]) -> int:
         print(recipe_list())
         return 0
     from gptlab.cli.ranks import tell_peer_failed
-    from gptlab.runtime.liveness import PeerFailed
-    from gptlab.train.early_stop import StoppedEarly
+    from gptlab.runtime.processes.liveness import PeerFailed
+    from gptlab.training.early_stop import StoppedEarly
 
     try:
         return train_run(request, ["train", *argv], started).exit_code
@@ -102,12 +102,12 @@ def train_run(
     """Train what was asked for, or `config`. Without `catch` errors are raised, TrainingFailed among them."""
     limit_spinning()  # before torch is imported
     from gptlab.cli.ranks import exit_code
-    from gptlab.runtime.console import Console, QuietConsole
-    from gptlab.runtime.distributed import World, join
-    from gptlab.runtime.job import open_job
-    from gptlab.runtime.liveness import PeerFailed
-    from gptlab.runtime.out_of_memory import ran_out_of_memory, what_to_lower
-    from gptlab.train.early_stop import EarlyStop, StoppedEarly, behind_signal
+    from gptlab.runtime.hardware.out_of_memory import ran_out_of_memory, what_to_lower
+    from gptlab.runtime.processes.distributed import World, join
+    from gptlab.runtime.processes.job import open_job
+    from gptlab.runtime.processes.liveness import PeerFailed
+    from gptlab.runtime.records.console import Console, QuietConsole
+    from gptlab.training.early_stop import EarlyStop, StoppedEarly, behind_signal
 
     world = World.from_environment()
     start = _Start(config, is_main=world.is_main)
@@ -167,7 +167,7 @@ def _prepare_and_train(
     *,
     catch: bool,
 ) -> Result:
-    from gptlab.runtime.provenance import EvidenceTaker
+    from gptlab.runtime.records.provenance import EvidenceTaker
 
     evidence_taker = EvidenceTaker()  # before torch is imported, which takes longer
     from gptlab.cli.computed_by import require_same_implementations
@@ -180,10 +180,10 @@ def _prepare_and_train(
     from gptlab.cli.same_run import require_same_run, sized_together
     from gptlab.cli.session import make_run_directory, open_session, train
     from gptlab.cli.train_on import require_longer, train_on
-    from gptlab.runtime.run_directory import RunDirectory
-    from gptlab.train.closing_block import closing_numbers, show_closing_block
-    from gptlab.train.off_clock import OffClock
-    from gptlab.train.watchdog import TrainingFailed
+    from gptlab.runtime.records.run_directory import RunDirectory
+    from gptlab.training.closing_block import closing_numbers, show_closing_block
+    from gptlab.training.off_clock import OffClock
+    from gptlab.training.watchdog import TrainingFailed
 
     assert start.job is not None
     parts.require_alone(group.size)
@@ -281,7 +281,7 @@ def _end_now(start: _Start, signal_name: str) -> None:
 def _stop_at_once(start: _Start, group: Group, signal_name: str) -> None:
     """End the process, from another thread, for somebody who will not wait for the step in hand. It is what a kill
     would do, but for the status and the exit code, of this process and of the others."""
-    from gptlab.train.early_stop import StoppedEarly
+    from gptlab.training.early_stop import StoppedEarly
 
     assert start.run is not None
     group.leave(StoppedEarly(signal_name), EXIT_PREEMPTED)
@@ -318,7 +318,7 @@ def _stored(request: RunRequest) -> tuple[RunConfig, RunDirectory]:
     """The configuration of the run to resume. UserError where the flags beside --resume say something else."""
     from gptlab.cli.repeat import stored_config
     from gptlab.cli.train_on import lengthened
-    from gptlab.runtime.run_directory import RunDirectory
+    from gptlab.runtime.records.run_directory import RunDirectory
 
     assert request.resume is not None
     run_directory = RunDirectory.open(Path(request.resume))
@@ -336,9 +336,9 @@ def _stored(request: RunRequest) -> tuple[RunConfig, RunDirectory]:
 
 def _finished(config: RunConfig, run_directory: RunDirectory, console: Console) -> dict[str, object]:
     """summary.json of a run that is at its end and whose final weights are intact; empty for any other."""
-    from gptlab.runtime.strict_json import read_json_object
-    from gptlab.train.checkpoint import select_checkpoint
-    from gptlab.train.closing_block import closing_numbers
+    from gptlab.runtime.files.strict_json import read_json_object
+    from gptlab.training.checkpoint.load import select_checkpoint
+    from gptlab.training.closing_block import closing_numbers
 
     try:
         if run_directory.read_provenance().get("status") != "finished":

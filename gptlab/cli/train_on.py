@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from gptlab.cli.arguments.run_arguments import RunRequest
 from gptlab.cli.repeat import recorded_facts
-from gptlab.cli.run_arguments import RunRequest
 from gptlab.cli.session import Session
 from gptlab.config.errors import UserError
 from gptlab.config.load import config_to_json
 from gptlab.config.run import RunConfig
-from gptlab.runtime.console import Console
-from gptlab.runtime.identity import change_config
-from gptlab.runtime.run_directory import RunDirectory
-from gptlab.train.checkpoint import Checkpoint
+from gptlab.runtime.records.console import Console
+from gptlab.runtime.records.identity import change_config
+from gptlab.runtime.records.run_directory import RunDirectory
+from gptlab.training.checkpoint.load import Checkpoint
 
 
 def lengthened(request: RunRequest, stored: RunConfig, run: RunDirectory) -> RunConfig | None:

@@ -15,14 +15,14 @@ from gptlab.cli.place import Place, place_of
 from gptlab.config.errors import UserError
 from gptlab.config.run import RunConfig
 from gptlab.config.scaling import Machine
-from gptlab.data.cache import cache_root
-from gptlab.data.gpt2 import VOCAB_SIZE as GPT2_VOCAB_SIZE
-from gptlab.data.tokenizer import load_tokenizer
+from gptlab.data.tokenizer.gpt2 import VOCAB_SIZE as GPT2_VOCAB_SIZE
+from gptlab.data.tokenizer.tokenizer import load_tokenizer
 from gptlab.model.counting import flops_per_token
 from gptlab.model.gpt import GPT
-from gptlab.runtime.device import device_name
-from gptlab.runtime.distributed import World
-from gptlab.runtime.strict_json import read_json_object, to_json, write_json_atomic
+from gptlab.runtime.files.cache import cache_root
+from gptlab.runtime.files.strict_json import read_json_object, to_json, write_json_atomic
+from gptlab.runtime.hardware.device import device_name
+from gptlab.runtime.processes.distributed import World
 
 ASSUMED_CHARACTERS = 128
 """A char tokenizer's entries before the corpus is read: ASCII. (tinyshakespeare has 65.)"""
@@ -57,12 +57,12 @@ def time_rate(config: RunConfig, place: Place, warn: Callable[[str], None], show
     A step is timed with at most two micro-batches, so that a large batch costs no more than a small one; more of them
     per update would be slightly faster.
     """
-    from gptlab.runtime.out_of_memory import memory_told, what_to_lower
-    from gptlab.runtime.rng import seed_everything
-    from gptlab.train.compilation import keep_compiled, make_kernels, warm_up
-    from gptlab.train.state import build_state
-    from gptlab.train.timing import made_up_rows, time_whole_steps
-    from gptlab.train.watchdog import TrainingFailed
+    from gptlab.bench.timing import made_up_rows, time_whole_steps
+    from gptlab.runtime.hardware.out_of_memory import memory_told, what_to_lower
+    from gptlab.runtime.hardware.rng import seed_everything
+    from gptlab.training.compilation import keep_compiled, make_kernels, warm_up
+    from gptlab.training.state import build_state
+    from gptlab.training.watchdog import TrainingFailed
 
     config = replace(config, model=replace(config.model, vocab_size=assumed_vocab_size(config)[0]))
     tokens = min(config.batch.total_tokens, 2 * config.micro_tokens)

@@ -27,17 +27,17 @@ import numpy as np
 
 from gptlab.config.data import DataConfig, Split, TokenizerConfig
 from gptlab.config.errors import UserError
-from gptlab.data.cache import cache_root, cached_folder
-from gptlab.data.corpus import PassOver, open_corpus
-from gptlab.data.known_corpora import fixed_validation
-from gptlab.data.shards import SplitWriter, TokenSplit
-from gptlab.data.splits import DividedCorpus, Side, content_hash, possible_split
-from gptlab.data.token_files import TokenFiles, find_token_files
-from gptlab.data.token_scan import open_split, scan
-from gptlab.data.tokenizer import Tokenizer, gpt2_tokenizer, load_tokenizer, train_tokenizer
+from gptlab.data.corpus.documents import PassOver, open_corpus
+from gptlab.data.corpus.known_corpora import fixed_validation
+from gptlab.data.corpus.splits import DividedCorpus, Side, content_hash, possible_split
+from gptlab.data.tokenizer.tokenizer import Tokenizer, gpt2_tokenizer, load_tokenizer, train_tokenizer
+from gptlab.data.tokens.foreign_files import TokenFiles, find_token_files
+from gptlab.data.tokens.shards import SplitWriter, TokenSplit
+from gptlab.data.tokens.token_scan import open_split, scan
+from gptlab.runtime.files.cache import cache_root, cached_folder
 
 if TYPE_CHECKING:
-    from gptlab.runtime.console import Console, Progress
+    from gptlab.runtime.records.console import Console, Progress
 
 SIDES: tuple[Side, Side] = ("train", "val")
 TOKENS_VERSION = 1  # raise it when the same inputs give other files

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from gptlab.data.shards import TokenSplit
-from gptlab.data.tokenizer import Tokenizer
+from gptlab.data.tokenizer.tokenizer import Tokenizer
+from gptlab.data.tokens.shards import TokenSplit
 
 PROMPT_CHARACTERS = 64
 """A line or two, so that most of a sample is the model's own."""

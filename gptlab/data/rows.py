@@ -23,11 +23,11 @@ import numpy as np
 
 from gptlab.config.data import DataConfig
 from gptlab.config.errors import ConfigError, UserError
-from gptlab.data.cache import cached_folder
 from gptlab.data.cropping import Buffer, CroppedStream, plan_first_epoch
 from gptlab.data.order import hashed, permuted
 from gptlab.data.packing import Plan, plan_rows, ranges
-from gptlab.data.shards import TokenSplit, load_array
+from gptlab.data.tokens.shards import TokenSplit, load_array
+from gptlab.runtime.files.cache import cached_folder
 
 IGNORED = -1
 # Raise one when its planner places differently, so that kept plans are made again.

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from gptlab.config.errors import UserError
 from gptlab.eval.mode import evaluation_mode
-from gptlab.runtime.distributed import Group
+from gptlab.runtime.processes.distributed import Group
 
 IGNORED = -1
 """The target that does not count."""

@@ -28,7 +28,7 @@ from gptlab.eval.bits_per_byte import token_nats
 from gptlab.eval.core_tasks import Kind, Task
 from gptlab.eval.mode import evaluation_mode
 from gptlab.model.gpt import GPT
-from gptlab.runtime.distributed import Group
+from gptlab.runtime.processes.distributed import Group
 
 Logits = Callable[[Tensor, Tensor], Tensor]
 """(tokens (B, T) int64, positions (N,) int64 into the flattened tokens) -> logits at these positions, (N, V)."""

@@ -20,8 +20,8 @@ from typing import Any, Literal, get_args
 
 from gptlab.config.errors import ConfigError, UserError
 from gptlab.config.plain_file import read_plain
-from gptlab.data.cache import is_inside
-from gptlab.data.core_bundle import DATA, TASKS, TASKS_BYTES, core_folder
+from gptlab.data.corpus.core_bundle import DATA, TASKS, TASKS_BYTES, core_folder
+from gptlab.runtime.files.cache import is_inside
 
 Kind = Literal["multiple_choice", "schema", "language_modeling"]
 """One context and several continuations | several contexts and one continuation | a continuation to be written."""

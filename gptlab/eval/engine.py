@@ -19,8 +19,8 @@ from gptlab.config.errors import ConfigError, UserError, require
 from gptlab.eval.mode import evaluation_mode
 from gptlab.model.gpt import GPT
 from gptlab.model.kv_cache import KVCache
-from gptlab.runtime.distributed import Group
-from gptlab.runtime.rng import fold_seed
+from gptlab.runtime.hardware.rng import fold_seed
+from gptlab.runtime.processes.distributed import Group
 
 
 class TextTokenizer(Protocol):

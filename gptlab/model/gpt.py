@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from gptlab.config.model import Activation, ModelConfig
 from gptlab.model.attention import apply_rotary, cached_attention, causal_attention, rotary_tables
-from gptlab.model.attention_kernel import attention_by_kernel, attention_kernel_available
 from gptlab.model.head import HeadLoss, softcap
+from gptlab.model.kernels.attention_kernel import attention_by_kernel, attention_kernel_available
+from gptlab.model.kernels.linear_kernel import enough_tokens, linear_by_kernel, linear_kernel_pays, mlp_by_kernel
 from gptlab.model.kv_cache import KVCache
-from gptlab.model.linear_kernel import enough_tokens, linear_by_kernel, linear_kernel_pays, mlp_by_kernel
-from gptlab.runtime.rng import fold_seed
+from gptlab.runtime.hardware.rng import fold_seed
 
 # Channels that a value-embedding gate reads (autoresearch and nanochat: 32).
 GATE_CHANNELS = 32

@@ -7,26 +7,26 @@ from .mutation import Mutation
 MUTATIONS = [
     # --- corpora and downloads
     Mutation(
-        "climbmix validates on the shard before the last", "data/known_corpora.py",
+        "climbmix validates on the shard before the last", "data/corpus/known_corpora.py",
         'validation="shard_06542.parquet"', 'validation="shard_06541.parquet"',
         ["test_hub.py::test_the_table_is_whole"],
         ["Text to a tokenizer of 8192 entries"],
     ),
     Mutation(
-        "FineWeb-Edu validates on its first shard", "data/known_corpora.py",
+        "FineWeb-Edu validates on its first shard", "data/corpus/known_corpora.py",
         'validation="shard_01822.parquet"', 'validation="shard_00000.parquet"',
         ["test_hub.py::test_the_table_is_whole"],
         ["The last shard of FineWeb-Edu"],
     ),
     Mutation(
-        "files that validate are trained on too", "data/known_corpora.py",
+        "files that validate are trained on too", "data/corpus/known_corpora.py",
         "return [path for path in chosen if path not in set(val)], val", "return chosen, val",
         ["test_token_files.py::test_a_corpus_by_name_validates_on_what_its_lineage_does",
          "test_hub.py::test_the_table_is_whole", "test_hub.py::test_a_named_corpus_with_its_validation_file"],
         ["At the end evaluation mode and bits per byte", "The last shard of FineWeb-Edu"],
     ),
     Mutation(
-        "a corpus by name holds out a part of its training files", "data/known_corpora.py",
+        "a corpus by name holds out a part of its training files", "data/corpus/known_corpora.py",
         "for source, entry in named if entry and _validates(entry.place))",
         "for source, entry in named if entry and not _validates(entry.place))",
         ["test_token_files.py::test_a_corpus_by_name_validates_on_what_its_lineage_does",
@@ -34,40 +34,40 @@ MUTATIONS = [
         ["At the end evaluation mode and bits per byte"],
     ),
     Mutation(
-        "files are downloaded one after the other", "data/hub.py",
+        "files are downloaded one after the other", "data/corpus/hub.py",
         "PARALLEL_FILES = 8", "PARALLEL_FILES = 1",
         ["test_hub.py::test_all_files_come_from_one_commit_in_parallel"],
         ["Shards are downloaded in parallel"],
     ),
     Mutation(
-        "files that are there are asked for again", "data/hub.py",
+        "files that are there are asked for again", "data/corpus/hub.py",
         "if record is not None and not _missing(source, record, hub_files):", "if False:",
         ["test_hub.py::test_a_second_time_asks_nothing"],
         ["Shards are downloaded in parallel"],
     ),
     Mutation(
-        "a server's error ends the download", "data/hub.py",
+        "a server's error ends the download", "data/corpus/hub.py",
         "return status >= 500 or status in (408, 429)", "return status in (408, 429)",
         ["test_hub.py::test_a_busy_server_is_asked_again"],
         ["Shards are downloaded in parallel"],
     ),
     Mutation(
-        "a file with other contents than announced is kept", "data/hub.py",
+        "a file with other contents than announced is kept", "data/corpus/hub.py",
         "    if found != wanted:\n        contents = path.resolve()",
         "    if False:\n        contents = path.resolve()",
         ["test_hub.py::test_wrong_contents_come_again_and_are_never_kept"],
     ),
     # --- tokenizers
     Mutation(
-        "half of a character counts as the three bytes of its replacement", "data/tokenizer_base.py",
+        "half of a character counts as the three bytes of its replacement", "data/tokenizer/base.py",
         "np.array([len(token) for token in self._tokens], dtype=np.int32)",
         'np.array([len(t.decode(errors="replace").encode()) for t in self._tokens], dtype=np.int32)',
         ["test_tokenizer.py::test_every_kind_is_exact_in_bytes"],
         ["The tokenizer's vocabulary and each token's bytes"],
     ),
     Mutation(
-        "GPT-2's first 256 ids are the bytes in their order", "data/gpt2.py",
-        "byte_order = sorted(range(256), key=tokenizer_json.byte_characters().__getitem__)",
+        "GPT-2's first 256 ids are the bytes in their order", "data/tokenizer/gpt2.py",
+        "byte_order = sorted(range(256), key=json_file.byte_characters().__getitem__)",
         "byte_order = list(range(256))",
         ["test_tokenizer_gpt2.py::test_every_id_is_openais"],
         ["12 layers, 12 heads, width 768"],

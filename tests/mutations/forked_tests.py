@@ -24,7 +24,7 @@ from typing import Literal
 import pytest
 from hypothesis import Phase, settings
 
-from .mutation import ROOT, Mutation
+from .mutation import ROOT, Mutation, file_of_test
 
 Outcome = Literal["failed", "passed", "skipped", "not run"]
 
@@ -132,7 +132,9 @@ def _run_tests(folder: Path, tests: list[str], keep_bytecode: bool) -> None:
     plugins = [word for plugin in _PLUGINS for word in ("-p", plugin)]
     options = ["-p", "no:cacheprovider", "--tb=short", f"--basetemp={folder / 'tmp'}", *plugins]
     options += ["--hypothesis-profile=mutations", "--hypothesis-seed=0"]
-    pytest.main([*options, *(f"tests/{test}" for test in tests)], plugins=[noted])
+    files = [test.partition("::") for test in tests]
+    words = [f"{file_of_test(file, folder).relative_to(folder)}::{name}" for file, _, name in files]
+    pytest.main([*options, *words], plugins=[noted])
     gptlab = sys.modules.get("gptlab")
     assert gptlab is None or Path(str(gptlab.__file__)).is_relative_to(folder), gptlab
     path.write_text(json.dumps(noted.by_test))
@@ -161,4 +163,4 @@ class _Outcomes:
 
 
 def _test_of(node_id: str) -> str:
-    return node_id.removeprefix("tests/").partition("[")[0]
+    return node_id.partition("[")[0].rpartition("/")[2]

@@ -30,7 +30,7 @@ MUTATIONS = [
         ["Tokens and shards of both loaders"],
     ),
     Mutation(
-        "True and False with capitals are no values of a flag", "cli/arguments.py",
+        "True and False with capitals are no values of a flag", "cli/arguments/parser.py",
         "words[0].lower() not in TRUTH_WORDS", "words[0] not in TRUTH_WORDS",
         ["test_cli_arguments.py::TestParse::test_more_than_tyro_takes"],
     ),

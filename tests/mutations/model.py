@@ -153,13 +153,13 @@ MUTATIONS = [
     ),
     # --- weights from elsewhere
     Mutation(
-        "GPT-2's matrices are taken without being transposed", "model/gpt2_weights.py",
+        "GPT-2's matrices are taken without being transposed", "model/interop/gpt2_weights.py",
         "value = value.T if transposed and _is_matrix(name) else value\n        if name in _TABLES and",
         "value = value\n        if name in _TABLES and",
         ["test_gpt2_weights.py::test_logits_and_gradients_equal_those_of_transformers"],
     ),
     Mutation(
-        "nanoGPT's two norms of a block are swapped", "model/gpt2_weights.py",
+        "nanoGPT's two norms of a block are swapped", "model/interop/gpt2_weights.py",
         '"attention_norm": "ln_1",\n    "attention.qkv": "attn.c_attn",\n    "attention.out": "attn.c_proj",\n'
         '    "mlp_norm": "ln_2"',
         '"attention_norm": "ln_2",\n    "attention.qkv": "attn.c_attn",\n    "attention.out": "attn.c_proj",\n'
@@ -168,7 +168,7 @@ MUTATIONS = [
         ["a nanoGPT checkpoint is loaded"],
     ),
     Mutation(
-        "a file of torch.save is read without being looked at first", "model/torch_file.py",
+        "a file of torch.save is read without being looked at first", "model/interop/torch_file.py",
         "check_pickle(io.BytesIO(_pickle_of(file, file_bytes)), file_bytes)", "_pickle_of(file, file_bytes)",
         ["test_import.py::test_code_in_a_checkpoint_is_refused_and_never_runs"],
         ["a nanoGPT checkpoint is loaded"],

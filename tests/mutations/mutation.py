@@ -21,9 +21,15 @@ class Mutation:
     """Occurs exactly once in the file."""
     new: str
     tests: Sequence[str]
-    """FILE::NAME below tests/, without parameters. Each of them must fail."""
+    """FILE::NAME, without folders and parameters. Each of them must fail."""
     rows: Sequence[str] = ()
     """The rows of docs/lineages.md whose behaviour this breaks: how their first column begins."""
 
     def occurrences(self, root: Path = ROOT) -> int:
         return (root / "gptlab" / self.file).read_text(encoding="utf-8").count(self.old)
+
+
+def file_of_test(name: str, root: Path = ROOT) -> Path:
+    """The test file of this name, in whichever folder below tests/; no two have the same name."""
+    (path,) = (root / "tests").rglob(name)
+    return path

@@ -8,39 +8,39 @@ SHARES = "test_divided.py::TestGradientShares::test_each_gets_the_sums_of_what_i
 
 MUTATIONS = [
     Mutation(
-        "gradients leave in every backward pass", "train/divided.py",
+        "gradients leave in every backward pass", "training/parallel/zero.py",
         "        self._armed = False\n        # Registered", "        self.begin()\n        # Registered",
         [SHARES],
         ["With DDP, gradients are synchronized", "Gradients are suppressed from synchronizing",
          "No sync in all but the last micro-batch"],
     ),
     Mutation(
-        "gradients leave when the backward pass is over", "train/divided.py",
+        "gradients leave when the backward pass is over", "training/parallel/zero.py",
         "self._messages[self._next].waiting == 0:", "self._messages[self._next].waiting < 0:",
         [SHARES],
         ["With DDP, gradients are synchronized", "Gradients are suppressed from synchronizing",
          "No sync in all but the last micro-batch"],
     ),
     Mutation(
-        "torchrun's local rank is not read", "runtime/distributed.py",
+        "torchrun's local rank is not read", "runtime/processes/distributed.py",
         "return cls(rank, size, local_rank, local_size)", "return cls(rank, size, 0, local_size)",
         ["test_distributed.py::TestWorld::test_torchrun_tells"],
         ["`torchrun` is recognized by `RANK`", "NCCL, ranks, a device each"],
     ),
     Mutation(
-        "all ranks of a machine compute on its first GPU", "runtime/device.py",
+        "all ranks of a machine compute on its first GPU", "runtime/hardware/device.py",
         "int(number or local_rank or 0)", "int(number or 0)",
         ["test_device.py::test_each_rank_has_the_gpu_of_its_local_rank"],
         ["NCCL, ranks, a device each"],
     ),
     Mutation(
-        "tensors of GPUs go through gloo", "runtime/distributed.py",
+        "tensors of GPUs go through gloo", "runtime/processes/distributed.py",
         '"cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"', '"gloo"',
         ["test_distributed.py::TestWorld::test_collectives_are_nccls_on_gpus_and_gloos_on_cpus"],
         ["NCCL, ranks, a device each"],
     ),
     Mutation(
-        "the process group is left behind", "runtime/distributed.py",
+        "the process group is left behind", "runtime/processes/distributed.py",
         "dist.destroy_process_group()", "pass",
         ["test_distributed.py::TestWorld::test_the_process_group_is_destroyed_at_the_end"],
         ["The process group is destroyed", "All ranks evaluate; the process group"],
@@ -67,7 +67,7 @@ MUTATIONS = [
         ["Run as a module, or with `torchrun`"],
     ),
     Mutation(
-        "a rank that died is not named", "runtime/liveness.py",
+        "a rank that died is not named", "runtime/processes/liveness.py",
         'f"rank {rank} {what} {where}"', 'f"a rank {what} {where}"',
         ["test_distributed.py::TestLostRanks::test_a_killed_rank_ends_the_others_by_name"],
         ["The process group is destroyed"],

@@ -1,0 +1,1 @@
+"""What this machine does with a run: peak, tokens/s, time of each part, memory."""

@@ -1,0 +1,178 @@
+"""Where the time of an optimizer step goes: the functions of training themselves, with a stopwatch at their seams."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ParamSpec, TypeVar
+
+import numpy as np
+import torch
+
+from gptlab.config.run import RunConfig
+from gptlab.data.loader import Loader, steps_ahead
+from gptlab.data.rows import RowSource, make_rows
+from gptlab.data.tokens.shards import TokenSplit, shard_kind
+from gptlab.runtime.hardware.device import synchronize
+from gptlab.training.faults import Fault
+from gptlab.training.state import TrainState
+from gptlab.training.step import LossFunction, gradients, update
+from gptlab.training.watchdog import QuietGarbageCollector, TrainingFailed, check_loss
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+PARTS = ("data", "forward", "backward", "norm, clip", "muon", "adamw")
+"""In the order of a step. `data` is the wait for a batch that a thread makes ahead. `backward` is all of the gradients
+that is not forward; `norm, clip` all of the update that is neither Muon nor AdamW: it reads the norm, and frees the
+gradients."""
+
+# Of made-up text: more than a CPU's caches hold.
+MADE_UP_TOKENS = 4_000_000
+# Where in its schedule a step is timed: full learning rate and weight decay, the usual work.
+_MIDDLE = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    whole_seconds: list[float]
+    """Of steps as in training."""
+    part_seconds: Mapping[str, list[float]]
+    """By name in PARTS, of other steps, which waited for the device at the end of each part."""
+
+    def __add__(self, other: StepTimes) -> StepTimes:
+        parts = {name: seconds + other.part_seconds[name] for name, seconds in self.part_seconds.items()}
+        return StepTimes(self.whole_seconds + other.whole_seconds, parts)
+
+
+class Stopwatch:
+    """Adds up seconds by name. The device is idle when it starts and done when it stops."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self._device = device
+
+    def timed(self, name: str, function: Callable[P, R]) -> Callable[P, R]:
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            synchronize(self._device)
+            started = time.perf_counter()
+            result = function(*args, **kwargs)
+            synchronize(self._device)
+            self.seconds[name] += time.perf_counter() - started
+            return result
+
+        return call
+
+    @contextlib.contextmanager
+    def timed_steps(self, name: str, optimizer: Any | None) -> Iterator[None]:
+        """Within the context, `optimizer.step` is timed, whoever calls it."""
+        if optimizer is None:
+            yield
+            return
+        optimizer.step = self.timed(name, optimizer.step)  # Hides the class's method, until it is taken away again.
+        try:
+            yield
+        finally:
+            del optimizer.step
+
+
+def made_up_rows(config: RunConfig) -> RowSource:
+    """Rows as `config` makes them, of random tokens in documents as long as source files: a median of 1,700 tokens,
+    that of the `stdlib` corpus. BOS, where rows begin with one, is the last entry, as in every tokenizer here."""
+    vocab_size, seq_len = config.model.vocab_size, config.model.seq_len
+    assert vocab_size is not None
+    random = np.random.default_rng(config.seed)
+    wanted = max(MADE_UP_TOKENS, 4 * config.batch.total_tokens, seq_len + 1)
+    # Longer than the median on average, so that there are at least as many tokens as are wanted.
+    lengths = 1 + random.lognormal(math.log(1700), 1.2, size=1 + wanted // 1700).astype(np.int64)
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    tokens = random.integers(vocab_size - 1, size=starts[-1], dtype=shard_kind(vocab_size).dtype.newbyteorder("="))
+    tokens[starts[:-1]] = vocab_size - 1
+    split = TokenSplit([tokens], starts, np.arange(len(lengths), dtype=np.uint64), int(starts[-1]))
+    return make_rows(split, config.data, seq_len, vocab_size - 1, config.seed, None)
+
+
+def time_steps(
+    state: TrainState, loss_sum: LossFunction, config: RunConfig, *, max_steps: int, max_seconds: float
+) -> StepTimes:
+    """Train, and time by turns a step as it is and one part by part; `max_steps` of each, or `max_seconds` in all."""
+    whole: list[float] = []
+    parts: dict[str, list[float]] = {name: [] for name in PARTS}
+    with QuietGarbageCollector():
+        whole_step(state, loss_sum, config)  # Untimed: caches are filled, batches made ahead.
+        deadline = time.perf_counter() + max_seconds
+        while not whole or (len(whole) < max_steps and time.perf_counter() < deadline):
+            whole.append(whole_step(state, loss_sum, config))
+            for name, seconds in step_by_parts(state, loss_sum, config).items():
+                parts[name].append(seconds)
+    return StepTimes(whole, parts)
+
+
+def time_whole_steps(
+    state: TrainState, loss_sum: LossFunction, config: RunConfig, *, max_steps: int, max_seconds: float
+) -> list[float]:
+    """Seconds of each of `max_steps` steps, or of as many as `max_seconds` allow, but at least three."""
+    seconds: list[float] = []
+    with QuietGarbageCollector():
+        whole_step(state, loss_sum, config)  # untimed: caches are filled, batches made ahead
+        deadline = time.perf_counter() + max_seconds
+        while len(seconds) < 3 or (len(seconds) < max_steps and time.perf_counter() < deadline):
+            seconds.append(whole_step(state, loss_sum, config))
+    return seconds
+
+
+def whole_step(state: TrainState, loss_sum: LossFunction, config: RunConfig) -> float:
+    """Seconds of one step as `fit` takes it. TrainingFailed for a loss or a gradient that is broken."""
+    started = time.perf_counter()
+    batch = next(state.loader)
+    check_loss(float(gradients(state, batch, loss_sum, config)), config.runtime.max_loss)
+    updated = update(state, config, _MIDDLE, 0.0)
+    synchronize(state.device)
+    seconds = time.perf_counter() - started
+    if isinstance(updated, Fault):
+        raise TrainingFailed(str(updated))
+    state.step += 1
+    return seconds
+
+
+def step_by_parts(state: TrainState, loss_sum: LossFunction, config: RunConfig) -> dict[str, float]:
+    """Seconds of each of PARTS in one step. On a GPU the waits between them take away what would overlap."""
+    watch = Stopwatch(state.device)
+    with watch.timed_steps("muon", state.optimizer.muon), watch.timed_steps("adamw", state.optimizer.adamw):
+        batch = watch.timed("data", next)(state.loader)
+        watch.timed("gradients", gradients)(state, batch, watch.timed("forward", loss_sum), config)
+        watch.timed("update", update)(state, config, _MIDDLE, 0.0)
+    state.step += 1
+    seconds = watch.seconds
+    seconds["backward"] = seconds["gradients"] - seconds["forward"]
+    seconds["norm, clip"] = seconds["update"] - seconds["muon"] - seconds["adamw"]
+    return {name: seconds[name] for name in PARTS}
+
+
+def time_optimizer(state: TrainState, loss_sum: LossFunction, config: RunConfig, *, steps: int) -> list[float]:
+    """Seconds of updates alone, Muon and AdamW, again and again from the gradients of one batch."""
+    gradients(state, next(state.loader), loss_sum, config)
+    watch, times = Stopwatch(state.device), []
+    step = watch.timed("step", state.optimizer.step)
+    for _ in range(steps):
+        watch.seconds.clear()
+        step(1.0, config.optim.muon.momentum, 1.0)
+        times.append(watch.seconds["step"])
+    state.optimizer.zero_grad()
+    return times
+
+
+def loader_tokens_per_second(loader: Loader, device: torch.device, *, seconds: float) -> float:
+    """Tokens a second that arrive on the device when nothing else is done with them."""
+    for _ in range(steps_ahead(next(loader))):  # Made while nobody asked.
+        next(loader)
+    synchronize(device)
+    tokens, started = 0, time.perf_counter()
+    while tokens == 0 or time.perf_counter() - started < seconds:
+        tokens += next(loader).inputs.numel()
+    synchronize(device)
+    return tokens / (time.perf_counter() - started)

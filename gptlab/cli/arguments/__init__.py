@@ -1,0 +1,1 @@
+"""Command-line arguments of all commands, and their help."""

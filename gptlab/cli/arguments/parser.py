@@ -1,0 +1,140 @@
+"""Command lines to frozen dataclasses; every mistake is one line.
+
+A run's fields come from a recipe, a TOML file and flags, and are checked once all three are known; a value in a file
+and one on the command line are refused by the same words. The surface is that of tyro, and a test compares the two:
+`--model.n-layer 6`, `--model.bias` and `--model.no-bias`, `--data.source A B`, None.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, TypeVar, get_args, get_origin
+
+from gptlab.cli.arguments.help import command_help
+from gptlab.config.errors import UserError, nearest_name
+from gptlab.config.load import bare, leaf_fields, rebuild, value_from_text, wanted
+
+T = TypeVar("T")
+
+_POSITIONAL = "positional"
+Positional = Annotated[T, _POSITIONAL]
+"""Marks a field that is given without its name."""
+
+TRUTH_WORDS = ("true", "false", "on", "off")
+"""What may follow a boolean flag; without one of them the flag stands alone and means True."""
+
+
+def parse(cls: type[T], argv: Sequence[str], *, prog: str, description: str) -> T:
+    """`cls` filled from a command line; fields marked `Positional` are taken in their order.
+
+    UserError, one line, for an unknown, missing or malformed argument. --help prints and ends with SystemExit(0).
+    """
+    fields = leaf_fields(cls)
+    positionals = [name for name, annotation in fields.items() if _is_positional(annotation)]
+    if {"-h", "--help"} & set(argv):
+        print(command_help(cls, prog=prog, description=description, positionals=positionals))
+        raise SystemExit(0)
+    return _build(cls, read_words(argv, fields, positionals=positionals), prog)
+
+
+def read_words(
+    argv: Sequence[str],
+    fields: Mapping[str, Any],
+    *,
+    positionals: Sequence[str] = (),
+    implied: Mapping[str, str] | None = None,
+    unknown: Callable[[str, object], UserError] | None = None,
+) -> dict[str, Any]:
+    """{field: value} of what was given: `--field value`, `--field=value`, `--flag`, `--no-flag`, and `positionals`.
+
+    A tuple takes every word up to the next flag, and more when its flag is repeated; of other fields the last one
+    given counts. `implied` holds the word that a flag without a value stands for. Underscores pass for dashes.
+    """
+    unknown = unknown or (lambda name, value: _unknown(name, [n for n in fields if n not in positionals]))
+    values: dict[str, Any] = {}
+    loose: list[str] = []
+    words = list(argv)
+    while words:
+        word = words.pop(0)
+        if not _is_flag(word):
+            loose.append(word)
+            continue
+        flag, has_inline, inline = word.partition("=")
+        name = flag.lstrip("-").replace("-", "_")
+        stem, _, leaf = name.rpartition(".")
+        negated = f"{stem}.{leaf[3:]}".lstrip(".") if leaf.startswith("no_") else ""
+        if name not in fields and bare(fields.get(negated))[0] is bool and not has_inline:
+            values[negated] = False
+        elif name not in fields or not word.startswith("--"):
+            raise unknown(name, inline if has_inline else next((w for w in words[:1] if not _is_flag(w)), None))
+        else:
+            given = [inline] if has_inline else _take(words, fields[name], (implied or {}).get(name), name)
+            _put(values, fields, name, given)
+    _place(values, fields, positionals, loose)
+    return values
+
+
+def _is_flag(word: str) -> bool:
+    """A dash and a letter; -1 and - are values."""
+    return re.match(r"--?[A-Za-z]", word) is not None
+
+
+def _take(words: list[str], annotation: Any, implied: str | None, name: str) -> list[str]:
+    """Remove from `words` those that belong to a flag of this type."""
+    leaf, _ = bare(annotation)
+    count = next((i for i, word in enumerate(words) if _is_flag(word)), len(words))
+    if get_origin(leaf) is not tuple:
+        count = min(count, 1)
+    if leaf is bool and count and words[0].lower() not in TRUTH_WORDS:
+        count = 0
+    given, words[:count] = words[:count], []
+    if given or get_origin(leaf) is tuple:
+        return given
+    if leaf is bool or implied is not None:
+        return [implied or "true"]
+    raise UserError(f"--{name.replace('_', '-')} needs a value: {wanted(annotation)}")
+
+
+def _put(values: dict[str, Any], fields: Mapping[str, Any], name: str, given: Sequence[str]) -> None:
+    if get_origin(bare(fields[name])[0]) is not tuple:
+        values[name] = value_from_text(fields[name], given[-1], name)
+        return
+    values[name] = values.get(name, ())
+    for word in given:
+        values[name] += value_from_text(fields[name], word, name)
+
+
+def _place(values: dict[str, Any], fields: Mapping[str, Any], positionals: Sequence[str], loose: list[str]) -> None:
+    """Give the words without a flag to the positional fields, in order; a tuple takes all that are left."""
+    for name in positionals:
+        if not loose:
+            return
+        count = len(loose) if get_origin(bare(fields[name])[0]) is tuple else 1
+        _put(values, fields, name, loose[:count])
+        del loose[:count]
+    if loose:
+        raise UserError(f"{loose[0]!r} is one word too many: fields are given as --FIELD VALUE (see --help)")
+
+
+def _unknown(name: str, known: Sequence[str]) -> UserError:
+    nearest = nearest_name(name, known)
+    hint = f" (nearest: --{nearest.replace('_', '-')})" if nearest else " (see --help)"
+    return UserError(f"--{name.replace('_', '-')}: there is no such option{hint}")
+
+
+def _is_positional(annotation: Any) -> bool:
+    return get_origin(annotation) is Annotated and _POSITIONAL in get_args(annotation)[1:]
+
+
+def _build(cls: type[T], values: Mapping[str, Any], prog: str) -> T:
+    own = {name: value for name, value in values.items() if "." not in name}
+    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+        inner = {n.partition(".")[2]: v for n, v in values.items() if n.startswith(f"{field.name}.")}
+        if inner and field.default_factory is not dataclasses.MISSING:
+            own[field.name] = rebuild(field.default_factory(), inner, f"{field.name}.")
+        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        if required and field.name not in own:
+            raise UserError(f"{prog} needs {field.name.upper().replace('_', '-')} (see {prog} --help)")
+    return cls(**own)

@@ -1,0 +1,1 @@
+"""Documents: local files, the hub, named corpora, splits."""

@@ -1,0 +1,122 @@
+"""The CORE tasks on this machine: CACHE/core with core.yaml, eval_meta_data.csv and eval_data/."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import stat
+import zipfile
+import zlib
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from gptlab.config.errors import UserError
+from gptlab.config.plain_file import read_plain
+from gptlab.data.corpus.downloaded import web_path
+from gptlab.data.corpus.known_corpora import CORE, CORE_BUNDLE
+from gptlab.runtime.files.cache import MANIFEST, cached_folder
+from gptlab.runtime.records.console import Console
+
+TASKS = "core.yaml"
+TASKS_BYTES = 1 << 16
+"""The real one has 4 kB; PyYAML reads this much in a second."""
+EXPECTED = (TASKS, "eval_meta_data.csv")
+DATA = "eval_data"
+LARGEST_BYTES = 4 << 30  # The bundle unpacks to under 1 GB; what claims more than this is no bundle.
+
+LARGEST_RATIO = 100
+"""Questions as JSON pack to a tenth at best, zeros to a thousandth."""
+MOST_FILES = 10_000
+
+
+def core_folder(root: Path) -> Path:
+    return root / CORE
+
+
+def prepare_core(root: Path, console: Console) -> Path:
+    """Download and unpack the CORE tasks, unless they are there. UserError where that cannot be."""
+    from gptlab.data.corpus.hub import download_web_file
+
+    archive = web_path(CORE_BUNDLE, root)
+
+    def build(folder: Path) -> dict[str, Any]:
+        download_web_file(CORE, CORE_BUNDLE, archive, None, console)
+        try:
+            unpack(archive, folder)
+        finally:
+            archive.unlink()  # Unpacked it is not needed any more; damaged it must come again.
+        return {"address": CORE_BUNDLE.address}
+
+    folder = core_folder(root)
+    if (folder / TASKS).is_file() and not (folder / MANIFEST).exists():
+        return folder  # Put there by hand: not ours to replace.
+    cached_folder(folder, build, what="CORE tasks", console=console)
+    return folder
+
+
+def unpack(archive: Path, folder: Path) -> None:
+    """The bundle's files to `folder`, without the folder that they all lie in.
+
+    UserError for an archive that is damaged (each file has a CRC), lacks one of the tasks that its core.yaml names,
+    or holds what no bundle does: links, encrypted files, paths that lead elsewhere.
+    """
+    try:
+        with zipfile.ZipFile(archive) as bundle:
+            members = [member for member in bundle.infolist() if not member.is_dir() and not _ignored(member.filename)]
+            if sum(member.file_size for member in members) > LARGEST_BYTES:
+                raise UserError(
+                    f"{archive.name} would unpack to more than {LARGEST_BYTES / 1e9:.0f} GB: it is not CORE"
+                )
+            too_dense = sum(member.file_size for member in members) > LARGEST_RATIO * archive.stat().st_size
+            if len(members) > MOST_FILES or too_dense:
+                raise UserError(
+                    f"{archive.name} has {len(members):,} files that unpack to more than it can hold: it is not CORE"
+                )
+            top = _top_folder([member.filename for member in members], archive.name)
+            for member in members:
+                path = _safe_path(member, archive.name)
+                if not path.is_relative_to(top):
+                    continue
+                target = folder / path.relative_to(top)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                with bundle.open(member) as source, target.open("wb") as file:
+                    shutil.copyfileobj(source, file)
+    except (zipfile.BadZipFile, zlib.error, NotImplementedError, EOFError) as error:
+        raise UserError(
+            f"{archive.name} arrived damaged ({error}); `gptlab data prepare core` downloads it again"
+        ) from None
+    absent = [name for name in (*EXPECTED, *_task_files(folder)) if not (folder / name).is_file()]
+    if absent:
+        raise UserError(f"{archive.name} is not the CORE bundle, or not all of it: it has no {', '.join(absent[:3])}")
+
+
+def _ignored(name: str) -> bool:
+    """What macOS adds."""
+    return name.startswith("__MACOSX/") or PurePosixPath(name).name in (".DS_Store",)
+
+
+def _top_folder(names: list[str], archive: str) -> PurePosixPath:
+    """Where core.yaml is."""
+    tops = [PurePosixPath(name).parent for name in names if PurePosixPath(name).name == TASKS]
+    if len(tops) != 1:
+        raise UserError(f"{archive} is not the CORE bundle: it has {len(tops)} files {TASKS}")
+    return tops[0]
+
+
+def _safe_path(member: zipfile.ZipInfo, archive: str) -> PurePosixPath:
+    path = PurePosixPath(member.filename)
+    kind = stat.S_IFMT(member.external_attr >> 16)
+    if kind not in (0, stat.S_IFREG) or member.flag_bits & 1:
+        raise UserError(f"{archive} holds {member.filename}, a link or an encrypted file: it is not the CORE bundle")
+    if path.is_absolute() or ".." in path.parts or re.search(r"[\\:\0]", member.filename):
+        raise UserError(f"{archive} holds {member.filename!r}, a path that leads elsewhere: it is not the CORE bundle")
+    return path
+
+
+def _task_files(folder: Path) -> list[str]:
+    """The data of every task that core.yaml names, from lines `dataset_uri: PATH`."""
+    try:
+        text = read_plain(folder / TASKS, TASKS_BYTES).decode("utf-8")
+    except (OSError, UnicodeDecodeError):
+        return []
+    return [f"{DATA}/{name}" for name in re.findall(r"^\s*(?:-\s+)?dataset_uri:\s*[\"']?([^\s\"'#]+)", text, re.M)]

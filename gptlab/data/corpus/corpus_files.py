@@ -1,0 +1,267 @@
+"""One file of a corpus: which formats there are, and how each is read into documents.
+
+A text file is one document; JSONL holds one a line, Parquet one a row. Text and JSONL may be packed (.gz, .zst): the
+suffix before that one tells the format. Text is UTF-8 (a byte-order mark is dropped, line ends stay as they are). A
+file that the user named must be readable, or a UserError says why not; of the files that were only found in a folder
+(`lenient`), those that are no text are counted and left out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gptlab.config.errors import UserError, nearest_name
+from gptlab.config.plain_file import require_plain
+from gptlab.runtime.files.compressed_files import DamagedFileError, is_packed, open_binary, open_unpacked
+
+if TYPE_CHECKING:
+    import pyarrow.parquet
+
+_TEXT_SUFFIXES = (
+    ".txt .text .md .markdown .rst .tex .log .py .pyi .pyx .c .h .cc .cpp .cxx .hpp .cu .cuh .m .mm .rs .go .java .kt "
+    ".scala .swift .js .mjs .jsx .ts .tsx .rb .pl .pm .php .lua .r .jl .hs .ml .ex .exs .erl .clj .lisp .el .scm .sql "
+    ".sh .bash .zsh .ps1 .bat .html .htm .css .xml .yaml .yml .toml .ini .cfg .cmake .f90 .zig .nim .vim"
+)
+TEXT_SUFFIXES = frozenset(_TEXT_SUFFIXES.split())
+JSONL_SUFFIXES = frozenset({".jsonl", ".ndjson"})
+PARQUET_SUFFIXES = frozenset({".parquet", ".pq"})
+COLUMN_SUFFIXES = JSONL_SUFFIXES | PARQUET_SUFFIXES
+KNOWN_SUFFIXES = TEXT_SUFFIXES | COLUMN_SUFFIXES
+
+MAX_DOCUMENT_BYTES = 1 << 31
+"""No document of a corpus is 2 GB long; a line of JSONL without an end, or a packed text that grows without one, would
+otherwise take all memory."""
+BOMB_BYTES = 1 << 26
+BOMB_RATIO = 200
+"""Text packs to a tenth, logs to a fiftieth, zeros to a thousandth: one document over `BOMB_BYTES` that takes so many
+times the whole packed file is none, and found out before it fills the memory."""
+PROBE_BYTES = 1 << 16
+"""How much of a text file is looked at before the run starts; the rest is checked when it is read."""
+PARQUET_BATCH_ROWS = 256
+"""Rows decoded at a time: web documents of 5 kB make 1 MB, and a row group (often 1 GB) never lies in memory whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentFile:
+    path: Path
+    name: str
+    """Posix path relative to the corpus: what order and fingerprint go by, wherever the corpus lies."""
+    lenient: bool
+    """Found in a folder rather than named by the user: count and skip it when it is no text."""
+    sha256: str | None = None
+    """Of its contents, where that is known already."""
+
+    @property
+    def suffix(self) -> str:
+        """The format: that of the name, without .gz or .zst behind a format that may be packed."""
+        return format_suffix(self.path)
+
+
+class NotTextError(UserError):
+    """A file that is no UTF-8 text."""
+
+
+def format_suffix(path: Path) -> str:
+    suffix = path.suffix.lower()
+    inner = Path(path.stem).suffix.lower()
+    if not is_packed(path):
+        return suffix
+    return inner if inner in TEXT_SUFFIXES | JSONL_SUFFIXES else inner + suffix
+
+
+def probe(file: DocumentFile, text_column: str) -> None:
+    """Refuse now, not an hour into a run, what can be seen from a file's beginning. Raises UserError."""
+    if file.suffix in PARQUET_SUFFIXES:
+        _open_parquet(file.path, text_column).close()
+    elif file.lenient:
+        return
+    elif file.path.stat().st_size == 0:
+        raise UserError(f"{file.path} is empty: a corpus needs text")
+    elif file.suffix in JSONL_SUFFIXES:
+        next(_read_jsonl(file, text_column, Counter(), hashlib.sha256()), None)
+    elif file.suffix in TEXT_SUFFIXES or not file.suffix:
+        with open_unpacked(file.path) as stream:
+            head = stream.read(PROBE_BYTES)
+        # A character of up to four bytes may be cut at the end of the probe.
+        _decode(head, file.path, cut_end=len(head) == PROBE_BYTES)
+    else:
+        raise UserError(
+            f"{file.path}: {file.suffix} is not a format gptlab reads; it reads text (.txt .md .py and the like), "
+            ".jsonl and .parquet, the first two also packed (.gz .zst) (plain text of another kind: rename it to .txt)"
+        )
+
+
+def read_documents(file: DocumentFile, text_column: str, skipped: Counter[str], digest: hashlib._Hash) -> Iterator[str]:
+    """The documents of one file, in its order; adds to `skipped` (reason -> count). Raises UserError.
+
+    Once all are read, `digest` has taken in the bytes of the file; for a file that was not opened, none.
+    """
+    if file.suffix in PARQUET_SUFFIXES:
+        return _read_parquet(file.path, text_column, skipped, digest)
+    if file.suffix in JSONL_SUFFIXES:
+        return _read_jsonl(file, text_column, skipped, digest)
+    return _read_text(file, skipped, digest)
+
+
+def _read_text(file: DocumentFile, skipped: Counter[str], digest: hashlib._Hash) -> Iterator[str]:
+    try:
+        text = _decode(_read_bytes(file.path, digest), file.path)
+    except NotTextError:
+        if not file.lenient:
+            raise
+        skipped["not UTF-8 text"] += 1
+        return
+    except DamagedFileError:
+        raise  # Somebody packed it: it was text.
+    except UserError:
+        if not file.lenient:
+            raise
+        skipped["unreadable"] += 1
+        return
+    yield text
+
+
+def _read_bytes(path: Path, digest: hashlib._Hash) -> bytes | bytearray:
+    most_bytes = _most_bytes(path)
+    with open_unpacked(path, digest) as stream:
+        if not is_packed(path):
+            if (size := os.fstat(stream.fileno()).st_size) > most_bytes:
+                raise UserError(f"{path} has {size:,} bytes, and a text file is one document: make it JSONL")
+            return stream.read()
+        data = bytearray()
+        while chunk := stream.read1():
+            data += chunk
+            if len(data) > most_bytes:
+                raise DamagedFileError(
+                    f"{path} unpacks to more than {most_bytes:,} bytes, and a text file is one document"
+                )
+        return data
+
+
+def _most_bytes(path: Path) -> int:
+    """Of a document in this file."""
+    if not is_packed(path):
+        return MAX_DOCUMENT_BYTES
+    return min(MAX_DOCUMENT_BYTES, max(BOMB_BYTES, BOMB_RATIO * path.stat().st_size))
+
+
+def _decode(data: bytes | bytearray, path: Path, *, cut_end: bool = False) -> str:
+    if b"\0" in data:
+        raise NotTextError(f"{path} is a binary file (a NUL byte at offset {data.index(0)}); gptlab reads UTF-8 text")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        if cut_end and error.start >= len(data) - 3 and error.reason == "unexpected end of data":
+            return data[: error.start].decode("utf-8-sig")
+        raise NotTextError(
+            f"{path} is not UTF-8 text (byte 0x{data[error.start]:02x} at offset {error.start}); convert it to UTF-8"
+        ) from error
+
+
+def _read_jsonl(file: DocumentFile, key: str, skipped: Counter[str], digest: hashlib._Hash) -> Iterator[str]:
+    with open_unpacked(file.path, digest) as stream:
+        most_bytes = _most_bytes(file.path)
+        for number, line in enumerate(iter(lambda: stream.readline(most_bytes + 1), b""), start=1):
+            if len(line) > most_bytes:
+                raise UserError(
+                    f"{file.path}:{number}: more than {most_bytes:,} bytes without a line end; JSONL holds one "
+                    "JSON object a line"
+                )
+            if not line.strip():
+                continue
+            text = _text_of(_parse_object(line, f"{file.path}:{number}"), key, f"{file.path}:{number}")
+            if text is None:
+                skipped["null"] += 1
+            elif not _is_unicode(text):
+                skipped["lone surrogate"] += 1  # "\ud800" is legal JSON, but no text: UTF-8 cannot hold it.
+            else:
+                yield text
+
+
+def _parse_object(line: bytes, place: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise UserError(f"{place}: not UTF-8 text; JSONL holds one JSON object a line") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{place}: not JSON ({error}); JSONL holds one JSON object a line") from error
+    if not isinstance(record, dict):
+        raise UserError(f"{place}: a JSON {type(record).__name__}, not an object; JSONL holds one JSON object a line")
+    return record
+
+
+def _text_of(record: dict[str, Any], key: str, place: str) -> str | None:
+    if key not in record:
+        raise UserError(f"{place}: no key {key!r}; {_named('key', list(record), key)} (data.text_column picks it)")
+    text = record[key]
+    if text is not None and not isinstance(text, str):
+        raise UserError(f"{place}: {key!r} holds a {type(text).__name__}, not a string")
+    return text
+
+
+def _read_parquet(path: Path, column: str, skipped: Counter[str], digest: hashlib._Hash) -> Iterator[str]:
+    import pyarrow
+
+    with _open_parquet(path, column) as parquet:
+        try:
+            for batch in parquet.iter_batches(batch_size=PARQUET_BATCH_ROWS, columns=[column]):
+                for text in batch.column(0).to_pylist():
+                    if text is None:
+                        skipped["null"] += 1
+                    else:
+                        yield text
+        except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+            raise UserError(f"{path} is damaged Parquet: {_first_line(error)}") from error
+    with open_binary(path) as stream:  # The footer is read first and columns in pieces: there is no order to hash in.
+        while block := stream.read(1 << 20):
+            digest.update(block)
+
+
+def _open_parquet(path: Path, column: str) -> pyarrow.parquet.ParquetFile:
+    import pyarrow  # Takes 0.2 s to import, and most corpora have no Parquet.
+    import pyarrow.parquet
+
+    try:
+        require_plain(path)
+        parquet = pyarrow.parquet.ParquetFile(path)
+        schema = parquet.schema_arrow
+        names = schema.names
+    except UnicodeDecodeError as error:
+        raise UserError(f"cannot read {path} as Parquet: a column's name is not UTF-8 ({error})") from error
+    except (pyarrow.ArrowException, OSError) as error:
+        raise UserError(f"cannot read {path} as Parquet: {_first_line(error)}") from error
+    if column not in names:
+        parquet.close()
+        raise UserError(f"{path}: no column {column!r}; {_named('column', names, column)} (data.text_column)")
+    kind = schema.field(column).type
+    kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
+    if kind not in (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view()):
+        parquet.close()
+        raise UserError(f"{path}: column {column!r} holds {kind}, not strings")
+    return parquet
+
+
+def _named(what: str, names: list[str], wanted: str) -> str:
+    """What there is instead, the nearest first where one comes close."""
+    nearest = nearest_name(wanted, names)
+    shown = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
+    return f"{what}s there: {shown or 'none'}" + (f"; nearest: {nearest}" if nearest else "")
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

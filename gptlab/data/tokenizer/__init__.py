@@ -1,0 +1,1 @@
+"""Text to ids and back, with exact bytes: bytes, characters, BPE, GPT-2."""

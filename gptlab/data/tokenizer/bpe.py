@@ -1,0 +1,215 @@
+"""Byte-level BPE: merges learned by Hugging Face `tokenizers`, applied by `tiktoken`.
+
+Why both give the same ids. Hugging Face merges the adjacent pair whose *merge* was learned first; tiktoken the pair
+whose *joined bytes* have the lowest rank. Ids here are the 256 bytes, then one for each merge in the order learned, so
+rank and merge order are one order, and the two could differ only if bytes z = p + q, learned from the
+pair (p, q), also lay there as another pair (x, y). They never do: when all earlier merges are done and no merge has
+crossed the ends of z, the inside of z was merged from the same bytes by the same merges, leftmost first, wherever z
+stands; so it is (p, q) everywhere. For the same reason no two merges make the same bytes. The tests compare the ids.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tiktoken
+
+from gptlab.config.errors import ConfigError
+from gptlab.data.tokenizer import json_file
+from gptlab.data.tokenizer.base import TokenTable, surrogate_error
+
+Merge = tuple[bytes, bytes]
+
+MAX_DIGITS_LIMIT = 1000
+"""tiktoken's regex engine compiles \\p{N}{1,1000} and refuses 3000 (its automaton grows with the number)."""
+
+PART_CHARACTERS = 1 << 18
+"""Longer documents are encoded in parts of about this size, side by side. 0.25 MB take a thread 15 ms."""
+
+BLANKS = "\t\v\f \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
+"""Unicode's White_Space without the newlines: what \\s is to the regex engine beside [\\r\\n]."""
+LONG_BLANK = 1 << 16
+"""tiktoken's regex gives up on \\s+(?!\\S) between 0.6 and 1 million blanks in a row; well below that is safe."""
+
+_CHARACTER_OF_BYTE = dict(enumerate(json_file.byte_characters()))
+
+
+@dataclass(frozen=True, slots=True)
+class SplitRule:
+    """How text falls into pieces, which are encoded one by one, and what follows from that for very long texts."""
+
+    pattern: str
+    """The pieces are its matches, one after the other."""
+    safe_cut: re.Pattern[str]
+    """Ends where one piece always ends and another begins, whatever follows: cutting there changes no id."""
+    blanks: re.Pattern[str]
+    """A run of what `\\s+(?!\\S)` takes."""
+
+
+def gpt4_split(max_digits: int) -> SplitRule:
+    """Pieces by `split_pattern`. ConfigError for a number of digits that the regex engine cannot do."""
+    if not 1 <= max_digits <= MAX_DIGITS_LIMIT:
+        raise ConfigError("tokenizer.max_digits", max_digits, f"must be in 1..{MAX_DIGITS_LIMIT}", MAX_DIGITS_LIMIT)
+    return SplitRule(
+        split_pattern(max_digits),
+        # After a letter before a space or newline (a piece with letters has nothing after them), and after a newline
+        # before a visible character (a piece with a newline has nothing but newlines after it).
+        safe_cut=re.compile(r"[A-Za-z](?=[ \n])|\n(?=[!-~])"),
+        blanks=re.compile(f"[{BLANKS}]+"),
+    )
+
+
+def split_pattern(max_digits: int) -> str:
+    """GPT-4's pre-tokenization with at most `max_digits` digits a piece (its limit is 3).
+
+    cl100k_base (openai/tiktoken, `openai_public.py`) as first published. Its present form, with possessive quantifiers,
+    cuts otherwise only blanks after a newline at the very end of a text, and is slower: here a single branch
+    needs backtracking (18 MB/s a thread on the standard library instead of 14).
+    """
+    return (
+        r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,"
+        + str(max_digits)
+        + r"}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+
+
+class ByteLevelBpe(TokenTable):
+    """256 bytes, one entry for each merge in the order learned, BOS last."""
+
+    def __init__(self, byte_order: Sequence[int], merges: Sequence[Merge], split: SplitRule, settings: str) -> None:
+        """`byte_order`: the byte that each of the ids 0..255 stands for. ValueError for a merge of tokens that are not
+        there yet, or one that makes a token that is."""
+        self.merges = tuple(merges)
+        self.split = split
+        ranks = {bytes([value]): rank for rank, value in enumerate(byte_order)}
+        for left, right in self.merges:
+            if left not in ranks or right not in ranks or left + right in ranks:
+                raise ValueError(f"merge of {left!r} and {right!r} does not follow from those before it")
+            ranks[left + right] = len(ranks)
+        super().__init__(list(ranks), bos=True, settings=settings)
+        self._encoding = self._make_encoding(split.pattern, ranks)
+        self._whole = self._make_encoding(r"[\s\S]+", ranks)
+
+    def _make_encoding(self, pattern: str, ranks: dict[bytes, int]) -> tiktoken.Encoding:
+        # With no special token at all tiktoken looks for the empty string at every position: 14 MB/s become 8.
+        special = {self.bos_name: len(ranks)}
+        return tiktoken.Encoding("gptlab", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
+
+    def encode(self, text: str) -> np.ndarray:
+        parts = list(safe_parts(text, self.split))
+        return self._encode_part(text) if len(parts) == 1 else np.concatenate(self.encode_batch(parts))
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """On every core: tiktoken lets go of the interpreter lock. Very long texts are shared out too."""
+        parts = [list(safe_parts(text, self.split)) for text in texts]
+        with ThreadPoolExecutor(_usable_cores()) as pool:
+            encoded = pool.map(self._encode_part, (part for of_text in parts for part in of_text))
+            return [np.concatenate([next(encoded) for _ in of_text]) for of_text in parts]
+
+    def _encode_part(self, text: str) -> np.ndarray:
+        try:
+            return self._ids(self._encoding, text)
+        except ValueError as error:
+            if isinstance(error, UnicodeEncodeError):
+                raise surrogate_error(error) from error
+            return np.concatenate([self._ids(encoding, piece) for encoding, piece in self._around_blanks(text)])
+
+    @staticmethod
+    def _ids(encoding: tiktoken.Encoding, text: str) -> np.ndarray:
+        # Not encode_ordinary: it builds a list of Python ints, and puts U+FFFD where a lone surrogate was.
+        return encoding.encode_to_numpy(text, disallowed_special=()).astype(np.int32)
+
+    def _around_blanks(self, text: str) -> Iterator[tuple[tiktoken.Encoding, str]]:
+        """Take blanks out that are too many for the regex engine, as the pieces that the pattern would make of them.
+
+        `\\s+(?!\\S)` takes a run but for its last blank, which goes with what follows; all of it at the end of the
+        text. Where newlines are no blanks, a run before one belongs to `\\s*[\\r\\n]+`, which the engine does without
+        backtracking.
+        """
+        start = 0
+        for run in self.split.blanks.finditer(text):
+            follower = text[run.end() : run.end() + 1]
+            if run.end() - run.start() < LONG_BLANK or follower in ("\r", "\n"):
+                continue
+            end = run.end() - 1 if follower else run.end()
+            yield self._encoding, text[start : run.start()]
+            yield self._whole, text[run.start() : end]
+            start = end
+        yield self._encoding, text[start:]
+
+    def to_json(self) -> dict[str, Any]:
+        merges = [[_written(left), _written(right)] for left, right in self.merges]
+        return json_file.document(
+            [*map(_written, self._tokens[:-1]), self.bos_name],
+            merges=merges,
+            pre_tokenizer=self._pre_tokenizer(),
+            decoder=json_file.byte_level(),
+        )
+
+    def _pre_tokenizer(self) -> dict[str, Any]:
+        """`split` in the form of tokenizer.json."""
+        raise NotImplementedError
+
+
+class BpeTokenizer(ByteLevelBpe):
+    """Merges learned from a text; the bytes in order; pieces as GPT-4's but for the digits."""
+
+    kind = "bpe"
+
+    def __init__(self, merges: Sequence[Merge], max_digits: int) -> None:
+        """ConfigError or ValueError as `gpt4_split` and `ByteLevelBpe` raise them."""
+        self.max_digits = max_digits
+        settings = f"digits={max_digits} merges={tuple(merges)!r}"
+        super().__init__(range(256), merges, gpt4_split(max_digits), settings)
+
+    def _pre_tokenizer(self) -> dict[str, Any]:
+        split = {"type": "Split", "pattern": {"Regex": self.split.pattern}, "behavior": "Isolated", "invert": False}
+        return {"type": "Sequence", "pretokenizers": [split, json_file.byte_level()]}
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> BpeTokenizer:
+        """KeyError, TypeError or ValueError where the parts are not those of `to_json`."""
+        pattern = content["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"]
+        digits = re.search(r"\\p\{N\}\{1,([0-9]{1,4})\}", pattern)
+        if digits is None:
+            raise ValueError("its split pattern is another")
+        return cls(merges_from_json(content["model"]["merges"]), int(digits[1]))
+
+
+def _written(token: bytes) -> str:
+    """With a printable character for each byte."""
+    return token.decode("latin-1").translate(_CHARACTER_OF_BYTE)
+
+
+def merges_from_json(merges: Sequence[Sequence[str]]) -> list[Merge]:
+    """Merges of a byte-level tokenizer.json as bytes."""
+    byte_of = {character: value for value, character in enumerate(json_file.byte_characters())}
+
+    def read(token: str) -> bytes:
+        return bytes(map(byte_of.__getitem__, token))
+
+    return [(read(left), read(right)) for left, right in merges]
+
+
+def safe_parts(text: str, split: SplitRule, characters: int = PART_CHARACTERS) -> Iterator[str]:
+    """`text` in parts of `characters` or a little more, cut only where encoding is not changed by it."""
+    start = 0
+    while len(text) - start > characters:
+        cut = split.safe_cut.search(text, start + characters)
+        if cut is None:
+            break
+        yield text[start : cut.end()]
+        start = cut.end()
+    if start < len(text) or not text:
+        yield text[start:]
+
+
+def _usable_cores() -> int:
+    """Cores this process may use; containers and batch systems grant fewer than there are."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,1 @@
+"""Token ids on disk, gptlab's and other programs'."""

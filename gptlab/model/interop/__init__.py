@@ -1,0 +1,1 @@
+"""Other programs' weights in and out."""

@@ -1,0 +1,1 @@
+"""CPU kernels, and which implementation computes."""

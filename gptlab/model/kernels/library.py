@@ -1,0 +1,158 @@
+"""The C++ kernels for float32 on CPUs: PyTorch operators in a shared library, built when first needed and cached.
+
+key       SHA-256 over whatever decides what the compiler makes: sources, options, its macros, torch's version
+file      kernels-KEY-HASH.so, HASH being the SHA-256 of its bytes, which is verified before every load
+build     by one process at a time, into a temporary folder; flushed; one rename
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from filelock import FileLock
+
+from gptlab.runtime.files.cache import cache_root
+from gptlab.runtime.hardware.device import cxx_compiler
+
+_FOLDER = Path(__file__).parent
+_SOURCES = tuple(_FOLDER / name for name in ("attention_kernel.cpp", "linear_kernel.cpp"))
+_OPERATORS = _FOLDER / "operators.cpp"
+_HEADERS = (_FOLDER / "vectors.h",)
+_FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC")
+# For a compiler that hangs. A build takes ten seconds of one core, which a busy machine may stretch, and which kernels
+# compute must not depend on that.
+_BUILD_TIMEOUT_SECONDS = 600
+_HASH_DIGITS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    functions: ctypes.CDLL
+    sha256: str
+    """The first 32 hexadecimal digits, of the file's bytes. The same sources, compiler and processor give the same
+    bytes, wherever torch and gptlab are installed."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    library: Library | None
+    problem: str | None = None
+    """Why there is none, in one line; None where there cannot be one (Windows)."""
+
+
+def kernel_library() -> Library | None:
+    """The kernels, with torch.ops.gptlab as their operators; None where they cannot be built. The first call of a
+    process builds them, in about ten seconds, unless the cache has them."""
+    return _outcome().library
+
+
+def kernel_library_problem() -> str | None:
+    """Why `kernel_library` is None, in one line; None where it is not, or where it is not supported (Windows)."""
+    return _outcome().problem
+
+
+@functools.cache
+def _outcome() -> _Outcome:
+    if sys.platform == "win32":  # whose compilers take other options
+        return _Outcome(None)
+    compiler = cxx_compiler()
+    if compiler is None:
+        return _Outcome(None, "no C++ compiler (g++ or clang++) was found")
+    torch_folder = Path(torch.__file__).parent
+    # No path of an installation gets into the library, so that its hash says what it computes and nothing else.
+    maps = (f"-ffile-prefix-map={torch_folder}=torch", f"-ffile-prefix-map={_FOLDER}=gptlab")
+    flags = (*_FLAGS, f"-I{torch_folder / 'include'}", *maps)
+    libraries = [f"-L{torch_folder / 'lib'}", "-ltorch_cpu"]
+    if sys.platform == "darwin":  # elsewhere the loader takes the libtorch_cpu that is loaded already
+        libraries.append(f"-Wl,-rpath,{torch_folder / 'lib'}")
+    try:
+        return _Outcome(load_built(compiler, (*_SOURCES, _OPERATORS), flags, libraries))
+    except subprocess.TimeoutExpired as error:
+        return _Outcome(None, f"{compiler} did not end within {error.timeout:.0f} s")
+    except subprocess.CalledProcessError as error:
+        return _Outcome(None, f"{compiler} failed: {_first_error(error)}")
+    except OSError as error:
+        where = f" ({error.filename})" if error.filename else ""
+        return _Outcome(None, f"they cannot be built in the cache: {error.strerror or error}{where}")
+
+
+def load_built(compiler: str, sources: Sequence[Path], flags: Sequence[str], libraries: Sequence[str] = ()) -> Library:
+    """The shared library of these sources from the cache, built first if it is not there, damaged, or cannot be loaded.
+    OSError or SubprocessError where that cannot be."""
+    stem = library_stem(compiler, sources, (*flags, *libraries))
+    folder = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or cache_root(None) / "compile") / "gptlab"
+    found = _load_intact(folder, stem)
+    if found is None:
+        folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder / f"{stem}.lock"):  # several ranks start at the same time
+            found = _load_intact(folder, stem) or _load(_build(compiler, sources, flags, libraries, folder, stem))
+    return found
+
+
+def library_stem(compiler: str, sources: Sequence[Path], options: Sequence[str]) -> str:
+    """The first part of a library's name. What -march=native and a changed default mean, the compiler's macros say."""
+    compile_options = [option for option in options if not option.startswith(("-l", "-L", "-Wl,"))]
+    macros = _run([compiler, *compile_options, "-dM", "-E", "-x", "c++", os.devnull])
+    texts = [source.read_bytes() for source in (*sources, *_HEADERS)]
+    key = hashlib.sha256(b"\0".join([macros, torch.__version__.encode(), " ".join(options).encode(), *texts]))
+    return f"kernels-{key.hexdigest()[:16]}"
+
+
+def _load_intact(folder: Path, stem: str) -> Library | None:
+    """A library of the cache whose bytes have the hash of its name. Others are removed: the loader maps a library that
+    was cut short without a complaint, and the process dies by SIGBUS when it comes to what is missing."""
+    for path in sorted(folder.glob(f"{stem}-*.so")):
+        try:
+            if path.name == _name(stem, path):
+                return _load(path)
+            path.unlink()
+        except OSError:  # unreadable, or of no use to this machine's loader
+            continue
+    return None
+
+
+def _load(path: Path) -> Library:
+    return Library(ctypes.CDLL(str(path)), path.stem.rpartition("-")[2])
+
+
+def _name(stem: str, path: Path) -> str:
+    return f"{stem}-{hashlib.sha256(path.read_bytes()).hexdigest()[:_HASH_DIGITS]}.so"
+
+
+def _build(
+    compiler: str, sources: Sequence[Path], flags: Sequence[str], libraries: Sequence[str], to: Path, stem: str
+) -> Path:
+    with tempfile.TemporaryDirectory(dir=to) as folder, ThreadPoolExecutor() as pool:
+        objects = [Path(folder, f"{source.stem}.o") for source in sources]
+
+        def compiled(source: Path, to: Path) -> bytes:
+            return _run([compiler, *flags, "-c", str(source), "-o", str(to)])
+
+        list(pool.map(compiled, sources, objects))
+        made = Path(folder, "made.so")
+        _run([compiler, *flags, "-shared", *map(str, objects), *libraries, "-o", str(made)])
+        with made.open("rb") as file:
+            os.fsync(file.fileno())
+        return made.replace(to / _name(stem, made))
+
+
+def _run(command: list[str]) -> bytes:
+    return subprocess.run(command, check=True, capture_output=True, timeout=_BUILD_TIMEOUT_SECONDS).stdout
+
+
+def _first_error(error: subprocess.CalledProcessError) -> str:
+    """What a compiler complains of first, else how it ended."""
+    lines = [line.strip() for line in error.stderr.decode(errors="replace").splitlines() if line.strip()]
+    first = next((line for line in lines if "error" in line), lines[0] if lines else f"exit code {error.returncode}")
+    return first[:300]

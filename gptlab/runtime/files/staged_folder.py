@@ -1,0 +1,81 @@
+"""A folder that appears whole or not at all: filled beside its place under a hidden name, then renamed."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+import psutil
+
+from gptlab.config.errors import UserError
+from gptlab.runtime.files.strict_json import sync_directory
+
+
+def require_free(target: Path) -> None:
+    """UserError unless `target` can be made: it does not exist, or is an empty folder."""
+    if not os.path.lexists(target):
+        return
+    if not target.is_dir():
+        raise UserError(f"{target} is a file: name a folder that does not exist yet")
+    if any(target.iterdir()):
+        raise UserError(f"{target} is not empty (it holds {min(target.iterdir()).name}): name another folder")
+
+
+@contextmanager
+def staged_folder(target: Path) -> Iterator[Path]:
+    """Within the context, an empty folder to fill, which becomes `target` where the context ends without an error.
+
+    Otherwise it is removed, also where SIGTERM ends the process. What SIGKILL left of it, the next call for the same
+    target removes. UserError where `target` is not free, or cannot be written.
+    """
+    require_free(target)
+    staged = target.with_name(f".{target.name}.tmp-{os.getpid()}")
+    with _ended_by_sigterm():
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            _remove_leftovers(target)
+            staged.mkdir()
+            yield staged
+            require_free(target)
+            if target.is_dir():
+                target.rmdir()
+            staged.rename(target)
+            sync_directory(target.parent)
+        except OSError as error:
+            raise UserError(f"cannot write {target}: {error.strerror or error}") from error
+        finally:
+            shutil.rmtree(staged, ignore_errors=True)
+
+
+def _remove_leftovers(target: Path) -> None:
+    """What processes left that no longer run; that of this process's number is none of its own."""
+    for path in target.parent.iterdir():
+        match = re.fullmatch(re.escape(f".{target.name}.tmp-") + "([0-9]{1,10})", path.name)
+        if match and (int(match[1]) == os.getpid() or not psutil.pid_exists(int(match[1]))):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Within the context, SIGTERM raises SystemExit with the exit code that shells report for it, so that everything on
+    the way out cleans up. Outside of the main thread Python lets nobody handle signals, and nothing changes."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    former = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        # None stands for a handler that was not installed from Python, and that Python cannot give back.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if former is None else former)

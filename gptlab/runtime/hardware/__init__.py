@@ -1,0 +1,1 @@
+"""Device, dtype, peak FLOP/s, threads, memory, determinism, random generators."""

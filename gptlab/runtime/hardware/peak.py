@@ -1,0 +1,202 @@
+"""What the hardware could do at most, the denominator of MFU: a vendor's figure, a measurement, or "unknown"."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import torch
+
+from gptlab.runtime.hardware.device import device_name, synchronize
+
+_BOTH = (torch.bfloat16, torch.float16)
+_FP16 = (torch.float16,)
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    flops_per_second: float | None
+    """Dense matrix products, a multiplication and an addition counted as two. None: unknown."""
+    source: Literal["table", "measured", "unknown"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    words: frozenset[str]
+    """All of these stand in the device's name."""
+    teraflops: float
+    """Dense tensor-core rate with float32 accumulation, as torch computes."""
+    dtypes: tuple[torch.dtype, ...] = _BOTH
+
+
+def _row(words: str, teraflops: float, dtypes: tuple[torch.dtype, ...] = _BOTH) -> _Row:
+    return _Row(frozenset(words.split()), teraflops, dtypes)
+
+
+# Data sheets that quote a rate "with sparsity" are halved. Where float16 could accumulate in float16, the rate with
+# float32 accumulation counts. A test recomputes the rows from multiprocessors, FLOP per clock and boost clock.
+_TABLE = (
+    _row("gb200", 2500),  # NVIDIA GB200 NVL72 data sheet: 360 PFLOPS sparse for 72 GPUs
+    _row("b200", 2250),  # NVIDIA DGX B200 data sheet / Blackwell architecture brief: 4.5 PFLOPS sparse
+    _row("h200", 989.5),  # NVIDIA H200 data sheet: 1979 sparse (and autoresearch, seed 3, for Hopper)
+    _row("h200 nvl", 835.5),  # NVIDIA H200 data sheet, NVL column: 1671 sparse
+    _row("gh200", 989.5),  # NVIDIA GH200 data sheet: the GPU of an H100 SXM, 1979 sparse
+    _row("h100", 989.5),  # NVIDIA H100 data sheet, SXM: 1979 sparse; seed 3
+    _row("h100 pcie", 756),  # NVIDIA H100 data sheet, PCIe: 1513 sparse
+    _row("h100 nvl", 835.5),  # NVIDIA H100 data sheet, NVL (one card): 1671 sparse
+    _row("a100", 312),  # NVIDIA A100 data sheet, SXM
+    _row("a100 pcie", 312),  # NVIDIA A100 data sheet, PCIe: the same rate
+    _row("a30", 165),  # NVIDIA A30 data sheet
+    _row("a40", 149.7),  # NVIDIA A40 data sheet
+    _row("a10", 125),  # NVIDIA A10 data sheet
+    _row("a10g", 70),  # NVIDIA A10G data sheet (the A10 of AWS g5 instances is another chip setting)
+    _row("rtx a6000", 154.8),  # NVIDIA GA102 whitepaper: full rate with float32 accumulation, unlike GeForce
+    _row("l4", 121),  # NVIDIA L4 data sheet: 242 sparse
+    _row("l40", 181.05),  # NVIDIA L40 data sheet
+    _row("l40s", 362.05),  # NVIDIA L40S data sheet
+    _row("rtx 6000 ada", 364.2),  # NVIDIA Ada architecture whitepaper
+    _row("rtx 3090", 71),  # NVIDIA GA102 whitepaper
+    _row("rtx 3090 ti", 80),  # NVIDIA Ada architecture whitepaper, comparison tables
+    _row("rtx 4080", 97.5),  # NVIDIA Ada architecture whitepaper
+    _row("rtx 4090", 165.2),  # NVIDIA Ada architecture whitepaper
+    _row("rtx 5080", 112.6),  # NVIDIA RTX Blackwell architecture whitepaper
+    _row("rtx 5090", 209.5),  # NVIDIA RTX Blackwell architecture whitepaper
+    _row("v100 sxm2", 125, _FP16),  # NVIDIA V100 data sheet
+    _row("v100 pcie", 112, _FP16),  # NVIDIA V100 data sheet
+    _row("t4", 65, _FP16),  # NVIDIA T4 data sheet
+    _row("mi355x", 2516.6),  # AMD Instinct MI355X data sheet
+    _row("mi350x", 2306.9),  # AMD Instinct MI350X data sheet
+    _row("mi325x", 1307.4),  # AMD Instinct MI325X data sheet
+    _row("mi300x", 1307.4),  # AMD Instinct MI300X data sheet
+    _row("mi300a", 980.6),  # AMD Instinct MI300A data sheet
+    _row("mi250x", 191.5),  # AMD Instinct MI250X data sheet: 383 a card, which torch sees as two devices
+    _row("mi250", 181.05),  # AMD Instinct MI250 data sheet: 362.1 a card, two devices
+    _row("mi210", 181),  # AMD Instinct MI210 data sheet
+)  # fmt: skip
+
+# Words that make another product of the same number: a row counts only where it names exactly those of the device.
+_VARIANTS = frozenset(("nvl", "pcie", "sxm2", "ti", "super", "d", "laptop", "max", "mobile", "mig", "ada", "64gb"))
+# A slice of a GPU (vGPU profiles such as "A40-12Q") has some share of the peak that nobody tells.
+_VIRTUAL = re.compile(r"\d+[abcq]|grid")
+
+
+# Threads on a quiet CPU together do most of what each does alone: two cores 0.99, and many lose a quarter to the clock
+# that all of them share. Beside two busy processes the best product of two threads was 0.01 to 0.05 or 0.8 to 0.95 of
+# it in eight measurements, since each product waits for its slowest thread; that of one thread varied by 4%.
+_QUIET_SHARE = 0.6
+
+
+def table_peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
+    """FLOP/s of dense products by the vendor's data sheet; None where the table is silent.
+
+    It is silent on types outside bfloat16 and float16, on types that the tensor cores do not have, on laptop chips
+    (their rate is a matter of cooling), and on slices of a GPU (MIG, vGPU).
+    """
+    words = frozenset(re.findall(r"[a-z0-9]+", device_name.lower()))
+    if any(_VIRTUAL.fullmatch(word) for word in words):
+        return None
+    rows = [row for row in _TABLE if row.words <= words and (words - row.words).isdisjoint(_VARIANTS)]
+    # Some drivers name two products at once ("MI250X / MI250"): no answer.
+    return rows[0].teraflops * 1e12 if len(rows) == 1 and dtype in rows[0].dtypes else None
+
+
+def measure_matmul_flops(device: torch.device, dtype: torch.dtype, *, seconds: float = 0.5) -> float:
+    """FLOP/s of the best square matrix product seen within about `seconds`; random data, not a global generator's.
+
+    Sizes double from 512 for as long as the next one still gets several tries: large products are the faster ones,
+    and a slow machine must not pay for an 8192. Best, not mean: what slows one down is other processes. Where they slow
+    all down, the threads of a CPU count as so many times one thread.
+    """
+    deadline = time.perf_counter() + seconds
+    threads = torch.get_num_threads() if device.type == "cpu" else 1
+    if threads == 1:
+        return _best_flops(device, dtype, seconds, deadline)
+    alone = _one_thread_flops(device, dtype, seconds / 10)
+    together = _best_flops(device, dtype, seconds, deadline - seconds / 10)
+    alone = max(alone, _one_thread_flops(device, dtype, seconds / 10))  # once more, since who else computes may rest
+    return together if together >= _QUIET_SHARE * threads * alone else threads * alone
+
+
+def _one_thread_flops(device: torch.device, dtype: torch.dtype, seconds: float) -> float:
+    """FLOP/s of one thread, which waits for no other; in products so small that they end within a slice of time."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return max(
+            2 * size**3 / _fastest_product(size, device, dtype, time.perf_counter() + seconds / 2)
+            for size in (256, 512)
+        )
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _best_flops(device: torch.device, dtype: torch.dtype, seconds: float, deadline: float) -> float:
+    largest = 8192 if device.type == "cuda" else 4096
+    best, size = 0.0, 512
+    while True:
+        product_seconds = _fastest_product(size, device, dtype, min(deadline, time.perf_counter() + seconds / 4))
+        best = max(best, 2 * size**3 / product_seconds)
+        # Twice the size is 8 times the work; 4 tries of it, the warm-up and making the matrices must fit.
+        if size >= largest or time.perf_counter() + 6 * 8 * product_seconds > deadline:
+            break
+        size *= 2
+    if time.perf_counter() < deadline:
+        best = max(best, 2 * size**3 / _fastest_product(size, device, dtype, deadline))
+    return best
+
+
+def _fastest_product(size: int, device: torch.device, dtype: torch.dtype, deadline: float) -> float:
+    """Seconds of the fastest (size, size) @ (size, size)."""
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(size, size, generator=generator).to(device, dtype) for _ in range(2))
+    result = torch.empty(size, size, device=device, dtype=dtype)
+    return fastest_seconds(partial(torch.mm, left, right, out=result), device, deadline)
+
+
+def fastest_seconds(work: Callable[[], object], device: torch.device, deadline: float) -> float:
+    """Seconds of the fastest call, after a warm-up, until `deadline` (of time.perf_counter) but at least twice."""
+    _timed(work, device)
+    fastest = min(_timed(work, device) for _ in range(2))
+    while time.perf_counter() < deadline:
+        fastest = min(fastest, _timed(work, device))
+    return fastest
+
+
+def sustained_share(device: torch.device, dtype: torch.dtype, *, seconds: float = 0.25) -> float:
+    """The share of its best rate that a stream of small products keeps up: tells whether somebody else computes here.
+
+    Measured on two cores (size 512): 0.92 to 0.95 on a quiet machine, 0.24 to 0.26 beside one busy process, while the
+    best of the large products stayed what it was: each small one waits for its slowest thread.
+    """
+    generator = torch.Generator().manual_seed(0)
+    square = torch.randn(512, 512, generator=generator).to(device, dtype)
+    multiply = partial(torch.mm, square, square, out=torch.empty_like(square))
+    _timed(multiply, device)
+    deadline = time.perf_counter() + seconds
+    times = [_timed(multiply, device) for _ in range(2)]
+    while time.perf_counter() < deadline:
+        times.append(_timed(multiply, device))
+    return min(times) * len(times) / sum(times)
+
+
+def _timed(work: Callable[[], object], device: torch.device) -> float:
+    synchronize(device)
+    start = time.perf_counter()
+    work()
+    synchronize(device)
+    return time.perf_counter() - start
+
+
+def peak_flops_per_second(device: torch.device, dtype: torch.dtype) -> Peak:
+    """The vendor's figure for a GPU, else a measured one (takes about half a second), else "unknown"."""
+    known = table_peak_flops(device_name(device), dtype) if device.type == "cuda" else None
+    if known is not None:
+        return Peak(known, "table")
+    try:
+        return Peak(measure_matmul_flops(device, dtype), "measured")
+    except RuntimeError:  # no memory left for it, or a type that the device does not multiply
+        return Peak(None, "unknown")

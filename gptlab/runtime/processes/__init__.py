@@ -1,0 +1,1 @@
+"""Process group, collectives, liveness, torchrun restarts."""

@@ -1,0 +1,1 @@
+"""A run's folder: provenance, code snapshot, environment, metrics, console."""

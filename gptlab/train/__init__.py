@@ -1,1 +1,0 @@
-"""TrainState, one optimizer step, the loop, checkpoints, throughput."""

@@ -1,0 +1,1 @@
+"""The training loop, one step, and everything that changes during a run."""

@@ -1,0 +1,1 @@
+"""Checkpoints: format, save, load, retention."""

@@ -1,0 +1,218 @@
+"""torch.compile where it can be had, paid for before the clock starts and without a trace in the run's state."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from gptlab.config.errors import ConfigError
+from gptlab.config.run import RunConfig
+from gptlab.data.loader import StepBatch
+from gptlab.model.counting import flops_per_token
+from gptlab.model.kernels.implementations import missing_kernels, without_kernels
+from gptlab.optim.combined import CombinedOptimizer
+from gptlab.runtime.files.cache import cache_root
+from gptlab.runtime.hardware.device import compiler_available, synchronize
+from gptlab.runtime.hardware.rng import capture_rng, restore_rng
+from gptlab.training.state import TrainState
+from gptlab.training.step import GradientSums, LossFunction, gradients
+
+Logits = Callable[[Tensor], Tensor]
+F = TypeVar("F", bound=Callable[..., Tensor])
+
+# Models whose micro-batch takes less than this (50 ms at 200 GFLOP/s) are compiled whole: nanoGPT's CPU example then
+# takes 30.5 ms a step instead of 31.7, uncompiled 34.8 (docs/LOG.md, 2026-11-20) ...
+WHOLE_MODEL_FLOPS = 1e10
+# ... unless they are deep: the wait for the compiler grows with every layer.
+WHOLE_MODEL_LAYERS = 6
+
+
+@dataclass(slots=True)
+class Kernels:
+    """The model's two uses, compiled or as they are."""
+
+    loss_sum: LossFunction
+    logits: Logits
+    compiler: str = "off"
+    """What compiled them: "off" where nothing did, else "inductor", after the warm-up with the instruction set that it
+    generates code for on a CPU ("inductor avx512")."""
+    plain: Kernels | None = None
+    """The same not compiled, for a compiler that turns out to fail."""
+
+    @property
+    def compiled(self) -> bool:
+        return self.compiler != "off"
+
+    def give_up_compiling(self) -> None:
+        assert self.plain is not None
+        self.loss_sum, self.logits, self.compiler = self.plain.loss_sum, self.plain.logits, "off"
+
+
+def keep_compiled() -> Path:
+    """Let torch.compile keep what it builds in the user's cache, unless the environment names another folder, before
+    anything compiles. Returns the folder that it is.
+
+    Never in `data.cache_dir`: what torch finds there it runs, and a run's configuration may be a stranger's.
+    """
+    return Path(os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_root(None) / "compile")))
+
+
+def make_kernels(state: TrainState, config: RunConfig, warn: Callable[[str], None]) -> Kernels:
+    """Compile by configuration: ConfigError where it is demanded and no compiler is there, a warning where it is
+    only preferred."""
+    model = state.model
+    plain = Kernels(state.as_forward(model.loss), model.__call__)
+    if (missing := missing_kernels(model)) is not None:
+        warn(without_kernels(missing))
+    if config.runtime.compile == "off":
+        return plain
+    if (problem := _cannot_compile(state.device)) is not None:
+        if config.runtime.compile == "on":
+            raise ConfigError("runtime.compile", "on", problem, "auto")
+        warn(f"training without torch.compile, which is slower: {problem}")
+        return plain
+
+    def compiled(function: F) -> F:
+        # Shapes never change within a run. On a CPU the kernels are called from C++ instead of Python, which takes 2 to
+        # 4% off a step of 40 ms, and no longer to build (docs/LOG.md, 2026-11-20).
+        options: dict[str, Any] = {"cpp_wrapper": True} if state.device.type == "cpu" else {}
+        if config.runtime.coordinate_descent_tuning:
+            options["coordinate_descent_tuning"] = True
+        return cast(F, torch.compile(function, dynamic=False, options=options))
+
+    if _is_short_step(state, config) and not state.is_sharded:
+        return Kernels(compiled(model.loss), model.__call__, "inductor", plain)
+
+    # Block by block: layers of one kind share their code, so compile time does not grow with depth. Three layers took
+    # 38 s cold instead of 51 s for the whole model, at the same speed (docs/LOG.md).
+    blocks = state.compiled_blocks(compiled)
+    head_loss, head_logits = compiled(model.head_loss), compiled(model.logits)
+
+    def loss_sum(tokens: Tensor, targets: Tensor) -> Tensor:
+        return head_loss(model.hidden(tokens, blocks), targets)
+
+    def logits(tokens: Tensor) -> Tensor:
+        # Gradients on, so that validation runs the blocks that training compiled instead of compiling its own.
+        with torch.enable_grad():
+            hidden = model.hidden(tokens, blocks).detach()
+        return head_logits(hidden)
+
+    return Kernels(state.as_forward(loss_sum), state.as_forward(logits), "inductor", plain)
+
+
+def _cannot_compile(device: torch.device) -> str | None:
+    """Why torch.compile cannot be had, as far as can be told without trying."""
+    if not compiler_available(device):
+        needed = "Triton" if device.type == "cuda" else "a C++ compiler (g++ or clang++)"
+        return f"torch.compile needs {needed}, and none was found"
+    folder = keep_compiled()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return None
+    except OSError as error:
+        return f"torch.compile needs a cache, and {folder} cannot be written: {error.strerror or error}"
+
+
+def _is_short_step(state: TrainState, config: RunConfig) -> bool:
+    """Whether what Python does between blocks, a third of a millisecond each, shows in a micro-batch's time."""
+    flops = flops_per_token(state.model).total * config.micro_tokens
+    return flops < WHOLE_MODEL_FLOPS and config.model.n_layer <= WHOLE_MODEL_LAYERS
+
+
+def warm_up(
+    state: TrainState,
+    kernels: Kernels,
+    config: RunConfig,
+    eval_sequences: int,
+    warn: Callable[[str], None],
+    sums: GradientSums | None = None,
+) -> float:
+    """Compile: run one forward, backward and update and one validation forward on tokens that are not the run's, then
+    put weights, moments and generators back. Returns the seconds it took.
+
+    Where the compiler fails, or compiles nothing, `kernels` are those without it from here on, and `warn` is called;
+    ConfigError where it is demanded, or where the other ranks are in the middle of a pass. `sums` as for `gradients`:
+    only where weights are shared do the ranks need each other to warm up."""
+    started = time.perf_counter()
+    if not kernels.compiled:
+        _run_once(state, kernels, config, eval_sequences, sums)
+        return time.perf_counter() - started
+    from torch._dynamo.exc import TorchDynamoException  # 0.7 s, which compiling takes anyway
+    from torch._dynamo.utils import counters
+
+    demanded = config.runtime.compile == "on"
+    try:
+        _run_once(state, kernels, config, eval_sequences, sums)
+    except (TorchDynamoException, OSError) as error:
+        problem = f"torch.compile failed: {_what_failed(error)}"
+        if demanded or sums is not None:
+            raise ConfigError("runtime.compile", config.runtime.compile, problem, "off") from error
+        kernels.give_up_compiling()
+        warn(f"training without torch.compile, which is slower: {problem}")
+        _run_once(state, kernels, config, eval_sequences, sums)
+    else:
+        if counters["stats"]["unique_graphs"] > 0:  # of this process: a second model may find those of the first
+            kernels.compiler = _compiler(state.device)
+        else:  # TORCHDYNAMO_DISABLE
+            kernels.give_up_compiling()
+            warn("training without torch.compile, which is slower: it compiled nothing")
+    return time.perf_counter() - started
+
+
+def _compiler(device: torch.device) -> str:
+    """What compiled for this device, and on a CPU for which vectors: Inductor takes the widest ones that the processor
+    and the C++ compiler both have, or none."""
+    vectors = sys.modules.get("torch._inductor.cpu_vec_isa")
+    if device.type != "cpu" or vectors is None or not vectors.valid_vec_isa_list.cache_info().currsize:
+        return "inductor"  # which has not looked for them: to look takes seconds, for it compiles programs to try
+    return f"inductor {vectors.pick_vec_isa()}"
+
+
+def _what_failed(error: Exception) -> str:
+    """One line of an error of torch.compile: of a C++ compiler's the first complaint."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return next((line for line in lines if "error" in line.lower()), lines[0] if lines else type(error).__name__)[:300]
+
+
+def _run_once(
+    state: TrainState, kernels: Kernels, config: RunConfig, eval_sequences: int, sums: GradientSums | None
+) -> None:
+    rng = capture_rng(state.device)
+    kept = {**state.model_tensors(), **state.optimizer.state_tensors()}
+    copies = {name: tensor.to("cpu", copy=True) for name, tensor in kept.items()}
+    scaler = state.scaler.state_dict()
+    try:
+        gradients(state, _foreign_batch(state, config), kernels.loss_sum, config, sums)
+        if isinstance(state.optimizer, CombinedOptimizer):  # another's state comes to be in its first step
+            state.optimizer.step(1.0, config.optim.muon.momentum, 1.0)
+        state.model.eval()
+        with torch.no_grad():
+            kernels.logits(torch.zeros(eval_sequences, config.model.seq_len, dtype=torch.int64, device=state.device))
+    finally:
+        state.optimizer.zero_grad()
+        with torch.no_grad():
+            for name, tensor in kept.items():
+                tensor.copy_(copies[name])
+        if scaler:
+            state.scaler.load_state_dict(scaler)
+        restore_rng(rng, state.device)
+        synchronize(state.device)
+
+
+def _foreign_batch(state: TrainState, config: RunConfig) -> StepBatch:
+    """One micro-batch of made-up tokens in the run's shape."""
+    assert config.model.vocab_size is not None
+    shape = (1, config.batch.micro_sequences, config.model.seq_len)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(config.model.vocab_size, shape, generator=generator).to(state.device)
+    return StepBatch(0, 0.0, tokens, tokens, (0,), tokens.numel())

@@ -1,0 +1,263 @@
+"""What a run leaves behind while it goes on: step lines, metric lines, checkpoints, and the closing block."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gptlab.config.errors import UserError, one_line
+from gptlab.config.run import RunConfig
+from gptlab.data.loader import StepBatch
+from gptlab.runtime.files.strict_json import write_json_atomic
+from gptlab.runtime.hardware.device import peak_memory_mb
+from gptlab.runtime.hardware.machine_load import MachineLoad
+from gptlab.runtime.records.console import Console, clock_text
+from gptlab.runtime.records.metrics import MetricsLog
+from gptlab.runtime.records.run_directory import RunDirectory
+from gptlab.training.checkpoint.load import Checkpoint
+from gptlab.training.checkpoint.saving import Saves
+from gptlab.training.closing_block import show_closing_block
+from gptlab.training.faults import Fault
+from gptlab.training.horizon import Finish
+from gptlab.training.off_clock import OffClock
+from gptlab.training.state import TrainState
+from gptlab.training.step import Update
+from gptlab.training.throughput import Throughput
+from gptlab.training.watchdog import TrainingFailed
+
+
+@dataclass(slots=True)
+class Recorder:
+    """Writes; decides nothing."""
+
+    config: RunConfig
+    finish: Finish
+    run: RunDirectory
+    console: Console
+    metrics: MetricsLog
+    throughput: Throughput
+    n_params: int
+    off_clock: OffClock
+    saves: Saves
+    """Checkpoints, from the step that asks for one until it stands."""
+    load: MachineLoad | None = None
+    """Warns of other programs on the cores that compute; None: nobody is to be warned."""
+    stop_now: Callable[[str], None] | None = None
+    """Ends the process for somebody who will not wait for the step in hand. None: KeyboardInterrupt does."""
+    resume_command: str = ""
+    """What a user types to resume the run."""
+
+    def step(self, state: TrainState, batch: StepBatch, loss: float, updated: Update, step_seconds: float) -> None:
+        tokens_per_step = self.config.batch.total_tokens
+        reading = self.throughput.step(tokens_per_step, step_seconds)
+        if self.load is not None and (warning := self.load.step(step_seconds)) is not None:
+            self.console.warn(warning)
+        if state.step % self.config.runtime.log_every_steps:
+            return
+        tokens = state.step * tokens_per_step
+        self.metrics.write(
+            "train", step=state.step, tokens=tokens, total_flops=self.throughput.flops(tokens), epoch=batch.epoch,
+            loss=loss, loss_ema=state.loss_ema.value, lr_scale=updated.lr_scale, grad_norm=updated.grad_norm,
+            step_seconds=step_seconds, train_seconds=state.train_seconds,
+            tokens_per_second=reading.tokens_per_second, mfu=reading.mfu,
+        )  # fmt: skip
+        done = self.finish.progress(state.step, state.train_seconds)
+        mfu = "unknown" if reading.mfu is None else f"{100 * reading.mfu:.1f}%"
+        step_avg = 1000 * state.train_seconds / state.step
+        left = self.throughput.remaining_seconds(
+            steps=None if self.finish.steps is None else self.finish.steps - state.step,
+            seconds=None if self.finish.seconds is None else self.finish.seconds - state.train_seconds,
+        )
+        figures = (
+            f"step {state.step:05d} ({100 * done:.1f}%)",
+            f"loss: {state.loss_ema.value:.6f}",
+            f"lrm: {updated.lr_scale:.2f}",
+            f"dt: {1000 * step_seconds:.0f}ms",
+            f"step_avg: {step_avg:.0f}ms",
+            f"tok/sec: {reading.tokens_per_second:,.0f}",
+            f"mfu: {mfu}",
+            f"epoch: {batch.epoch:.2f}",
+            f"train_time: {state.train_seconds:.0f}s",
+            f"remaining: {left or 0.0:.0f}s",
+        )
+        # For a terminal, the most wanted first: one of 80 columns has room for all but, in long runs, the last.
+        parts = (
+            f"{clock_text(left or 0.0)} left",
+            f"{100 * done:.0f}%",
+            f"step {state.step}",
+            f"loss {state.loss_ema.value:.3f}",
+            f"time {clock_text(state.train_seconds)}",
+            f"avg {step_avg:.0f}ms",
+            f"{_short(reading.tokens_per_second)} tok/s",
+            *([] if reading.mfu is None else [f"mfu {100 * reading.mfu:.0f}%"]),
+        )
+        self.console.live(" | ".join(figures), parts)
+
+    def evaluation(self, state: TrainState, train_loss: float | None, seconds: float) -> None:
+        self.off_clock.evaluation_seconds += seconds
+        measured = {} if train_loss is None else {"train_loss": train_loss}
+        self.metrics.write(
+            "eval", step=state.step, val_loss=state.val_loss, val_bpb=state.val_bpb, **measured,
+            train_seconds=state.train_seconds, tokens=state.step * self.config.batch.total_tokens,
+        )  # fmt: skip
+        best = " (best)" if state.is_best() else ""
+        self.console.line(
+            f"step {state.step:05d} | {'' if train_loss is None else f'train loss: {train_loss:.4f} | '}"
+            f"validation loss: {state.val_loss:.4f} | bpb: {state.val_bpb:.4f}{best} | {seconds:.1f}s off the clock"
+        )
+
+    def core(
+        self, state: TrainState, accuracy: Mapping[str, float], centered: Mapping[str, float], seconds: float
+    ) -> None:
+        self.off_clock.evaluation_seconds += seconds
+        self.metrics.write(
+            "core", step=state.step, core_metric=state.core_metric, tasks=dict(accuracy), centered=dict(centered),
+            train_seconds=state.train_seconds, core_seconds=seconds,
+        )  # fmt: skip
+        self.console.line(
+            f"step {state.step:05d} | CORE metric: {state.core_metric:.4f} | {seconds:.1f}s off the clock"
+        )
+
+    def skipped(self, state: TrainState, fault: Fault, data_step: int, broken: str | None) -> None:
+        """The step that was just done made no update. `broken`: the first parameter with a broken gradient."""
+        self.metrics.write(
+            "event", step=state.step, what="skipped", value=fault.value, reason=fault.reason, data_step=data_step
+        )
+        where = "" if broken is None else f"; the first gradient that is not finite is that of {broken}"
+        self.console.warn(
+            f"step {state.step:05d}: {fault}: its update is left out, {state.faults.skipped_in_a_row} in a row, "
+            f"{state.faults.skipped} in all{where}"
+        )
+
+    def rewound(self, state: TrainState, fault: Fault, step: int, data_step: int) -> None:
+        """Instead of doing `step`, the run has gone back to the present state."""
+        self.metrics.write(
+            "event", step=step, what="rewound", value=fault.value, reason=fault.reason, data_step=data_step,
+            to_step=state.step,
+        )  # fmt: skip
+        self.console.warn(
+            f"step {step:05d}: {fault}: back to the checkpoint of step {state.step}, and on with the data behind it"
+        )
+
+    def sample(self, state: TrainState, prompt: str, text: str) -> None:
+        self.metrics.write("sample", step=state.step, prompt=prompt, text=text)
+        # Quoted, so that one sees where it ends and the model goes on.
+        shown = json.dumps(prompt, ensure_ascii=False) if prompt else "none"
+        self.console.line(f"--- sample at step {state.step} | prompt: {shown}\n{text.rstrip()}\n---")
+
+    def stopping(self, signal_name: str) -> None:
+        """A signal came in the middle of a step, or of what is done between two. Another thread may say so."""
+        again = "; Ctrl-C again stops without waiting" if signal_name == "SIGINT" else ""
+        self.console.line(f"{signal_name}: stopping after this step{again}")
+
+    def preempted(self, state: TrainState, signal_name: str | None) -> None:
+        self.console.settle()
+        where = f"after step {state.step}, saved" if state.step else "before the first step"
+        self.console.result(f"{signal_name}: stopped {where}; resume with {self.resume_command}")
+
+    def failed(self, state: TrainState, error: Exception) -> None:
+        """The run ends by this error: its reason, step and loss go into run.json and metrics.jsonl."""
+        step, loss = state.step, None
+        if isinstance(error, TrainingFailed):
+            step, loss = state.step + 1 if error.step is None else error.step, error.loss
+        reason = one_line(error)
+        if not isinstance(error, UserError | TrainingFailed):
+            reason = f"{type(error).__name__}: {reason}"
+        self.metrics.write("event", step=step, what="failed", value=loss, reason=reason)
+        if self.saves.group.is_main:
+            with suppress(UserError):  # a disk that refuses this too must not hide what went wrong
+                self.run.set_failed(reason, step=step, loss=loss)
+
+    def rewind(self, checkpoint: Checkpoint | None) -> None:
+        """Cut metrics.jsonl and log.txt to what they were at a checkpoint (None: at the start), its own line included
+        if it was scheduled: a run that was never stopped has that line, and none for one that a signal asked for."""
+        if not self.saves.group.is_main:
+            return
+        if checkpoint is None:
+            self.metrics.truncate(0)
+            self.console.open_log(self.run.log_path, offset=0)
+            return
+        saved = checkpoint.state
+        if not saved["scheduled"]:
+            self.saves.unscheduled_steps.add(checkpoint.step)
+        line_bytes = _checkpoint_line_bytes(self.run.metrics_path, saved["metrics_bytes"], checkpoint.step)
+        if not self.metrics.truncate(saved["metrics_bytes"] + (line_bytes if saved["scheduled"] else 0)):
+            self.console.warn(f"{self.run.metrics_path} is not the file that the checkpoint saw; appending to it")
+        elif saved["scheduled"] and line_bytes == 0:
+            # Killed between the checkpoint and its line.
+            self.saves.write_line(checkpoint.step)
+        self.console.open_log(self.run.log_path, offset=saved["log_bytes"])
+
+    def summary(self, state: TrainState) -> dict[str, Any]:
+        """The final numbers, in the order of the closing block."""
+        tokens = state.step * self.config.batch.total_tokens
+        mfu = self.throughput.reading(tokens, state.train_seconds).mfu if state.step else None
+        return {
+            "val_bpb": state.val_bpb,
+            "training_seconds": state.train_seconds,
+            "total_seconds": self.off_clock.total_seconds,
+            "peak_vram_mb": peak_memory_mb(state.device),
+            "mfu_percent": None if mfu is None else 100 * mfu,
+            "total_tokens_M": tokens / 1e6,
+            "num_steps": state.step,
+            "num_params_M": self.n_params / 1e6,
+            "depth": self.config.model.n_layer,
+            **({} if state.core_metric is None else {"core_metric": state.core_metric}),
+        }
+
+    def finish_run(self, state: TrainState, next_steps: Sequence[str] = ()) -> dict[str, Any]:
+        """Write summary.json, which is returned, and show what can be done next and, last of all, the closing block."""
+        closing = self.summary(state)
+        summary = closing | self.details(state)
+        if self.config.checkpoint.save_best and state.best and state.best.step > 0 and state.best != state.best_saved:
+            saved = f"that of step {state.best_saved.step}" if state.best_saved else "none"
+            self.console.warn(
+                f"the weights with the lowest validation loss, of step {state.best.step}, could not be saved; the best "
+                f"checkpoint is {saved}"
+            )
+        if self.saves.group.is_main:
+            write_json_atomic(self.run.summary_path, summary)
+        self.console.settle()
+        if state.min_val_bpb is not None:
+            self.console.line(f"minimum val_bpb: {state.min_val_bpb:.6f}")
+        for line in next_steps:
+            self.console.line(line)
+        show_closing_block(closing, self.console)
+        return summary
+
+    def details(self, state: TrainState) -> dict[str, Any]:
+        """What summary.json holds besides: losses, FLOPs, and where the time off the clock went."""
+        return {
+            "val_loss": state.val_loss,
+            "min_val_bpb": state.min_val_bpb,
+            "best_val_loss": state.best.val_loss if state.best else None,
+            "best_step": state.best.step if state.best else None,
+            "skipped_updates": state.faults.skipped,
+            "rewinds": state.faults.rewinds,
+            "total_flops": self.throughput.flops(state.step * self.config.batch.total_tokens),
+            **{name: seconds for name, seconds in self.off_clock.so_far().items() if name != "total_seconds"},
+        }
+
+
+def _short(number: float) -> str:
+    """Three digits: 950, 23.5k, 1.21M."""
+    for unit, size in (("M", 1e6), ("k", 1e3)):
+        if number >= size:
+            return f"{number / size:.3g}{unit}"
+    return f"{number:.0f}"
+
+
+def _checkpoint_line_bytes(path: Path, offset: int, step: int) -> int:
+    """Length of the line at `offset` if it is the whole "checkpoint" line of `step`, else 0."""
+    try:
+        with path.open("rb") as file:
+            file.seek(offset)
+            line = file.readline()
+        record = json.loads(line) if line.endswith(b"\n") else {}
+    except (OSError, ValueError):
+        return 0
+    return len(line) if record.get("kind") == "checkpoint" and record.get("step") == step else 0

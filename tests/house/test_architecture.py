@@ -1,0 +1,309 @@
+"""The house of docs and README, held true: import order, no cycles, no work at import, nothing unsafe, no grab-bags."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from oracle_unsafe import unsafe_uses
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "gptlab"
+
+ORDER = (
+    "config", "runtime", "data", "model", "optim", "eval", "training", "bench", "lab", "report", "app", "cli",
+)  # fmt: skip
+
+TORCH_FREE = re.compile(
+    r"gptlab(\.__main__)?|gptlab\.config(\..*)?|gptlab\.cli\.(main|arguments(\..*)?)"
+    r"|gptlab\.model\.interop\.(hf_config|pretrained)"
+    r"|gptlab\.data\.(corpus\.(documents|splits)|tokenizer\.(bpe|tokenizer|base|byte_and_char|json_file|export)"
+    r"|tokens\.shards|rows|prepare)"
+)
+
+READS_PICKLE = "gptlab.runtime.files.restricted_pickle"
+"""The one module that may: it lets plain values through and refuses whatever names Python objects."""
+PICKLE_USES = {"import pickle", "pickle.Unpickler", "pickle.UnpicklingError"}
+READS_TORCH_FILES = "gptlab.model.interop.torch_file"
+"""The one module that may call torch.load: through torch's restricted unpickler."""
+GRAB_BAGS = re.compile(r"(^|_)(utils?|common|helpers?|misc|stuff)$")
+
+MODULES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in sorted(PACKAGE.rglob("*.py"))
+}
+TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in MODULES.items()}
+
+
+def imported(tree: ast.AST) -> Iterator[str]:
+    """Every module that an import statement names, at any depth; for `from a import b`, a.b where that is a module."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: relative imports hide where an arrow points"
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                # What hangs lazily on the root (gptlab.train) counts as what it leads to.
+                yield inner if inner in MODULES or node.module == "gptlab" else str(node.module)
+
+
+def package_of(module: str) -> str | None:
+    """gptlab.data.rows -> data; None for the root (its name and version) and the module that starts the rest."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 and not parts[1].startswith("__") else None
+
+
+def wrong_arrow(importer: str, target: str) -> bool:
+    here, there = package_of(importer), package_of(target)
+    return here is not None and there is not None and place(there) > place(here)
+
+
+def place(package: str) -> int:
+    return ORDER.index(package) if package in ORDER else len(ORDER)
+
+
+def test_every_package_has_its_place() -> None:
+    packages = {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert packages <= set(ORDER)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_point_upwards_only(module: str) -> None:
+    wrong = [name for name in imported(TREES[module]) if name.startswith("gptlab") and wrong_arrow(module, name)]
+    assert not wrong, f"{module} imports {wrong} from further down the list {ORDER}"
+
+
+def test_arrows_by_hand() -> None:
+    assert wrong_arrow("gptlab.config.run", "gptlab.runtime.hardware.device")
+    assert wrong_arrow("gptlab.training.loop", "gptlab.cli.train")
+    assert wrong_arrow("gptlab.data.rows", "gptlab.recipes")
+    assert not wrong_arrow("gptlab.cli.train", "gptlab.config.run")
+    assert not wrong_arrow("gptlab.cli.main", "gptlab.__version__")
+    assert not wrong_arrow("gptlab.data.rows", "gptlab.data.tokens.shards")
+    tree = ast.parse("def f():\n    from gptlab.config import run\n    import gptlab.config.model")
+    assert set(imported(tree)) == {"gptlab.config.run", "gptlab.config.model"}
+    assert list(imported(ast.parse("from gptlab import train"))) == ["gptlab.train"]
+
+
+def test_no_import_cycles() -> None:
+    graph = {
+        module: {name for name in imported(tree) if name in MODULES and name != module}
+        for module, tree in TREES.items()
+        if package_of(module) is not None
+    }
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        pytest.fail(f"import cycle: {' -> '.join(reversed(error.args[1]))}")
+
+
+def test_config_and_command_line_start_without_torch() -> None:
+    names = [name for name in MODULES if TORCH_FREE.fullmatch(name)]
+    assert {"gptlab", "gptlab.config.run", "gptlab.cli.main", "gptlab.cli.arguments.parser"} <= set(names)
+    program = (
+        "import sys, importlib\n"
+        f"for name in {names!r}:\n"
+        "    importlib.import_module(name)\n"
+        "    assert 'torch' not in sys.modules, name\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT, timeout=60)
+
+
+def test_imports_do_no_work(tmp_path: Path) -> None:
+    """Importing everything prints nothing, starts no thread, writes no file, and changes no setting.
+
+    The libraries come first: what they do at their own import is not ours.
+    """
+    libraries = sorted(name for tree in TREES.values() for name in imported(tree) if not name.startswith("gptlab"))
+    program = f"""
+import contextlib, importlib, os, random, signal, sys, threading
+for name in {libraries!r}:
+    with contextlib.suppress(ImportError):
+        importlib.import_module(name)
+import numpy as np, torch
+def state():
+    return (dict(os.environ), threading.active_count(), torch.get_num_threads(), torch.get_default_dtype(),
+            torch.random.get_rng_state().tolist(), random.getstate(), str(np.random.get_state()),
+            torch.is_grad_enabled(), torch.get_float32_matmul_precision(),
+            signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM),
+            torch.cuda.is_initialized(), os.listdir("."))
+before = state()
+for name in {list(MODULES)!r}:
+    if name != "gptlab.__main__":
+        importlib.import_module(name)
+for was, now in zip(before, state()):
+    assert was == now, (str(was)[:300], str(now)[:300])
+"""
+    path = {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
+    inherited = {k: v for k, v in os.environ.items() if k not in path}
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=inherited | path, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_module_level_only_defines(module: str) -> None:
+    """At module level stand definitions, imports, constants and `if`/`try` around those; no bare call, loop or with."""
+
+    def check(body: list[ast.stmt]) -> None:
+        for node in body:
+            if isinstance(node, ast.If | ast.Try):
+                main_guard = isinstance(node, ast.If) and "__name__" in ast.dump(node.test)
+                if not main_guard:
+                    check([*node.body, *node.orelse])
+                continue
+            assert not isinstance(node, ast.For | ast.While | ast.With), f"{module}:{node.lineno} works at import"
+            bare_call = isinstance(node, ast.Expr) and not isinstance(node.value, ast.Constant)
+            assert not bare_call, f"{module}:{node.lineno} works at import"
+
+    check(TREES[module].body)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_no_pickle_no_evaluated_text_no_unsafe_load(module: str) -> None:
+    found = list(unsafe_uses(TREES[module]))
+    if module == READS_PICKLE:
+        assert {what for _, what in found} == PICKLE_USES
+    else:
+        assert found == [], f"{module} does what may run somebody else's code"
+
+
+def test_only_one_module_reads_torch_files() -> None:
+    assert [name for name, path in MODULES.items() if "torch.load(" in path.read_text()] == [READS_TORCH_FILES]
+
+
+UNSAFE = {
+    "eval": "eval(text)",
+    "exec": "exec(text)",
+    "compile": "compile(text, 'x', 'exec')",
+    "__import__": "__import__(text)",
+    "eval passed on": "rows = map(eval, texts)",
+    "builtins.eval": "import builtins\nbuiltins.eval(text)",
+    "import pickle": "import pickle",
+    "pickle in a function": "def f():\n    from pickle import loads",
+    "pickle under another name": "import pickle as p\np.load(file)",
+    "_pickle": "import _pickle",
+    "marshal": "import marshal",
+    "shelve": "import shelve",
+    "dill": "import dill",
+    "cloudpickle": "import cloudpickle",
+    "joblib": "from joblib import load",
+    "torch.load without weights_only": "import torch\ntorch.load(path)",
+    "torch.load with weights_only=False": "import torch\ntorch.load(path, weights_only=False)",
+    "torch.load by a variable": "import torch\ntorch.load(path, weights_only=safe)",
+    "torch.load with words": "import torch\ntorch.load(path, weights_only=True, **words)",
+    "torch.load by a module of pickle's": "import torch\ntorch.load(path, weights_only=True, pickle_module=mine)",
+    "torch.load under another name": "from torch import load as read\nread(path)",
+    "torch.load passed on": "import torch\nloader = torch.load",
+    "torch.save": "import torch\ntorch.save(x, path)",
+    "torch.jit.load": "import torch\ntorch.jit.load(path)",
+    "torch.hub.load": "import torch\ntorch.hub.load(repo, name)",
+    "add_safe_globals": "from torch.serialization import add_safe_globals\nadd_safe_globals([A])",
+    "np.load with allow_pickle": "import numpy as np\nnp.load(path, allow_pickle=True)",
+    "np.load that leaves it open": "import numpy as np\nnp.load(path)",
+    "np.load from its module": "from numpy import load\nload(path)",
+    "read_array with allow_pickle": "from numpy.lib.format import read_array\nread_array(file, allow_pickle=True)",
+    "yaml.load": "import yaml\nyaml.load(text, Loader=yaml.SafeLoader)",
+    "yaml.unsafe_load": "import yaml\nyaml.unsafe_load(text)",
+    "yaml.FullLoader": "import yaml\nyaml.parse(text, Loader=yaml.FullLoader)",
+    "shell=True": "import subprocess\nsubprocess.run(line, shell=True)",
+    "shell by a variable": "import subprocess\nsubprocess.run(line, shell=wanted)",
+    "subprocess with words": "import subprocess\nsubprocess.run(line, **words)",
+    "os.system": "import os\nos.system(line)",
+    "os.popen": "from os import popen\npopen(line)",
+    "os.execv": "import os\nos.execv(path, words)",
+    "getoutput": "import subprocess\nsubprocess.getoutput(line)",
+    "tempfile.mktemp": "import tempfile\ntempfile.mktemp()",
+    "mktemp from its module": "from tempfile import mktemp\nmktemp()",
+    "zip extractall": "import zipfile\nzipfile.ZipFile(path).extractall(folder)",
+    "tar extractall": "def f(archive):\n    archive.extractall()",
+    "tarfile": "import tarfile",
+    "unpack_archive": "import shutil\nshutil.unpack_archive(path)",
+    "xml": "import xml.etree.ElementTree as tree",
+    "xml from": "from xml.dom import minidom",
+    "lxml": "from lxml import etree",
+    "code of the hub": "model = AutoModel.from_pretrained(name, trust_remote_code=True)",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", UNSAFE)
+def test_the_walk_finds_each(kind: str) -> None:
+    assert list(unsafe_uses(ast.parse(UNSAFE[kind]))), UNSAFE[kind]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "model.eval()\nstate.load(path)\nre.compile(pattern)\ntorch.compile(block)",
+        "import torch\ntorch.load(path, map_location='cpu', weights_only=True, mmap=True)",
+        "import numpy as np\nnp.load(path, mmap_mode='r', allow_pickle=False)",
+        "import yaml\nyaml.safe_load(text)\nlist(yaml.parse(text, Loader=yaml.SafeLoader))",
+        "import subprocess\nsubprocess.run(['git', 'status'], shell=False, timeout=1)",
+        "import json, tempfile, zipfile\njson.loads(text)\ntempfile.mkdtemp()\nzipfile.ZipFile(path).open(name)",
+        "text = 'eval(pickle.loads(x))'  # exec",
+    ],
+)
+def test_the_walk_lets_the_rest_be(source: str) -> None:
+    assert list(unsafe_uses(ast.parse(source))) == []
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_modules_are_small_and_named_for_what_they_hold(module: str) -> None:
+    assert not GRAB_BAGS.search(module.rpartition(".")[2]), f"{module} says nothing about what is in it"
+    assert len(MODULES[module].read_text(encoding="utf-8").splitlines()) < 400, f"{module} wants to be two modules"
+    assert ast.get_docstring(TREES[module]), f"{module} does not say what it is for"
+
+
+def readme_tree(text: str) -> dict[str, str]:
+    """{path: phrase} of the fenced block that begins with `gptlab/`, two or more spaces of indent a level.
+
+    An entry is `NAME  phrase`; a name that ends with / is a folder. Lines further down a phrase are indented beyond
+    any name and do not look like one.
+    """
+    block = next((b for b in re.findall(r"^```\w*\n(.*?)^```", text, re.M | re.S) if b.startswith("gptlab/")), None)
+    assert block is not None, "README.md has no fenced block that begins with gptlab/"
+    entries: dict[str, str] = {}
+    stack: list[tuple[int, str]] = []
+    for line in block.splitlines():
+        found = re.match(r"( *)(\S+(?:/|\.py))(?:\s+(.*))?$", line)
+        if not found:
+            continue
+        indent, name, phrase = len(found[1]), found[2], found[3] or ""
+        while stack and stack[-1][0] >= indent:
+            stack.pop()
+        path = "".join(parent for _, parent in stack) + name
+        entries[path] = phrase
+        if name.endswith("/"):
+            stack.append((indent, name))
+    return entries
+
+
+def test_readme_tree_by_hand() -> None:
+    text = "# T\n```\nmake train\n```\n```\ngptlab/\n  config/   choices\n    run.py  a run\n  model/    nets\n```\n"
+    assert readme_tree(text) == {
+        "gptlab/": "",
+        "gptlab/config/": "choices",
+        "gptlab/config/run.py": "a run",
+        "gptlab/model/": "nets",
+    }
+
+
+def test_readme_shows_the_tree() -> None:
+    """Every module and package of the tree is in docs/architecture.md with a phrase, and nothing else is."""
+    entries = readme_tree((ROOT / "docs/architecture.md").read_text(encoding="utf-8"))
+    files = {str(p.relative_to(ROOT).as_posix()) for p in MODULES.values() if p.name != "__init__.py"}
+    folders = {f"{p.parent.relative_to(ROOT).as_posix()}/" for p in MODULES.values()}
+    shown = {path for path in entries if path.startswith("gptlab/")}
+    assert shown - files - folders == set(), "in docs/architecture.md, not in the tree"
+    assert (files | folders) - shown == set(), "in the tree, not in docs/architecture.md"
+    assert not [path for path, phrase in entries.items() if not phrase and path != "gptlab/"], "without a phrase"

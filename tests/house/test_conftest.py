@@ -1,0 +1,41 @@
+"""A test that does not run is noticed: skips outside of a short list fail."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = """
+import pytest
+def test_passes(): pass
+@pytest.mark.skipif(True, reason="needs a CUDA device")
+def test_gpu(): pass
+@pytest.mark.skipif(True, reason="no C++ compiler here")
+def test_kernel(): pass
+@pytest.mark.xfail
+def test_expected(): assert False
+def test_inside(): pytest.skip("not today")
+def test_import(): pytest.importorskip("a_library_that_nobody_has")
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere any reason may be that of the platform")
+@pytest.mark.parametrize("expected", [False, True])
+def test_only_what_the_machine_lacks_is_skipped(tmp_path: Path, expected: bool) -> None:
+    """`expected`: the environment says that there is no C++ compiler."""
+    (tmp_path / "test_it.py").write_text(TESTS)
+    here = {"PYTHONPATH": str(Path(__file__).parents[1]), "GPTLAB_TEST_WITHOUT_COMPILER": str(+expected)}
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "conftest", "-p", "no:cacheprovider", "-q", "-rA", "-c", os.devnull,
+         "--rootdir", tmp_path, tmp_path],
+        env=os.environ | here, capture_output=True, text=True,
+    )  # fmt: skip
+    failed = {
+        line.split("::")[1].split()[0] for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR "))
+    }
+    assert failed == {"test_inside", "test_import"} | (set() if expected else {"test_kernel"}), done.stdout
+    assert done.returncode == 1

@@ -1,0 +1,159 @@
+"""docs/lineages.md is true: what it names exists, and each behaviour has a test or is said not to be there.
+
+Where a behaviour is said to be the same, defects in tests/mutations/ break it, and the tests that the row names notice:
+here that the list has them, and fits the code; `make test-mutations` makes each defect and runs its tests.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import fields
+from functools import cache
+from pathlib import Path
+
+import pytest
+from mutations import MUTATIONS, Mutation
+from mutations.mutation import file_of_test
+
+from gptlab.cli.arguments.run_arguments import TrainArguments
+from gptlab.config.load import leaf_fields
+from gptlab.config.recipes import RECIPES
+from gptlab.config.recipes.own_arguments import own_arguments
+from gptlab.config.run import RunConfig
+from gptlab.data.corpus.known_corpora import named_source
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "lineages.md").read_text(encoding="utf-8")
+DOCUMENTS = ("nanoGPT's training loop", "How nanoGPT's train.py works", "modded-nanogpt", "autoresearch", "nanochat")
+FIELDS = {*leaf_fields(RunConfig), *(field.name for field in fields(TrainArguments)), "from", "data"} | {
+    name for recipe in RECIPES.values() for name in own_arguments(recipe)
+}
+
+Row = tuple[str, str, str]
+
+
+def rows(text: str) -> list[Row]:
+    """Behaviour, where it is, its tests, of every table with these three columns."""
+    found = []
+    for table in re.findall(
+        r"^\| behaviour \| in gptlab \| test \|\n\| --- \| --- \| --- \|\n((?:\|.*\n)+)", text, re.M
+    ):
+        for line in table.splitlines():
+            cells = tuple(cell.strip() for cell in line.removeprefix("|").removesuffix("|").split(" |"))
+            assert len(cells) == 3, line
+            found.append(cells)
+    return found
+
+
+def in_code(text: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", text)
+
+
+@cache
+def names_in(file: str) -> frozenset[str]:
+    """Names as pytest has them behind FILE::, without parameters."""
+    body = ast.parse(file_of_test(file).read_text(encoding="utf-8")).body
+    names = {node.name for node in body if isinstance(node, ast.FunctionDef)}
+    for group in body:
+        if isinstance(group, ast.ClassDef):
+            names |= {f"{group.name}::{node.name}" for node in group.body if isinstance(node, ast.FunctionDef)}
+    return frozenset(name for name in names if name.rpartition("::")[2].startswith("test"))
+
+
+ROWS = rows(PAGE)
+UNPROVEN = {
+    "test_loader.py::test_on_a_gpu_the_steps_are_those_of_the_cpu",  # left out on machines without one
+    "test_hub.py::test_a_cut_connection_goes_on_where_it_stopped",  # huggingface_hub does that
+}
+"""Tests of rows that are the same without a mutation under which they would be seen to fail."""
+SAME = [row for row in ROWS if not re.search(r"\*\*(Instead|instead|Not)", row[1])]
+
+
+def test_every_document_has_its_table() -> None:
+    sections = dict(re.findall(r"^## (.*)\n((?:(?!## ).*\n)*)", PAGE, re.M))
+    for document in DOCUMENTS:
+        (section,) = [text for heading, text in sections.items() if heading.startswith(document)]
+        assert len(rows(section)) > 15, document
+    assert sum(len(rows(section)) for section in sections.values()) == len(ROWS)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0][:40])
+def test_tests_exist_or_it_is_said_not_to_be_there(row: Row) -> None:
+    behaviour, place, tests = row
+    names = in_code(tests)
+    assert re.fullmatch(r"(`[^`]+`(, )?)*", tests), "nothing but tests, with commas between"
+    assert names or place.startswith("**Not"), f"no test for: {behaviour}"
+    assert len(set(names)) == len(names)
+    for name in names:
+        file, _, test = name.partition("::")
+        assert file_of_test(file).is_file(), file
+        assert test in names_in(file), name
+
+
+@pytest.mark.parametrize("row", SAME, ids=lambda row: row[0][:40])
+def test_what_is_the_same_has_tests_that_would_notice(row: Row) -> None:
+    """Each of its tests fails under a mutation that breaks this very row."""
+    behaviour, _, tests = row
+    breaking = [mutation for mutation in MUTATIONS if any(behaviour.startswith(start) for start in mutation.rows)]
+    assert breaking, f"no mutation breaks: {behaviour}"
+    unproven = set(in_code(tests)) - {test for mutation in breaking for test in mutation.tests} - UNPROVEN
+    assert not unproven
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.defect[:40])
+def test_mutations_fit_the_code_and_the_page(mutation: Mutation) -> None:
+    assert mutation.occurrences() == 1
+    source = (ROOT / "gptlab" / mutation.file).read_text(encoding="utf-8")
+    ast.parse(source.replace(mutation.old, mutation.new))
+    assert mutation.tests
+    for name in mutation.tests:
+        file, _, test = name.partition("::")
+        assert test in names_in(file), name
+    for start in mutation.rows:
+        broken = [row for row in ROWS if row[0].startswith(start)]
+        assert broken, f"no row begins with: {start}"
+        assert any(set(in_code(tests)) & set(mutation.tests) for _, _, tests in broken), start
+
+
+def test_mutations_have_names_of_their_own() -> None:
+    assert len({mutation.defect for mutation in MUTATIONS}) == len(MUTATIONS)
+
+
+def test_files_exist() -> None:
+    named = [word for word in in_code(PAGE) if re.match(r"(gptlab|docs|tests)/.*\.\w+$", word) and "::" not in word]
+    assert len(named) > 30
+    for name in named:
+        assert (ROOT / name).is_file(), name
+
+
+def test_fields_and_flags_exist() -> None:
+    """Those of the second column: the first speaks of other programs. test_docs.py reads the commands themselves."""
+    groups = {name.partition(".")[0] for name in FIELDS if "." in name}
+    for _, place, _ in ROWS:
+        for words in in_code(place):
+            if re.fullmatch(r"[a-z]+\.[a-z_0-9.]+", words) and words.partition(".")[0] in groups:
+                assert words in FIELDS, words
+            if words.startswith("--"):
+                assert words.split()[0].removeprefix("--").replace("-", "_") in FIELDS, words
+
+
+def test_recipes_and_corpora_exist() -> None:
+    lineages = [
+        name for name in RECIPES if not name.endswith("-tiny") and name not in ("quickstart", "shakespeare-char")
+    ]
+    first_table = PAGE.partition("\n## ")[0]
+    for name in lineages:
+        assert re.search(rf"`gptlab train {name}[ `]", first_table), name
+    corpora = {source for name in lineages for source in RECIPES[name]().data.source}
+    assert corpora <= set(in_code(first_table))
+    assert all(named_source(name) for name in corpora)
+
+
+def test_a_wrong_page_would_be_noticed() -> None:
+    head = "| behaviour | in gptlab | test |\n| --- | --- | --- |\n"
+    page = head + "| a | `b.c` | `test_muon.py::test_x`, `y` |\n| d | **Not yet** | |\n"
+    assert rows(page) == [("a", "`b.c`", "`test_muon.py::test_x`, `y`"), ("d", "**Not yet**", "")]
+    assert "test_cautious_mask" in names_in("test_muon.py")
+    assert "TestEnd::test_evaluation_only" in names_in("test_train.py")
+    assert not {"test_x", "random"} & names_in("test_muon.py")

@@ -1,0 +1,487 @@
+"""Several processes: the same run at every world size, one decision for all ranks, and nobody left hanging."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from distributed_scenes import free_ports
+from tiny_runs import CLOCK_FIELDS, arguments, lines_of, read_to_step, write_bundle, write_corpus
+from torch import Tensor
+
+from gptlab.config.errors import UserError
+from gptlab.runtime.processes.distributed import Group, Pending, World
+from gptlab.runtime.processes.liveness import Failure, Liveness, PeerFailed
+from gptlab.runtime.records.metrics import read_metrics
+from gptlab.training.checkpoint.load import Checkpoint, list_checkpoints, load_checkpoint
+from gptlab.training.parallel.agreement import checksum
+from gptlab.training.parallel.gradient_sum import GradientSum
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="gloo on loopback is tried on Linux")
+
+SUPPORT = Path(__file__).parents[1] / "support"
+FLAGS = {
+    "steps": 4, "batch.total_tokens": 8 * 4 * 32, "eval.every_steps": 2, "checkpoint.every_steps": None,
+    "runtime.dtype": "float64", "sample.every_steps": None,
+}  # fmt: skip
+"""Eight micro-batches a step: 3 ranks take 3, 3 and 2 of them. Dropout is on, gradients are clipped. In float64, since
+Adam's first steps make a whole step of the sign of a gradient that is only rounding."""
+
+# Gradients are the same numbers added in another order: float64 rounds at 1e-16, of which divisions by small moments
+# make more. Another micro-batch, or other dropout, moves a loss by 1e-2.
+TOLERANCE = 1e-9
+"""Relative for losses and norms, absolute too for weights and moments."""
+
+
+def scenes(folder: Path) -> list[dict[str, Any]]:
+    def train(name: str, ranks: int, **changes: Any) -> dict[str, Any]:
+        flags = FLAGS | {field.replace("__", "."): value for field, value in changes.items()}
+        return {"name": name, "ranks": ranks, "argv": ["train", *arguments(folder, name, flags)]}
+
+    core = {"eval__core_every_steps": 4, "eval__core_dir": folder / "bundle"}
+    few = {"batch__total_tokens": 3 * 4 * 32, "steps": 2}
+    one_layer = {"model__n_layer": 1, "optim__muon__split_qkv": "false", "steps": 2}
+    single = {"runtime__dtype": "float32", "model__dropout": 0.0}
+    half = {"runtime__dtype": "float16", "model__dropout": 0.0, "steps": 2}
+    resume = {"argv": ["train", "--resume", str(folder / "stopped")]}
+    return [
+        train("one", 1, **core),
+        train("two", 2, **core),
+        train("three", 3, **core),
+        train("four", 4, **core),
+        train("few-one", 1, **few),
+        train("few-four", 4, **few),
+        train("layer-one", 1, **one_layer),
+        train("layer-six", 6, **one_layer),
+        train("nan-loss", 3, **single) | {"broken": {"step": 2, "rank": 1, "how": "loss"}},
+        train("nan-gradient", 3, **single) | {"broken": {"step": 2, "rank": 1, "how": "gradient"}},
+        train("never", 3, **single) | {"broken": {"step": 2, "how": "never"}},
+        train("half-gradient", 3, **half) | {"broken": {"step": 1, "rank": 2, "how": "gradient"}},
+        train("half-never", 3, **half) | {"broken": {"step": 1, "how": "never"}},
+        train("stopped", 2, **core) | {"signal": ["SIGTERM", 1, 1]},
+        {"name": "resumed", "ranks": 3, "signal": ["SIGINT", 2, 3], **resume},
+        {"name": "ended", "ranks": 1, **resume},
+        {"name": "again", "ranks": 2, **resume},
+        train("unlike", 2) | {"more": {"1": ["--seed", "7"]}},
+        train("mixed", 2) | {"more": {"1": ["--resume", str(folder / "one")]}},
+        # The last one: its processes do not come back.
+        train("hung", 3, runtime__process_timeout_seconds=2) | {"signal": ["SIGSTOP", 2, 2]},
+    ]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("distributed")
+    write_corpus(folder / "corpus")
+    write_bundle(folder / "bundle")
+    return folder
+
+
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+
+
+@pytest.fixture(scope="module")
+def played(folder: Path) -> Path:
+    """The folder, when all scenes have been played in it; what the processes themselves said is in output.txt."""
+    (folder / "scenes.json").write_text(json.dumps(scenes(folder)))
+    played = subprocess.run(
+        [sys.executable, SUPPORT / "distributed_scenes.py", folder], env=os.environ | ENVIRONMENT, check=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=290,
+    )  # fmt: skip
+    (folder / "output.txt").write_text(played.stdout)
+    return folder
+
+
+def of(folder: Path, scene: str, rank: int) -> dict[str, Any]:
+    return json.loads((folder / f"{scene}-{rank}.json").read_text())
+
+
+def assert_same_run(run: Path, other: Path) -> None:
+    """The same lines, weights and moments to within the order of additions."""
+    ours, theirs = (read_metrics(path / "metrics.jsonl") for path in (run, other))
+    assert [(line["kind"], line["step"]) for line in ours] == [(line["kind"], line["step"]) for line in theirs]
+    for line, its in zip(ours, theirs, strict=True):
+        for name in line.keys() - CLOCK_FIELDS:
+            expected = its[name]
+            close = pytest.approx(expected, rel=TOLERANCE) if isinstance(expected, float) else expected
+            assert line[name] == close, name
+    last, its_last = (load_checkpoint(list_checkpoints(path / "checkpoints")[-1]) for path in (run, other))
+    for name, tensor in (last.model | last.optimizer).items():
+        its_tensor = (its_last.model | its_last.optimizer)[name]
+        torch.testing.assert_close(tensor, its_tensor, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+class TestWorldSizes:
+    @pytest.mark.parametrize("name", ["two", "three", "four"])
+    def test_train_the_same_run(self, played: Path, name: str) -> None:
+        assert_same_run(played / name, played / "one")
+
+    def test_more_ranks_than_micro_batches(self, played: Path) -> None:
+        assert_same_run(played / "few-four", played / "few-one")
+
+    @pytest.mark.parametrize(("name", "ranks"), [("two", 2), ("three", 3), ("four", 4), ("few-four", 4)])
+    def test_all_ranks_hold_the_same_bits_behind_every_update(self, played: Path, name: str, ranks: int) -> None:
+        main = of(played, name, 0)["weights"]
+        assert len(set(main)) == len(main) == (2 if name == "few-four" else 4)
+        for rank in range(1, ranks):
+            assert of(played, name, rank)["weights"] == main
+
+    def test_more_ranks_than_matrices(self, played: Path) -> None:
+        """One layer has four, and the gate of its value embedding."""
+        assert_same_run(played / "layer-six", played / "layer-one")
+
+    @pytest.mark.parametrize(("name", "ranks"), [("two", 2), ("three", 3), ("four", 4)])
+    def test_each_matrix_is_orthogonalized_once_in_the_world(self, played: Path, name: str, ranks: int) -> None:
+        counts = [of(played, name, rank)["matrices"] for rank in range(ranks)]
+        # Four steps, and one to warm up.
+        everything = of(played, "one", 0)["matrices"]
+        assert sum(counts) == everything
+        assert max(counts) <= -(-everything // (5 * ranks)) * 5
+
+    def test_evaluation_and_core_are_those_of_one_process(self, played: Path) -> None:
+        """At step 0 the weights are the same bits, so that only the order of float64 sums is left."""
+        (first, *_), (shared, *_) = (lines_of(played / name, "eval") for name in ("one", "three"))
+        for figure in ("val_loss", "val_bpb"):
+            assert shared[figure] == pytest.approx(first[figure], rel=1e-12)
+        assert lines_of(played / "three", "core")[-1]["tasks"] == lines_of(played / "one", "core")[-1]["tasks"]
+
+    def test_only_rank_0_speaks_and_writes(self, played: Path) -> None:
+        assert "step 00004" in of(played, "four", 0)["out"]
+        for rank in (1, 2, 3):
+            assert (of(played, "four", rank)["out"], of(played, "four", rank)["err"]) == ("", "")
+        facts = json.loads((played / "four" / "run.json").read_text())
+        assert (facts["world_size"], facts["status"]) == (4, "finished")
+        assert [line["step"] for line in lines_of(played / "four", "train")] == [1, 2, 3, 4]
+
+
+class TestBrokenSteps:
+    """On one rank of three; all leave the update out, and nothing is left of it."""
+
+    @pytest.mark.parametrize("name", ["nan-loss", "nan-gradient"])
+    def test_as_if_the_batch_had_never_been(self, played: Path, name: str) -> None:
+        (event,) = lines_of(played / name, "event")
+        assert (event["step"], event["reason"]) == (3, name.removeprefix("nan-"))
+        assert [len(of(played, name, rank)["weights"]) for rank in range(3)] == [4 - (name == "nan-loss")] * 3
+        assert moved(played / name) == moved(played / "never")
+        (warning,) = [line for line in of(played, name, 0)["out"].splitlines() if line.startswith("warning: step")]
+        if name == "nan-gradient":
+            assert warning.endswith("the first gradient that is not finite is that of residual_lambdas")
+
+    def test_float16_takes_it_for_an_overflow_on_all_ranks(self, played: Path) -> None:
+        assert lines_of(played / "half-gradient", "event") == []
+        assert moved(played / "half-gradient") == moved(played / "half-never")
+        state, other = (last_checkpoint(played / name).state for name in ("half-gradient", "half-never"))
+        assert (state["scaler"]["scale"], other["scaler"]["scale"]) == (2.0**15, 2.0**16)
+
+
+def last_checkpoint(run: Path) -> Checkpoint:
+    return load_checkpoint(list_checkpoints(run / "checkpoints")[-1])
+
+
+def moved(run: Path) -> dict[str, list[float]]:
+    """Weights and moments at the end of a run."""
+    saved = last_checkpoint(run)
+    return {k: t.tolist() for k, t in (saved.model | saved.optimizer).items() if not k.startswith("rng.")}
+
+
+class TestStopping:
+    def test_a_signal_to_one_rank_stops_all_at_one_step(self, played: Path) -> None:
+        assert [of(played, "stopped", rank)["code"] for rank in range(2)] == [75, 75]
+        assert "SIGTERM (rank 1): stopped after step 1, saved" in of(played, "stopped", 0)["out"]
+        assert [len(of(played, "stopped", rank)["weights"]) for rank in range(2)] == [1, 1]
+
+    def test_the_run_goes_on_with_3_ranks_and_ends_with_1(self, played: Path) -> None:
+        assert [of(played, "resumed", rank)["code"] for rank in range(3)] == [75, 75, 75]
+        assert of(played, "ended", 0)["code"] == 0
+        assert_same_run(played / "stopped", played / "one")
+        record = json.loads((played / "stopped" / "run.json").read_text())
+        assert [record["world_size"], *(resume["world_size"] for resume in record["resumes"])] == [2, 3, 1]
+
+    def test_a_finished_run_is_left_alone(self, played: Path) -> None:
+        assert [of(played, "again", rank)["code"] for rank in range(2)] == [0, 0]
+        assert "is finished" in of(played, "again", 0)["out"]
+
+
+class TestDisagreement:
+    def test_another_configuration_is_refused(self, played: Path) -> None:
+        assert [of(played, "unlike", rank)["code"] for rank in range(2)] == [2, 2]
+        said = of(played, "unlike", 0)["err"]
+        assert said.splitlines()[-1].startswith("gptlab: error: rank 1 has another configuration than rank 0 (seed = 7")
+        assert of(played, "unlike", 1)["err"] == ""
+        assert not (played / "unlike").exists()
+
+    def test_another_command_is_refused(self, played: Path) -> None:
+        assert {of(played, "mixed", rank)["code"] for rank in range(2)} == {2}
+        said = of(played, "mixed", 0)["err"] + of(played, "mixed", 1)["err"]
+        assert "must be started by the same command" in said
+        assert not (played / "mixed").exists()
+
+
+@pytest.fixture
+def long_run(folder: Path) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+    """Three ranks in the middle of training: the launcher, and the processes by rank."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", "-m", "gptlab"]
+    flags = FLAGS | {"steps": 100_000, "eval.every_steps": None}
+    process = subprocess.Popen(
+        [*launcher, "train", *arguments(folder, "long", flags)], env=os.environ | ENVIRONMENT,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    try:
+        read_to_step(process, 3)
+        ranks = {int(child.environ()["RANK"]): child.pid for child in psutil.Process(process.pid).children()}
+        yield process, [ranks[rank] for rank in range(3)]
+    finally:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for child in psutil.Process(process.pid).children(recursive=True):
+                child.kill()
+        process.kill()
+        process.communicate()
+
+
+def wait_for_the_end(pids: list[int]) -> None:
+    """Until none of the processes is there. How soon that is promised: `test_every_rank_ends_within_5_seconds`."""
+    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=60)
+    assert not alive
+
+
+class TestLostRanks:
+    def test_a_killed_rank_ends_the_others_by_name(
+        self, long_run: tuple[subprocess.Popen[str], list[int]], folder: Path
+    ) -> None:
+        process, ranks = long_run
+        os.kill(ranks[1], signal.SIGKILL)
+        wait_for_the_end([ranks[0], ranks[2]])
+        output, _ = process.communicate(timeout=60)
+        assert f"gptlab: error: rank 0: rank 1 died (process {ranks[1]}) in step" in output
+        assert f"gptlab: error: rank 2: rank 1 died (process {ranks[1]}) in step" in output
+        assert json.loads((folder / "long" / "run.json").read_text())["status"] == "failed"
+        assert "rank 1 died" in (folder / "long" / "log.txt").read_text()
+
+    def test_a_stopped_rank_ends_the_others_by_name(self, played: Path) -> None:
+        output = (played / "output.txt").read_text()
+        for rank in (0, 1):
+            said = rf"error: rank {rank}: rank 2 kept the others waiting for \d+ s \(.*\) in step 2\n"
+            assert re.search(said, output)
+        assert re.findall(r"CODES (.*)", output) == ["[3, 3, -9, 0, 0, 0]"]
+        assert json.loads((played / "hung" / "run.json").read_text())["status"] == "failed"
+
+    @pytest.mark.parametrize("seen", ["by its number", "by another rank", "by its silence"])
+    def test_every_rank_ends_within_5_seconds(self, monkeypatch: pytest.MonkeyPatch, seen: str) -> None:
+        """docs/contracts.md, by a clock that the thread's own waits move: its main thread is deep inside a library.
+
+        Rank 1 is lost at 0 s, right after the thread has looked. What it is seen by: its process on the same machine,
+        a failure that another rank writes down, or, once a limit of 2 s is over, that it keeps the others waiting.
+        """
+        now, ended = [0.0], []
+        store = torch.distributed.HashStore()
+        liveness = Liveness(0, 3, store)
+        me = liveness.who_am_i()
+        elsewhere = me | {"host": "another"}
+        with subprocess.Popen([sys.executable, "-c", ""]) as dead:
+            dead.wait()
+        everybody = [me, me | {"pid": dead.pid} if seen == "by its number" else elsewhere, elsewhere]
+        monkeypatch.setattr(liveness._thread, "start", lambda: None)
+        liveness.start(everybody)
+
+        def wait(seconds: float) -> bool:
+            now[0] += seconds
+            if seen == "by another rank" and now[0] < 1.0:  # which has noticed it half a beat after this one looked
+                store.compare_set("failure", "", json.dumps(asdict(Failure(1, 3, "rank 1 died", False))))
+            return bool(ended)
+
+        monkeypatch.setattr(time, "monotonic", lambda: now[0])
+        monkeypatch.setattr(liveness._over, "wait", wait)
+        monkeypatch.setattr(os, "_exit", lambda code: ended.append((code, now[0])))
+        liveness.timeout_seconds, liveness.step = 2.0, 1
+        limit = 2.0 if seen == "by its silence" else 0.0
+        with liveness.in_collective("gradients"):
+            for rank in (1, 2):  # before the collective that rank 1 does not come to
+                store.set(f"beat/{rank}", json.dumps([1, 0 if rank == 1 else 1]))
+            liveness._run()
+        ((code, seconds),) = ended
+        assert code == 3
+        assert seconds <= limit + 5.0
+
+    def test_one_that_takes_the_store_along_is_named(self) -> None:
+        """Without torchrun, rank 0 keeps it."""
+
+        class Gone:
+            def __getattr__(self, name: str) -> Any:
+                def call(*args: Any) -> Any:
+                    raise RuntimeError("Connection reset by peer")
+
+                return call
+
+        with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+            ended.wait()
+        liveness = Liveness(1, 2, Gone())
+        me = liveness.who_am_i()
+        liveness.start([me | {"pid": ended.pid}, me])
+        try:
+            with pytest.raises(PeerFailed, match=rf"rank 0 died \(process {ended.pid}\)"):
+                Group(World(1, 2), liveness, Gone()).broadcast("anything")
+        finally:
+            liveness.close()
+
+    def test_one_that_never_came_is_not_waited_for_without_end(self) -> None:
+        """Killed before anybody had heard of it, so that nobody watches it."""
+        store = torch.distributed.HashStore()
+        group = Group(World(0, 3), Liveness(0, 3, store), store)
+        store.set("said/0/2", json.dumps({"at": "start", "value": None}))
+        with pytest.raises(UserError, match="rank 1 is not there after 0 s"):
+            group.gather("start", None, within_seconds=0.05)
+
+
+class TestWorld:
+    def test_without_torchrun_there_is_one_process(self) -> None:
+        assert World.from_environment({}) == World(0, 1, 0)
+        group = Group()
+        assert group.gather("x", 5) == [5]
+        assert group.broadcast("x", "a") == "a"
+
+    def test_torchrun_tells(self) -> None:
+        assert World.from_environment({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}) == World(5, 8, 1)
+
+    @pytest.mark.parametrize(("device", "backend"), [("cpu", "gloo"), ("cuda", "cpu:gloo,cuda:nccl")])
+    def test_collectives_are_nccls_on_gpus_and_gloos_on_cpus(
+        self, device: str, backend: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """What torch is asked for, on a machine without GPUs; each rank computes on its own."""
+        asked: dict[str, Any] = {}
+        monkeypatch.setattr(torch.distributed, "init_process_group", lambda name, **more: asked.update(more, name=name))
+        monkeypatch.setattr(torch.cuda, "set_device", lambda device: asked.update(device=device))
+        monkeypatch.setattr(torch, "zeros", lambda *shape, **more: None)
+        monkeypatch.setattr(Group, "sum", lambda group, tensor, what: tensor)
+        store = torch.distributed.HashStore()
+        group = Group(World(1, 2, 1), Liveness(1, 2, store), store)
+        group.start_collectives(torch.device(device, 1 if device == "cuda" else None), timeout_seconds=60.0)
+        assert (asked["name"], asked["rank"], asked["world_size"]) == (backend, 1, 2)
+        assert asked.get("device") == (torch.device("cuda", 1) if device == "cuda" else None)
+
+    def test_the_process_group_is_destroyed_at_the_end(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """By each of two processes, whatever it did between."""
+        (port,) = free_ports(1)
+        script = (
+            "import torch, torch.distributed as dist\n"
+            "from gptlab.runtime.processes.distributed import World, join\n"
+            "with join(World.from_environment(), lambda error: 1) as group:\n"
+            "    group.start_collectives(torch.device('cpu'), timeout_seconds=60.0)\n"
+            "    assert dist.is_initialized()\n"
+            "    assert group.sum(torch.ones(2), 'test').tolist() == [2.0, 2.0]\n"
+            "assert not dist.is_initialized(), 'the process group is left'\n"
+        )
+        world = ENVIRONMENT | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-c", script], env=os.environ | world | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stderr=subprocess.PIPE, text=True,
+            )
+            for rank in range(2)
+        ]  # fmt: skip
+        said = [process.communicate(timeout=120)[1] for process in ranks]
+        assert [process.returncode for process in ranks] == [0, 0], said
+
+    @pytest.mark.parametrize("rank", ["8", "-1", "x"])
+    def test_nonsense_is_refused(self, rank: str) -> None:
+        with pytest.raises(UserError, match=f"RANK={rank}"):
+            World.from_environment({"RANK": rank, "WORLD_SIZE": "8"})
+
+
+class Echo(Group):
+    """A group of two in which the other rank has the same numbers; notes what is sent, and when."""
+
+    def __init__(self) -> None:
+        super().__init__(World(0, 2))
+        self.sent: list[int] = []
+
+    def sum_later(self, tensor: Tensor, what: str) -> Pending:
+        self.sent.append(tensor.numel())
+        tensor.mul_(2)
+        return super().sum_later(tensor, what)
+
+
+class TestGradientSum:
+    """w1 (4 numbers) is used first, so that its gradient is complete last; `tied` is used twice."""
+
+    def setup_method(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.tied, self.w1, self.w2, self.unused = (
+            torch.nn.Parameter(torch.randn(n, generator=generator)) for n in (4, 4, 4, 4)
+        )
+        self.group = Echo()
+
+    def sums(self, **options: Any) -> GradientSum:
+        return GradientSum([self.tied, self.w1, self.w2], self.group, **options)
+
+    def loss(self) -> Tensor:
+        x = self.tied * self.w1
+        return ((x * self.w2).tanh() * self.tied).sum()
+
+    def test_sums_leave_during_the_last_backward_pass_only(self) -> None:
+        sums = self.sums(bucket_bytes=16)
+        self.loss().backward()
+        assert self.group.sent == []
+        sums.begin()
+        self.loss().backward()
+        assert self.group.sent == [4, 4, 4]  # all three, before anybody waits
+        total = sums.finish(torch.tensor(1.5))
+        assert self.group.sent == [4, 4, 4, 1]
+        assert total == 3.0
+
+    def test_gradients_are_the_sums_of_all_micro_batches_and_ranks(self) -> None:
+        expected = [2 * 3 * g for g in torch.autograd.grad(self.loss(), [self.tied, self.w1, self.w2])]
+        for bucket_bytes in (16, 32, 10**6):
+            for parameter in (self.tied, self.w1, self.w2):
+                parameter.grad = None
+            sums = self.sums(bucket_bytes=bucket_bytes)
+            for micro_batch in range(3):
+                if micro_batch == 2:
+                    sums.begin()
+                self.loss().backward()
+            sums.finish(torch.zeros(()))
+            for parameter, gradient in zip((self.tied, self.w1, self.w2), expected, strict=True):
+                torch.testing.assert_close(parameter.grad, gradient)
+
+    def test_a_rank_without_micro_batches_adds_zeros(self) -> None:
+        sums = self.sums()
+        sums.finish(torch.zeros(()))
+        assert self.group.sent == [12, 1]
+        assert all(p.grad is not None and not p.grad.any() for p in (self.tied, self.w1, self.w2))
+
+    def test_a_parameter_without_gradient_stays_without(self) -> None:
+        sums = GradientSum([self.tied, self.w1, self.w2, self.unused], self.group)
+        sums.begin()
+        self.loss().backward()
+        sums.finish(torch.zeros(()))
+        assert self.unused.grad is None
+        assert self.w1.grad is not None
+
+    def test_types_do_not_share_a_bucket(self) -> None:
+        wide = torch.nn.Parameter(torch.ones(2, dtype=torch.float64))
+        sums = GradientSum([self.w1, wide], self.group)
+        sums.begin()
+        (self.w1.sum() + wide.sum()).backward()
+        sums.finish(torch.zeros(()))
+        assert wide.grad is not None
+        assert wide.grad.dtype == torch.float64
+
+
+def test_checksum_sees_one_bit() -> None:
+    a, b = torch.ones(5), torch.zeros(3, dtype=torch.float64)
+    flipped = a.clone()
+    flipped.view(torch.int32)[3] ^= 1
+    assert len({checksum([a, b]), checksum([flipped, b]), checksum([b, a])}) == 3
+    assert checksum([a, b]) == checksum([a.clone(), b.clone()])

@@ -1,0 +1,480 @@
+"""Faults, restarts and shared commands under several ranks: all decide alike, and nothing that was trained is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_runs import CLOCK_FIELDS, arguments, lines_of, write_bundle, write_corpus
+
+import gptlab
+from gptlab.cli.restart import begun_folder
+from gptlab.runtime.processes.distributed import Group, World
+from gptlab.runtime.processes.job import Ended, Job, open_job
+from gptlab.runtime.processes.liveness import Liveness
+from gptlab.runtime.records.metrics import read_metrics
+from gptlab.runtime.records.run_directory import RunDirectory
+from gptlab.training.checkpoint.load import list_checkpoints, load_checkpoint, save_checkpoint
+from gptlab.training.parallel.agreement import checksum, same_checkpoint
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="gloo on loopback is tried on Linux")
+
+SUPPORT = Path(__file__).parents[1] / "support"
+FLAGS = {
+    "steps": 6, "batch.total_tokens": 4 * 4 * 32, "eval.every_steps": 3, "checkpoint.every_steps": 2,
+    "checkpoint.keep_last": 3, "sample.every_steps": 3, "sample.prompts": ["the ", "fox", "a lazy"],
+}  # fmt: skip
+"""Four micro-batches a step, dropout on, gradients clipped."""
+KILL = ["SIGKILL"]
+
+
+class Script:
+    """The scenes of a test run, by lane."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.lanes: dict[str, list[Any]] = {"first": []}
+        self.lane = ""
+
+    def train(self, name: str, ranks: int = 2, *, run: str | None = None, **changes: Any) -> dict[str, Any]:
+        flags = FLAGS | {field.replace("__", "."): value for field, value in changes.items()}
+        return self.command(name, ranks, "train", *arguments(self.folder, run or name, flags))
+
+    def command(self, name: str, ranks: int, *argv: object) -> dict[str, Any]:
+        scene = {"name": name, "ranks": ranks, "argv": {"0": [str(word) for word in argv]}, "folder": str(self.folder)}
+        self.lanes.setdefault(self.lane, []).append(scene)
+        return scene
+
+    def resume(self, name: str, ranks: int, run: str) -> dict[str, Any]:
+        return self.command(name, ranks, "train", "--resume", self.folder / run)
+
+
+def write_scenes(script: Script) -> None:
+    folder = script.folder
+    script.lanes["first"] = [["train", *map(str, arguments(folder, "one", FLAGS))]]
+    script.lane = "whole"
+    script.train("whole")
+    script.command("sample-whole", 1, "sample", folder / "whole")
+
+    script.lane = "broken"
+    for name, data in {
+        "never": {"steps": [2], "what": "nothing"},
+        "nan-loss": {"steps": [2], "what": "loss"},
+        "nan-gradient": {"steps": [2], "what": "gradient"},
+    }.items():
+        ranks = ("0", "1") if name == "never" else ("1",)
+        script.train(name)["trouble"] = [{rank: {"data": data} for rank in ranks}]
+    limit = script.train("limit", 3, faults__max_skipped_in_a_row=1)
+    limit["trouble"] = [{"2": {"data": {"steps": [3, 4, 5], "what": "loss"}}}]
+    half = script.train("half", runtime__dtype="float16", model__dropout=0.0)
+    half["trouble"] = [{"1": {"data": {"steps": [3], "what": "gradient", "factor": 1e9}}}]
+
+    script.lane = "stopped"
+    script.train("saved")["trouble"] = [{str(rank): {"at": 5, "signals": ["SIGTERM", "SIGTERM"]} for rank in range(2)}]
+    script.train("early")["trouble"] = [{"1": {"at": "warming up", "signals": ["SIGTERM"]}}]
+    for run, of_one in (("hurt", None), ("hurt-for-one", "its-own"), ("hurt-for-good", "its-lost")):
+        scene = script.resume(run, 2, run)
+        scene["copies"] = {run: ["step-00000005/model-00002-of-00002.safetensors"] if of_one is None else []}
+        if of_one is not None:
+            scene["argv"]["1"] = ["train", "--resume", str(folder / of_one)]
+            damaged = ["step-00000005/state.json", "step-00000004/optimizer-00001-of-00002.safetensors"]
+            scene["copies"][of_one] = damaged + ["step-00000002/manifest.json"] * (of_one == "its-lost")
+    both = script.train("both", 3)
+    both["trouble"] = [{"0": {"at": 3, "signals": ["SIGINT"]}, "2": {"at": 3, "signals": ["SIGTERM", "SIGINT"]}}]
+    hurry = script.train("hurry")
+    hurry["trouble"] = [{"1": {"at": 3, "signals": ["SIGINT", "SIGINT"], "in_a_hurry": True}}]
+
+    script.lane = "unlike"
+    script.train("other-code")["trouble"] = [{"1": {"code": str(folder / "changed" / "gptlab")}}]
+    script.train("other-data")["trouble"] = [{"1": {"corpus": str(folder / "other-corpus")}}]
+    script.train("other-kernels")["trouble"] = [{"1": {"kernels": "error: out of order"}}]
+
+    script.lane = "restarts"
+    moments = [
+        {"0": {"at": "making the folder", "signals": KILL}},
+        {"0": {"at": "filling the folder", "signals": KILL}},
+        {"1": {"at": 1, "signals": KILL}},
+        {"0": {"at": 4, "signals": KILL}},
+    ]
+    script.train("killed").update(attempts=6, trouble=moments)
+
+    first = {"0": {"at": 3, "signals": KILL}}
+    script.lane = "more restarts"
+    unnamed = script.train("unnamed", steps=4)
+    words = unnamed["argv"]["0"]
+    del words[(place := words.index("--run-dir")) : place + 2]  # so that it is called after the time
+    unnamed.update(attempts=3, trouble=[first], folder=str(folder / "unnamed"))
+    (folder / "unnamed").mkdir()
+    script.train("alone", 1, steps=4).update(attempts=3, trouble=[first])
+    script.train("stranger", run="one").update(attempts=3, lingers={"1": 0.3})
+    asked = script.train("asked")
+    asked.update(attempts=3, trouble=[{"1": {"at": 3, "signals": ["SIGTERM"]}}], lingers={"0": 0.3})
+    asked_early = script.train("asked-early")
+    asked_early.update(attempts=3, trouble=[{"1": {"at": "making the data", "signals": ["SIGTERM"]}}])
+    nan = {"1": {"data": {"steps": [3], "what": "loss"}}}
+    script.train("exploded", faults__max_skipped_in_a_row=0).update(attempts=3, trouble=[nan], lingers={"1": 0.3})
+    script.resume("asked-on", 2, "asked")
+
+    script.lane = "shared"
+    core, prompts = ("--core", "--core-dir", folder / "bundle"), ("--prompt", "the ", "fox", "a", "lazy dog", "quick")
+    for name, ranks in (("of-one", 1), ("of-three", 3)):
+        script.command(f"eval-{name}", ranks, "eval", folder / "one", "--micro-sequences", 2)
+        script.command(f"core-{name}", ranks, "eval", folder / "one", *core)
+        script.command(f"sample-{name}", ranks, "sample", folder / "one", *prompts)
+    script.command("eval-unlike", 2, "eval", folder / "one")["argv"]["1"] = ["eval", str(folder / "one"), "--core"]
+    script.command("eval-nothing", 2, "eval", folder / "nothing")
+    script.command("plan", 2, "plan")
+    script.command("list", 2, "train", "--list")
+
+    script.lane = "compiled"
+    small = {
+        "model__dropout": 0.0,
+        "model__n_layer": 1,
+        "model__window_pattern": "L",
+        "steps": 2,
+        "eval__every_steps": None,
+    }
+    script.train("plain", **small)
+    compiled = script.train("compiled", runtime__compile="on", **small)
+    compiled["trouble"] = [{str(rank): {"backend": "eager"} for rank in range(2)}]  # no minutes of a C++ compiler
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder, when all scenes have been played in it."""
+    folder = tmp_path_factory.mktemp("ranks")
+    write_corpus(folder / "corpus")
+    write_corpus(folder / "other-corpus")
+    (folder / "other-corpus" / "000.txt").write_text("one text that is another\n")
+    write_bundle(folder / "bundle")
+    other = shutil.copytree(Path(gptlab.__file__).parent, folder / "changed" / "gptlab")
+    (other / "__init__.py").write_text((other / "__init__.py").read_text() + "# another\n")
+    script = Script(folder)
+    write_scenes(script)
+    (folder / "scenes.json").write_text(json.dumps(script.lanes))
+    environment = {
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "compiler-cache"),
+    }
+    subprocess.run(
+        [sys.executable, SUPPORT / "rank_scenes.py", folder], env=os.environ | environment, check=True, timeout=290
+    )
+    return folder
+
+
+def codes(folder: Path, scene: str) -> list[list[int]]:
+    """By attempt and rank."""
+    return json.loads((folder / f"{scene}.json").read_text())["codes"]
+
+
+def said(folder: Path, scene: str, rank: int = 0, attempt: int = 0) -> dict[str, Any]:
+    return json.loads((folder / f"{scene}-{attempt}-{rank}.json").read_text())
+
+
+def saved_steps(run: Path) -> list[str]:
+    return [path.name for path in list_checkpoints(run / "checkpoints")]
+
+
+def result(run: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """All lines but for the clock, and the last checkpoint's weights, moments, generators and loss scale."""
+    lines = [
+        {name: value for name, value in line.items() if name not in CLOCK_FIELDS}
+        for line in read_metrics(run / "metrics.jsonl")
+    ]
+    saved = load_checkpoint(list_checkpoints(run / "checkpoints")[-1])
+    tensors = {name: tensor.numpy().tobytes() for name, tensor in (saved.model | saved.optimizer).items()}
+    return lines, tensors | {name: saved.state[name] for name in ("step", "loss_ema", "scaler")}
+
+
+class TestBrokenSteps:
+    @pytest.mark.parametrize("name", ["nan-loss", "nan-gradient"])
+    def test_all_ranks_leave_the_update_out_as_if_the_batch_had_never_been(self, played: Path, name: str) -> None:
+        assert codes(played, name) == [[0, 0]]
+        for rank in range(2):
+            assert said(played, name, rank)["weights"] == said(played, "never")["weights"]
+            assert said(played, name, rank)["moments"] == said(played, "never", rank)["moments"]
+        assert result(played / name)[1] == result(played / "never")[1]
+        assert result(played / name)[1] != result(played / "whole")[1]
+        (event,) = lines_of(played / name, "event")
+        assert (event["step"], event["what"], event["reason"]) == (3, "skipped", name.partition("-")[2])
+        assert json.loads((played / name / "summary.json").read_text())["skipped_updates"] == 1
+        assert "step 00003" in said(played, name)["out"]
+
+    def test_over_the_limit_all_end_with_3(self, played: Path) -> None:
+        assert codes(played, "limit") == [[3, 3, 3]]
+        assert "training failed: the training loss is nan in step 5" in said(played, "limit")["err"]
+        assert json.loads((played / "limit" / "run.json").read_text())["status"] == "failed"
+
+    def test_float16_overflows_on_one_rank_halve_the_scale_of_all(self, played: Path) -> None:
+        assert codes(played, "half") == [[0, 0]]
+        assert said(played, "half", 0)["weights"] == said(played, "half", 1)["weights"]
+        saved = load_checkpoint(list_checkpoints(played / "half" / "checkpoints")[-1])
+        assert saved.state["scaler"]["scale"] == 65536.0 / 2
+        norms = [line["grad_norm"] for line in lines_of(played / "half", "train")]
+        assert [step for step, norm in enumerate(norms) if isinstance(norm, str)] == [3]
+
+
+class TestSignals:
+    def test_two_signals_to_all_ranks_make_one_checkpoint(self, played: Path) -> None:
+        """As torchrun passes them on."""
+        assert codes(played, "saved") == [[75, 75]]
+        assert saved_steps(played / "saved") == ["step-00000002", "step-00000004", "step-00000005"]
+
+    def test_different_signals_to_different_ranks(self, played: Path) -> None:
+        assert codes(played, "both") == [[75, 75, 75]]
+        assert "SIGINT (rank 0): stopped after step 3, saved" in said(played, "both")["out"]
+        assert saved_steps(played / "both")[-1] == "step-00000003"
+
+    def test_a_second_interrupt_to_one_rank_ends_all_at_once(self, played: Path) -> None:
+        """Contract: exit code 75 on every rank, and the last checkpoint is untouched."""
+        assert codes(played, "hurry") == [[75, 75]]
+        assert json.loads((played / "hurry" / "run.json").read_text())["status"] == "preempted"
+        assert "step-00000003" not in saved_steps(played / "hurry")
+
+    def test_before_the_first_step(self, played: Path) -> None:
+        assert codes(played, "early") == [[75, 75]]
+        assert "SIGTERM (rank 1): stopped before the first step" in said(played, "early")["out"]
+        assert json.loads((played / "early" / "run.json").read_text())["status"] == "preempted"
+
+
+class TestDisagreement:
+    @pytest.mark.parametrize(("name", "what"), [("other-code", "code of gptlab"), ("other-data", "training data")])
+    def test_is_refused(self, played: Path, name: str, what: str) -> None:
+        assert codes(played, name) == [[2, 2]]
+        assert said(played, name)["err"].splitlines()[-1].startswith(f"gptlab: error: rank 1 has another {what}")
+        assert not (played / name / "config.json").exists()
+
+    def test_a_rank_that_cannot_build_the_kernels_is_named_with_the_reason(self, played: Path) -> None:
+        """Its losses would differ from those of the others, and nobody would say so."""
+        assert codes(played, "other-kernels") == [[2, 2]]
+        error = said(played, "other-kernels")["err"].splitlines()[-1]
+        assert error.startswith("gptlab: error: rank 1 computes otherwise than rank 0 (error: out of order)")
+        assert not (played / "other-kernels" / "config.json").exists()
+
+
+class TestDamagedCheckpoints:
+    def test_all_ranks_fall_back_to_the_one_before(self, played: Path) -> None:
+        assert codes(played, "hurt") == [[0, 0]]
+        assert said(played, "hurt")["out"].count("step-00000005 is damaged: model-00002-of-00002.safetensors") == 1
+        assert "step 00004 " not in said(played, "hurt")["out"]
+        assert result(played / "hurt") == result(played / "whole")
+
+    def test_all_fall_back_with_one_that_cannot_read_it(self, played: Path) -> None:
+        assert codes(played, "hurt-for-one") == [[0, 0]]
+        for step, file in ((5, "state.json"), (4, "optimizer-00001-of-00002.safetensors")):
+            named = f"warning: rank 1: checkpoint {played}/its-own/checkpoints/step-{step:08d} is damaged: {file}"
+            assert named in said(played, "hurt-for-one")["out"]
+        assert result(played / "hurt-for-one") == result(played / "whole")
+        assert [len(said(played, "hurt-for-one", rank)["weights"]) for rank in range(2)] == [4, 4]
+
+    def test_none_that_all_can_read(self, played: Path) -> None:
+        assert codes(played, "hurt-for-good") == [[2, 2]]
+        assert "no intact checkpoint in" in said(played, "hurt-for-good")["err"]
+        assert said(played, "hurt-for-good", 1)["err"] == ""
+
+
+class TestShared:
+    @pytest.mark.parametrize("what", ["eval", "core", "sample"])
+    def test_says_what_one_process_says(self, played: Path, what: str) -> None:
+        assert codes(played, f"{what}-of-three") == [[0, 0, 0]]
+        ours, expected = (said(played, f"{what}-of-{n}")["out"].splitlines() for n in ("three", "one"))
+        assert len(ours) == len(expected) > 4
+        for line, its in zip(ours, expected, strict=True):
+            key, _, value = line.rpartition(": ")
+            if what != "sample" and "." in value:  # the loss of one batch is the same number, added up elsewhere
+                assert (key, float(value)) == (its.rpartition(": ")[0], pytest.approx(float(its.split()[-1]), abs=1e-6))
+            else:
+                assert line == its
+        assert [said(played, f"{what}-of-three", rank)["out"] for rank in (1, 2)] == ["", ""]
+        assert [said(played, f"{what}-of-three", rank)["err"] for rank in (1, 2)] == ["", ""]
+
+    def test_samples_while_training_are_those_of_one_process(self, played: Path) -> None:
+        texts = [line["text"] for line in lines_of(played / "whole", "sample")]
+        assert len(texts) == 6
+        assert said(played, "sample-whole")["out"] == "---\n".join(f"{text}\n" for text in texts[3:])
+
+    def test_ranks_that_are_asked_for_different_things_refuse(self, played: Path) -> None:
+        assert codes(played, "eval-unlike") == [[2, 2]]
+        assert "rank 1 was given other arguments than rank 0" in said(played, "eval-unlike")["err"]
+
+    def test_exit_codes_are_those_of_one_process(self, played: Path) -> None:
+        assert codes(played, "eval-nothing") == [[2, 2]]
+        assert codes(played, "plan") == [[2, 2]]
+        assert said(played, "plan")["err"].startswith("gptlab: error: gptlab plan is the work of one process")
+        assert said(played, "plan", 1)["err"] == ""
+        assert codes(played, "list") == [[0, 0]]
+        assert ("quickstart" in said(played, "list")["out"], said(played, "list", 1)["out"]) == (True, "")
+
+    def test_compiled_training(self, played: Path) -> None:
+        """Traced graphs and gradients that leave for the other ranks get along, and nothing is traced twice. Graphs
+        add in another order: float32 rounds at 1e-7, of which Adam's first step makes more."""
+        assert codes(played, "compiled") == [[0, 0]]
+        assert said(played, "compiled", 0)["weights"] == said(played, "compiled", 1)["weights"]
+        assert "compiling: " in said(played, "compiled")["out"]
+        losses, expected = ([line["loss"] for line in lines_of(played / n, "train")] for n in ("compiled", "plain"))
+        assert losses == pytest.approx(expected, rel=1e-4)
+
+
+class TestRestarts:
+    def test_a_run_that_is_killed_again_and_again_goes_on_by_itself(self, played: Path) -> None:
+        assert [attempt[0] for attempt in codes(played, "killed")] == [-9, -9, 3, -9, 0]
+        assert result(played / "killed") == result(played / "whole")
+
+    def test_one_process_alone_too(self, played: Path) -> None:
+        assert codes(played, "alone") == [[-9], [0]]
+
+    def test_a_folder_that_is_called_after_the_time_is_found_again(self, played: Path) -> None:
+        assert codes(played, "unnamed") == [[3, -9], [0, 0]] or codes(played, "unnamed") == [[-9, 3], [0, 0]]
+        (run,) = (played / "unnamed" / "runs").iterdir()
+        assert [line["step"] for line in lines_of(run, "train")] == [1, 2, 3, 4]
+
+    def test_the_folder_of_somebody_else_is_refused(self, played: Path) -> None:
+        assert codes(played, "stranger") == [[2, 2]] * 3
+        for attempt in range(3):
+            assert "already holds a run" in said(played, "stranger", attempt=attempt)["err"]
+        assert json.loads((played / "one" / "run.json").read_text())["status"] == "finished"
+
+    def test_a_run_that_was_asked_to_stop_is_not_started_again(self, played: Path) -> None:
+        assert codes(played, "asked") == [[75, 75]] * 3
+        assert [len(said(played, "asked", attempt=attempt)["weights"]) for attempt in range(3)] == [3, 0, 0]
+        assert "not tried again by torchrun's restart" in said(played, "asked", attempt=1)["out"]
+        assert codes(played, "asked-on") == [[0, 0]]  # by another job
+        assert result(played / "asked") == result(played / "whole")
+
+    def test_nor_is_one_before_it_has_a_folder(self, played: Path) -> None:
+        assert codes(played, "asked-early") == [[75, 75]] * 3
+        assert not (played / "asked-early").exists()
+
+    def test_nor_is_a_training_that_failed(self, played: Path) -> None:
+        """Both ranks exit with 3, though torchrun signals rank 1 while that takes its time to exit."""
+        assert codes(played, "exploded") == [[3, 3]] * 3
+        assert [len(said(played, "exploded", attempt=attempt)["weights"]) for attempt in range(3)] == [3, 0, 0]
+        assert json.loads((played / "exploded" / "run.json").read_text())["status"] == "failed"
+
+
+class Store:
+    """As much of torchrun's as a Job asks for."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self.values for key in keys)
+
+    def get(self, key: str) -> bytes:
+        return self.values[key]
+
+    def set(self, key: str, value: str) -> None:
+        self.values[key] = value.encode()
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return [self.values[key] for key in keys]
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        if self.values.get(key, b"").decode() == expected:
+            self.set(key, desired)
+        return self.values[key]
+
+
+class Gone:
+    """The store of a torchrun that is no more."""
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        return desired.encode()
+
+    def __getattr__(self, name: str) -> Any:
+        def fails(*args: object) -> None:
+            raise RuntimeError("connection reset by peer")
+
+        return fails
+
+
+class TestJob:
+    def test_without_torchrun_nothing_is_remembered(self) -> None:
+        job = open_job({})
+        job.will_begin(Path("runs/a"))
+        job.ends(3, "it broke")
+        assert (job.id, job.folder(), job.ended()) == (None, None, None)
+
+    def test_an_attempt_knows_what_those_before_it_noted(self) -> None:
+        store = Store()
+        first = Job(store, attempt=0)
+        first.will_begin(Path("runs/a"))
+        first.ends(2, "what rank 1 knows")
+        first.ends(75, "what torchrun's SIGTERM makes of the others")
+        second = Job(store, attempt=1)
+        assert second.id == first.id != Job(Store()).id
+        assert second.folder() == Path("runs/a").absolute()
+        assert second.ended() == Ended(2, "what rank 1 knows")
+
+    def test_a_restart_that_torchrun_does_not_count_was_no_wish_to_end(self) -> None:
+        """Machines came or went: torchrun stops all by SIGTERM, and starts them with the same count."""
+        store = Store()
+        Job(store, attempt=1).ends(75, "SIGTERM")
+        assert Job(store, attempt=1).ended() is None
+        assert Job(store, attempt=2).ended() is None  # when a process was lost after that
+
+    def test_runs_of_one_program_are_told_apart(self) -> None:
+        store = Store()
+        Job(store, run="1").will_begin(Path("runs/a"))
+        assert Job(store, run="2", attempt=1).folder() is None
+
+    def test_a_folder_that_another_has_made_meanwhile_is_not_taken(self, tmp_path: Path) -> None:
+        job = Job(Store(), attempt=1)
+        job.will_begin(tmp_path / "r")
+        assert begun_folder(job) is None  # killed before it was there
+        RunDirectory.create(tmp_path / "r", {}, {"job": "another"})
+        assert begun_folder(job) is None
+        RunDirectory(tmp_path / "r").set_status("running", job=job.id)
+        assert begun_folder(job) == tmp_path / "r"
+
+    def test_a_store_that_is_gone_is_no_error(self) -> None:
+        job = Job(Gone())
+        job.will_begin(Path("runs/a"))
+        job.ends(3, "it broke")
+        assert (job.folder(), job.ended()) == (None, None)
+
+
+def test_who_waits_for_a_word_with_a_limit_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without one only silence counts, and the other rank has just been heard of."""
+    store = Store()
+    store.set("said/7/0", "")
+    liveness = Liveness(0, 2, store)
+    liveness.timeout_seconds, liveness.step = 5.0, 3
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    for what, text in (("samples", "rank 1 kept the others waiting for 6 s (samples) in step 3"), ("", None)):
+        with liveness.waiting_for([0, 1], 7, what):
+            now[0] += 6.0
+            store.set("beat/1", f"[{len(what)}, 0]")
+            lost = liveness._lost()
+        assert (lost and lost.text) == text
+
+
+class TwoRanks(Group):
+    """Rank 0 of two; the other says what it is told to."""
+
+    def __init__(self, other: dict[str, Any]) -> None:
+        super().__init__(World(0, 2))
+        self.other = other
+
+    def gather(self, name: str, value: Any, **limits: Any) -> list[Any]:
+        return [value, value | self.other]
+
+
+def test_a_checkpoint_that_holds_other_weights_for_a_rank_is_passed_over(tmp_path: Path) -> None:
+    for step in (1, 2):
+        save_checkpoint(tmp_path, step, model={"w": torch.full((3,), float(step))}, optimizer={}, state={})
+    weights = checksum([torch.full((3,), 1.0)])
+    warnings: list[str] = []
+    assert same_checkpoint(tmp_path, TwoRanks({"weights": weights}), warnings.append).step == 1
+    assert warnings == [f"rank 1: checkpoint {tmp_path / 'step-00000002'} holds other weights than for rank 0"]

@@ -1,0 +1,163 @@
+"""Weights shared among processes (parallel.mode = "sharded"): the run of one process, and its checkpoints."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_distributed import ENVIRONMENT, FLAGS, SUPPORT, assert_same_run, of
+from tiny_runs import arguments, lines_of, write_bundle, write_corpus
+
+from gptlab.training.checkpoint.load import list_checkpoints
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="gloo on loopback is tried on Linux")
+
+SMALL: dict[str, Any] = {
+    "model.n_layer": 2, "model.n_embd": 24, "model.n_head": 3, "model.seq_len": 32, "model.vocab_multiple": 32,
+    "tokenizer.kind": "byte", "data.val_fraction": 0.15, "batch.micro_sequences": 4,
+    "batch.total_tokens": 3 * 4 * 32, "eval.tokens": None, "eval.train_tokens": None, "eval.every_steps": None,
+    "checkpoint.every_steps": None, "steps": 3, "runtime.device": "cpu", "runtime.dtype": "float64",
+    "runtime.compile": "off", "runtime.threads": 1,
+}  # fmt: skip
+"""A recipe's model and optimizer, made small; three micro-batches a step."""
+LINEAGES: dict[str, tuple[int, dict[str, Any]]] = {
+    # Layer norms and biases, a tied table, learned positions, AdamW alone.
+    "nanogpt/gpt2-124m-tiny": (2, {"model.bias": True}),
+    # A tied table beside Muon.
+    "speedrun/muon-2024-10-tiny": (2, {}),
+    # Value embeddings, residual lambdas, gates of three rows; a rank without a micro-batch.
+    "autoresearch-tiny": (3, {"batch.total_tokens": 2 * 4 * 32}),
+    # A fused matrix of unequal parts, gates of one row.
+    "nanochat-tiny": (2, {"model.n_kv_head": 1}),
+}
+"""Ranks, and what is special."""
+
+
+def lineage(folder: Path, recipe: str, name: str, ranks: int) -> dict[str, Any]:
+    flags = SMALL | LINEAGES[recipe][1] | {
+        "data.source": folder / "corpus", "data.cache_dir": folder / "cache", "run_dir": folder / name,
+        "parallel.mode": "sharded" if ranks > 1 else "data",
+    }  # fmt: skip
+    words = [word for field, value in flags.items() for word in (f"--{field}", str(value))]
+    return {"name": name, "ranks": ranks, "argv": ["train", recipe, *words]}
+
+
+def scenes(folder: Path) -> list[dict[str, Any]]:
+    def train(name: str, ranks: int, mode: str = "sharded", **changes: Any) -> dict[str, Any]:
+        flags = FLAGS | {"parallel.mode": mode, "checkpoint.every_steps": 2}
+        flags |= {field.replace("__", "."): value for field, value in changes.items()}
+        return {"name": name, "ranks": ranks, "argv": ["train", *arguments(folder, name, flags)]}
+
+    def resume(run: str, name: str, ranks: int, mode: str) -> dict[str, Any]:
+        return {"name": name, "ranks": ranks, "argv": ["train", "--resume", str(folder / run), "--parallel.mode", mode]}
+
+    core = {"eval__core_every_steps": 4, "eval__core_dir": folder / "bundle"}
+    return [
+        train("one", 1, "data", **core),
+        train("three", 3, **core),
+        *(lineage(folder, recipe, f"{recipe.replace('/', '-')}-1", 1) for recipe in LINEAGES),
+        *(lineage(folder, recipe, f"{recipe.replace('/', '-')}-n", LINEAGES[recipe][0]) for recipe in LINEAGES),
+        # Written by two ranks that share; read by three that share, then by two that do not.
+        train("stopped", 2, **core) | {"signal": ["SIGTERM", 1, 1]},
+        resume("stopped", "resumed", 3, "sharded") | {"signal": ["SIGINT", 2, 3]},
+        resume("stopped", "ended", 2, "data"),
+        # Written by two ranks that do not share; read by two that share, then by one.
+        train("whole", 2, "data", **core) | {"signal": ["SIGTERM", 0, 2]},
+        resume("whole", "shared", 2, "sharded") | {"signal": ["SIGTERM", 0, 3]},
+        resume("whole", "alone", 1, "sharded"),
+        train("broken-one", 1, "data", steps=3) | {"in_pass": ["nan", 0, 2]},
+        train("broken", 3, steps=3) | {"in_pass": ["nan", 2, 2]},
+        train("compiled", 2, runtime__compile="on", model__dropout=0.0, steps=1) | {"compiler": "aot_eager"},
+        train("eager", 2, "data", model__dropout=0.0, steps=1),
+        train("begun", 2, init_from=folder / "one", eval__only=True),
+        train("float16", 2, runtime__dtype="float16"),
+        train("unlike", 2) | {"more": {"1": ["--parallel.mode", "data"]}},
+        # The last one: a rank does not come back.
+        train("killed", 3) | {"in_pass": ["SIGKILL", 2, 2]},
+    ]
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder, when all scenes have been played in it; what the processes themselves said is in output.txt."""
+    folder = tmp_path_factory.mktemp("sharded")
+    write_corpus(folder / "corpus")
+    write_bundle(folder / "bundle")
+    (folder / "scenes.json").write_text(json.dumps(scenes(folder), default=str))
+    played = subprocess.run(
+        [sys.executable, SUPPORT / "distributed_scenes.py", folder], env=os.environ | ENVIRONMENT, check=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=290,
+    )  # fmt: skip
+    (folder / "output.txt").write_text(played.stdout)
+    return folder
+
+
+class TestTheSameRun:
+    def test_three_ranks(self, played: Path) -> None:
+        """8 micro-batches, of which ranks take 3, 3 and 2; CORE, samples, checkpoints in the background."""
+        assert_same_run(played / "three", played / "one")
+        assert lines_of(played / "three", "core")[-1]["tasks"] == lines_of(played / "one", "core")[-1]["tasks"]
+        ours, theirs = (lines_of(played / name, "sample") for name in ("three", "one"))
+        assert [line["text"] for line in ours] == [line["text"] for line in theirs]
+
+    @pytest.mark.parametrize("recipe", LINEAGES)
+    def test_every_lineage(self, played: Path, recipe: str) -> None:
+        name = recipe.replace("/", "-")
+        assert_same_run(played / f"{name}-n", played / f"{name}-1")
+
+    def test_blocks_are_compiled_within_what_gathers_them(self, played: Path) -> None:
+        assert "compiling" in of(played, "compiled", 0)["out"]
+        assert_same_run(played / "compiled", played / "eager")
+
+    def test_it_begins_with_the_weights_of_another_run(self, played: Path) -> None:
+        best = min(line["val_loss"] for line in lines_of(played / "one", "eval"))
+        assert lines_of(played / "begun", "eval")[0]["val_loss"] == pytest.approx(best, rel=1e-12)
+
+
+class TestCheckpoints:
+    def test_written_by_two_read_by_three_and_by_two_that_hold_all(self, played: Path) -> None:
+        codes = {name: of(played, name, 0)["code"] for name in ("stopped", "resumed", "ended")}
+        assert codes == {"stopped": 75, "resumed": 75, "ended": 0}
+        assert_same_run(played / "stopped", played / "one")
+
+    def test_written_by_two_that_hold_all_read_by_two_and_by_one(self, played: Path) -> None:
+        codes = {name: of(played, name, 0)["code"] for name in ("whole", "shared", "alone")}
+        assert codes == {"whole": 75, "shared": 75, "alone": 0}
+        assert_same_run(played / "whole", played / "one")
+
+    def test_every_rank_writes_its_share(self, played: Path) -> None:
+        """A third of the weights and of the moments, plus vectors and what rows do not divide by three."""
+        last = list_checkpoints(played / "three" / "checkpoints")[-1]
+        for kind in ("model", "optimizer"):
+            sizes = [(last / f"{kind}-{rank:05}-of-00003.safetensors").stat().st_size for rank in (1, 2, 3)]
+            assert max(sizes) < 0.45 * sum(sizes), kind
+
+
+class TestFaults:
+    def test_all_ranks_skip_what_is_broken_on_one(self, played: Path) -> None:
+        assert_same_run(played / "broken", played / "broken-one")
+        (event,) = lines_of(played / "broken", "event")
+        assert (event["what"], event["step"], event["reason"]) == ("skipped", 2, "gradient")
+        said = "the first gradient that is not finite is that of residual_lambdas"
+        assert said in (played / "broken" / "log.txt").read_text()
+
+    def test_float16_is_refused(self, played: Path) -> None:
+        assert {of(played, "float16", rank)["code"] for rank in range(2)} == {2}
+        assert "runtime.dtype = 'float16': its loss scale" in of(played, "float16", 0)["err"]
+
+    def test_ranks_of_two_modes_do_not_wait_for_each_other(self, played: Path) -> None:
+        assert {of(played, "unlike", rank)["code"] for rank in range(2)} == {2}
+        assert "rank 1 has parallel.mode = 'data', rank 0 has 'sharded'" in of(played, "unlike", 0)["err"]
+
+    def test_a_rank_that_dies_within_a_pass_is_named(self, played: Path) -> None:
+        assert re.findall(r"CODES (.*)", (played / "output.txt").read_text()) == ["[0, 0, -9]"]
+        for rank in (0, 1):
+            killed = of(played, "killed", rank)
+            assert killed["code"] == 3
+            assert re.search(rf"error: rank {rank}: rank 2 died \(process \d+\) in step 2", killed["err"])

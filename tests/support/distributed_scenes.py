@@ -1,0 +1,164 @@
+"""What the processes of some tests do: commands of gptlab one after another, each in its own world.
+
+Importing torch takes seconds, so that it is done once, before the processes part; and all worlds are made of the same
+ones, as many as the largest has ranks: where a scene has fewer, the rest wait for the next one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import json
+import math
+import os
+import random
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gptlab.cli.main import main
+from gptlab.data.loader import StepBatch
+from gptlab.optim import muon
+from gptlab.training import loop
+from gptlab.training.parallel.agreement import Agreement, checksum
+from gptlab.training.state import TrainState
+from gptlab.training.step import LossFunction
+
+
+def play(scene: dict[str, Any], port: int, rank: int) -> dict[str, Any]:
+    """One command on one rank: what it printed, how it ended, and its weights behind every update."""
+    world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": scene["ranks"], "MASTER_ADDR": "127.0.0.1"}
+    os.environ |= {name: str(value) for name, value in (world | {"MASTER_PORT": port}).items()}
+    weights: list[int] = []
+    matrices: list[int] = []
+    gradients, update, step, orthogonalize = loop.gradients, loop.update, Agreement.step, muon.orthogonalize
+
+    def broken_gradients(state: TrainState, batch: StepBatch, loss_sum: LossFunction, *rest: Any) -> Tensor:
+        what, wanted_rank, wanted_step = scene.get("in_pass", ("", -1, 0))
+        if (wanted_rank, wanted_step) != (rank, state.step + 1):
+            return gradients(state, batch, loss_sum, *rest)
+
+        def broken_loss(tokens: Tensor, targets: Tensor) -> Tensor:
+            if what != "nan":
+                os.kill(os.getpid(), signal.Signals[what])
+            loss = loss_sum(tokens, targets)
+            loss.register_hook(lambda gradient: gradient * math.nan)
+            return loss
+
+        return gradients(state, batch, broken_loss, *rest)
+
+    def noting_update(state: TrainState, *args: Any) -> Any:
+        done = update(state, *args)
+        # Moments that are divided are on one rank each.
+        moments = [] if state.optimizer.is_shared else state.optimizer.state_tensors().values()
+        weights.append(checksum([*state.weights_alike(), *moments]))
+        return done
+
+    def counting(stack: Tensor, *args: Any, **options: Any) -> Tensor:
+        matrices.append(len(stack))
+        return orthogonalize(stack, *args, **options)
+
+    def signalled_step(agreed: Agreement, step_seconds: float, at: int) -> float:
+        number, wanted_rank, wanted_step = scene.get("signal", ("SIGTERM", -1, 0))
+        if (wanted_rank, wanted_step) == (rank, at):
+            os.kill(os.getpid(), signal.Signals[number])
+        return step(agreed, step_seconds, at)
+
+    compile_ = torch.compile
+    if "compiler" in scene:
+        torch.compile = functools.partial(compile_, backend=scene["compiler"])
+    out, err = io.StringIO(), io.StringIO()
+    loop.update, Agreement.step = noting_update, signalled_step  # type: ignore[method-assign]
+    loop.gradients, muon.orthogonalize = broken(broken_gradients, scene.get("broken"), rank), counting
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            code = main([*scene["argv"], *scene.get("more", {}).get(str(rank), [])])
+    finally:
+        torch.compile = compile_
+        loop.update, Agreement.step = update, step  # type: ignore[method-assign]
+        loop.gradients, muon.orthogonalize = gradients, orthogonalize
+    return {
+        "code": code, "out": out.getvalue(), "err": err.getvalue(), "weights": weights, "matrices": sum(matrices),
+    }  # fmt: skip
+
+
+def broken(gradients: Callable[..., Tensor], what: dict[str, Any] | None, rank: int) -> Callable[..., Tensor]:
+    """`gradients`, with the loss or the gradient of one rank not a number in the step that takes the data of `step`;
+    `never`: there nothing is computed on any rank."""
+
+    def broken_gradients(state: TrainState, batch: Any, loss_sum: Any, *args: Any) -> Tensor:
+        if what is None or batch.step != what["step"]:
+            return gradients(state, batch, loss_sum, *args)
+        if what["how"] == "never":
+            return torch.tensor(torch.nan)
+
+        def loss(tokens: Tensor, targets: Tensor) -> Tensor:
+            value = loss_sum(tokens, targets)
+            if rank == what["rank"] and what["how"] == "loss":
+                return value * torch.nan
+            if rank == what["rank"]:
+                value.register_hook(lambda gradient: gradient * torch.nan)
+            return value
+
+        return gradients(state, batch, loss, *args)
+
+    return broken_gradients
+
+
+def free_ports(n: int) -> list[int]:
+    """Below those that Linux gives away by itself (32768 on): gloo's own sockets, and whatever else runs here, would
+    take one of a later scene now and then."""
+    found: list[int] = []
+    for port in random.sample(range(20_000, 32_000), 1_000):
+        with socket.socket() as one, contextlib.suppress(OSError):
+            one.bind(("127.0.0.1", port))
+            found.append(port)
+        if len(found) == n:
+            break
+    return found
+
+
+def play_all(folder: Path, scenes: list[dict[str, Any]], ports: list[int], rank: int) -> None:
+    for scene, port in zip(scenes, ports, strict=True):
+        if rank < scene["ranks"]:
+            played = play(scene, port, rank)
+            (folder / f"{scene['name']}-{rank}.json").write_text(json.dumps(played))
+
+
+def wait_for_all(pids: list[int]) -> list[int]:
+    """Exit codes. A process that stopped itself is killed when the others have ended."""
+    codes: dict[int, int] = {}
+    stopped: set[int] = set()
+    while len(codes) < len(pids):
+        pid, status = os.waitpid(-1, os.WUNTRACED)
+        if os.WIFSTOPPED(status):
+            stopped.add(pid)
+            continue
+        codes[pid] = os.waitstatus_to_exitcode(status)
+        if stopped and len(codes) + len(stopped) == len(pids):
+            for pid in stopped:
+                os.kill(pid, signal.SIGKILL)
+    return [codes[pid] for pid in pids]
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    scenes = json.loads((folder / "scenes.json").read_text())
+    ports = free_ports(len(scenes))
+    # Before the processes part, so that what is found out once (imports, the machine's speed) is found out once.
+    assert scenes[0]["ranks"] == 1
+    play_all(folder, scenes[:1], ports[:1], 0)
+    children = []
+    for rank in range(max(scene["ranks"] for scene in scenes)):
+        if (pid := os.fork()) == 0:
+            play_all(folder, scenes[1:], ports[1:], rank)
+            os._exit(0)
+        children.append(pid)
+    print("CODES", wait_for_all(children), flush=True)

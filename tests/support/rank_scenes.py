@@ -1,0 +1,226 @@
+"""What the processes of tests/ranks/test_ranks.py do: commands of gptlab on several ranks, with something going wrong.
+
+Importing torch takes seconds, so that it is done once, and every rank of every scene is forked from there. Scenes stand
+in lanes; those of a lane are played one after another, the lanes at the same time, since most of a scene is waiting.
+
+A scene may be a job of several attempts, as torchrun makes them: its store outlives the attempts, a rank that ends has
+the others told by SIGTERM, and they are all started again as long as one of them failed. A rank that `lingers` takes
+so many seconds from the end of its command to that of its process, as an interpreter that has torch to take down does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from distributed_scenes import free_ports
+from torch import Tensor
+
+from gptlab.cli import computed_by, session
+from gptlab.cli.main import main
+from gptlab.model import gpt
+from gptlab.runtime.records import provenance
+from gptlab.runtime.records.run_directory import RunDirectory
+from gptlab.training import loop, watchdog
+from gptlab.training.parallel.agreement import Agreement, checksum
+from gptlab.training.state import TrainState
+from gptlab.training.step import Update
+
+SCENE_SECONDS = 200.0
+
+
+def around(owner: Any, name: str, before: Callable[..., Any]) -> None:
+    """`before` is called with the arguments of every call, in front of it."""
+    work = getattr(owner, name)
+
+    def both(*args: Any, **kwargs: Any) -> Any:
+        before(*args, **kwargs)
+        return work(*args, **kwargs)
+
+    setattr(owner, name, both)
+
+
+def send(numbers: Sequence[str]) -> None:
+    for number in numbers:
+        os.kill(os.getpid(), signal.Signals[number])
+
+
+PLACES: Mapping[str, tuple[Any, str]] = {
+    "making the folder": (session, "make_run_directory"),
+    "filling the folder": (RunDirectory, "write_files"),
+    "making the data": (session, "prepare"),
+    "warming up": (session, "warm_up"),
+}
+
+
+def make_trouble(trouble: Mapping[str, Any]) -> None:
+    """What goes wrong on this rank."""
+    at = trouble.get("at")
+    if trouble.get("in_a_hurry"):  # every further SIGINT counts, as if it came seconds later
+        watchdog._ECHO_SECONDS = 0.0
+    if at in PLACES:
+        around(*PLACES[at], lambda *args, **kwargs: send(trouble["signals"]))
+    elif at is not None:
+        around(Agreement, "step", lambda agreed, seconds, step: send(trouble["signals"]) if step == at else None)
+    if "data" in trouble:
+        break_data(**trouble["data"])
+    if "code" in trouble:  # of another gptlab
+        take = provenance.take_code
+        provenance.take_code = lambda folder: take(Path(trouble["code"]))
+    if "kernels" in trouble:  # that could not be built
+        gpt.attention_kernel_available, gpt.linear_kernel_pays = lambda: False, lambda layer: False
+        computed_by.missing_kernels = lambda model: trouble["kernels"]
+    if "backend" in trouble:  # of torch.compile
+        torch.compile = functools.partial(torch.compile, backend=trouble["backend"])
+        around(session, "fit", lambda *args: torch.compiler.set_stance("fail_on_recompile"))
+    if "corpus" in trouble:  # another text where rank 0 finds its own
+        prepare = session.prepare
+
+        def other(data: Any, *args: Any, **kwargs: Any) -> Any:
+            return prepare(replace(data, source=(trouble["corpus"],)), *args, **kwargs)
+
+        session.prepare = other
+
+
+def break_data(steps: Sequence[int], what: str, factor: float = float("nan")) -> None:
+    """The data of `steps` multiplies the `loss` or the `gradient` of this rank; `nothing`: it is not looked at."""
+    gradients = loop.gradients
+
+    def broken(state: TrainState, batch: Any, loss_sum: Any, *rest: Any) -> Tensor:
+        if batch.step not in steps:
+            return gradients(state, batch, loss_sum, *rest)
+        if what == "nothing":
+            return next(state.model.parameters()).new_tensor(float("nan"))
+
+        def loss(tokens: Tensor, targets: Tensor) -> Tensor:
+            value = loss_sum(tokens, targets)
+            if what == "gradient":
+                value.register_hook(lambda gradient: gradient * factor)
+            return value * factor if what == "loss" else value
+
+        return gradients(state, batch, loss, *rest)
+
+    loop.gradients = broken
+
+
+def play(scene: Mapping[str, Any], rank: int, attempt: int) -> dict[str, Any]:
+    """One command on one rank: what it printed, how it ended, weights and its moments behind every update."""
+    weights: list[int] = []
+    moments: list[int] = []
+    update = loop.update
+
+    def noting_update(state: TrainState, *args: Any) -> Any:
+        done = update(state, *args)
+        if isinstance(done, Update):
+            weights.append(checksum(state.model.parameters()))
+            moments.append(checksum(state.optimizer.state_tensors().values()))
+        return done
+
+    loop.update = noting_update  # type: ignore[assignment]
+    troubles = scene.get("trouble", [{}])
+    make_trouble(troubles[attempt].get(str(rank), {}) if attempt < len(troubles) else {})
+    os.chdir(scene["folder"])
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main(scene["argv"].get(str(rank), scene["argv"]["0"]))
+    time.sleep(scene.get("lingers", {}).get(str(rank), 0.0))
+    return {"code": code, "out": out.getvalue(), "err": err.getvalue(), "weights": weights, "moments": moments}
+
+
+def start_rank(folder: Path, scene: Mapping[str, Any], rank: int, attempt: int, port: int, job: bool) -> int:
+    """A process; what it has to say is in SCENE-ATTEMPT-RANK.json when it ends by itself."""
+    if (pid := os.fork()) != 0:
+        return pid
+    world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": scene["ranks"], "MASTER_ADDR": "127.0.0.1"}
+    world |= {"MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": job, "TORCHELASTIC_RESTART_COUNT": attempt}
+    os.environ |= {name: str(value) for name, value in world.items()}
+    code = 99
+    try:
+        played = play(scene, rank, attempt)
+        code = played["code"]
+        (folder / f"{scene['name']}-{attempt}-{rank}.json").write_text(json.dumps(played))
+    finally:
+        os._exit(code)
+
+
+def damaged_copy(run: Path, copy: Path, files: Sequence[str]) -> None:
+    """A run folder once more, with a bit of these files of its checkpoints turned round."""
+    shutil.copytree(run, copy)
+    for name in files:
+        path = copy / "checkpoints" / name
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+
+
+def run_attempt(folder: Path, scene: Mapping[str, Any], attempt: int, port: int) -> list[int]:
+    """Exit codes by rank; -9 for a rank that was killed."""
+    job = "attempts" in scene
+    pids = [start_rank(folder, scene, rank, attempt, port, job) for rank in range(scene["ranks"])]
+    codes: dict[int, int] = {}
+    until, told = time.monotonic() + SCENE_SECONDS, False
+    while len(codes) < len(pids):
+        for rank, pid in enumerate(pids):
+            ended, status = (0, 0) if rank in codes else os.waitpid(pid, os.WNOHANG)
+            if ended:
+                codes[rank] = os.waitstatus_to_exitcode(status)
+        if job and not told and any(codes.values()):  # as torchrun does
+            told = True
+            for rank in set(range(len(pids))) - codes.keys():
+                os.kill(pids[rank], signal.SIGTERM)
+        if time.monotonic() > until:
+            for rank in set(range(len(pids))) - codes.keys():
+                os.kill(pids[rank], signal.SIGKILL)
+        time.sleep(0.02)
+    return [codes[rank] for rank in range(len(pids))]
+
+
+def play_scene(folder: Path, scene: Mapping[str, Any]) -> None:
+    """Leaves SCENE.json: the exit codes by attempt and rank, and the seconds that the scene took."""
+    for name, files in scene.get("copies", {}).items():
+        damaged_copy(folder / "saved", folder / name, files)
+    started = time.monotonic()
+    (port,), store = free_ports(1), None
+    if "attempts" in scene and (store := os.fork()) == 0:
+        kept = dist.TCPStore("127.0.0.1", port, None, True, wait_for_workers=False)
+        while kept is not None:
+            time.sleep(1.0)
+    codes = []
+    while not codes or (any(codes[-1]) and len(codes) < scene.get("attempts", 1)):
+        codes.append(run_attempt(folder, scene, len(codes), port))
+    if store is not None:
+        os.kill(store, signal.SIGKILL)
+        os.waitpid(store, 0)
+    seconds = time.monotonic() - started
+    (folder / f"{scene['name']}.json").write_text(json.dumps({"codes": codes, "seconds": seconds}))
+    print(f"{scene['name']}: {codes} in {seconds:.1f} s", flush=True)
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    lanes = json.loads((folder / "scenes.json").read_text())
+    # Before the processes part, so that what is found out once (imports, the machine's speed) is found out once.
+    for argv in lanes.pop("first"):
+        assert main(argv) == 0
+    children = []
+    for lane in lanes.values():
+        if (pid := os.fork()) == 0:
+            for scene in lane:
+                play_scene(folder, scene)
+            os._exit(0)
+        children.append(pid)
+    for pid in children:
+        assert os.waitpid(pid, 0)[1] == 0

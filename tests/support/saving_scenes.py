@@ -1,0 +1,89 @@
+"""What the processes of tests/ranks/test_saving.py do: runs in which one of several
+ranks is slow to save, or cannot."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from distributed_scenes import free_ports, play, wait_for_all
+
+from gptlab.training import loop
+from gptlab.training.checkpoint import saving
+from gptlab.training.checkpoint.directory import step_of_temporary
+
+
+def harmed(call: Callable[..., Any], harm: dict[str, Any], rank: int) -> Callable[..., Any]:
+    """`begin_save`, `write_part` or `complete_save`, on the rank and for the steps that `harm` names."""
+
+    def harmed_call(temporary: Path, *args: Any, **keywords: Any) -> Any:
+        step = step_of_temporary(temporary) if temporary.name.startswith(".") else args[0]
+        if rank != harm["rank"] or step not in harm["steps"]:
+            return call(temporary, *args, **keywords)
+        if harm["how"] == "slow":
+            time.sleep(harm.get("seconds", 0.3))
+            return call(temporary, *args, **keywords)
+        if harm["how"] == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        real = getattr(os, harm["call"])
+
+        def refuse(*_: Any, **__: Any) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        setattr(os, harm["call"], refuse)
+        try:
+            return call(temporary, *args, **keywords)
+        finally:
+            setattr(os, harm["call"], real)
+
+    return harmed_call
+
+
+def spiked(factor: float, at: int) -> Callable[..., Any]:
+    """`gradients`, with the loss of all ranks grown in the step that takes the data of step `at`."""
+    real = loop.gradients
+
+    def gradients(state: Any, batch: Any, *args: Any) -> Any:
+        loss = real(state, batch, *args)
+        return loss * factor if batch.step == at else loss
+
+    return gradients
+
+
+def play_harmed(scene: dict[str, Any], port: int, rank: int) -> dict[str, Any]:
+    originals = saving.begin_save, saving.write_part, saving.complete_save, loop.gradients
+    for harm in scene.get("harms", []):
+        name = harm.get("where", "write_part")
+        setattr(saving, name, harmed(getattr(saving, name), harm, rank))
+    if "spike" in scene:
+        loop.gradients = spiked(50.0, scene["spike"])
+    try:
+        return play(scene, port, rank)
+    finally:
+        saving.begin_save, saving.write_part, saving.complete_save, loop.gradients = originals
+        if dist.is_initialized():  # which a run that failed leaves to the end of its process
+            dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    scenes = json.loads((folder / "scenes.json").read_text())
+    ports = free_ports(len(scenes))
+    children = []
+    for rank in range(max(scene["ranks"] for scene in scenes)):
+        if (pid := os.fork()) == 0:
+            for scene, port in zip(scenes, ports, strict=True):
+                if rank < scene["ranks"]:
+                    played = play_harmed(scene, port, rank)
+                    (folder / f"{scene['name']}-{rank}.json").write_text(json.dumps(played))
+            os._exit(0)
+        children.append(pid)
+    print("CODES", wait_for_all(children), flush=True)

@@ -1,0 +1,232 @@
+"""Every command explains itself: exit code 0, defaults and units named, and quickly where nothing is computed."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import gptlab
+from gptlab.cli.arguments import foreign_names
+from gptlab.cli.main import COMMANDS, HELP, main
+from gptlab.config.recipes import RECIPES
+
+ROOT = Path(__file__).parents[3]
+
+LEAVES = [
+    ["train"], ["plan"], ["eval"], ["sample"], ["export"], ["bench"],
+    ["data", "list"], ["data", "prepare"], ["data", "inspect"], ["tokenizer", "train"], ["tokenizer", "eval"],
+    ["import", "hf"], ["import", "nanogpt"],
+]  # fmt: skip
+
+UNITS = {
+    "train": ("tokens", "minutes", "seconds", "nats/token", "steps", "floating-point operations"),
+    "plan": ("tokens", "minutes", "seconds", "nats/token", "steps", "floating-point operations"),
+    "sample": ("tokens",),
+    "eval": ("tokens",),
+}
+
+OF_RUNS = ("train", "plan", "bench")
+
+NANOGPT = """
+out_dir eval_interval log_interval eval_iters eval_only always_save_checkpoint init_from wandb_log wandb_project
+wandb_run_name dataset gradient_accumulation_steps batch_size block_size n_layer n_head n_embd dropout bias
+learning_rate max_iters weight_decay beta1 beta2 grad_clip decay_lr warmup_iters lr_decay_iters min_lr backend device
+dtype compile
+"""
+"""The globals of nanoGPT's train.py, which its configurator makes arguments."""
+
+NANOCHAT = """
+run device-type depth aspect-ratio head-dim max-seq-len window-pattern num-iterations target-flops
+target-param-data-ratio device-batch-size total-batch-size embedding-lr unembedding-lr weight-decay matrix-lr scalar-lr
+adam-beta1 adam-beta2 warmup-ratio warmdown-ratio final-lr-frac resume-from-step eval-every eval-tokens
+core-metric-every core-metric-max-per-task sample-every save-every model-tag
+"""
+"""The arguments of nanochat's scripts/base_train.py of February 2026."""
+
+MODDED_NANOGPT = """
+input_bin input_val_bin batch_size accumulation sequence_length num_iterations learning_rate warmup_iters
+warmdown_iters weight_decay val_loss_every val_max_steps save_every
+"""
+"""Those of train_gpt2.py of October 2024 (`model`, d12 to d48, is here a group of fields)."""
+
+AUTORESEARCH = """
+MAX_SEQ_LEN TIME_BUDGET EVAL_TOKENS ASPECT_RATIO HEAD_DIM WINDOW_PATTERN TOTAL_BATCH_SIZE EMBEDDING_LR UNEMBEDDING_LR
+MATRIX_LR SCALAR_LR WEIGHT_DECAY ADAM_BETAS WARMUP_RATIO WARMDOWN_RATIO FINAL_LR_FRAC DEPTH DEVICE_BATCH_SIZE
+"""
+"""The constants of train.py and prepare.py, which are edited there."""
+
+FOREIGN = sorted({*f"{NANOGPT} {NANOCHAT} {MODDED_NANOGPT} {AUTORESEARCH} lr wandb".split()})
+
+
+def fresh(program: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+
+def test_every_command_has_a_leaf() -> None:
+    assert {leaf[0] for leaf in LEAVES} == set(COMMANDS)
+
+
+def shown(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    """What a command prints that ends well, on stdout alone."""
+    assert main([*argv]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    return out
+
+
+@pytest.mark.parametrize("leaf", LEAVES, ids=" ".join)
+def test_help_names_every_argument_with_its_default(leaf: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    out = shown(capsys, *leaf, "--help-all" if leaf[0] in OF_RUNS else "--help")
+    assert f"usage: gptlab {' '.join(leaf)}" in out
+    assert re.search(r"--[\w.-]+ \S+ \[\S+\]", out) or leaf == ["data", "list"] or leaf[0] == "import"
+    for unit in UNITS.get(leaf[0], ()):
+        assert unit in " ".join(out.split()), f"{leaf[0]} --help does not name {unit}"
+
+
+@pytest.mark.parametrize("leaf", LEAVES, ids=" ".join)
+def test_help_is_plain_text_in_80_columns(leaf: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """No type in Python's notation, no empty default, and no lineage by a number that only this project gave it."""
+    pages = [shown(capsys, *leaf, "--help")]
+    if leaf[0] in OF_RUNS:
+        pages += [shown(capsys, *leaf, recipe, flag) for recipe in RECIPES for flag in ("--help", "--help-all")]
+    for page in pages:
+        assert max(map(len, page.splitlines())) <= 80
+        for wrong in ("{None}", "|STR", "INT", "default: )", "None]", "[]", "MISSING"):
+            assert wrong not in page
+        assert not re.search(r"\bseeds? \d", page)
+
+
+@pytest.mark.parametrize("command", OF_RUNS)
+def test_the_page_of_a_run_fits_on_a_screen(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """One page of what people change; the 110 fields of a run behind --help-all, or by part."""
+    page = shown(capsys, command, "--help")
+    assert len(page.splitlines()) <= (50 if command == "bench" else 45)
+    for name in ("--data", "--depth", "--minutes", "--steps", "--batch.total-tokens", "--seed", "--dtype"):
+        assert f"  {name} " in page
+    assert "--faults.max-rewinds" not in page
+    everything = shown(capsys, command, "--help-all")
+    assert "--faults.max-rewinds N [10]" in everything
+
+
+def test_help_by_part(capsys: pytest.CaptureFixture[str]) -> None:
+    def names(*argv: str) -> set[str]:
+        return set(re.findall(r"^  (--[\w.-]+)", shown(capsys, "train", *argv), re.MULTILINE))
+
+    assert names("--help", "schedule") == {f"--schedule.{n}" for n in (
+        "kind", "warmup-fraction", "warmdown-fraction", "final-lr-scale", "weight-decay-final",
+    )}  # fmt: skip
+    assert {name.partition(".")[0] for name in names("--help=optim")} == {"--optim"}
+    assert names("--help", "optim.muon") < names("--help", "optim")
+    assert {"--optim.muon.lr", "--optim.head.lr"} <= names("--help", "lr")
+    assert names("nanochat", "--help", "recipe") >= {"--embedding-lr", "--aspect-ratio"}
+    assert "  --optim.muon.weight-decay X [0.072]" in shown(capsys, "train", "--help", "optim", "nanochat")
+
+
+@pytest.mark.parametrize(
+    ("topic", "says"), [("optin", "did you mean optim?"), ("max_iters", "--steps"), ("zzzz", "--help-all")]
+)
+def test_help_on_nothing(topic: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--help", topic]) == 2
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_names_of_other_programs_are_answered_by_ours(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each argument of the four programs is one of ours, or is answered by a name that we have."""
+    offered = set(re.findall(r"--[a-z][\w.-]*", shown(capsys, "train", "nanochat", "--help-all"))) | {"--help"}
+    flag = f"--{name}"
+    if flag.lower().replace("_", "-") in offered:
+        return
+    for spelling in (flag, flag.replace("_", "-"), flag.replace("-", "_")):
+        assert main(["train", spelling, "7"]) == 2
+        answer = capsys.readouterr().err
+        assert answer.count("\n") == 1
+        named = re.findall(r"--[a-z][\w.-]*\w", answer)
+        unknown = {spelling.lower().replace("_", "-"), spelling.replace("_", "-")}
+        ours = [one for one in named if one not in unknown]
+        assert ours or "metrics.jsonl" in answer or "chosen by" in answer
+        assert set(ours) <= offered, answer
+
+
+def test_answers_name_only_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+    offered = set(re.findall(r"--[a-z][\w.-]*", shown(capsys, "train", "nanochat", "--help-all")))
+    for name, text in foreign_names._ANSWERS.items():
+        assert set(re.findall(r"--[a-z][\w.-]*\w", text)) <= offered, name
+
+
+def test_nanogpts_config_files_are_recipes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "config/train_shakespeare_char.py", "--device=cpu"]) == 2
+    assert "gptlab train nanogpt/shakespeare-char\n" in capsys.readouterr().err
+    for command in foreign_names._CONFIG_FILES.values():
+        assert command.split()[2] in RECIPES
+
+
+@pytest.mark.parametrize("command", ["data", "tokenizer", "import"])
+def test_groups_list_their_commands(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "--help"]) == 0
+    out = capsys.readouterr().out
+    assert all(name in out for group, *names in LEAVES if group == command for name in names)
+
+
+def test_the_first_page(capsys: pytest.CaptureFixture[str]) -> None:
+    for argv in ([], ["--help"], ["-h"], ["help"]):
+        assert main(argv) == 0
+        assert capsys.readouterr().out == HELP
+    assert all(f"\n  {name} " in HELP for name in COMMANDS)
+    assert max(map(len, HELP.splitlines())) <= 120
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"gptlab {gptlab.__version__}\n"
+
+
+def test_the_first_page_takes_under_half_a_second() -> None:
+    """As a process of its own, interpreter start included; in seconds of processor time: the machine may be busy."""
+    times = []
+    for _ in range(3):
+        before = os.times()
+        done = subprocess.run([sys.executable, "-m", "gptlab", "--help"], cwd=ROOT, capture_output=True, timeout=60)
+        after = os.times()
+        times.append(after.children_user + after.children_system - before.children_user - before.children_system)
+        assert done.returncode == 0
+    assert min(times) < 0.5
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["--version"], ["train", "--help"], ["train", "--list"], ["trian"]])
+def test_no_torch_where_nothing_is_computed(argv: list[str]) -> None:
+    done = fresh(f"import sys; from gptlab.cli.main import main; main({argv}); assert 'torch' not in sys.modules")
+    assert done.returncode == 0, done.stderr
+
+
+def test_importing_the_package_loads_nothing() -> None:
+    done = fresh("import sys, gptlab; gptlab.recipes; assert not {'torch', 'numpy', 'tyro'} & set(sys.modules)")
+    assert done.returncode == 0, done.stderr
+
+
+def test_python_has_the_same_names() -> None:
+    assert gptlab.recipes.quickstart(depth=4, minutes=3).model.n_layer == 4
+    assert gptlab.recipes.quickstart(depth=4, minutes=3).horizon.amount == 180.0
+    importlib.import_module("gptlab.training.checkpoint.retention")
+    assert callable(gptlab.train)
+    with pytest.raises(AttributeError, match="nothing_like_it"):
+        _ = gptlab.nothing_like_it
+
+
+def test_a_reader_that_leaves_is_no_error() -> None:
+    """`gptlab --help | true`: no traceback, and the exit code that shells give to a broken pipe."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", "import time; time.sleep(0.5); from gptlab.cli.main import entry_point; entry_point()"],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.stderr is not None
+    assert process.stderr.read() == ""
+    assert process.wait(timeout=60) == 141

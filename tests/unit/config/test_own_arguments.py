@@ -1,0 +1,157 @@
+"""A recipe's own arguments (nanochat's flags before scaling): what follows from them, where they are kept, refusals."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gptlab.cli.arguments.run_arguments import RunRequest, TrainArguments, read_request
+from gptlab.cli.repeat import repeated_config
+from gptlab.config.errors import UserError
+from gptlab.config.load import config_from_json, config_to_json
+from gptlab.config.recipes import RECIPES, nanochat, nanochat_tiny
+from gptlab.config.recipes.own_arguments import own_arguments
+from gptlab.config.run import RunConfig
+from gptlab.config.scaling import Machine
+from gptlab.runtime.records.run_directory import RunDirectory
+
+MACHINE = Machine(device="cpu", flops_per_second=1e11)
+
+
+def request(line: str) -> RunRequest:
+    return read_request(shlex.split(line), TrainArguments, prog="gptlab train", description="")
+
+
+def resolve(line: str) -> RunConfig:
+    return request(line).config(lambda _: MACHINE)
+
+
+def test_what_follows_is_what_base_train_computes() -> None:
+    """The arithmetic of scripts/base_train.py and of setup_optimizer, by hand."""
+    depth, aspect, head, batch = 5, 96, 64, 2**17
+    line = (
+        f"nanochat --depth {depth} --aspect-ratio {aspect} --head-dim {head} --total-batch-size {batch} "
+        "--embedding-lr 0.2 --unembedding-lr 0.003 --matrix-lr 0.05 --scalar-lr 0.4 --adam-beta1 0.7 --adam-beta2 0.9 "
+        "--weight-decay 0.3 --target-param-data-ratio 8 --model.seq-len 1024"
+    )
+    config = resolve(line)
+    width = ((depth * aspect + head - 1) // head) * head
+    assert (width, config.model.n_embd, config.model.n_head) == (512, 512, 512 // head)
+    batch_lr_scale = (batch / 2**19) ** 0.5
+    model_lr_scale = (width / 768) ** -0.5
+    optim = config.optim
+    expected = {
+        "muon": 0.05 * batch_lr_scale,
+        "embedding": 0.2 * batch_lr_scale * model_lr_scale,
+        "value_embedding": 0.2 * batch_lr_scale * model_lr_scale,
+        "head": 0.003 * batch_lr_scale * model_lr_scale,
+        "residual_lambda": 0.4 * batch_lr_scale * 0.01,
+        "x0_lambda": 0.4 * batch_lr_scale,
+    }
+    for name, rate in expected.items():
+        assert math.isclose(getattr(optim, name).lr, rate, rel_tol=1e-12), name
+    assert math.isclose(optim.muon.weight_decay, 0.3 * (12 / depth) ** 2)
+    for group in (optim.embedding, optim.value_embedding, optim.head, optim.residual_lambda):
+        assert (group.beta1, group.beta2) == (0.7, 0.9)
+    assert (optim.x0_lambda.beta1, optim.x0_lambda.beta2) == (0.96, 0.95)
+    assert (config.horizon.amount, config.horizon.unit) == (8.0, "tokens_per_param")
+    assert (config.batch.total_tokens, config.model.seq_len) == (batch, 1024)
+
+
+@pytest.mark.parametrize("recipe", [nanochat, nanochat_tiny])
+def test_every_argument_changes_what_it_says_and_is_kept(recipe: Any) -> None:
+    before = recipe()
+    assert before.recipe_arguments == ()
+    for name, argument in own_arguments(recipe).items():
+        other = argument.default * (2 if isinstance(argument.default, int) else 0.7)
+        after = recipe(**{name: other})
+        assert after.recipe_arguments == (f"{name}={json.dumps(other)}",)
+        assert (after.model, after.optim, after.horizon) != (before.model, before.optim, before.horizon), name
+        assert recipe(**{name: argument.default}) == before
+
+
+def test_every_argument_is_explained() -> None:
+    assert all(argument.text.endswith(".") for argument in own_arguments(nanochat).values())
+    assert list(own_arguments(nanochat)) == list(own_arguments(nanochat_tiny))
+    assert {name for name, recipe in RECIPES.items() if own_arguments(recipe)} == {"nanochat", "nanochat-tiny"}
+
+
+def test_a_file_may_give_them(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text('recipe = "nanochat"\nembedding_lr = 0.2\nmatrix_lr = 0.03\n')
+    assert resolve(f"{path} --matrix-lr 0.04") == nanochat(embedding_lr=0.2, matrix_lr=0.04, machine=MACHINE)
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        (
+            "quickstart --embedding-lr 0.2",
+            "--embedding-lr is an argument of nanochat and nanochat-tiny, not of quickstart; here: --optim.emb",
+        ),
+        ("--total-batch-size 8192", "not of quickstart; here: --batch.total-tokens"),
+        ("nanochat --target-param-data-ratio 8 --steps 5", "--target-param-data-ratio and --steps both say how long"),
+        ("nanochat --embedding-lr x", "embedding_lr = 'x': must be a number"),
+        ("nanochat --embedding-lrs 1", "--embedding-lrs = '1': there is no such field"),
+        ("nanochat --head-dim 0", "head_dim = 0: must be greater than zero"),
+        ("nanochat --total-batch-size -5", "batch.total_tokens = -5: must be greater than zero"),
+        ("nanochat --recipe-arguments x", "there is no such field"),
+    ],
+)
+def test_refusals_are_one_line(line: str, says: str) -> None:
+    with pytest.raises(UserError) as caught:
+        resolve(line)
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+class TestRuns:
+    """What a stored run was given is known to --from and --resume."""
+
+    @staticmethod
+    def stored(folder: Path, config: RunConfig) -> RunDirectory:
+        return RunDirectory.create(folder, config_to_json(config), {"device": "cpu", "peak_flops_per_second": 1e11})
+
+    def repeated(self, run: RunDirectory, line: str = "") -> RunConfig:
+        return repeated_config(request(f"--from {run.path} {line}"), run)
+
+    def test_from_is_exact(self, tmp_path: Path) -> None:
+        given = nanochat(embedding_lr=0.2, depth=6, machine=MACHINE)
+        assert config_from_json(json.loads(json.dumps(config_to_json(given)))) == given
+        assert self.repeated(self.stored(tmp_path / "r", given)) == given
+
+    def test_another_depth_scales_the_rate_that_was_given(self, tmp_path: Path) -> None:
+        run = self.stored(tmp_path / "r", nanochat(embedding_lr=0.2, depth=6, machine=MACHINE))
+        assert self.repeated(run, "--depth 8") == nanochat(embedding_lr=0.2, depth=8, machine=MACHINE)
+
+    def test_another_argument_keeps_the_others(self, tmp_path: Path) -> None:
+        run = self.stored(tmp_path / "r", nanochat(embedding_lr=0.2, scalar_lr=0.1, depth=6, machine=MACHINE))
+        again = self.repeated(run, "--scalar-lr 0.3 --seed 5 --target-param-data-ratio 4")
+        assert again.recipe_arguments == ("target_param_data_ratio=4.0", "embedding_lr=0.2", "scalar_lr=0.3")
+        assert (again.horizon.amount, again.optim.x0_lambda.lr, again.seed) == (4.0, 0.3, 5)
+
+    def test_resume_wants_what_the_run_has(self, tmp_path: Path) -> None:
+        config = nanochat(embedding_lr=0.2, depth=6, machine=MACHINE)
+        for line in ("", "--embedding-lr 0.2", "--embedding-lr 0.2 --scalar-lr 0.5"):
+            assert request(f"--resume x {line}").disagreements(config) == []
+        assert request("--resume x --embedding-lr 0.3").disagreements(config) == ["embedding_lr: 0.2 vs 0.3"]
+        assert request("--resume x --scalar-lr 0.3").disagreements(config) == ["scalar_lr: 0.5 vs 0.3"]
+
+    @pytest.mark.parametrize(
+        "text", ["embedding_lr=oops", "embedding_lr", "depth=3", "__class__=1", 'embedding_lr="x"']
+    )
+    def test_what_no_recipe_wrote_is_refused(self, tmp_path: Path, text: str) -> None:
+        values = config_to_json(nanochat(depth=6, machine=MACHINE)) | {"recipe_arguments": [text]}
+        run = RunDirectory.create(tmp_path / "r", values, {})
+        with pytest.raises(UserError, match=r"embedding_lr|recipe_arguments"):
+            self.repeated(run, "--depth 8")
+
+    def test_runs_of_before_have_none(self) -> None:
+        values = config_to_json(RunConfig())
+        del values["recipe_arguments"]
+        assert config_from_json(values) == RunConfig()

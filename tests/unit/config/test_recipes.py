@@ -1,0 +1,200 @@
+"""Recipes size themselves by rules that can be worked out by hand, and say how."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+
+from gptlab.cli.arguments.run_arguments import sized_by_measurement
+from gptlab.config.errors import ConfigError
+from gptlab.config.horizon import Horizon
+from gptlab.config.load import apply_overrides
+from gptlab.config.recipes import RECIPES, quickstart, shakespeare_char, why_quickstart_size
+from gptlab.config.recipes.applied_scaling import applied_scaling
+from gptlab.config.recipes.quickstart import QUICKSTART_MIN_STEPS, QUICKSTART_TOKENS_PER_PARAM
+from gptlab.config.run import RunConfig
+from gptlab.config.scaling import (
+    Machine,
+    adamw_lr_scale_for_width,
+    shape_for_compute,
+    shape_for_depth,
+)
+
+MACHINE = Machine(device="cpu", flops_per_second=2.35e11)
+RATES = [2e9, 3e10, 1.2e11, 2.35e11, 5e11, 1.7e12, 6e13, 4e14]
+
+
+def machine(flops_per_second: float | None) -> Machine:
+    return Machine(device="cpu", flops_per_second=flops_per_second)
+
+
+def test_a_shape_by_hand() -> None:
+    """96 channels raised to two heads of 64; 12 * 128^2 * 3 weights in matrices and 1000 * 128 in the head."""
+    shape = shape_for_depth(3, aspect=32, head_dim=64, vocab_size=1000, seq_len=256)
+    assert (shape.n_layer, shape.n_embd, shape.n_head) == (3, 128, 2)
+    assert shape.scaling_params == 589_824 + 128_000
+    assert shape.flops_per_token == 6 * 717_824 + 12 * 128 * 256 * 3
+
+
+def test_the_deepest_shape_that_the_compute_pays_for() -> None:
+    size = {"aspect": 32, "head_dim": 64, "vocab_size": 4096, "seq_len": 512}
+    for total_flops in (1e12, 4e13, 1e16, 1e19):
+        shape = shape_for_compute(total_flops, tokens_per_param=2.5, **size)
+        deeper = shape_for_depth(shape.n_layer + 1, **size)
+        assert deeper.flops_per_token * 2.5 * deeper.scaling_params > total_flops
+        assert shape.n_layer == 1 or shape.flops_per_token * 2.5 * shape.scaling_params <= total_flops
+
+
+def test_quickstart_grows_with_the_machine_and_the_time() -> None:
+    sizes = [quickstart(machine=machine(rate)).model.n_layer for rate in RATES]
+    assert sizes == sorted(sizes)
+    assert sizes[-1] > sizes[0]
+    # Twice the time is twice the compute.
+    assert quickstart(machine=machine(4e11), minutes=6).model == quickstart(machine=machine(8e11), minutes=3).model
+
+
+@pytest.mark.parametrize("rate", RATES)
+def test_quickstart_makes_no_fewer_steps_than_it_says(rate: float) -> None:
+    config = quickstart(machine=machine(rate))
+    shape = shape_for_depth(config.model.n_layer, aspect=32, head_dim=64, vocab_size=4096, seq_len=512)
+    tokens = rate * 180 / shape.flops_per_token
+    batch = config.batch.total_tokens
+    assert batch == 2 ** round(math.log2(batch))
+    assert 512 <= batch <= 2**19
+    assert tokens / batch >= QUICKSTART_MIN_STEPS or batch == config.model.seq_len
+    if batch < 2**19:  # the next power of two would make too few
+        assert tokens / batch < 2 * QUICKSTART_MIN_STEPS
+
+
+class TestSizedByMeasurement:
+    """A run is sized by the steps that this machine was seen to make, never by its products' peak."""
+
+    @staticmethod
+    def sized(rate: Callable[[RunConfig], float], *, minutes: float = 3, depth: int | None = None) -> RunConfig:
+        """quickstart on a machine whose steps reach `rate(config)` FLOP/s; checks what it makes of it."""
+        timed: list[RunConfig] = []
+
+        def recipe(depth: int | None, machine: Machine | None) -> RunConfig:
+            return quickstart(depth=depth, minutes=minutes, machine=machine)
+
+        def measure(config: RunConfig) -> Machine:
+            timed.append(config)
+            return machine(rate(config))
+
+        config = sized_by_measurement(recipe, depth, measure)
+        assert 1 <= len(timed) <= 3  # each is compiled first, which takes longer than a third of such a run
+        model = config.model
+        flops = shape_for_depth(model.n_layer, aspect=32, head_dim=64, vocab_size=4096, seq_len=512).flops_per_token
+        steps = minutes * 60 * rate(config) / flops / config.batch.total_tokens
+        # After three the last size stands untimed, at worst with half the rows of the one before.
+        assert steps >= 0.7 * QUICKSTART_MIN_STEPS or config.batch.total_tokens == config.model.seq_len
+        return config
+
+    def test_a_fast_machine_gets_as_many_steps_as_a_slow_one(self) -> None:
+        """The machine of docs/LOG.md, 2026-11-22: products at 2 TFLOP/s, steps at 27,000 tokens/s. Sized by its peak it
+        made 174 steps and ended at 1.21 bits per byte; these 599 end at 0.98."""
+        config = self.sized(lambda config: 27_000 * 11.01e6)
+        assert (config.model.n_layer, config.batch.total_tokens, config.batch.micro_sequences) == (4, 8192, 16)
+
+    @pytest.mark.parametrize("slowdown", [0.003, 0.03, 0.3, 0.5, 1.0, 2.0, 20.0, 2000.0])
+    @pytest.mark.parametrize("minutes", [1, 3, 10])
+    def test_on_machines_whose_rate_depends_on_the_size(self, slowdown: float, minutes: float) -> None:
+        """Deeper models and larger micro-batches reach more, as on every machine seen."""
+
+        def rate(config: RunConfig) -> float:
+            rows = config.batch.micro_sequences
+            return slowdown * 5e10 * config.model.n_layer * rows / (rows + 4)
+
+        self.sized(rate, minutes=minutes)
+
+    def test_a_depth_that_was_given_stays(self) -> None:
+        assert self.sized(lambda config: 1e12, depth=3).model.n_layer == 3
+
+    def test_a_neighbouring_depth_is_not_worth_another_compilation(self) -> None:
+        timed: list[int] = []
+
+        def recipe(depth: int | None, machine: Machine | None) -> RunConfig:
+            layers = depth or (4 if machine is None else 5)
+            return quickstart(depth=layers, machine=machine)
+
+        def measure(config: RunConfig) -> Machine:
+            timed.append(config.model.n_layer)
+            return machine(3e11)
+
+        assert sized_by_measurement(recipe, None, measure).model.n_layer == 4
+        assert timed == [4]
+
+
+def test_quickstart_without_a_measurement_is_that_of_two_ordinary_cores() -> None:
+    assert quickstart() == quickstart(machine=machine(None)) == quickstart(machine=machine(235e9))
+    assert quickstart(horizon=Horizon(amount=10, unit="steps")).model == quickstart().model
+
+
+def test_a_depth_given_is_the_depth() -> None:
+    assert quickstart(depth=6, machine=machine(1e9)).model.n_layer == 6
+    with pytest.raises(ConfigError, match="depth"):
+        quickstart(depth=0)
+
+
+def test_adamw_rates_follow_width_and_batch() -> None:
+    assert adamw_lr_scale_for_width(768) == 1.0
+    assert adamw_lr_scale_for_width(192) == 2.0
+    # Width 128 and 2^13 tokens: seed 4's 0.3 times sqrt(768 / 128) times a half.
+    assert quickstart().optim.embedding.lr == pytest.approx(0.3 * math.sqrt(6) / 2)
+
+
+def test_the_size_is_explained_where_the_recipe_chose_it() -> None:
+    here = machine(240e9)
+    reason = why_quickstart_size(quickstart(machine=here), here)
+    assert reason is not None
+    assert "180 s x 240 GFLOP/s (timed) = 4.3e+13 FLOP" in reason
+    assert f"{QUICKSTART_TOKENS_PER_PARAM:g} tokens per parameter and {QUICKSTART_MIN_STEPS} steps" in reason
+    assert why_quickstart_size(quickstart(depth=9, machine=here), here) is None
+    assert why_quickstart_size(quickstart(horizon=Horizon(amount=10, unit="steps")), here) is None
+    assert why_quickstart_size(shakespeare_char(), here) is None
+
+
+@pytest.mark.parametrize("name", list(RECIPES))
+def test_every_recipe_takes_the_common_arguments(name: str) -> None:
+    recipe = RECIPES[name]
+    depth = None if "finetune" in name else 2  # whose weights have theirs
+    config = recipe(depth=depth, horizon=Horizon(amount=5, unit="steps"), machine=machine(1e12))
+    assert (config.recipe, config.horizon) == (name, Horizon(amount=5, unit="steps"))
+    assert depth is None or config.model.n_layer == depth
+    assert recipe(minutes=0.5).horizon == Horizon(amount=30.0, unit="seconds")
+    assert (recipe.__doc__ or "").strip()
+    with pytest.raises(ConfigError, match="minutes"):
+        recipe(minutes=-1)
+
+
+class TestAppliedScaling:
+    """What a run prints of its rates is what was done to them, by hand here from nanochat's rules."""
+
+    def test_of_nanochat(self) -> None:
+        config = RECIPES["nanochat-tiny"]()  # 4 layers, width 128, 8,192 tokens a step
+        assert applied_scaling(config, MACHINE) == [
+            "AdamW rates x 2.45 (width 128, tuned at 768)",
+            "all rates x 0.125 (batch of 8,192 tokens, tuned at 524,288)",
+            "weight decay 0.2 -> 1.8 (depth 4, tuned at 12)",
+        ]
+        assert config.optim.embedding.lr == pytest.approx(0.3 * (768 / 128) ** 0.5 * 0.125)
+        assert config.optim.muon.lr == pytest.approx(0.02 * 0.125)
+        assert config.optim.muon.weight_decay == pytest.approx(0.2 * (12 / 4) ** 2)
+
+    def test_with_arguments_of_its_own(self) -> None:
+        config = RECIPES["nanochat"](depth=12, total_batch_size=2**21, weight_decay=0.1)
+        assert applied_scaling(config, MACHINE)[1:] == [
+            "all rates x 2 (batch of 2,097,152 tokens, tuned at 524,288)",
+            "weight decay 0.1 -> 0.1 (depth 12, tuned at 12)",
+        ]
+
+    def test_not_of_what_was_set_by_hand(self) -> None:
+        changed = apply_overrides(RECIPES["nanochat-tiny"](), {"optim.muon.weight_decay": 0.3})
+        assert applied_scaling(changed, MACHINE) == ["AdamW rates x 2.45 (width 128, tuned at 768)"]
+        assert applied_scaling(RECIPES["nanogpt/shakespeare-char"](), MACHINE) == []
+
+    @pytest.mark.parametrize("name", RECIPES)
+    def test_of_every_recipe(self, name: str) -> None:
+        assert all("x 1 (" not in line for line in applied_scaling(RECIPES[name](machine=MACHINE), MACHINE))

@@ -1,0 +1,212 @@
+"""Preparation: the right tokens, made once, found again, and never trained on when damaged."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gptlab.config.data import DataConfig, TokenizerConfig
+from gptlab.config.errors import ConfigError, UserError
+from gptlab.data import prepare as module
+from gptlab.data.corpus.splits import split_documents
+from gptlab.data.prepare import PreparedData, prepare
+from gptlab.data.rows import make_rows, validation_rows
+from gptlab.data.tokens.shards import TokenSplit
+
+BYTE = TokenizerConfig(kind="byte")
+CHAR = TokenizerConfig(kind="char")
+BPE = TokenizerConfig(kind="bpe", vocab_size=280)
+
+
+def document(number: int) -> str:
+    return (
+        f"Document {number} says: " + " ".join(f"word{(number * 7 + i) % 23}é" for i in range(5 + number % 11)) + "\n"
+    )
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for number in range(60):
+        (folder / f"{number:03}.txt").write_text(document(number), encoding="utf-8")
+    return folder
+
+
+def config(texts: Path, **more: object) -> DataConfig:
+    settings = {"source": (str(texts),), "cache_dir": str(texts.parent / "cache"), "val_fraction": 0.1, **more}
+    return DataConfig(**settings)  # type: ignore[arg-type]
+
+
+def documents_of(prepared: PreparedData, split: TokenSplit) -> list[str]:
+    starts = split.document_starts.tolist()
+    return [prepared.tokenizer.decode(split.read(a, b - a)) for a, b in itertools.pairwise(starts)]
+
+
+@pytest.mark.parametrize("tokenizer", [BYTE, CHAR, BPE], ids=lambda t: t.kind)
+def test_shards_hold_the_corpus(texts: Path, tokenizer: TokenizerConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BATCH_CHARACTERS", 200)  # several batches
+    data = config(texts)
+    prepared = prepare(data, tokenizer)
+    expected: dict[str, list[str]] = {"train": [], "val": []}
+    for side, text in split_documents(module.open_corpus(data.source), data.split, data.val_fraction):
+        expected[side].append(text)
+    for side, split in (("train", prepared.train), ("val", prepared.val)):
+        assert documents_of(prepared, split) == expected[side]
+        assert split.n_documents == len(expected[side]) > 0
+        assert split.n_bytes == sum(len(text.encode()) for text in expected[side])
+        # Every document begins with BOS; the lengths that bits per byte will use add up to the text's bytes.
+        everything = split.read(0, split.n_tokens)
+        assert (everything[split.document_starts[:-1]] == prepared.tokenizer.bos_id).all()
+        assert prepared.tokenizer.token_bytes[everything].sum() == split.n_bytes
+        assert prepared.statistics[side]["tokens"] == split.n_tokens
+    assert prepared.statistics["skipped"] == {}
+
+
+def test_a_second_call_makes_nothing(texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = prepare(config(texts), BPE)
+    for name in ("train_tokenizer", "SplitWriter"):
+        monkeypatch.setattr(module, name, None)
+    second = prepare(config(texts), BPE)
+    assert (second.folder, second.fingerprint, second.statistics) == (first.folder, first.fingerprint, first.statistics)
+    assert second.tokenizer.fingerprint == first.tokenizer.fingerprint
+    assert np.array_equal(first.train.read(0, first.train.n_tokens), second.train.read(0, second.train.n_tokens))
+
+
+def test_whatever_changes_the_tokens_changes_the_fingerprint(texts: Path) -> None:
+    seen = {
+        prepare(data, tokenizer).fingerprint
+        for data, tokenizer in [
+            (config(texts), BPE),
+            (config(texts), TokenizerConfig(vocab_size=281)),
+            (config(texts), BYTE),
+            (config(texts, split="tail"), BPE),
+            (config(texts, val_fraction=0.2), BPE),
+            (config(texts), CHAR),
+            (config(texts, rows="random"), CHAR),  # without BOS
+        ]
+    }
+    (texts / "000.txt").write_text("changed\n")
+    seen.add(prepare(config(texts), BPE).fingerprint)
+    assert len(seen) == 8
+    same = [prepare(config(texts, rows=rows, long_documents="crop"), BPE) for rows in ("packed", "random")]
+    assert len({p.fingerprint for p in same} | seen) == 8
+
+
+def test_the_tail_of_one_text_as_nanogpt_splits_it(tmp_path: Path) -> None:
+    text = "".join(document(number) for number in range(40))
+    (tmp_path / "one.txt").write_text(text, encoding="utf-8")
+    data = config(tmp_path / "one.txt", split="tail", rows="random")
+    prepared = prepare(data, CHAR)
+    cut = int(len(text) * 0.9)
+    characters = sorted(set(text))
+    ids = {character: i for i, character in enumerate(characters)}
+    assert prepared.tokenizer.bos_id is None
+    assert prepared.train.read(0, prepared.train.n_tokens).tolist() == [ids[c] for c in text[:cut]]
+    assert prepared.val.read(0, prepared.val.n_tokens).tolist() == [ids[c] for c in text[cut:]]
+    rows = validation_rows(prepared.val, 16, None)
+    inputs, targets = rows.read(0, np.arange(rows.rows_per_epoch))
+    assert inputs[0].tolist() == [ids[c] for c in text[cut : cut + 16]]
+    assert targets[targets >= 0].tolist() == [ids[c] for c in text[cut + 1 :]]
+
+
+def test_a_character_that_only_validation_has_is_in_the_vocabulary(tmp_path: Path) -> None:
+    (tmp_path / "one.txt").write_text("ab" * 90 + "xyz" * 5)
+    prepared = prepare(config(tmp_path / "one.txt", split="tail", rows="random"), CHAR)
+    assert prepared.tokenizer.vocab_size == 5
+
+
+def test_a_tokenizer_from_a_folder_is_used_as_it_is(texts: Path, tmp_path: Path) -> None:
+    prepare(config(texts), BPE).tokenizer.save(tmp_path / "kept")
+    (texts / "new.txt").write_text(document(61), encoding="utf-8")
+    given = prepare(config(texts), TokenizerConfig(path=str(tmp_path / "kept")))
+    assert given.tokenizer.vocab_size == 280
+    assert documents_of(given, given.train)[0] == document(0)
+    with pytest.raises(UserError):
+        prepare(config(texts), TokenizerConfig(path=str(tmp_path / "nowhere")))
+
+
+def spoil(change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
+    return lambda path: path.write_bytes(change(path.read_bytes())) and None  # type: ignore[return-value]
+
+
+DAMAGES = {
+    "a shard cut short": ("train_000000.bin", spoil(lambda content: content[:-2])),
+    "a flipped bit in a shard": ("train_000000.bin", spoil(lambda c: c[:2000] + bytes([c[2000] ^ 1]) + c[2001:])),
+    "an empty shard": ("val_000000.bin", spoil(lambda _: b"")),
+    "no document index": ("train_documents.npy", Path.unlink),
+    "no hashes": ("val_hashes.npy", Path.unlink),
+    "no manifest": ("manifest.json", Path.unlink),
+    "half a manifest": ("manifest.json", spoil(lambda content: content[:40])),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_damaged_tokens_are_made_again(texts: Path, kind: str) -> None:
+    good = prepare(config(texts), BYTE)
+    expected = good.train.read(0, good.train.n_tokens), good.val.read(0, good.val.n_tokens)
+    name, damage = DAMAGES[kind]
+    damage(good.folder / name)
+    again = prepare(config(texts), BYTE)
+    assert np.array_equal(again.train.read(0, again.train.n_tokens), expected[0])
+    assert np.array_equal(again.val.read(0, again.val.n_tokens), expected[1])
+
+
+def test_a_damaged_tokenizer_is_trained_again(texts: Path) -> None:
+    good = prepare(config(texts), BPE)
+    (kept,) = (texts.parent / "cache" / "tokenizers").glob("*/tokenizer.json")
+    kept.write_text(kept.read_text()[:-20])
+    assert prepare(config(texts), BPE).fingerprint == good.fingerprint
+
+
+def test_a_preparation_that_was_killed_is_done_again(texts: Path) -> None:
+    script = (
+        "import os, sys\n"
+        "from gptlab.config.data import DataConfig, TokenizerConfig\n"
+        "from gptlab.data import prepare as module\n"
+        "from gptlab.data.tokens.shards import SplitWriter\n"
+        "def killed(self):\n"
+        "    os._exit(9)\n"
+        "SplitWriter.close = killed\n"
+        "data = DataConfig(source=(sys.argv[1],), cache_dir=sys.argv[2], val_fraction=0.1)\n"
+        "module.prepare(data, TokenizerConfig(kind='byte'))\n"
+    )
+    command = [sys.executable, "-c", script, str(texts), str(texts.parent / "cache")]
+    assert subprocess.run(command, check=False).returncode == 9
+    tokens = texts.parent / "cache" / "tokens"
+    assert [p.suffix for p in tokens.iterdir() if p.is_dir()] == [".tmp"]
+    prepared = prepare(config(texts), BYTE)
+    assert len(documents_of(prepared, prepared.train)) == prepared.statistics["train"]["documents"]
+    assert [p for p in tokens.iterdir() if p.is_dir()] == [prepared.folder]
+
+
+def test_a_refused_preparation_leaves_nothing(texts: Path) -> None:
+    with pytest.raises(ConfigError, match="vocab_size"):
+        prepare(config(texts), TokenizerConfig(vocab_size=100_000))
+    leftovers = [p for p in (texts.parent / "cache").rglob("*") if p.is_file() and p.suffix != ".lock"]
+    assert leftovers == []
+
+
+def test_a_cache_that_cannot_be_written_is_one_line(texts: Path) -> None:
+    (texts.parent / "cache").touch()  # a file where the folder should be: refused to root, too
+    with pytest.raises(UserError, match=r"cannot keep the tokenizer of .* in .*cache"):
+        prepare(config(texts), BYTE)
+
+
+def test_plans_are_kept_beside_the_tokens(texts: Path) -> None:
+    prepared = prepare(config(texts), BYTE)
+    rows = make_rows(prepared.train, config(texts), 32, prepared.tokenizer.bos_id, 1, prepared.folder)
+    assert rows.fate.cropped == 0
+    assert (prepared.folder / "plans").is_dir()
+    assert prepare(config(texts), BYTE).folder == prepared.folder  # they do not count as damage
+
+
+def test_preparing_does_not_import_torch() -> None:
+    code = "import sys, gptlab.cli.data; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,165 @@
+"""What computed a run is recorded, and a run that goes on by another implementation says that it is not bit for bit."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_runs import arguments, command, killed_at, train, write_corpus
+
+from gptlab.model import gpt
+from gptlab.model.kernels.implementations import changed
+from gptlab.model.kernels.library import kernel_library
+from gptlab.runtime.hardware.device import compiler_available
+from gptlab.training.checkpoint.load import list_checkpoints, load_checkpoint
+
+needs_compiler = pytest.mark.skipif(not compiler_available(torch.device("cpu")), reason="no C++ compiler here")
+
+NOT_BIT_FOR_BIT = "close to, not bit for bit"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("implementations")
+    write_corpus(folder / "corpus")
+    return folder
+
+
+@pytest.fixture
+def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models are built as on a machine where the library cannot be."""
+    monkeypatch.setattr(gpt, "attention_kernel_available", lambda: False)
+    monkeypatch.setattr(gpt, "linear_kernel_pays", lambda layer: False)
+
+
+def recorded(run: Path) -> dict[str, str]:
+    found: dict[str, str] = json.loads((run / "run.json").read_text())["implementations"]
+    return found
+
+
+def of_checkpoint(run: Path) -> dict[str, str]:
+    saved: dict[str, str] = load_checkpoint(list_checkpoints(run / "checkpoints")[-1]).state["implementations"]
+    return saved
+
+
+@needs_compiler
+def test_run_and_checkpoint_name_the_library_by_its_hash(folder: Path) -> None:
+    run = train(folder, "recorded", steps=1)
+    library = kernel_library()
+    assert library is not None
+    sha256 = hashlib.sha256(Path(library.functions._name).read_bytes()).hexdigest()
+    assert recorded(run)["attention"] == f"kernels {sha256[:32]}"
+    assert recorded(run)["linear"] in ("torch", f"kernels {sha256[:32]}")  # which pay on some processors
+    assert recorded(run)["vectors"] == torch.backends.cpu.get_cpu_capability()
+    assert recorded(run)["compile"] == "off"
+    assert of_checkpoint(run) == recorded(run)
+
+
+@pytest.mark.usefixtures("without_kernels")
+def test_without_the_kernels_it_is_torch(folder: Path) -> None:
+    run = train(folder, "torch", steps=1)
+    assert (recorded(run)["attention"], recorded(run)["linear"]) == ("torch", "torch")
+
+
+def test_types_that_the_kernels_are_not_for(folder: Path) -> None:
+    assert recorded(train(folder, "double", steps=1, runtime__dtype="float64"))["attention"] == "torch"
+
+
+@needs_compiler
+def test_a_resumed_run_says_what_is_computed_otherwise(folder: Path, request: pytest.FixtureRequest) -> None:
+    run = folder / "resumed"
+    for kind, step in (("train", 5), ("train", 9)):
+        with killed_at(kind, step):
+            code, out, err = command(
+                ["train", *arguments(folder, run.name)] if step == 5 else ["train", "--resume", run]
+            )
+    log = (run / "log.txt").read_text()
+    assert NOT_BIT_FOR_BIT not in log, "by the same implementation"
+    kernels = recorded(run)["attention"]
+    request.getfixturevalue("without_kernels")
+    code, out, err = command(["train", "--resume", run])
+    assert (code, err) == (0, "")
+    (warning,) = (line for line in out.splitlines() if NOT_BIT_FOR_BIT in line)
+    assert f"attention: {kernels} -> torch" in warning
+    record = json.loads((run / "run.json").read_text())
+    assert [resume["implementations"]["attention"] for resume in record["resumes"]] == [kernels, "torch"]
+    assert (record["implementations"]["attention"], of_checkpoint(run)["attention"]) == (kernels, "torch")
+
+
+@needs_compiler
+def test_so_does_one_that_repeats_another(folder: Path, request: pytest.FixtureRequest) -> None:
+    origin = train(folder, "origin", steps=1)
+    request.getfixturevalue("without_kernels")
+    code, out, _ = command(["train", "--from", origin, "--run-dir", folder / "again"])
+    assert code == 0
+    assert any("attention: kernels" in line and NOT_BIT_FOR_BIT in line for line in out.splitlines())
+
+
+def failing_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    def backend(graph: object, inputs: object, **options: object) -> Callable[..., Any]:
+        raise RuntimeError("c++: error: out of order\nand more")
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    monkeypatch.setattr("gptlab.training.compilation.compiler_available", lambda device: True)
+
+
+class TestCompilerThatFails:
+    @needs_compiler
+    def test_a_cache_that_cannot_be_written_is_none(
+        self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """It was a traceback."""
+        (tmp_path / "file").touch()
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "file"))
+        code, out, err = command(["train", *arguments(folder, "unwritable", {"runtime.compile": "auto", "steps": 1})])
+        assert (code, err) == (0, "")
+        assert out.count("warning: training without torch.compile, which is slower: torch.compile needs a cache") == 1
+        assert f"{tmp_path / 'file'} cannot be written" in out
+        assert recorded(folder / "unwritable")["compile"] == "off"
+
+    def test_is_told_of_and_recorded(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """What is there and fails is no compiler: the run is that of one that never asked for it."""
+        failing_compiler(monkeypatch)
+        words = arguments(folder, "failing", {"runtime.compile": "auto", "steps": 2})
+        code, out, err = command(["train", *words])
+        assert (code, err) == (0, "")
+        told = [line for line in out.splitlines() if line.startswith("warning: training without torch.compile")]
+        assert len(told) == 1
+        assert "error: out of order" in told[0]
+        assert recorded(folder / "failing")["compile"] == "off"
+        losses = [
+            json.loads(line)["loss"]
+            for run in (folder / "failing", train(folder, "off", steps=2))
+            for line in (run / "metrics.jsonl").read_text().splitlines()
+            if json.loads(line)["kind"] == "train"
+        ]
+        assert losses[:2] == losses[2:]
+
+    def test_is_an_error_where_it_is_demanded(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        failing_compiler(monkeypatch)
+        words = arguments(folder, "demanded", {"runtime.compile": "on", "steps": 2})
+        code, _, err = command(["train", *words])
+        assert code == 2
+        assert "runtime.compile" in err
+        assert "error: out of order" in err
+
+
+@pytest.mark.parametrize(
+    ("earlier", "expected"),
+    [
+        (None, ""),
+        ({"attention": "torch"}, ""),
+        ({"attention": "kernels 12"}, "attention: kernels 12 -> torch"),
+        ({}, "attention: None -> torch"),
+        ({"attention": "torch", "head": "triton"}, "head: triton -> None"),
+        ("not a table", ""),
+    ],
+)
+def test_what_changed(earlier: object, expected: str) -> None:
+    assert changed(earlier, {"attention": "torch"}) == expected

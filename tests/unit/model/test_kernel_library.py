@@ -1,0 +1,132 @@
+"""The kernels in C++: when they are built, and what happens where they cannot be."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import gptlab
+from gptlab.model.kernels import library
+from gptlab.runtime.hardware.device import compiler_available, cxx_compiler
+
+needs_compiler = pytest.mark.skipif(not compiler_available(torch.device("cpu")), reason="no C++ compiler here")
+
+
+@needs_compiler
+def test_a_machine_that_compiles_has_them() -> None:
+    assert library.kernel_library() is not None
+
+
+TABLE = """\
+static const volatile char table[1 << 20] = {1, 2};
+extern "C" int last() { return table[(1 << 20) - 1] + 7; }
+"""
+"""A library of more than a megabyte, which is built in a moment."""
+
+LOADED = """
+import sys
+from pathlib import Path
+from gptlab.model.kernels.library import load_built
+print(load_built(sys.argv[1], [Path(sys.argv[2])], ["-fPIC"]).functions.last())
+"""
+
+
+@needs_compiler
+@pytest.mark.parametrize("damage", ["cut short", "one bit", "no library"])
+def test_a_damaged_library_is_never_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str) -> None:
+    """One that was cut short ended the process by SIGBUS. Loaded in a process of its own, which may die of it."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    compiler = cxx_compiler()
+    assert compiler is not None
+    source = tmp_path / "table.cpp"
+    source.write_text(TABLE)
+    built = library.load_built(compiler, [source], ["-fPIC"])
+    (path,) = (tmp_path / "gptlab").glob("*.so")
+    whole = path.read_bytes()
+    assert built.sha256 == hashlib.sha256(whole).hexdigest()[:32]
+    path.unlink()  # this process keeps what it has loaded
+    middle = len(whole) // 2
+    path.write_bytes(
+        {
+            "cut short": whole[:middle],
+            "one bit": whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :],
+            "no library": b"\x7fELF, and nothing else",
+        }[damage]
+    )
+    done = subprocess.run([sys.executable, "-c", LOADED, compiler, str(source)], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "7\n"), done.stderr
+    assert path.read_bytes() == whole, "the same sources and compiler give the same bytes"
+    assert sorted(file.suffix for file in path.parent.iterdir()) == [".lock", ".so"]
+
+
+@needs_compiler
+def test_no_path_of_this_installation_is_in_the_library() -> None:
+    """So that its hash says what it computes: the same on two machines, or in two environments of one."""
+    built = library.kernel_library()
+    assert built is not None
+    content = Path(built.functions._name).read_bytes()
+    assert built.sha256 == hashlib.sha256(content).hexdigest()[:32]
+    for folder in (Path(torch.__file__).parent, Path(gptlab.__file__).parent):
+        assert str(folder).encode() not in content
+
+
+@needs_compiler
+@pytest.mark.parametrize("changed", ["a source", "a header", "an option"])
+def test_whatever_they_are_made_of_names_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: str) -> None:
+    """A library of other sources, or of other options, is never taken for these."""
+    compiler = cxx_compiler()
+    assert compiler is not None
+    source, header = tmp_path / "a.cpp", tmp_path / "a.h"
+    source.write_text("1")
+    header.write_text("1")
+    monkeypatch.setattr(library, "_HEADERS", (header,))
+    before = library.library_stem(compiler, [source], ["-O3"])
+    if changed != "an option":
+        (source if changed == "a source" else header).write_text("2")
+    after = library.library_stem(compiler, [source], ["-O2" if changed == "an option" else "-O3"])
+    assert before != after
+
+
+@pytest.mark.parametrize(
+    ("lack", "problem"),
+    [
+        ("no compiler", "no C++ compiler (g++ or clang++) was found"),
+        ("no folder", "they cannot be built in the cache: Not a directory"),
+        ("a broken compiler", "failed: error: out of order"),
+    ],
+)
+def test_without_them_models_compute_all_the_same_and_say_why(tmp_path: Path, lack: str, problem: str) -> None:
+    """In a process of its own, which has neither built nor loaded them."""
+    environment = {k: v for k, v in os.environ.items() if k not in ("CXX", "TORCHINDUCTOR_CACHE_DIR")}
+    if lack == "no compiler":
+        environment["PATH"] = str(tmp_path)
+    elif lack == "no folder":
+        (tmp_path / "file").write_text("in the way")
+        environment["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path / "file")
+    else:
+        (tmp_path / "c++").write_text("#!/bin/sh\necho 'c++: some note' >&2\necho 'error: out of order' >&2\nexit 1\n")
+        (tmp_path / "c++").chmod(0o755)
+        environment["CXX"] = str(tmp_path / "c++")
+    program = (
+        "import torch\nfrom gptlab.config.model import ModelConfig\nfrom gptlab.model.gpt import build_model\n"
+        "from gptlab.model.kernels.implementations import implementations, missing_kernels\n"
+        "config = ModelConfig(n_layer=1, n_embd=16, n_head=1, seq_len=64, vocab_size=5)\n"
+        "model = build_model(config, device=torch.device('cpu'), compute_dtype=torch.float32, seed=1)\n"
+        "logits = model(torch.zeros(1, 64, dtype=torch.int64))\n"
+        "found = implementations(model)\n"
+        "print(found['attention'], found['linear'], logits.isfinite().all().item())\n"
+        "print(missing_kernels(model))\n"
+        "half = build_model(config, device=torch.device('cpu'), compute_dtype=torch.bfloat16, seed=1)\n"
+        "print(missing_kernels(half))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    computed, why, of_bfloat16 = done.stdout.splitlines()
+    assert computed == "torch torch True"
+    assert problem in why
+    assert of_bfloat16 == "None", "which the kernels are not for"

@@ -1,0 +1,115 @@
+"""The norm of the gradients, and what is not finite in them: the same on every rank, for any number of ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from ranks_in_turn import in_turn
+from tiny_runs import make_config, write_corpus
+from torch import Tensor
+
+from gptlab.cli.place import place_of
+from gptlab.cli.session import open_session
+from gptlab.config.run import RunConfig
+from gptlab.data.rows import RowSource
+from gptlab.optim.clip import clip_gradients, joint_norm
+from gptlab.runtime.processes.distributed import Group
+from gptlab.runtime.records.console import Console
+from gptlab.training.parallel.fsdp import ShardedState
+from gptlab.training.parallel.zero import DividedState, build_divided_state
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def rows_and_config(tmp_path_factory: pytest.TempPathFactory) -> tuple[RowSource, RunConfig]:
+    folder = tmp_path_factory.mktemp("norms")
+    write_corpus(folder / "corpus")
+    config = make_config(folder, "never-made")
+    with Console() as console:
+        session = open_session(config, place_of(config), console)
+    return session.state.loader._rows, session.config
+
+
+def gradients(scale: float) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [scale * torch.randn(shape, generator=generator) for shape in ((7, 5), (300,), (64, 33), ())]
+
+
+def oracle(of: list[Tensor]) -> float:
+    """In NumPy's long double, whose range is that of nobody here."""
+    whole = np.concatenate([tensor.numpy().astype(np.longdouble).reshape(-1) for tensor in of])
+    return float(np.sqrt((whole * whole).sum()))
+
+
+def divided(group: Group, of: list[Tensor]) -> float:
+    """As rank r of a group that has every r-th gradient to itself; the last of five ranks has none."""
+    state = SimpleNamespace(group=group, device=CPU)
+    return float(DividedState.total_norm(cast(Any, state), of[group.rank :: group.size]))
+
+
+def sharded(group: Group, of: list[Tensor]) -> float:
+    """The first two gradients are cut by rows among the ranks; the others all ranks have."""
+    rows = [torch.tensor_split(tensor, group.size)[group.rank] for tensor in of[:2]]
+    shards = {str(number): SimpleNamespace(is_cut=number < 2) for number in range(len(of))}
+    state = SimpleNamespace(group=group, device=CPU, rank=group.rank, shards=shards)
+    return float(ShardedState.total_norm(cast(Any, state), [*rows, *of[2:]]))
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-30, 1e25], ids=["usual", "tiny", "squares no float32 holds"])
+@pytest.mark.parametrize("norm", [divided, sharded], ids=lambda f: f.__name__)
+def test_one_precision_for_any_number_of_ranks(norm: Callable[..., float], scale: float) -> None:
+    """In float64 the order of additions shows in the 15th digit; in float32 a norm of 1e27 is infinite, and the step
+    would be skipped with one process and not with two."""
+    of = gradients(scale)
+    expected = oracle(of)
+    assert float(joint_norm(of)) == pytest.approx(expected, rel=1e-14)
+    for size in (2, 3, 5):
+        assert in_turn(size, lambda group: norm(group, of)) == pytest.approx(expected, rel=1e-14)
+
+
+def test_clipping_knows_no_overflow_either() -> None:
+    parameters = [torch.nn.Parameter(torch.zeros_like(gradient)) for gradient in gradients(1e25)]
+    for parameter, gradient in zip(parameters, gradients(1e25), strict=True):
+        parameter.grad = gradient
+    assert clip_gradients(parameters, 1.0) == pytest.approx(oracle(gradients(1e25)))
+    assert oracle([p.grad for p in parameters if p.grad is not None]) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("owner", [0, 1])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_all_ranks_see_what_is_not_finite_in_one_ranks_share(
+    rows_and_config: tuple[RowSource, RunConfig], owner: int, value: float
+) -> None:
+    """One element of one parameter of one owner; the third rank, all of whose gradients are finite, is asked."""
+    rows, config = rows_and_config
+    broken: list[str] = []
+
+    def ask(group: Group) -> tuple[float, str | None, float, float]:
+        options: dict[str, Any] = {"device": CPU, "compute_dtype": torch.float16, "group": group}
+        state, _ = build_divided_state(config, rows, **options)
+        leaves = list(state.optimizer.leaves.values())
+        for leaf in leaves:
+            leaf.own.grad = torch.ones_like(leaf.own)
+        if group.rank == owner:
+            leaf = leaves[len(leaves) // 2]
+            broken.append(leaf.segment.name)
+            cast(Tensor, leaf.own.grad).view(-1)[-1] = value
+        norm = clip_gradients(state.weights_here(), 1.0, state.total_norm)
+        named = state.first_broken_gradient()
+        state.agree_on_overflow()
+        assert state.optimizer.witness is not None
+        untouched = max(float((cast(Tensor, leaf.own.grad) - 1).abs().max()) for leaf in leaves)
+        return norm, named, float(cast(Tensor, state.optimizer.witness.grad)), untouched
+
+    norm, named, overflow, untouched = in_turn(3, ask)
+    assert math.isnan(norm) if math.isnan(value) else norm == math.inf
+    assert [named] == broken
+    assert overflow == math.inf
+    assert untouched == 0.0, "what is not finite clips nothing"

@@ -1,0 +1,278 @@
+"""Device, dtype, threads and memory: what the machine has is found, what it has not is refused in one line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+from gptlab.config.errors import UserError
+from gptlab.runtime.hardware import device as device_module
+from gptlab.runtime.hardware import threads as threads_module
+from gptlab.runtime.hardware.device import (
+    compiler_available,
+    device_name,
+    peak_memory_mb,
+    resolve_device,
+    resolve_dtype,
+    synchronize,
+)
+from gptlab.runtime.hardware.threads import set_threads, usable_cores
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_auto_falls_back_to_the_cpu() -> None:
+    assert resolve_device("auto") == CPU
+    assert resolve_device("cpu") == CPU
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_cuda_gets_an_index_so_that_devices_compare_equal() -> None:
+    assert resolve_device("auto") == resolve_device("cuda") == torch.device("cuda", 0)
+    assert resolve_device("cuda:1") == torch.device("cuda", 1)
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_each_rank_has_the_gpu_of_its_local_rank() -> None:
+    for name in ("auto", "cuda"):
+        assert [resolve_device(name, rank) for rank in (0, 1)] == [torch.device("cuda", 0), torch.device("cuda", 1)]
+    with pytest.raises(UserError, match=r"2 CUDA device\(s\)"):
+        resolve_device("cuda", 2)
+    with pytest.raises(UserError, match="a device of its own"):
+        resolve_device("cuda:0", 1)
+
+
+@pytest.mark.usefixtures("no_gpu")
+@pytest.mark.parametrize("name", ["cuda", "cuda:0", "mps", "tpu", "cpu:1", "cuda:x", "auto:0"])
+def test_unknown_and_absent_devices_are_refused_in_one_line(name: str) -> None:
+    with pytest.raises(UserError, match=r"runtime\.device") as error:
+        resolve_device(name)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_a_gpu_beyond_the_last_names_the_last() -> None:
+    with pytest.raises(UserError, match="cuda:1"):
+        resolve_device("cuda:7")
+
+
+@pytest.mark.parametrize(
+    ("capability", "expected"),
+    [
+        ((9, 0), torch.bfloat16),  # H100
+        ((8, 0), torch.bfloat16),  # A100
+        ((7, 5), torch.float16),  # T4
+        ((7, 0), torch.float16),  # V100
+        ((6, 1), torch.float32),  # GTX 1080: a 64th of the float32 rate in float16
+    ],
+)
+def test_auto_dtype_on_cuda_follows_the_tensor_cores(
+    capability: tuple[int, int], expected: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert resolve_dtype("auto", torch.device("cuda", 0)) == expected
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "expected"),
+    [
+        ({"avx512_f": True, "avx512_bf16": True}, torch.bfloat16),
+        ({"avx512_f": True, "amx_bf16": True}, torch.bfloat16),
+        ({"neon": True, "bf16": True}, torch.bfloat16),
+        ({"avx512_f": True, "avx512_bf16": False}, torch.float32),  # oneDNN would emulate it there
+        ({"avx2": True}, torch.float32),
+    ],
+)
+def test_auto_dtype_on_a_cpu_follows_its_instructions(
+    capabilities: dict[str, bool], expected: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
+    assert resolve_dtype("auto", CPU) == expected
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
+def test_the_three_ways_to_ask_the_cpu_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("torch without oneDNN")
+    by_cpuinfo = device_module._cpuinfo_has_bfloat16(Path("/proc/cpuinfo"))
+    assert device_module._cpu_multiplies_bfloat16() == by_cpuinfo
+    if not hasattr(torch.cpu, "get_capabilities"):
+        return
+    # An older torch answers by probes of its own. Shadowing the name (not deleting it) leaves them working.
+    probes = {name: getattr(torch.cpu, name) for name in dir(torch.cpu) if name.startswith("_is_")}
+    monkeypatch.setattr(torch, "cpu", types.SimpleNamespace(**probes))
+    assert device_module._cpu_multiplies_bfloat16() == by_cpuinfo
+
+
+def test_cpuinfo_flags(tmp_path: Path) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    for text, expected in [
+        ("flags\t\t: fpu avx512f avx512_bf16 sse2\n", True),
+        ("Features\t: fp asimd bf16\n", True),
+        ("flags\t\t: fpu avx512f avx512_vbmi\n", False),
+        ("", False),
+    ]:
+        cpuinfo.write_text("processor\t: 0\n" + text)
+        assert device_module._cpuinfo_has_bfloat16(cpuinfo) is expected
+    assert not device_module._cpuinfo_has_bfloat16(tmp_path / "missing")
+
+
+def test_named_dtypes_and_their_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("float32", "bfloat16", "float16", "float64"):
+        assert resolve_dtype(name, CPU) == getattr(torch, name)
+    with pytest.raises(UserError, match="float8"):
+        resolve_dtype("float8", CPU)
+    mps = torch.device("mps")
+    with pytest.raises(UserError, match="double"):
+        resolve_dtype("float64", mps)
+    monkeypatch.setattr(torch.backends.mps, "is_macos_or_newer", lambda major, minor: False, raising=False)
+    assert resolve_dtype("auto", mps) == torch.float32
+    with pytest.raises(UserError, match="macOS 14"):
+        resolve_dtype("bfloat16", mps)
+    monkeypatch.setattr(torch.backends.mps, "is_macos_or_newer", lambda major, minor: True, raising=False)
+    assert resolve_dtype("auto", mps) == torch.bfloat16
+
+
+def test_device_name_is_a_product_not_a_kind() -> None:
+    assert len(device_name(CPU)) > 2
+    assert device_name(CPU) != "cpu"
+
+
+def test_peak_memory_rises_with_an_allocation_and_stays() -> None:
+    before = peak_memory_mb(CPU)
+    ballast = []
+    # Once, unless a machine short of memory takes the pages of shared libraries away meanwhile.
+    while not ballast or (_resident_bytes() < (before + 44.0) * 2**20 and len(ballast) < 10):
+        ballast.append(bytearray(int((before + 64.0) * 2**20) - _resident_bytes()))
+        for i in range(0, len(ballast[-1]), 4096):  # touch each page
+            ballast[-1][i] = 1
+    del ballast
+    # 20 MiB of tolerance: the allocator may have had touched pages to spare.
+    assert before + 44.0 < peak_memory_mb(CPU) < before + 200.0
+
+
+def _resident_bytes() -> int:
+    import psutil
+
+    return int(psutil.Process().memory_info().rss)
+
+
+def test_synchronize_on_the_cpu_has_nothing_to_do() -> None:
+    synchronize(CPU)
+
+
+def test_compiler_needs_a_compiler_and_headers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "platform", "linux")
+    (tmp_path / "Python.h").touch()
+    monkeypatch.setattr(device_module.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(device_module.shutil, "which", lambda command: "found" if command == "g++" else None)
+    assert compiler_available(CPU)
+    monkeypatch.setattr(device_module.shutil, "which", lambda command: None)
+    assert not compiler_available(CPU)
+    monkeypatch.setattr(device_module.shutil, "which", lambda command: "found" if command == "my-c++" else None)
+    assert not compiler_available(CPU)
+    monkeypatch.setenv("CXX", "my-c++")
+    assert compiler_available(CPU)
+    (tmp_path / "Python.h").unlink()
+    assert not compiler_available(CPU)
+    assert not compiler_available(torch.device("mps"))
+
+
+def test_compiling_for_cuda_needs_triton_and_a_gpu_that_it_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(device_module.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(device_module.shutil, "which", lambda command: "found")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert compiler_available(gpu)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (6, 1))
+    assert not compiler_available(gpu)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(device_module.importlib.util, "find_spec", lambda name: None)
+    assert not compiler_available(gpu)
+
+
+@pytest.fixture
+def own_threads() -> object:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("own_threads")
+def test_threads_wanted_are_threads_in_force(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert set_threads(3) == torch.get_num_threads() == 3
+    monkeypatch.setenv("OMP_NUM_THREADS", "2,1")
+    assert set_threads(None) == torch.get_num_threads() == 2
+    assert set_threads(1) == 1  # what the run says goes before the environment
+    monkeypatch.setenv("OMP_NUM_THREADS", "many")
+    monkeypatch.setattr(threads_module, "usable_cores", lambda: 4)
+    if sys.platform != "darwin":
+        assert set_threads(None) == torch.get_num_threads() == 4
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="CPU affinity is Linux's")
+def test_cores_respect_the_affinity_of_the_process() -> None:
+    code = (
+        "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
+        "from gptlab.runtime.hardware.threads import usable_cores; print(usable_cores())"
+    )
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert output.stdout.strip() == "1"
+    assert usable_cores() >= 1
+
+
+def test_hyperthreads_of_one_core_count_once(tmp_path: Path) -> None:
+    # Four logical CPUs on two cores, numbered as Linux does: 0 and 2 are siblings, 1 and 3 are.
+    for cpu in range(4):
+        topology = tmp_path / f"cpu{cpu}" / "topology"
+        topology.mkdir(parents=True)
+        (topology / "thread_siblings_list").write_text(f"{cpu % 2},{cpu % 2 + 2}\n")
+    assert threads_module._physical_cores({0, 1, 2, 3}, tmp_path) == 2
+    assert threads_module._physical_cores({0, 2}, tmp_path) == 1
+    assert threads_module._physical_cores({0, 1}, tmp_path) == 2
+    assert threads_module._physical_cores({0, 9}, tmp_path) == 2  # nothing known of CPU 9: logical CPUs count
+
+
+def test_the_tightest_cgroup_quota_counts(tmp_path: Path) -> None:
+    membership = tmp_path / "membership"
+    membership.write_text("0::/pod/container\n")
+    container = tmp_path / "pod" / "container"
+    container.mkdir(parents=True)
+    (container / "cpu.max").write_text("max 100000\n")
+    assert threads_module._cgroup_quota(tmp_path, membership) is None
+    (container.parent / "cpu.max").write_text("250000 100000\n")
+    assert threads_module._cgroup_quota(tmp_path, membership) == 2.5
+    (container / "cpu.max").write_text("150000 100000\n")
+    assert threads_module._cgroup_quota(tmp_path, membership) == 1.5
+    # Version 1 keeps each controller in a hierarchy of its own.
+    membership.write_text("4:memory:/x\n3:cpu,cpuacct:/job\n")
+    job = tmp_path / "cpu,cpuacct" / "job"
+    job.mkdir(parents=True)
+    (job / "cpu.cfs_quota_us").write_text("-1\n")
+    (job / "cpu.cfs_period_us").write_text("100000\n")
+    assert threads_module._cgroup_quota(tmp_path, membership) is None
+    (job / "cpu.cfs_quota_us").write_text("300000\n")
+    assert threads_module._cgroup_quota(tmp_path, membership) == 3.0
+    assert threads_module._cgroup_quota(tmp_path, tmp_path / "missing") is None

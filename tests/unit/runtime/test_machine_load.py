@@ -1,0 +1,108 @@
+"""Another program on the machine must not make a run ten times slower, nor slow it down in silence."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from gptlab.runtime.hardware.machine_load import CpuSeconds, MachineLoad, cpu_seconds
+from gptlab.runtime.hardware.spinning import limit_spinning
+
+
+class Machine:
+    """A machine with a clock by hand: two cores, on which a run's steps and other programs use what they are given."""
+
+    def __init__(self, *, cores: int = 2) -> None:
+        self.now = self.machine = self.process = 0.0
+        self.load = MachineLoad(
+            2, cores=cores, clock=lambda: self.now, read=lambda: CpuSeconds(self.machine, self.process)
+        )
+
+    def steps(self, count: int, seconds: float, *, others: float) -> list[str]:
+        """What is said of `count` steps of `seconds` beside programs that use `others` cores."""
+        said = []
+        for _ in range(count):
+            self.now += seconds
+            own = (2 - others) * seconds
+            self.process += own
+            self.machine += own + others * seconds
+            said.append(self.load.step(seconds))
+        return [text for text in said if text is not None]
+
+
+class TestWarning:
+    def test_a_quiet_machine_is_not_mentioned(self) -> None:
+        machine = Machine()
+        assert machine.steps(1000, 0.3, others=0.1) == []
+        assert machine.steps(100, 0.5, others=0.1) == []  # within what a quiet machine does
+
+    def test_busy_from_the_start(self) -> None:
+        [text] = Machine().steps(40, 0.5, others=1.0)
+        assert text == "this machine is busy: other programs use 1.0 of its 2 cores; steps take 0.5 s"
+
+    def test_busy_later_names_both_times(self) -> None:
+        machine = Machine()
+        machine.steps(80, 0.25, others=0.0)
+        [text] = machine.steps(20, 2.5, others=1.7)
+        assert text == "this machine is busy: other programs use 1.7 of its 2 cores; steps take 2.5 s, 0.25 s at best"
+
+    def test_cores_to_spare_are_no_reason(self) -> None:
+        assert Machine(cores=64).steps(200, 0.3, others=30.0) == []
+
+    def test_slow_for_another_reason(self) -> None:
+        machine = Machine(cores=64)
+        machine.steps(100, 0.25, others=0.0)
+        [text] = machine.steps(20, 1.0, others=0.0)
+        assert text.startswith("this machine is slower than before: steps take 1 s, 0.25 s at best")
+
+    def test_once_in_ten_minutes(self) -> None:
+        machine = Machine()
+        assert len(machine.steps(1190, 0.5, others=1.0)) == 1
+        assert len(machine.steps(60, 0.5, others=1.0)) == 1
+
+
+def test_core_seconds_are_those_of_this_machine() -> None:
+    """A loop of this process shows in its own core seconds, and in the machine's at least as many."""
+    before = cpu_seconds()
+    while cpu_seconds().process - before.process < 0.2:
+        sum(range(10_000))
+    after = cpu_seconds()
+    # The kernel counts in hundredths of a second, for each kind of time and core apart.
+    assert after.machine - before.machine > after.process - before.process - 0.1
+
+
+class TestSpinning:
+    def test_what_the_user_set_stays(self) -> None:
+        for given in ({"GOMP_SPINCOUNT": "7", "KMP_BLOCKTIME": "3"}, {"OMP_WAIT_POLICY": "active"}):
+            environment = dict(given)
+            _without_torch(limit_spinning, environment)
+            assert environment == given
+
+    @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="GNU's runtime is that of torch on Linux")
+    @pytest.mark.parametrize(
+        "start",
+        [
+            "from gptlab.cli.main import main\nmain(['train', '--steps', 'x'])",
+            "import gptlab, contextlib\nwith contextlib.suppress(Exception): gptlab.train(resume='no such run')",
+        ],
+    )
+    def test_is_limited_before_torch_loads_its_runtime(self, start: str) -> None:
+        """As the runtime itself reports when torch loads it, by the command line and from Python."""
+        variables = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
+        variables["OMP_DISPLAY_ENV"] = "verbose"
+        script = f"{start}\nimport torch"
+        done = subprocess.run([sys.executable, "-c", script], env=variables, capture_output=True, text=True)
+        assert "GOMP_SPINCOUNT = '10000'" in done.stderr
+
+
+def _without_torch(call: object, environment: dict[str, str]) -> None:
+    """`call(environment)` as in a process that has not loaded torch yet."""
+    torch = sys.modules.pop("torch", None)
+    try:
+        call(environment)  # type: ignore[operator]
+    finally:
+        if torch is not None:
+            sys.modules["torch"] = torch

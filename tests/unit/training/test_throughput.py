@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+
+from gptlab.training.throughput import LossEma, Throughput
+
+
+def test_mean_by_hand() -> None:
+    """Seed 3: s <- 0.9 s + 0.1 x; debiased by 1 - 0.9^n. Losses 4, 3, 5:
+    s = 0.4, 0.66, 1.094; means 0.4/0.1 = 4, 0.66/0.19 = 3.47368..., 1.094/0.271 = 4.03690..."""
+    ema = LossEma()
+    assert ema.value is None
+    # Two roundings in float64 lie between these quotients and ours.
+    assert ema.update(4.0) == pytest.approx(4.0, rel=1e-14)
+    assert ema.update(3.0) == pytest.approx(0.66 / 0.19, rel=1e-14)
+    assert ema.update(5.0) == pytest.approx(1.094 / 0.271, rel=1e-14)
+    assert ema.value == pytest.approx(4.036900369003690, rel=1e-14)
+
+
+def test_mean_is_the_weighted_mean_that_it_claims_to_be() -> None:
+    values = [random.Random(3).uniform(0, 10) for _ in range(50)]
+    ema = LossEma()
+    for value in values:
+        ema.update(value)
+    weights = [0.9 ** (len(values) - 1 - i) for i in range(len(values))]
+    oracle = sum(w * v for w, v in zip(weights, values, strict=True)) / sum(weights)
+    # 50 additions in another order.
+    assert ema.value == pytest.approx(oracle, rel=1e-13)
+
+
+def test_the_mean_of_equal_values_is_that_value() -> None:
+    ema = LossEma()
+    for _ in range(1000):
+        ema.update(2.5)
+    assert ema.value == pytest.approx(2.5, rel=1e-13)
+
+
+def test_a_resumed_mean_goes_on_bit_for_bit() -> None:
+    source = random.Random(7)
+    values = [source.uniform(1, 11) for _ in range(40)]
+    whole, first = LossEma(), LossEma()
+    expected = [whole.update(value) for value in values]
+    for value in values[:17]:
+        first.update(value)
+    resumed = LossEma()
+    resumed.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert resumed.value == first.value
+    assert [resumed.update(value) for value in values[17:]] == expected[17:]
+
+
+def test_speed_by_hand() -> None:
+    """1000 tokens in 0.5 s are 2000 tokens/s; at 3e6 FLOPs each that is 6e9 FLOP/s, 30% of a peak of 2e10."""
+    reading = Throughput(3e6, 2e10).step(1000, 0.5)
+    assert reading.tokens_per_second == 2000
+    assert reading.mfu == pytest.approx(0.3, rel=1e-15)
+
+
+def test_an_unknown_peak_gives_no_utilization() -> None:
+    reading = Throughput(3e6, None).step(1000, 0.5)
+    assert reading.tokens_per_second == 2000
+    assert reading.mfu is None
+
+
+def test_a_clock_that_did_not_move_is_no_error() -> None:
+    assert Throughput(3e6, 2e10).step(1000, 0.0).tokens_per_second > 0
+
+
+def test_time_left_in_steps_by_hand() -> None:
+    """Steps of 1 s and 2 s: the mean is (0.9 * 0.1 * 1 + 0.1 * 2) / 0.19 = 0.29 / 0.19 s."""
+    throughput = Throughput(1.0, None)
+    assert throughput.remaining_seconds(steps=10) is None
+    throughput.step(1, 1.0)
+    assert throughput.remaining_seconds(steps=10) == pytest.approx(10.0, rel=1e-14)
+    throughput.step(1, 2.0)
+    assert throughput.remaining_seconds(steps=10) == pytest.approx(10 * 0.29 / 0.19, rel=1e-14)
+    assert throughput.remaining_seconds(steps=0) == 0.0
+
+
+def test_time_left_in_seconds_needs_no_step() -> None:
+    throughput = Throughput(1.0, None)
+    assert throughput.remaining_seconds(seconds=12.5) == 12.5
+    assert throughput.remaining_seconds(seconds=-0.1) == 0.0, "the last step may end after the budget"
+    assert throughput.remaining_seconds() is None
+    assert throughput.remaining_seconds(steps=3, seconds=12.5) == 12.5
+    throughput.step(1, 2.0)
+    assert throughput.remaining_seconds(steps=3, seconds=12.5) == pytest.approx(6.0, rel=1e-14)
+    assert throughput.remaining_seconds(steps=9, seconds=12.5) == 12.5
+
+
+def test_a_whole_runs_reading_leaves_the_estimate_alone() -> None:
+    throughput = Throughput(2.0, 100.0)
+    throughput.step(1, 1.0)
+    assert throughput.reading(1000, 50.0).mfu == pytest.approx(0.4, rel=1e-15)
+    assert throughput.remaining_seconds(steps=1) == pytest.approx(1.0, rel=1e-14)
