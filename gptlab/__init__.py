@@ -14,14 +14,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gptlab.cli.api import train as train
-    from gptlab.cli.train import Result as Result
+    from gptlab.app.api import train as train
+    from gptlab.app.train_run import Result as Result
     from gptlab.config import recipes as recipes
     from gptlab.config.errors import UserError as UserError
 
 __all__ = ["Result", "UserError", "__version__", "recipes", "train"]
 
-_WHERE = {"Result": "gptlab.cli.train", "UserError": "gptlab.config.errors", "train": "gptlab.cli.api"}
+_WHERE = {"Result": "gptlab.app.train_run", "UserError": "gptlab.config.errors", "train": "gptlab.app.api"}
 
 
 def __dir__() -> list[str]:

@@ -12,12 +12,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gptlab.cli.arguments.run_arguments import RunArguments, RunRequest, read_request
+from gptlab.app.run_request import RunArguments, RunRequest
+from gptlab.cli.arguments.run_arguments import read_request
 from gptlab.cli.bench_report import Bench, Compiled, describe, noise
 from gptlab.config.errors import UserError, require_positive
 
 if TYPE_CHECKING:
-    from gptlab.cli.place import Place
+    from gptlab.app.place import Place
     from gptlab.config.run import RunConfig
     from gptlab.runtime.records.console import Console
     from gptlab.training.compilation import Kernels
@@ -72,7 +73,7 @@ def main(argv: list[str]) -> int:
 def measure(request: RunRequest, console: Console, *, steps: int, seconds: float, products: bool) -> Bench:
     """Build the run as `train` does, on made-up tokens, and time it. Half of the steps come before a look at the peak
     and half behind it."""
-    from gptlab.cli.training_rate import timed_machine
+    from gptlab.app.training_rate import timed_machine
     from gptlab.runtime.hardware.out_of_memory import memory_told, what_to_lower
     from gptlab.runtime.processes.distributed import World
 
@@ -83,11 +84,11 @@ def measure(request: RunRequest, console: Console, *, steps: int, seconds: float
 
 
 def _measure(config: RunConfig, console: Console, *, steps: int, seconds: float, products: bool) -> Bench:
+    from gptlab.app.place import place_of
+    from gptlab.app.training_rate import assumed_vocab_size, remember_rate, seen_rate
     from gptlab.bench.products import time_products
     from gptlab.bench.timing import StepTimes, loader_tokens_per_second, made_up_rows, time_optimizer, time_steps
-    from gptlab.cli.place import place_of
     from gptlab.cli.plan import model_text, step_text
-    from gptlab.cli.training_rate import assumed_vocab_size, remember_rate, seen_rate
     from gptlab.model.counting import flops_per_token, parameter_counts
     from gptlab.runtime.hardware.device import device_name
     from gptlab.runtime.hardware.rng import seed_everything

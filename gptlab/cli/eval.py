@@ -12,7 +12,7 @@ from gptlab.config.errors import UserError, require, require_positive
 from gptlab.runtime.files.strict_json import to_json
 
 if TYPE_CHECKING:
-    from gptlab.cli.loaded_run import LoadedRun
+    from gptlab.app.loaded_run import LoadedRun
     from gptlab.data.tokens.shards import TokenSplit
     from gptlab.eval.bits_per_byte import Evaluation
     from gptlab.eval.core import CoreResult
@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
         prog="gptlab eval",
         description="Measure a run on its validation set: loss (nats/token) and bits per byte; or on CORE.",
     )
-    from gptlab.cli.ranks import together
+    from gptlab.app.ranks import together
     from gptlab.runtime.hardware.out_of_memory import fewer_rows, memory_told, smaller_model
 
     with together() as (group, console):
@@ -161,7 +161,7 @@ def evaluate_run(
 
     Warns where the corpus is no longer what it was at training. UserError where it cannot be read.
     """
-    from gptlab.cli.same_run import require_same_run
+    from gptlab.app.same_run import require_same_run
     from gptlab.data.prepare import prepare
     from gptlab.data.rows import validation_rows
     from gptlab.eval.bits_per_byte import evaluate

@@ -16,7 +16,7 @@ from gptlab.runtime.files.staged_folder import require_free, staged_folder
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gptlab.cli.loaded_run import LoadedRun
+    from gptlab.app.loaded_run import LoadedRun
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
     )
     target = Path(arguments.folder)
     require_free(target)
-    from gptlab.cli.loaded_run import load_run
+    from gptlab.app.loaded_run import load_run
     from gptlab.runtime.records.console import Console
 
     with Console(stream=sys.stderr) as console:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from gptlab.cli.loaded_run import LoadedRun
+from gptlab.app.loaded_run import LoadedRun
 from gptlab.model.interop.export_config import ARCHITECTURES, MODELLING_MODULE, Form
 from gptlab.runtime.records.metrics import read_metrics
 

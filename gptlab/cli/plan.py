@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 import psutil
 import torch
 
+from gptlab.app.place import place_of
+from gptlab.app.run_request import RunArguments
+from gptlab.app.training_rate import Rate, assumed_vocab_size, remembered_rate
 from gptlab.bench.memory import Memory, count_memory
-from gptlab.cli.arguments.run_arguments import RunArguments, read_request
-from gptlab.cli.place import place_of
-from gptlab.cli.training_rate import Rate, assumed_vocab_size, remembered_rate
+from gptlab.cli.arguments.run_arguments import read_request
 from gptlab.config.load import config_to_json
 from gptlab.config.model import ModelConfig
 from gptlab.config.run import RunConfig

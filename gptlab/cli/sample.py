@@ -14,7 +14,7 @@ from gptlab.config.run import SampleConfig
 from gptlab.runtime.files.strict_json import to_json
 
 if TYPE_CHECKING:
-    from gptlab.cli.loaded_run import LoadedRun
+    from gptlab.app.loaded_run import LoadedRun
 
 # Samples may hold any character; those that move a cursor or ring a bell stay away from a terminal.
 _CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
         prog="gptlab sample",
         description="Let a trained run continue a text, token by token.",
     )
-    from gptlab.cli.ranks import together
+    from gptlab.app.ranks import together
     from gptlab.eval.engine import drawn_together
     from gptlab.runtime.hardware.out_of_memory import memory_told, smaller_model
 

@@ -21,7 +21,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from gptlab.cli import session
+from gptlab.app import session
 from gptlab.cli.main import main
 from gptlab.config.load import bare, leaf_fields
 from gptlab.config.run import RunConfig

@@ -22,7 +22,7 @@ ORDER = (
 )  # fmt: skip
 
 TORCH_FREE = re.compile(
-    r"gptlab(\.__main__)?|gptlab\.config(\..*)?|gptlab\.cli\.(main|arguments(\..*)?)"
+    r"gptlab(\.__main__)?|gptlab\.config(\..*)?|gptlab\.app\.run_request|gptlab\.cli\.(main|arguments(\..*)?)"
     r"|gptlab\.model\.interop\.(hf_config|pretrained)"
     r"|gptlab\.data\.(corpus\.(documents|splits)|tokenizer\.(bpe|tokenizer|base|byte_and_char|json_file|export)"
     r"|tokens\.shards|rows|prepare)"
@@ -85,7 +85,8 @@ def test_arrows_by_hand() -> None:
     assert wrong_arrow("gptlab.config.run", "gptlab.runtime.hardware.device")
     assert wrong_arrow("gptlab.training.loop", "gptlab.cli.train")
     assert wrong_arrow("gptlab.data.rows", "gptlab.recipes")
-    assert not wrong_arrow("gptlab.cli.train", "gptlab.config.run")
+    assert not wrong_arrow("gptlab.app.train_run", "gptlab.config.run")
+    assert wrong_arrow("gptlab.app.session", "gptlab.cli.main")
     assert not wrong_arrow("gptlab.cli.main", "gptlab.__version__")
     assert not wrong_arrow("gptlab.data.rows", "gptlab.data.tokens.shards")
     tree = ast.parse("def f():\n    from gptlab.config import run\n    import gptlab.config.model")

@@ -16,7 +16,7 @@ import pytest
 from mutations import MUTATIONS, Mutation
 from mutations.mutation import file_of_test
 
-from gptlab.cli.arguments.run_arguments import TrainArguments
+from gptlab.app.run_request import TrainArguments
 from gptlab.config.load import leaf_fields
 from gptlab.config.recipes import RECIPES
 from gptlab.config.recipes.own_arguments import own_arguments

@@ -24,7 +24,7 @@ MUTATIONS = [
         ["Tokens and shards of both loaders"],
     ),
     Mutation(
-        "gptlab train shows the training tokens for both sides", "cli/first_screen.py",
+        "gptlab train shows the training tokens for both sides", "app/first_screen.py",
         "{data.val.n_tokens:,} validation tokens", "{data.train.n_tokens:,} validation tokens",
         ["test_token_files.py::test_data_commands_show_tokens"],
         ["Tokens and shards of both loaders"],

@@ -46,7 +46,7 @@ MUTATIONS = [
         ["The process group is destroyed", "All ranks evaluate; the process group"],
     ),
     Mutation(
-        "every rank writes metrics", "cli/session.py",
+        "every rank writes metrics", "app/session.py",
         "_open_metrics(run, session, parts) if group.is_main else NoMetricsLog()", "_open_metrics(run, session, parts)",
         ["test_distributed.py::TestWorldSizes::test_only_rank_0_speaks_and_writes"],
         ["Only the master process evaluates", "`print0` prints from the master",

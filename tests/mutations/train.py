@@ -462,7 +462,7 @@ MUTATIONS = [
         ["The closing block: val_bpb"],
     ),
     Mutation(
-        "num_params_M counts matrices and head", "cli/session.py",
+        "num_params_M counts matrices and head", "app/session.py",
         "session.counts.total", "session.counts.scaling",
         ["test_train.py::TestClock::test_figures_that_are_made_of_the_clock"],
         ["The closing block: val_bpb"],

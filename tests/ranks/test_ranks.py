@@ -16,7 +16,7 @@ import torch
 from tiny_runs import CLOCK_FIELDS, arguments, lines_of, write_bundle, write_corpus
 
 import gptlab
-from gptlab.cli.restart import begun_folder
+from gptlab.app.restart import begun_folder
 from gptlab.runtime.processes.distributed import Group, World
 from gptlab.runtime.processes.job import Ended, Job, open_job
 from gptlab.runtime.processes.liveness import Liveness

@@ -28,8 +28,8 @@ from tiny_runs import (
 from torch import Tensor
 
 import gptlab
-from gptlab.cli.place import place_of
-from gptlab.cli.session import open_session
+from gptlab.app.place import place_of
+from gptlab.app.session import open_session
 from gptlab.config.faults import FaultsConfig
 from gptlab.config.run import CheckpointConfig, RunConfig, RuntimeConfig
 from gptlab.data.loader import StepBatch

@@ -30,7 +30,7 @@ from tiny_runs import (
 )
 
 import gptlab
-from gptlab.cli.place import place_of
+from gptlab.app.place import place_of
 from gptlab.config.errors import UserError
 from gptlab.runtime.records.metrics import read_metrics
 from gptlab.runtime.hardware.rng import capture_rng, seed_everything

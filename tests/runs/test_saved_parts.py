@@ -25,9 +25,9 @@ from test_broken_steps import broken_loss
 from tiny_runs import FakeClock, arguments, at_line, differences, make_config, outcome, write_bundle, write_corpus
 from torch import Tensor
 
-from gptlab.cli.place import place_of
-from gptlab.cli.session import open_session
-from gptlab.cli.training_rate import Rate
+from gptlab.app.place import place_of
+from gptlab.app.session import open_session
+from gptlab.app.training_rate import Rate
 from gptlab.eval.bits_per_byte import evaluate
 from gptlab.runtime.records.console import Console
 from gptlab.runtime.hardware.peak import Peak
@@ -61,7 +61,7 @@ def getting_worse() -> Iterator[None]:
         return replace(result, val_loss=max(result.val_loss, 2 * LOSS_OF_STEP_4 - result.val_loss))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("gptlab.cli.session.evaluate", turned)
+        patch.setattr("gptlab.app.session.evaluate", turned)
         yield
 
 
@@ -204,10 +204,10 @@ def in_scene(*, name: str, rank: int, killed: bool = False) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         # A clock that stands still measures no machine, and what each process measures is never twice the same.
         patch = stack.enter_context(pytest.MonkeyPatch.context())
-        patch.setattr("gptlab.cli.place.peak_flops_per_second", lambda device, dtype: Peak(1e11, "measured"))
-        patch.setattr("gptlab.cli.training_rate.time_rate", lambda *args: Rate(1.0, 1e11, "2026-01-01"))
+        patch.setattr("gptlab.app.place.peak_flops_per_second", lambda device, dtype: Peak(1e11, "measured"))
+        patch.setattr("gptlab.app.training_rate.time_rate", lambda *args: Rate(1.0, 1e11, "2026-01-01"))
         clock = stack.enter_context(FakeClock.running())
-        clock._charge(patch, "gptlab.cli.session.make_kernels", STARTUP)
+        clock._charge(patch, "gptlab.app.session.make_kernels", STARTUP)
         stack.enter_context(scene.within())
         if killed:
             kind, step = scene.killed_behind

@@ -95,7 +95,7 @@ class TestBeforeThereIsARun:
     @pytest.mark.parametrize(
         ("number", "moment"),
         [
-            (signal.SIGINT, "here('gptlab.cli.arguments.run_arguments.RunRequest.config')"),
+            (signal.SIGINT, "here('gptlab.app.run_request.RunRequest.config')"),
             (signal.SIGTERM, f"here('gptlab.data.prepare._write_tokens', {HALF_A_FILE})"),
         ],
         ids=["configuring", "preparing"],
@@ -115,8 +115,8 @@ class TestBeforeTheFirstStep:
     @pytest.mark.parametrize(
         ("number", "moment"),
         [
-            (signal.SIGTERM, "import gptlab.cli.session; here('gptlab.cli.session.warm_up')"),
-            (signal.SIGINT, DEEP + "import gptlab.cli.session; here('gptlab.cli.session.warm_up')"),
+            (signal.SIGTERM, "import gptlab.app.session; here('gptlab.app.session.warm_up')"),
+            (signal.SIGINT, DEEP + "import gptlab.app.session; here('gptlab.app.session.warm_up')"),
         ],
         ids=["compiling", "deep"],
     )
@@ -184,12 +184,12 @@ class TestInThisProcess:
             except BaseException as error:
                 raise ImportError("numpy could not be imported") from error
 
-        monkeypatch.setattr("gptlab.cli.session.build_state", translating)
+        monkeypatch.setattr("gptlab.app.session.build_state", translating)
         code, out, err = command(["train", *arguments(folder, "translated")])
         assert (code, out.splitlines()[-1], err) == (75, f"SIGTERM: {WITHOUT_RUN}", "")
 
     @pytest.mark.parametrize(
-        "place", ["gptlab.cli.session.build_state", "gptlab.data.tokenizer.byte_and_char.ByteTokenizer.save"]
+        "place", ["gptlab.app.session.build_state", "gptlab.data.tokenizer.byte_and_char.ByteTokenizer.save"]
     )
     def test_while_a_run_is_built_and_its_folder_made(
         self, folder: Path, monkeypatch: pytest.MonkeyPatch, place: str
@@ -219,7 +219,7 @@ class TestInThisProcess:
             return 0.0
 
         with monkeypatch.context() as patch:
-            patch.setattr("gptlab.cli.session.warm_up", swallowing)
+            patch.setattr("gptlab.app.session.warm_up", swallowing)
             code, out, _ = command(["train", *arguments(folder, "swallowed", {"steps": 2})])
         assert (code, "SIGINT: stopped before the first step" in out.splitlines()[-1]) == (75, True)
         assert command(["train", "--resume", folder / "swallowed"])[0] == 0
@@ -248,7 +248,7 @@ class TestInThisProcess:
     def test_from_python_it_is_an_interrupt_while_there_is_no_run(
         self, folder: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("gptlab.cli.session.build_state", raised(signal.SIGINT))
+        monkeypatch.setattr("gptlab.app.session.build_state", raised(signal.SIGINT))
         monkeypatch.setattr(early_stop, "_Watch", lambda *a: pytest.fail("it would end the user's program"))
         with pytest.raises(KeyboardInterrupt):
             gptlab.train(make_config(folder, "python"))

@@ -42,11 +42,12 @@ from tiny_runs import (
 from torch import Tensor
 
 import gptlab
-from gptlab.cli import session as session_module
+from gptlab.app import session as session_module
 from gptlab.cli.main import main
-from gptlab.cli.place import place_of
-from gptlab.cli.arguments.run_arguments import TrainArguments, read_request
-from gptlab.cli.session import Session, open_session
+from gptlab.app.place import place_of
+from gptlab.app.run_request import TrainArguments
+from gptlab.cli.arguments.run_arguments import read_request
+from gptlab.app.session import Session, open_session
 from gptlab.config.errors import UserError
 from gptlab.config.load import config_from_json
 from gptlab.config.scaling import Machine

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from distributed_scenes import free_ports
 from torch import Tensor
 
-from gptlab.cli import computed_by, session
+from gptlab.app import computed_by, session
 from gptlab.cli.main import main
 from gptlab.model import gpt
 from gptlab.runtime.records import provenance

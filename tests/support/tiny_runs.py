@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 import gptlab
-from gptlab.cli.arguments.run_arguments import TrainArguments, read_request
+from gptlab.app.run_request import TrainArguments
+from gptlab.cli.arguments.run_arguments import read_request
 from gptlab.cli.main import main
 from gptlab.config.run import RunConfig
 from gptlab.config.scaling import Machine
@@ -201,8 +202,8 @@ class FakeClock:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(time, "perf_counter", lambda: clock.now)
             clock._charge(patch, "gptlab.training.loop.update", 1.0)
-            clock._charge(patch, "gptlab.cli.session.evaluate", cls.EVALUATION)
-            clock._charge(patch, "gptlab.cli.session.sample_text", cls.SAMPLE)
+            clock._charge(patch, "gptlab.app.session.evaluate", cls.EVALUATION)
+            clock._charge(patch, "gptlab.app.session.sample_text", cls.SAMPLE)
             clock._charge(patch, "gptlab.training.checkpoint.saving.save_checkpoint", cls.SAVE)
             clock._charge(patch, "gptlab.training.compilation.gradients", cls.WARM_UP)
             yield clock

@@ -1,263 +1,40 @@
-"""`[RECIPE] [--FIELD VALUE ...]` to a RunConfig, for `train`, `plan` and `bench`: recipe < TOML file < flags."""
+"""`[RECIPE] [--FIELD VALUE ...]` to a request for a run, for `train`, `plan` and `bench`, and their --help."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gptlab.cli.arguments.foreign_names import answer, config_file_answer
-from gptlab.cli.arguments.help import field_docs
-from gptlab.cli.arguments.parser import Positional, read_words
-from gptlab.cli.arguments.run_help import HELP_FLAGS, RunHelp, asked_topic, help_of
-from gptlab.config.errors import ConfigError, UserError, nearest_name, require_positive
-from gptlab.config.horizon import Horizon, HorizonUnit
-from gptlab.config.load import (
-    apply_overrides,
-    checked_value,
-    differences,
-    flatten,
-    leaf_fields,
-    load_toml,
-    unknown_field,
+from gptlab.app.run_request import (
+    ALIASES,
+    DEFAULT_RECIPE,
+    GIVEN_NAMES,
+    RunArguments,
+    RunRequest,
+    argument_types,
+    recipes_own_types,
+    request_of,
 )
+from gptlab.cli.arguments.help import field_docs
+from gptlab.cli.arguments.parser import read_words
+from gptlab.cli.arguments.run_help import HELP_FLAGS, RunHelp, asked_topic, help_of
+from gptlab.config.errors import ConfigError, UserError
+from gptlab.config.foreign_names import answer
+from gptlab.config.load import unknown_field
 from gptlab.config.recipes import RECIPES
-from gptlab.config.recipes.own_arguments import own_arguments, recorded_arguments
-from gptlab.config.run import Compile, DType, RunConfig
-from gptlab.config.scaling import Machine
-
-DEFAULT_RECIPE = "quickstart"
-
-HORIZONS: Mapping[str, tuple[HorizonUnit, float]] = {
-    "minutes": ("seconds", 60.0),
-    "steps": ("steps", 1.0),
-    "tokens": ("tokens", 1.0),
-    "flops": ("flops", 1.0),
-    "tokens_per_param": ("tokens_per_param", 1.0),
-}
-"""Short form -> (unit of the horizon, that unit's amount in one)."""
-
-ALIASES = {
-    "data": "data.source",
-    "device": "runtime.device",
-    "dtype": "runtime.dtype",
-    "compile": "runtime.compile",
-    "exact_any_world_size": "parallel.exact_any_world_size",
-    "until_val_loss": "horizon.until_val_loss",
-}
-"""Short form -> the field that it stands for."""
-
-_GIVEN_NAMES = {"sources": "data", "from_run": "from"}
-"""Attribute -> flag, where they cannot be the same: `data` is a group, `from` a keyword."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunArguments(RunConfig):
-    """Every name a command line may use: a run's fields and the short forms. --help shows it; it is never built from
-    flags (see `RunRequest`)."""
-
-    recipe: Positional[str] = DEFAULT_RECIPE
-    """A name from `gptlab train --list`, or a TOML file (.toml) with the names below, dotted or in tables."""
-    depth: int | None = None
-    """Transformer blocks; width, heads, batch and learning rates follow from it. None: the recipe decides."""
-    minutes: float | None = None
-    """Train for so many minutes of the training clock. Give one of minutes, steps, tokens, flops, tokens_per_param, or
-    none of them for the recipe's length."""
-    steps: int | None = None
-    """Train for so many optimizer steps."""
-    tokens: int | None = None
-    """Train on so many tokens."""
-    flops: float | None = None
-    """Train for so many floating-point operations, forward and backward."""
-    tokens_per_param: float | None = None
-    """Train on so many tokens per matrix and head parameter."""
-    until_val_loss: float | None = None
-    """Stop at this validation loss (nats/token); the length above stays the cap."""
-    sources: tuple[str, ...] = ()
-    """Short for --data.source: stdlib, a file (.txt .jsonl .parquet), a folder, a glob, a name of `gptlab data
-    list`; several as A B, as A,B, or repeated."""
-    device: str | None = None
-    """Short for --runtime.device: auto | cpu | cuda | cuda:N | mps."""
-    dtype: DType | None = None
-    """Short for --runtime.dtype."""
-    compile: Compile | None = None
-    """Short for --runtime.compile; --compile alone means on."""
-    exact_any_world_size: bool = False
-    """Short for --parallel.exact-any-world-size: the same bits with 1, 2, 4 and 8 processes."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainArguments(RunArguments):
-    resume: str | None = None
-    """Continue the run in this folder, bit for bit. Fields given beside it must be those that the run has."""
-    resume_from_step: int | None = None
-    """With --resume: the step to continue from. Its checkpoint must be there; later ones are set aside."""
-    from_run: str | None = None
-    """Repeat the run in this folder. Fields given beside it replace its own."""
-    quiet: bool = False
-    """Print warnings and the closing block only. Errors go to stderr as ever; log.txt has the rest."""
-    list: bool = False
-    """Print the recipes and end."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunRequest:
-    """What was asked for, before any recipe is called or any machine measured."""
-
-    recipe: str | None = None
-    """None: not named, so DEFAULT_RECIPE."""
-    depth: int | None = None
-    horizon: Horizon | None = None
-    overrides: Mapping[str, Any] = field(default_factory=dict)
-    """{dotted field: value}; applied after the recipe."""
-    resume: str | None = None
-    resume_from_step: int | None = None
-    from_run: str | None = None
-    list_recipes: bool = False
-    recipe_arguments: Mapping[str, Any] = field(default_factory=dict)
-    """What was given of the recipe's own arguments."""
-    options: Mapping[str, Any] = field(default_factory=dict)
-    """What was given of the arguments that a command adds to RunArguments."""
-
-    def config(self, measure: Callable[[RunConfig], Machine]) -> RunConfig:
-        """The run that was asked for. `measure` times a configuration's steps on this machine; it is called only where
-        the recipe sizes itself from the machine."""
-        name = self.recipe or DEFAULT_RECIPE
-        self.require_own_arguments(name)
-
-        def recipe(depth: int | None, machine: Machine | None) -> RunConfig:
-            return RECIPES[name](depth=depth, horizon=self.horizon, machine=machine, **self.recipe_arguments)
-
-        # Recipes are pure and cheap: one that answers two machines a billion times apart alike needs no measurement.
-        slow, fast = (recipe(self.depth, Machine(device="cpu", flops_per_second=flops)) for flops in (1e9, 1e18))
-        if slow != fast:
-            slow = sized_by_measurement(recipe, self.depth, lambda config: measure(self._with_fields(config)))
-        return self._with_fields(slow)
-
-    def _with_fields(self, config: RunConfig) -> RunConfig:
-        """A recipe's configuration with the fields and the first weights that were asked for."""
-        init_from = self.overrides.get("init_from", config.init_from)
-        if init_from is None:
-            return apply_overrides(config, self.overrides)
-        from gptlab.model.interop.pretrained import begin_from
-
-        asked = {} if self.depth is None else {"model.n_layer": self.depth}
-        return begin_from(init_from, config, asked | dict(self.overrides))
-
-    def require_own_arguments(self, recipe: str) -> None:
-        """UserError for an argument of another recipe's, and for two that say how long to train."""
-        own = own_arguments(RECIPES[recipe]) if recipe in RECIPES else {}
-        for name in self.recipe_arguments:
-            if name not in own:
-                flag, instead = f"--{name.replace('_', '-')}", answer(name)
-                theirs = [other for other, call in RECIPES.items() if name in own_arguments(call)]
-                raise UserError(f"{flag} is an argument of {' and '.join(theirs)}, not of {recipe}; here: {instead}")
-        if self.horizon is not None and "target_param_data_ratio" in self.recipe_arguments:
-            other = f"--{self.horizon.unit.replace('_', '-')}"
-            raise UserError(f"--target-param-data-ratio and {other} both say how long to train: give one of them")
-
-    def resumed(self, stored: RunConfig) -> RunConfig:
-        """A stored run's configuration, to be resumed: with another parallel.mode where one is asked for. How weights
-        are shared is no part of what is trained, and checkpoints do not know of it."""
-        return apply_overrides(stored, {name: v for name, v in self.overrides.items() if name == "parallel.mode"})
-
-    def with_length(self, stored: RunConfig) -> RunConfig:
-        """A stored run's configuration with the length that is asked for."""
-        asked = {name: value for name, value in self.overrides.items() if name.startswith("horizon.")}
-        if self.horizon is not None:
-            asked |= {"horizon.amount": self.horizon.amount, "horizon.unit": self.horizon.unit}
-        return apply_overrides(stored, asked)
-
-    def disagreements(self, stored: RunConfig) -> list[str]:
-        """What was asked for and is otherwise in a stored run, one line a field; where the run lies does not count."""
-        asked = {name: value for name, value in self.overrides.items() if name != "run_dir"}
-        if self.depth is not None:
-            asked.setdefault("model.n_layer", self.depth)
-        if self.horizon is not None:
-            asked |= {"horizon.amount": self.horizon.amount, "horizon.unit": self.horizon.unit}
-        lines = differences(stored, apply_overrides(stored, asked)) + self._other_arguments(stored)
-        if self.recipe not in (None, stored.recipe):
-            lines.insert(0, f"recipe: {stored.recipe!r} vs {self.recipe!r}")
-        return lines
-
-    def _other_arguments(self, stored: RunConfig) -> list[str]:
-        """Those of the recipe's own arguments that the stored run was not given."""
-        if not self.recipe_arguments:
-            return []
-        self.require_own_arguments(stored.recipe)
-        recipe = RECIPES[stored.recipe]
-        theirs = {name: one.default for name, one in own_arguments(recipe).items()} | recorded_arguments(stored, recipe)
-        return [f"{name}: {theirs[name]} vs {v}" for name, v in self.recipe_arguments.items() if theirs[name] != v]
-
-
-def sized_by_measurement(
-    recipe: Callable[[int | None, Machine | None], RunConfig],
-    depth: int | None,
-    measure: Callable[[RunConfig], Machine],
-) -> RunConfig:
-    """The configuration that `recipe(depth, machine)` makes of this machine's own speed.
-
-    A machine's FLOP/s depend on the size that is timed (twice as many at depth 4 as at depth 2, docs/LOG.md,
-    2026-11-22), and each size is compiled first. So the recipe's guess is timed, then the size that follows from it,
-    until one follows from itself. A depth one layer away changes bits per byte by 1 to 2% and is not worth compiling.
-    """
-    config = recipe(depth, None)
-    for last in (False, False, True):
-        machine = measure(config)
-        sized = recipe(depth, machine)
-        if last or abs(sized.model.n_layer - config.model.n_layer) <= 1:
-            sized = recipe(config.model.n_layer, machine)
-        if (sized.model, sized.batch.micro_sequences) == (config.model, config.batch.micro_sequences):
-            break
-        config = sized
-    return sized
+from gptlab.config.recipes.own_arguments import own_arguments
 
 
 def read_request(argv: Sequence[str], arguments: type[RunArguments], *, prog: str, description: str) -> RunRequest:
     """Read a command line and the TOML file it may name. UserError: one line; --help: SystemExit(0)."""
     if {word.partition("=")[0] for word in argv} & {*HELP_FLAGS}:
         _show_help(argv, arguments, prog=prog, description=description)
-    names = _fields(arguments)
+    names = argument_types(arguments)
     given = read_words(
-        argv, names | _recipes_own(), positionals=["recipe"], implied={"compile": "on"},
+        argv, names | recipes_own_types(), positionals=["recipe"], implied={"compile": "on"},
         unknown=lambda n, v: _unknown_flag(n, v, names),
     )  # fmt: skip
     return request_of(given.pop("recipe", None), given)
-
-
-def request_from_values(recipe: str | None, values: Mapping[str, Any]) -> RunRequest:
-    """The same from Python: {name: value}, groups of fields nested as in a TOML file. UserError as there."""
-    names = _fields(TrainArguments) | _recipes_own()
-    leaves = flatten({name: _plain(value) for name, value in values.items()})
-    return request_of(recipe, {name: _checked(name, value, names) for name, value in leaves.items()})
-
-
-def request_of(recipe: str | None, given: Mapping[str, Any]) -> RunRequest:
-    """A recipe's name or a TOML file, and {name: checked value} beside it."""
-    _require_one_start(recipe, given)
-    file: dict[str, Any] = {}
-    if recipe is not None and recipe.endswith(".toml"):
-        file = _read_file(recipe)
-        recipe = file.pop("recipe", None)
-    if recipe is not None and recipe not in RECIPES:
-        if (elsewhere := config_file_answer(recipe)) is not None:
-            raise UserError(f"nanoGPT's {recipe} is a recipe here: {elsewhere}")
-        nearest = nearest_name(recipe, RECIPES)
-        hint = f"did you mean {nearest}?" if nearest else f"there are {', '.join(RECIPES)}"
-        raise UserError(f"{recipe!r} is neither a recipe nor a .toml file: {hint}")
-    return _merge(recipe, file, given)
-
-
-def _require_one_start(recipe: str | None, given: Mapping[str, Any]) -> None:
-    """--from says all that a recipe, a TOML file or --resume would say."""
-    if given.get("resume_from_step") is not None and given.get("resume") is None:
-        raise UserError("--resume-from-step needs --resume RUN, the run to continue")
-    if given.get("from") is None:
-        return
-    other = f"--resume {given['resume']}" if given.get("resume") is not None else recipe
-    if other is not None:
-        raise UserError(f"--from {given['from']} and {other} both say what to train: give one of them")
 
 
 def recipe_list() -> str:
@@ -279,8 +56,8 @@ def _show_help(argv: Sequence[str], arguments: type[RunArguments], *, prog: str,
 
 
 def _help(arguments: type[RunArguments], recipe: str, *, prog: str, description: str) -> RunHelp:
-    docs = {_GIVEN_NAMES.get(name, name): text for name, text in field_docs(arguments).items()}
-    kinds, common = _fields(arguments), _fields(RunArguments)
+    docs = {GIVEN_NAMES.get(name, name): text for name, text in field_docs(arguments).items()}
+    kinds, common = argument_types(arguments), argument_types(RunArguments)
     of_recipe = {name: one.annotation for name, one in own_arguments(RECIPES[recipe]).items()}
     texts = {name: one.text for call in RECIPES.values() for name, one in own_arguments(call).items() if one.text}
     return help_of(
@@ -293,98 +70,6 @@ def _help(arguments: type[RunArguments], recipe: str, *, prog: str, description:
         aliases=ALIASES,
         own=[name for name in kinds if name not in common],
     )
-
-
-def _fields(arguments: type[RunArguments]) -> dict[str, Any]:
-    """{name as it is given: annotation}."""
-    fields = {_GIVEN_NAMES.get(name, name): kind for name, kind in leaf_fields(arguments).items()}
-    del fields["recipe_arguments"]  # which the recipe writes
-    return fields
-
-
-def _recipes_own() -> dict[str, Any]:
-    """{name: annotation} of the arguments that any recipe has of its own."""
-    return {name: one.annotation for call in RECIPES.values() for name, one in own_arguments(call).items()}
-
-
-def _merge(recipe: str | None, file: Mapping[str, Any], flags: Mapping[str, Any]) -> RunRequest:
-    """Put flags over a file. A flag's --depth or --minutes beats the file's fields that say the same thing."""
-    overrides = _overrides(file)
-    depth, horizon = file.get("depth"), _horizon(file)
-    require_positive("depth", flags.get("depth", depth))
-    if "depth" in flags:
-        depth = flags["depth"]
-        overrides.pop("model.n_layer", None)
-    if (flag_horizon := _horizon(flags)) is not None:
-        horizon = flag_horizon
-        overrides.pop("horizon.amount", None)
-        overrides.pop("horizon.unit", None)
-    common, of_recipes = _fields(RunArguments), _recipes_own()
-    both = {**file, **flags}
-    return RunRequest(
-        recipe=recipe,
-        depth=depth,
-        horizon=horizon,
-        overrides=overrides | _overrides(flags),
-        resume=flags.get("resume"),
-        resume_from_step=flags.get("resume_from_step"),
-        from_run=flags.get("from"),
-        list_recipes=flags.get("list", False),
-        recipe_arguments={name: value for name, value in both.items() if name in of_recipes},
-        options={name: value for name, value in flags.items() if name not in common and name not in of_recipes},
-    )
-
-
-def _overrides(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields among what was given, short forms under their full names; sources may be joined by commas."""
-    known = leaf_fields(RunConfig)
-    found = {name: value for name, value in given.items() if name in known}
-    found |= {ALIASES[name]: value for name, value in given.items() if name in ALIASES and value is not None}
-    if "data" in given:
-        found["data.source"] = tuple(part for word in given["data"] for part in word.split(",") if part)
-    return found
-
-
-def _horizon(given: Mapping[str, Any]) -> Horizon | None:
-    """The horizon that one of the short forms names; None where none does."""
-    named = [name for name in HORIZONS if given.get(name) is not None]
-    if len(named) > 1:
-        flags = " and ".join(f"--{name.replace('_', '-')}" for name in named)
-        raise UserError(f"{flags} both say how long to train: give one of them")
-    if not named:
-        return None
-    amount, (unit, factor) = given[named[0]], HORIZONS[named[0]]
-    if amount <= 0:
-        raise ConfigError(named[0], amount, f"a run trains for a positive number of {named[0].replace('_', ' ')}")
-    return Horizon(amount=amount * factor, unit=unit)
-
-
-def _read_file(path: str) -> dict[str, Any]:
-    names, values = _fields(RunArguments) | _recipes_own(), dict[str, Any]()
-    try:
-        for name, value in load_toml(path).items():
-            values[name] = _checked(name, value, names)
-    except ConfigError as error:
-        raise UserError(f"{path}: {error}") from None
-    return values
-
-
-def _checked(name: str, value: Any, names: Mapping[str, Any]) -> Any:
-    if name not in names:
-        if (elsewhere := answer(name)) is not None:
-            raise UserError(f"there is no {name} here: {elsewhere}")
-        raise unknown_field(name, value, also=names)
-    one_source = name in ("data", "data.source", "data.val_source") and isinstance(value, str)
-    return checked_value(names[name], [value] if one_source else value, name)
-
-
-def _plain(value: Any) -> Any:
-    """Paths as text, also inside of lists and groups."""
-    if isinstance(value, Mapping):
-        return {name: _plain(inner) for name, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
-    return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
 def _unknown_flag(name: str, value: object, names: Mapping[str, Any]) -> UserError:

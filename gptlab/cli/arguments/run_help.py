@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_origin
 
-from gptlab.cli.arguments.foreign_names import answer
 from gptlab.cli.arguments.help import default_text, entry, option, wrapped
 from gptlab.config.errors import UserError, nearest_name
+from gptlab.config.foreign_names import answer
 from gptlab.config.load import bare, flatten
 from gptlab.config.recipes import Recipe
 from gptlab.config.recipes.own_arguments import own_arguments

@@ -15,9 +15,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from gptlab.app import training_rate
 from gptlab.bench import timing
 from gptlab.bench.products import Products, time_products
-from gptlab.cli import bench, training_rate
+from gptlab.cli import bench
 from gptlab.cli.bench_report import Bench, describe, noise
 from gptlab.cli.main import main
 from gptlab.config.load import apply_overrides

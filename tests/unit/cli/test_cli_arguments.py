@@ -15,10 +15,12 @@ import tyro
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gptlab.app import run_request
+from gptlab.app.run_request import RunArguments, RunRequest, TrainArguments
 from gptlab.cli import main as cli
 from gptlab.cli.arguments import run_arguments
 from gptlab.cli.arguments.parser import Positional, parse, read_words
-from gptlab.cli.arguments.run_arguments import RunArguments, RunRequest, TrainArguments, read_request
+from gptlab.cli.arguments.run_arguments import read_request
 from gptlab.config.errors import UserError
 from gptlab.config.horizon import Horizon
 from gptlab.config.load import apply_overrides, leaf_fields
@@ -184,7 +186,9 @@ def quickstart(**given: object) -> RunConfig:
 
 @pytest.fixture(autouse=True)
 def recipes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_arguments, "RECIPES", {"quickstart": quickstart, "small": small})
+    recipes = {"quickstart": quickstart, "small": small}
+    monkeypatch.setattr(run_request, "RECIPES", recipes)
+    monkeypatch.setattr(run_arguments, "RECIPES", recipes)
 
 
 def request(line: str = "") -> RunRequest:
@@ -297,7 +301,7 @@ class TestRunRequest:
         with pytest.raises(SystemExit):
             request("--help-all")
         offered = set(re.findall(r"^  --([\w.-]+)", capsys.readouterr().out, re.MULTILINE))
-        names = [*leaf_fields(RunConfig), *run_arguments.HORIZONS, *run_arguments.ALIASES, "depth", "resume", "from"]
+        names = [*leaf_fields(RunConfig), *run_request.HORIZONS, *run_request.ALIASES, "depth", "resume", "from"]
         names += ["list", "quiet", "resume_from_step"]
         assert offered == {name.replace("_", "-") for name in names} - {"recipe", "recipe-arguments"}
 
@@ -310,11 +314,11 @@ class TestMeasure:
         return small(depth=depth or round(math.log10(flops or 1e4)), horizon=horizon)
 
     def test_a_recipe_that_sizes_itself_gets_the_measured_machine(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setitem(run_arguments.RECIPES, "sized", self.sized)
+        monkeypatch.setitem(run_request.RECIPES, "sized", self.sized)
         assert resolve("sized").model.n_layer == 11
 
     def test_nothing_is_measured_where_nothing_depends_on_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setitem(run_arguments.RECIPES, "sized", self.sized)
+        monkeypatch.setitem(run_request.RECIPES, "sized", self.sized)
 
         def measure(config: RunConfig) -> Machine:
             raise AssertionError("measured")

@@ -20,7 +20,8 @@ from tiny_runs import command, lines_of, write_corpus
 from torch import nn
 
 import gptlab
-from gptlab.cli.arguments.run_arguments import TrainArguments, read_request, recipe_list
+from gptlab.app.run_request import TrainArguments
+from gptlab.cli.arguments.run_arguments import read_request, recipe_list
 from gptlab.cli.plan import Plan, make_plan
 from gptlab.config.errors import ConfigError, UserError
 from gptlab.config.horizon import Horizon, share_of_run

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from gptlab.cli.arguments.run_arguments import RunRequest, TrainArguments, read_request
-from gptlab.cli.repeat import repeated_config
+from gptlab.app.repeat import repeated_config
+from gptlab.app.run_request import RunRequest, TrainArguments
+from gptlab.cli.arguments.run_arguments import read_request
 from gptlab.config.errors import UserError
 from gptlab.config.load import config_from_json, config_to_json
 from gptlab.config.recipes import RECIPES, nanochat, nanochat_tiny

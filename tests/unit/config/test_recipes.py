@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from gptlab.cli.arguments.run_arguments import sized_by_measurement
+from gptlab.app.run_request import sized_by_measurement
 from gptlab.config.errors import ConfigError
 from gptlab.config.horizon import Horizon
 from gptlab.config.load import apply_overrides

@@ -20,8 +20,8 @@ from tiny_runs import command, train, write_corpus
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from gptlab.app.loaded_run import load_run
 from gptlab.cli.export import ExportArguments, modelling_source
-from gptlab.cli.loaded_run import load_run
 from gptlab.config.data import TokenizerConfig
 from gptlab.config.errors import UserError
 from gptlab.config.load import config_to_json

@@ -21,7 +21,7 @@ from tiny_runs import command, start
 from torch import Tensor
 from transformers import GPT2LMHeadModel
 
-from gptlab.cli.loaded_run import LoadedRun, load_run
+from gptlab.app.loaded_run import LoadedRun, load_run
 from gptlab.data.tokenizer.tokenizer import gpt2_tokenizer
 from gptlab.model.interop.gpt2_weights import to_gpt2
 from gptlab.runtime.records.console import Console

@@ -17,10 +17,11 @@ from tiny_runs import command, differences, killed_at, lines_of, make_config, ou
 from transformers import GPT2LMHeadModel
 
 import gptlab
-from gptlab.cli.arguments.run_arguments import TrainArguments, read_request
-from gptlab.cli.place import place_of
-from gptlab.cli.session import Session, open_session
-from gptlab.cli.start_weights import weights_fingerprint
+from gptlab.app.place import place_of
+from gptlab.app.run_request import TrainArguments
+from gptlab.app.session import Session, open_session
+from gptlab.app.start_weights import weights_fingerprint
+from gptlab.cli.arguments.run_arguments import read_request
 from gptlab.config.errors import ConfigError, UserError
 from gptlab.config.gpt2_sizes import GPT2_SIZES
 from gptlab.config.model import ModelConfig

@@ -14,8 +14,8 @@ from ranks_in_turn import in_turn
 from tiny_runs import make_config, write_corpus
 from torch import Tensor
 
-from gptlab.cli.place import place_of
-from gptlab.cli.session import open_session
+from gptlab.app.place import place_of
+from gptlab.app.session import open_session
 from gptlab.config.run import RunConfig
 from gptlab.data.rows import RowSource
 from gptlab.optim.clip import clip_gradients, joint_norm

@@ -19,7 +19,7 @@ import torch
 from tiny_runs import train, write_corpus
 
 import gptlab
-from gptlab.cli.api import train as train_run
+from gptlab.app.api import train as train_run
 from gptlab.runtime.records import environment as environment_module
 from gptlab.runtime.records import provenance as provenance_module
 from gptlab.runtime.records.code_snapshot import PATCH_NAME, ZIP_NAME, CodeSnapshot, take_code

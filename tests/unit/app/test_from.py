@@ -12,8 +12,9 @@ import pytest
 from tiny_runs import Outcome, command, differences, outcome, train, write_corpus
 
 import gptlab
-from gptlab.cli.arguments.run_arguments import TrainArguments, read_request
-from gptlab.cli.repeat import repeated_config, stored_config, what_differs
+from gptlab.app.repeat import repeated_config, stored_config, what_differs
+from gptlab.app.run_request import TrainArguments
+from gptlab.cli.arguments.run_arguments import read_request
 from gptlab.config.errors import UserError
 from gptlab.config.horizon import Horizon
 from gptlab.config.load import apply_overrides, config_to_json

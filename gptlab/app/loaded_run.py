@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from gptlab.cli.own_parts import own_parts_of
-from gptlab.cli.repeat import recorded_facts
+from gptlab.app.own_parts import own_parts_of
+from gptlab.app.repeat import recorded_facts
 from gptlab.config.errors import UserError
 from gptlab.config.load import config_from_json
 from gptlab.config.run import RunConfig

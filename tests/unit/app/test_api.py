@@ -118,7 +118,7 @@ class TestNames:
         def note(request: Any, *args: Any, config: RunConfig | None = None, **others: Any) -> None:
             configs.append(config or request.config(lambda *_: MACHINE))
 
-        monkeypatch.setattr("gptlab.cli.api.train_run", note)
+        monkeypatch.setattr("gptlab.app.api.train_run", note)
         return configs
 
     @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from gptlab.cli.arguments.run_arguments import RunRequest, request_from_values
-from gptlab.cli.own_parts import OwnParts
-from gptlab.cli.train import Result, train_run
+from gptlab.app.own_parts import OwnParts
+from gptlab.app.run_request import RunRequest, request_from_values
+from gptlab.app.train_run import Result, train_run
 from gptlab.config.errors import UserError, paths_of_the_user
 from gptlab.config.load import apply_overrides
 from gptlab.config.run import RunConfig

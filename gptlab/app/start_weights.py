@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gptlab.cli.loaded_run import best_saved_step
+from gptlab.app.loaded_run import best_saved_step
 from gptlab.config.errors import UserError
 from gptlab.data.tokenizer.tokenizer import Tokenizer
 from gptlab.model.interop.hf_folder import read_hf_weights

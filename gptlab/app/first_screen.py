@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gptlab.cli.session import Session
+from gptlab.app.session import Session
 from gptlab.config.recipes import why_quickstart_size
 from gptlab.config.recipes.applied_scaling import applied_scaling
 from gptlab.config.scaling import Machine

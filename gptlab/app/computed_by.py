@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gptlab.cli.repeat import recorded_facts
+from gptlab.app.repeat import recorded_facts
 from gptlab.config.errors import UserError
 from gptlab.model.gpt import GPT
 from gptlab.model.kernels.implementations import changed, implementations, missing_kernels

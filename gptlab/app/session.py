@@ -13,12 +13,12 @@ from typing import Literal
 
 import torch
 
-from gptlab.cli.computed_by import settle_implementations
-from gptlab.cli.next_steps import next_steps, resume_command
-from gptlab.cli.own_parts import NO_PARTS, OwnParts
-from gptlab.cli.place import Place
-from gptlab.cli.same_run import require_same_mode
-from gptlab.cli.start_weights import Start, load_start_weights, require_tokenizer
+from gptlab.app.computed_by import settle_implementations
+from gptlab.app.next_steps import next_steps, resume_command
+from gptlab.app.own_parts import NO_PARTS, OwnParts
+from gptlab.app.place import Place
+from gptlab.app.same_run import require_same_mode
+from gptlab.app.start_weights import Start, load_start_weights, require_tokenizer
 from gptlab.config.errors import ConfigError, UserError
 from gptlab.config.load import config_to_json
 from gptlab.config.parallel import EXACT_WORLD_SIZES, ParallelConfig

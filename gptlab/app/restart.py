@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
-from gptlab.cli.arguments.run_arguments import RunRequest
+from gptlab.app.run_request import RunRequest
 from gptlab.config.errors import UserError
 from gptlab.runtime.processes.distributed import Group
 from gptlab.runtime.processes.job import Ended, Job

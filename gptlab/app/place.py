@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from gptlab.cli.arguments.run_arguments import RunRequest
+from gptlab.app.run_request import RunRequest
 from gptlab.config.run import RunConfig
 from gptlab.runtime.hardware.allocator import keep_freed_memory, set_gpu_allocator
 from gptlab.runtime.hardware.determinism import deterministic_kernels

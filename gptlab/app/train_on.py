@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from gptlab.cli.arguments.run_arguments import RunRequest
-from gptlab.cli.repeat import recorded_facts
-from gptlab.cli.session import Session
+from gptlab.app.repeat import recorded_facts
+from gptlab.app.run_request import RunRequest
+from gptlab.app.session import Session
 from gptlab.config.errors import UserError
 from gptlab.config.load import config_to_json
 from gptlab.config.run import RunConfig

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gptlab.cli.arguments.run_arguments import HORIZONS
+from gptlab.app.run_request import HORIZONS
 from gptlab.config.horizon import Horizon
 from gptlab.config.run import RunConfig
 

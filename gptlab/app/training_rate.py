@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from gptlab.cli.place import Place, place_of
+from gptlab.app.place import Place, place_of
 from gptlab.config.errors import UserError
 from gptlab.config.run import RunConfig
 from gptlab.config.scaling import Machine

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from gptlab.cli.repeat import recorded_facts
-from gptlab.cli.session import Session
+from gptlab.app.repeat import recorded_facts
+from gptlab.app.session import Session
 from gptlab.config.errors import UserError
 from gptlab.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from gptlab.runtime.processes.distributed import Group
