@@ -24,7 +24,7 @@ from gptlab.optim.clip import joint_norm
 from gptlab.optim.combined import CombinedOptimizer
 from gptlab.optim.groups import build_optimizer
 from gptlab.runtime.hardware.rng import capture_rng, fold_seed, restore_rng, seed_everything
-from gptlab.training.checkpoint.slices import Piece, share_of, whole_pieces
+from gptlab.training.checkpoint.slices import TensorSlice, even_slices, whole_slices
 from gptlab.training.faults import FaultRecord, first_broken_gradient
 from gptlab.training.state_values import require_values
 from gptlab.training.throughput import LossEma
@@ -175,17 +175,17 @@ class TrainState:
         """Weights by name; a shared table stands once."""
         return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
 
-    def model_pieces(self) -> list[Piece]:
+    def model_pieces(self) -> list[TensorSlice]:
         """The weights that this rank is to write: live, and together with those of the other ranks all of them."""
-        return share_of(self.model_tensors(), self.rank, self.world_size)
+        return even_slices(self.model_tensors(), self.rank, self.world_size)
 
-    def other_pieces(self) -> list[Piece]:
+    def other_pieces(self) -> list[TensorSlice]:
         """Of moments and generators what this rank is to write. The generators' states are rank 0's."""
         rng = {_RNG + name: state for name, state in capture_rng(self.device).items()}
-        return self.moment_pieces() + (whole_pieces(rng) if self.rank == 0 else [])
+        return self.moment_pieces() + (whole_slices(rng) if self.rank == 0 else [])
 
-    def moment_pieces(self) -> list[Piece]:
-        return share_of(self.optimizer.state_tensors(), self.rank, self.world_size)
+    def moment_pieces(self) -> list[TensorSlice]:
+        return even_slices(self.optimizer.state_tensors(), self.rank, self.world_size)
 
     def other_tensors(self) -> dict[str, Tensor]:
         """The optimizer's moments and every random generator."""

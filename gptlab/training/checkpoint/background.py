@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gptlab.runtime.hardware.device import synchronize
-from gptlab.training.checkpoint.slices import Piece
+from gptlab.training.checkpoint.slices import TensorSlice
 
 T = TypeVar("T")
 
@@ -72,11 +72,11 @@ def _bytes(tensor: Tensor) -> np.ndarray:
     return tensor.reshape(-1).view(torch.uint8).numpy()
 
 
-def _by_key(pieces: Sequence[Piece]) -> dict[str, Tensor]:
+def _by_key(pieces: Sequence[TensorSlice]) -> dict[str, Tensor]:
     return {piece.key: piece.tensor for piece in pieces}
 
 
-def _copied(pieces: Sequence[Piece], snapshots: Snapshots) -> list[Piece]:
+def _copied(pieces: Sequence[TensorSlice], snapshots: Snapshots) -> list[TensorSlice]:
     copies = snapshots.take(_by_key(pieces))
     return [piece.with_tensor(copies[piece.key]) for piece in pieces]
 
@@ -93,7 +93,7 @@ class BackgroundSaver:
         self.ready = False
         """Whether there is memory for copies; without it, training waits for every save."""
 
-    def reserve(self, model: Sequence[Piece], optimizer: Sequence[Piece]) -> None:
+    def reserve(self, model: Sequence[TensorSlice], optimizer: Sequence[TensorSlice]) -> None:
         """Take the memory for copies of these. RuntimeError or MemoryError where there is not enough."""
         self._model.reserve(_by_key(model))
         self._optimizer.reserve(_by_key(optimizer))
@@ -104,7 +104,9 @@ class BackgroundSaver:
         self._model, self._optimizer = Snapshots(self._device), Snapshots(self._device)
         self.ready = False
 
-    def snapshot(self, model: Sequence[Piece], optimizer: Sequence[Piece]) -> tuple[list[Piece], list[Piece]]:
+    def snapshot(
+        self, model: Sequence[TensorSlice], optimizer: Sequence[TensorSlice]
+    ) -> tuple[list[TensorSlice], list[TensorSlice]]:
         """Copies on the CPU. The former save must be at its end: its copies are overwritten."""
         return _copied(model, self._model), _copied(optimizer, self._optimizer)
 

@@ -48,7 +48,7 @@ from gptlab.runtime.files.tensor_file import (
 from gptlab.training.checkpoint.directory import candidates, checkpoint_path, list_checkpoints, step_of
 from gptlab.training.checkpoint.manifest import KINDS, MANIFEST, STATE, Manifest, max_manifest_bytes, parse_manifest
 from gptlab.training.checkpoint.save import CheckpointError, begin_save, complete_save, save_checkpoint, write_part
-from gptlab.training.checkpoint.slices import piece_key
+from gptlab.training.checkpoint.slices import slice_key
 
 __all__ = [
     "Checkpoint",
@@ -185,7 +185,7 @@ def _read_kind(path: Path, manifest: Manifest, kind: str) -> dict[str, Tensor]:
     views: dict[str, dict[str, Tensor]] = {name: {} for name in manifest.files_of(kind)}
     for name, entry in manifest.index[kind].items():
         for place in entry.places:
-            whole, key = tensors[name], piece_key(name, entry.shape, place.start, place.count)
+            whole, key = tensors[name], slice_key(name, entry.shape, place.start, place.count)
             part = whole if place.count == whole.numel() else whole.view(-1)[place.start : place.start + place.count]
             views[place.file][key] = part
     for name, places in views.items():

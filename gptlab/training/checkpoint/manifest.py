@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from gptlab.runtime.files.tensor_file import DTYPE_NAMES, DTYPES, DamagedFileError, FileRecord, parse_json_object
-from gptlab.training.checkpoint.slices import Piece, piece_key
+from gptlab.training.checkpoint.slices import TensorSlice, slice_key
 
 FORMAT = "gptlab checkpoint"
 FORMAT_VERSION = 2
@@ -67,7 +67,7 @@ class Manifest:
             return None
         kind = next(kind for kind in KINDS if file.startswith(kind))
         return {
-            piece_key(name, entry.shape, place.start, place.count): (entry.dtype, _stored_shape(entry, place))
+            slice_key(name, entry.shape, place.start, place.count): (entry.dtype, _stored_shape(entry, place))
             for name, entry in self.index[kind].items()
             for place in entry.places
             if place.file == file
@@ -89,7 +89,7 @@ def record_fields(record: FileRecord) -> dict[str, Any]:
     return {"bytes": record.size_bytes, "sha256": record.sha256}
 
 
-def index_fields(pieces: Sequence[Piece], file: str) -> dict[str, Any]:
+def index_fields(pieces: Sequence[TensorSlice], file: str) -> dict[str, Any]:
     """The part of a kind's index that `pieces`, written into one file, make up."""
     fields: dict[str, Any] = {}
     for piece in pieces:

@@ -45,7 +45,7 @@ from gptlab.training.checkpoint.manifest import (
     merged_index,
     record_fields,
 )
-from gptlab.training.checkpoint.slices import Piece, whole_pieces
+from gptlab.training.checkpoint.slices import TensorSlice, whole_slices
 
 
 class CheckpointError(UserError):
@@ -70,7 +70,7 @@ def save_checkpoint(
     then, and nothing is left of the new one. ValueError for what is no JSON data or no plain tensor.
     """
     require_json(state)
-    pieces = {"model": whole_pieces(model), "optimizer": whole_pieces(optimizer)}
+    pieces = {"model": whole_slices(model), "optimizer": whole_slices(optimizer)}
     temporary = begin_save(checkpoints_dir, step, needed_bytes=tensor_bytes(model) + tensor_bytes(optimizer))
     try:
         part = _write_files(temporary, pieces, 0, 1)
@@ -97,7 +97,7 @@ def begin_save(checkpoints_dir: Path, step: int, *, needed_bytes: int) -> Path:
 
 
 def write_part(
-    temporary: Path, model: Sequence[Piece], optimizer: Sequence[Piece], *, rank: int = 0, size: int = 1
+    temporary: Path, model: Sequence[TensorSlice], optimizer: Sequence[TensorSlice], *, rank: int = 0, size: int = 1
 ) -> None:
     """Write what this rank of `size` has to write, flushed to disk when this returns. The pieces of all ranks together
     tile every tensor. CheckpointError where the file system refuses; what was begun stays, for the rank that began."""
@@ -124,7 +124,7 @@ def complete_save(temporary: Path, state: dict[str, Any], *, size: int = 1) -> P
 
 
 def _write_files(
-    temporary: Path, pieces: Mapping[str, Sequence[Piece]], rank: int, size: int
+    temporary: Path, pieces: Mapping[str, Sequence[TensorSlice]], rank: int, size: int
 ) -> dict[str, dict[str, Any]]:
     """What the manifest will say of this rank's files."""
     needed_bytes = sum(piece.tensor.nbytes for of_kind in pieces.values() for piece in of_kind)

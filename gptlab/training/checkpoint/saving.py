@@ -29,7 +29,7 @@ from gptlab.training.checkpoint.background import BackgroundSaver
 from gptlab.training.checkpoint.directory import list_checkpoints, remove_tree, settle, sweep
 from gptlab.training.checkpoint.load import CheckpointError, begin_save, complete_save, save_checkpoint, write_part
 from gptlab.training.checkpoint.retention import retain
-from gptlab.training.checkpoint.slices import Piece
+from gptlab.training.checkpoint.slices import TensorSlice
 from gptlab.training.horizon import Finish
 from gptlab.training.off_clock import OffClock
 from gptlab.training.state import Best, TrainState, better
@@ -394,6 +394,6 @@ def _problem(work: _Result) -> str | None:
     return None
 
 
-def _by_name(pieces: Sequence[Piece]) -> dict[str, Any]:
+def _by_name(pieces: Sequence[TensorSlice]) -> dict[str, Any]:
     """Of one process, which holds whole tensors."""
     return {piece.name: piece.tensor for piece in pieces}

@@ -1,4 +1,4 @@
-"""A tensor as several processes hold it: each has some runs of its elements, which together tile it."""
+"""One type for a part of a tensor: what a process of several holds, sends and saves."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from gptlab.optim.division import even_share
 
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Consecutive elements of a tensor, in row-major order, that this process holds and is to write."""
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorSlice:
+    """Consecutive elements of a tensor, in row-major order."""
 
     name: str
     shape: tuple[int, ...]
@@ -24,41 +22,49 @@ class Piece:
     """The elements, in any shape."""
 
     @property
+    def count(self) -> int:
+        return self.tensor.numel()
+
+    @property
     def is_whole(self) -> bool:
-        return self.tensor.numel() == math.prod(self.shape)
+        return self.count == math.prod(self.shape)
 
     @property
     def key(self) -> str:
-        """What it is called in a file, where a tensor may stand in several pieces."""
-        return piece_key(self.name, self.shape, self.start, self.tensor.numel())
+        """Its name in a file, which may hold several slices of one tensor."""
+        return slice_key(self.name, self.shape, self.start, self.count)
 
-    def with_tensor(self, tensor: Tensor) -> Piece:
+    def of(self, whole: Tensor) -> Tensor:
+        """The same elements of another tensor of the whole shape, in the shape that they have here."""
+        return whole.reshape(-1)[self.start : self.start + self.count].view(self.tensor.shape)
+
+    def with_tensor(self, tensor: Tensor) -> TensorSlice:
         """The same elements, held elsewhere."""
         return replace(self, tensor=tensor)
 
 
-def piece_key(name: str, shape: tuple[int, ...], start: int, count: int) -> str:
+def slice_key(name: str, shape: tuple[int, ...], start: int, count: int) -> str:
     """NAME for a whole tensor, NAME@START for a part of one."""
     return name if count == math.prod(shape) else f"{name}@{start}"
 
 
-def whole_pieces(tensors: Mapping[str, Tensor]) -> list[Piece]:
-    """Every tensor as one piece."""
-    return [Piece(name, tuple(tensor.shape), 0, tensor) for name, tensor in tensors.items()]
+def whole_slices(tensors: Mapping[str, Tensor]) -> list[TensorSlice]:
+    """Every tensor as one slice."""
+    return [TensorSlice(name, tuple(tensor.shape), 0, tensor) for name, tensor in tensors.items()]
 
 
-def share_of(tensors: Mapping[str, Tensor], rank: int, size: int) -> list[Piece]:
-    """Of tensors that all of `size` ranks hold, what `rank` is to write: the same number of elements on each, plus or
-    minus one, in the order of `tensors`. Views, where the tensors are contiguous."""
-    if size == 1:
-        return whole_pieces(tensors)
-    # An empty tensor has no element that could tell whose it is: the first rank's.
-    empty = {name: tensor for name, tensor in tensors.items() if tensor.numel() == 0 and rank == 0}
-    segments = even_share({name: tensor.numel() for name, tensor in tensors.items()}, rank, size)
-    return whole_pieces(empty) + [
-        Piece(
-            segment.name, tuple(tensors[segment.name].shape), segment.start,
-            tensors[segment.name].detach().reshape(-1)[segment.start : segment.start + segment.count],
-        )
-        for segment in segments
-    ]  # fmt: skip
+def even_slices(tensors: Mapping[str, Tensor], index: int, parts: int) -> list[TensorSlice]:
+    """Part `index` of `parts` where `tensors`, end to end, are cut into parts of the same length, plus or minus one
+    element. Views, where the tensors are contiguous."""
+    if parts == 1:
+        return whole_slices(tensors)
+    total = sum(tensor.numel() for tensor in tensors.values())
+    first, end = total * index // parts, total * (index + 1) // parts
+    before, slices = 0, []
+    for name, tensor in tensors.items():
+        start, stop = max(first - before, 0), min(end - before, tensor.numel())
+        # An empty tensor has no element that could say whose it is: it belongs to the first part.
+        if start < stop or (index == 0 and tensor.numel() == 0):
+            slices.append(TensorSlice(name, tuple(tensor.shape), start, tensor.detach().reshape(-1)[start:stop]))
+        before += tensor.numel()
+    return slices

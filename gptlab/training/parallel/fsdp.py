@@ -29,7 +29,7 @@ from gptlab.optim.combined import CombinedOptimizer
 from gptlab.optim.groups import build_optimizer
 from gptlab.optim.sharded_muon import ShardedMatrix, ShardedMuon
 from gptlab.runtime.processes.distributed import Group
-from gptlab.training.checkpoint.slices import Piece, whole_pieces
+from gptlab.training.checkpoint.slices import TensorSlice, whole_slices
 from gptlab.training.parallel.fsdp_model import (
     Shard,
     as_forward,
@@ -101,23 +101,23 @@ class ShardedState(TrainState):
         """This rank's rows of every weight that it has some of."""
         return {name: shard.here.detach() for name, shard in self.shards.items() if shard.here.numel()}
 
-    def model_pieces(self) -> list[Piece]:
+    def model_pieces(self) -> list[TensorSlice]:
         tensors = self.model_tensors()
         return [
-            Piece(name, shard.shape, shard.start, tensors[name])
+            TensorSlice(name, shard.shape, shard.start, tensors[name])
             for name, shard in self.shards.items()
             if name in tensors and (shard.is_cut or self.rank == 0)
         ]
 
-    def moment_pieces(self) -> list[Piece]:
+    def moment_pieces(self) -> list[TensorSlice]:
         pieces = []
         for key, tensor in self.optimizer.state_tensors().items():
             name, _, moment = key.rpartition(".")
             shard = self.shards[name]
             if moment in _LIKE_THE_WEIGHT and shard.is_cut:
-                pieces.append(Piece(key, shard.shape, shard.start, tensor))
+                pieces.append(TensorSlice(key, shard.shape, shard.start, tensor))
             elif moment == "second_moment" or self.rank == 0:  # there on its owner alone; the others on all
-                pieces += whole_pieces({key: tensor})
+                pieces += whole_slices({key: tensor})
         return pieces
 
     @torch.no_grad()

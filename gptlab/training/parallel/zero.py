@@ -28,7 +28,7 @@ from gptlab.optim.combined import CombinedOptimizer
 from gptlab.optim.division import MESSAGE_BYTES, Division, Leaf, Message, Segment
 from gptlab.optim.groups import build_optimizer, divide_work
 from gptlab.runtime.processes.distributed import Group, Pending
-from gptlab.training.checkpoint.slices import Piece
+from gptlab.training.checkpoint.slices import TensorSlice
 from gptlab.training.state import TrainState, build_state, named_roles
 
 
@@ -219,9 +219,9 @@ class DividedState(TrainState):
     def finish_move(self) -> None:
         self._weights.finish()
 
-    def moment_pieces(self) -> list[Piece]:
+    def moment_pieces(self) -> list[TensorSlice]:
         return [
-            Piece(moment.name, moment.shape, moment.start, moment.tensor)
+            TensorSlice(moment.name, moment.shape, moment.start, moment.tensor)
             for moment in self.optimizer.moments()
             if moment.saved_here
         ]

@@ -26,7 +26,7 @@ from gptlab.training.checkpoint.load import (
     write_part,
 )
 from gptlab.training.checkpoint.manifest import file_name
-from gptlab.training.checkpoint.slices import Piece, share_of
+from gptlab.training.checkpoint.slices import TensorSlice, even_slices
 
 Tensors = dict[str, Tensor]
 
@@ -44,17 +44,17 @@ def contents(seed: int) -> dict[str, Tensors]:
     return {"model": model, "optimizer": other}
 
 
-def whole(tensors: Tensors, rank: int, size: int) -> list[Piece]:
+def whole(tensors: Tensors, rank: int, size: int) -> list[TensorSlice]:
     """Rank 0 writes everything."""
-    return share_of(tensors, 0, 1) if rank == 0 else []
+    return even_slices(tensors, 0, 1) if rank == 0 else []
 
 
-def by_tensor(tensors: Tensors, rank: int, size: int) -> list[Piece]:
+def by_tensor(tensors: Tensors, rank: int, size: int) -> list[TensorSlice]:
     """Every rank writes whole tensors of its own."""
-    return [Piece(name, tuple(t.shape), 0, t) for i, (name, t) in enumerate(tensors.items()) if i % size == rank]
+    return [TensorSlice(name, tuple(t.shape), 0, t) for i, (name, t) in enumerate(tensors.items()) if i % size == rank]
 
 
-def by_rows(tensors: Tensors, rank: int, size: int) -> list[Piece]:
+def by_rows(tensors: Tensors, rank: int, size: int) -> list[TensorSlice]:
     """What FSDP2 does: each tensor's rows are cut alike; some ranks get nothing of a short one."""
     pieces = []
     for name, tensor in tensors.items():
@@ -64,21 +64,21 @@ def by_rows(tensors: Tensors, rank: int, size: int) -> list[Piece]:
         rows = -(-len(tensor) // size)
         part = tensor[rank * rows : (rank + 1) * rows]
         if part.numel():
-            pieces.append(Piece(name, tuple(tensor.shape), rank * rows * tensor[0].numel(), part))
+            pieces.append(TensorSlice(name, tuple(tensor.shape), rank * rows * tensor[0].numel(), part))
     return pieces
 
 
-def turn_about(tensors: Tensors, rank: int, size: int) -> list[Piece]:
+def turn_about(tensors: Tensors, rank: int, size: int) -> list[TensorSlice]:
     """Single elements, so that every rank has many pieces of every tensor."""
     return [
-        Piece(name, tuple(tensor.shape), start, tensor.reshape(-1)[start : start + 1])
+        TensorSlice(name, tuple(tensor.shape), start, tensor.reshape(-1)[start : start + 1])
         for name, tensor in tensors.items()
         for start in range(rank, max(tensor.numel(), 1), size)
     ]
 
 
-CUTS: dict[str, Callable[[Tensors, int, int], Sequence[Piece]]] = {
-    "even": share_of, "whole": whole, "by-tensor": by_tensor, "by-rows": by_rows, "turn-about": turn_about,
+CUTS: dict[str, Callable[[Tensors, int, int], Sequence[TensorSlice]]] = {
+    "even": even_slices, "whole": whole, "by-tensor": by_tensor, "by-rows": by_rows, "turn-about": turn_about,
 }  # fmt: skip
 
 
@@ -123,7 +123,7 @@ def test_each_rank_has_files_of_its_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 100])
 def test_even_shares_tile_everything(size: int) -> None:
     tensors = {"a": torch.arange(7), "b": torch.zeros(()), "c": torch.arange(24).reshape(4, 6)}
-    shares = [share_of(tensors, rank, size) for rank in range(size)]
+    shares = [even_slices(tensors, rank, size) for rank in range(size)]
     counts = [sum(piece.tensor.numel() for piece in share) for share in shares]
     assert max(counts) - min(counts) <= 1
     for name, tensor in tensors.items():
@@ -245,7 +245,7 @@ def test_index_and_files_must_agree(tmp_path: Path, change: str) -> None:
 
 def test_a_rank_that_never_wrote_leaves_no_checkpoint(tmp_path: Path) -> None:
     temporary = begin_save(tmp_path, 10, needed_bytes=1)
-    pieces = share_of(contents(1)["model"], 0, 2)
+    pieces = even_slices(contents(1)["model"], 0, 2)
     write_part(temporary, pieces, [], rank=0, size=2)
     assert list_checkpoints(tmp_path) == []
     # What a rank that died leaves is gone with the next save ...
@@ -264,7 +264,7 @@ def test_pieces_that_do_not_tile_are_refused_by_the_writer(tmp_path: Path, harm:
     for rank in range(2):
         shape = (2, 3) if harm == "two shapes" and rank else (6,)
         start = {"a gap": 4 * rank, "twice": 0, "two shapes": 3 * rank}[harm]
-        write_part(temporary, [Piece("x", shape, start, ones[:3])], [], rank=rank, size=2)
+        write_part(temporary, [TensorSlice("x", shape, start, ones[:3])], [], rank=rank, size=2)
     with pytest.raises(ValueError, match="'x'"):
         complete_save(temporary, {}, size=2)
     assert tree(tmp_path) == {}
