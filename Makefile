@@ -3,8 +3,10 @@
 VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?= quickstart
-# Test processes. Each computes with one thread: more would fight over the same cores.
+# Test processes. Each computes with one thread: more would fight over the same cores. A file's tests stay in one
+# process, so that what they share is made once; files are handed out in the order of tests/, unit tests last.
 WORKERS ?= 2
+PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
@@ -15,7 +17,7 @@ train: $(VENV)/.installed  ## set up and train the quickstart recipe (ARGS="quic
 	$(BIN)/gptlab train $(ARGS)
 
 test: $(VENV)/.installed-dev  ## set up and run the tests (WORKERS=2 processes)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL)
 
 test-gpu: $(VENV)/.installed-dev  ## only the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu

@@ -94,7 +94,7 @@ def gptlab_process(*argv: str, file_bytes: int | None = None) -> Ended:
     if file_bytes is not None:
         limit = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({file_bytes}, {file_bytes}))\n"
         # What git does not have of the code goes into the run folder, and may be of any size.
-        limit += "from gptlab.runtime import provenance\n"
+        limit += "from gptlab.runtime.records import provenance\n"
         limit += "provenance.take_code = lambda package: provenance.CodeSnapshot(None, None, '', {})\n"
     program = f"{limit}from gptlab.cli.main import entry_point\nentry_point()"
     before = files()

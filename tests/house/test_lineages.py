@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
 
-import pytest
 from mutations import MUTATIONS, Mutation
 from mutations.mutation import file_of_test
 
@@ -78,42 +78,61 @@ def test_every_document_has_its_table() -> None:
     assert sum(len(rows(section)) for section in sections.values()) == len(ROWS)
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0][:40])
-def test_tests_exist_or_it_is_said_not_to_be_there(row: Row) -> None:
-    behaviour, place, tests = row
-    names = in_code(tests)
-    assert re.fullmatch(r"(`[^`]+`(, )?)*", tests), "nothing but tests, with commas between"
-    assert names or place.startswith("**Not"), f"no test for: {behaviour}"
-    assert len(set(names)) == len(names)
-    for name in names:
-        file, _, test = name.partition("::")
-        assert file_of_test(file).is_file(), file
-        assert test in names_in(file), name
+def exists(name: str) -> bool:
+    file, _, test = name.partition("::")
+    return file_of_test(file).is_file() and test in names_in(file)
 
 
-@pytest.mark.parametrize("row", SAME, ids=lambda row: row[0][:40])
-def test_what_is_the_same_has_tests_that_would_notice(row: Row) -> None:
-    """Each of its tests fails under a mutation that breaks this very row."""
-    behaviour, _, tests = row
-    breaking = [mutation for mutation in MUTATIONS if any(behaviour.startswith(start) for start in mutation.rows)]
-    assert breaking, f"no mutation breaks: {behaviour}"
-    unproven = set(in_code(tests)) - {test for mutation in breaking for test in mutation.tests} - UNPROVEN
-    assert not unproven
+def test_tests_exist_or_it_is_said_not_to_be_there() -> None:
+    problems = []
+    for behaviour, place, tests in ROWS:
+        names = in_code(tests)
+        if not re.fullmatch(r"(`[^`]+`(, )?)*", tests) or len(set(names)) != len(names):
+            problems.append(f"{behaviour}: not a list of different tests: {tests}")
+        if not names and not place.startswith("**Not"):
+            problems.append(f"{behaviour}: no test")
+        problems += [f"{behaviour}: there is no {name}" for name in names if not exists(name)]
+    assert problems == []
 
 
-@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.defect[:40])
-def test_mutations_fit_the_code_and_the_page(mutation: Mutation) -> None:
-    assert mutation.occurrences() == 1
+def test_what_is_the_same_has_tests_that_would_notice() -> None:
+    """Each test of a row fails under a mutation that breaks this very row."""
+    problems = []
+    for behaviour, _, tests in SAME:
+        breaking = [mutation for mutation in MUTATIONS if any(behaviour.startswith(start) for start in mutation.rows)]
+        if not breaking:
+            problems.append(f"no mutation breaks: {behaviour}")
+        unproven = set(in_code(tests)) - {test for mutation in breaking for test in mutation.tests} - UNPROVEN
+        problems += [f"{behaviour}: no mutation for {name}" for name in sorted(unproven)]
+    assert problems == []
+
+
+def misfits(mutation: Mutation) -> Iterator[str]:
+    """What keeps a mutation from being made in the code, or from breaking its rows of the page."""
     source = (ROOT / "gptlab" / mutation.file).read_text(encoding="utf-8")
-    ast.parse(source.replace(mutation.old, mutation.new))
-    assert mutation.tests
-    for name in mutation.tests:
-        file, _, test = name.partition("::")
-        assert test in names_in(file), name
+    if mutation.occurrences() != 1:
+        yield f"its text is {mutation.occurrences()} times in {mutation.file}"
+    elif not parses(source.replace(mutation.old, mutation.new)):
+        yield "with it the code is not Python"
+    if not mutation.tests:
+        yield "no test is named"
+    yield from (f"there is no {name}" for name in mutation.tests if not exists(name))
     for start in mutation.rows:
-        broken = [row for row in ROWS if row[0].startswith(start)]
-        assert broken, f"no row begins with: {start}"
-        assert any(set(in_code(tests)) & set(mutation.tests) for _, _, tests in broken), start
+        tests = {name for row in ROWS if row[0].startswith(start) for name in in_code(row[2])}
+        if not tests & set(mutation.tests):
+            yield f"no row begins with this and has one of its tests: {start}"
+
+
+def parses(source: str) -> bool:
+    try:
+        ast.parse(source)
+    except SyntaxError:
+        return False
+    return True
+
+
+def test_mutations_fit_the_code_and_the_page() -> None:
+    assert [f"{mutation.defect}: {problem}" for mutation in MUTATIONS for problem in misfits(mutation)] == []
 
 
 def test_mutations_have_names_of_their_own() -> None:

@@ -138,7 +138,7 @@ class TestDuringAStep:
     """The main thread is deep inside a library, where Python runs no handler."""
 
     SLOW = DEEP + (
-        "from gptlab.train import loop\n"
+        "from gptlab.training import loop\n"
         "def slow(state, *args, work=loop.gradients):\n"
         "    if state.step == 1: wait()\n"
         "    return work(state, *args)\n"
