@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from gptlab.app.repeat import recorded_facts
 from gptlab.config.errors import UserError
 from gptlab.model.gpt import GPT
-from gptlab.model.kernels.implementations import changed, implementations, missing_kernels
+from gptlab.model.kernels.ops import implementations, missing_kernels
 from gptlab.runtime.processes.distributed import Group
 from gptlab.runtime.records.console import Console
 from gptlab.runtime.records.run_directory import RunDirectory
@@ -19,8 +21,9 @@ def require_same_implementations(model: GPT, kernels: Kernels, group: Group) -> 
     UserError on rank 0 where another rank computes a part of the run by another implementation: the ranks would not
     have the same weights for long. The other ranks end by it.
     """
-    ours = implementations(model) | {"compile": kernels.compiler}
-    everybody = group.gather("implementations", {"found": ours, "missing": missing_kernels(model)})
+    device, dtype = model.token_embedding.weight.device, model.compute_dtype
+    ours = implementations(device, dtype) | {"compile": kernels.compiler}
+    everybody = group.gather("implementations", {"found": ours, "missing": missing_kernels(device, dtype)})
     for rank, theirs in enumerate(everybody if group.is_main else []):
         found = theirs["found"]
         if found != ours:
@@ -57,3 +60,17 @@ def settle_implementations(
     elif origin is not None and (what := changed(recorded_facts(origin).get("implementations"), found)):
         console.warn(f"not computed as {origin.path} was ({what}): close to, not bit for bit")
     return found
+
+
+def changed(recorded: object, now: Mapping[str, str]) -> str:
+    """What is computed differently than `recorded`, as "attention: kernels 0a1b... -> torch". Empty where nothing is,
+    and where a run or a checkpoint recorded nothing."""
+    if not isinstance(recorded, dict):
+        return ""
+    names = [*now, *(name for name in recorded if name not in now)]
+    return ", ".join(
+        # From an untrusted file: as much as a line can take.
+        f"{str(name)[:60]}: {str(recorded.get(name))[:60]} -> {now.get(name)}"
+        for name in names[:20]
+        if recorded.get(name) != now.get(name)
+    )

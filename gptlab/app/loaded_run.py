@@ -15,7 +15,7 @@ from gptlab.config.load import config_from_json
 from gptlab.config.run import RunConfig
 from gptlab.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from gptlab.model.gpt import GPT, build_model
-from gptlab.model.kernels.implementations import missing_kernels, without_kernels
+from gptlab.model.kernels.ops import missing_kernels
 from gptlab.runtime.hardware.device import resolve_device, resolve_dtype
 from gptlab.runtime.hardware.threads import set_threads
 from gptlab.runtime.processes.distributed import Group
@@ -83,8 +83,8 @@ def load_run(
     require_weights_of(config.model, saved.model)
     model = build_model(config.model, device=where, compute_dtype=compute_dtype, seed=config.seed)
     load_weights(model, saved.model)
-    if (problem := missing_kernels(model)) is not None:
-        console.warn(without_kernels(problem))
+    if (missing := missing_kernels(where, compute_dtype)) is not None:
+        console.warn(missing)
     group.start_collectives(where, timeout_seconds=config.runtime.process_timeout_seconds)
     if group.size > 1 and (different := group.all_agree(checksum(model.parameters()), "weights")):
         raise UserError(f"rank {different[0]} finds another checkpoint in {path} than rank 0: give all the same folder")

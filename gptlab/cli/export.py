@@ -86,7 +86,7 @@ def export(run: LoadedRun, target: Path, *, form: Form, dtype: Literal["float32"
 
 def modelling_source() -> str:
     """The modelling file. gptlab reads it and never imports it, which would need transformers."""
-    return (resources.files("gptlab.model") / f"{MODELLING_MODULE}.py").read_text(encoding="utf-8")
+    return (resources.files("gptlab.model.interop") / f"{MODELLING_MODULE}.py").read_text(encoding="utf-8")
 
 
 def _fill(

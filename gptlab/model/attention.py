@@ -1,10 +1,9 @@
 """Causal attention over the whole context or a sliding window.
 
 Shapes: B sequences, H query heads, G key-value heads (G divides H), T query positions, S key positions, D head width.
-Full causal attention on a GPU goes to `scaled_dot_product_attention`, float32 without dropout on a CPU to the kernel
-of `attention_kernel.py`. Elsewhere, and for windows, queries are taken in blocks that each see only the keys they can
-reach, so time and memory fall with the window; on a CPU plain batched matrix products with a fused softmax also beat
-torch's kernel (bf16, B=16 H=4 T=256 D=64, two Zen 4 cores: its forward and backward take 30 ms, the products 9 ms).
+Queries are taken in blocks that each see only the keys they can reach, so time and memory fall with the window. On a
+CPU plain batched matrix products with a fused softmax also beat torch's kernel (bf16, B=16 H=4 T=256 D=64, two Zen 4
+cores: its forward and backward take 30 ms, the products 9 ms). `kernels/ops.py` says where other implementations run.
 """
 
 from __future__ import annotations
@@ -27,29 +26,22 @@ def rotary_tables(seq_len: int, head_dim: int, base: float, dtype: torch.dtype) 
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (x[i], x[i + D/2]) of x (B, T, H, D) by *minus* the position's angle, as seeds 1, 3 and 4 do.
+    """Rotate the pairs (x[i], x[i + D/2]) of x (B, T, H, D) by *minus* the position's angle.
 
-    The sign is a convention: scores depend on the angle between query and key only. cos, sin: (T, D / 2).
+    The sign is a convention, here that of modded-nanogpt, autoresearch and nanochat: scores depend only on the angle
+    between query and key. cos, sin: (T, D / 2).
     """
     first, second = x.chunk(2, dim=-1)
     cos, sin = cos[:, None, :], sin[:, None, :]
     return torch.cat((first * cos + second * sin, second * cos - first * sin), dim=-1).to(x.dtype)
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, *, window: int | None, dropout: float = 0.0) -> Tensor:
-    """Each query sees itself and the `window - 1` tokens before it (all of them where window is None).
-
-    q: (B, H, T, D); k, v: (B, G, T, D). Returns (B, H, T, D).
-    """
-    if window is None and q.device.type != "cpu":
-        return F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, dropout_p=dropout, enable_gqa=q.shape[1] != k.shape[1]
-        )
-    return blocked_attention(q, k, v, window=window, dropout=dropout)
-
-
 def blocked_attention(q: Tensor, k: Tensor, v: Tensor, *, window: int | None, dropout: float = 0.0) -> Tensor:
-    """`causal_attention` by blocks of queries, each against the slice of keys that it can see."""
+    """Causal attention by blocks of queries, each against the slice of keys that it can see.
+
+    q: (B, H, T, D); k, v: (B, G, T, D). Returns (B, H, T, D). Each query sees itself and the `window - 1` tokens
+    before it (all of them if window is None).
+    """
     n_tokens = q.shape[2]
     reach = n_tokens if window is None else window
     k, v = _repeat_heads(k, q.shape[1]), _repeat_heads(v, q.shape[1])

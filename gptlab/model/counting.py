@@ -18,7 +18,7 @@ class ParameterCounts:
     by_role: dict[Role, int]
     """Sums to `total`; a role that the model lacks stands at 0, a tied table under EMBEDDING."""
     scaling: int
-    """Matrices and head: the count that seed 4 found to give the cleanest scaling laws. A tied table is the head."""
+    """Matrices and head: the count that gave nanochat the cleanest scaling laws. A tied table is the head."""
 
 
 @dataclass(frozen=True, slots=True)

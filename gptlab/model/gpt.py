@@ -7,21 +7,18 @@ weight is cast where it is used, so that precision is visible in the code and no
 
 from __future__ import annotations
 
-import math
-import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gptlab.config.model import Activation, ModelConfig
-from gptlab.model.attention import apply_rotary, cached_attention, causal_attention, rotary_tables
-from gptlab.model.head import HeadLoss, softcap
-from gptlab.model.kernels.attention_kernel import attention_by_kernel, attention_kernel_available
-from gptlab.model.kernels.linear_kernel import enough_tokens, linear_by_kernel, linear_kernel_pays, mlp_by_kernel
+from gptlab.config.model import ModelConfig
+from gptlab.model.attention import apply_rotary, cached_attention, rotary_tables
+from gptlab.model.head import softcap
+from gptlab.model.init import initial_weights
+from gptlab.model.kernels import ops
 from gptlab.model.kv_cache import KVCache
-from gptlab.runtime.hardware.rng import fold_seed
 
 # Channels that a value-embedding gate reads (autoresearch and nanochat: 32).
 GATE_CHANNELS = 32
@@ -30,13 +27,8 @@ GATE_CHANNELS = 32
 class Linear(nn.Linear):
     """A linear layer whose master weight is cast to the type of its input."""
 
-    by_kernel = False  # see GPT.choose_kernels
-
     def forward(self, x: Tensor) -> Tensor:
-        if self.by_kernel and enough_tokens(x):
-            return linear_by_kernel(x, self.weight)
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        return F.linear(x, self.weight.to(x.dtype), bias)
+        return ops.linear(x, self.weight, self.bias)
 
 
 class Embedding(nn.Embedding):
@@ -77,8 +69,6 @@ def make_dropout(config: ModelConfig) -> nn.Module:
 
 
 class Attention(nn.Module):
-    by_kernel = False  # see GPT.choose_kernels
-
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.layer = layer
@@ -110,47 +100,25 @@ class Attention(nn.Module):
             q, k = apply_rotary(q, *rotary), apply_rotary(k, *rotary)
         if self.qk_norm is not None:
             q, k = self.qk_norm(q), self.qk_norm(k)
-        dropout = self.dropout if self.dropout > 0 and self.training else 0.0
-        if cache is None and dropout == 0 and self.by_kernel:
-            if rotary is not None or self.qk_norm is not None or value is not None:
-                heads = torch.cat((q, k, v), dim=2)
-            y = attention_by_kernel(heads, self.n_head, window=self.window)
-            return self.out(y.reshape(batch, n_tokens, -1))
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if cache is None:
-            y = causal_attention(q, k, v, window=self.window, dropout=dropout)
+            dropout = self.dropout if self.dropout > 0 and self.training else 0.0
+            unchanged = value is None and rotary is None and self.qk_norm is None
+            y = ops.attention(q, k, v, window=self.window, dropout=dropout, packed=heads if unchanged else None)
         else:
-            y = cached_attention(q, *cache.append(self.layer, k, v), window=self.window)
-        return self.out(y.transpose(1, 2).reshape(batch, n_tokens, -1))
-
-
-def _relu2(x: Tensor) -> Tensor:
-    return F.relu(x).square()
-
-
-def _gelu_tanh(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
-
-
-_ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
-    "relu2": _relu2,
-    "gelu": F.gelu,
-    "gelu_tanh": _gelu_tanh,
-}
+            k, v = cache.append(self.layer, k.transpose(1, 2), v.transpose(1, 2))
+            y = cached_attention(q.transpose(1, 2), k, v, window=self.window).transpose(1, 2)
+        return self.out(y.reshape(batch, n_tokens, -1))
 
 
 class MLP(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.activation = config.activation
-        self.activate = _ACTIVATIONS[config.activation]
         self.up = Linear(config.n_embd, config.mlp_width, bias=config.bias)
         self.out = Linear(config.mlp_width, config.n_embd, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.up.by_kernel and self.out.by_kernel and enough_tokens(x):
-            return mlp_by_kernel(x, self.up.weight, self.out.weight, self.activation)
-        return self.out(self.activate(self.up(x)))
+        return ops.mlp(x, self.up, self.out, self.activation)
 
 
 class Block(nn.Module):
@@ -186,7 +154,8 @@ class GPT(nn.Module):
 
     def __init__(self, config: ModelConfig, compute_dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        self.config, self.compute_dtype = config, compute_dtype
+        assert config.vocab_size is not None
+        self.config, self.compute_dtype, self.vocab_size = config, compute_dtype, config.vocab_size
         rows, width = config.padded_vocab_size, config.n_embd
         value_width = config.kv_heads * config.head_dim
         self.token_embedding = Embedding(rows, width)
@@ -225,9 +194,9 @@ class GPT(nn.Module):
     def hidden(
         self, tokens: Tensor, blocks: Sequence[Callable[..., Tensor]] | None = None, cache: KVCache | None = None
     ) -> Tensor:
-        """Residual stream behind the last block, (B, T, C) in compute_dtype.
+        """The residual stream after the last block, (B, T, C) in compute_dtype.
 
-        `blocks` stands for the model's own: the same ones, compiled.
+        `blocks` replace the model's own: the same ones, compiled.
         """
         start = 0 if cache is None else cache.length
         stop = start + tokens.shape[1]
@@ -240,7 +209,7 @@ class GPT(nn.Module):
         if self.embedding_norm is not None:
             x = self.embedding_norm(x)
         x0 = self.dropout(x)
-        x = x0.view_as(x0)  # another object: torch.compile would compile the first block apart for `x is x0`
+        x = x0.view_as(x0)  # another object, or torch.compile would compile the first block twice, for `x is x0`
         rotary = (self.cos[start:stop], self.sin[start:stop]) if self.config.position == "rope" else None
         in_use: Sequence[Callable[..., Tensor]] = list(self.blocks) if blocks is None else blocks
         for layer, block in enumerate(in_use):
@@ -252,33 +221,22 @@ class GPT(nn.Module):
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """(..., C) behind the last block -> (..., V), the vocabulary's padding left out."""
-        logits = self.head(self.final_norm(hidden))[..., : self.config.vocab_size]
+        """(..., C) after the last block -> (..., V), without the padding of the vocabulary."""
+        logits = self.head(self.final_norm(hidden))[..., : self.vocab_size]
         return softcap(logits.to(torch.promote_types(logits.dtype, torch.float32)), self.config.logit_softcap)
 
     def head_loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """Summed cross-entropy of hidden (B, T, C) against targets (B, T); 0-d."""
         x = self.final_norm(hidden.flatten(0, 1))
-        weight = self.head.weight.to(x.dtype)
-        config = self.config
-        return HeadLoss.apply(x, weight, targets.flatten(), config.vocab_size, config.logit_softcap)
+        return ops.head_loss(x, self.head.weight, targets.flatten(), self.vocab_size, self.config.logit_softcap)
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
         """Fill every weight and buffer."""
         parameters = dict(self.named_parameters())
-        for name, values in self.initial_weights(seed):
+        for name, values in initial_weights(self, self.config, seed):
             parameters[name].copy_(values)
         self.init_buffers()
-
-    def initial_weights(self, seed: int) -> Iterator[tuple[str, Tensor]]:
-        """The first values of every weight, whole, float32 on the CPU. Each draws from a generator of its own, keyed by
-        (seed, its name): the same on every device, and a part that two configurations share starts out the same in
-        both."""
-        for name, parameter in self.named_parameters():
-            generator = torch.Generator().manual_seed(fold_seed(seed, zlib.crc32(name.encode())))
-            values = torch.empty(parameter.shape, dtype=torch.float32)
-            yield name, _initial_values(name, values, self.config, generator)
 
     def init_buffers(self) -> None:
         if self.config.position == "rope":
@@ -287,55 +245,12 @@ class GPT(nn.Module):
             self.cos.copy_(cos)
             self.sin.copy_(sin)
 
-    @property
-    def suits_kernels(self) -> bool:
-        """Whether the C++ kernels, where they can be built, compute parts of this model: float32 on a CPU."""
-        return self.token_embedding.weight.device.type == "cpu" and self.compute_dtype == torch.float32
-
-    def choose_kernels(self) -> None:
-        """To be called where the weights have their device, before anything is compiled."""
-        by_kernel = self.suits_kernels
-        for module in self.blocks.modules():
-            if isinstance(module, Attention):
-                module.by_kernel = by_kernel and attention_kernel_available()
-            elif isinstance(module, Linear):
-                module.by_kernel = by_kernel and linear_kernel_pays(module)
-
-
-def _initial_values(name: str, values: Tensor, config: ModelConfig, generator: torch.Generator) -> Tensor:
-    if name.endswith("norm.weight"):
-        return values.fill_(1.0)
-    if name.endswith("bias") and (config.init != "torch" or name.endswith("norm.bias")):
-        return values.zero_()
-    if name == "residual_lambdas":
-        return values.fill_(1.0)
-    if name == "x0_lambdas":
-        return values.fill_(0.1)  # nanochat: a little of the embedding from the start
-    if name.endswith("value_gate.weight"):
-        return values.zero_()  # a gate of 2 * sigmoid(0) = 1
-    if config.init == "torch":
-        table = name.endswith("embedding.weight") or name.startswith("value_embeddings.")
-        if table and not (config.tied_head and name.startswith("token")):
-            return values.normal_(0.0, 1.0, generator=generator)
-        # A tied table is the head, a linear layer. (torch writes it as He's rule for a leaky ReLU of slope sqrt(5).)
-        bound = 1 / math.sqrt(config.mlp_width if name.rpartition(".")[0].endswith("mlp.out") else config.n_embd)
-        return values.uniform_(-bound, bound, generator=generator)
-    projection = name.endswith("out.weight")
-    if config.init == "gpt2":
-        return values.normal_(0.0, 0.02 / math.sqrt(2 * config.n_layer) if projection else 0.02, generator=generator)
-    if projection:
-        return values.zero_()
-    if name == "head.weight":
-        return values.normal_(0.0, 0.001, generator=generator)
-    if name in ("token_embedding.weight", "position_embedding.weight"):
-        # A tied table is the head too: unit variance would start with logits of variance n_embd.
-        return values.normal_(0.0, 0.02 if config.tied_head else 1.0, generator=generator)
-    bound = math.sqrt(3 / config.n_embd)  # uniform with standard deviation 1 / sqrt(n_embd)
-    return values.uniform_(-bound, bound, generator=generator)
-
 
 def build_model(config: ModelConfig, *, device: torch.device, compute_dtype: torch.dtype, seed: int) -> GPT:
-    """A GPT with initialised weights on `device`. Nothing is allocated twice: built on the meta device first."""
+    """A GPT with initial weights on `device`. It is built on the meta device first, so that nothing is allocated twice.
+
+    Loads the kernels that suit it: see `ops.load_kernels`."""
+    ops.load_kernels(device, compute_dtype)
     with torch.device("meta"):
         model = GPT(config, compute_dtype)
     if compute_dtype == torch.float64:
@@ -344,5 +259,4 @@ def build_model(config: ModelConfig, *, device: torch.device, compute_dtype: tor
     if config.tied_head:  # to_empty gives every module a tensor of its own
         model.head.weight = model.token_embedding.weight
     model.init_weights(seed)
-    model.choose_kernels()
     return model

@@ -18,7 +18,7 @@ from gptlab.config.errors import ConfigError
 from gptlab.config.run import RunConfig
 from gptlab.data.loader import StepBatch
 from gptlab.model.counting import flops_per_token
-from gptlab.model.kernels.implementations import missing_kernels, without_kernels
+from gptlab.model.kernels.ops import missing_kernels
 from gptlab.optim.combined import CombinedOptimizer
 from gptlab.runtime.files.cache import cache_root
 from gptlab.runtime.hardware.device import compiler_available, synchronize
@@ -71,8 +71,8 @@ def make_kernels(state: TrainState, config: RunConfig, warn: Callable[[str], Non
     only preferred."""
     model = state.model
     plain = Kernels(state.as_forward(model.loss), model.__call__)
-    if (missing := missing_kernels(model)) is not None:
-        warn(without_kernels(missing))
+    if (missing := missing_kernels(state.device, model.compute_dtype)) is not None:
+        warn(missing)
     if config.runtime.compile == "off":
         return plain
     if (problem := _cannot_compile(state.device)) is not None:

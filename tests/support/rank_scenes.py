@@ -31,7 +31,7 @@ from torch import Tensor
 
 from gptlab.app import computed_by, session
 from gptlab.cli.main import main
-from gptlab.model import gpt
+from gptlab.model.kernels import attention_kernel
 from gptlab.runtime.records import provenance
 from gptlab.runtime.records.run_directory import RunDirectory
 from gptlab.training import loop, watchdog
@@ -81,8 +81,8 @@ def make_trouble(trouble: Mapping[str, Any]) -> None:
         take = provenance.take_code
         provenance.take_code = lambda folder: take(Path(trouble["code"]))
     if "kernels" in trouble:  # that could not be built
-        gpt.attention_kernel_available, gpt.linear_kernel_pays = lambda: False, lambda layer: False
-        computed_by.missing_kernels = lambda model: trouble["kernels"]
+        attention_kernel.attention_kernel_available = lambda: False
+        computed_by.missing_kernels = lambda device, dtype: trouble["kernels"]
     if "backend" in trouble:  # of torch.compile
         torch.compile = functools.partial(torch.compile, backend=trouble["backend"])
         around(session, "fit", lambda *args: torch.compiler.set_stance("fail_on_recompile"))

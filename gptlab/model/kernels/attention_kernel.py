@@ -1,4 +1,4 @@
-"""Attention by attention_kernel.cpp, in float32 on CPUs."""
+"""Causal attention in float32 on CPUs, by attention_kernel.cpp."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ from torch.utils.flop_counter import register_flop_formula
 
 from gptlab.model.kernels.library import kernel_library
 
-_EVERYTHING = 2**62
+_UNLIMITED = 2**62
 """The window of full attention."""
 
 
-def attention_by_kernel(heads: Tensor, n_head: int, *, window: int | None) -> Tensor:
-    """heads: (B, T, n_head + 2 n_kv_head, D), float32: the queries, keys and values of each token. Each query sees
-    itself and the `window - 1` tokens before it (None: all). Returns (B, T, n_head, D). Only where
-    `attention_kernel_available`.
+def attention_by_kernel(heads: Tensor, n_head: int, window: int | None) -> Tensor:
+    """heads: (B, T, n_head + 2 n_kv_head, D), float32: queries, keys and values of each token. Each query sees itself
+    and the `window - 1` tokens before it (None: all). Returns (B, T, n_head, D). Needs `attention_kernel_available`.
     """
-    return _Attention.apply(heads, n_head, _EVERYTHING if window is None else window)
+    return _Attention.apply(heads, n_head, _UNLIMITED if window is None else window)
 
 
 class _Attention(torch.autograd.Function):
@@ -39,12 +38,12 @@ class _Attention(torch.autograd.Function):
 
 @functools.cache
 def attention_kernel_available() -> bool:
-    """Whether `attention_by_kernel` can be had here."""
+    """Build or load the library; whether that succeeded."""
     if kernel_library() is None:
         return False
     torch.library.register_fake("gptlab::attention_forward", _forward_shapes)
     torch.library.register_fake("gptlab::attention_backward", _backward_shapes)
-    # For torch's FlopCounterMode, by its convention for attention, which counts what causality hides.
+    # For torch's FlopCounterMode, with its convention for attention, which counts what causality hides.
     register_flop_formula(torch.ops.gptlab.attention_forward)(_forward_flops)
     register_flop_formula(torch.ops.gptlab.attention_backward)(_backward_flops)
     return True

@@ -1,7 +1,7 @@
 """The C++ kernels for float32 on CPUs: PyTorch operators in a shared library, built when first needed and cached.
 
-key       SHA-256 over whatever decides what the compiler makes: sources, options, its macros, torch's version
-file      kernels-KEY-HASH.so, HASH being the SHA-256 of its bytes, which is verified before every load
+key       SHA-256 over everything that decides the compiler's output: sources, options, its macros, torch's version
+file      kernels-KEY-HASH.so; HASH is the SHA-256 of its bytes, which is verified before every load
 build     by one process at a time, into a temporary folder; flushed; one rename
 """
 
@@ -15,7 +15,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,12 +25,12 @@ from gptlab.runtime.files.cache import cache_root
 from gptlab.runtime.hardware.device import cxx_compiler
 
 _FOLDER = Path(__file__).parent
-_SOURCES = tuple(_FOLDER / name for name in ("attention_kernel.cpp", "linear_kernel.cpp"))
+_SOURCES = (_FOLDER / "attention_kernel.cpp",)
 _OPERATORS = _FOLDER / "operators.cpp"
 _HEADERS = (_FOLDER / "vectors.h",)
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC")
-# For a compiler that hangs. A build takes ten seconds of one core, which a busy machine may stretch, and which kernels
-# compute must not depend on that.
+# For a compiler that hangs. A build takes four seconds of one core. A busy machine may stretch that a hundredfold, and
+# must still compute with the same kernels.
 _BUILD_TIMEOUT_SECONDS = 600
 _HASH_DIGITS = 32
 
@@ -44,31 +43,24 @@ class Library:
     bytes, wherever torch and gptlab are installed."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Outcome:
-    library: Library | None
-    problem: str | None = None
-    """Why there is none, in one line; None where there cannot be one (Windows)."""
-
-
 def kernel_library() -> Library | None:
-    """The kernels, with torch.ops.gptlab as their operators; None where they cannot be built. The first call of a
-    process builds them, in about ten seconds, unless the cache has them."""
-    return _outcome().library
+    """The kernels, with torch.ops.gptlab as their operators, or None if they cannot be built. The first call in a
+    process builds them unless the cache has them."""
+    return _library_or_problem()[0]
 
 
 def kernel_library_problem() -> str | None:
-    """Why `kernel_library` is None, in one line; None where it is not, or where it is not supported (Windows)."""
-    return _outcome().problem
+    """Why `kernel_library` is None, in one line. None if it is not, and on Windows, which is not supported."""
+    return _library_or_problem()[1]
 
 
 @functools.cache
-def _outcome() -> _Outcome:
-    if sys.platform == "win32":  # whose compilers take other options
-        return _Outcome(None)
+def _library_or_problem() -> tuple[Library | None, str | None]:
+    if sys.platform == "win32":  # its compilers take other options
+        return None, None
     compiler = cxx_compiler()
     if compiler is None:
-        return _Outcome(None, "no C++ compiler (g++ or clang++) was found")
+        return None, "no C++ compiler (g++ or clang++) was found"
     torch_folder = Path(torch.__file__).parent
     # No path of an installation gets into the library, so that its hash says what it computes and nothing else.
     maps = (f"-ffile-prefix-map={torch_folder}=torch", f"-ffile-prefix-map={_FOLDER}=gptlab")
@@ -77,19 +69,19 @@ def _outcome() -> _Outcome:
     if sys.platform == "darwin":  # elsewhere the loader takes the libtorch_cpu that is loaded already
         libraries.append(f"-Wl,-rpath,{torch_folder / 'lib'}")
     try:
-        return _Outcome(load_built(compiler, (*_SOURCES, _OPERATORS), flags, libraries))
+        return load_built(compiler, (*_SOURCES, _OPERATORS), flags, libraries), None
     except subprocess.TimeoutExpired as error:
-        return _Outcome(None, f"{compiler} did not end within {error.timeout:.0f} s")
+        return None, f"{compiler} did not finish within {error.timeout:.0f} s"
     except subprocess.CalledProcessError as error:
-        return _Outcome(None, f"{compiler} failed: {_first_error(error)}")
+        return None, f"{compiler} failed: {_first_error(error)}"
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""
-        return _Outcome(None, f"they cannot be built in the cache: {error.strerror or error}{where}")
+        return None, f"it cannot be built in the cache: {error.strerror or error}{where}"
 
 
 def load_built(compiler: str, sources: Sequence[Path], flags: Sequence[str], libraries: Sequence[str] = ()) -> Library:
-    """The shared library of these sources from the cache, built first if it is not there, damaged, or cannot be loaded.
-    OSError or SubprocessError where that cannot be."""
+    """The shared library of these sources from the cache. It is built first if it is missing, damaged or does not load.
+    Raises OSError or SubprocessError if that fails."""
     stem = library_stem(compiler, sources, (*flags, *libraries))
     folder = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or cache_root(None) / "compile") / "gptlab"
     found = _load_intact(folder, stem)
@@ -101,7 +93,7 @@ def load_built(compiler: str, sources: Sequence[Path], flags: Sequence[str], lib
 
 
 def library_stem(compiler: str, sources: Sequence[Path], options: Sequence[str]) -> str:
-    """The first part of a library's name. What -march=native and a changed default mean, the compiler's macros say."""
+    """The first part of a library's name. The compiler's macros cover what -march=native and its defaults mean."""
     compile_options = [option for option in options if not option.startswith(("-l", "-L", "-Wl,"))]
     macros = _run([compiler, *compile_options, "-dM", "-E", "-x", "c++", os.devnull])
     texts = [source.read_bytes() for source in (*sources, *_HEADERS)]
@@ -110,14 +102,14 @@ def library_stem(compiler: str, sources: Sequence[Path], options: Sequence[str])
 
 
 def _load_intact(folder: Path, stem: str) -> Library | None:
-    """A library of the cache whose bytes have the hash of its name. Others are removed: the loader maps a library that
-    was cut short without a complaint, and the process dies by SIGBUS when it comes to what is missing."""
+    """A library in the cache whose bytes match the hash in its name. Others are removed: the loader maps a truncated
+    library without complaint, and the process dies by SIGBUS when it reaches what is missing."""
     for path in sorted(folder.glob(f"{stem}-*.so")):
         try:
             if path.name == _name(stem, path):
                 return _load(path)
             path.unlink()
-        except OSError:  # unreadable, or of no use to this machine's loader
+        except OSError:  # unreadable, or this machine's loader refuses it
             continue
     return None
 
@@ -133,18 +125,12 @@ def _name(stem: str, path: Path) -> str:
 def _build(
     compiler: str, sources: Sequence[Path], flags: Sequence[str], libraries: Sequence[str], to: Path, stem: str
 ) -> Path:
-    with tempfile.TemporaryDirectory(dir=to) as folder, ThreadPoolExecutor() as pool:
-        objects = [Path(folder, f"{source.stem}.o") for source in sources]
-
-        def compiled(source: Path, to: Path) -> bytes:
-            return _run([compiler, *flags, "-c", str(source), "-o", str(to)])
-
-        list(pool.map(compiled, sources, objects))
-        made = Path(folder, "made.so")
-        _run([compiler, *flags, "-shared", *map(str, objects), *libraries, "-o", str(made)])
-        with made.open("rb") as file:
+    with tempfile.TemporaryDirectory(dir=to) as folder:
+        built = Path(folder, "built.so")
+        _run([compiler, *flags, "-shared", *map(str, sources), *libraries, "-o", str(built)])
+        with built.open("rb") as file:
             os.fsync(file.fileno())
-        return made.replace(to / _name(stem, made))
+        return built.replace(to / _name(stem, built))
 
 
 def _run(command: list[str]) -> bytes:
@@ -152,7 +138,7 @@ def _run(command: list[str]) -> bytes:
 
 
 def _first_error(error: subprocess.CalledProcessError) -> str:
-    """What a compiler complains of first, else how it ended."""
+    """The compiler's first error message, else how it ended."""
     lines = [line.strip() for line in error.stderr.decode(errors="replace").splitlines() if line.strip()]
     first = next((line for line in lines if "error" in line), lines[0] if lines else f"exit code {error.returncode}")
     return first[:300]

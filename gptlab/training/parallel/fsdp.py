@@ -23,6 +23,8 @@ from gptlab.config.run import RunConfig
 from gptlab.data.loader import Loader
 from gptlab.data.rows import RowSource
 from gptlab.model.gpt import GPT
+from gptlab.model.init import initial_weights
+from gptlab.model.kernels.ops import load_kernels
 from gptlab.model.roles import fused_rows, parameter_roles
 from gptlab.optim.clip import sum_of_squares
 from gptlab.optim.combined import CombinedOptimizer
@@ -153,10 +155,10 @@ def build_sharded_state(
     model.to_empty(device=device)
     shards = shards_of(model, group.rank, group.size)
     with torch.no_grad():
-        for name, values in model.initial_weights(config.seed):
+        for name, values in initial_weights(model, config.model, config.seed):
             shards[name].here.copy_(shards[name].part(values))
         model.init_buffers()
-    model.choose_kernels()
+    load_kernels(device, compute_dtype)
 
     def make_muon(
         matrices: Mapping[str, Parameter],

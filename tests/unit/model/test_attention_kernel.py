@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -13,7 +14,8 @@ from narrow_kernels import call, kernels_for
 from torch import Tensor
 
 from gptlab.config.model import ModelConfig
-from gptlab.model.gpt import GPT, build_model
+from gptlab.model.gpt import build_model
+from gptlab.model.kernels import ops
 from gptlab.model.kernels.attention_kernel import attention_by_kernel, attention_kernel_available
 from gptlab.runtime.hardware.device import compiler_available
 
@@ -39,7 +41,7 @@ def random_heads(tokens: int, rows: int, width: int, batch: int = 2) -> Tensor:
 def both_ways(heads: Tensor, n_head: int, window: int | None, weight: Tensor) -> tuple[Tensor, Tensor]:
     """The kernel's output, and the gradient of its sum weighted by `weight`."""
     heads = heads.detach().requires_grad_()
-    y = attention_by_kernel(heads, n_head, window=window)
+    y = attention_by_kernel(heads, n_head, window)
     (y * weight).sum().backward()
     assert heads.grad is not None
     return y.detach(), heads.grad
@@ -101,7 +103,7 @@ def test_what_is_no_number_is_not_lost(row: int) -> None:
     before it stays, but for values in the same tile: nothing times NaN is NaN in any product of matrices."""
     heads = random_heads(100, 3, 16)
     heads[0, 70, row, 3] = torch.nan
-    y = attention_by_kernel(heads, 1, window=None)
+    y = attention_by_kernel(heads, 1, None)
     assert y[0, :64].isfinite().all()
     assert y[1].isfinite().all()
     assert not y[0, 70].isfinite().all()
@@ -139,6 +141,14 @@ def test_bits_depend_neither_on_threads_nor_on_the_rest_of_the_batch() -> None:
         assert torch.equal(one, torch.cat(half))
 
 
+def counted(calls: list[int]) -> Callable[[Tensor, int, int | None], Tensor]:
+    def kernel(heads: Tensor, n_head: int, window: int | None) -> Tensor:
+        calls.append(n_head)
+        return attention_by_kernel(heads, n_head, window)
+
+    return kernel
+
+
 MODELS = {
     "packed": ModelConfig(
         n_layer=2, n_embd=32, n_head=2, seq_len=80, vocab_size=50, norm="layernorm", position="learned"
@@ -153,18 +163,18 @@ MODELS = {
 @needs_compiler
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_model_with_it_is_the_model_without(kind: str, compiled: bool) -> None:
+def test_a_model_with_it_is_the_model_without(kind: str, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Loss and every gradient, to float32's roundings."""
     config = MODELS[kind]
     tokens = torch.randint(50, (3, 80), generator=torch.Generator().manual_seed(0))
     gradients = []
     for by_kernel in (True, False):
         model = build_model(config, device=CPU, compute_dtype=torch.float32, seed=1)
-        for block in model.blocks:
-            assert block.attention.by_kernel
-            block.attention.by_kernel = by_kernel
+        calls: list[int] = []
+        monkeypatch.setattr(ops, "_attention_kernel", counted(calls) if by_kernel else None)
         loss = torch.compile(model.loss, backend="aot_eager", dynamic=False) if compiled and by_kernel else model.loss
         loss(tokens, tokens.roll(-1, 1)).backward()
+        assert len(calls) == (config.n_layer if by_kernel else 0)
         gradients.append({name: p.grad for name, p in model.named_parameters()})
     for name, gradient in gradients[1].items():
         assert gradient is not None
@@ -173,14 +183,18 @@ def test_a_model_with_it_is_the_model_without(kind: str, compiled: bool) -> None
         )
 
 
-def test_other_types_and_devices_do_without() -> None:
-    for dtype in (torch.float64, torch.bfloat16):
-        model = build_model(MODELS["packed"], device=CPU, compute_dtype=dtype, seed=1)
-        assert not any(block.attention.by_kernel for block in model.blocks)
-    with torch.device("meta"):
-        model = GPT(MODELS["packed"])
-    model.choose_kernels()
-    assert not any(block.attention.by_kernel for block in model.blocks)
+@needs_compiler
+def test_what_it_is_not_for_is_computed_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other types and devices, and dropout: also after a model of float32 has loaded it."""
+    calls: list[int] = []
+    monkeypatch.setattr(ops, "_attention_kernel", counted(calls))
+    heads = torch.randn(1, 4, 2, 8)
+    for other in (heads.double(), heads.bfloat16(), heads.to("meta")):
+        assert ops.attention(other, other, other, window=None).dtype == other.dtype
+    ops.attention(heads, heads, heads, window=None, dropout=0.5)
+    assert calls == []
+    ops.attention(heads, heads, heads, window=None)
+    assert calls == [2]
 
 
 @needs_compiler

@@ -97,7 +97,7 @@ def test_whatever_they_are_made_of_names_them(tmp_path: Path, monkeypatch: pytes
     ("lack", "problem"),
     [
         ("no compiler", "no C++ compiler (g++ or clang++) was found"),
-        ("no folder", "they cannot be built in the cache: Not a directory"),
+        ("no folder", "it cannot be built in the cache: Not a directory"),
         ("a broken compiler", "failed: error: out of order"),
     ],
 )
@@ -115,15 +115,15 @@ def test_without_them_models_compute_all_the_same_and_say_why(tmp_path: Path, la
         environment["CXX"] = str(tmp_path / "c++")
     program = (
         "import torch\nfrom gptlab.config.model import ModelConfig\nfrom gptlab.model.gpt import build_model\n"
-        "from gptlab.model.kernels.implementations import implementations, missing_kernels\n"
+        "from gptlab.model.kernels.ops import implementations, missing_kernels\n"
+        "cpu = torch.device('cpu')\n"
         "config = ModelConfig(n_layer=1, n_embd=16, n_head=1, seq_len=64, vocab_size=5)\n"
-        "model = build_model(config, device=torch.device('cpu'), compute_dtype=torch.float32, seed=1)\n"
+        "model = build_model(config, device=cpu, compute_dtype=torch.float32, seed=1)\n"
         "logits = model(torch.zeros(1, 64, dtype=torch.int64))\n"
-        "found = implementations(model)\n"
+        "found = implementations(cpu, torch.float32)\n"
         "print(found['attention'], found['linear'], logits.isfinite().all().item())\n"
-        "print(missing_kernels(model))\n"
-        "half = build_model(config, device=torch.device('cpu'), compute_dtype=torch.bfloat16, seed=1)\n"
-        "print(missing_kernels(half))\n"
+        "print(missing_kernels(cpu, torch.float32))\n"
+        "print(missing_kernels(cpu, torch.bfloat16))\n"
     )
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
     computed, why, of_bfloat16 = done.stdout.splitlines()

@@ -1,0 +1,120 @@
+"""How each part of a model is computed. This is the one place that chooses an implementation.
+
+    linear      PyTorch
+    mlp         PyTorch; a new activation is one entry of `ACTIVATIONS`
+    attention   the C++ kernel (float32 on a CPU, without dropout), scaled_dot_product_attention (full attention on a
+                GPU), or blocks of queries (everything else)
+    head_loss   loss and gradient in one pass, a slice of the logits at a time
+
+Shapes: B sequences, T positions, C channels, H query heads, G key-value heads, D head width, P padded vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gptlab.config.model import Activation
+from gptlab.model.attention import blocked_attention
+from gptlab.model.head import HeadLoss
+
+ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "relu2": lambda x: F.relu(x).square(),
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
+
+_attention_kernel: Callable[[Tensor, int, int | None], Tensor] | None = None
+"""The C++ kernel of this process, once `load_kernels` has loaded it. Not a cached function: torch.compile would trace
+the loading."""
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x (..., inputs), weight (outputs, inputs) -> (..., outputs). Master weights are cast to the type of x."""
+    bias = None if bias is None else bias.to(x.dtype)
+    return F.linear(x, weight.to(x.dtype), bias)
+
+
+def mlp(x: Tensor, up: nn.Module, out: nn.Module, activation: Activation) -> Tensor:
+    return out(ACTIVATIONS[activation](up(x)))
+
+
+def attention(
+    q: Tensor,  # (B, T, H, D)
+    k: Tensor,  # (B, T, G, D)
+    v: Tensor,  # (B, T, G, D)
+    *,
+    window: int | None,
+    dropout: float = 0.0,
+    packed: Tensor | None = None,
+) -> Tensor:  # (B, T, H, D)
+    """Causal attention: each query sees itself and the `window - 1` tokens before it (all of them if window is None).
+
+    `packed` (B, T, H + 2 G, D) holds q, k and v side by side, if the caller has them so: it saves the kernel a copy.
+    """
+    if _attention_kernel is not None and suits_kernels(q.device, q.dtype) and dropout == 0:
+        heads = torch.cat((q, k, v), dim=2) if packed is None else packed
+        return _attention_kernel(heads, q.shape[2], window)
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    if window is None and q.device.type != "cpu":
+        grouped = q.shape[1] != k.shape[1]
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout, enable_gqa=grouped)
+    else:
+        y = blocked_attention(q, k, v, window=window, dropout=dropout)
+    return y.transpose(1, 2)
+
+
+def head_loss(x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, softcap: float | None) -> Tensor:
+    """Summed cross-entropy in nats of softcap(x @ weight.T) over all targets >= 0; 0-d.
+
+    x: (N, C); weight: (P, C), cast to the type of x; targets: (N,); entries from `vocab_size` on are padding.
+    """
+    return HeadLoss.apply(x, weight.to(x.dtype), targets, vocab_size, softcap)
+
+
+def suits_kernels(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the C++ kernels are for this device and compute type."""
+    return device.type == "cpu" and dtype == torch.float32
+
+
+def load_kernels(device: torch.device, dtype: torch.dtype) -> None:
+    """Load the C++ kernels if they suit, building them first unless the cache has them (about ten seconds).
+
+    Call it before the model computes or is compiled. Where they cannot be built, PyTorch computes: `missing_kernels`.
+    """
+    global _attention_kernel
+    if suits_kernels(device, dtype):
+        from gptlab.model.kernels.attention_kernel import attention_by_kernel, attention_kernel_available
+
+        _attention_kernel = attention_by_kernel if attention_kernel_available() else None
+
+
+def missing_kernels(device: torch.device, dtype: torch.dtype) -> str | None:
+    """A warning with the reason, if the C++ kernels suit but could not be built; otherwise None."""
+    if not suits_kernels(device, dtype):
+        return None
+    from gptlab.model.kernels.library import kernel_library_problem
+
+    problem = kernel_library_problem()
+    return problem and f"attention is computed without gptlab's C++ kernel, which is slower: {problem}"
+
+
+def implementations(device: torch.device, dtype: torch.dtype) -> dict[str, str]:
+    """Which implementation computes each part, for run.json and checkpoints: the bits depend on it.
+
+    `attention` is "torch" or "kernels HASH", the hash of the library's bytes. `linear` is always "torch"; runs before
+    2026-11-22 may have recorded kernels. On a CPU, `vectors` is the instruction set of PyTorch's own kernels.
+    """
+    found = {"attention": "torch", "linear": "torch"}
+    if suits_kernels(device, dtype) and _attention_kernel is not None:
+        from gptlab.model.kernels.library import kernel_library
+
+        library = kernel_library()
+        assert library is not None
+        found["attention"] = f"kernels {library.sha256}"
+    if device.type == "cpu":
+        found["vectors"] = torch.backends.cpu.get_cpu_capability()
+    return found
