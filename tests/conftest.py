@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import os
 import re
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,6 +34,30 @@ def may_skip(reason: str) -> bool:
     if _IMPORT.search(reason):  # `make test` installs all of them
         return False
     return sys.platform != "linux" or _OF_THIS_MACHINE.search(reason) is not None
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _libraries_stay_frozen() -> Iterator[None]:
+    """A run looks for garbage before its first step, and thaws behind its last what it froze: all of torch and of the
+    libraries of the tests, a third of a second for each of hundreds of runs. So what is frozen once stays so."""
+
+    @functools.wraps(gc.unfreeze)
+    def stay_frozen() -> None: ...
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gc, "unfreeze", stay_frozen)
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for the runs of a module, with a `corpus` and a CORE `bundle` in it."""
+    from tiny_runs import write_bundle, write_corpus
+
+    folder = tmp_path_factory.mktemp(request.module.__name__)
+    write_corpus(folder / "corpus")
+    write_bundle(folder / "bundle")
+    return folder
 
 
 @pytest.hookimpl(wrapper=True)

@@ -17,6 +17,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None  # type: ignore[assignment]
+
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -26,6 +31,7 @@ from gptlab.cli.main import main
 from gptlab.config.load import bare, leaf_fields
 from gptlab.config.run import RunConfig
 from gptlab.runtime.files.cache import damage
+from gptlab.runtime.records import provenance
 from gptlab.runtime.records.run_directory import RunDirectory
 from gptlab.training.checkpoint.load import list_checkpoints
 
@@ -42,7 +48,7 @@ TEXT = "".join(f"Line {number} of a text that is as dull as {number * number}.\n
 TYPED_FIELDS = [name for name, kind in leaf_fields(RunConfig).items() if bare(kind)[0] not in (str, tuple[str, ...])]
 """The fields that do not take any text."""
 
-needs_limits = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs POSIX resource limits")
+needs_limits = pytest.mark.skipif(resource is None, reason="needs POSIX resource limits")
 
 
 @dataclass(frozen=True)
@@ -88,19 +94,27 @@ def gptlab(*argv: str) -> Ended:
     return Ended(code, out.getvalue(), err.getvalue(), after - before, before - after)
 
 
-def gptlab_process(*argv: str, file_bytes: int | None = None) -> Ended:
-    """The command as a user runs it; `file_bytes`: no file may grow larger, as on a disk that is full."""
-    limit = ""
-    if file_bytes is not None:
-        limit = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({file_bytes}, {file_bytes}))\n"
-        # What git does not have of the code goes into the run folder, and may be of any size.
-        limit += "from gptlab.runtime.records import provenance\n"
-        limit += "provenance.take_code = lambda package: provenance.CodeSnapshot(None, None, '', {})\n"
-    program = f"{limit}from gptlab.cli.main import entry_point\nentry_point()"
+def gptlab_process(*argv: str) -> Ended:
+    """The command as a user runs it."""
     before = files()
-    done = subprocess.run([sys.executable, "-c", program, *argv], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-m", "gptlab", *argv], capture_output=True, text=True, timeout=120)
     after = files()
     return Ended(done.returncode, done.stdout, done.stderr, after - before, before - after)
+
+
+@contextlib.contextmanager
+def small_files(limit_bytes: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Within the context no file may grow larger, as on a disk that is full."""
+    # What git does not have of the code goes into the run folder, and may be of any size.
+    no_code = provenance.CodeSnapshot(None, None, "", {})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with monkeypatch.context() as patch:
+        patch.setattr(provenance, "take_code", lambda package: no_code)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, hard))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def cache_is_whole() -> None:
@@ -230,11 +244,11 @@ class TestWrongWords:
         gptlab("train", "binary.toml").is_refused("binary.toml is not TOML")
         gptlab("train", "missing.toml").is_refused("cannot read missing.toml: No such file")
 
-    @pytest.mark.parametrize("field", TYPED_FIELDS)
-    def test_every_field_refuses_what_is_not_of_its_type(self, field: str) -> None:
-        ended = gptlab("train", f"--{field.replace('_', '-')}=?!")
-        ended.is_refused(f"{field} = '?!': must be ")
-        ended.changed_nothing()
+    def test_every_field_refuses_what_is_not_of_its_type(self) -> None:
+        for field in TYPED_FIELDS:
+            ended = gptlab("train", f"--{field.replace('_', '-')}=?!")
+            ended.is_refused(f"{field} = '?!': must be ")
+            ended.changed_nothing()
 
     @pytest.mark.parametrize(
         ("argv", "says"),
@@ -487,22 +501,27 @@ class TestDamage:
 class TestFullDisk:
     @needs_limits
     @pytest.mark.parametrize("file_bytes", [10, 200, 3000])
-    def test_while_a_run_folder_is_made(self, finished: RunDirectory, file_bytes: int) -> None:
+    def test_while_a_run_folder_is_made(
+        self, finished: RunDirectory, file_bytes: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """The tokens are prepared; not even run.json, or not the tokenizer, can be written."""
-        ended = gptlab_process(*train(run_dir="again"), file_bytes=file_bytes)
+        with small_files(file_bytes, monkeypatch):
+            ended = gptlab(*train(run_dir="again"))
         ended.is_refused("cannot write ", "again", "File too large")
         ended.changed_nothing()
 
     @needs_limits
-    def test_while_tokens_are_prepared(self) -> None:
-        ended = gptlab_process(*train(), file_bytes=5000)
+    def test_while_tokens_are_prepared(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        with small_files(5000, monkeypatch):
+            ended = gptlab(*train())
         ended.is_refused("cannot keep the tokens of text.txt in cache/tokens: File too large")
         assert not Path("run").exists()
         cache_is_whole()
 
     @needs_limits
-    def test_at_the_first_checkpoint(self) -> None:
-        ended = gptlab_process(*train(), file_bytes=30_000)
+    def test_at_the_first_checkpoint(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        with small_files(30_000, monkeypatch):
+            ended = gptlab(*train())
         ended.is_refused("cannot save the checkpoint of step 2", "bytes needed", "none was saved before", "ulimit -f")
         assert RunDirectory.open(Path("run")).read_provenance()["status"] == "failed"
         assert list(Path("run/checkpoints").iterdir()) == []

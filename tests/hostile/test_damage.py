@@ -15,7 +15,7 @@ import fault_figures
 import pytest
 from forked_runs import Ended, ForkedRuns
 from oracle_checkpoint import same_bits
-from tiny_runs import Outcome, arguments, differences, outcome, write_corpus
+from tiny_runs import Outcome, arguments, differences, outcome
 
 from gptlab.training.checkpoint.load import DamagedCheckpointError, list_checkpoints, load_checkpoint, load_newest
 
@@ -33,13 +33,6 @@ FLIPS = 500
 RESUMED_EVERY = 10
 """Of the flips; each is read by the code that a resume reads with."""
 SEED = 11
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("damage")
-    write_corpus(folder / "corpus")
-    return folder
 
 
 @pytest.fixture(scope="module")

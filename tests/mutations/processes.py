@@ -69,7 +69,7 @@ MUTATIONS = [
     Mutation(
         "a rank that died is not named", "runtime/processes/liveness.py",
         'f"rank {rank} {what} {where}"', 'f"a rank {what} {where}"',
-        ["test_distributed.py::TestLostRanks::test_a_killed_rank_ends_the_others_by_name"],
+        ["test_sharded.py::TestFaults::test_a_rank_that_dies_within_a_pass_is_named"],
         ["The process group is destroyed"],
     ),
 ]  # fmt: skip

@@ -56,7 +56,7 @@ MUTATIONS = [
     Mutation(
         "the loss scale is not saved", "training/state.py",
         'if saved["scaler"]:', 'if "scaler" not in saved:',
-        ["test_resume.py::TestEverySavedPartCounts::test_loss_scale"],
+        ["test_resume.py::TestSavedPartsCount::test_loss_scale"],
         ["The loss is scaled for float16"],
     ),
     Mutation(
@@ -104,7 +104,7 @@ MUTATIONS = [
     Mutation(
         "something due is done twice at one step", "training/horizon.py",
         "    if last is not None and last.step == now.step:\n        return False\n", "",
-        ["test_train.py::TestPreemption::test_twice_at_the_same_step"],
+        ["test_train.py::TestPreemption::test_preempted_again_and_again"],
         ["A checkpoint at the end and every `--save-every`"],
     ),
     Mutation(
@@ -232,7 +232,7 @@ MUTATIONS = [
         "a resumed run has fresh moments", "training/state.py",
         '        self.load_moments(moments, saved["optimizer"])\n', "",
         ["test_resume.py::test_killed_twice_whatever_is_trained",
-         "test_resume.py::TestEverySavedPartCounts::test_nothing_forgotten"],
+         "test_resume.py::TestSavedPartsCount::test_nothing_forgotten"],
         ["`init_from='resume'` restores"],
     ),
     Mutation(

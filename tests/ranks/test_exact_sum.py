@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_runs import arguments, command, differences, lines_of, outcome, train, write_corpus
+from tiny_runs import arguments, command, differences, lines_of, outcome, train
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -191,13 +191,6 @@ def scenes(folder: Path) -> list[dict[str, Any]]:
         run("three", 3),
         run("unlike", 2) | {"more": {"1": ["--runtime.threads", "2"]}},
     ]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("exact")
-    write_corpus(folder / "corpus")
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_runs import CLOCK_FIELDS, arguments, lines_of, write_bundle, write_corpus
+from tiny_runs import CLOCK_FIELDS, arguments, lines_of, write_corpus
 
 import gptlab
 from gptlab.app.restart import begun_folder
@@ -31,6 +31,7 @@ SUPPORT = Path(__file__).parents[1] / "support"
 FLAGS = {
     "steps": 6, "batch.total_tokens": 4 * 4 * 32, "eval.every_steps": 3, "checkpoint.every_steps": 2,
     "checkpoint.keep_last": 3, "sample.every_steps": 3, "sample.prompts": ["the ", "fox", "a lazy"],
+    "eval.micro_sequences": 4,
 }  # fmt: skip
 """Four micro-batches a step, dropout on, gradients clipped."""
 KILL = ["SIGKILL"]
@@ -148,13 +149,10 @@ def write_scenes(script: Script) -> None:
 
 
 @pytest.fixture(scope="module")
-def played(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def played(folder: Path) -> Path:
     """The folder, when all scenes have been played in it."""
-    folder = tmp_path_factory.mktemp("ranks")
-    write_corpus(folder / "corpus")
     write_corpus(folder / "other-corpus")
     (folder / "other-corpus" / "000.txt").write_text("one text that is another\n")
-    write_bundle(folder / "bundle")
     other = shutil.copytree(Path(gptlab.__file__).parent, folder / "changed" / "gptlab")
     (other / "__init__.py").write_text((other / "__init__.py").read_text() + "# another\n")
     script = Script(folder)

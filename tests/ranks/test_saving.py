@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_runs import arguments, command, lines_of, write_corpus
+from tiny_runs import arguments, command, lines_of
 
 from gptlab.runtime.records.metrics import read_metrics
 from gptlab.training.checkpoint.load import checkpoint_path, list_checkpoints, load_checkpoint, verify_checkpoint
@@ -31,12 +31,14 @@ REFUSED = {"rank": 1, "steps": [4], "how": "refuse", "call": "fsync"}
 def scenes(folder: Path) -> list[dict[str, Any]]:
     def train(name: str, ranks: int, *harms: dict[str, Any], **changes: Any) -> dict[str, Any]:
         flags = FLAGS | {field.replace("__", "."): value for field, value in changes.items()}
-        return {"name": name, "ranks": ranks, "argv": ["train", *arguments(folder, name, flags)], "harms": harms}
+        argv = ["train", *arguments(folder, name, flags)]
+        return {"name": name, "ranks": ranks, "argv": argv, "harms": harms, "play": "saving_scenes.play_harmed"}
 
     slow = {"rank": 1, "steps": [2, 4, 6], "how": "slow"}
     bear: dict[str, Any] = {"checkpoint__on_failure": "continue"}
     spikes = {name.replace(".", "__"): value for name, value in SPIKES.items()}
     return [
+        train("one", 1),
         train("blocking", 3, checkpoint__background=False),
         train("slow", 3, slow, {**slow, "rank": 0, "steps": [6], "where": "complete_save"}),
         train("stops", 3, REFUSED),
@@ -54,14 +56,14 @@ def scenes(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def played(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def played(folder: Path) -> Path:
     """The folder, when all scenes have been played in it."""
-    folder = tmp_path_factory.mktemp("saving")
-    write_corpus(folder / "corpus")
-    assert command(["train", *arguments(folder, "one", FLAGS)])[0] == 0  # prepares the data, too
     (folder / "scenes.json").write_text(json.dumps(scenes(folder)))
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    subprocess.run([sys.executable, SUPPORT / "saving_scenes.py", folder], env=environment, check=True, timeout=290)
+    subprocess.run(
+        [sys.executable, SUPPORT / "distributed_scenes.py", folder], env=environment, check=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=290,
+    )  # fmt: skip
     return folder
 
 

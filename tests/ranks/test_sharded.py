@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from test_distributed import ENVIRONMENT, FLAGS, SUPPORT, assert_same_run, of
-from tiny_runs import arguments, lines_of, write_bundle, write_corpus
+from tiny_runs import arguments, lines_of
 
 from gptlab.training.checkpoint.load import list_checkpoints
 
@@ -84,11 +84,8 @@ def scenes(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def played(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def played(folder: Path) -> Path:
     """The folder, when all scenes have been played in it; what the processes themselves said is in output.txt."""
-    folder = tmp_path_factory.mktemp("sharded")
-    write_corpus(folder / "corpus")
-    write_bundle(folder / "bundle")
     (folder / "scenes.json").write_text(json.dumps(scenes(folder), default=str))
     played = subprocess.run(
         [sys.executable, SUPPORT / "distributed_scenes.py", folder], env=os.environ | ENVIRONMENT, check=True,
@@ -161,3 +158,5 @@ class TestFaults:
             killed = of(played, "killed", rank)
             assert killed["code"] == 3
             assert re.search(rf"error: rank {rank}: rank 2 died \(process \d+\) in step 2", killed["err"])
+        assert json.loads((played / "killed" / "run.json").read_text())["status"] == "failed"
+        assert "rank 2 died" in (played / "killed" / "log.txt").read_text()

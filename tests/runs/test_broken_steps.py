@@ -3,28 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny_runs import (
-    arguments,
-    at_line,
-    command,
-    differences,
-    killed_at,
-    lines_of,
-    make_config,
-    outcome,
-    train,
-    write_corpus,
-)
+from tiny_runs import FLAGS, arguments, at_line, command, differences, killed_at, lines_of, make_config, outcome, train
 from torch import Tensor
 
 import gptlab
@@ -44,16 +34,19 @@ from gptlab.training.step import Update, gradients, update
 from gptlab.training.watchdog import TrainingFailed
 
 STEPS = 12  # of tiny_runs.FLAGS, with checkpoints at 4, 8 and 12
+SMALL: dict[str, Any] = {"model.n_layer": 1, "eval.every_steps": 6, "sample.prompts": []}
+"""What these runs leave out: none of it matters to a broken step."""
 SPIKES: dict[str, Any] = {"faults__spike_factor": 3.0, "faults__spike_window": 4}
 """The losses of these runs fall from 5.5 to 4: none of their own is a spike."""
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Holds one corpus, its prepared tokens, and every run of this file."""
-    folder = tmp_path_factory.mktemp("broken-steps")
-    write_corpus(folder / "corpus")
-    return folder
+@pytest.fixture(scope="module", autouse=True)
+def _small() -> Iterator[None]:
+    """What does not matter to a broken step is left away."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"model.n_layer": 1, "eval.every_steps": 6, "sample.prompts": []}.items():
+            patch.setitem(FLAGS, name, value)
+        yield
 
 
 @dataclass(frozen=True)
@@ -94,6 +87,9 @@ class Broken:
             patch.setattr(loop, "gradients", broken)
             yield
 
+    def __or__(self, other: Broken) -> Broken:
+        return Broken({**self.loss, **other.loss}, {**self.gradient, **other.gradient}, self.parameter)
+
 
 def broken_loss(*steps: int, factor: float = math.nan) -> Broken:
     return Broken(dict.fromkeys(steps, factor), {})
@@ -116,27 +112,32 @@ class Result:
         return cls(saved.model | saved.optimizer, saved.state["loss_ema"], saved.state["scaler"])
 
     @classmethod
-    def by_hand(cls, folder: Path, data: Sequence[int | None], **changes: Any) -> Result:
+    def by_hand(cls, folder: Path, data: Iterable[int | None], **changes: Any) -> Result:
         """Step n with the data of step `data[n]`; None: nothing at all is computed."""
-        config = make_config(folder, "never-made", **changes)
-        with Console() as console:
-            session = open_session(config, place_of(config), console)
-        state, finish = session.state, session.finish
-        for step, data_step in enumerate(data):
-            if data_step is not None:
-                loss = float(gradients(state, state.loader.make(data_step), state.model.loss, config))
-                done = update(state, config, finish.progress(step, 0.0), finish.step_fraction)
-                assert isinstance(done, Update)
-                state.loss_ema.update(loss)
-            state.step = step + 1
-        tensors = state.model_tensors() | state.other_tensors()
-        return cls(tensors, state.loss_ema.state_dict(), state.scaler.state_dict())
+        return _by_hand(folder, tuple(data), tuple(changes.items()))
 
     def differences(self, other: Result) -> list[str]:
         """What is not the same, bit for bit."""
         assert self.tensors.keys() == other.tensors.keys()
         found = [name for name, tensor in self.tensors.items() if not torch.equal(tensor, other.tensors[name])]
         return found + [name for name in ("loss_ema", "scaler") if getattr(self, name) != getattr(other, name)]
+
+
+@functools.cache
+def _by_hand(folder: Path, data: tuple[int | None, ...], changes: tuple[tuple[str, Any], ...]) -> Result:
+    config = make_config(folder, "never-made", **dict(changes))
+    with Console() as console:
+        session = open_session(config, place_of(config), console)
+    state, finish = session.state, session.finish
+    for step, data_step in enumerate(data):
+        if data_step is not None:
+            loss = float(gradients(state, state.loader.make(data_step), state.model.loss, config))
+            done = update(state, config, finish.progress(step, 0.0), finish.step_fraction)
+            assert isinstance(done, Update)
+            state.loss_ema.update(loss)
+        state.step = step + 1
+    tensors = state.model_tensors() | state.other_tensors()
+    return Result(tensors, state.loss_ema.state_dict(), state.scaler.state_dict())
 
 
 def without(*steps: int) -> list[int | None]:
@@ -149,24 +150,21 @@ def saved_steps(run: Path) -> list[int]:
 
 class TestLeftOut:
     @pytest.mark.parametrize(
-        ("name", "broken", "value"),
+        ("name", "broken", "values"),
         [
-            ("nan-loss", broken_loss(5), "nan"),
-            ("inf-loss", broken_loss(5, factor=math.inf), "inf"),
-            ("nan-gradient", broken_gradient(5), "nan"),
-            ("inf-gradient", broken_gradient(5, factor=math.inf, parameter="head.weight"), "inf"),
-            ("first-and-apart", broken_loss(0, 5), "nan"),
+            ("loss", broken_loss(0) | broken_loss(5, factor=math.inf), ["nan", "inf"]),
+            ("gradient", broken_gradient(5), ["nan"]),
         ],
     )
-    def test_as_if_the_batch_had_never_been(self, folder: Path, name: str, broken: Broken, value: str) -> None:
+    def test_as_if_the_batch_had_never_been(self, folder: Path, name: str, broken: Broken, values: list[str]) -> None:
         with broken.in_training():
-            train(folder, name)
+            train(folder, name, faults__max_skipped_in_a_row=1)
         run, steps = folder / name, sorted([*broken.loss, *broken.gradient])
         assert Result.of_run(run).differences(Result.by_hand(folder, without(*steps))) == []
         events = lines_of(run, "event")
         assert [(line["step"], line["data_step"]) for line in events] == [(step + 1, step) for step in steps]
-        reason = "gradient" if broken.gradient else "loss"
-        assert {(line["what"], line["reason"], line["value"]) for line in events} == {("skipped", reason, value)}
+        assert {(line["what"], line["reason"]) for line in events} == {("skipped", name)}
+        assert [line["value"] for line in events] == values
         assert list(events[0])[:4] == ["kind", "step", "what", "value"]
         left = [step + 1 for step in range(STEPS) if step not in steps]
         assert [line["step"] for line in lines_of(run, "train")] == left
@@ -194,27 +192,26 @@ class TestLeftOut:
         assert len(left_out.differences(Result.by_hand(folder, without()))) > 10
 
     def test_the_warning_names_step_and_parameter(self, folder: Path) -> None:
-        name = "blocks.1.mlp.up.weight"
-        with broken_gradient(2, parameter=name).in_training():
+        name = "blocks.0.mlp.up.weight"
+        with broken_gradient(5, factor=math.inf, parameter=name).in_training():
             code, out, _ = command(["train", *arguments(folder, "named")])
         assert code == 0
+        assert Result.of_run(folder / "named").differences(Result.by_hand(folder, without(5))) == []
         assert [line for line in out.splitlines() if line.startswith("warning")] == [
-            "warning: step 00003: the gradient norm is nan, though the loss is finite: its update is left out, "
+            "warning: step 00006: the gradient norm is inf, though the loss is finite: its update is left out, "
             f"1 in a row, 1 in all; the first gradient that is not finite is that of {name}"
         ]
 
-    @pytest.mark.parametrize(("kind", "step"), [("event", 6), ("train", 10)])
-    def test_resumed_across_it(self, folder: Path, kind: str, step: int) -> None:
-        broken = broken_loss(5, 8)
-        whole, name = folder / "whole", f"resumed-{kind}-{step}"
-        with broken.in_training():
-            if not whole.exists():
-                train(folder, "whole")
-            with killed_at(kind, step):
-                train(folder, name)
-            gptlab.train(resume=folder / name)
-        assert differences(outcome(whole), outcome(folder / name)) == []
-        assert load_checkpoint(list_checkpoints(folder / name / "checkpoints")[-1]).state["faults"]["skipped"] == 2
+    def test_resumed_across_it(self, folder: Path) -> None:
+        with broken_loss(5, 8).in_training():
+            whole = train(folder, "whole")
+            with killed_at("event", 6):
+                train(folder, "resumed")
+            with killed_at("train", 10):
+                gptlab.train(resume=folder / "resumed")
+            gptlab.train(resume=folder / "resumed")
+        assert differences(outcome(whole), outcome(folder / "resumed")) == []
+        assert load_checkpoint(list_checkpoints(whole / "checkpoints")[-1]).state["faults"]["skipped"] == 2
 
 
 class TestLimits:
@@ -237,29 +234,6 @@ class TestLimits:
             assert command(["train", "--resume", run])[0] == 3
         by_hand = Result.by_hand(folder, range(5), eval__at_start=False)
         assert Result.of_run(run, step=5).differences(by_hand) == []
-
-    @pytest.mark.parametrize(
-        ("limits", "broken", "done"),
-        [
-            ({"max_skipped_in_a_row": 0}, [5], 5),
-            ({"max_skipped_in_a_row": 1}, [3, 5, 7, 8], 8),
-            ({"max_skipped_in_a_row": 1}, [3, 5, 7, 9], None),
-            ({"max_skipped": 2}, [3, 5, 7], 7),
-            ({"max_skipped": 3}, [3, 5, 7], None),
-        ],
-    )
-    def test_in_a_row_and_in_all(
-        self, folder: Path, tmp_path: Path, limits: dict[str, int], broken: list[int], done: int | None
-    ) -> None:
-        changes: dict[str, Any] = {f"faults.{name}": value for name, value in limits.items()}
-        changes |= {"run_dir": tmp_path / "run", "sample.prompts": [], "data.cache_dir": folder / "cache"}
-        with broken_loss(*broken).in_training():
-            code, _, err = command(["train", *arguments(folder, "limits", changes)])
-        assert code == (0 if done is None else 3)
-        if done is not None:
-            last = [line for kind in ("train", "event") for line in lines_of(tmp_path / "run", kind)]
-            assert max(line["step"] for line in last if line.get("what") != "failed") == done
-            assert next(iter(limits)) in err
 
     def test_finite_gradients_of_a_loss_above_max_loss_end_it_at_once(self, folder: Path) -> None:
         with broken_loss(5, factor=1000.0).in_training(), pytest.raises(TrainingFailed, match="exploded"):
@@ -369,28 +343,27 @@ class TestSpikes:
         assert seen == [[4]]
 
     @pytest.mark.parametrize(
-        ("name", "kind", "step"),
-        [("again at once", "event", 9), ("again at once", "train", 7), ("again later", "train", 11)],
+        ("name", "kills"), [("again at once", [("event", 9), ("train", 7)]), ("again later", [("train", 11)])]
     )
-    def test_resumed_across_it(self, folder: Path, name: str, kind: str, step: int) -> None:
-        killed = f"{name} {kind} {step}"
+    def test_resumed_across_it(self, folder: Path, name: str, kills: list[tuple[str, int]]) -> None:
+        run = folder / f"{name}, killed"
         with SPIKED[name][0].in_training():
-            with killed_at(kind, step):
-                train(folder, killed, **SPIKES)
-            gptlab.train(resume=folder / killed)
-        assert differences(outcome(spiked(folder, name)), outcome(folder / killed)) == []
+            for kind, step in kills:
+                with killed_at(kind, step):
+                    gptlab.train(resume=run) if run.exists() else train(folder, run.name, **SPIKES)
+            gptlab.train(resume=run)
+        assert differences(outcome(spiked(folder, name)), outcome(run)) == []
 
-    @pytest.mark.parametrize(("kind", "step"), [("train", 9), ("event", 10)])
-    def test_a_checkpoint_that_a_signal_asked_for_is_none_to_go_back_to(
-        self, folder: Path, kind: str, step: int
-    ) -> None:
-        """Otherwise the run would come out otherwise than without the signal."""
-        name = f"signal-{kind}-{step}"
+    def test_a_checkpoint_that_a_signal_asked_for_is_none_to_go_back_to(self, folder: Path) -> None:
+        """Otherwise the run would come out otherwise than without the signals."""
+        run = folder / "signalled"
         with SPIKED["again at once"][0].in_training():
-            with at_line(kind, step, lambda: signal.raise_signal(signal.SIGTERM)):
-                assert gptlab.train(make_config(folder, name, **SPIKES)).exit_code == 75
-            assert gptlab.train(resume=folder / name).exit_code == 0
-        assert differences(outcome(spiked(folder, "again at once")), outcome(folder / name)) == []
+            with at_line("train", 9, lambda: signal.raise_signal(signal.SIGTERM)):
+                assert gptlab.train(make_config(folder, run.name, **SPIKES)).exit_code == 75
+            with at_line("event", 10, lambda: signal.raise_signal(signal.SIGTERM)):
+                assert gptlab.train(resume=run).exit_code == 75
+            assert gptlab.train(resume=run).exit_code == 0
+        assert differences(outcome(spiked(folder, "again at once")), outcome(run)) == []
 
     def test_a_damaged_one_makes_it_the_one_before(self, folder: Path) -> None:
         def damage() -> None:
@@ -434,6 +407,29 @@ class TestDecisions:
     )
     def test_spike_by_hand(self, loss: float, losses: list[float], expected: Fault | None) -> None:
         assert loss_fault(loss, FaultRecord(losses=losses), self.config()) == expected
+
+    @pytest.mark.parametrize(
+        ("limits", "broken", "ends"),
+        [
+            ({"max_skipped_in_a_row": 0}, [5], 5),
+            ({"max_skipped_in_a_row": 1}, [3, 5, 7, 8], 8),
+            ({"max_skipped_in_a_row": 1}, [3, 5, 7, 9], None),
+            ({"max_skipped": 2}, [3, 5, 7], 7),
+            ({"max_skipped": 3}, [3, 5, 7], None),
+        ],
+    )
+    def test_limits_in_a_row_and_in_all(self, limits: dict[str, int], broken: list[int], ends: int | None) -> None:
+        config, record = RunConfig(faults=FaultsConfig(**limits)), FaultRecord()
+        for step in range(STEPS):
+            if step not in broken:
+                record.passed(4.0, config.faults)
+            elif step == ends:
+                with pytest.raises(TrainingFailed, match=next(iter(limits))):
+                    record.skip(Fault("loss", math.nan), step, config)
+                return
+            else:
+                record.skip(Fault("loss", math.nan), step, config)
+        assert ends is None
 
     def test_window_holds_the_last_losses(self) -> None:
         record = FaultRecord(skipped=2, skipped_in_a_row=2)

@@ -22,16 +22,16 @@ import torch
 from forked_runs import Ended, ForkedRuns
 from oracle_checkpoint import same_bits
 from test_broken_steps import broken_loss
-from tiny_runs import FakeClock, arguments, at_line, differences, make_config, outcome, write_bundle, write_corpus
+from tiny_runs import FakeClock, arguments, at_line, differences, make_config, outcome
 from torch import Tensor
 
 from gptlab.app.place import place_of
 from gptlab.app.session import open_session
 from gptlab.app.training_rate import Rate
 from gptlab.eval.bits_per_byte import evaluate
-from gptlab.runtime.records.console import Console
 from gptlab.runtime.hardware.peak import Peak
 from gptlab.runtime.hardware.rng import capture_rng, seed_everything
+from gptlab.runtime.records.console import Console
 from gptlab.training.checkpoint.load import Checkpoint, list_checkpoints, load_checkpoint, save_checkpoint
 from gptlab.training.state import TrainState
 
@@ -101,14 +101,6 @@ generators that each micro-batch seeds anew, so that what a checkpoint says of t
 BASE: dict[str, Any] = {
     "model.n_layer": 1, "model.dropout": 0.0, "eval.core_every_steps": 6, "checkpoint.background": False,
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("parts")
-    write_corpus(folder / "corpus")
-    write_bundle(folder / "bundle")
-    return folder
 
 
 @pytest.fixture(scope="module")

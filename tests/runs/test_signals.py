@@ -23,7 +23,6 @@ from tiny_runs import (
     outcome,
     start,
     train,
-    write_corpus,
 )
 
 import gptlab
@@ -58,13 +57,6 @@ def wait(*args, **kwargs):
 """The same inside a library written in C, where no Python code runs that could raise: for minutes."""
 
 HALF_A_FILE = "before=lambda folder, *a, **k: (folder / 'train-00000.bin').write_bytes(b'half')"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("signals")
-    write_corpus(folder / "corpus")
-    return folder
 
 
 @pytest.fixture(scope="module")

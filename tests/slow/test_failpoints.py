@@ -16,7 +16,7 @@ import fault_figures
 import pytest
 from failpoints import changes_files, spread
 from forked_runs import Ended, ForkedRuns
-from tiny_runs import Outcome, arguments, differences, outcome, write_corpus
+from tiny_runs import Outcome, arguments, differences, outcome
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs fork, SIGKILL and /proc")
 
@@ -25,13 +25,6 @@ FLAGS: dict[str, Any] = {
     "sample.prompts": [], "checkpoint.every_steps": 1, "checkpoint.keep_last": 1, "checkpoint.keep_best": False,
 }  # fmt: skip
 """Two saves in the background and one that is waited for; two of them are removed again."""
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("failpoints")
-    write_corpus(folder / "corpus")
-    return folder
 
 
 @pytest.fixture(scope="module")

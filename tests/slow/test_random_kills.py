@@ -13,7 +13,7 @@ from typing import Any
 import fault_figures
 import pytest
 from forked_runs import ForkedRuns
-from tiny_runs import Outcome, arguments, differences, outcome, write_corpus
+from tiny_runs import Outcome, arguments, differences, outcome
 
 from gptlab.training.checkpoint.load import checkpoint_path
 
@@ -30,13 +30,6 @@ FLAGS: dict[str, Any] = {
 }  # fmt: skip
 SEED = 4
 """Of the moments."""
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("random-kills")
-    write_corpus(folder / "corpus")
-    return folder
 
 
 @pytest.fixture(scope="module")

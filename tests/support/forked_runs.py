@@ -8,7 +8,6 @@ how it ended.
 from __future__ import annotations
 
 import contextlib
-import gc
 import json
 import math
 import os
@@ -160,6 +159,7 @@ def _main(argv: list[str]) -> int:
 
 
 def _serve(folder: Path) -> None:
+    from distributed_scenes import freeze_libraries
     from tiny_runs import arguments, command
 
     from gptlab.runtime.records import provenance
@@ -176,8 +176,7 @@ def _serve(folder: Path) -> None:
     provenance.take_evidence = lambda variables: evidence
     code, out, err = command(["train", *arguments(folder, "warm-up", {"steps": 1, "model.n_layer": 1})])
     assert code == 0, out + err
-    gc.collect()
-    gc.freeze()
+    freeze_libraries()
     for line in sys.stdin:
         print(json.dumps(_answer(json.loads(line), folder)), flush=True)
 

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from distributed_scenes import free_ports
+from distributed_scenes import free_ports, freeze_libraries
 from torch import Tensor
 
 from gptlab.app import computed_by, session
@@ -215,6 +215,7 @@ if __name__ == "__main__":
     # Before the processes part, so that what is found out once (imports, the machine's speed) is found out once.
     for argv in lanes.pop("first"):
         assert main(argv) == 0
+    freeze_libraries()
     children = []
     for lane in lanes.values():
         if (pid := os.fork()) == 0:

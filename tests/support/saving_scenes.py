@@ -4,17 +4,15 @@ ranks is slow to save, or cannot."""
 from __future__ import annotations
 
 import errno
-import json
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from distributed_scenes import free_ports, play, wait_for_all
+from distributed_scenes import play
 
 from gptlab.training import loop
 from gptlab.training.checkpoint import saving
@@ -71,19 +69,3 @@ def play_harmed(scene: dict[str, Any], port: int, rank: int) -> dict[str, Any]:
         saving.begin_save, saving.write_part, saving.complete_save, loop.gradients = originals
         if dist.is_initialized():  # which a run that failed leaves to the end of its process
             dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    folder = Path(sys.argv[1])
-    scenes = json.loads((folder / "scenes.json").read_text())
-    ports = free_ports(len(scenes))
-    children = []
-    for rank in range(max(scene["ranks"] for scene in scenes)):
-        if (pid := os.fork()) == 0:
-            for scene, port in zip(scenes, ports, strict=True):
-                if rank < scene["ranks"]:
-                    played = play_harmed(scene, port, rank)
-                    (folder / f"{scene['name']}-{rank}.json").write_text(json.dumps(played))
-            os._exit(0)
-        children.append(pid)
-    print("CODES", wait_for_all(children), flush=True)

@@ -9,10 +9,12 @@ import json
 import os
 import pkgutil
 import re
+import signal
 import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -39,8 +41,9 @@ FLAGS: Flags = {
     "model.window_pattern": "SL", "model.dropout": 0.1, "tokenizer.kind": "byte", "data.val_fraction": 0.15,
     "batch.micro_sequences": 4, "batch.total_tokens": 2 * 4 * 32, "steps": 12,
     "schedule.warmup_fraction": 0.1, "optim.grad_clip": 1.0, "eval.every_steps": 3, "eval.every_seconds": None,
+    "eval.micro_sequences": 20,
     "checkpoint.every_steps": 4, "checkpoint.every_seconds": None, "sample.prompts": ["the ", "fox"],
-    "sample.every_steps": 6, "sample.max_tokens": 6, "runtime.device": "cpu", "runtime.dtype": "float32",
+    "sample.every_steps": 6, "sample.max_tokens": 3, "runtime.device": "cpu", "runtime.dtype": "float32",
     "runtime.compile": "off", "runtime.threads": 1,
 }  # fmt: skip
 """Two micro-batches a step, about eight steps an epoch, dropout on; at step 12 everything is due at once."""
@@ -134,13 +137,75 @@ def command(argv: Sequence[object]) -> tuple[int, str, str]:
     return code, out.getvalue(), err.getvalue()
 
 
-def start(argv: Sequence[object], *, prelude: str = "") -> subprocess.Popen[str]:
+class Forked:
+    """A command in a process that parts from this one, in which everything is imported: as much of subprocess.Popen as
+    the tests need. It may be killed, and whatever signal comes to it meets Python's own handlers first."""
+
+    def __init__(self, argv: Sequence[object], prelude: str) -> None:
+        read, write = os.pipe()
+        sys.stdout.flush()
+        self.returncode: int | None = None
+        self.pid = os.fork()
+        if self.pid == 0:
+            self._run([str(word) for word in argv], prelude, write)
+        os.close(write)
+        self.stdout = os.fdopen(read, encoding="utf-8", errors="replace")
+
+    @staticmethod
+    def _run(argv: list[str], prelude: str, descriptor: int) -> None:
+        """Does not come back."""
+        code = 1
+        try:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.environ["OMP_NUM_THREADS"] = "1"
+            for standard in (1, 2):
+                os.dup2(descriptor, standard)
+            sys.stdout, sys.stderr = (os.fdopen(standard, "w", buffering=1, closefd=False) for standard in (1, 2))
+            exec(prelude, {"__name__": "prelude"})
+            code = main(argv)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            ended, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if ended else None
+        return self.returncode
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, None]:
+        """Its output that nobody has read yet, once it has ended; killed after `timeout` seconds."""
+        timer = threading.Timer(timeout or 300.0, self.kill)
+        timer.start()
+        try:
+            output = self.stdout.read()
+            self.wait()
+        finally:
+            timer.cancel()
+        self.stdout.close()
+        return output, None
+
+    def wait(self) -> int:
+        if self.returncode is None:
+            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def start(argv: Sequence[object], *, prelude: str = "") -> Forked:
     """`gptlab ARGV` in a process of its own, behind the Python statements of `prelude`."""
-    script = f"import sys\n{prelude}\nfrom gptlab.cli.main import main\nsys.exit(main(sys.argv[1:]))"
-    return subprocess.Popen(
-        [sys.executable, *(["-c", script] if prelude else ["-m", "gptlab"]), *map(str, argv)],
-        env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+    return Forked(argv, prelude)
 
 
 def read_to_step(process: subprocess.Popen[str], step: int, *, after: str = "") -> None:

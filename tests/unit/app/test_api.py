@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_runs import FLAGS, command, differences, killed_at, lines_of, make_config, outcome, train, write_corpus
+from tiny_runs import FLAGS, command, differences, killed_at, lines_of, make_config, outcome, train
 from torch import Tensor, nn
 
 import gptlab
@@ -26,13 +26,6 @@ from gptlab.data.rows import RowSource, SequentialRows
 from gptlab.model.gpt import GPT
 
 MACHINE = Machine(device="cpu", flops_per_second=1e11)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("api")
-    write_corpus(folder / "corpus")
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_runs import Outcome, command, differences, outcome, train, write_corpus
+from tiny_runs import Outcome, command, differences, outcome, train
 
 import gptlab
 from gptlab.app.repeat import repeated_config, stored_config, what_differs
@@ -23,13 +23,6 @@ from gptlab.config.run import RunConfig
 from gptlab.config.scaling import Machine
 from gptlab.runtime.records.code_snapshot import PATCH_NAME, ZIP_NAME
 from gptlab.runtime.records.run_directory import RunDirectory
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("from")
-    write_corpus(folder / "corpus")
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -4,17 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-from tiny_runs import command, differences, outcome, train, write_corpus
+from tiny_runs import command, differences, outcome, train
 
 from gptlab.training.checkpoint.load import list_checkpoints, verify_checkpoint
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("resume-step")
-    write_corpus(folder / "corpus")
-    return folder
 
 
 def test_it_is_the_same_run_again_and_what_was_there_is_set_aside(folder: Path) -> None:

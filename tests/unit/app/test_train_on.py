@@ -5,18 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-from tiny_runs import arguments, command, lines_of, train, write_corpus
+from tiny_runs import arguments, command, lines_of, train
 
 CONSTANT = {"schedule.warmup_fraction": 0.0, "schedule.warmdown_fraction": 0.0, "schedule.weight_decay_final": 1.0}
 """The same rates whatever the length, so that a run that trains on must be the longer run, bit for bit."""
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("train-on")
-    write_corpus(folder / "corpus")
-    return folder
 
 
 def test_it_is_the_longer_run_bit_for_bit_where_the_schedule_allows(folder: Path) -> None:

@@ -8,17 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_runs import arguments, command, lines_of, train, write_bundle, write_corpus
+from tiny_runs import arguments, command, lines_of, train
 
 CONTRACTS = (Path(__file__).parents[3] / "docs" / "contracts.md").read_text(encoding="utf-8")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("json")
-    write_corpus(folder / "corpus")
-    write_bundle(folder / "core")
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +45,7 @@ def test_eval(run: Path) -> None:
 
 
 def test_eval_core(folder: Path, run: Path) -> None:
-    figures = answer("eval", run, "--core", "--core-dir", folder / "core", "--core-examples", 4)
+    figures = answer("eval", run, "--core", "--core-dir", folder / "bundle", "--core-examples", 4)
     assert figures["tasks"].keys() == figures["centered"].keys() == {"pick", "fit", "go on"}
     assert figures["core_metric"] == pytest.approx(sum(figures["centered"].values()) / 3)
     assert figures.keys() <= documented("gptlab eval")

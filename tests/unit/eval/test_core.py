@@ -26,7 +26,6 @@ from tiny_runs import (
     outcome,
     train,
     write_bundle,
-    write_corpus,
 )
 from torch import Tensor, nn
 
@@ -463,14 +462,6 @@ class TestBundle:
         assert words in str(caught.value)
         assert "\n" not in str(caught.value)
         assert str(bundle) in str(caught.value)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("core")
-    write_corpus(folder / "corpus")
-    write_bundle(folder / "bundle")
-    return folder
 
 
 MEASURED: dict[str, Any] = {"eval.core_every_steps": 6, "eval.train_tokens": 300}

@@ -161,10 +161,12 @@ MODELS = {
 
 
 @needs_compiler
-@pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize("compiled", [False, True])
-def test_a_model_with_it_is_the_model_without(kind: str, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loss and every gradient, to float32's roundings."""
+@pytest.mark.parametrize(
+    ("kind", "backend"),
+    [*((kind, None) for kind in MODELS), ("packed", "inductor"), ("rope, norms, windows, values", "aot_eager")],
+)
+def test_a_model_with_it_is_the_model_without(kind: str, backend: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loss and every gradient, to float32's roundings; compiled, with this backend."""
     config = MODELS[kind]
     tokens = torch.randint(50, (3, 80), generator=torch.Generator().manual_seed(0))
     gradients = []
@@ -172,7 +174,7 @@ def test_a_model_with_it_is_the_model_without(kind: str, compiled: bool, monkeyp
         model = build_model(config, device=CPU, compute_dtype=torch.float32, seed=1)
         calls: list[int] = []
         monkeypatch.setattr(ops, "_attention_kernel", counted(calls) if by_kernel else None)
-        loss = torch.compile(model.loss, backend="aot_eager", dynamic=False) if compiled and by_kernel else model.loss
+        loss = torch.compile(model.loss, backend=backend, dynamic=False) if backend and by_kernel else model.loss
         loss(tokens, tokens.roll(-1, 1)).backward()
         assert len(calls) == (config.n_layer if by_kernel else 0)
         gradients.append({name: p.grad for name, p in model.named_parameters()})

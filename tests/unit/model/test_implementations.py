@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_runs import arguments, command, killed_at, train, write_corpus
+from tiny_runs import arguments, command, killed_at, train
 
 from gptlab.app.computed_by import changed
 from gptlab.model.kernels import attention_kernel
@@ -22,13 +22,6 @@ from gptlab.training.checkpoint.load import list_checkpoints, load_checkpoint
 needs_compiler = pytest.mark.skipif(not compiler_available(torch.device("cpu")), reason="no C++ compiler here")
 
 NOT_BIT_FOR_BIT = "close to, not bit for bit"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("implementations")
-    write_corpus(folder / "corpus")
-    return folder
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import huggingface_hub
 import pytest
 import torch
 from test_gpt2_weights import random_gpt2
-from tiny_runs import command, differences, killed_at, lines_of, make_config, outcome, train, write_corpus
+from tiny_runs import command, differences, killed_at, lines_of, make_config, outcome, train
 from transformers import GPT2LMHeadModel
 
 import gptlab
@@ -40,13 +40,6 @@ GPT2_PARTS: dict[str, Any] = {
     "model.residual_lambdas": False, "model.logit_softcap": None, "model.window_pattern": "L",
     "model.dropout": 0.0, "optim.matrix_optimizer": "adamw", "optim.matrix.lr": 0.03, "optim.embedding.lr": 0.5,
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("init-from")
-    write_corpus(folder / "corpus")
-    return folder
 
 
 def gpt2_flags(**changes: Any) -> dict[str, Any]:

@@ -27,7 +27,6 @@ from tiny_runs import (
     make_config,
     outcome,
     train,
-    write_corpus,
 )
 
 import gptlab
@@ -48,13 +47,6 @@ from gptlab.training.state import TrainState
 CPU = torch.device("cpu")
 # A test that waits for something that never comes fails after this, on any machine.
 PATIENCE_SECONDS = 60.0
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("background")
-    write_corpus(folder / "corpus")
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_runs import command, differences, killed_at, lines_of, make_config, outcome, train, write_corpus
+from tiny_runs import command, differences, killed_at, lines_of, make_config, outcome, train
 
 import gptlab
 from gptlab.app.place import place_of
@@ -17,13 +17,6 @@ from gptlab.training.checkpoint.load import list_checkpoints, load_checkpoint
 from gptlab.training.step import gradients, update
 
 HALF = {"runtime__dtype": "float16", "model__dropout": 0.0}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("float16")
-    write_corpus(folder / "corpus")
-    return folder
 
 
 @pytest.fixture(scope="module")
