@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gptlab.app.api import train as train
-    from gptlab.app.train_run import Result as Result
+    from gptlab.app.attempt import Result as Result
     from gptlab.config import recipes as recipes
     from gptlab.config.errors import UserError as UserError
 
 __all__ = ["Result", "UserError", "__version__", "recipes", "train"]
 
-_WHERE = {"Result": "gptlab.app.train_run", "UserError": "gptlab.config.errors", "train": "gptlab.app.api"}
+_WHERE = {"Result": "gptlab.app.attempt", "UserError": "gptlab.config.errors", "train": "gptlab.app.api"}
 
 
 def __dir__() -> list[str]:

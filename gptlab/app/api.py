@@ -1,4 +1,4 @@
-"""`gptlab.train(...)`: what `gptlab train` does, as a function."""
+"""`gptlab.train(...)`: `gptlab train` as a function."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from gptlab.app.attempt import Result
 from gptlab.app.own_parts import OwnParts
 from gptlab.app.run_request import RunRequest, request_from_values
-from gptlab.app.train_run import Result, train_run
+from gptlab.app.train_run import train_run
 from gptlab.config.errors import UserError, paths_of_the_user
 from gptlab.config.load import apply_overrides
 from gptlab.config.run import RunConfig
@@ -45,7 +46,7 @@ def train(
     change_model: Callable[[GPT], None] | None = None,
     **fields: Any,
 ) -> Result:
-    """Train a GPT, resume a run, or repeat one; what `gptlab train` does.
+    """Train a GPT, resume a run, or repeat one, as `gptlab train` does.
 
         gptlab.train("quickstart", depth=4, steps=200)
         gptlab.train("nanochat-tiny", data="notes/", model={"window_pattern": "L"}, optim={"muon": {"lr": 0.01}})
@@ -62,18 +63,18 @@ def train(
         seed: seeds weights, data order, dropout and samples.
         run_dir: folder of the run. None: runs/RECIPE-DATE-TIME.
         resume: the folder of a run to continue, bit for bit.
-        from_run: the folder of a run to repeat in a folder of its own; fields given beside it replace its own.
+        from_run: the folder of a run to repeat in a new folder; other fields that are given replace its own.
         on_step, on_eval: called with the fields of each `train` or `eval` line of metrics.jsonl as it is written.
-            They get numbers only, off the clock, and random generators are put back: they cannot change the run.
+            They run off the clock, and random generators are put back: they cannot change the run.
         rows: makes the training rows: (prepared data, configuration) -> RowSource.
         optimizer: makes the optimizer of all weights: model -> torch.optim.Optimizer. Its learning rates are peaks,
             which the schedule multiplies.
         change_model: changes the model before it is trained, such as `block.mlp = MyMLP(...)` for its blocks.
-        fields: every other name that a flag or a TOML file may have, groups as dicts: `model={"seq_len": 256}`,
+        fields: every other name that a flag or a TOML file may have, with groups as dicts: `model={"seq_len": 256}`,
             `dtype="float32"`, `eval={"every_steps": 100}`.
 
-    What `rows`, `optimizer` and `change_model` name is recorded in run.json with a fingerprint of its source. Resuming
-    or repeating such a run needs functions of the same names.
+    run.json records the names of `rows`, `optimizer` and `change_model` with fingerprints of their source. Resuming or
+    repeating such a run needs functions of the same names.
 
     Returns a Result: exit_code (0 finished, 75 preempted), run_dir, and summary, which holds what summary.json does.
 
@@ -101,13 +102,10 @@ def train(
 
 
 def _changed(config: RunConfig, request: RunRequest) -> RunConfig:
-    """A configuration with the fields that were given beside it."""
+    """`config` with the fields of the request."""
     if request.resume is not None or request.from_run is not None:
         raise UserError("give one of: a configuration to train, a run to resume, a run to repeat (from_run)")
     wrong = "depth" if request.depth is not None else next(iter(request.recipe_arguments), None)
     if wrong is not None:
         raise UserError(f"{wrong} is an argument of a recipe: give its name, or make the configuration with it")
-    horizon = {}
-    if request.horizon is not None:
-        horizon = {"horizon.amount": request.horizon.amount, "horizon.unit": request.horizon.unit}
-    return apply_overrides(config, horizon | dict(request.overrides))
+    return apply_overrides(config, request.horizon_fields | dict(request.overrides))

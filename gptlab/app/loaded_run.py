@@ -1,21 +1,34 @@
-"""A trained run, ready to be asked: its configuration, tokenizer and model, from its folder."""
+"""Trained weights, loaded: a run to evaluate, sample or export, or the weights that another run starts from."""
 
 from __future__ import annotations
 
+import hashlib
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from gptlab.app.own_parts import own_parts_of
-from gptlab.app.repeat import recorded_facts
+from gptlab.app.ranks import rank_0_first, require_same_run
 from gptlab.config.errors import UserError
 from gptlab.config.load import config_from_json
 from gptlab.config.run import RunConfig
+from gptlab.data.corpus.core_bundle import core_folder
+from gptlab.data.prepare import prepare
+from gptlab.data.rows import validation_rows
 from gptlab.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from gptlab.data.tokens.shards import TokenSplit
+from gptlab.eval.bits_per_byte import Evaluation, evaluate
+from gptlab.eval.core import CoreResult, encode_tasks, gpt_logits, measure_core
+from gptlab.eval.core_tasks import find_bundle, read_tasks
 from gptlab.model.gpt import GPT, build_model
+from gptlab.model.interop.hf_folder import read_hf_weights
+from gptlab.model.interop.pretrained import Pretrained
 from gptlab.model.kernels.ops import missing_kernels
+from gptlab.runtime.files.cache import cache_root
 from gptlab.runtime.hardware.device import resolve_device, resolve_dtype
 from gptlab.runtime.hardware.threads import set_threads
 from gptlab.runtime.processes.distributed import Group
@@ -24,9 +37,9 @@ from gptlab.runtime.records.identity import edited_field, require_own, saved_ide
 from gptlab.runtime.records.metrics import read_metrics
 from gptlab.runtime.records.run_directory import RunDirectory
 from gptlab.training.checkpoint.directory import step_of
-from gptlab.training.checkpoint.load import list_checkpoints, load_checkpoint, select_checkpoint
+from gptlab.training.checkpoint.load import list_checkpoints, load_checkpoint, load_newest, select_checkpoint
 from gptlab.training.parallel.agreement import checksum, same_checkpoint
-from gptlab.training.state import load_weights, require_weights_of
+from gptlab.training.state import TrainState, load_weights, require_weights_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +62,14 @@ def load_run(
     console: Console,
     group: Group | None = None,
 ) -> LoadedRun:
-    """The run in `path` at `checkpoint` (latest | best | a step); device and dtype: None means as configured.
+    """The run in `path` at `checkpoint` (latest | best | a step). `device`, `dtype`: None means as configured.
 
-    Damaged checkpoints are told to `console`. Of several processes (`group`) all have the same weights, and may speak
-    in collectives from here on. UserError where run, tokenizer, checkpoint or device cannot be used.
+    Warns on `console` of damaged checkpoints. With several processes (`group`), all load the same weights and may use
+    collectives afterwards. UserError where run, tokenizer, checkpoint or device cannot be used.
     """
     group = group or Group()
     directory = RunDirectory.open(Path(path))
-    if (change := own_parts_of(recorded_facts(directory)).get("change_model")) is not None:
+    if (change := own_parts_of(directory.recorded()).get("change_model")) is not None:
         raise UserError(f"the model of {path} was changed by change_model={change['name']}, which only Python can call")
     config = config_from_json(directory.read_config())
     where = resolve_device(device or config.runtime.device, None if group.size == 1 else group.world.local_rank)
@@ -92,7 +105,7 @@ def load_run(
 
 
 def best_saved_step(directory: RunDirectory) -> int | None:
-    """The step with the lowest recorded validation loss among those that a checkpoint stands for."""
+    """The saved step with the lowest recorded validation loss."""
     saved = {step_of(path) for path in list_checkpoints(directory.checkpoints_path)}
     records = read_metrics(directory.metrics_path) if directory.metrics_path.exists() else []
     try:
@@ -104,3 +117,142 @@ def best_saved_step(directory: RunDirectory) -> int | None:
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{directory.metrics_path} is damaged: an eval line without its numbers ({error})") from None
     return min((pair for pair in losses if math.isfinite(pair[0])), default=(0.0, None))[1]
+
+
+def core_of_run(
+    run: LoadedRun,
+    *,
+    core_dir: str | None = None,
+    examples: int | None = None,
+    micro_sequences: int | None = None,
+    console: Console,
+    group: Group,
+) -> CoreResult:
+    """CORE of the loaded weights. None: as configured; 0 examples: all. UserError without a bundle."""
+    config = run.config
+    cache = cache_root(config.data.cache_dir)
+    bundle = find_bundle(core_dir or config.eval.core_dir, cache)
+    if bundle is None:
+        raise UserError(
+            f"no evaluation bundle in {core_folder(cache)}: `gptlab data prepare core` gets it, or give its --core-dir"
+        )
+    wanted = config.eval.core_examples if examples is None else examples or None
+    tasks = encode_tasks(read_tasks(bundle, wanted), run.tokenizer, config.model.seq_len)
+    questions = [question for task in tasks for question in task.questions][group.rank :: group.size]
+    total_tokens = sum(len(option) for question in questions for option in question.options)
+    with console.progress("CORE", total_tokens, "tokens") as progress:
+        return measure_core(
+            gpt_logits(run.model),
+            tasks,
+            device=run.device,
+            max_pass_tokens=(micro_sequences or config.eval_sequences) * config.model.seq_len,
+            module=run.model,
+            advance=progress.advance,
+            group=group,
+        )
+
+
+def evaluate_run(
+    run: LoadedRun,
+    *,
+    tokens: int | None = None,
+    micro_sequences: int | None = None,
+    console: Console,
+    group: Group,
+) -> Evaluation:
+    """The loss on the validation set of the run's corpus, and on training text where that is configured. None: as
+    configured.
+
+    Warns where the corpus has changed since training. UserError where it cannot be read.
+    """
+    config = run.config
+    # The run's own tokenizer: one trained again on changed text would have other tokens.
+    kept = replace(config.tokenizer, path=str(run.directory.tokenizer_path))
+    with rank_0_first("data prepared", group):
+        prepared = prepare(config.data, kept, console=console)
+    require_same_run(config, {"data_fingerprint": prepared.fingerprint}, group)
+    exists = run.directory.provenance_path.exists()
+    trained_on = run.directory.read_provenance().get("data_fingerprint") if exists else None
+    if trained_on not in (None, prepared.fingerprint):
+        console.warn(
+            f"the corpus {', '.join(config.data.source)} is not what it was when this run was trained: the numbers do "
+            "not compare with the run's own, and text that it was trained on may be among the validation text"
+        )
+
+    def measure(split: TokenSplit, max_tokens: int | None) -> Evaluation:
+        rows = validation_rows(split, config.model.seq_len, run.tokenizer.bos_id, max_tokens)
+        return evaluate(
+            run.model,
+            rows,
+            run.tokenizer.token_bytes,
+            device=run.device,
+            micro_sequences=micro_sequences or config.eval_sequences,
+            group=group,
+        )
+
+    result = measure(prepared.val, tokens or config.eval.tokens)
+    if config.eval.train_tokens is None:
+        return result
+    return replace(result, train_loss=measure(prepared.train, config.eval.train_tokens).val_loss)
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Where a run's initial weights came from."""
+
+    text: str
+    """For people."""
+    fingerprint: str
+    """Of their names, types, shapes and bits."""
+
+
+def require_tokenizer(tokenizer: Tokenizer, pretrained: Pretrained, warn: Callable[[str], None]) -> None:
+    """UserError for a vocabulary of another size than the weights'. Another one of the same size may be intended: a
+    warning."""
+    if tokenizer.vocab_size != pretrained.model.vocab_size:
+        raise UserError(
+            f"the weights of {pretrained.name} know {pretrained.model.vocab_size} tokens, but the tokenizer has "
+            f"{tokenizer.vocab_size} entries; leave tokenizer.kind and tokenizer.path out to have the weights' own"
+        )
+    if tokenizer.fingerprint != pretrained.load_tokenizer().fingerprint:
+        warn(f"the tokenizer is not the one that the weights of {pretrained.name} were trained with")
+
+
+def load_start_weights(state: TrainState, found: Pretrained, warn: Callable[[str], None]) -> Start:
+    """Load the weights that were found into a run whose model they fit (`require_fits`).
+
+    From a run: its best checkpoint, or the newest where no validation was recorded. A shorter context keeps the first
+    learned positions (nanoGPT's crop_block_size). UserError where the weights cannot be read.
+    """
+    tensors, text = _read(found, warn)
+    positions = tensors.get("position_embedding.weight")
+    shorter = {} if positions is None else {"position_embedding.weight": positions[: state.model.config.seq_len]}
+    try:
+        state.load_weights({**tensors, **shorter})
+    except UserError as error:
+        raise UserError(f"cannot begin with the weights of {text}: {error}") from None
+    return Start(text, weights_fingerprint(tensors))
+
+
+def _read(found: Pretrained, warn: Callable[[str], None]) -> tuple[dict[str, Tensor], str]:
+    if not found.is_run:
+        return read_hf_weights(found.folder, found.model), found.name
+    run = RunDirectory.open(found.folder)
+    if not run.checkpoints_path.is_dir():
+        raise UserError(f"{found.folder} has no checkpoint yet: there are no weights to begin with")
+    best = best_saved_step(run)
+    if best is None:
+        saved = load_newest(run.checkpoints_path, warn)
+    else:
+        saved = load_checkpoint(select_checkpoint(run.checkpoints_path, "best", warn, best_step=best))
+    require_own(run, saved_identity(saved.state, saved.path), saved.path)
+    return saved.model, f"{found.name}, {'newest' if best is None else 'best'} checkpoint: step {saved.step}"
+
+
+def weights_fingerprint(tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 over names, types, shapes and bits; the same on every device."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()

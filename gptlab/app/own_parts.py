@@ -45,11 +45,23 @@ class OwnParts:
             if part is not None and not callable(part):
                 raise UserError(f"{field.name} must be a function, this is {type(part).__name__}")
 
-    @property
-    def hooks(self) -> dict[str, Callable[[dict[str, Any]], object]]:
-        """{kind of a line of metrics.jsonl: what gets it}."""
+    def on_line(self, device: torch.device) -> Callable[[str, dict[str, Any]], None] | None:
+        """Calls the function that watches lines of this kind, and puts the random generators back after it. None where
+        nothing watches."""
         hooks = {"train": self.on_step, "eval": self.on_eval}
-        return {kind: hook for kind, hook in hooks.items() if hook is not None}
+        if not any(hooks.values()):
+            return None
+        from gptlab.runtime.hardware.rng import capture_rng, restore_rng
+
+        def call(kind: str, values: dict[str, Any]) -> None:
+            if (hook := hooks.get(kind)) is not None:
+                generators = capture_rng(device)
+                try:
+                    hook(dict(values))
+                finally:
+                    restore_rng(generators, device)
+
+        return call
 
     @property
     def make_optimizer(self) -> Callable[[GPT, RunConfig], Any] | None:

@@ -1,21 +1,42 @@
-"""A command that several processes carry out together: rank 0 speaks, and all end alike."""
+"""What several processes of one command do together: start alike, mean the same run, compute it alike, end alike."""
 
 from __future__ import annotations
 
+import dataclasses
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from gptlab.config.errors import UserError
+from gptlab.config.load import config_to_json
+from gptlab.config.run import RunConfig
+from gptlab.config.scaling import Machine
 from gptlab.runtime.processes.distributed import Group, World, join
 from gptlab.runtime.processes.liveness import PeerFailed
 from gptlab.runtime.records.console import Console, QuietConsole
 
+if TYPE_CHECKING:
+    from gptlab.runtime.hardware.place import Place
+
+_FACTS = {
+    "code_fingerprint": "gptlab code",
+    "data_fingerprint": "training data",
+    "tokenizer_fingerprint": "tokenizer",
+    "init_from_fingerprint": "initial weights",
+    "torch_version": "torch version",
+    "dtype": "dtype",
+}
+"""What must be equal on all ranks, by its key in run.json."""
+
 
 @contextmanager
 def together() -> Iterator[tuple[Group, Console]]:
-    """The processes that torchrun started for a command that writes no run (without it: this one), and a console, on
-    stderr, for what is no result. SystemExit, with the exit code of the run, where another process has failed."""
+    """The processes that torchrun started for a command that writes no run (without torchrun: this one), and a console
+    on stderr for everything that is not a result.
+
+    Raises SystemExit, with the exit code of the failed process, where another process fails.
+    """
     world = World.from_environment()
     try:
         with (
@@ -24,18 +45,121 @@ def together() -> Iterator[tuple[Group, Console]]:
         ):
             yield group, console
     except PeerFailed as failed:
-        raise SystemExit(tell_peer_failed(failed)) from None
+        raise SystemExit(report_peer_failure(failed)) from None
 
 
-def tell_peer_failed(failed: PeerFailed) -> int:
-    """What failed elsewhere, on stderr, unless it has said so itself; returns the exit code."""
+def report_peer_failure(failed: PeerFailed) -> int:
+    """Print the failure of another rank on stderr, unless that rank printed it; return the exit code."""
     if not failed.failure.said_by_itself:
         print(f"gptlab: error: rank {World.from_environment().rank}: {failed}", file=sys.stderr)
     return failed.failure.exit_code
 
 
 def exit_code(error: BaseException, *, interrupted: int = 130) -> int:
-    """What an error makes of this process, for the others to end alike."""
+    """The exit code that an error stands for; the other processes end with the same one."""
     if isinstance(error, UserError):
         return 2
     return interrupted if isinstance(error, KeyboardInterrupt) else 1
+
+
+@contextmanager
+def rank_0_first(what: str, group: Group) -> Iterator[None]:
+    """Rank 0 goes through the context, then the others: they find in the cache what rank 0 built."""
+    if not group.is_main:
+        group.barrier(what)
+    yield
+    if group.is_main:
+        group.barrier(what)
+
+
+def sized_together(
+    configure: Callable[[Callable[[RunConfig], Machine]], RunConfig],
+    measure: Callable[[RunConfig], Machine],
+    group: Group,
+) -> tuple[RunConfig, Machine | None]:
+    """`configure(measure)`, with rank 0's measurements on all ranks: two measurements could give two sizes.
+
+    Also returns the last measurement; None where the recipe asks for none.
+    """
+    measured: list[Machine] = []
+
+    def measured_here(config: RunConfig) -> Machine:
+        measured.append(measure(config))
+        return measured[-1]
+
+    if group.is_main:
+        config = configure(measured_here)
+        group.broadcast("machine", [dataclasses.asdict(machine) for machine in measured])
+        return config, measured[-1] if measured else None
+    measured = [Machine(**said) for said in group.broadcast("machine")]
+    # A rank that was started with another recipe may ask for more; `require_same_run` then refuses it.
+    replayed = iter(measured)
+    config = configure(lambda _: next(replayed, Machine(device="unknown", flops_per_second=None)))
+    return config, measured[-1] if measured else None
+
+
+def require_same_mode(mode: str, group: Group) -> None:
+    """UserError on rank 0 where another rank has another parallel.mode; the other ranks end with rank 0. To be called
+    before the ranks first wait for each other in the way that the mode demands."""
+    modes = group.gather("parallel.mode", mode)
+    other = next((rank for rank, theirs in enumerate(modes) if theirs != modes[0]), None)
+    if other is None:
+        return
+    if not group.is_main:
+        group.barrier("parallel.mode")  # rank 0 never comes: it reports the error
+    raise UserError(f"rank {other} has parallel.mode = {modes[other]!r}, rank 0 has {modes[0]!r}: {_START_ALIKE}")
+
+
+def require_same_run(config: RunConfig, facts: Mapping[str, object], group: Group) -> None:
+    """UserError on rank 0 where another rank's configuration, code or data differs: one line that names the rank and
+    the first difference. The other ranks end with rank 0."""
+    mine = {"config": config_to_json(config), **{name: facts.get(name) for name in _FACTS}}
+    everybody = group.gather("what is trained", mine)
+    if group.is_main:
+        for rank, theirs in enumerate(everybody):
+            if theirs != mine:
+                raise UserError(f"rank {rank}'s {_difference(mine, theirs)}: {_START_ALIKE}")
+
+
+def require_same_implementations(place: Place, compiler: str, group: Group) -> dict[str, str]:
+    """{part of the run: what computes it}. `compiler` is final only after the warm-up, where the compiler may fail.
+
+    UserError on rank 0 where another rank uses another implementation: the ranks' weights would soon differ. The other
+    ranks end with rank 0.
+    """
+    from gptlab.model.kernels import ops
+
+    ours = ops.implementations(place.device, place.dtype) | {"compile": compiler}
+    if group.size == 1:
+        return ours
+    missing = ops.missing_kernels(place.device, place.dtype)
+    everybody = group.gather("implementations", {"found": ours, "missing": missing})
+    for rank, theirs in enumerate(everybody if group.is_main else []):
+        found = theirs["found"]
+        if found != ours:
+            parts = [name for name in {**ours, **found} if found.get(name) != ours.get(name)]
+            what = "; ".join(f"{name}: {found.get(name)}, not {ours.get(name)}" for name in parts)
+            raise UserError(
+                f"rank {rank}'s implementations differ from rank 0's ({theirs['missing'] or what}): give all of them "
+                "the same C++ compiler, kind of processor and torch, and a writable cache ($GPTLAB_CACHE)"
+            )
+    return ours
+
+
+_START_ALIKE = "start all of them alike"
+
+
+def _difference(mine: Mapping[str, object], theirs: Mapping[str, object]) -> str:
+    for name, what in _FACTS.items():
+        if theirs[name] != mine[name]:
+            return f"{what} differs from rank 0's ({str(theirs[name])[:16]}, not {str(mine[name])[:16]})"
+    return f"configuration differs from rank 0's ({_first_difference(mine['config'], theirs['config'], '')})"
+
+
+def _first_difference(mine: object, theirs: object, name: str) -> str:
+    """The first field that differs, as `optim.muon.lr = 0.01, not 0.02`."""
+    if isinstance(mine, dict) and isinstance(theirs, dict):
+        for key in (*mine, *(key for key in theirs if key not in mine)):
+            if mine.get(key) != theirs.get(key):
+                return _first_difference(mine.get(key), theirs.get(key), f"{name}.{key}" if name else key)
+    return f"{name} = {theirs!r}, not {mine!r}"

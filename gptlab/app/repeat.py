@@ -1,4 +1,4 @@
-"""`--from RUN`: a run's configuration once more, and what of its code, environment, machine and data differs today."""
+"""`--from RUN`: a run's configuration again, and which of its code, environment, machine and data differ today."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
+from gptlab.app.own_parts import OwnParts
 from gptlab.app.run_request import RunRequest
 from gptlab.config.errors import ConfigError, UserError
 from gptlab.config.horizon import Horizon
@@ -17,6 +19,7 @@ from gptlab.config.recipes.own_arguments import recorded_arguments
 from gptlab.config.run import RunConfig
 from gptlab.config.scaling import Machine
 from gptlab.runtime.records.code_snapshot import PATCH_NAME, ZIP_NAME
+from gptlab.runtime.records.console import Console
 from gptlab.runtime.records.run_directory import RunDirectory
 
 _ENVIRONMENT = ("python_version", "torch_version", "cuda_version")
@@ -35,26 +38,32 @@ def stored_config(run: RunDirectory) -> RunConfig:
         raise UserError(f"{run.config_path} cannot be used: {error}") from None
 
 
+def open_repeated(request: RunRequest, parts: OwnParts, console: Console) -> tuple[RunDirectory, RunConfig]:
+    """The run that `request` names, and the configuration to train again in a folder of its own."""
+    assert request.from_run is not None
+    run = RunDirectory.open(Path(request.from_run))
+    require_trained(run)
+    require_same_parts(parts, run, "repeat", console)
+    return run, repeated_config(request, run)
+
+
 def repeated_config(request: RunRequest, run: RunDirectory) -> RunConfig:
-    """The configuration of `run` with what was asked for beside --from, to be trained in a folder of its own."""
+    """The configuration of `run`, with what the request changes."""
     stored = stored_config(run)
-    # Found out from the tokenizer, which other data or another --tokenizer may change.
+    # The vocabulary size follows from the tokenizer, which other data or another --tokenizer may change.
     config = replace(stored, run_dir=None, model=replace(stored.model, vocab_size=None))
     request.require_own_arguments(config.recipe)
     if request.depth is not None or request.recipe_arguments:
-        config = _from_recipe(config, request, recorded_facts(run))
-    asked = dict(request.overrides)
-    if request.horizon is not None:
-        asked = {"horizon.amount": request.horizon.amount, "horizon.unit": request.horizon.unit} | asked
-    return apply_overrides(config, asked)
+        config = _from_recipe(config, request, run.recorded())
+    return apply_overrides(config, request.horizon_fields | dict(request.overrides))
 
 
 def _from_recipe(config: RunConfig, request: RunRequest, recorded: Facts) -> RunConfig:
-    """What the run's recipe makes of another depth or of other arguments of its own, and on it what the run had
-    otherwise than its recipe."""
+    """The run's recipe at another depth or with other arguments of its own, plus the fields in which the run differed
+    from its recipe."""
     if config.recipe not in RECIPES:
         raise ConfigError(
-            "--depth", request.depth, f"the recipe {config.recipe!r} of that run is none of this gptlab, so nothing "
+            "--depth", request.depth, f"the recipe {config.recipe!r} of that run is not one of this gptlab, so nothing "
             "says what follows from a depth; give --model.n-layer, and what else shall change"
         )  # fmt: skip
     recipe = RECIPES[config.recipe]
@@ -79,22 +88,24 @@ def _from_recipe(config: RunConfig, request: RunRequest, recorded: Facts) -> Run
     )
 
 
-def recorded_facts(run: RunDirectory) -> Facts:
-    """run.json; empty where it is lost, for what a run did does not hang on it."""
-    try:
-        return run.read_provenance()
-    except UserError:
-        return {}
+def require_trained(run: RunDirectory) -> None:
+    """UserError for a run folder that an import wrote: it has no training to resume or repeat."""
+    if "imported" in run.recorded():
+        raise UserError(f"{run.path} was imported, not trained: to begin with its weights, --init-from {run.path}")
+
+
+def require_same_parts(parts: OwnParts, run: RunDirectory, verb: str, console: Console) -> None:
+    """UserError unless `parts` are those that the run was trained with; a warning where their source has changed."""
+    for warning in parts.require_those_of(run.path, run.recorded(), verb):
+        console.warn(warning)
 
 
 def what_differs(run: RunDirectory, now: Facts, asked: Mapping[str, Any]) -> Iterator[str]:
-    """A line for each of code, environment, machine and data that is not what `run` recorded, and how to have it.
-
-    What was `asked` for otherwise ({dotted field: value}) is no surprise, and is left out.
-    """
-    recorded = recorded_facts(run)
+    """A line for each of code, environment, machine and data that differs from what `run` recorded, and how to get it
+    back. Fields that were `asked` for ({dotted field: value}) are expected to differ, and skipped."""
+    recorded = run.recorded()
     if not recorded:
-        yield f"{run.provenance_path} is lost or damaged: nobody knows what {run.path} was trained with"
+        yield f"{run.provenance_path} is lost or damaged: what {run.path} was trained with is unknown"
         return
     if recorded.get("code_fingerprint") != now["code_fingerprint"]:
         change = f"{_code(recorded)} -> {_code(now)}"
@@ -109,6 +120,20 @@ def what_differs(run: RunDirectory, now: Facts, asked: Mapping[str, Any]) -> Ite
         yield f"the data is not that of {run.path} ({changed})"
 
 
+def implementations_changed(recorded: object, now: Mapping[str, str]) -> str:
+    """Which implementations differ from `recorded`, as "attention: kernels 0a1b... -> torch". Empty where none differs
+    or none was recorded."""
+    if not isinstance(recorded, dict):
+        return ""
+    names = [*now, *(name for name in recorded if name not in now)]
+    return ", ".join(
+        # From an untrusted file: as much as a line can take.
+        f"{str(name)[:60]}: {str(recorded.get(name))[:60]} -> {now.get(name)}"
+        for name in names[:20]
+        if recorded.get(name) != now.get(name)
+    )
+
+
 def _changed(recorded: Facts, now: Facts, names: Sequence[str]) -> str:
     return ", ".join(
         f"{name} {_shown(recorded.get(name))} -> {now[name]}" for name in names if recorded.get(name) != now[name]
@@ -116,7 +141,7 @@ def _changed(recorded: Facts, now: Facts, names: Sequence[str]) -> str:
 
 
 def _shown(value: object) -> str:
-    """A value of run.json, which a stranger may have written, as a line can take it."""
+    """A value of run.json, an untrusted file, shortened to fit a line."""
     text = str(value)
     return text if len(text) <= 100 else f"{text[:96]} ..."
 
@@ -129,7 +154,7 @@ def _code(facts: Facts) -> str:
 
 
 def _how_to_have_code(run: RunDirectory, recorded: Facts) -> str:
-    """Commands to copy, and so with every part of them quoted: names and commits may be a stranger's."""
+    """Commands to copy, with every part quoted: names and commits come from an untrusted file."""
     patch, archive = run.code_path / PATCH_NAME, run.code_path / ZIP_NAME
     if archive.is_file():
         return f"; to have it: unzip {shlex.quote(str(archive))} -d FOLDER, then PYTHONPATH=FOLDER python -m gptlab"

@@ -1,16 +1,33 @@
-"""A run that is resumed: its newest intact checkpoint, what must be as it was, and what is written again."""
+"""`--resume RUN`: the run and its newest intact checkpoint, what must be unchanged, and what is written again.
+
+A finished run may be given a longer length (`--resume RUN --steps MORE`), and any run an earlier checkpoint
+(`--resume-from-step N`).
+"""
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
 
-from gptlab.app.repeat import recorded_facts
+from gptlab.app.attempt import Attempt, Result
+from gptlab.app.messages import longer_command
+from gptlab.app.own_parts import OwnParts
+from gptlab.app.repeat import require_same_parts, require_trained, stored_config
+from gptlab.app.run_request import RunRequest
 from gptlab.app.session import Session
 from gptlab.config.errors import UserError
+from gptlab.config.load import config_to_json
+from gptlab.config.run import RunConfig
 from gptlab.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from gptlab.runtime.files.strict_json import read_json_object
 from gptlab.runtime.processes.distributed import Group
 from gptlab.runtime.records.console import Console
 from gptlab.runtime.records.identity import (
+    change_config,
     config_sha256,
     edited_field,
     new_run_id,
@@ -21,34 +38,162 @@ from gptlab.runtime.records.identity import (
 from gptlab.runtime.records.metrics import read_metrics
 from gptlab.runtime.records.provenance import RESUME_FACTS, Evidence
 from gptlab.runtime.records.run_directory import RunDirectory
-from gptlab.training.checkpoint.load import Checkpoint, list_checkpoints
+from gptlab.training.checkpoint.directory import candidates, step_of
+from gptlab.training.checkpoint.load import Checkpoint, list_checkpoints, select_checkpoint
 from gptlab.training.parallel.agreement import same_checkpoint
+from gptlab.training.summary import closing_numbers, show_closing_block
 
 
-def newest_checkpoint(run_directory: RunDirectory, console: Console, group: Group) -> Checkpoint | None:
-    """The newest checkpoint that is intact for every rank; None where the run ended before its first one, and so
-    starts again."""
-    if group.broadcast("has checkpoints", bool(list_checkpoints(run_directory.checkpoints_path))):
+@dataclass(slots=True)
+class Resumed:
+    """A run that is resumed."""
+
+    run: RunDirectory
+    stored: RunConfig
+    """What config.json says, which has the run's length so far."""
+    checkpoint: Checkpoint | None
+    """None: the run ended before its first checkpoint, and starts again."""
+
+    def require_same_start(self, session: Session) -> None:
+        """UserError unless the data is what run.json and the checkpoint name, the first weights of a run with
+        --init-from that starts again are the first ones, and a new length is longer than what has been trained."""
+        record, run = self.run.recorded(), self.run.path
+        if record and session.start is not None and record.get("init_from_fingerprint") != session.start.fingerprint:
+            raise UserError(
+                f"the weights of {session.config.init_from} are not those that {run} began with "
+                f"(fingerprint {session.start.fingerprint[:12]}): bring them back, or train in a new folder"
+            )
+        known = [record["data_fingerprint"]] if "data_fingerprint" in record else []
+        if self.checkpoint is not None and (saved := saved_identity(self.checkpoint.state, self.checkpoint.path)):
+            known.append(saved.data_fingerprint)
+        for recorded in known:
+            if recorded != session.data.fingerprint:
+                raise UserError(
+                    f"the data is not what {run} was trained on (fingerprint {session.data.fingerprint}, was "
+                    f"{recorded}): bring the corpus back to resume"
+                )
+        if self.checkpoint is not None and self._is_longer(session):
+            _require_longer(session, self.checkpoint)
+
+    def record(self, session: Session, facts: Mapping[str, object], evidence: Evidence, console: Console) -> None:
+        """Record in the run folder that this process resumes the run, and write again what is lost. On rank 0."""
+        _restore_tokenizer(self.run, session.data.tokenizer, console)
+        if self.checkpoint is not None and self._is_longer(session):
+            _change_length(self.run, session, self.checkpoint, self.stored, console)
+        _record_resume(self.run, facts, evidence, self.checkpoint, console)
+
+    def _is_longer(self, session: Session) -> bool:
+        return self.stored.horizon != session.config.horizon
+
+
+def open_resumed(request: RunRequest, attempt: Attempt, parts: OwnParts) -> Resumed | Result:
+    """The run that `request` names, under its lock; `attempt` then has its folder and configuration. The Result of a
+    run that is finished, whose closing block is shown again."""
+    assert request.resume is not None
+    run, console, group = RunDirectory.open(Path(request.resume)), attempt.console, attempt.group
+    stored = stored_config(run)
+    attempt.config = config = _requested(request, request.resumed(stored), run)
+    if group.is_main:
+        attempt.held.enter_context(run.lock())
+    require_trained(run)
+    trains = config.horizon != stored.horizon or request.resume_from_step is not None
+    finished = _finished_summary(config, run, console) if group.is_main and not trains else None
+    if summary := group.broadcast("finished", finished):
+        console.line(f"{run.path} is finished; to train it on: {longer_command(run.path, stored)}")
+        show_closing_block(closing_numbers(summary), console)
+        return Result(0, run.path, summary)
+    require_same_parts(parts, run, "resume", console)
+    attempt.run = run
+    if request.resume_from_step is not None and group.is_main:
+        _set_later_checkpoints_aside(run, request.resume_from_step, console)
+    checkpoint = _newest_checkpoint(run, console, group)
+    attempt.config = _with_own_tokenizer(config, run)
+    return Resumed(run, stored, checkpoint)
+
+
+def _requested(request: RunRequest, stored: RunConfig, run: RunDirectory) -> RunConfig:
+    """`stored`, for a finished run with the length that is requested. UserError where the request differs otherwise."""
+    longer = request.with_length(stored)
+    if longer != stored and not request.disagreements(longer) and run.recorded().get("status") == "finished":
+        return longer
+    if different := request.disagreements(stored):
+        more = f" (and {len(different) - 1} more)" if len(different) > 1 else ""
+        raise UserError(
+            f"{request.resume} has another configuration: {different[0]}{more}; leave it out to resume (a finished run "
+            "may be given another length, to train on)"
+        )
+    return stored
+
+
+def _finished_summary(config: RunConfig, run: RunDirectory, console: Console) -> dict[str, object]:
+    """summary.json of a finished run whose final weights are intact; empty for any other."""
+    if run.recorded().get("status") != "finished":
+        return {}
+    try:
+        summary = read_json_object(run.summary_path)
+    except UserError:  # lost or damaged: resuming from the last checkpoint ends at once, and writes it again
+        return {}
+    if closing_numbers(summary) and not config.eval.only:  # a run that only validates saves nothing
         try:
-            checkpoint = same_checkpoint(run_directory.checkpoints_path, group, console.warn)
-            _require_same_run(run_directory, checkpoint, console)
+            select_checkpoint(run.checkpoints_path, str(summary["num_steps"]), console.warn)
+        except UserError as error:
+            console.warn(f"{run.path} is marked as finished, but its final weights are not intact: {error}")
+            return {}
+    return summary if closing_numbers(summary) else {}
+
+
+def _set_later_checkpoints_aside(run: RunDirectory, step: int, console: Console) -> None:
+    """Make the checkpoint of `step` the newest of the run. Those of later steps move to RUN/set-aside-1 (2, ...), with
+    copies of the files that resuming will cut or replace. UserError where that step has no intact checkpoint.
+
+    The copies come first, and the newest checkpoint moves first: a process killed in between leaves a run that resumes
+    from the newest checkpoint that is still there.
+    """
+    folder = run.checkpoints_path
+    select_checkpoint(folder, str(step), console.warn)
+    later = [path for path in candidates(folder) if (step_of(path) or 0) > step]
+    if not later:
+        return
+    aside = next(path for n in count(1) if not (path := run.path / f"set-aside-{n}").exists())
+    try:
+        (aside / folder.name).mkdir(parents=True)
+        for path in (run.metrics_path, run.log_path, run.summary_path, run.provenance_path):
+            if path.is_file():
+                shutil.copyfile(path, aside / path.name)
+        for path in reversed(later):
+            os.rename(path, aside / folder.name / path.name)
+    except OSError as error:
+        raise UserError(f"cannot set the later checkpoints of {run.path} aside: {error.strerror or error}") from error
+    steps = ", ".join(str(step_of(path)) for path in later)
+    copies = ", ".join(sorted(path.name for path in aside.iterdir() if path.is_file()))
+    console.warn(
+        f"back to step {step}: the checkpoints of later steps ({steps}), and copies of {copies}, are in {aside}"
+    )
+
+
+def _newest_checkpoint(run: RunDirectory, console: Console, group: Group) -> Checkpoint | None:
+    """The newest checkpoint that is intact for every rank; None where the run ended before its first one."""
+    if group.broadcast("has checkpoints", bool(list_checkpoints(run.checkpoints_path))):
+        try:
+            checkpoint = same_checkpoint(run.checkpoints_path, group, console.warn)
+            _require_own_checkpoint(run, checkpoint, console)
             return checkpoint
         except UserError:
             if not group.is_main:
-                group.barrier("an intact checkpoint")  # to which rank 0 does not come: it says what is wrong
+                group.barrier("an intact checkpoint")  # rank 0 never comes: it reports the error
             raise
-    metrics = read_metrics(run_directory.metrics_path) if group.is_main and run_directory.metrics_path.exists() else []
+    metrics = read_metrics(run.metrics_path) if group.is_main and run.metrics_path.exists() else []
     saved = [line.get("step") for line in metrics if line.get("kind") == "checkpoint"]
     if saved:
         raise UserError(
-            f"no checkpoint in {run_directory.checkpoints_path}, though one of step {saved[-1]} was saved there: bring "
-            "it back, or train in a new folder"
+            f"no checkpoint in {run.checkpoints_path}, though one of step {saved[-1]} was saved there: bring it back, "
+            "or train in a new folder"
         )
-    console.line(f"{run_directory.path} has no checkpoint yet: it begins anew")
+    console.line(f"{run.path} has no checkpoint yet: it starts again")
     return None
 
 
-def _require_same_run(run: RunDirectory, checkpoint: Checkpoint, console: Console) -> None:
+def _require_own_checkpoint(run: RunDirectory, checkpoint: Checkpoint, console: Console) -> None:
     """UserError where the checkpoint is another run's, or config.json was edited since."""
     saved = saved_identity(checkpoint.state, checkpoint.path)
     if saved is None:
@@ -62,49 +207,46 @@ def _require_same_run(run: RunDirectory, checkpoint: Checkpoint, console: Consol
         )
 
 
-def require_same_start(run_directory: RunDirectory, session: Session, checkpoint: Checkpoint | None) -> None:
-    """UserError unless the data is what run.json and the checkpoint say the run was trained on, and, where a run with
-    --init-from starts again, its first weights are those of the first start."""
-    record = recorded_facts(run_directory)
-    saved = None if checkpoint is None else saved_identity(checkpoint.state, checkpoint.path)
-    if record and session.start is not None and record.get("init_from_fingerprint") != session.start.fingerprint:
+def _with_own_tokenizer(config: RunConfig, run: RunDirectory) -> RunConfig:
+    """With the run's copy of a tokenizer that was read from elsewhere, which may be gone."""
+    if config.tokenizer.path is None or not run.tokenizer_path.is_dir():
+        return config
+    return replace(config, tokenizer=replace(config.tokenizer, path=str(run.tokenizer_path)))
+
+
+def _require_longer(session: Session, checkpoint: Checkpoint) -> None:
+    """UserError where the run would be over before its first step."""
+    step, seconds = checkpoint.step, checkpoint.state["train_seconds"]
+    horizon = session.config.horizon
+    if session.finish.progress(step, seconds) >= 1.0:
         raise UserError(
-            f"the weights of {session.config.init_from} are not those that {run_directory.path} began with "
-            f"(fingerprint {session.start.fingerprint[:12]}): bring them back, or train in a new folder"
+            f"{horizon} is no more than the run has trained already ({step:,} steps, {seconds:.1f} s): to train it on, "
+            "give the length of the whole run, including what it has trained"
         )
-    known = [record["data_fingerprint"]] if "data_fingerprint" in record else []
-    for recorded in known if saved is None else [*known, saved.data_fingerprint]:
-        if recorded != session.data.fingerprint:
-            raise UserError(
-                f"the data is not what {run_directory.path} was trained on (fingerprint {session.data.fingerprint}, "
-                f"was {recorded}): bring the corpus back to resume"
-            )
+    loss = checkpoint.state["val_loss"]
+    if horizon.until_val_loss is not None and loss is not None and loss <= horizon.until_val_loss:
+        raise UserError(
+            f"the run has reached the validation loss {horizon.until_val_loss:g} already ({loss:.4f}): to train it on, "
+            "give a lower --until-val-loss"
+        )
 
 
-def record_resume(
-    run: RunDirectory, facts: Mapping[str, object], evidence: Evidence, checkpoint: Checkpoint | None, console: Console
+def _change_length(
+    run: RunDirectory, session: Session, checkpoint: Checkpoint, was: RunConfig, console: Console
 ) -> None:
-    """Note in run.json which process resumes the run, and keep its code where that is not the first one's. What a lost
-    or damaged run.json no longer says is filled in with what this process knows."""
-    record = recorded_facts(run)
-    if "data_fingerprint" not in record:
-        record = {**facts, **record, "repaired": facts["start"]}
-        run.replace_provenance(record)
-        console.warn(f"{run.provenance_path} was lost or damaged: it now says what this process knows")
-    earlier = record.get("resumes")
-    resumes = earlier if isinstance(earlier, list) else []
-    if facts["code_fingerprint"] != record.get("code_fingerprint"):
-        run.write_files(evidence.code_files(f"code/resume-{len(resumes) + 1}"))
-    saved = None if checkpoint is None else saved_identity(checkpoint.state, checkpoint.path)
-    run_id = recorded_id(run) or (saved.id if saved is not None else new_run_id())
-    resume = {name: facts[name] for name in RESUME_FACTS}
-    run.set_status("running", resumes=[*resumes, resume], run_id=run_id, config_sha256=config_sha256(run.read_config()))
+    """Make the new length that of the run, and warn of what it changes."""
+    change_config(run, run.read_config() | {"horizon": config_to_json(session.config)["horizon"]}, step=checkpoint.step)
+    done = session.finish.progress(checkpoint.step, checkpoint.state["train_seconds"])
+    console.warn(
+        f"training on from step {checkpoint.step} to {session.config.horizon} (was {was.horizon}): the schedule is a "
+        f"new one, {done:.0%} of which is done, so the learning rate may rise again"
+    )
 
 
-def restore_tokenizer(run: RunDirectory, tokenizer: Tokenizer, console: Console) -> None:
+def _restore_tokenizer(run: RunDirectory, tokenizer: Tokenizer, console: Console) -> None:
     """Write the run's tokenizer/ again where it is lost or damaged. UserError where the run was trained with another
-    than `tokenizer`."""
-    recorded = recorded_facts(run).get("tokenizer_fingerprint")
+    tokenizer."""
+    recorded = run.recorded().get("tokenizer_fingerprint")
     if recorded is not None and recorded != tokenizer.fingerprint:
         raise UserError(
             f"the tokenizer is not the one that {run.path} was trained with (fingerprint {tokenizer.fingerprint[:12]}, "
@@ -118,3 +260,23 @@ def restore_tokenizer(run: RunDirectory, tokenizer: Tokenizer, console: Console)
         problem = str(error)
     tokenizer.save(run.tokenizer_path)
     console.warn(f"{problem}: written again")
+
+
+def _record_resume(
+    run: RunDirectory, facts: Mapping[str, object], evidence: Evidence, checkpoint: Checkpoint | None, console: Console
+) -> None:
+    """Record in run.json which process resumes the run, and keep its code where that differs from the first one's.
+    What a lost or damaged run.json no longer says is filled in with what this process knows."""
+    record = run.recorded()
+    if "data_fingerprint" not in record:
+        record = {**facts, **record, "repaired": facts["start"]}
+        run.replace_provenance(record)
+        console.warn(f"{run.provenance_path} was lost or damaged: it now says what this process knows")
+    earlier = record.get("resumes")
+    resumes = earlier if isinstance(earlier, list) else []
+    if facts["code_fingerprint"] != record.get("code_fingerprint"):
+        run.write_files(evidence.code_files(f"code/resume-{len(resumes) + 1}"))
+    saved = None if checkpoint is None else saved_identity(checkpoint.state, checkpoint.path)
+    run_id = recorded_id(run) or (saved.id if saved is not None else new_run_id())
+    resume = {name: facts[name] for name in RESUME_FACTS}
+    run.set_status("running", resumes=[*resumes, resume], run_id=run_id, config_sha256=config_sha256(run.read_config()))

@@ -100,10 +100,10 @@ class TrainArguments(RunArguments):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRequest:
-    """What was asked for, before any recipe is called or any machine measured."""
+    """What a user asks for, before a recipe is called or a machine measured."""
 
     recipe: str | None = None
-    """None: not named, so DEFAULT_RECIPE."""
+    """None: DEFAULT_RECIPE."""
     depth: int | None = None
     horizon: Horizon | None = None
     overrides: Mapping[str, Any] = field(default_factory=dict)
@@ -113,27 +113,34 @@ class RunRequest:
     from_run: str | None = None
     list_recipes: bool = False
     recipe_arguments: Mapping[str, Any] = field(default_factory=dict)
-    """What was given of the recipe's own arguments."""
+    """The given arguments of the recipe's own."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """What was given of the arguments that a command adds to RunArguments."""
+    """The given arguments that a command adds to RunArguments."""
+
+    @property
+    def horizon_fields(self) -> dict[str, Any]:
+        """The requested length as fields; empty where none is requested."""
+        if self.horizon is None:
+            return {}
+        return {"horizon.amount": self.horizon.amount, "horizon.unit": self.horizon.unit}
 
     def config(self, measure: Callable[[RunConfig], Machine]) -> RunConfig:
-        """The run that was asked for. `measure` times a configuration's steps on this machine; it is called only where
-        the recipe sizes itself from the machine."""
+        """The configuration of a new run. `measure` times a configuration's steps on this machine; it is called only
+        where the recipe sizes itself by the machine."""
         name = self.recipe or DEFAULT_RECIPE
         self.require_own_arguments(name)
 
         def recipe(depth: int | None, machine: Machine | None) -> RunConfig:
             return RECIPES[name](depth=depth, horizon=self.horizon, machine=machine, **self.recipe_arguments)
 
-        # Recipes are pure and cheap: one that answers two machines a billion times apart alike needs no measurement.
+        # Recipes are pure and cheap: one that gives the same for machines a billion times apart needs no measurement.
         slow, fast = (recipe(self.depth, Machine(device="cpu", flops_per_second=flops)) for flops in (1e9, 1e18))
         if slow != fast:
-            slow = sized_by_measurement(recipe, self.depth, lambda config: measure(self._withargument_types(config)))
-        return self._withargument_types(slow)
+            slow = sized_by_measurement(recipe, self.depth, lambda config: measure(self._with_fields(config)))
+        return self._with_fields(slow)
 
-    def _withargument_types(self, config: RunConfig) -> RunConfig:
-        """A recipe's configuration with the fields and the first weights that were asked for."""
+    def _with_fields(self, config: RunConfig) -> RunConfig:
+        """A recipe's configuration with the requested fields and initial weights."""
         init_from = self.overrides.get("init_from", config.init_from)
         if init_from is None:
             return apply_overrides(config, self.overrides)
@@ -143,7 +150,7 @@ class RunRequest:
         return begin_from(init_from, config, asked | dict(self.overrides))
 
     def require_own_arguments(self, recipe: str) -> None:
-        """UserError for an argument of another recipe's, and for two that say how long to train."""
+        """UserError for an argument of another recipe, and for two that both give the length."""
         own = own_arguments(RECIPES[recipe]) if recipe in RECIPES else {}
         for name in self.recipe_arguments:
             if name not in own:
@@ -155,31 +162,27 @@ class RunRequest:
             raise UserError(f"--target-param-data-ratio and {other} both say how long to train: give one of them")
 
     def resumed(self, stored: RunConfig) -> RunConfig:
-        """A stored run's configuration, to be resumed: with another parallel.mode where one is asked for. How weights
-        are shared is no part of what is trained, and checkpoints do not know of it."""
+        """A stored run's configuration, with the parallel.mode that is requested: how weights are sharded does not
+        change what is trained, and checkpoints of all modes are alike."""
         return apply_overrides(stored, {name: v for name, v in self.overrides.items() if name == "parallel.mode"})
 
     def with_length(self, stored: RunConfig) -> RunConfig:
-        """A stored run's configuration with the length that is asked for."""
+        """A stored run's configuration with the requested length."""
         asked = {name: value for name, value in self.overrides.items() if name.startswith("horizon.")}
-        if self.horizon is not None:
-            asked |= {"horizon.amount": self.horizon.amount, "horizon.unit": self.horizon.unit}
-        return apply_overrides(stored, asked)
+        return apply_overrides(stored, asked | self.horizon_fields)
 
     def disagreements(self, stored: RunConfig) -> list[str]:
-        """What was asked for and is otherwise in a stored run, one line a field; where the run lies does not count."""
-        asked = {name: value for name, value in self.overrides.items() if name != "run_dir"}
+        """Where the request differs from a stored run, one line a field; the run's folder does not count."""
+        asked = {name: value for name, value in self.overrides.items() if name != "run_dir"} | self.horizon_fields
         if self.depth is not None:
             asked.setdefault("model.n_layer", self.depth)
-        if self.horizon is not None:
-            asked |= {"horizon.amount": self.horizon.amount, "horizon.unit": self.horizon.unit}
         lines = differences(stored, apply_overrides(stored, asked)) + self._other_arguments(stored)
         if self.recipe not in (None, stored.recipe):
             lines.insert(0, f"recipe: {stored.recipe!r} vs {self.recipe!r}")
         return lines
 
     def _other_arguments(self, stored: RunConfig) -> list[str]:
-        """Those of the recipe's own arguments that the stored run was not given."""
+        """The requested arguments of the recipe's own that differ from the stored run's."""
         if not self.recipe_arguments:
             return []
         self.require_own_arguments(stored.recipe)
@@ -193,11 +196,11 @@ def sized_by_measurement(
     depth: int | None,
     measure: Callable[[RunConfig], Machine],
 ) -> RunConfig:
-    """The configuration that `recipe(depth, machine)` makes of this machine's own speed.
+    """The configuration that `recipe(depth, machine)` makes for the speed of this machine.
 
-    A machine's FLOP/s depend on the size that is timed (twice as many at depth 4 as at depth 2, docs/LOG.md,
-    2026-11-22), and each size is compiled first. So the recipe's guess is timed, then the size that follows from it,
-    until one follows from itself. A depth one layer away changes bits per byte by 1 to 2% and is not worth compiling.
+    FLOP/s depend on the size that is timed (twice as many at depth 4 as at depth 2, docs/LOG.md, 2026-11-22). So the
+    recipe's guess is timed, then the size that follows, until a size follows from its own speed. Each is compiled
+    first: a depth one layer away changes bits per byte by 1 to 2%, which is not worth it.
     """
     config = recipe(depth, None)
     for last in (False, False, True):
@@ -212,14 +215,14 @@ def sized_by_measurement(
 
 
 def request_from_values(recipe: str | None, values: Mapping[str, Any]) -> RunRequest:
-    """The same from Python: {name: value}, groups of fields nested as in a TOML file. UserError as there."""
+    """The request that a Python caller makes by {name: value}, with groups of fields nested as in a TOML file."""
     names = argument_types(TrainArguments) | recipes_own_types()
     leaves = flatten({name: _plain(value) for name, value in values.items()})
     return request_of(recipe, {name: _checked(name, value, names) for name, value in leaves.items()})
 
 
 def request_of(recipe: str | None, given: Mapping[str, Any]) -> RunRequest:
-    """A recipe's name or a TOML file, and {name: checked value} beside it."""
+    """The request of a recipe's name or a TOML file, and {name: checked value} beside it. UserError: one line."""
     _require_one_start(recipe, given)
     file: dict[str, Any] = {}
     if recipe is not None and recipe.endswith(".toml"):
@@ -235,7 +238,7 @@ def request_of(recipe: str | None, given: Mapping[str, Any]) -> RunRequest:
 
 
 def _require_one_start(recipe: str | None, given: Mapping[str, Any]) -> None:
-    """--from says all that a recipe, a TOML file or --resume would say."""
+    """UserError where two arguments say what to train."""
     if given.get("resume_from_step") is not None and given.get("resume") is None:
         raise UserError("--resume-from-step needs --resume RUN, the run to continue")
     if given.get("from") is None:
@@ -246,19 +249,19 @@ def _require_one_start(recipe: str | None, given: Mapping[str, Any]) -> None:
 
 
 def argument_types(arguments: type[RunArguments]) -> dict[str, Any]:
-    """{name as it is given: annotation}."""
+    """{argument's name: its type}."""
     fields = {GIVEN_NAMES.get(name, name): kind for name, kind in leaf_fields(arguments).items()}
     del fields["recipe_arguments"]  # which the recipe writes
     return fields
 
 
 def recipes_own_types() -> dict[str, Any]:
-    """{name: annotation} of the arguments that any recipe has of its own."""
+    """{argument's name: its type}, of the arguments that recipes have of their own."""
     return {name: one.annotation for call in RECIPES.values() for name, one in own_arguments(call).items()}
 
 
 def _merge(recipe: str | None, file: Mapping[str, Any], flags: Mapping[str, Any]) -> RunRequest:
-    """Put flags over a file. A flag's --depth or --minutes beats the file's fields that say the same thing."""
+    """Flags over a file. A --depth or --minutes among the flags replaces the file's fields that mean the same."""
     overrides = _overrides(file)
     depth, horizon = file.get("depth"), _horizon(file)
     require_positive("depth", flags.get("depth", depth))
@@ -286,7 +289,7 @@ def _merge(recipe: str | None, file: Mapping[str, Any], flags: Mapping[str, Any]
 
 
 def _overrides(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields among what was given, short forms under their full names; sources may be joined by commas."""
+    """The given fields of a run, with short forms under their full names and comma-joined sources split."""
     known = leaf_fields(RunConfig)
     found = {name: value for name, value in given.items() if name in known}
     found |= {ALIASES[name]: value for name, value in given.items() if name in ALIASES and value is not None}
@@ -296,7 +299,7 @@ def _overrides(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _horizon(given: Mapping[str, Any]) -> Horizon | None:
-    """The horizon that one of the short forms names; None where none does."""
+    """The horizon that a short form gives; None where none does."""
     named = [name for name in HORIZONS if given.get(name) is not None]
     if len(named) > 1:
         flags = " and ".join(f"--{name.replace('_', '-')}" for name in named)
@@ -329,7 +332,7 @@ def _checked(name: str, value: Any, names: Mapping[str, Any]) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Paths as text, also inside of lists and groups."""
+    """Paths as text, also inside lists and groups."""
     if isinstance(value, Mapping):
         return {name: _plain(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):

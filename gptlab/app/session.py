@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import torch
 
-from gptlab.app.computed_by import settle_implementations
-from gptlab.app.next_steps import next_steps, resume_command
+from gptlab.app.loaded_run import Start, load_start_weights, require_tokenizer
 from gptlab.app.own_parts import NO_PARTS, OwnParts
-from gptlab.app.place import Place
-from gptlab.app.same_run import require_same_mode
-from gptlab.app.start_weights import Start, load_start_weights, require_tokenizer
+from gptlab.app.ranks import rank_0_first, require_same_mode
 from gptlab.config.errors import ConfigError, UserError
-from gptlab.config.load import config_to_json
 from gptlab.config.parallel import EXACT_WORLD_SIZES, ParallelConfig
 from gptlab.config.run import RunConfig
 from gptlab.data.corpus.core_bundle import core_folder
@@ -37,31 +29,20 @@ from gptlab.model.gpt import GPT
 from gptlab.model.interop.pretrained import find_pretrained, require_fits
 from gptlab.runtime.files.cache import cache_root
 from gptlab.runtime.hardware.device import cuda_version, device_name
-from gptlab.runtime.hardware.machine_load import MachineLoad
+from gptlab.runtime.hardware.place import Place
 from gptlab.runtime.hardware.rng import seed_everything
 from gptlab.runtime.processes.distributed import Group
-from gptlab.runtime.processes.job import Job
 from gptlab.runtime.records.code_snapshot import CodeSnapshot
 from gptlab.runtime.records.console import Console
-from gptlab.runtime.records.identity import config_sha256, identity_of, new_run_id
-from gptlab.runtime.records.metrics import MetricsLog, NoMetricsLog
-from gptlab.runtime.records.provenance import Evidence, provenance
-from gptlab.runtime.records.run_directory import RunDirectory, Status, default_run_path
-from gptlab.training.checkpoint.background import BackgroundSaver
-from gptlab.training.checkpoint.load import Checkpoint, list_checkpoints
-from gptlab.training.checkpoint.saving import Saves
-from gptlab.training.compilation import Kernels, keep_compiled, make_kernels, warm_up
+from gptlab.runtime.records.provenance import provenance
+from gptlab.training.compilation import Kernels, keep_compiled, make_kernels
 from gptlab.training.horizon import Finish
-from gptlab.training.loop import Work, fit
-from gptlab.training.off_clock import OffClock
+from gptlab.training.loop import Work
 from gptlab.training.parallel.deterministic import ExactSum
 from gptlab.training.parallel.gradient_sum import GradientSum
 from gptlab.training.parallel.zero import build_divided_state
-from gptlab.training.recorder import Recorder
 from gptlab.training.state import TrainState, build_state
 from gptlab.training.step import GradientSums
-from gptlab.training.throughput import Throughput
-from gptlab.training.watchdog import TrainingFailed
 
 
 @dataclass(slots=True)
@@ -124,11 +105,8 @@ def open_session(
     keep_compiled()
     seed_everything(config.seed, place.device)
     bundle = _core_bundle(config, console)
-    if not group.is_main:
-        group.barrier("data prepared")
-    data = prepare(config.data, config.tokenizer, console=console)
-    if group.is_main:
-        group.barrier("data prepared")
+    with rank_0_first("data prepared", group):
+        data = prepare(config.data, config.tokenizer, console=console)
     tokenizer = data.tokenizer
     if pretrained is not None:
         require_tokenizer(tokenizer, pretrained, console.warn)
@@ -270,129 +248,3 @@ def _require_encodable(prompts: Sequence[str], tokenizer: Tokenizer) -> None:
             raise ConfigError("sample.prompts", prompt, str(error)) from None
         if not len(tokens) and tokenizer.bos_id is None:
             raise ConfigError("sample.prompts", prompt, "this tokenizer has no BOS: give it a text to continue")
-
-
-def make_run_directory(session: Session, facts: Mapping[str, object], evidence: Evidence, job: Job) -> RunDirectory:
-    """The folder of a new run, with everything that is known before its first step. UserError where it cannot be."""
-    config = session.config
-    path = Path(config.run_dir) if config.run_dir else job.folder() or default_run_path(config.recipe, datetime.now())
-    job.will_begin(path)
-
-    def contents(run: RunDirectory) -> None:
-        session.data.tokenizer.save(run.tokenizer_path)
-        run.write_files(evidence.files())
-
-    values = config_to_json(config)
-    identity = {"run_id": new_run_id(), "config_sha256": config_sha256(values)}
-    return RunDirectory.create(path, values, {**facts, **identity}, contents=contents)
-
-
-@contextmanager
-def _state_of(checkpoint: Checkpoint) -> Iterator[None]:
-    """Within, an intact checkpoint that gptlab did not write (a stranger's, with a state of his own) is a UserError."""
-    try:
-        yield
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
-        raise UserError(
-            f"{checkpoint.path} cannot be gone on with: its state is none that gptlab saves "
-            f"({type(error).__name__}: {error})"
-        ) from error
-
-
-def _open_metrics(run: RunDirectory, session: Session, parts: OwnParts) -> MetricsLog:
-    if parts.hooks:
-        from gptlab.training.hooks import HookedMetricsLog
-
-        return HookedMetricsLog(run.metrics_path, parts.hooks, session.place.device)
-    return MetricsLog(run.metrics_path)
-
-
-def _watched(place: Place, group: Group) -> MachineLoad | None:
-    """The load of a machine whose CPU computes, for the one process that speaks."""
-    if place.device.type != "cpu" or not group.is_main:
-        return None
-    return MachineLoad(place.threads, processes=group.world.local_size)
-
-
-def train(
-    session: Session,
-    run: RunDirectory,
-    checkpoint: Checkpoint | None,
-    console: Console,
-    off_clock: OffClock,
-    *,
-    origin: RunDirectory | None = None,
-    parts: OwnParts = NO_PARTS,
-    before_first_step: Callable[[], None] = lambda: None,
-    stop_now: Callable[[str], None] | None = None,
-) -> tuple[Literal["finished", "preempted"], dict[str, object]]:
-    """Run the session in its folder, whose lock the caller holds, from the start or from a checkpoint of it. `origin`:
-    the run that it repeats. Returns how it ended, and the closing numbers. Of several processes only rank 0 writes."""
-    config, state, group = session.config, session.state, session.work.group
-    peak = session.place.peak.flops_per_second
-    log = _open_metrics(run, session, parts) if group.is_main else NoMetricsLog()
-    with log as metrics, state.loader, BackgroundSaver(state.device) as saver:
-        about_run = {"run": identity_of(run, session.data.fingerprint).to_json()} if group.is_main else {}
-        saves = Saves(
-            config, session.finish, run, console, metrics, off_clock, group,
-            saver if config.checkpoint.background else None, about_run,
-        )  # fmt: skip
-        record = Recorder(
-            config, session.finish, run, console, metrics,
-            Throughput(session.flops.total, None if peak is None else peak * group.size), session.counts.total,
-            off_clock, saves, _watched(session.place, group), stop_now, resume_command(run.path),
-        )  # fmt: skip
-
-        def set_status(status: Status) -> None:
-            if group.is_main:
-                run.set_status(status)
-
-        try:
-            set_status("running")
-            if session.kernels.compiled:
-                console.line("compiling: longest the first time, from the cache after that")
-            with console.busy("compiling" if session.kernels.compiled else "warming up"):
-                off_clock.compile_seconds = warm_up(
-                    state, session.kernels, config, session.eval_sequences, console.warn,
-                    session.work.sums if state.is_sharded else None,
-                )  # fmt: skip
-            session.work = replace(session.work, loss_sum=session.kernels.loss_sum)
-            saves.about_run["implementations"] = settle_implementations(
-                state.model, session.kernels, run, checkpoint, origin, group, console
-            )
-            if checkpoint is not None:
-                with _state_of(checkpoint):
-                    state.restore(checkpoint.model, checkpoint.optimizer, checkpoint.state)
-                    record.rewind(checkpoint)
-                if group.is_main:
-                    saves.catch_up(state, checkpoint.path)
-            else:
-                record.rewind(None)
-            saves.reserve(state)
-            off_clock.startup_seconds = time.perf_counter() - off_clock.started - off_clock.compile_seconds
-            console.line(
-                f"run folder {run.path} | start-up {off_clock.startup_seconds:.1f}s"
-                f" | {'compiled' if session.kernels.compiled else 'warmed up'} in {off_clock.compile_seconds:.1f}s"
-            )
-            if checkpoint is not None:
-                with _state_of(checkpoint):
-                    off_clock.add_earlier(checkpoint.state["off_clock"])
-            group.barrier("first step")
-            before_first_step()
-            group.start_collectives(session.place.device, timeout_seconds=config.runtime.process_timeout_seconds)
-            ended = fit(config, session.finish, state, session.work, record)
-            summary = {}
-            if ended == "finished":
-                saved = bool(list_checkpoints(run.checkpoints_path))
-                summary = record.finish_run(state, next_steps(run.path, config, session.work.prompts, trained=saved))
-        except BaseException as error:
-            # Whatever makes a training fail, all ranks see; any other error may be that of this one alone.
-            saves.abandon(state, together=isinstance(error, TrainingFailed))
-            if isinstance(error, Exception):
-                record.failed(state, error)
-            else:  # a signal before the first step, or an interrupt in a Python program
-                with suppress(UserError):
-                    set_status("preempted" if isinstance(error, KeyboardInterrupt) else "failed")
-            raise
-        set_status(ended)
-        return ended, summary

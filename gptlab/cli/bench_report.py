@@ -1,108 +1,15 @@
-"""What `gptlab bench` measured: the derived figures, and the text that shows them."""
+"""The figures of `gptlab bench` as text."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Iterator, Sequence
 
-if TYPE_CHECKING:
-    from gptlab.bench.products import Products
-    from gptlab.model.counting import FlopsPerToken
-
-Compiled = Literal["off", "cold", "cached"]
+from gptlab.bench.measure import Bench
 
 QUIET_SPREAD = 0.15
 """Peaks measured seconds apart differ by less than this share on a machine of one's own: by 2% on two quiet cores."""
 QUIET_SUSTAINED_SHARE = 0.75
 """Beside somebody else, small products keep up less than this share of their best rate (see `sustained_share`)."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bench:
-    """What was measured. Of several steps' times, the median."""
-
-    device: str
-    device_name: str
-    threads: int
-    dtype: str
-    recipe: str
-    model: str
-    parameters: int
-    shape: str
-    """Of a step."""
-    tokens_per_step: int
-    flops_per_token: FlopsPerToken
-    forward_flops_per_token: float
-    """What of these the forward pass does; more than a third where the head takes its gradient with its loss."""
-    vendor_peak_flops_per_second: float | None
-    """FLOP/s by the data sheet; None where there is none."""
-    measured_peaks_flops_per_second: tuple[float, ...]
-    """FLOP/s of matrix products before, between and after the steps; empty where the device could not do them."""
-    sustained_shares: tuple[float, ...]
-    """At the same times: the share of its best rate that a stream of small products kept up; less beside others."""
-    compiled: Compiled
-    compile_seconds: float
-    """Compilation, or without it the first step and the first validation pass."""
-    steps: int
-    """So many were timed as a whole, and as many part by part."""
-    step_seconds: float
-    best_step_seconds: float
-    part_seconds: Mapping[str, float]
-    optimizer_seconds: float
-    """An update alone: Muon and AdamW."""
-    loader_tokens_per_second: float
-    """The loader alone."""
-    products: tuple[Products, ...] = ()
-
-    @property
-    def peak_flops_per_second(self) -> float | None:
-        """FLOP/s that MFU is a share of: the vendor's figure, as in training, else the best that was measured."""
-        return self.vendor_peak_flops_per_second or max(self.measured_peaks_flops_per_second, default=None)
-
-    @property
-    def peak_spread(self) -> float:
-        """How much the measured peaks differ: 0.15 where the worst is 15% below the best."""
-        peaks = self.measured_peaks_flops_per_second
-        return 1.0 - min(peaks) / max(peaks) if peaks else 0.0
-
-    @property
-    def rest_seconds(self) -> float:
-        """A step as a whole less its parts: reading the loss, and noise. Below zero where parts overlap (on a GPU)."""
-        return self.step_seconds - sum(self.part_seconds.values())
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.tokens_per_step / self.step_seconds
-
-    @property
-    def forward_backward_flops_per_second(self) -> float:
-        """FLOP/s while in forward and backward, attention over the whole context counted."""
-        seconds = self.part_seconds["forward"] + self.part_seconds["backward"]
-        return self.flops_per_token.total * self.tokens_per_step / seconds
-
-    @property
-    def causal_flops_per_token(self) -> float:
-        """With attention counted for the positions only that a causal mask leaves."""
-        return self.flops_per_token.matmul + self.flops_per_token.attention_causal
-
-    @property
-    def mfu(self) -> float | None:
-        """Model FLOPs utilization as training states it, attention over the whole context counted."""
-        return self._share_of_peak(self.flops_per_token.total * self.tokens_per_second)
-
-    @property
-    def causal_mfu(self) -> float | None:
-        return self._share_of_peak(self.causal_flops_per_token * self.tokens_per_second)
-
-    def to_json(self) -> dict[str, Any]:
-        """Everything, the derived figures too."""
-        derived = [name for name, value in vars(Bench).items() if isinstance(value, property)]
-        return dataclasses.asdict(self) | {name: getattr(self, name) for name in derived}
-
-    def _share_of_peak(self, flops_per_second: float) -> float | None:
-        return None if self.peak_flops_per_second is None else flops_per_second / self.peak_flops_per_second
 
 
 def describe(bench: Bench) -> str:

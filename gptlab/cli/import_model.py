@@ -145,7 +145,7 @@ def _write(foreign: _Foreign, folder: str, data: Sequence[str], argv: Sequence[s
     """The run folder: finished, and with one checkpoint, of step 0. Nothing of it stays where it cannot be written."""
     import torch
 
-    from gptlab.app.start_weights import weights_fingerprint
+    from gptlab.app.loaded_run import weights_fingerprint
     from gptlab.config.load import config_to_json
     from gptlab.config.run import BatchConfig, EvalConfig, RunConfig
     from gptlab.model.interop.pretrained import tokenizer_settings

@@ -2,46 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import psutil
 import torch
 
-from gptlab.app.place import place_of
 from gptlab.app.run_request import RunArguments
-from gptlab.app.training_rate import Rate, assumed_vocab_size, remembered_rate
-from gptlab.bench.memory import Memory, count_memory
+from gptlab.bench.plan import Plan, figures, make_plan, model_text, step_text
+from gptlab.bench.training_rate import remembered_rate
 from gptlab.cli.arguments.run_arguments import read_request
-from gptlab.config.load import config_to_json
-from gptlab.config.model import ModelConfig
 from gptlab.config.run import RunConfig
 from gptlab.config.scaling import Machine
-from gptlab.model.counting import FlopsPerToken, ParameterCounts, flops_per_token, parameter_counts
-from gptlab.model.gpt import GPT
 from gptlab.runtime.files.strict_json import to_json
 from gptlab.runtime.hardware.device import device_name
 from gptlab.runtime.hardware.peak import Peak
+from gptlab.runtime.hardware.place import place_of
 
 DESCRIPTION = "What a run would be: parameters, FLOPs, memory, steps and hours, before anything runs. Reads no data."
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    config: RunConfig
-    vocab_source: str
-    dtype: torch.dtype
-    parameters: ParameterCounts
-    flops: FlopsPerToken
-    memory: Memory
-    peak: Peak
-    steps: int | None
-    """None: a horizon in seconds on a machine whose peak is unknown."""
-    memory_is_shared: bool
-    """Whether the device computes in the host's memory."""
-    seconds: float | None
-    """On the training clock. None: unknown, as no step of this configuration was ever timed here."""
-    rate: Rate | None = None
-    """How fast this machine was seen to train this configuration."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,75 +43,11 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def figures(plan: Plan, *, device: str, device_memory: int | None) -> dict[str, object]:
-    """The plan as plain values: bytes, FLOPs, seconds. None: unknown."""
-    memory, tokens = plan.memory, None if plan.steps is None else plan.steps * plan.config.batch.total_tokens
-    return {
-        "config": config_to_json(plan.config),
-        "parameters": plan.parameters.total,
-        "parameters_by_role": dict(plan.parameters.by_role),
-        "scaling_parameters": plan.parameters.scaling,
-        "flops_per_token": plan.flops.total,
-        "steps": plan.steps,
-        "tokens": tokens,
-        "total_flops": None if tokens is None else tokens * plan.flops.total,
-        "training_seconds": plan.seconds,
-        "memory_bytes": memory.total if plan.memory_is_shared else memory.device_total,
-        "memory_bytes_by_part": {
-            "weights": memory.weights,
-            "gradients": memory.gradients,
-            "optimizer": memory.optimizer,
-            "activations": memory.activations,
-            "snapshot": memory.snapshot,
-        },
-        "device": device,
-        "device_memory_bytes": device_memory,
-        "dtype": str(plan.dtype).removeprefix("torch."),
-        "peak_flops_per_second": plan.peak.flops_per_second,
-        "peak_source": plan.peak.source,
-    }
-
-
 def _remembered(config: RunConfig) -> Machine:
     """This machine as `train` and `bench` timed it; without a rate where they never did."""
     place = place_of(config)
     rate = remembered_rate(config, place)
     return Machine(device=str(place.device), flops_per_second=None if rate is None else rate.flops_per_second)
-
-
-def make_plan(
-    config: RunConfig, *, dtype: torch.dtype, peak: Peak, rate: Rate | None = None, memory_is_shared: bool = True
-) -> Plan:
-    """Count everything for one device. Raises ConfigError when the horizon is shorter than one step."""
-    vocab_size, vocab_source = assumed_vocab_size(config)
-    config = replace(config, model=replace(config.model, vocab_size=vocab_size))
-    with torch.device("meta"):
-        model = GPT(config.model, dtype)
-    if dtype == torch.float64:
-        model = model.double()
-    counts, flops = parameter_counts(model), flops_per_token(model)
-    steps = config.horizon.total_steps(
-        tokens_per_step=config.batch.total_tokens, flops_per_token=flops.total, scaling_params=counts.scaling
-    )
-    seconds = config.horizon.amount if config.horizon.unit == "seconds" else None
-    if rate is not None:
-        step_seconds = config.batch.total_tokens / rate.tokens_per_second
-        # A run stops with the first step that ends past its budget, so there is always one.
-        steps = steps or max(1, round(config.horizon.amount / step_seconds))
-        seconds = seconds or steps * step_seconds
-    return Plan(
-        config=config,
-        vocab_source=vocab_source,
-        dtype=dtype,
-        parameters=counts,
-        flops=flops,
-        memory=count_memory(model, config),
-        peak=peak,
-        steps=steps,
-        memory_is_shared=memory_is_shared,
-        seconds=seconds,
-        rate=rate,
-    )
 
 
 def describe(plan: Plan, *, device_memory: int | None = None, device_label: str = "") -> str:
@@ -166,19 +79,6 @@ def describe(plan: Plan, *, device_memory: int | None = None, device_label: str 
     ]  # fmt: skip
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {text}" for name, text in rows if text)
-
-
-def _micro(config: RunConfig) -> str:
-    return f"{config.batch.micro_sequences} rows of {config.model.seq_len} tokens"
-
-
-def model_text(model: ModelConfig) -> str:
-    return f"depth {model.n_layer}, width {model.n_embd}, heads {model.n_head}, context {model.seq_len} tokens"
-
-
-def step_text(config: RunConfig) -> str:
-    count = config.micro_batches
-    return f"{config.batch.total_tokens:,} tokens: {count} micro-batch{'es' * (count > 1)} of {_micro(config)}"
 
 
 def _length(plan: Plan) -> list[tuple[str, str]]:

@@ -16,9 +16,9 @@ def main(argv: list[str]) -> int:
     if request.list_recipes:
         print(recipe_list())
         return 0
-    from gptlab.app.next_steps import stopped_early
-    from gptlab.app.ranks import tell_peer_failed
-    from gptlab.app.train_run import EXIT_PREEMPTED, train_run
+    from gptlab.app.attempt import EXIT_PREEMPTED, stopped_early
+    from gptlab.app.ranks import report_peer_failure
+    from gptlab.app.train_run import train_run
     from gptlab.runtime.processes.liveness import PeerFailed
     from gptlab.training.early_stop import StoppedEarly
 
@@ -28,4 +28,4 @@ def main(argv: list[str]) -> int:
         print(stopped_early(str(stop), None))
         return EXIT_PREEMPTED
     except PeerFailed as failed:
-        return tell_peer_failed(failed)
+        return report_peer_failure(failed)

@@ -1,4 +1,4 @@
-"""What a run leaves behind while it goes on: step lines, metric lines, checkpoints, and the closing block."""
+"""What a run writes: step lines, metrics.jsonl, summary.json and the closing block."""
 
 from __future__ import annotations
 
@@ -20,19 +20,18 @@ from gptlab.runtime.records.metrics import MetricsLog
 from gptlab.runtime.records.run_directory import RunDirectory
 from gptlab.training.checkpoint.load import Checkpoint
 from gptlab.training.checkpoint.saving import Saves
-from gptlab.training.closing_block import show_closing_block
 from gptlab.training.faults import Fault
 from gptlab.training.horizon import Finish
-from gptlab.training.off_clock import OffClock
 from gptlab.training.state import TrainState
 from gptlab.training.step import Update
+from gptlab.training.summary import OffClock, show_closing_block
 from gptlab.training.throughput import Throughput
 from gptlab.training.watchdog import TrainingFailed
 
 
 @dataclass(slots=True)
 class Recorder:
-    """Writes; decides nothing."""
+    """Writes, and decides nothing."""
 
     config: RunConfig
     finish: Finish
@@ -43,13 +42,12 @@ class Recorder:
     n_params: int
     off_clock: OffClock
     saves: Saves
-    """Checkpoints, from the step that asks for one until it stands."""
     load: MachineLoad | None = None
-    """Warns of other programs on the cores that compute; None: nobody is to be warned."""
+    """Warns of other programs on the cores that compute. None: no warning."""
     stop_now: Callable[[str], None] | None = None
-    """Ends the process for somebody who will not wait for the step in hand. None: KeyboardInterrupt does."""
+    """Ends the process at the second Ctrl-C, in the middle of a step. None: a KeyboardInterrupt does."""
     resume_command: str = ""
-    """What a user types to resume the run."""
+    """What to type to resume the run."""
 
     def step(self, state: TrainState, batch: StepBatch, loss: float, updated: Update, step_seconds: float) -> None:
         tokens_per_step = self.config.batch.total_tokens
@@ -84,7 +82,7 @@ class Recorder:
             f"train_time: {state.train_seconds:.0f}s",
             f"remaining: {left or 0.0:.0f}s",
         )
-        # For a terminal, the most wanted first: one of 80 columns has room for all but, in long runs, the last.
+        # A terminal shows as many as fit, in this order; 80 columns hold all but, in long runs, the last.
         parts = (
             f"{clock_text(left or 0.0)} left",
             f"{100 * done:.0f}%",
@@ -123,34 +121,33 @@ class Recorder:
         )
 
     def skipped(self, state: TrainState, fault: Fault, data_step: int, broken: str | None) -> None:
-        """The step that was just done made no update. `broken`: the first parameter with a broken gradient."""
+        """The step that was just done made no update. `broken`: the first parameter with a non-finite gradient."""
         self.metrics.write(
             "event", step=state.step, what="skipped", value=fault.value, reason=fault.reason, data_step=data_step
         )
-        where = "" if broken is None else f"; the first gradient that is not finite is that of {broken}"
-        self.console.warn(
-            f"step {state.step:05d}: {fault}: its update is left out, {state.faults.skipped_in_a_row} in a row, "
-            f"{state.faults.skipped} in all{where}"
-        )
+        where = "" if broken is None else f"; first non-finite gradient: {broken}"
+        counts = f"{state.faults.skipped_in_a_row} consecutive, {state.faults.skipped} total"
+        self.console.warn(f"step {state.step:05d}: {fault}: update skipped ({counts}){where}")
 
     def rewound(self, state: TrainState, fault: Fault, step: int, data_step: int) -> None:
-        """Instead of doing `step`, the run has gone back to the present state."""
+        """`step` was not made: the run went back to the present state."""
         self.metrics.write(
             "event", step=step, what="rewound", value=fault.value, reason=fault.reason, data_step=data_step,
             to_step=state.step,
         )  # fmt: skip
         self.console.warn(
-            f"step {step:05d}: {fault}: back to the checkpoint of step {state.step}, and on with the data behind it"
+            f"step {step:05d}: {fault}: rewinding to checkpoint {state.step}, "
+            "and continuing with the data after this batch"
         )
 
     def sample(self, state: TrainState, prompt: str, text: str) -> None:
         self.metrics.write("sample", step=state.step, prompt=prompt, text=text)
-        # Quoted, so that one sees where it ends and the model goes on.
+        # Quoted, so that its end shows.
         shown = json.dumps(prompt, ensure_ascii=False) if prompt else "none"
         self.console.line(f"--- sample at step {state.step} | prompt: {shown}\n{text.rstrip()}\n---")
 
     def stopping(self, signal_name: str) -> None:
-        """A signal came in the middle of a step, or of what is done between two. Another thread may say so."""
+        """A signal came. May be called from another thread."""
         again = "; Ctrl-C again stops without waiting" if signal_name == "SIGINT" else ""
         self.console.line(f"{signal_name}: stopping after this step{again}")
 
@@ -160,7 +157,7 @@ class Recorder:
         self.console.result(f"{signal_name}: stopped {where}; resume with {self.resume_command}")
 
     def failed(self, state: TrainState, error: Exception) -> None:
-        """The run ends by this error: its reason, step and loss go into run.json and metrics.jsonl."""
+        """Record the error that ends the run, its step and its loss in run.json and metrics.jsonl."""
         step, loss = state.step, None
         if isinstance(error, TrainingFailed):
             step, loss = state.step + 1 if error.step is None else error.step, error.loss
@@ -169,12 +166,15 @@ class Recorder:
             reason = f"{type(error).__name__}: {reason}"
         self.metrics.write("event", step=step, what="failed", value=loss, reason=reason)
         if self.saves.group.is_main:
-            with suppress(UserError):  # a disk that refuses this too must not hide what went wrong
+            with suppress(UserError):  # a full disk must not hide what went wrong
                 self.run.set_failed(reason, step=step, loss=loss)
 
     def rewind(self, checkpoint: Checkpoint | None) -> None:
-        """Cut metrics.jsonl and log.txt to what they were at a checkpoint (None: at the start), its own line included
-        if it was scheduled: a run that was never stopped has that line, and none for one that a signal asked for."""
+        """Cut metrics.jsonl and log.txt to what they were at a checkpoint (None: at the start).
+
+        The line of a scheduled checkpoint stays, since a run that was never stopped has it too; a checkpoint that a
+        signal asked for has none.
+        """
         if not self.saves.group.is_main:
             return
         if checkpoint is None:
@@ -188,7 +188,7 @@ class Recorder:
         if not self.metrics.truncate(saved["metrics_bytes"] + (line_bytes if saved["scheduled"] else 0)):
             self.console.warn(f"{self.run.metrics_path} is not the file that the checkpoint saw; appending to it")
         elif saved["scheduled"] and line_bytes == 0:
-            # Killed between the checkpoint and its line.
+            # The process was killed between the checkpoint and its line.
             self.saves.write_line(checkpoint.step)
         self.console.open_log(self.run.log_path, offset=saved["log_bytes"])
 
@@ -210,7 +210,7 @@ class Recorder:
         }
 
     def finish_run(self, state: TrainState, next_steps: Sequence[str] = ()) -> dict[str, Any]:
-        """Write summary.json, which is returned, and show what can be done next and, last of all, the closing block."""
+        """Write summary.json, and show what can be done next and the closing block. Returns the summary."""
         closing = self.summary(state)
         summary = closing | self.details(state)
         if self.config.checkpoint.save_best and state.best and state.best.step > 0 and state.best != state.best_saved:
@@ -230,7 +230,7 @@ class Recorder:
         return summary
 
     def details(self, state: TrainState) -> dict[str, Any]:
-        """What summary.json holds besides: losses, FLOPs, and where the time off the clock went."""
+        """What else summary.json holds: losses, FLOPs, and the time off the clock."""
         return {
             "val_loss": state.val_loss,
             "min_val_bpb": state.min_val_bpb,
@@ -244,7 +244,7 @@ class Recorder:
 
 
 def _short(number: float) -> str:
-    """Three digits: 950, 23.5k, 1.21M."""
+    """With three digits: 950, 23.5k, 1.21M."""
     for unit, size in (("M", 1e6), ("k", 1e3)):
         if number >= size:
             return f"{number / size:.3g}{unit}"
@@ -252,7 +252,7 @@ def _short(number: float) -> str:
 
 
 def _checkpoint_line_bytes(path: Path, offset: int, step: int) -> int:
-    """Length of the line at `offset` if it is the whole "checkpoint" line of `step`, else 0."""
+    """Length of the line at `offset` if it is the complete "checkpoint" line of `step`, else 0."""
     try:
         with path.open("rb") as file:
             file.seek(offset)

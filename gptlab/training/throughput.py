@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypedDict
 
-# Seeds 3 and 4 smooth the logged loss with 0.9; so does seed 0 its MFU.
+# autoresearch and nanochat smooth the logged loss with 0.9, nanoGPT its MFU.
 _BETA = 0.9
-# time.perf_counter counts nanoseconds: no duration is shorter, though a coarse clock may say zero.
+# The resolution of time.perf_counter; a coarse clock may return zero.
 _SHORTEST_SECONDS = 1e-9
 
 
-class MeanState(TypedDict):
-    """An exponential mean as JSON data; floats read back bit for bit, so a resumed mean goes on exactly."""
-
-    sum: float
-    count: int
-
-
 class LossEma:
-    """Debiased exponential mean: sum <- 0.9 sum + 0.1 x, mean = sum / (1 - 0.9^n) after n values (seeds 3 and 4).
+    """Debiased exponential mean, as in autoresearch and nanochat: sum <- 0.9 sum + 0.1 x; mean = sum / (1 - 0.9^n).
 
-    Without the division the first means would be pulled towards the zero that the sum starts from; with it the first
-    mean is the first value.
+    The division removes the pull of the initial zero: the first mean is the first value.
     """
 
     def __init__(self, beta: float = _BETA) -> None:
@@ -36,15 +28,15 @@ class LossEma:
         return None if self._count == 0 else self._mean()
 
     def update(self, value: float) -> float:
-        """Take one more value in, and return the mean."""
+        """Add a value, and return the mean."""
         self._sum = self._beta * self._sum + (1 - self._beta) * value
         self._count += 1
         return self._mean()
 
-    def state_dict(self) -> MeanState:
+    def state_dict(self) -> dict[str, float]:
         return {"sum": self._sum, "count": self._count}
 
-    def load_state_dict(self, state: MeanState) -> None:
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
         self._sum, self._count = float(state["sum"]), int(state["count"])
 
     def _mean(self) -> float:
@@ -55,15 +47,14 @@ class LossEma:
 class ThroughputReading:
     tokens_per_second: float
     mfu: float | None
-    """Model FLOPs utilization, 1.0 at the peak; None where the peak is unknown: better no figure than a wrong one."""
+    """Model FLOPs utilization, 1.0 at the peak; None where the peak is unknown."""
 
 
 class Throughput:
     """Speed from tokens and seconds on the training clock.
 
-    `flops_per_token` counts forward and backward; `peak_flops_per_second` is that of all devices together, or None.
-    Keeps only what the estimate of the time left needs, which is not part of a run's state: a resumed run may go on at
-    another speed.
+    `flops_per_token` counts forward and backward; `peak_flops_per_second` is that of all devices together, or None. The
+    step times that it smooths are no part of the run's state: a resumed run may have another speed.
     """
 
     def __init__(self, flops_per_token: float, peak_flops_per_second: float | None) -> None:
@@ -72,26 +63,26 @@ class Throughput:
         self._step_seconds = LossEma()
 
     def flops(self, tokens: int) -> float:
-        """What `tokens` take, forward and backward."""
+        """Of `tokens`, forward and backward."""
         return self._flops_per_token * tokens
 
     def reading(self, tokens: int, seconds: float) -> ThroughputReading:
-        """The speed at which `tokens` took `seconds`; for a whole run with its sums."""
+        """The speed of `tokens` in `seconds`."""
         tokens_per_second = tokens / max(seconds, _SHORTEST_SECONDS)
         peak = self._peak_flops_per_second
         mfu = None if peak is None else self._flops_per_token * tokens_per_second / peak
         return ThroughputReading(tokens_per_second, mfu)
 
     def step(self, tokens: int, seconds: float) -> ThroughputReading:
-        """The reading of one optimizer step, which also enters the estimate of the time left."""
+        """The speed of one optimizer step, which also enters the estimate of the time left."""
         self._step_seconds.update(seconds)
         return self.reading(tokens, seconds)
 
     def remaining_seconds(self, *, steps: int | None = None, seconds: float | None = None) -> float | None:
-        """Training seconds left, when so many `steps` or `seconds` of the horizon are left (the sooner, given both).
+        """Training seconds left, given the `steps` or `seconds` that are left of the horizon (the sooner of both).
 
-        Steps cost the smoothed duration of the last ones (0.9 forgets nine tenths within 22 steps, so that it follows a
-        machine that others use too). None where only steps are known and none has been timed.
+        A step is estimated at the smoothed duration of the last ones (a beta of 0.9 forgets nine tenths in 22 steps,
+        and so follows a machine with other users). None where only steps are known and none has been timed.
         """
         mean = self._step_seconds.value
         estimates = [] if seconds is None else [seconds]

@@ -399,7 +399,7 @@ def test_a_state_that_gptlab_did_not_write_is_one_line(tmp_path: Path) -> None:
         reseal(newest)
         code, _, err = command(["train", "--resume", run])
         assert (code, err.count("\n")) == (2, 1), (kind, err)
-        assert "its state is none that gptlab saves" in err
+        assert "its state was not written by gptlab" in err
 
 
 # --- --from -----------------------------------------------------------------------------------------------------------

@@ -6,13 +6,13 @@ from .mutation import Mutation
 
 MUTATIONS = [
     Mutation(
-        "a plan's heads are its width", "cli/plan.py",
+        "a plan's heads are its width", "bench/plan.py",
         "heads {model.n_head}", "heads {model.n_embd}",
         ["test_plan.py::test_describe_names_every_figure_with_its_unit"],
         ["Width, heads, batch and accumulation are printed"],
     ),
     Mutation(
-        "a plan's step has one micro-batch", "cli/plan.py",
+        "a plan's step has one micro-batch", "bench/plan.py",
         "count = config.micro_batches", "count = 1",
         ["test_plan.py::test_describe_names_every_figure_with_its_unit"],
         ["Width, heads, batch and accumulation are printed"],
@@ -24,7 +24,7 @@ MUTATIONS = [
         ["Tokens and shards of both loaders"],
     ),
     Mutation(
-        "gptlab train shows the training tokens for both sides", "app/first_screen.py",
+        "gptlab train shows the training tokens for both sides", "app/messages.py",
         "{data.val.n_tokens:,} validation tokens", "{data.train.n_tokens:,} validation tokens",
         ["test_token_files.py::test_data_commands_show_tokens"],
         ["Tokens and shards of both loaders"],

@@ -46,8 +46,9 @@ MUTATIONS = [
         ["The process group is destroyed", "All ranks evaluate; the process group"],
     ),
     Mutation(
-        "every rank writes metrics", "app/session.py",
-        "_open_metrics(run, session, parts) if group.is_main else NoMetricsLog()", "_open_metrics(run, session, parts)",
+        "every rank writes metrics", "app/run_session.py",
+        "MetricsLog(run.metrics_path, parts.on_line(state.device)) if group.is_main else NoMetricsLog()",
+        "MetricsLog(run.metrics_path, parts.on_line(state.device))",
         ["test_distributed.py::TestWorldSizes::test_only_rank_0_speaks_and_writes"],
         ["Only the master process evaluates", "`print0` prints from the master",
          "All ranks evaluate; the process group"],

@@ -122,7 +122,7 @@ MUTATIONS = [
         ["MFU against 989.5 TFLOP/s"],
     ),
     Mutation(
-        "config.json has another seed than the run", "app/session.py",
+        "config.json has another seed than the run", "app/run_session.py",
         "values = config_to_json(config)", "values = config_to_json(replace(config, seed=0))",
         ["test_train.py::TestRunFolder::test_config_reproduces_the_run",
          "test_from.py::TestRepeats::test_twice_over_it_is_the_same_run"],

@@ -356,13 +356,13 @@ MUTATIONS = [
         ["CORE every 2000 steps behind the first"],
     ),
     Mutation(
-        "the closing block has its keys in another order", "training/closing_block.py",
+        "the closing block has its keys in another order", "training/summary.py",
         '"val_bpb": 6, "training_seconds": 1, "total_seconds": 1,',
         '"training_seconds": 1, "val_bpb": 6, "total_seconds": 1,',
         ["test_train.py::TestRunFolder::test_resuming_a_finished_run_shows_its_end_and_changes_nothing"],
     ),
     Mutation(
-        "a line of the closing block is indented", "training/closing_block.py",
+        "a line of the closing block is indented", "training/summary.py",
         "f\"{key + ':':<18}", "f\" {key + ':':<18}",
         ["test_train.py::TestClosingBlock::test_on_the_console_and_last_in_the_log",
          "test_docs.py::TestContracts::test_closing_block"],
@@ -462,7 +462,7 @@ MUTATIONS = [
         ["The closing block: val_bpb"],
     ),
     Mutation(
-        "num_params_M counts matrices and head", "app/session.py",
+        "num_params_M counts matrices and head", "app/run_session.py",
         "session.counts.total", "session.counts.scaling",
         ["test_train.py::TestClock::test_figures_that_are_made_of_the_clock"],
         ["The closing block: val_bpb"],

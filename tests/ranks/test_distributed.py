@@ -165,7 +165,7 @@ class TestBrokenSteps:
         assert moved(played / name) == moved(played / "never")
         (warning,) = [line for line in of(played, name, 0)["out"].splitlines() if line.startswith("warning: step")]
         if name == "nan-gradient":
-            assert warning.endswith("the first gradient that is not finite is that of residual_lambdas")
+            assert warning.endswith("first non-finite gradient: residual_lambdas")
 
     def test_float16_takes_it_for_an_overflow_on_all_ranks(self, played: Path) -> None:
         assert lines_of(played / "half-gradient", "event") == []
@@ -206,7 +206,8 @@ class TestDisagreement:
     def test_another_configuration_is_refused(self, played: Path) -> None:
         assert [of(played, "unlike", rank)["code"] for rank in range(2)] == [2, 2]
         said = of(played, "unlike", 0)["err"]
-        assert said.splitlines()[-1].startswith("gptlab: error: rank 1 has another configuration than rank 0 (seed = 7")
+        error = "gptlab: error: rank 1's configuration differs from rank 0's (seed = 7"
+        assert said.splitlines()[-1].startswith(error)
         assert of(played, "unlike", 1)["err"] == ""
         assert not (played / "unlike").exists()
 

@@ -16,7 +16,7 @@ import torch
 from tiny_runs import CLOCK_FIELDS, arguments, lines_of, write_corpus
 
 import gptlab
-from gptlab.app.restart import begun_folder
+from gptlab.app.attempt import begun_folder
 from gptlab.runtime.processes.distributed import Group, World
 from gptlab.runtime.processes.job import Ended, Job, open_job
 from gptlab.runtime.processes.liveness import Liveness
@@ -245,17 +245,18 @@ class TestSignals:
 
 
 class TestDisagreement:
-    @pytest.mark.parametrize(("name", "what"), [("other-code", "code of gptlab"), ("other-data", "training data")])
+    @pytest.mark.parametrize(("name", "what"), [("other-code", "gptlab code"), ("other-data", "training data")])
     def test_is_refused(self, played: Path, name: str, what: str) -> None:
         assert codes(played, name) == [[2, 2]]
-        assert said(played, name)["err"].splitlines()[-1].startswith(f"gptlab: error: rank 1 has another {what}")
+        error = said(played, name)["err"].splitlines()[-1]
+        assert error.startswith(f"gptlab: error: rank 1's {what} differs from rank 0's")
         assert not (played / name / "config.json").exists()
 
     def test_a_rank_that_cannot_build_the_kernels_is_named_with_the_reason(self, played: Path) -> None:
         """Its losses would differ from those of the others, and nobody would say so."""
         assert codes(played, "other-kernels") == [[2, 2]]
         error = said(played, "other-kernels")["err"].splitlines()[-1]
-        assert error.startswith("gptlab: error: rank 1 computes otherwise than rank 0 (error: out of order)")
+        assert error.startswith("gptlab: error: rank 1's implementations differ from rank 0's (error: out of order)")
         assert not (played / "other-kernels" / "config.json").exists()
 
 
@@ -344,7 +345,7 @@ class TestRestarts:
     def test_a_run_that_was_asked_to_stop_is_not_started_again(self, played: Path) -> None:
         assert codes(played, "asked") == [[75, 75]] * 3
         assert [len(said(played, "asked", attempt=attempt)["weights"]) for attempt in range(3)] == [3, 0, 0]
-        assert "not tried again by torchrun's restart" in said(played, "asked", attempt=1)["out"]
+        assert "not tried again after torchrun's restart" in said(played, "asked", attempt=1)["out"]
         assert codes(played, "asked-on") == [[0, 0]]  # by another job
         assert result(played / "asked") == result(played / "whole")
 

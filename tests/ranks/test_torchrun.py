@@ -33,7 +33,7 @@ def test_a_killed_rank_restarts_the_run_and_two_signals_end_it(tmp_path: Path) -
         read_to_step(process, 5)
         ranks = {int(child.environ()["RANK"]): child for child in psutil.Process(process.pid).children()}
         ranks[1].kill()
-        read_to_step(process, 10, after="restarted by torchrun: going on with")
+        read_to_step(process, 10, after="restarted by torchrun: resuming")
         process.send_signal(signal.SIGTERM)
         time.sleep(0.1)
         process.send_signal(signal.SIGTERM)

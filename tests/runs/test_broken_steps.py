@@ -18,13 +18,13 @@ from tiny_runs import FLAGS, arguments, at_line, command, differences, killed_at
 from torch import Tensor
 
 import gptlab
-from gptlab.app.place import place_of
 from gptlab.app.session import open_session
 from gptlab.config.faults import FaultsConfig
 from gptlab.config.run import CheckpointConfig, RunConfig, RuntimeConfig
 from gptlab.data.loader import StepBatch
 from gptlab.data.rows import IGNORED
 from gptlab.optim.clip import clip_gradients
+from gptlab.runtime.hardware.place import place_of
 from gptlab.runtime.records.console import Console
 from gptlab.training import loop
 from gptlab.training.checkpoint.load import list_checkpoints, load_checkpoint
@@ -198,8 +198,8 @@ class TestLeftOut:
         assert code == 0
         assert Result.of_run(folder / "named").differences(Result.by_hand(folder, without(5))) == []
         assert [line for line in out.splitlines() if line.startswith("warning")] == [
-            "warning: step 00006: the gradient norm is inf, though the loss is finite: its update is left out, "
-            f"1 in a row, 1 in all; the first gradient that is not finite is that of {name}"
+            "warning: step 00006: the gradient norm is inf, though the loss is finite: update skipped "
+            f"(1 consecutive, 1 total); first non-finite gradient: {name}"
         ]
 
     def test_resumed_across_it(self, folder: Path) -> None:

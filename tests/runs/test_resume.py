@@ -30,8 +30,8 @@ from tiny_runs import (
 )
 
 import gptlab
-from gptlab.app.place import place_of
 from gptlab.config.errors import UserError
+from gptlab.runtime.hardware.place import place_of
 from gptlab.runtime.hardware.rng import capture_rng, seed_everything
 from gptlab.runtime.records.metrics import read_metrics
 from gptlab.training.checkpoint.load import (

@@ -25,11 +25,11 @@ from test_broken_steps import broken_loss
 from tiny_runs import FakeClock, arguments, at_line, differences, make_config, outcome
 from torch import Tensor
 
-from gptlab.app.place import place_of
 from gptlab.app.session import open_session
-from gptlab.app.training_rate import Rate
+from gptlab.bench.training_rate import Rate
 from gptlab.eval.bits_per_byte import evaluate
 from gptlab.runtime.hardware.peak import Peak
+from gptlab.runtime.hardware.place import place_of
 from gptlab.runtime.hardware.rng import capture_rng, seed_everything
 from gptlab.runtime.records.console import Console
 from gptlab.training.checkpoint.load import Checkpoint, list_checkpoints, load_checkpoint, save_checkpoint
@@ -196,8 +196,9 @@ def in_scene(*, name: str, rank: int, killed: bool = False) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         # A clock that stands still measures no machine, and what each process measures is never twice the same.
         patch = stack.enter_context(pytest.MonkeyPatch.context())
-        patch.setattr("gptlab.app.place.peak_flops_per_second", lambda device, dtype: Peak(1e11, "measured"))
-        patch.setattr("gptlab.app.training_rate.time_rate", lambda *args: Rate(1.0, 1e11, "2026-01-01"))
+        peak = Peak(1e11, "measured")
+        patch.setattr("gptlab.runtime.hardware.place.peak_flops_per_second", lambda device, dtype: peak)
+        patch.setattr("gptlab.bench.training_rate.time_rate", lambda *args: Rate(1.0, 1e11, "2026-01-01"))
         clock = stack.enter_context(FakeClock.running())
         clock._charge(patch, "gptlab.app.session.make_kernels", STARTUP)
         stack.enter_context(scene.within())

@@ -107,8 +107,8 @@ class TestBeforeTheFirstStep:
     @pytest.mark.parametrize(
         ("number", "moment"),
         [
-            (signal.SIGTERM, "import gptlab.app.session; here('gptlab.app.session.warm_up')"),
-            (signal.SIGINT, DEEP + "import gptlab.app.session; here('gptlab.app.session.warm_up')"),
+            (signal.SIGTERM, "import gptlab.app.run_session; here('gptlab.app.run_session.warm_up')"),
+            (signal.SIGINT, DEEP + "import gptlab.app.run_session; here('gptlab.app.run_session.warm_up')"),
         ],
         ids=["compiling", "deep"],
     )
@@ -211,7 +211,7 @@ class TestInThisProcess:
             return 0.0
 
         with monkeypatch.context() as patch:
-            patch.setattr("gptlab.app.session.warm_up", swallowing)
+            patch.setattr("gptlab.app.run_session.warm_up", swallowing)
             code, out, _ = command(["train", *arguments(folder, "swallowed", {"steps": 2})])
         assert (code, "SIGINT: stopped before the first step" in out.splitlines()[-1]) == (75, True)
         assert command(["train", "--resume", folder / "swallowed"])[0] == 0

@@ -41,8 +41,8 @@ from tiny_runs import (
 from torch import Tensor
 
 import gptlab
+from gptlab.app import run_session
 from gptlab.app import session as session_module
-from gptlab.app.place import place_of
 from gptlab.app.run_request import TrainArguments
 from gptlab.app.session import Session, open_session
 from gptlab.cli.arguments.run_arguments import read_request
@@ -56,6 +56,7 @@ from gptlab.eval.bits_per_byte import Evaluation
 from gptlab.model.counting import flops_per_token
 from gptlab.optim.schedule import lr_scale
 from gptlab.runtime.hardware.device import compiler_available
+from gptlab.runtime.hardware.place import place_of
 from gptlab.runtime.hardware.rng import capture_rng
 from gptlab.runtime.records.console import Console
 from gptlab.training import compilation as compilation_module
@@ -899,7 +900,7 @@ def test_compiled_run(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         with torch.compiler.set_stance("fail_on_recompile"):
             return fit(*parts)
 
-    monkeypatch.setattr(session_module, "fit", fit_without_compiling)
+    monkeypatch.setattr(run_session, "fit", fit_without_compiling)
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
     compiled = train(folder, f"compiled-{way}", runtime__compile="on", **changes)
     for kind, key in (("train", "loss"), ("eval", "val_loss")):

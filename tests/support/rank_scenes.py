@@ -29,9 +29,9 @@ import torch.distributed as dist
 from distributed_scenes import free_ports, freeze_libraries
 from torch import Tensor
 
-from gptlab.app import computed_by, session
+from gptlab.app import run_session, session
 from gptlab.cli.main import main
-from gptlab.model.kernels import attention_kernel
+from gptlab.model.kernels import attention_kernel, ops
 from gptlab.runtime.records import provenance
 from gptlab.runtime.records.run_directory import RunDirectory
 from gptlab.training import loop, watchdog
@@ -59,10 +59,10 @@ def send(numbers: Sequence[str]) -> None:
 
 
 PLACES: Mapping[str, tuple[Any, str]] = {
-    "making the folder": (session, "make_run_directory"),
+    "making the folder": (run_session, "make_run_directory"),
     "filling the folder": (RunDirectory, "write_files"),
     "making the data": (session, "prepare"),
-    "warming up": (session, "warm_up"),
+    "warming up": (run_session, "warm_up"),
 }
 
 
@@ -82,10 +82,10 @@ def make_trouble(trouble: Mapping[str, Any]) -> None:
         provenance.take_code = lambda folder: take(Path(trouble["code"]))
     if "kernels" in trouble:  # that could not be built
         attention_kernel.attention_kernel_available = lambda: False
-        computed_by.missing_kernels = lambda device, dtype: trouble["kernels"]
+        ops.missing_kernels = lambda device, dtype: trouble["kernels"]
     if "backend" in trouble:  # of torch.compile
         torch.compile = functools.partial(torch.compile, backend=trouble["backend"])
-        around(session, "fit", lambda *args: torch.compiler.set_stance("fail_on_recompile"))
+        around(run_session, "fit", lambda *args: torch.compiler.set_stance("fail_on_recompile"))
     if "corpus" in trouble:  # another text where rank 0 finds its own
         prepare = session.prepare
 

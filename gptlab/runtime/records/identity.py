@@ -73,7 +73,7 @@ def config_sha256(values: Mapping[str, Any]) -> str:
 
 def recorded_id(run: RunDirectory) -> str | None:
     """The id in run.json; None where that is lost, or an older gptlab wrote it."""
-    value = _record(run).get("run_id")
+    value = run.recorded().get("run_id")
     return value if isinstance(value, str) else None
 
 
@@ -134,18 +134,10 @@ def change_config(run: RunDirectory, values: Mapping[str, Any], *, step: int) ->
 def _recorded_values(run: RunDirectory) -> dict[str, list[Any]]:
     """{field: every value that it had before or after a recorded change}."""
     values: dict[str, list[Any]] = {}
-    changes = _record(run).get("config_changes")
+    changes = run.recorded().get("config_changes")
     for change in changes if isinstance(changes, list) else ():
         match change:
             case {"fields": dict(fields)}:
                 for name, pair in fields.items():
                     values.setdefault(name, []).extend(pair if isinstance(pair, list) else ())
     return values
-
-
-def _record(run: RunDirectory) -> Mapping[str, Any]:
-    """run.json; empty where it is lost or damaged."""
-    try:
-        return run.read_provenance()
-    except UserError:
-        return {}

@@ -19,9 +19,11 @@ Kind = Literal["train", "eval", "sample", "core", "checkpoint", "event"]
 class MetricsLog:
     """The figures of a run, in the order in which they were measured."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, on_line: Callable[[Kind, dict[str, object]], None] | None = None) -> None:
+        """`on_line`: called with kind and fields of each line when it is written."""
         self._file = AppendFile(path)
         self._held: list[str] | None = None
+        self._on_line = on_line
 
     def write(self, kind: Kind, /, **fields: object) -> None:
         """Append one line. Values are Python numbers, strings, lists and dicts; units stand in the names."""
@@ -30,6 +32,8 @@ class MetricsLog:
             self._file.write(line)
         else:
             self._held.append(line)
+        if self._on_line is not None:
+            self._on_line(kind, fields)
 
     def hold(self) -> None:
         """Keep lines in memory from here on: the one whose place this is will be known at `release`."""

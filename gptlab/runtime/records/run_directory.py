@@ -165,17 +165,17 @@ class RunDirectory:
     def set_status(self, status: Status, **extra: object) -> None:
         """Record in run.json the run's status, when it ended (null while it runs), and any `extra` facts."""
         end = None if status == "running" else datetime.now(UTC).isoformat(timespec="seconds")
-        facts = {**self._recorded(), "failure": None, **extra, "status": status, "end": end}
+        facts = {**self.recorded(), "failure": None, **extra, "status": status, "end": end}
         write_json_atomic(self.provenance_path, facts)
 
     def set_failed(self, reason: str, *, step: int | None = None, loss: float | None = None) -> None:
         """Record that the run failed, why, in which step, and at which loss (nats/token), as far as they are known. Of
         several reasons the first stays: it is the nearest to the cause."""
-        failure = self._recorded().get("failure") or {"reason": reason, "step": step, "loss": loss}
+        failure = self.recorded().get("failure") or {"reason": reason, "step": step, "loss": loss}
         self.set_status("failed", failure=failure)
 
-    def _recorded(self) -> dict[str, object]:
-        """run.json; empty where it is lost, which must not take the run with it."""
+    def recorded(self) -> dict[str, object]:
+        """run.json; empty where it is lost or damaged, which must not take the run with it."""
         try:
             return self.read_provenance()
         except UserError:

@@ -31,8 +31,8 @@ from gptlab.training.checkpoint.load import CheckpointError, begin_save, complet
 from gptlab.training.checkpoint.retention import retain
 from gptlab.training.checkpoint.slices import TensorSlice
 from gptlab.training.horizon import Finish
-from gptlab.training.off_clock import OffClock
 from gptlab.training.state import Best, TrainState, better
+from gptlab.training.summary import OffClock
 
 # A person would not notice a shorter wait.
 _NOTICEABLE_SECONDS = 0.1

@@ -15,11 +15,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from gptlab.app import training_rate
-from gptlab.bench import timing
+from gptlab.bench import measure, timing, training_rate
+from gptlab.bench.measure import Bench
 from gptlab.bench.products import Products, time_products
-from gptlab.cli import bench
-from gptlab.cli.bench_report import Bench, describe, noise
+from gptlab.cli.bench_report import describe, noise
 from gptlab.cli.main import main
 from gptlab.config.load import apply_overrides
 from gptlab.config.run import RunConfig
@@ -60,7 +59,7 @@ def short_looks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Peaks and shares that a quiet machine would have, at once; a cache folder that a run could leave things in."""
     monkeypatch.setattr(peak, "measure_matmul_flops", lambda device, dtype: 100e9)
     monkeypatch.setattr(peak, "sustained_share", lambda device, dtype: 0.95)
-    monkeypatch.setattr(bench, "ALONE_SECONDS", 0.01)
+    monkeypatch.setattr(measure, "ALONE_SECONDS", 0.01)
     monkeypatch.setattr(training_rate, "TIMED_SECONDS", 0.01)
     monkeypatch.setattr(timing, "MADE_UP_TOKENS", 10_000)
     monkeypatch.setenv("GPTLAB_CACHE", str(tmp_path / "cache"))

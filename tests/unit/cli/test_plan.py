@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gptlab.app.training_rate import Rate, assumed_vocab_size
 from gptlab.bench.memory import count_memory, kept_for_backward
+from gptlab.bench.plan import make_plan
+from gptlab.bench.training_rate import Rate, assumed_vocab_size
 from gptlab.cli import main as cli
-from gptlab.cli.plan import describe, make_plan
+from gptlab.cli.plan import describe
 from gptlab.config.data import TokenizerConfig
 from gptlab.config.errors import ConfigError
 from gptlab.config.horizon import Horizon, HorizonUnit

@@ -21,8 +21,8 @@ from torch import nn
 
 import gptlab
 from gptlab.app.run_request import TrainArguments
+from gptlab.bench.plan import Plan, make_plan
 from gptlab.cli.arguments.run_arguments import read_request, recipe_list
-from gptlab.cli.plan import Plan, make_plan
 from gptlab.config.errors import ConfigError, UserError
 from gptlab.config.horizon import Horizon, share_of_run
 from gptlab.config.load import bare, flatten, leaf_fields

@@ -13,7 +13,7 @@ import pytest
 import torch
 from tiny_runs import arguments, command, killed_at, train
 
-from gptlab.app.computed_by import changed
+from gptlab.app.repeat import implementations_changed as changed
 from gptlab.model.kernels import attention_kernel
 from gptlab.model.kernels.library import kernel_library
 from gptlab.runtime.hardware.device import compiler_available

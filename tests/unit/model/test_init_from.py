@@ -17,10 +17,9 @@ from tiny_runs import command, differences, killed_at, lines_of, make_config, ou
 from transformers import GPT2LMHeadModel
 
 import gptlab
-from gptlab.app.place import place_of
+from gptlab.app.loaded_run import weights_fingerprint
 from gptlab.app.run_request import TrainArguments
 from gptlab.app.session import Session, open_session
-from gptlab.app.start_weights import weights_fingerprint
 from gptlab.cli.arguments.run_arguments import read_request
 from gptlab.config.errors import ConfigError, UserError
 from gptlab.config.gpt2_sizes import GPT2_SIZES
@@ -30,6 +29,7 @@ from gptlab.config.scaling import Machine
 from gptlab.model.gpt import GPT, build_model
 from gptlab.model.interop.gpt2_weights import gpt2_model_config
 from gptlab.model.interop.pretrained import require_fits
+from gptlab.runtime.hardware.place import place_of
 from gptlab.runtime.records.console import Console
 from gptlab.training.checkpoint.load import list_checkpoints, load_checkpoint
 from gptlab.training.state import load_weights

@@ -14,11 +14,11 @@ from ranks_in_turn import in_turn
 from tiny_runs import make_config, write_corpus
 from torch import Tensor
 
-from gptlab.app.place import place_of
 from gptlab.app.session import open_session
 from gptlab.config.run import RunConfig
 from gptlab.data.rows import RowSource
 from gptlab.optim.clip import clip_gradients, joint_norm
+from gptlab.runtime.hardware.place import place_of
 from gptlab.runtime.processes.distributed import Group
 from gptlab.runtime.records.console import Console
 from gptlab.training.parallel.fsdp import ShardedState

@@ -91,7 +91,7 @@ class TestAdvice:
 
 class TestRun:
     @pytest.mark.parametrize(
-        "place", ["gptlab.app.session.build_state", "gptlab.app.session.warm_up", "gptlab.training.loop.gradients"]
+        "place", ["gptlab.app.session.build_state", "gptlab.app.run_session.warm_up", "gptlab.training.loop.gradients"]
     )
     def test_on_a_gpu(self, folder: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
         def exhausted(*args: object, **kwargs: object) -> None:
@@ -111,7 +111,9 @@ class TestRun:
 
     def test_what_it_advises_works_and_trains_the_same(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         with monkeypatch.context() as patch:
-            patch.setattr("gptlab.app.session.warm_up", lambda *a: (_ for _ in ()).throw(torch.OutOfMemoryError(CUDA)))
+            patch.setattr(
+                "gptlab.app.run_session.warm_up", lambda *a: (_ for _ in ()).throw(torch.OutOfMemoryError(CUDA))
+            )
             assert command(["train", *arguments(folder, "r", {"model.dropout": 0.0, "steps": 3})])[0] == 2
         again = folder / "again"
         argv = ["--from", folder / "r", "--batch.micro-sequences", 2, "--run-dir", again]
@@ -126,7 +128,7 @@ class TestRun:
         def exhausted(*args: object) -> None:
             raise RuntimeError(CPU)
 
-        monkeypatch.setattr("gptlab.app.session.warm_up", exhausted)
+        monkeypatch.setattr("gptlab.app.run_session.warm_up", exhausted)
         with pytest.raises(UserError, match="out of memory") as caught:
             gptlab.train(make_config(folder, "r"))
         assert isinstance(caught.value.__cause__, RuntimeError)
@@ -135,7 +137,7 @@ class TestRun:
         def broken(*args: object) -> None:
             raise RuntimeError("a bug")
 
-        monkeypatch.setattr("gptlab.app.session.warm_up", broken)
+        monkeypatch.setattr("gptlab.app.run_session.warm_up", broken)
         with pytest.raises(RuntimeError, match="a bug"):
             command(["train", *arguments(folder, "r")])
 
@@ -143,7 +145,7 @@ class TestRun:
     def test_under_a_real_limit(self, folder: Path) -> None:
         """Half a gibibyte more than the process had after its imports, and activations that take several."""
         prelude = (
-            "import sys, resource, psutil, torch, gptlab.app.session, gptlab.app.place\n"
+            "import sys, resource, psutil, torch, gptlab.app.session, gptlab.runtime.hardware.place\n"
             "limit = psutil.Process().memory_info().vms + 2**29\n"
             "resource.setrlimit(resource.RLIMIT_AS, (limit, limit))\n"
             "from gptlab.cli.main import entry_point\n"

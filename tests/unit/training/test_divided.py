@@ -14,7 +14,6 @@ from oracle_checkpoint import same_bits
 from tiny_runs import make_config, write_corpus
 from torch import Tensor
 
-from gptlab.app.place import place_of
 from gptlab.app.session import open_session
 from gptlab.config.model import ModelConfig
 from gptlab.config.optim import AdamWConfig, MuonConfig, OptimConfig
@@ -26,6 +25,7 @@ from gptlab.optim import muon as muon_module
 from gptlab.optim.combined import CombinedOptimizer
 from gptlab.optim.division import Division, Matrix, Message, divide
 from gptlab.optim.groups import build_optimizer, divide_work
+from gptlab.runtime.hardware.place import place_of
 from gptlab.runtime.processes.distributed import Group, Pending, World
 from gptlab.runtime.records.console import Console
 from gptlab.training.checkpoint.load import begin_save, complete_save, load_checkpoint, write_part

@@ -10,8 +10,8 @@ import torch
 from tiny_runs import command, differences, killed_at, lines_of, make_config, outcome, train
 
 import gptlab
-from gptlab.app.place import place_of
 from gptlab.app.session import open_session
+from gptlab.runtime.hardware.place import place_of
 from gptlab.runtime.records.console import Console
 from gptlab.training.checkpoint.load import list_checkpoints, load_checkpoint
 from gptlab.training.step import gradients, update

@@ -1,22 +1,35 @@
-"""What a run says of itself before it starts: machine, data, model, length, and how the numbers came about."""
+"""What a run tells the person who started it: its facts before it starts, and commands for what can be done next."""
 
 from __future__ import annotations
 
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from gptlab.app.session import Session
+from gptlab.app.run_request import HORIZONS
+from gptlab.config.horizon import Horizon
 from gptlab.config.recipes import why_quickstart_size
 from gptlab.config.recipes.applied_scaling import applied_scaling
+from gptlab.config.run import RunConfig
 from gptlab.config.scaling import Machine
-from gptlab.runtime.hardware.device import device_name
 from gptlab.runtime.records.console import Console
 
+if TYPE_CHECKING:
+    from gptlab.app.session import Session
+
 MANY_EPOCHS = 4.0
-"""Up to four epochs teach almost as much as fresh text, after that ever less (Muennighoff et al., arXiv:2305.16264)."""
+"""Up to four epochs teach almost as much as fresh text, later ones ever less (Muennighoff et al., arXiv:2305.16264)."""
 
 
 def describe(session: Session, console: Console, machine: Machine | None) -> None:
-    """One line a fact, compactly. `machine`: what the run's size follows from, where it was measured."""
+    """Print a run's facts, one line each. `machine`: what the run's size follows from, where it was measured."""
+    from gptlab.runtime.hardware.device import device_name  # imports torch
+
     config, place, counts, flops = session.config, session.place, session.counts, session.flops
     model, data, group = config.model, session.data, session.work.group
     peak = place.peak.flops_per_second
@@ -60,7 +73,7 @@ def describe(session: Session, console: Console, machine: Machine | None) -> Non
 
 @dataclass(frozen=True, slots=True)
 class _Length:
-    """How long the run is in every unit; of a run that is measured in seconds, what timed steps let expect."""
+    """The length of a run in every unit; for a run of so many seconds, an estimate from timed steps."""
 
     about: str
     steps: int
@@ -78,7 +91,7 @@ class _Length:
 
 
 def _length(session: Session, machine: Machine | None) -> _Length | None:
-    """None where nobody knows: a run in seconds whose steps were not timed beforehand."""
+    """None where it is unknown: a run of so many seconds whose steps were not timed before."""
     config = session.config
     tokens_per_step, steps, about = config.batch.total_tokens, session.finish.steps, ""
     if steps is None:
@@ -104,3 +117,51 @@ def _short(count: int) -> str:
         if count >= size:
             return f"{count / size:.3g}{unit}"
     return str(count)
+
+
+def program() -> str:
+    """How to type gptlab: by name where the shell finds it, else by the path or module that was started."""
+    if "UV_RUN_RECURSION_DEPTH" in os.environ:  # uv run sets PATH for this process only
+        return "uv run gptlab"
+    script = Path(sys.argv[0])
+    if script.name == "__main__.py" and script.parent.name == "gptlab":
+        return f"{_typed(Path(sys.executable))} -m gptlab"
+    return _typed(script) if script.stem == "gptlab" else "gptlab"
+
+
+def resume_command(run: Path) -> str:
+    return f"{program()} train --resume {shlex.quote(str(run))}"
+
+
+def longer_command(run: Path, config: RunConfig) -> str:
+    """Trains a finished run to twice its length."""
+    return f"{resume_command(run)} {_twice(config.horizon)}"
+
+
+def next_steps(run: Path, config: RunConfig, prompts: Sequence[str], *, trained: bool) -> list[str]:
+    """Lines for the end of a finished run. `prompts`: those of its samples. `trained`: whether it saved weights."""
+    folder = shlex.quote(str(run))
+    lines = [f"run folder: {folder}"]
+    if trained:
+        prompt = next((text for text in prompts if text.strip() and text.isprintable()), None)
+        asked = "" if prompt is None else f" --prompt {shlex.quote(prompt)}"
+        lines.append(f"  sample it:          {program()} sample {folder}{asked}")
+        lines.append(f"  train it on:        {longer_command(run, config)}")
+    lines.append(f"  change and compare: {program()} train --from {folder} --seed {config.seed + 1}")
+    return lines
+
+
+def _typed(path: Path) -> str:
+    """The command's name where the shell finds this very file by it, else the shortest path."""
+    found = shutil.which(path.name)
+    if found is not None and path.exists() and os.path.samefile(found, path):
+        return path.name
+    here = Path.cwd()
+    absolute = Path(os.path.abspath(path))
+    return shlex.quote(str(absolute.relative_to(here) if absolute.is_relative_to(here) else absolute))
+
+
+def _twice(horizon: Horizon) -> str:
+    """A flag for twice as long a run."""
+    name, factor = next((name, factor) for name, (unit, factor) in HORIZONS.items() if unit == horizon.unit)
+    return f"--{name.replace('_', '-')} {2 * horizon.amount / factor:.12g}"

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from gptlab.app.place import Place, place_of
 from gptlab.config.errors import UserError
 from gptlab.config.run import RunConfig
 from gptlab.config.scaling import Machine
@@ -22,6 +21,7 @@ from gptlab.model.gpt import GPT
 from gptlab.runtime.files.cache import cache_root
 from gptlab.runtime.files.strict_json import read_json_object, to_json, write_json_atomic
 from gptlab.runtime.hardware.device import device_name
+from gptlab.runtime.hardware.place import Place, place_of
 from gptlab.runtime.processes.distributed import World
 
 ASSUMED_CHARACTERS = 128

@@ -10,15 +10,14 @@ import pytest
 import torch
 from tiny_runs import write_corpus
 
-from gptlab.app import training_rate
-from gptlab.app.place import place_of
-from gptlab.app.training_rate import Rate, remember_rate, remembered_rate, time_rate
-from gptlab.bench import timing
+from gptlab.bench import timing, training_rate
+from gptlab.bench.training_rate import Rate, remember_rate, remembered_rate, time_rate
 from gptlab.cli.main import main
 from gptlab.config.load import apply_overrides
 from gptlab.config.run import RunConfig
 from gptlab.model.counting import flops_per_token
 from gptlab.model.gpt import build_model
+from gptlab.runtime.hardware.place import place_of
 from gptlab.training.state import TrainState
 from gptlab.training.step import LossFunction
 

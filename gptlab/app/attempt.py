@@ -1,0 +1,191 @@
+"""One attempt of this process at a run: how far it has come, how it ends, and how torchrun's next attempt begins."""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gptlab.app.messages import resume_command
+from gptlab.app.run_request import RunRequest
+from gptlab.config.errors import UserError
+from gptlab.config.run import RunConfig
+from gptlab.runtime.processes.distributed import Group
+from gptlab.runtime.processes.job import Job
+from gptlab.runtime.processes.liveness import Failure, PeerFailed
+from gptlab.runtime.records.console import Console
+from gptlab.runtime.records.run_directory import RunDirectory
+from gptlab.training.early_stop import StoppedEarly, behind_signal
+
+if TYPE_CHECKING:
+    from gptlab.runtime.records.run_directory import Status
+
+EXIT_USAGE = 2
+EXIT_TRAINING_FAILED = 3
+EXIT_PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: try again later
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """How a run ended."""
+
+    exit_code: int
+    run_dir: Path
+    summary: dict[str, object]
+    """The contents of summary.json; empty for a run that was preempted or failed."""
+
+
+@dataclass(slots=True)
+class Attempt:
+    """The means of this process, and how far it has come. Signals and lost ranks end it from other threads."""
+
+    console: Console
+    is_main: bool = True
+    """Whether this process writes to the run folder and the console."""
+    catch: bool = True
+    """Whether the process belongs to gptlab: failed training is then an exit code and not an exception."""
+    config: RunConfig | None = None
+    run: RunDirectory | None = None
+    """None: there is no run folder yet."""
+    group: Group = field(default_factory=Group)
+    job: Job = field(default_factory=Job)
+    """What torchrun keeps for the next attempt."""
+    held: ExitStack = field(default_factory=ExitStack)
+    """Locks and settings, until the attempt is over."""
+
+    def restarted(self, request: RunRequest) -> RunRequest | Result:
+        """`request`, or, where an earlier attempt of this torchrun job began a run, the request to resume it. The
+        Result where the earlier attempt ended in a way that another attempt would only repeat."""
+        ended = self.job.ended()
+        said = self.group.broadcast("earlier end", ended and [ended.exit_code, ended.text])
+        if said is not None:
+            return self._end_again(request, *said)
+        begun = None if request.resume is not None else begun_folder(self.job)
+        folder = self.group.broadcast("begun before", begun and str(begun))
+        if folder is None:
+            return request
+        self.console.line(f"restarted by torchrun: resuming {folder}, which this job began")
+        return RunRequest(resume=folder)
+
+    def _end_again(self, request: RunRequest, exit_code: int, text: str) -> Result:
+        folder = self.group.broadcast("folder", request.resume or ((path := self.job.folder()) and str(path)))
+        if exit_code == EXIT_USAGE or folder is None:
+            if not self.is_main:
+                self.group.barrier("end again")  # rank 0 never comes: it reports for all
+            raise StoppedEarly(text) if exit_code == EXIT_PREEMPTED else UserError(text)
+        self.console.line(f"not tried again after torchrun's restart, since it ended with {exit_code}: {text}")
+        return Result(exit_code, Path(folder), {})
+
+    def ended_by(self, last: BaseException, signal_name: str | None) -> Result:
+        """The Result of an attempt that a signal ended after there was a run folder; else raises the error that ended
+        the attempt. `signal_name`: the signal that came before the first step, if one did."""
+        from gptlab.runtime.hardware.out_of_memory import ran_out_of_memory, what_to_lower
+
+        error = behind_signal(last)
+        if isinstance(error, PeerFailed):
+            failure = error.failure
+            self.note_lost(failure)
+            if failure.exit_code == EXIT_PREEMPTED:
+                self.console.result(stopped_by_peer(failure, self.run))
+            if not failure.said_by_itself and self.run is not None:
+                self.console.error(f"training failed: {error}; {last_checkpoint(self.run)}")
+            raise error from None
+        # Whatever a library made of the exception that the signal raised.
+        if error is last and signal_name is not None:
+            self.job.ends(EXIT_PREEMPTED, signal_name)
+            if self.run is None:
+                raise StoppedEarly(signal_name) from None
+            self._set_status("preempted")
+            self.console.result(stopped_early(signal_name, self.run))
+            return Result(EXIT_PREEMPTED, self.run.path, {})
+        if self.config is not None and ran_out_of_memory(error):
+            run_path = None if self.run is None else self.run.path
+            too_little = UserError(what_to_lower(error, self.config, run_path))
+            self.job.ends(EXIT_USAGE, str(too_little))
+            raise too_little from error
+        if isinstance(error, UserError):
+            self.job.ends(EXIT_USAGE, str(error))
+        raise error from error.__cause__
+
+    def failed(self, error: Exception) -> Result:
+        """The Result of a run whose training failed. Raises `error` where the caller handles failures."""
+        assert self.run is not None
+        self.job.ends(EXIT_TRAINING_FAILED, str(error))
+        self.console.error(f"training failed: {error}; {last_checkpoint(self.run)}")
+        if not self.catch:
+            raise error
+        return Result(EXIT_TRAINING_FAILED, self.run.path, {})
+
+    def note_lost(self, failure: Failure) -> None:
+        """Record that another process is lost, before this one ends. May be called from another thread."""
+        if failure.exit_code == EXIT_PREEMPTED:
+            self._set_status("preempted")
+        elif self.is_main and self.run is not None:
+            with suppress(UserError):
+                self.run.set_failed(failure.text)
+        if failure.said_by_itself and failure.exit_code in (EXIT_USAGE, EXIT_PREEMPTED):
+            self.job.ends(failure.exit_code, failure.text)
+
+    def end_now(self, signal_name: str) -> None:
+        """End the process from another thread while a library blocks the main thread. What is half-built in the cache
+        is never trusted; the next process removes it."""
+        self._exit_preempted(signal_name, stopped_early(signal_name, self.run))
+
+    def stop_at_once(self, signal_name: str) -> None:
+        """End the process from another thread at the second Ctrl-C, in the middle of a step. As after a kill, but with
+        the status recorded, and the exit code the same for all processes."""
+        assert self.run is not None
+        self.group.leave(StoppedEarly(signal_name), EXIT_PREEMPTED)
+        text = f"{signal_name} again: stopped at once; {last_checkpoint(self.run)}; resume with "
+        self._exit_preempted(signal_name, text + resume_command(self.run.path))
+
+    def _exit_preempted(self, signal_name: str, text: str) -> None:
+        self._set_status("preempted")
+        self.job.ends(EXIT_PREEMPTED, signal_name)
+        if self.is_main:
+            clear_line = "\r\x1b[2K\x1b[?25h" * sys.stdout.isatty()  # of the live line, which also hides the cursor
+            with suppress(OSError):
+                os.write(sys.stdout.fileno(), f"{clear_line}{text}\n".encode())
+        os._exit(EXIT_PREEMPTED)
+
+    def _set_status(self, status: Status) -> None:
+        if self.is_main and self.run is not None:
+            with suppress(UserError):
+                self.run.set_status(status)
+
+
+def begun_folder(job: Job) -> Path | None:
+    """The run folder that an earlier attempt of this job made; None where another program made one in its place."""
+    folder = job.folder()
+    if folder is None:
+        return None
+    with suppress(UserError):  # not a run, or a damaged run.json
+        if RunDirectory.open(folder).read_provenance().get("job") == job.id:
+            return folder
+    return None
+
+
+def stopped_early(signal_name: str, run: RunDirectory | None) -> str:
+    if run is None:
+        return f"{signal_name}: stopped while preparing, before there was a run: the same command begins again"
+    return f"{signal_name}: stopped before the first step; resume with {resume_command(run.path)}"
+
+
+def stopped_by_peer(failure: Failure, run: RunDirectory | None) -> str:
+    """For a signal that ended another rank before the first step, or in the middle of a step (a second Ctrl-C)."""
+    from gptlab.training.checkpoint.load import list_checkpoints
+
+    signal_name = f"{failure.text.rpartition(' ')[2]} (rank {failure.rank})"
+    if run is None or not list_checkpoints(run.checkpoints_path):
+        return stopped_early(signal_name, run)
+    return f"{signal_name}: stopped at once; {last_checkpoint(run)}; resume with {resume_command(run.path)}"
+
+
+def last_checkpoint(run: RunDirectory) -> str:
+    from gptlab.training.checkpoint.load import list_checkpoints
+
+    saved = list_checkpoints(run.checkpoints_path)
+    return f"the last checkpoint is {saved[-1]}" if saved else "no checkpoint had been saved yet"
