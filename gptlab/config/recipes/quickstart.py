@@ -27,9 +27,9 @@ ASSUMED_FLOPS_PER_SECOND = 235e9
 # a parameter of nanochat: three minutes end long before a small model stops learning, and depth pays more than width.
 QUICKSTART_ASPECT = 32
 QUICKSTART_TOKENS_PER_PARAM = 2.5
-# A run of one minute is best at about 400 steps, one of three minutes at 600; 174 to 228 steps cost 15 to 20% of its bits
-# per byte. Smaller steps are not the answer to a rate a little too low: of 8,192 tokens, 430 steps reach 1.11 where steps
-# of 4,096 lose a quarter of the tokens/s to the update and reach 1.38 (docs/LOG.md, 2026-11-22).
+# A run of one minute is best at about 400 steps, one of three minutes at 600; 174 to 228 steps cost 15 to 20% of its
+# bits per byte. Smaller steps are not the answer to a rate a little too low: of 8,192 tokens, 430 steps reach 1.11;
+# steps of 4,096 lose a quarter of the tokens/s to the update and reach 1.38 (docs/LOG.md, 2026-11-22).
 QUICKSTART_MIN_STEPS = 350
 
 

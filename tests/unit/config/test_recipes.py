@@ -99,7 +99,7 @@ class TestSizedByMeasurement:
         assert (config.model.n_layer, config.batch.total_tokens, config.batch.micro_sequences) == (4, 8192, 16)
 
     def test_half_a_step_is_not_made_twice_as_fast(self) -> None:
-        """Another machine of docs/LOG.md, 2026-11-22, reaches 19,500 tokens/s with steps of 8,192 tokens and 14,500 with
+        """Another machine of docs/LOG.md, 2026-11-22, reaches 19,500 tokens/s with steps of 8,192 tokens, 14,500 with
         4,096: 430 of the larger steps end at 1.11 bits per byte, 552 of the smaller ones at 1.38."""
 
         def rate(config: RunConfig) -> float:
