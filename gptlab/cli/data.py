@@ -15,10 +15,11 @@ from gptlab.cli.arguments.parser import Positional, parse
 from gptlab.config.data import DataConfig, LongDocuments, Rows, Split, TokenizerConfig, TokenizerKind
 from gptlab.config.errors import UserError, nearest_name
 from gptlab.data.corpus.core_bundle import core_folder, prepare_core
-from gptlab.data.corpus.downloaded import state
-from gptlab.data.corpus.known_corpora import CORE, CORE_BUNDLE, CORPORA, KnownCorpus, named_source
+from gptlab.data.corpus.downloaded import size_text, state
+from gptlab.data.corpus.known_corpora import CORE, CORE_BUNDLE, CORPORA, named_source
 from gptlab.data.prepare import PreparedData, prepare
 from gptlab.data.rows import RowSource, make_rows
+from gptlab.data.token_fate import token_fate
 from gptlab.data.tokenizer.tokenizer import Tokenizer
 from gptlab.data.tokens.shards import TokenSplit
 from gptlab.runtime.files.cache import cache_root, damage, read_info
@@ -36,7 +37,17 @@ usage: gptlab data list | prepare | inspect [ARGUMENTS]
 `gptlab data COMMAND --help` has every argument with its unit and default.
 """
 
+SOURCES = (
+    ("stdlib", "the sources of this Python's standard library: one file, one document; nothing to download"),
+    ("FILE", "text (.txt .md .py ...): one document; .jsonl: one a line (these also .gz, .zst); .parquet: one a row"),
+    ("FOLDER", "its files of these formats, recursively, in the order of their names"),
+    ("'GLOB'", "the files that match, such as 'notes/**/*.md'"),
+    ("TOKENS", "a nanoGPT folder (train.bin, val.bin, meta.pkl), or llm.c shards: a .bin file, a folder, a glob"),
+    ("hub:OWNER/NAME", "a data set on the Hugging Face hub; also hub:OWNER/NAME@REVISION/GLOB"),
+    ("NAME", "one of the following; `gptlab data prepare NAME` downloads it (--hub-files N: fewer files, or more)"),
+)
 SHOWN_CHARACTERS = 2000
+QUANTILES = {"shortest": 0.0, "25%": 0.25, "median": 0.5, "75%": 0.75, "95%": 0.95, "longest": 1.0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +89,7 @@ class PrepareArguments:
 
     def sources(self) -> tuple[str, ...]:
         if self.corpora and self.data != ("stdlib",):
-            raise UserError("corpora are named behind `prepare` or behind --data, not both")
+            raise UserError("name corpora after `prepare` or after --data, not both")
         return self.corpora or self.data
 
     def configs(self) -> tuple[DataConfig, TokenizerConfig]:
@@ -132,74 +143,26 @@ def main(argv: Sequence[str]) -> int:
 def _list(argv: list[str]) -> None:
     arguments = parse(ListArguments, argv, prog="gptlab data list", description="Corpora, formats, prepared tokens.")
     root = cache_root(arguments.cache_dir)
+    listed = _listed(root)
     if arguments.json:
-        print(to_json(_listed(root), indent=2))
+        print(to_json(listed, indent=2))
         return
     print("corpora for --data, and several of them one after the other:")
-    known = [
-        ("stdlib", "the sources of this Python's standard library: one file, one document; nothing to download"),
-        (
-            "FILE",
-            "text (.txt .md .py ...): one document; .jsonl: one a line (these also .gz, .zst); .parquet: one a row",
-        ),
-        ("FOLDER", "its files of these formats, recursively, in the order of their names"),
-        ("'GLOB'", "the files that match, such as 'notes/**/*.md'"),
-        ("TOKENS", "a nanoGPT folder (train.bin, val.bin, meta.pkl), or llm.c shards: a .bin file, a folder, a glob"),
-        ("hub:OWNER/NAME", "a data set on the Hugging Face hub; also hub:OWNER/NAME@REVISION/GLOB"),
-        ("NAME", "one of the following; `gptlab data prepare NAME` downloads it (--hub-files N: fewer files, or more)"),
-    ]
-    _print_table(known, "<<")
+    _print_table(SOURCES, "<<")
     print("\nby name:")
     header = ["name", "on this machine", "files of all", "size", "license", "address"]
-    _print_table([header, *(_known_entry(corpus, root) for corpus in CORPORA), _core_entry(root)], "<<>><<")
+    core = [CORE, "yes" if listed["core"] else "no", "1", "0.2 GB", "each task its own", CORE_BUNDLE.address]
+    _print_table([header, *map(_corpus_row, listed["corpora"]), core], "<<>><<")
     print()
     for corpus in CORPORA:
         print(f"  {corpus.name}: {corpus.what}\n    {corpus.lineage}")
     print(f"  {CORE}: 22 tasks for `gptlab eval RUN --core` (DCLM, arXiv 2406.11794)\n    nanochat")
     print(f"\nprepared in {root}:")
-    entries = [_entry(folder) for folder in _prepared_folders(root)]
-    if entries:
-        _print_table([["fingerprint", "corpus", "split", "tokenizer", "tokens", "MB"], *map(_row, entries)], "<<<<>>")
+    header = ["fingerprint", "corpus", "split", "tokenizer", "tokens", "MB"]
+    if listed["prepared"]:
+        _print_table([header, *map(_prepared_row, listed["prepared"])], "<<<<>>")
     else:
         print("  nothing yet")
-
-
-def _known_entry(corpus: KnownCorpus, root: Path) -> list[str]:
-    n_files = corpus.default_files
-    files = f"{n_files:,}" if n_files == corpus.all_files else f"{n_files:,} of {corpus.all_files:,}"
-    size = corpus.default_files * corpus.file_bytes
-    shown = f"{size / 1e9:,.1f} GB" if size >= 1e8 else f"{size / 1e6:,.1f} MB"
-    return [corpus.name, state(corpus, root), files, shown, corpus.license, corpus.place.address]
-
-
-def _core_entry(root: Path) -> list[str]:
-    here = "yes" if core_folder(root).is_dir() else "no"
-    return [CORE, here, "1", "0.2 GB", "each task its own", CORE_BUNDLE.address]
-
-
-def _prepared_folders(root: Path) -> list[Path]:
-    return [folder for folder in sorted((root / "tokens").glob("*")) if not folder.name.startswith(".")]
-
-
-def _entry(folder: Path) -> dict[str, Any]:
-    """One set of prepared tokens; `damage` says why it cannot be used, and is null where it can."""
-    n_bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    entry: dict[str, Any] = {"fingerprint": folder.name, "bytes": n_bytes, "damage": damage(folder)}
-    if entry["damage"] is None:
-        info = read_info(folder)
-        entry |= {"corpus": info["corpus"], "split": info["split"], "tokenizer": info["tokenizer"]["kind"],
-                  "vocab_size": info["tokenizer"]["vocab_size"],
-                  "tokens": info["train"]["tokens"] + info["val"]["tokens"]}  # fmt: skip
-    return entry
-
-
-def _row(entry: Mapping[str, Any]) -> list[str]:
-    """Fingerprint, corpus, split, tokenizer, tokens and megabytes."""
-    megabytes = f"{entry['bytes'] / 1e6:,.1f}"
-    if entry["damage"] is not None:
-        return [entry["fingerprint"], f"damaged ({entry['damage']}): made again when needed", "", "", "", megabytes]
-    tokenizer = f"{entry['tokenizer']} {entry['vocab_size']:,}"
-    return [entry["fingerprint"], entry["corpus"], entry["split"], tokenizer, f"{entry['tokens']:,}", megabytes]
 
 
 def _listed(root: Path) -> dict[str, Any]:
@@ -212,12 +175,35 @@ def _listed(root: Path) -> dict[str, Any]:
         }
         for corpus in CORPORA
     ]  # fmt: skip
-    return {
-        "cache": str(root),
-        "corpora": corpora,
-        "core": core_folder(root).is_dir(),
-        "prepared": [_entry(folder) for folder in _prepared_folders(root)],
-    }
+    prepared = [_prepared(folder) for folder in sorted((root / "tokens").glob("[!.]*"))]
+    return {"cache": str(root), "corpora": corpora, "core": core_folder(root).is_dir(), "prepared": prepared}
+
+
+def _corpus_row(corpus: Mapping[str, Any]) -> list[str]:
+    n_files, all_files = corpus["default_files"], corpus["all_files"]
+    files = f"{n_files:,}" if n_files == all_files else f"{n_files:,} of {all_files:,}"
+    size = size_text(n_files * corpus["file_bytes"])
+    return [corpus["name"], corpus["here"], files, size, corpus["license"], corpus["address"]]
+
+
+def _prepared(folder: Path) -> dict[str, Any]:
+    """One set of prepared tokens; `damage` says why it cannot be used, and is null where it can."""
+    n_bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    entry: dict[str, Any] = {"fingerprint": folder.name, "bytes": n_bytes, "damage": damage(folder)}
+    if entry["damage"] is None:
+        info = read_info(folder)
+        entry |= {"corpus": info["corpus"], "split": info["split"], "tokenizer": info["tokenizer"]["kind"],
+                  "vocab_size": info["tokenizer"]["vocab_size"],
+                  "tokens": info["train"]["tokens"] + info["val"]["tokens"]}  # fmt: skip
+    return entry
+
+
+def _prepared_row(entry: Mapping[str, Any]) -> list[str]:
+    megabytes = f"{entry['bytes'] / 1e6:,.1f}"
+    if entry["damage"] is not None:
+        return [entry["fingerprint"], f"damaged ({entry['damage']}): made again when needed", "", "", "", megabytes]
+    tokenizer = f"{entry['tokenizer']} {entry['vocab_size']:,}"
+    return [entry["fingerprint"], entry["corpus"], entry["split"], tokenizer, f"{entry['tokens']:,}", megabytes]
 
 
 def _prepare(argv: list[str]) -> None:
@@ -283,24 +269,22 @@ def _print_corpus(prepared: PreparedData) -> None:
         "<<",
     )
     columns = [_split_column(split) for split in (prepared.train, prepared.val)]
-    names = ["", "documents", "bytes", "tokens", "bytes per token", "tokens a document: mean", *_QUANTILES]
+    names = [
+        "",
+        "documents",
+        "bytes",
+        "tokens",
+        "bytes per token",
+        "tokens a document: mean",
+        *(f"    {name}" for name in QUANTILES),
+    ]
     print()
     _print_table(zip(names, ["train", *columns[0]], ["validation", *columns[1]], strict=True), "<>>")
 
 
-_QUANTILES = {
-    "    shortest": 0.0,
-    "    25%": 0.25,
-    "    median": 0.5,
-    "    75%": 0.75,
-    "    95%": 0.95,
-    "    longest": 1.0,
-}
-
-
 def _split_column(split: TokenSplit) -> list[str]:
     lengths = np.diff(split.document_starts)
-    quantiles = np.quantile(lengths, list(_QUANTILES.values()), method="nearest")
+    quantiles = np.quantile(lengths, list(QUANTILES.values()), method="nearest")
     counts = [f"{count:,}" for count in (split.n_documents, split.n_bytes, split.n_tokens)]
     ratios = [f"{split.n_bytes / split.n_tokens:.2f}", f"{split.n_tokens / split.n_documents:,.0f}"]
     return [*counts, *ratios, *(f"{int(quantile):,}" for quantile in quantiles)]
@@ -309,18 +293,13 @@ def _split_column(split: TokenSplit) -> list[str]:
 def _print_rows(rows: RowSource, data: DataConfig) -> None:
     how = f"packed, long documents {data.long_documents}" if data.rows == "packed" else data.rows
     print(f"\nrows of {rows.seq_len:,} tokens ({how}): {rows.rows_per_epoch:,} an epoch")
-    fate = rows.fate
+    fate = token_fate(rows)
+    counts = {"trained on": fate.trained, "only ever context": fate.context, "cropped": fate.cropped}
+    table = [[name, f"{count:,}", f"{count / fate.total:.2%} of tokens"] for name, count in counts.items()]
     slots = rows.rows_per_epoch * rows.seq_len
-    _print_table(
-        [
-            ["trained on", f"{fate.trained:,}", f"{fate.trained / fate.total:.2%} of tokens"],
-            ["only ever context", f"{fate.context:,}", f"{fate.context / fate.total:.2%} of tokens"],
-            ["cropped", f"{fate.cropped:,}", f"{fate.cropped / fate.total:.2%} of tokens"],
-            ["BOS added as target", f"{fate.added:,}", f"{fate.added / slots:.2%} of targets"],
-            ["padded", f"{fate.padded:,}", f"{fate.padded / slots:.2%} of targets"],
-        ],
-        "<>>",
-    )
+    counts = {"BOS added as target": fate.added, "padded": fate.padded}
+    table += [[name, f"{count:,}", f"{count / slots:.2%} of targets"] for name, count in counts.items()]
+    _print_table(table, "<>>")
 
 
 def _print_row(rows: RowSource, index: int, tokenizer: Tokenizer) -> None:

@@ -2,28 +2,28 @@
 
     rows -> (thread) index arithmetic, reads, pinned tensors -> (caller) asynchronous copy
 
-Which rows step N holds is arithmetic: global row N * rows_per_step + i, whose epoch and place follow from
-`rows_per_epoch`. So the state of a loader is one number, the step that comes next for the *consumer*; what was made
-ahead is made again after a resume.
+Which rows step N holds is arithmetic: global row N * rows_per_step + i, whose epoch and index follow from
+`rows_per_epoch`. So the state of a loader is one number, the next step of the *consumer*; steps made ahead are made
+again after a resume.
 """
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
-from types import TracebackType
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from gptlab.data.rows import IGNORED, Pair, RowSource
+from gptlab.data.packing import IGNORED
+from gptlab.data.rows import Pair, RowSource
 
 PREFETCHED_STEPS = 3
 # Small steps are made further ahead, so that the thread wakes once for several: at each step it cost training 0.5 ms of
-# the 40 that nanogpt/shakespeare-char-cpu takes, on two cores that were both at work.
+# the 40 that nanogpt/shakespeare-char-cpu takes, on two busy cores.
 MAX_PREFETCHED_STEPS = 16
 PREFETCHED_BYTES = 2**20
 
@@ -79,25 +79,33 @@ class Loader:
         end = -(-micro_batches // world_size) * world_size if fill else micro_batches
         self._micro_indices = tuple(range(rank, end, world_size))
         self._next_step = start_step
-        self._ahead: _Ahead | None = None
+        self._thread: ThreadPoolExecutor | None = None
+        self._ahead: deque[Future[StepBatch]] = deque()  # steps from the next one on
+        self._limit = PREFETCHED_STEPS
 
     def __iter__(self) -> Iterator[StepBatch]:
         return self
 
     def __next__(self) -> StepBatch:
-        if self._ahead is None:
-            self._ahead = _Ahead(self, self._next_step)
-        made = self._ahead.get()
-        if isinstance(made, Exception):
+        if not self._ahead:
+            self._make_ahead()
+        try:
+            batch = self._ahead[0].result()
+        except Exception:
             self.close()
-            raise made
-        self._next_step = made.step + 1
+            raise
+        self._ahead.popleft()
+        self._next_step = batch.step + 1
+        self._limit = steps_ahead(batch)
+        # Not at every step: waking the thread costs the one that trains, whose cores are all busy.
+        if len(self._ahead) <= self._limit // 2:
+            self._make_ahead()
         if self._device.type == "cpu":
-            return made
+            return batch
         # From pinned memory (CUDA) the copies overlap with the kernels in flight; it is kept until they are done.
         pinned = self._device.type == "cuda"
-        inputs, targets = (t.to(self._device, non_blocking=pinned) for t in (made.inputs, made.targets))
-        return StepBatch(made.step, made.epoch, inputs, targets, made.micro_indices, made.target_tokens)
+        inputs, targets = (t.to(self._device, non_blocking=pinned) for t in (batch.inputs, batch.targets))
+        return replace(batch, inputs=inputs, targets=targets)
 
     def state_dict(self) -> dict[str, int]:
         """The step after the last one consumed, whatever has been made ahead."""
@@ -108,17 +116,16 @@ class Loader:
         self._next_step = state["next_step"]
 
     def close(self) -> None:
-        """End the thread. A later `next` starts again at the step that is due."""
-        if self._ahead is not None:
-            self._ahead.stop()
-            self._ahead = None
+        """End the thread. A later `next` starts again at the next step."""
+        if self._thread is not None:
+            self._thread.shutdown(cancel_futures=True)
+            self._thread = None
+            self._ahead.clear()
 
     def __enter__(self) -> Loader:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def make(self, step: int) -> StepBatch:
@@ -138,6 +145,13 @@ class Loader:
             micro_indices=self._micro_indices,
             target_tokens=int((targets != IGNORED).sum()) if all_here else self._target_tokens(everywhere),
         )
+
+    def _make_ahead(self) -> None:
+        """Have the thread make steps until `_limit` are made or under way."""
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="gptlab-loader")
+        for step in range(self._next_step + len(self._ahead), self._next_step + self._limit):
+            self._ahead.append(self._thread.submit(self.make, step))
 
     def _read(self, global_rows: np.ndarray) -> Pair:
         pairs = [self._rows.read(epoch, indices) for epoch, indices in self._by_epoch(global_rows)]
@@ -162,47 +176,3 @@ class Loader:
         wide = rows.astype(np.int64).reshape(len(self._micro_indices), self._micro_sequences, self._rows.seq_len)
         tensor = torch.from_numpy(wide)
         return tensor.pin_memory() if self._device.type == "cuda" else tensor
-
-
-class _Ahead:
-    """The thread that makes steps `start`, `start + 1`, ... and those that it has made."""
-
-    def __init__(self, loader: Loader, start: int) -> None:
-        self._made: deque[StepBatch | Exception] = deque()
-        self._limit = PREFETCHED_STEPS
-        self._stopped = False
-        self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._run, args=(loader, start), name="gptlab-loader", daemon=True)
-        self._thread.start()
-
-    def get(self) -> StepBatch | Exception:
-        with self._changed:
-            self._changed.wait_for(lambda: self._made)
-            made = self._made.popleft()
-            # Not at every step: to be woken costs the thread that trains, whose cores are all busy.
-            if len(self._made) <= self._limit // 2:
-                self._changed.notify()
-            return made
-
-    def stop(self) -> None:
-        with self._changed:
-            self._stopped = True
-            self._changed.notify()
-        self._thread.join()
-
-    def _run(self, loader: Loader, step: int) -> None:
-        while True:
-            try:
-                made: StepBatch | Exception = loader.make(step)
-            except Exception as error:
-                made = error
-            with self._changed:
-                self._made.append(made)
-                self._changed.notify()
-                if isinstance(made, Exception):
-                    return
-                self._limit = steps_ahead(made)
-                self._changed.wait_for(lambda: self._stopped or len(self._made) < self._limit)
-                if self._stopped:
-                    return
-            step += 1

@@ -1,6 +1,6 @@
-"""Order out of arithmetic: hashes and permutations that are pure functions of (seed, epoch, index).
+"""The order of the data: hashes and permutations that are pure functions of (seed, epoch, index).
 
-Nothing is shuffled in memory and nothing is walked through, so that row N of any epoch is found at once, on any rank.
+Nothing is shuffled in memory, so row N of any epoch is found at once, on any rank.
 """
 
 from __future__ import annotations

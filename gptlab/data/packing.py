@@ -1,82 +1,128 @@
-"""Which piece of which document stands in which row: planned once for a whole split, from document lengths alone.
+"""Documents packed into rows, best-fit: planned once for a whole split, from document lengths alone.
 
 A row has `seq_len + 1` slots: `seq_len` inputs and, one later, `seq_len` targets. It is filled with *segments*, each a
-BOS and then consecutive tokens of one document. A document longer than a row becomes several segments; since each
-has its own BOS, the first token of a continuation is predicted from that BOS, nothing overlaps, and every token behind
-a document's BOS is a target exactly once.
+BOS and then consecutive tokens of one document. A document longer than a row becomes several segments. Each has its own
+BOS, from which its first token is predicted, so nothing overlaps and every token after a document's BOS is a target
+exactly once.
 
-    cut   full rows are cut off long documents; what remains is placed best-fit; a gap that nothing fits is filled by
-          cutting the longest document at hand, whose rest goes back. Nothing is lost, only gaps too small to be worth
-          a cut are padded (below 1/128 of a row), and the end of the last row.
+    cut   full rows are cut off long documents; the rest is placed best-fit; a gap that nothing fits is filled by
+          cutting the longest document at hand, whose rest goes back. No token is lost. Padding is only in gaps too
+          small to be worth a cut (below 1/128 of a row) and at the end of the last row.
     pad   as cut, but a gap stays empty: no document is cut that need not be (validation).
 
-nanochat's own rows, which throw the overhang away, are in `cropping.py`.
+nanochat's own rows, which drop what does not fit, are in `cropping.py`.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right, insort
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 
-Overhang = Literal["cut", "pad"]
+from gptlab.config.errors import UserError
+from gptlab.data.tokens.shards import TokenSplit, load_array
+from gptlab.runtime.files.cache import cached_folder
 
-# A gap below this share of a row is padded: bounds padding under 1% whatever the lengths, and spares cuts that would
-# leave a few tokens without context.
+IGNORED = -1
+"""A target that does not count."""
 SMALLEST_CUT = 1 / 128
+"""A smaller gap, as a share of a row, is padded: this bounds padding under 1% whatever the lengths, and avoids cuts
+that would leave a few tokens without context."""
+CUT_VERSION = 1
+"""Raise it when `pack_documents` places differently, so that cached packings are made again."""
+PACKING_ARRAYS = ("row_segments", "segment_starts", "segment_lengths")
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """Segments, row after row."""
+class Packing:
+    """Which segments each row holds."""
 
     row_segments: np.ndarray  # (n_rows + 1,) int64: the segments of row i are row_segments[i] to row_segments[i + 1]
-    segment_starts: np.ndarray  # (n_segments,) int64: position in the split of the first token behind the BOS
-    segment_lengths: np.ndarray  # (n_segments,) int64: tokens behind the BOS
+    segment_starts: np.ndarray  # (n_segments,) int64: position in the split of the first token after the BOS
+    segment_lengths: np.ndarray  # (n_segments,) int64: tokens after the BOS
 
     @property
     def n_rows(self) -> int:
         return len(self.row_segments) - 1
 
+    def segments_of(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """All segments of `rows` (n,), row after row: (position of its row in `rows`, index of the segment)."""
+        first, end = self.row_segments[rows], self.row_segments[rows + 1]
+        counts = end - first
+        return np.repeat(np.arange(len(rows)), counts), np.repeat(first, counts) + _ranges(counts)
 
-def plan_rows(
-    content_starts: np.ndarray,  # (n_documents,) int64: position of the token behind each document's BOS
-    content_lengths: np.ndarray,  # (n_documents,) int64: tokens behind it
+    def read(self, split: TokenSplit, rows: np.ndarray, slots: int, bos: int) -> np.ndarray:
+        """Tokens of `rows` (n,), `bos` before each segment, IGNORED where nothing is: (n, slots) int32."""
+        row_of, segments = self.segments_of(rows)
+        starts, lengths = self.segment_starts[segments], self.segment_lengths[segments]
+        # The slot of each segment's BOS: after the segments before it in the same row.
+        ends = np.cumsum(lengths + 1)
+        row_first = np.searchsorted(row_of, np.arange(len(rows)))
+        before_row = np.concatenate([[0], ends])[row_first]
+        bos_at = row_of * slots + ends - (lengths + 1) - before_row[row_of]
+        within = _ranges(lengths)
+        tokens = np.full(len(rows) * slots, IGNORED, dtype=np.int32)
+        tokens[bos_at] = bos
+        tokens[np.repeat(bos_at + 1, lengths) + within] = split.take(np.repeat(starts, lengths) + within)
+        return tokens.reshape(len(rows), slots)
+
+
+def document_contents(split: TokenSplit) -> tuple[np.ndarray, np.ndarray]:
+    """Position and number of the tokens after each document's BOS: (n_documents,) int64 each."""
+    return split.document_starts[:-1] + 1, np.diff(split.document_starts) - 1
+
+
+def cut_packing(split: TokenSplit, seq_len: int, buffer_documents: int, cache_folder: Path | None) -> Packing:
+    """The `cut` packing of all documents of `split`, kept in `cache_folder` (None: not kept)."""
+
+    def make() -> Sequence[np.ndarray]:
+        made = pack_documents(*document_contents(split), seq_len, overhang="cut", buffer_documents=buffer_documents)
+        return made.row_segments, made.segment_starts, made.segment_lengths
+
+    return Packing(
+        *cached_arrays(cache_folder, f"cut-{seq_len}-{buffer_documents}-v{CUT_VERSION}", PACKING_ARRAYS, make)
+    )
+
+
+def pack_documents(
+    content_starts: np.ndarray,  # (n_documents,) int64: position of the token after each document's BOS
+    content_lengths: np.ndarray,  # (n_documents,) int64: tokens after it
     seq_len: int,
     *,
-    overhang: Overhang,
+    overhang: Literal["cut", "pad"],
     buffer_documents: int,
-) -> Plan:
-    """Plan every row of an epoch. Documents are looked at in the order given, `buffer_documents` at a time."""
-    # Full rows need no search: seq_len tokens behind a BOS fill one exactly.
+) -> Packing:
+    """Plan every row of an epoch. Documents are considered in the order given, `buffer_documents` at a time."""
+    # Full rows need no search: seq_len tokens after a BOS fill one exactly.
     n_full = content_lengths // seq_len
-    full_starts = np.repeat(content_starts, n_full) + seq_len * ranges(n_full)
+    full_starts = np.repeat(content_starts, n_full) + seq_len * _ranges(n_full)
     has_rest = (content_lengths % seq_len > 0) | (content_lengths == 0)
     rest_starts = (content_starts + n_full * seq_len)[has_rest]
     rest_lengths = (content_lengths % seq_len)[has_rest]
-    rows, items, offsets, lengths = best_fit(rest_lengths, seq_len + 1, overhang=overhang, buffer_size=buffer_documents)
+    rows, items, offsets, lengths = _best_fit(rest_lengths, seq_len + 1, overhang == "cut", buffer_documents)
     segment_rows = np.concatenate([np.arange(len(full_starts)), rows + len(full_starts)])
     n_rows = int(segment_rows[-1]) + 1 if len(segment_rows) else 0
-    return Plan(
+    return Packing(
         row_segments=np.searchsorted(segment_rows, np.arange(n_rows + 1)).astype(np.int64),
         segment_starts=np.concatenate([full_starts, rest_starts[items] + offsets]),
         segment_lengths=np.concatenate([np.full(len(full_starts), seq_len, dtype=np.int64), lengths]),
     )
 
 
-def best_fit(
+def _best_fit(
     item_lengths: np.ndarray,  # (n,) int64, without the BOS that each part of an item needs
     slots: int,
-    *,
-    overhang: Overhang,
+    cut: bool,
     buffer_size: int,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Fill rows of `slots` one after the other, always with the longest item of the buffer that fits the gap.
 
     Ties go to the item that came first. Returns, for each placed part: its row, its item, its offset in the item and
-    its length. The buffer is a sorted list of integers that hold (length, earliness), so that an item is found, taken
+    its length. The buffer is a sorted list of integers that encode (length, earliness), so that an item is found, taken
     and put back in O(log n) comparisons and one move of memory: 1 to 2 microseconds an item for a buffer of 1000.
     """
     lengths = item_lengths.tolist()
@@ -96,7 +142,7 @@ def best_fit(
         position = bisect_right(keys, gap * base - 1) - 1  # the last key with length + 1 (its BOS) <= gap
         fits = position >= 0
         if not fits:
-            if overhang == "cut" and gap >= smallest_cut:
+            if cut and gap >= smallest_cut:
                 position = bisect_right(keys, keys[-1] // base * base + earliest) - 1  # the first of the longest
             else:
                 row, gap = row + 1, slots
@@ -115,6 +161,27 @@ def best_fit(
     return table[:, 0], table[:, 1], table[:, 2], table[:, 3]
 
 
-def ranges(counts: np.ndarray) -> np.ndarray:
+def _ranges(counts: np.ndarray) -> np.ndarray:
     """0, 1, ..., counts[0] - 1, 0, 1, ..., counts[1] - 1, and so on."""
     return np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
+def cached_arrays(
+    cache_folder: Path | None, name: str, arrays: Sequence[str], make: Callable[[], Sequence[np.ndarray]]
+) -> Sequence[np.ndarray]:
+    """What `make` returns, an int64 array for each name in `arrays`; read from `plans/NAME` in the cache if there."""
+    if cache_folder is None:
+        return make()
+
+    def build(temporary: Path) -> dict[str, Any]:
+        made = make()
+        for array, values in zip(arrays, made, strict=True):
+            np.save(temporary / f"{array}.npy", values)
+        return {"rows": len(made[0]) - 1, "segments": len(made[1])}
+
+    folder = cache_folder / "plans" / name
+    try:
+        cached_folder(folder, build, what="packing plan")
+    except UserError:  # a cache that is shared read-only, or full: a packing takes seconds and can live in memory
+        return make()
+    return [load_array(folder / f"{array}.npy", np.dtype("<i8"), mapped=True) for array in arrays]

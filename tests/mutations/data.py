@@ -96,8 +96,8 @@ MUTATIONS = [
     ),
     Mutation(
         "the buffer of cropped documents is empty at each border of parts", "data/cropping.py",
-        "*self._documents, self._slots, self._buffers[number],",
-        "*self._documents, self._slots, Buffer(EMPTY.waiting, self._buffers[number].arrived),",
+        "self._plan_part(self._buffers[part], PART_DOCUMENTS)",
+        "self._plan_part(Buffer(EMPTY.waiting, self._buffers[part].arrived), PART_DOCUMENTS)",
         ["test_packing.py::test_crop_places_what_nanochats_loader_places"],
     ),
     Mutation(
@@ -108,23 +108,23 @@ MUTATIONS = [
     ),
     Mutation(
         "a new epoch has the order of the last one", "data/rows.py",
-        "return permuted(indices, self.rows_per_epoch, seed=self._seed, epoch=epoch)",
-        "return permuted(indices, self.rows_per_epoch, seed=self._seed, epoch=0)",
+        "return permuted(indices, self.rows_per_epoch, seed=self.seed, epoch=epoch)",
+        "return permuted(indices, self.rows_per_epoch, seed=self.seed, epoch=0)",
         ["test_rows.py::test_rows_are_a_pure_function_of_seed_epoch_and_index"],
     ),
     # --- rows
     Mutation(
         "the target is the input", "data/rows.py",
-        "rows = self._split.gather(self._starts(epoch, indices), self.seq_len + 1)\n"
+        "rows = self.split.gather(self._starts(epoch, indices), self.seq_len + 1)\n"
         "        return rows[:, :-1], rows[:, 1:]",
-        "rows = self._split.gather(self._starts(epoch, indices), self.seq_len)\n        return rows, rows",
+        "rows = self.split.gather(self._starts(epoch, indices), self.seq_len)\n        return rows, rows",
         ["test_rows.py::test_random_rows_are_windows_that_reach_both_ends",
          "test_rows.py::test_sequential_rows_are_chunks_in_file_order"],
         ["The target is the input shifted by one"],
     ),
     Mutation(
         "the last window of a text is never drawn", "data/rows.py",
-        "n_starts = self._split.n_tokens - self.seq_len", "n_starts = self._split.n_tokens - self.seq_len - 1",
+        "n_starts = self.split.n_tokens - self.seq_len", "n_starts = self.split.n_tokens - self.seq_len - 1",
         ["test_rows.py::test_random_rows_are_windows_that_reach_both_ends"],
     ),
     Mutation(
@@ -157,7 +157,7 @@ MUTATIONS = [
     # --- the loader
     Mutation(
         "a batch is made when it is asked for", "data/loader.py",
-        "self._limit = steps_ahead(made)", "self._limit = 1",
+        "self._limit = steps_ahead(batch)", "self._limit = 1",
         ["test_loader.py::test_steps_are_made_ahead_by_a_thread_and_not_further_than_they_should"],
         ["The next batch is fetched while"],
     ),
@@ -176,7 +176,7 @@ MUTATIONS = [
     Mutation(
         "the loader saves how far it has made steps ahead", "data/loader.py",
         'return {"next_step": self._next_step}',
-        'return {"next_step": self._next_step + (len(self._ahead._made) if self._ahead else 0)}',
+        'return {"next_step": self._next_step + len(self._ahead)}',
         ["test_loader.py::test_the_state_is_that_of_the_last_step_consumed"],
         ["It holds configuration, loop state and the loader's"],
     ),

@@ -22,7 +22,7 @@ from gptlab.app.session import open_session
 from gptlab.config.faults import FaultsConfig
 from gptlab.config.run import CheckpointConfig, RunConfig, RuntimeConfig
 from gptlab.data.loader import StepBatch
-from gptlab.data.rows import IGNORED
+from gptlab.data.packing import IGNORED
 from gptlab.optim.clip import clip_gradients
 from gptlab.runtime.hardware.place import place_of
 from gptlab.runtime.records.console import Console

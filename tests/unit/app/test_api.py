@@ -22,7 +22,7 @@ from gptlab.config.recipes import nanochat_tiny
 from gptlab.config.run import RunConfig
 from gptlab.config.scaling import Machine
 from gptlab.data.prepare import PreparedData
-from gptlab.data.rows import RowSource, SequentialRows
+from gptlab.data.rows import Pair, RowSource, WindowRows
 from gptlab.model.gpt import GPT
 
 MACHINE = Machine(device="cpu", flops_per_second=1e11)
@@ -48,11 +48,11 @@ def adamw(model: GPT) -> torch.optim.Optimizer:
 
 
 def backwards(data: PreparedData, config: RunConfig) -> RowSource:
-    class Backwards(SequentialRows):
-        def _starts(self, epoch: int, indices: np.ndarray) -> np.ndarray:
-            return super()._starts(epoch, self.rows_per_epoch - 1 - indices)
+    class Backwards(WindowRows):
+        def read(self, epoch: int, indices: np.ndarray) -> Pair:
+            return super().read(epoch, self.rows_per_epoch - 1 - indices)
 
-    return Backwards(data.train, config.model.seq_len)
+    return Backwards(data.train, config.model.seq_len, seed=None)
 
 
 class Gated(nn.Module):

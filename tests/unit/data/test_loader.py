@@ -185,23 +185,20 @@ def test_steps_are_made_ahead_by_a_thread_and_not_further_than_they_should() -> 
         wait_until(lambda: rows.reads >= ahead)  # one more, if the first was gone before all were made
         time.sleep(0.05)
         assert rows.reads <= 1 + ahead
-        assert rows.threads == {"gptlab-loader"}
+        assert rows.threads == {"gptlab-loader_0"}
 
 
 def test_the_thread_sleeps_until_half_of_what_it_made_is_gone() -> None:
     rows = Watched()
     with loader_of(rows) as loader:
         ahead = steps_ahead(next(loader))
-        wait_until(lambda: loader._ahead is not None and loader._ahead._changed._waiters)  # the thread sleeps
-        made = rows.reads
-        assert made >= ahead
-        consumed = made - ahead // 2 - 1
-        for _ in range(consumed - 1):
+        wait_until(lambda: rows.reads == 1 + ahead)
+        for _ in range(ahead // 2 - 1):
             next(loader)
         time.sleep(0.05)
-        assert rows.reads == made
+        assert rows.reads == 1 + ahead
         next(loader)
-        wait_until(lambda: rows.reads == consumed + 1 + ahead)
+        wait_until(lambda: rows.reads == 1 + ahead // 2 + ahead)
 
 
 @pytest.mark.parametrize(("tokens", "ahead"), [(1, 16), (768, 16), (8192, 8), (2**15, 3), (2**25, 3)])
@@ -221,7 +218,7 @@ def test_an_error_surfaces_in_its_own_step_and_ends_the_thread() -> None:
 
 
 def alive() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "gptlab-loader"]
+    return [thread for thread in threading.enumerate() if thread.name.startswith("gptlab-loader")]
 
 
 @pytest.mark.parametrize("consumed", [0, 1, 3])

@@ -17,6 +17,7 @@ from gptlab.data import prepare as module
 from gptlab.data.corpus.splits import split_documents
 from gptlab.data.prepare import PreparedData, prepare
 from gptlab.data.rows import make_rows, validation_rows
+from gptlab.data.token_fate import token_fate
 from gptlab.data.tokens.shards import TokenSplit
 
 BYTE = TokenizerConfig(kind="byte")
@@ -202,7 +203,7 @@ def test_a_cache_that_cannot_be_written_is_one_line(texts: Path) -> None:
 def test_plans_are_kept_beside_the_tokens(texts: Path) -> None:
     prepared = prepare(config(texts), BYTE)
     rows = make_rows(prepared.train, config(texts), 32, prepared.tokenizer.bos_id, 1, prepared.folder)
-    assert rows.fate.cropped == 0
+    assert token_fate(rows).cropped == 0
     assert (prepared.folder / "plans").is_dir()
     assert prepare(config(texts), BYTE).folder == prepared.folder  # they do not count as damage
 

@@ -18,8 +18,9 @@ from oracle_packing import cropped_stream, cut_rows
 from gptlab.config.data import DataConfig
 from gptlab.config.errors import ConfigError, UserError
 from gptlab.data import cropping
-from gptlab.data.packing import SMALLEST_CUT
-from gptlab.data.rows import IGNORED, RowSource, make_rows, validation_rows
+from gptlab.data.packing import IGNORED, SMALLEST_CUT
+from gptlab.data.rows import RowSource, make_rows, validation_rows
+from gptlab.data.token_fate import token_fate
 from gptlab.data.tokens.shards import TokenSplit
 
 BOS = 0
@@ -100,7 +101,7 @@ def test_the_fate_of_every_packed_token_adds_up(mode: str, lengths: list[int], s
     split = split_of(numbered(lengths))
     data = DataConfig(long_documents=mode, pack_buffer_documents=buffer)  # type: ignore[arg-type]
     rows = make_rows(split, data, seq_len, BOS, 1, None)
-    fate = rows.fate
+    fate = token_fate(rows)
     targets = epoch_of(rows)[1]
     counted = targets[targets != IGNORED]
     content = counted[counted != BOS]
@@ -130,7 +131,7 @@ def test_a_packed_row_by_hand() -> None:
     assert targets[first].tolist() == [1, 2, 3, -1]
     assert inputs[1 - first].tolist() == [0, 4, 0, 0]
     assert targets[1 - first].tolist() == [4, -1, -1, -1]
-    assert rows.fate.padded == 4
+    assert token_fate(rows).padded == 4
 
 
 @pytest.mark.parametrize("kind", ["packed", "sequential", "random"])
@@ -161,7 +162,7 @@ def test_sequential_rows_are_chunks_in_file_order() -> None:
     inputs, targets = epoch_of(rows)
     assert inputs.tolist() == [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
     assert targets.tolist() == [[2, 3, 4], [5, 6, 7], [8, 9, 10]]
-    fate = rows.fate
+    fate = token_fate(rows)
     assert (fate.total, fate.trained, fate.context, fate.cropped, fate.padded) == (11, 9, 1, 1, 0)
 
 
@@ -191,7 +192,7 @@ def test_packed_rows_need_a_bos() -> None:
         make_rows(split_of([[1, 2, 3]], bos=False), DataConfig(), 2, None, 0, None)
 
 
-def test_a_plan_is_kept_checked_and_made_again_when_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_packing_is_kept_checked_and_made_again_when_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     split, data = split_of(numbered([50, 3, 17, 80])), DataConfig()
     expected = epoch_of(make_rows(split, data, 8, BOS, 5, None))
     for _ in range(2):
@@ -205,8 +206,8 @@ def test_a_plan_is_kept_checked_and_made_again_when_damaged(tmp_path: Path, monk
     make_rows(split, DataConfig(long_documents="crop"), 8, BOS, 5, tmp_path)
     make_rows(split, DataConfig(pack_buffer_documents=2), 8, BOS, 5, tmp_path)
     assert len([p for p in (tmp_path / "plans").iterdir() if p.is_dir()]) == 4
-    with monkeypatch.context() as patched:  # a kept plan is read, not made
-        patched.setattr("gptlab.data.rows.plan_rows", None)
+    with monkeypatch.context() as patched:  # a kept packing is read, not made
+        patched.setattr("gptlab.data.packing.pack_documents", None)
         make_rows(split, data, 8, BOS, 5, tmp_path)
     shutil.rmtree(tmp_path / "plans")
     (tmp_path / "plans").touch()  # a cache that cannot be written
@@ -243,7 +244,7 @@ def test_validation_is_fixed_by_content_and_covers_every_token_once(
     counts = rows.target_counts(0, np.arange(rows.rows_per_epoch))
     assert np.array_equal(counts, (epoch_of(rows)[1] != IGNORED).sum(axis=1))
     assert (counts > 0).all()
-    fate = rows.fate
+    fate = token_fate(rows)
     assert fate.trained == len(targets)
     assert fate.total == fate.trained + fate.context + fate.cropped
     assert rows.rows_per_epoch * seq_len == fate.trained + fate.padded

@@ -20,7 +20,6 @@ from gptlab.config.horizon import Horizon
 from gptlab.config.model import ModelConfig
 from gptlab.config.optim import AdamWConfig, OptimConfig, ScheduleConfig
 from gptlab.config.run import BatchConfig, RunConfig
-from gptlab.data.rows import TokenFate
 from gptlab.model.gpt import GPT, build_model
 from gptlab.model.interop.gpt2_weights import from_gpt2, gpt2_model_config, to_gpt2
 from gptlab.training.horizon import Finish
@@ -224,7 +223,6 @@ class ShiftedRows:
     """Rows of one repeating text, each begun elsewhere: something that fifty steps can learn."""
 
     seq_len, rows_per_epoch = 20, 64
-    fate = TokenFate(1280, 1280, 0, 0, 0, 0)
 
     def read(self, epoch: int, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         text = np.array([(7 * i * i + 3 * i) % 35 for i in range(70)], dtype=np.int32)
