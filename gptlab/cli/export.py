@@ -65,7 +65,7 @@ def export(run: LoadedRun, target: Path, *, form: Form, dtype: Literal["float32"
     import torch
 
     from gptlab.cli.export_card import model_card
-    from gptlab.data.tokenizer.export import save_for_transformers
+    from gptlab.data.tokenizer.tokenizer import save_for_transformers
     from gptlab.model.interop.export_weights import to_transformers
 
     model, bos_id = run.config.model, run.tokenizer.bos_id

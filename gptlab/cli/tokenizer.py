@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import accumulate, islice
 from pathlib import Path
 
 import numpy as np
@@ -127,7 +127,7 @@ def _evaluate(argv: list[str]) -> int:
     tally = _Tally()
     with Console() as console:
         with console.progress("encoding", None, "bytes") as counter:
-            for texts in _batches(corpus, arguments.max_bytes):
+            for texts in _batches(corpus.documents(), arguments.max_bytes):
                 before = tally.bytes
                 _measure(tokenizer, texts, tally, uses)
                 counter.advance(tally.bytes - before)
@@ -136,18 +136,12 @@ def _evaluate(argv: list[str]) -> int:
     return 1 if tally.inexact_documents else 0
 
 
-def _batches(corpus: Corpus, max_bytes: int) -> Iterator[list[str]]:
-    def limited() -> Iterator[str]:
-        left = max_bytes
-        for text in corpus.documents():
-            yield text
-            left -= len(text.encode())
-            if left <= 0:
-                return
-
-    documents = limited()
-    while batch := list(islice(documents, EVAL_BATCH_DOCUMENTS)):
-        yield batch
+def _batches(documents: Iterator[str], max_bytes: int) -> Iterator[list[str]]:
+    left = max_bytes
+    while left > 0 and (batch := list(islice(documents, EVAL_BATCH_DOCUMENTS))):
+        before = [0, *accumulate(len(text.encode()) for text in batch)]
+        yield [text for text, n_bytes in zip(batch, before, strict=False) if n_bytes < left]
+        left -= before[-1]
 
 
 def _measure(tokenizer: Tokenizer, texts: list[str], tally: _Tally, uses: np.ndarray) -> None:

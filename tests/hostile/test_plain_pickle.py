@@ -183,7 +183,7 @@ def test_whatever_the_bytes_are_the_answer_is_plain_or_a_refusal(
 def test_a_table_that_is_none_is_one_line(tmp_path: Path, table: Any, message: str) -> None:
     path = tmp_path / "meta.pkl"
     path.write_bytes(pickle.dumps(table))
-    with pytest.raises(UserError, match="is no table of characters") as error:
+    with pytest.raises(UserError, match="is not a table of characters") as error:
         read_character_table(path)
     assert message in str(error.value)
     assert "tokenizer.path" in str(error.value)

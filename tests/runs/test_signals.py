@@ -181,7 +181,7 @@ class TestInThisProcess:
         assert (code, out.splitlines()[-1], err) == (75, f"SIGTERM: {WITHOUT_RUN}", "")
 
     @pytest.mark.parametrize(
-        "place", ["gptlab.app.session.build_state", "gptlab.data.tokenizer.byte_and_char.ByteTokenizer.save"]
+        "place", ["gptlab.app.session.build_state", "gptlab.data.tokenizer.base.ByteTokenizer.save"]
     )
     def test_while_a_run_is_built_and_its_folder_made(
         self, folder: Path, monkeypatch: pytest.MonkeyPatch, place: str

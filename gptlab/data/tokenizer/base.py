@@ -1,9 +1,10 @@
-"""What every tokenizer shares: the bytes that each id stands for, and everything that follows from them."""
+"""What every tokenizer is: ids and the exact bytes that each stands for. And the two without merges: one token a byte,
+one token a character."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ BOS = "<|bos|>"
 """Begins a document (nanochat's name). It is an id and never text: no text encodes to it, and it decodes to nothing."""
 
 
-class TokenTable:
-    """Ids 0..n-1 and their bytes; a BOS, where there is one, is the last id and stands for no bytes."""
+class Tokenizer:
+    """Ids are 0..vocab_size-1; BOS, where there is one, is the last and stands for no bytes. `encode` is exact:
+    decode_bytes(encode(text)) == text.encode()."""
 
     kind: str
     bos_name = BOS
@@ -28,18 +30,16 @@ class TokenTable:
         self.vocab_size = len(self._tokens)
         self.token_bytes = np.array([len(token) for token in self._tokens], dtype=np.int32)
         """(vocab_size,) int32: true byte lengths; half of a UTF-8 character has its bytes, BOS has none."""
-        self.fingerprint = self._identify(settings)
-
-    @property
-    def bos_token(self) -> str | None:
-        """BOS by name, where there is one."""
-        return None if self.bos_id is None else self.bos_name
-
-    def _identify(self, settings: str) -> str:
         digest = hashlib.sha256(f"{self.kind} {settings} bos={self.bos_id}".encode())
         for token in self._tokens:
             digest.update(len(token).to_bytes(4, "little") + token)
-        return digest.hexdigest()
+        self.fingerprint = digest.hexdigest()
+        """Changes with anything that changes an id."""
+
+    @property
+    def bos_token(self) -> str | None:
+        """The name of BOS, where there is one: <|bos|>, or <|endoftext|> of GPT-2."""
+        return None if self.bos_id is None else self.bos_name
 
     def encode(self, text: str) -> np.ndarray:
         """(tokens,) int32, without BOS; special tokens in the text are text. UserError for what cannot be encoded."""
@@ -58,7 +58,7 @@ class TokenTable:
         return b"".join(map(self._tokens.__getitem__, array.tolist()))
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Text for people: bytes that are no UTF-8 (a cut character) become U+FFFD."""
+        """Text for people: bytes that are not UTF-8 (a cut character) become U+FFFD."""
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
     def to_json(self) -> dict[str, Any]:
@@ -66,20 +66,78 @@ class TokenTable:
         raise NotImplementedError
 
     def save(self, folder: Path) -> None:
-        """Write tokenizer.json and tokenizer_config.json, from which `transformers` and `load_tokenizer` read."""
+        """Write tokenizer.json and tokenizer_config.json, which `transformers` and `load_tokenizer` read."""
         json_file.write(folder, self.to_json(), bos=self.bos_token)
 
 
-def utf8(text: str) -> bytes:
-    """UserError for lone surrogates: halves of a UTF-16 pair are no characters and have no UTF-8 bytes."""
+class ByteTokenizer(Tokenizer):
+    """The 256 bytes, each its own id, and BOS (256)."""
+
+    kind = "byte"
+
+    def __init__(self) -> None:
+        super().__init__([bytes([value]) for value in range(256)], bos=True)
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.frombuffer(utf8(text), dtype=np.uint8).astype(np.int32)
+
+    def to_json(self) -> dict[str, Any]:
+        level = json_file.byte_level()
+        vocab = [*json_file.byte_characters(), BOS]
+        return json_file.document(vocab, merges=[], pre_tokenizer=level, decoder=level)
+
+
+class CharTokenizer(Tokenizer):
+    """The characters of a text, sorted by code point (nanoGPT's shakespeare_char) unless they come as a table, and BOS
+    where rows need one.
+
+    `transformers` drops characters that are not in the vocabulary without a word; here they are a UserError.
+    """
+
+    kind = "char"
+
+    def __init__(self, characters: Iterable[str], bos: bool, *, in_order: bool = False) -> None:
+        """`in_order`: id i is character i as given; each must be there once."""
+        self.characters = "".join(characters if in_order else sorted(set(characters)))
+        if not self.characters:
+            raise UserError("a char tokenizer needs a text with at least one character")
+        super().__init__([utf8(character) for character in self.characters], bos=bos)
+        codes = np.array([ord(character) for character in self.characters])
+        # One entry more than the largest code point: -1, for all beyond it.
+        self._id_of_code = np.full(codes.max() + 2, -1, dtype=np.int32)
+        self._id_of_code[codes] = np.arange(len(codes), dtype=np.int32)
+
+    def encode(self, text: str) -> np.ndarray:
+        codes = np.frombuffer(utf8(text, "utf-32-le"), dtype=np.uint32)
+        ids = self._id_of_code[np.minimum(codes, len(self._id_of_code) - 1)]
+        if ids.size and ids.min() < 0:
+            character = text[int(np.argmin(ids))]
+            raise UserError(
+                f"character {character!r} (U+{ord(character):04X}) is not among the {len(self.characters)} of this "
+                "char tokenizer; train it on text that has it, or use tokenizer kind bpe or byte"
+            )
+        return ids
+
+    def to_json(self) -> dict[str, Any]:
+        vocab = [*self.characters] + ([] if self.bos_id is None else [BOS])
+        return json_file.document(vocab, merges=[], pre_tokenizer=None, decoder={"type": "Fuse"})
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> CharTokenizer:
+        """ValueError or TypeError where the vocabulary holds anything but characters and BOS."""
+        entries = sorted(content["model"]["vocab"], key=content["model"]["vocab"].__getitem__)
+        characters = [entry for entry in entries if entry != BOS]
+        if any(len(character) != 1 for character in characters):
+            raise ValueError("a char vocabulary holds single characters")
+        return cls(characters, bos=BOS in entries, in_order=True)
+
+
+def utf8(text: str, encoding: str = "utf-8") -> bytes:
+    """UserError for lone surrogates: halves of a UTF-16 pair are not characters and have no UTF-8 bytes."""
     try:
-        return text.encode()
+        return text.encode(encoding)
     except UnicodeEncodeError as error:
-        raise surrogate_error(error) from error
-
-
-def surrogate_error(error: UnicodeEncodeError) -> UserError:
-    code = ord(error.object[error.start])
-    return UserError(
-        f"text with a lone surrogate (U+{code:04X} at character {error.start}) cannot be encoded: it is not Unicode"
-    )
+        code = ord(error.object[error.start])
+        raise UserError(
+            f"text with a lone surrogate (U+{code:04X} at character {error.start}) cannot be encoded: it is not Unicode"
+        ) from error

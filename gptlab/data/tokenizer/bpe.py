@@ -10,19 +10,25 @@ stands; so it is (p, q) everywhere. For the same reason no two merges make the s
 
 from __future__ import annotations
 
+import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tiktoken
 
-from gptlab.config.errors import ConfigError
+from gptlab.config.data import TokenizerConfig
+from gptlab.config.errors import ConfigError, UserError
 from gptlab.data.tokenizer import json_file
-from gptlab.data.tokenizer.base import TokenTable, surrogate_error
+from gptlab.data.tokenizer.base import Tokenizer, utf8
+
+if TYPE_CHECKING:
+    from gptlab.runtime.records.console import Console
 
 Merge = tuple[bytes, bytes]
 
@@ -34,6 +40,10 @@ PART_CHARACTERS = 1 << 18
 
 BLANKS = "\t\v\f \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
 """Unicode's White_Space without the newlines: what \\s is to the regex engine beside [\\r\\n]."""
+PORTION_CHARACTERS = 1 << 16
+"""The trainer keeps 90 bytes for each byte of a text in hand, and shares texts, not parts of them, among the cores:
+one text of 31.5 MB takes it 18 s and 2.9 GB; in portions of this size, 7 s and 0.3 GB."""
+
 LONG_BLANK = 1 << 16
 """tiktoken's regex gives up on \\s+(?!\\S) between 0.6 and 1 million blanks in a row; well below that is safe."""
 
@@ -41,7 +51,7 @@ _CHARACTER_OF_BYTE = dict(enumerate(json_file.byte_characters()))
 
 
 @dataclass(frozen=True, slots=True)
-class SplitRule:
+class PreTokenizer:
     """How text falls into pieces, which are encoded one by one, and what follows from that for very long texts."""
 
     pattern: str
@@ -50,22 +60,27 @@ class SplitRule:
     """Ends where one piece always ends and another begins, whatever follows: cutting there changes no id."""
     blanks: re.Pattern[str]
     """A run of what `\\s+(?!\\S)` takes."""
+    as_json: dict[str, Any]
+    """The pattern in the form of tokenizer.json."""
 
 
-def gpt4_split(max_digits: int) -> SplitRule:
-    """Pieces by `split_pattern`. ConfigError for a number of digits that the regex engine cannot do."""
+def gpt4_pre_tokenizer(max_digits: int) -> PreTokenizer:
+    """Pieces by `gpt4_pattern`. ConfigError for a number of digits that the regex engine cannot do."""
     if not 1 <= max_digits <= MAX_DIGITS_LIMIT:
         raise ConfigError("tokenizer.max_digits", max_digits, f"must be in 1..{MAX_DIGITS_LIMIT}", MAX_DIGITS_LIMIT)
-    return SplitRule(
-        split_pattern(max_digits),
+    pattern = gpt4_pattern(max_digits)
+    pieces = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    return PreTokenizer(
+        pattern,
         # After a letter before a space or newline (a piece with letters has nothing after them), and after a newline
         # before a visible character (a piece with a newline has nothing but newlines after it).
         safe_cut=re.compile(r"[A-Za-z](?=[ \n])|\n(?=[!-~])"),
         blanks=re.compile(f"[{BLANKS}]+"),
+        as_json={"type": "Sequence", "pretokenizers": [pieces, json_file.byte_level()]},
     )
 
 
-def split_pattern(max_digits: int) -> str:
+def gpt4_pattern(max_digits: int) -> str:
     """GPT-4's pre-tokenization with at most `max_digits` digits a piece (its limit is 3).
 
     cl100k_base (openai/tiktoken, `openai_public.py`) as first published. Its present form, with possessive quantifiers,
@@ -79,21 +94,23 @@ def split_pattern(max_digits: int) -> str:
     )
 
 
-class ByteLevelBpe(TokenTable):
+class ByteLevelBpe(Tokenizer):
     """256 bytes, one entry for each merge in the order learned, BOS last."""
 
-    def __init__(self, byte_order: Sequence[int], merges: Sequence[Merge], split: SplitRule, settings: str) -> None:
+    def __init__(
+        self, byte_order: Sequence[int], merges: Sequence[Merge], pre_tokenizer: PreTokenizer, settings: str
+    ) -> None:
         """`byte_order`: the byte that each of the ids 0..255 stands for. ValueError for a merge of tokens that are not
         there yet, or one that makes a token that is."""
         self.merges = tuple(merges)
-        self.split = split
+        self.pre_tokenizer = pre_tokenizer
         ranks = {bytes([value]): rank for rank, value in enumerate(byte_order)}
         for left, right in self.merges:
             if left not in ranks or right not in ranks or left + right in ranks:
                 raise ValueError(f"merge of {left!r} and {right!r} does not follow from those before it")
             ranks[left + right] = len(ranks)
         super().__init__(list(ranks), bos=True, settings=settings)
-        self._encoding = self._make_encoding(split.pattern, ranks)
+        self._encoding = self._make_encoding(pre_tokenizer.pattern, ranks)
         self._whole = self._make_encoding(r"[\s\S]+", ranks)
 
     def _make_encoding(self, pattern: str, ranks: dict[bytes, int]) -> tiktoken.Encoding:
@@ -102,12 +119,12 @@ class ByteLevelBpe(TokenTable):
         return tiktoken.Encoding("gptlab", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
 
     def encode(self, text: str) -> np.ndarray:
-        parts = list(safe_parts(text, self.split))
+        parts = list(safe_parts(text, self.pre_tokenizer))
         return self._encode_part(text) if len(parts) == 1 else np.concatenate(self.encode_batch(parts))
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """On every core: tiktoken lets go of the interpreter lock. Very long texts are shared out too."""
-        parts = [list(safe_parts(text, self.split)) for text in texts]
+        parts = [list(safe_parts(text, self.pre_tokenizer)) for text in texts]
         with ThreadPoolExecutor(_usable_cores()) as pool:
             encoded = pool.map(self._encode_part, (part for of_text in parts for part in of_text))
             return [np.concatenate([next(encoded) for _ in of_text]) for of_text in parts]
@@ -115,9 +132,10 @@ class ByteLevelBpe(TokenTable):
     def _encode_part(self, text: str) -> np.ndarray:
         try:
             return self._ids(self._encoding, text)
-        except ValueError as error:
-            if isinstance(error, UnicodeEncodeError):
-                raise surrogate_error(error) from error
+        except UnicodeEncodeError:
+            utf8(text)  # raises UserError
+            raise
+        except ValueError:  # the regex engine gave up
             return np.concatenate([self._ids(encoding, piece) for encoding, piece in self._around_blanks(text)])
 
     @staticmethod
@@ -126,14 +144,14 @@ class ByteLevelBpe(TokenTable):
         return encoding.encode_to_numpy(text, disallowed_special=()).astype(np.int32)
 
     def _around_blanks(self, text: str) -> Iterator[tuple[tiktoken.Encoding, str]]:
-        """Take blanks out that are too many for the regex engine, as the pieces that the pattern would make of them.
+        """Cut out runs of blanks too long for the regex engine, as the pieces that the pattern would make of them.
 
         `\\s+(?!\\S)` takes a run but for its last blank, which goes with what follows; all of it at the end of the
-        text. Where newlines are no blanks, a run before one belongs to `\\s*[\\r\\n]+`, which the engine does without
+        text. Where newlines are not blanks, a run before one belongs to `\\s*[\\r\\n]+`, which the engine does without
         backtracking.
         """
         start = 0
-        for run in self.split.blanks.finditer(text):
+        for run in self.pre_tokenizer.blanks.finditer(text):
             follower = text[run.end() : run.end() + 1]
             if run.end() - run.start() < LONG_BLANK or follower in ("\r", "\n"):
                 continue
@@ -148,13 +166,9 @@ class ByteLevelBpe(TokenTable):
         return json_file.document(
             [*map(_written, self._tokens[:-1]), self.bos_name],
             merges=merges,
-            pre_tokenizer=self._pre_tokenizer(),
+            pre_tokenizer=self.pre_tokenizer.as_json,
             decoder=json_file.byte_level(),
         )
-
-    def _pre_tokenizer(self) -> dict[str, Any]:
-        """`split` in the form of tokenizer.json."""
-        raise NotImplementedError
 
 
 class BpeTokenizer(ByteLevelBpe):
@@ -163,14 +177,10 @@ class BpeTokenizer(ByteLevelBpe):
     kind = "bpe"
 
     def __init__(self, merges: Sequence[Merge], max_digits: int) -> None:
-        """ConfigError or ValueError as `gpt4_split` and `ByteLevelBpe` raise them."""
+        """ConfigError or ValueError as `gpt4_pre_tokenizer` and `ByteLevelBpe` raise them."""
         self.max_digits = max_digits
         settings = f"digits={max_digits} merges={tuple(merges)!r}"
-        super().__init__(range(256), merges, gpt4_split(max_digits), settings)
-
-    def _pre_tokenizer(self) -> dict[str, Any]:
-        split = {"type": "Split", "pattern": {"Regex": self.split.pattern}, "behavior": "Isolated", "invert": False}
-        return {"type": "Sequence", "pretokenizers": [split, json_file.byte_level()]}
+        super().__init__(range(256), merges, gpt4_pre_tokenizer(max_digits), settings)
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> BpeTokenizer:
@@ -178,7 +188,7 @@ class BpeTokenizer(ByteLevelBpe):
         pattern = content["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"]
         digits = re.search(r"\\p\{N\}\{1,([0-9]{1,4})\}", pattern)
         if digits is None:
-            raise ValueError("its split pattern is another")
+            raise ValueError("its pattern is another")
         return cls(merges_from_json(content["model"]["merges"]), int(digits[1]))
 
 
@@ -197,11 +207,69 @@ def merges_from_json(merges: Sequence[Sequence[str]]) -> list[Merge]:
     return [(read(left), read(right)) for left, right in merges]
 
 
-def safe_parts(text: str, split: SplitRule, characters: int = PART_CHARACTERS) -> Iterator[str]:
+def train_bpe(config: TokenizerConfig, texts: Iterable[str], console: Console | None) -> BpeTokenizer:
+    """Merges from at most `train_bytes` of `texts`. ConfigError where they do not give `vocab_size` entries.
+
+    Measured on two cores: 31.5 MB of Python sources to 4096 entries in 3.5 s, 2.3 s of them for counting the pieces.
+    """
+    import tokenizers  # takes 0.05 s, and most runs find their tokenizer in the cache
+    from tokenizers import models, pre_tokenizers, trainers
+
+    pre_tokenizer = gpt4_pre_tokenizer(config.max_digits)
+    # The trainer's ids are not used: it puts the bytes in the order of the characters that stand for them.
+    learner = tokenizers.Tokenizer(models.BPE())
+    learner.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(tokenizers.Regex(pre_tokenizer.pattern), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    trainer = trainers.BpeTrainer(
+        vocab_size=config.vocab_size - 1,  # The last id is BOS.
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    learner.train_from_iterator(_portions(texts, pre_tokenizer, config, console), trainer)
+    merges = merges_from_json(json.loads(learner.to_str())["model"]["merges"])
+    found = 256 + len(merges) + 1
+    if found < config.vocab_size:
+        raise ConfigError("tokenizer.vocab_size", config.vocab_size, "the text does not give that many entries", found)
+    return BpeTokenizer(merges, config.max_digits)
+
+
+def _portions(
+    texts: Iterable[str], pre_tokenizer: PreTokenizer, config: TokenizerConfig, console: Console | None
+) -> Iterator[str]:
+    """The texts in portions, until `train_bytes` are reached."""
+    left = config.train_bytes
+    shown = nullcontext(None) if console is None else console.progress("reading text for the tokenizer", None, "bytes")
+    with shown as counter:
+        for portion in (portion for text in texts for portion in _cut(text, pre_tokenizer)):
+            data = utf8(portion)[:left]
+            yield data.decode(errors="ignore")  # drops a character that the limit cuts
+            left -= len(data)
+            if counter is not None:
+                counter.advance(len(data))
+            if left <= 0:
+                break
+    if left == config.train_bytes:
+        raise UserError("no text to train a tokenizer on")
+    if console is not None:
+        console.line(f"learning the merges of {config.vocab_size} tokens")
+
+
+def _cut(text: str, pre_tokenizer: PreTokenizer) -> Iterator[str]:
+    """Portions at safe places, and anywhere in text that has none."""
+    for part in safe_parts(text, pre_tokenizer, PORTION_CHARACTERS):
+        for start in range(0, len(part), 2 * PORTION_CHARACTERS):
+            yield part[start : start + 2 * PORTION_CHARACTERS]
+
+
+def safe_parts(text: str, pre_tokenizer: PreTokenizer, characters: int = PART_CHARACTERS) -> Iterator[str]:
     """`text` in parts of `characters` or a little more, cut only where encoding is not changed by it."""
     start = 0
     while len(text) - start > characters:
-        cut = split.safe_cut.search(text, start + characters)
+        cut = pre_tokenizer.safe_cut.search(text, start + characters)
         if cut is None:
             break
         yield text[start : cut.end()]

@@ -18,8 +18,8 @@ def read_character_table(path: Path) -> str:
     flaw = _flaw(table)
     if flaw is not None:
         raise UserError(
-            f"{path} is no table of characters: {flaw}; name the tokenizer with tokenizer.path, or make the file again "
-            "with nanoGPT's prepare.py"
+            f"{path} is not a table of characters: {flaw}; name the tokenizer with tokenizer.path, or make the file "
+            "again with nanoGPT's prepare.py"
         )
     return "".join(table["itos"][index] for index in range(table["vocab_size"]))
 
@@ -38,7 +38,7 @@ def _flaw(table: Any) -> str | None:
         if type(character) is not str or len(character) != 1:
             return f"itos has no single character for id {index}"
         if "\ud800" <= character <= "\udfff":
-            return f"id {index} is half of a UTF-16 pair, which is no character"
+            return f"id {index} is half of a UTF-16 pair, which is not a character"
         if type(stoi.get(character)) is not int or stoi[character] != index:
             return f"itos says that id {index} is {character!r}, and stoi does not"
     return None

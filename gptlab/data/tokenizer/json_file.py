@@ -1,8 +1,8 @@
 """tokenizer.json in the form of Hugging Face `tokenizers`: one file that transformers, gptlab and people read.
 
-All kinds are BPE models there: `bpe` and `gpt2` with merges, `byte` and `char` without any. BOS stands in the model's
+All kinds are BPE models there: `bpe` and `gpt2` with merges, `byte` and `char` without any. BOS is in the model's
 vocabulary, where no merge leads to it, and not among the added tokens, which that library looks for in every text: so
-the file alone never turns the characters "<|bos|>" into the special token. transformers adds it to them all the same
+the file alone never turns the characters "<|bos|>" into the special token. transformers still adds it to them
 when it loads (`bos_token`); `split_special_tokens` in tokenizer_config.json makes it leave texts alone.
 """
 
@@ -73,7 +73,7 @@ def write(folder: Path, tokenizer: dict[str, Any], *, bos: str | None) -> None:
     """Both files, each put in place at once. UserError where the disk refuses."""
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     if bos is not None:
-        # One token stands between documents: it begins one and ends the one before.
+        # One token separates documents: it begins one and ends the one before.
         config |= {"bos_token": bos, "eos_token": bos, "split_special_tokens": True}
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -112,14 +112,14 @@ def read(folder: Path, name: str = FILE) -> dict[str, Any]:
 
 def canonical(content: dict[str, Any]) -> dict[str, Any]:
     """The same tokenizer in the words of `document`: older files leave parts out, write an empty string for none, and
-    a merge as "a b". KeyError, TypeError or AttributeError where it is no BPE tokenizer."""
+    a merge as "a b". KeyError, TypeError or AttributeError where it is not a BPE tokenizer."""
     model = {**document([], merges=[], pre_tokenizer=None, decoder={})["model"], **content["model"]}
     for part in ("continuing_subword_prefix", "end_of_word_suffix"):
         model[part] = model[part] or None
     model["merges"] = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
     pre_tokenizer = content.get("pre_tokenizer")
     if pre_tokenizer is not None and pre_tokenizer["type"] == "ByteLevel":
-        # Offsets are not used, and the library's ByteLevel splits by GPT-2's pattern unless told not to.
+        # Offsets are not used, and the library's ByteLevel splits by GPT-2's pattern by default.
         pre_tokenizer = {"use_regex": True, **pre_tokenizer, "trim_offsets": True}
     return {**content, "pre_tokenizer": pre_tokenizer, "model": model}
 
@@ -131,7 +131,7 @@ def adds_prefix_space(folder: Path) -> bool:
 
 def difference(found: dict[str, Any], rebuilt: dict[str, Any], *, bos: str | None) -> str | None:
     """The first part of a file that would make it encode otherwise than the tokenizer built from it. The name of BOS
-    as an added token is let pass: where it stands in a text, gptlab reads text."""
+    as an added token is allowed: in a text, gptlab reads it as text."""
     if any(added["content"] != bos for added in found.get("added_tokens") or ()):
         return "added_tokens"
     for part in ("normalizer", "pre_tokenizer"):
@@ -142,5 +142,5 @@ def difference(found: dict[str, Any], rebuilt: dict[str, Any], *, bos: str | Non
 
 def refuse(path: Path, reason: str) -> NoReturn:
     raise UserError(
-        f"{path} is no tokenizer that gptlab wrote, nor GPT-2's: {reason}; make one with `gptlab tokenizer train`"
+        f"{path} is neither a tokenizer that gptlab wrote nor GPT-2's: {reason}; make one with `gptlab tokenizer train`"
     )

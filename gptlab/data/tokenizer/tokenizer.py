@@ -1,66 +1,26 @@
-"""Text to ids and back: what a tokenizer is, how one is made from text, and how one is read from disk."""
+"""Makes a tokenizer from text, and reads one from disk."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from gptlab.config.data import TokenizerConfig
 from gptlab.config.errors import UserError
 from gptlab.data.tokenizer import gpt2, json_file
-from gptlab.data.tokenizer.base import BOS, utf8
-from gptlab.data.tokenizer.bpe import BpeTokenizer
-from gptlab.data.tokenizer.bpe_training import train_bpe
-from gptlab.data.tokenizer.byte_and_char import ByteTokenizer, CharTokenizer
-from gptlab.data.tokenizer.gpt2 import Gpt2Tokenizer, gpt2_tokenizer
+from gptlab.data.tokenizer.base import ByteTokenizer, CharTokenizer, Tokenizer, utf8
+from gptlab.data.tokenizer.bpe import BpeTokenizer, train_bpe
+from gptlab.data.tokenizer.gpt2 import gpt2_tokenizer
 
 if TYPE_CHECKING:
     from gptlab.runtime.records.console import Console
 
 __all__ = [
-    "BOS",
-    "BpeTokenizer",
-    "ByteTokenizer",
-    "CharTokenizer",
-    "Gpt2Tokenizer",
-    "Tokenizer",
-    "gpt2_tokenizer",
-    "load_tokenizer",
-    "train_tokenizer",
-]
-
-
-class Tokenizer(Protocol):
-    """Ids are 0..vocab_size-1. `encode` is exact: decode_bytes(encode(text)) == text.encode()."""
-
-    kind: str
-    vocab_size: int
-    bos_id: int | None
-
-    @property
-    def bos_token(self) -> str | None:
-        """The name of BOS, where there is one: <|bos|>, or <|endoftext|> of GPT-2."""
-        ...
-
-    token_bytes: np.ndarray
-    """(vocab_size,) int32: bytes that each id stands for; 0 for BOS."""
-    fingerprint: str
-    """Changes with anything that changes an id."""
-
-    def encode(self, text: str) -> np.ndarray:
-        """(tokens,) int32, without BOS; special tokens in the text are text. UserError for what cannot be encoded."""
-        ...
-
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]: ...
-    def decode_bytes(self, ids: Sequence[int] | np.ndarray) -> bytes: ...
-    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Bytes that are no UTF-8 (a cut character) become U+FFFD; BOS becomes nothing."""
-        ...
-
-    def save(self, folder: Path) -> None: ...
+    "BpeTokenizer", "ByteTokenizer", "CharTokenizer", "Tokenizer",
+    "gpt2_tokenizer", "load_tokenizer", "save_for_transformers", "train_tokenizer",
+]  # fmt: skip
 
 
 def train_tokenizer(
@@ -69,7 +29,7 @@ def train_tokenizer(
     """A tokenizer of `config.kind` for `texts`; progress is shown on the console given.
 
     `bos`: whether a char tokenizer gets a BOS (the others always have one). UserError for no text, a vocabulary larger
-    than the text can give (it names what the text gives), and text that is no Unicode. byte and gpt2 read no text.
+    than the text can give (it names what the text gives), and text that is not Unicode. byte and gpt2 read no text.
     """
     if config.kind == "byte":
         return ByteTokenizer()
@@ -108,10 +68,40 @@ def load_tokenizer(folder: Path | str) -> Tokenizer:
     return tokenizer
 
 
-def _rebuild(content: dict[str, Any]) -> ByteTokenizer | CharTokenizer | BpeTokenizer | Gpt2Tokenizer:
+def _rebuild(content: dict[str, Any]) -> Tokenizer:
     splitter = content["pre_tokenizer"]
     if splitter is None:
         return CharTokenizer.from_json(content)
     if splitter["type"] != "ByteLevel":
         return BpeTokenizer.from_json(content)
     return gpt2_tokenizer() if splitter["use_regex"] else ByteTokenizer()
+
+
+def save_for_transformers(tokenizer: Tokenizer, folder: Path, *, max_tokens: int) -> None:
+    """Write tokenizer.json and tokenizer_config.json beside an exported model, for AutoTokenizer; `max_tokens` is the
+    model's context.
+
+    With add_special_tokens=False the ids are those of `encode`. By default BOS comes first, where there is one: as
+    `gptlab sample` puts it before every prompt, and packed training rows begin.
+    """
+    tokenizer.save(folder)
+    content, config = json_file.read(folder), json_file.read(folder, json_file.CONFIG_FILE)
+    bos = tokenizer.bos_token
+    if bos is not None:
+        special: dict[str, Any] = {"SpecialToken": {"id": bos, "type_id": 0}}
+        text, second = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
+        content["post_processor"] = {
+            "type": "TemplateProcessing",
+            "single": [special, text],
+            "pair": [special, text, special, second],
+            "special_tokens": {bos: {"id": bos, "ids": [tokenizer.bos_id], "tokens": [bos]}},
+        }
+        config |= {"eos_token": bos, "pad_token": bos}
+    config |= {
+        "model_max_length": max_tokens,
+        # Prompts of a batch must end together. And no token types: GPT-2 would take them for tokens.
+        "padding_side": "left",
+        "model_input_names": ["input_ids", "attention_mask"],
+    }
+    for name, value in ((json_file.FILE, content), (json_file.CONFIG_FILE, config)):
+        (folder / name).write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

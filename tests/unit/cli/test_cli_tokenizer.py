@@ -65,7 +65,7 @@ def test_eval_reports_a_tokenizer_that_is_not_exact(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run("train", "--kind", "byte", "--data", text, "--out", tmp_path / "out")
-    monkeypatch.setattr("gptlab.data.tokenizer.base.TokenTable.decode_bytes", lambda self, ids: b"something else")
+    monkeypatch.setattr("gptlab.data.tokenizer.base.Tokenizer.decode_bytes", lambda self, ids: b"something else")
     assert run("eval", tmp_path / "out", "--data", text) == 1
     assert "NOT EXACT in 1 of 1 documents" in capsys.readouterr().out
 

@@ -208,7 +208,7 @@ def test_split_pattern_by_hand() -> None:
         "1",
         "\r\n",
     ]
-    assert regex.findall(bpe.split_pattern(3), text) == [*pieces, "\t", " end", "  "]
+    assert regex.findall(bpe.gpt4_pattern(3), text) == [*pieces, "\t", " end", "  "]
 
 
 @given(text=texts)
@@ -221,7 +221,7 @@ def test_split_pattern_is_gpt4s(text: str) -> None:
         r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+"
         r"|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
     )
-    assert regex.findall(bpe.split_pattern(3), text + ".") == regex.findall(published, text + ".")
+    assert regex.findall(bpe.gpt4_pattern(3), text + ".") == regex.findall(published, text + ".")
 
 
 # --- equal ids in three libraries ---
@@ -236,7 +236,7 @@ def test_ids_equal_those_of_tokenizers_and_of_the_textbook(
     assert ids == hf.encode(text).ids
     # The `regex` module knows older Unicode than the two engines; what it calls unassigned may be a letter to them.
     if all(ord(character) < 0x3000 or character in MULTILINGUAL for character in text):
-        assert ids == bpe_ids(text, trained.split.pattern, trained.merges)
+        assert ids == bpe_ids(text, trained.pre_tokenizer.pattern, trained.merges)
 
 
 def test_ids_are_equal_on_library_sources(trained: BpeTokenizer, hf: tokenizers.Tokenizer, sources: list[str]) -> None:
@@ -288,15 +288,15 @@ def test_special_token_in_text_is_text(trained: BpeTokenizer, hf: tokenizers.Tok
 @given(text=texts, characters=st.integers(1, 9))
 @shared_fixture
 def test_safe_parts_change_no_id(trained: BpeTokenizer, text: str, characters: int) -> None:
-    parts = list(safe_parts(text, trained.split, characters))
+    parts = list(safe_parts(text, trained.pre_tokenizer, characters))
     assert "".join(parts) == text
     assert np.array_equal(np.concatenate([trained.encode(part) for part in parts]), trained.encode(text))
 
 
 def test_long_documents_are_encoded_in_parts(trained: BpeTokenizer, sources: list[str]) -> None:
     text = "".join(sources)
-    assert len(list(safe_parts(text, trained.split))) >= 3
-    assert max(map(len, safe_parts(text, trained.split))) < 1.1 * bpe.PART_CHARACTERS
+    assert len(list(safe_parts(text, trained.pre_tokenizer))) >= 3
+    assert max(map(len, safe_parts(text, trained.pre_tokenizer))) < 1.1 * bpe.PART_CHARACTERS
     assert np.array_equal(trained.encode(text), trained._encode_part(text))
 
 
@@ -340,7 +340,7 @@ def test_training_does_not_depend_on_how_text_is_cut_into_portions(
     config = TokenizerConfig(vocab_size=700)
     text = "".join(sources[:8])
     whole = train_tokenizer(config, [text], bos=True)
-    monkeypatch.setattr("gptlab.data.tokenizer.bpe_training.PORTION_CHARACTERS", 3000)
+    monkeypatch.setattr("gptlab.data.tokenizer.bpe.PORTION_CHARACTERS", 3000)
     assert train_tokenizer(config, [text], bos=True).fingerprint == whole.fingerprint
 
 

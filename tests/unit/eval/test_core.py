@@ -34,8 +34,7 @@ from gptlab.config.errors import ConfigError, UserError
 from gptlab.config.model import ModelConfig
 from gptlab.data.prepare import prepare
 from gptlab.data.rows import validation_rows
-from gptlab.data.tokenizer.byte_and_char import ByteTokenizer
-from gptlab.data.tokenizer.tokenizer import CharTokenizer
+from gptlab.data.tokenizer.tokenizer import ByteTokenizer, CharTokenizer
 from gptlab.eval.core import CoreResult, EncodedTask, core_result, encode_tasks, gpt_logits, measure_core, score
 from gptlab.eval.core_tasks import Example, Kind, Task, find_bundle, read_tasks
 from gptlab.model.gpt import GPT, build_model
