@@ -1,9 +1,10 @@
-"""From a corpus to tokens on disk, once: what is there and intact is used, anything else is made.
+"""From a corpus to tokens on disk, once: what is in the cache and intact is used, anything else is made.
 
     corpus -> split -> tokenizer (loaded, or trained on the training split)  CACHE/tokenizers/FINGERPRINT/
                     -> tokens   (shards, document index, statistics)         CACHE/tokens/FINGERPRINT/
 
-Tokens that others made (`token_files.py`) stay where they are; CACHE/tokens/ keeps their document index and statistics.
+Tokens that others made (`tokens/foreign_files.py`) stay where they are; CACHE/tokens/ keeps their document index and
+statistics.
 
 A fingerprint is a hash of everything that the contents depend on: the corpus's own fingerprint, the split and the
 tokenizer.
@@ -14,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -27,13 +27,12 @@ import numpy as np
 
 from gptlab.config.data import DataConfig, Split, TokenizerConfig
 from gptlab.config.errors import UserError
-from gptlab.data.corpus.documents import PassOver, open_corpus
+from gptlab.data.corpus.documents import is_text_file, open_corpus
 from gptlab.data.corpus.known_corpora import fixed_validation
 from gptlab.data.corpus.splits import DividedCorpus, Side, content_hash, possible_split
 from gptlab.data.tokenizer.tokenizer import Tokenizer, gpt2_tokenizer, load_tokenizer, train_tokenizer
-from gptlab.data.tokens.foreign_files import TokenFiles, find_token_files
-from gptlab.data.tokens.shards import SplitWriter, TokenSplit
-from gptlab.data.tokens.token_scan import open_split, scan
+from gptlab.data.tokens.foreign_files import TokenFiles, find_token_files, open_split, scan
+from gptlab.data.tokens.shards import COUNTS, SplitWriter, TokenSplit
 from gptlab.runtime.files.cache import cache_root, cached_folder
 
 if TYPE_CHECKING:
@@ -42,36 +41,35 @@ if TYPE_CHECKING:
 SIDES: tuple[Side, Side] = ("train", "val")
 TOKENS_VERSION = 1  # raise it when the same inputs give other files
 BATCH_CHARACTERS = 8_000_000  # work for all cores for a while, and two batches of it in memory are little
-NAMED_FILES = 3  # of those that are left out; the others are counted
 FINGERPRINT_DIGITS = 24  # 96 bits: no two caches of anybody collide
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedData:
     folder: Path
-    """Holds the shards, unless others made them; the place for what is derived from them."""
+    """Holds the shards, unless others made them, and what is derived from them."""
     tokenizer: Tokenizer
     train: TokenSplit
     val: TokenSplit
     fingerprint: str
     split: Split
-    """As `data.split`, but tail for a single document, which hash cannot divide."""
+    """`data.split`, but tail for a single document, which hash cannot divide."""
     statistics: dict[str, Any]
-    """corpus, split (how it is divided), skipped (reason -> documents), read (in words: documents, files, what was left
-    out; not of tokens that others made), tokenizer (kind, vocab_size, fingerprint), and for train and val: tokens,
+    """corpus, split (how it is divided), skipped (reason -> documents), read (in words: documents, files, what was
+    skipped; not of tokens that others made), tokenizer (kind, vocab_size, fingerprint), and for train and val: tokens,
     documents, bytes, shards."""
 
 
 def prepare(data: DataConfig, tokenizer: TokenizerConfig, *, console: Console | None = None) -> PreparedData:
-    """The tokens of `data.source`, made or found; those that others made are used where they lie.
-
-    UserError for a corpus, tokenizer or cache that cannot be used.
-    """
+    """The tokens of `data.source`, made or found in the cache. UserError for a corpus, tokenizer or cache that cannot
+    be used."""
     root = cache_root(data.cache_dir)
-    val_source = data.val_source or fixed_validation(data.source)
-    token_files = find_token_files(data.source, val_source, data.hub_files, root)
-    if token_files is not None:
-        return _prepare_tokens(token_files, data, tokenizer, root, console)
+    val_source = data.val_source
+    if not all(map(is_text_file, (*data.source, *val_source))):
+        val_source = val_source or fixed_validation(data.source)
+        token_files = find_token_files(data.source, val_source, data.hub_files, root)
+        if token_files is not None:
+            return _prepare_tokens(token_files, data, tokenizer, root, console)
     open_text = partial(open_corpus, text_column=data.text_column, hub_files=data.hub_files, cache_dir=data.cache_dir)
     validation = open_text(val_source) if val_source else None
     text = open_text(data.source)
@@ -101,7 +99,7 @@ def prepare(data: DataConfig, tokenizer: TokenizerConfig, *, console: Console | 
 def _prepare_tokens(
     files: TokenFiles, data: DataConfig, config: TokenizerConfig, root: Path, console: Console | None
 ) -> PreparedData:
-    """Tokens as they lie; the folder in the cache keeps what a pass over them found (`token_scan.py`)."""
+    """Tokens that others made, in place; the folder in the cache keeps what a pass over them found."""
     encoder = files.tokenizer(config)
     stamps = files.stamps()
     bos_id = encoder.bos_id if data.rows == "packed" else None
@@ -118,7 +116,7 @@ def _prepare_tokens(
         files.require_unchanged(stamps)
         return _statistics(files.name, "by file", {}, encoder, totals)
 
-    # A file that was written again is checked again, even where it still says the same.
+    # A file that was written again is checked again, even with the same content.
     folder = root / "tokens" / _fingerprint({**parts, "stamps": stamps})
     statistics = cached_folder(folder, build, what=f"index of {files.name}", console=console)
     totals = _totals(folder, statistics)
@@ -145,7 +143,7 @@ def _tokenizer(
     fingerprint = _fingerprint({**source, "bos": bos, "tokenizer": asdict(config)})
 
     def build(folder: Path) -> dict[str, Any]:
-        # A character that only validation has must have a token all the same: nanoGPT's vocabulary is the whole text's.
+        # A character that only validation has needs a token too: nanoGPT's vocabulary is the whole text's.
         texts = (text for side, text in corpus.documents() if side == "train" or config.kind == "char")
         train_tokenizer(config, texts, bos=bos, progress=console).save(folder)
         corpus.require_unchanged()  # of a large corpus it reads a part
@@ -167,19 +165,7 @@ def _write_tokens(folder: Path, corpus: DividedCorpus, tokenizer: Tokenizer, con
                     progress.advance(n_bytes)
     totals = {side: writers[side].close() for side in SIDES}
     found = corpus.last_pass
-    return _statistics(corpus.name, corpus.how, dict(found.skipped), tokenizer, totals) | {"read": in_words(found)}
-
-
-def in_words(found: PassOver) -> str:
-    """`27 documents from 28 files; skipped: latin1.txt (not UTF-8)`."""
-    documents, files = (
-        f"{count:,} {noun}{'s' * (count != 1)}"
-        for count, noun in ((found.n_documents, "document"), (found.n_files, "file"))
-    )
-    left_out = [f"{name} ({reason.removesuffix(' text')})" for name, reason in found.left_out[:NAMED_FILES]]
-    unnamed = Counter(found.skipped) - Counter(reason for _, reason in found.left_out[:NAMED_FILES])
-    left_out += [f"{count:,} {'more ' if left_out else ''}{reason}" for reason, count in unnamed.items()]
-    return f"{documents} from {files}" + (f"; skipped: {', '.join(left_out)}" if left_out else "")
+    return _statistics(corpus.name, corpus.how, dict(found.skipped), tokenizer, totals) | {"read": str(found)}
 
 
 def _statistics(
@@ -196,7 +182,7 @@ def _totals(folder: Path, statistics: Mapping[str, Any]) -> dict[Side, dict[str,
         counts = statistics.get(side)
         if not isinstance(counts, dict) or not all(type(count) is int for count in counts.values()):
             raise UserError(f"{folder} is damaged: its manifest does not count its tokens; delete the folder")
-        if counts.keys() != {"tokens", "documents", "bytes", "shards"}:
+        if counts.keys() != set(COUNTS):
             raise UserError(f"{folder} is damaged: its manifest counts {', '.join(counts)}; delete the folder")
         totals[side] = counts
     return totals

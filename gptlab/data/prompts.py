@@ -1,4 +1,4 @@
-"""Prompts out of the validation text: what a sample continues where nobody gave a text."""
+"""Prompts from the validation text, for samples when the user gives none."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _places(split: TokenSplit, count: int) -> Iterator[tuple[int, int, bool]]:
 
 
 def _front(text: str) -> str:
-    """The beginning of `text`, never more than half of it, without white space at its end and empty lines in front."""
+    """The beginning of `text`, never more than half of it, without white space at its end or empty lines before it."""
     text = text.lstrip("\r\n")
     most = min(PROMPT_CHARACTERS, max(1, len(text) // 2))
     head = text[:most]

@@ -22,7 +22,7 @@ from gptlab.data import prepare as prepare_module
 from gptlab.data.corpus import documents as corpus_module
 from gptlab.data.corpus.documents import open_corpus
 from gptlab.data.prepare import prepare
-from gptlab.data.tokens.shards import Shard, TokenSplit, open_raw_uint16
+from gptlab.data.tokens.shards import Shard, TokenSplit
 from gptlab.runtime.files import file_hashes
 from gptlab.runtime.files.file_hashes import file_sha256
 
@@ -63,7 +63,7 @@ def test_a_corpus_that_changes_behind_its_fingerprint_is_not_kept(
     source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And once nothing writes to it any more, its tokens are those of a folder that never knew the other text."""
-    fingerprint = corpus_module.FileCorpus.fingerprint
+    fingerprint = corpus_module.Corpus.fingerprint
 
     def changed_behind_it(self: Any) -> str:
         found = fingerprint(self)
@@ -71,7 +71,7 @@ def test_a_corpus_that_changes_behind_its_fingerprint_is_not_kept(
         return found
 
     with monkeypatch.context() as patched:
-        patched.setattr(corpus_module.FileCorpus, "fingerprint", changed_behind_it)
+        patched.setattr(corpus_module.Corpus, "fingerprint", changed_behind_it)
         with pytest.raises(UserError, match=f"{source.name} changed while it was read: start again"):
             prepare(config(source), BYTE)
     kept = [path for path in cached(source) if path.parent.name == "tokens"]
@@ -242,7 +242,7 @@ def test_tokens_that_change_while_they_are_in_use_are_one_line(
     path = tmp_path / "train.bin"
     (np.arange(5000) % 99).astype("<u2").tofile(path)
     os.utime(path, ns=(10**18, 10**18))
-    shard = open_raw_uint16(path)
+    shard = Shard(path, raw=True)
     split = TokenSplit([shard], np.array([0, 5000]), np.zeros(1, dtype=np.uint64), 0)
     assert split.take(np.array([4000, 7, 8])).tolist() == [40, 7, 8]
     change(path)
@@ -256,7 +256,7 @@ def test_tokens_that_are_deleted_or_replaced_are_read_on_as_they_were(tmp_path: 
     for change in (Path.unlink, lambda path: (tmp_path / "other").rename(path)):
         (np.arange(5000) % 99).astype("<u2").tofile(tmp_path / "train.bin")
         (tmp_path / "other").write_bytes(b"x")
-        shard = open_raw_uint16(tmp_path / "train.bin")
+        shard = Shard(tmp_path / "train.bin", raw=True)
         change(tmp_path / "train.bin")
         assert shard[4000:4003].tolist() == [40, 41, 42]
 
@@ -265,7 +265,7 @@ def test_any_number_of_shards_can_be_open(tmp_path: Path, monkeypatch: pytest.Mo
     (np.arange(100)).astype("<u2").tofile(tmp_path / "train.bin")
     monkeypatch.setattr(Shard, "KEPT_OPEN", Shard._n_open + 3)
     before = len(os.listdir("/dev/fd"))
-    shards = [open_raw_uint16(tmp_path / "train.bin") for _ in range(50)]
+    shards = [Shard(tmp_path / "train.bin", raw=True) for _ in range(50)]
     assert all(shard[10:12].tolist() == [10, 11] for shard in shards)
     assert len(os.listdir("/dev/fd")) <= before + 3
     del shards

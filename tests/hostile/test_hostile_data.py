@@ -29,7 +29,7 @@ from gptlab.data.corpus.known_corpora import HubFiles
 from gptlab.data.tokenizer.character_table import read_character_table
 from gptlab.data.tokenizer.tokenizer import ByteTokenizer, load_tokenizer
 from gptlab.data.tokens.foreign_files import TokenFile, find_token_files
-from gptlab.data.tokens.shards import TokenSplit, is_shard, load_array, open_shard, shard_name
+from gptlab.data.tokens.shards import Shard, TokenSplit, is_shard, load_array, shard_name
 from gptlab.eval.core_tasks import read_tasks
 from gptlab.runtime.files.cache import cached_folder, damage, is_inside, read_info
 
@@ -174,7 +174,7 @@ def test_documents_that_overlap_or_lie_outside(starts: list[int]) -> None:
 
 @pytest.mark.parametrize("count", [0, -1])
 def test_a_split_of_no_shards(tmp_path: Path, count: int) -> None:
-    refuse(lambda: TokenSplit.open(tmp_path, "train", n_shards=count, n_bytes=1), "shards are none")
+    refuse(lambda: TokenSplit.open(tmp_path, "train", n_shards=count, n_bytes=1), "is damaged: it counts")
     refuse(lambda: TokenSplit.open(tmp_path, "train", n_shards=10**12, n_bytes=1), shard_name("train", 0))
 
 
@@ -188,7 +188,7 @@ def shard(n_tokens: int, data: bytes = b"") -> bytes:
 @pytest.mark.parametrize("n_tokens", [2**31 - 1, -1, -(2**31), 3])
 def test_shards_that_claim_other_lengths(tmp_path: Path, n_tokens: int) -> None:
     (tmp_path / "x.bin").write_bytes(shard(n_tokens, bytes(4)))
-    refuse(lambda: open_shard(tmp_path / "x.bin"), "is damaged: its header says", max_bytes=1 << 20)
+    refuse(lambda: Shard(tmp_path / "x.bin"), "is damaged: its header says", max_bytes=1 << 20)
 
 
 @pytest.mark.parametrize("harm", [pipe, endless], ids=lambda f: f.__name__)

@@ -22,7 +22,7 @@ TASKS_BYTES = 1 << 16
 """The real one has 4 kB; PyYAML reads this much in a second."""
 EXPECTED = (TASKS, "eval_meta_data.csv")
 DATA = "eval_data"
-LARGEST_BYTES = 4 << 30  # The bundle unpacks to under 1 GB; what claims more than this is no bundle.
+LARGEST_BYTES = 4 << 30  # The bundle unpacks to under 1 GB; what claims more than this is not the bundle.
 
 LARGEST_RATIO = 100
 """Questions as JSON pack to a tenth at best, zeros to a thousandth."""
@@ -55,7 +55,7 @@ def prepare_core(root: Path, console: Console) -> Path:
 
 
 def unpack(archive: Path, folder: Path) -> None:
-    """The bundle's files to `folder`, without the folder that they all lie in.
+    """The bundle's files to `folder`, without the folder that holds them all.
 
     UserError for an archive that is damaged (each file has a CRC), lacks one of the tasks that its core.yaml names,
     or holds what no bundle does: links, encrypted files, paths that lead elsewhere.

@@ -3,7 +3,7 @@
 A text file is one document; JSONL holds one a line, Parquet one a row. Text and JSONL may be packed (.gz, .zst): the
 suffix before that one tells the format. Text is UTF-8 (a byte-order mark is dropped, line ends stay as they are). A
 file that the user named must be readable, or a UserError says why not; of the files that were only found in a folder
-(`lenient`), those that are no text are counted and left out.
+(`lenient`), those that are not text are counted and skipped.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from gptlab.config.errors import UserError, nearest_name
 from gptlab.config.plain_file import require_plain
@@ -41,31 +41,31 @@ otherwise take all memory."""
 BOMB_BYTES = 1 << 26
 BOMB_RATIO = 200
 """Text packs to a tenth, logs to a fiftieth, zeros to a thousandth: one document over `BOMB_BYTES` that takes so many
-times the whole packed file is none, and found out before it fills the memory."""
+times the whole packed file is refused before it fills the memory."""
 PROBE_BYTES = 1 << 16
 """How much of a text file is looked at before the run starts; the rest is checked when it is read."""
 PARQUET_BATCH_ROWS = 256
-"""Rows decoded at a time: web documents of 5 kB make 1 MB, and a row group (often 1 GB) never lies in memory whole."""
+"""Rows decoded at a time: web documents of 5 kB make 1 MB, and a row group (often 1 GB) is never in memory whole."""
 
 
 @dataclass(frozen=True, slots=True)
 class DocumentFile:
     path: Path
     name: str
-    """Posix path relative to the corpus: what order and fingerprint go by, wherever the corpus lies."""
+    """Posix path relative to the corpus: order and fingerprint depend on it, not on where the corpus is."""
     lenient: bool
-    """Found in a folder rather than named by the user: count and skip it when it is no text."""
+    """Found in a folder rather than named by the user: count and skip it if it is not text."""
     sha256: str | None = None
     """Of its contents, where that is known already."""
 
     @property
     def suffix(self) -> str:
-        """The format: that of the name, without .gz or .zst behind a format that may be packed."""
+        """The format: that of the name, without the .gz or .zst after a format that may be packed."""
         return format_suffix(self.path)
 
 
 class NotTextError(UserError):
-    """A file that is no UTF-8 text."""
+    """A file that is not UTF-8 text."""
 
 
 def format_suffix(path: Path) -> str:
@@ -113,17 +113,10 @@ def read_documents(file: DocumentFile, text_column: str, skipped: Counter[str], 
 def _read_text(file: DocumentFile, skipped: Counter[str], digest: hashlib._Hash) -> Iterator[str]:
     try:
         text = _decode(_read_bytes(file.path, digest), file.path)
-    except NotTextError:
-        if not file.lenient:
+    except UserError as error:
+        if not file.lenient or isinstance(error, DamagedFileError):  # somebody packed it, so it was text
             raise
-        skipped["not UTF-8 text"] += 1
-        return
-    except DamagedFileError:
-        raise  # Somebody packed it: it was text.
-    except UserError:
-        if not file.lenient:
-            raise
-        skipped["unreadable"] += 1
+        skipped["not UTF-8 text" if isinstance(error, NotTextError) else "unreadable"] += 1
         return
     yield text
 
@@ -176,7 +169,7 @@ def _read_jsonl(file: DocumentFile, key: str, skipped: Counter[str], digest: has
                 )
             if not line.strip():
                 continue
-            text = _text_of(_parse_object(line, f"{file.path}:{number}"), key, f"{file.path}:{number}")
+            text = _text_of(line, key, f"{file.path}:{number}")
             if text is None:
                 skipped["null"] += 1
             elif not _is_unicode(text):
@@ -185,7 +178,7 @@ def _read_jsonl(file: DocumentFile, key: str, skipped: Counter[str], digest: has
                 yield text
 
 
-def _parse_object(line: bytes, place: str) -> dict[str, Any]:
+def _text_of(line: bytes, key: str, place: str) -> str | None:
     try:
         record = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -194,10 +187,6 @@ def _parse_object(line: bytes, place: str) -> dict[str, Any]:
         raise UserError(f"{place}: not JSON ({error}); JSONL holds one JSON object a line") from error
     if not isinstance(record, dict):
         raise UserError(f"{place}: a JSON {type(record).__name__}, not an object; JSONL holds one JSON object a line")
-    return record
-
-
-def _text_of(record: dict[str, Any], key: str, place: str) -> str | None:
     if key not in record:
         raise UserError(f"{place}: no key {key!r}; {_named('key', list(record), key)} (data.text_column picks it)")
     text = record[key]

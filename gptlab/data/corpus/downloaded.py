@@ -1,12 +1,12 @@
-"""What of the named corpora is on this machine. Reads records and files, never the network.
+"""Which files of named corpora are on this machine. Reads records and files, never the network.
 
     CACHE/hub/OWNER--NAME-HASH.json   one record for each repository, revision and glob: the commit, the files of it
                                       with their sizes and hashes, and which of them were downloaded and verified
     CACHE/downloads/FILE              single files from the web
 
-The files of the hub lie in the Hugging Face cache, which other programs share. A record pins the commit: more files
-later come from the same one, and what a run trains on does not depend on what the hub holds today. Deleting the
-record asks the hub anew.
+The files of the hub are in the Hugging Face cache, which other programs share. A record pins the commit: files
+downloaded later come from the same one, and what a run trains on does not depend on what the hub holds today. Deleting
+the record asks the hub again.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class RemoteFile:
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """A file that had the hash that it should have, when it had this size and time of change."""
+    """A file whose hash was right when it had this time of change."""
 
     sha256: str
     mtime_ns: int
@@ -89,7 +89,7 @@ def web_path(place: WebFile, root: Path) -> Path:
 
 
 def read_record(place: HubFiles, root: Path) -> HubRecord | None:
-    """None where there is none that can be read: then nothing counts as downloaded."""
+    """None where it is missing or damaged: then nothing counts as downloaded."""
     try:
         value: dict[str, Any] = read_json_object(record_path(place, root))
         if value.pop("schema") != RECORD_SCHEMA:
@@ -154,9 +154,12 @@ def how_much(source: NamedSource, hub_files: int | None) -> str:
     if source.known is None:
         return "" if hub_files is None else f"{hub_files} files"
     n_files = min(hub_files or source.known.default_files, source.known.all_files)
-    n_bytes = n_files * source.known.file_bytes
-    size = f"{n_bytes / 1e9:,.1f} GB" if n_bytes >= 1e8 else f"{n_bytes / 1e6:,.1f} MB"
+    size = size_text(n_files * source.known.file_bytes)
     return f"{n_files} files, about {size}" if n_files > 1 else size
+
+
+def size_text(n_bytes: int) -> str:
+    return f"{n_bytes / 1e9:,.1f} GB" if n_bytes >= 1e8 else f"{n_bytes / 1e6:,.1f} MB"
 
 
 def _not_here(source: NamedSource, hub_files: int | None, what: str) -> UserError:

@@ -1,9 +1,9 @@
 """Downloads named corpora: the only place that touches the network, and only `gptlab data prepare` calls it.
 
-The work is huggingface_hub's: its cache (shared with other programs), its token, its mirrors (HF_ENDPOINT), Xet where
-the hub offers it, and within a file a connection that broke goes on where it stopped. Added are: one commit for all
-files, files in parallel, the hash of every file compared with what the hub announced, progress on gptlab's console,
-and one line for what went wrong. What a stopped download finished is kept, file by file.
+huggingface_hub does the work: its cache (shared with other programs), its token, its mirrors (HF_ENDPOINT), Xet where
+the hub offers it, and broken connections resumed within a file. gptlab adds: one commit for all files, files in
+parallel, the hash of every file compared with what the hub announced, progress on the console, and one line for each
+failure. What a stopped download finished is kept, file by file.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 PARALLEL_FILES = 8  # autoresearch's number
 RETRY_SECONDS = (1.0, 2.0, 4.0, 8.0)
-"""Waits between the attempts at what a server may do better the next time; huggingface_hub has its own within each."""
+"""Waits between the attempts at a request that may succeed the next time; huggingface_hub has its own within each."""
 LISTING_TIMEOUT_SECONDS = 20.0
 SHOW_SECONDS = 0.1
 
@@ -91,7 +91,7 @@ def _download_hub_files(
         path = record_path(place, root)
         path.parent.mkdir(parents=True, exist_ok=True)
         with locked(path, source.name, console):
-            # Asked also where all is known: one quick question tells whether the hub can be reached.
+            # Also where all is known: one quick request shows whether the hub can be reached.
             record = _listed(hub, place, read_record(place, root), path)
             missing = _missing(source, record, hub_files)
             if missing:
@@ -138,7 +138,7 @@ def _missing(source: NamedSource, record: HubRecord, hub_files: int | None) -> l
 
 
 def _listed(hub: Any, place: HubFiles, known: HubRecord | None, path: Path) -> HubRecord:
-    """What the hub has at the record's commit, or, without a record, at the revision that was asked for."""
+    """What the hub has at the record's commit, or, without a record, at the revision requested."""
     api = hub.HfApi(endpoint=hub.constants.ENDPOINT, library_name="gptlab")
     revision = known.commit if known else place.revision or "main"
 
@@ -152,7 +152,7 @@ def _listed(hub: Any, place: HubFiles, known: HubRecord | None, path: Path) -> H
         if known is None:
             raise
         raise UserError(
-            f"hub:{place.repo}: commit {revision[:12]}, which the files on this machine are of, is gone; "
+            f"hub:{place.repo}: commit {revision[:12]} of the files on this machine is gone; "
             f"delete {path} to begin with today's"
         ) from None
     if known is not None:
@@ -293,7 +293,7 @@ def _may_pass(error: Exception) -> bool:
 
 
 def _status(error: BaseException) -> int | None:
-    """The HTTP status behind an error."""
+    """The HTTP status of the response that an error carries."""
     response = getattr(error, "response", None)
     return getattr(response, "status_code", None)
 

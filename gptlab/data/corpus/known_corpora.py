@@ -1,8 +1,8 @@
-"""The corpora that have names, where each lies, and the grammar of `hub:OWNER/NAME[@REVISION][/GLOB]`.
+"""Named corpora, where each comes from, and the grammar of `hub:OWNER/NAME[@REVISION][/GLOB]`.
 
-A source is looked up in this order: `stdlib`, an existing file or folder, a name of the table below, `hub:...`, a
-glob. So a folder `tinystories` in the current directory stands for itself, and `hub:roneneldan/TinyStories` always
-for the hub. `NAME:val` is the part of a named corpus that its lineage validates on.
+A source is looked up in this order: `stdlib`, an existing file or folder, `hub:...`, a name of the table below, a
+glob. So a folder `tinystories` in the current directory goes before the corpus of that name. `NAME:val` is the part of
+a named corpus that its lineage validates on.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from gptlab.config.errors import UserError
 HUB_PREFIX = "hub:"
 VALIDATION_SUFFIX = ":val"
 CORE = "core"
-"""The name under which `gptlab data prepare` fetches the CORE tasks; text to be judged by, never to train on."""
+"""The name under which `gptlab data prepare` fetches the CORE tasks; text for evaluation, never for training."""
 
 _HUB_SOURCE = re.compile(r"hub:(?P<repo>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>[^/]+))?(?:/(?P<files>.+))?")
 _FORMATS = (
@@ -54,7 +54,7 @@ class WebFile:
     file: str
     """Its name here."""
     sha256: str | None
-    """None: nobody has published it; what is in the file must then be checked otherwise."""
+    """None: not published; the contents must then be checked in another way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,7 +159,7 @@ class NamedSource:
     place: HubFiles | WebFile
     known: KnownCorpus | None = None
     validation: bool = False
-    """The files that validate are asked for, not those that train."""
+    """The files that validate, not those that train."""
 
     def wanted(self, paths: Iterable[str], hub_files: int | None) -> tuple[list[str], list[str]]:
         """(training, validation) among the paths of the repository, each in the order of their names.
@@ -173,21 +173,21 @@ class NamedSource:
 
 
 def named_source(source: str) -> NamedSource | None:
-    """What `source` names; None for a path, a glob or `stdlib`. UserError for a hub address that is none."""
-    name = source.removesuffix(VALIDATION_SUFFIX)
-    validation = name != source
+    """What `source` names; None for a path, a glob or `stdlib`. UserError for a malformed hub address."""
+    if os.path.exists(os.path.expanduser(source)):
+        return None
     if source.startswith(HUB_PREFIX):
         match = _HUB_SOURCE.fullmatch(source)
         if match is None:
             raise UserError(
-                f"{source!r} names nothing on the hub: it is hub:OWNER/NAME[@REVISION][/GLOB], such as "
+                f"{source!r} is not an address on the hub: it is hub:OWNER/NAME[@REVISION][/GLOB], such as "
                 "'hub:roneneldan/TinyStories/data/train-*.parquet' (a slash in a revision is written %2F)"
             )
         revision = match["revision"]
         revision = revision.replace("%2F", "/").replace("%2f", "/") if revision else None
         return NamedSource(name=source, place=HubFiles(repo=match["repo"], revision=revision, files=match["files"]))
-    if os.path.exists(os.path.expanduser(source)):
-        return None
+    name = source.removesuffix(VALIDATION_SUFFIX)
+    validation = name != source
     known = next((corpus for corpus in CORPORA if corpus.name == name), None)
     if known is None:
         return None

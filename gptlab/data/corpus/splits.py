@@ -1,4 +1,4 @@
-"""Which documents validate: chosen by what they say, or by where they stand."""
+"""Which documents validate: chosen by their content, or by their place."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal
 
 from gptlab.config.data import Split
 from gptlab.config.errors import UserError
-from gptlab.data.corpus.documents import Corpus, PassOver
+from gptlab.data.corpus.documents import Corpus, CorpusSummary
 
 Side = Literal["train", "val"]
 HASH_RANGE = 1 << 64
@@ -20,7 +20,7 @@ def split_documents(corpus: Corpus, split: Split, val_fraction: float) -> Iterat
     """(side, document) in the corpus's order; both sides get at least one. UserError where that cannot be.
 
     hash: a document validates when the hash of its content falls into the first `val_fraction` of the hash's range, so
-        neither order nor sharding moves it, and identical documents stand on one side.
+        neither order nor sharding moves it, and identical documents are on one side.
     tail: the last `val_fraction` of the corpus's characters validate, cut where nanoGPT cuts
         (`n = int(len(text) * 0.9)`); the document across the cut goes to both sides in part.
     """
@@ -47,9 +47,9 @@ class DividedCorpus:
         self._in_both = 0
 
     @property
-    def last_pass(self) -> PassOver:
-        """What the last full pass found, documents left out since they validate included."""
-        found = PassOver(skipped={IN_BOTH: self._in_both} if self._in_both else {}) + self._corpus.last_pass
+    def last_pass(self) -> CorpusSummary:
+        """What the last full pass found, documents skipped because they validate included."""
+        found = CorpusSummary(skipped={IN_BOTH: self._in_both} if self._in_both else {}) + self._corpus.last_pass
         return found if self._validation is None else found + self._validation.last_pass
 
     def require_unchanged(self) -> None:
@@ -65,8 +65,8 @@ class DividedCorpus:
         return {"corpus": self._corpus.fingerprint(), "val_corpus": self._validation.fingerprint()}
 
     def documents(self) -> Iterator[tuple[Side, str]]:
-        """(side, document). With a validation text of its own that comes first, whole, and a training document that
-        it has too is left out. UserError where a side gets nothing."""
+        """(side, document). A validation text of its own comes first, whole, and a training document that it has too
+        is skipped. UserError where a side gets nothing."""
         if self._validation is None:
             yield from split_documents(self._corpus, self._split, self._val_fraction)
             return

@@ -1,11 +1,14 @@
-"""Text that others have tokenized already, read where it lies: nanoGPT's folders and llm.c's shards.
+"""Tokens that other programs made, read in place: nanoGPT's folders and llm.c's shards.
 
     nanoGPT folder   train.bin, val.bin: raw uint16; meta.pkl: which characters they are, where they are characters
     shards           .bin files in llm.c's layout (`shards.py`), by file, folder, glob or name: modded-nanogpt's FineWeb
 
 Which files validate: a nanoGPT folder's val.bin; else `data.val_source`; else the shards with the word `val` in their
-name, which never train. The files of a side are one sequence in the order of their names: rows and documents go on
-across the border of two shards, where the speedrun's loader leaves the rest of a shard out.
+name, which never train. The files of a side are one sequence in the order of their names: rows and documents continue
+across shards, where the speedrun's loader drops the rest of a shard.
+
+Before training, one pass finds what must be known of them: that every id is in the vocabulary, how many bytes of text
+the tokens stand for, and, for packed rows, where documents begin.
 """
 
 from __future__ import annotations
@@ -17,23 +20,30 @@ import re
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from gptlab.config.data import TokenizerConfig
 from gptlab.config.errors import ConfigError, UserError
-from gptlab.data.corpus.documents import STDLIB
+from gptlab.data.corpus.documents import STDLIB, TOKEN_SUFFIX
 from gptlab.data.corpus.downloaded import local_files
 from gptlab.data.corpus.known_corpora import named_source
 from gptlab.data.tokenizer.character_table import read_character_table
 from gptlab.data.tokenizer.tokenizer import ByteTokenizer, CharTokenizer, Tokenizer, gpt2_tokenizer, load_tokenizer
-from gptlab.data.tokens.shards import UINT16, Shard, is_shard, open_raw_uint16, open_shard
+from gptlab.data.tokens.shards import COUNTS, UINT16, Shard, TokenSplit, is_shard, open_index, save_index
 from gptlab.runtime.files.cache import read_info
 from gptlab.runtime.files.file_hashes import ChangedFileError, file_sha256
 
-SUFFIX = ".bin"
+if TYPE_CHECKING:
+    from gptlab.runtime.records.console import Progress
+
 HASHED_TOGETHER = 4
 """Files hashed at the same time: what a disk and four cores give, and no more of a shared machine."""
+BLOCK_TOKENS = 1 << 22
+"""Tokens scanned together: 34 MB as the int64 that numpy counts in, however long the file."""
 _VALIDATES = re.compile(r"(?<![a-z])(val|valid|validation)(?![a-z])")
 
 
@@ -43,9 +53,19 @@ class TokenFile:
     raw: bool
     """nanoGPT's: uint16 without a header."""
 
+    @property
+    def validates(self) -> bool:
+        return _VALIDATES.search(self.path.stem.lower()) is not None
+
+    @property
+    def table(self) -> Path | None:
+        """nanoGPT's meta.pkl beside the file, which says which characters the tokens are."""
+        table = self.path.parent / "meta.pkl"
+        return table if self.raw and table.is_file() else None
+
     def open(self) -> Shard:
         """Its tokens, never none. UserError for a file that is not what it should be."""
-        tokens = open_raw_uint16(self.path) if self.raw else open_shard(self.path)
+        tokens = Shard(self.path, raw=self.raw)
         if not len(tokens):
             raise UserError(f"{self.path} is empty: it has no token")
         return tokens
@@ -65,8 +85,6 @@ class TokenFiles:
     name: str
     train: tuple[TokenFile, ...]
     val: tuple[TokenFile, ...]
-    tables: tuple[Path | None, ...]
-    """For each source of files its meta.pkl, or None where it has none."""
 
     def fingerprint(self, root: Path) -> str:
         """Hexadecimal SHA-256 of the tokens; names and places of the files are not part of it. `root`: the cache."""
@@ -77,7 +95,7 @@ class TokenFiles:
         return digest.hexdigest()
 
     def stamps(self) -> list[list[int]]:
-        """Inode, size and time of every file: while these stand, what was checked once need not be checked again."""
+        """Inode, size and time of every file: while these are the same, what was checked need not be checked again."""
         try:
             statuses = [file.path.stat() for file in (*self.train, *self.val)]
         except OSError as error:
@@ -85,7 +103,7 @@ class TokenFiles:
         return [[status.st_ino, status.st_size, status.st_mtime_ns] for status in statuses]
 
     def require_unchanged(self, stamps: list[list[int]]) -> None:
-        """UserError where these are no longer the files' stamps."""
+        """UserError where the files' stamps are now others."""
         for file, before, now in zip((*self.train, *self.val), stamps, self.stamps(), strict=True):
             if before != now:
                 raise ChangedFileError(file.path)
@@ -107,9 +125,10 @@ class TokenFiles:
     def _chosen(self, config: TokenizerConfig) -> Tokenizer:
         if config.path is not None:
             return load_tokenizer(Path(config.path))
-        characters = {None if table is None else read_character_table(table) for table in self.tables}
+        tables = {file.table for file in (*self.train, *self.val)}
+        characters = {None if table is None else read_character_table(table) for table in tables}
         if len(characters) > 1:
-            raise UserError(f"{self.name}: these tokens differ in vocabulary, by their meta.pkl; take those of one")
+            raise UserError(f"{self.name}: the meta.pkl of these tokens differ: use tokens of one vocabulary")
         table = characters.pop()
         if table is not None:
             if config.kind in ("gpt2", "byte"):
@@ -139,15 +158,6 @@ def _own_tokenizer(folder: Path) -> dict[str, Any] | None:
         return None
 
 
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """What one source is: files that train, files that validate."""
-
-    train: tuple[TokenFile, ...]
-    val: tuple[TokenFile, ...]
-    table: Path | None = None
-
-
 def find_token_files(
     sources: Sequence[str], val_sources: Sequence[str], hub_files: int | None, root: Path
 ) -> TokenFiles | None:
@@ -155,78 +165,130 @@ def find_token_files(
 
     UserError for a mixture of both, for tokens without any that validate or any that train.
     """
-    found, validation = (
-        {source: part for source in group if (part := _find(source, hub_files, root)) is not None}
-        for group in (sources, val_sources)
-    )
-    if not found and not validation:
+    all_sources = (*sources, *val_sources)
+    found = {source: files for source in all_sources if (files := _find(source, hub_files, root)) is not None}
+    if not found:
         return None
-    texts = [source for source in (*sources, *val_sources) if source not in found and source not in validation]
-    if texts:
-        tokens = next(iter([*found, *validation]))
+    if texts := [source for source in all_sources if source not in found]:
         raise ConfigError(
             "data.source" if texts[0] in sources else "data.val_source", texts[0],
-            f"this is text, and {tokens} is tokens; a corpus is one or the other",
+            f"this is text, and {next(iter(found))} is tokens; a corpus is one or the other",
         )  # fmt: skip
     name = " + ".join(sources)
-    val = _unique(file for part in validation.values() for file in (part.val or part.train))
-    if not validation:
-        val = _unique(file for part in found.values() for file in part.val)
+    validating = {source: [file for file in files if file.validates] for source, files in found.items()}
+    if val_sources:
+        val = _unique(file for source in val_sources for file in validating[source] or found[source])
+    else:
+        val = _unique(file for files in validating.values() for file in files)
     held_out = {file.path.resolve() for file in val}
-    train = _unique(file for part in found.values() for file in part.train if file.path.resolve() not in held_out)
+    train = _unique(
+        file
+        for source in sources
+        for file in found[source]
+        if not file.validates and file.path.resolve() not in held_out
+    )
     if not val:
         for file in train:
-            file.open()  # Of a file that is no shard that is the first thing to say.
+            file.open()  # A file that is not a shard is the first thing to report.
         raise UserError(
             f"{name}: no file validates: a nanoGPT folder has val.bin, shards have `val` in a name, such as "
             "fineweb_val_000000.bin; name others with data.val_source"
         )
     if not train:
         raise UserError(f"{name}: no file is left to train on, all of them validate; name others with data.source")
-    return TokenFiles(name, train, val, tuple(part.table for part in (*found.values(), *validation.values())))
+    return TokenFiles(name, train, val)
 
 
-def _find(source: str, hub_files: int | None, root: Path) -> _Found | None:
+def _find(source: str, hub_files: int | None, root: Path) -> list[TokenFile] | None:
+    """The files of one source, in the order of their names; None for text."""
     if source == STDLIB:
         return None
     if (named := named_source(source)) is not None:
         files = [file.path for file in local_files(named, hub_files, root)]
-        return _shards(files) if all(file.suffix == SUFFIX for file in files) else None
+        return _shards(files) if all(file.suffix == TOKEN_SUFFIX for file in files) else None
     path = Path(os.path.expanduser(source))
     if os.path.isdir(path):
-        files = sorted(file for file in path.glob(f"*{SUFFIX}") if file.is_file() and not file.name.startswith("."))
+        files = sorted(
+            file for file in path.glob(f"*{TOKEN_SUFFIX}") if file.is_file() and not file.name.startswith(".")
+        )
         if path / "train.bin" in files and not is_shard(path / "train.bin"):
-            return _nanogpt(path)
-        # Any .bin may lie in a folder of texts: only one with the header makes it a folder of tokens.
-        only_these = all(entry.suffix == SUFFIX for entry in path.iterdir() if not entry.name.startswith("."))
+            return [TokenFile(path / name, raw=True) for name in ("train.bin", "val.bin") if (path / name).is_file()]
+        # A folder of texts may hold any .bin: only one with the header makes it a folder of tokens.
+        only_these = all(entry.suffix == TOKEN_SUFFIX for entry in path.iterdir() if not entry.name.startswith("."))
         return _shards(files) if files and (only_these or any(map(is_shard, files))) else None
     if os.path.exists(path):
-        return _shards([path]) if path.suffix == SUFFIX else None
+        return _shards([path]) if path.suffix == TOKEN_SUFFIX else None
     if not glob.has_magic(source):
-        if source.endswith(SUFFIX):
+        if source.endswith(TOKEN_SUFFIX):
             raise UserError(f"{source!r}: there is no such file")
         return None
     files = sorted(Path(match) for match in glob.glob(str(path), recursive=True) if os.path.isfile(match))
-    if source.endswith(SUFFIX) and not files:
+    if source.endswith(TOKEN_SUFFIX) and not files:
         raise UserError(f"{source!r}: no file matches it")
-    return _shards(files) if files and all(file.suffix == SUFFIX for file in files) else None
+    return _shards(files) if files and all(file.suffix == TOKEN_SUFFIX for file in files) else None
 
 
-def _nanogpt(folder: Path) -> _Found:
-    train, val, table = (folder / name for name in ("train.bin", "val.bin", "meta.pkl"))
-    return _Found(
-        (TokenFile(train, raw=True),),
-        (TokenFile(val, raw=True),) if val.is_file() else (),
-        table if table.is_file() else None,
-    )
-
-
-def _shards(files: Sequence[Path]) -> _Found:
-    sides: tuple[list[TokenFile], list[TokenFile]] = [], []
-    for file in files:
-        sides[_VALIDATES.search(file.stem.lower()) is not None].append(TokenFile(file, raw=False))
-    return _Found(tuple(sides[0]), tuple(sides[1]))
+def _shards(files: Iterable[Path]) -> list[TokenFile]:
+    return [TokenFile(file, raw=False) for file in files]
 
 
 def _unique(files: Iterable[TokenFile]) -> tuple[TokenFile, ...]:
     return tuple(dict.fromkeys(files))
+
+
+def scan(
+    files: Sequence[TokenFile], tokenizer: Tokenizer, bos_id: int | None, side: str, folder: Path,
+    progress: Progress | None,
+) -> dict[str, int]:  # fmt: skip
+    """Counts of one side: tokens, documents, bytes of text, shards. With a `bos_id` the side is cut into documents
+    that begin with it, whose index (`SplitWriter`'s two files) goes to `folder`; tokens before the first are in none.
+
+    UserError for an id that is not in the vocabulary, and for no document at all.
+    """
+    arrays = [file.open() for file in files]
+    n_tokens, n_bytes, starts = 0, 0, []
+    for file, tokens in zip(files, arrays, strict=True):
+        for first in range(0, len(tokens), BLOCK_TOKENS):
+            block = tokens[first : first + BLOCK_TOKENS]
+            if int(block.max()) >= tokenizer.vocab_size:
+                place = int(np.argmax(block >= tokenizer.vocab_size))
+                raise UserError(
+                    f"{file.path}: token {first + place} is id {block[place]}, and the vocabulary has "
+                    f"{tokenizer.vocab_size} entries ({tokenizer.kind}): name the tokenizer of these tokens with "
+                    "tokenizer.path"
+                )
+            n_bytes += int(np.bincount(block, minlength=tokenizer.vocab_size) @ tokenizer.token_bytes)
+            if bos_id is not None:
+                starts.append(n_tokens + np.flatnonzero(block == bos_id))
+            n_tokens += len(block)
+            if progress is not None:
+                progress.advance(block.nbytes)
+    n_documents = 1
+    if bos_id is not None:
+        n_documents = _write_index(folder, side, arrays, np.concatenate([*starts, [n_tokens]]), files[0].path)
+    return dict(zip(COUNTS, (n_tokens, n_documents, n_bytes, len(files)), strict=True))
+
+
+def open_split(files: Sequence[TokenFile], side: str, folder: Path, totals: dict[str, int]) -> TokenSplit:
+    """The side that `scan` looked at, straight over its files."""
+    arrays = [file.open() for file in files]
+    if (folder / f"{side}_documents.npy").exists():
+        return TokenSplit(arrays, *open_index(folder, side), totals["bytes"])
+    starts = np.array([0, totals["tokens"]], dtype=np.int64)
+    return TokenSplit(arrays, starts, np.zeros(1, dtype=np.uint64), totals["bytes"], in_documents=False)
+
+
+def _write_index(folder: Path, side: str, arrays: list[Shard], starts: np.ndarray, path: Path) -> int:
+    """`starts` (n_documents + 1,) int64, the last one the end; the number of documents."""
+    if len(starts) == 1:
+        raise UserError(
+            f"{path}: no BOS begins a document in these tokens, and packed rows are made of documents: use data.rows "
+            "random or sequential"
+        )
+    split = TokenSplit(arrays, starts, np.zeros(len(starts) - 1, dtype=np.uint64), 0)
+    hashes = [
+        hashlib.blake2b(split.read(start, end - start).tobytes(), digest_size=8).digest()
+        for start, end in pairwise(starts.tolist())
+    ]
+    save_index(folder, side, starts, np.frombuffer(b"".join(hashes), dtype="<u8"))
+    return len(hashes)

@@ -1,7 +1,7 @@
 """Tokens on disk in llm.c's `.bin` layout, and a whole split of them as if it were one array.
 
 A shard is 256 little-endian int32 (magic, version, number of tokens, zeros), then the tokens. As in llm.c
-(dev/data/data_common.py) two kinds exist, told apart by the magic, so that a reader of the one refuses the other:
+(dev/data/data_common.py) two kinds exist; the magic tells which, so that a reader of the one refuses the other:
 
     magic 20240520, version 1: uint16 tokens (vocabularies up to 2^16)
     magic 20240801, version 7: uint32 tokens (llm.c's layout for Llama 3)
@@ -30,11 +30,13 @@ from gptlab.config.plain_file import open_plain, require_plain
 
 HEADER_INTS = 256
 HEADER_BYTES = 4 * HEADER_INTS
-# What numpy lets through of the parsers that it reads a header with.
+# What numpy does not catch of the parsers that it reads a header with.
 _NO_ARRAY = (
     ValueError, EOFError, OverflowError, SyntaxError, RecursionError, MemoryError, TypeError, tokenize.TokenError,
 )  # fmt: skip
 PREAD_BYTES = 1 << 30  # Linux reads at most 2 GB at once
+COUNTS = ("tokens", "documents", "bytes", "shards")
+"""What is counted of a split; bytes are those of its text."""
 TOKENS_PER_SHARD = 100_000_000  # llm.c's shards of FineWeb: 200 MB each as uint16
 
 
@@ -55,19 +57,22 @@ def shard_kind(vocab_size: int) -> ShardKind:
 
 
 def is_shard(path: Path) -> bool:
-    """Whether the file begins with the magic number of either kind; not, where it cannot be read."""
+    """Whether the file begins with the magic number of either kind; False where it cannot be read."""
     try:
-        file, header = _opened(path)
-    except UserError:
+        with open_plain(path) as file:
+            return _kind(file.read(HEADER_BYTES)) is not None
+    except OSError:
         return False
-    file.close()
-    return len(header) > 0 and int(header[0]) in (UINT16.magic, UINT32.magic)
+
+
+def _kind(header: bytes) -> ShardKind | None:
+    return next((kind for kind in (UINT16, UINT32) if header[:4] == kind.magic.to_bytes(4, "little")), None)
 
 
 class Shard:
-    """The tokens of one file, read where they lie: `len(shard)`, and `shard[first:end]` as (n,) uint16 or uint32.
+    """The tokens of one file, read in place: `len(shard)`, and `shard[first:end]` as (n,) uint16 or uint32.
 
-    Not memory-mapped: the kernel ends a process that looks at a page which is gone (SIGBUS) when somebody cuts the file
+    Not memory-mapped: the kernel ends a process that touches a page which is gone (SIGBUS) when somebody cuts the file
     short, or its disk fails. Reading gives an error instead, and costs 2 microseconds a piece. A file that is deleted
     or replaced is read on as it was; one that is written to is a UserError.
     """
@@ -75,26 +80,27 @@ class Shard:
     KEPT_OPEN = 256
     """Files kept open, of the 1,024 that a process may open on most systems; others are opened for every piece."""
     _n_open = 0
+    _file: BufferedReader | None = None
 
-    def __init__(self, path: Path, dtype: np.dtype[Any], offset: int, file: BufferedReader) -> None:
-        """`file` is open at `path` and belongs to the shard; tokens go from byte `offset` to the end of the file."""
-        status = os.fstat(file.fileno())
+    def __init__(self, path: Path, *, raw: bool = False) -> None:
+        """`raw`: nanoGPT's uint16 without a header. UserError for a file that is not what it should be."""
         self.path = path
-        self.dtype = dtype
-        self._offset = offset
-        self._n_tokens = (status.st_size - offset) // dtype.itemsize
-        self._stamp = _stamp(status)
-        self._lock = threading.Lock()
-        self._file: BufferedReader | None = file
-        if Shard._n_open >= Shard.KEPT_OPEN:
-            file.close()
-            self._file = None
-        else:
-            Shard._n_open += 1
+        try:
+            with open_plain(path) as file:
+                header, status = file.read(HEADER_BYTES), os.fstat(file.fileno())
+            self.dtype, self._offset = _raw_layout(path, status) if raw else _layout(path, header, status)
+            self._n_tokens = (status.st_size - self._offset) // self.dtype.itemsize
+            self._stamp = _stamp(status)
+            self._lock = threading.Lock()
+            if Shard._n_open < Shard.KEPT_OPEN:
+                self._file = open_plain(path)
+                Shard._n_open += 1
+        except OSError as error:
+            raise UserError(f"cannot read {path}: {error.strerror or error}") from error
 
     def __del__(self) -> None:
-        if (file := getattr(self, "_file", None)) is not None:
-            file.close()
+        if self._file is not None:
+            self._file.close()
             Shard._n_open -= 1
 
     def __len__(self) -> int:
@@ -114,13 +120,11 @@ class Shard:
         n_bytes = length * self.dtype.itemsize
         content = self._at(file, self._offset + first * self.dtype.itemsize, n_bytes)
         if len(content) < n_bytes or _stamp(os.fstat(file.fileno())) != self._stamp:
-            raise UserError(
-                f"{self.path} changed while it was in use: bring it back as it was, or start again on what it is now"
-            )
+            raise UserError(f"{self.path} changed while it was in use: restore it, or start again with what it is now")
         return np.frombuffer(content, dtype=self.dtype)
 
     def _at(self, file: BufferedReader, offset: int, n_bytes: int) -> bytes:
-        """The bytes from `offset` on, fewer where the file ends before. For several threads, and forked processes."""
+        """The bytes from `offset` on, fewer where the file ends earlier. Safe for threads and forked processes."""
         if n_bytes <= PREAD_BYTES and hasattr(os, "pread"):
             return os.pread(file.fileno(), n_bytes, offset)
         with self._lock:
@@ -128,61 +132,35 @@ class Shard:
             return file.read(n_bytes)
 
 
-def open_shard(path: Path) -> Shard:
-    """The tokens of one shard. UserError where the file is no shard."""
-    file, header = _opened(path)
-    try:
-        kind = _kind(path, header, os.fstat(file.fileno()).st_size)
-    except BaseException:
-        file.close()
-        raise
-    return Shard(path, kind.dtype, HEADER_BYTES, file)
-
-
-def _kind(path: Path, header: np.ndarray, size: int) -> ShardKind:
-    kind = next((k for k in (UINT16, UINT32) if len(header) and header[0] == k.magic), None)
+def _layout(path: Path, header: bytes, status: os.stat_result) -> tuple[np.dtype[Any], int]:
+    """Type of the tokens, and the byte that they begin at."""
+    kind = _kind(header)
     if kind is None:
         raise UserError(
             f"{path} is not a token shard: it begins with neither of llm.c's magic numbers, {UINT16.magic} (uint16) "
-            f"and {UINT32.magic} (uint32); nanoGPT's train.bin is named by its folder"
+            f"and {UINT32.magic} (uint32); name nanoGPT's train.bin by its folder"
         )
-    if len(header) < HEADER_INTS:
+    if len(header) < HEADER_BYTES:
         raise UserError(f"{path} is not a token shard: it is shorter than a header of {HEADER_BYTES:,} bytes")
-    if header[1] != kind.version:
+    _, version, n_tokens = np.frombuffer(header, dtype="<i4")[:3].tolist()
+    if version != kind.version:
         raise UserError(
-            f"{path} is not a token shard that gptlab reads: version {header[1]} of llm.c's layout, not {kind.version}"
+            f"{path} is not a token shard that gptlab reads: version {version} of llm.c's layout, not {kind.version}"
         )
-    n_tokens = int(header[2])
-    if size != HEADER_BYTES + n_tokens * kind.dtype.itemsize:
+    if status.st_size != HEADER_BYTES + n_tokens * kind.dtype.itemsize:
         raise UserError(
-            f"{path} is damaged: its header says {n_tokens:,} tokens of {kind.dtype.itemsize} bytes, and behind it are "
-            f"{size - HEADER_BYTES:,} bytes"
+            f"{path} is damaged: its header says {n_tokens:,} tokens of {kind.dtype.itemsize} bytes, and after it are "
+            f"{status.st_size - HEADER_BYTES:,} bytes"
         )
-    return kind
+    return kind.dtype, HEADER_BYTES
 
 
-def open_raw_uint16(path: Path) -> Shard:
-    """The tokens of nanoGPT's train.bin or val.bin, which has no header."""
-    file, _ = _opened(path)
-    size = os.fstat(file.fileno()).st_size
-    if size % 2:
-        file.close()
-        raise UserError(f"{path} is no nanoGPT data: tokens are two bytes each (uint16), and {size:,} bytes are odd")
-    return Shard(path, UINT16.dtype, 0, file)
-
-
-def _opened(path: Path) -> tuple[BufferedReader, np.ndarray]:
-    """The file, and as many of its first 256 int32 as it has. UserError for what cannot be read."""
-    try:
-        file = open_plain(path)
-        try:
-            header = file.read(HEADER_BYTES)
-        except BaseException:
-            file.close()
-            raise
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
-    return file, np.frombuffer(header[: len(header) // 4 * 4], dtype="<i4")
+def _raw_layout(path: Path, status: os.stat_result) -> tuple[np.dtype[Any], int]:
+    if status.st_size % 2:
+        raise UserError(
+            f"{path} is not nanoGPT data: tokens are two bytes each (uint16), and {status.st_size:,} bytes are odd"
+        )
+    return UINT16.dtype, 0
 
 
 def _stamp(status: os.stat_result) -> tuple[int, ...]:
@@ -195,8 +173,8 @@ class SplitWriter:
     def __init__(
         self, folder: Path, name: str, vocab_size: int, bos_id: int | None, *, tokens_per_shard: int = TOKENS_PER_SHARD
     ) -> None:
-        self.n_tokens = 0
-        self.n_bytes = 0
+        self._n_tokens = 0
+        self._n_bytes = 0
         self._folder = folder
         self._name = name
         self._kind = shard_kind(vocab_size)
@@ -208,30 +186,22 @@ class SplitWriter:
         self._shard_index = 0
         self._shard_tokens = 0
 
-    @property
-    def n_documents(self) -> int:
-        return len(self._starts)
-
     def add(self, tokens: np.ndarray, *, n_bytes: int, content_hash: int) -> None:
         """One document: its tokens (n,) without BOS, its length in UTF-8, 64 bits of its content's hash."""
-        self._starts.append(self.n_tokens)
+        self._starts.append(self._n_tokens)
         self._hashes.append(content_hash)
-        self.n_bytes += n_bytes
+        self._n_bytes += n_bytes
         self._write(np.concatenate([self._bos, tokens]).astype(self._kind.dtype))
 
     def close(self) -> dict[str, int]:
-        """Finish the files; tokens, documents, bytes of text and shards of the split."""
+        """Finish the files; the split's `COUNTS`."""
         if self._shard is None and self._shard_index == 0:
             self._open_shard()
         self._close_shard()
-        np.save(self._folder / f"{self._name}_documents.npy", np.array([*self._starts, self.n_tokens], dtype=np.int64))
-        np.save(self._folder / f"{self._name}_hashes.npy", np.array(self._hashes, dtype=np.uint64))
-        return {
-            "tokens": self.n_tokens,
-            "documents": self.n_documents,
-            "bytes": self.n_bytes,
-            "shards": self._shard_index,
-        }
+        starts = np.array([*self._starts, self._n_tokens], dtype=np.int64)
+        save_index(self._folder, self._name, starts, np.array(self._hashes, dtype=np.uint64))
+        counts = self._n_tokens, len(self._starts), self._n_bytes, self._shard_index
+        return dict(zip(COUNTS, counts, strict=True))
 
     def _write(self, tokens: np.ndarray) -> None:
         while len(tokens):
@@ -239,14 +209,14 @@ class SplitWriter:
             part = tokens[: self._tokens_per_shard - self._shard_tokens]
             shard.write(part.tobytes())
             self._shard_tokens += len(part)
-            self.n_tokens += len(part)
+            self._n_tokens += len(part)
             tokens = tokens[len(part) :]
             if self._shard_tokens == self._tokens_per_shard:
                 self._close_shard()
 
     def _open_shard(self) -> IO[bytes]:
         self._shard = (self._folder / shard_name(self._name, self._shard_index)).open("wb")
-        self._shard.write(bytes(HEADER_BYTES))  # no magic yet: a shard that was never closed is none
+        self._shard.write(bytes(HEADER_BYTES))  # no magic yet: a shard that was never closed is not valid
         self._shard_tokens = 0
         return self._shard
 
@@ -266,6 +236,12 @@ def shard_name(split: str, index: int) -> str:
     return f"{split}_{index:06d}.bin"
 
 
+def save_index(folder: Path, split: str, starts: np.ndarray, hashes: np.ndarray) -> None:
+    """What `open_index` reads."""
+    np.save(folder / f"{split}_documents.npy", starts)
+    np.save(folder / f"{split}_hashes.npy", hashes)
+
+
 def open_index(folder: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
     """Where the documents of a split begin (n_documents + 1,) int64, and their hashes (n_documents,) uint64."""
     starts = load_array(folder / f"{split}_documents.npy", np.dtype("<i8"))
@@ -275,22 +251,22 @@ def open_index(folder: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def load_array(path: Path, dtype: np.dtype[Any], *, n_dims: int = 1, mapped: bool = False) -> np.ndarray:
-    """A .npy file of this type, in memory or `mapped`. UserError where it is none, whatever its header claims: it is
-    mapped first, which takes no memory and fails for what is not in the file."""
+    """A .npy file of this type, in memory or `mapped`. UserError where it is not one, whatever its header claims: it
+    is mapped first, which takes no memory and fails for what is not in the file."""
     try:
         require_plain(path)
         array = np.lib.format.open_memmap(path, mode="r")  # np.load would also take archives and pickles for arrays
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror or error}") from error
     except _NO_ARRAY as error:
-        raise UserError(f"{path} is damaged: no array that numpy wrote ({type(error).__name__})") from None
+        raise UserError(f"{path} is damaged: not an array that numpy wrote ({type(error).__name__})") from None
     if array.dtype != dtype or array.ndim != n_dims:
-        raise UserError(f"{path} is damaged: it holds no array of {dtype} with {n_dims} dimensions")
+        raise UserError(f"{path} is damaged: it does not hold an array of {dtype} with {n_dims} dimensions")
     return array.view(np.ndarray) if mapped else np.array(array)
 
 
 class TokenSplit:
-    """All tokens of one split, read where they lie, addressed by their position in it."""
+    """All tokens of one split, read in place, addressed by their position in it."""
 
     def __init__(
         self,
@@ -318,8 +294,8 @@ class TokenSplit:
     @classmethod
     def open(cls, folder: Path, name: str, *, n_shards: int, n_bytes: int) -> TokenSplit:
         if n_shards < 1:
-            raise UserError(f"{folder} is damaged: {n_shards} shards are none")
-        shards = [open_shard(folder / shard_name(name, index)) for index in range(n_shards)]
+            raise UserError(f"{folder} is damaged: it counts {n_shards} shards")
+        shards = [Shard(folder / shard_name(name, index)) for index in range(n_shards)]
         return cls(shards, *open_index(folder, name), n_bytes)
 
     def read(self, start: int, length: int) -> np.ndarray:

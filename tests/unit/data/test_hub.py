@@ -204,7 +204,7 @@ def test_fewer_files_then_more(hub: LocalHub, root: Path) -> None:
 def test_a_commit_that_is_gone(hub: LocalHub, root: Path) -> None:
     download(root, hub_files=1)
     hub.commit = "f" * 40
-    with pytest.raises(UserError, match=r"commit 0123456789ab, .* is gone; delete .*lab--texts-.*json to begin"):
+    with pytest.raises(UserError, match=r"commit 0123456789ab .* is gone; delete .*lab--texts-.*json to begin"):
         download(root)
     record_path(HubFiles(repo="lab/texts"), root).unlink()
     download(root)

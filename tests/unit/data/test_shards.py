@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from gptlab.config.errors import UserError
-from gptlab.data.tokens.shards import SplitWriter, TokenSplit, open_shard
+from gptlab.data.tokens.shards import Shard, SplitWriter, TokenSplit
 from gptlab.runtime.files import cache
 from gptlab.runtime.files.cache import cache_root, cached_folder, damage
 
@@ -83,16 +83,16 @@ def test_files_that_are_no_shards_are_refused(tmp_path: Path) -> None:
         for content in contents:
             path.write_bytes(content)
             with pytest.raises(UserError, match=message):
-                open_shard(path)
+                Shard(path)
 
 
 def test_a_shard_that_was_never_closed_is_none(tmp_path: Path) -> None:
     writer = SplitWriter(tmp_path, "train", 300, 256)
     writer.add(np.arange(100_000, dtype=np.int32) % 256, n_bytes=100_000, content_hash=0)
     with pytest.raises(UserError, match="is not a token shard"):
-        open_shard(tmp_path / "train_000000.bin")
+        Shard(tmp_path / "train_000000.bin")
     writer.close()
-    assert len(open_shard(tmp_path / "train_000000.bin")) == 100_001
+    assert len(Shard(tmp_path / "train_000000.bin")) == 100_001
 
 
 class Builder:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gptlab.config.errors import UserError
-from gptlab.data.corpus.documents import PassOver
+from gptlab.data.corpus.documents import CorpusSummary
 from gptlab.data.corpus.splits import split_documents
 
 
@@ -18,7 +18,7 @@ class Texts:
     """A corpus that is a list."""
 
     name = "texts"
-    last_pass = PassOver()
+    last_pass = CorpusSummary()
 
     def __init__(self, texts: list[str]) -> None:
         self.texts = texts

@@ -21,10 +21,12 @@ from gptlab.data import prepare as module
 from gptlab.data.corpus import known_corpora
 from gptlab.data.corpus.downloaded import HubRecord, RemoteFile, Verified, write_record
 from gptlab.data.corpus.known_corpora import HubFiles, KnownCorpus
+from gptlab.data.packing import IGNORED
 from gptlab.data.prepare import PreparedData, prepare
-from gptlab.data.rows import IGNORED, make_rows, validation_rows
+from gptlab.data.rows import make_rows, validation_rows
+from gptlab.data.token_fate import token_fate
 from gptlab.data.tokenizer.tokenizer import ByteTokenizer
-from gptlab.data.tokens import token_scan
+from gptlab.data.tokens import foreign_files
 from gptlab.data.tokens.shards import TokenSplit
 from gptlab.runtime.files import file_hashes
 
@@ -170,7 +172,7 @@ def test_validation_is_the_speedruns(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("cuts", [[], [1], [3, 4, 7], [5, 6]])
 def test_packed_rows_find_documents_at_bos(tmp_path: Path, cuts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_scan, "BLOCK_TOKENS", 3)
+    monkeypatch.setattr(foreign_files, "BLOCK_TOKENS", 3)
     tokens = np.array([5, BOS, 1, 2, BOS, BOS, 3, BOS, 1, 2])  # "5" stands before the first document
     for number, part in enumerate(np.split(tokens, cuts)):
         shard(tmp_path / "s" / f"train_{number}.bin", part)
@@ -183,7 +185,7 @@ def test_packed_rows_find_documents_at_bos(tmp_path: Path, cuts: list[int], monk
     assert len(set(hashes)) == 3
     assert prepared.statistics["train"] == {"tokens": 10, "documents": 4, "bytes": 6, "shards": len(cuts) + 1}
     rows = make_rows(prepared.train, data, 3, BOS, 0, None)
-    fate = rows.fate
+    fate = token_fate(rows)
     assert (fate.total, fate.cropped) == (10, 1)
     targets = rows.read(0, np.arange(rows.rows_per_epoch))[1]
     assert sorted(targets[(targets != IGNORED) & (targets != BOS)].tolist()) == [1, 1, 2, 2, 3]
@@ -214,11 +216,11 @@ def wrong_files(folder: Path) -> dict[str, tuple[bytes, str]]:
         "version": (good[:4] + struct.pack("<i", 2) + good[8:], "version 2 of llm.c's layout, not 1"),
         "version of the other kind": (struct.pack("<2i", 20240801, 1) + good[8:], "version 1 of llm.c's layout, not 7"),
         "no token": (good[:8] + bytes(4) + good[12:1024], "is empty"),
-        "length": (good + b"\0\0", "its header says 3 tokens of 2 bytes, and behind it are 8 bytes"),
-        "truncated": (good[:-2], "its header says 3 tokens of 2 bytes, and behind it are 4 bytes"),
-        "odd": (good[:-1], "behind it are 5 bytes"),
+        "length": (good + b"\0\0", "its header says 3 tokens of 2 bytes, and after it are 8 bytes"),
+        "truncated": (good[:-2], "its header says 3 tokens of 2 bytes, and after it are 4 bytes"),
+        "odd": (good[:-1], "after it are 5 bytes"),
         "negative length": (good[:8] + struct.pack("<i", -3) + good[12:], "its header says -3 tokens"),
-        "uint32 behind uint16's header": (good + b"\0" * 6, "3 tokens of 2 bytes, and behind it are 12 bytes"),
+        "uint32 behind uint16's header": (good + b"\0" * 6, "3 tokens of 2 bytes, and after it are 12 bytes"),
     }
 
 
@@ -250,7 +252,7 @@ def test_nanogpt_files_that_are_none_are_one_line(tmp_path: Path) -> None:
         ("val.bin", b"", "val.bin is empty"),
         ("val.bin", None, "no file validates: a nanoGPT folder has val.bin"),
         ("meta.pkl", b"cos\nsystem\n(S'true'\ntR.", "meta.pkl is no plain table: its opcode GLOBAL"),
-        ("meta.pkl", pickle.dumps({"vocab_size": 3}), "meta.pkl is no table of characters"),
+        ("meta.pkl", pickle.dumps({"vocab_size": 3}), "meta.pkl is not a table of characters"),
         ("meta.pkl", None, "tokenizer.kind = 'char'"),
     ]:
         shutil.rmtree(tmp_path / "bad", ignore_errors=True)
@@ -267,7 +269,7 @@ def test_nanogpt_files_that_are_none_are_one_line(tmp_path: Path) -> None:
 def test_an_id_over_the_vocabulary_is_one_line(
     tmp_path: Path, side: str, wide: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(token_scan, "BLOCK_TOKENS", 8)
+    monkeypatch.setattr(foreign_files, "BLOCK_TOKENS", 8)
     wrong = 4_000_000_000 if wide else 257
     ids = {"train": [1] * 40, "val": [2] * 40}
     ids[side][21] = wrong
@@ -335,7 +337,7 @@ def test_tokens_and_text_do_not_mix(tmp_path: Path) -> None:
     ):
         assert "this is text, and" in refusal(data)
     write_nanogpt(tmp_path / "n")
-    assert "differ in vocabulary" in refusal(config(tmp_path, tmp_path / "s", tmp_path / "n"), CHAR)
+    assert "use tokens of one vocabulary" in refusal(config(tmp_path, tmp_path / "s", tmp_path / "n"), CHAR)
     assert "no file matches" in refusal(config(tmp_path, tmp_path / "none_*.bin"))
     assert "no such file" in refusal(config(tmp_path, tmp_path / "none.bin"))
 
