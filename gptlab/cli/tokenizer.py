@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate, islice
 from pathlib import Path
@@ -13,7 +14,7 @@ import numpy as np
 from gptlab.cli.arguments.parser import Positional, parse
 from gptlab.config.data import TokenizerConfig, TokenizerKind
 from gptlab.config.errors import UserError, nearest_name, require_positive
-from gptlab.data.corpus.documents import Corpus, open_corpus
+from gptlab.data.corpus.documents import open_corpus
 from gptlab.data.tokenizer import json_file
 from gptlab.data.tokenizer.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from gptlab.runtime.records.console import Console
@@ -107,33 +108,30 @@ def _train(argv: list[str]) -> int:
     return 0
 
 
-@dataclass(slots=True)
-class _Tally:
-    """What encoding a text showed."""
-
-    documents: int = 0
-    characters: int = 0
-    bytes: int = 0
-    tokens: int = 0
-    encode_seconds: float = 0.0
-    inexact_documents: int = 0
-
-
 def _evaluate(argv: list[str]) -> int:
     arguments = parse(EvalArguments, argv, prog=f"{PROG} eval", description="Measure a tokenizer on text.")
     tokenizer = load_tokenizer(arguments.folder)
     corpus = open_corpus(arguments.data, arguments.text_column, hub_files=arguments.hub_files)
-    uses = np.zeros(tokenizer.vocab_size, dtype=np.int64)
-    tally = _Tally()
+    counts: Counter[str] = Counter()
+    uses = np.zeros(tokenizer.vocab_size, dtype=np.int64)  # how often each token occurred
+    seconds = 0.0
     with Console() as console:
-        with console.progress("encoding", None, "bytes") as counter:
+        with console.progress("encoding", None, "bytes") as progress:
             for texts in _batches(corpus.documents(), arguments.max_bytes):
-                before = tally.bytes
-                _measure(tokenizer, texts, tally, uses)
-                counter.advance(tally.bytes - before)
-        for label, value in _report(tokenizer, corpus, tally, uses):
+                started = time.perf_counter()
+                encoded = tokenizer.encode_batch(texts)
+                seconds += time.perf_counter() - started
+                for text, ids in zip(texts, encoded, strict=True):
+                    data = text.encode()
+                    exact = tokenizer.decode_bytes(ids) == data and int(tokenizer.token_bytes[ids].sum()) == len(data)
+                    counts.update(
+                        documents=1, characters=len(text), bytes=len(data), tokens=len(ids), inexact=not exact
+                    )
+                    uses += np.bincount(ids, minlength=len(uses))
+                    progress.advance(len(data))
+        for label, value in _report(tokenizer, corpus.name, counts, uses, seconds):
             console.line(f"{label:<12}{value}")
-    return 1 if tally.inexact_documents else 0
+    return 1 if counts["inexact"] else 0
 
 
 def _batches(documents: Iterator[str], max_bytes: int) -> Iterator[list[str]]:
@@ -144,35 +142,20 @@ def _batches(documents: Iterator[str], max_bytes: int) -> Iterator[list[str]]:
         left -= before[-1]
 
 
-def _measure(tokenizer: Tokenizer, texts: list[str], tally: _Tally, uses: np.ndarray) -> None:
-    """Add a batch to `tally` and to `uses` (vocab_size,), the times that each token occurred."""
-    started = time.perf_counter()
-    encoded = tokenizer.encode_batch(texts)
-    tally.encode_seconds += time.perf_counter() - started
-    for text, ids in zip(texts, encoded, strict=True):
-        data = text.encode()
-        tally.documents += 1
-        tally.characters += len(text)
-        tally.bytes += len(data)
-        tally.tokens += len(ids)
-        exact = tokenizer.decode_bytes(ids) == data and int(tokenizer.token_bytes[ids].sum()) == len(data)
-        tally.inexact_documents += not exact
-        uses += np.bincount(ids, minlength=len(uses))
-
-
-def _report(tokenizer: Tokenizer, corpus: Corpus, tally: _Tally, uses: np.ndarray) -> Iterator[tuple[str, str]]:
-    per_token = f"{tally.bytes / tally.tokens:.3f} bytes, {tally.characters / tally.tokens:.3f} characters each"
+def _report(
+    tokenizer: Tokenizer, corpus: str, counts: Mapping[str, int], uses: np.ndarray, seconds: float
+) -> Iterator[tuple[str, str]]:
+    documents, characters, n_bytes, tokens = (counts[key] for key in ("documents", "characters", "bytes", "tokens"))
     ordinary = tokenizer.vocab_size - (tokenizer.bos_id is not None)
     used = int((uses > 0).sum())
-    rates = f"{tally.bytes / 1e6 / tally.encode_seconds:.1f} MB/s, {tally.tokens / 1e6 / tally.encode_seconds:.2f} M"
-    sizes = f"{tally.bytes:,} bytes, {tally.characters:,} characters"
-    inexact = f"NOT EXACT in {tally.inexact_documents:,} of {tally.documents:,} documents"
+    inexact = f"NOT EXACT in {counts['inexact']:,} of {documents:,} documents"
+    per_token = f"{n_bytes / tokens:.3f} bytes, {characters / tokens:.3f} characters each"
     yield "tokenizer", f"{_described(tokenizer)}, {tokenizer.fingerprint[:16]}"
-    yield "text", f"{corpus.name}: {tally.documents:,} documents, {sizes}"
-    yield "tokens", f"{tally.tokens:,}: {per_token}; {tally.tokens / tally.documents:,.0f} a document"
+    yield "text", f"{corpus}: {documents:,} documents, {n_bytes:,} bytes, {characters:,} characters"
+    yield "tokens", f"{tokens:,}: {per_token}; {tokens / documents:,.0f} a document"
     yield "vocabulary", f"{used:,} of {ordinary:,} entries used ({used / ordinary:.1%})"
-    yield "round trip", inexact if tally.inexact_documents else "exact: every document comes back byte for byte"
-    yield "encoding", f"{rates} tokens/s"
+    yield "round trip", inexact if counts["inexact"] else "exact: every document comes back byte for byte"
+    yield "encoding", f"{n_bytes / 1e6 / seconds:.1f} MB/s, {tokens / 1e6 / seconds:.2f} M tokens/s"
 
 
 def _described(tokenizer: Tokenizer) -> str:

@@ -29,7 +29,7 @@ from gptlab.config.data import DataConfig, Split, TokenizerConfig
 from gptlab.config.errors import UserError
 from gptlab.data.corpus.documents import is_text_file, open_corpus
 from gptlab.data.corpus.known_corpora import fixed_validation
-from gptlab.data.corpus.splits import DividedCorpus, Side, content_hash, possible_split
+from gptlab.data.corpus.splits import DividedCorpus, Side, content_hash
 from gptlab.data.tokenizer.tokenizer import Tokenizer, gpt2_tokenizer, load_tokenizer, train_tokenizer
 from gptlab.data.tokens.foreign_files import TokenFiles, find_token_files, open_split, scan
 from gptlab.data.tokens.shards import COUNTS, SplitWriter, TokenSplit
@@ -72,14 +72,12 @@ def prepare(data: DataConfig, tokenizer: TokenizerConfig, *, console: Console | 
             return _prepare_tokens(token_files, data, tokenizer, root, console)
     open_text = partial(open_corpus, text_column=data.text_column, hub_files=data.hub_files, cache_dir=data.cache_dir)
     validation = open_text(val_source) if val_source else None
-    text = open_text(data.source)
-    split = data.split if validation is not None else possible_split(text, data.split)
-    if split != data.split and console is not None:
+    corpus = DividedCorpus(open_text(data.source), validation, data.split, data.val_fraction)
+    if corpus.split != data.split and console is not None:
         console.line(
-            f"split     tail: {text.name} is one document, so its last {data.val_fraction:.0%} validate "
+            f"split     tail: {corpus.name} is one document, so its last {data.val_fraction:.0%} validate "
             "(hash needs two documents)"
         )
-    corpus = DividedCorpus(text, validation, split, data.val_fraction)
     source = corpus.fingerprint()
     encoder = _tokenizer(corpus, data, tokenizer, source, root, console)
     fingerprint = _fingerprint({**source, "tokenizer": encoder.fingerprint, "version": TOKENS_VERSION})
@@ -93,7 +91,7 @@ def prepare(data: DataConfig, tokenizer: TokenizerConfig, *, console: Console | 
         TokenSplit.open(folder, side, n_shards=totals["shards"], n_bytes=totals["bytes"])
         for side, totals in _totals(folder, statistics).items()
     )
-    return PreparedData(folder, encoder, train, val, fingerprint, split, statistics)
+    return PreparedData(folder, encoder, train, val, fingerprint, corpus.split, statistics)
 
 
 def _prepare_tokens(

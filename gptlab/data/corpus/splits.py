@@ -27,48 +27,45 @@ def split_documents(corpus: Corpus, split: Split, val_fraction: float) -> Iterat
     return _split_hash(corpus, val_fraction) if split == "hash" else _split_tail(corpus, val_fraction)
 
 
-def possible_split(corpus: Corpus, split: Split) -> Split:
-    """`split`; tail where it is hash and the corpus is one document, which a hash would leave whole on one side."""
-    if split == "hash" and len(list(islice(corpus.documents(), 2))) == 1:
-        return "tail"
-    return split
-
-
 class DividedCorpus:
     """The documents of a corpus, each with its side: held out by `split_documents`, or `validation` has its own."""
 
     def __init__(self, corpus: Corpus, validation: Corpus | None, split: Split, val_fraction: float) -> None:
         self.name = corpus.name
-        self.how = f"{split} {val_fraction:g}" if validation is None else f"validated on {validation.name}"
+        self.split: Split = split
+        """How documents are held out; tail where hash was asked for and the corpus is one document, which a hash would
+        leave whole on one side."""
+        if validation is None and split == "hash" and len(list(islice(corpus.documents(), 2))) == 1:
+            self.split = "tail"
+        self.how = f"{self.split} {val_fraction:g}" if validation is None else f"validated on {validation.name}"
         self._corpus = corpus
         self._validation = validation
-        self._split: Split = split
+        self._corpora = [corpus] if validation is None else [corpus, validation]
         self._val_fraction = val_fraction
         self._in_both = 0
 
     @property
     def last_pass(self) -> CorpusSummary:
         """What the last full pass found, documents skipped because they validate included."""
-        found = CorpusSummary(skipped={IN_BOTH: self._in_both} if self._in_both else {}) + self._corpus.last_pass
-        return found if self._validation is None else found + self._validation.last_pass
+        skipped = CorpusSummary(skipped={IN_BOTH: self._in_both} if self._in_both else {})
+        return sum((corpus.last_pass for corpus in self._corpora), skipped)
 
     def require_unchanged(self) -> None:
-        """As of the corpora."""
-        self._corpus.require_unchanged()
-        if self._validation is not None:
-            self._validation.require_unchanged()
+        """UserError where a file is not what `fingerprint` saw."""
+        for corpus in self._corpora:
+            corpus.require_unchanged()
 
     def fingerprint(self) -> dict[str, object]:
         """All that the documents and their sides depend on."""
         if self._validation is None:
-            return {"corpus": self._corpus.fingerprint(), "split": self._split, "val_fraction": self._val_fraction}
+            return {"corpus": self._corpus.fingerprint(), "split": self.split, "val_fraction": self._val_fraction}
         return {"corpus": self._corpus.fingerprint(), "val_corpus": self._validation.fingerprint()}
 
     def documents(self) -> Iterator[tuple[Side, str]]:
         """(side, document). A validation text of its own comes first, whole, and a training document that it has too
         is skipped. UserError where a side gets nothing."""
         if self._validation is None:
-            yield from split_documents(self._corpus, self._split, self._val_fraction)
+            yield from split_documents(self._corpus, self.split, self._val_fraction)
             return
         seen = set()
         for text in self._validation.documents():
