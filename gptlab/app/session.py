@@ -17,13 +17,13 @@ from gptlab.config.parallel import EXACT_WORLD_SIZES, ParallelConfig
 from gptlab.config.run import RunConfig
 from gptlab.data.corpus.core_bundle import core_folder
 from gptlab.data.prepare import PreparedData, prepare
-from gptlab.data.prompts import validation_prompts
 from gptlab.data.rows import RowSource, make_rows, validation_rows
 from gptlab.data.tokenizer.tokenizer import Tokenizer
 from gptlab.eval.bits_per_byte import Evaluation, evaluate
 from gptlab.eval.core import CoreResult, EncodedTask, encode_tasks, gpt_logits, measure_core
 from gptlab.eval.core_tasks import find_bundle, read_tasks
 from gptlab.eval.engine import drawn_together, sample_text
+from gptlab.eval.prompts import validation_prompts
 from gptlab.model.counting import FlopsPerToken, ParameterCounts, flops_per_token, parameter_counts
 from gptlab.model.gpt import GPT
 from gptlab.model.interop.pretrained import find_pretrained, require_fits

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from gptlab.config.data import DataConfig, TokenizerConfig
 from gptlab.config.errors import UserError
 from gptlab.data.prepare import PreparedData, prepare
-from gptlab.data.prompts import PROMPT_CHARACTERS, validation_prompts
 from gptlab.data.tokenizer.tokenizer import CharTokenizer
 from gptlab.data.tokens.shards import TokenSplit
+from gptlab.eval.prompts import PROMPT_CHARACTERS, validation_prompts
 from gptlab.runtime.records.console import Console
 
 BOOK = "".join(f"Chapter {n}\n\nIt was the {n}th of the month, and père Noël took a nap.\n" for n in range(60))
