@@ -1,8 +1,8 @@
 """What a Python caller may give to a run beside its configuration: functions that watch it, and parts that replace its.
 
-A function that watches gets numbers, and the random generators are put back after it: it cannot change the run. A part
-replaces what the configuration would have made, so run.json names it with a fingerprint of its source, and the run is
-resumed or repeated only with a part of that name.
+A watching function gets numbers, and the random generators are restored after it: it cannot change the run. A part
+replaces what the configuration would have made: run.json records its name and a fingerprint of its source, and the run
+is resumed or repeated only with a part of that name.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class OwnParts:
 
     @property
     def make_optimizer(self) -> Callable[[GPT, RunConfig], Any] | None:
-        """As `build_state` wants it."""
+        """As `build_state` takes it."""
         if (own := self.optimizer) is None:
             return None
 
@@ -78,23 +78,23 @@ class OwnParts:
 
     @property
     def replacing(self) -> dict[str, Callable[..., Any]]:
-        """{argument: part} of those that change the run."""
+        """{argument: part}, of those that change the run."""
         parts = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _HOOKS}
         return {name: part for name, part in parts.items() if part is not None}
 
     def facts(self) -> dict[str, Any]:
-        """What run.json keeps of them."""
+        """For run.json."""
         hooks = [name for name in _HOOKS if getattr(self, name) is not None]
         parts = {name: _identity(part) for name, part in self.replacing.items()}
         return ({"own_parts": parts} if parts else {}) | ({"hooks": hooks} if hooks else {})
 
     def require_alone(self, world_size: int) -> None:
-        """UserError for parts that replace something in a run of several processes."""
+        """UserError for replaced parts in a run of several processes."""
         if world_size > 1 and self.replacing:
             raise UserError(f"{next(iter(self.replacing))} is for one process, but torchrun has started {world_size}")
 
     def require_those_of(self, path: object, record: Mapping[str, object], verb: str) -> list[str]:
-        """Warnings where parts of the run in `path` have other source than then. UserError, which names what to give,
+        """Warnings where the source of a part has changed since the run in `path`. UserError, which names what to give,
         where that run's parts have other names than these."""
         recorded = own_parts_of(record)
         now = {name: _identity(part) for name, part in self.replacing.items()}
@@ -117,7 +117,7 @@ NO_PARTS = OwnParts()
 
 
 def own_parts_of(record: Mapping[str, object]) -> dict[str, dict[str, Any]]:
-    """What a run.json says of own parts; empty where there were none."""
+    """The own parts in a run.json; empty where there are none."""
     parts = record.get("own_parts")
     if not isinstance(parts, dict):
         return {}
@@ -129,7 +129,7 @@ def own_parts_of(record: Mapping[str, object]) -> dict[str, dict[str, Any]]:
 
 
 def _identity(part: Callable[..., Any]) -> dict[str, Any]:
-    """Its name, and SHA-256 of its source (null where Python has none, as of what was typed at a prompt)."""
+    """Name, and SHA-256 of the source (None where Python has none, as for a function typed at a prompt)."""
     target = part if hasattr(part, "__qualname__") else type(part)
     try:
         source = hashlib.sha256(inspect.getsource(target).encode()).hexdigest()

@@ -1,10 +1,10 @@
-"""A run put together from its parts: data, model, optimizer, loader, evaluation, records."""
+"""One run built from its configuration: data, model, optimizer, evaluation."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,7 +20,7 @@ from gptlab.data.prepare import PreparedData, prepare
 from gptlab.data.rows import RowSource, make_rows, validation_rows
 from gptlab.data.tokenizer.tokenizer import Tokenizer
 from gptlab.eval.bits_per_byte import Evaluation, evaluate
-from gptlab.eval.core import CoreResult, EncodedTask, encode_tasks, gpt_logits, measure_core
+from gptlab.eval.core import CoreResult, encode_tasks, gpt_logits, measure_core
 from gptlab.eval.core_tasks import find_bundle, read_tasks
 from gptlab.eval.engine import drawn_together, sample_text
 from gptlab.eval.prompts import validation_prompts
@@ -47,7 +47,7 @@ from gptlab.training.step import GradientSums
 
 @dataclass(slots=True)
 class Session:
-    """Everything that `fit` needs, before the first file of the run is written."""
+    """Everything that training needs, before the first file of the run is written."""
 
     config: RunConfig
     place: Place
@@ -61,7 +61,7 @@ class Session:
     eval_sequences: int
     rows_per_epoch: int
     start: Start | None
-    """None: weights from the seed, or from a checkpoint."""
+    """None: the initial weights come from the seed or from a checkpoint."""
 
     def provenance(self, argv: Sequence[str], code: CodeSnapshot, from_run: str | None = None) -> dict[str, object]:
         record = provenance(
@@ -91,11 +91,11 @@ def open_session(
     group: Group | None = None,
     parts: OwnParts = NO_PARTS,
 ) -> Session:
-    """Prepare the data and build the run. UserError for whatever makes it impossible; nothing of it is written yet.
+    """Prepare the data and build the run. UserError where that is impossible; no file of the run is written yet.
 
-    `restored`: a checkpoint will bring the weights, so that those of `init_from` are not needed. `group`: the processes
-    that train together; rank 0 prepares the data, and the others find it prepared (or, where they do not see rank 0's
-    cache, prepare it once a machine). `parts`: what a Python caller puts in the place of the configuration's.
+    `restored`: a checkpoint will bring the weights, so those of `init_from` are not needed. `group`: the processes that
+    train together; rank 0 prepares the data, and the others find it in the cache (or prepare it, once a machine, where
+    they do not share rank 0's cache). `parts`: what a Python caller puts in place of the configuration's.
     """
     group = group or Group()
     _require_possible_size(config.parallel, group.size)
@@ -104,61 +104,98 @@ def open_session(
         require_fits(config.model, pretrained.model, pretrained.name)
     keep_compiled()
     seed_everything(config.seed, place.device)
-    bundle = _core_bundle(config, console)
-    with rank_0_first("data prepared", group):
+    bundle = None if config.eval.core_every_steps is None else _core_bundle(config, console)
+    with rank_0_first("data prepared", group) if group.size > 1 else nullcontext():
         data = prepare(config.data, config.tokenizer, console=console)
-    tokenizer = data.tokenizer
     if pretrained is not None:
-        require_tokenizer(tokenizer, pretrained, console.warn)
-    if config.model.vocab_size not in (None, tokenizer.vocab_size):
-        raise UserError(
-            f"model.vocab_size = {config.model.vocab_size}, but the tokenizer has {tokenizer.vocab_size} entries; "
-            "leave model.vocab_size out"
-        )
-    config = replace(config, model=replace(config.model, vocab_size=tokenizer.vocab_size))
-    if config.parallel.exact_any_world_size:
-        # How many threads a product is cut among shows in its bits: part of the run, whoever goes on with it.
-        config = replace(config, runtime=replace(config.runtime, threads=place.threads))
-    # A resumed run, a repeated one and eval divide the text as this run does, whatever hash would do with it then.
-    config = replace(config, data=replace(config.data, split=data.split))
-    _require_encodable(config.sample.prompts, tokenizer)
-    prompts = config.sample.prompts or validation_prompts(data.val, tokenizer, config.sample.from_validation)
-    seq_len = config.model.seq_len
-    rows = parts.rows(data, config) if parts.rows is not None else _rows(data, config)
-    held_out = validation_rows(data.val, seq_len, tokenizer.bos_id, config.eval.tokens)
-    of_training = None
-    if config.eval.train_tokens is not None:
-        of_training = validation_rows(data.train, seq_len, tokenizer.bos_id, config.eval.train_tokens)
-
+        require_tokenizer(data.tokenizer, pretrained, console.warn)
+    config = _completed(config, data, place)
+    prompts = config.sample.prompts or validation_prompts(data.val, data.tokenizer, config.sample.from_validation)
+    rows = (parts.rows or _rows)(data, config)
+    held_out = validation_rows(data.val, config.model.seq_len, data.tokenizer.bos_id, config.eval.tokens)
     state, sums = _build_state(config, rows, place, group, parts)
-    model = state.model
     start = None if pretrained is None else load_start_weights(state, pretrained, console.warn)
-    counts, flops = parameter_counts(model), flops_per_token(model)
+    kernels = make_kernels(state, config, console.warn)
+    counts, flops = parameter_counts(state.model), flops_per_token(state.model)
     finish = Finish.of(
         config.horizon,
         tokens_per_step=config.batch.total_tokens,
         flops_per_token=flops.total,
         scaling_params=counts.scaling,
     )
-    kernels = make_kernels(state, config, console.warn)
     eval_sequences = min(config.eval_sequences, held_out.rows_per_epoch)
+    work = Work(
+        kernels.loss_sum,
+        _validation(config, data, held_out, state, kernels, group, eval_sequences),
+        _sampling(config, data.tokenizer, state, group),
+        None if bundle is None else _core(config, bundle, data.tokenizer, state, group),
+        group,
+        sums,
+        prompts,
+    )
+    return Session(
+        config, place, data, state, kernels, work, finish, counts, flops, eval_sequences, rows.rows_per_epoch, start
+    )
+
+
+def _completed(config: RunConfig, data: PreparedData, place: Place) -> RunConfig:
+    """The configuration with what follows from the data and the machine, and must stay so when the run is resumed."""
+    tokenizer = data.tokenizer
+    if config.model.vocab_size not in (None, tokenizer.vocab_size):
+        raise UserError(
+            f"model.vocab_size = {config.model.vocab_size}, but the tokenizer has {tokenizer.vocab_size} entries; "
+            "leave model.vocab_size out"
+        )
+    _require_encodable(config.sample.prompts, tokenizer)
+    runtime = config.runtime
+    if config.parallel.exact_any_world_size:  # the bits of a matrix product depend on the number of threads
+        runtime = replace(runtime, threads=place.threads)
+    return replace(
+        config,
+        model=replace(config.model, vocab_size=tokenizer.vocab_size),
+        # A resumed run, a repeated one and `gptlab eval` split the text as this run does.
+        data=replace(config.data, split=data.split),
+        runtime=runtime,
+    )
+
+
+def _validation(
+    config: RunConfig,
+    data: PreparedData,
+    held_out: RowSource,
+    state: TrainState,
+    kernels: Kernels,
+    group: Group,
+    eval_sequences: int,
+) -> Callable[[], Evaluation]:
+    of_training = None
+    if config.eval.train_tokens is not None:
+        bos_id, tokens = data.tokenizer.bos_id, config.eval.train_tokens
+        of_training = validation_rows(data.train, config.model.seq_len, bos_id, tokens)
 
     def measure(rows: RowSource) -> Evaluation:
         with state.in_passes():
             return evaluate(
-                kernels.logits, rows, tokenizer.token_bytes,
-                device=place.device, micro_sequences=eval_sequences, module=model, group=group,
+                kernels.logits, rows, data.tokenizer.token_bytes,
+                device=state.device, micro_sequences=eval_sequences, module=state.model, group=group,
             )  # fmt: skip
 
     def validate() -> Evaluation:
         train_loss = None if of_training is None else measure(of_training).val_loss
         return replace(measure(held_out), train_loss=train_loss)
 
+    return validate
+
+
+def _sampling(
+    config: RunConfig, tokenizer: Tokenizer, state: TrainState, group: Group
+) -> Callable[[Sequence[str]], list[str]]:
+    wanted = config.sample
+
     def sample(prompts: Sequence[str]) -> list[str]:
-        wanted = config.sample
         streams = [
             sample_text(
-                model, tokenizer, prompt,
+                state.model, tokenizer, prompt,
                 max_tokens=wanted.max_tokens, temperature=wanted.temperature, top_k=wanted.top_k, seed=config.seed,
             )
             for prompt in prompts
@@ -167,21 +204,23 @@ def open_session(
             texts = drawn_together(streams, group, timed=True)
         return [prompt + "".join(pieces) for prompt, pieces in zip(prompts, texts, strict=True)]
 
-    def measure_tasks(tasks: Sequence[EncodedTask]) -> CoreResult:
+    return sample
+
+
+def _core(
+    config: RunConfig, bundle: Path, tokenizer: Tokenizer, state: TrainState, group: Group
+) -> Callable[[], CoreResult]:
+    seq_len = config.model.seq_len
+    tasks = encode_tasks(read_tasks(bundle, config.eval.core_examples), tokenizer, seq_len)
+
+    def measure() -> CoreResult:
         with state.whole_weights():
             return measure_core(
-                gpt_logits(model), tasks,
-                device=place.device, max_pass_tokens=config.eval_sequences * seq_len, module=model, group=group,
+                gpt_logits(state.model), tasks,
+                device=state.device, max_pass_tokens=config.eval_sequences * seq_len, module=state.model, group=group,
             )  # fmt: skip
 
-    core = None
-    if bundle is not None:
-        core = partial(measure_tasks, encode_tasks(read_tasks(bundle, config.eval.core_examples), tokenizer, seq_len))
-    work = Work(kernels.loss_sum, validate, sample, core, group, sums, prompts)
-    return Session(
-        config, place, data, state, kernels, work, finish, counts, flops, eval_sequences,
-        rows.rows_per_epoch, start,
-    )  # fmt: skip
+    return measure
 
 
 def _require_possible_size(parallel: ParallelConfig, world_size: int) -> None:
@@ -199,8 +238,9 @@ def _rows(data: PreparedData, config: RunConfig) -> RowSource:
 def _build_state(
     config: RunConfig, rows: RowSource, place: Place, group: Group, parts: OwnParts
 ) -> tuple[TrainState, GradientSums | None]:
-    """The run as it begins, and what adds up the gradients of several processes."""
-    require_same_mode(config.parallel.mode, group)
+    """The state of a run that begins, and what reduces the gradients of several processes."""
+    if group.size > 1:
+        require_same_mode(config.parallel.mode, group)
     if config.parallel.mode == "sharded" and group.size > 1:
         if place.dtype == torch.float16:
             why = 'its loss scale would have to be one over all ranks, which parallel.mode = "sharded" does not see to'
@@ -226,9 +266,8 @@ def _gradient_sum(config: RunConfig, model: GPT, group: Group) -> GradientSums |
 
 
 def _core_bundle(config: RunConfig, console: Console) -> Path | None:
-    """Where the tasks of CORE are, if it is to be measured and can be. ConfigError for a folder that is none."""
-    if config.eval.core_every_steps is None:
-        return None
+    """Where the tasks of CORE are; None, with a warning, where they were not downloaded. ConfigError for a folder that
+    is not a bundle."""
     cache = cache_root(config.data.cache_dir)
     bundle = find_bundle(config.eval.core_dir, cache)
     if bundle is None:
@@ -240,7 +279,7 @@ def _core_bundle(config: RunConfig, console: Console) -> Path | None:
 
 
 def _require_encodable(prompts: Sequence[str], tokenizer: Tokenizer) -> None:
-    """Tell of a prompt that cannot be continued now, not at the end of the run."""
+    """ConfigError for a prompt that cannot be continued: at the start, not at the first sample."""
     for prompt in prompts:
         try:
             tokens = tokenizer.encode(prompt)

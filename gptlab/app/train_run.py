@@ -70,10 +70,11 @@ def _prepare_and_train(
 
     console, group = attempt.console, attempt.group
     parts.require_alone(group.size)
-    restarted = attempt.restarted(request)
-    if isinstance(restarted, Result):
-        return restarted
-    request = restarted
+    if group.size > 1 or attempt.job.id is not None:  # torchrun started this process
+        restarted = attempt.restarted(request)
+        if isinstance(restarted, Result):
+            return restarted
+        request = restarted
 
     # The configuration: that of a run to resume or to repeat, or one that the recipe makes of this machine.
     resumed = origin = machine = None
@@ -148,8 +149,8 @@ def _use_deterministic_kernels(attempt: Attempt, request: RunRequest) -> None:
 
 
 def _configured(attempt: Attempt, request: RunRequest) -> tuple[RunConfig, Machine | None]:
-    """What the recipe makes of this machine, and the machine as it was measured; None where the recipe needs none."""
-    from gptlab.app.ranks import sized_together
+    """What the recipe makes of this machine, and the machine as it was timed; None where the recipe does not ask."""
+    measured: list[Machine] = []
 
     def measure(config: RunConfig) -> Machine:
         from gptlab.bench.training_rate import timed_machine
@@ -158,6 +159,12 @@ def _configured(attempt: Attempt, request: RunRequest) -> tuple[RunConfig, Machi
             pass  # the run itself will warn, once, of what is wrong with a compiler
 
         with attempt.console.busy("timing steps, for the size to follow from them"):
-            return timed_machine(config, attempt.group.world, silent, silent)
+            measured.append(timed_machine(config, attempt.group.world, silent, silent))
+        return measured[-1]
 
-    return sized_together(request.config, measure, attempt.group)
+    if attempt.group.size > 1:
+        from gptlab.app.ranks import sized_together
+
+        return sized_together(request.config, measure, attempt.group)
+    config = request.config(measure)
+    return config, measured[-1] if measured else None

@@ -17,20 +17,20 @@ from gptlab.training.parallel.deterministic import held_sums
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Bytes on the training device, and of the copy from which checkpoints are written in host memory."""
+    """Bytes on the training device, and of the copy in host memory from which checkpoints are written."""
 
     weights: int
     gradients: int
     optimizer: int
     activations: int
-    """What autograd keeps of one micro-batch for its backward pass, uncompiled; torch.compile keeps less, and so do the
-    kernels for CPUs."""
+    """What autograd keeps of one micro-batch for its backward pass, uncompiled. torch.compile and the CPU kernels keep
+    less."""
     snapshot: int
     """Weights and moments once more, in host memory, for checkpoint.background."""
 
     @property
     def device_total(self) -> int:
-        """On a device that has memory of its own."""
+        """On a device with its own memory."""
         return self.weights + self.gradients + self.optimizer + self.activations
 
     @property

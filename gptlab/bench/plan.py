@@ -1,8 +1,8 @@
-"""`gptlab plan`: what a run would be, counted from the real modules on the meta device."""
+"""What a run would be: parameters, FLOPs, memory, steps and time, counted from its modules on the meta device."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
@@ -17,7 +17,7 @@ from gptlab.runtime.hardware.peak import Peak
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class RunPlan:
     config: RunConfig
     vocab_source: str
     dtype: torch.dtype
@@ -30,14 +30,19 @@ class Plan:
     memory_is_shared: bool
     """Whether the device computes in the host's memory."""
     seconds: float | None
-    """On the training clock. None: unknown, as no step of this configuration was ever timed here."""
+    """On the training clock. None: unknown, since no step of this configuration was timed here."""
     rate: Rate | None = None
-    """How fast this machine was seen to train this configuration."""
+    """The last timed speed of this configuration on this machine."""
+
+    @property
+    def memory_bytes(self) -> int:
+        """Of the device."""
+        return self.memory.total if self.memory_is_shared else self.memory.device_total
 
 
 def make_plan(
     config: RunConfig, *, dtype: torch.dtype, peak: Peak, rate: Rate | None = None, memory_is_shared: bool = True
-) -> Plan:
+) -> RunPlan:
     """Count everything for one device. Raises ConfigError when the horizon is shorter than one step."""
     vocab_size, vocab_source = assumed_vocab_size(config)
     config = replace(config, model=replace(config.model, vocab_size=vocab_size))
@@ -55,7 +60,7 @@ def make_plan(
         # A run stops with the first step that ends past its budget, so there is always one.
         steps = steps or max(1, round(config.horizon.amount / step_seconds))
         seconds = seconds or steps * step_seconds
-    return Plan(
+    return RunPlan(
         config=config,
         vocab_source=vocab_source,
         dtype=dtype,
@@ -70,9 +75,9 @@ def make_plan(
     )
 
 
-def figures(plan: Plan, *, device: str, device_memory: int | None) -> dict[str, object]:
+def figures(plan: RunPlan, *, device: str, device_memory: int | None) -> dict[str, object]:
     """The plan as plain values: bytes, FLOPs, seconds. None: unknown."""
-    memory, tokens = plan.memory, None if plan.steps is None else plan.steps * plan.config.batch.total_tokens
+    tokens = None if plan.steps is None else plan.steps * plan.config.batch.total_tokens
     return {
         "config": config_to_json(plan.config),
         "parameters": plan.parameters.total,
@@ -83,14 +88,8 @@ def figures(plan: Plan, *, device: str, device_memory: int | None) -> dict[str, 
         "tokens": tokens,
         "total_flops": None if tokens is None else tokens * plan.flops.total,
         "training_seconds": plan.seconds,
-        "memory_bytes": memory.total if plan.memory_is_shared else memory.device_total,
-        "memory_bytes_by_part": {
-            "weights": memory.weights,
-            "gradients": memory.gradients,
-            "optimizer": memory.optimizer,
-            "activations": memory.activations,
-            "snapshot": memory.snapshot,
-        },
+        "memory_bytes": plan.memory_bytes,
+        "memory_bytes_by_part": asdict(plan.memory),
         "device": device,
         "device_memory_bytes": device_memory,
         "dtype": str(plan.dtype).removeprefix("torch."),
@@ -99,14 +98,11 @@ def figures(plan: Plan, *, device: str, device_memory: int | None) -> dict[str, 
     }
 
 
-def _micro(config: RunConfig) -> str:
-    return f"{config.batch.micro_sequences} rows of {config.model.seq_len} tokens"
-
-
 def model_text(model: ModelConfig) -> str:
     return f"depth {model.n_layer}, width {model.n_embd}, heads {model.n_head}, context {model.seq_len} tokens"
 
 
 def step_text(config: RunConfig) -> str:
     count = config.micro_batches
-    return f"{config.batch.total_tokens:,} tokens: {count} micro-batch{'es' * (count > 1)} of {_micro(config)}"
+    rows = f"{config.batch.micro_sequences} rows of {config.model.seq_len} tokens"
+    return f"{config.batch.total_tokens:,} tokens: {count} micro-batch{'es' * (count > 1)} of {rows}"

@@ -1,4 +1,4 @@
-"""Where the time of an optimizer step goes: the functions of training themselves, with a stopwatch at their seams."""
+"""Where the time of an optimizer step goes: the training functions themselves, timed one by one."""
 
 from __future__ import annotations
 
@@ -27,9 +27,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 PARTS = ("data", "forward", "backward", "norm, clip", "muon", "adamw")
-"""In the order of a step. `data` is the wait for a batch that a thread makes ahead. `backward` is all of the gradients
-that is not forward; `norm, clip` all of the update that is neither Muon nor AdamW: it reads the norm, and frees the
-gradients."""
+"""In the order of a step. `data`: the wait for the prefetched batch. `backward`: the gradients, less the forward pass.
+`norm, clip`: the update, less Muon and AdamW; it also reads the norm and frees the gradients."""
 
 # Of made-up text: more than a CPU's caches hold.
 MADE_UP_TOKENS = 4_000_000
@@ -40,9 +39,9 @@ _MIDDLE = 0.5
 @dataclass(frozen=True, slots=True)
 class StepTimes:
     whole_seconds: list[float]
-    """Of steps as in training."""
+    """Of whole steps, as in training."""
     part_seconds: Mapping[str, list[float]]
-    """By name in PARTS, of other steps, which waited for the device at the end of each part."""
+    """By name in PARTS, of other steps, which synchronize with the device after each part."""
 
     def __add__(self, other: StepTimes) -> StepTimes:
         parts = {name: seconds + other.part_seconds[name] for name, seconds in self.part_seconds.items()}
@@ -69,11 +68,11 @@ class Stopwatch:
 
     @contextlib.contextmanager
     def timed_steps(self, name: str, optimizer: Any | None) -> Iterator[None]:
-        """Within the context, `optimizer.step` is timed, whoever calls it."""
+        """Within the context, every call of `optimizer.step` is timed."""
         if optimizer is None:
             yield
             return
-        optimizer.step = self.timed(name, optimizer.step)  # Hides the class's method, until it is taken away again.
+        optimizer.step = self.timed(name, optimizer.step)  # hides the class's method until it is deleted
         try:
             yield
         finally:
@@ -81,13 +80,13 @@ class Stopwatch:
 
 
 def made_up_rows(config: RunConfig) -> RowSource:
-    """Rows as `config` makes them, of random tokens in documents as long as source files: a median of 1,700 tokens,
-    that of the `stdlib` corpus. BOS, where rows begin with one, is the last entry, as in every tokenizer here."""
+    """Rows as `config` makes them, of random tokens in documents of 1,700 tokens (the median of the `stdlib` corpus).
+    BOS, where rows begin with one, is the last entry, as in every tokenizer here."""
     vocab_size, seq_len = config.model.vocab_size, config.model.seq_len
     assert vocab_size is not None
     random = np.random.default_rng(config.seed)
     wanted = max(MADE_UP_TOKENS, 4 * config.batch.total_tokens, seq_len + 1)
-    # Longer than the median on average, so that there are at least as many tokens as are wanted.
+    # The mean is above the median, so there are at least as many tokens as are wanted.
     lengths = 1 + random.lognormal(math.log(1700), 1.2, size=1 + wanted // 1700).astype(np.int64)
     starts = np.concatenate([[0], np.cumsum(lengths)])
     tokens = random.integers(vocab_size - 1, size=starts[-1], dtype=shard_kind(vocab_size).dtype.newbyteorder("="))
@@ -99,7 +98,7 @@ def made_up_rows(config: RunConfig) -> RowSource:
 def time_steps(
     state: TrainState, loss_sum: LossFunction, config: RunConfig, *, max_steps: int, max_seconds: float
 ) -> StepTimes:
-    """Train, and time by turns a step as it is and one part by part; `max_steps` of each, or `max_seconds` in all."""
+    """Train, and time whole steps and steps by parts in turn: `max_steps` of each, or `max_seconds` in total."""
     whole: list[float] = []
     parts: dict[str, list[float]] = {name: [] for name in PARTS}
     with QuietGarbageCollector():
@@ -115,7 +114,7 @@ def time_steps(
 def time_whole_steps(
     state: TrainState, loss_sum: LossFunction, config: RunConfig, *, max_steps: int, max_seconds: float
 ) -> list[float]:
-    """Seconds of each of `max_steps` steps, or of as many as `max_seconds` allow, but at least three."""
+    """Seconds of each of `max_steps` steps, or of as many as fit into `max_seconds`, at least three."""
     seconds: list[float] = []
     with QuietGarbageCollector():
         whole_step(state, loss_sum, config)  # untimed: caches are filled, batches made ahead
@@ -126,7 +125,7 @@ def time_whole_steps(
 
 
 def whole_step(state: TrainState, loss_sum: LossFunction, config: RunConfig) -> float:
-    """Seconds of one step as `fit` takes it. TrainingFailed for a loss or a gradient that is broken."""
+    """Seconds of one step as in training. TrainingFailed for a broken loss or gradient."""
     started = time.perf_counter()
     batch = next(state.loader)
     check_loss(float(gradients(state, batch, loss_sum, config)), config.runtime.max_loss)
@@ -140,7 +139,7 @@ def whole_step(state: TrainState, loss_sum: LossFunction, config: RunConfig) -> 
 
 
 def step_by_parts(state: TrainState, loss_sum: LossFunction, config: RunConfig) -> dict[str, float]:
-    """Seconds of each of PARTS in one step. On a GPU the waits between them take away what would overlap."""
+    """Seconds of each of PARTS in one step. On a GPU, the synchronization between them prevents overlap."""
     watch = Stopwatch(state.device)
     with watch.timed_steps("muon", state.optimizer.muon), watch.timed_steps("adamw", state.optimizer.adamw):
         batch = watch.timed("data", next)(state.loader)
@@ -154,7 +153,7 @@ def step_by_parts(state: TrainState, loss_sum: LossFunction, config: RunConfig) 
 
 
 def time_optimizer(state: TrainState, loss_sum: LossFunction, config: RunConfig, *, steps: int) -> list[float]:
-    """Seconds of updates alone, Muon and AdamW, again and again from the gradients of one batch."""
+    """Seconds of updates alone (Muon and AdamW), repeated with the gradients of one batch."""
     gradients(state, next(state.loader), loss_sum, config)
     watch, times = Stopwatch(state.device), []
     step = watch.timed("step", state.optimizer.step)
@@ -167,8 +166,8 @@ def time_optimizer(state: TrainState, loss_sum: LossFunction, config: RunConfig,
 
 
 def loader_tokens_per_second(loader: Loader, device: torch.device, *, seconds: float) -> float:
-    """Tokens a second that arrive on the device when nothing else is done with them."""
-    for _ in range(steps_ahead(next(loader))):  # Made while nobody asked.
+    """Tokens a second that the loader delivers to the device when nothing else runs."""
+    for _ in range(steps_ahead(next(loader))):  # prefetched before the clock started
         next(loader)
     synchronize(device)
     tokens, started = 0, time.perf_counter()

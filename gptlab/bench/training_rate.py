@@ -1,4 +1,4 @@
-"""How fast this machine trains a configuration: real steps, timed after compiling, and remembered for `plan`."""
+"""How fast this machine trains a configuration: real steps, timed after compiling, and kept for `gptlab plan`."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from gptlab.runtime.processes.distributed import World
 ASSUMED_CHARACTERS = 128
 """A char tokenizer's entries before the corpus is read: ASCII. (tinyshakespeare has 65.)"""
 
-# Eight steps of quickstart's default size on two cores, whose median one slow step does not move.
+# Eight steps of quickstart's default size on two cores: one slow step does not move their median.
 TIMED_SECONDS = 3.0
 TIMED_STEPS = 20
 
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """What the steps of one configuration reached on this machine, in one process."""
+    """The speed of one configuration's steps on this machine, in one process."""
 
     tokens_per_second: float
     flops_per_second: float
@@ -44,18 +44,18 @@ class Rate:
 
 
 def timed_machine(config: RunConfig, world: World, warn: Callable[[str], None], show: Callable[[str], None]) -> Machine:
-    """This machine as `config`'s steps find it. Compiles them, as the run that follows would, which then finds them
-    compiled. UserError where they cannot run."""
+    """This machine, timed on the steps of `config`. What it compiles, the run that follows finds in the cache.
+    UserError where the steps cannot run."""
     place = place_of(config, world)
     rate = time_rate(config, place, warn, show)
     return Machine(device=str(place.device), flops_per_second=world.size * rate.flops_per_second)
 
 
 def time_rate(config: RunConfig, place: Place, warn: Callable[[str], None], show: Callable[[str], None]) -> Rate:
-    """Train `config` on random tokens for TIMED_SECONDS, at least three steps, and forget it: the median step counts.
+    """The median step of TIMED_SECONDS, at least three steps, on random tokens. The model is discarded.
 
-    A step is timed with at most two micro-batches, so that a large batch costs no more than a small one; more of them
-    per update would be slightly faster.
+    A step has at most two micro-batches here, so that timing a large batch takes no longer; with more of them per
+    update, training is slightly faster.
     """
     from gptlab.bench.timing import made_up_rows, time_whole_steps
     from gptlab.runtime.hardware.out_of_memory import memory_told, what_to_lower
@@ -94,7 +94,7 @@ def seen_rate(tokens_per_second: float, model: GPT) -> Rate:
 
 
 def remember_rate(config: RunConfig, place: Place, rate: Rate) -> None:
-    """Keep it in the user's cache. A cache that cannot be written only costs `plan` its answer."""
+    """Keep the rate in the user's cache. Where that cannot be written, only `plan` lacks an answer."""
     path = _rate_path(config, place)
     with suppress(UserError, OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -102,7 +102,7 @@ def remember_rate(config: RunConfig, place: Place, rate: Rate) -> None:
 
 
 def remembered_rate(config: RunConfig, place: Place) -> Rate | None:
-    """The last rate at which this machine trained `config`'s model in its micro-batches; None where it never did."""
+    """The last rate at which this machine trained `config`'s model and micro-batches; None where it never did."""
     path = _rate_path(config, place)
     try:
         found = read_json_object(path)
@@ -115,7 +115,7 @@ def remembered_rate(config: RunConfig, place: Place) -> Rate | None:
 
 
 def _rate_path(config: RunConfig, place: Place) -> Path:
-    """One file for what decides the speed of a step: machine, model, micro-batch, optimizer's kind."""
+    """One file for everything that decides the speed of a step: machine, model, micro-batch, optimizer."""
     model = replace(config.model, vocab_size=assumed_vocab_size(config)[0])
     facts = {
         "device": device_name(place.device),
@@ -131,7 +131,7 @@ def _rate_path(config: RunConfig, place: Place) -> Path:
 
 
 def assumed_vocab_size(config: RunConfig) -> tuple[int, str]:
-    """(entries, where the number comes from): from what is known before any text is read."""
+    """(entries, source of the number), from what is known before any text is read."""
     tokenizer = config.tokenizer
     if config.model.vocab_size is not None:
         return config.model.vocab_size, "model.vocab_size"

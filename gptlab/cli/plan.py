@@ -8,7 +8,7 @@ import psutil
 import torch
 
 from gptlab.app.run_request import RunArguments
-from gptlab.bench.plan import Plan, figures, make_plan, model_text, step_text
+from gptlab.bench.plan import RunPlan, figures, make_plan, model_text, step_text
 from gptlab.bench.training_rate import remembered_rate
 from gptlab.cli.arguments.run_arguments import read_request
 from gptlab.config.run import RunConfig
@@ -50,10 +50,9 @@ def _remembered(config: RunConfig) -> Machine:
     return Machine(device=str(place.device), flops_per_second=None if rate is None else rate.flops_per_second)
 
 
-def describe(plan: Plan, *, device_memory: int | None = None, device_label: str = "") -> str:
+def describe(plan: RunPlan, *, device_memory: int | None = None, device_label: str = "") -> str:
     """The plan as text, one fact a line, units named."""
     config, model = plan.config, plan.config.model
-    memory = plan.memory.total if plan.memory_is_shared else plan.memory.device_total
     rows = [
         ("recipe", config.recipe),
         ("model", model_text(model)),
@@ -66,7 +65,7 @@ def describe(plan: Plan, *, device_memory: int | None = None, device_label: str 
         ("step", step_text(config)),
         ("horizon", str(config.horizon)),
         *_length(plan),
-        ("memory", _bytes(memory) + _fits(memory, device_memory)),
+        ("memory", _bytes(plan.memory_bytes) + _fits(plan.memory_bytes, device_memory)),
         ("  weights", f"{_bytes(plan.memory.weights)} float{64 if plan.dtype == torch.float64 else 32}"),
         ("  gradients", _bytes(plan.memory.gradients)),
         ("  optimizer", f"{_bytes(plan.memory.optimizer)} of moments"),
@@ -81,7 +80,7 @@ def describe(plan: Plan, *, device_memory: int | None = None, device_label: str 
     return "\n".join(f"{name:<{width}}  {text}" for name, text in rows if text)
 
 
-def _length(plan: Plan) -> list[tuple[str, str]]:
+def _length(plan: RunPlan) -> list[tuple[str, str]]:
     if plan.steps is None:
         return [("steps", f"unknown until steps are timed: {_how_to_time(plan)}")]
     tokens = plan.steps * plan.config.batch.total_tokens
@@ -93,7 +92,7 @@ def _length(plan: Plan) -> list[tuple[str, str]]:
     ]
 
 
-def _snapshot(plan: Plan) -> str:
+def _snapshot(plan: RunPlan) -> str:
     if not plan.memory.snapshot:
         return ""
     where = "" if plan.memory_is_shared else " of host memory, not counted above"
@@ -113,7 +112,7 @@ def _peak(peak: Peak) -> str:
     return f"{peak.flops_per_second / 1e12:.3g} TFLOP/s ({'vendor' if peak.source == 'table' else peak.source})"
 
 
-def _time(plan: Plan) -> str:
+def _time(plan: RunPlan) -> str:
     if plan.seconds is None:
         return f"{_least(plan)}; {_how_to_time(plan)}"
     training = f"{_hours(plan.seconds)} of training"
@@ -123,7 +122,7 @@ def _time(plan: Plan) -> str:
     return f"{training} at {speed}; evaluation and saving are not included"
 
 
-def _least(plan: Plan) -> str:
+def _least(plan: RunPlan) -> str:
     """A lower bound: no step is faster than the matrix products alone."""
     if plan.peak.flops_per_second is None or plan.steps is None:
         return "unknown"
@@ -136,7 +135,7 @@ def _hours(seconds: float) -> str:
     return f"{f'{hours:,.0f}' if hours >= 100 else f'{hours:.3g}'} hours ({seconds:,.0f} seconds)"
 
 
-def _how_to_time(plan: Plan) -> str:
+def _how_to_time(plan: RunPlan) -> str:
     return f"`gptlab bench {plan.config.recipe}` with the same arguments times this machine"
 
 

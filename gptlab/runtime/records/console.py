@@ -1,4 +1,4 @@
-"""What a person sees of a run: plain lines, one live line on a terminal, and the same words in log.txt."""
+"""What a person sees of a run: lines, one live line on a terminal, and the same text in log.txt."""
 
 from __future__ import annotations
 
@@ -13,37 +13,26 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from gptlab.runtime.files.append_file import AppendFile
 
+if TYPE_CHECKING:
+    from gptlab.runtime.records.terminal import TerminalDisplay
+
 # ECMA-48 escape sequences: CSI (colours, cursor), OSC (titles, links; ended by BEL or ST), two-character ones.
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-_])")
-# What a model samples may hold any character: those that move a cursor or ring a bell do not reach the terminal.
+# A model's sample may hold any character: those that move the cursor or ring the bell do not reach the terminal.
 _CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
-
-
 # Often enough to be seen moving, rarely enough to cost nothing beside a compiler.
 _BUSY_SECONDS = 0.25
 
 
-class _Display(Protocol):
-    progress_seconds: float
-    """The least time between two calls of `progress`."""
-
-    def line(self, text: str, *, warning: bool = False) -> None: ...
-    def live(self, text: str, parts: Sequence[str]) -> None: ...
-    def settle(self) -> None: ...
-    def begin_progress(self, description: str) -> None: ...
-    def progress(self, description: str, share: float | None, figures: str) -> None: ...
-    def end_progress(self) -> None: ...
-    def close(self) -> None: ...
-
-
-class _PlainDisplay:
-    """For pipes, files and dumb terminals: lines only, and of what changes all the time one every few seconds."""
+class PlainDisplay:
+    """For pipes, files and dumb terminals: lines only, and a live line printed every few seconds."""
 
     progress_seconds = 5.0
+    """The least time between two calls of `progress`."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -80,9 +69,9 @@ class _PlainDisplay:
 
 
 class Console:
-    """Prints for a person and keeps log.txt; when nobody can read any more (a closed pipe), it goes on logging.
+    """Prints for a person and keeps log.txt; where the stream is closed (a pipe), logging continues.
 
-    Text is plain: escape sequences and control characters are taken out. Any thread may use it.
+    Escape sequences and control characters are removed from all text. Any thread may use it.
     """
 
     def __init__(self, log_path: Path | None = None, *, stream: TextIO | None = None, quiet: bool = False) -> None:
@@ -111,7 +100,7 @@ class Console:
             return intact
 
     def log_position(self) -> int:
-        """Bytes of log.txt so far; 0 without a log. They are on the disk for good after `sync_log`."""
+        """Bytes of log.txt so far; 0 without a log. They are durable after `sync_log`."""
         return 0 if self._log is None else self._log.position()
 
     def sync_log(self) -> None:
@@ -127,7 +116,7 @@ class Console:
             self._show(lambda display: display.line(self._printable(text)))
 
     def result(self, text: str) -> None:
-        """Print and log, also where only results are wanted: what a run ends with."""
+        """Print and log, also in quiet mode: how a run ends."""
         text = _plain(text)
         self._record(text)
         self._show(lambda display: display.line(self._printable(text)))
@@ -146,9 +135,9 @@ class Console:
             print(f"gptlab: error: {_plain(text)}", file=sys.stderr, flush=True)
 
     def live(self, text: str, parts: Sequence[str] = ()) -> None:
-        """Log, and show in place of the last live text; where there is no terminal, print, every few seconds.
+        """Log, and show in place of the last live text; without a terminal, print every few seconds.
 
-        A terminal shows `parts` instead, where they are given: as many, from the first on, as its width has room for.
+        A terminal shows `parts` instead, where they are given: as many, from the first on, as fit its width.
         """
         text, parts = _plain(text), [self._printable(_plain(part)) for part in parts]
         self._record(text)
@@ -156,15 +145,15 @@ class Console:
             self._show(lambda display: display.live(self._printable(text), parts))
 
     def settle(self) -> None:
-        """Make the latest live text an ordinary line, behind which others can follow."""
+        """Make the latest live text an ordinary line."""
         self._show(lambda display: display.settle())
 
     @contextmanager
     def busy(self, description: str) -> Iterator[None]:
-        """Show that work goes on whose length nobody knows, and for how long by now, until the context is left.
+        """Show that work of unknown length is under way, and for how long, until the context is left.
 
-        A moving bar on a terminal, elsewhere a line every few seconds; nothing of it is logged. The work may be inside
-        a library: another thread draws.
+        A moving bar on a terminal, elsewhere a line every few seconds; neither is logged. Another thread draws, since
+        the work may block inside a library.
         """
         if self._quiet:
             yield
@@ -190,9 +179,9 @@ class Console:
 
     @contextmanager
     def progress(self, description: str, total: float | None, unit: str) -> Iterator[Progress]:
-        """Show how far a long piece of work is: a bar on a terminal, elsewhere a line every few seconds.
+        """Show the progress of long work: a bar on a terminal, elsewhere a line every few seconds.
 
-        `total` may be None (not known). `unit` is a plural ("documents"), or "bytes". A closing line with the amount
+        `total`: None where it is unknown. `unit`: a plural ("documents"), or "bytes". A closing line with the amount
         and the rate is printed and logged unless the work raises.
         """
         shown = None if self._quiet else self._display
@@ -232,8 +221,8 @@ class Console:
         description = _plain(description)
         self._show(lambda display: display.progress(self._printable(description), share, self._printable(figures)))
 
-    def _show(self, action: Callable[[_Display], None]) -> None:
-        """Do `action` on the display; once the stream is gone, do nothing, since a run outlives its spectator."""
+    def _show(self, action: Callable[[PlainDisplay | TerminalDisplay], None]) -> None:
+        """Do `action` on the display; nothing once the stream is closed, since a run outlives its terminal."""
         with self._lock:
             if self._display is None:
                 return
@@ -253,7 +242,7 @@ class Console:
 
 
 class QuietConsole(Console):
-    """For the processes of a run that do not speak: rank 0 does."""
+    """For the ranks other than 0: prints and logs nothing."""
 
     def __init__(self) -> None:
         super().__init__(stream=io.StringIO())
@@ -267,12 +256,12 @@ class QuietConsole(Console):
     def _record(self, text: str) -> None:
         pass
 
-    def _show(self, action: Callable[[_Display], None]) -> None:
+    def _show(self, action: Callable[[PlainDisplay | TerminalDisplay], None]) -> None:
         pass
 
 
 class Progress:
-    """How far a piece of work is. `description`, `total` and `done` may be set at any time."""
+    """The progress of a piece of work. `description`, `total` and `done` may be set at any time."""
 
     def __init__(
         self,
@@ -321,12 +310,12 @@ class Progress:
         return f"{value / 1e6:,.1f}" if self._unit == "bytes" else f"{value:,.0f}"
 
 
-def _make_display(stream: TextIO | None) -> _Display | None:
+def _make_display(stream: TextIO | None) -> PlainDisplay | TerminalDisplay | None:
     """None where there is nothing to print on (pythonw has no sys.stdout)."""
     if stream is None:
         return None
     if os.environ.get("TERM") in ("dumb", "unknown") or not stream.isatty():
-        return _PlainDisplay(stream)
+        return PlainDisplay(stream)
     from gptlab.runtime.records.terminal import TerminalDisplay  # rich takes 60 ms to import: only where it draws
 
     return TerminalDisplay(stream)

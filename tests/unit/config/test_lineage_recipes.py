@@ -21,7 +21,7 @@ from torch import nn
 
 import gptlab
 from gptlab.app.run_request import TrainArguments
-from gptlab.bench.plan import Plan, make_plan
+from gptlab.bench.plan import RunPlan, make_plan
 from gptlab.cli.arguments.run_arguments import read_request, recipe_list
 from gptlab.config.errors import ConfigError, UserError
 from gptlab.config.horizon import Horizon, share_of_run
@@ -236,7 +236,7 @@ def steps(amount: int) -> Horizon:
     return Horizon(amount=amount, unit="steps")
 
 
-def plan(config: RunConfig) -> Plan:
+def plan(config: RunConfig) -> RunPlan:
     """The plan with a BPE or byte vocabulary of the size asked for."""
     return make_plan(config, dtype=torch.bfloat16, peak=Peak(1e15, "table"))
 

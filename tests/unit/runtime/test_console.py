@@ -124,7 +124,7 @@ def test_work_of_unknown_length_moves_on_a_terminal(terminal: FakeTerminal, tmp_
 
 
 def test_and_in_a_pipe_says_how_long_it_has_been(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(console_module._PlainDisplay, "progress_seconds", 0.02)
+    monkeypatch.setattr(console_module.PlainDisplay, "progress_seconds", 0.02)
     monkeypatch.setattr(console_module, "_BUSY_SECONDS", 0.02)
     stream = io.StringIO()
     with Console(tmp_path / "log.txt", stream=stream) as console:

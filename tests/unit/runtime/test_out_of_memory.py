@@ -182,7 +182,7 @@ class TestOtherCommands:
     def test_eval_and_sample(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         run = train(folder, "r", steps=2)
         with monkeypatch.context() as patch:
-            patch.setattr("gptlab.eval.bits_per_byte.evaluate", self.exhausted)
+            patch.setattr("gptlab.app.loaded_run.evaluate", self.exhausted)
             assert "--micro-sequences 2 instead of 4 gives the same numbers" in self.line_of(["eval", run])
             alone = self.line_of(["eval", run, "--micro-sequences", 1])
             assert "--micro-sequences" not in alone
