@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from gptlab.app.run_request import HORIZONS
 from gptlab.config.horizon import Horizon
-from gptlab.config.recipes import why_quickstart_size
 from gptlab.config.recipes.applied_scaling import applied_scaling
+from gptlab.config.recipes.quickstart import why_quickstart_size
 from gptlab.config.run import RunConfig
 from gptlab.config.scaling import Machine
 from gptlab.runtime.records.console import Console

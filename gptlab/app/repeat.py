@@ -14,8 +14,7 @@ from gptlab.app.run_request import RunRequest
 from gptlab.config.errors import ConfigError, UserError
 from gptlab.config.horizon import Horizon
 from gptlab.config.load import apply_overrides, config_from_json, flatten
-from gptlab.config.recipes import RECIPES
-from gptlab.config.recipes.own_arguments import recorded_arguments
+from gptlab.config.recipes import RECIPES, configure, recorded_arguments
 from gptlab.config.run import RunConfig
 from gptlab.config.scaling import Machine
 from gptlab.runtime.records.code_snapshot import PATCH_NAME, ZIP_NAME
@@ -66,26 +65,24 @@ def _from_recipe(config: RunConfig, request: RunRequest, recorded: Facts) -> Run
             "--depth", request.depth, f"the recipe {config.recipe!r} of that run is not one of this gptlab, so nothing "
             "says what follows from a depth; give --model.n-layer, and what else shall change"
         )  # fmt: skip
-    recipe = RECIPES[config.recipe]
     rate = recorded.get("training_flops_per_second")
     machine = Machine(
         device=str(recorded.get("device", "cpu")),
         flops_per_second=float(rate) if isinstance(rate, int | float) else None,
     )
     horizon = Horizon(amount=config.horizon.amount, unit=config.horizon.unit)
-    given = recorded_arguments(config, recipe)
-    before = recipe(depth=config.model.n_layer, horizon=horizon, machine=machine, **given)
+    given = recorded_arguments(config)
+    before = configure(config.recipe, depth=config.model.n_layer, horizon=horizon, machine=machine, own=given)
     own, of_recipe = flatten(asdict(config)), flatten(asdict(before))
     changed = {name: value for name, value in own.items() if value != of_recipe[name]}
-    return apply_overrides(
-        recipe(
-            depth=config.model.n_layer if request.depth is None else request.depth,
-            horizon=None if "target_param_data_ratio" in request.recipe_arguments else horizon,
-            machine=machine,
-            **(given | dict(request.recipe_arguments)),
-        ),
-        changed,
+    after = configure(
+        config.recipe,
+        depth=config.model.n_layer if request.depth is None else request.depth,
+        horizon=None if "target_param_data_ratio" in request.recipe_arguments else horizon,
+        machine=machine,
+        own=given | dict(request.recipe_arguments),
     )
+    return apply_overrides(after, changed)
 
 
 def require_trained(run: RunDirectory) -> None:

@@ -19,8 +19,7 @@ from gptlab.config.load import (
     load_toml,
     unknown_field,
 )
-from gptlab.config.recipes import RECIPES
-from gptlab.config.recipes.own_arguments import own_arguments, recorded_arguments
+from gptlab.config.recipes import OWN_TYPES, RECIPES, configure, own_arguments, recorded_arguments
 from gptlab.config.run import Compile, DType, RunConfig
 from gptlab.config.scaling import Machine
 
@@ -131,7 +130,7 @@ class RunRequest:
         self.require_own_arguments(name)
 
         def recipe(depth: int | None, machine: Machine | None) -> RunConfig:
-            return RECIPES[name](depth=depth, horizon=self.horizon, machine=machine, **self.recipe_arguments)
+            return configure(name, depth=depth, horizon=self.horizon, machine=machine, own=self.recipe_arguments)
 
         # Recipes are pure and cheap: one that gives the same for machines a billion times apart needs no measurement.
         slow, fast = (recipe(self.depth, Machine(device="cpu", flops_per_second=flops)) for flops in (1e9, 1e18))
@@ -151,11 +150,11 @@ class RunRequest:
 
     def require_own_arguments(self, recipe: str) -> None:
         """UserError for an argument of another recipe, and for two that both give the length."""
-        own = own_arguments(RECIPES[recipe]) if recipe in RECIPES else {}
+        own = own_arguments(recipe)
         for name in self.recipe_arguments:
             if name not in own:
                 flag, instead = f"--{name.replace('_', '-')}", answer(name)
-                theirs = [other for other, call in RECIPES.items() if name in own_arguments(call)]
+                theirs = [other for other in RECIPES if name in own_arguments(other)]
                 raise UserError(f"{flag} is an argument of {' and '.join(theirs)}, not of {recipe}; here: {instead}")
         if self.horizon is not None and "target_param_data_ratio" in self.recipe_arguments:
             other = f"--{self.horizon.unit.replace('_', '-')}"
@@ -186,8 +185,7 @@ class RunRequest:
         if not self.recipe_arguments:
             return []
         self.require_own_arguments(stored.recipe)
-        recipe = RECIPES[stored.recipe]
-        theirs = {name: one.default for name, one in own_arguments(recipe).items()} | recorded_arguments(stored, recipe)
+        theirs = {**own_arguments(stored.recipe), **recorded_arguments(stored)}
         return [f"{name}: {theirs[name]} vs {v}" for name, v in self.recipe_arguments.items() if theirs[name] != v]
 
 
@@ -216,7 +214,7 @@ def sized_by_measurement(
 
 def request_from_values(recipe: str | None, values: Mapping[str, Any]) -> RunRequest:
     """The request that a Python caller makes by {name: value}, with groups of fields nested as in a TOML file."""
-    names = argument_types(TrainArguments) | recipes_own_types()
+    names = argument_types(TrainArguments) | OWN_TYPES
     leaves = flatten({name: _plain(value) for name, value in values.items()})
     return request_of(recipe, {name: _checked(name, value, names) for name, value in leaves.items()})
 
@@ -255,11 +253,6 @@ def argument_types(arguments: type[RunArguments]) -> dict[str, Any]:
     return fields
 
 
-def recipes_own_types() -> dict[str, Any]:
-    """{argument's name: its type}, of the arguments that recipes have of their own."""
-    return {name: one.annotation for call in RECIPES.values() for name, one in own_arguments(call).items()}
-
-
 def _merge(recipe: str | None, file: Mapping[str, Any], flags: Mapping[str, Any]) -> RunRequest:
     """Flags over a file. A --depth or --minutes among the flags replaces the file's fields that mean the same."""
     overrides = _overrides(file)
@@ -272,7 +265,7 @@ def _merge(recipe: str | None, file: Mapping[str, Any], flags: Mapping[str, Any]
         horizon = flag_horizon
         overrides.pop("horizon.amount", None)
         overrides.pop("horizon.unit", None)
-    common, of_recipes = argument_types(RunArguments), recipes_own_types()
+    common = argument_types(RunArguments)
     both = {**file, **flags}
     return RunRequest(
         recipe=recipe,
@@ -283,8 +276,8 @@ def _merge(recipe: str | None, file: Mapping[str, Any], flags: Mapping[str, Any]
         resume_from_step=flags.get("resume_from_step"),
         from_run=flags.get("from"),
         list_recipes=flags.get("list", False),
-        recipe_arguments={name: value for name, value in both.items() if name in of_recipes},
-        options={name: value for name, value in flags.items() if name not in common and name not in of_recipes},
+        recipe_arguments={name: value for name, value in both.items() if name in OWN_TYPES},
+        options={name: value for name, value in flags.items() if name not in common and name not in OWN_TYPES},
     )
 
 
@@ -313,7 +306,7 @@ def _horizon(given: Mapping[str, Any]) -> Horizon | None:
 
 
 def _read_file(path: str) -> dict[str, Any]:
-    names, values = argument_types(RunArguments) | recipes_own_types(), dict[str, Any]()
+    names, values = argument_types(RunArguments) | OWN_TYPES, dict[str, Any]()
     try:
         for name, value in load_toml(path).items():
             values[name] = _checked(name, value, names)

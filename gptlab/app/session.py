@@ -13,8 +13,7 @@ from gptlab.app.loaded_run import Start, load_start_weights, require_tokenizer
 from gptlab.app.own_parts import NO_PARTS, OwnParts
 from gptlab.app.ranks import rank_0_first, require_same_mode
 from gptlab.config.errors import ConfigError, UserError
-from gptlab.config.parallel import EXACT_WORLD_SIZES, ParallelConfig
-from gptlab.config.run import RunConfig
+from gptlab.config.run import EXACT_WORLD_SIZES, ParallelConfig, RunConfig
 from gptlab.data.corpus.core_bundle import core_folder
 from gptlab.data.prepare import PreparedData, prepare
 from gptlab.data.rows import RowSource, make_rows, validation_rows

@@ -16,14 +16,14 @@ LongDocuments = Literal["cut", "crop"]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizerConfig:
     kind: TokenizerKind = "bpe"
-    """bpe (byte-level, trained on the corpus) | gpt2 (GPT-2's 50,257 entries) | char (the characters that occur) | byte
-    (the 256 bytes)."""
+    """bpe (byte-level, trained on the corpus) | gpt2 (GPT-2's 50,257 entries) | char (the characters of the corpus) |
+    byte (the 256 bytes)."""
     vocab_size: int = 4096
     """Entries of a bpe tokenizer, special tokens included."""
     max_digits: int = 2
-    """The most digits that the split pattern lets into one token."""
+    """Maximum digits in one token."""
     train_bytes: int = 100_000_000
-    """Bytes of training text (UTF-8) that a bpe tokenizer is trained on, at most."""
+    """Maximum bytes of training text (UTF-8) that a bpe tokenizer is trained on."""
     path: str | None = None
     """A folder with a tokenizer.json to use instead of training one."""
 
@@ -40,13 +40,13 @@ class TokenizerConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataConfig:
     source: tuple[str, ...] = ("stdlib",)
-    """Corpora, read one after the other: `stdlib`, a file (.txt .jsonl .parquet), a folder, a glob, a corpus by name
-    (`gptlab data list`) or hub:OWNER/NAME. Or tokens: a nanoGPT folder (train.bin, val.bin), llm.c shards (.bin)."""
+    """Corpora, read in this order: `stdlib`, a file (.txt .jsonl .parquet), a folder, a glob, a named corpus (`gptlab
+    data list`) or hub:OWNER/NAME. Or tokens: a nanoGPT folder (train.bin, val.bin), llm.c shards (.bin)."""
     val_source: tuple[str, ...] = ()
-    """Corpora (or token shards) to validate on. None given: the files that the lineage of a corpus by name fixes
-    (NAME:val); where there are none, `split` holds out a part of `source`."""
+    """Corpora (or token shards) to validate on. Empty: the validation files that belong to a named corpus (NAME:val);
+    where there are none, `split` holds out a part of `source`."""
     hub_files: int | None = None
-    """Files of a corpus from the hub to use, at most, in the order of their names. None: as many as its entry says."""
+    """Maximum files of a corpus from the hub to use, in the order of their names. None: as many as its entry says."""
     text_column: str = "text"
     """The column (Parquet) or key (JSONL) that holds the text."""
     split: Split = "hash"
@@ -54,15 +54,15 @@ class DataConfig:
     val_fraction: float = 0.05
     """Share of the corpus held out: of documents (hash) or of characters (tail)."""
     rows: Rows = "packed"
-    """packed: rows start with BOS and hold whole documents, best-fit | sequential: contiguous chunks | random: uniform
+    """packed: rows start with BOS and hold documents, packed best-fit | sequential: contiguous chunks | random: uniform
     windows."""
     long_documents: LongDocuments = "cut"
-    """packed rows: cut long documents into row-sized pieces, every token is trained on | crop: nanochat's and
-    autoresearch's rows, in their order whatever the seed: the overhang is thrown away."""
+    """For packed rows. cut: long documents are cut into pieces, and every token is trained on | crop: the overhang is
+    dropped, as in nanochat's and autoresearch's rows, in their order whatever the seed."""
     pack_buffer_documents: int = 1000
-    """packed rows: documents among which the best fit is looked for (nanochat's and autoresearch's loader: 1000)."""
+    """For packed rows: documents among which the best fit is chosen (nanochat, autoresearch: 1000)."""
     cache_dir: str | None = None
-    """Where prepared tokens are kept. None: $GPTLAB_CACHE, or the user's cache folder."""
+    """Folder of prepared tokens. None: $GPTLAB_CACHE, or the user's cache folder."""
 
     def __post_init__(self) -> None:
         require(len(self.source) > 0, "data.source", self.source, "name at least one corpus", "stdlib")

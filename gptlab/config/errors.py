@@ -1,4 +1,4 @@
-"""The one exception a user can cause. It becomes one line on stderr and exit code 2; everything else is a bug."""
+"""UserError: one line on stderr and exit code 2. Any other exception that reaches the user is a bug."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class UserError(Exception):
 
 
 class ConfigError(UserError):
-    """A configuration that cannot be: names the field, its value, the reason, and the nearest valid choice."""
+    """An invalid configuration: names the field, its value, the reason, and the nearest valid choice."""
 
     def __init__(self, field: str, value: object, reason: str, nearest: object = None) -> None:
         self.field = field
@@ -32,8 +32,8 @@ class ConfigError(UserError):
 
 @contextmanager
 def paths_of_the_user() -> Iterator[None]:
-    """Within, a path that no file system takes, or that this user may not follow, is a UserError wherever it is found
-    out: every command has options that are paths, and every look at one may raise this."""
+    """Turns errors about a path that is too long, loops or may not be read into a UserError, wherever they are raised:
+    every command has options that are paths."""
     try:
         yield
     except OSError as error:
@@ -43,9 +43,9 @@ def paths_of_the_user() -> Iterator[None]:
 
 
 def one_line(error: BaseException) -> str:
-    """The message as a terminal may show it: a single line of bounded length, without control characters.
+    """The message as a single line of bounded length, without control characters.
 
-    Parts of it may come from a file that was refused, and such a file shall neither fill nor steer the terminal.
+    Parts of it may come from an untrusted file, which must neither fill nor control the terminal.
     """
     text = " ".join(str(error)[: 2 * MAX_MESSAGE_CHARACTERS].split())
     text = "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)
@@ -58,8 +58,8 @@ def _shown(value: object) -> str:
 
 
 def nearest_name(word: str, choices: Iterable[str]) -> str | None:
-    """The choice that looks most like `word`, or None where nothing comes close."""
-    # What a file calls its columns may be endless, and comparing takes the product of the lengths.
+    """The choice most similar to `word`; None if none is similar."""
+    # Names in an untrusted file may be very long, and comparing takes time in the product of the lengths.
     if len(word) > MAX_NAME_CHARACTERS:
         return None
     names = [choice for choice in itertools.islice(choices, MAX_NAMES) if len(choice) <= MAX_NAME_CHARACTERS]

@@ -1,4 +1,4 @@
-"""How long a run trains: an amount with its unit, never a -1 that means "some other flag decides"."""
+"""How long a run trains: an amount with its unit."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from gptlab.config.errors import ConfigError, require_choice, require_positive
+from gptlab.config.errors import ConfigError, require_choice
 
 HorizonUnit = Literal["steps", "tokens", "flops", "tokens_per_param", "seconds"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Horizon:
-    """The end of a run, and the denominator of its progress (0 at the start, 1 at the end)."""
+    """The length of a run. Its progress is 0 at the start and 1 at the end."""
 
     amount: float = 180.0
-    """How much of `unit` to train for."""
+    """How many of `unit` to train for."""
     unit: HorizonUnit = "seconds"
     """steps | tokens | flops | tokens_per_param (per matrix and head parameter) | seconds (on the training clock)."""
     until_val_loss: float | None = None
-    """Stop at the first evaluation with a validation loss (nats/token) at or below this; `amount` stays the cap."""
+    """Stop at the first evaluation whose validation loss (nats/token) is at or below this. `amount` stays the limit."""
 
     def __post_init__(self) -> None:
         require_choice("horizon.unit", self.unit, get_args(HorizonUnit))
@@ -32,8 +32,8 @@ class Horizon:
     def total_steps(self, *, tokens_per_step: int, flops_per_token: float, scaling_params: int) -> int | None:
         """Optimizer steps in the whole run; None when only the clock knows.
 
-        As in nanochat, token-like units round down (`target_tokens // total_batch_size`) and FLOPs round to nearest; a
-        horizon shorter than one step is refused rather than rounded to nothing.
+        As in nanochat, tokens are rounded down (`target_tokens // total_batch_size`) and FLOPs to the nearest step. A
+        horizon shorter than one step is refused.
         """
         if self.unit == "seconds":
             return None
@@ -58,19 +58,19 @@ class Horizon:
         return text if self.until_val_loss is None else f"validation loss {self.until_val_loss:g}, at most {text}"
 
 
-def chosen_horizon(horizon: Horizon | None, minutes: float | None, default: Horizon) -> Horizon:
-    """What a recipe's caller asks for: minutes of the training clock before a horizon, and that before the recipe's."""
-    if minutes is not None:
-        require_positive("minutes", minutes)
-        return Horizon(amount=60.0 * minutes, unit="seconds")
-    return horizon or default
+def steps(number: int) -> Horizon:
+    return Horizon(amount=number, unit="steps")
 
 
-def share_of_run(steps: int, horizon: Horizon, of_steps: int) -> float:
-    """The share of a run that `steps` steps are, where the source counts a phase in steps of a run of `of_steps`.
+def minutes(amount: float) -> Horizon:
+    return Horizon(amount=60.0 * amount, unit="seconds")
 
-    Another number of steps leaves the phase as many steps long, as the source's flags do. A horizon in another unit, or
-    too short for the phase, leaves it the same share of the run.
+
+def share_of_run(phase_steps: int, horizon: Horizon, of_steps: int) -> float:
+    """The share of a run that a phase of `phase_steps` steps takes; its source counts it in a run of `of_steps` steps.
+
+    With a horizon in steps the phase keeps its number of steps, as with the source's flags. With a horizon in another
+    unit, or one shorter than the phase, it keeps its share of the run.
     """
     total = int(horizon.amount) if horizon.unit == "steps" else 0
-    return steps / (total if total >= steps else of_steps)
+    return phase_steps / (total if total >= phase_steps else of_steps)

@@ -1,4 +1,4 @@
-"""Configurations to and from JSON, TOML and single overrides; every wrong name, type and value is refused by name."""
+"""Configurations to and from JSON, TOML and overrides. A wrong name, type or value is refused by its name."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from gptlab.config.run import RunConfig
 T = TypeVar("T")
 
 SCHEMA_VERSION = 1
-"""Raised whenever a file written before can no longer be read as it stands."""
+"""Incremented when older files can no longer be read unchanged."""
 MAX_TOML_BYTES = 1 << 14
-"""All fields of a run take 4 kB. tomllib's time grows with the square of the dots in a name."""
+"""All fields of a run take 4 kB. tomllib takes time in the square of the dots in a name."""
 MAX_INT = 2**63 - 1
-"""No amount is larger, and larger ones overflow wherever they meet a float or a tensor."""
+"""Larger amounts overflow in floats and tensors."""
 
 _MAY_HOLD_NUL = ("sample.prompts", "prompt")
-"""Texts that a model continues. Others end in paths or messages, where nothing takes a NUL."""
+"""Texts that a model continues. Other texts become paths or messages, which cannot contain a NUL."""
 
 _LATER = ("parallel", "recipe_arguments", "eval.at_end", "runtime.coordinate_descent_tuning", "runtime.allocator")
-"""Fields, and groups of them, that files of version 1 need not have: their defaults are what there was before."""
+"""Fields, and groups of fields, that older files of version 1 lack. Their defaults are the earlier behavior."""
 
 
 def config_to_json(config: RunConfig) -> dict[str, Any]:
@@ -51,23 +51,23 @@ def config_from_json(values: object) -> RunConfig:
     if "model" in values:
         values = values | {"model": with_later_model_fields(values["model"])}
     leaves = flatten({name: value for name, value in values.items() if name != "schema_version"})
-    # A run that was begun before a field was there has what the field now defaults to.
+    # A run from before a field existed has the field's default.
     defaults = flatten(config_to_json(RunConfig()))
     later = tuple(name for name in _LATER if name not in values)  # of a group all its fields, or none
     leaves = {name: value for name, value in defaults.items() if name.startswith(later)} | leaves
     missing = [name for name in leaf_fields(RunConfig) if name not in leaves]
     if missing and not (unknown := [name for name in leaves if name not in leaf_fields(RunConfig)]):
         raise UserError(f"the configuration lacks {', '.join(missing)}: the file is incomplete")
-    if missing:  # A renamed field shows up on both sides; the name that is there is the one to correct.
+    if missing:  # A misspelled field is both missing and unknown; the unknown name is the one to correct.
         raise unknown_field(unknown[0], leaves[unknown[0]])
     return apply_overrides(RunConfig(), leaves)
 
 
 def with_later_model_fields(model: Any) -> Any:
-    """The fields of a model as JSON has them, completed if they were written before `rmsnorm_eps` was one of them.
+    """The fields of a model from JSON, completed if they were written before `rmsnorm_eps` existed.
 
-    Eps was 1e-6 then, and a window that was not given was half the context, the token itself included. Anything else is
-    returned as it is.
+    Eps was 1e-6 then, and the default window was half the context, the token itself included. Anything else is returned
+    unchanged.
     """
     if not isinstance(model, dict) or "rmsnorm_eps" in model:
         return model
@@ -80,22 +80,22 @@ def with_later_model_fields(model: Any) -> Any:
 
 
 def load_toml(path: str | Path) -> dict[str, Any]:
-    """A TOML file as {dotted name: value}; names may be written with dashes. The names are checked by the caller."""
+    """A TOML file as {dotted name: value}. Names may have dashes; the caller checks them."""
     try:
         return flatten(tomllib.loads(read_plain(Path(path), MAX_TOML_BYTES).decode("utf-8")))
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror or error}") from error
     except RecursionError:
-        raise UserError(f"{path} is no configuration: nested too deep") from None
+        raise UserError(f"{path} is not a configuration: nested too deep") from None
     except ValueError as error:  # no TOML, no UTF-8, an integer of thousands of digits
         raise UserError(f"{path} is not TOML: {error}") from error
 
 
 def apply_overrides(config: RunConfig, overrides: Mapping[str, Any]) -> RunConfig:
-    """`config` with {"model.n_layer": 6, ...} put in.
+    """`config` with {"model.n_layer": 6, ...} replaced.
 
-    Each dataclass is built once, from the innermost out, with all its new values at hand: no check ever sees a
-    combination that was not asked for (a new width beside the old number of heads).
+    Each dataclass is built once, from the innermost out, with all its new values. So no check sees a combination that
+    was not asked for (a new width with the old number of heads).
     """
     fields = leaf_fields(RunConfig)
     checked = {}
@@ -107,7 +107,7 @@ def apply_overrides(config: RunConfig, overrides: Mapping[str, Any]) -> RunConfi
 
 
 def rebuild(value: T, overrides: Mapping[str, Any], prefix: str = "") -> T:
-    """A frozen dataclass with {dotted name: checked value} put in; `prefix` is where it stands, for errors."""
+    """A frozen dataclass with {dotted name: checked value} replaced. `prefix`: its dotted name, for errors."""
     own: dict[str, Any] = {}
     inner: dict[str, dict[str, Any]] = {}
     for name, new in overrides.items():
@@ -121,7 +121,7 @@ def rebuild(value: T, overrides: Mapping[str, Any], prefix: str = "") -> T:
     try:
         return dataclasses.replace(value, **own)  # type: ignore[type-var]
     except ConfigError as error:
-        # A dataclass used in several places (AdamWConfig) cannot know its own place; here it is known.
+        # A dataclass that is used several times (AdamWConfig) does not know its dotted name.
         field = error.field.rpartition(".")[2]
         if not hasattr(value, field):
             raise
@@ -129,7 +129,7 @@ def rebuild(value: T, overrides: Mapping[str, Any], prefix: str = "") -> T:
 
 
 def differences(a: RunConfig, b: RunConfig) -> list[str]:
-    """What sets two configurations apart, one line a field: "model.n_layer: 4 vs 6"."""
+    """The fields in which two configurations differ, one line each: "model.n_layer: 4 vs 6"."""
     left, right = flatten(dataclasses.asdict(a)), flatten(dataclasses.asdict(b))
     return [f"{name}: {left[name]!r} vs {right[name]!r}" for name in left if left[name] != right[name]]
 
@@ -160,7 +160,7 @@ def leaf_fields(cls: type) -> dict[str, Any]:
 
 
 def unknown_field(name: str, value: object, also: Iterable[str] = ()) -> ConfigError:
-    """The error for a name that no field has, with the closest that there is (`also`: short forms)."""
+    """The error for an unknown name, with the most similar known one (`also`: names beside the fields)."""
     names = [*also, *leaf_fields(RunConfig)]
     inside = [known for known in names if known.startswith(f"{name}.")]
     if inside:
@@ -171,7 +171,8 @@ def unknown_field(name: str, value: object, also: Iterable[str] = ()) -> ConfigE
 
 
 def checked_value(annotation: Any, value: Any, field: str) -> Any:
-    """`value` as the field holds it (a list becomes a tuple, 3 a 3.0 where a float is meant), or a ConfigError."""
+    """`value` as the field stores it (a list becomes a tuple, 3 becomes 3.0 for a float); ConfigError for a wrong
+    type."""
     leaf, optional = bare(annotation)
     if value is None and optional:
         return None
@@ -196,7 +197,8 @@ def checked_value(annotation: Any, value: Any, field: str) -> Any:
 
 
 def value_from_text(annotation: Any, text: str, field: str) -> Any:
-    """One word of a command line as the field holds it (a tuple of one); None and True in any case, 1e6 for an int."""
+    """A word of a command line as the field stores it (a tuple of one). None and True in any case; 1e6 is an
+    integer."""
     leaf, optional = bare(annotation)
     if optional and text.lower() == "none":
         return None
@@ -221,7 +223,7 @@ def bare(annotation: Any) -> tuple[Any, bool]:
 
 
 def wanted(annotation: Any) -> str:
-    """What a field accepts, in words."""
+    """The values that a field accepts, in words."""
     leaf, optional = bare(annotation)
     plain = {bool: "True or False", int: "a whole number", float: "a number", str: "a text", Path: "a path"}
     if get_origin(leaf) is Literal:
@@ -232,7 +234,7 @@ def wanted(annotation: Any) -> str:
 
 
 def _number(kind: type[int] | type[float], text: str) -> int | float | str:
-    """1e6 and 3.0 are whole numbers too; anything else comes back as it is, for the type check to refuse."""
+    """1e6 and 3.0 count as whole numbers. Other texts are returned unchanged, for the type check to refuse."""
     try:
         return kind(text)
     except ValueError:

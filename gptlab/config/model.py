@@ -1,7 +1,8 @@
-"""What the network is. Every difference between the four lineages is one field here, so that it can be ablated."""
+"""The network's configuration. Every difference between the four lineages is one field, so that it can be ablated."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -16,8 +17,8 @@ _MOST = {
     "n_layer": 10_000, "n_embd": 2**20, "n_head": 2**20, "n_kv_head": 2**20, "seq_len": 2**30, "vocab_size": 2**31 - 1,
     "vocab_multiple": 2**31 - 1, "mlp_ratio": 1024,
 }  # fmt: skip
-"""An order of magnitude beyond what anybody has built. A file with more is no model: what follows from such numbers
-takes hours to find out, or does not fit an integer of 64 bits."""
+"""Limits an order of magnitude above any model ever built. In an untrusted file, larger numbers would cost hours of
+computing or overflow 64-bit integers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,30 +28,29 @@ class ModelConfig:
     n_embd: int = 256
     """Width of the residual stream (channels)."""
     n_head: int = 4
-    """Query heads; must divide n_embd."""
+    """Query heads. Must divide n_embd."""
     n_kv_head: int | None = None
-    """Key and value heads (grouped-query attention); must divide n_head. None: as many as n_head."""
+    """Key and value heads (grouped-query attention). Must divide n_head. None: n_head."""
     seq_len: int = 512
     """Context length in tokens; also the length of a training row."""
     vocab_size: int | None = None
-    """Entries that the tokenizer has. None: taken from the tokenizer when the data is ready."""
+    """Entries of the tokenizer. None: taken from the tokenizer when the data is ready."""
     vocab_multiple: int = 64
     """The embedding and head tables are padded to a multiple of this; padding never appears in the logits."""
     mlp_ratio: float = 4.0
-    """Hidden width of the MLP over n_embd."""
+    """Hidden width of the MLP divided by n_embd."""
     norm: Norm = "rmsnorm"
     """rmsnorm (weightless) | layernorm (with weight, and bias where `bias`)."""
     rmsnorm_eps: float = 2**-23
-    """Added to the mean square under the root of every RMSNorm. 2^-23 = 1.19e-7, float32's machine epsilon, is what
-    PyTorch adds in float32, bfloat16 and float16 where nothing is given (autoresearch, nanochat); modded-nanogpt's
-    record has 1e-6."""
+    """Added to the mean square under the root of every RMSNorm. 2^-23 = 1.19e-7, float32's machine epsilon, is
+    PyTorch's default in float32, bfloat16 and float16 (autoresearch, nanochat). modded-nanogpt's record has 1e-6."""
     position: Position = "rope"
     """rope | learned (absolute table of seq_len rows)."""
     rope_base: float = 10_000.0
     """Base of the rotary frequencies."""
     activation: Activation = "relu2"
-    """relu2 (ReLU squared, Primer, arXiv:2109.08668) | gelu (exact, erf) | gelu_tanh (its approximation by tanh, with
-    which OpenAI trained GPT-2)."""
+    """relu2 (squared ReLU, Primer, arXiv:2109.08668) | gelu (exact, erf) | gelu_tanh (the approximation with which
+    OpenAI trained GPT-2)."""
     bias: bool = False
     """Biases in linear layers and LayerNorm."""
     dropout: float = 0.0
@@ -60,14 +60,15 @@ class ModelConfig:
     qk_norm: bool = True
     """Normalize queries and keys per head after the rotation."""
     window_pattern: str = "L"
-    """One letter a layer, tiled: L sees the whole context, S a sliding window. The last layer always sees all."""
+    """One letter per layer, tiled: L attends to the whole context, S to a sliding window. The last layer is always
+    L."""
     window_tokens: int | None = None
-    """Tokens an S layer sees, itself included. None: half the context before it, and itself (autoresearch, nanochat:
-    FlashAttention's window_size = (seq_len // 2, 0) counts keys to the left)."""
+    """Tokens that an S layer attends to, itself included. None: itself and half the context before it (autoresearch,
+    nanochat: FlashAttention's window_size = (seq_len // 2, 0) counts keys to the left)."""
     value_embeddings: bool = True
-    """A second embedding table added to the values of every other layer (the last one included), gated per head."""
+    """Add a second embedding table to the values of every other layer (the last one included), gated per head."""
     residual_lambdas: bool = True
-    """Learned scalars a layer: x = residual_lambda * x + x0_lambda * x0 (x0: the normalized embedding)."""
+    """Two learned scalars per layer: x = residual_lambda * x + x0_lambda * x0 (x0: the normalized embedding)."""
     embedding_norm: bool = True
     """Normalize right after the embedding."""
     logit_softcap: float | None = 15.0
@@ -76,8 +77,8 @@ class ModelConfig:
     """Constant on the attention branch (modded-nanogpt: 1/sqrt(2 n_layer)). None: 1."""
     init: Init = "nanochat"
     """nanochat: uniform matrices of std 1/sqrt(width), zero projections, embedding std 1 | gpt2: normal 0.02, and
-    0.02/sqrt(2 n_layer) on projections into the residual stream | torch: what nn.Linear and nn.Embedding draw, uniform
-    in 1/sqrt(inputs) and normal 1 (modded-nanogpt)."""
+    0.02/sqrt(2 n_layer) on projections into the residual stream | torch: PyTorch's defaults, uniform in 1/sqrt(inputs)
+    for nn.Linear and normal 1 for nn.Embedding (modded-nanogpt)."""
 
     def __post_init__(self) -> None:
         for name in ("n_layer", "n_embd", "n_head", "n_kv_head", "seq_len", "vocab_size", "vocab_multiple",
@@ -137,11 +138,11 @@ class ModelConfig:
 
     @property
     def short_window(self) -> int:
-        """Tokens that an S layer sees, itself included."""
+        """Tokens that an S layer attends to, itself included."""
         return self.seq_len // 2 + 1 if self.window_tokens is None else self.window_tokens
 
     def layer_windows(self) -> tuple[int | None, ...]:
-        """Tokens that each layer sees (itself included), or None for the whole context; the last layer sees all."""
+        """Tokens that each layer attends to (itself included); None for the whole context, as in the last layer."""
         short = self.short_window
         letters = [self.window_pattern[i % len(self.window_pattern)] for i in range(self.n_layer)]
         letters[-1] = "L"
@@ -154,3 +155,35 @@ class ModelConfig:
 
 def _nearest_divisor(whole: int, wanted: int) -> int:
     return min((d for d in range(1, whole + 1) if whole % d == 0), key=lambda d: abs(d - wanted))
+
+
+def _gpt2(n_layer: int, n_embd: int) -> ModelConfig:
+    """Heads are 64 wide in all four. They have biases and GELU by tanh; nanoGPT's own runs have neither."""
+    return ModelConfig(
+        n_layer=n_layer,
+        n_embd=n_embd,
+        n_head=n_embd // 64,
+        seq_len=1024,
+        vocab_size=50257,
+        vocab_multiple=64,
+        norm="layernorm",
+        position="learned",
+        activation="gelu_tanh",
+        bias=True,
+        tied_head=True,
+        qk_norm=False,
+        value_embeddings=False,
+        residual_lambdas=False,
+        embedding_norm=False,
+        logit_softcap=None,
+        init="gpt2",
+    )
+
+
+GPT2_SIZES: Mapping[str, ModelConfig] = {
+    "gpt2": _gpt2(12, 768),  # 124M parameters
+    "gpt2-medium": _gpt2(24, 1024),  # 355M
+    "gpt2-large": _gpt2(36, 1280),  # 774M
+    "gpt2-xl": _gpt2(48, 1600),  # 1558M
+}
+"""The shapes of OpenAI's four GPT-2 models, by their names on the Hugging Face hub."""

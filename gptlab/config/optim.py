@@ -1,4 +1,4 @@
-"""How weights change: one setting per parameter role, schedules as functions of progress."""
+"""Optimizers: settings for each parameter role, and schedules as functions of progress."""
 
 from __future__ import annotations
 
@@ -62,10 +62,10 @@ class MuonConfig:
     weight_decay: float = 0.2
     """Decay at the start of the run, multiplied by the learning rate; see ScheduleConfig.weight_decay_final."""
     cautious_decay: bool = True
-    """Decay only entries whose update and weight have the same sign (arXiv:2510.12402)."""
+    """Decay only entries whose update has the sign of their weight (arXiv:2510.12402)."""
     scaled_decay: bool = False
-    """Multiply the decay by the update scale too, as the code of nanochat and autoresearch does: twice for the MLP's
-    first matrix, nothing for the others. Off: the rate times the decay for all, as torch.optim.Muon."""
+    """Also multiply the decay by the update scale, as the code of nanochat and autoresearch does: it doubles the decay
+    of the MLP's first matrix and changes no other. Off: learning rate times decay for all, as in torch.optim.Muon."""
     split_qkv: bool = True
     """Orthogonalize query, key and value separately where they are one fused matrix."""
 
@@ -120,21 +120,21 @@ class OptimConfig:
     """Defaults: nanochat's numbers, tuned there at 2^19 tokens a step and width 768."""
 
     matrix_optimizer: MatrixOptimizer = "muon"
-    """What updates matrices inside the blocks: muon | adamw (then `matrix` holds its settings)."""
+    """Optimizer of the matrices inside the blocks: muon | adamw (with the settings of `matrix`)."""
     muon: MuonConfig = field(default_factory=MuonConfig)
     matrix: AdamWConfig = field(default_factory=lambda: _adamw(0.001))
     embedding: AdamWConfig = field(default_factory=lambda: _adamw(0.3))
     """Token and position tables."""
     value_embedding: AdamWConfig = field(default_factory=lambda: _adamw(0.3))
     head: AdamWConfig = field(default_factory=lambda: _adamw(0.004))
-    """Output head, where it is not tied to the embedding."""
+    """Output head, unless tied to the embedding."""
     residual_lambda: AdamWConfig = field(default_factory=lambda: _adamw(0.005))
-    """nanochat trains these at a hundredth of the x0 lambdas' rate: they multiply in every layer."""
+    """A hundredth of the x0 lambdas' rate (nanochat): they multiply in every layer."""
     x0_lambda: AdamWConfig = field(default_factory=lambda: _adamw(0.5, beta1=0.96))
     vector: AdamWConfig = field(default_factory=lambda: _adamw(0.004))
     """Norm weights and biases."""
     grad_clip: float | None = None
-    """Largest global gradient norm. None: no clipping (the norm is logged all the same)."""
+    """Maximum global gradient norm. None: no clipping (the norm is still logged)."""
 
     def __post_init__(self) -> None:
         require_choice("optim.matrix_optimizer", self.matrix_optimizer, get_args(MatrixOptimizer))

@@ -1,9 +1,8 @@
-"""Files that a stranger may have made: opened only where they are files, read only as far as such a file can be long.
+"""Untrusted files: only regular files are opened, and only up to a maximum size.
 
-A name may stand for a pipe that nobody writes to, or for a device that never ends: opening the one, or reading the
-other, would take forever. So a file is opened without waiting, and asked what it is before anything of it is read.
-Links are followed, for the Hugging Face cache is made of them; what they lead to is only read, and only where it is a
-file. Everything here raises OSError, whose `strerror` says why.
+A path may be a pipe that nobody writes to, or a device that never ends; opening the one or reading the other would take
+forever. So a file is opened without blocking, and its type is checked before it is read. Symbolic links are followed,
+since the Hugging Face cache consists of them. Everything here raises OSError, whose `strerror` gives the reason.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ _FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 
 
 def open_plain(path: Path) -> BufferedReader:
-    """`path.open("rb")` for files; OSError for folders, pipes, sockets and devices, at once."""
+    """`path.open("rb")` for regular files; OSError for folders, pipes, sockets and devices, without blocking."""
     descriptor = os.open(path, _FLAGS)
     try:
         _require_file(os.fstat(descriptor), path)
@@ -29,12 +28,12 @@ def open_plain(path: Path) -> BufferedReader:
 
 
 def require_plain(path: Path) -> None:
-    """OSError unless the path leads to a file. For libraries that open it themselves."""
+    """OSError unless the path is a regular file. For libraries that open it themselves."""
     _require_file(os.stat(path), path)
 
 
 def read_plain(path: Path, max_bytes: int) -> bytes:
-    """The content of a file of at most `max_bytes`; OSError for a larger one, of which nothing is read."""
+    """The content of a file of at most `max_bytes`; OSError for a larger one, which is not read."""
     with open_plain(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > max_bytes:

@@ -1,4 +1,4 @@
-"""Parameter roles: all that the optimizer knows of the model, and all that the model knows of the optimizer."""
+"""Parameter roles connect model and optimizer, which know nothing else of each other."""
 
 from __future__ import annotations
 

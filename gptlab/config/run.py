@@ -1,4 +1,4 @@
-"""A whole run as one frozen value. What is not in here is not a choice."""
+"""A whole run as one frozen value. Everything that a user can choose is a field of it."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ from typing import Literal, get_args
 
 from gptlab.config.data import DataConfig, TokenizerConfig
 from gptlab.config.errors import ConfigError, require, require_choice, require_positive
-from gptlab.config.faults import FaultsConfig
 from gptlab.config.horizon import Horizon
 from gptlab.config.model import ModelConfig
 from gptlab.config.optim import OptimConfig, ScheduleConfig
-from gptlab.config.parallel import ParallelConfig
 
 DType = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 Compile = Literal["auto", "on", "off"]
 OnSaveFailure = Literal["stop", "continue"]
+ParallelMode = Literal["data", "sharded"]
+
+EXACT_WORLD_SIZES = (1, 2, 4, 8)
+"""Numbers of processes that `exact_any_world_size` supports: those that halve down to one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,29 +35,29 @@ class BatchConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalConfig:
     every_steps: int | None = None
-    """Validate every so many steps, and at the end. None: not by steps."""
+    """Validate every N steps, and at the end. None: not by steps."""
     every_seconds: float | None = None
-    """Validate every so many seconds of the training clock, and at the end. None: not by time."""
+    """Validate every X seconds of the training clock, and at the end. None: not by time."""
     at_start: bool = True
-    """Validate before the first step too, in a run that validates at all."""
+    """Also validate before the first step, in a run that validates at all."""
     at_end: bool = True
-    """Validate at the end also where neither every_steps nor every_seconds is given. False: such a run never validates
+    """Validate at the end even where neither every_steps nor every_seconds is given. False: such a run never validates
     (nanochat's --eval-every -1)."""
     only: bool = False
-    """Validate the weights as they are, and end without training (nanoGPT's eval_only)."""
+    """Validate the initial weights and end without training (nanoGPT's eval_only)."""
     tokens: int | None = None
-    """Target tokens of the validation set, at most; always the same ones. None: the whole set."""
+    """Maximum target tokens of the validation set; always the same ones. None: the whole set."""
     train_tokens: int | None = None
-    """Target tokens of the training text, at most and always the same ones, whose loss is measured beside the
-    validation loss, without dropout (nanoGPT's train loss). None: not measured."""
+    """Target tokens of the training text, always the same ones, on which the training loss is measured at each
+    validation, without dropout (nanoGPT's train loss). None: not measured."""
     micro_sequences: int | None = None
-    """Rows in one evaluation pass. None: as in training. Changes the speed, not the result."""
+    """Rows in one evaluation pass. None: as in training. It changes the speed, not the result."""
     core_every_steps: int | None = None
-    """Measure CORE (DCLM, arXiv:2406.11794) every so many steps, and at the end. None: never. Without the evaluation
-    bundle, a run that was not told where it is goes on without CORE, and says so."""
+    """Measure CORE (DCLM, arXiv:2406.11794) every N steps, and at the end. None: never. Where core_dir is not given and
+    there is no evaluation bundle in the cache, the run warns and continues without CORE."""
     core_examples: int | None = 500
-    """Examples of each CORE task, at most; always the same ones (nanochat: 500). None: all. Worked examples come from
-    among them, so another number is another test."""
+    """Maximum examples of each CORE task; always the same ones (nanochat: 500). None: all. The worked examples are
+    drawn from them, so results with another number are not comparable."""
     core_dir: str | None = None
     """Folder of the DCLM evaluation bundle (core.yaml, eval_meta_data.csv, eval_data/). None: CACHE/core."""
 
@@ -75,15 +77,15 @@ class SampleConfig:
     prompts: tuple[str, ...] = ()
     """Texts to continue. None given: those of `from_validation`."""
     from_validation: int = 0
-    """Prompts to take from the validation text where none are given. 0 and none given: no samples."""
+    """Prompts to take from the validation text where `prompts` is empty. 0, with no prompts: no samples."""
     every_steps: int | None = None
-    """Sample every so many steps. None: only at the end."""
+    """Sample every N steps. None: only at the end."""
     max_tokens: int = 128
     """Tokens to generate for each prompt."""
     temperature: float = 0.8
-    """0: the likeliest token every time (greedy)."""
+    """Softmax temperature. 0: always the likeliest token (greedy)."""
     top_k: int | None = 50
-    """Draw among so many likeliest tokens. None: all."""
+    """Sample from the N likeliest tokens. None: all."""
 
     def __post_init__(self) -> None:
         require(self.from_validation >= 0, "sample.from_validation", self.from_validation, "must not be negative", 0)
@@ -96,23 +98,23 @@ class SampleConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointConfig:
     every_steps: int | None = None
-    """Save every so many steps. None: not by steps. A run always ends with a checkpoint."""
+    """Save every N steps. None: not by steps. A run always ends with a checkpoint."""
     every_seconds: float | None = None
-    """Save every so many seconds of the training clock. None: not by time."""
+    """Save every X seconds of the training clock. None: not by time."""
     keep_last: int = 2
-    """Newest checkpoints to keep; two, since the newest may be the one a crash damaged."""
+    """Newest checkpoints to keep. Two, since a crash may have damaged the newest."""
     keep_every_steps: int | None = None
-    """Keep each checkpoint whose step is a multiple of this for good. None: none."""
+    """Never remove a checkpoint whose step is a multiple of this. None: no such steps."""
     keep_best: bool = True
     """Keep the checkpoint with the lowest validation loss."""
     save_best: bool = False
-    """Save whenever a validation is the best so far (nanoGPT)."""
+    """Save after each validation with the lowest loss so far (nanoGPT)."""
     background: bool = True
-    """Save while training goes on, from a copy of the state in host memory. False: training waits for every save. The
-    last checkpoint, and one that a signal asks for, are always waited for."""
+    """Save asynchronously, from a copy of the state in host memory. False: training waits for every save. It always
+    waits for the last checkpoint and for one that a signal asks for."""
     on_failure: OnSaveFailure = "stop"
-    """When a save fails (disk full): stop with a clear error | continue with a warning, except for a run's last one.
-    Older ones stay either way. Of a save in the background it is known with the next step."""
+    """When a save fails (disk full): stop with an error | continue with a warning, except for a run's last checkpoint.
+    Older checkpoints are kept either way. The failure of a background save is noticed at the next step."""
 
     def __post_init__(self) -> None:
         for name in ("every_steps", "every_seconds", "keep_last", "keep_every_steps"):
@@ -121,29 +123,80 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FaultsConfig:
+    """How many broken steps a run tolerates, and whether it rewinds after a loss spike."""
+
+    max_skipped_in_a_row: int = 3
+    """Maximum consecutive skipped updates (non-finite loss or gradient) before the run fails with exit code 3. 0: the
+    first such step fails it."""
+    max_skipped: int | None = None
+    """Maximum skipped updates in the whole run. None: no limit."""
+    spike_factor: float | None = None
+    """A training loss above this many times the median of the last losses is a spike: the run rewinds to its last good
+    checkpoint and continues with the data after the spike. None: never."""
+    spike_window: int = 128
+    """Losses in that median. Until there are that many, nothing is a spike."""
+    max_rewinds: int = 10
+    """Maximum rewinds. The next spike fails the run with exit code 3."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_skipped_in_a_row", "max_skipped", "max_rewinds"):
+            value = getattr(self, name)
+            require(value is None or value >= 0, f"faults.{name}", value, "must not be negative", 0)
+        require_positive("faults.spike_window", self.spike_window)
+        require(
+            self.spike_factor is None or self.spike_factor > 1, "faults.spike_factor", self.spike_factor,
+            "must be greater than 1, or every step would be a spike", 2.0,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelConfig:
+    """How several processes share the work of one run."""
+
+    mode: ParallelMode = "data"
+    """data: replicated weights, sharded optimizer | sharded: weights, gradients and optimizer are sharded, and each
+    layer is gathered when it computes. One process holds everything either way."""
+    exact_any_world_size: bool = False
+    """Deterministic reduction: gradients are added in an order that does not depend on the number of processes (1, 2, 4
+    or 8), so that weights and losses are the same bits for each, even if it changes in mid-run. It costs time and
+    memory."""
+
+    def __post_init__(self) -> None:
+        require_choice("parallel.mode", self.mode, get_args(ParallelMode))
+        require(
+            not (self.exact_any_world_size and self.mode == "sharded"),
+            "parallel.exact_any_world_size",
+            self.exact_any_world_size,
+            'parallel.mode = "sharded" adds gradients in an order that depends on the number of processes: use "data"',
+            False,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RuntimeConfig:
     device: str = "auto"
-    """auto (cuda, mps, cpu: the first there is) | cpu | cuda | cuda:N | mps."""
+    """auto (the first available of cuda, mps, cpu) | cpu | cuda | cuda:N | mps."""
     dtype: DType = "auto"
-    """Type of activations and matrix products; weights are float32. auto: bfloat16 where the hardware has it."""
+    """Type of activations and matrix products; weights are float32. auto: bfloat16 where the hardware supports it."""
     compile: Compile = "auto"
-    """torch.compile: auto (on where a compiler is found) | on | off."""
+    """torch.compile: auto (on where there is a compiler) | on | off."""
     coordinate_descent_tuning: bool = False
-    """Let torch.compile tune its GPU kernels further, block size by block size (the speedrun): minutes more to compile,
-    no effect on a CPU."""
+    """Let torch.compile tune the block sizes of its GPU kernels (the speedrun). Compilation takes minutes longer; no
+    effect on a CPU."""
     allocator: str | None = None
-    """Settings of the GPU memory allocator, as $PYTORCH_ALLOC_CONF takes them (expandable_segments:True); that variable
-    goes first. None: torch's own."""
+    """Settings of the GPU memory allocator, in the form of $PYTORCH_ALLOC_CONF (expandable_segments:True), which takes
+    precedence. None: PyTorch's defaults."""
     threads: int | None = None
-    """CPU threads for computation. None: one a physical core; with parallel.exact_any_world_size those of the run's
-    first start from then on."""
+    """CPU threads for computation. None: one per physical core. With parallel.exact_any_world_size, a resumed run keeps
+    the number of its first start."""
     log_every_steps: int = 1
-    """Write a training line every so many steps."""
+    """Write a training line every N steps."""
     max_loss: float = 100.0
-    """A training loss above this (nats/token) ends the run with exit code 3 (autoresearch: 100)."""
+    """A training loss above this (nats/token) fails the run with exit code 3 (autoresearch: 100)."""
     process_timeout_seconds: float = 600.0
-    """With several processes: one that keeps the others waiting for so long is taken for lost, and the run ends with
-    exit code 3. More than the slowest sample takes, which rank 0 makes while the others wait."""
+    """With several processes: a process that keeps the others waiting this long is considered lost, and the run fails
+    with exit code 3. It must exceed the time of the slowest sample, which rank 0 draws while the others wait."""
 
     def __post_init__(self) -> None:
         kinds = ("auto", "cpu", "cuda", "mps")
@@ -162,16 +215,16 @@ class RuntimeConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
     recipe: str = "custom"
-    """The recipe that this configuration came from."""
+    """The recipe that made this configuration."""
     run_dir: str | None = None
     """Folder of the run. None: runs/RECIPE-DATE-TIME."""
     seed: int = 1337
-    """Seeds weights, data order, dropout and samples."""
+    """Random seed of weights, data order, dropout and samples."""
     init_from: str | None = None
-    """Weights to begin with: a folder of a run, or of a GPT-2 or exported model as transformers keeps it, or the name
-    of one of OpenAI's (gpt2, gpt2-medium, gpt2-large, gpt2-xl). None: drawn from the seed."""
+    """Weights to start from: a run folder, a folder of transformers with a GPT-2 or an exported model, or one of
+    OpenAI's names (gpt2, gpt2-medium, gpt2-large, gpt2-xl). None: random, from the seed."""
     recipe_arguments: tuple[str, ...] = ()
-    """Arguments of the recipe's own that were given, each as NAME=VALUE (JSON); the recipe writes it."""
+    """The recipe's own arguments that were given, each as NAME=VALUE (JSON). Written by the recipe."""
     model: ModelConfig = field(default_factory=ModelConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -203,7 +256,7 @@ class RunConfig:
             raise ConfigError(
                 "faults.spike_factor",
                 self.faults.spike_factor,
-                "a run that saves nothing before its end has nothing to go back to: give checkpoint.every_steps too",
+                "a run that saves nothing before its end cannot rewind: give checkpoint.every_steps too",
             )
         if self.horizon.until_val_loss is not None and not self.eval.validates:
             reason = "a run that never validates cannot stop at a validation loss: give eval.every_steps too"
@@ -213,8 +266,7 @@ class RunConfig:
             raise ConfigError(
                 "parallel.exact_any_world_size",
                 True,
-                "a run that is measured in seconds follows its clock, which is another one every time: give its length "
-                "in steps or tokens",
+                "a length in seconds follows the clock, which differs each time: give the length in steps or tokens",
             )
 
     @property

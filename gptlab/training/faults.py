@@ -14,8 +14,7 @@ from typing import Any, Literal, Self
 
 from torch import nn
 
-from gptlab.config.faults import FaultsConfig
-from gptlab.config.run import RunConfig
+from gptlab.config.run import FaultsConfig, RunConfig
 from gptlab.training.watchdog import TrainingFailed, check_loss
 
 

@@ -12,10 +12,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from gptlab.config.errors import UserError
-from gptlab.config.faults import FaultsConfig
 from gptlab.config.model import ModelConfig
 from gptlab.config.roles import Role
-from gptlab.config.run import RunConfig
+from gptlab.config.run import FaultsConfig, RunConfig
 from gptlab.data.loader import Loader
 from gptlab.data.rows import RowSource
 from gptlab.model.gpt import GPT, build_model

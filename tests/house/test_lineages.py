@@ -18,17 +18,14 @@ from mutations.mutation import file_of_test
 
 from gptlab.app.run_request import TrainArguments
 from gptlab.config.load import leaf_fields
-from gptlab.config.recipes import RECIPES
-from gptlab.config.recipes.own_arguments import own_arguments
+from gptlab.config.recipes import OWN_TYPES, RECIPES
 from gptlab.config.run import RunConfig
 from gptlab.data.corpus.known_corpora import named_source
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "lineages.md").read_text(encoding="utf-8")
 DOCUMENTS = ("nanoGPT's training loop", "How nanoGPT's train.py works", "modded-nanogpt", "autoresearch", "nanochat")
-FIELDS = {*leaf_fields(RunConfig), *(field.name for field in fields(TrainArguments)), "from", "data"} | {
-    name for recipe in RECIPES.values() for name in own_arguments(recipe)
-}
+FIELDS = {*leaf_fields(RunConfig), *(field.name for field in fields(TrainArguments)), "from", "data"} | set(OWN_TYPES)
 
 Row = tuple[str, str, str]
 

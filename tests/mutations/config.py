@@ -16,7 +16,7 @@ MUTATIONS = [
         ["AdamW with a decayed and an undecayed group"],
     ),
     Mutation(
-        "nanoGPT starts from nanochat's weights", "config/gpt2_sizes.py",
+        "nanoGPT starts from nanochat's weights", "config/model.py",
         'init="gpt2"', 'init="nanochat"',
         [DOCUMENTS],
         ["`init_from='scratch'` builds a GPT"],
@@ -28,7 +28,7 @@ MUTATIONS = [
         ["The learning rate is worked out"],
     ),
     Mutation(
-        "GPT-2 XL has 25 heads of another width", "config/gpt2_sizes.py",
+        "GPT-2 XL has 25 heads of another width", "config/model.py",
         '"gpt2-xl": _gpt2(48, 1600)', '"gpt2-xl": _gpt2(36, 1600)',
         ["test_init_from.py::TestNames::test_shapes_are_known_without_the_weights"],
         ["Sizes d12, d24, d36, d48"],
@@ -105,10 +105,7 @@ MUTATIONS = [
     ),
     Mutation(
         "autoresearch has a vocabulary of 32768", "config/recipes/autoresearch.py",
-        "head_dim=128, vocab_size=8192, seq_len=2048)\n    return RunConfig(\n        recipe=\"autoresearch\",\n"
-        "        model=model,\n        tokenizer=TokenizerConfig(kind=\"bpe\", vocab_size=8192",
-        "head_dim=128, vocab_size=8192, seq_len=2048)\n    return RunConfig(\n        recipe=\"autoresearch\",\n"
-        "        model=model,\n        tokenizer=TokenizerConfig(kind=\"bpe\", vocab_size=32768",
+        "VOCAB_SIZE = 8192", "VOCAB_SIZE = 32768",
         [DOCUMENTS, "test_lineage_recipes.py::TestNumbers::test_parameters_of_the_publications"],
         ["50.3M parameters at depth 8"],
     ),
@@ -122,8 +119,8 @@ MUTATIONS = [
     # --- nanochat
     Mutation(
         "nanochat's head and embedding have each other's rate", "config/recipes/nanochat.py",
-        "        embedding_lr=embedding_lr,\n        head_lr=head_lr,\n        scalar_lr=scalar_lr,",
-        "        embedding_lr=head_lr,\n        head_lr=embedding_lr,\n        scalar_lr=scalar_lr,",
+        "        embedding_lr=own.embedding_lr,\n        head_lr=own.unembedding_lr,",
+        "        embedding_lr=own.unembedding_lr,\n        head_lr=own.embedding_lr,",
         [DOCUMENTS, OWN_ARGUMENTS],
         ["`--embedding-lr` 0.3"],
     ),
@@ -136,8 +133,7 @@ MUTATIONS = [
     ),
     Mutation(
         "nanochat's aspect ratio is always 64", "config/recipes/nanochat.py",
-        "model = model_for_depth(depth, aspect=aspect_ratio, head_dim=head_dim,",
-        "model = model_for_depth(depth, aspect=64, head_dim=head_dim,",
+        'shape = {"aspect": own.aspect_ratio, "head_dim"', 'shape = {"aspect": 64, "head_dim"',
         [OWN_ARGUMENTS],
         ["`--aspect-ratio`, `--head-dim`"],
     ),

@@ -19,8 +19,7 @@ from torch import Tensor
 
 import gptlab
 from gptlab.app.session import open_session
-from gptlab.config.faults import FaultsConfig
-from gptlab.config.run import CheckpointConfig, RunConfig, RuntimeConfig
+from gptlab.config.run import CheckpointConfig, FaultsConfig, RunConfig, RuntimeConfig
 from gptlab.data.loader import StepBatch
 from gptlab.data.packing import IGNORED
 from gptlab.optim.clip import clip_gradients

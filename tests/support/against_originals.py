@@ -51,7 +51,7 @@ from torch import Tensor, nn
 
 from gptlab.config.horizon import Horizon
 from gptlab.config.load import apply_overrides
-from gptlab.config.recipes import RECIPES, tiny
+from gptlab.config.recipes import RECIPES, configure, tiny
 from gptlab.config.recipes.nanochat import tiny_model
 from gptlab.config.run import BatchConfig, RunConfig
 from gptlab.data.loader import Loader, StepBatch
@@ -421,9 +421,8 @@ def recipe_of(lineage: str) -> RunConfig:
     shape = {"aspect": WIDTH // DEPTH, "head_dim": HEAD_DIM}
     if lineage == "nanochat":
         with mock.patch.multiple(tiny, SEQ_LEN=SEQ_LEN, BATCH=batch):
-            config = RECIPES["nanochat-tiny"](
-                horizon=steps, aspect_ratio=shape["aspect"], head_dim=HEAD_DIM, total_batch_size=TOKENS
-            )
+            own = {"aspect_ratio": shape["aspect"], "head_dim": HEAD_DIM, "total_batch_size": TOKENS}
+            config = configure("nanochat-tiny", horizon=steps, own=own)
     elif lineage == "autoresearch":
         module = sys.modules["gptlab.config.recipes.autoresearch"]
         smaller = mock.patch.object(module, "tiny_model", partial(tiny_model, **shape))

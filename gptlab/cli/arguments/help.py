@@ -1,4 +1,4 @@
-"""--help: every argument with its type, text and default, read from the dataclasses, in 80 columns."""
+"""--help: every argument with its type, text and default, from the dataclasses, in 80 columns."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def option(name: str, annotation: Any) -> str:
 
 
 def placeholder(annotation: Any) -> str:
-    """What stands for a value of this type: N (whole), X (real), TEXT, or the choices."""
+    """The placeholder of a value of this type: N (whole), X (real), TEXT, or the choices."""
     leaf, _ = bare(annotation)
     if get_origin(leaf) is Literal:
         return "|".join(get_args(leaf))
@@ -51,7 +51,7 @@ def placeholder(annotation: Any) -> str:
 
 
 def default_text(value: object) -> str:
-    """A default as it would be typed; empty where there is none (the text then says what is done)."""
+    """A default as it would be typed; empty for none (the text then says what happens)."""
     if value is None or value is MISSING or value == ():
         return ""
     if isinstance(value, bool):
@@ -62,7 +62,7 @@ def default_text(value: object) -> str:
 
 
 def entry(left: str, text: str, default: str = "") -> list[str]:
-    """An argument on one line, its default beside it where that fits, and its text below."""
+    """An argument with its default on one line where that fits, and its text below."""
     shown = f" [{default}]" if default else ""
     head = [f"  {left}{shown}"]
     if len(head[0]) > WIDTH:
@@ -77,7 +77,7 @@ def wrapped(text: str, indent: int = 0) -> list[str]:
 
 
 def field_docs(cls: type) -> dict[str, str]:
-    """{dotted name: the string below the field}, as `leaf_fields` names them."""
+    """{dotted name: docstring of the field}, with the names of `leaf_fields`."""
     docs: dict[str, str] = {}
     own = _own_docs(cls)
     for name, annotation in get_type_hints(cls, include_extras=True).items():
@@ -98,7 +98,7 @@ def _own_docs(cls: type) -> Mapping[str, str]:
 
 
 def _written_docs(cls: type) -> dict[str, str]:
-    """Python keeps no string below a field: read from the source, and none where there is no source."""
+    """Python does not keep docstrings of fields, so they are read from the source; none where there is no source."""
     try:
         tree = ast.parse(inspect.getsource(sys.modules[cls.__module__]))
     except (OSError, TypeError, KeyError):

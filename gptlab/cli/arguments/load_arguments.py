@@ -1,4 +1,4 @@
-"""Which trained weights a command works on, and where: the arguments that eval, sample and others have in common."""
+"""Arguments that eval, sample and others share: which trained weights to load, and on which device."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class LoadArguments:
     """Type of activations and matrix products. None: as in the run's configuration."""
 
     def load(self, console: Console, group: Group) -> LoadedRun:
-        """The run that is meant; see `load_run`. UserError where ranks of `group` were given different arguments."""
+        """The named run; see `load_run`. UserError if the ranks of `group` were given different arguments."""
         everybody = group.gather("arguments", repr(self))
         if group.is_main and (unlike := [rank for rank, one in enumerate(everybody) if one != everybody[0]]):
-            raise UserError(f"rank {unlike[0]} was given other arguments than rank 0: start all of them alike")
+            raise UserError(f"rank {unlike[0]} was given other arguments than rank 0: start all ranks alike")
         from gptlab.app.loaded_run import load_run
 
         return load_run(

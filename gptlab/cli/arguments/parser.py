@@ -1,8 +1,7 @@
 """Command lines to frozen dataclasses; every mistake is one line.
 
-A run's fields come from a recipe, a TOML file and flags, and are checked once all three are known; a value in a file
-and one on the command line are refused by the same words. The surface is that of tyro, and a test compares the two:
-`--model.n-layer 6`, `--model.bias` and `--model.no-bias`, `--data.source A B`, None.
+The syntax is that of tyro, and a test compares the two: `--model.n-layer 6`, `--model.bias` and `--model.no-bias`,
+`--data.source A B`, None.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ T = TypeVar("T")
 
 _POSITIONAL = "positional"
 Positional = Annotated[T, _POSITIONAL]
-"""Marks a field that is given without its name."""
+"""Marks a field that is given by its position."""
 
 TRUTH_WORDS = ("true", "false", "on", "off")
-"""What may follow a boolean flag; without one of them the flag stands alone and means True."""
+"""Values of a boolean flag. Without one of them, the flag means True."""
 
 
 def parse(cls: type[T], argv: Sequence[str], *, prog: str, description: str) -> T:
-    """`cls` filled from a command line; fields marked `Positional` are taken in their order.
+    """`cls` from a command line. UserError, one line, for an unknown, missing or malformed argument.
 
-    UserError, one line, for an unknown, missing or malformed argument. --help prints and ends with SystemExit(0).
+    --help prints the help and raises SystemExit(0).
     """
     fields = leaf_fields(cls)
     positionals = [name for name, annotation in fields.items() if _is_positional(annotation)]
@@ -49,8 +48,8 @@ def read_words(
 ) -> dict[str, Any]:
     """{field: value} of what was given: `--field value`, `--field=value`, `--flag`, `--no-flag`, and `positionals`.
 
-    A tuple takes every word up to the next flag, and more when its flag is repeated; of other fields the last one
-    given counts. `implied` holds the word that a flag without a value stands for. Underscores pass for dashes.
+    A tuple takes every word up to the next flag, and more when its flag is repeated; for other fields, the last one
+    counts. `implied` has the value of a flag that is given without one. Underscores are read as dashes.
     """
     unknown = unknown or (lambda name, value: _unknown(name, [n for n in fields if n not in positionals]))
     values: dict[str, Any] = {}
@@ -72,17 +71,17 @@ def read_words(
         else:
             given = [inline] if has_inline else _take(words, fields[name], (implied or {}).get(name), name)
             _put(values, fields, name, given)
-    _place(values, fields, positionals, loose)
+    _assign_loose(values, fields, positionals, loose)
     return values
 
 
 def _is_flag(word: str) -> bool:
-    """A dash and a letter; -1 and - are values."""
+    """A flag is a dash and a letter; -1 and - are values."""
     return re.match(r"--?[A-Za-z]", word) is not None
 
 
 def _take(words: list[str], annotation: Any, implied: str | None, name: str) -> list[str]:
-    """Remove from `words` those that belong to a flag of this type."""
+    """Remove the values of a flag of this type from `words`."""
     leaf, _ = bare(annotation)
     count = next((i for i, word in enumerate(words) if _is_flag(word)), len(words))
     if get_origin(leaf) is not tuple:
@@ -106,8 +105,10 @@ def _put(values: dict[str, Any], fields: Mapping[str, Any], name: str, given: Se
         values[name] += value_from_text(fields[name], word, name)
 
 
-def _place(values: dict[str, Any], fields: Mapping[str, Any], positionals: Sequence[str], loose: list[str]) -> None:
-    """Give the words without a flag to the positional fields, in order; a tuple takes all that are left."""
+def _assign_loose(
+    values: dict[str, Any], fields: Mapping[str, Any], positionals: Sequence[str], loose: list[str]
+) -> None:
+    """Assign the words without a flag to the positional fields, in order; a tuple takes all that are left."""
     for name in positionals:
         if not loose:
             return
@@ -128,13 +129,11 @@ def _is_positional(annotation: Any) -> bool:
     return get_origin(annotation) is Annotated and _POSITIONAL in get_args(annotation)[1:]
 
 
-def _build(cls: type[T], values: Mapping[str, Any], prog: str) -> T:
-    own = {name: value for name, value in values.items() if "." not in name}
+def _build(cls: type[T], values: dict[str, Any], prog: str) -> T:
+    required = {}
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]
-        inner = {n.partition(".")[2]: v for n, v in values.items() if n.startswith(f"{field.name}.")}
-        if inner and field.default_factory is not dataclasses.MISSING:
-            own[field.name] = rebuild(field.default_factory(), inner, f"{field.name}.")
-        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-        if required and field.name not in own:
-            raise UserError(f"{prog} needs {field.name.upper().replace('_', '-')} (see {prog} --help)")
-    return cls(**own)
+        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            if field.name not in values:
+                raise UserError(f"{prog} needs {field.name.upper().replace('_', '-')} (see {prog} --help)")
+            required[field.name] = values.pop(field.name)
+    return rebuild(cls(**required), values)

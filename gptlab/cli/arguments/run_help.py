@@ -1,4 +1,4 @@
-"""--help of the commands that take a run: what people change on one page, everything else by section or --help-all."""
+"""--help of the commands that take a run: one page of what people change; the rest by section or with --help-all."""
 
 from __future__ import annotations
 
@@ -7,21 +7,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_origin
 
-from gptlab.cli.arguments.help import default_text, entry, option, wrapped
+from gptlab.app.run_request import ALIASES, DEFAULT_RECIPE, GIVEN_NAMES, RunArguments, argument_types
+from gptlab.cli.arguments.help import default_text, entry, field_docs, option, wrapped
 from gptlab.config.errors import UserError, nearest_name
 from gptlab.config.foreign_names import answer
 from gptlab.config.load import bare, flatten
-from gptlab.config.recipes import Recipe
-from gptlab.config.recipes.own_arguments import own_arguments
+from gptlab.config.recipes import OWN_TYPES, RECIPES, configure, own_arguments
+from gptlab.config.recipes.nanochat import NanochatArguments
 from gptlab.config.scaling import Machine
 
 HELP_FLAGS = ("-h", "--help", "--help-all")
 
 SIZED = "sized"
-"""Stands for a default that follows from the machine's speed."""
+"""Shown for a default that follows from the machine's speed."""
 
 _UNDER_HELP = ("list",)
-"""Of a command's own names, those that another line of the page mentions."""
+"""Names of a command's own that another line of the page mentions."""
 
 _COLUMN = 32
 _LONGEST_DEFAULT = 24
@@ -39,7 +40,7 @@ _COMMON: Mapping[str, Mapping[str, str]] = {
         "tokens": "tokens",
         "flops": "floating-point operations of training",
         "tokens_per_param": "tokens per matrix and head parameter",
-        "until_val_loss": "and end at this loss, if sooner (nats/token)",
+        "until_val_loss": "stop at this loss, if sooner (nats/token)",
     },
     "Model and optimizer": {
         "model.seq_len": "context length in tokens",
@@ -51,34 +52,46 @@ _COMMON: Mapping[str, Mapping[str, str]] = {
         "optim.embedding.lr": "learning rate of the tables (AdamW)",
     },
     "Along the way, and where": {
-        "eval.every_steps": "validate every so many steps",
-        "checkpoint.every_seconds": "save every so many seconds",
+        "eval.every_steps": "validate every N steps",
+        "checkpoint.every_seconds": "save every X seconds",
         "sample.prompts": "texts to continue",
         "run_dir": "folder of the run",
-        "seed": "seeds weights, data, dropout and samples",
+        "seed": "random seed of the whole run",
         "device": "one of auto, cpu, cuda, cuda:N, mps",
         "dtype": "one of auto, float32, bfloat16, float16",
         "compile": "use torch.compile: auto, on, off",
     },
 }
-"""What --help shows: {heading: {name: text}}; everything else is in the sections."""
+"""The page of --help: {heading: {name: text}}."""
+
+
+def show_help(argv: Sequence[str], arguments: type[RunArguments], *, prog: str, description: str) -> None:
+    """Print help with the defaults of the recipe that is named beside --help. Raises SystemExit(0)."""
+    recipe = next((word for word in argv if word in RECIPES), DEFAULT_RECIPE)
+    page = run_help(arguments, recipe, prog=prog, description=description)
+    topic = _asked_topic(argv)
+    if topic is not None:
+        print(page.about(topic))
+    else:
+        print(page.everything() if "--help-all" in argv else page.short())
+    raise SystemExit(0)
 
 
 @dataclass(frozen=True, slots=True)
 class RunHelp:
-    """All that the help of one command says: its arguments, and the defaults of one recipe."""
+    """The help of a command that takes a run, with the defaults of one recipe."""
 
     prog: str
     description: str
+    recipe: str
     kinds: Mapping[str, Any]
-    """{name: annotation} of everything that may be given."""
+    """{name: annotation} of every argument."""
     docs: Mapping[str, str]
     """{name: text}"""
     defaults: Mapping[str, str]
-    """{name: default as text}; nothing where there is none."""
-    own: Sequence[str]
+    """{name: default as text}; empty or missing for none."""
+    of_command: Sequence[str]
     """Names that only this command has."""
-    recipe: str
     of_recipe: Sequence[str]
     """Names that only this recipe has."""
 
@@ -99,7 +112,7 @@ class RunHelp:
         return "\n".join([*lines, *self._more()])
 
     def about(self, topic: str) -> str:
-        """The fields of a section, of a part of it (optim.muon), or of that name wherever it is (lr)."""
+        """The fields of a section, of a part of it (optim.muon), or of a name in any section (lr)."""
         wanted = topic.lstrip("-").replace("-", "_")
         names = self.sections.get(wanted) or [
             name for name in self.kinds if name == wanted or name.startswith(f"{wanted}.")
@@ -119,11 +132,11 @@ class RunHelp:
         if self.of_recipe:
             yield f"Only {self.recipe}", {name: self.docs.get(name, "") for name in self.of_recipe}
         for heading, texts in _COMMON.items():
-            of_command = {name: self.docs.get(name, "") for name in self.own if name not in _UNDER_HELP}
+            of_command = {name: self.docs.get(name, "") for name in self.of_command}
             yield heading, {**texts, **(of_command if heading == "What to train" else {})}
 
     def _row(self, name: str, text: str) -> list[str]:
-        """On one line, unless the name or the text is too long for it."""
+        """One line, unless the name or the text is too long."""
         default = self.defaults.get(name, "")
         text = text.partition(". ")[0].rstrip(".")
         text = text[:1].upper() + text[1:]
@@ -139,55 +152,39 @@ class RunHelp:
         return wrapped(f"{more} {', '.join(self.sections)}.")
 
 
-def help_of(
-    *,
-    prog: str,
-    description: str,
-    recipe: str,
-    call: Recipe,
-    kinds: Mapping[str, Any],
-    docs: Mapping[str, str],
-    aliases: Mapping[str, str],
-    own: Sequence[str],
-) -> RunHelp:
-    """The help of a command with the defaults of `recipe`, whose function `call` is.
-
-    `kinds` and `docs` are by the names that are given; `aliases` maps short forms to fields.
-    """
-    of_recipe = own_arguments(call)
-    defaults = _defaults(call, aliases) | {name: default_text(one.default) for name, one in of_recipe.items()}
+def run_help(arguments: type[RunArguments], recipe: str, *, prog: str, description: str) -> RunHelp:
+    kinds, common, of_recipe = argument_types(arguments), argument_types(RunArguments), own_arguments(recipe)
+    docs = {GIVEN_NAMES.get(name, name): text for name, text in field_docs(arguments).items()}
     return RunHelp(
         prog=prog,
-        description=description,
-        kinds=kinds,
-        docs=docs,
-        defaults=defaults,
-        own=own,
+        description=f"{description} Defaults in [ ]: {recipe}; `sized`: by machine.",
         recipe=recipe,
+        kinds=kinds | {name: OWN_TYPES[name] for name in of_recipe},
+        docs=docs | field_docs(NanochatArguments),
+        defaults=_defaults(recipe) | {name: default_text(value) for name, value in of_recipe.items()},
+        of_command=[name for name in kinds if name not in common and name not in _UNDER_HELP],
         of_recipe=list(of_recipe),
     )
 
 
-def asked_topic(argv: Sequence[str], recipes: Mapping[str, Recipe]) -> str | None:
-    """The word behind --help that says of what; None where none does."""
+def _asked_topic(argv: Sequence[str]) -> str | None:
+    """The word after --help that names a section or an argument; None if there is none."""
     for word, following in zip(argv, [*argv[1:], "-"], strict=True):
         flag, _, inline = word.partition("=")
         if flag in HELP_FLAGS:
             asked = inline or following
-            return None if asked.startswith("-") or asked in recipes or asked.endswith(".toml") else asked
+            return None if asked.startswith("-") or asked in RECIPES or asked.endswith(".toml") else asked
     return None
 
 
-def _defaults(call: Recipe, aliases: Mapping[str, str]) -> dict[str, str]:
-    """{name: default as text}, of short forms too."""
-    # Recipes are pure and cheap: what two machines a billion times apart get differently follows from the machine.
-    slow, fast = (
-        call(depth=None, horizon=None, machine=Machine(device="cpu", flops_per_second=flops)) for flops in (1e9, 1e18)
-    )
+def _defaults(recipe: str) -> dict[str, str]:
+    """{name: default as text}, short forms included."""
+    # Recipes are pure and cheap: what differs between two machines a billion times apart follows from the machine.
+    slow, fast = (configure(recipe, machine=Machine(device="cpu", flops_per_second=flops)) for flops in (1e9, 1e18))
     leaves, others = (flatten(dataclasses.asdict(config)) for config in (slow, fast))
     texts = {name: default_text(value) if value == others[name] else SIZED for name, value in leaves.items()}
     horizon = slow.horizon
-    short = {alias: texts[name] for alias, name in aliases.items()}
+    short = {alias: texts[name] for alias, name in ALIASES.items()}
     if horizon.unit == "seconds":
         short["minutes"] = default_text(horizon.amount / 60)
     else:
@@ -196,7 +193,7 @@ def _defaults(call: Recipe, aliases: Mapping[str, str]) -> dict[str, str]:
 
 
 def _short_option(name: str, annotation: Any) -> str:
-    """The page has no room for lists of choices, which the texts name, nor for `--no-...`."""
+    """The option without its list of choices, which the text names, and without `--no-...`: the page has no room."""
     leaf, _ = bare(annotation)
     if leaf is bool:
         return f"--{name.replace('_', '-')}"

@@ -1,17 +1,25 @@
-"""Named runs. A recipe is a function of a depth, a horizon and the machine that returns a whole RunConfig.
+"""Named runs. A recipe is a function of a depth and a horizon that returns a whole RunConfig.
 
-Depth and horizon are arguments, not fields, because other fields follow from them; every field of the result can
-still be overridden by its dotted name. How a depth is read is the recipe's: width, heads and rates follow it
+Depth and horizon are arguments, not fields, because other fields follow from them; every field of the result can still
+be overridden by its dotted name. What a depth means is the recipe's: width, heads and learning rates follow it
 (quickstart, shakespeare-char, autoresearch, nanochat), or it is the number of layers and nothing else (nanogpt,
-speedrun, whose sources have no such dial).
+speedrun, whose sources have no such dial). quickstart also takes the machine that it sizes itself to, and nanochat
+takes arguments of its own.
 """
 
 from __future__ import annotations
 
+import inspect
+import json
 from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from typing import Any, get_type_hints
 
+from gptlab.config.errors import ConfigError, UserError
+from gptlab.config.horizon import Horizon
+from gptlab.config.load import checked_value
 from gptlab.config.recipes.autoresearch import autoresearch, autoresearch_tiny
-from gptlab.config.recipes.nanochat import nanochat, nanochat_tiny
+from gptlab.config.recipes.nanochat import NanochatArguments, nanochat, nanochat_tiny
 from gptlab.config.recipes.nanogpt import (
     nanogpt_finetune,
     nanogpt_finetune_tiny,
@@ -22,13 +30,12 @@ from gptlab.config.recipes.nanogpt import (
     nanogpt_shakespeare_char_cpu_tiny,
     nanogpt_shakespeare_char_tiny,
 )
-from gptlab.config.recipes.quickstart import quickstart, shakespeare_char, why_quickstart_size
+from gptlab.config.recipes.quickstart import quickstart, shakespeare_char
 from gptlab.config.recipes.speedrun import speedrun_muon_2024_10, speedrun_muon_2024_10_tiny
 from gptlab.config.run import RunConfig
+from gptlab.config.scaling import Machine
 
-Recipe = Callable[..., RunConfig]
-
-RECIPES: Mapping[str, Recipe] = {
+RECIPES: Mapping[str, Callable[..., RunConfig]] = {
     "quickstart": quickstart,
     "shakespeare-char": shakespeare_char,
     "nanogpt/shakespeare-char": nanogpt_shakespeare_char,
@@ -47,24 +54,48 @@ RECIPES: Mapping[str, Recipe] = {
     "nanochat-tiny": nanochat_tiny,
 }
 
-__all__ = [
-    "RECIPES",
-    "Recipe",
-    "autoresearch",
-    "autoresearch_tiny",
-    "nanochat",
-    "nanochat_tiny",
-    "nanogpt_finetune",
-    "nanogpt_finetune_tiny",
-    "nanogpt_gpt2_124m",
-    "nanogpt_gpt2_124m_tiny",
-    "nanogpt_shakespeare_char",
-    "nanogpt_shakespeare_char_cpu",
-    "nanogpt_shakespeare_char_cpu_tiny",
-    "nanogpt_shakespeare_char_tiny",
-    "quickstart",
-    "shakespeare_char",
-    "speedrun_muon_2024_10",
-    "speedrun_muon_2024_10_tiny",
-    "why_quickstart_size",
-]
+
+def configure(
+    recipe: str,
+    *,
+    depth: int | None = None,
+    horizon: Horizon | None = None,
+    machine: Machine | None = None,
+    own: Mapping[str, Any] | None = None,
+) -> RunConfig:
+    """The configuration that the recipe of this name makes; it is passed what its signature asks for.
+
+    None leaves the recipe's default. `own` has arguments of its own that were given. A depth is refused where trained
+    weights decide it.
+    """
+    call = RECIPES[recipe]
+    takes = inspect.signature(call).parameters
+    if depth is not None and "depth" not in takes:
+        raise ConfigError("depth", depth, "the weights that a run begins with decide it: leave it out")
+    given = {"depth": depth, "horizon": horizon, "machine": machine}
+    if own:
+        given["own"] = replace(takes["own"].default, **own)
+    return call(**{name: value for name, value in given.items() if value is not None and name in takes})
+
+
+def own_arguments(recipe: str) -> Mapping[str, Any]:
+    """{name: default} of the arguments that only this recipe takes."""
+    own = inspect.signature(RECIPES[recipe]).parameters.get("own") if recipe in RECIPES else None
+    return {} if own is None else asdict(own.default)
+
+
+def recorded_arguments(config: RunConfig) -> dict[str, Any]:
+    """The arguments of its recipe's own that `config` notes, checked. UserError where they are none of the recipe's."""
+    types = {name: OWN_TYPES[name] for name in own_arguments(config.recipe)}
+    found = {}
+    for text in config.recipe_arguments:
+        name, _, value = text.partition("=")
+        try:
+            found[name] = checked_value(types[name], json.loads(value), name)
+        except (KeyError, ValueError):
+            raise UserError(f"recipe_arguments: {text!r} is no argument of {config.recipe}") from None
+    return found
+
+
+OWN_TYPES: dict[str, Any] = get_type_hints(NanochatArguments)
+"""{name: type} of the arguments that any recipe has of its own."""

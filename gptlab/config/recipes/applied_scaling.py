@@ -1,13 +1,12 @@
-"""Which of its rules a recipe's learning rates and decay have been through, for a person to read."""
+"""The scaling rules that a recipe applied to its learning rates and weight decay, for a person to read."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 
-from gptlab.config.recipes.autoresearch import autoresearch, autoresearch_tiny
-from gptlab.config.recipes.nanochat import WEIGHT_DECAY, nanochat, nanochat_tiny
-from gptlab.config.recipes.own_arguments import recorded_arguments
-from gptlab.config.recipes.quickstart import quickstart, quickstart_adamw_scale, shakespeare_char
+from gptlab.config.recipes import configure, recorded_arguments
+from gptlab.config.recipes.nanochat import FULL
+from gptlab.config.recipes.quickstart import quickstart_adamw_scale
 from gptlab.config.run import RunConfig
 from gptlab.config.scaling import (
     REFERENCE_BATCH_TOKENS,
@@ -18,23 +17,19 @@ from gptlab.config.scaling import (
     lr_scale_for_batch,
 )
 
-_SCALED: Mapping[str, Callable[..., RunConfig]] = {
-    recipe.__name__.replace("_", "-"): recipe
-    for recipe in (quickstart, shakespeare_char, autoresearch, autoresearch_tiny, nanochat, nanochat_tiny)
-}
-"""The recipes whose rates follow width or batch, by name."""
+_SCALED = ("quickstart", "shakespeare-char", "autoresearch", "autoresearch-tiny", "nanochat", "nanochat-tiny")
+"""The recipes whose learning rates follow width or batch."""
 
 
 def applied_scaling(config: RunConfig, machine: Machine | None) -> list[str]:
-    """Each rule, its factor, and what it follows. What was set by hand instead has been through none."""
-    recipe = _SCALED.get(config.recipe)
-    if recipe is None:
+    """Each rule, its factor, and what it follows. Values that were set by hand instead are not listed."""
+    if config.recipe not in _SCALED:
         return []
-    arguments = recorded_arguments(config, recipe)
-    own = recipe(depth=config.model.n_layer, horizon=config.horizon, machine=machine, **arguments)
+    given = recorded_arguments(config)
+    own = configure(config.recipe, depth=config.model.n_layer, horizon=config.horizon, machine=machine, own=given)
     if own.model.n_embd != config.model.n_embd:
         return []
-    return list(_rules(config, own, arguments.get("weight_decay", WEIGHT_DECAY)))
+    return list(_rules(config, own, given.get("weight_decay", FULL.weight_decay)))
 
 
 def _rules(config: RunConfig, own: RunConfig, weight_decay: float) -> Iterator[str]:

@@ -1,43 +1,28 @@
 """nanochat's base training (scripts/base_train.py, February 2026): one dial, the depth, sets everything else.
 
-The horizon is the first of: steps, FLOPs, tokens per parameter. nanochat has a flag for each, with a default for the
-last, and silently takes the first that is set; here a horizon that is asked for replaces the recipe's ratio, and two
-flags at once are refused, since one of them would not mean what it says.
+nanochat takes the first of three lengths that is set (steps, FLOPs, tokens per parameter). Here a length that is given
+replaces the recipe's ratio, and two at once are refused.
 
-A field changes one thing: `--batch.total-tokens` leaves the rates alone. nanochat's own flags, from which several
-fields follow, are arguments of the recipe: `--total-batch-size` scales the rates by the root of the batch, and
+A field changes one thing: `--batch.total-tokens` leaves the learning rates alone. nanochat's own flags, from which
+several fields follow, are `NanochatArguments`: `--total-batch-size` also scales the learning rates, and
 `--embedding-lr` is the rate before it is scaled by batch and width.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+from dataclasses import dataclass, fields, replace
 
 from gptlab.config.data import DataConfig, TokenizerConfig
 from gptlab.config.errors import require_positive
-from gptlab.config.horizon import Horizon, chosen_horizon
+from gptlab.config.horizon import Horizon
 from gptlab.config.model import ModelConfig
 from gptlab.config.optim import AdamWConfig, MuonConfig, OptimConfig
 from gptlab.config.recipes import tiny
-from gptlab.config.recipes.own_arguments import keeps_own_arguments
 from gptlab.config.run import BatchConfig, EvalConfig, RunConfig, RuntimeConfig, SampleConfig
-from gptlab.config.scaling import (
-    Machine,
-    adamw_lr_scale_for_width,
-    lr_scale_for_batch,
-    shape_for_depth,
-    weight_decay_for_depth,
-)
+from gptlab.config.scaling import adamw_lr_scale_for_width, lr_scale_for_batch, shape_for_depth, weight_decay_for_depth
 
 VOCAB_SIZE = 2**15  # scripts/tok_train.py of that time, trained on 2e9 characters
-
-# The rates at 2^19 tokens a step and, for AdamW, at width 768; the decay at depth 12.
-EMBEDDING_LR = 0.3
-UNEMBEDDING_LR = 0.004
-MATRIX_LR = 0.02
-SCALAR_LR = 0.5
-WEIGHT_DECAY = 0.2
-ALLOCATOR = "expandable_segments:True"  # PYTORCH_ALLOC_CONF at the top of scripts/base_train.py
 
 PROMPTS = (
     "The capital of France is",
@@ -49,125 +34,112 @@ PROMPTS = (
     "If 5*x + 3 = 13, then x is",
 )
 
-# Of 13.8M tokens for nanochat's 10.5 a parameter, two cores see 4M in three minutes (docs/LOG.md, 2026-11-20).
-TINY_TOKENS_PER_PARAM = 3.0
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NanochatArguments:
+    """Flags of base_train.py from which several fields follow.
+
+    They are flags of `gptlab train nanochat`, keys of a TOML file and keywords of `gptlab.train`. Those that were given
+    are kept in `RunConfig.recipe_arguments`, so that `--from RUN --depth N` calls the recipe as the run did.
+    """
+
+    aspect_ratio: int = 64
+    """Width over depth. The width is rounded up to a multiple of head_dim."""
+    head_dim: int = 128
+    """Width of an attention head."""
+    total_batch_size: int = 2**19
+    """Tokens in one optimizer step. All learning rates are scaled by the square root of this over 2^19."""
+    target_param_data_ratio: float = 10.5
+    """Tokens per matrix and head parameter. Used where no other length is given."""
+    embedding_lr: float = 0.3
+    """AdamW's learning rate for the embeddings before scaling. Scaled by width and batch."""
+    unembedding_lr: float = 0.004
+    """AdamW's learning rate for the head before scaling. Scaled by width and batch."""
+    matrix_lr: float = 0.02
+    """Muon's learning rate before scaling. Scaled by the batch."""
+    scalar_lr: float = 0.5
+    """AdamW's learning rate for the x0 lambdas before scaling. Scaled by the batch; the residual lambdas' rate is a
+    hundredth of it."""
+    adam_beta1: float = 0.8
+    """AdamW's decay of the first moment. The x0 lambdas keep 0.96."""
+    adam_beta2: float = 0.95
+    """AdamW's decay of the second moment. The x0 lambdas keep 0.95."""
+    weight_decay: float = 0.2
+    """Muon's weight decay at depth 12. Scaled by (12 / depth)^2."""
 
 
-@keeps_own_arguments
-def nanochat(
-    *,
-    depth: int | None = None,
-    horizon: Horizon | None = None,
-    minutes: float | None = None,
-    machine: Machine | None = None,
-    aspect_ratio: int = 64,
-    head_dim: int = 128,
-    total_batch_size: int = 2**19,
-    target_param_data_ratio: float = 10.5,
-    embedding_lr: float = EMBEDDING_LR,
-    unembedding_lr: float = UNEMBEDDING_LR,
-    matrix_lr: float = MATRIX_LR,
-    scalar_lr: float = SCALAR_LR,
-    adam_beta1: float = 0.8,
-    adam_beta2: float = 0.95,
-    weight_decay: float = WEIGHT_DECAY,
-) -> RunConfig:
+FULL = NanochatArguments()
+TINY = NanochatArguments(
+    aspect_ratio=tiny.ASPECT,
+    head_dim=tiny.HEAD_DIM,
+    total_batch_size=tiny.BATCH.total_tokens,
+    # Of 13.8M tokens for nanochat's 10.5 a parameter, two cores see 4M in three minutes (docs/LOG.md, 2026-11-20).
+    target_param_data_ratio=3.0,
+)
+
+
+def nanochat(*, depth: int = 20, horizon: Horizon | None = None, own: NanochatArguments = FULL) -> RunConfig:
     """nanochat: --depth is the dial; 10.5 tokens a parameter.
 
-    Rows cut long documents where nanochat crops them (`data.long_documents`): no token of the corpus is lost.
-
-    Args:
-        aspect_ratio: width over depth. The width is rounded up to a multiple of head_dim.
-        head_dim: width of an attention head.
-        total_batch_size: tokens in one optimizer step. All learning rates are scaled by the root of this over 2^19.
-        target_param_data_ratio: tokens per matrix and head parameter. Counts where no other length is given.
-        embedding_lr: AdamW's rate of the embeddings before scaling. Scaled by width and batch.
-        unembedding_lr: AdamW's rate of the head before scaling. Scaled by width and batch.
-        matrix_lr: Muon's rate before scaling. Scaled by the batch.
-        scalar_lr: AdamW's rate of the x0 lambdas before scaling. Scaled by the batch; the residual lambdas' rate is a
-            hundredth of it.
-        adam_beta1: AdamW's decay of the first moment. That of the x0 lambdas stays 0.96.
-        adam_beta2: AdamW's decay of the second moment. That of the x0 lambdas stays 0.95.
-        weight_decay: Muon's decay at depth 12. Scaled by (12 / depth)^2.
+    Long documents are cut where nanochat crops them (`data.long_documents`), so that no token is lost.
     """
-    depth = 20 if depth is None else depth
-    model = model_for_depth(depth, aspect=aspect_ratio, head_dim=head_dim, vocab_size=VOCAB_SIZE, seq_len=2048)
+    shape = {"aspect": own.aspect_ratio, "head_dim": own.head_dim}
+    model = model_for_depth(depth, **shape, vocab_size=VOCAB_SIZE, seq_len=2048)
     return RunConfig(
         recipe="nanochat",
+        recipe_arguments=_given(own, FULL),
         model=model,
         tokenizer=TokenizerConfig(kind="bpe", vocab_size=VOCAB_SIZE, train_bytes=2_000_000_000),
         data=DataConfig(source=("fineweb-edu",), rows="packed"),
-        batch=BatchConfig(total_tokens=total_batch_size, micro_sequences=32),
-        horizon=_horizon(horizon, minutes, target_param_data_ratio),
-        optim=_optimizer(
-            model, total_batch_size, embedding_lr=embedding_lr, head_lr=unembedding_lr, matrix_lr=matrix_lr,
-            scalar_lr=scalar_lr, beta1=adam_beta1, beta2=adam_beta2, weight_decay=weight_decay,
-        ),
-        runtime=RuntimeConfig(allocator=ALLOCATOR),
+        batch=BatchConfig(total_tokens=own.total_batch_size, micro_sequences=32),
+        horizon=horizon or _ratio(own),
+        optim=_optimizer(model, own),
+        runtime=_RUNTIME,
         eval=EvalConfig(every_steps=250, at_end=False, tokens=20 * 2**19, core_every_steps=2000, core_examples=500),
-        sample=_sample(every_steps=2000),
-    )  # fmt: skip
+        sample=replace(_SAMPLE, every_steps=2000),
+    )
 
 
-@keeps_own_arguments
 def nanochat_tiny(
-    *,
-    depth: int | None = None,
-    horizon: Horizon | None = None,
-    minutes: float | None = None,
-    machine: Machine | None = None,
-    aspect_ratio: int = tiny.ASPECT,
-    head_dim: int = tiny.HEAD_DIM,
-    total_batch_size: int = tiny.BATCH.total_tokens,
-    target_param_data_ratio: float = TINY_TOKENS_PER_PARAM,
-    embedding_lr: float = EMBEDDING_LR,
-    unembedding_lr: float = UNEMBEDDING_LR,
-    matrix_lr: float = MATRIX_LR,
-    scalar_lr: float = SCALAR_LR,
-    adam_beta1: float = 0.8,
-    adam_beta2: float = 0.95,
-    weight_decay: float = WEIGHT_DECAY,
+    *, depth: int = tiny.DEPTH, horizon: Horizon | None = None, own: NanochatArguments = TINY
 ) -> RunConfig:
     """The same in minutes on two cores: depth 4, 3 tokens a parameter.
 
-    Everything of `nanochat`, its arguments included, but CORE, whose tasks would have to be downloaded and are chance
-    at this size.
+    It has everything of `nanochat` but CORE, whose tasks would have to be downloaded and are chance at this size.
     """
-    model = tiny_model(depth, aspect=aspect_ratio, head_dim=head_dim)
+    model = tiny_model(depth, aspect=own.aspect_ratio, head_dim=own.head_dim)
     return RunConfig(
         recipe="nanochat-tiny",
+        recipe_arguments=_given(own, TINY),
         model=model,
         tokenizer=tiny.TOKENIZER,
         data=tiny.tiny_data("packed"),
-        batch=BatchConfig(total_tokens=total_batch_size, micro_sequences=tiny.BATCH.micro_sequences),
-        horizon=_horizon(horizon, minutes, target_param_data_ratio),
-        optim=_optimizer(
-            model, total_batch_size, embedding_lr=embedding_lr, head_lr=unembedding_lr, matrix_lr=matrix_lr,
-            scalar_lr=scalar_lr, beta1=adam_beta1, beta2=adam_beta2, weight_decay=weight_decay,
-        ),
-        runtime=RuntimeConfig(allocator=ALLOCATOR),
+        batch=BatchConfig(total_tokens=own.total_batch_size, micro_sequences=tiny.BATCH.micro_sequences),
+        horizon=horizon or _ratio(own),
+        optim=_optimizer(model, own),
+        runtime=_RUNTIME,
         eval=EvalConfig(every_steps=100, at_end=False, tokens=tiny.EVAL_TOKENS),
-        sample=_sample(every_steps=250),
-    )  # fmt: skip
+        sample=replace(_SAMPLE, every_steps=250),
+    )
 
 
 def muon_and_adamw(
     n_embd: int,
     *,
-    matrix_lr: float = MATRIX_LR,
-    embedding_lr: float = EMBEDDING_LR,
-    head_lr: float = UNEMBEDDING_LR,
-    scalar_lr: float = SCALAR_LR,
-    beta1: float = 0.8,
-    beta2: float = 0.95,
-    weight_decay: float = WEIGHT_DECAY,
+    matrix_lr: float = FULL.matrix_lr,
+    embedding_lr: float = FULL.embedding_lr,
+    head_lr: float = FULL.unembedding_lr,
+    scalar_lr: float = FULL.scalar_lr,
+    beta1: float = FULL.adam_beta1,
+    beta2: float = FULL.adam_beta2,
+    weight_decay: float = FULL.weight_decay,
     adamw_scale: float = 1.0,
     scaled_decay: bool = True,
 ) -> OptimConfig:
-    """Muon and AdamW as nanochat's and autoresearch's setup_optimizer set them up (defaults: nanochat's rates).
+    """Muon and AdamW as in nanochat's and autoresearch's setup_optimizer (defaults: nanochat's learning rates).
 
-    AdamW's rates fall with the root of the width, those of the lambdas do not; `adamw_scale` multiplies all of
-    AdamW's. Residual lambdas get a hundredth of the x0 lambdas' rate, which average longer (beta1 0.96).
+    AdamW's rates fall with the square root of the width, except those of the lambdas; `adamw_scale` multiplies all of
+    AdamW's. Residual lambdas get a hundredth of the rate of the x0 lambdas, which average longer (beta1 0.96).
     """
     scale = adamw_scale * adamw_lr_scale_for_width(n_embd)
     adamw = AdamWConfig(beta1=beta1, beta2=beta2)
@@ -184,7 +156,6 @@ def muon_and_adamw(
 
 def model_for_depth(depth: int, *, aspect: int, head_dim: int, vocab_size: int, seq_len: int) -> ModelConfig:
     """The network of nanochat and autoresearch, whose parts are the defaults of ModelConfig."""
-    require_positive("depth", depth)
     require_positive("aspect_ratio", aspect)
     require_positive("head_dim", head_dim)
     shape = shape_for_depth(depth, aspect=aspect, head_dim=head_dim, vocab_size=vocab_size, seq_len=seq_len)
@@ -193,44 +164,37 @@ def model_for_depth(depth: int, *, aspect: int, head_dim: int, vocab_size: int, 
     )
 
 
-def tiny_model(depth: int | None, *, aspect: int = tiny.ASPECT, head_dim: int = tiny.HEAD_DIM) -> ModelConfig:
-    """The same in the tiny forms' size."""
-    return model_for_depth(
-        tiny.DEPTH if depth is None else depth,
-        aspect=aspect, head_dim=head_dim, vocab_size=tiny.VOCAB_SIZE, seq_len=tiny.SEQ_LEN,
-    )  # fmt: skip
+def tiny_model(depth: int, *, aspect: int = tiny.ASPECT, head_dim: int = tiny.HEAD_DIM) -> ModelConfig:
+    """The same network in the tiny forms' size."""
+    size = {"vocab_size": tiny.VOCAB_SIZE, "seq_len": tiny.SEQ_LEN}
+    return model_for_depth(depth, aspect=aspect, head_dim=head_dim, **size)
 
 
-def _horizon(horizon: Horizon | None, minutes: float | None, tokens_per_param: float) -> Horizon:
-    return chosen_horizon(horizon, minutes, Horizon(amount=tokens_per_param, unit="tokens_per_param"))
+_RUNTIME = RuntimeConfig(allocator="expandable_segments:True")  # PYTORCH_ALLOC_CONF at the top of base_train.py
+_SAMPLE = SampleConfig(prompts=PROMPTS, max_tokens=16, temperature=0.0, top_k=None)
 
 
-def _optimizer(
-    model: ModelConfig,
-    total_tokens: int,
-    *,
-    embedding_lr: float,
-    head_lr: float,
-    matrix_lr: float,
-    scalar_lr: float,
-    beta1: float,
-    beta2: float,
-    weight_decay: float,
-) -> OptimConfig:
-    """The rates and the decay scaled to batch, width and depth."""
-    scale = lr_scale_for_batch(total_tokens)
+def _ratio(own: NanochatArguments) -> Horizon:
+    return Horizon(amount=own.target_param_data_ratio, unit="tokens_per_param")
+
+
+def _optimizer(model: ModelConfig, own: NanochatArguments) -> OptimConfig:
+    """The learning rates scaled to batch and width, the weight decay to depth."""
+    scale = lr_scale_for_batch(own.total_batch_size)
     return muon_and_adamw(
         model.n_embd,
-        matrix_lr=matrix_lr * scale,
-        embedding_lr=embedding_lr,
-        head_lr=head_lr,
-        scalar_lr=scalar_lr,
-        beta1=beta1,
-        beta2=beta2,
-        weight_decay=weight_decay_for_depth(weight_decay, model.n_layer),
+        matrix_lr=own.matrix_lr * scale,
+        embedding_lr=own.embedding_lr,
+        head_lr=own.unembedding_lr,
+        scalar_lr=own.scalar_lr,
+        beta1=own.adam_beta1,
+        beta2=own.adam_beta2,
+        weight_decay=weight_decay_for_depth(own.weight_decay, model.n_layer),
         adamw_scale=scale,
     )
 
 
-def _sample(*, every_steps: int) -> SampleConfig:
-    return SampleConfig(prompts=PROMPTS, every_steps=every_steps, max_tokens=16, temperature=0.0, top_k=None)
+def _given(own: NanochatArguments, default: NanochatArguments) -> tuple[str, ...]:
+    """NAME=VALUE (JSON) of every argument that is not at its default."""
+    values = {field.name: getattr(own, field.name) for field in fields(own)}
+    return tuple(f"{name}={json.dumps(value)}" for name, value in values.items() if value != getattr(default, name))

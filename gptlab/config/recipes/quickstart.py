@@ -5,26 +5,19 @@ from __future__ import annotations
 import math
 
 from gptlab.config.data import DataConfig, TokenizerConfig
-from gptlab.config.errors import require_positive
-from gptlab.config.horizon import Horizon, chosen_horizon
+from gptlab.config.horizon import Horizon, minutes
 from gptlab.config.model import ModelConfig
 from gptlab.config.recipes.nanochat import muon_and_adamw
 from gptlab.config.run import BatchConfig, CheckpointConfig, EvalConfig, RunConfig, SampleConfig
-from gptlab.config.scaling import (
-    REFERENCE_BATCH_TOKENS,
-    Machine,
-    Shape,
-    shape_for_compute,
-    shape_for_depth,
-)
+from gptlab.config.scaling import REFERENCE_BATCH_TOKENS, Machine, Shape, shape_for_compute, shape_for_depth
 
 # Training steps of quickstart's default size reach 230e9 to 300e9 FLOP/s on two cores with AVX512-BF16 or AMX
-# (docs/LOG.md, 2026-11-20 and 2026-11-22). The size to start timing with, and the answer where no step was timed.
+# (docs/LOG.md, 2026-11-20 and 2026-11-22). It gives the size that is timed first, and the size where none is timed.
 ASSUMED_FLOPS_PER_SECOND = 235e9
 
 # Both measured on the standard library in 180 s of two Zen 4 cores (docs/LOG.md, 2026-11-20). At width 128, 2, 4 and 6
-# layers reach 1.29, 1.14 and 1.31 bits per byte; width 192 with 3 and 6 layers 1.45 and 1.59. Far below the 10.5 tokens
-# a parameter of nanochat: three minutes end long before a small model stops learning, and depth pays more than width.
+# layers reach 1.29, 1.14 and 1.31 bits per byte; width 192 with 3 and 6 layers 1.45 and 1.59. The ratio is far below
+# nanochat's 10.5 tokens per parameter: three minutes end long before a small model stops learning.
 QUICKSTART_ASPECT = 32
 QUICKSTART_TOKENS_PER_PARAM = 2.5
 # A run of one minute is best at about 400 steps, one of three minutes at 600; 174 to 228 steps cost 15 to 20% of its
@@ -33,15 +26,8 @@ QUICKSTART_TOKENS_PER_PARAM = 2.5
 QUICKSTART_MIN_STEPS = 350
 
 
-def quickstart(
-    *,
-    depth: int | None = None,
-    horizon: Horizon | None = None,
-    minutes: float | None = None,
-    machine: Machine | None = None,
-) -> RunConfig:
+def quickstart(*, depth: int | None = None, horizon: Horizon = minutes(3), machine: Machine | None = None) -> RunConfig:
     """A small modern GPT on Python's sources, sized to this machine."""
-    horizon = chosen_horizon(horizon, minutes, Horizon(amount=180.0, unit="seconds"))
     seq_len, vocab_size = 512, 4096
     shape = _quickstart_shape(depth, horizon, machine, vocab_size=vocab_size, seq_len=seq_len)
     total_tokens = _quickstart_batch(shape, horizon, machine, seq_len=seq_len)
@@ -59,20 +45,12 @@ def quickstart(
     )
 
 
-def shakespeare_char(
-    *,
-    depth: int | None = None,
-    horizon: Horizon | None = None,
-    minutes: float | None = None,
-    machine: Machine | None = None,
-) -> RunConfig:
+def shakespeare_char(*, depth: int = 4, horizon: Horizon = minutes(3)) -> RunConfig:
     """The same parts on characters of tiny Shakespeare (--data FILE).
 
     The last tenth of the text is held out, as nanoGPT does.
     """
-    horizon = chosen_horizon(horizon, minutes, Horizon(amount=180.0, unit="seconds"))
-    depth = depth or 4
-    # Width 192 at four layers: 1.578 nats after 60 s on two Zen 4 cores, width 256 1.664, width 128 at six 1.576.
+    # After 60 s on two Zen 4 cores, 4 layers of width 192 reach 1.578 nats, of width 256 1.664; 6 of width 128 1.576.
     shape = shape_for_depth(depth, aspect=48, head_dim=64, vocab_size=128, seq_len=256)
     return RunConfig(
         recipe="shakespeare-char",
@@ -88,8 +66,11 @@ def shakespeare_char(
 
 
 def quickstart_adamw_scale(total_tokens: int) -> float:
-    """nanochat's AdamW rates at its 2^19 tokens a step, half of them at 2^13; the sixth root between is not swept. Its
-    own square root would leave an eighth, too little to move embeddings in a few hundred steps."""
+    """The factor on nanochat's AdamW rates: 1 at its 2^19 tokens a step, a half at 2^13.
+
+    The sixth root between them was not swept. nanochat's own square root would leave an eighth at 2^13, too little to
+    move embeddings in a few hundred steps.
+    """
     return (total_tokens / REFERENCE_BATCH_TOKENS) ** (1 / 6)
 
 
@@ -98,18 +79,17 @@ def _quickstart_shape(
 ) -> Shape:
     size = {"aspect": QUICKSTART_ASPECT, "head_dim": 64, "vocab_size": vocab_size, "seq_len": seq_len}
     if depth is not None:
-        require_positive("depth", depth)
         return shape_for_depth(depth, **size)
     if horizon.unit == "flops":
         total_flops = horizon.amount
-    else:  # a length in steps or tokens says nothing of compute: then the shape for three minutes
+    else:  # A length in steps or tokens implies no compute: the shape is that for three minutes.
         seconds = horizon.amount if horizon.unit == "seconds" else 180.0
         total_flops = seconds * _flops_per_second(machine)
     return shape_for_compute(total_flops, tokens_per_param=QUICKSTART_TOKENS_PER_PARAM, **size)
 
 
 def why_quickstart_size(config: RunConfig, machine: Machine) -> str | None:
-    """How the size came about, in a line; None where the recipe did not choose it (another recipe, --depth, fields)."""
+    """How the size was chosen, in one line; None where another recipe, --depth or a field decided it."""
     if config.recipe != "quickstart" or config.horizon.unit not in ("seconds", "flops"):
         return None
     model, own = config.model, quickstart(horizon=config.horizon, machine=machine).model
@@ -128,7 +108,7 @@ def why_quickstart_size(config: RunConfig, machine: Machine) -> str | None:
 
 
 def _quickstart_batch(shape: Shape, horizon: Horizon, machine: Machine | None, *, seq_len: int) -> int:
-    """Tokens a step: the largest power of two that leaves QUICKSTART_MIN_STEPS, from one row to nanochat's 2^19."""
+    """Tokens a step: the largest power of two that leaves QUICKSTART_MIN_STEPS steps, between one row and 2^19."""
     if horizon.unit == "steps":
         return 2**13
     tokens = {
@@ -141,5 +121,5 @@ def _quickstart_batch(shape: Shape, horizon: Horizon, machine: Machine | None, *
 
 
 def _flops_per_second(machine: Machine | None) -> float:
-    """What training steps reach on `machine`, or are assumed to."""
+    """FLOP/s of timed training steps on `machine`, or the assumed rate."""
     return (machine.flops_per_second if machine is not None else None) or ASSUMED_FLOPS_PER_SECOND

@@ -1,34 +1,28 @@
 """The Muon record of the NanoGPT speedrun, October 2024 (modded-nanogpt).
 
-A depth is the number of layers, and with it the scale of the attention branch. Warm-down is counted in steps, as the
-seed counts it.
+A depth is the number of layers, and with it the scale of the attention branch. The warm-down is counted in steps, as in
+modded-nanogpt.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from gptlab.config.data import DataConfig, TokenizerConfig
 from gptlab.config.errors import require_positive
-from gptlab.config.horizon import Horizon, chosen_horizon, share_of_run
+from gptlab.config.horizon import Horizon, minutes, share_of_run, steps
 from gptlab.config.model import ModelConfig
 from gptlab.config.optim import AdamWConfig, MuonConfig, OptimConfig, ScheduleConfig
 from gptlab.config.recipes import tiny
 from gptlab.config.run import BatchConfig, EvalConfig, RunConfig, RuntimeConfig
-from gptlab.config.scaling import Machine
 
 STEPS = 6200
 WARMDOWN_STEPS = 1800
 LR = 0.0036
 
 
-def speedrun_muon_2024_10(
-    *,
-    depth: int | None = None,
-    horizon: Horizon | None = None,
-    minutes: float | None = None,
-    machine: Machine | None = None,
-) -> RunConfig:
+def speedrun_muon_2024_10(*, depth: int = 12, horizon: Horizon = steps(STEPS)) -> RunConfig:
     """Muon's speedrun of October 2024: 124M, FineWeb, 6200 steps.
 
     Its published log ends in a validation loss of 3.2785 nats.
@@ -37,45 +31,31 @@ def speedrun_muon_2024_10(
     data/cached_fineweb10B.py has put them already: `--data 'fineweb10B/fineweb_train_*.bin' --data.val-source
     'fineweb10B/fineweb_val_*.bin'`.
     """
-    horizon = chosen_horizon(horizon, minutes, Horizon(amount=STEPS, unit="steps"))
     return RunConfig(
         recipe="speedrun/muon-2024-10",
-        model=_model(12 if depth is None else depth, n_embd=768, n_head=12, seq_len=1024),
+        model=_model(depth, n_embd=768, n_head=12, seq_len=1024),
         tokenizer=TokenizerConfig(kind="gpt2"),
         data=DataConfig(source=("fineweb10b-gpt2",), rows="sequential"),
         batch=BatchConfig(total_tokens=512 * 1024, micro_sequences=64),
         horizon=horizon,
-        optim=_optimizer(),
-        schedule=_schedule(horizon),
+        optim=_OPTIMIZER,
+        schedule=ScheduleConfig(warmdown_fraction=share_of_run(WARMDOWN_STEPS, horizon, STEPS), weight_decay_final=1.0),
         eval=EvalConfig(every_steps=125, tokens=10_485_760),
         runtime=RuntimeConfig(coordinate_descent_tuning=True),
     )
 
 
-def speedrun_muon_2024_10_tiny(
-    *,
-    depth: int | None = None,
-    horizon: Horizon | None = None,
-    minutes: float | None = None,
-    machine: Machine | None = None,
-) -> RunConfig:
+def speedrun_muon_2024_10_tiny(*, depth: int = tiny.DEPTH, horizon: Horizon = minutes(3)) -> RunConfig:
     """The same in three minutes on two cores: depth 4, width 128."""
-    horizon = chosen_horizon(horizon, minutes, tiny.THREE_MINUTES)
-    return RunConfig(
+    return replace(
+        speedrun_muon_2024_10(horizon=horizon),
         recipe="speedrun/muon-2024-10-tiny",
-        model=_model(
-            tiny.DEPTH if depth is None else depth,
-            n_embd=tiny.WIDTH, n_head=tiny.WIDTH // tiny.HEAD_DIM, seq_len=tiny.SEQ_LEN,
-        ),
+        model=_model(depth, n_embd=tiny.WIDTH, n_head=tiny.WIDTH // tiny.HEAD_DIM, seq_len=tiny.SEQ_LEN),
         tokenizer=tiny.TOKENIZER,
         data=tiny.tiny_data("sequential"),
         batch=tiny.BATCH,
-        horizon=horizon,
-        optim=_optimizer(),
-        schedule=_schedule(horizon),
         eval=EvalConfig(every_steps=100, tokens=tiny.EVAL_TOKENS),
-        runtime=RuntimeConfig(coordinate_descent_tuning=True),
-    )  # fmt: skip
+    )
 
 
 def _model(n_layer: int, *, n_embd: int, n_head: int, seq_len: int) -> ModelConfig:
@@ -100,39 +80,29 @@ def _model(n_layer: int, *, n_embd: int, n_head: int, seq_len: int) -> ModelConf
     )
 
 
-def _optimizer() -> OptimConfig:
-    """AdamW on the one table that is embedding and head, Muon on everything else; nothing decays or is clipped."""
-    adamw = AdamWConfig(lr=LR, beta1=0.9, beta2=0.95, eps=1e-8)
-    return OptimConfig(
-        muon=MuonConfig(
-            lr=0.1 * LR,
-            momentum=0.95,
-            momentum_start=0.95,
-            momentum_ramp_steps=0,
-            nesterov=True,
-            orthogonalizer="newton_schulz",
-            iterations=5,
-            update_scale="max_side",
-            normuon_beta2=None,
-            weight_decay=0.0,
-            cautious_decay=False,
-            split_qkv=True,
-        ),
-        # Matrices and the rest have no AdamW there: for ablations.
-        matrix=adamw,
-        embedding=adamw,
-        value_embedding=adamw,
-        head=adamw,
-        residual_lambda=adamw,
-        x0_lambda=adamw,
-        vector=adamw,
-    )
-
-
-def _schedule(horizon: Horizon) -> ScheduleConfig:
-    return ScheduleConfig(
-        warmup_fraction=0.0,
-        warmdown_fraction=share_of_run(WARMDOWN_STEPS, horizon, STEPS),
-        final_lr_scale=0.0,
-        weight_decay_final=1.0,
-    )
+# AdamW updates the one table that is embedding and head, Muon everything else; nothing decays or is clipped.
+_ADAMW = AdamWConfig(lr=LR, beta1=0.9, beta2=0.95, eps=1e-8)
+_OPTIMIZER = OptimConfig(
+    muon=MuonConfig(
+        lr=0.1 * LR,
+        momentum=0.95,
+        momentum_start=0.95,
+        momentum_ramp_steps=0,
+        nesterov=True,
+        orthogonalizer="newton_schulz",
+        iterations=5,
+        update_scale="max_side",
+        normuon_beta2=None,
+        weight_decay=0.0,
+        cautious_decay=False,
+        split_qkv=True,
+    ),
+    embedding=_ADAMW,
+    # Nothing of these has AdamW there: for ablations.
+    matrix=_ADAMW,
+    value_embedding=_ADAMW,
+    head=_ADAMW,
+    residual_lambda=_ADAMW,
+    x0_lambda=_ADAMW,
+    vector=_ADAMW,
+)

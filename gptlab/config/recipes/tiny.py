@@ -4,7 +4,6 @@ validation set, context, batch, and about the same network."""
 from __future__ import annotations
 
 from gptlab.config.data import DataConfig, Rows, TokenizerConfig
-from gptlab.config.horizon import Horizon
 from gptlab.config.run import BatchConfig
 
 DEPTH = 4
@@ -18,9 +17,8 @@ EVAL_TOKENS = 131_072
 TOKENIZER = TokenizerConfig(kind="bpe", vocab_size=VOCAB_SIZE)
 BATCH = BatchConfig(total_tokens=2 * 16 * SEQ_LEN, micro_sequences=16)
 """Two micro-batches: gradients are accumulated, as in all four."""
-THREE_MINUTES = Horizon(amount=180.0, unit="seconds")
 
 
 def tiny_data(rows: Rows) -> DataConfig:
-    """The standard library's sources, a twentieth of the documents held out: no download."""
+    """The standard library's sources, with one document in twenty held out: no download."""
     return DataConfig(source=("stdlib",), split="hash", val_fraction=0.05, rows=rows)

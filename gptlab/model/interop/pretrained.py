@@ -13,9 +13,8 @@ from typing import Any, cast
 
 from gptlab.config.data import TokenizerConfig, TokenizerKind
 from gptlab.config.errors import ConfigError, UserError, nearest_name
-from gptlab.config.gpt2_sizes import GPT2_SIZES
 from gptlab.config.load import apply_overrides, config_from_json
-from gptlab.config.model import ModelConfig
+from gptlab.config.model import GPT2_SIZES, ModelConfig
 from gptlab.config.recipes.nanogpt import TINY_PRETRAINED
 from gptlab.config.run import RunConfig
 from gptlab.data.tokenizer.tokenizer import Tokenizer, gpt2_tokenizer, load_tokenizer

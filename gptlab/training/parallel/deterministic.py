@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from gptlab.config.parallel import EXACT_WORLD_SIZES
+from gptlab.config.run import EXACT_WORLD_SIZES
 from gptlab.optim.division import MESSAGE_BYTES
 from gptlab.runtime.processes.distributed import Group
 from gptlab.training.parallel.gradient_sum import in_buckets

@@ -18,7 +18,7 @@ from tiny_runs import FLAGS, command, differences, killed_at, lines_of, make_con
 from torch import Tensor, nn
 
 import gptlab
-from gptlab.config.recipes import nanochat_tiny
+from gptlab.config.recipes import configure
 from gptlab.config.run import RunConfig
 from gptlab.config.scaling import Machine
 from gptlab.data.prepare import PreparedData
@@ -84,7 +84,7 @@ class TestNames:
             optim={"muon": {"lr": 0.01}}, until_val_loss=2, dtype="float32", **{"eval.every-steps": 7},
         )  # fmt: skip
         (config,) = asked
-        expected = nanochat_tiny(depth=2, embedding_lr=0.2)
+        expected = configure("nanochat-tiny", depth=2, own={"embedding_lr": 0.2})
         assert (config.recipe_arguments, config.model.n_embd) == (expected.recipe_arguments, expected.model.n_embd)
         assert (config.model.window_pattern, config.optim.muon.lr, config.eval.every_steps) == ("L", 0.01, 7)
         assert (config.data.source, config.runtime.dtype) == ((str(folder / "corpus"),), "float32")

@@ -18,7 +18,7 @@ from gptlab.cli.arguments.run_arguments import read_request
 from gptlab.config.errors import UserError
 from gptlab.config.horizon import Horizon
 from gptlab.config.load import apply_overrides, config_to_json
-from gptlab.config.recipes import RECIPES
+from gptlab.config.recipes import quickstart
 from gptlab.config.run import RunConfig
 from gptlab.config.scaling import Machine
 from gptlab.runtime.records.code_snapshot import PATCH_NAME, ZIP_NAME
@@ -102,7 +102,7 @@ class TestConfiguration:
     def test_a_length_alone_leaves_the_model_as_it_was(self, tmp_path: Path) -> None:
         """With a recipe, --minutes 30 makes a larger model; with --from it is that model, trained longer."""
         machine = Machine(device="cpu", flops_per_second=4e11)
-        config = RECIPES["quickstart"](depth=None, horizon=None, machine=machine)
+        config = quickstart(machine=machine)
         again = repeated(save(tmp_path / "r", config, device="cpu", training_flops_per_second=4e11), "--minutes", "30")
         assert (again.model, again.batch, again.optim) == (config.model, config.batch, config.optim)
         assert again.horizon == Horizon(amount=1800.0, unit="seconds")
@@ -110,13 +110,13 @@ class TestConfiguration:
     def test_depth_is_the_recipes_dial_and_keeps_what_was_changed(self, tmp_path: Path) -> None:
         machine = Machine(device="cpu", flops_per_second=4e11)
 
-        def quickstart(depth: int) -> RunConfig:
+        def changed(depth: int) -> RunConfig:
             changes = {"optim.muon.lr": 0.5, "eval.tokens": 4096, "data.source": ("notes",)}
-            return apply_overrides(RECIPES["quickstart"](depth=depth, horizon=None, machine=machine), changes)
+            return apply_overrides(quickstart(depth=depth, machine=machine), changes)
 
-        run = save(tmp_path / "r", quickstart(3), device="cpu", training_flops_per_second=4e11)
-        assert repeated(run, "--depth", "6") == quickstart(6)
-        assert quickstart(6).model.n_embd != quickstart(3).model.n_embd
+        run = save(tmp_path / "r", changed(3), device="cpu", training_flops_per_second=4e11)
+        assert repeated(run, "--depth", "6") == changed(6)
+        assert changed(6).model.n_embd != changed(3).model.n_embd
         assert repeated(run, "--depth", "6", "--model.n-layer", "5").model.n_layer == 5
 
     def test_depth_needs_a_recipe_that_is_known(self, tmp_path: Path) -> None:

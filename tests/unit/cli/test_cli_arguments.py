@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, cast
 
 import pytest
 import tyro
@@ -25,6 +25,7 @@ from gptlab.config.errors import UserError
 from gptlab.config.horizon import Horizon
 from gptlab.config.load import apply_overrides, leaf_fields
 from gptlab.config.model import ModelConfig
+from gptlab.config.recipes import RECIPES
 from gptlab.config.run import RunConfig
 from gptlab.config.scaling import Machine
 
@@ -167,7 +168,7 @@ def _leaf(config: object, name: str) -> object:
     return config
 
 
-def small(*, depth: int | None = None, horizon: Horizon | None = None, machine: Machine | None = None) -> RunConfig:
+def small(*, depth: int | None = None, horizon: Horizon | None = None) -> RunConfig:
     """A small run.
 
     With a longer story."""
@@ -179,16 +180,21 @@ def small(*, depth: int | None = None, horizon: Horizon | None = None, machine: 
     )
 
 
-def quickstart(**given: object) -> RunConfig:
+def quickstart(*, depth: int | None = None, horizon: Horizon | None = None) -> RunConfig:
     """The default."""
-    return small(**given)  # type: ignore[arg-type]
+    return small(depth=depth, horizon=horizon)
 
 
 @pytest.fixture(autouse=True)
-def recipes(monkeypatch: pytest.MonkeyPatch) -> None:
-    recipes = {"quickstart": quickstart, "small": small}
-    monkeypatch.setattr(run_request, "RECIPES", recipes)
-    monkeypatch.setattr(run_arguments, "RECIPES", recipes)
+def recipes() -> Iterator[None]:
+    """These two alone; afterwards all others in their order."""
+    table = cast(dict[str, Any], RECIPES)
+    saved = dict(table)
+    table.clear()
+    table |= {"quickstart": quickstart, "small": small}
+    yield
+    table.clear()
+    table |= saved
 
 
 def request(line: str = "") -> RunRequest:
@@ -314,11 +320,11 @@ class TestMeasure:
         return small(depth=depth or round(math.log10(flops or 1e4)), horizon=horizon)
 
     def test_a_recipe_that_sizes_itself_gets_the_measured_machine(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setitem(run_request.RECIPES, "sized", self.sized)
+        monkeypatch.setitem(RECIPES, "sized", self.sized)
         assert resolve("sized").model.n_layer == 11
 
     def test_nothing_is_measured_where_nothing_depends_on_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setitem(run_request.RECIPES, "sized", self.sized)
+        monkeypatch.setitem(RECIPES, "sized", self.sized)
 
         def measure(config: RunConfig) -> Machine:
             raise AssertionError("measured")

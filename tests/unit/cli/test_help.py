@@ -209,8 +209,8 @@ def test_importing_the_package_loads_nothing() -> None:
 
 
 def test_python_has_the_same_names() -> None:
-    assert gptlab.recipes.quickstart(depth=4, minutes=3).model.n_layer == 4
-    assert gptlab.recipes.quickstart(depth=4, minutes=3).horizon.amount == 180.0
+    config = gptlab.recipes.quickstart(depth=4)
+    assert (config.model.n_layer, config.horizon.amount) == (4, 180.0)
     importlib.import_module("gptlab.training.checkpoint.retention")
     assert callable(gptlab.train)
     with pytest.raises(AttributeError, match="nothing_like_it"):

@@ -10,12 +10,19 @@ import pytest
 
 from gptlab.config.data import DataConfig, TokenizerConfig
 from gptlab.config.errors import ConfigError, UserError, nearest_name
-from gptlab.config.faults import FaultsConfig
 from gptlab.config.horizon import Horizon
 from gptlab.config.model import ModelConfig
 from gptlab.config.optim import AdamWConfig, MuonConfig, OptimConfig, ScheduleConfig
-from gptlab.config.parallel import ParallelConfig
-from gptlab.config.run import BatchConfig, CheckpointConfig, EvalConfig, RunConfig, RuntimeConfig, SampleConfig
+from gptlab.config.run import (
+    BatchConfig,
+    CheckpointConfig,
+    EvalConfig,
+    FaultsConfig,
+    ParallelConfig,
+    RunConfig,
+    RuntimeConfig,
+    SampleConfig,
+)
 
 IMPOSSIBLE: list[tuple[Callable[[], object], str, str]] = [
     (lambda: ModelConfig(n_embd=100, n_head=3), "model.n_head", "nearest valid: 2"),

@@ -22,7 +22,7 @@ from gptlab.config.load import (
     load_toml,
 )
 from gptlab.config.model import ModelConfig
-from gptlab.config.recipes import RECIPES
+from gptlab.config.recipes import RECIPES, configure
 from gptlab.config.run import RunConfig
 from gptlab.config.scaling import Machine
 
@@ -35,7 +35,7 @@ def through_text(config: RunConfig) -> RunConfig:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_survives_json_exactly(name: str) -> None:
-    config = RECIPES[name](machine=MACHINE)
+    config = configure(name, machine=MACHINE)
     again = through_text(config)
     assert again == config
     assert json.loads(json.dumps(config_to_json(config))) == config_to_json(config)

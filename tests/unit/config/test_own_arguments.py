@@ -12,11 +12,12 @@ import pytest
 
 from gptlab.app.repeat import repeated_config
 from gptlab.app.run_request import RunRequest, TrainArguments
+from gptlab.cli.arguments.help import field_docs
 from gptlab.cli.arguments.run_arguments import read_request
 from gptlab.config.errors import UserError
 from gptlab.config.load import config_from_json, config_to_json
-from gptlab.config.recipes import RECIPES, nanochat, nanochat_tiny
-from gptlab.config.recipes.own_arguments import own_arguments
+from gptlab.config.recipes import OWN_TYPES, RECIPES, configure, own_arguments
+from gptlab.config.recipes.nanochat import NanochatArguments
 from gptlab.config.run import RunConfig
 from gptlab.config.scaling import Machine
 from gptlab.runtime.records.run_directory import RunDirectory
@@ -26,6 +27,10 @@ MACHINE = Machine(device="cpu", flops_per_second=1e11)
 
 def request(line: str) -> RunRequest:
     return read_request(shlex.split(line), TrainArguments, prog="gptlab train", description="")
+
+
+def nanochat(depth: int | None = None, **own: Any) -> RunConfig:
+    return configure("nanochat", depth=depth, own=own)
 
 
 def resolve(line: str) -> RunConfig:
@@ -64,28 +69,29 @@ def test_what_follows_is_what_base_train_computes() -> None:
     assert (config.batch.total_tokens, config.model.seq_len) == (batch, 1024)
 
 
-@pytest.mark.parametrize("recipe", [nanochat, nanochat_tiny])
-def test_every_argument_changes_what_it_says_and_is_kept(recipe: Any) -> None:
-    before = recipe()
+@pytest.mark.parametrize("recipe", ["nanochat", "nanochat-tiny"])
+def test_every_argument_changes_what_it_says_and_is_kept(recipe: str) -> None:
+    before = RECIPES[recipe]()
     assert before.recipe_arguments == ()
-    for name, argument in own_arguments(recipe).items():
-        other = argument.default * (2 if isinstance(argument.default, int) else 0.7)
-        after = recipe(**{name: other})
+    for name, default in own_arguments(recipe).items():
+        other = default * (2 if isinstance(default, int) else 0.7)
+        after = configure(recipe, own={name: other})
         assert after.recipe_arguments == (f"{name}={json.dumps(other)}",)
         assert (after.model, after.optim, after.horizon) != (before.model, before.optim, before.horizon), name
-        assert recipe(**{name: argument.default}) == before
+        assert configure(recipe, own={name: default}) == before
 
 
 def test_every_argument_is_explained() -> None:
-    assert all(argument.text.endswith(".") for argument in own_arguments(nanochat).values())
-    assert list(own_arguments(nanochat)) == list(own_arguments(nanochat_tiny))
-    assert {name for name, recipe in RECIPES.items() if own_arguments(recipe)} == {"nanochat", "nanochat-tiny"}
+    texts = field_docs(NanochatArguments)
+    assert all(texts[name].endswith(".") for name in own_arguments("nanochat"))
+    assert list(own_arguments("nanochat")) == list(own_arguments("nanochat-tiny")) == list(OWN_TYPES)
+    assert {name for name in RECIPES if own_arguments(name)} == {"nanochat", "nanochat-tiny"}
 
 
 def test_a_file_may_give_them(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text('recipe = "nanochat"\nembedding_lr = 0.2\nmatrix_lr = 0.03\n')
-    assert resolve(f"{path} --matrix-lr 0.04") == nanochat(embedding_lr=0.2, matrix_lr=0.04, machine=MACHINE)
+    assert resolve(f"{path} --matrix-lr 0.04") == nanochat(embedding_lr=0.2, matrix_lr=0.04)
 
 
 @pytest.mark.parametrize(
@@ -122,22 +128,22 @@ class TestRuns:
         return repeated_config(request(f"--from {run.path} {line}"), run)
 
     def test_from_is_exact(self, tmp_path: Path) -> None:
-        given = nanochat(embedding_lr=0.2, depth=6, machine=MACHINE)
+        given = nanochat(embedding_lr=0.2, depth=6)
         assert config_from_json(json.loads(json.dumps(config_to_json(given)))) == given
         assert self.repeated(self.stored(tmp_path / "r", given)) == given
 
     def test_another_depth_scales_the_rate_that_was_given(self, tmp_path: Path) -> None:
-        run = self.stored(tmp_path / "r", nanochat(embedding_lr=0.2, depth=6, machine=MACHINE))
-        assert self.repeated(run, "--depth 8") == nanochat(embedding_lr=0.2, depth=8, machine=MACHINE)
+        run = self.stored(tmp_path / "r", nanochat(embedding_lr=0.2, depth=6))
+        assert self.repeated(run, "--depth 8") == nanochat(embedding_lr=0.2, depth=8)
 
     def test_another_argument_keeps_the_others(self, tmp_path: Path) -> None:
-        run = self.stored(tmp_path / "r", nanochat(embedding_lr=0.2, scalar_lr=0.1, depth=6, machine=MACHINE))
+        run = self.stored(tmp_path / "r", nanochat(embedding_lr=0.2, scalar_lr=0.1, depth=6))
         again = self.repeated(run, "--scalar-lr 0.3 --seed 5 --target-param-data-ratio 4")
         assert again.recipe_arguments == ("target_param_data_ratio=4.0", "embedding_lr=0.2", "scalar_lr=0.3")
         assert (again.horizon.amount, again.optim.x0_lambda.lr, again.seed) == (4.0, 0.3, 5)
 
     def test_resume_wants_what_the_run_has(self, tmp_path: Path) -> None:
-        config = nanochat(embedding_lr=0.2, depth=6, machine=MACHINE)
+        config = nanochat(embedding_lr=0.2, depth=6)
         for line in ("", "--embedding-lr 0.2", "--embedding-lr 0.2 --scalar-lr 0.5"):
             assert request(f"--resume x {line}").disagreements(config) == []
         assert request("--resume x --embedding-lr 0.3").disagreements(config) == ["embedding_lr: 0.2 vs 0.3"]
@@ -147,7 +153,7 @@ class TestRuns:
         "text", ["embedding_lr=oops", "embedding_lr", "depth=3", "__class__=1", 'embedding_lr="x"']
     )
     def test_what_no_recipe_wrote_is_refused(self, tmp_path: Path, text: str) -> None:
-        values = config_to_json(nanochat(depth=6, machine=MACHINE)) | {"recipe_arguments": [text]}
+        values = config_to_json(nanochat(depth=6)) | {"recipe_arguments": [text]}
         run = RunDirectory.create(tmp_path / "r", values, {})
         with pytest.raises(UserError, match=r"embedding_lr|recipe_arguments"):
             self.repeated(run, "--depth 8")

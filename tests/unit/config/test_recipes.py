@@ -9,11 +9,11 @@ import pytest
 
 from gptlab.app.run_request import sized_by_measurement
 from gptlab.config.errors import ConfigError
-from gptlab.config.horizon import Horizon
+from gptlab.config.horizon import Horizon, minutes
 from gptlab.config.load import apply_overrides
-from gptlab.config.recipes import RECIPES, quickstart, shakespeare_char, why_quickstart_size
+from gptlab.config.recipes import RECIPES, configure, quickstart, shakespeare_char
 from gptlab.config.recipes.applied_scaling import applied_scaling
-from gptlab.config.recipes.quickstart import QUICKSTART_MIN_STEPS, QUICKSTART_TOKENS_PER_PARAM
+from gptlab.config.recipes.quickstart import QUICKSTART_MIN_STEPS, QUICKSTART_TOKENS_PER_PARAM, why_quickstart_size
 from gptlab.config.run import RunConfig
 from gptlab.config.scaling import (
     Machine,
@@ -52,7 +52,8 @@ def test_quickstart_grows_with_the_machine_and_the_time() -> None:
     assert sizes == sorted(sizes)
     assert sizes[-1] > sizes[0]
     # Twice the time is twice the compute.
-    assert quickstart(machine=machine(4e11), minutes=6).model == quickstart(machine=machine(8e11), minutes=3).model
+    longer, faster = (quickstart(machine=machine(rate), horizon=minutes(m)) for rate, m in ((4e11, 6), (8e11, 3)))
+    assert longer.model == faster.model
 
 
 @pytest.mark.parametrize("rate", RATES)
@@ -72,12 +73,12 @@ class TestSizedByMeasurement:
     """A run is sized by the steps that this machine was seen to make, never by its products' peak."""
 
     @staticmethod
-    def sized(rate: Callable[[RunConfig], float], *, minutes: float = 3, depth: int | None = None) -> RunConfig:
+    def sized(rate: Callable[[RunConfig], float], *, length: float = 3, depth: int | None = None) -> RunConfig:
         """quickstart on a machine whose steps reach `rate(config)` FLOP/s; checks what it makes of it."""
         timed: list[RunConfig] = []
 
         def recipe(depth: int | None, machine: Machine | None) -> RunConfig:
-            return quickstart(depth=depth, minutes=minutes, machine=machine)
+            return quickstart(depth=depth, horizon=minutes(length), machine=machine)
 
         def measure(config: RunConfig) -> Machine:
             timed.append(config)
@@ -87,7 +88,7 @@ class TestSizedByMeasurement:
         assert 1 <= len(timed) <= 3  # each is compiled first, which takes longer than a third of such a run
         model = config.model
         flops = shape_for_depth(model.n_layer, aspect=32, head_dim=64, vocab_size=4096, seq_len=512).flops_per_token
-        steps = minutes * 60 * rate(config) / flops / config.batch.total_tokens
+        steps = length * 60 * rate(config) / flops / config.batch.total_tokens
         # After three the last size stands untimed, at worst with half the rows of the one before.
         assert steps >= 0.7 * QUICKSTART_MIN_STEPS or config.batch.total_tokens == config.model.seq_len
         return config
@@ -108,15 +109,15 @@ class TestSizedByMeasurement:
         assert self.sized(rate).batch.total_tokens == 8192
 
     @pytest.mark.parametrize("slowdown", [0.003, 0.03, 0.3, 0.5, 1.0, 2.0, 20.0, 2000.0])
-    @pytest.mark.parametrize("minutes", [1, 3, 10])
-    def test_on_machines_whose_rate_depends_on_the_size(self, slowdown: float, minutes: float) -> None:
+    @pytest.mark.parametrize("length", [1, 3, 10])
+    def test_on_machines_whose_rate_depends_on_the_size(self, slowdown: float, length: float) -> None:
         """Deeper models and larger micro-batches reach more, as on every machine seen."""
 
         def rate(config: RunConfig) -> float:
             rows = config.batch.micro_sequences
             return slowdown * 5e10 * config.model.n_layer * rows / (rows + 4)
 
-        self.sized(rate, minutes=minutes)
+        self.sized(rate, length=length)
 
     def test_a_depth_that_was_given_stays(self) -> None:
         assert self.sized(lambda config: 1e12, depth=3).model.n_layer == 3
@@ -150,7 +151,7 @@ def test_a_depth_given_is_the_depth() -> None:
 def test_adamw_rates_follow_width_and_batch() -> None:
     assert adamw_lr_scale_for_width(768) == 1.0
     assert adamw_lr_scale_for_width(192) == 2.0
-    # Width 128 and 2^13 tokens: seed 4's 0.3 times sqrt(768 / 128) times a half.
+    # Width 128 and 2^13 tokens: nanochat's 0.3 times sqrt(768 / 128) times a half.
     assert quickstart().optim.embedding.lr == pytest.approx(0.3 * math.sqrt(6) / 2)
 
 
@@ -167,15 +168,13 @@ def test_the_size_is_explained_where_the_recipe_chose_it() -> None:
 
 @pytest.mark.parametrize("name", list(RECIPES))
 def test_every_recipe_takes_the_common_arguments(name: str) -> None:
-    recipe = RECIPES[name]
     depth = None if "finetune" in name else 2  # whose weights have theirs
-    config = recipe(depth=depth, horizon=Horizon(amount=5, unit="steps"), machine=machine(1e12))
+    config = configure(name, depth=depth, horizon=Horizon(amount=5, unit="steps"), machine=machine(1e12))
     assert (config.recipe, config.horizon) == (name, Horizon(amount=5, unit="steps"))
     assert depth is None or config.model.n_layer == depth
-    assert recipe(minutes=0.5).horizon == Horizon(amount=30.0, unit="seconds")
-    assert (recipe.__doc__ or "").strip()
-    with pytest.raises(ConfigError, match="minutes"):
-        recipe(minutes=-1)
+    assert configure(name) == RECIPES[name]()
+    assert RECIPES[name](horizon=minutes(0.5)).horizon == Horizon(amount=30.0, unit="seconds")
+    assert (RECIPES[name].__doc__ or "").strip()
 
 
 class TestAppliedScaling:
@@ -193,7 +192,7 @@ class TestAppliedScaling:
         assert config.optim.muon.weight_decay == pytest.approx(0.2 * (12 / 4) ** 2)
 
     def test_with_arguments_of_its_own(self) -> None:
-        config = RECIPES["nanochat"](depth=12, total_batch_size=2**21, weight_decay=0.1)
+        config = configure("nanochat", depth=12, own={"total_batch_size": 2**21, "weight_decay": 0.1})
         assert applied_scaling(config, MACHINE)[1:] == [
             "all rates x 2 (batch of 2,097,152 tokens, tuned at 524,288)",
             "weight decay 0.1 -> 0.1 (depth 12, tuned at 12)",
@@ -206,4 +205,4 @@ class TestAppliedScaling:
 
     @pytest.mark.parametrize("name", RECIPES)
     def test_of_every_recipe(self, name: str) -> None:
-        assert all("x 1 (" not in line for line in applied_scaling(RECIPES[name](machine=MACHINE), MACHINE))
+        assert all("x 1 (" not in line for line in applied_scaling(configure(name, machine=MACHINE), MACHINE))

@@ -22,8 +22,7 @@ from gptlab.app.run_request import TrainArguments
 from gptlab.app.session import Session, open_session
 from gptlab.cli.arguments.run_arguments import read_request
 from gptlab.config.errors import ConfigError, UserError
-from gptlab.config.gpt2_sizes import GPT2_SIZES
-from gptlab.config.model import ModelConfig
+from gptlab.config.model import GPT2_SIZES, ModelConfig
 from gptlab.config.run import RunConfig
 from gptlab.config.scaling import Machine
 from gptlab.model.gpt import GPT, build_model
