@@ -286,6 +286,14 @@ def readme_tree(text: str) -> dict[str, str]:
     return entries
 
 
+def test_the_stories_name_files_that_exist() -> None:
+    """docs/architecture.md tells one step and one run by the files that a reader opens, `package/file.py`."""
+    stories = (ROOT / "docs/architecture.md").read_text(encoding="utf-8").partition("\n## The tree")[0]
+    named = re.findall(r"`([\w/]+/\w+\.py)`", stories)
+    assert len(named) > 30
+    assert [name for name in named if not (PACKAGE / name).is_file()] == []
+
+
 def test_readme_tree_by_hand() -> None:
     text = "# T\n```\nmake train\n```\n```\ngptlab/\n  config/   choices\n    run.py  a run\n  model/    nets\n```\n"
     assert readme_tree(text) == {
