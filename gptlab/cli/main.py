@@ -1,4 +1,4 @@
-"""`gptlab COMMAND ...`: finds the command and turns its end into an exit code. Imports nothing that computes."""
+"""`gptlab COMMAND ...`: finds the command and turns its end into an exit code. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from gptlab.runtime.hardware.spinning import limit_spinning
 
 COMMANDS = {
     "train": ("gptlab.cli.train", "train a GPT, or resume a run (--resume); --list shows the recipes"),
-    "plan": ("gptlab.cli.plan", "what a run would be: parameters, FLOPs, memory, steps, hours, before anything runs"),
+    "plan": ("gptlab.cli.plan", "size up a run without training: parameters, FLOPs, memory, steps, hours"),
     "data": ("gptlab.cli.data", "list | prepare | inspect a corpus"),
     "tokenizer": ("gptlab.cli.tokenizer", "train | eval a tokenizer"),
     "eval": ("gptlab.cli.eval", "measure a run: validation loss (nats/token) and bits per byte, or CORE"),
-    "import": ("gptlab.cli.import_model", "hf | nanogpt: a model trained elsewhere as a run folder"),
-    "sample": ("gptlab.cli.sample", "let a trained run continue a text"),
+    "import": ("gptlab.cli.import_model", "hf | nanogpt: turn a model trained elsewhere into a run folder"),
+    "sample": ("gptlab.cli.sample", "continue a text with a trained run"),
     "export": ("gptlab.cli.export", "write a trained model as a folder that transformers loads"),
-    "bench": ("gptlab.cli.bench", "this machine: peak FLOP/s, tokens/s, MFU, and the time of each part"),
+    "bench": ("gptlab.cli.bench", "measure this machine: peak FLOP/s, tokens/s, MFU, and the time of each part"),
 }
 
 TOGETHER = ("train", "eval", "sample")
-"""Commands that several processes, started by torchrun, do together."""
+"""Commands that several processes, started by torchrun, run together."""
 
 HELP = f"""\
 usage: gptlab COMMAND [ARGUMENTS]
@@ -36,18 +36,18 @@ commands:
 {chr(10).join(f"  {name:<10} {text}" for name, (_, text) in COMMANDS.items())}
 
 options:
-  -h, --help   this text; `gptlab COMMAND --help` has the arguments, with unit and default
+  -h, --help   this text; `gptlab COMMAND --help` lists the arguments with unit and default
   --version    the version of gptlab
 
 examples:
   gptlab train                                     three minutes, sized to this machine
   gptlab train --data notes/ --minutes 20          on your own text files
   gptlab train quickstart --depth 6 --steps 500 --model.window-pattern SSSL
-  gptlab train --resume runs/NAME                  go on where a run stopped
-  gptlab train --from runs/NAME --seed 7           the same run once more, with one field changed
+  gptlab train --resume runs/NAME                  continue a stopped run
+  gptlab train --from runs/NAME --seed 7           repeat a run with one field changed
   gptlab sample runs/NAME --prompt "def main("
 
-exit codes: 0 finished, 2 wrong usage or configuration, 3 training failed, 75 preempted (--resume goes on)
+exit codes: 0 finished, 2 wrong usage or configuration, 3 training failed, 75 preempted (--resume continues)
 """
 
 EXIT_USAGE = 2
@@ -59,28 +59,28 @@ def entry_point() -> None:
     """The console script."""
     _open_standard_streams()
     code = main(sys.argv[1:])
-    gc.freeze()  # Else the interpreter looks for garbage in all of torch's compiler before it ends: 0.9 s.
+    gc.freeze()  # Otherwise the interpreter collects the garbage of torch's compiler before it exits: 0.9 s.
     sys.exit(code)
 
 
 def _open_standard_streams() -> None:
-    """Where the caller has closed one (`gptlab ... >&-`), let it lead nowhere. Python has no sys.stdout then, and the
-    next file that anything opens would get its number, and with it all that libraries print."""
+    """Open closed standard streams (`gptlab ... >&-`) on the null device. Otherwise Python has no sys.stdout, and the
+    next file to be opened would get its number, and everything that libraries print."""
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free: this one
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this one
     sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115
     sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run one command; its exit code. A UserError becomes one line on stderr and exit code 2."""
+    """Run one command and return its exit code. A UserError becomes one line on stderr and exit code 2."""
     try:
         with _results_of_rank_0(), paths_of_the_user():
             code = _dispatch(list(argv))
-        sys.stdout.flush()  # A reader that has gone away shows here, not at interpreter exit.
+        sys.stdout.flush()  # A closed pipe shows here, not at interpreter exit.
         return code
     except UserError as error:
         print(f"gptlab: error: {_rank()}{one_line(error)}", file=sys.stderr)
@@ -88,7 +88,7 @@ def main(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # `gptlab train --list | head -1` is no error; what is still buffered must not raise again at exit.
+        # `gptlab train --list | head -1` is no error; buffered output must not raise again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
     except SystemExit as end:  # after --help
@@ -96,14 +96,14 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _rank() -> str:
-    """Which process speaks, where torchrun started several; rank 0 speaks for all."""
+    """The prefix of an error of another rank than 0."""
     rank = os.environ.get("RANK", "0")
     return "" if rank == "0" else f"rank {rank}: "
 
 
 @contextmanager
 def _results_of_rank_0() -> Iterator[None]:
-    """Of several processes only rank 0 writes to stdout, which else would have everything several times."""
+    """Of several processes, only rank 0 writes to stdout."""
     if os.environ.get("RANK", "0") == "0":
         yield
         return
@@ -112,14 +112,14 @@ def _results_of_rank_0() -> Iterator[None]:
 
 
 def _require_one_process(name: str) -> None:
-    """UserError on rank 0 where torchrun has started several processes; the others end silently, and alike."""
+    """UserError on rank 0 if torchrun has started several processes; the others exit silently with the same code."""
     if name in TOGETHER or os.environ.get("WORLD_SIZE", "1") == "1":
         return
     if os.environ.get("RANK", "0") != "0":
         raise SystemExit(EXIT_USAGE)
     raise UserError(
-        f"gptlab {name} is the work of one process, but torchrun has started {os.environ['WORLD_SIZE']}: start it "
-        f"without torchrun, which is for {', '.join(TOGETHER)}"
+        f"gptlab {name} runs in one process, but torchrun has started {os.environ['WORLD_SIZE']}: start it without "
+        f"torchrun, which is for {', '.join(TOGETHER)}"
     )
 
 

@@ -308,7 +308,7 @@ class TestShared:
     def test_exit_codes_are_those_of_one_process(self, played: Path) -> None:
         assert codes(played, "eval-nothing") == [[2, 2]]
         assert codes(played, "plan") == [[2, 2]]
-        assert said(played, "plan")["err"].startswith("gptlab: error: gptlab plan is the work of one process")
+        assert said(played, "plan")["err"].startswith("gptlab: error: gptlab plan runs in one process")
         assert said(played, "plan", 1)["err"] == ""
         assert codes(played, "list") == [[0, 0]]
         assert ("quickstart" in said(played, "list")["out"], said(played, "list", 1)["out"]) == (True, "")
