@@ -35,8 +35,8 @@ def build_optimizer(
         config: settings by role.
         compute_dtype: type of Muon's matrix products.
         row_splits: rows of each part of a fused matrix, by parameter name, where Muon is to treat the parts as
-            matrices of their own. Seed 1 splits whatever has three times as many rows as columns; here the caller
-            says what is fused, since an MLP of ratio 3 has that shape too and parts may be unequal.
+            matrices of their own. modded-nanogpt splits whatever has three times as many rows as columns; here the
+            caller says what is fused, since an MLP of ratio 3 has that shape too and parts may be unequal.
         share: what this process updates (`Division.share`), where others update the rest. None: everything.
         make_muon: what makes Muon of its matrices by name, with arguments as `Muon`. None: `Muon`.
 

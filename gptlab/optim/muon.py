@@ -5,9 +5,9 @@
     update     U  = orthogonalize(D)            NorMuon: rows or columns of U evened out
     weight     W <- W - lr (scale(shape) U + weight_decay W)
 
-Seed 1 keeps the sum B <- m B + G and takes G + m B. At constant m that is this direction divided by (1 - m), and the
-orthogonalization does not see a factor, so the updates are the same; the mean is kept here because its size does not
-change when m does (the ramp of seeds 3 and 4).
+modded-nanogpt keeps the sum B <- m B + G and takes G + m B. At constant m that is this direction divided by (1 - m).
+Orthogonalization removes the factor, so the updates are the same. The mean is kept here because its size does not
+change when m does (the ramp of autoresearch and nanochat).
 
 Decay is lr * weight_decay * W whatever the update scale, as in torch.optim.Muon; with `scaled_decay` the scale
 multiplies it too, as in nanochat and autoresearch.

@@ -15,8 +15,8 @@ def lr_scale(schedule: ScheduleConfig, progress: float, step_fraction: float = 0
     """The factor on every learning rate.
 
     `step_fraction` is the share of the horizon that one step takes (1/N). It moves the warm-up, and only that, to the
-    end of the step: (s + 1) / warmup_steps, as in seeds 1 and 4. Without it the first step of a warm-up has rate zero
-    and is wasted, which is seed 3's progress / warmup_ratio.
+    end of the step: (s + 1) / warmup_steps, as in modded-nanogpt and nanochat. Without it the first step of a warm-up
+    has rate zero and is wasted, which is autoresearch's progress / warmup_ratio.
 
     Warm-down and cosine count from the beginning of the step, as in all the seeds: the last step of a run still moves.
     The cosine begins at the last step of the warm-up, the first with the full rate: nanoGPT's step warmup_iters.
@@ -34,12 +34,14 @@ def lr_scale(schedule: ScheduleConfig, progress: float, step_fraction: float = 0
 
 
 def weight_decay_scale(schedule: ScheduleConfig, progress: float) -> float:
-    """The factor on Muon's weight decay: from 1 to `weight_decay_final` in a straight line (seeds 3 and 4)."""
+    """The factor on Muon's weight decay: from 1 to `weight_decay_final` in a straight line (autoresearch and
+    nanochat)."""
     return _between(1.0, schedule.weight_decay_final, min(max(progress, 0.0), 1.0))
 
 
 def muon_momentum(config: MuonConfig, step: int) -> float:
-    """Momentum of step `step` (from 0): a ramp over the first steps, whatever the horizon (seeds 3 and 4)."""
+    """Momentum of step `step` (from 0): a ramp over the first steps, whatever the horizon (autoresearch and
+    nanochat)."""
     if step >= config.momentum_ramp_steps:
         return config.momentum
     return _between(config.momentum_start, config.momentum, step / config.momentum_ramp_steps)

@@ -20,7 +20,8 @@ _ANSWER_SECONDS = 1.0
 # torchrun looks after its workers ten times a second; a busy machine is slower. A person reads the answer first.
 _ECHO_SECONDS = 3.0
 
-# Seed 4: automatic collections take about 500 ms, and find next to nothing; seeds 3 and 4 collect every 5000 steps.
+# Automatic collections take about 500 ms and find next to nothing (nanochat, which as autoresearch collects every 5000
+# steps).
 _COLLECT_EVERY_STEPS = 5000
 
 
@@ -35,7 +36,8 @@ class TrainingFailed(Exception):  # noqa: N818 -- the name of a run's end (statu
 
 
 def check_loss(loss: float, max_loss: float) -> None:
-    """TrainingFailed for a loss (nats/token) that is not finite, or above `max_loss` (seed 3: NaN, or above 100)."""
+    """TrainingFailed for a loss (nats/token) that is not finite, or above `max_loss` (autoresearch: NaN, or above
+    100)."""
     if not math.isfinite(loss):
         raise TrainingFailed(f"the training loss is {loss}: often a learning rate that is too high", loss=loss)
     if loss > max_loss:

@@ -50,7 +50,7 @@ MUTATIONS = [
     Mutation(
         "the speedrun's Muon without Nesterov", "config/recipes/speedrun.py",
         "nesterov=True", "nesterov=False",
-        [DOCUMENTS, "test_muon.py::test_against_seed_1"],
+        [DOCUMENTS, "test_muon.py::test_against_modded_nanogpt"],
         ["Settings: learning rate, momentum"],
     ),
     Mutation(

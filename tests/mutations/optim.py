@@ -10,7 +10,7 @@ MUTATIONS = [
         "the first step of a warm-up is wasted", "optim/schedule.py",
         "min((progress + step_fraction) / schedule.warmup_fraction, 1.0)", "progress / schedule.warmup_fraction",
         ["test_schedule.py::test_first_step_is_not_wasted_and_the_clock_may_overrun",
-         "test_schedule.py::test_trapezoid_is_that_of_seeds_3_and_4"],
+         "test_schedule.py::test_trapezoid_is_that_of_autoresearch_and_nanochat"],
         ["Warm-up starts at (it + 1)", "250 steps of warm-up"],
     ),
     Mutation(
@@ -35,7 +35,7 @@ MUTATIONS = [
     Mutation(
         "the warm-down begins at the wrong end", "optim/schedule.py",
         "remaining = 1.0 - progress", "remaining = progress",
-        ["test_schedule.py::test_trapezoid_is_that_of_seeds_3_and_4",
+        ["test_schedule.py::test_trapezoid_is_that_of_autoresearch_and_nanochat",
          "test_lineage_recipes.py::TestLearningRates::test_of_the_speedrun",
          "test_lineage_recipes.py::TestLearningRates::test_of_the_speedrun_by_hand"],
         ["6200 iterations, no warm-up", "250 steps of warm-up"],
@@ -49,7 +49,7 @@ MUTATIONS = [
     Mutation(
         "weight decay rises instead of falling", "optim/schedule.py",
         "return _between(1.0, schedule.weight_decay_final,", "return _between(schedule.weight_decay_final, 1.0,",
-        ["test_schedule.py::test_weight_decay_of_seeds_3_and_4",
+        ["test_schedule.py::test_weight_decay_of_autoresearch_and_nanochat",
          "test_lineage_recipes.py::TestLearningRates::test_momentum_and_decay_of_autoresearch",
          "test_lineage_recipes.py::TestLearningRates::test_of_nanochat_by_hand"],
         ["Weight decay falls from 0.2 to 0", "Momentum from 0.85 to 0.95 in 300 steps; decay"],
@@ -58,7 +58,7 @@ MUTATIONS = [
         "momentum starts at its last value", "optim/schedule.py",
         "return _between(config.momentum_start, config.momentum, step / config.momentum_ramp_steps)",
         "return config.momentum",
-        ["test_schedule.py::test_momentum_ramp_of_seeds_3_and_4",
+        ["test_schedule.py::test_momentum_ramp_of_autoresearch_and_nanochat",
          "test_lineage_recipes.py::TestLearningRates::test_momentum_and_decay_of_autoresearch",
          "test_lineage_recipes.py::TestLearningRates::test_of_nanochat_by_hand"],
         ["Muon's momentum rises from 0.85", "Momentum from 0.85 to 0.95 in 300 steps; decay"],
@@ -80,14 +80,14 @@ MUTATIONS = [
         "the mean is held back as the speedrun holds back the sum", "optim/orthogonalize.py",
         "_NEWTON_SCHULZ_NORM = (1.0, 5e-9)", "_NEWTON_SCHULZ_NORM = (1.0, 1e-7)",
         ["test_muon.py::test_a_gradient_that_is_almost_zero_moves_as_little_as_in_the_speedrun",
-         "test_muon.py::test_against_seed_1"],
+         "test_muon.py::test_against_modded_nanogpt"],
         ["... or by the quintic Newton-Schulz iteration"],
     ),
     Mutation(
         "Newton-Schulz makes one step less", "optim/orthogonalize.py",
         "(NEWTON_SCHULZ,) * iterations", "(NEWTON_SCHULZ,) * (iterations - 1)",
         ["test_orthogonalize.py::test_where_five_steps_leave_the_singular_values",
-         "test_orthogonalize.py::test_one_newton_schulz_step_by_hand", "test_muon.py::test_seed_1_by_hand"],
+         "test_orthogonalize.py::test_one_newton_schulz_step_by_hand", "test_muon.py::test_modded_nanogpt_by_hand"],
         ["It leaves singular values of about 0.5"],
     ),
     Mutation(
@@ -103,7 +103,7 @@ MUTATIONS = [
         "        x = torch.baddbmm(x, x, polynomial, beta=a) if tall else torch.baddbmm(x, polynomial, x, beta=a)\n",
         "        polynomial = b * gram + c * torch.bmm(gram, gram)\n"
         "        x = a * x + (torch.bmm(x, polynomial) if tall else torch.bmm(polynomial, x))\n",
-        ["test_muon.py::test_bfloat16_is_nearer_to_the_rule_than_seed_1s_own"],
+        ["test_muon.py::test_bfloat16_is_nearer_to_the_rule_than_modded_nanogpts_own"],
         ["It runs stably in bfloat16"],
     ),
     Mutation(
@@ -123,19 +123,21 @@ MUTATIONS = [
     Mutation(
         "Muon's rate ignores the schedule", "optim/muon.py",
         "lr = self._config.lr * lr_scale", "lr = self._config.lr",
-        ["test_combined_optimizer.py::test_against_the_rules_of_seeds_3_and_4", "test_muon.py::test_against_seed_1"],
+        ["test_combined_optimizer.py::test_against_the_rules_of_autoresearch_and_nanochat",
+         "test_muon.py::test_against_modded_nanogpt"],
         ["One scheduler for both optimizers"],
     ),
     Mutation(
         "the update is not scaled by its longer side", "optim/muon.py",
         "return math.sqrt(max(rows, cols))  # a mean square of 1", "return math.sqrt(min(rows, cols))",
-        ["test_muon.py::test_update_scales", "test_muon.py::test_against_seed_1"],
+        ["test_muon.py::test_update_scales", "test_muon.py::test_against_modded_nanogpt"],
         ["The update is scaled by sqrt(max(rows, cols))"],
     ),
     Mutation(
         "NorMuon averages over the wrong dimension", "optim/muon.py",
         "return -1 if rows >= cols else -2", "return -2 if rows >= cols else -1",
-        ["test_muon.py::test_normuon_by_hand", "test_combined_optimizer.py::test_against_the_rules_of_seeds_3_and_4"],
+        ["test_muon.py::test_normuon_by_hand",
+         "test_combined_optimizer.py::test_against_the_rules_of_autoresearch_and_nanochat"],
         ["Its form evens out neurons"],
     ),
     Mutation(
@@ -149,14 +151,14 @@ MUTATIONS = [
         "(update * weight).ge_(0.0)", "(update * weight).le_(0.0)",
         ["test_muon.py::test_cautious_mask", "test_muon.py::test_cautious_step_by_hand",
          "test_combined_optimizer.py::test_two_steps_by_hand",
-         "test_combined_optimizer.py::test_against_the_rules_of_seeds_3_and_4"],
+         "test_combined_optimizer.py::test_against_the_rules_of_autoresearch_and_nanochat"],
         ["`--weight-decay` 0.2: cautious", "Its form evens out neurons"],
     ),
     Mutation(
         "decay never grows with sqrt(rows / cols)", "optim/muon.py",
         "if config.scaled_decay else weight_decay", "if False else weight_decay",
         ["test_muon.py::test_scaled_decay_by_hand",
-         "test_combined_optimizer.py::test_against_the_rules_of_seeds_3_and_4"],
+         "test_combined_optimizer.py::test_against_the_rules_of_autoresearch_and_nanochat"],
         ["Its form evens out neurons"],
     ),
     # --- AdamW
@@ -164,14 +166,14 @@ MUTATIONS = [
         "AdamW's rate ignores the schedule", "optim/adamw.py",
         "lr=config.lr * lr_scale", "lr=config.lr",
         ["test_combined_optimizer.py::test_every_role_moves_at_its_own_rate",
-         "test_combined_optimizer.py::test_against_the_rules_of_seeds_3_and_4"],
+         "test_combined_optimizer.py::test_against_the_rules_of_autoresearch_and_nanochat"],
         ["The learning rate is worked out", "One scheduler for both optimizers"],
     ),
     Mutation(
         "AdamW's betas are swapped", "optim/adamw.py",
         "beta1=config.beta1,\n            beta2=config.beta2,", "beta1=config.beta2,\n            beta2=config.beta1,",
         ["test_combined_optimizer.py::test_adamw_against_the_hand_written_loop",
-         "test_combined_optimizer.py::test_against_the_rules_of_seeds_3_and_4"],
+         "test_combined_optimizer.py::test_against_the_rules_of_autoresearch_and_nanochat"],
         ["AdamW: embeddings and value embeddings 0.6", "AdamW at 0.0036 with betas"],
     ),
     Mutation(
@@ -207,7 +209,7 @@ MUTATIONS = [
         "        if self.adamw is not None:\n            self.adamw.step(lr_scale)\n        if finish is not None:",
         "        if self.muon is None and self.adamw is not None:\n            self.adamw.step(lr_scale)\n"
         "        if finish is not None:",
-        ["test_combined_optimizer.py::test_against_the_rules_of_seeds_3_and_4",
+        ["test_combined_optimizer.py::test_against_the_rules_of_autoresearch_and_nanochat",
          "test_combined_optimizer.py::test_two_steps_by_hand"],
         ["Muon and AdamW as one optimizer"],
     ),

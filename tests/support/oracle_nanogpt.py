@@ -1,6 +1,6 @@
 """nanoGPT's forward pass and the layout of its ckpt.pt, from its documented names; calls nothing of gptlab.
 
-Seed 2 names the parts: transformer.{wte, wpe, h[i].{ln_1, attn.{c_attn, c_proj}, ln_2, mlp.{c_fc, c_proj}}, ln_f},
+nanoGPT names the parts: transformer.{wte, wpe, h[i].{ln_1, attn.{c_attn, c_proj}, ln_2, mlp.{c_fc, c_proj}}, ln_f},
 nn.Linear matrices (outputs, inputs), exact GELU, a head tied to wte.
 """
 

@@ -33,7 +33,7 @@ def quintic_on_singular_values(matrix: Tensor, coefficients: list[tuple[float, f
 
 
 def newton_schulz_on_the_matrix(matrix: Tensor, dtype: torch.dtype) -> Tensor:
-    """Seed 1's zeropower_via_newtonschulz5 of five steps: one matrix, products in `dtype` (there: bfloat16)."""
+    """modded-nanogpt's zeropower_via_newtonschulz5 of five steps: one matrix, products in `dtype` (there: bfloat16)."""
     x = matrix.to(dtype)
     x = x / (x.norm() + 1e-7)
     turned = len(x) > len(x.T)
@@ -77,7 +77,8 @@ class Seed1Muon:
 
 
 class CautiousNorMuon:
-    """Seeds 3 and 4: averaged Nesterov momentum, Polar Express, NorMuon, then decay where update and weight agree.
+    """autoresearch and nanochat: averaged Nesterov momentum, Polar Express, NorMuon, then decay where update and weight
+    agree.
 
     One matrix that is one block; the update and the decay grow with sqrt(rows / cols) where there are more rows.
     """

@@ -42,10 +42,10 @@ def _row(words: str, teraflops: float, dtypes: tuple[torch.dtype, ...] = _BOTH) 
 _TABLE = (
     _row("gb200", 2500),  # NVIDIA GB200 NVL72 data sheet: 360 PFLOPS sparse for 72 GPUs
     _row("b200", 2250),  # NVIDIA DGX B200 data sheet / Blackwell architecture brief: 4.5 PFLOPS sparse
-    _row("h200", 989.5),  # NVIDIA H200 data sheet: 1979 sparse (and autoresearch, seed 3, for Hopper)
+    _row("h200", 989.5),  # NVIDIA H200 data sheet: 1979 sparse (and autoresearch, for Hopper)
     _row("h200 nvl", 835.5),  # NVIDIA H200 data sheet, NVL column: 1671 sparse
     _row("gh200", 989.5),  # NVIDIA GH200 data sheet: the GPU of an H100 SXM, 1979 sparse
-    _row("h100", 989.5),  # NVIDIA H100 data sheet, SXM: 1979 sparse; seed 3
+    _row("h100", 989.5),  # NVIDIA H100 data sheet, SXM: 1979 sparse; autoresearch
     _row("h100 pcie", 756),  # NVIDIA H100 data sheet, PCIe: 1513 sparse
     _row("h100 nvl", 835.5),  # NVIDIA H100 data sheet, NVL (one card): 1671 sparse
     _row("a100", 312),  # NVIDIA A100 data sheet, SXM

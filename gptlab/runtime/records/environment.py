@@ -45,7 +45,7 @@ def environment_text(variables: Mapping[str, str]) -> str:
 
 
 def gpu_report() -> str | None:
-    """What the GPU's own tool prints, as modded-nanogpt (seed 1) logs it; None where there is none."""
+    """What the GPU's own tool prints, as modded-nanogpt logs it; None where there is none."""
     for tool in ("nvidia-smi", "rocm-smi"):
         if (output := output_of([tool], Path.cwd())) is not None:
             return _without(platform.node(), "HOST", output.decode(errors="replace"))

@@ -1,6 +1,6 @@
 """The lineages' recipes against their documents: every number written out again, every rule worked out by hand.
 
-Numbers are those of seeds 0 to 4 and of the files they are about: nanoGPT's train.py, config/train_shakespeare_char.py,
+Numbers are those of the documents and of their sources: nanoGPT's train.py, config/train_shakespeare_char.py,
 config/train_gpt2.py, config/finetune_shakespeare.py, its README's CPU command and data/*/prepare.py; autoresearch's
 train.py and prepare.py; nanochat's gpt.py and tok_train.py of February 2026.
 """
@@ -434,12 +434,12 @@ def nanogpt_get_lr(it: int, *, peak: float, warmup_iters: int, lr_decay_iters: i
 
 
 def speedrun_get_lr(it: int, num_iterations: int) -> float:
-    """Seed 1's get_lr."""
+    """modded-nanogpt's get_lr."""
     return 1.0 if it < num_iterations - 1800 else (num_iterations - it) / 1800
 
 
 def nanochat_get_lr(it: int, num_iterations: int) -> float:
-    """Seed 4's get_lr_multiplier with its default ratios."""
+    """nanochat's get_lr_multiplier with its default ratios."""
     warmdown = round(0.5 * num_iterations)
     return 1.0 if it <= num_iterations - warmdown else (num_iterations - it) / warmdown
 
@@ -506,7 +506,7 @@ class TestLearningRates:
     def test_of_nanochat_with_its_momentum_and_decay(self, n: int) -> None:
         config = RECIPES["nanochat"](horizon=steps(n))
         for it in moments(n, 300, n - round(0.5 * n)):
-            # An odd number of steps has no half: seed 4 rounds it to a whole step.
+            # An odd number of steps has no half: nanochat rounds it to a whole step.
             assert lr_scale(config.schedule, it / n, 1 / n) == pytest.approx(nanochat_get_lr(it, n), abs=0.6 / (n / 2))
             assert weight_decay_scale(config.schedule, it / n) == pytest.approx(1 - it / n)
             share = min(it / 300, 1)

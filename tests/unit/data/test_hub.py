@@ -106,7 +106,7 @@ def test_the_table_is_whole() -> None:
     for corpus in CORPORA:
         assert 0 < corpus.default_files <= corpus.all_files
         assert corpus.place.address.startswith("https://")
-    # Seeds 3 and 4 validate on the last shard of their corpus.
+    # autoresearch and nanochat validate on the last shard of their corpus.
     lasts = {"fineweb-edu": "shard_01822.parquet", "climbmix": "shard_06542.parquet"}
     for corpus in CORPORA:
         if corpus.name in lasts:

@@ -64,7 +64,7 @@ PARTS = {
     "narrow mlp": {"mlp_ratio": 1.5},
     "one layer": {"n_layer": 1},
 }
-# Whole lineages: nanoGPT (seeds 0 and 2), the speedrun (seed 1), autoresearch and nanochat (seeds 3 and 4).
+# Whole lineages: nanoGPT, the speedrun (modded-nanogpt), autoresearch and nanochat.
 LINEAGES = {
     "nanogpt": {"bias": True, "tied_head": True},
     "speedrun": {

@@ -217,7 +217,7 @@ def test_adamw_against_the_hand_written_loop() -> None:
         torch.testing.assert_close(p.detach(), expected)
 
 
-def test_against_the_rules_of_seeds_3_and_4() -> None:
+def test_against_the_rules_of_autoresearch_and_nanochat() -> None:
     """autoresearch's settings on every role at once, as in its run: momentum rises, rate and decay fall.
 
     AdamW entry by entry; Muon matrix by matrix with Polar Express, NorMuon and cautious decay.

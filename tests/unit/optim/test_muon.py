@@ -47,15 +47,15 @@ BY_THE_RECIPE = dataclasses.replace(speedrun_muon_2024_10().optim.muon, lr=0.01)
         ("svd", torch.float64, 1e-9),
         ("newton_schulz", torch.float64, 1e-12),
         ("newton_schulz", torch.float32, 1e-5),
-        # Two ways to round to 8 bits: seed 1 also rounds before the division by the norm, and every product. It ends
-        # 1.6 to 2.9% off its own rule in float64, gptlab 0.7 to 1.3%, and the two up to 3.1% apart.
+        # Two ways to round to 8 bits: modded-nanogpt also rounds before the division by the norm, and every product. It
+        # ends 1.6 to 2.9% off its own rule in float64, gptlab 0.7 to 1.3%, and the two up to 3.1% apart.
         ("newton_schulz", torch.bfloat16, 0.05),
     ],
 )
-def test_against_seed_1(backend: Orthogonalizer, dtype: torch.dtype, tolerance: float) -> None:
+def test_against_modded_nanogpt(backend: Orthogonalizer, dtype: torch.dtype, tolerance: float) -> None:
     """With the recipe's own settings, a falling rate, and weights in float32 for bfloat16 products.
 
-    Also that seed 1's summed momentum and the averaged one give the same updates at constant momentum.
+    Also that modded-nanogpt's summed momentum and the averaged one give the same updates at constant momentum.
     """
 
     def zero_power(matrix: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ def test_against_seed_1(backend: Orthogonalizer, dtype: torch.dtype, tolerance: 
     weights = parameters(SHAPES, master)
     before = {name: p.detach().clone() for name, p in weights.items()}
     oracles = {name: oracle_optim.Seed1Muon(p.detach(), 0.01, 0.95, zero_power) for name, p in weights.items()}
-    thirds = {name: (cols,) * 3 for name, (rows, cols) in SHAPES.items() if rows == 3 * cols}  # what seed 1 splits
+    thirds = {name: (cols,) * 3 for name, (rows, cols) in SHAPES.items() if rows == 3 * cols}
     config = dataclasses.replace(BY_THE_RECIPE, orthogonalizer=backend)
     optimizer = Muon(weights, config, compute_dtype=dtype, row_splits=thirds)
     for step in range(5):
@@ -96,8 +96,8 @@ def test_a_gradient_that_is_almost_zero_moves_as_little_as_in_the_speedrun() -> 
         torch.testing.assert_close(moved, oracle.weight - before, rtol=1e-9, atol=0)
 
 
-def test_bfloat16_is_nearer_to_the_rule_than_seed_1s_own() -> None:
-    """Both against seed 1's rule in float64, in shares of the way that five updates went: gptlab rounds less often."""
+def test_bfloat16_is_nearer_to_the_rule_than_modded_nanogpts_own() -> None:
+    """Both against modded-nanogpt's rule in float64, relative to the way of five updates: gptlab rounds less."""
     weights = parameters(SHAPES, torch.float32)
     thirds = {"qkv": (4, 4, 4)}
     optimizer = Muon(weights, BY_THE_RECIPE, compute_dtype=torch.bfloat16, row_splits=thirds)
@@ -108,17 +108,17 @@ def test_bfloat16_is_nearer_to_the_rule_than_seed_1s_own() -> None:
 
     before = {name: p.detach().double() for name, p in weights.items()}
     rule = {name: oracle(p, torch.float64) for name, p in weights.items()}
-    seed_1 = {name: oracle(p, torch.bfloat16) for name, p in weights.items()}
+    original = {name: oracle(p, torch.bfloat16) for name, p in weights.items()}
     for step in range(5):
         set_gradients(weights, step)
         for name, p in weights.items():
             rule[name].step(p.grad.double())
-            seed_1[name].step(p.grad.double())
+            original[name].step(p.grad.double())
         optimizer.step(1.0, 0.95, 1.0)
     for name, p in weights.items():
         way = (rule[name].weight - before[name]).norm()
         ours = (p.detach() - rule[name].weight).norm() / way
-        theirs = (seed_1[name].weight - rule[name].weight).norm() / way
+        theirs = (original[name].weight - rule[name].weight).norm() / way
         assert ours < theirs, name
         assert ours < 0.02, name  # 0.007 to 0.014 were measured; theirs are 0.016 to 0.028
 
@@ -128,7 +128,7 @@ def test_bfloat16_is_nearer_to_the_rule_than_seed_1s_own() -> None:
 FIVE_NEWTON_SCHULZ_STEPS_FROM_1 = 0.6964364
 
 
-def test_seed_1_by_hand() -> None:
+def test_modded_nanogpt_by_hand() -> None:
     """Two steps of a column of four, and one of a fused QKV of three numbers, which is split into these."""
     s = FIVE_NEWTON_SCHULZ_STEPS_FROM_1
     column = torch.nn.Parameter(torch.tensor([[10.0], [20.0], [30.0], [40.0]], dtype=torch.float64))
@@ -143,7 +143,8 @@ def test_seed_1_by_hand() -> None:
     assert column.flatten().tolist() == pytest.approx(wanted, rel=1e-7)
     # Three matrices of one number each become s times its sign; their scale is sqrt(1).
     assert qkv.flatten().tolist() == pytest.approx([1 - 0.1 * s, 2 + 0.1 * s, 3 - 0.1 * s], rel=1e-6)
-    # Seed 1's sum is now 0.5 (3, 0, 4, 0) + G, its direction G + 0.5 of that: 1.5 G + 0.25 (3, 0, 4, 0) = (6, 0, 0, 0).
+    # modded-nanogpt's sum is now 0.5 (3, 0, 4, 0) + G, its direction G + 0.5 of that:
+    # 1.5 G + 0.25 (3, 0, 4, 0) = (6, 0, 0, 0).
     column.grad = torch.tensor([[3.5], [0.0], [-2.0 / 3.0], [0.0]], dtype=torch.float64)
     optimizer.step(1.0, 0.5, 1.0)
     wanted[0] -= 0.2 * s

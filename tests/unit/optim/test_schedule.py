@@ -13,7 +13,7 @@ STEPS = 200
 
 
 def nanochat(it: int, warmup_ratio: float, warmdown_ratio: float, final: float) -> float:
-    """Seed 4's get_lr_multiplier."""
+    """nanochat's get_lr_multiplier."""
     warmup_iters, warmdown_iters = round(warmup_ratio * STEPS), round(warmdown_ratio * STEPS)
     if it < warmup_iters:
         return (it + 1) / warmup_iters
@@ -24,7 +24,7 @@ def nanochat(it: int, warmup_ratio: float, warmdown_ratio: float, final: float) 
 
 
 def autoresearch(progress: float, warmup: float, warmdown: float, final: float) -> float:
-    """Seed 3's get_lr_multiplier."""
+    """autoresearch's get_lr_multiplier."""
     if progress < warmup:
         return progress / warmup
     if progress < 1.0 - warmdown:
@@ -43,7 +43,7 @@ RATIOS = [(0.0, 0.5, 0.0), (0.05, 0.5, 0.1), (0.25, 0.75, 0.0), (0.1, 0.0, 0.0),
 
 
 @pytest.mark.parametrize(("warmup", "warmdown", "final"), RATIOS)
-def test_trapezoid_is_that_of_seeds_3_and_4(warmup: float, warmdown: float, final: float) -> None:
+def test_trapezoid_is_that_of_autoresearch_and_nanochat(warmup: float, warmdown: float, final: float) -> None:
     schedule = ScheduleConfig(warmup_fraction=warmup, warmdown_fraction=warmdown, final_lr_scale=final)
     for it in range(STEPS):
         got = lr_scale(schedule, it / STEPS, step_fraction=1 / STEPS)
@@ -100,7 +100,7 @@ def test_a_warm_up_on_the_clock_rises_from_the_first_step_on(kind: str, first_se
     assert rates[-1] > 0.9
 
 
-def test_momentum_ramp_of_seeds_3_and_4() -> None:
+def test_momentum_ramp_of_autoresearch_and_nanochat() -> None:
     config = MuonConfig()
     for step in range(600):
         share = min(step / 300, 1)
@@ -108,7 +108,7 @@ def test_momentum_ramp_of_seeds_3_and_4() -> None:
     assert muon_momentum(MuonConfig(momentum_ramp_steps=0), 0) == 0.95
 
 
-def test_weight_decay_of_seeds_3_and_4() -> None:
+def test_weight_decay_of_autoresearch_and_nanochat() -> None:
     for step in range(STEPS + 1):
         assert weight_decay_scale(ScheduleConfig(), step / STEPS) == pytest.approx(1 - step / STEPS, abs=1e-15)
     assert weight_decay_scale(ScheduleConfig(weight_decay_final=1.0), 0.3) == 1.0

@@ -9,7 +9,7 @@ from gptlab.training.throughput import LossEma, Throughput
 
 
 def test_mean_by_hand() -> None:
-    """Seed 3: s <- 0.9 s + 0.1 x; debiased by 1 - 0.9^n. Losses 4, 3, 5:
+    """autoresearch: s <- 0.9 s + 0.1 x; debiased by 1 - 0.9^n. Losses 4, 3, 5:
     s = 0.4, 0.66, 1.094; means 0.4/0.1 = 4, 0.66/0.19 = 3.47368..., 1.094/0.271 = 4.03690..."""
     ema = LossEma()
     assert ema.value is None
