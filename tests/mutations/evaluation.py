@@ -37,28 +37,27 @@ MUTATIONS = [
         'in group.sum(sums, "evaluation").tolist():', "in sums.tolist():",
         ["test_bits_per_byte.py::test_ranks_share_the_passes_and_have_the_bits_of_one",
          "test_distributed.py::TestWorldSizes::test_evaluation_and_core_are_those_of_one_process"],
-        ["The validation loss is averaged over ranks", "All ranks evaluate; the process group"],
+        ["The validation loss is averaged over ranks"],
     ),
     Mutation(
         "dropout stays on in an evaluation", "eval/mode.py",
         "    module.eval()\n", "",
         ["test_bits_per_byte.py::test_leaves_modes_gradients_and_random_state_as_they_were",
          "test_core.py::test_leaves_modes_gradients_and_random_state_as_they_were"],
-        ["`estimate_loss` in evaluation mode", "Evaluation mode, then training mode again"],
+        ["`estimate_loss` in evaluation mode"],
     ),
     Mutation(
         "after an evaluation everything trains", "eval/mode.py",
         "part.training = training", "part.training = True",
         ["test_bits_per_byte.py::test_leaves_modes_gradients_and_random_state_as_they_were",
          "test_engine.py::test_training_notices_nothing"],
-        ["Evaluation mode, then training mode again"],
     ),
     # --- CORE
     Mutation(
         "CORE is the mean of the accuracies", "eval/core.py",
         "(accuracy[t.label] - t.random_accuracy) / (1 - t.random_accuracy)", "accuracy[t.label]",
         ["test_core.py::TestByHand::test_core_is_the_mean_of_the_centered", "test_core.py::TestWithinARun::test_lines"],
-        ["CORE every 2000 steps behind the first"],
+        ["CORE every 2000 steps after the first"],
     ),
     Mutation(
         "an option is judged by the sum of its losses", "eval/core.py",
@@ -76,7 +75,7 @@ MUTATIONS = [
         "every example of a task is a question", "eval/core_tasks.py",
         "n_scored = min(len(lines), max_examples or len(lines))", "n_scored = len(lines)",
         ["test_core.py::TestBundle::test_order_and_number"],
-        ["CORE every 2000 steps behind the first"],
+        ["CORE every 2000 steps after the first"],
     ),
     Mutation(
         "an example is a worked example of itself", "eval/core_tasks.py",

@@ -9,13 +9,11 @@ MUTATIONS = [
         "a plan's heads are its width", "bench/plan.py",
         "heads {model.n_head}", "heads {model.n_embd}",
         ["test_plan.py::test_describe_names_every_figure_with_its_unit"],
-        ["Width, heads, batch and accumulation are printed"],
     ),
     Mutation(
         "a plan's step has one micro-batch", "bench/plan.py",
         "count = config.micro_batches", "count = 1",
         ["test_plan.py::test_describe_names_every_figure_with_its_unit"],
-        ["Width, heads, batch and accumulation are printed"],
     ),
     Mutation(
         "tokens are bytes, says gptlab data prepare", "cli/data.py",

@@ -21,13 +21,11 @@ MUTATIONS = [
         "bfloat16 means float16", "runtime/hardware/device.py",
         '"bfloat16": torch.bfloat16', '"bfloat16": torch.float16',
         ["test_device.py::test_named_dtypes_and_their_limits"],
-        ["Mixed precision by autocast"],
     ),
     Mutation(
         "weights are stored in the type of the activations", "model/gpt.py",
         "    if compute_dtype == torch.float64:\n        model = model.double()", "    model = model.to(compute_dtype)",
         ["test_model.py::test_lower_precision_stays_near_the_oracle"],
-        ["Mixed precision by autocast"],
     ),
     Mutation(
         "GPUs before Ampere compute in bfloat16", "runtime/hardware/device.py",
@@ -49,7 +47,6 @@ MUTATIONS = [
         "peak memory is what is in use now", "runtime/hardware/device.py",
         'line.startswith("VmHWM:")', 'line.startswith("VmRSS:")',
         ["test_device.py::test_peak_memory_rises_with_an_allocation_and_stays"],
-        ["Peak memory at the end"],
     ),
     # --- provenance
     Mutation(
@@ -99,7 +96,6 @@ MUTATIONS = [
         '"data_fingerprint": data_fingerprint', '"data_fingerprint": tokenizer_fingerprint',
         ["test_run_directory.py::test_provenance_tells_what_produced_the_numbers",
          "test_train.py::TestRunFolder::test_provenance"],
-        ["A section of a report"],
     ),
     # --- metrics
     Mutation(
@@ -107,7 +103,6 @@ MUTATIONS = [
         'line = to_json({"kind": kind, **fields})',
         'line = to_json({"kind": kind, **{name: value for name, value in fields.items() if value is not None}})',
         ["test_metrics.py::test_one_line_by_hand"],
-        ["Loss by step in a file"],
     ),
     Mutation(
         "the log lacks what was shown before it was there", "runtime/records/console.py",
@@ -126,6 +121,6 @@ MUTATIONS = [
         "values = config_to_json(config)", "values = config_to_json(replace(config, seed=0))",
         ["test_train.py::TestRunFolder::test_config_reproduces_the_run",
          "test_from.py::TestRepeats::test_twice_over_it_is_the_same_run"],
-        ["A section of a report", "The script reads its own code"],
+        ["The script reads its own code"],
     ),
 ]  # fmt: skip
