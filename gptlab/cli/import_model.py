@@ -30,7 +30,7 @@ usage: gptlab import {hf,nanogpt} PATH DIR [ARGUMENTS]
 DIR becomes a run folder for `gptlab sample`, `eval` and `export`, and for `gptlab train --init-from DIR`."""
 
 EVAL_TOKENS = 131_072
-"""What `gptlab eval` measures an imported model on unless told otherwise (quickstart's number); 33 TFLOP for GPT-2."""
+"""What `gptlab eval` measures an imported model on by default (quickstart's number); 33 TFLOP for GPT-2."""
 _PLAIN_FILES = ["config.json", "tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt"]
 _SAFE_FILES = ["model.safetensors", "model-*.safetensors", "model.safetensors.index.json"]
 _PICKLED_FILES = ["pytorch_model.bin"]

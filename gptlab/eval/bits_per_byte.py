@@ -56,7 +56,7 @@ class Evaluation:
 def evaluate(
     logits: Callable[[Tensor], Tensor],  # (B, T) int64 -> (B, T, V)
     rows: Rows,
-    token_bytes: np.ndarray,  # (V,) bytes that each token stands for, 0: special
+    token_bytes: np.ndarray,  # (V,) bytes that each token encodes, 0: special
     *,
     device: torch.device | str,
     micro_sequences: int,
@@ -79,7 +79,7 @@ def evaluate(
     # Of each pass: nats, nats of tokens that stand for bytes, tokens, bytes (counts below 2^53).
     sums = torch.zeros(passes, 4, dtype=torch.float64)
     with evaluation_mode(module) if module is not None else torch.no_grad():
-        # As many on every rank, those behind the last for nothing: where weights are shared, a pass takes all ranks.
+        # As many passes on every rank, idle ones after the last: with fully sharded weights, a pass needs all ranks.
         for number in range(group.rank, -(-passes // group.size) * group.size, group.size):
             inputs, targets = _batch(rows, min(number, passes - 1) * micro_sequences, micro_sequences)
             losses = token_nats(logits(inputs.to(device)), targets.to(device)).cpu().double()
@@ -120,7 +120,7 @@ def token_nats(
 
 
 def _batch(rows: Rows, start: int, micro_sequences: int) -> tuple[Tensor, Tensor]:
-    """The rows from `start` on as an int64 pair (micro_sequences, seq_len); behind the last one come repetitions of it
+    """The rows from `start` on as an int64 pair (micro_sequences, seq_len); after the last one come repetitions of it
     with ignored targets."""
     wanted = np.arange(start, start + micro_sequences)
     inputs, targets = rows.read(0, np.minimum(wanted, rows.rows_per_epoch - 1))

@@ -75,7 +75,7 @@ class CoreResult:
 
 
 def encode_tasks(tasks: Iterable[Task], tokenizer: TextTokenizer, context: int) -> list[EncodedTask]:
-    """Texts to token ids, once for any number of measurements. BOS, where there is one, stands in front; what is
+    """Texts to token ids, once for any number of measurements. BOS, where there is one, comes first; what is
     longer than `context` tokens loses its front, as nanochat crops. UserError for text that cannot be encoded."""
     encoded = []
     for task in tasks:
@@ -165,7 +165,7 @@ def score(
     A pass holds `max_pass_tokens` at most, padding included, or one sequence: this changes the speed, and the result
     only where two options are equally good to within rounding. Of several processes (`group`) each takes every W-th
     pass, and all have the answers: those of one process, since the passes are the same. `module` is in evaluation mode
-    meanwhile; `advance` is told the tokens of the options that this process has done.
+    meanwhile; `advance` receives the tokens of the options that this process has done.
     """
     group = group or Group()
     readers: dict[bytes, list[tuple[int, int]]] = {}  # input tokens -> (question, option) that are scored on them
@@ -231,7 +231,7 @@ def _read_off(
     width = len(inputs[0])
     tokens = np.zeros((len(inputs), width), dtype=np.int64)
     for row, given in enumerate(inputs):
-        tokens[row, : len(given)] = given  # what fills the rest stands behind all that is scored: nothing there sees it
+        tokens[row, : len(given)] = given  # the padding comes after all scored tokens, which do not see it
     places = np.concatenate([row * width + np.arange(start - 1, len(option) - 1) for row, start, option in spans])
     targets = np.concatenate([option[start:] for _, start, option in spans]).astype(np.int64)
     lengths = [len(option) - start for _, start, option in spans]

@@ -50,8 +50,8 @@ def generate(
     agree as far as their logits do. With a `bos_id`, generation ends where the model begins a new document, unless
     `stop_at_bos` is off; that token is not yielded.
 
-    A text longer than the model's seq_len goes on: whenever the context is full, it is cut to its last half and read
-    anew (behind BOS, if it began with it: packed training rows always do). Raises UserError for impossible settings.
+    A text may become longer than the model's seq_len: whenever the context is full, it is cut to its last half and read
+    again (after BOS, if it began with it: packed training rows always do). Raises UserError for impossible settings.
     """
     require(max_tokens >= 0, "max_tokens", max_tokens, "must not be negative", 0)
     require(temperature >= 0, "temperature", temperature, "must not be negative", 0.0)

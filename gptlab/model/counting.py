@@ -16,7 +16,7 @@ class ParameterCounts:
     total: int
     """All trained numbers, a shared (tied) table once, vocabulary padding included."""
     by_role: dict[Role, int]
-    """Sums to `total`; a role that the model lacks stands at 0, a tied table under EMBEDDING."""
+    """Sums to `total`; a role that the model lacks is 0, a tied table is under EMBEDDING."""
     scaling: int
     """Matrices and head: the count that gave nanochat the cleanest scaling laws. A tied table is the head."""
 

@@ -20,7 +20,7 @@ class KVCache:
         self.length = 0
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store k, v (B, G, T, D) behind the filled positions; returns all keys and values up to and with them.
+        """Store k, v (B, G, T, D) after the filled positions; returns all keys and values up to and with them.
 
         `length` moves only when `advance` is called, once all layers have stored the same tokens.
         """

@@ -1,4 +1,4 @@
-"""Which role each parameter plays. The optimizer is told roles and nothing else of the model."""
+"""The role of each parameter, which is all that the optimizer knows of the model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _BY_MODULE = {
 
 
 def parameter_roles(model: GPT) -> dict[str, Role]:
-    """Role of every parameter by its name; a shared table (tied head) stands once, as the embedding."""
+    """Role of every parameter by its name; a shared table (tied head) is listed once, as the embedding."""
     return {name: _role(name, parameter.ndim) for name, parameter in model.named_parameters()}
 
 

@@ -27,7 +27,7 @@ _NANOCHAT_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
 
 def to_transformers(tensors: Mapping[str, Tensor], config: ModelConfig, form: Form) -> dict[str, Tensor]:
-    """What model.safetensors holds, contiguous; a tied head is left out."""
+    """What model.safetensors holds, contiguous; without a tied head."""
     if form == "gpt2":
         return to_gpt2(tensors, config)
     found: dict[str, Tensor] = {}

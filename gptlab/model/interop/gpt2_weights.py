@@ -2,7 +2,7 @@
 
 transformers' GPT-2 has the layers of OpenAI's code, Conv1D: their matrices are (inputs, outputs), the transpose of
 nn.Linear's. nanoGPT has the same names with nn.Linear. The token table is padded with zero rows to gptlab's multiple;
-padding is left out on the way back.
+padding is removed on the way back.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def from_gpt2(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, T
 
 
 def to_gpt2(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """The inverse of `from_gpt2`: what GPT2LMHeadModel's safetensors hold, contiguous, the tied head left out.
+    """The inverse of `from_gpt2`: what GPT2LMHeadModel's safetensors hold, contiguous, without the tied head.
 
     A model without biases gets zeros for them, since transformers' GPT-2 always has them.
     """
@@ -94,7 +94,7 @@ def gptlab_tensors(tensors: Mapping[str, Tensor], config: ModelConfig, *, transp
 
 def require_layers(tensors: Mapping[str, Tensor], config: ModelConfig) -> None:
     """UserError where a configuration has more layers than weights could be of: asked before anything is built by it,
-    for it may come from a file in which any number stands."""
+    since it may come from an untrusted file with any number."""
     if len(tensors) < config.n_layer:
         raise UserError(
             f"the weights are {len(tensors):,} tensors, too few for the configuration's {config.n_layer:,} layers"

@@ -2,7 +2,7 @@
 
 pickle is a program for a stack machine. Before anything of it runs, every opcode is looked at: those that make plain
 values are let through, a few hundred thousand of them at most, and all that name or call Python objects are refused.
-Then `pickle.Unpickler` runs the program with nothing to find. Tuples are left out: nested in themselves and used as a
+Then `pickle.Unpickler` runs the program with nothing to find. Tuples are refused: nested in themselves and used as a
 key, a few hundred bytes of them take hours to hash.
 """
 

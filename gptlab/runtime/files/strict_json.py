@@ -47,7 +47,7 @@ def _spell_non_finite(value: object) -> object:
 def write_json_atomic(path: Path, value: object) -> None:
     """Replace `path` by `value` as indented JSON; after a crash at any moment it holds the old text or the new.
 
-    UserError where the disk is full or the folder cannot be written; the old file then stands.
+    UserError where the disk is full or the folder cannot be written; the old file is then unchanged.
     """
     text = to_json(value, indent=2) + "\n"
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -110,7 +110,7 @@ def _inside(item: dict[str, Any] | list[Any]) -> Iterable[Any]:
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     unique = dict(pairs)
     if len(unique) != len(pairs):
-        raise ValueError("a key stands twice")
+        raise ValueError("a key occurs twice")
     return unique
 
 

@@ -273,7 +273,7 @@ def _span(name: str, value: object) -> tuple[int, int, _Entry]:
     if dtype is None or not _naturals(shape) or not _naturals(offsets) or len(offsets) != 2:
         raise DamagedFileError(f"the header entry of {name!r} is malformed")
     start, end = offsets
-    # The product in Python's unbounded integers; zeros left out, so that no empty tensor hides an impossible size.
+    # The product in Python's unbounded integers; zeros skipped, so that no empty tensor hides an impossible size.
     elements = 1
     for length in shape:
         elements *= max(length, 1)

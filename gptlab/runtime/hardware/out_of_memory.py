@@ -1,4 +1,4 @@
-"""Memory that ran out: told from every other error (torch has a type for it on some devices only), and what helps."""
+"""Out of memory: how it differs from other errors (torch has a type for it on some devices only), and what helps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _WANTED = re.compile(r"allocate ([\d.]+ ?[KMGT]i?B|\d+ bytes)")
 
 
 def ran_out_of_memory(error: BaseException) -> bool:
-    """Did this error, or one behind it (compilers wrap what they meet), come from memory that ran out?"""
+    """Whether this error, or one that it wraps (as compilers do), is out of memory."""
     return any(
         isinstance(link, MemoryError) or (isinstance(link, RuntimeError) and _SIGNS.search(str(link)) is not None)
         for link in _chain(error)

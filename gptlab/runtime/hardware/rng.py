@@ -40,7 +40,7 @@ def capture_rng(device: torch.device) -> dict[str, torch.Tensor]:
 def restore_rng(state: dict[str, torch.Tensor], device: torch.device) -> None:
     """Put every generator back where `capture_rng` saw it.
 
-    States of devices that this process does not have are passed over: a run may go on elsewhere (then not bit for
+    States of devices that this process does not have are skipped: a run may continue elsewhere (then not bit for
     bit, since other hardware also rounds differently).
     """
     version, words, gauss = _from_bytes(state["python"])

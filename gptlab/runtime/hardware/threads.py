@@ -18,7 +18,7 @@ def set_threads(n: int | None) -> int:
 
     None: OMP_NUM_THREADS where the user set it, else one thread a physical core that this process may run on (two
     hyperthreads share one multiply unit, so a second thread on a core gains a matrix product nothing). On macOS
-    torch's own choice stands: it counts the performance cores.
+    torch's own choice is kept: it counts the performance cores.
     """
     import torch
 
@@ -45,7 +45,7 @@ def _openmp_threads() -> int | None:
 
 
 def _physical_cores(logical: set[int], cpu_folder: Path) -> int:
-    """Cores behind these logical CPUs; Linux names the hyperthreads of one core alike in `thread_siblings_list`."""
+    """Physical cores of these logical CPUs. Linux lists the hyperthreads of a core in `thread_siblings_list`."""
     try:
         siblings = {(cpu_folder / f"cpu{i}/topology/thread_siblings_list").read_text() for i in logical}
     except OSError:

@@ -96,7 +96,7 @@ class Group:
         return self.world.is_main
 
     def start_collectives(self, device: torch.device, *, timeout_seconds: float) -> None:
-        """Make torch's process group, behind which tensors of `device` and of the CPU can be summed.
+        """Create torch's process group, which can sum tensors of `device` and of the CPU.
 
         From here on a rank that keeps the others waiting for `timeout_seconds` ends the run. A second call does
         nothing.
@@ -140,8 +140,8 @@ class Group:
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """Within the context any number of `exchange` count as one collective, which all ranks come to: one that hangs
-        is then told from those that wait for it in their turn."""
+        """Within the context, any number of `exchange` count as one collective, which all ranks enter. So a rank that
+        hangs can be distinguished from those that wait for it."""
         if self._liveness is None:
             yield
             return
@@ -208,7 +208,7 @@ class Group:
             return Pending(None, what, None)
         import torch.distributed as dist
 
-        # Named anew in torch 2.13.
+        # Renamed in torch 2.13.
         call = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
         try:
             return Pending(call(own, flat, async_op=True), what, self._liveness)
@@ -216,14 +216,14 @@ class Group:
             raise self._liveness.explained(error) from error
 
     def all_gather_later(self, flat: Tensor, own: Tensor, what: str) -> Pending:
-        """Begin to put the `own` of all ranks, of one length, behind one another into `flat`: there after `wait()`. All
+        """Begin to concatenate the `own` of all ranks, of one length, into `flat`: complete after `wait()`. All
         ranks call it in the same order."""
         if self._liveness is None:
             flat.copy_(own)
             return Pending(None, what, None)
         import torch.distributed as dist
 
-        # Named anew in torch 2.13.
+        # Renamed in torch 2.13.
         call = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
         try:
             return Pending(call(flat, own, async_op=True), what, self._liveness)
@@ -321,7 +321,7 @@ class Pending:
         self._liveness = liveness
 
     def wait(self) -> None:
-        """Return when the sum is there (on a GPU: when what is queued from now on comes behind it). PeerFailed where a
+        """Return when the sum is complete (on a GPU: when all work queued from now on runs after it). PeerFailed if a
         rank is lost."""
         if self._liveness is None:
             return
@@ -336,7 +336,7 @@ class Pending:
 def join(world: World, exit_code: Callable[[BaseException], int]) -> Iterator[Group]:
     """The group of this process, which ends when all of it have come to the end.
 
-    An error inside is told to the others, which end too, by PeerFailed, with the `exit_code` that it stands for.
+    An error inside is reported to the others, which also end, by PeerFailed, with its `exit_code`.
     """
     if world.size == 1:
         yield Group(world)

@@ -1,8 +1,8 @@
 """What one attempt of a torchrun job leaves to the next: the run folder that it began, and how the run ended.
 
-With --max-restarts torchrun starts the same command again when a process was lost. Of the processes nothing is left
-then, but the store in torchrun's own process is, and no other job ever had it. So what stands in there this very job
-has written: the folder that it names may be gone on with, and no other.
+With --max-restarts torchrun restarts the command when a process was lost. The processes are gone then, but the store in
+torchrun's own process remains, and no other job has ever used it. So this very job has written its entries: the folder
+that they name may be resumed, and no other.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Job:
         self._set("folder", str(folder.absolute()))
 
     def ended(self) -> Ended | None:
-        """What `ends` noted in an attempt that torchrun counts as failed; None where the run is to go on."""
+        """What `ends` noted in an attempt that torchrun counts as failed; None where the run is to continue."""
         said = self._get("ended")
         if said is not None and said["attempt"] < self._attempt:
             return Ended(said["exit_code"], said["text"])

@@ -31,7 +31,7 @@ EXIT_LOST = 3
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why the run cannot go on."""
+    """Why the run cannot continue."""
 
     rank: int
     """The one that failed."""
@@ -42,7 +42,7 @@ class Failure:
 
 
 class PeerFailed(Exception):  # noqa: N818 -- how this process ends, not a bug
-    """Another process of the run failed, died or hangs, so that this one cannot go on."""
+    """Another process of the run failed, died or hangs, so that this one cannot continue."""
 
     def __init__(self, failure: Failure) -> None:
         self.failure = failure
@@ -50,7 +50,7 @@ class PeerFailed(Exception):  # noqa: N818 -- how this process ends, not a bug
 
 
 class Liveness:
-    """`tell`, `explained`, `waiting_for` and `in_collective` are the main thread's; the rest goes on by itself."""
+    """`tell`, `explained`, `waiting_for` and `in_collective` are called by the main thread; the rest runs by itself."""
 
     def __init__(self, rank: int, size: int, store: Any) -> None:
         self.timeout_seconds = float("inf")
@@ -124,7 +124,7 @@ class Liveness:
             raise PeerFailed(self.failure)
 
     def explained(self, error: RuntimeError) -> PeerFailed:
-        """What is behind an error of torch.distributed: waits for a moment, until it is known who was lost."""
+        """The cause of an error of torch.distributed. Waits for a moment, until the lost rank is known."""
         self._alarmed = True
         until = time.monotonic() + SILENT_SECONDS + 2 * BEAT_SECONDS
         while self.failure is None and time.monotonic() < until:
@@ -237,7 +237,7 @@ class Liveness:
         return Failure(rank, EXIT_LOST, f"rank {rank} {what} {where}", False)
 
     def _beats(self) -> dict[int, list[int]]:
-        """[beats, collectives] of every other rank that has told."""
+        """[beats, collectives] of every other rank that has reported."""
         keys = {f"beat/{rank}": rank for rank in range(self._size) if rank != self._rank}
         there = [key for key in keys if self._store.check([key])]
         return {keys[key]: json.loads(value) for key, value in zip(there, self._store.multi_get(there), strict=True)}

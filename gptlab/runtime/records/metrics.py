@@ -40,7 +40,7 @@ class MetricsLog:
         self._held = []
 
     def release(self, first: Callable[[], None] = lambda: None) -> None:
-        """End `hold`: what `first` writes, and behind it the lines that waited."""
+        """End `hold`: call `first`, which may write, and then write the lines that waited."""
         held, self._held = self._held or [], None
         try:
             first()
@@ -88,7 +88,7 @@ class NoMetricsLog(MetricsLog):
 
 
 def read_metrics(path: Path) -> list[dict[str, object]]:
-    """Every line of a metrics file. A torn last line, as a killed run leaves it, is left out.
+    """Every line of a metrics file. An incomplete last line, from a killed run, is ignored.
 
     Non-finite floats are the strings "nan", "inf", "-inf": `float(value)` reads both spellings. UserError where the
     file is missing or a line before the last is no JSON.

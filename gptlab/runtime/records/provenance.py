@@ -19,7 +19,7 @@ from gptlab.runtime.records.environment import environment_text, gpu_report
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What stood behind a process when it began."""
+    """Code and environment of a process at its start."""
 
     code: CodeSnapshot
     environment: str
@@ -111,7 +111,7 @@ RESUME_FACTS = (
     "start", "argv", "gptlab_version", "git_commit", "git_dirty", "code_fingerprint", "python_version", "torch_version",
     "cuda_version", "platform", "cpu", "device", "device_name", "dtype", "threads", "world_size",
 )  # fmt: skip
-"""What run.json keeps of each process that went on with the run."""
+"""What run.json records of each process that resumed the run."""
 
 
 def cpu_model() -> str:

@@ -78,7 +78,7 @@ class RunDirectory:
             write_json_atomic(self.config_path, dict(config_json))
         except BaseException:
             self._clear()
-            # Under the lock, its own file last: who opens it anew finds a folder that is free again.
+            # Under the lock, and its own file last: whoever opens it again finds a free folder.
             for path in (self.path / _OWNER_NAME, self.path / _LOCK_NAME):
                 with suppress(OSError):
                     path.unlink(missing_ok=True)
@@ -182,7 +182,7 @@ class RunDirectory:
             return {}
 
     def replace_provenance(self, record: Mapping[str, object]) -> None:
-        """Write run.json anew in the place of one that is lost or damaged; a damaged one is kept beside it."""
+        """Replace a lost or damaged run.json; a damaged one is kept as run.json.damaged."""
         with suppress(OSError):
             self.provenance_path.replace(self.path / "run.json.damaged")
         write_json_atomic(self.provenance_path, dict(record))
@@ -236,9 +236,9 @@ class RunDirectory:
             raise UserError(f"{link} is a link, and a run folder holds no links: name another --run-dir")
         if self.config_path.exists():
             raise UserError(
-                f"{self.path} already holds a run; go on with it by --resume {self.path}, or name another --run-dir"
+                f"{self.path} already holds a run; continue it with --resume {self.path}, or name another --run-dir"
             )
-        # Without config.json, these are what a process killed inside `create` leaves behind.
+        # Without config.json, these are the remains of a process that was killed inside `create`.
         known = (self.provenance_path, self.tokenizer_path, self.code_path, self.environment_path, self.gpu_path)
         ours = {_LOCK_NAME, _OWNER_NAME, *(path.name for path in known)}
         others = sorted(entry.name for entry in self.path.iterdir() if entry.name not in ours)
