@@ -1,8 +1,8 @@
 """The pickle inside a file of torch.save, followed opcode by opcode before torch runs any of it.
 
 torch's restricted unpickler (weights_only) calls no function of an untrusted file. But it lets a file request storages
-of any size, and for tuples nested in themselves: `t = (t, t)` sixty times is 200 bytes, and takes 2^60 steps to hash as a
-key of a dict. So the program is first run here on descriptions of its values: what may be named or called is what the
+of any size, and for tuples nested in themselves: `t = (t, t)` sixty times is 200 bytes, and takes 2^60 steps to hash as
+a key of a dict. So the program is first run here on descriptions of its values: what may be named or called is what the
 state of a model needs, no storage is larger than the file, and no tuple has more parts than such a state's.
 """
 
