@@ -15,7 +15,7 @@ import pytest
 from hypothesis import settings
 
 # How long an example takes says how busy the machine is, and nothing about what is tested.
-settings.register_profile("gptlab", deadline=None)
+settings.register_profile("gptlab", deadline=None, max_examples=50)
 settings.load_profile("gptlab")
 
 WITHOUT_COMPILER = "GPTLAB_TEST_WITHOUT_COMPILER"

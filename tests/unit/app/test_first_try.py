@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny_runs as tiny
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gptlab.config.data import DataConfig, TokenizerConfig
@@ -144,7 +144,6 @@ def split_of(texts: list[str]) -> tuple[TokenSplit, CharTokenizer]:
     return TokenSplit([np.concatenate(tokens).astype(np.uint32)], starts, hashes, 0), tokenizer
 
 
-@settings(max_examples=100)
 @given(
     texts=st.lists(st.text(st.sampled_from("aéß日 \n\t.")), min_size=1, max_size=6).filter(lambda t: any(t)),
     count=st.integers(1, 4),

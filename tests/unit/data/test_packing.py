@@ -57,7 +57,6 @@ def cropped(lengths: list[int], seq_len: int, buffer: int, rows: int) -> tuple[l
     return np.concatenate([inputs[:, :1], targets], axis=1).tolist(), documents, source.rows_per_epoch
 
 
-@settings(max_examples=100)
 @given(
     lengths=lengths_of_documents | st.lists(st.integers(0, 30), min_size=120, max_size=300),
     seq_len=st.integers(1, 40),
@@ -126,7 +125,7 @@ def test_rows_of_a_late_epoch_are_found_without_those_before(monkeypatch: pytest
         assert np.array_equal(resumed.read(epoch, backwards)[0], stream[epoch][::-1])
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(lengths=lengths_of_documents, seq_len=st.integers(1, 40), buffer=st.integers(1, 12))
 @pytest.mark.parametrize("overhang", ["cut", "pad"])
 def test_cut_and_pad_place_what_the_oracle_places(overhang: str, lengths: list[int], seq_len: int, buffer: int) -> None:
@@ -135,7 +134,6 @@ def test_cut_and_pad_place_what_the_oracle_places(overhang: str, lengths: list[i
     assert as_rows(plan, documents) == cut_rows(documents, seq_len + 1, buffer, smallest_cut)
 
 
-@settings(max_examples=100)
 @given(lengths=st.lists(st.integers(0, 3000), min_size=1, max_size=60), buffer=st.integers(1, 50))
 @pytest.mark.parametrize("overhang", ["cut", "pad"])
 def test_every_token_is_placed_once_and_rows_hold_what_they_may(overhang: str, lengths: list[int], buffer: int) -> None:

@@ -228,7 +228,7 @@ def test_split_pattern_is_gpt4s(text: str) -> None:
 
 
 @given(text=texts)
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=300)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=100)
 def test_ids_equal_those_of_tokenizers_and_of_the_textbook(
     trained: BpeTokenizer, hf: tokenizers.Tokenizer, text: str
 ) -> None:
@@ -303,7 +303,7 @@ def test_long_documents_are_encoded_in_parts(trained: BpeTokenizer, sources: lis
 @given(text=st.text(alphabet=" \t\n\r\u00a0\u3000\x1ca1.é'", max_size=30))
 @example(text="a   \rb").via("a newline after the blanks takes them")
 @example(text=".\n   a   ").via("the last blank goes with a letter; at the end there is none")
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=300)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=100)
 def test_taking_out_long_blanks_changes_no_id(trained: BpeTokenizer, text: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bpe, "LONG_BLANK", 2)

@@ -57,7 +57,7 @@ SNIPPETS = [
 NASTY = " ".join(SNIPPETS) * 2
 
 texts = st.one_of(st.text(), st.lists(st.sampled_from(SNIPPETS)).map("".join))
-many = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=300)
+many = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=100)
 
 
 @pytest.fixture(scope="module")

@@ -76,6 +76,14 @@ def _their_tokenizer(folder: Path, trust: bool) -> Any:
     return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust)
 
 
+@functools.cache
+def _their_model(folder: Path, trust: bool, options: tuple[tuple[str, Any], ...]) -> Any:
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, local_files_only=True, trust_remote_code=trust, **dict(options)
+    )
+    return model.eval()
+
+
 @dataclass(frozen=True)
 class Exported:
     form: Form
@@ -88,10 +96,8 @@ class Exported:
     """What the command printed."""
 
     def theirs(self, **options: Any) -> Any:
-        model = AutoModelForCausalLM.from_pretrained(
-            self.folder, local_files_only=True, trust_remote_code=self.form == "gptlab", **options
-        )
-        return model.eval()
+        """The model as transformers loads it, the same one every time it is asked for."""
+        return _their_model(self.folder, self.form == "gptlab", tuple(options.items()))
 
     def their_tokenizer(self) -> Any:
         return _their_tokenizer(self.folder, self.form == "gptlab")
@@ -262,6 +268,7 @@ class TestComputesTheSame:
                 warnings.simplefilter("error")
                 inputs = exported.their_tokenizer()(TEXT[:12], return_tensors="pt")
                 assert set(inputs) == {"input_ids", "attention_mask"}
+                _their_model.cache_clear()  # loaded again
                 text = exported.theirs().generate(**inputs, max_new_tokens=4)
         finally:
             logger.removeHandler(handler)
