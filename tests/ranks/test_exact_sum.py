@@ -179,7 +179,6 @@ def scenes(folder: Path) -> list[dict[str, Any]]:
         run("one", 1),
         run("plain", 1, exact_any_world_size="off"),
         run("two", 2),
-        run("four", 4),
         run("eight", 8),
         run("few-one", 1, **few),
         run("few-four", 4, **few),
@@ -214,7 +213,7 @@ class TestRuns:
     @pytest.mark.parametrize(
         ("name", "alone"),
         [
-            ("two", "one"), ("four", "one"), ("eight", "one"), ("few-four", "few-one"),
+            ("two", "one"), ("eight", "one"), ("few-four", "few-one"),
             ("bfloat16-two", "bfloat16-one"),
         ],
     )  # fmt: skip
