@@ -475,7 +475,8 @@ def test_prepare_then_train_without_a_hub(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("arguments", [["data", "list"], ["train", "--help"], ["train", "--list"]])
 def test_nothing_else_asks_the_hub(arguments: list[str], tmp_path: Path) -> None:
     with LocalHub({}).running() as server:
-        prelude = "assert not {'huggingface_hub', 'torch'} & set(sys.modules)"
+        # Neither what downloads nor what takes long to import.
+        prelude = "assert not {'huggingface_hub', 'torch', 'pyarrow', 'tokenizers', 'transformers'} & set(sys.modules)"
         done = gptlab_process(arguments, server, tmp_path, prelude)
         assert done.returncode == 0, done.stderr
         assert server.requests == []
@@ -486,20 +487,6 @@ def test_a_plan_needs_no_data(monkeypatch: pytest.MonkeyPatch) -> None:
     code, out, error = tiny_runs.command(["plan", "quickstart", "--depth", "1", "--data", "fineweb-edu"])
     assert code == 0, error
     assert "depth 1" in out
-
-
-def test_the_list_takes_under_half_a_second(tmp_path: Path) -> None:
-    """As a process of its own; the best of three, in seconds of processor time: the machine may be busy."""
-    times = []
-    for _ in range(3):
-        before = os.times()
-        subprocess.run(
-            [sys.executable, "-m", "gptlab", "data", "list", "--cache-dir", str(tmp_path)],
-            cwd=ROOT, capture_output=True, timeout=60, check=True,
-        )  # fmt: skip
-        after = os.times()
-        times.append(after.children_user + after.children_system - before.children_user - before.children_system)
-    assert min(times) < 0.5
 
 
 # Single files of the web
