@@ -18,7 +18,7 @@ from gptlab.runtime.processes.job import Job
 from gptlab.runtime.processes.liveness import Failure, PeerFailed
 from gptlab.runtime.records.console import Console
 from gptlab.runtime.records.run_directory import RunDirectory
-from gptlab.training.early_stop import StoppedEarly, behind_signal
+from gptlab.training.signals import StoppedEarly, behind_signal
 
 if TYPE_CHECKING:
     from gptlab.runtime.records.run_directory import Status

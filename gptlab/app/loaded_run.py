@@ -38,8 +38,9 @@ from gptlab.runtime.records.metrics import read_metrics
 from gptlab.runtime.records.run_directory import RunDirectory
 from gptlab.training.checkpoint.directory import step_of
 from gptlab.training.checkpoint.load import list_checkpoints, load_checkpoint, load_newest, select_checkpoint
+from gptlab.training.checkpoint.weights import load_weights, require_weights_of
 from gptlab.training.parallel.agreement import checksum, same_checkpoint
-from gptlab.training.state import TrainState, load_weights, require_weights_of
+from gptlab.training.state import TrainState
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +229,7 @@ def load_start_weights(state: TrainState, found: Pretrained, warn: Callable[[str
     positions = tensors.get("position_embedding.weight")
     shorter = {} if positions is None else {"position_embedding.weight": positions[: state.model.config.seq_len]}
     try:
-        state.load_weights({**tensors, **shorter})
+        state.strategy.load_weights({**tensors, **shorter})
     except UserError as error:
         raise UserError(f"cannot begin with the weights of {text}: {error}") from None
     return Start(text, weights_fingerprint(tensors))

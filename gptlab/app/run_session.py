@@ -27,11 +27,11 @@ from gptlab.training.checkpoint.background import BackgroundSaver
 from gptlab.training.checkpoint.load import Checkpoint, list_checkpoints
 from gptlab.training.checkpoint.saving import Saves
 from gptlab.training.compilation import warm_up
-from gptlab.training.loop import fit
+from gptlab.training.faults import TrainingFailed
+from gptlab.training.loop import evaluate_only, fit
 from gptlab.training.recorder import Recorder
 from gptlab.training.summary import OffClock
 from gptlab.training.throughput import Throughput
-from gptlab.training.watchdog import TrainingFailed
 
 
 def make_run_directory(session: Session, facts: Mapping[str, object], evidence: Evidence, job: Job) -> RunDirectory:
@@ -92,7 +92,7 @@ def run_session(
             group.barrier("first step")
             before_first_step()
             group.start_collectives(session.place.device, timeout_seconds=config.runtime.process_timeout_seconds)
-            ended = fit(config, session.finish, state, session.work, record)
+            ended = (evaluate_only if config.eval.only else fit)(state, session.work, record)
             summary = {}
             if ended == "finished":
                 saved = bool(list_checkpoints(run.checkpoints_path))
@@ -142,7 +142,6 @@ def _warm_up(session: Session, console: Console, off_clock: OffClock) -> None:
     with console.busy("compiling" if session.kernels.compiled else "warming up"):
         off_clock.compile_seconds = warm_up(
             session.state, session.kernels, session.config, session.eval_sequences, console.warn,
-            session.work.sums if session.state.is_sharded else None,
         )  # fmt: skip
     session.work = replace(session.work, loss_sum=session.kernels.loss_sum)
 

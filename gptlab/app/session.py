@@ -37,11 +37,7 @@ from gptlab.runtime.records.provenance import provenance
 from gptlab.training.compilation import Kernels, keep_compiled, make_kernels
 from gptlab.training.horizon import Finish
 from gptlab.training.loop import Work
-from gptlab.training.parallel.deterministic import ExactSum
-from gptlab.training.parallel.gradient_sum import GradientSum
-from gptlab.training.parallel.zero import build_divided_state
 from gptlab.training.state import TrainState, build_state
-from gptlab.training.step import GradientSums
 
 
 @dataclass(slots=True)
@@ -112,7 +108,12 @@ def open_session(
     prompts = config.sample.prompts or validation_prompts(data.val, data.tokenizer, config.sample.from_validation)
     rows = (parts.rows or _rows)(data, config)
     held_out = validation_rows(data.val, config.model.seq_len, data.tokenizer.bos_id, config.eval.tokens)
-    state, sums = _build_state(config, rows, place, group, parts)
+    if group.size > 1:
+        require_same_mode(config.parallel.mode, group)
+    state = build_state(
+        config, rows, device=place.device, compute_dtype=place.dtype, group=group,
+        change_model=parts.change_model, make_optimizer=parts.make_optimizer,
+    )  # fmt: skip
     start = None if pretrained is None else load_start_weights(state, pretrained, console.warn)
     kernels = make_kernels(state, config, console.warn)
     counts, flops = parameter_counts(state.model), flops_per_token(state.model)
@@ -124,12 +125,13 @@ def open_session(
     )
     eval_sequences = min(config.eval_sequences, held_out.rows_per_epoch)
     work = Work(
+        config,
+        finish,
         kernels.loss_sum,
         _validation(config, data, held_out, state, kernels, group, eval_sequences),
         _sampling(config, data.tokenizer, state, group),
         None if bundle is None else _core(config, bundle, data.tokenizer, state, group),
         group,
-        sums,
         prompts,
     )
     return Session(
@@ -173,7 +175,7 @@ def _validation(
         of_training = validation_rows(data.train, config.model.seq_len, bos_id, tokens)
 
     def measure(rows: RowSource) -> Evaluation:
-        with state.in_passes():
+        with state.strategy.in_passes():
             return evaluate(
                 kernels.logits, rows, data.tokenizer.token_bytes,
                 device=state.device, micro_sequences=eval_sequences, module=state.model, group=group,
@@ -199,7 +201,7 @@ def _sampling(
             )
             for prompt in prompts
         ]  # fmt: skip
-        with state.whole_weights():
+        with state.strategy.whole_weights():
             texts = drawn_together(streams, group, timed=True)
         return [prompt + "".join(pieces) for prompt, pieces in zip(prompts, texts, strict=True)]
 
@@ -213,7 +215,7 @@ def _core(
     tasks = encode_tasks(read_tasks(bundle, config.eval.core_examples), tokenizer, seq_len)
 
     def measure() -> CoreResult:
-        with state.whole_weights():
+        with state.strategy.whole_weights():
             return measure_core(
                 gpt_logits(state.model), tasks,
                 device=state.device, max_pass_tokens=config.eval_sequences * seq_len, module=state.model, group=group,
@@ -232,36 +234,6 @@ def _require_possible_size(parallel: ParallelConfig, world_size: int) -> None:
 def _rows(data: PreparedData, config: RunConfig) -> RowSource:
     bos_id = data.tokenizer.bos_id
     return make_rows(data.train, config.data, config.model.seq_len, bos_id, config.seed, data.folder)
-
-
-def _build_state(
-    config: RunConfig, rows: RowSource, place: Place, group: Group, parts: OwnParts
-) -> tuple[TrainState, GradientSums | None]:
-    """The state of a run that begins, and what reduces the gradients of several processes."""
-    if group.size > 1:
-        require_same_mode(config.parallel.mode, group)
-    if config.parallel.mode == "sharded" and group.size > 1:
-        if place.dtype == torch.float16:
-            why = 'its loss scale would have to be one over all ranks, which parallel.mode = "sharded" does not see to'
-            raise ConfigError("runtime.dtype", "float16", why, "float32")
-        from gptlab.training.parallel.fsdp import ShardedGradients, build_sharded_state  # 0.7 s of imports
-
-        group.start_collectives(place.device, timeout_seconds=config.runtime.process_timeout_seconds)
-        sharded = build_sharded_state(config, rows, device=place.device, compute_dtype=place.dtype, group=group)
-        return sharded, ShardedGradients(sharded)
-    if group.size > 1 and not config.parallel.exact_any_world_size:
-        return build_divided_state(config, rows, device=place.device, compute_dtype=place.dtype, group=group)
-    state = build_state(
-        config, rows, device=place.device, compute_dtype=place.dtype, rank=group.rank, world_size=group.size,
-        change_model=parts.change_model, make_optimizer=parts.make_optimizer,
-    )  # fmt: skip
-    return state, _gradient_sum(config, state.model, group)
-
-
-def _gradient_sum(config: RunConfig, model: GPT, group: Group) -> GradientSums | None:
-    if config.parallel.exact_any_world_size:
-        return ExactSum(model.parameters(), group, micro_batches=config.micro_batches)
-    return GradientSum(model.parameters(), group) if group.size > 1 else None
 
 
 def _core_bundle(config: RunConfig, console: Console) -> Path | None:

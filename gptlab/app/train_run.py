@@ -17,7 +17,7 @@ from gptlab.runtime.processes.distributed import World, join
 from gptlab.runtime.processes.job import open_job
 from gptlab.runtime.records.console import Console, QuietConsole
 from gptlab.runtime.records.run_directory import RunDirectory
-from gptlab.training.early_stop import EarlyStop
+from gptlab.training.signals import EarlyStop
 
 if TYPE_CHECKING:
     from gptlab.config.scaling import Machine
@@ -65,8 +65,8 @@ def _prepare_and_train(
     from gptlab.app.run_session import make_run_directory, run_session
     from gptlab.app.session import open_session
     from gptlab.runtime.hardware.place import place_of
+    from gptlab.training.faults import TrainingFailed
     from gptlab.training.summary import OffClock
-    from gptlab.training.watchdog import TrainingFailed
 
     console, group = attempt.console, attempt.group
     parts.require_alone(group.size)

@@ -18,10 +18,9 @@ from gptlab.data.loader import Loader, steps_ahead
 from gptlab.data.rows import RowSource, make_rows
 from gptlab.data.tokens.shards import TokenSplit, shard_kind
 from gptlab.runtime.hardware.device import synchronize
-from gptlab.training.faults import Fault
+from gptlab.training.faults import Fault, TrainingFailed
 from gptlab.training.state import TrainState
-from gptlab.training.step import LossFunction, gradients, update
-from gptlab.training.watchdog import QuietGarbageCollector, TrainingFailed, check_loss
+from gptlab.training.step import LossFunction, QuietGarbageCollector, gradients, train_step, update
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -126,16 +125,11 @@ def time_whole_steps(
 
 def whole_step(state: TrainState, loss_sum: LossFunction, config: RunConfig) -> float:
     """Seconds of one step as in training. TrainingFailed for a broken loss or gradient."""
-    started = time.perf_counter()
-    batch = next(state.loader)
-    check_loss(float(gradients(state, batch, loss_sum, config)), config.runtime.max_loss)
-    updated = update(state, config, _MIDDLE, 0.0)
-    synchronize(state.device)
-    seconds = time.perf_counter() - started
-    if isinstance(updated, Fault):
-        raise TrainingFailed(str(updated))
+    step = train_step(state, loss_sum, config, _MIDDLE, 0.0)
+    if isinstance(step.result, Fault):
+        raise TrainingFailed(str(step.result))
     state.step += 1
-    return seconds
+    return step.seconds
 
 
 def step_by_parts(state: TrainState, loss_sum: LossFunction, config: RunConfig) -> dict[str, float]:

@@ -61,8 +61,8 @@ def time_rate(config: RunConfig, place: Place, warn: Callable[[str], None], show
     from gptlab.runtime.hardware.out_of_memory import memory_told, what_to_lower
     from gptlab.runtime.hardware.rng import seed_everything
     from gptlab.training.compilation import keep_compiled, make_kernels, warm_up
+    from gptlab.training.faults import TrainingFailed
     from gptlab.training.state import build_state
-    from gptlab.training.watchdog import TrainingFailed
 
     config = replace(config, model=replace(config.model, vocab_size=assumed_vocab_size(config)[0]))
     tokens = min(config.batch.total_tokens, 2 * config.micro_tokens)

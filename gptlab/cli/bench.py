@@ -46,7 +46,7 @@ def main(argv: list[str]) -> int:
     from gptlab.runtime.hardware.out_of_memory import memory_told, what_to_lower
     from gptlab.runtime.processes.distributed import World
     from gptlab.runtime.records.console import Console
-    from gptlab.training.watchdog import TrainingFailed
+    from gptlab.training.faults import TrainingFailed
 
     started = time.perf_counter()
     with Console(stream=sys.stderr) as console:

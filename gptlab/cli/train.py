@@ -20,7 +20,7 @@ def main(argv: list[str]) -> int:
     from gptlab.app.ranks import report_peer_failure
     from gptlab.app.train_run import train_run
     from gptlab.runtime.processes.liveness import PeerFailed
-    from gptlab.training.early_stop import StoppedEarly
+    from gptlab.training.signals import StoppedEarly
 
     try:
         return train_run(request, ["train", *argv], started).exit_code

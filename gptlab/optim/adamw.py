@@ -6,7 +6,7 @@ took as long as the kernel, for 27 small tensors on a CPU (0.3 ms of 0.6), and i
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -15,7 +15,6 @@ from torch import Tensor
 
 from gptlab.config.optim import AdamWConfig
 from gptlab.config.roles import Role
-from gptlab.optim.division import Leaf, Moment, Segment
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,50 +25,28 @@ class RoleGroup:
 
 
 class AdamW:
-    """State of one parameter: NAME.exp_avg, NAME.exp_avg_sq (its shape) and NAME.step (0-d). With a `share`, only the
-    elements in it are updated, and have a state here."""
+    """State of one parameter: NAME.step (0-d), NAME.exp_avg and NAME.exp_avg_sq (its shape)."""
 
-    def __init__(self, groups: Sequence[RoleGroup], share: Collection[Segment] | None = None) -> None:
+    def __init__(self, groups: Sequence[RoleGroup]) -> None:
         self.parameters = {name: p for group in groups for name, p in group.parameters.items()}
-        owned = {segment.name: segment for segment in share or () if segment.name in self.parameters}
-        leaves = {name: Leaf.of(segment, self.parameters[name], (segment.count,)) for name, segment in owned.items()}
-        self.leaves = list(leaves.values())
-        """Empty without a share."""
-        updated = self.parameters if share is None else {name: leaf.own for name, leaf in leaves.items()}
-        self._starts = {name: owned[name].start if share is not None else 0 for name in updated}
         # torch.optim makes this state in the first step. Made here, a checkpoint has the same tensors before and after.
-        self._state: dict[str, dict[str, Tensor]] = {}
-        self._calls: list[_Call] = []
-        by_config: dict[AdamWConfig, list[str]] = {}
+        self._state: dict[str, Tensor] = {}
+        by_config: dict[AdamWConfig, dict[str, torch.nn.Parameter]] = {}
         for group in groups:
-            by_config.setdefault(group.config, []).extend(name for name in group.parameters if name in updated)
-        for config, names in by_config.items():
-            if names:
-                call = _Call.of(config, [updated[name] for name in names])
-                self._calls.append(call)
-                self._state |= zip(names, call.states(), strict=True)
+            by_config.setdefault(group.config, {}).update(group.parameters)
+        self._calls = [_Call.of(config, list(parameters.values())) for config, parameters in by_config.items()]
+        for call, names in zip(self._calls, by_config.values(), strict=True):
+            for name, state in zip(names, call.states(), strict=True):
+                self._state |= {f"{name}.{key}": tensor for key, tensor in state.items()}
 
     @torch.no_grad()
     def step(self, lr_scale: float) -> None:
         for call in self._calls:
             call.step(lr_scale)
 
-    def moments(self) -> list[Moment]:
-        """The live tensors. The count of steps is saved by who has the first element."""
-        moments = []
-        for name, state in self._state.items():
-            shape, start = tuple(self.parameters[name].shape), self._starts[name]
-            moments.append(Moment(f"{name}.step", (), 0, state["step"], saved_here=start == 0))
-            moments += [Moment(f"{name}.{key}", shape, start, state[key]) for key in ("exp_avg", "exp_avg_sq")]
-        return moments
-
-    def state_kinds(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and type of the whole state, by PARAMETER.MOMENT."""
-        kinds: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-        for name, p in self.parameters.items():
-            kinds[f"{name}.step"] = ((), torch.float32)
-            kinds |= {f"{name}.{key}": (tuple(p.shape), p.dtype) for key in ("exp_avg", "exp_avg_sq")}
-        return kinds
+    def state_tensors(self) -> dict[str, Tensor]:
+        """The live tensors, by PARAMETER.MOMENT."""
+        return dict(self._state)
 
 
 @dataclass(frozen=True, slots=True)

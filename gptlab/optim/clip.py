@@ -10,8 +10,8 @@ from torch import Tensor
 
 
 def sum_of_squares(gradients: list[Tensor], device: torch.device) -> Tensor:
-    """Of all their elements, 0-d, in float64, whose range no square of a float32 leaves: so the norm of finite
-    gradients is finite, however many ranks add up their shares of it. Apple's GPUs have no float64."""
+    """The sum over all elements, 0-d. In float64, which holds the square of every float32, so that the norm of finite
+    gradients is finite; Apple's GPUs have no float64."""
     dtype = torch.float32 if device.type == "mps" else torch.float64
     if not gradients:
         return torch.zeros((), dtype=dtype, device=device)
@@ -19,8 +19,8 @@ def sum_of_squares(gradients: list[Tensor], device: torch.device) -> Tensor:
 
 
 def joint_norm(gradients: list[Tensor]) -> Tensor:
-    """The L2 norm of all their elements, 0-d; of one device and type. As torch.nn.utils.get_total_norm, without its
-    looking for tensors of other kinds: a fifth of its time for 27 small ones on a CPU."""
+    """The L2 norm of all elements, 0-d, for tensors of one device and type. As torch.nn.utils.get_total_norm, which
+    takes five times as long for 27 small tensors on a CPU because it groups them by device and type."""
     return sum_of_squares(gradients, gradients[0].device if gradients else torch.device("cpu")).sqrt()
 
 
@@ -30,11 +30,11 @@ def clip_gradients(
     max_norm: float | None,
     total_norm: Callable[[list[Tensor]], Tensor] = joint_norm,
 ) -> float:
-    """Scale all gradients so that their joint L2 norm is at most `max_norm` (None: leave them alone).
+    """Scale all gradients so that their joint L2 norm is at most `max_norm` (None: no limit).
 
-    Gradients whose norm is not finite are left as they are: they show where it comes from. `total_norm` counts those of
-    other processes too where these are only a part. Returns the norm before clipping, which waits for the device. The
-    update needs it, and known here it spares a pass over gradients that are small enough.
+    Gradients whose norm is not finite are not scaled: they show where it comes from. `total_norm` includes other
+    processes where these gradients are only a part. Returns the norm before clipping, which waits for the device: the
+    update needs it, and gradients that are small enough need no second pass.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
     norm = float(total_norm(gradients))

@@ -2,120 +2,82 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from gptlab.config.errors import UserError
 from gptlab.optim.adamw import AdamW
-from gptlab.optim.division import Moment
-from gptlab.optim.muon import Muon
-from gptlab.optim.sharded_muon import ShardedMuon
 
 _STATE_VERSION = 1
 
 
+class MatrixOptimizer(Protocol):
+    """`Muon`, or an optimizer that updates matrices of which this process holds a part."""
+
+    parameters: dict[str, torch.nn.Parameter]
+    row_splits: dict[str, tuple[int, ...]]
+
+    def step(self, lr_scale: float, momentum: float, weight_decay_scale: float) -> None: ...
+    def state_tensors(self) -> dict[str, Tensor]: ...
+
+
 class CombinedOptimizer:
-    """Learning rate, momentum and decay come with every step: what the schedules say is not part of the state.
+    """Learning rate, momentum and weight decay are arguments of every step: schedules are not part of the state."""
 
-    Made for a share of the elements, it updates these alone, each through a leaf (`division.Leaf`) whose gradient is
-    `leaf.own.grad`, or part of the whole parameter's.
-    """
-
-    def __init__(self, muon: Muon | ShardedMuon | None, adamw: AdamW | None, *, is_shared: bool = False) -> None:
+    def __init__(self, muon: MatrixOptimizer | None, adamw: AdamW | None) -> None:
         self.muon = muon
         self.adamw = adamw
         self.parameters = (muon.parameters if muon else {}) | (adamw.parameters if adamw else {})
-        self.is_shared = is_shared
-        """Whether other ranks update what this one does not."""
-        self.leaves = {leaf.segment: leaf for part in (muon, adamw) if part is not None for leaf in part.leaves}
-        """Empty unless the work is shared."""
-        self.witness: torch.nn.Parameter | None = None
-        """A parameter beside those of the model. What is not finite in its gradient, GradScaler sees on this rank."""
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """All parameters in the form that torch.amp.GradScaler looks for in an optimizer."""
-        return [{"params": [*self.updated, *([] if self.witness is None else [self.witness])]}]
-
-    @property
-    def updated(self) -> list[torch.nn.Parameter]:
-        """What this rank updates, and whose gradients count: parameters, or parts of them."""
-        return [leaf.own for leaf in self.leaves.values()] if self.is_shared else list(self.parameters.values())
-
-    def step(
-        self,
-        lr_scale: float,
-        momentum: float,
-        weight_decay_scale: float,
-        moved: Callable[[str | None], None] = lambda what: None,
-    ) -> None:
+    def step(self, lr_scale: float, momentum: float, weight_decay_scale: float) -> None:
         """One update from the gradients in place.
 
         Args:
             lr_scale: factor on every peak learning rate.
             momentum: Muon's momentum in this step.
             weight_decay_scale: factor on Muon's weight decay; AdamW's stays constant.
-            moved: told, where the work is shared, what has its new weights: None for all that AdamW updates, which
-                comes first, then each `Matrix.stack`; the same on all ranks.
 
         Raises RuntimeError, with nothing changed, when a parameter has no gradient.
         """
-        for leaf in self.leaves.values():
-            leaf.take_gradient()
-        gradients = {leaf.segment.name: leaf.own.grad for leaf in self.leaves.values()}
-        if not self.is_shared:
-            gradients = {name: p.grad for name, p in self.parameters.items()}
-        for name, gradient in gradients.items():
-            if gradient is None:
-                raise RuntimeError(f"{name} has no gradient: every parameter takes part in every step")
-        if self.is_shared:
-            if self.adamw is not None:
-                self.adamw.step(lr_scale)
-            moved(None)
-            if isinstance(self.muon, Muon):
-                self.muon.step(lr_scale, momentum, weight_decay_scale, moved)
-            return
-        finish = None
-        if isinstance(self.muon, ShardedMuon):
-            finish = self.muon.begin_step(lr_scale, momentum, weight_decay_scale)
-        elif self.muon is not None:
+        self.require_gradients()
+        if self.muon is not None:
             self.muon.step(lr_scale, momentum, weight_decay_scale)
         if self.adamw is not None:
             self.adamw.step(lr_scale)
-        if finish is not None:
-            finish()
+
+    def require_gradients(self) -> None:
+        for name, parameter in self.parameters.items():
+            if parameter.grad is None:
+                raise RuntimeError(f"{name} has no gradient: every parameter takes part in every step")
 
     def zero_grad(self) -> None:
         """Free the gradients."""
-        for p in (*self.parameters.values(), *self.updated):
+        for p in self.parameters.values():
             p.grad = None
 
-    def moments(self) -> list[Moment]:
-        """All of the state that is here. Live tensors: the next step changes them."""
-        return (self.muon.moments() if self.muon else []) + (self.adamw.moments() if self.adamw else [])
-
-    def state_kinds(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and type of the whole state, by PARAMETER.MOMENT."""
-        return (self.muon.state_kinds() if self.muon else {}) | (self.adamw.state_kinds() if self.adamw else {})
-
     def state_tensors(self) -> dict[str, Tensor]:
-        """Everything here that the next step depends on, by PARAMETER.MOMENT, and by its first element where this is
-        only a part of it. Live tensors: the next step changes them."""
-        return {moment.key: moment.tensor for moment in self.moments()}
+        """Everything that the next step depends on, by PARAMETER.MOMENT. Live tensors: the next step changes them."""
+        parts = (part for part in (self.muon, self.adamw) if part is not None)
+        return {key: tensor for part in parts for key, tensor in part.state_tensors().items()}
 
     def state_json(self) -> dict[str, Any]:
-        """What the tensors' names and shapes do not tell: into which rows a fused matrix was split."""
+        """What names and shapes do not say: into which rows a fused matrix was split."""
         splits = self.muon.row_splits if self.muon else {}
         return {"version": _STATE_VERSION, "row_splits": {name: list(rows) for name, rows in splits.items()}}
 
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, Tensor], json: Mapping[str, Any]) -> None:
-        """Take over a saved state, whole, of which a share keeps its part. Raises UserError, with nothing changed, when
-        it is not exactly this optimizer's."""
-        own = self.state_kinds()
+        """Take over a saved state. Raises UserError, with nothing changed, unless it is exactly this optimizer's."""
+        self.require_state(tensors, json)
+        for key, tensor in self.state_tensors().items():
+            tensor.copy_(tensors[key])
+
+    def require_state(self, tensors: Mapping[str, Tensor], json: Mapping[str, Any]) -> None:
+        """UserError unless names, shapes, types and splits of a saved state are exactly this optimizer's."""
+        own = {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in self.state_tensors().items()}
         if json != self.state_json():
             raise UserError(f"optimizer state: saved as {_differences(json, self.state_json())}")
         if missing := sorted(own.keys() - tensors.keys()):
@@ -128,9 +90,6 @@ class CombinedOptimizer:
                 raise UserError(
                     f"optimizer state: {key} is {_kind(*theirs)}, but the model's configuration asks for {_kind(*kind)}"
                 )
-        for moment in self.moments():
-            part = tensors[moment.name].reshape(-1)[moment.start : moment.start + moment.tensor.numel()]
-            moment.tensor.copy_(part.view(moment.tensor.shape))
 
 
 def _differences(saved: Mapping[str, Any], own: Mapping[str, Any]) -> str:

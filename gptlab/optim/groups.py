@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -11,9 +10,7 @@ from gptlab.config.optim import AdamWConfig, OptimConfig
 from gptlab.config.roles import Role
 from gptlab.optim.adamw import AdamW, RoleGroup
 from gptlab.optim.combined import CombinedOptimizer
-from gptlab.optim.division import MESSAGE_BYTES, Division, Segment, divide
-from gptlab.optim.muon import Muon, matrices_of, row_split
-from gptlab.optim.sharded_muon import ShardedMuon
+from gptlab.optim.muon import Muon
 
 Parameters = Iterable[tuple[str, torch.nn.Parameter, Role]]
 """(name, parameter, role) of each."""
@@ -25,8 +22,6 @@ def build_optimizer(
     *,
     compute_dtype: torch.dtype,
     row_splits: Mapping[str, tuple[int, ...]] | None = None,
-    share: Collection[Segment] | None = None,
-    make_muon: Callable[..., ShardedMuon] | None = None,
 ) -> CombinedOptimizer:
     """One optimizer over all parameters, each in exactly one group.
 
@@ -34,55 +29,22 @@ def build_optimizer(
         parameters: (name, parameter, role) of each.
         config: settings by role.
         compute_dtype: type of Muon's matrix products.
-        row_splits: rows of each part of a fused matrix, by parameter name, where Muon is to treat the parts as
-            matrices of their own. modded-nanogpt splits whatever has three times as many rows as columns; here the
-            caller says what is fused, since an MLP of ratio 3 has that shape too and parts may be unequal.
-        share: what this process updates (`Division.share`), where others update the rest. None: everything.
-        make_muon: what makes Muon of its matrices by name, with arguments as `Muon`. None: `Muon`.
+        row_splits: rows of each part of a fused matrix, by parameter name, where Muon treats the parts as matrices of
+            their own. modded-nanogpt splits whatever has three times as many rows as columns. Here the caller says
+            what is fused: an MLP of ratio 3 has that shape too, and parts may be unequal.
 
     Raises ValueError when a parameter comes twice, a role is unknown, or a split does not fit.
     """
-    matrices, groups = _by_optimizer(parameters, config, row_splits or {})
-    options: dict[str, Any] = {"compute_dtype": compute_dtype, "row_splits": dict(row_splits or {})}
-    muon: Muon | ShardedMuon | None = None
-    if matrices and make_muon is not None:
-        muon = make_muon(matrices, config.muon, **options)
-    elif matrices:
-        muon = Muon(matrices, config.muon, **options, share=share)
-    adamw = AdamW(groups, share) if groups else None
-    return CombinedOptimizer(muon, adamw, is_shared=share is not None)
+    splits = row_splits or {}
+    matrices, groups = divide_by_optimizer(parameters, config, splits)
+    muon = Muon(matrices, config.muon, compute_dtype=compute_dtype, row_splits=splits) if matrices else None
+    return CombinedOptimizer(muon, AdamW(groups) if groups else None)
 
 
-def divide_work(
-    parameters: Parameters,
-    config: OptimConfig,
-    n_ranks: int,
-    *,
-    row_splits: Mapping[str, tuple[int, ...]] | None = None,
-    message_bytes: int = MESSAGE_BYTES,
-) -> Division:
-    """What each of `n_ranks` updates, of the parameters that `build_optimizer` takes, in the model's order; all of one
-    type. Errors as there."""
-    known = list(parameters)
-    matrices, groups = _by_optimizer(known, config, row_splits or {})
-    blocks = [
-        block
-        for name, p in matrices.items()
-        for block in matrices_of(name, p.size(1), row_split(name, tuple(p.shape), config.muon, row_splits or {}))
-    ]
-    return divide(
-        {name: p.numel() for name, p, _ in known},
-        blocks,
-        [list(group.parameters) for group in groups],
-        n_ranks,
-        message_elements=message_bytes // known[0][1].element_size(),
-    )
-
-
-def _by_optimizer(
+def divide_by_optimizer(
     parameters: Parameters, config: OptimConfig, row_splits: Mapping[str, tuple[int, ...]]
 ) -> tuple[dict[str, torch.nn.Parameter], list[RoleGroup]]:
-    """Muon's matrices by name, and AdamW's groups."""
+    """Muon's matrices by name, and AdamW's groups. Errors as `build_optimizer`."""
     by_role: dict[Role, dict[str, torch.nn.Parameter]] = {}
     names: dict[int, str] = {}
     for name, parameter, role in parameters:

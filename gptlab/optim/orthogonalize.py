@@ -84,6 +84,6 @@ def _iterate(
 def _polar_factor(stack: Tensor) -> Tensor:
     """U V^T over the directions that the matrix has: for a singular matrix the rest of U and V is arbitrary."""
     u, s, vh = torch.linalg.svd(stack, full_matrices=False)
-    # The rank's tolerance of torch.linalg.matrix_rank.
+    # The usual tolerance, below which a singular value counts as zero (NumPy, torch.linalg).
     tolerance = max(stack.shape[-2:]) * torch.finfo(stack.dtype).eps * s[..., :1]
     return (u * (s > tolerance).unsqueeze(-2)) @ vh

@@ -1,6 +1,6 @@
 """Multipliers over the run, as pure functions of its progress: nothing to save, nothing that can drift after a resume.
 
-Progress is the share of the horizon already spent when a step begins: step s of N (counted from 0) has progress s/N,
+Progress is the fraction of the horizon already spent when a step begins: step s of N (counted from 0) has progress s/N,
 and under a budget in seconds it is train_seconds / budget. It is 0 for the first step and stays below 1 for the last.
 """
 
@@ -14,12 +14,13 @@ from gptlab.config.optim import MuonConfig, ScheduleConfig
 def lr_scale(schedule: ScheduleConfig, progress: float, step_fraction: float = 0.0) -> float:
     """The factor on every learning rate.
 
-    `step_fraction` is the share of the horizon that one step takes (1/N). It moves the warm-up, and only that, to the
-    end of the step: (s + 1) / warmup_steps, as in modded-nanogpt and nanochat. Without it the first step of a warm-up
-    has rate zero and is wasted, which is autoresearch's progress / warmup_ratio.
+    `step_fraction` is the fraction of the horizon that one step takes (1/N). It moves only the warm-up to the end of
+    the step: (s + 1) / warmup_steps, as in modded-nanogpt and nanochat. Without it the first step of a warm-up has rate
+    zero and is wasted, as with autoresearch's progress / warmup_ratio.
 
-    Warm-down and cosine count from the beginning of the step, as in all the seeds: the last step of a run still moves.
-    The cosine begins at the last step of the warm-up, the first with the full rate: nanoGPT's step warmup_iters.
+    Warm-down and cosine count from the beginning of the step, as in all four programs: the last step of a run still
+    has a rate. The cosine begins at the last step of the warm-up, the first with the full rate: nanoGPT's step
+    warmup_iters.
     """
     progress = min(max(progress, 0.0), 1.0)
     if progress < schedule.warmup_fraction:
@@ -34,13 +35,12 @@ def lr_scale(schedule: ScheduleConfig, progress: float, step_fraction: float = 0
 
 
 def weight_decay_scale(schedule: ScheduleConfig, progress: float) -> float:
-    """The factor on Muon's weight decay: from 1 to `weight_decay_final` in a straight line (autoresearch and
-    nanochat)."""
+    """The factor on Muon's weight decay: linear from 1 to `weight_decay_final` (autoresearch, nanochat)."""
     return _between(1.0, schedule.weight_decay_final, min(max(progress, 0.0), 1.0))
 
 
 def muon_momentum(config: MuonConfig, step: int) -> float:
-    """Momentum of step `step` (from 0): a ramp over the first steps, whatever the horizon (autoresearch and
+    """Momentum of step `step` (from 0): a ramp over the first steps, whatever the horizon (autoresearch,
     nanochat)."""
     if step >= config.momentum_ramp_steps:
         return config.momentum

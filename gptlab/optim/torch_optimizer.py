@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ _STATE_VERSION = 1
 
 
 class TorchOptimizer:
-    """What `TrainState` asks of an optimizer, answered by one of torch's for all weights of a model.
+    """One of torch's optimizers for all weights of a model, with the methods of `CombinedOptimizer`.
 
     Its learning rates are peaks: each step multiplies them by the schedule's. Its state is saved with every checkpoint,
     tensors as PARAMETER.NAME.
@@ -33,23 +33,8 @@ class TorchOptimizer:
             raise UserError(f"optimizer must hold every weight of the model: {type(inner).__name__} {what}")
         self._peaks = [float(group["lr"]) for group in inner.param_groups]
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """All parameters in the form that torch.amp.GradScaler looks for in an optimizer."""
-        return [{"params": self.updated}]
-
-    @property
-    def updated(self) -> list[nn.Parameter]:
-        return list(self.parameters.values())
-
-    def step(
-        self,
-        lr_scale: float,
-        momentum: float,
-        weight_decay_scale: float,
-        moved: Callable[[str | None], None] = lambda what: None,
-    ) -> None:
-        """One update at `lr_scale` times the peak rates; what the schedules say of Muon does not concern it."""
+    def step(self, lr_scale: float, momentum: float, weight_decay_scale: float) -> None:
+        """One update at `lr_scale` times the peak rates. The schedules of Muon do not apply."""
         for group, peak in zip(self.inner.param_groups, self._peaks, strict=True):
             group["lr"] = peak * lr_scale
         self.inner.step()

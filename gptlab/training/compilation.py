@@ -24,7 +24,7 @@ from gptlab.runtime.files.cache import cache_root
 from gptlab.runtime.hardware.device import compiler_available, synchronize
 from gptlab.runtime.hardware.rng import capture_rng, restore_rng
 from gptlab.training.state import TrainState
-from gptlab.training.step import GradientSums, LossFunction, gradients
+from gptlab.training.step import LossFunction, gradients
 
 Logits = Callable[[Tensor], Tensor]
 F = TypeVar("F", bound=Callable[..., Tensor])
@@ -70,7 +70,7 @@ def make_kernels(state: TrainState, config: RunConfig, warn: Callable[[str], Non
     """Compile by configuration: ConfigError where it is demanded and no compiler is there, a warning where it is
     only preferred."""
     model = state.model
-    plain = Kernels(state.as_forward(model.loss), model.__call__)
+    plain = Kernels(state.strategy.as_forward(model.loss), model.__call__)
     if (missing := missing_kernels(state.device, model.compute_dtype)) is not None:
         warn(missing)
     if config.runtime.compile == "off":
@@ -89,12 +89,12 @@ def make_kernels(state: TrainState, config: RunConfig, warn: Callable[[str], Non
             options["coordinate_descent_tuning"] = True
         return cast(F, torch.compile(function, dynamic=False, options=options))
 
-    if _is_short_step(state, config) and not state.is_sharded:
+    if _is_short_step(state, config) and not state.strategy.is_sharded:
         return Kernels(compiled(model.loss), model.__call__, "inductor", plain)
 
     # Block by block: layers of one kind share their code, so compile time does not grow with depth. Three layers took
     # 38 s cold instead of 51 s for the whole model, at the same speed (docs/LOG.md).
-    blocks = state.compiled_blocks(compiled)
+    blocks = state.strategy.compiled_blocks(compiled)
     head_loss, head_logits = compiled(model.head_loss), compiled(model.logits)
 
     def loss_sum(tokens: Tensor, targets: Tensor) -> Tensor:
@@ -106,7 +106,7 @@ def make_kernels(state: TrainState, config: RunConfig, warn: Callable[[str], Non
             hidden = model.hidden(tokens, blocks).detach()
         return head_logits(hidden)
 
-    return Kernels(state.as_forward(loss_sum), state.as_forward(logits), "inductor", plain)
+    return Kernels(state.strategy.as_forward(loss_sum), state.strategy.as_forward(logits), "inductor", plain)
 
 
 def _cannot_compile(device: torch.device) -> str | None:
@@ -130,36 +130,31 @@ def _is_short_step(state: TrainState, config: RunConfig) -> bool:
 
 
 def warm_up(
-    state: TrainState,
-    kernels: Kernels,
-    config: RunConfig,
-    eval_sequences: int,
-    warn: Callable[[str], None],
-    sums: GradientSums | None = None,
+    state: TrainState, kernels: Kernels, config: RunConfig, eval_sequences: int, warn: Callable[[str], None]
 ) -> float:
     """Compile: run one forward, backward and update and one validation forward on tokens that are not the run's, then
     put weights, moments and generators back. Returns the seconds it took.
 
     Where the compiler fails, or compiles nothing, `kernels` are those without it from here on, and `warn` is called;
-    ConfigError where it is demanded, or where the other ranks are in the middle of a pass. `sums` as for `gradients`:
-    only where weights are shared do the ranks need each other to warm up."""
+    ConfigError where it is demanded, or where the other ranks are in the middle of a pass. Only with sharded weights do
+    the ranks need each other to warm up."""
     started = time.perf_counter()
     if not kernels.compiled:
-        _run_once(state, kernels, config, eval_sequences, sums)
+        _run_once(state, kernels, config, eval_sequences)
         return time.perf_counter() - started
     from torch._dynamo.exc import TorchDynamoException  # 0.7 s, which compiling takes anyway
     from torch._dynamo.utils import counters
 
     demanded = config.runtime.compile == "on"
     try:
-        _run_once(state, kernels, config, eval_sequences, sums)
+        _run_once(state, kernels, config, eval_sequences)
     except (TorchDynamoException, OSError) as error:
         problem = f"torch.compile failed: {_what_failed(error)}"
-        if demanded or sums is not None:
+        if demanded or state.strategy.is_sharded:
             raise ConfigError("runtime.compile", config.runtime.compile, problem, "off") from error
         kernels.give_up_compiling()
         warn(f"training without torch.compile, which is slower: {problem}")
-        _run_once(state, kernels, config, eval_sequences, sums)
+        _run_once(state, kernels, config, eval_sequences)
     else:
         if counters["stats"]["unique_graphs"] > 0:  # of this process: a second model may find those of the first
             kernels.compiler = _compiler(state.device)
@@ -184,25 +179,24 @@ def _what_failed(error: Exception) -> str:
     return next((line for line in lines if "error" in line.lower()), lines[0] if lines else type(error).__name__)[:300]
 
 
-def _run_once(
-    state: TrainState, kernels: Kernels, config: RunConfig, eval_sequences: int, sums: GradientSums | None
-) -> None:
-    rng = capture_rng(state.device)
-    kept = {**state.model_tensors(), **state.optimizer.state_tensors()}
-    copies = {name: tensor.to("cpu", copy=True) for name, tensor in kept.items()}
+def _run_once(state: TrainState, kernels: Kernels, config: RunConfig, eval_sequences: int) -> None:
+    rng, strategy = capture_rng(state.device), state.strategy
+    kept = [*(p.detach() for p in strategy.updated_weights()), *state.optimizer.state_tensors().values()]
+    copies = [tensor.to("cpu", copy=True) for tensor in kept]
     scaler = state.scaler.state_dict()
     try:
-        gradients(state, _foreign_batch(state, config), kernels.loss_sum, config, sums)
+        gradients(state, _foreign_batch(state, config), kernels.loss_sum, config, reduce=strategy.is_sharded)
+        strategy.use_local_gradients()
         if isinstance(state.optimizer, CombinedOptimizer):  # another's state comes to be in its first step
             state.optimizer.step(1.0, config.optim.muon.momentum, 1.0)
         state.model.eval()
         with torch.no_grad():
             kernels.logits(torch.zeros(eval_sequences, config.model.seq_len, dtype=torch.int64, device=state.device))
     finally:
-        state.optimizer.zero_grad()
+        strategy.zero_grad()
         with torch.no_grad():
-            for name, tensor in kept.items():
-                tensor.copy_(copies[name])
+            for tensor, copy in zip(kept, copies, strict=True):
+                tensor.copy_(copy)
         if scaler:
             state.scaler.load_state_dict(scaler)
         restore_rng(rng, state.device)

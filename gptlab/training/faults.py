@@ -1,7 +1,7 @@
-"""Steps whose update must not be made: what broke, what it counts for, and when the run cannot go on.
+"""Steps whose update must not be made: what broke, what follows from it, and when the run fails.
 
-Every decision here is a function of the loss and the gradient norm of the step, which all ranks share, and of what
-a checkpoint holds: all ranks decide alike, and so does a resumed run.
+Every decision is a function of the loss and gradient norm of the step, which are the same on all ranks, and of the
+state in a checkpoint: all ranks decide alike, and so does a resumed run.
 """
 
 from __future__ import annotations
@@ -12,10 +12,30 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Self
 
-from torch import nn
-
 from gptlab.config.run import FaultsConfig, RunConfig
-from gptlab.training.watchdog import TrainingFailed, check_loss
+
+
+class TrainingFailed(Exception):  # noqa: N818 -- the name of a run's end (status "failed", exit code 3), not of a bug
+    """Training cannot continue: one line says why. The last checkpoint is untouched."""
+
+    def __init__(self, reason: str, *, step: int | None = None, loss: float | None = None) -> None:
+        """`step`: None for the current step. `loss`: nats/token, where the loss is the reason."""
+        super().__init__(reason)
+        self.step = step
+        self.loss = loss
+
+
+def check_loss(loss: float, max_loss: float) -> None:
+    """TrainingFailed for a loss (nats/token) that is not finite, or above `max_loss` (autoresearch: NaN, or
+    above 100)."""
+    if not math.isfinite(loss):
+        raise TrainingFailed(f"the training loss is {loss}: often a learning rate that is too high", loss=loss)
+    if loss > max_loss:
+        raise TrainingFailed(
+            f"the training loss exploded to {loss:.4g} nats/token, above runtime.max_loss = {max_loss:g}: "
+            f"often a learning rate that is too high",
+            loss=loss,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,38 +43,36 @@ class Fault:
     """Why a step's update is not made."""
 
     reason: Literal["loss", "gradient", "spike"]
-    """A loss that is not finite, a gradient that is not though the loss is, a loss far above the last ones."""
+    """A non-finite loss; a non-finite gradient of a finite loss; a loss far above the recent ones."""
     value: float
     """The loss in nats/token, or the norm of the gradient."""
     median: float | None = None
-    """Of the losses that a spike stands out from."""
+    """Of the recent losses; for a spike."""
     loss: float | None = None
-    """Of the step, nats/token, once it is known what becomes of the fault."""
+    """Of the step, nats/token; known after the step."""
 
     def __str__(self) -> str:
         if self.reason == "gradient":
             return f"the gradient norm is {self.value}, though the loss is finite"
         if self.median is not None:
-            return (
-                f"the training loss {self.value:.4g} stands out from the last ones with their median {self.median:.4g}"
-            )
+            return f"the training loss {self.value:.4g} is a spike above the recent median {self.median:.4g}"
         return f"the training loss is {self.value}"
 
 
 @dataclass(slots=True)
 class FaultRecord:
-    """What a run remembers of its faults, and what it will know a spike by. Part of TrainState."""
+    """The faults of a run so far, and the losses that a spike is measured against. Part of TrainState."""
 
     skipped: int = 0
-    """Updates left out, in all."""
+    """Updates skipped in total."""
     skipped_in_a_row: int = 0
-    """Updates left out since the last one that was made."""
+    """Updates skipped since the last one that was made."""
     rewinds: int = 0
-    """Times that the run went back to a checkpoint."""
+    """Rewinds to a checkpoint."""
     good_step: int | None = None
-    """Of the last scheduled checkpoint from whose weights a step began that was no fault: one to go back to."""
+    """The last scheduled checkpoint known to be good: a step without a fault began from its weights."""
     losses: list[float] = field(default_factory=list)
-    """Of the last steps that were no fault, oldest first, nats/token; kept only where spikes are looked for."""
+    """Of the last steps without a fault, oldest first, nats/token; kept only with faults.spike_factor."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -64,14 +82,14 @@ class FaultRecord:
         return cls(**{**saved, "losses": list(saved["losses"])})
 
     def passed(self, loss: float, config: FaultsConfig) -> None:
-        """Take in the loss of a step that was no fault."""
+        """Record the loss of a step without a fault."""
         self.skipped_in_a_row = 0
         if config.spike_factor is not None:
             self.losses = [*self.losses, loss][-config.spike_window :]
 
     def calls_for_rewind(self, fault: Fault, config: FaultsConfig) -> bool:
-        """Whether to go back rather than to leave an update out: for a spike, and where too many in a row would be left
-        out, since then it is the weights. TrainingFailed where the run has gone back often enough."""
+        """Whether to rewind instead of skipping the update: for a spike, and where too many updates in a row would be
+        skipped, since then the weights are the cause. TrainingFailed over faults.max_rewinds."""
         too_many = self.skipped_in_a_row >= config.max_skipped_in_a_row
         if config.spike_factor is None or self.good_step is None or not (fault.reason == "spike" or too_many):
             return False
@@ -80,8 +98,8 @@ class FaultRecord:
         return True
 
     def skip(self, fault: Fault, step: int, config: RunConfig) -> None:
-        """Count an update that is left out in step number `step`. TrainingFailed over the limits, with nothing counted,
-        and for a loss above runtime.max_loss, which is a matter of the weights and not of the batch."""
+        """Count a skipped update in step number `step`. TrainingFailed, with nothing counted, over the limits and for a
+        loss above runtime.max_loss, where the weights are the cause and not the batch."""
         if fault.reason == "spike":
             check_loss(fault.value, config.runtime.max_loss)
         if too_many := self._too_many(config.faults):
@@ -91,18 +109,18 @@ class FaultRecord:
         self.skipped_in_a_row += 1
 
     def _too_many(self, config: FaultsConfig) -> str | None:
-        """The limit that one more update left out would break."""
+        """The limit that one more skipped update would break."""
         if self.skipped_in_a_row >= config.max_skipped_in_a_row:
-            return f"with {self.skipped_in_a_row} updates left out before it (faults.max_skipped_in_a_row)"
+            return f"after {self.skipped_in_a_row} consecutive skipped updates (faults.max_skipped_in_a_row)"
         if config.max_skipped is not None and self.skipped >= config.max_skipped:
-            return f"with {self.skipped} updates of the run left out before it (faults.max_skipped)"
+            return f"after {self.skipped} skipped updates in all (faults.max_skipped)"
         return None
 
 
 def loss_fault(loss: float, record: FaultRecord, config: RunConfig) -> Fault | None:
-    """What is wrong with the mean loss of a step (nats/token), over all ranks; None where nothing is.
+    """What is wrong with the mean loss of a step (nats/token) over all ranks, if anything.
 
-    TrainingFailed for a loss above runtime.max_loss that the run is not to go back from.
+    TrainingFailed for a loss above runtime.max_loss that is no spike to rewind from.
     """
     if not math.isfinite(loss):
         return Fault("loss", loss)
@@ -112,12 +130,4 @@ def loss_fault(loss: float, record: FaultRecord, config: RunConfig) -> Fault | N
         if loss > factor * median:
             return Fault("spike", loss, median)
     check_loss(loss, config.runtime.max_loss)
-    return None
-
-
-def first_broken_gradient(model: nn.Module) -> str | None:
-    """The name of the first parameter, in the model's order, whose gradient is not finite; None where all are."""
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None and not bool(parameter.grad.isfinite().all()):
-            return name
     return None

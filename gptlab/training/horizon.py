@@ -1,11 +1,11 @@
-"""How far a run is, when it ends, and when evaluation, samples and checkpoints are due: no state of its own."""
+"""How far a run is, and when it ends."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from gptlab.config.horizon import Horizon
-from gptlab.training.state import Mark, TrainState
+from gptlab.training.state import TrainState
 
 # autoresearch's five minutes on an H100 hold 953 steps (its program.md).
 CLOCK_STEP_FRACTION = 1e-3
@@ -27,7 +27,7 @@ class Finish:
         return cls(steps, horizon.amount if steps is None else None, horizon.until_val_loss)
 
     def progress(self, step: int, train_seconds: float) -> float:
-        """Share of the run that is done, in [0, 1]."""
+        """The fraction of the run that is done, in [0, 1]."""
         if self.steps is not None:
             return min(step / self.steps, 1.0)
         assert self.seconds is not None
@@ -35,17 +35,17 @@ class Finish:
 
     @property
     def step_fraction(self) -> float:
-        """Share of the run that one step takes, by which a warm-up is ahead (`lr_scale`).
+        """The fraction of the run that one step takes, by which a warm-up is ahead (`lr_scale`).
 
-        Under a clock a constant: no step has been timed before the first one, and the mean of the steps so far falls
-        after a slow one, which would let the warm-up fall too.
+        Under a clock it is constant: no step has been timed before the first one, and the mean of the steps so far
+        falls after a slow one, which would let the warm-up fall too.
         """
         return CLOCK_STEP_FRACTION if self.steps is None else 1.0 / self.steps
 
     def reached(self, state: TrainState) -> bool:
         if self.progress(state.step, state.train_seconds) >= 1.0:
             return True
-        # The last evaluation counts only while it is that of the present weights.
+        # The last evaluation counts only while it is that of the current weights.
         fresh = state.evaluated is not None and state.evaluated.step == state.step
         return (
             self.until_val_loss is not None
@@ -53,20 +53,3 @@ class Finish:
             and state.val_loss is not None
             and state.val_loss <= self.until_val_loss
         )
-
-
-def due(
-    now: Mark, last: Mark | None, *, every_steps: int | None, every_seconds: float | None, at_start: bool, at_end: bool
-) -> bool:
-    """Whether to do something now: at each multiple of `every_steps`, and at the first step boundary behind each
-    multiple of `every_seconds` on the clock; never twice at one step."""
-    if last is not None and last.step == now.step:
-        return False
-    if at_end or (at_start and now.step == 0):
-        return True
-    if now.step == 0:
-        return False
-    if every_steps is not None and now.step % every_steps == 0:
-        return True
-    before = 0.0 if last is None else last.train_seconds
-    return every_seconds is not None and now.train_seconds // every_seconds > before // every_seconds

@@ -1,164 +1,136 @@
-"""The training loop: evaluate, CORE, sample, checkpoint, stop?, gradients, update, log."""
+"""The training loop: evaluate, CORE, sample, checkpoint, stop?, train step, record."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
+from typing import Literal
 
 from gptlab.config.errors import UserError
 from gptlab.config.run import RunConfig
-from gptlab.runtime.hardware.device import synchronize
+from gptlab.eval.bits_per_byte import Evaluation
+from gptlab.eval.core import CoreResult
 from gptlab.runtime.processes.distributed import Group
+from gptlab.training.agenda import Agenda
 from gptlab.training.checkpoint.load import Checkpoint
 from gptlab.training.checkpoint.retention import discard_after
-from gptlab.training.faults import Fault, loss_fault
-from gptlab.training.horizon import Finish, due
+from gptlab.training.faults import Fault, TrainingFailed
+from gptlab.training.horizon import Finish
 from gptlab.training.parallel.agreement import Agreement, require_equal_weights, same_checkpoint
 from gptlab.training.recorder import Recorder
+from gptlab.training.signals import Preemption
 from gptlab.training.state import Best, TrainState, better
-from gptlab.training.step import GradientSums, LossFunction, gradients, update
-from gptlab.training.watchdog import Preemption, QuietGarbageCollector, TrainingFailed
+from gptlab.training.step import LossFunction, QuietGarbageCollector, TrainStep, train_step
 
-
-class Evaluated(Protocol):
-    """A validation: `eval.bits_per_byte.Evaluation`."""
-
-    @property
-    def val_loss(self) -> float: ...
-    @property
-    def val_bpb(self) -> float: ...
-    @property
-    def train_loss(self) -> float | None: ...
-
-
-class CoreMeasured(Protocol):
-    """CORE: `eval.core.CoreResult`."""
-
-    @property
-    def core_metric(self) -> float: ...
-    @property
-    def accuracy(self) -> Mapping[str, float]: ...
-    @property
-    def centered(self) -> Mapping[str, float]: ...
+Ended = Literal["finished", "preempted"]
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What the loop does besides training. None of it may touch the training state."""
+    """What a run is to do. None of the functions may touch the training state."""
 
+    config: RunConfig
+    finish: Finish
     loss_sum: LossFunction
-    evaluate: Callable[[], Evaluated]
+    evaluate: Callable[[], Evaluation]
     sample: Callable[[Sequence[str]], Sequence[str]]
     """Prompts -> each with its continuation."""
-    core: Callable[[], CoreMeasured] | None = None
+    core: Callable[[], CoreResult] | None = None
     """None: this run does not measure CORE."""
     group: Group = field(default_factory=Group)
     """The processes that train together."""
-    sums: GradientSums | None = None
-    """None: one process, whose gradients are the step's as they add up."""
     prompts: Sequence[str] = ()
     """Texts that samples continue. Empty: no samples."""
 
 
-def fit(
-    config: RunConfig, finish: Finish, state: TrainState, work: Work, record: Recorder
-) -> Literal["finished", "preempted"]:
-    """Train `state` until `finish`, or until a signal asks to stop. TrainingFailed for a loss that broke.
+def fit(state: TrainState, work: Work, record: Recorder) -> Ended:
+    """Train until the horizon, or until a signal asks to stop. TrainingFailed for a loss that broke.
 
-    Every rank runs this same loop, and decides alike, since it decides by what `Agreement` made the same on all.
+    Every rank runs this loop and decides alike: by what `Agreement` made the same on all.
     """
+    finish, agenda = work.finish, Agenda(work.config, work.finish)
     with QuietGarbageCollector() as garbage, Preemption(record.stopping, record.stop_now) as preemption:
         agreed = Agreement(work.group, preemption, state.step, record.saves)
         while True:
             record.saves.look_at_save(state)
             # A signal leaves what is due now to the resumed run, which does it in this same order.
-            now = state.mark()
-            if config.eval.validates and not agreed.stop and due(
-                now, state.evaluated, every_steps=config.eval.every_steps, every_seconds=config.eval.every_seconds,
-                at_start=config.eval.at_start, at_end=finish.reached(state) or config.eval.only,
-            ):  # fmt: skip
+            if not agreed.stop and agenda.evaluate(state):
                 evaluate(state, work, record)
                 agreed.listen()
-            ended = finish.reached(state)
-
-            if work.core is not None and not agreed.stop and due(
-                now, state.core_measured, every_steps=config.eval.core_every_steps, every_seconds=None,
-                at_start=False, at_end=ended or config.eval.only,
-            ):  # fmt: skip
+            if not agreed.stop and work.core is not None and agenda.measure_core(state):
                 measure_core(state, work.core, record)
                 agreed.listen()
-
-            if work.prompts and not agreed.stop and due(
-                now, state.sampled, every_steps=config.sample.every_steps, every_seconds=None,
-                at_start=False, at_end=ended,
-            ):  # fmt: skip
+            if not agreed.stop and work.prompts and agenda.sample(state):
                 sample(state, work, record)
                 agreed.listen()
-
-            best = config.checkpoint.save_best and state.is_best() and state.step > 0 and state.saved != now
-            if not config.eval.only and not agreed.stop and (best or due(
-                now, state.saved, every_steps=config.checkpoint.every_steps,
-                every_seconds=config.checkpoint.every_seconds, at_start=False, at_end=ended,
-            )):  # fmt: skip
+            if not agreed.stop and agenda.save(state):
                 checkpoint(state, work, record)
 
             if agreed.stop:
-                if state.step > 0:  # before the first step there is nothing to save: the run begins again
+                if state.step > 0:  # before the first step there is nothing to save: the run starts again
                     checkpoint(state, work, record, scheduled=False)
-                preemption.wait_for_answer()
-                record.preempted(state, agreed.signal_name)
-                return "preempted"
-            if ended or config.eval.only:
+                return preempted(state, agreed, preemption, record)
+            if finish.reached(state):
                 return "finished"
 
-            started = time.perf_counter()
             progress = finish.progress(state.step, state.train_seconds)
-            batch = next(state.loader)
-            loss = float(gradients(state, batch, work.loss_sum, config, work.sums))
-            updated = loss_fault(loss, state.faults, config) or update(state, config, progress, finish.step_fraction)
-            synchronize(state.device)
-            step_seconds = agreed.step(time.perf_counter() - started, state.step + 1)
-
-            state.train_seconds += step_seconds
-            if isinstance(updated, Fault):
-                recover(state, replace(updated, loss=loss), batch.step, config, record, work.group)
+            step = train_step(state, work.loss_sum, work.config, progress, finish.step_fraction)
+            seconds = agreed.step(step.seconds, state.step + 1)
+            state.train_seconds += seconds
+            if isinstance(step.result, Fault):
+                recover(state, step, replace(step.result, loss=step.loss), work, record)
                 continue
-            state.passed(loss, config.faults)
-            state.step += 1
-            state.loss_ema.update(loss)
-            record.step(state, batch, loss, updated, step_seconds)
+            state.passed(step.loss, work.config.faults)
+            record.step(state, step.batch, step.loss, step.result, seconds)
             garbage.step(state.step)
 
 
-def recover(state: TrainState, fault: Fault, data_step: int, config: RunConfig, record: Recorder, group: Group) -> None:
-    """Leave the update out, or go back to before a spike. TrainingFailed over the limits."""
-    broken = state.first_broken_gradient()
-    state.optimizer.zero_grad()
-    step = state.step + 1
-    checkpoint = None
-    if state.faults.calls_for_rewind(fault, config.faults):
-        checkpoint = last_good(state, record, group)
-    if checkpoint is not None:
-        state.rewind(checkpoint.model, checkpoint.optimizer, checkpoint.state)
-        record.rewound(state, fault, step, data_step)
-        return
-    state.faults.skip(fault, step, config)
-    state.step = step
-    record.skipped(state, fault, data_step, broken)
+def evaluate_only(state: TrainState, work: Work, record: Recorder) -> Ended:
+    """Evaluate the weights as they are, without training (`eval.only`)."""
+    with Preemption(record.stopping, record.stop_now) as preemption:
+        agreed = Agreement(work.group, preemption, state.step, record.saves)
+        if not agreed.stop and work.config.eval.validates:
+            evaluate(state, work, record)
+            agreed.listen()
+        if not agreed.stop and work.core is not None:
+            measure_core(state, work.core, record)
+            agreed.listen()
+        return preempted(state, agreed, preemption, record) if agreed.stop else "finished"
+
+
+def preempted(state: TrainState, agreed: Agreement, preemption: Preemption, record: Recorder) -> Ended:
+    preemption.wait_for_answer()
+    record.preempted(state, agreed.signal_name)
+    return "preempted"
+
+
+def recover(state: TrainState, step: TrainStep, fault: Fault, work: Work, record: Recorder) -> None:
+    """Skip the update, or rewind to before a spike. TrainingFailed over the limits."""
+    broken = state.strategy.first_broken_gradient()
+    state.strategy.zero_grad()
+    number = state.step + 1
+    if state.faults.calls_for_rewind(fault, work.config.faults):
+        saved = last_good(state, record, work.group)
+        if saved is not None:
+            state.rewind(saved.model, saved.optimizer, saved.state)
+            record.rewound(state, fault, number, step.batch.step)
+            return
+    state.faults.skip(fault, number, work.config)
+    state.step = number
+    record.skipped(state, fault, step.batch.step, broken)
 
 
 def last_good(state: TrainState, record: Recorder, group: Group) -> Checkpoint | None:
-    """The checkpoint to go back to, the same on every rank, those after it being removed; None where none is intact."""
+    """The checkpoint to rewind to, the same on every rank; later ones are removed. None where none is intact."""
     record.saves.finish_save(state)
     good, folder, warn = state.faults.good_step, record.run.checkpoints_path, record.console.warn
     assert good is not None
     try:
         checkpoint = same_checkpoint(folder, group, warn, up_to=good)
     except UserError as error:
-        warn(f"{error}: nothing to go back to")
+        warn(f"{error}: nothing to rewind to")
         return None
     if group.is_main:
         discard_after(folder, good, warn)
@@ -166,7 +138,7 @@ def last_good(state: TrainState, record: Recorder, group: Group) -> Checkpoint |
 
 
 def evaluate(state: TrainState, work: Work, record: Recorder) -> None:
-    """Validate, and remember the best. Off the clock. TrainingFailed where the weights are broken."""
+    """Validate and remember the best, off the clock. TrainingFailed where the weights are broken."""
     started = time.perf_counter()
     with record.console.busy(f"step {state.step:05d} | validating"):
         result = work.evaluate()
@@ -180,7 +152,7 @@ def evaluate(state: TrainState, work: Work, record: Recorder) -> None:
     record.evaluation(state, result.train_loss, time.perf_counter() - started)
 
 
-def measure_core(state: TrainState, core: Callable[[], CoreMeasured], record: Recorder) -> None:
+def measure_core(state: TrainState, core: Callable[[], CoreResult], record: Recorder) -> None:
     """Off the clock."""
     started = time.perf_counter()
     with record.console.busy(f"step {state.step:05d} | measuring CORE"):
@@ -199,6 +171,6 @@ def sample(state: TrainState, work: Work, record: Recorder) -> None:
 
 
 def checkpoint(state: TrainState, work: Work, record: Recorder, *, scheduled: bool = True) -> None:
-    """All ranks save, each its pieces. TrainingFailed, with nothing saved, where they hold different weights."""
-    require_equal_weights(state.weights_alike(), work.group, state.step)
+    """All ranks save, each its slices. TrainingFailed, with nothing saved, where their replicated weights differ."""
+    require_equal_weights(state.strategy.replicated_weights(), work.group, state.step)
     record.saves.checkpoint(state, scheduled=scheduled)

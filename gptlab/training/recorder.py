@@ -20,13 +20,12 @@ from gptlab.runtime.records.metrics import MetricsLog
 from gptlab.runtime.records.run_directory import RunDirectory
 from gptlab.training.checkpoint.load import Checkpoint
 from gptlab.training.checkpoint.saving import Saves
-from gptlab.training.faults import Fault
+from gptlab.training.faults import Fault, TrainingFailed
 from gptlab.training.horizon import Finish
 from gptlab.training.state import TrainState
 from gptlab.training.step import Update
 from gptlab.training.summary import OffClock, show_closing_block
 from gptlab.training.throughput import Throughput
-from gptlab.training.watchdog import TrainingFailed
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""What the values of a checkpoint's state.json may be: asked before any is used, since the file may say anything."""
+"""The valid values of a checkpoint's state.json: checked before any is used, since the file is untrusted."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ _CHECKS: Mapping[str, Check] = {
 
 
 def require_values(saved: Mapping[str, Any]) -> None:
-    """ValueError that names the first value that no run has. What is missing is for whoever asks for it to notice."""
+    """ValueError that names the first invalid value. A missing one raises KeyError where it is read."""
     for name, check in _CHECKS.items():
         if name in saved and not check(saved[name]):
             raise ValueError(f"{name} = {str(saved[name])[:100]}")

@@ -205,17 +205,15 @@ MUTATIONS = [
     ),
     Mutation(
         "AdamW is left out of a step", "optim/combined.py",
-        "        if self.adamw is not None:\n            self.adamw.step(lr_scale)\n        if finish is not None:",
-        "        if self.muon is None and self.adamw is not None:\n            self.adamw.step(lr_scale)\n"
-        "        if finish is not None:",
+        "        if self.adamw is not None:\n            self.adamw.step(lr_scale)\n",
+        "        if self.muon is None and self.adamw is not None:\n            self.adamw.step(lr_scale)\n",
         ["test_combined_optimizer.py::test_against_the_rules_of_autoresearch_and_nanochat",
          "test_combined_optimizer.py::test_two_steps_by_hand"],
         ["Muon and AdamW as one optimizer"],
     ),
     Mutation(
         "AdamW's moments are not saved", "optim/combined.py",
-        "return (self.muon.moments() if self.muon else []) + (self.adamw.moments() if self.adamw else [])",
-        "return self.muon.moments() if self.muon else self.adamw.moments() if self.adamw else []",
+        "for part in (self.muon, self.adamw) if", "for part in (self.muon or self.adamw,) if",
         ["test_combined_optimizer.py::test_resume_is_bitwise",
          "test_combined_optimizer.py::test_state_is_complete_before_the_first_step"],
         ["A checkpoint has step, code, weights", "Muon and AdamW as one optimizer"],
@@ -264,19 +262,20 @@ MUTATIONS = [
         ["Muon at 0.04 on all matrices"],
     ),
     Mutation(
-        "the gradient scaler sees Muon's parameters only", "optim/combined.py",
-        'return [{"params": [*self.updated,', 'return [{"params": [*(self.muon or self).parameters.values(),',
+        "the gradient scaler sees Muon's parameters only", "training/parallel/strategy.py",
+        'return [{"params": self.updated_weights()}]',
+        'return [{"params": [*(self.optimizer.muon or self.optimizer).parameters.values()]}]',
         ["test_combined_optimizer.py::test_gradient_scaler_unscales_steps_and_skips"],
         ["The loss is scaled for float16"],
     ),
     Mutation(
-        "matrices whose rows are shared are dealt out without regard to their cost", "optim/sharded_muon.py",
+        "matrices whose rows are shared are dealt out without regard to their cost", "training/parallel/fsdp_muon.py",
         "busy[owner] += _cost(split, matrix)", "busy[owner] += 1",
         ["test_sharded_muon.py::test_owners_share_by_cost_and_not_by_number"],
     ),
     Mutation(
-        "matrices that are left over are dealt out without regard to their cost", "optim/division.py",
-        "busy[owner] += matrix.cost", "busy[owner] += 1",
+        "matrices that are left over are dealt out without regard to their cost", "training/parallel/division.py",
+        "busy[owner] += multiplications(*_shape(matrix))", "busy[owner] += 1",
         ["test_divided.py::test_left_over_matrices_are_balanced_by_cost"],
     ),
 ]  # fmt: skip

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from .mutation import Mutation
 
-SHARES = "test_divided.py::TestGradientShares::test_each_gets_the_sums_of_what_it_owns"
+SHARES = "test_divided.py::TestGradients::test_each_gets_the_sums_of_what_it_owns"
 
 MUTATIONS = [
     Mutation(
         "gradients leave in every backward pass", "training/parallel/zero.py",
-        "        self._armed = False\n        # Registered", "        self.begin()\n        # Registered",
+        "        self._armed = False\n        # Registered", "        self.start_reduction()\n        # Registered",
         [SHARES],
         ["With DDP, gradients are synchronized"],
     ),
     Mutation(
         "gradients leave when the backward pass is over", "training/parallel/zero.py",
-        "self._messages[self._next].waiting == 0:", "self._messages[self._next].waiting < 0:",
+        "self._buckets[self._next].waiting == 0:", "self._buckets[self._next].waiting < 0:",
         [SHARES],
         ["With DDP, gradients are synchronized"],
     ),

@@ -23,7 +23,6 @@ from gptlab.runtime.processes.liveness import Failure, Liveness, PeerFailed
 from gptlab.runtime.records.metrics import read_metrics
 from gptlab.training.checkpoint.load import Checkpoint, list_checkpoints, load_checkpoint
 from gptlab.training.parallel.agreement import checksum
-from gptlab.training.parallel.gradient_sum import GradientSum
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="gloo on loopback is tried on Linux")
 
@@ -341,72 +340,6 @@ class Echo(Group):
         self.sent.append(tensor.numel())
         tensor.mul_(2)
         return super().sum_later(tensor, what)
-
-
-class TestGradientSum:
-    """w1 (4 numbers) is used first, so that its gradient is complete last; `tied` is used twice."""
-
-    def setup_method(self) -> None:
-        generator = torch.Generator().manual_seed(0)
-        self.tied, self.w1, self.w2, self.unused = (
-            torch.nn.Parameter(torch.randn(n, generator=generator)) for n in (4, 4, 4, 4)
-        )
-        self.group = Echo()
-
-    def sums(self, **options: Any) -> GradientSum:
-        return GradientSum([self.tied, self.w1, self.w2], self.group, **options)
-
-    def loss(self) -> Tensor:
-        x = self.tied * self.w1
-        return ((x * self.w2).tanh() * self.tied).sum()
-
-    def test_sums_leave_during_the_last_backward_pass_only(self) -> None:
-        sums = self.sums(bucket_bytes=16)
-        self.loss().backward()
-        assert self.group.sent == []
-        sums.begin()
-        self.loss().backward()
-        assert self.group.sent == [4, 4, 4]  # all three, before anybody waits
-        total = sums.finish(torch.tensor(1.5))
-        assert self.group.sent == [4, 4, 4, 1]
-        assert total == 3.0
-
-    def test_gradients_are_the_sums_of_all_micro_batches_and_ranks(self) -> None:
-        expected = [2 * 3 * g for g in torch.autograd.grad(self.loss(), [self.tied, self.w1, self.w2])]
-        for bucket_bytes in (16, 32, 10**6):
-            for parameter in (self.tied, self.w1, self.w2):
-                parameter.grad = None
-            sums = self.sums(bucket_bytes=bucket_bytes)
-            for micro_batch in range(3):
-                if micro_batch == 2:
-                    sums.begin()
-                self.loss().backward()
-            sums.finish(torch.zeros(()))
-            for parameter, gradient in zip((self.tied, self.w1, self.w2), expected, strict=True):
-                torch.testing.assert_close(parameter.grad, gradient)
-
-    def test_a_rank_without_micro_batches_adds_zeros(self) -> None:
-        sums = self.sums()
-        sums.finish(torch.zeros(()))
-        assert self.group.sent == [12, 1]
-        assert all(p.grad is not None and not p.grad.any() for p in (self.tied, self.w1, self.w2))
-
-    def test_a_parameter_without_gradient_stays_without(self) -> None:
-        sums = GradientSum([self.tied, self.w1, self.w2, self.unused], self.group)
-        sums.begin()
-        self.loss().backward()
-        sums.finish(torch.zeros(()))
-        assert self.unused.grad is None
-        assert self.w1.grad is not None
-
-    def test_types_do_not_share_a_bucket(self) -> None:
-        wide = torch.nn.Parameter(torch.ones(2, dtype=torch.float64))
-        sums = GradientSum([self.w1, wide], self.group)
-        sums.begin()
-        (self.w1.sum() + wide.sum()).backward()
-        sums.finish(torch.zeros(()))
-        assert wide.grad is not None
-        assert wide.grad.dtype == torch.float64
 
 
 def test_checksum_sees_one_bit() -> None:

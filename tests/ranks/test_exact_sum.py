@@ -21,7 +21,7 @@ from torch.nn import Parameter
 
 from gptlab.runtime.hardware.determinism import deterministic_kernels
 from gptlab.runtime.processes.distributed import Group, World
-from gptlab.training.parallel.deterministic import ExactSum, held_sums
+from gptlab.training.parallel.deterministic import ReductionTree, held_sums
 
 SUPPORT = Path(__file__).parents[1] / "support"
 
@@ -88,7 +88,7 @@ def add_up(size: int, gradients: list[list[Tensor]], losses: list[Tensor]) -> li
     def one_rank(rank: int) -> None:
         parameters = [Parameter(torch.ones(shape)) for shape in SHAPES]
         group = WiredGroup(rank, size, wires)
-        sums = ExactSum(parameters, group, micro_batches=len(losses), bucket_bytes=70)
+        sums = ReductionTree(parameters, group, micro_batches=len(losses), bucket_bytes=70)
         for _ in range(2):  # the second step begins as the first one did
             indices = list(range(rank, len(losses), size))
             loss, made, most = torch.zeros((), dtype=torch.float64), weakref.WeakSet[Tensor](), 0
@@ -102,8 +102,7 @@ def add_up(size: int, gradients: list[list[Tensor]], losses: list[Tensor]) -> li
                         parameter.grad += term
                 loss = loss + losses[indices[place]]
                 most = max(most, len(made))
-                loss = sums.end(indices[place], loss)
-            sums.begin()
+                loss = sums.after_micro_batch(indices[place], loss)
             total = sums.finish(loss)
             held = [parameter.grad for parameter in parameters]
             assert all(gradient is not None for gradient in held)
@@ -151,9 +150,9 @@ class TestTree:
     def test_a_parameter_without_a_gradient_is_left_without(self) -> None:
         """A mistake, which the optimizer names; not a zero that hides it."""
         used, forgotten = Parameter(torch.ones(2)), Parameter(torch.ones(3))
-        sums = ExactSum([used, forgotten], Group(), micro_batches=1)
+        sums = ReductionTree([used, forgotten], Group(), micro_batches=1)
         used.grad = torch.ones(2)
-        sums.finish(sums.end(0, torch.zeros(())))
+        sums.finish(sums.after_micro_batch(0, torch.zeros(())))
         assert used.grad is not None
         assert forgotten.grad is None
 

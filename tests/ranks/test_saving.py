@@ -152,7 +152,7 @@ def test_going_back_waits_for_all_ranks(played: Path) -> None:
     (event,) = lines_of(played / "rewound", "event")
     assert (event["step"], event["to_step"]) == (6, 4)
     assert steps(played / "rewound")[-1] == 8
-    assert "nothing to go back to" not in of(played, "rewound", 0)["out"]
+    assert "nothing to rewind to" not in of(played, "rewound", 0)["out"]
 
 
 def test_a_signal_waits_for_all_ranks(played: Path) -> None:

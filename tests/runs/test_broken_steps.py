@@ -14,7 +14,19 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_runs import FLAGS, arguments, at_line, command, differences, killed_at, lines_of, make_config, outcome, train
+from tiny_runs import (
+    FLAGS,
+    arguments,
+    at_line,
+    command,
+    differences,
+    killed_at,
+    lines_of,
+    make_config,
+    outcome,
+    tensors_of,
+    train,
+)
 from torch import Tensor
 
 import gptlab
@@ -25,12 +37,11 @@ from gptlab.data.packing import IGNORED
 from gptlab.optim.clip import clip_gradients
 from gptlab.runtime.hardware.place import place_of
 from gptlab.runtime.records.console import Console
-from gptlab.training import loop
+from gptlab.training import step as steps
 from gptlab.training.checkpoint.load import list_checkpoints, load_checkpoint
-from gptlab.training.faults import Fault, FaultRecord, loss_fault
+from gptlab.training.faults import Fault, FaultRecord, TrainingFailed, loss_fault
 from gptlab.training.state import TrainState
 from gptlab.training.step import Update, gradients, update
-from gptlab.training.watchdog import TrainingFailed
 
 STEPS = 12  # of tiny_runs.FLAGS, with checkpoints at 4, 8 and 12
 SMALL: dict[str, Any] = {"model.n_layer": 1, "eval.every_steps": 6, "sample.prompts": []}
@@ -83,7 +94,7 @@ class Broken:
             return mean
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(loop, "gradients", broken)
+            patch.setattr(steps, "gradients", broken)
             yield
 
     def __or__(self, other: Broken) -> Broken:
@@ -135,7 +146,7 @@ def _by_hand(folder: Path, data: tuple[int | None, ...], changes: tuple[tuple[st
             assert isinstance(done, Update)
             state.loss_ema.update(loss)
         state.step = step + 1
-    tensors = state.model_tensors() | state.other_tensors()
+    tensors = tensors_of(state)
     return Result(tensors, state.loss_ema.state_dict(), state.scaler.state_dict())
 
 
@@ -178,7 +189,7 @@ class TestLeftOut:
                 batch = replace(batch, targets=torch.full_like(batch.targets, IGNORED), target_tokens=0)
             return gradients(state, batch, *args)
 
-        monkeypatch.setattr(loop, "gradients", empty)
+        monkeypatch.setattr(steps, "gradients", empty)
         run = train(folder, "no-targets")
         assert Result.of_run(run).differences(Result.by_hand(folder, without(5))) == []
         (event,) = lines_of(run, "event")
@@ -222,7 +233,7 @@ class TestLimits:
         with broken_loss(*range(6, 30)).in_training():
             code, _, err = command(["train", *arguments(folder, "limit", changes)])
             assert code == 3
-            assert "the training loss is nan in step 10, with 3 updates left out before it" in err
+            assert "the training loss is nan in step 10, after 3 consecutive skipped updates" in err
             events = [(line["step"], line["what"]) for line in lines_of(run, "event")]
             assert events == [(7, "skipped"), (8, "skipped"), (9, "skipped"), (10, "failed")]
             facts = json.loads((run / "run.json").read_text())
@@ -444,7 +455,7 @@ class TestDecisions:
 
     def test_nothing_is_counted_where_the_run_ends(self) -> None:
         record = FaultRecord(skipped=7, skipped_in_a_row=3)
-        with pytest.raises(TrainingFailed, match="in step 9, with 3 updates left out before it"):
+        with pytest.raises(TrainingFailed, match="in step 9, after 3 consecutive skipped updates"):
             record.skip(Fault("loss", math.nan), 9, self.CONFIG)
         assert record == FaultRecord(skipped=7, skipped_in_a_row=3)
 

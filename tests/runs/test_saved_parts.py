@@ -236,9 +236,8 @@ class Played:
         config = make_config(folder, "never-made", **keywords(changes))
         with Console() as console:
             state: TrainState = open_session(config, place_of(config), console).state
-        pieces = {"model": state.model_pieces(), "optimizer": state.other_pieces()}
-        tensors = {kind: {piece.name: piece.tensor.clone() for piece in of_kind} for kind, of_kind in pieces.items()}
-        at_start = parts_of(Checkpoint(0, tensors["model"], tensors["optimizer"], state.to_json(), folder))
+        model, other = ({one.name: one.tensor.clone() for one in kind} for kind in state.slices())
+        at_start = parts_of(Checkpoint(0, model, other, state.to_json(), folder))
         return {name: at_start[name] if name in at_start else zero(value) for name, value in self.parts.items()}
 
     def resumed(self, alter: Callable[[Checkpoint], Checkpoint]) -> dict[str, Any]:

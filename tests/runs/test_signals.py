@@ -28,9 +28,9 @@ from tiny_runs import (
 import gptlab
 from gptlab.config.errors import UserError
 from gptlab.runtime.files.cache import damage
-from gptlab.training import early_stop
+from gptlab.training import signals
 from gptlab.training.checkpoint.load import list_checkpoints
-from gptlab.training.early_stop import EarlyStop, StoppedEarly, behind_signal
+from gptlab.training.signals import EarlyStop, StoppedEarly, behind_signal
 
 posix = pytest.mark.skipif(os.name != "posix", reason="Windows sends no signals between processes")
 
@@ -119,7 +119,7 @@ class TestBeforeTheFirstStep:
         code, printed, seconds = stopped(folder, run.name, number, HERE + moment)
         said = f"{signal.Signals(number).name}: stopped before the first step; resume with gptlab train --resume {run}"
         assert (code, printed[-1]) == (75, said)
-        assert seconds >= early_stop.GRACE_SECONDS or run.name != "deep"
+        assert seconds >= signals.GRACE_SECONDS or run.name != "deep"
         assert json.loads((run / "run.json").read_text())["status"] == "preempted"
         assert command(["train", "--resume", run])[0] == 0
         assert differences(expected, outcome(run)) == []
@@ -130,11 +130,11 @@ class TestDuringAStep:
     """The main thread is deep inside a library, where Python runs no handler."""
 
     SLOW = DEEP + (
-        "from gptlab.training import loop\n"
-        "def slow(state, *args, work=loop.gradients):\n"
+        "from gptlab.training import step as steps\n"
+        "def slow(state, *args, work=steps.gradients):\n"
         "    if state.step == 1: wait()\n"
         "    return work(state, *args)\n"
-        "loop.gradients = slow\n"
+        "steps.gradients = slow\n"
     )
 
     def test_ctrl_c_is_answered_at_once_and_a_second_one_does_not_wait(self, folder: Path) -> None:
@@ -241,7 +241,7 @@ class TestInThisProcess:
         self, folder: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("gptlab.app.session.build_state", raised(signal.SIGINT))
-        monkeypatch.setattr(early_stop, "_Watch", lambda *a: pytest.fail("it would end the user's program"))
+        monkeypatch.setattr(signals, "_Watch", lambda *a: pytest.fail("it would end the user's program"))
         with pytest.raises(KeyboardInterrupt):
             gptlab.train(make_config(folder, "python"))
 
@@ -317,7 +317,7 @@ class TestEarlyStop:
 
     @posix
     def test_who_cannot_be_reached_is_ended(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(early_stop, "GRACE_SECONDS", 0.05)
+        monkeypatch.setattr(signals, "GRACE_SECONDS", 0.05)
         ended: list[str] = []
         with EarlyStop(ended.append) as early:
             with pytest.raises(StoppedEarly):
@@ -328,7 +328,7 @@ class TestEarlyStop:
             assert wait_until(nobody_watches)
             with pytest.raises(StoppedEarly):
                 signal.raise_signal(signal.SIGINT)
-        monkeypatch.setattr(early_stop, "GRACE_SECONDS", 3600.0)  # the context is left before, on any machine
+        monkeypatch.setattr(signals, "GRACE_SECONDS", 3600.0)  # the context is left before, on any machine
         with EarlyStop(ended.append), pytest.raises(StoppedEarly):
             signal.raise_signal(signal.SIGTERM)
         assert wait_until(nobody_watches)

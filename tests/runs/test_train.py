@@ -36,6 +36,7 @@ from tiny_runs import (
     make_config,
     outcome,
     start,
+    tensors_of,
     train,
 )
 from torch import Tensor
@@ -57,7 +58,6 @@ from gptlab.model.counting import flops_per_token
 from gptlab.optim.schedule import lr_scale
 from gptlab.runtime.hardware.device import compiler_available
 from gptlab.runtime.hardware.place import place_of
-from gptlab.runtime.hardware.rng import capture_rng
 from gptlab.runtime.records.console import Console
 from gptlab.training import compilation as compilation_module
 from gptlab.training.checkpoint import saving as saving_module
@@ -69,9 +69,9 @@ from gptlab.training.checkpoint.load import (
     verify_checkpoint,
 )
 from gptlab.training.compilation import warm_up
+from gptlab.training.faults import TrainingFailed
 from gptlab.training.loop import fit
 from gptlab.training.step import gradients, update
-from gptlab.training.watchdog import TrainingFailed
 
 STEPS, TOKENS_PER_STEP = FLAGS["steps"], FLAGS["batch.total_tokens"]
 CLOSING_KEYS = [
@@ -450,7 +450,7 @@ class TestClock:
             def wait(device: torch.device) -> None:
                 clock.now += 0.5
 
-            monkeypatch.setattr("gptlab.training.loop.synchronize", wait)
+            monkeypatch.setattr("gptlab.training.step.synchronize", wait)
             run = train(folder, "waits", steps=3, sample__prompts=[])
         assert [line["step_seconds"] for line in lines_of(run, "train")] == [1.5] * 3
 
@@ -517,7 +517,7 @@ def test_warm_up_leaves_no_trace(folder: Path, changes: dict[str, Any]) -> None:
     state = opened.state
 
     def everything() -> dict[str, Tensor]:
-        tensors = state.model_tensors() | state.optimizer.state_tensors() | capture_rng(state.device)
+        tensors = tensors_of(state)
         return {name: tensor.clone() for name, tensor in tensors.items()}
 
     before, before_json = everything(), state.to_json()
@@ -912,4 +912,5 @@ def test_compiled_run(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_loop_fits_on_a_screen() -> None:
-    assert len(inspect.getsource(fit).splitlines()) <= 80
+    assert len(inspect.getsource(fit).splitlines()) <= 50
+    assert len(inspect.signature(fit).parameters) <= 3

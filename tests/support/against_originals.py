@@ -56,8 +56,12 @@ from gptlab.config.recipes.nanochat import tiny_model
 from gptlab.config.run import BatchConfig, RunConfig
 from gptlab.data.loader import Loader, StepBatch
 from gptlab.model.gpt import GPT, build_model
+from gptlab.runtime.processes.distributed import Group
+from gptlab.training.checkpoint.weights import load_weights
 from gptlab.training.horizon import Finish
-from gptlab.training.state import TrainState, load_weights, whole_optimizer
+from gptlab.training.parallel.single import Single
+from gptlab.training.parallel.strategy import whole_optimizer
+from gptlab.training.state import TrainState
 from gptlab.training.step import gradients, update
 
 COMMITS = {
@@ -451,9 +455,9 @@ def model_with(config: RunConfig, weights: Weights) -> GPT:
 def trained(lineage: str, config: RunConfig, recording: Recording) -> Iterator[Weights]:
     """gptlab's weights behind each update."""
     model = model_with(config, recording.before)
-    state = TrainState(
-        model, whole_optimizer(model, config), cast(Loader, None), torch.amp.GradScaler("cpu", enabled=False), CPU
-    )
+    strategy = Single(model, whole_optimizer(model, config), Group())
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    state = TrainState(model, strategy.optimizer, strategy, cast(Loader, None), scaler, CPU)
     finish = Finish.of(config.horizon, tokens_per_step=TOKENS, flops_per_token=1.0, scaling_params=1)
     for step in range(len(recording.after)):
         passes = recording.batches[step * MICRO_BATCHES : (step + 1) * MICRO_BATCHES]

@@ -28,8 +28,9 @@ from torch import Tensor
 from gptlab.cli.main import main
 from gptlab.data.loader import StepBatch
 from gptlab.optim import muon
-from gptlab.training import loop
+from gptlab.training import step as steps
 from gptlab.training.parallel.agreement import Agreement, checksum
+from gptlab.training.parallel.zero import Zero
 from gptlab.training.state import TrainState
 from gptlab.training.step import LossFunction
 
@@ -40,7 +41,7 @@ def play(scene: dict[str, Any], port: int, rank: int) -> dict[str, Any]:
     os.environ |= {name: str(value) for name, value in (world | {"MASTER_PORT": port}).items()}
     weights: list[int] = []
     matrices: list[int] = []
-    gradients, update, step, orthogonalize = loop.gradients, loop.update, Agreement.step, muon.orthogonalize
+    gradients, update, step, orthogonalize = steps.gradients, steps.update, Agreement.step, muon.orthogonalize
 
     def broken_gradients(state: TrainState, batch: StepBatch, loss_sum: LossFunction, *rest: Any) -> Tensor:
         what, wanted_rank, wanted_step = scene.get("in_pass", ("", -1, 0))
@@ -58,9 +59,9 @@ def play(scene: dict[str, Any], port: int, rank: int) -> dict[str, Any]:
 
     def noting_update(state: TrainState, *args: Any) -> Any:
         done = update(state, *args)
-        # Moments that are divided are on one rank each.
-        moments = [] if state.optimizer.is_shared else state.optimizer.state_tensors().values()
-        weights.append(checksum([*state.weights_alike(), *moments]))
+        # Sharded moments differ from rank to rank.
+        moments = [] if isinstance(state.strategy, Zero) else state.optimizer.state_tensors().values()
+        weights.append(checksum([*state.strategy.replicated_weights(), *moments]))
         return done
 
     def counting(stack: Tensor, *args: Any, **options: Any) -> Tensor:
@@ -77,15 +78,15 @@ def play(scene: dict[str, Any], port: int, rank: int) -> dict[str, Any]:
     if "compiler" in scene:
         torch.compile = functools.partial(compile_, backend=scene["compiler"])
     out, err = io.StringIO(), io.StringIO()
-    loop.update, Agreement.step = noting_update, signalled_step  # type: ignore[method-assign]
-    loop.gradients, muon.orthogonalize = broken(broken_gradients, scene.get("broken"), rank), counting
+    steps.update, Agreement.step = noting_update, signalled_step  # type: ignore[method-assign]
+    steps.gradients, muon.orthogonalize = broken(broken_gradients, scene.get("broken"), rank), counting
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             code = main([*scene["argv"], *scene.get("more", {}).get(str(rank), [])])
     finally:
         torch.compile = compile_
-        loop.update, Agreement.step = update, step  # type: ignore[method-assign]
-        loop.gradients, muon.orthogonalize = gradients, orthogonalize
+        steps.update, Agreement.step = update, step  # type: ignore[method-assign]
+        steps.gradients, muon.orthogonalize = gradients, orthogonalize
     return {
         "code": code, "out": out.getvalue(), "err": err.getvalue(), "weights": weights, "matrices": sum(matrices),
         "left_a_group": torch.distributed.is_initialized(),

@@ -34,7 +34,8 @@ from gptlab.cli.main import main
 from gptlab.model.kernels import attention_kernel, ops
 from gptlab.runtime.records import provenance
 from gptlab.runtime.records.run_directory import RunDirectory
-from gptlab.training import loop, watchdog
+from gptlab.training import signals
+from gptlab.training import step as steps
 from gptlab.training.parallel.agreement import Agreement, checksum
 from gptlab.training.state import TrainState
 from gptlab.training.step import Update
@@ -70,7 +71,7 @@ def make_trouble(trouble: Mapping[str, Any]) -> None:
     """What goes wrong on this rank."""
     at = trouble.get("at")
     if trouble.get("in_a_hurry"):  # every further SIGINT counts, as if it came seconds later
-        watchdog._ECHO_SECONDS = 0.0
+        signals._ECHO_SECONDS = 0.0
     if at in PLACES:
         around(*PLACES[at], lambda *args, **kwargs: send(trouble["signals"]))
     elif at is not None:
@@ -97,7 +98,7 @@ def make_trouble(trouble: Mapping[str, Any]) -> None:
 
 def break_data(steps: Sequence[int], what: str, factor: float = float("nan")) -> None:
     """The data of `steps` multiplies the `loss` or the `gradient` of this rank; `nothing`: it is not looked at."""
-    gradients = loop.gradients
+    gradients = steps.gradients
 
     def broken(state: TrainState, batch: Any, loss_sum: Any, *rest: Any) -> Tensor:
         if batch.step not in steps:
@@ -113,14 +114,14 @@ def break_data(steps: Sequence[int], what: str, factor: float = float("nan")) ->
 
         return gradients(state, batch, loss, *rest)
 
-    loop.gradients = broken
+    steps.gradients = broken
 
 
 def play(scene: Mapping[str, Any], rank: int, attempt: int) -> dict[str, Any]:
     """One command on one rank: what it printed, how it ended, weights and its moments behind every update."""
     weights: list[int] = []
     moments: list[int] = []
-    update = loop.update
+    update = steps.update
 
     def noting_update(state: TrainState, *args: Any) -> Any:
         done = update(state, *args)
@@ -129,7 +130,7 @@ def play(scene: Mapping[str, Any], rank: int, attempt: int) -> dict[str, Any]:
             moments.append(checksum(state.optimizer.state_tensors().values()))
         return done
 
-    loop.update = noting_update  # type: ignore[assignment]
+    steps.update = noting_update  # type: ignore[assignment]
     troubles = scene.get("trouble", [{}])
     make_trouble(troubles[attempt].get(str(rank), {}) if attempt < len(troubles) else {})
     os.chdir(scene["folder"])

@@ -33,6 +33,7 @@ from gptlab.config.run import RunConfig
 from gptlab.config.scaling import Machine
 from gptlab.runtime.records.metrics import MetricsLog, read_metrics
 from gptlab.training.checkpoint.load import list_checkpoints, load_checkpoint
+from gptlab.training.state import TrainState
 
 Flags = dict[str, Any]
 
@@ -122,6 +123,16 @@ def train(folder: Path, name: str, **changes: Any) -> Path:
     """A finished run from Python; its folder."""
     assert gptlab.train(make_config(folder, name, **changes)).exit_code == 0
     return folder / name
+
+
+def weights_of(state: TrainState) -> dict[str, Tensor]:
+    """The live weights, by name."""
+    return {name: parameter.detach() for name, parameter in state.model.named_parameters()}
+
+
+def tensors_of(state: TrainState) -> dict[str, Tensor]:
+    """Weights, moments and generators of one process, by name: live, as a checkpoint holds them."""
+    return {one.name: one.tensor for kind in state.slices() for one in kind}
 
 
 def lines_of(run: Path, kind: str) -> list[dict[str, Any]]:
@@ -266,7 +277,7 @@ class FakeClock:
         clock = cls()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(time, "perf_counter", lambda: clock.now)
-            clock._charge(patch, "gptlab.training.loop.update", 1.0)
+            clock._charge(patch, "gptlab.training.step.update", 1.0)
             clock._charge(patch, "gptlab.app.session.evaluate", cls.EVALUATION)
             clock._charge(patch, "gptlab.app.session.sample_text", cls.SAMPLE)
             clock._charge(patch, "gptlab.training.checkpoint.saving.save_checkpoint", cls.SAVE)

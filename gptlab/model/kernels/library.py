@@ -87,7 +87,7 @@ def load_built(compiler: str, sources: Sequence[Path], flags: Sequence[str], lib
     found = _load_intact(folder, stem)
     if found is None:
         folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder / f"{stem}.lock"):  # several ranks start at the same time
+        with FileLock(folder / f"{stem}.lock"):  # several processes start at the same time
             found = _load_intact(folder, stem) or _load(_build(compiler, sources, flags, libraries, folder, stem))
     return found
 

@@ -110,7 +110,7 @@ class Saves:
             return
         reason = None
         try:
-            self.saver.reserve(state.model_pieces(), state.other_pieces())
+            self.saver.reserve(*state.slices())
         except (RuntimeError, MemoryError) as error:
             reason = str(error).partition("\n")[0]
         lacks = self._first(self.group.gather("memory for copies", reason))
@@ -233,7 +233,7 @@ class Saves:
         """None where rank 0 could not begin. From here on, with a saver, training may do what it likes."""
         step, group, required = state.step, self.group, self._is_required(state, scheduled=scheduled)
         start: Callable[[Callable[[], Any]], _Result] = _Waited if saver is None else saver.submit
-        model, optimizer = state.model_pieces(), state.other_pieces()
+        model, optimizer = state.slices()
         if group.size == 1:
             saved = self._state_json(state, scheduled=scheduled)
             if saver is not None:

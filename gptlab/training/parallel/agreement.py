@@ -1,6 +1,6 @@
-"""What all ranks must know alike, since they decide by it: how long a step took, whether to stop, what the weights are.
+"""What all ranks agree on, since they decide by it: the time of a step, a signal to stop, equal weights.
 
-Every rank then evaluates, saves, stops and slows down its learning rate at the same step, without being told to.
+Every rank then evaluates, saves, stops and lowers its learning rate at the same step, without a coordinator.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from gptlab.runtime.processes.distributed import Group
 from gptlab.training.checkpoint.directory import candidates, step_of
 from gptlab.training.checkpoint.load import Checkpoint, DamagedCheckpointError, OnDamage, load_checkpoint
 from gptlab.training.checkpoint.saving import Saves
-from gptlab.training.watchdog import Preemption, TrainingFailed
+from gptlab.training.faults import TrainingFailed
+from gptlab.training.signals import Preemption
 
 # The odd constant of MurmurHash2 (Austin Appleby, public domain): what is multiplied by it keeps its place.
 _MIX = 0x5BD1E995
@@ -26,10 +27,10 @@ _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
 
 
 class Agreement:
-    """One small message a step. With one process there is none, and a signal counts at once."""
+    """One small all-reduce per step. One process alone needs none, and a signal counts at once."""
 
     def __init__(self, group: Group, preemption: Preemption, step: int, saves: Saves) -> None:
-        """`step`: of the steps done."""
+        """`step`: the number of steps done."""
         group.at_step(step + 1)
         self._group = group
         self._preemption = preemption
@@ -39,20 +40,20 @@ class Agreement:
 
     @property
     def stop(self) -> bool:
-        """Whether a signal asked any rank to stop."""
+        """Whether any rank received a signal to stop."""
         return self.signal_name is not None
 
     @property
     def signal_name(self) -> str | None:
-        """As "SIGTERM", with the rank that got it where there are several; None before one came."""
+        """As "SIGTERM", with the rank that received it where there are several; None before one came."""
         return self._preemption.signal_name if self._group.size == 1 else self._agreed
 
     def listen(self) -> None:
-        """Hear of signals to any rank, and how far saves are, at a place that all ranks come to."""
+        """Exchange signals and the progress of saves, at a place that all ranks reach."""
         self._exchange(0.0)
 
     def step(self, step_seconds: float, step: int) -> float:
-        """What rank 0's clock says this step took; listens too. `step` is the number of steps done."""
+        """The seconds that the step took by rank 0's clock; listens too. `step` is the number of steps done."""
         seconds = self._exchange(step_seconds)
         self._group.at_step(step + 1)
         return seconds
@@ -78,8 +79,8 @@ class Agreement:
 
 
 def require_equal_weights(tensors: Iterable[Tensor], group: Group, step: int) -> None:
-    """TrainingFailed where a rank does not hold the bits that rank 0 holds: a machine that computes otherwise, or a
-    mistake. One pass over the weights."""
+    """TrainingFailed where a rank's bits differ from rank 0's: a machine that computes differently, or a bug. One pass
+    over the weights."""
     if group.size == 1:
         return
     different = group.all_agree(checksum(tensors), "checksum")
@@ -88,10 +89,10 @@ def require_equal_weights(tensors: Iterable[Tensor], group: Group, step: int) ->
 
 
 def same_checkpoint(folder: Path, group: Group, warn: OnDamage, *, up_to: int | None = None) -> Checkpoint:
-    """The newest checkpoint in `folder`, of steps `up_to` this one, that every rank reads whole, and with the same
-    weights as rank 0: all fall back together from one that is damaged, or unreadable, for any of them.
+    """The newest checkpoint in `folder`, up to step `up_to`, that every rank reads whole and with rank 0's weights. All
+    ranks fall back together from one that is damaged or unreadable for any of them.
 
-    Told to `warn` is what is passed over. UserError, on all ranks alike, where none is left.
+    `warn` is called for each that is passed over. UserError, on all ranks alike, where none is left.
     """
     present = [path.name for path in reversed(candidates(folder)) if up_to is None or (step_of(path) or 0) <= up_to]
     wrong = []
@@ -123,8 +124,8 @@ def same_checkpoint(folder: Path, group: Group, warn: OnDamage, *, up_to: int | 
 
 
 def checksum(tensors: Iterable[Tensor]) -> int:
-    """0 <= checksum < 2^62 over the bits of tensors, in their order. Of one tensor the sum of its words: that differs
-    for what rounds otherwise, which is what is looked for, though not for what is only moved."""
+    """0 <= checksum < 2^62 over the bits of tensors, in their order. Each contributes the sum of its words, which
+    detects different rounding, the purpose here, but not moved elements."""
     total = 0
     for tensor in tensors:
         flat = tensor.detach().contiguous().view(-1)

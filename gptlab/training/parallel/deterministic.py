@@ -1,6 +1,7 @@
-"""Adds up the gradients of a step in one order, whatever the number of ranks: the same bits with 1, 2, 4 and 8.
+"""Data parallelism by a fixed reduction tree: the same bits with 1, 2, 4 and 8 ranks.
 
-Micro-batch i belongs to virtual shard i % 8. A shard adds up its own in their order; shards combine by a fixed tree:
+Every rank holds everything and makes the whole update. Micro-batch i belongs to virtual shard i % 8. A shard adds up
+its micro-batches in their order; shards combine by a fixed tree:
 
     shards     0   4   2   6   1   5   3   7
                 \\ /     \\ /     \\ /     \\ /
@@ -11,12 +12,12 @@ Micro-batch i belongs to virtual shard i % 8. A shard adds up its own in their o
     0, 1                    sum
 
 Rank r of W has micro-batches r, r + W, ...: whole shards, and the lower levels of the tree. It takes them in the order
-of the first line, so that of a level no more than one sum waits for its partner. On the upper levels ranks exchange
-their sums in pairs and add them (recursive doubling; Thakur et al., IJHPCA 2005): one adds a + b where the other
-adds b + a, which are the same bits, so that both may go on with it.
+of the first line, so that at most one sum of a level waits for its partner. On the upper levels ranks exchange their
+sums in pairs and add them (recursive doubling; Thakur et al., IJHPCA 2005). One adds a + b where the other adds b + a,
+which gives the same bits.
 
-Where a step has fewer than 8 micro-batches, the shards without any are not there, and a sum without a partner goes up
-as it is: adding zeros instead would turn -0 into 0.
+Where a step has fewer than 8 micro-batches, shards without any are missing, and a sum without a partner goes up as it
+is: adding zeros instead would turn -0 into 0.
 """
 
 from __future__ import annotations
@@ -29,9 +30,11 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from gptlab.config.run import EXACT_WORLD_SIZES
-from gptlab.optim.division import MESSAGE_BYTES
+from gptlab.model.gpt import GPT
+from gptlab.optim.combined import CombinedOptimizer
 from gptlab.runtime.processes.distributed import Group
-from gptlab.training.parallel.gradient_sum import in_buckets
+from gptlab.training.parallel.division import BUCKET_BYTES
+from gptlab.training.parallel.single import Single
 
 SHARDS = max(EXACT_WORLD_SIZES)
 
@@ -46,12 +49,26 @@ class _Sum:
     """0-d"""
 
 
-class ExactSum:
-    """`micro_batches`: of a step, over all ranks. A parameter that stands twice in the model (a tied table) has one
-    gradient and one place here."""
+class Deterministic(Single):
+    def __init__(self, model: GPT, optimizer: CombinedOptimizer, group: Group, *, micro_batches: int) -> None:
+        super().__init__(model, optimizer, group)
+        self._tree = ReductionTree(model.parameters(), group, micro_batches=micro_batches)
+
+    def order(self, micro_indices: Sequence[int]) -> Sequence[int]:
+        return self._tree.order(micro_indices)
+
+    def after_micro_batch(self, micro_index: int, loss: Tensor) -> Tensor:
+        return self._tree.after_micro_batch(micro_index, loss)
+
+    def finish_reduction(self, loss: Tensor) -> Tensor:
+        return self._tree.finish(loss)
+
+
+class ReductionTree:
+    """`micro_batches`: of a step, over all ranks. A tied table has one gradient."""
 
     def __init__(
-        self, parameters: Iterable[Parameter], group: Group, *, micro_batches: int, bucket_bytes: int = MESSAGE_BYTES
+        self, parameters: Iterable[Parameter], group: Group, *, micro_batches: int, bucket_bytes: int = BUCKET_BYTES
     ) -> None:
         assert group.size in EXACT_WORLD_SIZES
         self._parameters = [p for p in parameters if p.requires_grad]
@@ -67,13 +84,10 @@ class ExactSum:
         """Places of this rank's micro-batches in the order in which the tree takes them."""
         return sorted(range(len(micro_indices)), key=lambda place: (_turn(micro_indices[place]), micro_indices[place]))
 
-    def begin(self) -> None:
-        """Nothing is sent during a backward pass: a sum is complete, and may be added, only behind it."""
-
     @torch.no_grad()
-    def end(self, micro_index: int, loss: Tensor) -> Tensor:
-        """To be called behind the backward pass of every micro-batch, with the summed loss (0-d) of those whose
-        gradients are in `.grad`. Returns the sum to go on with: zero, and no `.grad`, where a shard is complete."""
+    def after_micro_batch(self, micro_index: int, loss: Tensor) -> Tensor:
+        """`loss` is the sum over the micro-batches whose gradients are in `.grad`. Returns the sum to continue with:
+        zero, and no `.grad`, where a shard is complete."""
         if micro_index + SHARDS < self._micro_batches:
             return loss
         gradients = []
@@ -87,9 +101,9 @@ class ExactSum:
 
     @torch.no_grad()
     def finish(self, loss: Tensor) -> Tensor:
-        """Combine what the ranks have; afterwards every `.grad` is that of the whole step, with the same bits on each
-        and for each number of them. Returns the loss (0-d) of the whole step; `loss` only says of which type, where."""
-        # Without a micro-batch, this rank has something of the right shapes, which nobody looks at.
+        """Combine the sums of the ranks. Afterwards every `.grad` is that of the whole step, with the same bits on each
+        rank and for every number of ranks. Returns the loss (0-d) of the whole step, on the device of `loss`."""
+        # A rank without a micro-batch needs tensors of the right shapes; nobody reads their values.
         own = self._waiting.pop() if self._waiting else _Sum([p.detach() for p in self._parameters], loss)
         assert not self._waiting
         with self._group.together("gradients"):
@@ -113,7 +127,7 @@ class ExactSum:
         return total.reshape(())
 
     def _put_aside(self, shard: int, complete: _Sum) -> None:
-        """Add to a sum those that wait for it, as far up as this rank's part of the tree goes."""
+        """Add the complete sum to those that wait for it, as far up as this rank's part of the tree goes."""
         first, stride = shard, SHARDS  # of the shards first, first + stride, ...
         while stride > self._group.size:
             stride //= 2
@@ -141,14 +155,29 @@ class ExactSum:
         return flat
 
 
+def in_buckets(parameters: Iterable[Parameter], bucket_bytes: int) -> list[list[Parameter]]:
+    """In their order, each of one type and device, and of at most `bucket_bytes` or one parameter."""
+    buckets: list[list[Parameter]] = []
+    size_bytes = 0
+    for parameter in parameters:
+        last = buckets[-1][-1] if buckets else None
+        alike = last is not None and (last.dtype, last.device) == (parameter.dtype, parameter.device)
+        if not alike or size_bytes + parameter.nbytes > bucket_bytes:
+            buckets.append([])
+            size_bytes = 0
+        buckets[-1].append(parameter)
+        size_bytes += parameter.nbytes
+    return buckets
+
+
 def held_sums(micro_batches: int) -> int:
-    """The most sums of gradients that one process alone holds at a time, the one in hand included; W of them hold
-    log2(W) less each."""
+    """The most sums of gradients that one process holds at a time, the current one included; each of W processes holds
+    log2(W) fewer."""
     return min(micro_batches, SHARDS).bit_length()
 
 
 def _turn(micro_index: int) -> int:
-    """Where the shard of a micro-batch stands in the first line of the tree: its number, read from the other side."""
+    """The position of a micro-batch's shard in the first line of the tree: the bits of its number reversed."""
     turn, shard, width = 0, micro_index % SHARDS, SHARDS
     while width > 1:
         turn, shard, width = 2 * turn + shard % 2, shard // 2, width // 2

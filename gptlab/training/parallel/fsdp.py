@@ -1,39 +1,32 @@
-"""Training with weights that are shared among processes: what of a TrainState differs, and how gradients are added.
+"""Fully sharded training (torch FSDP2): weights, gradients, moments and update are cut by rows.
 
-The optimizer sees this rank's rows as parameters of their own, and works on them as it does on whole ones; only Muon
-needs the other ranks (optim/sharded_muon.py). A checkpoint gets each rank's rows as pieces, and is taken apart again
-where it is loaded: it does not know of any of this.
+The optimizer sees this rank's rows as parameters of their own; only Muon communicates (fsdp_muon.py). A checkpoint gets
+each rank's rows as slices and does not depend on the strategy.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from gptlab.config.optim import MuonConfig
-from gptlab.config.roles import Role
 from gptlab.config.run import RunConfig
-from gptlab.data.loader import Loader
-from gptlab.data.rows import RowSource
 from gptlab.model.gpt import GPT
 from gptlab.model.init import initial_weights
 from gptlab.model.kernels.ops import load_kernels
 from gptlab.model.roles import fused_rows, parameter_roles
+from gptlab.optim.adamw import AdamW
 from gptlab.optim.clip import sum_of_squares
 from gptlab.optim.combined import CombinedOptimizer
-from gptlab.optim.groups import build_optimizer
-from gptlab.optim.sharded_muon import ShardedMatrix, ShardedMuon
+from gptlab.optim.groups import divide_by_optimizer
 from gptlab.runtime.processes.distributed import Group
-from gptlab.training.checkpoint.slices import TensorSlice, whole_slices
+from gptlab.training.checkpoint.slices import TensorSlice
+from gptlab.training.checkpoint.weights import require_same_shapes
 from gptlab.training.parallel.fsdp_model import (
-    Shard,
     as_forward,
     reshard,
     shard_model,
@@ -41,8 +34,8 @@ from gptlab.training.parallel.fsdp_model import (
     synchronize_gradients,
     unshard,
 )
-from gptlab.training.parallel.gradient_sum import GradientSum
-from gptlab.training.state import Compile, TrainState, require_same_shapes
+from gptlab.training.parallel.fsdp_muon import ShardedMatrix, ShardedMuon
+from gptlab.training.parallel.strategy import Compile, Strategy, optimizer_layout
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -51,41 +44,134 @@ R = TypeVar("R")
 _LIKE_THE_WEIGHT = ("momentum", "exp_avg", "exp_avg_sq")
 
 
-@dataclass(slots=True, kw_only=True)
-class ShardedState(TrainState):
-    shards: dict[str, Shard] = field(default_factory=dict)
-    group: Group = field(default_factory=Group)
-    whole_optimizer: CombinedOptimizer
-    """The optimizer that one process would have, on the meta device: names, shapes and types of its whole state."""
+class Fsdp(Strategy):
+    is_sharded = True
 
-    @property
-    def is_sharded(self) -> bool:
-        return True
+    def __init__(self, config: RunConfig, group: Group, *, device: torch.device, compute_dtype: torch.dtype) -> None:
+        """Build a model that no rank ever holds whole: each draws every weight, one at a time in host memory, and keeps
+        its rows. The collectives of `group` have started."""
+        with torch.device("meta"):
+            model = GPT(config.model, compute_dtype)
+        if compute_dtype == torch.float64:
+            model = model.double()
+        roles, row_splits = parameter_roles(model), fused_rows(model)
+        self._layout = optimizer_layout(model, config)
+        shard_model(model, device, group.size)
+        model.to_empty(device=device)
+        self.shards = shards_of(model, group.rank, group.size)
+        with torch.no_grad():
+            for name, values in initial_weights(model, config.model, config.seed):
+                self.shards[name].here.copy_(self.shards[name].slice.of(values))
+            model.init_buffers()
+        load_kernels(device, compute_dtype)
+        by_muon = {} if self._layout.muon is None else self._layout.muon.parameters
+        parameters = [
+            (name, shard.here, roles[name])
+            for name, shard in self.shards.items()
+            if shard.here.numel() or name in by_muon
+        ]
+        matrices, groups = divide_by_optimizer(parameters, config.optim, row_splits)
+        self._muon = None
+        if matrices:
+            sharded = [ShardedMatrix(name, here, self.shards[name].rows) for name, here in matrices.items()]
+            self._muon = ShardedMuon(
+                sharded, config.optim.muon, compute_dtype=compute_dtype, row_splits=row_splits, group=group
+            )
+        super().__init__(model, CombinedOptimizer(self._muon, AdamW(groups) if groups else None), group)
+        self._device = device
 
-    def weights_here(self) -> list[Parameter]:
-        """Those that are cut come first."""
-        return [s.here for s in sorted(self.shards.values(), key=lambda shard: not shard.is_cut)]
+    # --- gradients
 
-    def weights_alike(self) -> list[Parameter]:
-        return [shard.whole for shard in self.shards.values() if not shard.is_cut]
+    def start_reduction(self) -> None:
+        synchronize_gradients(self.model, True)
+
+    def finish_reduction(self, loss: Tensor) -> Tensor:
+        """FSDP2 has summed the rows that each rank keeps in the backward pass of the last micro-batch. Vectors follow
+        in one collective: the first of the model is the last to get its gradient, so none could leave much earlier."""
+        synchronize_gradients(self.model, False)
+        for shard in self.shards.values():
+            if shard.is_cut:
+                gradient = shard.whole.grad
+                shard.whole.grad = None
+                shard.here.grad = None if gradient is None else gradient.to_local()  # type: ignore[attr-defined]
+        vectors = self.replicated_weights()[::-1]
+        if vectors:
+            # A missing gradient is a mistake, which the optimizer reports.
+            parts = [p.new_zeros(p.numel()) if p.grad is None else p.grad.reshape(-1) for p in vectors]
+            flat = self.group.sum(torch.cat(parts), "gradients")
+            for parameter, part in zip(vectors, flat.split([p.numel() for p in vectors]), strict=True):
+                parameter.grad = None if parameter.grad is None else part.view_as(parameter)
+        return self.group.sum(loss.clone(), "loss")
+
+    def named_gradients(self) -> Iterator[tuple[str, Tensor | None]]:
+        for name, shard in self.shards.items():
+            yield name, shard.here.grad
 
     def total_norm(self, gradients: list[Tensor]) -> Tensor:
         cut = sum(shard.is_cut for shard in self.shards.values())
-        counted = gradients if self.rank == 0 else gradients[:cut]  # what all ranks hold counts once
-        return self.group.sum(sum_of_squares(counted, self.device), "gradient norm").sqrt()
+        counted = gradients if self.group.is_main else gradients[:cut]  # replicated gradients count once
+        return self.group.sum(sum_of_squares(counted, self._device), "gradient norm").sqrt()
 
-    def first_broken_gradient(self) -> str | None:
-        gradients = [shard.here.grad for shard in self.shards.values()]
-        broken = [g is not None and not bool(g.isfinite().all()) for g in gradients]
-        ranks = self.group.sum(torch.tensor(broken, dtype=torch.int64), "broken gradients").tolist()
-        return next((name for name, number in zip(self.shards, ranks, strict=True) if number), None)
+    # --- the update
 
-    def compiled_blocks(self, compiled: Compile) -> Sequence[Callable[..., Tensor]]:
-        # What FSDP2 does around a block stays as it is: what is between is compiled.
-        return [as_forward(block, compiled(block.forward)) for block in self.model.blocks]
+    def updated_weights(self) -> list[Parameter]:
+        """Those that are cut come first."""
+        return [shard.here for shard in sorted(self.shards.values(), key=lambda shard: not shard.is_cut)]
 
-    def as_forward(self, function: Callable[P, R]) -> Callable[P, R]:
-        return as_forward(self.model, function)
+    def step(self, lr_scale: float, momentum: float, weight_decay_scale: float) -> None:
+        self.optimizer.require_gradients()
+        finish = self._muon.begin_step(lr_scale, momentum, weight_decay_scale) if self._muon else lambda: None
+        if self.optimizer.adamw is not None:
+            self.optimizer.adamw.step(lr_scale)
+        finish()
+
+    # --- weights and moments
+
+    def replicated_weights(self) -> list[Parameter]:
+        return [shard.whole for shard in self.shards.values() if not shard.is_cut]
+
+    def weight_slices(self) -> list[TensorSlice]:
+        return [
+            shard.slice
+            for shard in self.shards.values()
+            if shard.here.numel() and (shard.is_cut or self.group.is_main)
+        ]  # fmt: skip
+
+    def moment_slices(self) -> list[TensorSlice]:
+        """Second moments are on their owner alone; what all ranks hold is saved by rank 0."""
+        held = self._held_moments()
+        return [
+            one for one in held if not one.is_whole or self.group.is_main or one.name.endswith(".second_moment")
+        ]  # fmt: skip
+
+    @torch.no_grad()
+    def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
+        require_same_shapes(dict(self.model.named_parameters()), tensors)
+        for name, shard in self.shards.items():
+            shard.here.copy_(shard.slice.of(tensors[name]))
+
+    @torch.no_grad()
+    def load_moments(self, tensors: Mapping[str, Tensor], json: Mapping[str, Any]) -> None:
+        self._layout.require_state(tensors, json)
+        for moment in self._held_moments():
+            moment.tensor.copy_(moment.of(tensors[moment.name]))
+
+    def moments_json(self) -> dict[str, Any]:
+        return self._layout.state_json()
+
+    def _held_moments(self) -> list[TensorSlice]:
+        whole = self._layout.state_tensors()
+        held = []
+        for key, tensor in self.optimizer.state_tensors().items():
+            name, _, moment = key.rpartition(".")
+            start = self.shards[name].slice.start if moment in _LIKE_THE_WEIGHT else 0
+            held.append(TensorSlice(key, tuple(whole[key].shape), start, tensor))
+        return held
+
+    # --- forward passes
+
+    def in_passes(self) -> AbstractContextManager[None]:
+        return self.group.in_passes()
 
     @contextmanager
     def whole_weights(self) -> Iterator[None]:
@@ -96,118 +182,9 @@ class ShardedState(TrainState):
         finally:
             reshard(self.model)
 
-    def in_passes(self) -> AbstractContextManager[None]:
-        return self.group.in_passes()
+    def as_forward(self, function: Callable[P, R]) -> Callable[P, R]:
+        return as_forward(self.model, function)
 
-    def model_tensors(self) -> dict[str, Tensor]:
-        """This rank's rows of every weight that it has some of."""
-        return {name: shard.here.detach() for name, shard in self.shards.items() if shard.here.numel()}
-
-    def model_pieces(self) -> list[TensorSlice]:
-        tensors = self.model_tensors()
-        return [
-            TensorSlice(name, shard.shape, shard.start, tensors[name])
-            for name, shard in self.shards.items()
-            if name in tensors and (shard.is_cut or self.rank == 0)
-        ]
-
-    def moment_pieces(self) -> list[TensorSlice]:
-        pieces = []
-        for key, tensor in self.optimizer.state_tensors().items():
-            name, _, moment = key.rpartition(".")
-            shard = self.shards[name]
-            if moment in _LIKE_THE_WEIGHT and shard.is_cut:
-                pieces.append(TensorSlice(key, shard.shape, shard.start, tensor))
-            elif moment == "second_moment" or self.rank == 0:  # there on its owner alone; the others on all
-                pieces += whole_slices({key: tensor})
-        return pieces
-
-    @torch.no_grad()
-    def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
-        require_same_shapes(dict(self.model.named_parameters()), tensors)
-        for name, shard in self.shards.items():
-            shard.here.copy_(shard.part(tensors[name]))
-
-    def load_moments(self, tensors: Mapping[str, Tensor], json: Mapping[str, Any]) -> None:
-        self.whole_optimizer.load_state(tensors, json)  # to have it checked: there is nothing behind its tensors
-        here = {}
-        for key in self.optimizer.state_tensors():
-            name, _, moment = key.rpartition(".")
-            here[key] = self.shards[name].part(tensors[key]) if moment in _LIKE_THE_WEIGHT else tensors[key]
-        self.optimizer.load_state(here, self.optimizer.state_json())
-
-
-def build_sharded_state(
-    config: RunConfig, rows: RowSource, *, device: torch.device, compute_dtype: torch.dtype, group: Group
-) -> ShardedState:
-    """`build_state` with the weights shared among the ranks of `group`, whose collectives have started. No rank ever
-    holds all of them: each draws every weight, one at a time in host memory, and keeps its rows."""
-    with torch.device("meta"):
-        model = GPT(config.model, compute_dtype)
-    if compute_dtype == torch.float64:
-        model = model.double()
-    roles, row_splits = parameter_roles(model), fused_rows(model)
-    make_optimizer = functools.partial(
-        build_optimizer, config=config.optim, compute_dtype=compute_dtype, row_splits=row_splits
-    )
-    whole_optimizer = make_optimizer((name, parameter, roles[name]) for name, parameter in model.named_parameters())
-    shard_model(model, device, group.size)
-    model.to_empty(device=device)
-    shards = shards_of(model, group.rank, group.size)
-    with torch.no_grad():
-        for name, values in initial_weights(model, config.model, config.seed):
-            shards[name].here.copy_(shards[name].part(values))
-        model.init_buffers()
-    load_kernels(device, compute_dtype)
-
-    def make_muon(
-        matrices: Mapping[str, Parameter],
-        muon: MuonConfig,
-        *,
-        compute_dtype: torch.dtype,
-        row_splits: Mapping[str, tuple[int, ...]],
-    ) -> ShardedMuon:
-        parts = [ShardedMatrix(name, here, shards[name].rows) for name, here in matrices.items()]
-        return ShardedMuon(parts, muon, compute_dtype=compute_dtype, row_splits=row_splits, exchange=group)
-
-    by_muon = {name for name, role in roles.items() if role is Role.MATRIX and config.optim.matrix_optimizer == "muon"}
-    optimizer = make_optimizer(
-        ((s.name, s.here, roles[s.name]) for s in shards.values() if s.here.numel() or s.name in by_muon),
-        make_muon=make_muon,
-    )
-    loader = Loader(
-        rows, micro_sequences=config.batch.micro_sequences, micro_batches=config.micro_batches, device=device,
-        rank=group.rank, world_size=group.size, fill=True,
-    )  # fmt: skip
-    return ShardedState(
-        model, optimizer, loader, torch.amp.GradScaler(device.type, enabled=False), device, group.rank, group.size,
-        shards=shards, group=group, whole_optimizer=whole_optimizer,
-    )  # fmt: skip
-
-
-class ShardedGradients:
-    """`GradientSum` for shared weights: FSDP2 adds up the rows that each rank keeps, in the backward pass of the last
-    micro-batch; vectors leave in buckets, as everywhere."""
-
-    def __init__(self, state: ShardedState) -> None:
-        self._model = state.model
-        self._cut = [shard for shard in state.shards.values() if shard.is_cut]
-        self._vectors = GradientSum(state.weights_alike(), state.group)
-
-    def order(self, micro_indices: Sequence[int]) -> Sequence[int]:
-        return range(len(micro_indices))
-
-    def begin(self) -> None:
-        synchronize_gradients(self._model, True)
-        self._vectors.begin()
-
-    def end(self, micro_index: int, loss: Tensor) -> Tensor:
-        return loss
-
-    def finish(self, loss: Tensor) -> Tensor:
-        synchronize_gradients(self._model, False)
-        for shard in self._cut:
-            gradient = shard.whole.grad
-            shard.whole.grad = None
-            shard.here.grad = None if gradient is None else gradient.to_local()  # type: ignore[attr-defined]
-        return self._vectors.finish(loss)
+    def compiled_blocks(self, compiled: Compile) -> Sequence[Callable[..., Tensor]]:
+        # FSDP2's hooks around a block stay as they are: what is between them is compiled.
+        return [as_forward(block, compiled(block.forward)) for block in self.model.blocks]

@@ -1,40 +1,46 @@
-"""Several ranks that hold all weights and share the work of an update: each makes its part, once in the world.
+"""ZeRO-style data parallelism: replicated weights; sharded gradients, optimizer state and update.
 
-    backward    of a rank's last micro-batch: gradients leave in messages as soon as they are complete, are added up on
-                the way, and each rank gets those that it owns (reduce-scatter)
+    backward    of a rank's last micro-batch: gradients leave in buckets as soon as they are complete, are summed on the
+                way, and each rank gets those that it owns (reduce-scatter)
     norm, clip  of all gradients, from a sum of squares
-    update      of what this rank owns, whose moments nobody else keeps
+    update      of what this rank owns; no other rank keeps its moments
     weights     go to all ranks (all-gather), those of one stack of matrices while the next is orthogonalized
 
-Who owns what: optim/division.py. A rank without a micro-batch adds zeros.
+division.py says who owns what.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from gptlab.config.run import RunConfig
-from gptlab.data.rows import RowSource
 from gptlab.model.gpt import GPT
 from gptlab.model.roles import fused_rows
+from gptlab.optim.adamw import AdamW
 from gptlab.optim.clip import sum_of_squares
 from gptlab.optim.combined import CombinedOptimizer
-from gptlab.optim.division import MESSAGE_BYTES, Division, Leaf, Message, Segment
-from gptlab.optim.groups import build_optimizer, divide_work
+from gptlab.optim.groups import divide_by_optimizer
+from gptlab.optim.muon import Muon, second_moment_sizes
 from gptlab.runtime.processes.distributed import Group, Pending
-from gptlab.training.checkpoint.slices import TensorSlice
-from gptlab.training.state import TrainState, build_state, named_roles
+from gptlab.training.checkpoint.slices import TensorSlice, even_slices
+from gptlab.training.checkpoint.weights import load_weights
+from gptlab.training.parallel.division import BUCKET_BYTES, Bucket, Division, divide
+from gptlab.training.parallel.strategy import Strategy, named_roles, optimizer_layout
 
 
 @dataclass(slots=True)
-class _Sent:
-    message: Message
+class _Gradients:
+    """A bucket of gradients on its way."""
+
+    bucket: Bucket
     waiting: int = 0
     """Gradients that are not complete yet."""
     flat: Tensor | None = None
@@ -42,233 +48,231 @@ class _Sent:
     pending: Pending | None = None
 
 
-class GradientShares:
-    """The gradients of all ranks, of which each gets what it owns: `leaf.own.grad` of its leaves."""
-
-    def __init__(
-        self, parameters: Mapping[str, Parameter], leaves: Mapping[Segment, Leaf], division: Division, group: Group
-    ) -> None:
-        self._parameters = parameters
-        self._leaves = leaves
-        self._group = group
-        self._messages = [_Sent(message) for message in division.gradients]
-        self._of = {name: [sent for sent in self._messages if name in sent.message.names] for name in parameters}
+class Zero(Strategy):
+    def __init__(self, model: GPT, config: RunConfig, group: Group, *, bucket_bytes: int = BUCKET_BYTES) -> None:
+        self._parameters = dict(model.named_parameters())
+        self._layout = optimizer_layout(model, config)
+        self.division = divide_model(model, config, group.size, bucket_bytes=bucket_bytes)
+        position = {name: number for number, name in enumerate(self._parameters)}
+        mine = sorted(self.division.share(group.rank), key=lambda one: (position[one.name], one.start))
+        roles = {name: role for name, _, role in named_roles(model)}
+        # A parameter of its own on the memory of each slice: the optimizer sees matrices and vectors like any others.
+        self.owned = {one.key: one for one in mine}
+        leaves = {one.key: Parameter(one.tensor) for one in mine}
+        parameters = [(key, leaf, roles[self.owned[key].name]) for key, leaf in leaves.items()]
+        matrices, groups = divide_by_optimizer(parameters, config.optim, {})
+        self._muon = None
+        if matrices:
+            self._muon = Muon(matrices, config.optim.muon, compute_dtype=model.compute_dtype, row_splits={})
+        super().__init__(model, CombinedOptimizer(self._muon, AdamW(groups) if groups else None), group)
+        self._device = next(model.parameters()).device
+        self._overflow_flag: Parameter | None = None
+        """A parameter beside those of the model, through which the loss scaler sees an overflow on another rank."""
+        if model.compute_dtype == torch.float16:
+            self._overflow_flag = Parameter(torch.zeros(1, device=self._device))
+        self._buckets = [_Gradients(bucket) for bucket in self.division.gradients]
+        self._buckets_of = {name: [b for b in self._buckets if name in b.bucket.names] for name in self._parameters}
         self._unsent: dict[str, int] = {}
-        """Messages that still need a parameter's gradient."""
+        """Buckets that still need a parameter's gradient."""
         self._next = 0
-        """Messages before this one have left."""
+        """Buckets before this one have left."""
         self._armed = False
         # Registered once, before anything is compiled, so that the parameters look alike in every step.
-        for name, parameter in parameters.items():
+        for name, parameter in self._parameters.items():
             parameter.register_post_accumulate_grad_hook(partial(self._complete, name))
 
-    def order(self, micro_indices: Sequence[int]) -> Sequence[int]:
-        """Places of this rank's micro-batches in the order in which they are to be computed: as they come."""
-        return range(len(micro_indices))
+    # --- gradients
 
-    def begin(self) -> None:
-        """To be called before the backward pass of this rank's last micro-batch."""
+    def start_reduction(self) -> None:
         self._armed = True
-        for sent in self._messages:
-            sent.waiting = len(sent.message.names)
+        for sent in self._buckets:
+            sent.waiting = len(sent.bucket.names)
 
-    def end(self, micro_index: int, loss: Tensor) -> Tensor:
-        """To be called behind the backward pass of every micro-batch, with the sum `loss` (0-d) of their losses, which
-        is returned as it is."""
-        return loss
-
-    def finish(self, loss: Tensor) -> Tensor:
-        """Wait until this rank has the sums of what it owns. `loss` (0-d) is added up beside them and returned.
-
-        RuntimeError where a parameter has no gradient though this rank computed."""
+    def finish_reduction(self, loss: Tensor) -> Tensor:
+        """RuntimeError where a parameter has no gradient though this rank computed."""
         computed, self._armed = self._armed, False
-        while self._next < len(self._messages):
-            self._send(self._messages[self._next], computed)
+        while self._next < len(self._buckets):
+            self._send_gradients(self._buckets[self._next], computed)
         total = loss.clone()
-        last = self._group.sum_later(total, "loss")
-        for sent in self._messages:
+        last = self.group.sum_later(total, "loss")
+        for sent in self._buckets:
             assert sent.pending is not None
             assert sent.own is not None
             sent.pending.wait()
-            owned = sent.message.segments[self._group.rank]
             start = 0
-            for segment in owned:
-                leaf = self._leaves[segment]
-                leaf.own.grad = sent.own[start : start + segment.count].view_as(leaf.own)
-                start += segment.count
+            for one in sent.bucket.slices[self.group.rank]:
+                self._leaf(one).grad = sent.own[start : start + one.count].view_as(one.tensor)
+                start += one.count
             sent.flat = sent.own = sent.pending = None
         last.wait()
         self._next = 0
         self._unsent.clear()
         return total
 
+    def use_local_gradients(self) -> None:
+        for one in self.owned.values():
+            gradient = self._parameters[one.name].grad
+            self._leaf(one).grad = None if gradient is None else one.of(gradient)
+
+    def named_gradients(self) -> Iterator[tuple[str, Tensor | None]]:
+        for one in self.owned.values():
+            yield one.name, self._leaf(one).grad
+
+    def total_norm(self, gradients: list[Tensor]) -> Tensor:
+        return self.group.sum(sum_of_squares(gradients, self._device), "gradient norm").sqrt()
+
+    def share_overflow(self) -> None:
+        if self._overflow_flag is None:
+            return
+        broken = [~p.grad.isfinite().all() for p in self.updated_weights() if p.grad is not None]
+        count = torch.stack(broken).sum() if broken else torch.zeros((), device=self._device)
+        seen = self.group.sum(count.to(torch.float32).reshape(1), "overflow")
+        self._overflow_flag.grad = torch.where(seen > 0, torch.inf, 0.0)
+
+    def _leaf(self, one: TensorSlice) -> Parameter:
+        return self.optimizer.parameters[one.key]
+
     def _complete(self, name: str, _: Tensor) -> None:
         if not self._armed:
             return
-        for sent in self._of[name]:
+        for sent in self._buckets_of[name]:
             sent.waiting -= 1
-        while self._next < len(self._messages) and self._messages[self._next].waiting == 0:
-            self._send(self._messages[self._next], True)
+        while self._next < len(self._buckets) and self._buckets[self._next].waiting == 0:
+            self._send_gradients(self._buckets[self._next], True)
 
     @torch.no_grad()
-    def _send(self, sent: _Sent, computed: bool) -> None:
-        message = sent.message
-        gradients: dict[str, Tensor] = {}
-        for name in message.names:
-            gradient = self._parameters[name].grad
-            if gradient is not None:
-                gradients[name] = gradient.reshape(-1)
-            elif computed:
+    def _send_gradients(self, sent: _Gradients, computed: bool) -> None:
+        bucket = sent.bucket
+        for name in bucket.names:
+            if computed and self._parameters[name].grad is None:
                 raise RuntimeError(f"{name} has no gradient: every parameter takes part in every step")
-        like = next(iter(self._parameters.values())).detach()
-        sent.flat = _joined(message, gradients, like, message.segments)
-        sent.own = like.new_empty(message.chunk)
-        for name in message.names:
-            self._unsent[name] = self._unsent.get(name, len(self._of[name])) - 1
+        gradients = {name: self._parameters[name].grad for name in bucket.names}
+        parts: list[Tensor] = []
+        for owned in bucket.slices:
+            for one in owned:
+                gradient = gradients[one.name]
+                parts.append(one.tensor.new_zeros(one.count) if gradient is None else one.of(gradient).reshape(-1))
+            parts += self._padding(bucket, owned)
+        sent.flat = torch.cat(parts)
+        sent.own = sent.flat.new_empty(bucket.chunk)
+        for name in bucket.names:
+            self._unsent[name] = self._unsent.get(name, len(self._buckets_of[name])) - 1
             if self._unsent[name] == 0:
                 self._parameters[name].grad = None  # its copy is on the way: kept no longer than needed
-        sent.pending = self._group.reduce_scatter_later(sent.own, sent.flat, "gradients")
+        sent.pending = self.group.reduce_scatter_later(sent.own, sent.flat, "gradients")
         self._next += 1
 
+    def _padding(self, bucket: Bucket, owned: Sequence[TensorSlice]) -> list[Tensor]:
+        missing = bucket.chunk - sum(one.count for one in owned)
+        return [next(iter(self._parameters.values())).detach().new_zeros(missing)] if missing else []
 
-class WeightShares:
-    """New weights of all ranks, on all of them."""
+    # --- the update
 
-    def __init__(self, parameters: Mapping[str, Parameter], division: Division, group: Group) -> None:
-        self._parameters = parameters
-        self._division = division
-        self._group = group
-        self._under_way: list[tuple[Message, Tensor, Tensor, Pending]] = []
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        flag = [] if self._overflow_flag is None else [self._overflow_flag]
+        return [{"params": [*self.updated_weights(), *flag]}]
+
+    def step(self, lr_scale: float, momentum: float, weight_decay_scale: float) -> None:
+        self.optimizer.require_gradients()
+        if self.optimizer.adamw is not None:
+            self.optimizer.adamw.step(lr_scale)
+        sent = [self._send_weights(bucket) for bucket in self.division.rest]
+        for shape, bucket in self.division.stacks.items():
+            if self._muon is not None:
+                self._muon.step_stack(shape, lr_scale, momentum, weight_decay_scale)
+            sent.append(self._send_weights(bucket))
+        for one in sent:
+            self._receive_weights(*one)
+
+    def zero_grad(self) -> None:
+        super().zero_grad()
+        for parameter in self._parameters.values():
+            parameter.grad = None
 
     @torch.no_grad()
-    def send(self, what: str | None) -> None:
-        """Begin to exchange what the optimizer has moved: that which AdamW updates (None), or a stack of matrices."""
-        messages = self._division.rest if what is None else (self._division.stacks[what],)
-        for message in messages:
-            owned = message.segments[self._group.rank]
-            weights = {segment.name: self._parameters[segment.name].detach().view(-1) for segment in owned}
-            like = next(iter(self._parameters.values())).detach()
-            own = _joined(message, weights, like, [owned])
-            flat = own.new_empty(self._group.size * message.chunk)
-            pending = self._group.all_gather_later(flat, own, "weights")
-            self._under_way.append((message, own, flat, pending))
+    def _send_weights(self, bucket: Bucket) -> tuple[Bucket, Tensor, Tensor, Pending]:
+        owned = bucket.slices[self.group.rank]
+        own = torch.cat([*(one.tensor.reshape(-1) for one in owned), *self._padding(bucket, owned)])
+        flat = own.new_empty(self.group.size * bucket.chunk)
+        return bucket, own, flat, self.group.all_gather_later(flat, own, "weights")
 
     @torch.no_grad()
-    def finish(self) -> None:
-        """Wait for all of it."""
-        for message, _, flat, pending in self._under_way:
-            pending.wait()
-            targets: list[Tensor] = []
-            sources: list[Tensor] = []
-            for rank, owned in enumerate(message.segments):
-                if rank == self._group.rank:
-                    continue
-                start = rank * message.chunk
-                for segment in owned:
-                    weight = self._parameters[segment.name].detach().view(-1)
-                    targets.append(weight[segment.start : segment.start + segment.count])
-                    sources.append(flat[start : start + segment.count])
-                    start += segment.count
-            if targets:
-                torch._foreach_copy_(targets, sources)
-        self._under_way.clear()
+    def _receive_weights(self, bucket: Bucket, own: Tensor, flat: Tensor, pending: Pending) -> None:
+        pending.wait()
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
+        for rank, slices in enumerate(bucket.slices):
+            start = rank * bucket.chunk
+            for one in slices if rank != self.group.rank else ():
+                targets.append(one.tensor)
+                sources.append(flat[start : start + one.count].view_as(one.tensor))
+                start += one.count
+        if targets:
+            torch._foreach_copy_(targets, sources)
 
+    # --- weights and moments
 
-@dataclass(slots=True, kw_only=True)
-class DividedState(TrainState):
-    """Every rank has all weights, and makes its part of every update: it has the moments of that part alone."""
+    def weight_slices(self) -> list[TensorSlice]:
+        weights = {name: parameter.detach() for name, parameter in self._parameters.items()}
+        return even_slices(weights, self.group.rank, self.group.size)
 
-    division: Division
-    group: Group
-    _weights: WeightShares = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._weights = WeightShares(dict(self.model.named_parameters()), self.division, self.group)
-        if self.scaler.is_enabled():
-            self.optimizer.witness = Parameter(torch.zeros(1, device=self.device))
-
-    def total_norm(self, gradients: list[Tensor]) -> Tensor:
-        return self.group.sum(sum_of_squares(gradients, self.device), "gradient norm").sqrt()
-
-    def agree_on_overflow(self) -> None:
-        witness = self.optimizer.witness
-        if witness is None:
-            return
-        broken = [~p.grad.isfinite().all() for p in self.weights_here() if p.grad is not None]
-        count = torch.stack(broken).sum() if broken else torch.zeros((), device=self.device)
-        seen = self.group.sum(count.to(torch.float32).reshape(1), "overflow")
-        witness.grad = torch.where(seen > 0, torch.inf, 0.0)
-
-    def first_broken_gradient(self) -> str | None:
-        names = [name for name, _ in self.model.named_parameters()]
-        place = {name: number for number, name in enumerate(names)}
-        broken = [
-            place[leaf.segment.name]
-            for leaf in self.optimizer.leaves.values()
-            if leaf.own.grad is not None and not bool(leaf.own.grad.isfinite().all())
-        ]
-        # One place for each rank, none of which is len(names): sums with zeros are exact.
-        first = torch.zeros(self.world_size, dtype=torch.float64)
-        first[self.rank] = min(broken, default=len(names))
-        number = int(self.group.sum(first, "broken gradient").min())
-        return names[number] if number < len(names) else None
-
-    def moved(self, what: str | None) -> None:
-        self._weights.send(what)
-
-    def finish_move(self) -> None:
-        self._weights.finish()
-
-    def moment_pieces(self) -> list[TensorSlice]:
+    def moment_slices(self) -> list[TensorSlice]:
+        """The count of steps of a parameter is saved by the rank that owns its first element."""
         return [
-            TensorSlice(moment.name, moment.shape, moment.start, moment.tensor)
-            for moment in self.optimizer.moments()
-            if moment.saved_here
-        ]
+            moment
+            for one, moment in self._held_moments()
+            if not moment.name.endswith(".step") or one.start == 0
+        ]  # fmt: skip
+
+    def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
+        load_weights(self.model, tensors)
+
+    @torch.no_grad()
+    def load_moments(self, tensors: Mapping[str, Tensor], json: Mapping[str, Any]) -> None:
+        self._layout.require_state(tensors, json)
+        for _, moment in self._held_moments():
+            moment.tensor.copy_(moment.of(tensors[moment.name]))
+
+    def moments_json(self) -> dict[str, Any]:
+        return self._layout.state_json()
+
+    def _held_moments(self) -> Iterator[tuple[TensorSlice, TensorSlice]]:
+        """Each slice of a weight that this rank owns, with a slice of its state."""
+        whole = self._layout.state_tensors()
+        for key, tensor in self.optimizer.state_tensors().items():
+            slice_key, _, moment = key.rpartition(".")
+            one = self.owned[slice_key]
+            name, start = f"{one.name}.{moment}", one.start
+            if moment == "step":
+                start = 0
+            elif moment == "second_moment":
+                start = self._second_moment_start(one)
+            yield one, TensorSlice(name, tuple(whole[name].shape), start, tensor)
+
+    def _second_moment_start(self, matrix: TensorSlice) -> int:
+        """Elements of NorMuon's second moment before those of this matrix."""
+        assert self._layout.muon is not None
+        split, cols = self._layout.muon.row_splits[matrix.name], matrix.shape[1]
+        sizes = zip(accumulate(split, initial=0), second_moment_sizes(split, cols), strict=False)
+        return sum(size for first_row, size in sizes if first_row * cols < matrix.start)
 
 
-def build_divided_state(
-    config: RunConfig,
-    rows: RowSource,
-    *,
-    device: torch.device,
-    compute_dtype: torch.dtype,
-    group: Group,
-    message_bytes: int = MESSAGE_BYTES,
-) -> tuple[DividedState, GradientShares]:
-    """As `build_state`, for a group of several ranks, with what adds up their gradients."""
-    division: list[Division] = []
-
-    def make_optimizer(model: GPT, config: RunConfig) -> CombinedOptimizer:
-        parameters, splits = named_roles(model), fused_rows(model)
-        division.append(
-            divide_work(parameters, config.optim, group.size, row_splits=splits, message_bytes=message_bytes)
-        )
-        return build_optimizer(
-            parameters, config.optim, compute_dtype=compute_dtype, row_splits=splits,
-            share=division[0].share(group.rank),
-        )  # fmt: skip
-
-    whole = build_state(
-        config, rows, device=device, compute_dtype=compute_dtype, rank=group.rank, world_size=group.size,
-        make_optimizer=make_optimizer,
-    )  # fmt: skip
-    state = DividedState(
-        whole.model, whole.optimizer, whole.loader, whole.scaler, device, group.rank, group.size,
-        division=division[0], group=group,
-    )  # fmt: skip
-    return state, GradientShares(dict(whole.model.named_parameters()), whole.optimizer.leaves, division[0], group)
-
-
-def _joined(
-    message: Message, tensors: Mapping[str, Tensor], like: Tensor, of_ranks: Sequence[Sequence[Segment]]
-) -> Tensor:
-    """The segments of each rank behind one another, in chunks as long as the message's; zeros where nothing is."""
-    parts = []
-    for owned in of_ranks:
-        for segment in owned:
-            tensor, end = tensors.get(segment.name), segment.start + segment.count
-            parts.append(like.new_zeros(segment.count) if tensor is None else tensor[segment.start : end])
-        if missing := message.chunk - sum(segment.count for segment in owned):
-            parts.append(like.new_zeros(missing))
-    return torch.cat(parts)
+def divide_model(model: GPT, config: RunConfig, n_ranks: int, *, bucket_bytes: int = BUCKET_BYTES) -> Division:
+    """What each of `n_ranks` updates."""
+    roles, splits = named_roles(model), fused_rows(model)
+    _, groups = divide_by_optimizer(roles, config.optim, splits)
+    layout = optimizer_layout(model, config)
+    matrices: list[TensorSlice] = []
+    for name, rows in (layout.muon.row_splits if layout.muon else {}).items():
+        weight, first_row = dict(model.named_parameters())[name].detach(), 0
+        for part in weight.split(rows):
+            matrices.append(TensorSlice(name, tuple(weight.shape), first_row * weight.size(1), part))
+            first_row += len(part)
+    return divide(
+        {name: parameter.detach() for name, parameter, _ in roles},
+        matrices,
+        [list(group.parameters) for group in groups],
+        n_ranks,
+        bucket_bytes=bucket_bytes,
+    )

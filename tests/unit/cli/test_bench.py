@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tiny_runs import weights_of
 from torch import Tensor
 
 from gptlab.bench import measure, timing, training_rate
@@ -141,7 +142,7 @@ class TestParts:
                 for _ in range(3):
                     step(made, made.model.loss, config())
             assert made.step == 3
-            return {name: tensor.clone() for name, tensor in made.model_tensors().items()}
+            return {name: tensor.clone() for name, tensor in weights_of(made).items()}
 
         whole, by_parts = trained(timing.whole_step), trained(timing.step_by_parts)
         assert all(torch.equal(whole[name], by_parts[name]) for name in whole)

@@ -13,7 +13,7 @@ import huggingface_hub
 import pytest
 import torch
 from test_gpt2_weights import random_gpt2
-from tiny_runs import command, differences, killed_at, lines_of, make_config, outcome, train
+from tiny_runs import command, differences, killed_at, lines_of, make_config, outcome, train, weights_of
 from transformers import GPT2LMHeadModel
 
 import gptlab
@@ -73,7 +73,7 @@ def opened(config: RunConfig) -> Session:
 def test_weights_are_those_of_the_best_checkpoint_and_nothing_else_is(folder: Path, base: Path) -> None:
     session = opened(make_config(folder, "x", **gpt2_flags(init_from=base)))
     best = load_checkpoint(base / "checkpoints" / f"step-{best_step(base):08}")
-    own = session.state.model_tensors()
+    own = weights_of(session.state)
     assert own.keys() == best.model.keys()
     assert all(torch.equal(value, best.model[name]) for name, value in own.items())
     assert not any(value.any() for value in session.state.optimizer.state_tensors().values())

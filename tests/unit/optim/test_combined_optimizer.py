@@ -3,7 +3,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import oracle_optim
 import pytest
@@ -18,6 +18,8 @@ from gptlab.config.roles import Role
 from gptlab.optim.clip import clip_gradients
 from gptlab.optim.combined import CombinedOptimizer
 from gptlab.optim.groups import build_optimizer, role_config
+from gptlab.runtime.processes.distributed import Group
+from gptlab.training.parallel.single import Single
 
 SHAPES: dict[str, tuple[tuple[int, ...], Role]] = {
     "embedding.weight": ((10, 8), Role.EMBEDDING),
@@ -321,19 +323,20 @@ def test_gradient_scaler_unscales_steps_and_skips() -> None:
     """The combination that fp16 needs: torch's scaler sees all parameters, and skips the step on an overflow."""
     weights, reference = make_weights(), make_weights()
     optimizer, plain = make(weights), make(reference)
+    strategy = Single(cast(Any, None), optimizer, Group())
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     scaler.scale(torch.zeros(()))
     set_gradients(weights, 0)
     set_gradients(reference, 0)
     for p in weights.values():
         p.grad *= 8.0
-    scaler.step(optimizer, 1.0, 0.9, 1.0)
+    scaler.step(cast(Any, strategy), 1.0, 0.9, 1.0)
     scaler.update()
     plain.step(1.0, 0.9, 1.0)
     for name in weights:
         assert torch.equal(weights[name], reference[name])
     weights["head.weight"].grad.fill_(float("inf"))
-    scaler.step(optimizer, 1.0, 0.9, 1.0)
+    scaler.step(cast(Any, strategy), 1.0, 0.9, 1.0)
     for name in weights:
         assert torch.equal(weights[name], reference[name])
 

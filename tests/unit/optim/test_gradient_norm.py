@@ -21,8 +21,9 @@ from gptlab.optim.clip import clip_gradients, joint_norm
 from gptlab.runtime.hardware.place import place_of
 from gptlab.runtime.processes.distributed import Group
 from gptlab.runtime.records.console import Console
-from gptlab.training.parallel.fsdp import ShardedState
-from gptlab.training.parallel.zero import DividedState, build_divided_state
+from gptlab.training.parallel.fsdp import Fsdp
+from gptlab.training.parallel.zero import Zero
+from gptlab.training.state import build_state
 
 CPU = torch.device("cpu")
 
@@ -50,16 +51,16 @@ def oracle(of: list[Tensor]) -> float:
 
 def divided(group: Group, of: list[Tensor]) -> float:
     """As rank r of a group that has every r-th gradient to itself; the last of five ranks has none."""
-    state = SimpleNamespace(group=group, device=CPU)
-    return float(DividedState.total_norm(cast(Any, state), of[group.rank :: group.size]))
+    strategy = SimpleNamespace(group=group, _device=CPU)
+    return float(Zero.total_norm(cast(Any, strategy), of[group.rank :: group.size]))
 
 
 def sharded(group: Group, of: list[Tensor]) -> float:
     """The first two gradients are cut by rows among the ranks; the others all ranks have."""
     rows = [torch.tensor_split(tensor, group.size)[group.rank] for tensor in of[:2]]
     shards = {str(number): SimpleNamespace(is_cut=number < 2) for number in range(len(of))}
-    state = SimpleNamespace(group=group, device=CPU, rank=group.rank, shards=shards)
-    return float(ShardedState.total_norm(cast(Any, state), [*rows, *of[2:]]))
+    strategy = SimpleNamespace(group=group, _device=CPU, shards=shards)
+    return float(Fsdp.total_norm(cast(Any, strategy), [*rows, *of[2:]]))
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-30, 1e25], ids=["usual", "tiny", "squares no float32 holds"])
@@ -93,20 +94,21 @@ def test_all_ranks_see_what_is_not_finite_in_one_ranks_share(
 
     def ask(group: Group) -> tuple[float, str | None, float, float]:
         options: dict[str, Any] = {"device": CPU, "compute_dtype": torch.float16, "group": group}
-        state, _ = build_divided_state(config, rows, **options)
-        leaves = list(state.optimizer.leaves.values())
+        zero = build_state(config, rows, **options).strategy
+        leaves = zero.updated_weights()
         for leaf in leaves:
-            leaf.own.grad = torch.ones_like(leaf.own)
+            leaf.grad = torch.ones_like(leaf)
         if group.rank == owner:
-            leaf = leaves[len(leaves) // 2]
-            broken.append(leaf.segment.name)
-            cast(Tensor, leaf.own.grad).view(-1)[-1] = value
-        norm = clip_gradients(state.weights_here(), 1.0, state.total_norm)
-        named = state.first_broken_gradient()
-        state.agree_on_overflow()
-        assert state.optimizer.witness is not None
-        untouched = max(float((cast(Tensor, leaf.own.grad) - 1).abs().max()) for leaf in leaves)
-        return norm, named, float(cast(Tensor, state.optimizer.witness.grad)), untouched
+            key, leaf = list(zero.optimizer.parameters.items())[len(leaves) // 2]
+            broken.append(key.partition("@")[0])
+            cast(Tensor, leaf.grad).view(-1)[-1] = value
+        norm = clip_gradients(leaves, 1.0, zero.total_norm)
+        named = zero.first_broken_gradient()
+        zero.share_overflow()
+        (*seen, flag) = zero.param_groups[0]["params"]
+        assert len(seen) == len(leaves)
+        untouched = max(float((cast(Tensor, leaf.grad) - 1).abs().max()) for leaf in leaves)
+        return norm, named, float(flag.grad), untouched
 
     norm, named, overflow, untouched = in_turn(3, ask)
     assert math.isnan(norm) if math.isnan(value) else norm == math.inf

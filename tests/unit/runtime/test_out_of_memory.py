@@ -91,7 +91,7 @@ class TestAdvice:
 
 class TestRun:
     @pytest.mark.parametrize(
-        "place", ["gptlab.app.session.build_state", "gptlab.app.run_session.warm_up", "gptlab.training.loop.gradients"]
+        "place", ["gptlab.app.session.build_state", "gptlab.app.run_session.warm_up", "gptlab.training.step.gradients"]
     )
     def test_on_a_gpu(self, folder: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
         def exhausted(*args: object, **kwargs: object) -> None:

@@ -31,7 +31,7 @@ from tiny_runs import (
 
 import gptlab
 from gptlab.runtime.records.metrics import MetricsLog, read_metrics
-from gptlab.training import loop as loop_module
+from gptlab.training import step as step_module
 from gptlab.training.checkpoint import saving as saving_module
 from gptlab.training.checkpoint.background import BackgroundSaver, Snapshots
 from gptlab.training.checkpoint.load import (
@@ -82,14 +82,14 @@ def when_saving(
 
 def when_updated(monkeypatch: pytest.MonkeyPatch, action: Callable[[TrainState], None]) -> None:
     """`action(state)` comes behind every update of the weights; `state.step` does not count it yet."""
-    update = loop_module.update
+    update = step_module.update
 
     def update_and_act(state: TrainState, *args: Any) -> Any:
         result = update(state, *args)
         action(state)
         return result
 
-    monkeypatch.setattr(loop_module, "update", update_and_act)
+    monkeypatch.setattr(step_module, "update", update_and_act)
 
 
 @pytest.fixture
@@ -117,8 +117,8 @@ class TestSnapshot:
 
         def look(state: TrainState) -> None:
             if state.step == 5:  # the sixth update is done
-                seen["weights"] = {name: tensor.clone() for name, tensor in state.model_tensors().items()}
-                seen["moments"] = {name: tensor.clone() for name, tensor in state.other_tensors().items()}
+                copies = [{one.name: one.tensor.clone() for one in kind} for kind in state.slices()]
+                seen["weights"], seen["moments"] = copies
                 seen["lines"] = read_metrics(folder / "held/metrics.jsonl")
                 seen["stands"] = [path.name for path in list_checkpoints(folder / "held/checkpoints")]
                 go_on.set()

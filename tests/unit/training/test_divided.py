@@ -23,14 +23,16 @@ from gptlab.model.gpt import build_model
 from gptlab.model.roles import fused_rows
 from gptlab.optim import muon as muon_module
 from gptlab.optim.combined import CombinedOptimizer
-from gptlab.optim.division import Division, Matrix, Message, divide
-from gptlab.optim.groups import build_optimizer, divide_work
+from gptlab.optim.groups import build_optimizer
 from gptlab.runtime.hardware.place import place_of
 from gptlab.runtime.processes.distributed import Group, Pending, World
 from gptlab.runtime.records.console import Console
 from gptlab.training.checkpoint.load import begin_save, complete_save, load_checkpoint, write_part
-from gptlab.training.parallel.zero import DividedState, GradientShares, build_divided_state
-from gptlab.training.state import build_state, named_roles
+from gptlab.training.checkpoint.slices import TensorSlice
+from gptlab.training.parallel.division import Bucket, Division, divide
+from gptlab.training.parallel.strategy import named_roles
+from gptlab.training.parallel.zero import Zero, divide_model
+from gptlab.training.state import build_state
 
 CPU = torch.device("cpu")
 GROUPED: dict[str, Any] = {"n_layer": 3, "n_head": 4, "n_kv_head": 2}  # tall, wide and square matrices
@@ -47,33 +49,35 @@ def model_of(name: str, n_embd: int = 32) -> Any:
 
 
 def division_of(model: Any, n_ranks: int, config: OptimConfig | None = None, **options: Any) -> Division:
-    options.setdefault("message_bytes", 20_000)  # several messages
-    return divide_work(named_roles(model), config or OptimConfig(), n_ranks, row_splits=fused_rows(model), **options)
+    options.setdefault("bucket_bytes", 20_000)  # several buckets
+    return divide_model(model, RunConfig(optim=config or OptimConfig()), n_ranks, **options)
 
 
-def optimizers_of(models: Sequence[Any], config: OptimConfig) -> list[CombinedOptimizer]:
-    """One for each rank, on a model of its own."""
-    division = division_of(models[0], len(models), config)
-    return [
-        build_optimizer(
-            named_roles(model), config, compute_dtype=torch.float64, row_splits=fused_rows(model),
-            share=division.share(rank),
-        )
-        for rank, model in enumerate(models)
-    ]  # fmt: skip
+class Alone(Group):
+    """A rank of several that hears nothing of the others: of what is gathered it has its own part."""
+
+    def all_gather_later(self, flat: Tensor, own: Tensor, what: str) -> Pending:
+        flat.view(self.size, -1).copy_(own)
+        return Pending(None, what, None)
+
+
+def strategies_of(models: Sequence[Any], config: OptimConfig) -> list[Zero]:
+    """One for each rank, on a model of its own, with the gradients of the model."""
+    run = RunConfig(optim=config)
+    return [Zero(model, run, Alone(World(rank, len(models))), bucket_bytes=20_000) for rank, model in enumerate(models)]
 
 
 # --- who owns what ----------------------------------------------------------------------------------------------------
 
 
-def owners(messages: Sequence[Message], model: Any) -> dict[str, Tensor]:
-    """For each element of each parameter the rank that owns it, by a walk over all segments."""
+def owners(buckets: Sequence[Bucket], model: Any) -> dict[str, Tensor]:
+    """For each element of each parameter the rank that owns it, by a walk over all slices."""
     owner = {name: torch.full((p.numel(),), -1) for name, p in model.named_parameters()}
-    for message in messages:
-        for rank, segments in enumerate(message.segments):
-            for segment in segments:
-                part = owner[segment.name][segment.start : segment.start + segment.count]
-                assert len(part) == segment.count
+    for bucket in buckets:
+        for rank, slices in enumerate(bucket.slices):
+            for one in slices:
+                part = owner[one.name][one.start : one.start + one.count]
+                assert len(part) == one.count
                 assert (part == -1).all(), "owned twice"
                 part.fill_(rank)
     return owner
@@ -103,10 +107,10 @@ def test_ranks_have_as_much_to_do(name: str, n_ranks: int) -> None:
     model = model_of(name)
     division = division_of(model, n_ranks)
     for stack in division.stacks.values():
-        assert len({len(owned) for owned in stack.segments}) == 1
-    elements = [sum(segment.count for segment in division.share(rank)) for rank in range(n_ranks)]
+        assert len({len(owned) for owned in stack.slices}) == 1
+    elements = [sum(one.count for one in division.share(rank)) for rank in range(n_ranks)]
     assert max(elements) - min(elements) <= len(division.rest)
-    sent = sum(message.chunk for message in division.gradients)
+    sent = sum(bucket.chunk for bucket in division.gradients)
     assert sent <= max(elements) + len(division.rest) + len(division.gradients)
 
 
@@ -115,11 +119,9 @@ def test_left_over_matrices_are_balanced_by_cost() -> None:
     three together 8^3 + 8 * 4^2 + 4^3 = 704: whoever has it gets nothing else, where a balance of numbers is two each.
     """
     shapes = {"small": (4, 4), "tall": (8, 4), "large": (16, 16), "middle": (8, 8)}
-    division = divide(
-        {name: rows * cols for name, (rows, cols) in shapes.items()},
-        [Matrix(name, 0, rows, cols) for name, (rows, cols) in shapes.items()], [], 2, message_elements=10_000,
-    )  # fmt: skip
-    owned = [{segment.name for segment in division.share(rank)} for rank in range(2)]
+    weights = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    division = divide(weights, [TensorSlice(n, shapes[n], 0, w) for n, w in weights.items()], [], 2)
+    owned = [{one.name for one in division.share(rank)} for rank in range(2)]
     assert sorted(owned, key=len) == [{"large"}, {"small", "tall", "middle"}]
 
 
@@ -127,19 +129,19 @@ def test_left_over_matrices_are_balanced_in_number_where_they_cost_the_same() ->
     """3 layers on 2 ranks: 12 of the size of a head, 3 up and 3 down of four times that. The odd one of each kind is
     left over."""
     division = division_of(model_of("odd"), 2)
-    assert [sorted(len(owned) for owned in stack.segments) for stack in division.stacks.values()] == [
+    assert [sorted(len(owned) for owned in stack.slices) for stack in division.stacks.values()] == [
         [6, 6], [1, 2], [1, 2],
     ]  # fmt: skip
-    totals = [sum(len(stack.segments[rank]) for stack in division.stacks.values()) for rank in range(2)]
+    totals = [sum(len(stack.slices[rank]) for stack in division.stacks.values()) for rank in range(2)]
     assert totals == [9, 9]
 
 
-def test_messages_come_in_the_order_of_a_backward_pass() -> None:
+def test_buckets_come_in_the_order_of_a_backward_pass() -> None:
     model = model_of("usual")
     names = [name for name, _ in model.named_parameters()]
     division = division_of(model, 2)
     assert len(division.gradients) > 5
-    complete = [min(names.index(name) for name in message.names) for message in division.gradients]
+    complete = [min(names.index(name) for name in bucket.names) for bucket in division.gradients]
     assert complete == sorted(complete, reverse=True)
 
 
@@ -167,14 +169,15 @@ def test_together_they_do_what_one_does(kind: str, n_ranks: int) -> None:
     config = CONFIGS[kind]
     one, models = model_of("grouped").double(), [model_of("grouped").double() for _ in range(n_ranks)]
     whole = build_optimizer(named_roles(one), config, compute_dtype=torch.float64, row_splits=fused_rows(one))
-    shares = optimizers_of(models, config)
+    shares = strategies_of(models, config)
     for step in range(3):
         set_gradients([one, *models], step)
         whole.step(1.0, 0.9, 1.0)
-        for rank, optimizer in enumerate(shares):
+        for rank, zero in enumerate(shares):
             before = {name: p.detach().clone() for name, p in models[rank].named_parameters()}
-            optimizer.step(1.0, 0.9, 1.0)
-            optimizer.zero_grad()
+            zero.use_local_gradients()
+            zero.optimizer.step(1.0, 0.9, 1.0)
+            zero.zero_grad()
             owner = owners(division_of(one, n_ranks, config).gradients, one)
             for name, p in models[rank].named_parameters():
                 others = owner[name].view_as(p) != rank
@@ -203,9 +206,10 @@ def test_each_matrix_is_orthogonalized_once_in_the_world(monkeypatch: pytest.Mon
         counted.clear()
         models = [model_of("even") for _ in range(n_ranks)]
         set_gradients(models, 0)
-        for optimizer in optimizers_of(models, OptimConfig()):
+        for zero in strategies_of(models, OptimConfig()):
             counted.append(Counter())
-            optimizer.step(1.0, 0.9, 1.0)
+            zero.use_local_gradients()
+            zero.step(1.0, 0.9, 1.0)
         assert sum(counted, Counter()) == everything
         if n_ranks in (2, 40):
             assert max(one.total() for one in counted) == -(-24 // n_ranks)
@@ -214,11 +218,11 @@ def test_each_matrix_is_orthogonalized_once_in_the_world(monkeypatch: pytest.Mon
 @pytest.mark.parametrize("n_ranks", [2, 4])
 def test_moments_take_their_share_of_memory(n_ranks: int) -> None:
     def moment_bytes(optimizer: CombinedOptimizer) -> int:
-        return sum(moment.tensor.nbytes for moment in optimizer.moments())
+        return sum(moment.nbytes for moment in optimizer.state_tensors().values())
 
     model = model_of("usual", n_embd=64)
     whole = build_optimizer(named_roles(model), OptimConfig(), compute_dtype=torch.float64)
-    each = [moment_bytes(one) for one in optimizers_of([model] * n_ranks, OptimConfig())]
+    each = [moment_bytes(one.optimizer) for one in strategies_of([model] * n_ranks, OptimConfig())]
     assert max(each) < 1.02 * moment_bytes(whole) / n_ranks
     # Each element once, but for the count of steps of a parameter that two ranks share.
     assert moment_bytes(whole) <= sum(each) <= moment_bytes(whole) + 4 * len(named_roles(model)) * n_ranks
@@ -239,17 +243,13 @@ def rows_and_config(tmp_path_factory: pytest.TempPathFactory) -> tuple[RowSource
 
 def states_of(rows: RowSource, config: RunConfig, n_ranks: int) -> list[Any]:
     options: dict[str, Any] = {"device": CPU, "compute_dtype": torch.float32}
-    if n_ranks == 1:
-        return [build_state(config, rows, **options)]
-    return [
-        build_divided_state(config, rows, group=Group(World(rank, n_ranks)), **options)[0] for rank in range(n_ranks)
-    ]
+    return [build_state(config, rows, group=Group(World(rank, n_ranks)), **options) for rank in range(n_ranks)]
 
 
 def saved_by(states: Sequence[Any], folder: Path, step: int) -> Path:
     temporary = begin_save(folder, step, needed_bytes=1)
     for rank, state in enumerate(states):
-        write_part(temporary, state.model_pieces(), state.other_pieces(), rank=rank, size=len(states))
+        write_part(temporary, *state.slices(), rank=rank, size=len(states))
     return complete_save(temporary, states[0].to_json() | {"step": step}, size=len(states))
 
 
@@ -296,20 +296,14 @@ class Echo(Group):
         return Pending(None, what, None)
 
 
-class TestGradientShares:
+class TestGradients:
     def setup_method(self) -> None:
         self.model = model_of("usual").double()
         self.tokens = torch.arange(32).view(2, 16) % 64
 
-    def shares(self, rank: int) -> tuple[GradientShares, CombinedOptimizer, Echo]:
-        division = division_of(self.model, 2)
-        optimizer = build_optimizer(
-            named_roles(self.model), OptimConfig(), compute_dtype=torch.float64, row_splits=fused_rows(self.model),
-            share=division.share(rank),
-        )  # fmt: skip
+    def zero(self, rank: int) -> tuple[Zero, Echo]:
         group = Echo(rank)
-        parameters = dict(self.model.named_parameters())
-        return GradientShares(parameters, optimizer.leaves, division, group), optimizer, group
+        return Zero(self.model, RunConfig(), group, bucket_bytes=20_000), group
 
     def backward(self) -> None:
         self.model.loss(self.tokens, self.tokens).backward()
@@ -319,40 +313,39 @@ class TestGradientShares:
         self.backward()
         expected = {name: 3 * 2 * p.grad.clone() for name, p in self.model.named_parameters()}
         self.model.zero_grad()
-        shares, optimizer, group = self.shares(rank)
+        zero, group = self.zero(rank)
         for micro_batch in range(3):
             if micro_batch == 2:
-                shares.begin()
+                zero.start_reduction()
             assert group.sent == []
             self.backward()
         before = len(group.sent)
         assert before >= 5, "they leave during the backward pass"
-        shares.finish(torch.zeros(()))
+        zero.finish_reduction(torch.zeros(()))
         assert len(group.sent) == before, "all of them"
         assert all(p.grad is None for p in self.model.parameters())
-        for segment, leaf in optimizer.leaves.items():
-            part = expected[segment.name].view(-1)[segment.start : segment.start + segment.count]
-            assert leaf.own.grad is not None
-            torch.testing.assert_close(leaf.own.grad.view(-1), part)
+        for key, leaf in zero.optimizer.parameters.items():
+            assert leaf.grad is not None
+            torch.testing.assert_close(leaf.grad, zero.owned[key].of(expected[zero.owned[key].name]))
 
     def test_a_rank_without_micro_batches_adds_zeros(self) -> None:
-        shares, optimizer, _ = self.shares(1)
-        shares.finish(torch.zeros(()))
-        assert all(leaf.own.grad is not None and not leaf.own.grad.any() for leaf in optimizer.leaves.values())
+        zero, _ = self.zero(1)
+        zero.finish_reduction(torch.zeros(()))
+        assert all(leaf.grad is not None and not leaf.grad.any() for leaf in zero.updated_weights())
 
     def test_a_parameter_without_gradient_is_named(self) -> None:
-        shares, _, _ = self.shares(0)
-        shares.begin()
+        zero, _ = self.zero(0)
+        zero.start_reduction()
         self.model.head_loss(torch.zeros(2, 16, 32), self.tokens).backward()
         with pytest.raises(RuntimeError, match="has no gradient"):
-            shares.finish(torch.zeros(()))
+            zero.finish_reduction(torch.zeros(()))
 
 
-def test_a_state_that_is_divided_knows_its_part(rows_and_config: tuple[RowSource, RunConfig]) -> None:
+def test_updated_weights_lie_in_the_model(rows_and_config: tuple[RowSource, RunConfig]) -> None:
     rows, config = rows_and_config
-    for rank, state in enumerate(states_of(rows, config, 3)):
-        assert isinstance(state, DividedState)
-        assert {p.data_ptr() for p in state.weights_here()} == {
-            leaf.whole.data_ptr() + 4 * leaf.segment.start for leaf in state.optimizer.leaves.values()
-        }
-        assert (state.rank, state.world_size) == (rank, 3)
+    for state in states_of(rows, config, 3):
+        assert isinstance(state.strategy, Zero)
+        weights = dict(state.model.named_parameters())
+        for key, leaf in state.optimizer.parameters.items():
+            one = state.strategy.owned[key]
+            assert leaf.data_ptr() == weights[one.name].data_ptr() + 4 * one.start

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_runs import command, differences, killed_at, lines_of, make_config, outcome, train
+from tiny_runs import command, differences, killed_at, lines_of, make_config, outcome, train, weights_of
 
 import gptlab
 from gptlab.app.session import open_session
@@ -47,18 +47,18 @@ def test_an_overflow_leaves_the_update_out_and_halves_the_scale(folder: Path) ->
         state = open_session(config, place_of(config), console).state
     # 2^34 over 256 targets: gradients of 2^26, and float16 ends at 65504.
     state.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**34, growth_interval=2)
-    before = {name: value.clone() for name, value in state.model_tensors().items()}
+    before = {name: value.clone() for name, value in weights_of(state).items()}
     with state.loader:
         batch = next(state.loader)
         gradients(state, batch, state.model.loss, config)
         assert not math.isfinite(update(state, config, 0.5, 0.1).grad_norm)
-        assert all(torch.equal(value, before[name]) for name, value in state.model_tensors().items())
+        assert all(torch.equal(value, before[name]) for name, value in weights_of(state).items())
         assert state.scaler.get_scale() == 2.0**33
         norms = []
         while len(norms) < 40 and state.scaler.get_scale() > 2.0**15:
             gradients(state, batch, state.model.loss, config)
             norms.append(update(state, config, 0.5, 0.1).grad_norm)
-    changed = [name for name, value in state.model_tensors().items() if not torch.equal(value, before[name])]
+    changed = [name for name, value in weights_of(state).items() if not torch.equal(value, before[name])]
     assert math.isfinite(norms[-1]), "the scale never came down to one that fits"
     assert changed
 

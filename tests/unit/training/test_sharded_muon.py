@@ -14,7 +14,8 @@ from torch.nn import Parameter
 
 from gptlab.config.optim import MuonConfig
 from gptlab.optim.muon import Muon
-from gptlab.optim.sharded_muon import ShardedMatrix, ShardedMuon
+from gptlab.runtime.processes.distributed import Group, World
+from gptlab.training.parallel.fsdp_muon import ShardedMatrix, ShardedMuon
 
 SHAPES = {
     **{f"{layer}.qkv": (16, 8) for layer in range(3)},  # grouped queries: 8 rows, then 4, then 4
@@ -35,11 +36,12 @@ class Post:
         self.begun: list[tuple[int, str]] = []
 
 
-class Desk:
+class Desk(Group):
     """A rank's end of it. Nothing arrives before somebody waits for it."""
 
     def __init__(self, post: Post, rank: int) -> None:
-        self.post, self.rank, self.size = post, rank, post.size
+        super().__init__(World(rank, post.size))
+        self.post = post
         self.number = 0
 
     def all_to_all_later(self, flat: Tensor, send: Sequence[int], receive: Sequence[int]) -> Callable[[], Tensor]:
@@ -86,7 +88,7 @@ def train_shards(size: int, steps: int, config: MuonConfig) -> tuple[list[Sharde
 
     def train(rank: int) -> ShardedMuon:
         muon = ShardedMuon(
-            matrices(rank, size), config, compute_dtype=torch.float64, row_splits=SPLITS, exchange=Desk(post, rank)
+            matrices(rank, size), config, compute_dtype=torch.float64, row_splits=SPLITS, group=Desk(post, rank)
         )
         for step in range(steps):
             for name, gradient in values(1 + step).items():
@@ -157,7 +159,7 @@ def test_owners_share_by_cost_and_not_by_number() -> None:
             for name, (rows, cols) in shapes.items()
         ]
         options: dict[str, Any] = {"compute_dtype": torch.float64, "row_splits": {}}
-        muon = ShardedMuon(halves, MuonConfig(), **options, exchange=Desk(Post(2), rank))
+        muon = ShardedMuon(halves, MuonConfig(), **options, group=Desk(Post(2), rank))
         owned.append({key.split(".")[0] for key in muon.state_tensors() if key.endswith("second_moment")})
     assert sorted(owned, key=len) == [{"large"}, {"small", "tall", "middle"}]
 
@@ -175,7 +177,7 @@ def test_rows_travel_while_owners_work() -> None:
 
 def test_a_missing_gradient_is_named() -> None:
     muon = ShardedMuon(
-        matrices(0, 1), MuonConfig(), compute_dtype=torch.float64, row_splits=SPLITS, exchange=Desk(Post(1), 0)
+        matrices(0, 1), MuonConfig(), compute_dtype=torch.float64, row_splits=SPLITS, group=Desk(Post(1), 0)
     )
     with pytest.raises(RuntimeError, match=r"has no gradient"):
         muon.step(1.0, 0.9, 1.0)

@@ -13,7 +13,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from gptlab.training.watchdog import Preemption, QuietGarbageCollector, TrainingFailed, check_loss
+from gptlab.training.faults import TrainingFailed, check_loss
+from gptlab.training.signals import Preemption
+from gptlab.training.step import QuietGarbageCollector
 
 
 @pytest.mark.parametrize("loss", [0.0, 1e-9, 3.7, 99.999, 100.0, -0.5])
@@ -125,7 +127,7 @@ def test_outside_of_the_main_thread_nothing_is_installed() -> None:
 
 WAITING = """
 import time
-from gptlab.training.watchdog import Preemption
+from gptlab.training.signals import Preemption
 with Preemption() as preemption:
     print("ready", flush=True)
     step = 0

@@ -1,15 +1,15 @@
-"""Muon for matrices whose rows are shared among ranks: each is put together on one of them, its owner.
+"""Muon for fully sharded matrices: each is assembled on one rank, its owner.
 
 A rank keeps its rows of every weight and of every momentum. In each step
 
-    direction   of this rank's rows, entry by entry
-    gather      the rows of a matrix go to its owner
-    update      orthogonalized there, once; NorMuon's second moment is the owner's too
-    scatter     the rows go back
-    decay, move of this rank's rows, entry by entry
+    direction       of this rank's rows, elementwise
+    gather          the rows of a matrix go to its owner
+    update          the owner orthogonalizes it and keeps NorMuon's second moment
+    scatter         the rows go back
+    decay, update   of this rank's rows, elementwise
 
-Matrices of one shape make a round. While the owners work on one, the rows of the next are under way, and so are the
-updates of the one before; the last ones arrive behind whatever the caller does meanwhile.
+Matrices of one shape make a round. While the owners work on one round, the rows of the next are on their way, and so
+are the updates of the one before; the caller can do other work while the last ones arrive.
 """
 
 from __future__ import annotations
@@ -17,28 +17,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from gptlab.config.optim import MuonConfig
-from gptlab.optim.division import Leaf, Moment
 from gptlab.optim.muon import add_decay, directions, neuron_dim, orthogonal_update, row_split, second_moment_sizes
-
-
-class Exchange(Protocol):
-    """What ranks send each other; every one of them begins the same exchanges in the same order."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def size(self) -> int: ...
-
-    def all_to_all_later(self, flat: Tensor, send: Sequence[int], receive: Sequence[int]) -> Callable[[], Tensor]:
-        """Begin to send the first `send[0]` numbers of `flat` to rank 0, the next `send[1]` to rank 1, and so on. The
-        function that comes back waits, and returns `receive[0]` numbers from rank 0, then those from rank 1, ..."""
-        ...
+from gptlab.runtime.processes.distributed import Group
+from gptlab.training.parallel.division import multiplications
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +63,7 @@ class _Round:
 
 
 class ShardedMuon:
-    """`Muon` by many ranks. Of its state, NAME.momentum has this rank's rows, and NAME.second_moment is there on the
-    owner alone, whole."""
+    """State of one parameter: NAME.momentum has this rank's rows; NAME.second_moment is whole, on the owner alone."""
 
     def __init__(
         self,
@@ -87,16 +72,14 @@ class ShardedMuon:
         *,
         compute_dtype: torch.dtype,
         row_splits: Mapping[str, tuple[int, ...]],
-        exchange: Exchange,
+        group: Group,
     ) -> None:
-        """`row_splits` as for `build_optimizer`. Every rank gives the same matrices in the same order."""
+        """`row_splits` as for `build_optimizer`. Every rank passes the same matrices in the same order."""
         self.parameters = {matrix.name: matrix.parameter for matrix in matrices}
-        self.leaves: list[Leaf] = []
-        """None: it moves the parameters that it was given."""
         self.row_splits = {m.name: row_split(m.name, m.shape, config, row_splits) for m in matrices}
         self._config = config
         self._compute_dtype = compute_dtype
-        self._exchange = exchange
+        self._group = group
         self._momentum = {name: torch.zeros_like(p.detach()) for name, p in self.parameters.items()}
         self._second_moment: dict[str, Tensor] = {}
         self._rounds = self._make_rounds(matrices)
@@ -106,7 +89,7 @@ class ShardedMuon:
 
     @torch.no_grad()
     def begin_step(self, lr_scale: float, momentum: float, weight_decay_scale: float) -> Callable[[], None]:
-        """Do all but wait for the last updates; the function that comes back does that, and moves the weights."""
+        """Do everything except wait for the last updates. The returned function waits and updates the weights."""
         updates = []
         gathered = [self._gather(one, momentum) for one in self._rounds[:1]]
         for number, one in enumerate(self._rounds):
@@ -117,17 +100,9 @@ class ShardedMuon:
             lr = self._config.lr * lr_scale
             weight_decay = self._config.weight_decay * weight_decay_scale
             for one, update in zip(self._rounds, updates, strict=True):
-                self._move(one, update(), lr, weight_decay)
+                self._apply(one, update(), lr, weight_decay)
 
         return finish
-
-    def moments(self) -> list[Moment]:
-        """What is here, as if it were all of it: who knows the rows of the ranks knows better."""
-        return [Moment(name, tuple(tensor.shape), 0, tensor) for name, tensor in self.state_tensors().items()]
-
-    def state_kinds(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and type of what is here, by PARAMETER.MOMENT."""
-        return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in self.state_tensors().items()}
 
     def state_tensors(self) -> dict[str, Tensor]:
         """The live tensors of this rank, by PARAMETER.MOMENT."""
@@ -135,21 +110,21 @@ class ShardedMuon:
         return momentum | {f"{name}.second_moment": tensor for name, tensor in self._second_moment.items()}
 
     def _gather(self, one: _Round, momentum: float) -> Callable[[], Tensor]:
-        """Rows of the directions on their way to the owners."""
+        """Begin to send rows of the directions to the owners."""
         flat = one.matrices[0].parameter.new_zeros(0, requires_grad=False)
-        if one.rows[self._exchange.rank] > 0:
+        if one.rows[self._group.rank] > 0:
             means = [self._momentum[m.name] for m in one.matrices]
             gradients = [_gradient(m) for m in one.matrices]
             ours = directions(means, gradients, momentum, self._config.nesterov)
             flat = torch.stack(ours).view(-1)
-        rank = self._exchange.rank
+        rank = self._group.rank
         send = [count * one.rows[rank] * one.cols for count in one.counts]
         receive = [one.counts[rank] * rows * one.cols for rows in one.rows]
-        return self._exchange.all_to_all_later(flat, send, receive)
+        return self._group.all_to_all_later(flat, send, receive)
 
     def _updates(self, one: _Round, received: Tensor) -> Tensor:
-        """Of this rank's own matrices the updates (n, rows, cols), from the rows that all ranks sent."""
-        own = one.counts[self._exchange.rank]
+        """The updates (n, rows, cols) of this rank's own matrices, from the rows that all ranks sent."""
+        own = one.counts[self._group.rank]
         if own == 0:
             return received
         places = received.split([own * rows * one.cols for rows in one.rows])
@@ -162,16 +137,16 @@ class ShardedMuon:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def _scatter(self, one: _Round, update: Tensor) -> Callable[[], Tensor]:
-        """Rows of the updates on their way back."""
-        rank = self._exchange.rank
+        """Begin to send rows of the updates back."""
+        rank = self._group.rank
         own = one.counts[rank]
         flat = torch.cat([rows.reshape(-1) for rows in update.split(one.rows, dim=1)]) if own else update
         send = [own * rows * one.cols for rows in one.rows]
         receive = [count * one.rows[rank] * one.cols for count in one.counts]
-        return self._exchange.all_to_all_later(flat, send, receive)
+        return self._group.all_to_all_later(flat, send, receive)
 
-    def _move(self, one: _Round, updates: Tensor, lr: float, weight_decay: float) -> None:
-        rank = self._exchange.rank
+    def _apply(self, one: _Round, updates: Tensor, lr: float, weight_decay: float) -> None:
+        rank = self._group.rank
         if one.rows[rank] == 0:
             return
         first = sum(one.rows[:rank])
@@ -185,13 +160,13 @@ class ShardedMuon:
         torch._foreach_add_(weights, update.unbind(0), alpha=-lr)
 
     def _make_rounds(self, matrices: Sequence[ShardedMatrix]) -> list[_Round]:
-        """Every rank comes to the same rounds and owners. The dearest matrices are given away first, each to the rank
-        that has the least to do."""
+        """The same rounds and owners on every rank. The most expensive matrices are dealt out first, each to the rank
+        with the least work."""
         alike: dict[tuple[object, ...], list[ShardedMatrix]] = {}
         for m in matrices:
             alike.setdefault((m.shape, m.rows, self.row_splits[m.name], m.parameter.dtype), []).append(m)
         rounds = sorted(alike.values(), key=lambda group: _cost(self.row_splits[group[0].name], group[0]), reverse=True)
-        busy = [0] * self._exchange.size
+        busy = [0] * self._group.size
         return [self._make_round(group, busy) for group in rounds]
 
     def _make_round(self, matrices: Sequence[ShardedMatrix], busy: list[int]) -> _Round:
@@ -204,8 +179,8 @@ class ShardedMuon:
         one = _Round([m for group in owned for m in group], [len(group) for group in owned], split)
         if self._config.normuon_beta2 is not None:
             sizes = second_moment_sizes(split, one.cols)
-            flat = [m.parameter.new_zeros(sum(sizes), requires_grad=False) for m in owned[self._exchange.rank]]
-            self._second_moment |= {m.name: f for m, f in zip(owned[self._exchange.rank], flat, strict=True)}
+            flat = [m.parameter.new_zeros(sum(sizes), requires_grad=False) for m in owned[self._group.rank]]
+            self._second_moment |= {m.name: f for m, f in zip(owned[self._group.rank], flat, strict=True)}
             by_part = zip(*(f.split(sizes) for f in flat), strict=True) if flat else ()
             one.second_moments = [
                 [moment.unsqueeze(neuron_dim(rows, one.cols)) for moment in moments]
@@ -215,9 +190,7 @@ class ShardedMuon:
 
 
 def _cost(split: Sequence[int], matrix: ShardedMatrix) -> int:
-    """Multiplications of an orthogonalization, to a factor: the Gram matrix is that of the short side."""
-    cols = matrix.parameter.size(1)
-    return sum(rows * cols * min(rows, cols) for rows in split)
+    return sum(multiplications(rows, matrix.parameter.size(1)) for rows in split)
 
 
 def _gradient(matrix: ShardedMatrix) -> Tensor:

@@ -1,0 +1,152 @@
+"""Which rank updates what: whole matrices for Muon, runs of elements for AdamW. Computed alike on every rank.
+
+Every matrix has one owner, which keeps its moments and orthogonalizes it. Matrices of one shape are dealt out in rounds
+of one per rank, so that all ranks multiply and send equally much. What is left over of all shapes goes, the most
+expensive first, to the rank with the least work. What AdamW updates is cut by elements.
+
+Gradients travel in buckets in the order in which a backward pass completes them, new weights in buckets of what is
+updated together. A bucket has one chunk for each rank: the slices that this rank owns, end to end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from gptlab.training.checkpoint.slices import TensorSlice, even_slices
+
+# Small buckets pay their latency often; large ones begin late, and the last one, which nothing hides, is long.
+# torch's DistributedDataParallel takes 25 MiB too (Li et al., VLDB 2020, found 10 to 25 MB best on 16 and 32 GPUs).
+BUCKET_BYTES = 25 * 2**20
+
+Dealt = Sequence[Sequence[TensorSlice]]
+"""The slices of each rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    slices: tuple[tuple[TensorSlice, ...], ...]
+    """What each rank owns of it."""
+    chunk: int
+    """Elements for each rank; a shorter share is padded with zeros."""
+    names: frozenset[str]
+    """Of the parameters that have a part in it."""
+
+    @classmethod
+    def of(cls, dealt: Dealt) -> Bucket:
+        return cls(
+            tuple(tuple(slices) for slices in dealt),
+            max(sum(one.count for one in slices) for slices in dealt),
+            frozenset(one.name for slices in dealt for one in slices),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    gradients: tuple[Bucket, ...]
+    """In the order in which a backward pass completes them: from the last parameter to the first."""
+    stacks: Mapping[tuple[int, int], Bucket]
+    """New weights of Muon's matrices, by shape."""
+    rest: tuple[Bucket, ...]
+    """New weights of AdamW."""
+
+    def share(self, rank: int) -> list[TensorSlice]:
+        """What `rank` updates."""
+        return [one for bucket in self.gradients for one in bucket.slices[rank]]
+
+
+def divide(
+    parameters: Mapping[str, Tensor],
+    matrices: Sequence[TensorSlice],
+    adamw_groups: Iterable[Sequence[str]],
+    n_ranks: int,
+    *,
+    bucket_bytes: int = BUCKET_BYTES,
+) -> Division:
+    """Divide all parameters among `n_ranks`.
+
+    Args:
+        parameters: weights by name, in the model's order, all of one type.
+        matrices: all that Muon updates, each as a slice of shape (rows, cols).
+        adamw_groups: names of parameters with the same settings.
+        bucket_bytes: size of a bucket of gradients; one round of matrices may be larger.
+    """
+    place = {name: number for number, name in enumerate(parameters)}
+    most = bucket_bytes // next(iter(parameters.values())).element_size()
+    rounds = _deal(sorted(matrices, key=lambda m: (place[m.name], m.start), reverse=True), n_ranks)
+    runs = [
+        Bucket.of([even_slices({name: parameters[name] for name in names}, rank, n_ranks) for rank in range(n_ranks)])
+        for group in adamw_groups
+        for names in _gathered(sorted(group, key=lambda name: place[name], reverse=True), parameters, most)
+    ]
+    stacks: dict[tuple[int, int], list[list[TensorSlice]]] = {_shape(m): [[] for _ in range(n_ranks)] for m in matrices}
+    for dealt in rounds:
+        for rank, owned in enumerate(dealt):
+            for matrix in owned:
+                stacks[_shape(matrix)][rank].append(matrix)
+    units = [*(Bucket.of(dealt) for dealt in rounds), *runs]
+    # A bucket is complete with the first of its parameters, the last to get its gradient.
+    units.sort(key=lambda unit: min(place[name] for name in unit.names), reverse=True)
+    return Division(
+        tuple(_packed(units, n_ranks, most)), {shape: Bucket.of(dealt) for shape, dealt in stacks.items()}, tuple(runs)
+    )
+
+
+def _shape(matrix: TensorSlice) -> tuple[int, int]:
+    return matrix.tensor.size(0), matrix.tensor.size(1)
+
+
+def multiplications(rows: int, cols: int) -> int:
+    """Of an orthogonalization, up to a factor: the Gram matrix is that of the short side."""
+    return rows * cols * min(rows, cols)
+
+
+def _deal(matrices: Sequence[TensorSlice], n_ranks: int) -> list[list[list[TensorSlice]]]:
+    """Rounds: the matrices that each rank gets."""
+    alike: dict[tuple[int, int], list[TensorSlice]] = {}
+    for matrix in matrices:
+        alike.setdefault(_shape(matrix), []).append(matrix)
+    rounds: list[list[list[TensorSlice]]] = []
+    left: list[TensorSlice] = []
+    for group in alike.values():
+        full = len(group) - len(group) % n_ranks
+        rounds += [[[matrix] for matrix in group[n : n + n_ranks]] for n in range(0, full, n_ranks)]
+        left += group[full:]
+    if left:
+        busy = [0] * n_ranks
+        last: list[list[TensorSlice]] = [[] for _ in busy]
+        for matrix in sorted(left, key=lambda matrix: -multiplications(*_shape(matrix))):
+            owner = busy.index(min(busy))
+            last[owner].append(matrix)
+            busy[owner] += multiplications(*_shape(matrix))
+        rounds.append(last)
+    return rounds
+
+
+def _gathered(names: Iterable[str], parameters: Mapping[str, Tensor], most: int) -> list[list[str]]:
+    """Consecutive parameters together, up to `most` elements."""
+    gathered: list[list[str]] = []
+    elements = 0
+    for name in names:
+        if not gathered or elements + parameters[name].numel() > most:
+            gathered.append([])
+            elements = 0
+        gathered[-1].append(name)
+        elements += parameters[name].numel()
+    return gathered
+
+
+def _packed(units: Sequence[Bucket], n_ranks: int, most: int) -> list[Bucket]:
+    """Consecutive buckets together, up to `most` elements."""
+    packed: list[list[list[TensorSlice]]] = []
+    elements = 0
+    for unit in units:
+        if not packed or elements + unit.chunk * n_ranks > most:
+            packed.append([[] for _ in range(n_ranks)])
+            elements = 0
+        for rank, owned in enumerate(unit.slices):
+            packed[-1][rank].extend(owned)
+        elements += unit.chunk * n_ranks
+    return [Bucket.of(dealt) for dealt in packed]

@@ -1,0 +1,178 @@
+"""How the processes of a run share its weights, gradients, moments and updates: one interface, a few strategies.
+
+    single         one process
+    zero           replicated weights, sharded gradients, moments and update
+    fsdp           everything sharded (torch FSDP2)
+    deterministic  everything replicated; gradients summed in an order that does not depend on the number of processes
+
+The model, the optimizer, the step, the loop and the checkpoint format read as if there were one process.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from gptlab.config.roles import Role
+from gptlab.config.run import RunConfig
+from gptlab.model.gpt import GPT
+from gptlab.model.roles import fused_rows, parameter_roles
+from gptlab.optim.clip import joint_norm
+from gptlab.optim.combined import CombinedOptimizer
+from gptlab.optim.groups import build_optimizer
+from gptlab.runtime.processes.distributed import Group
+from gptlab.training.checkpoint.slices import TensorSlice
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Compile = Callable[[Callable[..., Tensor]], Callable[..., Tensor]]
+"""A function -> the same, compiled."""
+
+
+class Strategy(ABC):
+    """Every method is called by all ranks at the same place. What a method does here is right where every process
+    holds all weights and moments and makes the whole update."""
+
+    is_sharded = False
+    """Whether a process holds only a part of the weights, and needs the others for every forward pass."""
+
+    def __init__(self, model: GPT, optimizer: CombinedOptimizer, group: Group) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        """This rank's share: it updates `updated_weights`."""
+        self.group = group
+
+    # --- gradients
+
+    def order(self, micro_indices: Sequence[int]) -> Sequence[int]:
+        """The positions of this rank's micro-batches in the order in which they are computed."""
+        return range(len(micro_indices))
+
+    def start_reduction(self) -> None:  # noqa: B027 -- nothing to do is a good default
+        """Called before the backward pass of this rank's last micro-batch."""
+
+    def after_micro_batch(self, micro_index: int, loss: Tensor) -> Tensor:
+        """Called after each backward pass with the sum of the losses so far (0-d); returns the sum to continue with."""
+        return loss
+
+    @abstractmethod
+    def finish_reduction(self, loss: Tensor) -> Tensor:
+        """Wait until the gradients of `updated_weights` are the sums over all ranks; returns the sum of `loss` (0-d).
+        A rank without a micro-batch adds zeros."""
+
+    def use_local_gradients(self) -> None:  # noqa: B027
+        """For a warm-up: give `updated_weights` the gradients of this process alone, without the other ranks."""
+
+    def named_gradients(self) -> Iterator[tuple[str, Tensor | None]]:
+        """The gradients that this rank holds after the reduction, by weight; parts of one weight may follow each
+        other."""
+        for name, parameter in self.model.named_parameters():
+            yield name, parameter.grad
+
+    def first_broken_gradient(self) -> str | None:
+        """The first weight, in the model's order, whose gradient is not finite on some rank."""
+        broken = {name: 0 for name, _ in self.model.named_parameters()}
+        for name, gradient in self.named_gradients():
+            broken[name] += gradient is not None and not bool(gradient.isfinite().all())
+        counts = self.group.sum(torch.tensor(list(broken.values()), dtype=torch.int64), "broken gradients").tolist()
+        return next((name for name, count in zip(broken, counts, strict=True) if count), None)
+
+    def total_norm(self, gradients: list[Tensor]) -> Tensor:
+        """The joint L2 norm over all ranks of the gradients of `updated_weights`; 0-d float64."""
+        return joint_norm(gradients)
+
+    def share_overflow(self) -> None:  # noqa: B027
+        """Make the loss scaler of every rank see an overflow on any of them."""
+
+    # --- the update
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The parameters whose gradients torch.amp.GradScaler unscales and checks; it then calls `step`."""
+        return [{"params": self.updated_weights()}]
+
+    def updated_weights(self) -> list[Parameter]:
+        """What this rank updates: parameters, or parts of them."""
+        return list(self.optimizer.parameters.values())
+
+    def step(self, lr_scale: float, momentum: float, weight_decay_scale: float) -> None:
+        """Update the weights; afterwards every rank has all the new weights that it holds. Arguments as for
+        `CombinedOptimizer.step`."""
+        self.optimizer.step(lr_scale, momentum, weight_decay_scale)
+
+    def zero_grad(self) -> None:
+        """Free the gradients."""
+        self.optimizer.zero_grad()
+
+    # --- weights and moments
+
+    def replicated_weights(self) -> list[Parameter]:
+        """The weights that all ranks hold, with the same bits on each."""
+        return list(self.model.parameters())
+
+    @abstractmethod
+    def weight_slices(self) -> list[TensorSlice]:
+        """The weights that this rank saves: live views. The slices of all ranks tile every weight."""
+
+    @abstractmethod
+    def moment_slices(self) -> list[TensorSlice]:
+        """The same of the optimizer's state."""
+
+    @abstractmethod
+    def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take over whole weights by name, of which this rank keeps what it holds. UserError, with nothing changed,
+        unless they are exactly the model's."""
+
+    @abstractmethod
+    def load_moments(self, tensors: Mapping[str, Tensor], json: Mapping[str, Any]) -> None:
+        """The same of the optimizer's state. Errors as `CombinedOptimizer.load_state`."""
+
+    def moments_json(self) -> dict[str, Any]:
+        """What a checkpoint says of the optimizer's state beside its tensors; the same on every rank."""
+        return self.optimizer.state_json()
+
+    # --- forward passes
+
+    def in_passes(self) -> AbstractContextManager[None]:
+        """Around forward and backward passes: where they communicate, a lost rank ends them by name."""
+        return nullcontext()
+
+    def whole_weights(self) -> AbstractContextManager[None]:
+        """Within the context this rank can run the model without the others."""
+        return nullcontext()
+
+    def as_forward(self, function: Callable[P, R]) -> Callable[P, R]:
+        """`function`, which uses parts of the model, as a replacement for the model's own forward pass."""
+        return function
+
+    def compiled_blocks(self, compiled: Compile) -> Sequence[Callable[..., Tensor]]:
+        """The model's blocks, compiled one by one."""
+        return [compiled(block) for block in self.model.blocks]
+
+
+def named_roles(model: GPT) -> list[tuple[str, Parameter, Role]]:
+    """(name, parameter, role) of each weight: what optimizers are built from."""
+    roles = parameter_roles(model)
+    return [(name, parameter, roles[name]) for name, parameter in model.named_parameters()]
+
+
+def whole_optimizer(model: GPT, config: RunConfig) -> CombinedOptimizer:
+    """The optimizer of one process, which updates every weight of the model."""
+    return build_optimizer(
+        named_roles(model), config.optim, compute_dtype=model.compute_dtype, row_splits=fused_rows(model)
+    )
+
+
+def optimizer_layout(model: GPT, config: RunConfig) -> CombinedOptimizer:
+    """`whole_optimizer` on the meta device: names, shapes and types of the whole state, without its memory."""
+    parameters = [
+        (name, Parameter(torch.empty_like(parameter, device="meta")), role)
+        for name, parameter, role in named_roles(model)
+    ]
+    return build_optimizer(parameters, config.optim, compute_dtype=model.compute_dtype, row_splits=fused_rows(model))
