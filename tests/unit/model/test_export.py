@@ -41,7 +41,7 @@ from gptlab.runtime.records.console import Console
 from gptlab.runtime.records.metrics import MetricsLog
 from gptlab.runtime.records.run_directory import RunDirectory
 from gptlab.training.checkpoint.load import list_checkpoints, load_checkpoint, save_checkpoint
-from gptlab.training.state import load_weights
+from gptlab.training.checkpoint.weights import load_weights
 
 SEQ_LEN, WINDOW = 64, 8
 TEXT = "To be, or not to be: that is the question. 'Tis naïve — 12345 times!\n  père Noël →\n"

@@ -22,8 +22,9 @@ from gptlab.config.optim import AdamWConfig, OptimConfig, ScheduleConfig
 from gptlab.config.run import BatchConfig, RunConfig
 from gptlab.model.gpt import GPT, build_model
 from gptlab.model.interop.gpt2_weights import from_gpt2, gpt2_model_config, to_gpt2
+from gptlab.training.checkpoint.weights import load_weights
 from gptlab.training.horizon import Finish
-from gptlab.training.state import build_state, load_weights
+from gptlab.training.state import build_state
 from gptlab.training.step import gradients, update
 
 CPU = torch.device("cpu")
