@@ -37,7 +37,7 @@ from gptlab.data.packing import IGNORED
 from gptlab.optim.clip import clip_gradients
 from gptlab.runtime.hardware.place import place_of
 from gptlab.runtime.records.console import Console
-from gptlab.training import step as steps
+from gptlab.training import step as step_module
 from gptlab.training.checkpoint.load import list_checkpoints, load_checkpoint
 from gptlab.training.faults import Fault, FaultRecord, TrainingFailed, loss_fault
 from gptlab.training.state import TrainState
@@ -94,7 +94,7 @@ class Broken:
             return mean
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(steps, "gradients", broken)
+            patch.setattr(step_module, "gradients", broken)
             yield
 
     def __or__(self, other: Broken) -> Broken:
@@ -189,7 +189,7 @@ class TestLeftOut:
                 batch = replace(batch, targets=torch.full_like(batch.targets, IGNORED), target_tokens=0)
             return gradients(state, batch, *args)
 
-        monkeypatch.setattr(steps, "gradients", empty)
+        monkeypatch.setattr(step_module, "gradients", empty)
         run = train(folder, "no-targets")
         assert Result.of_run(run).differences(Result.by_hand(folder, without(5))) == []
         (event,) = lines_of(run, "event")

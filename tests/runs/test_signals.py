@@ -130,11 +130,11 @@ class TestDuringAStep:
     """The main thread is deep inside a library, where Python runs no handler."""
 
     SLOW = DEEP + (
-        "from gptlab.training import step as steps\n"
-        "def slow(state, *args, work=steps.gradients):\n"
+        "from gptlab.training import compilation, step as step_module\n"
+        "def slow(state, *args, work=step_module.gradients):\n"
         "    if state.step == 1: wait()\n"
         "    return work(state, *args)\n"
-        "steps.gradients = slow\n"
+        "step_module.gradients = slow\n"
     )
 
     def test_ctrl_c_is_answered_at_once_and_a_second_one_does_not_wait(self, folder: Path) -> None:

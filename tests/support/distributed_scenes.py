@@ -25,10 +25,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import gptlab.training.compilation  # noqa: F401 -- before `gradients` is replaced: its warm-up keeps the real ones
 from gptlab.cli.main import main
 from gptlab.data.loader import StepBatch
 from gptlab.optim import muon
-from gptlab.training import step as steps
+from gptlab.training import step as step_module
 from gptlab.training.parallel.agreement import Agreement, checksum
 from gptlab.training.parallel.zero import Zero
 from gptlab.training.state import TrainState
@@ -41,7 +42,12 @@ def play(scene: dict[str, Any], port: int, rank: int) -> dict[str, Any]:
     os.environ |= {name: str(value) for name, value in (world | {"MASTER_PORT": port}).items()}
     weights: list[int] = []
     matrices: list[int] = []
-    gradients, update, step, orthogonalize = steps.gradients, steps.update, Agreement.step, muon.orthogonalize
+    gradients, update, step, orthogonalize = (
+        step_module.gradients,
+        step_module.update,
+        Agreement.step,
+        muon.orthogonalize,
+    )
 
     def broken_gradients(state: TrainState, batch: StepBatch, loss_sum: LossFunction, *rest: Any) -> Tensor:
         what, wanted_rank, wanted_step = scene.get("in_pass", ("", -1, 0))
@@ -78,15 +84,15 @@ def play(scene: dict[str, Any], port: int, rank: int) -> dict[str, Any]:
     if "compiler" in scene:
         torch.compile = functools.partial(compile_, backend=scene["compiler"])
     out, err = io.StringIO(), io.StringIO()
-    steps.update, Agreement.step = noting_update, signalled_step  # type: ignore[method-assign]
-    steps.gradients, muon.orthogonalize = broken(broken_gradients, scene.get("broken"), rank), counting
+    step_module.update, Agreement.step = noting_update, signalled_step  # type: ignore[method-assign]
+    step_module.gradients, muon.orthogonalize = broken(broken_gradients, scene.get("broken"), rank), counting
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             code = main([*scene["argv"], *scene.get("more", {}).get(str(rank), [])])
     finally:
         torch.compile = compile_
-        steps.update, Agreement.step = update, step  # type: ignore[method-assign]
-        steps.gradients, muon.orthogonalize = gradients, orthogonalize
+        step_module.update, Agreement.step = update, step  # type: ignore[method-assign]
+        step_module.gradients, muon.orthogonalize = gradients, orthogonalize
     return {
         "code": code, "out": out.getvalue(), "err": err.getvalue(), "weights": weights, "matrices": sum(matrices),
         "left_a_group": torch.distributed.is_initialized(),

@@ -35,7 +35,7 @@ from gptlab.model.kernels import attention_kernel, ops
 from gptlab.runtime.records import provenance
 from gptlab.runtime.records.run_directory import RunDirectory
 from gptlab.training import signals
-from gptlab.training import step as steps
+from gptlab.training import step as step_module
 from gptlab.training.parallel.agreement import Agreement, checksum
 from gptlab.training.state import TrainState
 from gptlab.training.step import Update
@@ -98,7 +98,7 @@ def make_trouble(trouble: Mapping[str, Any]) -> None:
 
 def break_data(steps: Sequence[int], what: str, factor: float = float("nan")) -> None:
     """The data of `steps` multiplies the `loss` or the `gradient` of this rank; `nothing`: it is not looked at."""
-    gradients = steps.gradients
+    gradients = step_module.gradients
 
     def broken(state: TrainState, batch: Any, loss_sum: Any, *rest: Any) -> Tensor:
         if batch.step not in steps:
@@ -114,14 +114,14 @@ def break_data(steps: Sequence[int], what: str, factor: float = float("nan")) ->
 
         return gradients(state, batch, loss, *rest)
 
-    steps.gradients = broken
+    step_module.gradients = broken
 
 
 def play(scene: Mapping[str, Any], rank: int, attempt: int) -> dict[str, Any]:
     """One command on one rank: what it printed, how it ended, weights and its moments behind every update."""
     weights: list[int] = []
     moments: list[int] = []
-    update = steps.update
+    update = step_module.update
 
     def noting_update(state: TrainState, *args: Any) -> Any:
         done = update(state, *args)
@@ -130,7 +130,7 @@ def play(scene: Mapping[str, Any], rank: int, attempt: int) -> dict[str, Any]:
             moments.append(checksum(state.optimizer.state_tensors().values()))
         return done
 
-    steps.update = noting_update  # type: ignore[assignment]
+    step_module.update = noting_update  # type: ignore[assignment]
     troubles = scene.get("trouble", [{}])
     make_trouble(troubles[attempt].get(str(rank), {}) if attempt < len(troubles) else {})
     os.chdir(scene["folder"])

@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 from distributed_scenes import play
 
-from gptlab.training import step as steps
+from gptlab.training import step as step_module
 from gptlab.training.checkpoint import saving
 from gptlab.training.checkpoint.directory import step_of_temporary
 
@@ -47,7 +47,7 @@ def harmed(call: Callable[..., Any], harm: dict[str, Any], rank: int) -> Callabl
 
 def spiked(factor: float, at: int) -> Callable[..., Any]:
     """`gradients`, with the loss of all ranks grown in the step that takes the data of step `at`."""
-    real = steps.gradients
+    real = step_module.gradients
 
     def gradients(state: Any, batch: Any, *args: Any) -> Any:
         loss = real(state, batch, *args)
@@ -57,15 +57,15 @@ def spiked(factor: float, at: int) -> Callable[..., Any]:
 
 
 def play_harmed(scene: dict[str, Any], port: int, rank: int) -> dict[str, Any]:
-    originals = saving.begin_save, saving.write_part, saving.complete_save, steps.gradients
+    originals = saving.begin_save, saving.write_part, saving.complete_save, step_module.gradients
     for harm in scene.get("harms", []):
         name = harm.get("where", "write_part")
         setattr(saving, name, harmed(getattr(saving, name), harm, rank))
     if "spike" in scene:
-        steps.gradients = spiked(50.0, scene["spike"])
+        step_module.gradients = spiked(50.0, scene["spike"])
     try:
         return play(scene, port, rank)
     finally:
-        saving.begin_save, saving.write_part, saving.complete_save, steps.gradients = originals
+        saving.begin_save, saving.write_part, saving.complete_save, step_module.gradients = originals
         if dist.is_initialized():  # which a run that failed leaves to the end of its process
             dist.destroy_process_group()

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 import gptlab
+import gptlab.training.compilation
 from gptlab.app.run_request import TrainArguments
 from gptlab.cli.arguments.run_arguments import read_request
 from gptlab.cli.main import main
