@@ -7,8 +7,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-
 from gptlab.app.loaded_run import Start, load_start_weights, require_tokenizer
 from gptlab.app.own_parts import NO_PARTS, OwnParts
 from gptlab.app.ranks import rank_0_first, require_same_mode
@@ -24,7 +22,6 @@ from gptlab.eval.core_tasks import find_bundle, read_tasks
 from gptlab.eval.engine import drawn_together, sample_text
 from gptlab.eval.prompts import validation_prompts
 from gptlab.model.counting import FlopsPerToken, ParameterCounts, flops_per_token, parameter_counts
-from gptlab.model.gpt import GPT
 from gptlab.model.interop.pretrained import find_pretrained, require_fits
 from gptlab.runtime.files.cache import cache_root
 from gptlab.runtime.hardware.device import cuda_version, device_name
