@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalArguments(LoadArguments):
     tokens: int | None = None
-    """Target tokens of the validation set, at most; always the same ones. None: as in the run's configuration."""
+    """Maximum target tokens of the validation set; always the same ones. None: as in the run's configuration."""
     micro_sequences: int | None = None
-    """Rows in one pass. Changes the speed, not the result. None: as in the run's configuration."""
+    """Rows in one pass. It changes the speed, not the result. None: as in the run's configuration."""
     core: bool = False
-    """Measure CORE instead, which needs the evaluation bundle and no corpus."""
+    """Measure CORE instead. It needs the evaluation bundle and no corpus."""
     core_dir: str | None = None
     """Folder of the evaluation bundle. None: as in the run's configuration."""
     core_examples: int | None = None
-    """Examples of each CORE task, at most; 0: all. None: as in the run's configuration."""
+    """Maximum examples of each CORE task. 0: all. None: as in the run's configuration."""
     json: bool = False
     """Print one JSON object, numbers unrounded."""
 
@@ -40,7 +40,7 @@ class EvalArguments(LoadArguments):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints `key: value` lines on stdout; everything else goes to stderr."""
+    """Print `key: value` lines on stdout; everything else goes to stderr."""
     arguments = parse(
         EvalArguments,
         argv,
@@ -68,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _lines(figures: Mapping[str, Any]) -> Iterator[str]:
-    """`key: value`, losses and accuracies with six decimals; each task of CORE with its accuracy against guessing."""
+    """`key: value`, losses and accuracies with six decimals; of a CORE task also corrected for guessing."""
     for key, value in figures.items():
         if key == "tasks":
             for label, accuracy in value.items():

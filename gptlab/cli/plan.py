@@ -1,4 +1,4 @@
-"""`gptlab plan`: what a run would be, counted from the real modules on the meta device. Reads no data."""
+"""`gptlab plan`: the size and cost of a run, counted from the real modules on the meta device. Reads no data."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gptlab.runtime.hardware.device import device_name
 from gptlab.runtime.hardware.peak import Peak
 from gptlab.runtime.hardware.place import place_of
 
-DESCRIPTION = "What a run would be: parameters, FLOPs, memory, steps and hours, before anything runs. Reads no data."
+DESCRIPTION = "Size up a run without training: parameters, FLOPs, memory, steps and hours. Reads no data."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
 
 
 def _remembered(config: RunConfig) -> Machine:
-    """This machine as `train` and `bench` timed it; without a rate where they never did."""
+    """This machine with the rate that `train` or `bench` timed; without a rate if neither did."""
     place = place_of(config)
     rate = remembered_rate(config, place)
     return Machine(device=str(place.device), flops_per_second=None if rate is None else rate.flops_per_second)
@@ -144,7 +144,7 @@ def _bytes(count: int) -> str:
 
 
 def _device_memory(device: torch.device) -> int | None:
-    """Bytes that the device has in all; None where nobody tells."""
+    """Total memory of the device in bytes; None if unknown."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return psutil.virtual_memory().total  # Also Apple's GPUs, which share it.

@@ -1,4 +1,4 @@
-"""`gptlab sample RUN`: let a trained run continue a text."""
+"""`gptlab sample RUN`: continue a text with a trained run."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from gptlab.runtime.files.strict_json import to_json
 if TYPE_CHECKING:
     from gptlab.app.loaded_run import LoadedRun
 
-# Samples may hold any character; those that move a cursor or ring a bell stay away from a terminal.
+# Samples may hold any character; control characters are not sent to a terminal.
 _CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleArguments(LoadArguments):
     prompt: tuple[str, ...] = ()
-    """Text to continue; several as "A" "B" or repeated; with a dash in front as --prompt="-x". None given: those that
-    the run samples, or else the start of a document."""
+    """Text to continue. Several: "A" "B", or repeat the flag; with a leading dash: --prompt="-x". None: the prompts of
+    the run, else the start of a document."""
     max_tokens: int | None = None
-    """Tokens to generate for each prompt, at most. None: as in the run's configuration."""
+    """Maximum tokens to generate for each prompt. None: as in the run's configuration."""
     temperature: float | None = None
-    """0: the likeliest token every time (greedy). None: as in the run's configuration."""
+    """Softmax temperature. 0: always the likeliest token (greedy). None: as in the run's configuration."""
     top_k: int | None = None
-    """Draw among so many likeliest tokens; 0: among all. None: as in the run's configuration."""
+    """Sample from the N likeliest tokens. 0: all. None: as in the run's configuration."""
     seed: int | None = None
-    """Seeds the draws, together with the prompt. None: the run's seed."""
+    """Random seed, combined with the prompt. None: the run's seed."""
     stop: bool = True
-    """End where the model begins a new document."""
+    """Stop where the model starts a new document."""
     json: bool = False
-    """Print one JSON object when all texts are drawn."""
+    """Print one JSON object once all texts are sampled."""
 
     def __post_init__(self) -> None:
         require_positive("--max-tokens", self.max_tokens)
@@ -45,7 +45,7 @@ class SampleArguments(LoadArguments):
         require(self.seed is None or 0 <= self.seed < 2**63, "--seed", self.seed, "must be between 0 and 2^63 - 1", 0)
 
     def over(self, configured: SampleConfig, sampled: Sequence[str]) -> SampleConfig:
-        """The run's sample settings with what was asked for put in; `sampled`: the prompts that the run took itself."""
+        """The run's sample settings, with those given here. `sampled`: the prompts that the run sampled itself."""
         return replace(
             configured,
             prompts=self.prompt or configured.prompts or tuple(sampled) or ("",),
@@ -56,12 +56,12 @@ class SampleArguments(LoadArguments):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints each prompt with its continuation on stdout: as it is drawn, or, of several processes, when all are."""
+    """Print each prompt with its continuation on stdout, as it is sampled; with several processes, once all are."""
     arguments = parse(
         SampleArguments,
         argv,
         prog="gptlab sample",
-        description="Let a trained run continue a text, token by token.",
+        description="Continue a text with a trained run, token by token.",
     )
     from gptlab.app.ranks import together
     from gptlab.eval.engine import drawn_together
@@ -70,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
     with together() as (group, console), memory_told(smaller_model):
         run = arguments.load(console, group)
         settings = arguments.over(run.config.sample, sampled_prompts(run))
-        # Set up before the first is printed, so that a prompt that cannot be encoded leaves no half of the output.
+        # All are set up before the first is printed, so that a prompt that cannot be encoded leaves no partial output.
         texts = drawn_together(_streams(run, arguments, settings), group)
     if group.is_main:
         with memory_told(smaller_model):
@@ -88,7 +88,7 @@ def _samples(run: LoadedRun, prompts: Sequence[str], texts: Sequence[Iterable[st
 
 
 def sampled_prompts(run: LoadedRun) -> list[str]:
-    """The different prompts in the run's metrics, in their order; empty where it took no sample yet."""
+    """The distinct prompts in the run's metrics, in order; empty if it has no samples yet."""
     from gptlab.runtime.records.metrics import read_metrics
 
     path = run.directory.metrics_path
@@ -122,7 +122,7 @@ def _show(prompts: Sequence[str], texts: Sequence[Iterable[str]]) -> None:
 
 
 def write_stream(out: TextIO, pieces: Iterable[str]) -> None:
-    """Show text as it comes: without control characters on a terminal, with ? for what `out` cannot encode."""
+    """Write text as it is sampled: without control characters on a terminal, with ? for what `out` cannot encode."""
     encoding = out.encoding or "utf-8"
     for piece in pieces:
         text = piece.translate(_CONTROLS) if out.isatty() else piece
