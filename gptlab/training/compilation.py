@@ -61,7 +61,7 @@ def keep_compiled() -> Path:
     """Let torch.compile keep what it builds in the user's cache, unless the environment names another folder, before
     anything compiles. Returns the folder that it is.
 
-    Never in `data.cache_dir`: what torch finds there it runs, and a run's configuration may be a stranger's.
+    Never in `data.cache_dir`: torch runs what it finds there, and a run's configuration may be untrusted.
     """
     return Path(os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_root(None) / "compile")))
 
@@ -110,7 +110,7 @@ def make_kernels(state: TrainState, config: RunConfig, warn: Callable[[str], Non
 
 
 def _cannot_compile(device: torch.device) -> str | None:
-    """Why torch.compile cannot be had, as far as can be told without trying."""
+    """Why torch.compile is not available, as far as is known without trying."""
     if not compiler_available(device):
         needed = "Triton" if device.type == "cuda" else "a C++ compiler (g++ or clang++)"
         return f"torch.compile needs {needed}, and none was found"

@@ -1,4 +1,4 @@
-"""Everything that changes while a run goes on. What is not in here cannot matter to a resumed run."""
+"""Everything that changes during a run. What is not in here cannot matter to a resumed run."""
 
 from __future__ import annotations
 
