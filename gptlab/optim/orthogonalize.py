@@ -8,8 +8,8 @@ Newton-Schulz, for singular values down to 1/250 of the Frobenius norm; smaller 
 What was measured on two CPU cores (oneDNN bf16, AVX512-BF16), and not used because of it:
 - Iterating on the d x d Gram matrix, with one product by X at the end, takes 50 d^3 operations instead of 90 for
   d x 4d. In bfloat16 it diverges (singular values of 10^7 on a spectrum that falls like 1/i): the Gram matrix squares
-  the condition number, and bfloat16 keeps 8 bits of it. Forming it again after two steps is stable at two to three times
-  the error, and saves a fifth of the optimizer's products, which is 1% of a training step.
+  the condition number, and bfloat16 keeps 8 bits of it. Forming it again after two steps is stable at two to three
+  times the error, and saves a fifth of the optimizer's products, which is 1% of a training step.
 - A loop of `mm` over the stack is up to a fifth slower than `bmm`, and reused output buffers gain nothing.
 """
 
