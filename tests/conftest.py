@@ -1,4 +1,4 @@
-"""Settings of all tests, and which of them a machine may leave out."""
+"""Settings of all tests, and which of them a machine may skip."""
 
 from __future__ import annotations
 
@@ -38,8 +38,11 @@ def may_skip(reason: str) -> bool:
 
 @pytest.fixture(scope="session", autouse=True)
 def _libraries_stay_frozen() -> Iterator[None]:
-    """A run looks for garbage before its first step, and thaws behind its last what it froze: all of torch and of the
-    libraries of the tests, a third of a second for each of hundreds of runs. So what is frozen once stays so."""
+    """Objects that a run froze stay frozen after it.
+
+    Each run collects garbage before its first step. With torch and the libraries of the tests in memory, that takes a
+    third of a second, in each of hundreds of runs.
+    """
 
     @functools.wraps(gc.unfreeze)
     def stay_frozen() -> None: ...

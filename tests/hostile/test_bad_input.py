@@ -155,7 +155,7 @@ def finished(template: Path, place: Path) -> RunDirectory:
 
 @pytest.fixture
 def interrupted(finished: RunDirectory) -> RunDirectory:
-    """The same run, killed behind its last checkpoint."""
+    """The same run, killed after its last checkpoint."""
     finished.summary_path.unlink()
     finished.set_status("running")
     return finished

@@ -49,7 +49,7 @@ def in_code(text: str) -> list[str]:
 
 @cache
 def names_in(file: str) -> frozenset[str]:
-    """Names as pytest has them behind FILE::, without parameters."""
+    """Names as pytest has them after FILE::, without parameters."""
     body = ast.parse(file_of_test(file).read_text(encoding="utf-8")).body
     names = {node.name for node in body if isinstance(node, ast.FunctionDef)}
     for group in body:
@@ -60,7 +60,7 @@ def names_in(file: str) -> frozenset[str]:
 
 ROWS = rows(PAGE)
 UNPROVEN = {
-    "test_loader.py::test_on_a_gpu_the_steps_are_those_of_the_cpu",  # left out on machines without one
+    "test_loader.py::test_on_a_gpu_the_steps_are_those_of_the_cpu",  # skipped on machines without one
     "test_hub.py::test_a_cut_connection_goes_on_where_it_stopped",  # huggingface_hub does that
 }
 """Tests of rows that are the same without a mutation under which they would be seen to fail."""

@@ -154,7 +154,7 @@ class TestWorldSizes:
 
 
 class TestBrokenSteps:
-    """On one rank of three; all leave the update out, and nothing is left of it."""
+    """On one rank of three: all ranks skip the update."""
 
     @pytest.mark.parametrize("name", ["nan-loss", "nan-gradient"])
     def test_as_if_the_batch_had_never_been(self, played: Path, name: str) -> None:

@@ -231,7 +231,7 @@ class TestRuns:
         assert differences(outcome(played / "changed"), outcome(played / "one")) == []
 
     def test_which_are_not_those_of_sums_as_they_come(self, played: Path) -> None:
-        """The same run by plain sums is the same to rounding, and has other weights behind every update."""
+        """The same run by plain sums is the same to rounding, and has other weights after every update."""
         exact, plain = (lines_of(played / name, "train") for name in ("one", "plain"))
         assert exact[-1]["loss"] == pytest.approx(plain[-1]["loss"], rel=1e-3)
         ours, others = (of(played, name, 0)["weights"] for name in ("one", "plain"))

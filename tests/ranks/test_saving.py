@@ -76,7 +76,7 @@ def codes(folder: Path, scene: str, ranks: int) -> set[int]:
 
 
 def steps(run: Path) -> list[int]:
-    """Of the checkpoints that stand, all of them intact, with nothing beside them."""
+    """Of the complete checkpoints, all of them intact, with nothing beside them."""
     paths = list_checkpoints(run / "checkpoints")
     for path in paths:
         verify_checkpoint(path)
@@ -89,7 +89,7 @@ def saved_lines(run: Path) -> list[int]:
 
 
 def test_of_its_own_step_and_the_line_in_its_place(played: Path) -> None:
-    """Rank 1 writes while the others train on; what stands is what stands where all wait for every save."""
+    """Rank 1 writes while the others train on; the checkpoints are those of a run that waits for every save."""
     assert codes(played, "slow", 3) == {0}
     lines = [(line["kind"], line["step"]) for line in read_metrics(played / "slow/metrics.jsonl")]
     assert lines == [(line["kind"], line["step"]) for line in read_metrics(played / "blocking/metrics.jsonl")]
@@ -162,7 +162,7 @@ def test_a_signal_waits_for_all_ranks(played: Path) -> None:
 
 
 def test_a_rank_that_dies_while_it_saves_leaves_no_checkpoint(played: Path) -> None:
-    """And the run goes on from the one before it, with another number of processes."""
+    """The run resumes from the one before it, with another number of processes."""
     folder = played / "died/checkpoints"
     for rank in (0, 2):
         assert not (played / f"died-{rank}.json").exists() or of(played, "died", rank)["code"] == 3

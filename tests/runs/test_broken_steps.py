@@ -1,4 +1,4 @@
-"""Broken steps: updates left out and spikes gone back from, against steps taken by hand that never had the data."""
+"""Broken steps: skipped updates and rewinds after spikes, against steps taken by hand that never had the data."""
 
 from __future__ import annotations
 
@@ -45,16 +45,15 @@ from gptlab.training.step import Update, gradients, update
 
 STEPS = 12  # of tiny_runs.FLAGS, with checkpoints at 4, 8 and 12
 SMALL: dict[str, Any] = {"model.n_layer": 1, "eval.every_steps": 6, "sample.prompts": []}
-"""What these runs leave out: none of it matters to a broken step."""
+"""Runs without what does not matter to a broken step."""
 SPIKES: dict[str, Any] = {"faults__spike_factor": 3.0, "faults__spike_window": 4}
 """The losses of these runs fall from 5.5 to 4: none of their own is a spike."""
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _small() -> Iterator[None]:
-    """What does not matter to a broken step is left away."""
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in {"model.n_layer": 1, "eval.every_steps": 6, "sample.prompts": []}.items():
+        for name, value in SMALL.items():
             patch.setitem(FLAGS, name, value)
         yield
 
@@ -282,10 +281,10 @@ class TestFloat16:
 
 SPIKED: dict[str, tuple[Broken, list[int | None], list[tuple[Any, ...]]]] = {
     # {name: (what breaks, the data of each step in the end, (step, to_step) of each event)}
-    "behind a checkpoint": (broken_loss(9, factor=50.0), [*range(8), *range(10, 14)], [(10, 8)]),
+    "after a checkpoint": (broken_loss(9, factor=50.0), [*range(8), *range(10, 14)], [(10, 8)]),
     "above max_loss": (broken_loss(9, factor=1e6), [*range(8), *range(10, 14)], [(10, 8)]),
     # The weights of step 8 were saved, but had given no loss before: it may be theirs.
-    "right behind a checkpoint": (broken_loss(8, factor=50.0), [*range(4), *range(9, 17)], [(9, 4)]),
+    "right after a checkpoint": (broken_loss(8, factor=50.0), [*range(4), *range(9, 17)], [(9, 4)]),
     "again at once": (broken_loss(9, 10, factor=50.0), [*range(4), *range(11, 19)], [(10, 8), (9, 4)]),
     "again later": (broken_loss(9, 12, factor=50.0), [*range(8), *range(13, 17)], [(10, 8), (11, 8)]),
     "too many in a row": (

@@ -72,12 +72,12 @@ def test_a_process_that_is_killed(folder: Path) -> None:
 
 
 def test_killed_anywhere_again_and_again(folder: Path, uninterrupted: Outcome) -> None:
-    """One run that is killed right behind each of these lines, or before it, in turn."""
+    """One run that is killed right after each of these lines, or before it, in turn."""
     run = folder / "again-and-again"
     for kind, step, before in [
-        ("eval", 0, False),  # nothing is saved yet: the run begins anew
+        ("eval", 0, False),  # nothing is saved yet: the run starts from scratch
         ("train", 3, False),
-        ("checkpoint", 4, True),  # the first checkpoint stands, its line does not
+        ("checkpoint", 4, True),  # the first checkpoint is complete, its line is missing
         ("train", 5, False),
         ("eval", 6, False),  # evaluated, not sampled
         ("sample", 6, False),  # one of two samples made
@@ -229,7 +229,7 @@ PARTS = {
     "marks.sampled": entry("marks.sampled", None, of_whole_run=True),
     "best": entry("best", None, of_whole_run=True),
 }
-"""A few of each kind. test_saved_parts.py (`make test-faults`) finds all there are, and leaves out each."""
+"""A few of each kind. test_saved_parts.py (`make test-faults`) finds every part and removes each in turn."""
 
 
 PLAIN = {"model__dropout": 0.0, "model__n_layer": 1}
@@ -252,8 +252,8 @@ def killed(folder: Path) -> dict[bool, Path]:
 class TestSavedPartsCount:
     """Forget one part of a checkpoint, and the comparison of this file must notice.
 
-    Without dropout here: dropout draws from a generator that each micro-batch seeds anew, by (seed, step, micro-batch),
-    so behind a step with dropout torch's generator stands where that step put it, and what a checkpoint says about it
+    Without dropout here: dropout draws from a generator that each micro-batch seeds by (seed, step, micro-batch), so
+    after a step with dropout the state of torch's generator is that step's own, and what a checkpoint says about it
     cannot matter.
     """
 

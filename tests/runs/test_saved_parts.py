@@ -45,7 +45,7 @@ STARTUP = 7.0
 
 @dataclass(frozen=True)
 class Scene:
-    """A run that is killed right behind a line, and so goes on from the checkpoint before it."""
+    """A run that is killed right after a line, and so resumes from the checkpoint before it."""
 
     killed_behind: tuple[str, int]
     changes: dict[str, Any] = field(default_factory=dict)
@@ -71,7 +71,7 @@ LOSS_OF_STEP_4 = 5.0
 
 @contextlib.contextmanager
 def lively_loss_scale() -> Iterator[None]:
-    """Within the context, float16's loss scale grows behind every third step, not behind 2000."""
+    """Within the context, float16's loss scale grows after every third step, not after 2000."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.amp, "GradScaler", functools.partial(torch.amp.GradScaler, growth_interval=3))
         yield

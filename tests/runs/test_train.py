@@ -203,7 +203,7 @@ class TestOnATerminal:
             assert len(row.rstrip()) <= 80
 
     def test_the_closing_block_is_the_last_that_is_drawn(self, drawn: str) -> None:
-        """No live line is left behind it, and the cursor is there again."""
+        """No live line is left after it, and the cursor is there again."""
         rows = [re.sub(r"\x1b\[[0-9?]*[A-Za-z]", "", row).strip() for row in drawn.splitlines()]
         assert [row.partition(":")[0] for row in rows if row][-len(CLOSING_KEYS) :] == CLOSING_KEYS
         assert drawn.count("\x1b[?25l") == drawn.count("\x1b[?25h")
@@ -747,10 +747,10 @@ def test_many_passes_over_the_data_are_a_warning(folder: Path) -> None:
 
 
 class TestPreemption:
-    """A signal ends the run behind the step in hand; resumed, it is the run that no signal ever reached."""
+    """A signal ends the run after the current step; resumed, it equals the run that no signal reached."""
 
     def test_preempted_again_and_again(self, folder: Path, expected: Outcome) -> None:
-        """One run that is stopped right behind each of these lines in turn, and resumed in between."""
+        """One run that is stopped right after each of these lines in turn, and resumed in between."""
         run = folder / "preempted"
         # The line of a save in the background is written during a later step; see test_background_save.py.
         argv: list[object] = ["train", *arguments(folder, run.name, {"checkpoint.background": False})]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import importlib
 import io
 import json
 import math
@@ -37,7 +38,7 @@ from gptlab.training.step import LossFunction
 
 
 def play(scene: dict[str, Any], port: int, rank: int) -> dict[str, Any]:
-    """One command on one rank: what it printed, how it ended, and its weights behind every update."""
+    """One command on one rank: what it printed, how it ended, and its weights after every update."""
     world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": scene["ranks"], "MASTER_ADDR": "127.0.0.1"}
     os.environ |= {name: str(value) for name, value in (world | {"MASTER_PORT": port}).items()}
     weights: list[int] = []
@@ -145,8 +146,10 @@ def play_all(folder: Path, scenes: list[dict[str, Any]], ports: list[int], rank:
 
 
 def freeze_libraries() -> None:
-    """A run looks for garbage before its first step, and thaws behind its last what it froze: all of torch, half a
-    second for each run of each process. So what is frozen here stays so, also in processes that part from this one."""
+    """Keep what is imported out of the garbage collector for good, also in processes that are forked from this one.
+
+    Each run collects garbage before its first step. With all of torch in memory, that takes half a second.
+    """
     gc.collect()
     gc.freeze()
     gc.unfreeze = lambda: None
@@ -175,6 +178,8 @@ if __name__ == "__main__":
     # Before the processes part, so that what is found out once (imports, the machine's speed) is found out once.
     assert scenes[0]["ranks"] == 1
     play_all(folder, scenes[:1], ports[:1], 0)
+    if any("compiler" in scene for scene in scenes):
+        importlib.import_module("torch._dynamo")
     freeze_libraries()
     children = []
     for rank in range(max(scene["ranks"] for scene in scenes)):

@@ -68,7 +68,7 @@ def killing(*, folder: str, report: str, rank: int, point: str, of_rank: int = 0
 
 
 class Failpoints:
-    """SIGKILL comes before the operation; into a write, behind its first half. What was reached is written to `report`
+    """SIGKILL comes before the operation; in a write, after its first half. What was reached is written to `report`
     first, which proves that it was."""
 
     def __init__(self, folder: Path, kill_at: str | None = None, report: Path | None = None) -> None:

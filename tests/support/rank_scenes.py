@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import io
 import json
 import os
@@ -118,7 +119,7 @@ def break_data(steps: Sequence[int], what: str, factor: float = float("nan")) ->
 
 
 def play(scene: Mapping[str, Any], rank: int, attempt: int) -> dict[str, Any]:
-    """One command on one rank: what it printed, how it ended, weights and its moments behind every update."""
+    """One command on one rank: what it printed, how it ended, weights and its moments after every update."""
     weights: list[int] = []
     moments: list[int] = []
     update = step_module.update
@@ -216,6 +217,7 @@ if __name__ == "__main__":
     # Before the processes part, so that what is found out once (imports, the machine's speed) is found out once.
     for argv in lanes.pop("first"):
         assert main(argv) == 0
+    importlib.import_module("torch._dynamo")  # for the compiled scenes
     freeze_libraries()
     children = []
     for lane in lanes.values():

@@ -150,8 +150,10 @@ def command(argv: Sequence[object]) -> tuple[int, str, str]:
 
 
 class Forked:
-    """A command in a process that parts from this one, in which everything is imported: as much of subprocess.Popen as
-    the tests need. It may be killed, and whatever signal comes to it meets Python's own handlers first."""
+    """A command in a process that is forked from this one, where everything is imported already.
+
+    It has as much of subprocess.Popen's interface as the tests need. Signals meet Python's default handlers.
+    """
 
     def __init__(self, argv: Sequence[object], prelude: str) -> None:
         read, write = os.pipe()
@@ -216,7 +218,7 @@ class Forked:
 
 
 def start(argv: Sequence[object], *, prelude: str = "") -> Forked:
-    """`gptlab ARGV` in a process of its own, behind the Python statements of `prelude`."""
+    """`gptlab ARGV` in a process of its own, after the Python statements of `prelude`."""
     return Forked(argv, prelude)
 
 
@@ -236,7 +238,7 @@ def read_to_step(process: subprocess.Popen[str], step: int, *, after: str = "") 
 
 @contextlib.contextmanager
 def at_line(kind: str, step: int, action: Callable[[], None], *, before: bool = False) -> Iterator[None]:
-    """Within the context, `action` comes right behind (or before) the first metrics line of this kind and step."""
+    """Within the context, `action` is called right after (or before) the first metrics line of this kind and step."""
     write, lines = MetricsLog.write, []
 
     def write_and_act(log: MetricsLog, line_kind: Any, /, **fields: object) -> None:
@@ -256,7 +258,7 @@ def at_line(kind: str, step: int, action: Callable[[], None], *, before: bool = 
 
 @contextlib.contextmanager
 def killed_at(kind: str, step: int, *, before: bool = False) -> Iterator[None]:
-    """Within the context, training ends right behind (or before) the first metrics line of this kind and step."""
+    """Within the context, training ends right after (or before) the first metrics line of this kind and step."""
 
     def die() -> None:
         raise Killed
