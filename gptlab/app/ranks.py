@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from gptlab.config.errors import UserError
 from gptlab.config.load import config_to_json
 from gptlab.config.run import RunConfig
-from gptlab.config.scaling import Machine
 from gptlab.runtime.processes.distributed import Group, World, join
 from gptlab.runtime.processes.liveness import PeerFailed
 from gptlab.runtime.records.console import Console, QuietConsole
@@ -70,32 +68,6 @@ def rank_0_first(what: str, group: Group) -> Iterator[None]:
     yield
     if group.is_main:
         group.barrier(what)
-
-
-def sized_together(
-    configure: Callable[[Callable[[RunConfig], Machine]], RunConfig],
-    measure: Callable[[RunConfig], Machine],
-    group: Group,
-) -> tuple[RunConfig, Machine | None]:
-    """`configure(measure)`, with rank 0's measurements on all ranks: two measurements could give two sizes.
-
-    Also returns the last measurement; None where the recipe asks for none.
-    """
-    measured: list[Machine] = []
-
-    def measured_here(config: RunConfig) -> Machine:
-        measured.append(measure(config))
-        return measured[-1]
-
-    if group.is_main:
-        config = configure(measured_here)
-        group.broadcast("machine", [dataclasses.asdict(machine) for machine in measured])
-        return config, measured[-1] if measured else None
-    measured = [Machine(**said) for said in group.broadcast("machine")]
-    # A rank that was started with another recipe may ask for more; `require_same_run` then refuses it.
-    replayed = iter(measured)
-    config = configure(lambda _: next(replayed, Machine(device="unknown", flops_per_second=None)))
-    return config, measured[-1] if measured else None
 
 
 def require_same_mode(mode: str, group: Group) -> None:

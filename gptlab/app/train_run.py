@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from gptlab.app.attempt import EXIT_PREEMPTED, Attempt, Result
 from gptlab.app.own_parts import NO_PARTS, OwnParts
 from gptlab.app.ranks import exit_code
 from gptlab.app.run_request import RunRequest
 from gptlab.config.run import RunConfig
+from gptlab.config.scaling import Machine
 from gptlab.runtime.hardware.spinning import limit_spinning
 from gptlab.runtime.processes.distributed import World, join
 from gptlab.runtime.processes.job import open_job
 from gptlab.runtime.records.console import Console, QuietConsole
 from gptlab.runtime.records.run_directory import RunDirectory
 from gptlab.training.signals import EarlyStop
-
-if TYPE_CHECKING:
-    from gptlab.config.scaling import Machine
 
 
 def train_run(
@@ -162,9 +160,14 @@ def _configured(attempt: Attempt, request: RunRequest) -> tuple[RunConfig, Machi
             measured.append(timed_machine(config, attempt.group.world, silent, silent))
         return measured[-1]
 
-    if attempt.group.size > 1:
-        from gptlab.app.ranks import sized_together
-
-        return sized_together(request.config, measure, attempt.group)
-    config = request.config(measure)
+    # All ranks use rank 0's measurements: those of each rank could give several sizes.
+    group = attempt.group
+    if group.is_main:
+        config = request.config(measure)
+        group.broadcast("machine", [asdict(machine) for machine in measured])
+    else:
+        measured = [Machine(**values) for values in group.broadcast("machine")]
+        # A rank that was started with another recipe may ask for more; `require_same_run` then refuses it.
+        replayed = iter(measured)
+        config = request.config(lambda _: next(replayed, Machine(device="unknown", flops_per_second=None)))
     return config, measured[-1] if measured else None
