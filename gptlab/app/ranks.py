@@ -93,19 +93,13 @@ def require_same_run(config: RunConfig, facts: Mapping[str, object], group: Grou
                 raise UserError(f"rank {rank}'s {_difference(mine, theirs)}: {_START_ALIKE}")
 
 
-def require_same_implementations(place: Place, compiler: str, group: Group) -> dict[str, str]:
-    """{part of the run: what computes it}. `compiler` is final only after the warm-up, where the compiler may fail.
-
-    UserError on rank 0 where another rank uses another implementation: the ranks' weights would soon differ. The other
-    ranks end with rank 0.
-    """
+def require_same_implementations(ours: Mapping[str, str], place: Place, group: Group) -> None:
+    """UserError on rank 0 where another rank computes a part of the run by another implementation: the ranks' weights
+    would soon differ. The other ranks end with rank 0. `ours`: {part: what computes it} on this rank."""
     from gptlab.model.kernels import ops
 
-    ours = ops.implementations(place.device, place.dtype) | {"compile": compiler}
-    if group.size == 1:
-        return ours
     missing = ops.missing_kernels(place.device, place.dtype)
-    everybody = group.gather("implementations", {"found": ours, "missing": missing})
+    everybody = group.gather("implementations", {"found": dict(ours), "missing": missing})
     for rank, theirs in enumerate(everybody if group.is_main else []):
         found = theirs["found"]
         if found != ours:
@@ -115,7 +109,6 @@ def require_same_implementations(place: Place, compiler: str, group: Group) -> d
                 f"rank {rank}'s implementations differ from rank 0's ({theirs['missing'] or what}): give all of them "
                 "the same C++ compiler, kind of processor and torch, and a writable cache ($GPTLAB_CACHE)"
             )
-    return ours
 
 
 _START_ALIKE = "start all of them alike"

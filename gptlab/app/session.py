@@ -23,6 +23,7 @@ from gptlab.eval.engine import drawn_together, sample_text
 from gptlab.eval.prompts import validation_prompts
 from gptlab.model.counting import FlopsPerToken, ParameterCounts, flops_per_token, parameter_counts
 from gptlab.model.interop.pretrained import find_pretrained, require_fits
+from gptlab.model.kernels.ops import implementations
 from gptlab.runtime.files.cache import cache_root
 from gptlab.runtime.hardware.device import cuda_version, device_name
 from gptlab.runtime.hardware.place import Place
@@ -72,6 +73,10 @@ class Session:
             from_run=from_run,
         )
         return record | ({} if self.start is None else {"init_from_fingerprint": self.start.fingerprint})
+
+    def implementations(self) -> dict[str, str]:
+        """{part of the run: what computes it}. `compile` is final after the warm-up, in which a compiler may fail."""
+        return implementations(self.place.device, self.place.dtype) | {"compile": self.kernels.compiler}
 
 
 def open_session(

@@ -105,7 +105,7 @@ def _prepare_and_train(
         from gptlab.app.ranks import require_same_implementations, require_same_run
 
         require_same_run(session.config, facts, group)
-        require_same_implementations(place, session.kernels.compiler, group)
+        require_same_implementations(session.implementations(), place, group)
     if (recorded := origin if resumed is None else resumed.run) is not None:
         from gptlab.app.repeat import what_differs
 
