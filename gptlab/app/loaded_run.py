@@ -25,7 +25,7 @@ from gptlab.eval.bits_per_byte import Evaluation, evaluate
 from gptlab.eval.core import CoreResult, encode_tasks, gpt_logits, measure_core
 from gptlab.eval.core_tasks import find_bundle, read_tasks
 from gptlab.model.gpt import GPT, build_model
-from gptlab.model.interop.hf_folder import read_hf_weights
+from gptlab.model.interop.hf_weights import read_hf_weights
 from gptlab.model.interop.pretrained import Pretrained
 from gptlab.model.kernels.ops import missing_kernels
 from gptlab.runtime.files.cache import cache_root

@@ -19,8 +19,8 @@ from gptlab.data.tokenizer.tokenizer import Tokenizer
 from gptlab.eval.bits_per_byte import Evaluation, evaluate
 from gptlab.eval.core import CoreResult, encode_tasks, gpt_logits, measure_core
 from gptlab.eval.core_tasks import find_bundle, read_tasks
-from gptlab.eval.engine import drawn_together, sample_text
 from gptlab.eval.prompts import validation_prompts
+from gptlab.eval.sampling import drawn_together, sample_text
 from gptlab.model.counting import FlopsPerToken, ParameterCounts, flops_per_token, parameter_counts
 from gptlab.model.interop.pretrained import find_pretrained, require_fits
 from gptlab.model.kernels.ops import implementations

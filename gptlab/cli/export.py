@@ -1,21 +1,19 @@
-"""`gptlab export RUN FOLDER`: a trained model as transformers loads it."""
+"""`gptlab export RUN FOLDER`: write a trained model in a form that transformers loads."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from gptlab.cli.arguments.parser import Positional, parse
-from gptlab.model.interop.export_config import ARCHITECTURES, MODELLING_MODULE, Form, choose_form, export_config
+from gptlab.model.interop.hf_config import ARCHITECTURES, MODELLING_MODULE, Form, choose_form, export_config
 from gptlab.runtime.files.staged_folder import require_free, staged_folder
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from gptlab.app.loaded_run import LoadedRun
 
 
@@ -24,24 +22,20 @@ class ExportArguments:
     run: Positional[str]
     """Folder of the run, such as runs/NAME."""
     folder: Positional[str]
-    """Folder to write, which does not exist yet or is empty."""
+    """Folder to write; it must not exist or be empty."""
     format: Literal["hf"] = "hf"
-    """hf: what transformers.AutoModelForCausalLM and AutoTokenizer load. As GPT-2 or NanoChat where the model's parts
-    allow, otherwise with a modelling file beside the weights, which needs trust_remote_code=True."""
+    """hf: for transformers.AutoModelForCausalLM and AutoTokenizer. As GPT-2 or NanoChat if the model's parts allow,
+    otherwise with a modelling file beside the weights, which needs trust_remote_code=True."""
     checkpoint: str = "latest"
     """latest | best (lowest recorded validation loss) | the number of a step."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the exported weights. float32: the master weights, bit for bit; bfloat16: rounded, half the bytes."""
+    """Type of the exported weights. float32: the master weights, bit for bit; bfloat16: rounded, half the size."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints on stdout what was written, in which form and why; everything else goes to stderr."""
-    arguments = parse(
-        ExportArguments,
-        argv,
-        prog="gptlab export",
-        description="Write a trained model as a folder that transformers loads.",
-    )
+    """Prints to stdout what was written, in which form and why; everything else goes to stderr."""
+    description = "Write a trained model as a folder that transformers loads."
+    arguments = parse(ExportArguments, argv, prog="gptlab export", description=description)
     target = Path(arguments.folder)
     require_free(target)
     from gptlab.app.loaded_run import load_run
@@ -55,18 +49,20 @@ def main(argv: Sequence[str]) -> int:
     if form == "gptlab":
         print(
             f"load it with trust_remote_code=True: transformers then runs {target / MODELLING_MODULE}.py, "
-            "which is gptlab's; whoever gets the folder from you may want to read it first"
+            "which is gptlab's; people you give the folder to may want to read it first"
         )
     return 0
 
 
 def export(run: LoadedRun, target: Path, *, form: Form, dtype: Literal["float32", "bfloat16"]) -> None:
-    """Write the model's folder, which appears whole or not at all. UserError where it cannot be written."""
+    """Write the model's folder, completely or not at all. UserError if it cannot be written."""
     import torch
 
     from gptlab.cli.export_card import model_card
     from gptlab.data.tokenizer.tokenizer import save_for_transformers
-    from gptlab.model.interop.export_weights import to_transformers
+    from gptlab.model.interop.hf_weights import to_transformers
+    from gptlab.runtime.files.strict_json import to_json
+    from gptlab.runtime.files.tensor_file import write_bytes, write_tensors
 
     model, bos_id = run.config.model, run.tokenizer.bos_id
     masters = {name: parameter.detach() for name, parameter in run.model.named_parameters()}
@@ -76,28 +72,19 @@ def export(run: LoadedRun, target: Path, *, form: Form, dtype: Literal["float32"
         texts[f"{MODELLING_MODULE}.py"] = modelling_source()
     objects = {
         "config.json": export_config(model, form, bos_id=bos_id, dtype=dtype),
-        # A model begins a new document where it has nothing more to say.
+        # A model that has nothing more to say begins a new document.
         "generation_config.json": {"bos_token_id": bos_id, "eos_token_id": bos_id, "pad_token_id": bos_id},
     }
     with staged_folder(target) as staged:
         save_for_transformers(run.tokenizer, staged, max_tokens=model.seq_len)
-        _fill(staged, tensors, texts, objects)
+        # transformers asks the file which framework wrote it.
+        write_tensors(staged / "model.safetensors", tensors, metadata={"format": "pt"})
+        for name, value in objects.items():
+            write_bytes(staged / name, (to_json(value, indent=2) + "\n").encode())
+        for name, text in texts.items():
+            write_bytes(staged / name, text.encode())
 
 
 def modelling_source() -> str:
-    """The modelling file. gptlab reads it and never imports it, which would need transformers."""
+    """The text of the modelling file. gptlab never imports it, which would need transformers."""
     return (resources.files("gptlab.model.interop") / f"{MODELLING_MODULE}.py").read_text(encoding="utf-8")
-
-
-def _fill(
-    folder: Path, tensors: Mapping[str, Tensor], texts: Mapping[str, str], objects: Mapping[str, Mapping[str, object]]
-) -> None:
-    from gptlab.runtime.files.strict_json import to_json
-    from gptlab.runtime.files.tensor_file import write_bytes, write_tensors
-
-    # transformers asks the file which framework wrote it.
-    write_tensors(folder / "model.safetensors", tensors, metadata={"format": "pt"})
-    for name, value in objects.items():
-        write_bytes(folder / name, (to_json(value, indent=2) + "\n").encode())
-    for name, text in texts.items():
-        write_bytes(folder / name, text.encode())

@@ -1,4 +1,4 @@
-"""The model card of an exported model: what it is, how well it does, how it is loaded."""
+"""The model card of an exported model: what it is, how good it is, how to load it."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from gptlab.app.loaded_run import LoadedRun
-from gptlab.model.interop.export_config import ARCHITECTURES, MODELLING_MODULE, Form
+from gptlab.model.interop.hf_config import ARCHITECTURES, MODELLING_MODULE, Form
 from gptlab.runtime.records.metrics import read_metrics
 
 _TRUST = {True: ", trust_remote_code=True", False: ""}
 
 
 def model_card(run: LoadedRun, form: Form, *, n_params: int) -> str:
-    """README.md as the Hugging Face hub reads it. Names folders by their last part alone: the card is for others."""
+    """README.md in the form that the Hugging Face hub reads. It shows only the last part of a path: others read it."""
     model, bos = run.config.model, run.tokenizer.bos_id
     own = form == "gptlab"
     classes = f"`{ARCHITECTURES[form]}`" + (f", which is in `{MODELLING_MODULE}.py`" if own else " of transformers")
@@ -58,7 +58,7 @@ def model_card(run: LoadedRun, form: Form, *, n_params: int) -> str:
 
 
 def _training(run: LoadedRun) -> list[str]:
-    """How it came about, and its validation as measured at the exported step."""
+    """The origin of the weights, and the validation loss measured at the exported step."""
     path = run.directory.metrics_path
     measured = [
         line

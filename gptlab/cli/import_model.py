@@ -1,4 +1,4 @@
-"""`gptlab import hf | nanogpt PATH DIR`: a model trained elsewhere as a run folder, which every other command takes."""
+"""`gptlab import hf | nanogpt PATH DIR`: turn a model trained elsewhere into a run folder for all other commands."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ usage: gptlab import {hf,nanogpt} PATH DIR [ARGUMENTS]
 DIR becomes a run folder for `gptlab sample`, `eval` and `export`, and for `gptlab train --init-from DIR`."""
 
 EVAL_TOKENS = 131_072
-"""What `gptlab eval` measures an imported model on by default (quickstart's number); 33 TFLOP for GPT-2."""
+"""Tokens that `gptlab eval` measures an imported model on by default (quickstart's number); 33 TFLOP for GPT-2."""
 _PLAIN_FILES = ["config.json", "tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt"]
 _SAFE_FILES = ["model.safetensors", "model-*.safetensors", "model.safetensors.index.json"]
 _PICKLED_FILES = ["pytorch_model.bin"]
@@ -55,7 +55,7 @@ class NanoGptArguments:
     dir: Positional[str]
     """Folder of the new run."""
     meta: str | None = None
-    """meta.pkl of the data that it was trained on, which says which character each token is. None: GPT-2's tokens."""
+    """meta.pkl of the data that it was trained on, which maps tokens to characters. None: GPT-2's tokens."""
     tokenizer: str | None = None
     """Folder with the model's tokenizer, instead of --meta."""
     data: tuple[str, ...] = DataConfig().source
@@ -64,13 +64,13 @@ class NanoGptArguments:
 
 @dataclass(frozen=True, slots=True)
 class _Foreign:
-    """What an import brings."""
+    """An imported model."""
 
     model: ModelConfig
     tokenizer: Tokenizer
     weights: Mapping[str, Tensor]
     notes: Mapping[str, object]
-    """What run.json keeps of where it came from."""
+    """The origin, for run.json."""
 
 
 def main(argv: list[str]) -> int:
@@ -81,7 +81,7 @@ def main(argv: list[str]) -> int:
         return 0
     if name not in commands:
         nearest = nearest_name(name, commands) or "hf"
-        raise UserError(f"{PROG} {name}: there is hf and nanogpt (nearest: {nearest})")
+        raise UserError(f"{PROG} {name}: unknown format, there are hf and nanogpt (nearest: {nearest})")
     commands[name](argv[1:])
     return 0
 
@@ -89,11 +89,11 @@ def main(argv: list[str]) -> int:
 def _hf(argv: list[str]) -> None:
     description = "Make a run folder of a model that transformers reads."
     arguments = parse(HfArguments, argv, prog=f"{PROG} hf", description=description)
-    from gptlab.model.interop.hf_folder import read_hf_weights
+    from gptlab.model.interop.hf_weights import read_hf_weights
     from gptlab.model.interop.pretrained import hf_pretrained, hub_repository
     from gptlab.runtime.records.console import Console
 
-    _require_free(Path(arguments.dir))  # said now, not after a download
+    _require_free(Path(arguments.dir))  # fails now, not after a download
     with Console() as console:
         folder, commit = Path(arguments.path), None
         if not folder.is_dir():
@@ -110,7 +110,7 @@ def _nanogpt(argv: list[str]) -> None:
     description = "Make a run folder of a checkpoint of nanoGPT. Only tensors and plain values are read; nothing runs."
     arguments = parse(NanoGptArguments, argv, prog=f"{PROG} nanogpt", description=description)
     if arguments.meta is not None and arguments.tokenizer is not None:
-        raise UserError("--meta and --tokenizer both say what the tokens are: give one of them")
+        raise UserError("--meta and --tokenizer both define the tokens: give only one of them")
     from gptlab.data.tokenizer.character_table import read_character_table
     from gptlab.data.tokenizer.tokenizer import CharTokenizer, gpt2_tokenizer, load_tokenizer
     from gptlab.model.interop.nanogpt_checkpoint import read_nanogpt
@@ -133,16 +133,16 @@ def _nanogpt(argv: list[str]) -> None:
 
 
 def _require_free(folder: Path) -> None:
-    """UserError unless the run folder does not exist, or is empty."""
+    """UserError unless the run folder does not exist or is empty."""
     from gptlab.runtime.files.staged_folder import require_free
     from gptlab.runtime.records.run_directory import RunDirectory
 
-    RunDirectory(folder).require_free()  # which says where a run is there already
+    RunDirectory(folder).require_free()  # names the run that is already there
     require_free(folder)
 
 
 def _write(foreign: _Foreign, folder: str, data: Sequence[str], argv: Sequence[str], console: Console) -> None:
-    """The run folder: finished, and with one checkpoint, of step 0. Nothing of it stays where it cannot be written."""
+    """Write the run folder, completely or not at all: status finished, with one checkpoint, of step 0."""
     import torch
 
     from gptlab.app.loaded_run import weights_fingerprint
@@ -157,7 +157,7 @@ def _write(foreign: _Foreign, folder: str, data: Sequence[str], argv: Sequence[s
     from gptlab.training.checkpoint.load import save_checkpoint
 
     model, tokenizer = foreign.model, foreign.tokenizer
-    # Masters are float32 or wider; float16 and bfloat16 become it without loss.
+    # Master weights are float32 or wider; float16 and bfloat16 convert without loss.
     weights = {
         name: value.to(torch.promote_types(value.dtype, torch.float32)) for name, value in foreign.weights.items()
     }
@@ -165,7 +165,7 @@ def _write(foreign: _Foreign, folder: str, data: Sequence[str], argv: Sequence[s
         recipe="imported",
         model=model,
         tokenizer=tokenizer_settings(tokenizer, None),
-        # nanoGPT's split, and rows that ask for no BOS, which a table of characters does not have.
+        # nanoGPT's split, and rows without BOS, which a table of characters does not have.
         data=DataConfig(
             source=tuple(part for word in data for part in word.split(",") if part),
             rows="random",
@@ -182,7 +182,7 @@ def _write(foreign: _Foreign, folder: str, data: Sequence[str], argv: Sequence[s
         tokenizer_fingerprint=tokenizer.fingerprint,
     )  # fmt: skip
     imported = {**foreign.notes, "fingerprint": weights_fingerprint(weights)}
-    del record["data_fingerprint"]  # what it was trained on is not known
+    del record["data_fingerprint"]  # the training data is unknown
 
     identity = RunIdentity(new_run_id(), config_to_json(config))
     record |= {"imported": imported, "run_id": identity.id, "config_sha256": config_sha256(identity.config)}
@@ -205,8 +205,8 @@ def _write(foreign: _Foreign, folder: str, data: Sequence[str], argv: Sequence[s
 
 
 def _download(repository: str, console: Console) -> Path:
-    """The folder of a model of the hub, fetched where it is not in the local cache; of its weights the safetensors, and
-    pickle only where there are none. UserError, one line, where that cannot be."""
+    """The folder of a model of the hub, downloaded unless the local cache has it; pickled weights only if there are no
+    safetensors. UserError, one line, if that fails."""
     from huggingface_hub import constants, snapshot_download
 
     from gptlab.model.interop.hf_config import WEIGHT_FILES
@@ -224,12 +224,12 @@ def _download(repository: str, console: Console) -> Path:
 def _why_not(error: Exception, address: str) -> str:
     from huggingface_hub import errors
 
-    # huggingface_hub wraps what happened on the way in "not found locally".
+    # huggingface_hub wraps network errors in "not found locally".
     cause = error.__cause__ if isinstance(error, errors.LocalEntryNotFoundError) and error.__cause__ else error
     if isinstance(cause, errors.GatedRepoError):
         return f"{address} asks for its terms to be accepted on its page, and for `hf auth login`"
     if isinstance(cause, errors.RepositoryNotFoundError):
-        return f"{address} has no such model, and here is no such folder"
+        return f"{address} has no such model, and there is no such folder here"
     if isinstance(cause, errors.OfflineModeIsEnabled):
         return "HF_HUB_OFFLINE is set and it is not in the local cache; unset it, or name a folder that holds the model"
     first = next(iter(str(cause).splitlines()), "") or type(cause).__name__

@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
         description="Continue a text with a trained run, token by token.",
     )
     from gptlab.app.ranks import together
-    from gptlab.eval.engine import drawn_together
+    from gptlab.eval.sampling import drawn_together
     from gptlab.runtime.hardware.out_of_memory import memory_told, smaller_model
 
     with together() as (group, console), memory_told(smaller_model):
@@ -97,7 +97,7 @@ def sampled_prompts(run: LoadedRun) -> list[str]:
 
 
 def _streams(run: LoadedRun, arguments: SampleArguments, settings: SampleConfig) -> list[Iterator[str]]:
-    from gptlab.eval.engine import sample_text
+    from gptlab.eval.sampling import sample_text
 
     return [
         sample_text(

@@ -1,1 +1,1 @@
-"""Bits per byte, the inference engine and sampling."""
+"""Judges a model by its logits: bits per byte, CORE, sampling."""

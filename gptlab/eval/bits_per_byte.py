@@ -1,9 +1,9 @@
-"""Validation loss and bits per byte, computed here from logits: the model's own loss is never asked.
+"""Validation loss and bits per byte, computed here from logits. The model's own loss is never used.
 
     bpb = sum(nats over target tokens that stand for bytes) / (ln 2 * sum(bytes of those tokens))
 
-Unlike nats per token, bits per byte compares models with different tokenizers: it charges for the text, not for the
-pieces that the text was cut into.
+Unlike nats per token, bits per byte compares models with different tokenizers: it measures the text, not the pieces
+that the text was cut into.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -19,24 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gptlab.config.errors import UserError
+from gptlab.data.rows import IGNORED, RowSource
 from gptlab.eval.mode import evaluation_mode
 from gptlab.runtime.processes.distributed import Group
 
-IGNORED = -1
-"""The target that does not count."""
-
-# Logits turned into losses at a time: 2^24 float32 are 64 MiB, which is what the log-softmax of a chunk allocates.
+# Logits turned into losses at a time: 2^24 float32 are 64 MiB, which the log-softmax of a chunk allocates.
 CHUNK_ELEMENTS = 2**24
-
-
-class Rows(Protocol):
-    """What is needed of a row source: rows by index, of one length."""
-
-    rows_per_epoch: int
-
-    def read(self, epoch: int, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Inputs and targets, (n, seq_len) each; IGNORED where a target does not count."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,36 +37,36 @@ class Evaluation:
     target_bytes: int
     """Bytes in `val_bpb`."""
     train_loss: float | None = None
-    """Nats per target token of training text, where that was measured too."""
+    """Nats per target token of training text, if that was measured too."""
 
 
 def evaluate(
     logits: Callable[[Tensor], Tensor],  # (B, T) int64 -> (B, T, V)
-    rows: Rows,
-    token_bytes: np.ndarray,  # (V,) bytes that each token encodes, 0: special
+    rows: RowSource,
+    token_bytes: np.ndarray,  # (V,) bytes that each token stands for, 0: special
     *,
     device: torch.device | str,
     micro_sequences: int,
     module: nn.Module | None = None,
     group: Group | None = None,
 ) -> Evaluation:
-    """One pass over all rows, `micro_sequences` at a time: this changes the speed, not the result. Of several processes
-    (`group`) each computes a share, and all have the result: from the same weights the same bits as that of one, since
-    the sums of the passes are added in the order of the passes.
+    """One pass over all rows, `micro_sequences` at a time, which changes the speed and not the result. The processes of
+    a `group` share the work, and all get the result: the same bits as from one process with the same weights, since
+    sums are added in the order of the passes.
 
     Every pass has the same shape (the last one is filled up with rows that do not count), so that a compiled model
-    compiles once. `module` is what computes the logits (default: `logits` itself, where it is a module): it is in
-    evaluation mode meanwhile. No random number is drawn. Raises UserError where there is nothing to evaluate.
+    compiles once. `module` computes the logits (default: `logits` itself, if it is a module) and is in evaluation mode
+    meanwhile. No random number is drawn. Raises UserError if there is nothing to evaluate.
     """
     if module is None and isinstance(logits, nn.Module):
         module = logits
     byte_count = torch.from_numpy(np.asarray(token_bytes, dtype=np.int64))
     group = group or Group()
     passes = -(-rows.rows_per_epoch // micro_sequences)
-    # Of each pass: nats, nats of tokens that stand for bytes, tokens, bytes (counts below 2^53).
+    # For each pass: nats, nats of tokens that stand for bytes, tokens, bytes (counts below 2^53).
     sums = torch.zeros(passes, 4, dtype=torch.float64)
     with evaluation_mode(module) if module is not None else torch.no_grad():
-        # As many passes on every rank, idle ones after the last: with fully sharded weights, a pass needs all ranks.
+        # As many on every rank; those after the last are discarded. With sharded weights, a pass takes all ranks.
         for number in range(group.rank, -(-passes // group.size) * group.size, group.size):
             inputs, targets = _batch(rows, min(number, passes - 1) * micro_sequences, micro_sequences)
             losses = token_nats(logits(inputs.to(device)), targets.to(device)).cpu().double()
@@ -94,9 +81,9 @@ def evaluate(
     nats = byte_nats = 0.0
     target_tokens = target_bytes = 0
     # Every rank adds zeros to the passes of the others, which is exact.
-    for of_pass, byte_of_pass, tokens, length in group.sum(sums, "evaluation").tolist():
-        nats += of_pass
-        byte_nats += byte_of_pass
+    for pass_nats, pass_byte_nats, tokens, length in group.sum(sums, "evaluation").tolist():
+        nats += pass_nats
+        byte_nats += pass_byte_nats
         target_tokens += int(tokens)
         target_bytes += int(length)
     if target_bytes == 0:
@@ -108,7 +95,7 @@ def token_nats(
     logits: Tensor,  # (B, T, V)
     targets: Tensor,  # (B, T) int64
 ) -> Tensor:  # (B, T) float32 (float64 for float64 logits)
-    """Negative log-likelihood of each target in nats, 0 where it is IGNORED; a bounded number of positions at once."""
+    """Negative log-likelihood of each target in nats, 0 where it is IGNORED. Bounds the positions computed at once."""
     vocab_size = logits.shape[-1]
     positions = max(1, CHUNK_ELEMENTS // vocab_size)
     pieces = zip(logits.reshape(-1, vocab_size).split(positions), targets.reshape(-1).split(positions), strict=True)
@@ -119,9 +106,9 @@ def token_nats(
     return torch.cat(nats).view(targets.shape)
 
 
-def _batch(rows: Rows, start: int, micro_sequences: int) -> tuple[Tensor, Tensor]:
-    """The rows from `start` on as an int64 pair (micro_sequences, seq_len); after the last one come repetitions of it
-    with ignored targets."""
+def _batch(rows: RowSource, start: int, micro_sequences: int) -> tuple[Tensor, Tensor]:
+    """The rows from `start` on, as an int64 pair (micro_sequences, seq_len). After the last row come copies of it with
+    ignored targets."""
     wanted = np.arange(start, start + micro_sequences)
     inputs, targets = rows.read(0, np.minimum(wanted, rows.rows_per_epoch - 1))
     targets = np.where((wanted < rows.rows_per_epoch)[:, None], targets, IGNORED)

@@ -3,12 +3,12 @@
     centered = (accuracy - accuracy of guessing) / (1 - accuracy of guessing)      of each task
     CORE     = mean of centered over the tasks
 
-Of several options the one with the lowest mean loss over its continuation's tokens is the answer; a language-modeling
-example is right where every token of its continuation is the likeliest one. Both are computed here from logits: the
-model's own loss is never asked. No random number is drawn, and all examples are texts by the same rules every time.
+The answer is the option whose continuation has the lowest mean loss per token. A language-modeling example is correct
+if every token of its continuation is the likeliest one. Both are computed here from logits. The model's own loss is
+never used, no random number is drawn, and examples become texts by the same rules every time.
 
-Three things make it fast and change nothing but rounding: only the positions that are scored get logits; options that
-differ in their last token alone (A, B, C, D) are one pass, since nothing reads that token; and sequences of several
+Three things make it fast and change only rounding: logits are computed only where a token is scored; options that
+differ only in their last token (A, B, C, D) take one pass, since nothing reads that token; and sequences of several
 examples, sorted by length, go through the model together.
 """
 
@@ -18,12 +18,12 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from gptlab.data.tokenizer.tokenizer import Tokenizer
 from gptlab.eval.bits_per_byte import token_nats
 from gptlab.eval.core_tasks import Kind, Task
 from gptlab.eval.mode import evaluation_mode
@@ -34,14 +34,6 @@ Logits = Callable[[Tensor, Tensor], Tensor]
 """(tokens (B, T) int64, positions (N,) int64 into the flattened tokens) -> logits at these positions, (N, V)."""
 
 
-class TextTokenizer(Protocol):
-    """What is needed of a tokenizer."""
-
-    bos_id: int | None
-
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Question:
     """One example as token ids."""
@@ -49,10 +41,10 @@ class Question:
     options: tuple[np.ndarray, ...]
     """(tokens,) int32 each, two at least."""
     starts: tuple[int, ...]
-    """Where the scored part of each option begins, 1 at least: something must stand in front of it. The option's length
-    where nothing of it is scored, since all the others begin with it."""
+    """Where the scored part of each option begins; at least 1, since something must precede it. The option's length if
+    nothing in it is scored, because all the others begin with it."""
     gold: int | None
-    """The option with the lowest mean loss must be this one. None: the one option must be the greedy continuation."""
+    """The correct option. None: the only option must be the greedy continuation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,18 +57,18 @@ class EncodedTask:
 @dataclass(frozen=True, slots=True)
 class CoreResult:
     accuracy: dict[str, float]
-    """Of each task, by label."""
+    """By task label."""
     centered: dict[str, float]
-    """0: as good as guessing; 1: all right."""
+    """By task label. 0: as good as guessing; 1: all correct."""
 
     @property
     def core_metric(self) -> float:
         return sum(self.centered.values()) / len(self.centered)
 
 
-def encode_tasks(tasks: Iterable[Task], tokenizer: TextTokenizer, context: int) -> list[EncodedTask]:
-    """Texts to token ids, once for any number of measurements. BOS, where there is one, comes first; what is
-    longer than `context` tokens loses its front, as nanochat crops. UserError for text that cannot be encoded."""
+def encode_tasks(tasks: Iterable[Task], tokenizer: Tokenizer, context: int) -> list[EncodedTask]:
+    """Texts to token ids, once for any number of measurements. They begin with BOS if there is one. Texts longer than
+    `context` tokens lose their beginning, as in nanochat. UserError for text that cannot be encoded."""
     encoded = []
     for task in tasks:
         prompts = [task.prompts(index) for index in range(task.n_scored)]
@@ -93,8 +85,7 @@ def encode_tasks(tasks: Iterable[Task], tokenizer: TextTokenizer, context: int) 
 
 
 def _question(kind: Kind, ids: list[np.ndarray], gold: int, context: int) -> Question:
-    """What the texts have in common, at their fronts or (schema) at their ends, divides what is given from what is
-    scored."""
+    """What the texts share, at the beginning or (schema) at the end, separates the given part from the scored part."""
     if kind == "schema":
         same = _common_prefix([tokens[::-1] for tokens in ids])
         starts = [len(tokens) - same for tokens in ids]
@@ -112,14 +103,14 @@ def _question(kind: Kind, ids: list[np.ndarray], gold: int, context: int) -> Que
 
 
 def _common_prefix(sequences: Sequence[np.ndarray]) -> int:
-    """Tokens that all begin with."""
+    """The number of tokens that all sequences begin with."""
     shortest = min(map(len, sequences))
     same = np.all([tokens[:shortest] == sequences[0][:shortest] for tokens in sequences], axis=0)
     return shortest if same.all() else int(same.argmin())
 
 
 def gpt_logits(model: GPT) -> Logits:
-    """Of the model as it is, never compiled: the shapes change from pass to pass."""
+    """The logits of the uncompiled model: shapes change from pass to pass."""
     return lambda tokens, positions: model.logits(model.hidden(tokens).flatten(0, 1)[positions])
 
 
@@ -160,19 +151,19 @@ def score(
     advance: Callable[[float], None] | None = None,
     group: Group | None = None,
 ) -> list[bool]:
-    """Which questions are answered right. Each is judged alone, so any part of a list may be scored anywhere.
+    """Which questions are answered correctly. Each is judged alone, so any part of a list may be scored anywhere.
 
-    A pass holds `max_pass_tokens` at most, padding included, or one sequence: this changes the speed, and the result
-    only where two options are equally good to within rounding. Of several processes (`group`) each takes every W-th
-    pass, and all have the answers: those of one process, since the passes are the same. `module` is in evaluation mode
-    meanwhile; `advance` receives the tokens of the options that this process has done.
+    A pass holds at most `max_pass_tokens`, padding included, or one sequence. This changes the speed, and the result
+    only if two options are equally good to within rounding. In a `group` of W processes each takes every W-th pass, and
+    all get the answers of one process, since the passes are the same. `module` is in evaluation mode meanwhile;
+    `advance` is called with the number of option tokens that this process has scored.
     """
     group = group or Group()
     readers: dict[bytes, list[tuple[int, int]]] = {}  # input tokens -> (question, option) that are scored on them
     for number, question in enumerate(questions):
         for option, tokens in enumerate(question.options):
             readers.setdefault(tokens[:-1].tobytes(), []).append((number, option))
-    # Of every option its mean loss, and whether it is the greedy continuation; zero on the ranks that do not score it.
+    # For every option: mean loss, and whether it is the greedy continuation. Zero on the ranks that do not score it.
     places = [0, *itertools.accumulate(len(question.options) for question in questions)]
     scored = torch.zeros(places[-1], 2, dtype=torch.float64)
     with evaluation_mode(module) if module is not None else torch.no_grad():
@@ -195,13 +186,13 @@ def score(
 def _chosen(question: Question, losses: Sequence[float]) -> int:
     """The option with the lowest mean loss, the first of equals.
 
-    An option of which nothing is scored is chosen where it is the first, and never elsewhere, whatever the model says.
-    nanochat decides so too: the mean of no losses is NaN, which Python's `min` keeps only from the first place. Six
-    questions of the bundle have such an option.
+    An option with nothing to score is chosen if it is the first, and never otherwise, whatever the model says. So does
+    nanochat: the mean of no losses is NaN, which Python's `min` keeps only in the first place. Six questions of the
+    bundle have such an option.
     """
     comparable = list(losses)
     for option, (tokens, start) in enumerate(zip(question.options, question.starts, strict=True)):
-        if len(tokens) == 1:  # nothing in front of it to be scored by
+        if len(tokens) == 1:  # nothing precedes it
             comparable[option] = math.inf
         elif start == len(tokens):
             comparable[option] = -math.inf if option == 0 else math.inf
@@ -209,7 +200,7 @@ def _chosen(question: Question, losses: Sequence[float]) -> int:
 
 
 def _passes(inputs: Iterable[bytes], max_pass_tokens: int) -> Iterator[list[np.ndarray]]:
-    """Longest first, so that a pass that does not fit into memory is the first one."""
+    """Longest first, so that the first pass is the one that may not fit into memory."""
     waiting: list[np.ndarray] = []
     for tokens in sorted(inputs, key=len, reverse=True):
         if waiting and (len(waiting) + 1) * len(waiting[0]) > max_pass_tokens:
@@ -227,11 +218,11 @@ def _read_off(
     spans: Sequence[tuple[int, int, np.ndarray]],  # row of the inputs, start of the scored part, the option's tokens
     device: torch.device | str,
 ) -> list[tuple[float, bool]]:
-    """One pass: of each span its mean loss in nats, and whether every token of it is the likeliest one."""
+    """One pass: for each span its mean loss in nats, and whether every token of it is the likeliest one."""
     width = len(inputs[0])
     tokens = np.zeros((len(inputs), width), dtype=np.int64)
     for row, given in enumerate(inputs):
-        tokens[row, : len(given)] = given  # the padding comes after all scored tokens, which do not see it
+        tokens[row, : len(given)] = given  # padding comes after everything that is scored, which does not see it
     places = np.concatenate([row * width + np.arange(start - 1, len(option) - 1) for row, start, option in spans])
     targets = np.concatenate([option[start:] for _, start, option in spans]).astype(np.int64)
     lengths = [len(option) - start for _, start, option in spans]

@@ -1,10 +1,10 @@
 """The tasks of CORE (DCLM, arXiv:2406.11794), as texts, from the evaluation bundle that nanochat uses.
 
-    core.yaml            of each task: label, file, kind, number of worked examples, delimiter
-    eval_meta_data.csv   of each task: what guessing gets, in percent
+    core.yaml            for each task: label, file, kind, number of worked examples, delimiter
+    eval_meta_data.csv   for each task: the accuracy of guessing, in percent
     eval_data/           the examples, one JSON object a line
 
-Everything here follows nanochat to the letter (order, drawing of worked examples, prompts), so that numbers compare.
+Everything here follows nanochat exactly (order, choice of worked examples, prompts), so that results are comparable.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from gptlab.data.corpus.core_bundle import DATA, TASKS, TASKS_BYTES, core_folder
 from gptlab.runtime.files.cache import is_inside
 
 Kind = Literal["multiple_choice", "schema", "language_modeling"]
-"""One context and several continuations | several contexts and one continuation | a continuation to be written."""
+"""One context and several continuations | several contexts and one continuation | a continuation to generate."""
 
-# nanochat's seeds: of the order of examples, and of the worked examples in front of example i (plus i).
+# nanochat's random seeds: for the order of examples, and (plus i) for the worked examples before example i.
 ORDER_SEED = 1337
 WORKED_EXAMPLES_SEED = 1234
 MAX_YAML_DEPTH = 10
@@ -40,7 +40,7 @@ class Example:
     options: tuple[tuple[str, str], ...]
     """(context, continuation), one or several."""
     gold: int
-    """Which of them is right."""
+    """The index of the correct one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,18 +48,18 @@ class Task:
     label: str
     kind: Kind
     shots: int
-    """Worked examples in front of each example."""
+    """Worked examples before each example."""
     delimiter: str
-    """Stands between context and continuation."""
+    """Between context and continuation."""
     random_accuracy: float
-    """What guessing gets, in [0, 1)."""
+    """The accuracy of guessing, in [0, 1)."""
     examples: tuple[Example, ...]
-    """In shuffled order. Worked examples are drawn among all of them."""
+    """In shuffled order. Worked examples are drawn from all of them."""
     n_scored: int
-    """The first so many are questions."""
+    """How many of them, from the first on, are questions."""
 
     def worked_examples(self, index: int) -> list[Example]:
-        """Those in front of example `index`, never itself: always the same ones."""
+        """Those before example `index`, never itself; always the same ones."""
         others = random.Random(WORKED_EXAMPLES_SEED + index).sample(range(len(self.examples) - 1), self.shots)
         return [self.examples[other + (other >= index)] for other in others]
 
@@ -70,14 +70,14 @@ class Task:
         options = self.examples[index].options
         texts = [f"{front}{context}{self.delimiter}{continuation}" for context, continuation in options]
         if self.kind == "language_modeling":
-            # Without the space at its end, which belongs to the first token of the continuation.
+            # Without the final space, which belongs to the first token of the continuation.
             texts.insert(0, f"{front}{options[0][0]}{self.delimiter}".strip())
         return texts
 
 
 def find_bundle(core_dir: str | None, cache: Path) -> Path | None:
-    """Where the bundle is: `core_dir`, or CACHE/core where that is None. None where the latter is not there;
-    ConfigError where a folder that was named is no bundle."""
+    """The bundle's folder: `core_dir`, or CACHE/core if that is None. None if CACHE/core does not exist; ConfigError if
+    `core_dir` is not a bundle."""
     folder = core_folder(cache) if core_dir is None else Path(os.path.expanduser(core_dir))
     if (folder / TASKS).is_file():
         return folder
@@ -93,7 +93,7 @@ def find_bundle(core_dir: str | None, cache: Path) -> Path | None:
 def read_tasks(folder: Path, max_examples: int | None = None) -> list[Task]:
     """Every task of a bundle with its first `max_examples` examples (None: all) as questions.
 
-    UserError, one line that names file and place, where something is missing or damaged.
+    UserError, one line that names file and line, if something is missing or damaged.
     """
     baselines = _read_baselines(folder / "eval_meta_data.csv")
     return [_read_task(folder, settings, baselines, max_examples) for settings in _read_settings(folder / TASKS)]
@@ -106,7 +106,7 @@ def _read_settings(path: Path) -> list[Mapping[str, Any]]:
         text = _read(path, TASKS_BYTES)
         depth = 0
         for event in yaml.parse(text, Loader=yaml.SafeLoader):
-            # Sixty lines of aliases, each twice the one before, make a value of 2^60 parts.
+            # Sixty lines of aliases, each twice the one before, would make a value of 2^60 parts.
             if isinstance(event, yaml.AliasEvent):
                 raise ValueError("it has aliases")
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)

@@ -1,4 +1,4 @@
-"""Looking at a model without changing it."""
+"""Evaluates a model without changing it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import nn
 
 @contextmanager
 def evaluation_mode(module: nn.Module) -> Iterator[None]:
-    """Dropout off and no gradients inside; afterwards every submodule is back in the mode it was in.
+    """Turn dropout and gradients off; afterwards, put every submodule back into the mode it was in.
 
-    `no_grad`, not `inference_mode`: what a module caches inside (a rotary table, say) must stay usable in training.
+    `no_grad`, not `inference_mode`: tensors that a module caches meanwhile must stay usable in training.
     """
     modes = [(part, part.training) for part in module.modules()]
     module.eval()

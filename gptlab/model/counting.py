@@ -1,4 +1,4 @@
-"""What a model holds and what a token costs, counted from the modules that were built."""
+"""Parameters of a model and FLOPs per token, counted from its modules."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from gptlab.model.roles import parameter_roles
 @dataclass(frozen=True, slots=True)
 class ParameterCounts:
     total: int
-    """All trained numbers, a shared (tied) table once, vocabulary padding included."""
+    """All trained numbers; a shared (tied) table counts once, vocabulary padding included."""
     by_role: dict[Role, int]
-    """Sums to `total`; a role that the model lacks is 0, a tied table is under EMBEDDING."""
+    """Sums to `total`. A role that the model lacks has 0; a tied table counts as EMBEDDING."""
     scaling: int
     """Matrices and head: the count that gave nanochat the cleanest scaling laws. A tied table is the head."""
 
@@ -30,12 +30,12 @@ class FlopsPerToken:
     """
 
     matmul: int
-    """6 for each weight that takes part in a matrix product, the head with its padding included."""
+    """6 for each weight in a matrix product, including the head's padding."""
     attention: int
     """12 * n_head * head_dim * min(window, seq_len), summed over layers: nanochat's and PaLM's convention, which does
-    not halve for causality. MFU is stated in it, so that it compares with theirs."""
+    not halve for causality. MFU uses it, so that it compares with theirs."""
     attention_causal: float
-    """The same with the positions that a causal mask leaves, averaged over the row: the least an exact kernel does."""
+    """The same with only the positions that a causal mask leaves, averaged over the row: an exact kernel's minimum."""
 
     @property
     def total(self) -> int:

@@ -1,8 +1,8 @@
-"""One GPT made of parts that the configuration chooses, so that every lineage is a set of fields.
+"""One GPT whose parts the configuration chooses, so that every lineage is a set of fields.
 
 Shapes: B sequences, T positions, C = n_embd channels, H query heads, G key-value heads, D = C / H head width,
-V vocabulary entries (P with padding). Weights are float32 masters; activations are `compute_dtype`, into which each
-weight is cast where it is used, so that precision is visible in the code and no autocast context decides it.
+V vocabulary entries (P with padding). Weights are float32 masters; activations are `compute_dtype`. Each weight is cast
+where it is used, so that precision is visible in the code, without an autocast context.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Linear(nn.Linear):
 
 
 class Embedding(nn.Embedding):
-    """A table that `GPT.init_weights` fills. torch's own draw on the meta device would import its compiler: 0.8 s."""
+    """A table that `GPT.init_weights` fills. torch's own draw, on the meta device, would import its compiler: 0.8 s."""
 
     def reset_parameters(self) -> None:
         pass
@@ -64,7 +64,7 @@ def make_norm(config: ModelConfig) -> nn.Module:
 
 
 def make_dropout(config: ModelConfig) -> nn.Module:
-    """nn.Dropout, or nothing at all: a compiled block without dropout then serves training and validation alike."""
+    """nn.Dropout, or nothing at all: a compiled block without dropout serves both training and validation."""
     return nn.Dropout(config.dropout) if config.dropout > 0 else nn.Identity()
 
 
@@ -89,7 +89,7 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, value: Tensor | None, rotary: tuple[Tensor, Tensor] | None, cache: KVCache | None
     ) -> Tensor:
-        """x: (B, T, C); value: (B, T, G * D), the value embedding of the tokens, where this layer has one."""
+        """x: (B, T, C); value: (B, T, G * D), the value embedding of the tokens if this layer has one."""
         batch, n_tokens, _ = x.shape
         heads = self.qkv(x).view(batch, n_tokens, -1, self.head_dim)
         q, k, v = heads.split((self.n_head, self.n_kv_head, self.n_kv_head), dim=2)  # each (B, T, heads, D)
@@ -147,7 +147,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """`model(tokens)` gives logits; `model.loss(tokens, targets)` the summed loss, without keeping all logits."""
+    """`model(tokens)` gives logits; `model.loss(tokens, targets)` gives the summed loss without keeping all logits."""
 
     cos: Tensor
     sin: Tensor

@@ -1,4 +1,4 @@
-"""Keys and values of the tokens seen so far, one pair of tensors a layer, for generation."""
+"""Keys and values of the tokens seen so far, a pair of tensors per layer, for generation."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class KVCache:
         self.length = 0
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store k, v (B, G, T, D) after the filled positions; returns all keys and values up to and with them.
+        """Store k, v (B, G, T, D) after the filled positions. Returns all keys and values so far, these included.
 
-        `length` moves only when `advance` is called, once all layers have stored the same tokens.
+        `length` changes only in `advance`, to be called once all layers have stored the same tokens.
         """
         stop = self.length + k.shape[2]
         if stop > self.max_tokens:
-            raise ValueError(f"the cache holds {self.max_tokens} tokens, {stop} were asked for")
+            raise ValueError(f"the cache has room for {self.max_tokens} tokens, not for {stop}")
         keys, values = self._store[layer]
         keys[:, :, self.length : stop] = k
         values[:, :, self.length : stop] = v

@@ -1,4 +1,4 @@
-"""The role of each parameter, which is all that the optimizer knows of the model."""
+"""The role of each parameter: all that the optimizer knows of the model."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _BY_MODULE = {
 
 
 def parameter_roles(model: GPT) -> dict[str, Role]:
-    """Role of every parameter by its name; a shared table (tied head) is listed once, as the embedding."""
+    """{name: role}. A shared table (tied head) appears once, as the embedding."""
     return {name: _role(name, parameter.ndim) for name, parameter in model.named_parameters()}
 
 
 def fused_rows(model: GPT) -> dict[str, tuple[int, ...]]:
-    """Row counts of the matrices that are several stacked into one: query, key and value."""
+    """Row counts of the matrices that stack several: query, key and value."""
     c = model.config
     kv = c.kv_heads * c.head_dim
     return {name: (c.n_embd, kv, kv) for name, _ in model.named_parameters() if name.endswith("qkv.weight")}

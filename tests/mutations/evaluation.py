@@ -50,7 +50,7 @@ MUTATIONS = [
         "after an evaluation everything trains", "eval/mode.py",
         "part.training = training", "part.training = True",
         ["test_bits_per_byte.py::test_leaves_modes_gradients_and_random_state_as_they_were",
-         "test_engine.py::test_training_notices_nothing"],
+         "test_sampling.py::test_training_notices_nothing"],
     ),
     # --- CORE
     Mutation(
@@ -90,21 +90,21 @@ MUTATIONS = [
     ),
     # --- samples
     Mutation(
-        "BOS stands behind the prompt", "eval/engine.py",
+        "BOS stands behind the prompt", "eval/sampling.py",
         "tokens.insert(0, bos_id)", "tokens.append(bos_id)",
-        ["test_engine.py::test_prompts_start_with_bos_where_there_is_one"],
+        ["test_sampling.py::test_prompts_start_with_bos_where_there_is_one"],
         ["Samples every 2000 steps"],
     ),
     Mutation(
-        "a temperature multiplies the logits", "eval/engine.py",
+        "a temperature multiplies the logits", "eval/sampling.py",
         "((values - values[0]) / self.temperature)", "((values - values[0]) * self.temperature)",
-        ["test_engine.py::TestDraws::test_temperature_by_hand",
-         "test_engine.py::TestDraws::test_a_tiny_temperature_is_greedy"],
+        ["test_sampling.py::TestDraws::test_temperature_by_hand",
+         "test_sampling.py::TestDraws::test_a_tiny_temperature_is_greedy"],
         ["Samples every 2000 steps"],
     ),
     Mutation(
-        "all prompts share their draws", "eval/engine.py",
+        "all prompts share their draws", "eval/sampling.py",
         "own_seed = fold_seed(seed, zlib.crc32(prompt.encode()))", "own_seed = seed",
-        ["test_engine.py::test_prompts_draw_apart_and_each_the_same_again"],
+        ["test_sampling.py::test_prompts_draw_apart_and_each_the_same_again"],
     ),
 ]  # fmt: skip

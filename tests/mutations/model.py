@@ -118,7 +118,7 @@ MUTATIONS = [
     Mutation(
         "while sampling, a window sees one key too many", "model/attention.py",
         "seen &= keys > queries - window", "seen &= keys >= queries - window",
-        ["test_engine.py::test_equals_full_recompute", "test_engine.py::test_cache_in_pieces_equals_one_pass"],
+        ["test_sampling.py::test_equals_full_recompute", "test_sampling.py::test_cache_in_pieces_equals_one_pass"],
         ["Samples every 2000 steps"],
     ),
     Mutation(
@@ -153,13 +153,12 @@ MUTATIONS = [
     ),
     # --- weights from elsewhere
     Mutation(
-        "GPT-2's matrices are taken without being transposed", "model/interop/gpt2_weights.py",
-        "value = value.T if transposed and _is_matrix(name) else value\n        if name in _TABLES and",
-        "value = value\n        if name in _TABLES and",
+        "GPT-2's matrices are taken without being transposed", "model/interop/hf_weights.py",
+        "value = value.T if turned else value", "value = value",
         ["test_gpt2_weights.py::test_logits_and_gradients_equal_those_of_transformers"],
     ),
     Mutation(
-        "nanoGPT's two norms of a block are swapped", "model/interop/gpt2_weights.py",
+        "nanoGPT's two norms of a block are swapped", "model/interop/hf_weights.py",
         '"attention_norm": "ln_1",\n    "attention.qkv": "attn.c_attn",\n    "attention.out": "attn.c_proj",\n'
         '    "mlp_norm": "ln_2"',
         '"attention_norm": "ln_2",\n    "attention.qkv": "attn.c_attn",\n    "attention.out": "attn.c_proj",\n'

@@ -1,38 +1,179 @@
-"""What a config.json of transformers says of a model, in gptlab's fields. Reads no weights, imports no torch."""
+"""config.json of transformers as a model's fields, and back. Imports no torch and reads no weights.
+
+A model is exported as the plainest of three forms: GPT-2, NanoChat, or gptlab's own, which brings a modelling file.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, Literal
 
 from gptlab.config.errors import ConfigError, UserError
+from gptlab.config.load import checked_value, leaf_fields, rebuild, with_later_model_fields
 from gptlab.config.model import Activation, ModelConfig
-from gptlab.model.interop.export_config import nanochat_model_config, recorded_model_config
 from gptlab.runtime.files.strict_json import read_json_object
 
 CONFIG_FILE = "config.json"
 WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
-"""One file, several with an index, pickle; the first that is there is read."""
+"""One file, several with an index, pickle; the first that exists is read."""
 
-# transformers' names (transformers/activations.py). gelu_new and gelu_pytorch_tanh are one formula.
-_GPT2_ACTIVATIONS: dict[str, Activation] = {
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "relu2": "relu2",
+Form = Literal["gpt2", "nanochat", "gptlab"]
+"""transformers' `model_type`; gptlab's own comes with a modelling file."""
+
+ARCHITECTURES: dict[Form, str] = {
+    "gpt2": "GPT2LMHeadModel",
+    "nanochat": "NanoChatForCausalLM",
+    "gptlab": "GPTLabForCausalLM",
 }
+MODELLING_MODULE = "modeling_gptlab"
+
+RECORD = "gptlab"
+"""The key of config.json that holds all fields of the ModelConfig, also those that the form has no word for (no biases,
+the padding of the vocabulary, initial weights). So a model comes back as what it was."""
+
+FIXED: dict[Form, dict[str, Any]] = {
+    "gpt2": {
+        "norm": "layernorm", "position": "learned", "qk_norm": False, "embedding_norm": False, "logit_softcap": None,
+        "value_embeddings": False, "residual_lambdas": False, "attention_residual_scale": None,
+    },
+    "nanochat": {
+        "norm": "rmsnorm", "position": "rope", "qk_norm": True, "embedding_norm": True, "bias": False,
+        "value_embeddings": False, "residual_lambdas": False, "attention_residual_scale": None,
+    },
+    "gptlab": {},
+}  # fmt: skip
+"""The fields that a form fixes. Those of NanoChat: modeling_nanochat.py of transformers 5, whose normalization has no
+weight, and comes after the embedding and, per head, after the rotation."""
+
+_FIELDS: dict[Form, dict[str, str]] = {
+    "gpt2": {
+        "vocab_size": "vocab_size", "n_positions": "seq_len", "n_embd": "n_embd", "n_layer": "n_layer",
+        "n_head": "n_head", "n_inner": "mlp_width",
+    },
+    "nanochat": {
+        "vocab_size": "vocab_size", "max_position_embeddings": "seq_len", "hidden_size": "n_embd",
+        "num_hidden_layers": "n_layer", "num_attention_heads": "n_head", "num_key_value_heads": "kv_heads",
+        "intermediate_size": "mlp_width",
+    },
+    "gptlab": {
+        "vocab_size": "vocab_size", "seq_len": "seq_len", "n_layer": "n_layer", "n_embd": "n_embd", "n_head": "n_head",
+        "n_kv_head": "kv_heads", "mlp_width": "mlp_width", "norm": "norm", "rmsnorm_eps": "rmsnorm_eps",
+        "position": "position", "rope_base": "rope_base", "activation": "activation", "bias": "bias",
+        "qk_norm": "qk_norm", "layer_windows": "window_pattern", "value_embedding_layers": "value_embeddings",
+        "residual_lambdas": "residual_lambdas", "embedding_norm": "embedding_norm", "logit_softcap": "logit_softcap",
+        "attention_residual_scale": "attention_residual_scale",
+    },
+}  # fmt: skip
+"""{the form's key: the field of ModelConfig}, in the order of config.json."""
+
+# transformers' names (its activations.py): gelu_new is OpenAI's, gelu_pytorch_tanh the same formula in one kernel.
+_ACTIVATIONS: dict[str, Activation] = {
+    "relu2": "relu2", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh",
+}  # fmt: skip
+_GPT2_NAMES: dict[Activation, str] = {"relu2": "relu2", "gelu": "gelu", "gelu_tanh": "gelu_new"}
+_NANOCHAT_NAMES: dict[Activation, str] = {"relu2": "relu2", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
+
+
+def choose_form(config: ModelConfig) -> tuple[Form, str]:
+    """The plainest form that computes what the model computes, and the reason, in words."""
+    against_gpt2, against_nanochat = obstacles(config, "gpt2"), obstacles(config, "nanochat")
+    if not against_gpt2:
+        return "gpt2", "all its parts are GPT-2's"
+    if not against_nanochat:
+        return "nanochat", "all its parts are NanoChat's"
+    nearest, against = min((("GPT-2", against_gpt2), ("NanoChat", against_nanochat)), key=lambda pair: len(pair[1]))
+    return "gptlab", f"the nearest class of transformers, {nearest}, would need {', '.join(against)}"
+
+
+def obstacles(config: ModelConfig, form: Form) -> list[str]:
+    """The fields that rule this form out, each with the value that the form demands."""
+    found = [f"{name} {value}" for name, value in FIXED[form].items() if getattr(config, name) != value]
+    if form != "gptlab" and any(config.layer_windows()):
+        found.append("window_pattern L")
+    if form == "gpt2" and config.kv_heads != config.n_head:
+        found.append(f"n_kv_head {config.n_head}")
+    return found
+
+
+def export_config(config: ModelConfig, form: Form, *, bos_id: int | None, dtype: str) -> dict[str, Any]:
+    """The whole of config.json; `dtype` is that of the weights, such as "float32"."""
+    drop = config.dropout
+    own: dict[Form, dict[str, Any]] = {
+        "gpt2": {"resid_pdrop": drop, "embd_pdrop": drop, "attn_pdrop": drop},
+        "nanochat": {"attention_dropout": drop},
+        "gptlab": {
+            "auto_map": {
+                "AutoConfig": f"{MODELLING_MODULE}.GPTLabConfig",
+                "AutoModelForCausalLM": f"{MODELLING_MODULE}.{ARCHITECTURES['gptlab']}",
+            },
+            "dropout": drop,
+        },
+    }
+    return {
+        "model_type": form,
+        "architectures": [ARCHITECTURES[form]],
+        **network_fields(config, form),
+        **own[form],
+        "bos_token_id": bos_id,
+        "eos_token_id": bos_id,
+        "pad_token_id": None,
+        "use_cache": True,
+        "dtype": dtype,
+        RECORD: dataclasses.asdict(config),
+    }
+
+
+def network_fields(config: ModelConfig, form: Form) -> dict[str, Any]:
+    """The part of config.json that says which function the weights compute."""
+    fields: dict[str, Any] = {theirs: getattr(config, own) for theirs, own in _FIELDS[form].items()}
+    if form == "gpt2":
+        fields |= {"activation_function": _GPT2_NAMES[config.activation], "layer_norm_epsilon": 1e-5}
+    elif form == "nanochat":
+        fields |= {
+            "hidden_act": _NANOCHAT_NAMES[config.activation],
+            "rms_norm_eps": config.rmsnorm_eps,
+            "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_base},
+            "final_logit_softcapping": config.logit_softcap,
+            "attention_bias": False,
+        }
+    else:  # patterns, spelled out layer by layer
+        fields["layer_windows"] = list(config.layer_windows())
+        fields["value_embedding_layers"] = [i for i in range(config.n_layer) if config.has_value_embedding(i)]
+    return fields | {"tie_word_embeddings": config.tied_head}
+
+
+def recorded_model_config(hf_config: Mapping[str, Any]) -> ModelConfig | None:
+    """The ModelConfig that was exported, or None if the rest of config.json no longer agrees with it.
+
+    For example, training with transformers may have enlarged the vocabulary: then the record is of another model.
+    """
+    form, record = hf_config.get("model_type"), hf_config.get(RECORD)
+    if form not in ARCHITECTURES or not isinstance(record, Mapping):
+        return None
+    annotations = leaf_fields(ModelConfig)
+    try:
+        fields = with_later_model_fields(dict(record))
+        checked = {name: checked_value(annotations[name], value, f"model.{name}") for name, value in fields.items()}
+        config = rebuild(ModelConfig(), checked, "model.")
+    except (KeyError, UserError):
+        return None
+    stated = network_fields(config, form)
+    same = not obstacles(config, form) and all(hf_config.get(name, value) == value for name, value in stated.items())
+    return config if same else None
 
 
 def read_hf_config(folder: Path) -> dict[str, object]:
-    """config.json of a folder that transformers saved. UserError where there is none."""
+    """config.json of a folder that transformers saved. UserError if there is none."""
     config = read_json_object(folder / CONFIG_FILE)
     if not isinstance(config.get("model_type"), str):
-        raise UserError(f"{folder / CONFIG_FILE} names no model_type: it is not of a model that transformers saved")
+        raise UserError(f"{folder / CONFIG_FILE} names no model_type: transformers did not save this model")
     return config
 
 
-def model_config_of(hf_config: Mapping[str, object]) -> ModelConfig:
-    """The model of any config.json that gptlab reads, dispatched on its `model_type`. UserError for other ones."""
+def model_config_of(hf_config: Mapping[str, Any]) -> ModelConfig:
+    """The model of any config.json that gptlab reads, dispatched on its `model_type`. UserError for others."""
     kind = hf_config.get("model_type")
     if (recorded := recorded_model_config(hf_config)) is not None:
         return recorded
@@ -45,32 +186,24 @@ def model_config_of(hf_config: Mapping[str, object]) -> ModelConfig:
             raise UserError(f"config.json describes no NanoChat: {error}") from None
     if kind == "gptlab":
         raise UserError("config.json is no longer what gptlab exported: its record of the model contradicts the rest")
-    raise UserError(
-        f"config.json is of a model_type {kind!r}, and gptlab reads gpt2, nanochat and gptlab: "
-        "its weights cannot be used"
-    )
+    raise UserError(f"config.json has model_type {kind!r}, but gptlab reads only gpt2, nanochat and gptlab")
 
 
-def gpt2_model_config(hf_config: Mapping[str, object]) -> ModelConfig:
-    """The parts of transformers' GPT-2 as gptlab's, so that both compute the same function.
+def gpt2_model_config(hf_config: Mapping[str, Any]) -> ModelConfig:
+    """transformers' GPT-2 in gptlab's parts, so that both compute the same function.
 
-    Dropout is zero whatever the file says: it is a choice of the training, not of the weights. UserError for an option
-    that gptlab's GPT has no part for.
+    Dropout is zero whatever the file says: it belongs to the training, not to the weights. UserError for an option that
+    gptlab's GPT does not have.
     """
-    get = hf_config.get
-    activation = str(get("activation_function", "gelu_new"))
-    if activation not in _GPT2_ACTIVATIONS:
-        raise _unsupported("activation_function", activation, f"the known ones are {', '.join(_GPT2_ACTIVATIONS)}")
+    activation = _activation(hf_config, "activation_function", "gelu_new", tuple(_ACTIVATIONS), "GPT-2")
     for name, only in (
         ("scale_attn_weights", True),
         ("scale_attn_by_inverse_layer_idx", False),
         ("add_cross_attention", False),
         ("layer_norm_epsilon", 1e-5),
     ):
-        if get(name, only) != only:
-            raise _unsupported(name, get(name), f"gptlab's GPT has it at {only}")
+        _require_value(name, hf_config.get(name, only), only, "GPT-2")
     width = _count(hf_config, "n_embd", 768)
-    inner = _count(hf_config, "n_inner", 4 * width)
     try:
         return ModelConfig(
             n_layer=_count(hf_config, "n_layer", 12),
@@ -78,32 +211,68 @@ def gpt2_model_config(hf_config: Mapping[str, object]) -> ModelConfig:
             n_head=_count(hf_config, "n_head", 12),
             seq_len=_count(hf_config, "n_positions", 1024),
             vocab_size=_count(hf_config, "vocab_size", 50257),
-            mlp_ratio=inner / width,
-            norm="layernorm",
-            position="learned",
-            activation=_GPT2_ACTIVATIONS[activation],
+            mlp_ratio=_count(hf_config, "n_inner", 4 * width) / width,
+            activation=activation,
             bias=True,
-            tied_head=bool(get("tie_word_embeddings", True)),
-            qk_norm=False,
-            value_embeddings=False,
-            residual_lambdas=False,
-            embedding_norm=False,
-            logit_softcap=None,
+            tied_head=bool(hf_config.get("tie_word_embeddings", True)),
             init="gpt2",
+            **FIXED["gpt2"],
         )
     except ConfigError as error:
         raise UserError(f"config.json describes no GPT-2: {error}") from None
 
 
-def _count(hf_config: Mapping[str, object], name: str, default: int) -> int:
-    """A size, transformers' default where it is not given or null."""
+def nanochat_model_config(hf_config: Mapping[str, Any]) -> ModelConfig:
+    """A NanoChatForCausalLM that gptlab did not export. UserError for an option that gptlab's GPT does not have."""
+    get = hf_config.get
+    width, heads = int(get("hidden_size", 768)), int(get("num_attention_heads", 6))
+    rope = get("rope_parameters") or {}
+    _require_value("attention_bias", get("attention_bias", False), False, "NanoChat")
+    _require_value("rope_type", rope.get("rope_type", "default"), "default", "NanoChat")
+    _require_value("head_dim", get("head_dim", width // heads), width // heads, "NanoChat")
+    activation = _activation(hf_config, "hidden_act", "relu2", tuple(_NANOCHAT_NAMES.values()), "NanoChat")
+    eps = get("rms_norm_eps", 1e-6)
+    if type(eps) not in (int, float) or not 0 < eps < 1:
+        raise _unsupported("NanoChat", "rms_norm_eps", eps, "it must be between 0 and 1")
+    softcap = get("final_logit_softcapping", 15.0)
+    return ModelConfig(
+        n_layer=int(get("num_hidden_layers", 12)),
+        n_embd=width,
+        n_head=heads,
+        n_kv_head=get("num_key_value_heads"),
+        seq_len=int(get("max_position_embeddings", 2048)),
+        vocab_size=int(get("vocab_size", 50304)),
+        mlp_ratio=int(get("intermediate_size", 8192)) / width,
+        rmsnorm_eps=float(eps),
+        rope_base=float(rope.get("rope_theta", get("rope_theta", 10_000.0))),
+        activation=activation,
+        tied_head=bool(get("tie_word_embeddings", False)),
+        logit_softcap=None if softcap is None else float(softcap),
+        **FIXED["nanochat"],
+    )
+
+
+def _activation(hf_config: Mapping[str, Any], key: str, default: str, known: tuple[str, ...], model: str) -> Activation:
+    name = str(hf_config.get(key, default))
+    if name not in known:
+        raise _unsupported(model, key, name, f"the known ones are {', '.join(known)}")
+    return _ACTIVATIONS[name]
+
+
+def _require_value(name: str, value: object, only: object, model: str) -> None:
+    if value != only:
+        raise _unsupported(model, name, value, f"gptlab's GPT has {only!r}")
+
+
+def _unsupported(model: str, name: str, value: object, remedy: str) -> UserError:
+    return UserError(f"this {model} cannot be used: config.json has {name} = {value!r}, {remedy}")
+
+
+def _count(hf_config: Mapping[str, Any], name: str, default: int) -> int:
+    """A size; transformers' default if it is missing or null."""
     value = hf_config.get(name)
     if value is None:
         return default
     if type(value) is not int or not 0 < value < 2**63:
         raise UserError(f"config.json: {name} = {value!r} must be a positive whole number")
     return value
-
-
-def _unsupported(name: str, value: object, what_would: str) -> UserError:
-    return UserError(f"this GPT-2 cannot be used: config.json has {name} = {value!r}, {what_would}")

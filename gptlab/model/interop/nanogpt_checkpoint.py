@@ -11,7 +11,8 @@ from torch import Tensor
 
 from gptlab.config.errors import ConfigError, UserError
 from gptlab.config.model import ModelConfig
-from gptlab.model.interop.gpt2_weights import gptlab_tensors
+from gptlab.model.interop.hf_config import FIXED
+from gptlab.model.interop.hf_weights import from_transformers
 from gptlab.model.interop.torch_file import only_tensors, read_torch_file
 
 _SIZES = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
@@ -23,25 +24,25 @@ class NanoGptCheckpoint:
     model: ModelConfig
     """Its vocabulary is the rows of the table; nanoGPT pads GPT-2's 50,257 entries to 50,304."""
     tensors: Mapping[str, Tensor]
-    """By nanoGPT's names, mapped from the disk."""
+    """By nanoGPT's names, memory-mapped."""
     notes: Mapping[str, object]
-    """What else it says of the training: iter_num, best_val_loss (nats/token), dataset; None where it does not."""
+    """About the training: iter_num, best_val_loss (nats/token), dataset; None where the file does not say."""
 
     def weights(self, model: ModelConfig) -> dict[str, Tensor]:
-        """By gptlab's names, for its own model or one that leaves rows of its vocabulary unused. UserError where they
-        do not fit."""
+        """By gptlab's names, for its own model or one that leaves rows of its vocabulary unused. UserError if they do
+        not fit."""
         try:
-            return gptlab_tensors(self.tensors, model, transposed=False)
+            return from_transformers(self.tensors, model, "gpt2", transposed=False)
         except UserError as error:
             raise UserError(f"{self.path}: {error}") from None
 
 
 def read_nanogpt(path: Path) -> NanoGptCheckpoint:
-    """UserError for a file that is no nanoGPT checkpoint; nothing in it is ever run."""
+    """Read a checkpoint without running anything in it. UserError for any other file."""
     content = read_torch_file(path)
     arguments, settings = content.get("model_args"), content.get("config")
     if "model" not in content or not isinstance(arguments, dict):
-        raise UserError(f"{path} is no checkpoint of nanoGPT: it has no `model` and `model_args`")
+        raise UserError(f"{path} is not a nanoGPT checkpoint: it has no `model` and `model_args`")
     number = content.get("iter_num")
     notes = {
         "iter_num": number if type(number) is int else None,
@@ -52,7 +53,7 @@ def read_nanogpt(path: Path) -> NanoGptCheckpoint:
 
 
 def _model_config(arguments: Mapping[object, object], path: Path) -> ModelConfig:
-    bias = arguments.get("bias", True)  # checkpoints from before the option all have biases
+    bias = arguments.get("bias", True)  # checkpoints older than the option all have biases
     if type(bias) is not bool:
         raise UserError(f"{path}: model_args says bias = {type(bias).__name__}, which is neither True nor False")
     sizes: dict[str, int] = {}
@@ -69,17 +70,11 @@ def _model_config(arguments: Mapping[object, object], path: Path) -> ModelConfig
             n_head=sizes["n_head"],
             seq_len=sizes["block_size"],
             vocab_size=sizes["vocab_size"],
-            norm="layernorm",
-            position="learned",
             activation="gelu",
             bias=bias,
             tied_head=True,
-            qk_norm=False,
-            value_embeddings=False,
-            residual_lambdas=False,
-            embedding_norm=False,
-            logit_softcap=None,
             init="gpt2",
+            **FIXED["gpt2"],
         )
     except ConfigError as error:
         raise UserError(f"{path}: its model_args describe no GPT: {error}") from None

@@ -1,6 +1,6 @@
-"""Where trained weights lie that a run may begin with, and what model and tokenizer they are of.
+"""Finds trained weights that a run may start from, and the model and tokenizer they belong to.
 
-Reads JSON only, no weights; and never downloads: OpenAI's names are looked up in the Hugging Face hub's local cache.
+Reads JSON only, no weights. Never downloads: OpenAI's names are looked up in the Hugging Face hub's local cache.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from gptlab.runtime.files.strict_json import read_json_object
 from gptlab.runtime.records.run_directory import RunDirectory
 
 HUB_OWNER = "openai-community"
-"""Who keeps OpenAI's GPT-2 on the hub: the four are openai-community/gpt2 and so on."""
+"""The owner of OpenAI's GPT-2 on the hub: openai-community/gpt2 and so on."""
 _TOKENIZER_FILES = ("tokenizer.json", "vocab.json")
 # nanoGPT pads GPT-2's 50,257 entries to 50,304, a multiple of 64; others go up to 1024.
 _PADDING_MULTIPLES = (64, 128, 256, 512, 1024)
 _OWN_CHOICES = ("dropout", "seq_len")
-"""Fields of a model that its weights leave open."""
+"""Fields of a model that do not depend on its weights."""
 _FIXED = (
     "n_layer", "n_embd", "n_head", "kv_heads", "mlp_width", "vocab_size", "vocab_multiple", "norm", "position", "bias",
     "tied_head", "value_embeddings", "residual_lambdas",
 )  # fmt: skip
-"""What decides which weights there are, of which shape, and which part of them belongs to which head."""
+"""Fields that decide which weights there are, their shapes, and which part belongs to which head."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pretrained:
     name: str
-    """As it was asked for."""
+    """As the user wrote it."""
     folder: Path
     is_run: bool
     """A folder of `gptlab train` or `gptlab import`; otherwise one that transformers reads."""
@@ -51,8 +51,8 @@ class Pretrained:
 
 
 def find_pretrained(name: str) -> Pretrained:
-    """What `init_from` names: a folder, or one of OpenAI's names in the local cache. ConfigError where it is not there,
-    UserError where it cannot be used."""
+    """The folder that `init_from` names, or one of OpenAI's models in the local cache. ConfigError if it does not
+    exist, UserError if it cannot be used."""
     folder = Path(name)
     if folder.is_dir():
         if "schema_version" in read_json_object(folder / CONFIG_FILE):
@@ -83,10 +83,11 @@ def find_pretrained(name: str) -> Pretrained:
 
 
 def begin_from(name: str, config: RunConfig, asked: Mapping[str, Any]) -> RunConfig:
-    """A recipe's configuration as a run on the weights `name`: their model and tokenizer, with the recipe's dropout and
-    at most its context; then what was `asked` for, {dotted field: value}. Checked like `require_fits`.
+    """A recipe's configuration for a run that starts from the weights `name`: their model and tokenizer, with the
+    recipe's dropout and at most its context; then the fields `asked` for, {dotted field: value}. Checked by
+    `require_fits`.
 
-    OpenAI's shapes are known without their weights, and a recipe knows that of the weights it names itself.
+    OpenAI's shapes are known without their weights, and a recipe knows the shape of the weights that it names itself.
     """
     size = None if Path(name).is_dir() else openai_name(name)
     if size is None and "init_from" not in asked and not Path(name).exists():
@@ -109,8 +110,8 @@ def begin_from(name: str, config: RunConfig, asked: Mapping[str, Any]) -> RunCon
 
 
 def require_fits(config: ModelConfig, weights: ModelConfig, name: str) -> None:
-    """ConfigError for the first field by which a model cannot take these weights. A shorter context is fine, and a
-    longer one where positions are not learned."""
+    """ConfigError for the first field with which a model cannot take these weights. A shorter context is fine, and so
+    is a longer one unless positions are learned."""
     for field in _FIXED:
         own, there = getattr(config, field), getattr(weights, field)
         if own != there and not (field == "vocab_size" and own is None):
@@ -120,15 +121,15 @@ def require_fits(config: ModelConfig, weights: ModelConfig, name: str) -> None:
     if config.seq_len > weights.seq_len and weights.position == "learned":
         raise ConfigError(
             "model.seq_len", config.seq_len,
-            f"the weights of {name} know {weights.seq_len} positions, and there is nothing to begin the others with",
+            f"the weights of {name} have {weights.seq_len} learned positions, and no values for more",
             weights.seq_len,
         )  # fmt: skip
 
 
 def hf_pretrained(folder: Path, *, name: str | None = None, tokenizer: str | None = None) -> Pretrained:
-    """A folder that transformers reads; its tokenizer is that of the folder `tokenizer`, its own, or GPT-2's.
+    """A folder that transformers reads. The tokenizer is that of the folder `tokenizer`, its own, or GPT-2's.
 
-    UserError where it cannot be used, or the parts do not fit.
+    UserError if it cannot be used, or if model and tokenizer do not fit.
     """
     model = model_config_of(read_hf_config(folder))
     if tokenizer is None and any((folder / file).is_file() for file in _TOKENIZER_FILES):
@@ -141,9 +142,9 @@ def hf_pretrained(folder: Path, *, name: str | None = None, tokenizer: str | Non
 
 
 def with_vocabulary(model: ModelConfig, tokenizer: Tokenizer, *, of: str, remedy: str) -> ModelConfig:
-    """The model `of` a file, its vocabulary cut to the tokenizer's entries; further rows of its table are padding.
+    """The model `of` a file with the tokenizer's vocabulary; further rows of its table are padding.
 
-    UserError, with the `remedy`, where its vocabulary is neither the tokenizer's nor that padded to a usual multiple.
+    UserError, with the `remedy`, if its vocabulary is neither the tokenizer's nor that padded to a usual multiple.
     """
     rows, entries = model.vocab_size, tokenizer.vocab_size
     if rows == entries:
@@ -156,20 +157,20 @@ def with_vocabulary(model: ModelConfig, tokenizer: Tokenizer, *, of: str, remedy
 
 
 def tokenizer_settings(tokenizer: Tokenizer, folder: str | None) -> TokenizerConfig:
-    """The configuration that leads to this tokenizer, which lies in `folder`; None: it comes with gptlab."""
+    """The configuration of this tokenizer, which is in `folder` (None: it comes with gptlab)."""
     kind = cast(TokenizerKind, tokenizer.kind)
     vocab_size = tokenizer.vocab_size if kind == "bpe" else TokenizerConfig().vocab_size
     return TokenizerConfig(kind=kind, path=folder, vocab_size=vocab_size)
 
 
 def openai_name(name: str) -> str | None:
-    """gpt2 for gpt2 and openai-community/gpt2; None for what is none of the four."""
+    """gpt2 for gpt2 and openai-community/gpt2; None for any name but the four."""
     size = name.removeprefix(f"{HUB_OWNER}/")
     return size if size in GPT2_SIZES else None
 
 
 def hub_repository(path: str) -> str:
-    """OWNER/NAME of a model on the hub. UserError for what is no such name."""
+    """OWNER/NAME of a model on the hub. UserError for anything else."""
     size = openai_name(path)
     if size is not None:
         return f"{HUB_OWNER}/{size}"
@@ -181,7 +182,7 @@ def hub_repository(path: str) -> str:
 
 
 def cached_folder(repository: str) -> Path | None:
-    """The model's snapshot in the local cache of the Hugging Face hub, where config.json and weights are in it."""
+    """The model's snapshot in the local cache of the Hugging Face hub, if it has config.json and weights."""
     from huggingface_hub import try_to_load_from_cache
 
     found = try_to_load_from_cache(repository, CONFIG_FILE)

@@ -1,17 +1,16 @@
 // Causal attention of float32 heads on a CPU, forward and backward, in one pass over blocks that stay in the cache.
 //
-// The scores of 64 queries against 64 keys exist at one time (the softmax kept running, as in FlashAttention,
-// arXiv:2205.14135; the backward pass makes them again from the log-sum-exp, arXiv:2307.08691). What causality hides is
-// left out, down to tiles of the diagonal blocks. Measured against batched products and a fused softmax on two Zen 4
-// cores, forward and backward: docs/LOG.md, 2026-11-20.
+// Scores of 64 queries against 64 keys exist at one time (online softmax, as in FlashAttention, arXiv:2205.14135; the
+// backward pass recomputes them from the log-sum-exp, arXiv:2307.08691). What causality hides is skipped, down to tiles
+// of the diagonal blocks. docs/LOG.md, 2026-11-20, compares it with batched products and a fused softmax.
 //
 // heads   (batch, tokens, n_head + 2 n_kv_head, width): queries, keys, values of each token, contiguous
 // y       (batch, tokens, n_head, width)
 // lse     (batch, n_head, tokens): log of the sum of the exponentials of a query's scaled scores
 // scratch (threads, attention_scratch(...))
 //
-// A task is one key-value head of one sequence with all of its queries, done by one thread in one order: the bits do
-// not depend on the number of threads, nor on what else is in the batch.
+// A task is one key-value head of one sequence with all of its queries, computed by one thread in a fixed order. So the
+// bits depend neither on the number of threads nor on the rest of the batch.
 
 #include "vectors.h"
 
@@ -52,9 +51,9 @@ struct Shape {
     bool hides(long q0, long k0) const { return k0 == q0 || k0 + window < q0 + BLOCK; }
 };
 
-// Ask for a share of the next sequence's memory, while this one's is worked on: rows of single heads lie too far apart
-// for the processor to see them coming.
-void ask_for(const float* memory, long floats, long share, long shares) {
+// Prefetch a share of the next sequence's memory: rows of a single head are too far apart for the processor's own
+// prefetcher.
+void prefetch(const float* memory, long floats, long share, long shares) {
     const long end = floats * (share + 1) / shares;
     for (long i = floats * share / shares; i < end; i += 16) __builtin_prefetch(memory + i, 0, 2);
 }
@@ -104,18 +103,18 @@ void products(const Shape& s, const float* left, const float* transposed, long q
 void hide(const Shape& s, long q0, long k0, float* scores) {
     for (long r = 0; r < BLOCK; r++) {
         float* row = scores + r * BLOCK;
-        const long behind = q0 + r + 1 - k0;  // the first key that comes after the query
-        std::fill(row, row + std::clamp(behind - s.window, 0L, BLOCK), -INFINITY);
-        std::fill(row + std::clamp(behind, 0L, BLOCK), row + BLOCK, -INFINITY);
+        const long after = q0 + r + 1 - k0;  // the first key after the query
+        std::fill(row, row + std::clamp(after - s.window, 0L, BLOCK), -INFINITY);
+        std::fill(row + std::clamp(after, 0L, BLOCK), row + BLOCK, -INFINITY);
     }
 }
 
-// Keys of a block that query r of it needs: on the diagonal none behind its own vector, or tile.
+// Keys of a block that its query r needs: on the diagonal none after its own vector, or tile.
 long keys_needed(long r, bool diagonal) { return diagonal ? round_up(r + 1, std::max(W, MR)) : BLOCK; }
 
-// One more block of scores for each query: `highest` and `total` go on, the scores become weights relative to the new
-// highest one, and what `out` has so far is brought to the same scale.
-void soften(const Shape& s, bool diagonal, float* scores, float* highest, float* total, float* out) {
+// Adds a block of scores for each query: updates `highest` and `total`, turns the scores into weights relative to the
+// new highest, and rescales `out` so far.
+void online_softmax(const Shape& s, bool diagonal, float* scores, float* highest, float* total, float* out) {
     for (long r = 0; r < BLOCK; r++) {
         float* row = scores + r * BLOCK;
         const long keys = keys_needed(r, diagonal);
@@ -161,7 +160,7 @@ void attention_forward(const float* heads, float* y, float* lse, float* scratch,
         float *q = take(n), *kt = take(n), *v = take(n), *out = take(BLOCK * columns);
         float *scores = take(BLOCK * BLOCK), *highest = take(BLOCK), *total = take(BLOCK);
         const float* here = heads + sequence * tokens * s.token();
-        if (sequence + 1 < batch) ask_for(here + tokens * s.token(), tokens * s.token(), kv, n_kv_head);
+        if (sequence + 1 < batch) prefetch(here + tokens * s.token(), tokens * s.token(), kv, n_kv_head);
         pack_transposed(s, here + (n_head + kv) * width, s.token(), kt);
         pack(s, here + (n_head + n_kv_head + kv) * width, s.token(), 1, v);
         for (long head = kv * s.group(); head < (kv + 1) * s.group(); head++) {
@@ -173,7 +172,7 @@ void attention_forward(const float* heads, float* y, float* lse, float* scratch,
                 for (long k0 = std::max(0L, q0 - window + 1) / BLOCK * BLOCK; k0 <= q0; k0 += BLOCK) {
                     products(s, q, kt, q0, k0, scores);
                     if (s.hides(q0, k0)) hide(s, q0, k0, scores);
-                    soften(s, k0 == q0, scores, highest, total, out);
+                    online_softmax(s, k0 == q0, scores, highest, total, out);
                     for (long r = 0; r < BLOCK; r += MR)
                         for (long d = 0; d < columns; d += NR)
                             add(0, k0 == q0 ? r + MR : BLOCK, scores + r * BLOCK, BLOCK, 1, v + k0 * columns + d,
@@ -208,9 +207,9 @@ void attention_backward(const float* heads, const float* y, const float* lse, co
         float* dhere = dheads + sequence * tokens * s.token();
         if (sequence + 1 < batch) {
             const long of_y = tokens * n_head * width;
-            ask_for(here + tokens * s.token(), tokens * s.token(), kv, n_kv_head);
-            ask_for(y + (sequence + 1) * of_y, of_y, kv, n_kv_head);
-            ask_for(dy + (sequence + 1) * of_y, of_y, kv, n_kv_head);
+            prefetch(here + tokens * s.token(), tokens * s.token(), kv, n_kv_head);
+            prefetch(y + (sequence + 1) * of_y, of_y, kv, n_kv_head);
+            prefetch(dy + (sequence + 1) * of_y, of_y, kv, n_kv_head);
         }
         pack(s, here + (n_head + kv) * width, s.token(), 1, k);
         pack_transposed(s, here + (n_head + kv) * width, s.token(), kt);
@@ -224,7 +223,7 @@ void attention_backward(const float* heads, const float* y, const float* lse, co
             pack(s, here + head * width, s.token(), s.scale(), q);
             pack(s, dy + first, n_head * width, 1, dout);
             std::memset(dq, 0, n * sizeof(float));
-            for (long t = 0; t < tokens; t++) {  // the sum over keys of weight times its gradient is that of y dy
+            for (long t = 0; t < tokens; t++) {  // sum over keys of weight times its gradient = sum of y dy
                 const float* of_token = y + first + t * n_head * width;
                 vec sums{};
                 for (long d = 0; d < width; d += W)

@@ -1,5 +1,5 @@
-// What the kernels for float32 on CPUs are made of: vectors of as many floats as the processor has, and a tile of a
-// matrix product that stays in its registers.
+// Building blocks of float32 kernels on CPUs: vectors as wide as the processor's, and a tile of a matrix product that
+// stays in its registers.
 
 #pragma once
 
@@ -28,7 +28,7 @@ inline vec load(const float* from) {
 
 inline void store(float* to, vec v) { std::memcpy(to, &v, sizeof v); }
 
-// The first n floats, or as many as there are in a vector, zeros behind them.
+// The first n floats, at most a vector, and zeros after them.
 inline vec load_part(const float* from, long n) {
     if (n >= W) return load(from);
     vec v{};
@@ -104,7 +104,7 @@ inline vec swapped(vec v, std::integer_sequence<int, LANE...>) {
     return SHUFFLE(v, v, (LANE ^ STEP)...);
 }
 
-// All lanes as one, by a function of two vectors.
+// Reduces all lanes to one, by a function of two vectors.
 template <int STEP = W / 2, class Function>
 inline float folded(vec v, Function of) {
     v = of(v, swapped<STEP>(v, std::make_integer_sequence<int, W>()));

@@ -23,7 +23,7 @@ from gptlab.config.run import BatchConfig, RunConfig, RuntimeConfig, SampleConfi
 from gptlab.data.prepare import prepare
 from gptlab.data.rows import validation_rows
 from gptlab.data.tokenizer.tokenizer import CharTokenizer, Tokenizer
-from gptlab.eval.engine import sample_text
+from gptlab.eval.sampling import sample_text
 from gptlab.model.gpt import GPT, build_model
 from gptlab.runtime.records.metrics import MetricsLog
 from gptlab.runtime.records.run_directory import RunDirectory

@@ -29,13 +29,12 @@ from gptlab.config.model import ModelConfig
 from gptlab.config.recipes import RECIPES
 from gptlab.config.run import BatchConfig, RunConfig, RuntimeConfig
 from gptlab.data.tokenizer.tokenizer import ByteTokenizer, CharTokenizer, Tokenizer, gpt2_tokenizer, train_tokenizer
-from gptlab.eval.engine import generate
+from gptlab.eval.sampling import generate
 from gptlab.model import gpt
 from gptlab.model.gpt import GPT, build_model
-from gptlab.model.interop import export_config
-from gptlab.model.interop.export_config import Form, choose_form
-from gptlab.model.interop.export_weights import from_transformers, to_transformers
-from gptlab.model.interop.hf_config import model_config_of
+from gptlab.model.interop import hf_config
+from gptlab.model.interop.hf_config import Form, choose_form, model_config_of
+from gptlab.model.interop.hf_weights import from_transformers, to_transformers
 from gptlab.model.interop.pretrained import find_pretrained
 from gptlab.runtime.records.console import Console
 from gptlab.runtime.records.metrics import MetricsLog
@@ -197,7 +196,7 @@ class TestForm:
 
     def test_says_which_and_why(self, exported: Exported) -> None:
         first, *rest = exported.said.splitlines()
-        assert export_config.ARCHITECTURES[exported.form] in first
+        assert hf_config.ARCHITECTURES[exported.form] in first
         assert f"step 10 of {exported.run}" in first
         assert any("trust_remote_code=True" in line for line in rest) == (exported.form == "gptlab")
 

@@ -21,7 +21,8 @@ from gptlab.config.model import ModelConfig
 from gptlab.config.optim import AdamWConfig, OptimConfig, ScheduleConfig
 from gptlab.config.run import BatchConfig, RunConfig
 from gptlab.model.gpt import GPT, build_model
-from gptlab.model.interop.gpt2_weights import from_gpt2, gpt2_model_config, to_gpt2
+from gptlab.model.interop.hf_config import gpt2_model_config
+from gptlab.model.interop.hf_weights import from_transformers, to_transformers
 from gptlab.training.checkpoint.weights import load_weights
 from gptlab.training.horizon import Finish
 from gptlab.training.state import build_state
@@ -55,7 +56,7 @@ def as_gptlab(model: GPT2LMHeadModel, folder: Path) -> GPT:
     hf_config, tensors = saved(model, folder)
     config = gpt2_model_config(hf_config)
     ours = build_model(config, device=CPU, compute_dtype=torch.float64, seed=0)
-    load_weights(ours, from_gpt2(tensors, config))
+    load_weights(ours, from_transformers(tensors, config, "gpt2"))
     return ours
 
 
@@ -88,7 +89,7 @@ def test_logits_and_gradients_equal_those_of_transformers(options: dict[str, Any
     ours.loss(tokens, targets).backward()
     own = {name: parameter.grad for name, parameter in ours.named_parameters() if parameter.grad is not None}
     gradients = {name: parameter.grad for name, parameter in theirs.named_parameters() if parameter.grad is not None}
-    expected = from_gpt2(gradients, ours.config)
+    expected = from_transformers(gradients, ours.config, "gpt2")
     assert own.keys() == expected.keys() == dict(ours.named_parameters()).keys()
     for name, gradient in own.items():
         torch.testing.assert_close(gradient, expected[name], rtol=0, atol=1e-10, msg=name)
@@ -107,7 +108,7 @@ def test_the_forms_of_gelu_differ(tmp_path: Path) -> None:
 def test_there_and_back_is_the_same_bits(tied: bool, tmp_path: Path) -> None:
     hf_config, tensors = saved(random_gpt2(tie_word_embeddings=tied), tmp_path)
     config = gpt2_model_config(hf_config)
-    back = to_gpt2(from_gpt2(tensors, config), config)
+    back = to_transformers(from_transformers(tensors, config, "gpt2"), config, "gpt2")
     assert back.keys() == tensors.keys()
     assert all(torch.equal(back[name], tensor) and back[name].is_contiguous() for name, tensor in tensors.items())
 
@@ -115,7 +116,7 @@ def test_there_and_back_is_the_same_bits(tied: bool, tmp_path: Path) -> None:
 def test_padding_rows_are_zero() -> None:
     theirs = random_gpt2()
     config = gpt2_model_config(theirs.config.to_dict())
-    table = from_gpt2(theirs.state_dict(), config)["token_embedding.weight"]
+    table = from_transformers(theirs.state_dict(), config, "gpt2")["token_embedding.weight"]
     assert table.shape == (64, 24)
     assert table[:35].all()
     assert not table[35:].any()
@@ -130,8 +131,8 @@ def test_openais_own_names_and_masks_are_read() -> None:
     for layer in range(3):
         plain[f"h.{layer}.attn.bias"] = torch.ones(1, 1, 20, 20).tril()
         plain[f"h.{layer}.attn.masked_bias"] = torch.tensor(-1e4)
-    expected = from_gpt2(theirs.state_dict(), config)
-    assert all(torch.equal(value, expected[name]) for name, value in from_gpt2(plain, config).items())
+    expected = from_transformers(theirs.state_dict(), config, "gpt2")
+    assert all(torch.equal(value, expected[name]) for name, value in from_transformers(plain, config, "gpt2").items())
 
 
 def test_a_model_without_biases_is_one_with_zeros() -> None:
@@ -139,9 +140,9 @@ def test_a_model_without_biases_is_one_with_zeros() -> None:
     ours = build_model(config, device=CPU, compute_dtype=torch.float64, seed=3)
     weights = {name: value.detach() for name, value in ours.named_parameters()}
     theirs = random_gpt2()
-    theirs.load_state_dict(to_gpt2(weights, config), strict=False)
+    theirs.load_state_dict(to_transformers(weights, config, "gpt2"), strict=False)
     torch.testing.assert_close(ours(batch()[0]), theirs(batch()[0]).logits, rtol=0, atol=1e-10)
-    back = from_gpt2(theirs.state_dict(), config)
+    back = from_transformers(theirs.state_dict(), config, "gpt2")
     assert back.keys() == weights.keys()
     assert torch.equal(back["blocks.2.mlp.up.weight"], weights["blocks.2.mlp.up.weight"])
 
@@ -168,7 +169,7 @@ def test_names_by_hand() -> None:
         "transformer.ln_f.weight": torch.tensor([3.0, 3.5]),
         "transformer.ln_f.bias": torch.tensor([0.6, 0.7]),
     }
-    ours = from_gpt2(foreign, config)
+    ours = from_transformers(foreign, config, "gpt2")
     rows = [[1.0, 7.0], [2.0, 8.0], [3.0, 9.0], [4.0, 10.0], [5.0, 11.0], [6.0, 12.0]]
     assert ours["blocks.0.attention.qkv.weight"].tolist() == rows
     assert ours["blocks.0.mlp.up.weight"].tolist() == [[5.0, 7.0], [6.0, 8.0]]
@@ -197,7 +198,7 @@ def test_weights_that_do_not_fit_are_refused(change: dict[str, Tensor | None], n
     theirs = random_gpt2()
     tensors = {name: value for name, value in (theirs.state_dict() | change).items() if value is not None}
     with pytest.raises(UserError, match=named):
-        from_gpt2(tensors, gpt2_model_config(theirs.config.to_dict()))
+        from_transformers(tensors, gpt2_model_config(theirs.config.to_dict()), "gpt2")
 
 
 @pytest.mark.parametrize(
@@ -255,7 +256,7 @@ def test_fifty_steps_of_adamw_equal_a_plain_loop(tmp_path: Path) -> None:
         schedule=ScheduleConfig(kind="cosine", warmup_fraction=(warmup_iters + 1) / n_steps, final_lr_scale=0.1),
     )  # fmt: skip
     state = build_state(config, ShiftedRows(), device=CPU, compute_dtype=torch.float64)
-    load_weights(state.model, from_gpt2(tensors, config.model))
+    load_weights(state.model, from_transformers(tensors, config.model, "gpt2"))
     finish = Finish.of(config.horizon, tokens_per_step=160, flops_per_token=1, scaling_params=1)
 
     wide = [parameter for parameter in theirs.parameters() if parameter.ndim >= 2]
@@ -290,6 +291,6 @@ def test_fifty_steps_of_adamw_equal_a_plain_loop(tmp_path: Path) -> None:
             assert losses[-1] == pytest.approx(expected, abs=1e-9, rel=0), f"step {step}"
     assert losses[-1] < losses[0] - 1.0, "nothing was learned, so nothing was compared"
     assert 0 < clipped < n_steps
-    back = to_gpt2(dict(state.model.named_parameters()), config.model)
+    back = to_transformers(dict(state.model.named_parameters()), config.model, "gpt2")
     for name, parameter in theirs.named_parameters():
         torch.testing.assert_close(back[name], parameter, rtol=0, atol=1e-9, msg=name)

@@ -16,6 +16,7 @@ from tiny_runs import arguments, command, killed_at, train
 from gptlab.app.repeat import implementations_changed as changed
 from gptlab.model.kernels import attention_kernel
 from gptlab.model.kernels.library import kernel_library
+from gptlab.model.kernels.ops import implementations
 from gptlab.runtime.hardware.device import compiler_available
 from gptlab.training.checkpoint.load import list_checkpoints, load_checkpoint
 
@@ -155,3 +156,9 @@ class TestCompilerThatFails:
 )
 def test_what_changed(earlier: object, expected: str) -> None:
     assert changed(earlier, {"attention": "torch"}) == expected
+
+
+def test_the_removed_linear_kernels_are_named_as_a_difference() -> None:
+    """A checkpoint of an older gptlab resumes, with the warning that says what is computed differently."""
+    now = implementations(torch.device("cpu"), torch.float64)
+    assert changed(now | {"linear": "kernels 12"}, now) == "linear: kernels 12 -> torch"

@@ -23,7 +23,7 @@ from transformers import GPT2LMHeadModel
 
 from gptlab.app.loaded_run import LoadedRun, load_run
 from gptlab.data.tokenizer.tokenizer import gpt2_tokenizer
-from gptlab.model.interop.gpt2_weights import to_gpt2
+from gptlab.model.interop.hf_weights import to_transformers
 from gptlab.runtime.records.console import Console
 from gptlab.training.checkpoint.load import load_newest
 
@@ -71,7 +71,7 @@ def test_a_nanogpt_checkpoint_gives_its_logits(bias: bool, prefix: str, tmp_path
 
     run = loaded(tmp_path / "run")
     saved = load_newest(tmp_path / "run" / "checkpoints", pytest.fail).model
-    back = to_gpt2(saved, run.config.model)
+    back = to_transformers(saved, run.config.model, "gpt2")
     for name in state.keys() - {"lm_head.weight"}:  # transformers' matrices are the transposes of nanoGPT's
         is_matrix = ".c_" in name and name.endswith("weight")
         assert torch.equal(back[name].T if is_matrix else back[name], state[name]), name
@@ -155,7 +155,7 @@ def test_code_in_a_checkpoint_is_refused_and_never_runs(where: str, tmp_path: Pa
     path = write_checkpoint(tmp_path / "ckpt.pt", ARGUMENTS, random_state(ARGUMENTS), **hostile)
     line = refusal("nanogpt", path, tmp_path / "run", "--meta", meta)
     assert "system" in line
-    assert "nothing of it was run" in line
+    assert "nothing in it was run" in line
     assert not trace.exists()
     assert not (tmp_path / "run").exists()
     with path.open("rb") as file:  # the trap works: an ordinary load would have sprung it
@@ -180,7 +180,7 @@ def test_checkpoints_that_cannot_be_are_refused_in_one_line(tmp_path: Path, meta
         ({"model_args": ARGUMENTS | {"n_head": 3}}, "n_head = 3"),
         ({"model_args": without(ARGUMENTS, "block_size")}, "block_size = None"),
         ({"model_args": ARGUMENTS | {"bias": True}}, "lack h.0.ln_1.bias"),
-        ({"model_args": None}, "no checkpoint of nanoGPT"),
+        ({"model_args": None}, "not a nanoGPT checkpoint"),
         ({"model_args": ARGUMENTS | {"vocab_size": 11}}, "vocabulary of 11, but the char tokenizer has 13"),
     ]
     for number, (change, named) in enumerate(cases):
@@ -216,7 +216,7 @@ def check_imported(run_folder: Path, theirs: GPT2LMHeadModel) -> None:
     """The same bits, and so the same logits; float64 on both sides."""
     run = loaded(run_folder)
     state = theirs.state_dict()
-    back = to_gpt2(load_newest(run_folder / "checkpoints", pytest.fail).model, run.config.model)
+    back = to_transformers(load_newest(run_folder / "checkpoints", pytest.fail).model, run.config.model, "gpt2")
     assert all(torch.equal(value, state[name]) for name, value in back.items())
     tokens = torch.randint(0, 50257, (2, 12), generator=torch.Generator().manual_seed(2))
     wide = GPT2LMHeadModel(theirs.config).double()
@@ -289,8 +289,8 @@ def test_folders_that_cannot_be_are_refused(gpt2: tuple[Path, GPT2LMHeadModel], 
         (folder("wider", {"n_embd": 16}, content), "has the shape"),
         (folder("damaged", {}, content[:-100]), "damaged"),
         (folder("no-header", {}, b"hello"), "damaged"),
-        (pickled, "nothing of it was run"),
-        (outside, "outside of the folder"),
+        (pickled, "nothing in it was run"),
+        (outside, "outside the folder"),
         (lost, "x.safetensors"),
         (small, "vocabulary of 300, but GPT-2's tokenizer has 50,257 entries"),
         (tmp_path / "x" / "y" / "z", "there is no folder"),
@@ -332,7 +332,7 @@ def test_a_name_is_downloaded_once(
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
         code, _, err = command(["import", "hf", "gpt2", tmp_path / "run"])
         assert code == 0, err
-        assert "has no such model, and here is no such folder" in refusal("hf", "lab/other", tmp_path / "other")
+        assert "has no such model, and there is no such folder here" in refusal("hf", "lab/other", tmp_path / "other")
     assert sorted(hub.downloads()) == ["config.json", "model.safetensors"]
     check_imported(tmp_path / "run", gpt2[1])
     assert json.loads((tmp_path / "run" / "run.json").read_text())["imported"]["commit"] == COMMIT

@@ -26,7 +26,7 @@ from gptlab.config.model import GPT2_SIZES, ModelConfig
 from gptlab.config.run import RunConfig
 from gptlab.config.scaling import Machine
 from gptlab.model.gpt import GPT, build_model
-from gptlab.model.interop.gpt2_weights import gpt2_model_config
+from gptlab.model.interop.hf_config import gpt2_model_config
 from gptlab.model.interop.pretrained import require_fits
 from gptlab.runtime.hardware.place import place_of
 from gptlab.runtime.records.console import Console
@@ -136,7 +136,7 @@ def test_cropping_keeps_the_windows_that_the_weights_learned_with(folder: Path) 
 @pytest.mark.parametrize(
     ("field", "value", "there"),
     [
-        ("seq_len", 64, "know 32 positions"),
+        ("seq_len", 64, "have 32 learned positions"),
         ("n_layer", 3, "have 2"),
         ("n_embd", 64, "have 32"),
         ("n_head", 4, "have 2"),

@@ -11,7 +11,7 @@ import torch
 
 from gptlab.config.errors import UserError
 from gptlab.config.model import ModelConfig
-from gptlab.eval.engine import generate, sample_text
+from gptlab.eval.sampling import generate, sample_text
 from gptlab.model.gpt import GPT, build_model
 from gptlab.model.kv_cache import KVCache
 
@@ -119,7 +119,7 @@ def test_cache_in_pieces_equals_one_pass(name: str) -> None:
 
 def test_a_cache_that_is_too_small_is_refused() -> None:
     cache = KVCache(CONFIG, 1, 4, torch.device("cpu"), torch.float64)
-    with pytest.raises(ValueError, match="cache holds 4"):
+    with pytest.raises(ValueError, match="room for 4 tokens"):
         shaken()(torch.zeros(1, 5, dtype=torch.int64), cache=cache)
 
 

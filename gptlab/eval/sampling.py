@@ -1,7 +1,7 @@
 """Sampling from a model: prefill once, then one token at a time through the KV cache.
 
-Nothing here touches training: the model is in evaluation mode only while it computes, and draws come from a generator
-of their own, so a run that samples equals one that does not.
+Nothing here affects training: the model is in evaluation mode only while it computes, and draws come from a separate
+generator. So a run that samples equals one that does not.
 """
 
 from __future__ import annotations
@@ -9,28 +9,17 @@ from __future__ import annotations
 import codecs
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from gptlab.config.errors import ConfigError, UserError, require
+from gptlab.data.tokenizer.tokenizer import Tokenizer
 from gptlab.eval.mode import evaluation_mode
 from gptlab.model.gpt import GPT
 from gptlab.model.kv_cache import KVCache
 from gptlab.runtime.hardware.rng import fold_seed
 from gptlab.runtime.processes.distributed import Group
-
-
-class TextTokenizer(Protocol):
-    """What is needed of a tokenizer."""
-
-    bos_id: int | None
-
-    def encode(self, text: str) -> np.ndarray: ...
-
-    def decode_bytes(self, ids: Sequence[int]) -> bytes: ...
 
 
 def generate(
@@ -47,11 +36,11 @@ def generate(
     """Continue `tokens` (at least one) by up to `max_tokens` tokens, each yielded as soon as it is drawn.
 
     Temperature 0 or top_k 1 is greedy. Draws are made on the CPU from a generator seeded with `seed`, so that devices
-    agree as far as their logits do. With a `bos_id`, generation ends where the model begins a new document, unless
+    agree as far as their logits do. With a `bos_id`, generation ends when the model begins a new document, unless
     `stop_at_bos` is off; that token is not yielded.
 
     A text may become longer than the model's seq_len: whenever the context is full, it is cut to its last half and read
-    again (after BOS, if it began with it: packed training rows always do). Raises UserError for impossible settings.
+    again (after BOS, if it began with BOS, as packed training rows always do). UserError for impossible settings.
     """
     require(max_tokens >= 0, "max_tokens", max_tokens, "must not be negative", 0)
     require(temperature >= 0, "temperature", temperature, "must not be negative", 0.0)
@@ -65,7 +54,7 @@ def generate(
 
 def sample_text(
     model: GPT,
-    tokenizer: TextTokenizer,
+    tokenizer: Tokenizer,
     prompt: str,
     *,
     max_tokens: int,
@@ -74,11 +63,11 @@ def sample_text(
     seed: int = 0,
     stop_at_bos: bool = True,
 ) -> Iterator[str]:
-    """Continue a text, piece by piece (without the prompt). Settings and errors: as `generate`, but the draws
+    """Continue a text, piece by piece, without the prompt. Settings and errors are those of `generate`, but the draws
     depend on the seed and the prompt.
 
-    A character whose bytes are spread over tokens comes out whole; one that is still unfinished at the end is left
-    out. Bytes that are no UTF-8 at all become U+FFFD.
+    A character whose bytes are spread over several tokens is yielded whole; an incomplete one at the end is dropped.
+    Bytes that are not UTF-8 become U+FFFD.
     """
     bos_id = tokenizer.bos_id
     tokens = [int(token) for token in tokenizer.encode(prompt)]
@@ -86,7 +75,7 @@ def sample_text(
         tokens.insert(0, bos_id)
     elif not tokens:
         raise UserError("the prompt is empty, and this tokenizer has no BOS to start from: give a --prompt")
-    # One sequence of draws for all prompts would have a weak model continue all of them with the same words.
+    # With one sequence of draws for all prompts, a weak model would continue all of them with the same words.
     own_seed = fold_seed(seed, zlib.crc32(prompt.encode()))
     drawn = generate(
         model,
@@ -102,8 +91,8 @@ def sample_text(
 
 
 def drawn_together(streams: Sequence[Iterable[str]], group: Group, *, timed: bool = False) -> Sequence[Iterable[str]]:
-    """Texts that are not drawn yet, drawn by all processes, and given to each: rank r draws r, r+W, ... One process
-    alone has them back as they are, to be drawn as they are read. `timed`: see `Group.gather`."""
+    """Share the drawing of texts among all processes: rank r draws texts r, r+W, ..., and each process gets all. A
+    single process gets the streams back unchanged, to be drawn as they are read. `timed`: see `Group.gather`."""
     if group.size == 1:
         return streams
     texts = [""] * len(streams)
@@ -162,7 +151,7 @@ def _last_half(tokens: list[int], seq_len: int, bos_id: int | None) -> list[int]
     return [tokens[0], *kept] if starts_document else kept
 
 
-def _text_pieces(tokenizer: TextTokenizer, tokens: Iterator[int]) -> Iterator[str]:
+def _text_pieces(tokenizer: Tokenizer, tokens: Iterator[int]) -> Iterator[str]:
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     for token in tokens:
         if piece := decoder.decode(tokenizer.decode_bytes([token])):

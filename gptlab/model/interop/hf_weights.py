@@ -1,0 +1,233 @@
+"""Weights in transformers' folders and by transformers' names, and by gptlab's.
+
+    gpt2       layers of OpenAI's code (Conv1D), whose matrices are (inputs, outputs): the transpose of nn.Linear's.
+               nanoGPT has the same names with nn.Linear.
+    nanochat   queries, keys and values apart, where gptlab has one matrix of their rows in that order
+    gptlab     gptlab's own names
+
+Tables lose the padding of the vocabulary, which no logit ever sees; it is zero on the way back. A tied head is not
+written, but may be there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import cast
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from gptlab.config.errors import UserError
+from gptlab.config.model import ModelConfig
+from gptlab.config.plain_file import open_plain
+from gptlab.model.gpt import GPT
+from gptlab.model.interop.hf_config import WEIGHT_FILES, Form, read_hf_config
+from gptlab.model.interop.torch_file import only_tensors, read_torch_file
+from gptlab.runtime.files.strict_json import read_json_object
+
+MAX_HEADER_BYTES = 1 << 23
+"""About 100 bytes a tensor: a model of 400 layers has 1 MB. The library takes 100 MB, and seconds to parse them."""
+_SINGLE, _INDEX, _PICKLED = WEIGHT_FILES
+_WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+_GPT2_BLOCK = {
+    "attention_norm": "ln_1",
+    "attention.qkv": "attn.c_attn",
+    "attention.out": "attn.c_proj",
+    "mlp_norm": "ln_2",
+    "mlp.up": "mlp.c_fc",
+    "mlp.out": "mlp.c_proj",
+}
+_NANOCHAT_BLOCK = {
+    "attention.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "attention.out": ("self_attn.o_proj",),
+    "mlp.up": ("mlp.fc1",),
+    "mlp.out": ("mlp.fc2",),
+}
+_HEAD_AND_TABLE: dict[Form, tuple[str, str]] = {
+    "gpt2": ("lm_head.weight", "wte.weight"),
+    "nanochat": ("lm_head.weight", "model.embed_tokens.weight"),
+    "gptlab": ("head.weight", "token_embedding.weight"),
+}
+
+
+def read_hf_weights(folder: Path, config: ModelConfig) -> dict[str, Tensor]:
+    """The weights by gptlab's names, for `config`: that of `model_config_of`, or one that leaves rows of its vocabulary
+    unused. UserError if they are missing, damaged, or do not fit."""
+    form = cast(Form, read_hf_config(folder)["model_type"])  # one of them, or there would be no `config`
+    tensors = read_hf_tensors(folder)
+    try:
+        return from_transformers(tensors, config, form)
+    except UserError as error:
+        raise UserError(f"{folder}: {error}") from None
+
+
+def read_hf_tensors(folder: Path) -> dict[str, Tensor]:
+    """The tensors by their own names, on the CPU; safetensors if there are any. UserError if there are none."""
+    if (folder / _SINGLE).is_file():
+        return _read_safetensors(folder / _SINGLE)
+    if (folder / _INDEX).is_file():
+        return _read_shards(folder)
+    if (folder / _PICKLED).is_file():
+        return only_tensors(read_torch_file(folder / _PICKLED), folder / _PICKLED)
+    raise UserError(f"{folder} holds no weights: there is no {_SINGLE}, {_INDEX} or {_PICKLED}")
+
+
+def to_transformers(tensors: Mapping[str, Tensor], config: ModelConfig, form: Form) -> dict[str, Tensor]:
+    """The content of model.safetensors, contiguous. A model without biases gets zeros for those of GPT-2, which always
+    has them."""
+    found: dict[str, Tensor] = {}
+    for name, theirs in _names(config, form):
+        value = tensors.get(name)
+        if value is None:
+            weight = tensors[name.removesuffix("bias") + "weight"]
+            value = weight.new_zeros(weight.shape[0])
+        value = value[: config.vocab_size] if _is_table(name) else value
+        value = value.T if form == "gpt2" and _is_matrix(name) else value
+        parts = value.split(_qkv_rows(config)) if len(theirs) > 1 else [value]
+        found |= {_written(one, form): part.contiguous() for one, part in zip(theirs, parts, strict=True)}
+    return found
+
+
+def from_transformers(
+    tensors: Mapping[str, Tensor], config: ModelConfig, form: Form, *, transposed: bool = True
+) -> dict[str, Tensor]:
+    """The inverse, of the shapes that a GPT of `config` has. `transposed`: the matrices of "gpt2" are (inputs,
+    outputs), as transformers has them and nanoGPT does not.
+
+    GPT-2's names may lack "transformer." in front (OpenAI's own files do). UserError for missing, unknown or misshapen
+    tensors, numbers that are not finite, and a head that differs from the embedding it is tied to.
+    """
+    # Before anything is built from the configuration, which may come from a file with any number in it.
+    if len(tensors) < config.n_layer:
+        raise UserError(
+            f"the weights are {len(tensors):,} tensors, too few for the configuration's {config.n_layer:,} layers"
+        )
+    given = dict(tensors)
+    if form == "gpt2":
+        given = {name.removeprefix("transformer."): value for name, value in tensors.items() if not _is_mask(name)}
+    if config.tied_head:
+        head, table = _HEAD_AND_TABLE[form]
+        twin = given.pop(head, None)
+        if twin is not None and table in given and not _same_values(twin, given[table]):
+            raise UserError(f"{head} differs from {table}, though the model's head is tied to its embedding")
+    shapes = _shapes(config)
+    found = {}
+    for name, theirs in _names(config, form):
+        label = " + ".join(theirs)
+        if name not in shapes:  # a bias, and the model has none: zeros are the same
+            value = given.pop(label, None)
+            if value is not None and bool(value.any()):
+                raise UserError(f"the weights have {label}, but the model has no biases")
+            continue
+        missing = [one for one in theirs if one not in given]
+        if missing:
+            raise UserError(f"the weights lack {missing[0]}")
+        parts = [given.pop(one) for one in theirs]
+        if len({(part.dtype, part.shape[1:]) for part in parts}) > 1 or not all(part.dim() for part in parts):
+            there = ", ".join(str(tuple(part.shape)) for part in parts)
+            raise UserError(f"the weights' {label} have the shapes {there}, which do not go together")
+        value = torch.cat(parts) if len(parts) > 1 else parts[0]
+        if value.dtype not in _WEIGHT_DTYPES or not bool(torch.isfinite(value).all()):
+            raise UserError(f"the weights' {theirs[0]} holds values that are no finite numbers")
+        turned = form == "gpt2" and transposed and _is_matrix(name)
+        value = value.T if turned else value
+        wanted = (config.vocab_size, *shapes[name][1:]) if _is_table(name) else tuple(shapes[name])
+        if value.shape not in (wanted, shapes[name]):  # a table may come with its padding
+            sizes = [str(shape[::-1] if turned else shape) for shape in (tuple(value.shape), wanted)]
+            raise UserError(f"the weights' {label} has the shape {sizes[0]}, but the configuration asks for {sizes[1]}")
+        padding = shapes[name][0] - len(value)
+        found[name] = torch.cat((value, value.new_zeros(padding, *value.shape[1:]))) if padding else value.contiguous()
+    if given:
+        raise UserError(f"the weights have {min(given)}, which a model of this configuration does not have")
+    return found
+
+
+def _read_shards(folder: Path) -> dict[str, Tensor]:
+    index = read_json_object(folder / _INDEX)
+    places = index.get("weight_map")
+    if not isinstance(places, dict) or not places:
+        raise UserError(f"{folder / _INDEX} is damaged: it has no weight_map")
+    tensors: dict[str, Tensor] = {}
+    if not all(isinstance(value, str) for value in places.values()):
+        raise UserError(f"{folder / _INDEX} is damaged: its weight_map names no files")
+    for name in sorted(set(places.values())):
+        if Path(name).name != name or set(name) & set("\\:\0"):
+            raise UserError(f"{folder / _INDEX} names {name!r}, which is outside the folder")
+        tensors |= _read_safetensors(folder / name)
+    missing = sorted(places.keys() - tensors.keys())
+    if missing:
+        raise UserError(f"{folder / _INDEX} names {missing[0]}, which its file does not hold")
+    return tensors
+
+
+def _read_safetensors(path: Path) -> dict[str, Tensor]:
+    try:
+        with open_plain(path) as file:
+            header_bytes = int.from_bytes(file.read(8), "little")
+        if header_bytes > MAX_HEADER_BYTES:
+            raise UserError(f"{path} is damaged: no complete safetensors file (a header of {header_bytes:,} bytes)")
+        return load_file(path)
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
+    except SafetensorError as error:
+        raise UserError(f"{path} is damaged: no complete safetensors file ({error})") from None
+
+
+def _names(config: ModelConfig, form: Form) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """gptlab's name of every weight, and the form's: several where it keeps parts of the rows apart. For "gpt2" without
+    "transformer." in front, and with every bias, also if the model has none."""
+    if form == "gpt2":
+        yield "token_embedding.weight", ("wte.weight",)
+        yield "position_embedding.weight", ("wpe.weight",)
+        for layer in range(config.n_layer):
+            for own, theirs in _GPT2_BLOCK.items():
+                for part in ("weight", "bias"):
+                    yield f"blocks.{layer}.{own}.{part}", (f"h.{layer}.{theirs}.{part}",)
+        yield "final_norm.weight", ("ln_f.weight",)
+        yield "final_norm.bias", ("ln_f.bias",)
+        if not config.tied_head:
+            yield "head.weight", (_HEAD_AND_TABLE[form][0],)
+        return
+    ends = dict(zip(_HEAD_AND_TABLE["gptlab"], _HEAD_AND_TABLE["nanochat"], strict=True))
+    for name in _shapes(config):
+        if form == "gptlab" or name in ends:
+            yield name, (ends[name] if form == "nanochat" else name,)
+        else:
+            number, _, part = name.removeprefix("blocks.").removesuffix(".weight").partition(".")
+            yield name, tuple(f"model.layers.{number}.{one}.weight" for one in _NANOCHAT_BLOCK[part])
+
+
+def _written(name: str, form: Form) -> str:
+    return f"transformer.{name}" if form == "gpt2" and name != _HEAD_AND_TABLE[form][0] else name
+
+
+def _shapes(config: ModelConfig) -> dict[str, torch.Size]:
+    with torch.device("meta"):
+        return {name: parameter.shape for name, parameter in GPT(config).named_parameters()}
+
+
+def _qkv_rows(config: ModelConfig) -> list[int]:
+    return [heads * config.head_dim for heads in (config.n_head, config.kv_heads, config.kv_heads)]
+
+
+def _same_values(one: Tensor, other: Tensor) -> bool:
+    return one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
+
+
+def _is_table(name: str) -> bool:
+    """One row for each entry of the vocabulary."""
+    return name in _HEAD_AND_TABLE["gptlab"] or name.startswith("value_embeddings.")
+
+
+def _is_matrix(name: str) -> bool:
+    """The weight of a linear layer in a block."""
+    return name.startswith("blocks.") and name.endswith("weight") and not name.endswith("norm.weight")
+
+
+def _is_mask(name: str) -> bool:
+    """The causal mask that older files hold as a buffer."""
+    return name.endswith((".attn.bias", ".attn.masked_bias"))
