@@ -82,7 +82,7 @@ class Attempt:
     def ended_by(self, last: BaseException, signal_name: str | None) -> Result:
         """The Result of an attempt that a signal ended after there was a run folder; else raises the error that ended
         the attempt. `signal_name`: the signal that came before the first step, if one did."""
-        from gptlab.runtime.hardware.out_of_memory import ran_out_of_memory, what_to_lower
+        from gptlab.runtime.hardware.memory import ran_out_of_memory, what_to_lower
 
         error = behind_signal(last)
         if isinstance(error, PeerFailed):
@@ -176,7 +176,7 @@ def stopped_early(signal_name: str, run: RunDirectory | None) -> str:
 
 def stopped_by_peer(failure: Failure, run: RunDirectory | None) -> str:
     """For a signal that ended another rank before the first step, or in the middle of a step (a second Ctrl-C)."""
-    from gptlab.training.checkpoint.load import list_checkpoints
+    from gptlab.training.checkpoint.format import list_checkpoints
 
     signal_name = f"{failure.text.rpartition(' ')[2]} (rank {failure.rank})"
     if run is None or not list_checkpoints(run.checkpoints_path):
@@ -185,7 +185,7 @@ def stopped_by_peer(failure: Failure, run: RunDirectory | None) -> str:
 
 
 def last_checkpoint(run: RunDirectory) -> str:
-    from gptlab.training.checkpoint.load import list_checkpoints
+    from gptlab.training.checkpoint.format import list_checkpoints
 
     saved = list_checkpoints(run.checkpoints_path)
     return f"the last checkpoint is {saved[-1]}" if saved else "no checkpoint had been saved yet"

@@ -29,15 +29,15 @@ from gptlab.model.interop.hf_weights import read_hf_weights
 from gptlab.model.interop.pretrained import Pretrained
 from gptlab.model.kernels.ops import missing_kernels
 from gptlab.runtime.files.cache import cache_root
+from gptlab.runtime.hardware.cpu import set_threads
 from gptlab.runtime.hardware.device import resolve_device, resolve_dtype
-from gptlab.runtime.hardware.threads import set_threads
 from gptlab.runtime.processes.distributed import Group
 from gptlab.runtime.records.console import Console
 from gptlab.runtime.records.identity import edited_field, require_own, saved_identity
 from gptlab.runtime.records.metrics import read_metrics
 from gptlab.runtime.records.run_directory import RunDirectory
-from gptlab.training.checkpoint.directory import step_of
-from gptlab.training.checkpoint.load import list_checkpoints, load_checkpoint, load_newest, select_checkpoint
+from gptlab.training.checkpoint.format import list_checkpoints, step_of
+from gptlab.training.checkpoint.load import load_checkpoint, load_newest, select_checkpoint
 from gptlab.training.checkpoint.weights import load_weights, require_weights_of
 from gptlab.training.parallel.agreement import checksum, same_checkpoint
 from gptlab.training.state import TrainState

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from gptlab.config.errors import UserError
 from gptlab.config.load import config_to_json
 from gptlab.config.run import RunConfig
-from gptlab.runtime.processes.distributed import Group, World, join
+from gptlab.runtime.processes.distributed import Group, World
+from gptlab.runtime.processes.join import join
 from gptlab.runtime.processes.liveness import PeerFailed
 from gptlab.runtime.records.console import Console, QuietConsole
 

@@ -38,8 +38,8 @@ from gptlab.runtime.records.identity import (
 from gptlab.runtime.records.metrics import read_metrics
 from gptlab.runtime.records.provenance import RESUME_FACTS, Evidence
 from gptlab.runtime.records.run_directory import RunDirectory
-from gptlab.training.checkpoint.directory import candidates, step_of
-from gptlab.training.checkpoint.load import Checkpoint, list_checkpoints, select_checkpoint
+from gptlab.training.checkpoint.format import candidates, list_checkpoints, step_of
+from gptlab.training.checkpoint.load import Checkpoint, select_checkpoint
 from gptlab.training.parallel.agreement import same_checkpoint
 from gptlab.training.summary import closing_numbers, show_closing_block
 

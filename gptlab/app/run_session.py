@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from gptlab.app.messages import next_steps, resume_command
 from gptlab.app.own_parts import NO_PARTS, OwnParts
@@ -23,15 +23,18 @@ from gptlab.runtime.records.identity import config_sha256, identity_of, new_run_
 from gptlab.runtime.records.metrics import MetricsLog, NoMetricsLog
 from gptlab.runtime.records.provenance import Evidence
 from gptlab.runtime.records.run_directory import RunDirectory, Status, default_run_path
-from gptlab.training.checkpoint.background import BackgroundSaver
-from gptlab.training.checkpoint.load import Checkpoint, list_checkpoints
-from gptlab.training.checkpoint.saving import Saves
+from gptlab.training.checkpoint.format import list_checkpoints
+from gptlab.training.checkpoint.load import Checkpoint
+from gptlab.training.checkpoint.saver import CheckpointSaver, open_background
 from gptlab.training.compilation import warm_up
 from gptlab.training.faults import TrainingFailed
 from gptlab.training.loop import evaluate_only, fit
 from gptlab.training.recorder import Recorder
 from gptlab.training.summary import OffClock
 from gptlab.training.throughput import Throughput
+
+if TYPE_CHECKING:
+    from gptlab.training.checkpoint.background import BackgroundSaver
 
 
 def make_run_directory(session: Session, facts: Mapping[str, object], evidence: Evidence, job: Job) -> RunDirectory:
@@ -65,8 +68,8 @@ def run_session(
     run that it repeats. Returns how it ended, and its summary. With several processes only rank 0 writes."""
     config, state, group = session.config, session.state, session.work.group
     log = MetricsLog(run.metrics_path, parts.on_line(state.device)) if group.is_main else NoMetricsLog()
-    with log as metrics, state.loader, BackgroundSaver(state.device) as saver:
-        record = _recorder(session, run, console, metrics, saver, off_clock, stop_now)
+    with log as metrics, state.loader, open_background(config, state.device) as background:
+        record = _recorder(session, run, console, metrics, background, off_clock, stop_now)
         saves = record.saves
 
         def set_status(status: Status) -> None:
@@ -117,16 +120,13 @@ def _recorder(
     run: RunDirectory,
     console: Console,
     metrics: MetricsLog,
-    saver: BackgroundSaver,
+    background: BackgroundSaver | None,
     off_clock: OffClock,
     stop_now: Callable[[str], None] | None,
 ) -> Recorder:
     config, group, peak = session.config, session.work.group, session.place.peak.flops_per_second
     about_run = {"run": identity_of(run, session.data.fingerprint).to_json()} if group.is_main else {}
-    saves = Saves(
-        config, session.finish, run, console, metrics, off_clock, group,
-        saver if config.checkpoint.background else None, about_run,
-    )  # fmt: skip
+    saves = CheckpointSaver(config, session.finish, run, console, metrics, off_clock, group, background, about_run)
     load = None
     if session.place.device.type == "cpu" and group.is_main:
         load = MachineLoad(session.place.threads, processes=group.world.local_size)

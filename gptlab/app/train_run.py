@@ -13,9 +13,10 @@ from gptlab.app.ranks import exit_code
 from gptlab.app.run_request import RunRequest
 from gptlab.config.run import RunConfig
 from gptlab.config.scaling import Machine
-from gptlab.runtime.hardware.spinning import limit_spinning
-from gptlab.runtime.processes.distributed import World, join
+from gptlab.runtime.hardware.cpu import limit_spinning
+from gptlab.runtime.processes.distributed import World
 from gptlab.runtime.processes.job import open_job
+from gptlab.runtime.processes.join import join
 from gptlab.runtime.records.console import Console, QuietConsole
 from gptlab.runtime.records.run_directory import RunDirectory
 from gptlab.training.signals import EarlyStop
@@ -56,9 +57,9 @@ def train_run(
 def _prepare_and_train(
     attempt: Attempt, early: EarlyStop, request: RunRequest, argv: Sequence[str], started: float, parts: OwnParts
 ) -> Result:
-    from gptlab.runtime.records.provenance import EvidenceTaker
+    from gptlab.runtime.records.provenance import begin_evidence
 
-    evidence_taker = EvidenceTaker()  # before torch is imported, which takes longer
+    taking_evidence = begin_evidence()  # before torch is imported, which takes longer
     from gptlab.app.messages import describe
     from gptlab.app.run_session import make_run_directory, run_session
     from gptlab.app.session import open_session
@@ -99,7 +100,7 @@ def _prepare_and_train(
     session = open_session(attempt.config, place, console, restored=checkpoint is not None, group=group, parts=parts)
     if resumed is not None:
         resumed.require_same_start(session)
-    evidence = evidence_taker.result()
+    evidence = taking_evidence.result()
     facts = session.provenance(argv, evidence.code, request.from_run)
     if group.size > 1:
         from gptlab.app.ranks import require_same_implementations, require_same_run

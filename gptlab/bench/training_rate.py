@@ -58,7 +58,7 @@ def time_rate(config: RunConfig, place: Place, warn: Callable[[str], None], show
     update, training is slightly faster.
     """
     from gptlab.bench.timing import made_up_rows, time_whole_steps
-    from gptlab.runtime.hardware.out_of_memory import memory_told, what_to_lower
+    from gptlab.runtime.hardware.memory import memory_errors_explained, what_to_lower
     from gptlab.runtime.hardware.rng import seed_everything
     from gptlab.training.compilation import keep_compiled, make_kernels, warm_up
     from gptlab.training.faults import TrainingFailed
@@ -69,7 +69,7 @@ def time_rate(config: RunConfig, place: Place, warn: Callable[[str], None], show
     short = replace(config, batch=replace(config.batch, total_tokens=tokens))
     keep_compiled()
     seed_everything(config.seed, place.device)
-    with memory_told(lambda error: what_to_lower(error, config, None)):
+    with memory_errors_explained(lambda error: what_to_lower(error, config, None)):
         state = build_state(short, made_up_rows(short), device=place.device, compute_dtype=place.dtype)
         kernels = make_kernels(state, short, warn)
         with state.loader:

@@ -43,7 +43,7 @@ def main(argv: list[str]) -> int:
     from gptlab.bench.measure import measure
     from gptlab.bench.training_rate import timed_machine
     from gptlab.cli.bench_report import describe, noise
-    from gptlab.runtime.hardware.out_of_memory import memory_told, what_to_lower
+    from gptlab.runtime.hardware.memory import memory_errors_explained, what_to_lower
     from gptlab.runtime.processes.distributed import World
     from gptlab.runtime.records.console import Console
     from gptlab.training.faults import TrainingFailed
@@ -54,7 +54,7 @@ def main(argv: list[str]) -> int:
         silent = functools.partial(timed_machine, world=World(), warn=lambda text: None, show=console.live)
         config = request.config(silent)
         try:
-            with memory_told(lambda error: what_to_lower(error, config, None)):
+            with memory_errors_explained(lambda error: what_to_lower(error, config, None)):
                 bench = measure(
                     config, console, steps=steps, seconds=seconds, products=request.options.get("gemm", False)
                 )

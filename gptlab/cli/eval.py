@@ -48,14 +48,14 @@ def main(argv: Sequence[str]) -> int:
         description="Measure a run on its validation set: loss (nats/token) and bits per byte; or on CORE.",
     )
     from gptlab.app.ranks import together
-    from gptlab.runtime.hardware.out_of_memory import fewer_rows, memory_told, smaller_model
+    from gptlab.runtime.hardware.memory import fewer_rows, memory_errors_explained, smaller_model
 
     with together() as (group, console):
-        with memory_told(smaller_model):
+        with memory_errors_explained(smaller_model):
             run = arguments.load(console, group)
         measure = _core if arguments.core else _validation
         rows = arguments.micro_sequences or run.config.eval_sequences
-        with memory_told(lambda error: fewer_rows(error, rows)):
+        with memory_errors_explained(lambda error: fewer_rows(error, rows)):
             figures = measure(run, arguments, console, group)
     if not group.is_main:
         return 0

@@ -154,7 +154,7 @@ def _write(foreign: _Foreign, folder: str, data: Sequence[str], argv: Sequence[s
     from gptlab.runtime.records.identity import RunIdentity, config_sha256, new_run_id
     from gptlab.runtime.records.provenance import provenance, take_evidence
     from gptlab.runtime.records.run_directory import RunDirectory
-    from gptlab.training.checkpoint.load import save_checkpoint
+    from gptlab.training.checkpoint.write import save_checkpoint
 
     model, tokenizer = foreign.model, foreign.tokenizer
     # Master weights are float32 or wider; float16 and bfloat16 convert without loss.

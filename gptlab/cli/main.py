@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 
 from gptlab.config.errors import UserError, nearest_name, one_line, paths_of_the_user
-from gptlab.runtime.hardware.spinning import limit_spinning
+from gptlab.runtime.hardware.cpu import limit_spinning
 
 COMMANDS = {
     "train": ("gptlab.cli.train", "train a GPT, or resume a run (--resume); --list shows the recipes"),

@@ -65,15 +65,15 @@ def main(argv: Sequence[str]) -> int:
     )
     from gptlab.app.ranks import together
     from gptlab.eval.sampling import drawn_together
-    from gptlab.runtime.hardware.out_of_memory import memory_told, smaller_model
+    from gptlab.runtime.hardware.memory import memory_errors_explained, smaller_model
 
-    with together() as (group, console), memory_told(smaller_model):
+    with together() as (group, console), memory_errors_explained(smaller_model):
         run = arguments.load(console, group)
         settings = arguments.over(run.config.sample, sampled_prompts(run))
         # All are set up before the first is printed, so that a prompt that cannot be encoded leaves no partial output.
         texts = drawn_together(_streams(run, arguments, settings), group)
     if group.is_main:
-        with memory_told(smaller_model):
+        with memory_errors_explained(smaller_model):
             if arguments.json:
                 print(to_json(_samples(run, settings.prompts, texts), indent=2))
             else:

@@ -14,8 +14,8 @@ from gptlab.eval.bits_per_byte import Evaluation
 from gptlab.eval.core import CoreResult
 from gptlab.runtime.processes.distributed import Group
 from gptlab.training.agenda import Agenda
+from gptlab.training.checkpoint.folder import discard_after
 from gptlab.training.checkpoint.load import Checkpoint
-from gptlab.training.checkpoint.retention import discard_after
 from gptlab.training.faults import Fault, TrainingFailed
 from gptlab.training.horizon import Finish
 from gptlab.training.parallel.agreement import Agreement, require_equal_weights, same_checkpoint
@@ -54,7 +54,7 @@ def fit(state: TrainState, work: Work, record: Recorder) -> Ended:
     with QuietGarbageCollector() as garbage, Preemption(record.stopping, record.stop_now) as preemption:
         agreed = Agreement(work.group, preemption, state.step, record.saves)
         while True:
-            record.saves.look_at_save(state)
+            record.saves.poll(state)
             # A signal leaves what is due now to the resumed run, which does it in this same order.
             if not agreed.stop and agenda.evaluate(state):
                 evaluate(state, work, record)
@@ -124,7 +124,7 @@ def recover(state: TrainState, step: TrainStep, fault: Fault, work: Work, record
 
 def last_good(state: TrainState, record: Recorder, group: Group) -> Checkpoint | None:
     """The checkpoint to rewind to, the same on every rank; later ones are removed. None where none is intact."""
-    record.saves.finish_save(state)
+    record.saves.wait(state)
     good, folder, warn = state.faults.good_step, record.run.checkpoints_path, record.console.warn
     assert good is not None
     try:

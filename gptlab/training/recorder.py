@@ -19,7 +19,7 @@ from gptlab.runtime.records.console import Console, clock_text
 from gptlab.runtime.records.metrics import MetricsLog
 from gptlab.runtime.records.run_directory import RunDirectory
 from gptlab.training.checkpoint.load import Checkpoint
-from gptlab.training.checkpoint.saving import Saves
+from gptlab.training.checkpoint.saver import CheckpointSaver
 from gptlab.training.faults import Fault, TrainingFailed
 from gptlab.training.horizon import Finish
 from gptlab.training.state import TrainState
@@ -40,7 +40,7 @@ class Recorder:
     throughput: Throughput
     n_params: int
     off_clock: OffClock
-    saves: Saves
+    saves: CheckpointSaver
     load: MachineLoad | None = None
     """Warns of other programs on the cores that compute. None: no warning."""
     stop_now: Callable[[str], None] | None = None
@@ -188,7 +188,7 @@ class Recorder:
             self.console.warn(f"{self.run.metrics_path} is not the file that the checkpoint saw; appending to it")
         elif saved["scheduled"] and line_bytes == 0:
             # The process was killed between the checkpoint and its line.
-            self.saves.write_line(checkpoint.step)
+            self.saves.log_line(checkpoint.step)
         self.console.open_log(self.run.log_path, offset=saved["log_bytes"])
 
     def summary(self, state: TrainState) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from gptlab.config.run import RunConfig
 from gptlab.runtime.files.cache import damage
 from gptlab.runtime.records import provenance
 from gptlab.runtime.records.run_directory import RunDirectory
-from gptlab.training.checkpoint.load import list_checkpoints
+from gptlab.training.checkpoint.format import list_checkpoints
 
 FLAGS = {
     "depth": 1, "steps": 4, "model.seq-len": 32, "model.n-embd": 32, "model.n-head": 2, "batch.total-tokens": 128,
@@ -540,7 +540,9 @@ class TestFullDisk:
     def test_at_a_later_checkpoint(self, monkeypatch: pytest.MonkeyPatch) -> None:
         with full_disk_after(1, monkeypatch):
             ended = gptlab(*train())
-        ended.is_refused("cannot save the checkpoint of step 4", "No space left", "older checkpoints stand", "--resume")
+        ended.is_refused(
+            "cannot save the checkpoint of step 4", "No space left", "checkpoints are untouched", "--resume"
+        )
         assert [path.name for path in Path("run/checkpoints").iterdir()] == ["step-00000002"]
         assert RunDirectory.open(Path("run")).read_provenance()["status"] == "failed"
         resumed = gptlab("train", "--resume", "run")
@@ -651,5 +653,5 @@ def full_disk_after(saves: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
         return SimpleNamespace(free=0 if calls > saves else 2**40)
 
     with monkeypatch.context() as patch:
-        patch.setattr("gptlab.training.checkpoint.save.shutil.disk_usage", disk_usage)
+        patch.setattr("gptlab.training.checkpoint.write.shutil.disk_usage", disk_usage)
         yield

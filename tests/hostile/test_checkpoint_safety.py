@@ -20,7 +20,8 @@ from gptlab.config.errors import UserError
 from gptlab.runtime.files.cache import cached_folder
 from gptlab.runtime.files.staged_folder import staged_folder
 from gptlab.runtime.files.strict_json import write_json_atomic
-from gptlab.training.checkpoint.load import CheckpointError, list_checkpoints, newest_intact, verify_checkpoint
+from gptlab.training.checkpoint.format import CheckpointError, list_checkpoints
+from gptlab.training.checkpoint.load import newest_intact, verify_checkpoint
 
 posix_only = pytest.mark.skipif(os.name != "posix", reason="needs fork, signals or limits of POSIX")
 
@@ -191,7 +192,8 @@ LIMITED = """
 import resource, signal, sys
 from pathlib import Path
 import torch
-from gptlab.training.checkpoint.load import CheckpointError, save_checkpoint
+from gptlab.training.checkpoint.format import CheckpointError
+from gptlab.training.checkpoint.write import save_checkpoint
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 save = lambda step, n: save_checkpoint(Path(sys.argv[1]), step, model={"x": torch.zeros(n)}, optimizer={}, state={})
@@ -219,7 +221,7 @@ KILLED = """
 import itertools, os, shutil, signal, sys
 from pathlib import Path
 from oracle_checkpoint import save_small
-from gptlab.training.checkpoint.retention import retain
+from gptlab.training.checkpoint.folder import retain
 root, resaved = Path(sys.argv[1]), int(sys.argv[2])
 template = root / "template"
 for step in (10, 20):

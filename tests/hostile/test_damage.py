@@ -17,7 +17,8 @@ from forked_runs import Ended, ForkedRuns
 from oracle_checkpoint import same_bits
 from tiny_runs import Outcome, arguments, differences, outcome
 
-from gptlab.training.checkpoint.load import DamagedCheckpointError, list_checkpoints, load_checkpoint, load_newest
+from gptlab.training.checkpoint.format import DamagedCheckpointError, list_checkpoints
+from gptlab.training.checkpoint.load import load_checkpoint, load_newest
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="needs fork"),

@@ -29,14 +29,9 @@ from gptlab.runtime.files.strict_json import read_json_object, write_json_atomic
 from gptlab.runtime.records.code_snapshot import PATCH_NAME, ZIP_NAME
 from gptlab.runtime.records.metrics import read_metrics
 from gptlab.runtime.records.run_directory import RunDirectory
-from gptlab.training.checkpoint.load import (
-    load_checkpoint,
-    load_newest,
-    newest_intact,
-    save_checkpoint,
-    verify_checkpoint,
-)
-from gptlab.training.checkpoint.retention import discard_after, retain
+from gptlab.training.checkpoint.folder import discard_after, retain
+from gptlab.training.checkpoint.load import load_checkpoint, load_newest, newest_intact, verify_checkpoint
+from gptlab.training.checkpoint.write import save_checkpoint
 from gptlab.training.compilation import keep_compiled
 
 pytestmark = [posix_only, pytest.mark.timeout(60)]  # a reader that waits for a pipe would wait forever

@@ -32,13 +32,13 @@ MUTATIONS = [
         ["NCCL, ranks, a device each"],
     ),
     Mutation(
-        "tensors of GPUs go through gloo", "runtime/processes/distributed.py",
+        "tensors of GPUs go through gloo", "runtime/processes/torch_group.py",
         '"cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"', '"gloo"',
         ["test_distributed.py::TestWorld::test_collectives_are_nccls_on_gpus_and_gloos_on_cpus"],
         ["NCCL, ranks, a device each"],
     ),
     Mutation(
-        "the process group is left behind", "runtime/processes/distributed.py",
+        "the process group is left behind", "runtime/processes/torch_group.py",
         "dist.destroy_process_group()", "pass",
         ["test_distributed.py::TestWorld::test_the_process_group_is_destroyed_at_the_end"],
         ["The process group is destroyed"],

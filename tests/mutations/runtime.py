@@ -39,7 +39,7 @@ MUTATIONS = [
     ),
     Mutation(
         "an H100's peak is that of its data sheet with sparsity", "runtime/hardware/peak.py",
-        '_row("h100", 989.5)', '_row("h100", 1979)',
+        '"h100": 989.5,', '"h100": 1979,',
         ["test_peak.py::test_table_agrees_with_the_chip"],
         ["MFU against 989.5 TFLOP/s"],
     ),
@@ -68,7 +68,7 @@ MUTATIONS = [
         ["The log says the torch and CUDA versions"],
     ),
     Mutation(
-        "the GPU's report names the machine", "runtime/records/environment.py",
+        "the GPU's report names the machine", "runtime/records/provenance.py",
         'return _without(platform.node(), "HOST", output.decode(errors="replace"))',
         'return output.decode(errors="replace")',
         ["test_provenance.py::TestGpuReport::test_is_what_the_tool_prints_without_the_hosts_name"],

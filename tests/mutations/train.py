@@ -157,7 +157,7 @@ MUTATIONS = [
         ["A checkpoint whenever the validation loss improves"],
     ),
     Mutation(
-        "the best checkpoint goes with the others", "training/checkpoint/saving.py",
+        "the best checkpoint goes with the others", "training/checkpoint/saver.py",
         "best_step=best.step if self.config.checkpoint.keep_best and best else None", "best_step=None",
         ["test_train.py::test_best_checkpoint_is_kept"],
         ["The lowest so far is kept"],
@@ -170,7 +170,7 @@ MUTATIONS = [
         ["Inductor's coordinate descent tuning"],
     ),
     Mutation(
-        "the GPU allocator is not told", "runtime/hardware/allocator.py",
+        "the GPU allocator is not told", "runtime/hardware/memory.py",
         'os.environ.setdefault("PYTORCH_ALLOC_CONF", settings)', "pass",
         ["test_train.py::test_settings_of_the_compiler_and_the_gpu_allocator_are_passed_on"],
         ["Expandable segments in the CUDA allocator"],
@@ -424,7 +424,7 @@ MUTATIONS = [
         ["test_broken_steps.py::TestSpikes::test_a_good_one_is_known_by_the_first_step_from_it"],
     ),
     Mutation(
-        "a validation is as good as a step to know a good checkpoint by", "training/checkpoint/saving.py",
+        "a validation is as good as a step to know a good checkpoint by", "training/checkpoint/saver.py",
         "return None if proven and self.config.faults.spike_factor is None else state.faults.good_step",
         "return None if proven else state.faults.good_step",
         ["test_broken_steps.py::TestSpikes::test_the_one_to_go_back_to_outlives_newer_ones"],

@@ -20,8 +20,10 @@ from torch import Tensor
 from gptlab.config.errors import UserError
 from gptlab.runtime.processes.distributed import Group, Pending, World
 from gptlab.runtime.processes.liveness import Failure, Liveness, PeerFailed
+from gptlab.runtime.processes.torch_group import TorchGroup
 from gptlab.runtime.records.metrics import read_metrics
-from gptlab.training.checkpoint.load import Checkpoint, list_checkpoints, load_checkpoint
+from gptlab.training.checkpoint.format import list_checkpoints
+from gptlab.training.checkpoint.load import Checkpoint, load_checkpoint
 from gptlab.training.parallel.agreement import checksum
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="gloo on loopback is tried on Linux")
@@ -280,14 +282,14 @@ class TestLostRanks:
         liveness.start([me | {"pid": ended.pid}, me])
         try:
             with pytest.raises(PeerFailed, match=rf"rank 0 died \(process {ended.pid}\)"):
-                Group(World(1, 2), liveness, Gone()).broadcast("anything")
+                TorchGroup(World(1, 2), liveness, Gone()).broadcast("anything")
         finally:
             liveness.close()
 
     def test_one_that_never_came_is_not_waited_for_without_end(self) -> None:
         """Killed before anybody had heard of it, so that nobody watches it."""
         store = torch.distributed.HashStore()
-        group = Group(World(0, 3), Liveness(0, 3, store), store)
+        group = TorchGroup(World(0, 3), Liveness(0, 3, store), store)
         store.set("said/0/2", json.dumps({"at": "start", "value": None}))
         with pytest.raises(UserError, match="rank 1 is not there after 0 s"):
             group.gather("start", None, within_seconds=0.05)
@@ -314,7 +316,7 @@ class TestWorld:
         monkeypatch.setattr(torch, "zeros", lambda *shape, **more: None)
         monkeypatch.setattr(Group, "sum", lambda group, tensor, what: tensor)
         store = torch.distributed.HashStore()
-        group = Group(World(1, 2, 1), Liveness(1, 2, store), store)
+        group = TorchGroup(World(1, 2, 1), Liveness(1, 2, store), store)
         group.start_collectives(torch.device(device, 1 if device == "cuda" else None), timeout_seconds=60.0)
         assert (asked["name"], asked["rank"], asked["world_size"]) == (backend, 1, 2)
         assert asked.get("device") == (torch.device("cuda", 1) if device == "cuda" else None)

@@ -22,7 +22,9 @@ from gptlab.runtime.processes.job import Ended, Job, open_job
 from gptlab.runtime.processes.liveness import Liveness
 from gptlab.runtime.records.metrics import read_metrics
 from gptlab.runtime.records.run_directory import RunDirectory
-from gptlab.training.checkpoint.load import list_checkpoints, load_checkpoint, save_checkpoint
+from gptlab.training.checkpoint.format import list_checkpoints
+from gptlab.training.checkpoint.load import load_checkpoint
+from gptlab.training.checkpoint.write import save_checkpoint
 from gptlab.training.parallel.agreement import checksum, same_checkpoint
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="gloo on loopback is tried on Linux")

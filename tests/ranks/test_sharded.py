@@ -14,7 +14,7 @@ import pytest
 from test_distributed import ENVIRONMENT, FLAGS, SUPPORT, assert_same_run, of
 from tiny_runs import arguments, lines_of
 
-from gptlab.training.checkpoint.load import list_checkpoints
+from gptlab.training.checkpoint.format import list_checkpoints
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="gloo on loopback is tried on Linux")
 

@@ -15,7 +15,7 @@ import psutil
 import pytest
 from tiny_runs import arguments, lines_of, read_to_step, write_corpus
 
-from gptlab.training.checkpoint.load import list_checkpoints
+from gptlab.training.checkpoint.format import list_checkpoints
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="gloo on loopback is tried on Linux")
 

@@ -38,7 +38,8 @@ from gptlab.optim.clip import clip_gradients
 from gptlab.runtime.hardware.place import place_of
 from gptlab.runtime.records.console import Console
 from gptlab.training import step as step_module
-from gptlab.training.checkpoint.load import list_checkpoints, load_checkpoint
+from gptlab.training.checkpoint.format import list_checkpoints
+from gptlab.training.checkpoint.load import load_checkpoint
 from gptlab.training.faults import Fault, FaultRecord, TrainingFailed, loss_fault
 from gptlab.training.state import TrainState
 from gptlab.training.step import Update, gradients, update

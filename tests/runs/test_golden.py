@@ -18,7 +18,7 @@ import pytest
 import torch
 from tiny_runs import lines_of, train, write_corpus
 
-from gptlab.runtime.records.provenance import cpu_model
+from gptlab.runtime.hardware.cpu import cpu_model
 
 GOLDEN = Path(__file__).with_name("golden") / "quick.json"
 

@@ -34,13 +34,9 @@ from gptlab.config.errors import UserError
 from gptlab.runtime.hardware.place import place_of
 from gptlab.runtime.hardware.rng import capture_rng, seed_everything
 from gptlab.runtime.records.metrics import read_metrics
-from gptlab.training.checkpoint.load import (
-    Checkpoint,
-    DamagedCheckpointError,
-    list_checkpoints,
-    load_checkpoint,
-    save_checkpoint,
-)
+from gptlab.training.checkpoint.format import DamagedCheckpointError, list_checkpoints
+from gptlab.training.checkpoint.load import Checkpoint, load_checkpoint
+from gptlab.training.checkpoint.write import save_checkpoint
 
 CPU = torch.device("cpu")
 

@@ -32,7 +32,9 @@ from gptlab.runtime.hardware.peak import Peak
 from gptlab.runtime.hardware.place import place_of
 from gptlab.runtime.hardware.rng import capture_rng, seed_everything
 from gptlab.runtime.records.console import Console
-from gptlab.training.checkpoint.load import Checkpoint, list_checkpoints, load_checkpoint, save_checkpoint
+from gptlab.training.checkpoint.format import list_checkpoints
+from gptlab.training.checkpoint.load import Checkpoint, load_checkpoint
+from gptlab.training.checkpoint.write import save_checkpoint
 from gptlab.training.state import TrainState
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(1800)]

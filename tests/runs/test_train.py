@@ -60,14 +60,10 @@ from gptlab.runtime.hardware.device import compiler_available
 from gptlab.runtime.hardware.place import place_of
 from gptlab.runtime.records.console import Console
 from gptlab.training import compilation as compilation_module
-from gptlab.training.checkpoint import saving as saving_module
-from gptlab.training.checkpoint.load import (
-    CheckpointError,
-    list_checkpoints,
-    load_checkpoint,
-    save_checkpoint,
-    verify_checkpoint,
-)
+from gptlab.training.checkpoint import saver as saver_module
+from gptlab.training.checkpoint.format import CheckpointError, list_checkpoints
+from gptlab.training.checkpoint.load import load_checkpoint, verify_checkpoint
+from gptlab.training.checkpoint.write import save_checkpoint
 from gptlab.training.compilation import warm_up
 from gptlab.training.faults import TrainingFailed
 from gptlab.training.loop import fit
@@ -497,7 +493,7 @@ class TestClock:
             checkpoint__on_failure="continue",
         )  # fmt: skip
         with FakeClock.running():
-            monkeypatch.setattr(saving_module, "save_checkpoint", refuse)
+            monkeypatch.setattr(saver_module, "save_checkpoint", refuse)
             assert gptlab.train(config).exit_code == 0
         assert tried == [5, 10, 12]
         assert [line["step"] for line in lines_of(folder / "refused", "checkpoint")] == [12]
@@ -727,13 +723,13 @@ def test_a_best_checkpoint_is_not_saved_again_by_the_run_that_resumes_from_it(
     config = replace(make_config(folder, "best-once", sample__prompts=[], **changes), run_dir=str(tmp_path / "run"))
     with killed_at("checkpoint", 6):
         gptlab.train(config)
-    saved, save = [], saving_module.save_checkpoint
+    saved, save = [], saver_module.save_checkpoint
 
     def noted(folder: Path, step: int, **parts: Any) -> Any:
         saved.append(step)
         return save(folder, step, **parts)
 
-    monkeypatch.setattr(saving_module, "save_checkpoint", noted)
+    monkeypatch.setattr(saver_module, "save_checkpoint", noted)
     assert gptlab.train(resume=tmp_path / "run").exit_code == 0
     assert saved == [9, 12]
 
@@ -822,7 +818,7 @@ class TestPreemption:
         def refuse(*_: object, **__: object) -> None:
             raise CheckpointError("the disk is full")
 
-        monkeypatch.setattr(saving_module, "save_checkpoint", refuse)
+        monkeypatch.setattr(saver_module, "save_checkpoint", refuse)
         with at_line("train", 2, lambda: signal.raise_signal(signal.SIGTERM)):
             words = arguments(folder, "unsaved", {"checkpoint.on_failure": "continue"})
             code, _, err = command(["train", *words])

@@ -74,7 +74,7 @@ def _commit() -> str:
 
 
 def _machine() -> str:
-    from gptlab.runtime.records.provenance import cpu_model
+    from gptlab.runtime.hardware.cpu import cpu_model
 
     return f"{cpu_model()}, {len(os.sched_getaffinity(0))} cores"
 

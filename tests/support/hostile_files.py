@@ -15,8 +15,7 @@ from gptlab.config.errors import UserError, one_line
 
 posix_only = pytest.mark.skipif(os.name != "posix", reason="needs pipes and files with holes")
 
-# A second on an ordinary machine; a busy one with cold caches takes up to twice as long.
-MAX_CPU_SECONDS = 3.0
+MAX_CPU_SECONDS = 1.0
 """Of the process, all threads: the promise itself. The slowest case takes 0.4 s; a busy machine does not count."""
 MAX_TRACED_BYTES = 100 << 20
 """The worst is tokenizer.json of the largest size that is read. What a file asks for is a thousand times that."""

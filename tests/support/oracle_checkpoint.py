@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gptlab.training.checkpoint.load import load_checkpoint, save_checkpoint
+from gptlab.training.checkpoint.load import load_checkpoint
+from gptlab.training.checkpoint.write import save_checkpoint
 
 
 def small_contents(seed: int) -> dict[str, Any]:

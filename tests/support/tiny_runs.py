@@ -33,7 +33,8 @@ from gptlab.cli.main import main
 from gptlab.config.run import RunConfig
 from gptlab.config.scaling import Machine
 from gptlab.runtime.records.metrics import MetricsLog, read_metrics
-from gptlab.training.checkpoint.load import list_checkpoints, load_checkpoint
+from gptlab.training.checkpoint.format import list_checkpoints
+from gptlab.training.checkpoint.load import load_checkpoint
 from gptlab.training.state import TrainState
 
 Flags = dict[str, Any]
@@ -283,7 +284,7 @@ class FakeClock:
             clock._charge(patch, "gptlab.training.step.update", 1.0)
             clock._charge(patch, "gptlab.app.session.evaluate", cls.EVALUATION)
             clock._charge(patch, "gptlab.app.session.sample_text", cls.SAMPLE)
-            clock._charge(patch, "gptlab.training.checkpoint.saving.save_checkpoint", cls.SAVE)
+            clock._charge(patch, "gptlab.training.checkpoint.saver.save_checkpoint", cls.SAVE)
             clock._charge(patch, "gptlab.training.compilation.gradients", cls.WARM_UP)
             yield clock
 

@@ -1,4 +1,4 @@
-"""A file that grows by whole lines and can be cut back to where a checkpoint saw it."""
+"""A file that grows by whole lines and can be truncated to its length at a checkpoint."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _BLOCK_BYTES = 65_536
 
 
 class AppendFile:
-    """Lines of UTF-8 text at the end of a file, each handed to the operating system at once, so a SIGKILL loses none.
+    """Appends lines of UTF-8 text, each passed to the operating system at once, so that a SIGKILL loses none.
 
-    Opening cuts off a last line without its newline: a killed process did not finish it. While the disk refuses bytes
-    (full, over quota), lines wait in memory and are written, in order, as soon as it takes them again.
+    Opening removes an incomplete last line, which a killed process left. While the disk refuses bytes (full, over
+    quota), lines wait in memory and are written, in order, as soon as the disk accepts them again.
     """
 
     def __init__(self, path: Path) -> None:
@@ -39,27 +39,27 @@ class AppendFile:
         self._drain()
 
     def position(self) -> int:
-        """Bytes handed to the operating system so far. UserError while lines wait for the disk.
+        """Bytes passed to the operating system so far. UserError while lines wait for the disk.
 
-        A checkpoint that names them may outlive a power cut: it is published after a `sync`.
+        A checkpoint that refers to them may survive a power cut, so it is published after a `sync`.
         """
         self._drain()
         self._raise_if_waiting()
         return self._size
 
     def sync(self) -> None:
-        """Bring to the disk for good what was handed over before this call; UserError where the disk refuses. Another
-        thread may do this while lines are written."""
+        """Make durable what was written before this call. UserError if the disk refuses. Another thread may do this
+        while lines are written."""
         try:
             os.fsync(self._file.fileno())
         except OSError as error:
             raise UserError(f"cannot write {self.path}: {error.strerror or error}") from error
 
     def truncate(self, offset: int) -> bool:
-        """Cut off everything after the first `offset` bytes.
+        """Remove everything after the first `offset` bytes.
 
-        False where the file is not the one that had this offset (shorter, or no line ends there); it is then cut
-        at the last line that ends before.
+        False if the file is not the one that had this offset (shorter, or no line ends there); it is then truncated
+        after the last line that ends before.
         """
         self._waiting = b""
         self._size = self._end_of_whole_lines(min(offset, self._size))
@@ -68,7 +68,7 @@ class AppendFile:
         return self._size == offset
 
     def close(self) -> None:
-        """UserError where the last lines could not be written."""
+        """UserError if the last lines could not be written."""
         if self._file.closed:
             return
         self._drain()
@@ -93,7 +93,7 @@ class AppendFile:
             raise UserError(f"cannot write {self.path}: {self._error.strerror or self._error}") from self._error
 
     def _end_of_whole_lines(self, limit: int) -> int:
-        """The position after the last newline among the first `limit` bytes; 0 where there is none."""
+        """The position after the last newline among the first `limit` bytes; 0 if there is none."""
         while limit > 0:
             start = max(0, limit - _BLOCK_BYTES)
             self._file.seek(start)
@@ -105,8 +105,8 @@ class AppendFile:
 
 
 def _open_own(path: Path) -> int:
-    """A descriptor to read and append. No link: the file is cut, and a run folder from elsewhere must not lead to a
-    file of somebody's. And no pipe, whose other end may never be read."""
+    """A descriptor to read and append. Links are refused: the file is truncated, and an untrusted run folder must not
+    lead to a file of the user's. So are pipes, which may never be read."""
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0)
     descriptor = os.open(path, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0), 0o666)
     if stat.S_ISFIFO(os.fstat(descriptor).st_mode):

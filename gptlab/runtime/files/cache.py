@@ -6,8 +6,8 @@
     publish   one rename
 
 A file up to `FULL_HASH_BYTES` is hashed whole at every look. A larger one is hashed whole once, when it is written,
-and later by `SAMPLED_BLOCKS` blocks spread over it, the first and the last among them: reading hundreds of gigabytes
-at every start would cost minutes, while what really happens to large files (cut short, never flushed, overwritten)
+and later by `SAMPLED_BLOCKS` blocks spread over it, including the first and the last: reading hundreds of gigabytes at
+every start would cost minutes, and what happens to large files in practice (truncated, never flushed, overwritten)
 shows in the size or in the blocks. `damage(folder, whole=True)` reads everything.
 """
 
@@ -41,8 +41,8 @@ BLOCK_BYTES = 2**20
 
 
 def cache_root(cache_dir: str | None) -> Path:
-    """`cache_dir`, else $GPTLAB_CACHE, else `gptlab` in the folder where this platform's users keep caches. UserError
-    where that is asked for and this user has no home."""
+    """`cache_dir`, else $GPTLAB_CACHE, else `gptlab` in this platform's folder for caches. UserError if that is needed
+    and this user has no home folder."""
     try:
         return _cache_root(cache_dir or os.environ.get("GPTLAB_CACHE"))
     except RuntimeError:  # of pathlib: no HOME, and no entry in the password database
@@ -66,10 +66,9 @@ def _cache_root(chosen: str | None) -> Path:
 def cached_folder(
     folder: Path, build: Callable[[Path], dict[str, Any]], *, what: str, console: Console | None = None
 ) -> dict[str, Any]:
-    """The `info` of an intact `folder`, which `build(temporary)` first fills (and describes) where there is none.
+    """The `info` of an intact `folder`, which `build(temporary)` first fills and describes if there is none.
 
-    `what` names the contents in messages. Raises UserError when the folder cannot be written (full disk, no
-    permission).
+    `what` names the contents in messages. UserError if the folder cannot be written (full disk, no permission).
     """
     if not folder.exists() or damage(folder) is not None:
         try:
@@ -142,7 +141,7 @@ def _build_if_needed(folder: Path, build: Callable[[Path], dict[str, Any]], what
 
 @contextmanager
 def locked(folder: Path, what: str, console: Console | None) -> Iterator[None]:
-    """Only one process at a time makes `folder` (or file), whose parent must be there; the others wait and say so."""
+    """Only one process at a time builds `folder` (or file), whose parent must exist; the others wait and say so."""
     lock = FileLock(folder.parent / f".{folder.name}.lock")
     try:
         lock.acquire(timeout=0)

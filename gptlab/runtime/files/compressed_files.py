@@ -1,8 +1,8 @@
-"""Files packed with gzip (.gz) or Zstandard (.zst), unpacked while they are read.
+"""Files compressed with gzip (.gz) or Zstandard (.zst), decompressed while they are read.
 
-pyarrow decompresses: it is installed for Parquet, reads both formats, continues after a member or frame (gzip and zstd
-files may be joined by `cat`), and refuses a file that ends before its last member does, which Python's zlib objects
-leave to the caller. Measured on 99 MB of JSONL, two cores: zstd 590 MB/s, gzip 230; Python's gzip module 160.
+pyarrow decompresses: it is installed for Parquet, knows both formats, continues after the end of a member or frame
+(gzip and zstd files may be concatenated), and refuses a truncated file, which Python's zlib objects leave to the
+caller. Measured on 99 MB of JSONL, two cores: zstd 590 MB/s, gzip 230; Python's gzip module 160.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 CODECS = {".gz": "gzip", ".zst": "zstd"}
 """Suffix -> pyarrow's name."""
 BUFFER_BYTES = 1 << 20
-"""Unpacked at a time: 64 kB make zstd a third slower."""
+"""Decompressed at a time: 64 kB make zstd a third slower."""
 
 
 class DamagedFileError(UserError):
-    """A packed file that cannot be unpacked to its end."""
+    """A compressed file that cannot be decompressed to its end."""
 
 
 def is_packed(path: Path) -> bool:
@@ -35,7 +35,7 @@ def is_packed(path: Path) -> bool:
 
 
 def open_binary(path: Path) -> BufferedReader:
-    """The file as it lies there. Raises UserError for what the system refuses to open."""
+    """The file as it is. UserError if the system refuses to open it."""
     try:
         return open_plain(path)
     except OSError as error:
@@ -43,8 +43,8 @@ def open_binary(path: Path) -> BufferedReader:
 
 
 def open_unpacked(path: Path, digest: hashlib._Hash | None = None) -> BufferedReader:
-    """What the file holds, unpacked where its name says that it is packed. UserError as `open_binary`; reading raises
-    DamagedFileError.
+    """The content of a file, decompressed if its name says that it is compressed. UserError as `open_binary`; reading
+    raises DamagedFileError.
 
     `digest` takes in the bytes of the file as they are read: all of them once the end has been read.
     """
@@ -82,10 +82,10 @@ class _Hashed(io.RawIOBase):
 
 
 class _Unpacked(io.RawIOBase):
-    """The unpacked bytes; pyarrow's errors become one line that names the file."""
+    """The decompressed bytes; pyarrow's errors become one line that names the file."""
 
     def __init__(self, path: Path, stream: BufferedReader) -> None:
-        import pyarrow  # Takes 0.2 s to import, and most corpora are not packed.
+        import pyarrow  # Takes 0.2 s to import, and most corpora are not compressed.
 
         self._path, self._file = path, stream
         self._errors = (OSError, pyarrow.ArrowException)
@@ -97,7 +97,7 @@ class _Unpacked(io.RawIOBase):
     def readinto(self, buffer: WriteableBuffer) -> int:
         try:
             count = int(self._stream.readinto(buffer))
-            while count == 0 and self._file.read(BUFFER_BYTES):  # anything after the compressed data
+            while count == 0 and self._file.read(BUFFER_BYTES):  # whatever follows the compressed data
                 pass
             return count
         except self._errors as error:

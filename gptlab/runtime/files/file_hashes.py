@@ -1,7 +1,7 @@
-"""SHA-256 of whole files, which is remembered for large ones until they change.
+"""SHA-256 of whole files, cached for large ones until they change.
 
-SHA-256 runs at 0.5 to 2 GB/s, so that a start of a run would wait minutes for 100 GB. What was found once is kept in
-CACHE/hashes/ under the file's place, and counts while device, inode, size, modification and change time are the same.
+SHA-256 runs at 0.5 to 2 GB/s, so the start of a run would wait minutes for 100 GB. A hash is kept in CACHE/hashes/
+under the file's path, and is valid while device, inode, size, modification and change time are the same.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from gptlab.runtime.files.strict_json import read_json_object, write_json_atomic
 REMEMBERED_BYTES = 64 << 20
 """Smaller files are hashed each time: a tenth of a second at most."""
 SETTLED_NS = 2_000_000_000
-"""A file that was written so shortly before it was hashed may be written again without its times showing it: clocks of
-file systems tick in 4 ms (Linux) to 2 s (FAT)."""
+"""A file written so shortly before it was hashed may be written again without a new time: clocks of file systems tick
+in 4 ms (Linux) to 2 s (FAT)."""
 
 
 class ChangedFileError(UserError):

@@ -1,9 +1,9 @@
 """Pickle files that hold a plain table (nanoGPT's meta.pkl), read so that no file can run code or eat memory.
 
-pickle is a program for a stack machine. Before anything of it runs, every opcode is looked at: those that make plain
-values are let through, a few hundred thousand of them at most, and all that name or call Python objects are refused.
-Then `pickle.Unpickler` runs the program with nothing to find. Tuples are refused: nested in themselves and used as a
-key, a few hundred bytes of them take hours to hash.
+A pickle is a program for a stack machine. Before anything of it runs, every opcode is checked: those that make plain
+values are allowed, a few hundred thousand of them at most, and all that name or call Python objects are refused. Then
+`pickle.Unpickler` runs the program, and finds no class. Tuples are refused: nested in themselves and used as a key, a
+few hundred bytes of them take hours to hash.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from gptlab.config.plain_file import read_plain
 MAX_BYTES = 4 << 20
 """A table of 65,536 characters, all that uint16 tokens can have, takes 1.3 MB."""
 MAX_OPCODES = 500_000
-"""The same table takes 330,000; looking at half a million takes 0.4 s."""
+"""The same table takes 330,000; checking half a million takes 0.4 s."""
 _PLAIN_OPCODES = (
     "PROTO FRAME STOP MARK POP POP_MARK DUP NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 BINFLOAT "
     "BINUNICODE SHORT_BINUNICODE BINUNICODE8 BINBYTES SHORT_BINBYTES BINBYTES8 EMPTY_DICT SETITEM SETITEMS "
@@ -31,7 +31,7 @@ MAX_LONG_BITS = 64
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Knows no class and no outside object: the second lock, should a program ever pass the first."""
+    """Finds no class and no outside object: the second barrier, should a program ever pass the first."""
 
     def find_class(self, module_name: str, global_name: str, /) -> NoReturn:
         raise pickle.UnpicklingError(f"it names {module_name}.{global_name}")

@@ -1,4 +1,4 @@
-"""A folder that appears whole or not at all: filled beside its place under a hidden name, then renamed."""
+"""A folder that appears complete or not at all: filled under a hidden name next to its place, then renamed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gptlab.runtime.files.strict_json import sync_directory
 
 
 def require_free(target: Path) -> None:
-    """UserError unless `target` can be made: it does not exist, or is an empty folder."""
+    """UserError unless `target` does not exist or is an empty folder."""
     if not os.path.lexists(target):
         return
     if not target.is_dir():
@@ -30,10 +30,10 @@ def require_free(target: Path) -> None:
 
 @contextmanager
 def staged_folder(target: Path) -> Iterator[Path]:
-    """Within the context, an empty folder to fill, which becomes `target` where the context ends without an error.
+    """Within the context, an empty folder to fill, which becomes `target` if the context ends without an error.
 
-    Otherwise it is removed, also where SIGTERM ends the process. What SIGKILL left of it, the next call for the same
-    target removes. UserError where `target` is not free, or cannot be written.
+    Otherwise it is removed, even if SIGTERM ends the process. The next call for the same target removes what SIGKILL
+    left. UserError if `target` is not free, or cannot be written.
     """
     require_free(target)
     staged = target.with_name(f".{target.name}.tmp-{os.getpid()}")
@@ -55,7 +55,7 @@ def staged_folder(target: Path) -> Iterator[Path]:
 
 
 def _remove_leftovers(target: Path) -> None:
-    """What processes left that no longer run; that of this process's number is none of its own."""
+    """What ended processes left, including one that had the pid of this one."""
     for path in target.parent.iterdir():
         match = re.fullmatch(re.escape(f".{target.name}.tmp-") + "([0-9]{1,10})", path.name)
         if match and (int(match[1]) == os.getpid() or not psutil.pid_exists(int(match[1]))):
@@ -64,8 +64,8 @@ def _remove_leftovers(target: Path) -> None:
 
 @contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
-    """Within the context, SIGTERM raises SystemExit with the exit code that shells report for it, so that everything on
-    the way out cleans up. Outside of the main thread Python lets nobody handle signals, and nothing changes."""
+    """Within the context, SIGTERM raises SystemExit with the exit code that shells report for it, so that everything is
+    cleaned up. Outside of the main thread, where Python allows no signal handlers, nothing changes."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -77,5 +77,5 @@ def _ended_by_sigterm() -> Iterator[None]:
     try:
         yield
     finally:
-        # None stands for a handler that was not installed from Python, and that Python cannot give back.
+        # None stands for a handler that was not installed from Python, which cannot restore it.
         signal.signal(signal.SIGTERM, signal.SIG_DFL if former is None else former)

@@ -1,4 +1,4 @@
-"""JSON that any parser reads back bit for bit, and files of it that are whole or absent."""
+"""JSON that any parser reads back bit for bit, and files of it that are complete or absent."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from gptlab.config.errors import UserError
 from gptlab.config.plain_file import read_plain
 
 MAX_JSON_BYTES = 1 << 24
-"""The longest that is read here, the record of a data set of 6,500 files, has 2 MB."""
+"""The longest legitimate file, the record of a data set of 6,500 files, has 2 MB."""
 MAX_JSON_DEPTH = 100
-"""Nothing that is read here goes deeper than ten. What takes values apart afterwards may then do so recursively."""
+"""No legitimate file is nested deeper than ten. Code that walks the values may then recurse."""
 
 _TEMPORARY = re.compile(r"\..+\.[0-9]+\.tmp")
 
@@ -47,12 +47,12 @@ def _spell_non_finite(value: object) -> object:
 def write_json_atomic(path: Path, value: object) -> None:
     """Replace `path` by `value` as indented JSON; after a crash at any moment it holds the old text or the new.
 
-    UserError where the disk is full or the folder cannot be written; the old file is then unchanged.
+    UserError if the disk is full or the folder cannot be written; the old file is then untouched.
     """
     text = to_json(value, indent=2) + "\n"
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        # Whatever has this name, a link to somebody's file for instance, is not written through.
+        # Whatever has this name, such as a link to a file of the user's, is not written through.
         temporary.unlink(missing_ok=True)
         with temporary.open("x", encoding="utf-8", newline="\n") as file:
             file.write(text)
@@ -68,15 +68,15 @@ def write_json_atomic(path: Path, value: object) -> None:
 
 
 def sweep_temporaries(folder: Path) -> None:
-    """Remove, as far as possible, what killed processes left of their `write_json_atomic` into `folder`, into which
-    nobody else may be writing now."""
+    """Remove, as far as possible, what killed processes left of `write_json_atomic` in `folder`, to which nobody else
+    may be writing now."""
     with contextlib.suppress(OSError):
         for path in [path for path in folder.iterdir() if _TEMPORARY.fullmatch(path.name)]:
             path.unlink()
 
 
 def read_json_object(path: Path) -> dict[str, object]:
-    """The JSON object in `path`; UserError where it is missing, damaged, no object, or not `parse_json`'s JSON."""
+    """The JSON object in `path`; UserError if it is missing, damaged, not an object, or refused by `parse_json`."""
     try:
         value = parse_json(read_plain(path, MAX_JSON_BYTES))
     except OSError as error:
@@ -89,8 +89,8 @@ def read_json_object(path: Path) -> dict[str, object]:
 
 
 def parse_json(text: bytes) -> Any:
-    """The value of UTF-8 JSON without what Python adds to it: no NaN or Infinity, no key twice, at most
-    `MAX_JSON_DEPTH` deep. ValueError for the rest, such as integers of thousands of digits."""
+    """The value of strict UTF-8 JSON: no NaN or Infinity, no duplicate key, at most `MAX_JSON_DEPTH` deep. ValueError
+    otherwise, as for integers of thousands of digits."""
     try:
         value = json.loads(text.decode("utf-8"), object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
     except RecursionError:
@@ -127,7 +127,7 @@ def sync_directory(path: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # Some network file systems know no fsync for directories; they say so with EINVAL.
+        # Some network file systems have no fsync for folders, and report EINVAL.
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
     finally:

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from io import FileIO
@@ -36,8 +37,8 @@ DTYPES: dict[str, torch.dtype] = {
     "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
 }  # fmt: skip
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-# Reading and hashing overlap piece by piece: large enough that a hand-over between threads costs nothing.
-_PIECE_BYTES = 16 * 2**20
+# Reading and hashing overlap chunk by chunk: large enough that a hand-over between threads costs nothing.
+_CHUNK_BYTES = 16 * 2**20
 # A real header has about 100 bytes a tensor: that of GPT-2 XL's moments has 0.1 MB. Entries are checked one by one, and
 # 2 MB of them take half a second.
 _MAX_HEADER_BYTES = 1 << 21
@@ -69,11 +70,6 @@ class _Entry:
     shape: tuple[int, ...]
 
 
-def tensor_bytes(tensors: Mapping[str, Tensor]) -> int:
-    """Bytes of data that `tensors` take in a file, each counted in full also where two share memory."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-
-
 def write_tensors(
     path: Path, tensors: Mapping[str, Tensor], *, metadata: Mapping[str, str] | None = None
 ) -> FileRecord:
@@ -101,53 +97,42 @@ def write_tensors(
         return FileRecord(size_bytes, digest.hexdigest())
 
 
-def read_tensors(path: Path, expected: FileRecord) -> dict[str, Tensor]:
+def read_tensors(path: Path, expected: FileRecord, into: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
     """The CPU tensors of a file that must match `expected`; read once, so what was verified is what is returned.
 
-    DamagedFileError with the reason where it does not match or is no well-formed safetensors file. No memory beyond the
-    file's own size is ever allocated, whatever the header claims, and none for a file that memory cannot hold (one with
-    a hole is a terabyte long and takes no room on the disk).
+    With `into`, contiguous CPU tensors, the file must hold exactly these, by name, shape and dtype, and is read into
+    them. DamagedFileError with the reason if the file does not match or is not well formed; what `into` holds is then
+    of no use. No memory beyond the file's own size is ever allocated, whatever the header claims, and none for a file
+    that memory cannot hold (a sparse file can claim a terabyte without using any disk).
     """
     require_plain(path)
     with path.open("rb", buffering=0) as file, _Sha256() as digest:
         _require_size(file, expected)
-        entries = _read_layout(file, expected.size_bytes, digest)
+        entries = _read_header(file, expected.size_bytes, digest)
+        if into is not None:
+            _require_layout(entries, {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in into.items()})
         tensors = {}
         for entry in entries:
-            tensor = torch.empty(entry.shape, dtype=entry.dtype)
-            for piece in _pieces(_raw(tensor)):
-                _read_into(file, piece)
-                digest.update(piece)
+            tensor = torch.empty(entry.shape, dtype=entry.dtype) if into is None else into[entry.name]
+            data = _raw(tensor)
+            for start in range(0, len(data), _CHUNK_BYTES):
+                chunk = data[start : start + _CHUNK_BYTES]
+                _read_into(file, chunk)
+                digest.update(chunk)
             tensors[entry.name] = tensor
         _require_digest(digest.hexdigest(), expected)
         return tensors
 
 
-def read_tensors_into(path: Path, expected: FileRecord, places: Mapping[str, Tensor]) -> None:
-    """Read a file that must match `expected` and hold exactly these tensors, by name, shape and type, into contiguous
-    CPU tensors. DamagedFileError as for `read_tensors`; what `places` hold is then of no use."""
-    layout = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in places.items()}
-    require_plain(path)
-    with path.open("rb", buffering=0) as file, _Sha256() as digest:
-        _require_size(file, expected)
-        entries = _read_layout(file, expected.size_bytes, digest)
-        _require_layout(entries, layout)
-        for entry in entries:
-            for piece in _pieces(_raw(places[entry.name])):
-                _read_into(file, piece)
-                digest.update(piece)
-        _require_digest(digest.hexdigest(), expected)
-
-
 def verify_tensors(path: Path, expected: FileRecord, layout: Layout | None = None) -> None:
-    """What `read_tensors` checks, and with a `layout` what `read_tensors_into` does, without keeping the tensors."""
+    """What `read_tensors` checks, without keeping the tensors. `layout`: what the file must hold, if that is known."""
     require_plain(path)
     with path.open("rb", buffering=0) as file:
         _require_size(file, expected)
         _require_digest(hashlib.file_digest(file, "sha256").hexdigest(), expected)
         file.seek(0)
         with _Sha256() as digest:
-            entries = _read_layout(file, expected.size_bytes, digest)
+            entries = _read_header(file, expected.size_bytes, digest)
     if layout is not None:
         _require_layout(entries, layout)
 
@@ -234,7 +219,7 @@ def _header(ordered: list[tuple[str, Tensor]], metadata: Mapping[str, str] | Non
     return len(text).to_bytes(8, "little") + text
 
 
-def _read_layout(file: FileIO, size_bytes: int, digest: _Sha256) -> list[_Entry]:
+def _read_header(file: FileIO, size_bytes: int, digest: _Sha256) -> list[_Entry]:
     """The entries in the order of their data, which they tile without gap or overlap to the end of the file."""
     length_field = bytearray(8)
     _read_into(file, memoryview(length_field))
@@ -266,36 +251,37 @@ def _require_layout(entries: list[_Entry], layout: Layout) -> None:
 
 def _span(name: str, value: object) -> tuple[int, int, _Entry]:
     """First byte, end and description of one tensor, from its JSON."""
+    malformed = f"the header entry of {name!r} is malformed"
     if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
-        raise DamagedFileError(f"the header entry of {name!r} is malformed")
-    dtype = DTYPES.get(value["dtype"]) if isinstance(value["dtype"], str) else None
-    shape, offsets = value["shape"], value["data_offsets"]
-    if dtype is None or not _naturals(shape) or not _naturals(offsets) or len(offsets) != 2:
-        raise DamagedFileError(f"the header entry of {name!r} is malformed")
-    start, end = offsets
-    # The product in Python's unbounded integers; zeros skipped, so that no empty tensor hides an impossible size.
-    elements = 1
-    for length in shape:
-        elements *= max(length, 1)
-        if elements >= 2**63 or len(shape) > 64:
-            raise DamagedFileError(f"the shape of {name!r} cannot be")
-    if end - start != (0 if 0 in shape else elements) * dtype.itemsize:
+        raise DamagedFileError(malformed)
+    dtype, shape = parse_dtype_and_shape(name, value, malformed)
+    if not are_naturals(value["data_offsets"]) or len(value["data_offsets"]) != 2:
+        raise DamagedFileError(malformed)
+    start, end = value["data_offsets"]
+    if end - start != math.prod(shape) * dtype.itemsize:
         raise DamagedFileError(f"{name!r} takes {end - start:,} bytes, which is not what its shape needs")
-    return start, end, _Entry(name, dtype, tuple(shape))
+    return start, end, _Entry(name, dtype, shape)
 
 
-def _naturals(values: object) -> bool:
+def parse_dtype_and_shape(name: str, fields: dict[str, Any], malformed: str) -> tuple[torch.dtype, tuple[int, ...]]:
+    """ "dtype" and "shape" of the JSON of a tensor. DamagedFileError if no tensor can have them."""
+    dtype = DTYPES.get(fields["dtype"]) if isinstance(fields["dtype"], str) else None
+    shape = fields["shape"]
+    if dtype is None or not are_naturals(shape):
+        raise DamagedFileError(malformed)
+    # In Python's unbounded integers. Zeros do not count, so that no empty tensor hides an impossible size.
+    if len(shape) > 64 or math.prod(max(length, 1) for length in shape) * dtype.itemsize >= 2**63:
+        raise DamagedFileError(f"the shape of {name!r} is impossible")
+    return dtype, tuple(shape)
+
+
+def are_naturals(values: object) -> bool:
     return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
 
 
 def _raw(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, without a copy."""
     return tensor.reshape(-1).view(torch.uint8).numpy().data
-
-
-def _pieces(view: memoryview) -> Iterator[memoryview]:
-    for start in range(0, len(view), _PIECE_BYTES):
-        yield view[start : start + _PIECE_BYTES]
 
 
 def _read_into(file: FileIO, view: memoryview) -> None:

@@ -1,4 +1,4 @@
-"""Where a run computes: the device, the type it multiplies in, its memory, and whether it can compile."""
+"""Where a run computes: the device, the dtype of its matrix products, its memory, and whether it can compile."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import psutil
 import torch
 
 from gptlab.config.errors import ConfigError, require_choice
-from gptlab.runtime.records.provenance import cpu_model
+from gptlab.runtime.hardware.cpu import cpu_model
 
 _DTYPES = {
     "float32": torch.float32,
@@ -25,10 +25,10 @@ _MIB = 2**20
 
 
 def resolve_device(name: str, local_rank: int | None = None) -> torch.device:
-    """`auto` (cuda, mps, cpu: the first there is), `cpu`, `cuda` (the first one), `cuda:N` or `mps`.
+    """`auto` (cuda, mps or cpu: the first available), `cpu`, `cuda` (the first one), `cuda:N` or `mps`.
 
     Of several processes on a machine, each takes the CUDA device of its `local_rank` (None: one process alone).
-    ConfigError for a name that is unknown or a device that is not there.
+    ConfigError for an unknown name or a missing device.
     """
     kind, _, number = name.partition(":")
     require_choice("runtime.device", kind, ("auto", "cpu", "cuda", "mps"))
@@ -55,10 +55,10 @@ def _cuda_device(name: str, index: int) -> torch.device:
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The type of activations and matrix products.
+    """The dtype of activations and matrix products.
 
-    `auto`: bfloat16 where the hardware multiplies it faster than float32, float16 on older CUDA devices with tensor
-    cores (training then needs a gradient scaler), else float32. ConfigError for what the device cannot do at all.
+    `auto`: bfloat16 if the hardware multiplies it faster than float32, float16 on older CUDA devices with tensor cores
+    (training then needs a gradient scaler), else float32. ConfigError for a dtype that the device does not have.
     """
     if name == "auto":
         return _best_dtype(device)
@@ -114,7 +114,7 @@ def _cpuinfo_has_bfloat16(cpuinfo: Path) -> bool:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done all that it was given; the CPU already has."""
+    """Wait until the device has finished its queued work; the CPU has none."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     elif device.type == "mps":
@@ -176,6 +176,6 @@ def cxx_compiler() -> str | None:
 
 
 def _find_any(variable: str, *commands: str) -> str | None:
-    """Path of the command that the environment variable names, else of the first of `commands` that there is."""
+    """Path of the command that the environment variable names, else of the first of `commands` that exists."""
     named = (os.environ.get(variable), *commands)
     return next((path for command in named if command and (path := shutil.which(command))), None)

@@ -1,4 +1,4 @@
-"""Other programs on the cores that a run computes on: each loop over threads waits for the one that has to share."""
+"""Other programs on the cores that a run computes on: each parallel loop waits for the thread that has to share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import psutil
 
 WINDOW_SECONDS = 10.0
 REPEAT_SECONDS = 600.0
-# Cores short, of those that the threads want. A quiet desktop uses 0.05 to 0.2.
+# Cores that the threads lack. A quiet desktop uses 0.05 to 0.2.
 LACKING_CORES = 0.3
 # Far outside of what a quiet machine does: 348 to 393 ms within one run of quickstart (README).
 SLOW_FACTOR = 2.0
@@ -36,9 +36,9 @@ def cpu_seconds() -> CpuSeconds:
 
 
 class MachineLoad:
-    """Watches a run's steps, and says when others take the time that they would need.
+    """Watches the duration of a run's steps, and reports when other programs slow them down.
 
-    `threads` compute in this process; `processes` like it train on this machine.
+    `threads` compute in this process; `processes` such processes train on this machine.
     """
 
     def __init__(
@@ -61,8 +61,8 @@ class MachineLoad:
         self._silent_until = 0.0
 
     def step(self, seconds: float) -> str | None:
-        """Take in what a step took. At the end of a window in which the machine was busy: what to tell the user, at
-        most every REPEAT_SECONDS."""
+        """Note the duration of a step. Returns a warning at the end of a window in which the machine was busy, at most
+        every REPEAT_SECONDS."""
         self._steps.append(seconds)
         now = self._clock()
         elapsed = now - self._began

@@ -1,4 +1,4 @@
-"""What the hardware could do at most, the denominator of MFU: a vendor's figure, a measurement, or "unknown"."""
+"""Peak FLOP/s of the hardware, the denominator of MFU: a vendor's figure, a measurement, or "unknown"."""
 
 from __future__ import annotations
 
@@ -13,9 +13,6 @@ import torch
 
 from gptlab.runtime.hardware.device import device_name, synchronize
 
-_BOTH = (torch.bfloat16, torch.float16)
-_FP16 = (torch.float16,)
-
 
 @dataclass(frozen=True, slots=True)
 class Peak:
@@ -24,63 +21,52 @@ class Peak:
     source: Literal["table", "measured", "unknown"]
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
-    words: frozenset[str]
-    """All of these stand in the device's name."""
-    teraflops: float
-    """Dense tensor-core rate with float32 accumulation, as torch computes."""
-    dtypes: tuple[torch.dtype, ...] = _BOTH
-
-
-def _row(words: str, teraflops: float, dtypes: tuple[torch.dtype, ...] = _BOTH) -> _Row:
-    return _Row(frozenset(words.split()), teraflops, dtypes)
-
-
 # Data sheets that quote a rate "with sparsity" are halved. Where float16 could accumulate in float16, the rate with
-# float32 accumulation counts. A test recomputes the rows from multiprocessors, FLOP per clock and boost clock.
-_TABLE = (
-    _row("gb200", 2500),  # NVIDIA GB200 NVL72 data sheet: 360 PFLOPS sparse for 72 GPUs
-    _row("b200", 2250),  # NVIDIA DGX B200 data sheet / Blackwell architecture brief: 4.5 PFLOPS sparse
-    _row("h200", 989.5),  # NVIDIA H200 data sheet: 1979 sparse (and autoresearch, for Hopper)
-    _row("h200 nvl", 835.5),  # NVIDIA H200 data sheet, NVL column: 1671 sparse
-    _row("gh200", 989.5),  # NVIDIA GH200 data sheet: the GPU of an H100 SXM, 1979 sparse
-    _row("h100", 989.5),  # NVIDIA H100 data sheet, SXM: 1979 sparse; autoresearch
-    _row("h100 pcie", 756),  # NVIDIA H100 data sheet, PCIe: 1513 sparse
-    _row("h100 nvl", 835.5),  # NVIDIA H100 data sheet, NVL (one card): 1671 sparse
-    _row("a100", 312),  # NVIDIA A100 data sheet, SXM
-    _row("a100 pcie", 312),  # NVIDIA A100 data sheet, PCIe: the same rate
-    _row("a30", 165),  # NVIDIA A30 data sheet
-    _row("a40", 149.7),  # NVIDIA A40 data sheet
-    _row("a10", 125),  # NVIDIA A10 data sheet
-    _row("a10g", 70),  # NVIDIA A10G data sheet (the A10 of AWS g5 instances is another chip setting)
-    _row("rtx a6000", 154.8),  # NVIDIA GA102 whitepaper: full rate with float32 accumulation, unlike GeForce
-    _row("l4", 121),  # NVIDIA L4 data sheet: 242 sparse
-    _row("l40", 181.05),  # NVIDIA L40 data sheet
-    _row("l40s", 362.05),  # NVIDIA L40S data sheet
-    _row("rtx 6000 ada", 364.2),  # NVIDIA Ada architecture whitepaper
-    _row("rtx 3090", 71),  # NVIDIA GA102 whitepaper
-    _row("rtx 3090 ti", 80),  # NVIDIA Ada architecture whitepaper, comparison tables
-    _row("rtx 4080", 97.5),  # NVIDIA Ada architecture whitepaper
-    _row("rtx 4090", 165.2),  # NVIDIA Ada architecture whitepaper
-    _row("rtx 5080", 112.6),  # NVIDIA RTX Blackwell architecture whitepaper
-    _row("rtx 5090", 209.5),  # NVIDIA RTX Blackwell architecture whitepaper
-    _row("v100 sxm2", 125, _FP16),  # NVIDIA V100 data sheet
-    _row("v100 pcie", 112, _FP16),  # NVIDIA V100 data sheet
-    _row("t4", 65, _FP16),  # NVIDIA T4 data sheet
-    _row("mi355x", 2516.6),  # AMD Instinct MI355X data sheet
-    _row("mi350x", 2306.9),  # AMD Instinct MI350X data sheet
-    _row("mi325x", 1307.4),  # AMD Instinct MI325X data sheet
-    _row("mi300x", 1307.4),  # AMD Instinct MI300X data sheet
-    _row("mi300a", 980.6),  # AMD Instinct MI300A data sheet
-    _row("mi250x", 191.5),  # AMD Instinct MI250X data sheet: 383 a card, which torch sees as two devices
-    _row("mi250", 181.05),  # AMD Instinct MI250 data sheet: 362.1 a card, two devices
-    _row("mi210", 181),  # AMD Instinct MI210 data sheet
-)  # fmt: skip
+# float32 accumulation, as torch computes, counts. A device has the rate of the entry whose words all occur in its name.
+# A test recomputes the entries from multiprocessors, FLOP per clock and boost clock.
+_TERAFLOPS: dict[str, float] = {
+    "gb200": 2500,  # NVIDIA GB200 NVL72 data sheet: 360 PFLOPS sparse for 72 GPUs
+    "b200": 2250,  # NVIDIA DGX B200 data sheet / Blackwell architecture brief: 4.5 PFLOPS sparse
+    "h200": 989.5,  # NVIDIA H200 data sheet: 1979 sparse (and autoresearch, for Hopper)
+    "h200 nvl": 835.5,  # NVIDIA H200 data sheet, NVL column: 1671 sparse
+    "gh200": 989.5,  # NVIDIA GH200 data sheet: the GPU of an H100 SXM, 1979 sparse
+    "h100": 989.5,  # NVIDIA H100 data sheet, SXM: 1979 sparse; autoresearch
+    "h100 pcie": 756,  # NVIDIA H100 data sheet, PCIe: 1513 sparse
+    "h100 nvl": 835.5,  # NVIDIA H100 data sheet, NVL (one card): 1671 sparse
+    "a100": 312,  # NVIDIA A100 data sheet, SXM
+    "a100 pcie": 312,  # NVIDIA A100 data sheet, PCIe: the same rate
+    "a30": 165,  # NVIDIA A30 data sheet
+    "a40": 149.7,  # NVIDIA A40 data sheet
+    "a10": 125,  # NVIDIA A10 data sheet
+    "a10g": 70,  # NVIDIA A10G data sheet (the A10 of AWS g5 instances is another chip setting)
+    "rtx a6000": 154.8,  # NVIDIA GA102 whitepaper: full rate with float32 accumulation, unlike GeForce
+    "l4": 121,  # NVIDIA L4 data sheet: 242 sparse
+    "l40": 181.05,  # NVIDIA L40 data sheet
+    "l40s": 362.05,  # NVIDIA L40S data sheet
+    "rtx 6000 ada": 364.2,  # NVIDIA Ada architecture whitepaper
+    "rtx 3090": 71,  # NVIDIA GA102 whitepaper
+    "rtx 3090 ti": 80,  # NVIDIA Ada architecture whitepaper, comparison tables
+    "rtx 4080": 97.5,  # NVIDIA Ada architecture whitepaper
+    "rtx 4090": 165.2,  # NVIDIA Ada architecture whitepaper
+    "rtx 5080": 112.6,  # NVIDIA RTX Blackwell architecture whitepaper
+    "rtx 5090": 209.5,  # NVIDIA RTX Blackwell architecture whitepaper
+    "v100 sxm2": 125,  # NVIDIA V100 data sheet
+    "v100 pcie": 112,  # NVIDIA V100 data sheet
+    "t4": 65,  # NVIDIA T4 data sheet
+    "mi355x": 2516.6,  # AMD Instinct MI355X data sheet
+    "mi350x": 2306.9,  # AMD Instinct MI350X data sheet
+    "mi325x": 1307.4,  # AMD Instinct MI325X data sheet
+    "mi300x": 1307.4,  # AMD Instinct MI300X data sheet
+    "mi300a": 980.6,  # AMD Instinct MI300A data sheet
+    "mi250x": 191.5,  # AMD Instinct MI250X data sheet: 383 a card, which torch sees as two devices
+    "mi250": 181.05,  # AMD Instinct MI250 data sheet: 362.1 a card, two devices
+    "mi210": 181,  # AMD Instinct MI210 data sheet
+}  # fmt: skip
+_WITHOUT_BFLOAT16 = ("v100 sxm2", "v100 pcie", "t4")
 
-# Words that make another product of the same number: a row counts only where it names exactly those of the device.
+# Words that make another product of the same number: an entry counts only if it names exactly those of the device.
 _VARIANTS = frozenset(("nvl", "pcie", "sxm2", "ti", "super", "d", "laptop", "max", "mobile", "mig", "ada", "64gb"))
-# A slice of a GPU (vGPU profiles such as "A40-12Q") has some share of the peak that nobody tells.
+# A slice of a GPU (vGPU profiles such as "A40-12Q") has an unknown share of the peak.
 _VIRTUAL = re.compile(r"\d+[abcq]|grid")
 
 
@@ -91,25 +77,29 @@ _QUIET_SHARE = 0.6
 
 
 def table_peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
-    """FLOP/s of dense products by the vendor's data sheet; None where the table is silent.
+    """FLOP/s of dense products by the vendor's data sheet; None if the table has no entry.
 
-    It is silent on types outside bfloat16 and float16, on types that the tensor cores do not have, on laptop chips
-    (their rate is a matter of cooling), and on slices of a GPU (MIG, vGPU).
+    It has none for dtypes other than bfloat16 and float16, dtypes that the tensor cores lack, laptop chips (their rate
+    depends on cooling), and slices of a GPU (MIG, vGPU).
     """
     words = frozenset(re.findall(r"[a-z0-9]+", device_name.lower()))
     if any(_VIRTUAL.fullmatch(word) for word in words):
         return None
-    rows = [row for row in _TABLE if row.words <= words and (words - row.words).isdisjoint(_VARIANTS)]
+    named = {entry: frozenset(entry.split()) for entry in _TERAFLOPS}
+    matches = [entry for entry, its in named.items() if its <= words and (words - its).isdisjoint(_VARIANTS)]
     # Some drivers name two products at once ("MI250X / MI250"): no answer.
-    return rows[0].teraflops * 1e12 if len(rows) == 1 and dtype in rows[0].dtypes else None
+    if len(matches) != 1 or dtype not in (torch.bfloat16, torch.float16):
+        return None
+    lacks_dtype = dtype == torch.bfloat16 and matches[0] in _WITHOUT_BFLOAT16
+    return None if lacks_dtype else _TERAFLOPS[matches[0]] * 1e12
 
 
 def measure_matmul_flops(device: torch.device, dtype: torch.dtype, *, seconds: float = 0.5) -> float:
     """FLOP/s of the best square matrix product seen within about `seconds`; random data, not a global generator's.
 
-    Sizes double from 512 for as long as the next one still gets several tries: large products are the faster ones,
-    and a slow machine must not pay for an 8192. Best, not mean: what slows one down is other processes. Where they slow
-    all down, the threads of a CPU count as so many times one thread.
+    Sizes double from 512 as long as the next one still gets several tries: large products are faster, and a slow
+    machine must not pay for an 8192. Best, not mean: other processes slow some tries down. If they slow all down, the
+    peak of a CPU is that of one thread times the number of threads.
     """
     deadline = time.perf_counter() + seconds
     threads = torch.get_num_threads() if device.type == "cpu" else 1
@@ -117,12 +107,12 @@ def measure_matmul_flops(device: torch.device, dtype: torch.dtype, *, seconds: f
         return _best_flops(device, dtype, seconds, deadline)
     alone = _one_thread_flops(device, dtype, seconds / 10)
     together = _best_flops(device, dtype, seconds, deadline - seconds / 10)
-    alone = max(alone, _one_thread_flops(device, dtype, seconds / 10))  # once more, since who else computes may rest
+    alone = max(alone, _one_thread_flops(device, dtype, seconds / 10))  # again, since other programs may have stopped
     return together if together >= _QUIET_SHARE * threads * alone else threads * alone
 
 
 def _one_thread_flops(device: torch.device, dtype: torch.dtype, seconds: float) -> float:
-    """FLOP/s of one thread, which waits for no other; in products so small that they end within a slice of time."""
+    """FLOP/s of one thread, which waits for no other, in products short enough to end within a time slice."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -167,7 +157,7 @@ def fastest_seconds(work: Callable[[], object], device: torch.device, deadline: 
 
 
 def sustained_share(device: torch.device, dtype: torch.dtype, *, seconds: float = 0.25) -> float:
-    """The share of its best rate that a stream of small products keeps up: tells whether somebody else computes here.
+    """The share of its best rate that a stream of small products sustains: shows whether other programs compute here.
 
     Measured on two cores (size 512): 0.92 to 0.95 on a quiet machine, 0.24 to 0.26 beside one busy process, while the
     best of the large products stayed what it was: each small one waits for its slowest thread.

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from gptlab.config.run import RunConfig
-from gptlab.runtime.hardware.allocator import keep_freed_memory, set_gpu_allocator
+from gptlab.runtime.hardware.cpu import set_threads
 from gptlab.runtime.hardware.device import resolve_device, resolve_dtype
+from gptlab.runtime.hardware.memory import keep_freed_memory, set_gpu_allocator
 from gptlab.runtime.hardware.peak import Peak, peak_flops_per_second
-from gptlab.runtime.hardware.threads import set_threads
 from gptlab.runtime.processes.distributed import World
 
 _ALONE = World()

@@ -40,8 +40,8 @@ def capture_rng(device: torch.device) -> dict[str, torch.Tensor]:
 def restore_rng(state: dict[str, torch.Tensor], device: torch.device) -> None:
     """Put every generator back where `capture_rng` saw it.
 
-    States of devices that this process does not have are skipped: a run may continue elsewhere (then not bit for
-    bit, since other hardware also rounds differently).
+    States of devices that this process does not have are ignored: a run may resume on other hardware (then not bit
+    for bit, since it also rounds differently).
     """
     version, words, gauss = _from_bytes(state["python"])
     random.setstate((version, tuple(words), gauss))

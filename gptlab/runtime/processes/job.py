@@ -1,8 +1,8 @@
-"""What one attempt of a torchrun job leaves to the next: the run folder that it began, and how the run ended.
+"""What one attempt of a torchrun job leaves for the next: the run folder that it began, and how the run ended.
 
-With --max-restarts torchrun restarts the command when a process was lost. The processes are gone then, but the store in
-torchrun's own process remains, and no other job has ever used it. So this very job has written its entries: the folder
-that they name may be resumed, and no other.
+With --max-restarts torchrun starts the same command again after a process was lost. Nothing is left of the processes
+then but the store in torchrun's own process, which no other job ever had. So whatever it holds, this very job has
+written, and the folder that it names may be resumed.
 """
 
 from __future__ import annotations
@@ -21,50 +21,49 @@ _KEY = "gptlab job"
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """An end that another try would come to again: a signal asked for it, the input is wrong, the loss broke."""
+    """An end that a retry would reach again: a signal asked for it, the input is wrong, the loss broke."""
 
     exit_code: int
     text: str
 
 
 class Job:
-    """What is remembered of one run, the same for all ranks. `Job()` remembers nothing: without torchrun.
+    """What is remembered of one run, the same for all ranks. `Job()`, without torchrun, remembers nothing.
 
-    A store that does not answer is no error: torchrun is gone, and will start nothing again.
+    A store that does not answer is not an error: torchrun is gone, and will not restart anything.
     """
 
     def __init__(self, store: Any = None, *, run: str = "", attempt: int = 0) -> None:
-        """`store`: torchrun's. `run`: which of the runs that this program makes one after another. `attempt`: 0 the
-        first."""
+        """`store`: torchrun's. `run`: which of the runs that this program makes in sequence. `attempt`: from 0."""
         self._store = store
         self._run = run
         self._attempt = attempt
         self.id: str | None = None
-        """A word that only this job has; None where nothing is remembered."""
+        """A random word of this job; None if nothing is remembered."""
         if store is not None:
             self.id = store.compare_set(_KEY, "", uuid.uuid4().hex).decode()
 
     def folder(self) -> Path | None:
-        """What `will_begin` named, in this attempt or an earlier one."""
+        """The folder given to `will_begin`, in this attempt or an earlier one."""
         said = self._get("folder")
         return None if said is None else Path(said)
 
     def will_begin(self, folder: Path) -> None:
-        """To be called before the folder of a new run is made, so that no kill comes between the two. That it was made
-        by this job, the `id` in it proves."""
+        """Called before the folder of a new run is made, so that no kill comes between the two. The `id` in the folder
+        proves that this job made it."""
         self._set("folder", str(folder.absolute()))
 
     def ended(self) -> Ended | None:
-        """What `ends` noted in an attempt that torchrun counts as failed; None where the run is to continue."""
+        """What `ends` recorded in an attempt that torchrun counts as failed; None if the run is to continue."""
         said = self._get("ended")
         if said is not None and said["attempt"] < self._attempt:
             return Ended(said["exit_code"], said["text"])
-        # Restarts for machines that join are not counted: torchrun's SIGTERM was no wish to end the run.
+        # Restarts for machines that join are not counted: torchrun's SIGTERM did not mean to end the run.
         self._set("ended", None)
         return None
 
     def ends(self, exit_code: int, text: str) -> None:
-        """Note that the run is not to be tried again. The first rank that says so is the one that knows why."""
+        """Record that the run is not to be retried. The first rank to record it is the one that knows why."""
         said = json.dumps({"attempt": self._attempt, "exit_code": exit_code, "text": text})
         with suppress(RuntimeError):
             if self._store is not None:
@@ -98,7 +97,7 @@ def open_job(environment: Mapping[str, str] | None = None) -> Job:
     try:
         store = dist.TCPStore(given["MASTER_ADDR"], int(given["MASTER_PORT"]), None, False, wait_for_workers=False)
         process = psutil.Process()
-        # A Python program may train one run after another: the n-th of a restarted one is the n-th of the first.
+        # A Python program may train several runs in sequence: the n-th after a restart is the n-th before it.
         run = store.add(f"{_KEY}/process/{process.pid}/{process.create_time()}", 1)
         return Job(store, run=str(run), attempt=int(given.get("TORCHELASTIC_RESTART_COUNT", "0")))
     except (RuntimeError, KeyError, ValueError):

@@ -1,7 +1,7 @@
-"""Who of the processes of a run still lives: a thread in each tells the others of it, and ends it when one is lost.
+"""Which processes of a run still live: a thread in each sends heartbeats, and ends its process if another one is lost.
 
-A process that died is seen by its number on the same machine, and by its silence on another. One that is stopped, or
-hangs, is seen by the others' waiting for it. Whoever sees it first writes it down, once, and all end by that.
+A process that died is detected by its pid on the same machine, and by its silence on another. One that is stopped, or
+hangs, is detected by how long the others wait for it. Whoever detects it first records it, once, and all end by that.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import psutil
 
 BEAT_SECONDS = 0.5
 SILENT_SECONDS = 3.0
-"""Six beats: a process that has missed them all while something went wrong is the one that is lost."""
+"""Six beats: if something went wrong, a process that has missed them all is the one that is lost."""
 GRACE_SECONDS = 1.5
-"""For the main thread to end by itself, its collective having failed; then this thread ends the process. With a beat to
-see a death and one to hear of it, every rank ends within 3 seconds."""
+"""For the main thread to end by itself after its collective failed; then this thread ends the process. With a beat to
+detect a death and one to learn of it, every rank ends within 3 seconds."""
 _STORE_TRIES = 6
 
 EXIT_LOST = 3
@@ -38,7 +38,7 @@ class Failure:
     exit_code: int
     text: str
     said_by_itself: bool
-    """It could still say so: the others need not."""
+    """It reported this itself: the others need not."""
 
 
 class PeerFailed(Exception):  # noqa: N818 -- how this process ends, not a bug
@@ -50,13 +50,13 @@ class PeerFailed(Exception):  # noqa: N818 -- how this process ends, not a bug
 
 
 class Liveness:
-    """`tell`, `explained`, `waiting_for` and `in_collective` are called by the main thread; the rest runs by itself."""
+    """The main thread calls the methods; the rest runs in a thread of its own."""
 
     def __init__(self, rank: int, size: int, store: Any) -> None:
         self.timeout_seconds = float("inf")
-        """A rank that keeps the others waiting for so long in a collective is taken for lost."""
+        """A rank that keeps the others waiting for so long in a collective counts as lost."""
         self.step = 0
-        """The step in hand, 1 the first; 0 while the run is prepared. All ranks are in the same."""
+        """The current step, from 1; 0 while the run is prepared. All ranks are in the same one."""
         self.on_lost: Callable[[Failure], None] = lambda failure: None
         """Called by the thread before it ends the process."""
         self.failure: Failure | None = None
@@ -76,7 +76,7 @@ class Liveness:
         return {"host": _host(), "pid": os.getpid(), "started": self._started_at}
 
     def start(self, everybody: Sequence[Mapping[str, Any]]) -> None:
-        """`everybody`: what `who_am_i` said on each rank."""
+        """`everybody`: `who_am_i` of each rank."""
         self._here = {
             rank: (who["pid"], who["started"])
             for rank, who in enumerate(everybody)
@@ -92,7 +92,7 @@ class Liveness:
             self._thread.join()
 
     def outlast(self) -> None:
-        """Wait for a moment until the other ranks have left too: the store of the run ends with this process."""
+        """Wait briefly for the other ranks to leave too: the store of the run ends with this process."""
         until = time.monotonic() + SILENT_SECONDS
         others = [f"left/{rank}" for rank in range(self._size) if rank != self._rank]
         while time.monotonic() < until and not self._store.check(others):
@@ -100,8 +100,8 @@ class Liveness:
 
     @contextmanager
     def waiting_for(self, ranks: Sequence[int], place: int, timed_what: str = "") -> Iterator[None]:
-        """Within the context the main thread waits for ranks that must say something: without a limit as long as they
-        live, or, where it says what for (`timed_what`), as long as in a collective."""
+        """Within the context the main thread waits for messages of these ranks: as long as they live, or, with a
+        `timed_what` for messages, as long as in a collective."""
         self._waiting = _Waiting(time.monotonic(), timed_what, {f"said/{place}/{rank}": rank for rank in ranks})
         try:
             yield
@@ -110,7 +110,7 @@ class Liveness:
 
     @contextmanager
     def in_collective(self, what: str) -> Iterator[None]:
-        """Within the context the main thread waits for all ranks to come to the same collective."""
+        """Within the context the main thread waits for all ranks to join the same collective."""
         self._collectives += 1
         self._waiting = _Waiting(time.monotonic(), what, None)
         try:
@@ -119,28 +119,28 @@ class Liveness:
             self._waiting = None
 
     def raise_if_failed(self) -> None:
-        """PeerFailed where somebody has written a failure down."""
+        """PeerFailed if a failure is recorded."""
         if self.failure is not None:
             raise PeerFailed(self.failure)
 
     def explained(self, error: RuntimeError) -> PeerFailed:
-        """The cause of an error of torch.distributed. Waits for a moment, until the lost rank is known."""
+        """The cause of an error of torch.distributed: waits briefly until it is known who was lost."""
         self._alarmed = True
         until = time.monotonic() + SILENT_SECONDS + 2 * BEAT_SECONDS
         while self.failure is None and time.monotonic() < until:
             time.sleep(0.02)
         if self.failure is None:
             text = f"rank {self._rank} lost the others in step {self.step}: {' '.join(str(error).split())}"
-            self._write_down(Failure(self._rank, EXIT_LOST, text, False))
+            self._record(Failure(self._rank, EXIT_LOST, text, False))
         assert self.failure is not None
         return PeerFailed(self.failure)
 
     def raise_if_lost_just_now(self, cause: BaseException) -> None:
-        """PeerFailed where a process has said that it ends, or turns out to have died, within two beats."""
-        with suppress(RuntimeError):  # asked here too: on a busy machine the thread is late
-            self._hear()
+        """PeerFailed if a process has reported that it ends, or turns out to have died, within two beats."""
+        with suppress(RuntimeError):  # checked here too: on a busy machine the thread is late
+            self._read_failure()
             if self.failure is None and (died := self._died()) is not None:
-                self._write_down(died)
+                self._record(died)
         until = time.monotonic() + 2 * BEAT_SECONDS
         while self.failure is None and time.monotonic() < until and self._thread.is_alive():
             time.sleep(0.02)
@@ -148,21 +148,21 @@ class Liveness:
             raise PeerFailed(self.failure) from cause
 
     def tell(self, error: BaseException, exit_code: int) -> None:
-        """Let the others know that this process ends by an error of its own."""
+        """Tell the others that this process ends by an error of its own."""
         self._leaving = True
         if self.failure is None:
             with suppress(RuntimeError):
-                self._write_down(Failure(self._rank, exit_code, f"{type(error).__name__}: {error}", True))
+                self._record(Failure(self._rank, exit_code, f"{type(error).__name__}: {error}", True))
 
-    def _write_down(self, failure: Failure) -> None:
-        """The first one counts; where the store is gone, this process's own."""
+    def _record(self, failure: Failure) -> None:
+        """Record a failure; the first one counts. If the store is gone, this process's own."""
         try:
             standing = self._store.compare_set("failure", "", json.dumps(asdict(failure)))
             self.failure = Failure(**json.loads(standing))
         except RuntimeError:
             self.failure = self.failure or failure
 
-    def _hear(self) -> None:
+    def _read_failure(self) -> None:
         if self.failure is None and self._store.check(["failure"]):
             self.failure = Failure(**json.loads(self._store.get("failure")))
 
@@ -173,9 +173,9 @@ class Liveness:
             try:
                 beats += 1
                 self._store.set(f"beat/{self._rank}", json.dumps([beats, self._collectives]))
-                self._hear()
+                self._read_failure()
                 if self.failure is None and (lost := self._lost()) is not None:
-                    self._write_down(lost)
+                    self._record(lost)
                 tries = 0
             except RuntimeError:
                 # The store is gone: torchrun was killed, or the machine that it ran on, or the rank that kept it.
@@ -192,10 +192,10 @@ class Liveness:
                     self._end(self.failure)
 
     def _died(self) -> Failure | None:
-        """A process of this machine that is gone without a word."""
+        """A process of this machine that ended without a report."""
         for rank, (pid, started) in self._here.items():
             if not _lives(pid, started) and not self._store.check([f"left/{rank}"]):
-                if self._store.check(["failure"]):  # said before it ended
+                if self._store.check(["failure"]):  # reported before it ended
                     return None
                 return self._failure(rank, f"died (process {pid})")
         return None
@@ -229,7 +229,7 @@ class Liveness:
         behind = [rank for rank, beat in beats.items() if beat[1] < self._collectives]
         behind += [rank for rank in silence if silence[rank] >= SILENT_SECONDS and rank not in behind]
         if not behind:
-            return None  # all are there: torch's own limit decides
+            return None  # all have joined: torch's own limit decides
         return self._failure(behind[0], f"kept the others waiting for {seconds:.0f} s ({waiting.what})")
 
     def _failure(self, rank: int, what: str) -> Failure:
@@ -237,7 +237,7 @@ class Liveness:
         return Failure(rank, EXIT_LOST, f"rank {rank} {what} {where}", False)
 
     def _beats(self) -> dict[int, list[int]]:
-        """[beats, collectives] of every other rank that has reported."""
+        """[beats, collectives] of every other rank that has sent any."""
         keys = {f"beat/{rank}": rank for rank in range(self._size) if rank != self._rank}
         there = [key for key in keys if self._store.check([key])]
         return {keys[key]: json.loads(value) for key, value in zip(there, self._store.multi_get(there), strict=True)}
@@ -260,7 +260,7 @@ class _Waiting:
 
 
 def _lives(pid: int, started: float) -> bool:
-    """A process that was stopped lives; one that ended, and that nobody has asked about yet, does not."""
+    """A stopped process lives; a zombie does not."""
     try:
         process = psutil.Process(pid)
         return process.status() != psutil.STATUS_ZOMBIE and abs(process.create_time() - started) < 1.0
@@ -271,7 +271,7 @@ def _lives(pid: int, started: float) -> bool:
 
 
 def _host() -> str:
-    """What two processes have in common that see each other's numbers: a machine, and on it a container."""
+    """What two processes that see each other's pids have in common: a machine, and on it a container."""
     with suppress(OSError):
         return f"{platform.node()} {os.readlink('/proc/self/ns/pid')}"
     return platform.node()

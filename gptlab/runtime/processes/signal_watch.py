@@ -1,4 +1,4 @@
-"""Signals, heard at once: Python's own handlers wait until the main thread comes back from a library."""
+"""Signals, noticed at once: Python's own handlers wait until the main thread returns from a library call."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections.abc import Callable
 
 
 class SignalWatch:
-    """Calls `came(number)` in a thread of its own for each signal that has a handler in Python. C tells that thread.
+    """Calls `came(number)` in a thread of its own for each signal that has a handler in Python.
 
-    To be made, and stopped, by the main thread.
+    Created and stopped by the main thread.
     """
 
     def __init__(self, came: Callable[[int], None]) -> None:

@@ -1,7 +1,7 @@
-"""The code that ran, kept so that it can be had again: a commit, with a patch where the tree differs from it, or all.
+"""The code that ran, kept so that it can be restored: a commit, with a patch if the tree differs from it, or all of it.
 
-In a repository, `git checkout COMMIT && git apply RUN/code/changes.patch` gives the package byte for byte. Where no
-commit is known (installed by pip, no git), the package itself is kept as gptlab.zip; PYTHONPATH may name that file.
+In a repository, `git checkout COMMIT && git apply RUN/code/changes.patch` restores the package byte for byte. If no
+commit is known (installed by pip, no git), the package itself is kept as gptlab.zip, which PYTHONPATH may name.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class CodeSnapshot:
     commit: str | None
     """None: the package is not part of a repository, or there is no git."""
     dirty: bool | None
-    """Does the package differ from the commit? None where there is none."""
+    """Whether the package differs from the commit; None without one."""
     fingerprint: str
     """SHA-256 over the names and bytes of the package's files, whatever git says of them."""
     files: Mapping[str, bytes]
-    """What must be kept beside the commit: {name: contents}; empty for a clean tree."""
+    """What must be kept besides the commit: {name: contents}; empty for a clean tree."""
 
     def facts(self) -> dict[str, object]:
         """What run.json says of it."""
@@ -55,10 +55,9 @@ def take_code(package: Path) -> CodeSnapshot:
 
 
 def git_state(package: Path) -> dict[str, str | bool | None]:
-    """`git_commit` of the tree that holds `package`, and `git_dirty`: does the package differ from that commit?
+    """`git_commit` of the tree that holds `package`, and `git_dirty`: whether the package differs from that commit.
 
-    Both None where the package is not part of a repository; one that is merely installed below somebody's
-    repository (in its .venv) is not.
+    Both None if the package is not part of a repository; a package merely installed below one (in its .venv) is not.
     """
     commit, dirty = None, None
     if _git(package, "ls-files", "--error-unmatch", "__init__.py") is not None:
@@ -69,10 +68,10 @@ def git_state(package: Path) -> dict[str, str | bool | None]:
 
 
 def _patch(package: Path) -> bytes | None:
-    """What `git apply` must do to the commit, new files and binary ones included; None where git fails.
+    """What `git apply` must do to the commit, new and binary files included; None if git fails.
 
-    New files show in a diff only once the index names them; a copy of the index does, so that the user's stays as it
-    is. The options undo whatever a user's configuration does to diffs.
+    A diff shows new files only if the index names them. A copy of the index does, so that the user's stays as it is.
+    The options undo whatever a user's configuration does to diffs.
     """
     index = _git(package, "rev-parse", "--git-path", "index")
     if index is None:
@@ -127,7 +126,7 @@ def _git_environment() -> dict[str, str]:
 
 
 def output_of(command: list[str], folder: Path, *, environment: Mapping[str, str] | None = None) -> bytes | None:
-    """What `command` prints, or None where it fails, hangs or does not exist."""
+    """What `command` prints, or None if it fails, hangs or does not exist."""
     try:
         result = subprocess.run(
             command, cwd=folder, env=environment, capture_output=True,

@@ -1,11 +1,11 @@
-"""Which run a folder and its checkpoints belong to, so that no checkpoint is taken for another run's.
+"""Which run a folder and its checkpoints belong to, so that no run resumes from another run's checkpoint.
 
     config.json                        the configuration
     run.json                           "run_id", "config_sha256", and "config_changes": what gptlab itself changed later
     checkpoints/step-N/state.json      "run": the id, the configuration with its hash, and the data it was trained on
 
 The id is random and stays with the folder, which may be copied, moved and renamed. Fields that decide what is computed
-must be those that the checkpoint was trained with; `FREE_FIELDS` may differ.
+must have the values that the checkpoint was trained with; `FREE_FIELDS` may differ.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from gptlab.runtime.files.strict_json import write_json_atomic
 from gptlab.runtime.records.run_directory import RunDirectory
 
 FREE_FIELDS = frozenset({
-    # Places. What they lead to has fingerprints of its own.
+    # Places. What is there has fingerprints of its own.
     "run_dir", "init_from", "data.source", "data.val_source", "data.cache_dir", "tokenizer.path", "eval.core_dir",
     # How the work is done. A resume on another kind of machine says that it is not bit for bit.
     "parallel.mode", "runtime.device", "runtime.compile", "runtime.process_timeout_seconds",
-    # What is kept, which somebody with a full disk has to change.
+    # What is kept, which a full disk may force a user to change.
     "checkpoint.keep_last", "checkpoint.keep_every_steps", "checkpoint.keep_best", "checkpoint.background",
     "checkpoint.on_failure",
 })  # fmt: skip
-"""Fields of config.json that may differ from those that a checkpoint was trained with."""
+"""Fields of config.json that may differ from what a checkpoint was trained with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class RunIdentity:
     config: Mapping[str, Any]
     """The content of config.json."""
     data_fingerprint: str | None = None
-    """None: not known (an imported model)."""
+    """None: unknown (an imported model)."""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -72,14 +72,13 @@ def config_sha256(values: Mapping[str, Any]) -> str:
 
 
 def recorded_id(run: RunDirectory) -> str | None:
-    """The id in run.json; None where that is lost, or an older gptlab wrote it."""
+    """The id in run.json; None if that is lost, or written by an older gptlab."""
     value = run.recorded().get("run_id")
     return value if isinstance(value, str) else None
 
 
 def saved_identity(state: Mapping[str, Any], checkpoint: Path) -> RunIdentity | None:
-    """The run that a checkpoint's state.json names; None where an older gptlab wrote it. UserError where it is
-    malformed."""
+    """The run that a checkpoint's state.json names; None if an older gptlab wrote it. UserError if it is malformed."""
     if "run" not in state:
         return None
     match state["run"]:
@@ -91,7 +90,7 @@ def saved_identity(state: Mapping[str, Any], checkpoint: Path) -> RunIdentity | 
 
 
 def require_own(run: RunDirectory, saved: RunIdentity | None, checkpoint: Path) -> None:
-    """UserError where a checkpoint names another run than that of the folder it lies in."""
+    """UserError if a checkpoint names another run than its folder's."""
     own = recorded_id(run)
     if saved is not None and own is not None and own != saved.id:
         raise UserError(
@@ -101,8 +100,8 @@ def require_own(run: RunDirectory, saved: RunIdentity | None, checkpoint: Path) 
 
 
 def edited_field(run: RunDirectory, saved: RunIdentity) -> str | None:
-    """The first field of config.json that is not what a checkpoint was trained with, as `seed = 3, not 2`; None where
-    all are, but for `FREE_FIELDS` and what `change_config` has recorded."""
+    """The first field of config.json that differs from what a checkpoint was trained with, as `seed = 3, not 2`; None
+    if none does, apart from `FREE_FIELDS` and what `change_config` has recorded."""
     config = run.read_config()
     if config_sha256(config) == config_sha256(saved.config):
         return None
@@ -118,8 +117,8 @@ def edited_field(run: RunDirectory, saved: RunIdentity) -> str | None:
 
 def change_config(run: RunDirectory, values: Mapping[str, Any], *, step: int) -> None:
     """Make `values` the config.json of a run that has done `step` steps, and record in run.json which fields changed,
-    so that checkpoints from before still belong to it. run.json is first: a change that was recorded and not made is
-    none."""
+    so that earlier checkpoints still belong to it. run.json is written first: a recorded change that was not made does
+    no harm."""
     record = run.read_provenance()
     now, then = flatten(values), flatten(run.read_config())
     fields = {name: [then.get(name), now.get(name)] for name in {**then, **now} if then.get(name) != now.get(name)}
@@ -132,7 +131,7 @@ def change_config(run: RunDirectory, values: Mapping[str, Any], *, step: int) ->
 
 
 def _recorded_values(run: RunDirectory) -> dict[str, list[Any]]:
-    """{field: every value that it had before or after a recorded change}."""
+    """{field: every value before or after a recorded change}."""
     values: dict[str, list[Any]] = {}
     changes = run.recorded().get("config_changes")
     for change in changes if isinstance(changes, list) else ():

@@ -17,7 +17,7 @@ Kind = Literal["train", "eval", "sample", "core", "checkpoint", "event"]
 
 
 class MetricsLog:
-    """The figures of a run, in the order in which they were measured."""
+    """The metrics of a run, in the order in which they were measured."""
 
     def __init__(self, path: Path, on_line: Callable[[Kind, dict[str, object]], None] | None = None) -> None:
         """`on_line`: called with kind and fields of each line when it is written."""
@@ -26,7 +26,7 @@ class MetricsLog:
         self._on_line = on_line
 
     def write(self, kind: Kind, /, **fields: object) -> None:
-        """Append one line. Values are Python numbers, strings, lists and dicts; units stand in the names."""
+        """Append one line. Values are Python numbers, strings, lists and dicts; units are in the names."""
         line = to_json({"kind": kind, **fields})
         if self._held is None:
             self._file.write(line)
@@ -36,11 +36,11 @@ class MetricsLog:
             self._on_line(kind, fields)
 
     def hold(self) -> None:
-        """Keep lines in memory from here on: the one whose place this is will be known at `release`."""
+        """Keep lines in memory from here on, until `release` writes the one that belongs here."""
         self._held = []
 
     def release(self, first: Callable[[], None] = lambda: None) -> None:
-        """End `hold`: call `first`, which may write, and then write the lines that waited."""
+        """End `hold`: what `first` writes, then the lines that waited."""
         held, self._held = self._held or [], None
         try:
             first()
@@ -49,16 +49,16 @@ class MetricsLog:
                 self._file.write(line)
 
     def position(self) -> int:
-        """Bytes so far, without lines that are held: what a checkpoint stores, for `truncate` at resume. They are on
-        the disk for good after `sync`. UserError while the disk refuses lines."""
+        """Bytes so far, without held lines: what a checkpoint stores, for `truncate` at resume. They are durable after
+        `sync`. UserError while the disk refuses lines."""
         return self._file.position()
 
     def sync(self) -> None:
-        """Make the lines up to here durable; another thread may do this. UserError where the disk refuses."""
+        """Make the lines up to here durable, from any thread. UserError if the disk refuses."""
         self._file.sync()
 
     def truncate(self, offset: int) -> bool:
-        """Cut off what was written after a checkpoint took `offset`; False where this is not the file it saw."""
+        """Cut off what was written after a checkpoint took `offset`; False if this is not the file it saw."""
         return self._file.truncate(offset)
 
     def close(self) -> None:
@@ -75,7 +75,7 @@ class MetricsLog:
 
 
 class NoMetricsLog(MetricsLog):
-    """For the processes of a run that do not write: rank 0 does."""
+    """For all processes of a run but rank 0, which writes."""
 
     def __init__(self) -> None:
         pass
@@ -88,10 +88,10 @@ class NoMetricsLog(MetricsLog):
 
 
 def read_metrics(path: Path) -> list[dict[str, object]]:
-    """Every line of a metrics file. An incomplete last line, from a killed run, is ignored.
+    """Every line of a metrics file, without an incomplete last line, as a killed run leaves it.
 
-    Non-finite floats are the strings "nan", "inf", "-inf": `float(value)` reads both spellings. UserError where the
-    file is missing or a line before the last is no JSON.
+    Non-finite floats are the strings "nan", "inf", "-inf": `float(value)` reads both spellings. UserError if the file
+    is missing or a line before the last is not JSON.
     """
     try:
         with open_plain(path) as file:

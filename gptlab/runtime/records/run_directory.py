@@ -1,4 +1,4 @@
-"""The folder of a run: what is in it, who may write to it, and what state the run is in."""
+"""The folder of a run: what is in it, which process may write to it, and the status of the run."""
 
 from __future__ import annotations
 
@@ -26,11 +26,32 @@ _LOCK_NAME = ".lock"
 _OWNER_NAME = ".lock.json"
 
 
+class _Entry:
+    """The path of a file or folder in a run folder."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, run: RunDirectory, owner: type[RunDirectory]) -> Path:
+        return run.path / self.name
+
+
 @dataclass(frozen=True, slots=True)
 class RunDirectory:
     """A folder that holds a run. config.json makes it one: it is written last."""
 
     path: Path
+
+    config_path = _Entry("config.json")
+    provenance_path = _Entry("run.json")
+    metrics_path = _Entry("metrics.jsonl")
+    log_path = _Entry("log.txt")
+    tokenizer_path = _Entry("tokenizer")
+    code_path = _Entry("code")
+    environment_path = _Entry("environment.txt")
+    gpu_path = _Entry("gpu.txt")
+    checkpoints_path = _Entry("checkpoints")
+    summary_path = _Entry("summary.json")
 
     @classmethod
     def create(
@@ -43,8 +64,8 @@ class RunDirectory:
     ) -> RunDirectory:
         """Start a run in `path`, a folder that does not exist yet or is empty; UserError otherwise.
 
-        `contents` writes what else a run must have (its tokenizer, the code that it runs). Where anything cannot be
-        written, nothing stays.
+        `contents` writes what else a run must have (its tokenizer, the code that it runs). If anything cannot be
+        written, nothing is left.
         """
         run = cls(Path(path))
         run.require_free()  # before the lock, which would leave its file in somebody's folder
@@ -78,14 +99,14 @@ class RunDirectory:
             write_json_atomic(self.config_path, dict(config_json))
         except BaseException:
             self._clear()
-            # Under the lock, and its own file last: whoever opens it again finds a free folder.
+            # Under the lock, its own file last: whoever opens it then finds a free folder.
             for path in (self.path / _OWNER_NAME, self.path / _LOCK_NAME):
                 with suppress(OSError):
                     path.unlink(missing_ok=True)
             raise
 
     def _clear(self) -> None:
-        """Take away what `create` writes: what fails must leave nothing, and what was killed nothing of its own."""
+        """Remove what `create` writes, of this call or of a killed process."""
         for folder in (self.tokenizer_path, self.code_path):
             shutil.rmtree(folder, ignore_errors=True)
         for path in (self.environment_path, self.gpu_path, self.config_path, self.provenance_path):
@@ -94,7 +115,7 @@ class RunDirectory:
 
     @classmethod
     def open(cls, path: Path) -> RunDirectory:
-        """The run in `path`; UserError where there is none."""
+        """The run in `path`; UserError if there is none."""
         run = cls(Path(path))
         if not run.path.is_dir():
             raise UserError(f"there is no run folder {path}; name one that `gptlab train` made, such as runs/NAME")
@@ -114,52 +135,12 @@ class RunDirectory:
                         f"{path} is a link, and a run folder holds no links: put what it leads to in its place"
                     )
 
-    @property
-    def config_path(self) -> Path:
-        return self.path / "config.json"
-
-    @property
-    def provenance_path(self) -> Path:
-        return self.path / "run.json"
-
-    @property
-    def metrics_path(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def log_path(self) -> Path:
-        return self.path / "log.txt"
-
-    @property
-    def tokenizer_path(self) -> Path:
-        return self.path / "tokenizer"
-
-    @property
-    def code_path(self) -> Path:
-        return self.path / "code"
-
-    @property
-    def environment_path(self) -> Path:
-        return self.path / "environment.txt"
-
-    @property
-    def gpu_path(self) -> Path:
-        return self.path / "gpu.txt"
-
-    @property
-    def checkpoints_path(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def summary_path(self) -> Path:
-        return self.path / "summary.json"
-
     def read_config(self) -> dict[str, object]:
-        """config.json; UserError where it is damaged."""
+        """config.json; UserError if it is damaged."""
         return read_json_object(self.config_path)
 
     def read_provenance(self) -> dict[str, object]:
-        """run.json; UserError where it is missing or damaged."""
+        """run.json; UserError if it is missing or damaged."""
         return read_json_object(self.provenance_path)
 
     def set_status(self, status: Status, **extra: object) -> None:
@@ -169,26 +150,26 @@ class RunDirectory:
         write_json_atomic(self.provenance_path, facts)
 
     def set_failed(self, reason: str, *, step: int | None = None, loss: float | None = None) -> None:
-        """Record that the run failed, why, in which step, and at which loss (nats/token), as far as they are known. Of
-        several reasons the first stays: it is the nearest to the cause."""
+        """Record that the run failed, why, in which step, and at which loss (nats/token), as far as known. The first of
+        several reasons stays: it is the closest to the cause."""
         failure = self.recorded().get("failure") or {"reason": reason, "step": step, "loss": loss}
         self.set_status("failed", failure=failure)
 
     def recorded(self) -> dict[str, object]:
-        """run.json; empty where it is lost or damaged, which must not take the run with it."""
+        """run.json; empty if it is lost or damaged, which must not end the run."""
         try:
             return self.read_provenance()
         except UserError:
             return {}
 
     def replace_provenance(self, record: Mapping[str, object]) -> None:
-        """Replace a lost or damaged run.json; a damaged one is kept as run.json.damaged."""
+        """Write run.json again after it was lost or damaged; a damaged one is kept next to it."""
         with suppress(OSError):
             self.provenance_path.replace(self.path / "run.json.damaged")
         write_json_atomic(self.provenance_path, dict(record))
 
     def write_files(self, files: Mapping[str, bytes]) -> None:
-        """Put {path inside the run: contents} there; UserError where they cannot be written."""
+        """Write {path inside the run: contents}; UserError if they cannot be written."""
         for name, content in files.items():
             path = self.path / name
             try:
@@ -199,7 +180,7 @@ class RunDirectory:
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Hold the run for this process; UserError where another one has it. A killed process holds nothing."""
+        """Lock the run for this process; UserError if another one holds the lock. A killed process holds none."""
         lock = FileLock(self.path / _LOCK_NAME, thread_local=False)
         try:
             lock.acquire(blocking=False)
@@ -213,7 +194,7 @@ class RunDirectory:
         owner = self.path / _OWNER_NAME
         sweep_temporaries(self.path)
         try:
-            with suppress(UserError):  # a full disk: the name is a kindness to whoever is refused
+            with suppress(UserError):  # a full disk: the owner is only named in a message
                 write_json_atomic(owner, {"pid": os.getpid(), "host": platform.node()})
             yield
         finally:
@@ -229,7 +210,7 @@ class RunDirectory:
         return f" (pid {owner.get('pid')} on {owner.get('host')})"
 
     def require_free(self) -> None:
-        """UserError unless a run can start here: the folder is empty, or not there yet. Writes nothing."""
+        """UserError unless a run can start here, in an empty folder or one that does not exist. Writes nothing."""
         if not self.path.is_dir():
             return
         if link := next((entry for entry in sorted(self.path.iterdir()) if entry.is_symlink()), None):
@@ -238,7 +219,7 @@ class RunDirectory:
             raise UserError(
                 f"{self.path} already holds a run; continue it with --resume {self.path}, or name another --run-dir"
             )
-        # Without config.json, these are the remains of a process that was killed inside `create`.
+        # Without config.json, these are what a process killed inside `create` left.
         known = (self.provenance_path, self.tokenizer_path, self.code_path, self.environment_path, self.gpu_path)
         ours = {_LOCK_NAME, _OWNER_NAME, *(path.name for path in known)}
         others = sorted(entry.name for entry in self.path.iterdir() if entry.name not in ours)
@@ -248,9 +229,9 @@ class RunDirectory:
 
 
 def default_run_path(recipe: str, now: datetime, root: Path = Path("runs")) -> Path:
-    """runs/RECIPE-YYYYMMDD-HHMMSS, with -2, -3, ... where a run of the same second is there already.
+    """runs/RECIPE-YYYYMMDD-HHMMSS, with -2, -3, ... after runs of the same second.
 
-    `recipe` may hold characters that a folder name may not ("gpt2/124M", a path): they become hyphens.
+    Characters of `recipe` that a folder name may not have ("gpt2/124M", a path) become hyphens.
     """
     name = re.sub(r"[^A-Za-z0-9._]+", "-", recipe).strip("-.") or "run"
     first = root / f"{name}-{now:%Y%m%d-%H%M%S}"

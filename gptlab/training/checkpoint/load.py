@@ -1,24 +1,7 @@
-"""Checkpoints: safetensors and JSON, never pickle; whole and durable or not there; verified byte for byte on load.
+"""Reading checkpoints: the newest valid one is chosen, every file is hashed as it is read, whole tensors come back.
 
-    checkpoints/step-00000250/
-      model.safetensors  optimizer.safetensors        written by one process; by four, each of them wrote
-      model-00001-of-00004.safetensors ...            its pieces into files of its own, at the same time
-      state.json                                      all that is no tensor
-      manifest.json                                   bytes and SHA-256 of every file, and where each tensor lies
-
-A save writes all of it into a hidden sibling folder, flushes every file, writes the manifest last, and publishes the
-folder with one rename (checkpoint_save.py). A load reads every file once, hashes what it reads, and gives whole tensors
-by name, whoever wrote them in whatever pieces (pieces.py, manifest.py). A checkpoint that differs from its manifest in
-anything is damaged, and the newest intact one is used instead. Nothing here deletes a checkpoint; retention.py does.
-
-What several processes hold together is saved like this (`group` stands for whatever lets them wait for each other):
-
-    if rank == 0:
-        temporary = begin_save(checkpoints_dir, step, needed_bytes=...)     # then told to all
-    write_part(temporary, model, optimizer, rank=rank, size=size)           # each its own pieces
-    group.barrier()
-    if rank == 0:
-        complete_save(temporary, state, size=size)                          # manifest, rename
+A checkpoint that differs from its manifest in anything is damaged, and the newest intact one is used instead. Any
+number of processes reads what any other number wrote. Nothing here deletes a checkpoint; folder.py does.
 """
 
 from __future__ import annotations
@@ -42,44 +25,25 @@ from gptlab.runtime.files.tensor_file import (
     parse_json_object,
     read_bytes,
     read_tensors,
-    read_tensors_into,
     verify_tensors,
 )
-from gptlab.training.checkpoint.directory import candidates, checkpoint_path, list_checkpoints, step_of
-from gptlab.training.checkpoint.manifest import KINDS, MANIFEST, STATE, Manifest, max_manifest_bytes, parse_manifest
-from gptlab.training.checkpoint.save import CheckpointError, begin_save, complete_save, save_checkpoint, write_part
+from gptlab.training.checkpoint.format import (
+    KINDS,
+    MANIFEST,
+    STATE,
+    DamagedCheckpointError,
+    Manifest,
+    candidates,
+    list_checkpoints,
+    max_manifest_bytes,
+    parse_manifest,
+    step_of,
+)
 from gptlab.training.checkpoint.slices import slice_key
-
-__all__ = [
-    "Checkpoint",
-    "CheckpointError",
-    "DamagedCheckpointError",
-    "begin_save",
-    "check_manifest",
-    "checkpoint_path",
-    "complete_save",
-    "list_checkpoints",
-    "load_checkpoint",
-    "load_newest",
-    "newest_intact",
-    "save_checkpoint",
-    "select_checkpoint",
-    "verify_checkpoint",
-    "write_part",
-]
 
 OnDamage = Callable[[str], None]
 """Receives one line that names a damaged checkpoint and what is wrong with it."""
 _T = TypeVar("_T")
-
-
-class DamagedCheckpointError(CheckpointError):
-    """A folder that is no intact checkpoint."""
-
-    def __init__(self, path: Path, reason: str) -> None:
-        self.path = path
-        self.reason = reason
-        super().__init__(f"checkpoint {path} is damaged: {reason}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,31 +64,30 @@ def load_checkpoint(path: Path) -> Checkpoint:
         step=manifest.step,
         model=_read_kind(path, manifest, "model"),
         optimizer=_read_kind(path, manifest, "optimizer"),
-        state=_state(path, manifest),
+        state=_read_state(path, manifest),
         path=path,
     )
 
 
 def verify_checkpoint(path: Path) -> None:
-    """What `load_checkpoint` checks, without keeping anything. DamagedCheckpointError where it is not intact."""
+    """What `load_checkpoint` checks, without keeping anything. DamagedCheckpointError if it is not intact."""
     manifest = _read_manifest(path)
     for kind in KINDS:
         for name in manifest.files_of(kind):
-            layout = manifest.layout(name)
-            _checked(path, name, manifest, partial(verify_tensors, layout=layout))
-    _state(path, manifest)
+            _checked(path, name, manifest, partial(verify_tensors, layout=manifest.layout(name)))
+    _read_state(path, manifest)
 
 
 def check_manifest(path: Path) -> None:
-    """The part of `verify_checkpoint` that reads no tensor: manifest, names, sizes. Finds what was cut short, not what
-    was altered in place."""
+    """The part of `verify_checkpoint` that reads no tensor: manifest, names, sizes. It finds truncated files, but not
+    files altered in place."""
     _read_manifest(path)
 
 
 def newest_intact(checkpoints_dir: Path, on_damage: OnDamage) -> Path:
-    """The folder of the newest intact checkpoint; newer damaged ones are told to `on_damage`.
+    """The folder of the newest intact checkpoint; newer damaged ones are reported to `on_damage`.
 
-    UserError where there is none, with what is wrong with each.
+    UserError if there is none, with what is wrong with each.
     """
 
     def verified(path: Path) -> Path:
@@ -140,9 +103,9 @@ def load_newest(checkpoints_dir: Path, on_damage: OnDamage) -> Checkpoint:
 
 
 def select_checkpoint(checkpoints_dir: Path, which: str, on_damage: OnDamage, *, best_step: int | None = None) -> Path:
-    """The intact checkpoint that `which` names: latest | best (`best_step`, which the run's state knows) | a step.
+    """The intact checkpoint that `which` names: latest, best (`best_step`, which the run's state knows) or a step.
 
-    Only `latest` falls back from a damaged one to another: who names a step means that one. UserError otherwise.
+    Only `latest` falls back from a damaged one to another. UserError otherwise.
     """
     if which == "latest":
         return newest_intact(checkpoints_dir, on_damage)
@@ -150,7 +113,7 @@ def select_checkpoint(checkpoints_dir: Path, which: str, on_damage: OnDamage, *,
         if best_step is None:
             raise UserError(f"no checkpoint in {checkpoints_dir} is known as the best: no validation was recorded")
         step = best_step
-    elif which.isascii() and which.isdigit() and len(which) < 20:  # Python refuses to read numbers of thousands
+    elif which.isascii() and which.isdigit() and len(which) < 20:  # int() refuses thousands of digits
         step = int(which)
     else:
         raise UserError(f"checkpoint {which!r}: must be latest, best or the number of a step")
@@ -180,16 +143,15 @@ def _read_kind(path: Path, manifest: Manifest, kind: str) -> dict[str, Tensor]:
     if manifest.index is None:
         (name,) = manifest.files_of(kind)
         return _checked(path, name, manifest, read_tensors)
-    # No more memory than the files have bytes, whose sizes have been checked.
-    tensors = {name: torch.empty(entry.shape, dtype=entry.dtype) for name, entry in manifest.index[kind].items()}
+    # Takes no more memory than the files have bytes, whose sizes have been checked.
+    tensors = {name: torch.empty(stored.shape, dtype=stored.dtype) for name, stored in manifest.index[kind].items()}
     views: dict[str, dict[str, Tensor]] = {name: {} for name in manifest.files_of(kind)}
-    for name, entry in manifest.index[kind].items():
-        for place in entry.places:
-            whole, key = tensors[name], slice_key(name, entry.shape, place.start, place.count)
-            part = whole if place.count == whole.numel() else whole.view(-1)[place.start : place.start + place.count]
-            views[place.file][key] = part
-    for name, places in views.items():
-        _checked(path, name, manifest, partial(read_tensors_into, places=places))
+    for name, stored in manifest.index[kind].items():
+        for file, start, count in stored.slices:
+            whole, key = tensors[name], slice_key(name, stored.shape, start, count)
+            views[file][key] = whole if count == whole.numel() else whole.view(-1)[start : start + count]
+    for name, into in views.items():
+        _checked(path, name, manifest, partial(read_tensors, into=into))
     return tensors
 
 
@@ -202,8 +164,8 @@ def _checked(path: Path, name: str, manifest: Manifest, read: Callable[[Path, Fi
         raise DamagedCheckpointError(path, f"{name} cannot be read ({error.strerror})") from error
 
 
-def _state(path: Path, manifest: Manifest) -> dict[str, Any]:
-    """state.json; of a run it says of which step it is."""
+def _read_state(path: Path, manifest: Manifest) -> dict[str, Any]:
+    """state.json; that of a run must be of the manifest's step."""
     state = _checked(path, STATE, manifest, lambda file, expected: parse_json_object(read_bytes(file, expected)))
     if "step" in state and state["step"] != manifest.step:
         raise DamagedCheckpointError(path, f"{STATE} is of another step than {MANIFEST} ({manifest.step})")
@@ -211,10 +173,10 @@ def _state(path: Path, manifest: Manifest) -> dict[str, Any]:
 
 
 def _read_manifest(path: Path) -> Manifest:
-    """The manifest, once the folder holds exactly what it names, as plain files of the right sizes."""
+    """The manifest, after the check that the folder holds exactly what it names, as plain files of the right sizes."""
     try:
         if path.is_symlink() or not path.is_dir():
-            raise DamagedCheckpointError(path, "is no folder of its own")
+            raise DamagedCheckpointError(path, "is not a folder")
         # Hidden entries are what file browsers and NFS leave behind; they harm nothing, and nothing reads them.
         names = [name for name in os.listdir(path) if not name.startswith(".")]
         sizes = {name: _plain_file_bytes(path, name) for name in names}
@@ -237,14 +199,14 @@ def _read_manifest(path: Path) -> Manifest:
         if sizes[name] != record.size_bytes:
             reason = f"{name} has {sizes[name]:,} bytes, its manifest says {record.size_bytes:,}"
             raise DamagedCheckpointError(path, reason)
-    strangers = sorted(set(sizes) - {*manifest.files, MANIFEST})
-    if strangers:
-        raise DamagedCheckpointError(path, f"holds {strangers[0]!r}, which its manifest does not name")
+    unknown = sorted(set(sizes) - {*manifest.files, MANIFEST})
+    if unknown:
+        raise DamagedCheckpointError(path, f"holds {unknown[0]!r}, which its manifest does not name")
     return manifest
 
 
 def _plain_file_bytes(path: Path, name: str) -> int:
-    """Size of a directory's entry, which must be a file itself, not a link to one elsewhere."""
+    """Size of a folder's entry, which must be a file itself, not a link to one elsewhere."""
     status = os.lstat(path / name)
     if not stat.S_ISREG(status.st_mode):
         raise DamagedCheckpointError(path, f"{name} is no plain file")

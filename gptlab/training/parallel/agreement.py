@@ -14,9 +14,9 @@ from torch import Tensor
 
 from gptlab.config.errors import UserError
 from gptlab.runtime.processes.distributed import Group
-from gptlab.training.checkpoint.directory import candidates, step_of
-from gptlab.training.checkpoint.load import Checkpoint, DamagedCheckpointError, OnDamage, load_checkpoint
-from gptlab.training.checkpoint.saving import Saves
+from gptlab.training.checkpoint.format import DamagedCheckpointError, candidates, step_of
+from gptlab.training.checkpoint.load import Checkpoint, OnDamage, load_checkpoint
+from gptlab.training.checkpoint.saver import CheckpointSaver
 from gptlab.training.faults import TrainingFailed
 from gptlab.training.signals import Preemption
 
@@ -29,7 +29,7 @@ _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
 class Agreement:
     """One small all-reduce per step. One process alone needs none, and a signal counts at once."""
 
-    def __init__(self, group: Group, preemption: Preemption, step: int, saves: Saves) -> None:
+    def __init__(self, group: Group, preemption: Preemption, step: int, saves: CheckpointSaver) -> None:
         """`step`: the number of steps done."""
         group.at_step(step + 1)
         self._group = group
@@ -71,7 +71,7 @@ class Agreement:
         message[1 + size + self._group.rank] = self._saves.status()
         seconds, *told = self._group.sum(message, "end of step").tolist()
         signals, saves = told[:size], told[size:]
-        self._saves.hear([int(status) for status in saves])
+        self._saves.receive([int(status) for status in saves])
         if self._agreed is None:
             came = ((rank, int(number)) for rank, number in enumerate(signals) if number)
             self._agreed = next((f"{signal.Signals(number).name} (rank {rank})" for rank, number in came), None)

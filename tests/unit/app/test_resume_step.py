@@ -6,7 +6,8 @@ from pathlib import Path
 
 from tiny_runs import command, differences, outcome, train
 
-from gptlab.training.checkpoint.load import list_checkpoints, verify_checkpoint
+from gptlab.training.checkpoint.format import list_checkpoints
+from gptlab.training.checkpoint.load import verify_checkpoint
 
 
 def test_it_is_the_same_run_again_and_what_was_there_is_set_aside(folder: Path) -> None:

@@ -27,7 +27,8 @@ from gptlab.eval.sampling import sample_text
 from gptlab.model.gpt import GPT, build_model
 from gptlab.runtime.records.metrics import MetricsLog
 from gptlab.runtime.records.run_directory import RunDirectory
-from gptlab.training.checkpoint.load import checkpoint_path, save_checkpoint
+from gptlab.training.checkpoint.format import checkpoint_path
+from gptlab.training.checkpoint.write import save_checkpoint
 
 SEQ_LEN = 32
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "the", "lazy", "dog", "while", "père", "Noël", "naps", "→"]

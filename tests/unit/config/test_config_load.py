@@ -221,6 +221,13 @@ class TestToml:
         path.write_text('depth = 4\ndata = ["a"]\n[optim.muon]\nlr = 0.1\n[model]\nn-layer = 6\n', encoding="utf-8")
         assert load_toml(path) == {"depth": 4, "data": ["a"], "optim.muon.lr": 0.1, "model.n_layer": 6}
 
+    def test_dots_in_strings_and_comments_are_no_nesting(self, tmp_path: Path) -> None:
+        path, dots = tmp_path / "run.toml", "1. " * 40
+        path.write_text(
+            f"""# {dots}\na = "{dots}\\" {dots}"\nb = '{dots}'\nc = '''{dots}\n{dots}'''\n""", encoding="utf-8"
+        )
+        assert load_toml(path) == {"a": f'{dots}" {dots}', "b": dots, "c": f"{dots}\n{dots}"}
+
     def test_what_cannot_be_read_is_one_line_with_the_path(self, tmp_path: Path) -> None:
         broken, binary, missing = tmp_path / "broken.toml", tmp_path / "binary.toml", tmp_path / "missing.toml"
         broken.write_text("depth = = 4", encoding="utf-8")

@@ -39,8 +39,10 @@ from gptlab.model.interop.pretrained import find_pretrained
 from gptlab.runtime.records.console import Console
 from gptlab.runtime.records.metrics import MetricsLog
 from gptlab.runtime.records.run_directory import RunDirectory
-from gptlab.training.checkpoint.load import list_checkpoints, load_checkpoint, save_checkpoint
+from gptlab.training.checkpoint.format import list_checkpoints
+from gptlab.training.checkpoint.load import load_checkpoint
 from gptlab.training.checkpoint.weights import load_weights
+from gptlab.training.checkpoint.write import save_checkpoint
 
 SEQ_LEN, WINDOW = 64, 8
 TEXT = "To be, or not to be: that is the question. 'Tis naïve — 12345 times!\n  père Noël →\n"

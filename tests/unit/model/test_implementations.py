@@ -18,7 +18,8 @@ from gptlab.model.kernels import attention_kernel
 from gptlab.model.kernels.library import kernel_library
 from gptlab.model.kernels.ops import implementations
 from gptlab.runtime.hardware.device import compiler_available
-from gptlab.training.checkpoint.load import list_checkpoints, load_checkpoint
+from gptlab.training.checkpoint.format import list_checkpoints
+from gptlab.training.checkpoint.load import load_checkpoint
 
 needs_compiler = pytest.mark.skipif(not compiler_available(torch.device("cpu")), reason="no C++ compiler here")
 

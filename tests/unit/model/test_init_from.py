@@ -30,7 +30,8 @@ from gptlab.model.interop.hf_config import gpt2_model_config
 from gptlab.model.interop.pretrained import require_fits
 from gptlab.runtime.hardware.place import place_of
 from gptlab.runtime.records.console import Console
-from gptlab.training.checkpoint.load import list_checkpoints, load_checkpoint
+from gptlab.training.checkpoint.format import list_checkpoints
+from gptlab.training.checkpoint.load import load_checkpoint
 from gptlab.training.checkpoint.weights import load_weights
 
 GPT2_PARTS: dict[str, Any] = {

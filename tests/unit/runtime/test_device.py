@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from gptlab.config.errors import UserError
+from gptlab.runtime.hardware import cpu as cpu_module
 from gptlab.runtime.hardware import device as device_module
-from gptlab.runtime.hardware import threads as threads_module
+from gptlab.runtime.hardware.cpu import set_threads, usable_cores
 from gptlab.runtime.hardware.device import (
     compiler_available,
     device_name,
@@ -21,7 +22,6 @@ from gptlab.runtime.hardware.device import (
     resolve_dtype,
     synchronize,
 )
-from gptlab.runtime.hardware.threads import set_threads, usable_cores
 
 CPU = torch.device("cpu")
 
@@ -227,7 +227,7 @@ def test_threads_wanted_are_threads_in_force(monkeypatch: pytest.MonkeyPatch) ->
     assert set_threads(None) == torch.get_num_threads() == 2
     assert set_threads(1) == 1  # what the run says goes before the environment
     monkeypatch.setenv("OMP_NUM_THREADS", "many")
-    monkeypatch.setattr(threads_module, "usable_cores", lambda: 4)
+    monkeypatch.setattr(cpu_module, "usable_cores", lambda: 4)
     if sys.platform != "darwin":
         assert set_threads(None) == torch.get_num_threads() == 4
 
@@ -236,7 +236,7 @@ def test_threads_wanted_are_threads_in_force(monkeypatch: pytest.MonkeyPatch) ->
 def test_cores_respect_the_affinity_of_the_process() -> None:
     code = (
         "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
-        "from gptlab.runtime.hardware.threads import usable_cores; print(usable_cores())"
+        "from gptlab.runtime.hardware.cpu import usable_cores; print(usable_cores())"
     )
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert output.stdout.strip() == "1"
@@ -249,10 +249,10 @@ def test_hyperthreads_of_one_core_count_once(tmp_path: Path) -> None:
         topology = tmp_path / f"cpu{cpu}" / "topology"
         topology.mkdir(parents=True)
         (topology / "thread_siblings_list").write_text(f"{cpu % 2},{cpu % 2 + 2}\n")
-    assert threads_module._physical_cores({0, 1, 2, 3}, tmp_path) == 2
-    assert threads_module._physical_cores({0, 2}, tmp_path) == 1
-    assert threads_module._physical_cores({0, 1}, tmp_path) == 2
-    assert threads_module._physical_cores({0, 9}, tmp_path) == 2  # nothing known of CPU 9: logical CPUs count
+    assert cpu_module._physical_cores({0, 1, 2, 3}, tmp_path) == 2
+    assert cpu_module._physical_cores({0, 2}, tmp_path) == 1
+    assert cpu_module._physical_cores({0, 1}, tmp_path) == 2
+    assert cpu_module._physical_cores({0, 9}, tmp_path) == 2  # nothing known of CPU 9: logical CPUs count
 
 
 def test_the_tightest_cgroup_quota_counts(tmp_path: Path) -> None:
@@ -261,18 +261,18 @@ def test_the_tightest_cgroup_quota_counts(tmp_path: Path) -> None:
     container = tmp_path / "pod" / "container"
     container.mkdir(parents=True)
     (container / "cpu.max").write_text("max 100000\n")
-    assert threads_module._cgroup_quota(tmp_path, membership) is None
+    assert cpu_module._cgroup_quota(tmp_path, membership) is None
     (container.parent / "cpu.max").write_text("250000 100000\n")
-    assert threads_module._cgroup_quota(tmp_path, membership) == 2.5
+    assert cpu_module._cgroup_quota(tmp_path, membership) == 2.5
     (container / "cpu.max").write_text("150000 100000\n")
-    assert threads_module._cgroup_quota(tmp_path, membership) == 1.5
+    assert cpu_module._cgroup_quota(tmp_path, membership) == 1.5
     # Version 1 keeps each controller in a hierarchy of its own.
     membership.write_text("4:memory:/x\n3:cpu,cpuacct:/job\n")
     job = tmp_path / "cpu,cpuacct" / "job"
     job.mkdir(parents=True)
     (job / "cpu.cfs_quota_us").write_text("-1\n")
     (job / "cpu.cfs_period_us").write_text("100000\n")
-    assert threads_module._cgroup_quota(tmp_path, membership) is None
+    assert cpu_module._cgroup_quota(tmp_path, membership) is None
     (job / "cpu.cfs_quota_us").write_text("300000\n")
-    assert threads_module._cgroup_quota(tmp_path, membership) == 3.0
-    assert threads_module._cgroup_quota(tmp_path, tmp_path / "missing") is None
+    assert cpu_module._cgroup_quota(tmp_path, membership) == 3.0
+    assert cpu_module._cgroup_quota(tmp_path, tmp_path / "missing") is None

@@ -15,7 +15,9 @@ from tiny_runs import Outcome, arguments, command, differences, killed_at, outco
 
 from gptlab.runtime.records.identity import change_config
 from gptlab.runtime.records.run_directory import RunDirectory
-from gptlab.training.checkpoint.load import list_checkpoints, load_checkpoint, save_checkpoint
+from gptlab.training.checkpoint.format import list_checkpoints
+from gptlab.training.checkpoint.load import load_checkpoint
+from gptlab.training.checkpoint.write import save_checkpoint
 
 
 @pytest.fixture(scope="module")

@@ -197,7 +197,7 @@ def test_importing_the_light_parts_imports_no_torch() -> None:
     code = (
         "import sys, gptlab.runtime.records.metrics, gptlab.runtime.records.console, "
         "gptlab.runtime.records.run_directory, "
-        "gptlab.runtime.records.provenance, gptlab.runtime.hardware.threads\n"
+        "gptlab.runtime.records.provenance, gptlab.runtime.hardware.cpu\n"
         "assert not {'torch', 'rich', 'numpy'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -15,7 +15,7 @@ from tiny_runs import arguments, command, lines_of, make_config, train, write_co
 import gptlab
 from gptlab.config.errors import UserError
 from gptlab.config.run import BatchConfig, EvalConfig, RunConfig
-from gptlab.runtime.hardware.out_of_memory import memory_told, ran_out_of_memory, what_to_lower
+from gptlab.runtime.hardware.memory import memory_errors_explained, ran_out_of_memory, what_to_lower
 
 # As torch 2.13 words them.
 CUDA = (
@@ -203,5 +203,5 @@ class TestOtherCommands:
         )
 
     def test_another_error_is_left_alone(self, folder: Path) -> None:
-        with pytest.raises(ValueError, match="a bug"), memory_told(str):
+        with pytest.raises(ValueError, match="a bug"), memory_errors_explained(str):
             raise ValueError("a bug")

@@ -20,11 +20,9 @@ from tiny_runs import train, write_corpus
 
 import gptlab
 from gptlab.app.api import train as train_run
-from gptlab.runtime.records import environment as environment_module
 from gptlab.runtime.records import provenance as provenance_module
 from gptlab.runtime.records.code_snapshot import PATCH_NAME, ZIP_NAME, CodeSnapshot, take_code
-from gptlab.runtime.records.environment import environment_text, gpu_report
-from gptlab.runtime.records.provenance import Evidence, EvidenceTaker, take_evidence
+from gptlab.runtime.records.provenance import Evidence, begin_evidence, environment_text, gpu_report, take_evidence
 from gptlab.runtime.records.run_directory import RunDirectory
 
 PACKAGE = Path(gptlab.__file__).parent
@@ -185,9 +183,9 @@ class TestEnvironment:
         assert "hunter2" not in environment_text(os.environ)
 
     def test_nobody_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(environment_module.platform, "node", lambda: "secretbox")
-        monkeypatch.setattr(environment_module.getpass, "getuser", lambda: "ada")
-        monkeypatch.setattr(environment_module.Path, "home", lambda: Path("/home/ada"))
+        monkeypatch.setattr(provenance_module.platform, "node", lambda: "secretbox")
+        monkeypatch.setattr(provenance_module.getpass, "getuser", lambda: "ada")
+        monkeypatch.setattr(provenance_module.Path, "home", lambda: Path("/home/ada"))
         monkeypatch.setenv("GPTLAB_CACHE", "/home/ada/cache:/scratch/ada/x:/mnt/secretbox/adamant:/home/adam")
         text = environment_text(os.environ)
         assert f"# GPTLAB_CACHE=~/cache{os.pathsep}/scratch/USER/x".replace(os.pathsep, ":") in text
@@ -198,7 +196,7 @@ class TestEnvironment:
         def nobody() -> str:
             raise KeyError("getpwuid(): uid not found: 4711")
 
-        monkeypatch.setattr(environment_module.getpass, "getuser", nobody)
+        monkeypatch.setattr(provenance_module.getpass, "getuser", nobody)
         monkeypatch.setenv("GPTLAB_CACHE", "/x")
         assert "# GPTLAB_CACHE=/x\n" in environment_text(os.environ)
 
@@ -211,7 +209,7 @@ def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     tool.write_text("#!/bin/sh\necho 'NVIDIA-SMI 570.1  CUDA Version: 12.8'\necho 'H200 in secretbox'\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tool.parent}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setattr(environment_module.platform, "node", lambda: "secretbox")
+    monkeypatch.setattr(provenance_module.platform, "node", lambda: "secretbox")
     return tool
 
 
@@ -235,7 +233,7 @@ class TestEvidence:
             return evidence
 
         monkeypatch.setattr(provenance_module, "take_evidence", slow)
-        taker = EvidenceTaker()
+        taker = begin_evidence()
         go_on.set()  # nobody would, if the line above waited
         assert taker.result() is evidence
 
@@ -245,7 +243,7 @@ class TestEvidence:
 
         monkeypatch.setattr(provenance_module, "take_evidence", broken)
         with pytest.raises(OSError, match="may not be read"):
-            EvidenceTaker().result()
+            begin_evidence().result()
 
     def test_asks_few_programs_and_waits_for_none_without_end(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Three questions to git, three more where there is something to patch, and two tools of GPUs."""

@@ -18,10 +18,12 @@ from filelock import FileLock
 
 from gptlab.config.errors import UserError
 from gptlab.runtime.files import strict_json
+from gptlab.runtime.hardware import cpu
+from gptlab.runtime.hardware.cpu import cpu_model
 from gptlab.runtime.records import provenance as provenance_module
 from gptlab.runtime.records import run_directory as run_directory_module
 from gptlab.runtime.records.code_snapshot import CodeSnapshot, git_state
-from gptlab.runtime.records.provenance import cpu_model, provenance
+from gptlab.runtime.records.provenance import provenance
 from gptlab.runtime.records.run_directory import RunDirectory, default_run_path, write_json_atomic
 
 CONFIG = {"schema_version": 1, "seed": 3}
@@ -335,7 +337,7 @@ def test_no_git_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_cpu_model_of_linux(tmp_path: Path) -> None:
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text("processor\t: 0\nmodel\t\t: 17\nmodel name\t: AMD EPYC 9654: fast\n")
-    assert provenance_module._linux_cpu_model(cpuinfo) == "AMD EPYC 9654: fast"
+    assert cpu._linux_cpu_model(cpuinfo) == "AMD EPYC 9654: fast"
     cpuinfo.write_text("processor\t: 0\nFeatures\t: fp asimd\n")
-    assert provenance_module._linux_cpu_model(cpuinfo) is None
-    assert provenance_module._linux_cpu_model(tmp_path / "missing") is None
+    assert cpu._linux_cpu_model(cpuinfo) is None
+    assert cpu._linux_cpu_model(tmp_path / "missing") is None

@@ -32,16 +32,11 @@ from tiny_runs import (
 import gptlab
 from gptlab.runtime.records.metrics import MetricsLog, read_metrics
 from gptlab.training import step as step_module
-from gptlab.training.checkpoint import saving as saving_module
+from gptlab.training.checkpoint import saver as saver_module
 from gptlab.training.checkpoint.background import BackgroundSaver, Snapshots
-from gptlab.training.checkpoint.load import (
-    CheckpointError,
-    checkpoint_path,
-    list_checkpoints,
-    load_checkpoint,
-    save_checkpoint,
-    verify_checkpoint,
-)
+from gptlab.training.checkpoint.format import CheckpointError, checkpoint_path, list_checkpoints
+from gptlab.training.checkpoint.load import load_checkpoint, verify_checkpoint
+from gptlab.training.checkpoint.write import save_checkpoint
 from gptlab.training.state import TrainState
 
 CPU = torch.device("cpu")
@@ -77,7 +72,7 @@ def when_saving(
             after(step)
         return path
 
-    monkeypatch.setattr(saving_module, "save_checkpoint", save)
+    monkeypatch.setattr(saver_module, "save_checkpoint", save)
 
 
 def when_updated(monkeypatch: pytest.MonkeyPatch, action: Callable[[TrainState], None]) -> None:
@@ -178,7 +173,7 @@ class TestOrder:
         training stood still is told, and no part of its clock."""
         writing: list[int] = []
         waited_for = {step: threading.Event() for step in range(2, 13, 2)}
-        finish_save = saving_module.Saves.finish_save
+        wait = saver_module.CheckpointSaver.wait
 
         def begin(step: int) -> None:
             assert writing == [], "one at a time"
@@ -188,12 +183,12 @@ class TestOrder:
         with FakeClock.running() as clock:
 
             def waiting(saves: Any, state: TrainState) -> None:
-                if saves._save is not None:
+                if saves.pending is not None:
                     clock.now += 500.0
-                    waited_for[saves._save.step].set()
-                finish_save(saves, state)
+                    waited_for[saves._request.step].set()
+                wait(saves, state)
 
-            monkeypatch.setattr(saving_module.Saves, "finish_save", waiting)
+            monkeypatch.setattr(saver_module.CheckpointSaver, "wait", waiting)
             when_saving(monkeypatch, begin, after=writing.remove)
             code, out, _ = command(["train", *arguments(folder, "slow", {"checkpoint.every_steps": 2})])
         assert code == 0
@@ -285,7 +280,7 @@ class TestStall:
 
         for owner, name in ((os, "open"), (os, "fsync"), (os, "rename"), (io, "open"), (hashlib, "sha256")):
             note(owner, name)
-        take, checkpoint = Snapshots.take, saving_module.Saves.checkpoint
+        take, checkpoint = Snapshots.take, saver_module.CheckpointSaver.checkpoint
 
         def counting_take(snapshots: Snapshots, tensors: Any) -> Any:
             copied.append(sum(tensor.nbytes for tensor in tensors.values()))
@@ -298,7 +293,7 @@ class TestStall:
             saving.clear()
 
         monkeypatch.setattr(Snapshots, "take", counting_take)
-        monkeypatch.setattr(saving_module.Saves, "checkpoint", noted)
+        monkeypatch.setattr(saver_module.CheckpointSaver, "checkpoint", noted)
         run = train(
             folder, f"stall-{background}", steps=5, checkpoint__every_steps=1, checkpoint__keep_last=1,
             checkpoint__keep_best=False, checkpoint__background=background, eval__every_steps=None, sample__prompts=[],

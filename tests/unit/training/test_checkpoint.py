@@ -15,22 +15,20 @@ from gptlab.runtime.files.tensor_file import (
     DamagedFileError,
     read_bytes,
     read_tensors,
-    read_tensors_into,
     write_bytes,
     write_tensors,
 )
+from gptlab.training.checkpoint.folder import retain
+from gptlab.training.checkpoint.format import DamagedCheckpointError, list_checkpoints
 from gptlab.training.checkpoint.load import (
-    DamagedCheckpointError,
     check_manifest,
-    list_checkpoints,
     load_checkpoint,
     load_newest,
     newest_intact,
-    save_checkpoint,
     select_checkpoint,
     verify_checkpoint,
 )
-from gptlab.training.checkpoint.retention import retain
+from gptlab.training.checkpoint.write import save_checkpoint
 
 FILES = ["manifest.json", "model.safetensors", "optimizer.safetensors", "state.json"]
 
@@ -168,7 +166,7 @@ def test_a_file_that_grows_after_its_size_was_checked(tmp_path: Path, grown_byte
     with pytest.raises(DamagedFileError, match="bytes, its manifest says"):
         read_tensors(tmp_path / "w.safetensors", record)
     with pytest.raises(DamagedFileError, match="bytes, its manifest says"):
-        read_tensors_into(tmp_path / "w.safetensors", record, places={"w": torch.empty(6)})
+        read_tensors(tmp_path / "w.safetensors", record, into={"w": torch.empty(6)})
 
 
 def altered(manifest: dict[str, Any], *keys: str, value: Any) -> dict[str, Any]:

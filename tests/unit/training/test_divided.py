@@ -27,8 +27,9 @@ from gptlab.optim.groups import build_optimizer
 from gptlab.runtime.hardware.place import place_of
 from gptlab.runtime.processes.distributed import Group, Pending, World
 from gptlab.runtime.records.console import Console
-from gptlab.training.checkpoint.load import begin_save, complete_save, load_checkpoint, write_part
+from gptlab.training.checkpoint.load import load_checkpoint
 from gptlab.training.checkpoint.slices import TensorSlice
+from gptlab.training.checkpoint.write import begin_save, complete_save, write_part
 from gptlab.training.parallel.division import Bucket, Division, divide
 from gptlab.training.parallel.strategy import named_roles
 from gptlab.training.parallel.zero import Zero, divide_model
@@ -58,7 +59,7 @@ class Alone(Group):
 
     def all_gather_later(self, flat: Tensor, own: Tensor, what: str) -> Pending:
         flat.view(self.size, -1).copy_(own)
-        return Pending(None, what, None)
+        return Pending()
 
 
 def strategies_of(models: Sequence[Any], config: OptimConfig) -> list[Zero]:
@@ -293,7 +294,7 @@ class Echo(Group):
     def reduce_scatter_later(self, own: Tensor, flat: Tensor, what: str) -> Pending:
         self.sent.append(flat.numel())
         own.copy_(2 * flat.view(2, -1)[self.rank])
-        return Pending(None, what, None)
+        return Pending()
 
 
 class TestGradients:

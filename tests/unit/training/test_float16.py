@@ -13,7 +13,8 @@ import gptlab
 from gptlab.app.session import open_session
 from gptlab.runtime.hardware.place import place_of
 from gptlab.runtime.records.console import Console
-from gptlab.training.checkpoint.load import list_checkpoints, load_checkpoint
+from gptlab.training.checkpoint.format import list_checkpoints
+from gptlab.training.checkpoint.load import load_checkpoint
 from gptlab.training.step import gradients, update
 
 HALF = {"runtime__dtype": "float16", "model__dropout": 0.0}

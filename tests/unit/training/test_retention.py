@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from oracle_checkpoint import save_small, tree
 
-from gptlab.training.checkpoint.load import DamagedCheckpointError, list_checkpoints, newest_intact, verify_checkpoint
-from gptlab.training.checkpoint.retention import retain
+from gptlab.training.checkpoint.folder import retain
+from gptlab.training.checkpoint.format import DamagedCheckpointError, list_checkpoints
+from gptlab.training.checkpoint.load import newest_intact, verify_checkpoint
 
 
 @pytest.fixture(autouse=True)

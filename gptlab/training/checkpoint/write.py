@@ -1,12 +1,12 @@
-"""How a checkpoint is written, by one process or by many at once: whole and durable, or not there.
+"""Writing a checkpoint, by one process or by several at the same time: complete and durable, or not there.
 
-    temporary = begin_save(...)      one rank: a hidden folder beside the checkpoint's
-    write_part(temporary, ...)       every rank: its pieces, in files of its own, flushed to disk
-    complete_save(temporary, ...)    one rank, when all have written: state, manifest, then one rename
+    temporary = begin_save(...)      rank 0: a hidden folder next to the checkpoint's place
+    write_part(temporary, ...)       every rank: its slices into files of its own, flushed to disk
+    complete_save(temporary, ...)    rank 0, after all have written: state.json, manifest.json, then one rename
 
-Between them the ranks must have agreed that the step before is done on all of them; nothing here speaks to anybody.
-Each rank notes what it has written, and the hashes, in a hidden file, which the last step reads and removes. Until the
-rename nothing counts: what a rank that died leaves of it, the next `begin_save` removes.
+`save_checkpoint` does all of it in one process. Nothing here communicates: the caller makes sure that each stage is
+done on all ranks before the next begins. Each rank notes its files and their hashes in a hidden file, which the last
+stage reads and removes. Nothing counts before the rename; the next `begin_save` removes what a killed rank left.
 """
 
 from __future__ import annotations
@@ -23,11 +23,8 @@ from typing import Any
 
 from torch import Tensor
 
-from gptlab.config.errors import UserError
-from gptlab.runtime.files.tensor_file import FileRecord, tensor_bytes, write_bytes, write_tensors
-from gptlab.training.checkpoint.directory import (
-    checkpoint_path,
-    list_checkpoints,
+from gptlab.runtime.files.tensor_file import FileRecord, write_bytes, write_tensors
+from gptlab.training.checkpoint.folder import (
     publish,
     remove_tree,
     settle,
@@ -35,21 +32,20 @@ from gptlab.training.checkpoint.directory import (
     sweep,
     temporary_path,
 )
-from gptlab.training.checkpoint.manifest import (
+from gptlab.training.checkpoint.format import (
     KINDS,
     MANIFEST,
     STATE,
+    CheckpointError,
+    checkpoint_path,
     file_name,
     index_fields,
+    list_checkpoints,
     manifest_text,
     merged_index,
     record_fields,
 )
 from gptlab.training.checkpoint.slices import TensorSlice, whole_slices
-
-
-class CheckpointError(UserError):
-    """A checkpoint cannot be saved, or the one that was asked for cannot be used."""
 
 
 def save_checkpoint(
@@ -60,29 +56,28 @@ def save_checkpoint(
     optimizer: Mapping[str, Tensor],
     state: dict[str, Any],
 ) -> Path:
-    """Write the checkpoint of `step` by one process, and return its folder, durable when this returns.
+    """Write the checkpoint of `step` from one process. Its folder, which is returned, is then durable.
 
-    Tensors may live on any device, be views or share memory (see `write_tensors`). `state` is JSON data (dict, list,
-    str, int, finite float, bool, None); floats read back bit for bit. A checkpoint that stands for the same step is
-    replaced, without a moment in which neither is there.
+    Tensors may be on any device, be views or share memory (see `write_tensors`). `state` is JSON data (dict, list, str,
+    int, finite float, bool, None); floats read back bit for bit. An earlier checkpoint of the same step is replaced,
+    with no moment in which neither exists.
 
-    Raises CheckpointError where the file system refuses (disk full, read-only, ...): older checkpoints still stand
-    then, and nothing is left of the new one. ValueError for what is no JSON data or no plain tensor.
+    Raises CheckpointError if the file system refuses (disk full, read-only, ...): older checkpoints are then untouched,
+    and nothing of the new one is left. ValueError for what is not JSON data or not a plain tensor.
     """
     require_json(state)
-    pieces = {"model": whole_slices(model), "optimizer": whole_slices(optimizer)}
-    temporary = begin_save(checkpoints_dir, step, needed_bytes=tensor_bytes(model) + tensor_bytes(optimizer))
+    slices = {"model": whole_slices(model), "optimizer": whole_slices(optimizer)}
+    temporary = begin_save(checkpoints_dir, step, needed_bytes=_data_bytes(slices))
     try:
-        part = _write_files(temporary, pieces, 0, 1)
-        return _complete(temporary, state, [part])
+        return _complete(temporary, state, [_write_files(temporary, slices, 0, 1)])
     except BaseException:
         remove_tree(temporary)
         raise
 
 
 def begin_save(checkpoints_dir: Path, step: int, *, needed_bytes: int) -> Path:
-    """Make the hidden folder for a checkpoint of `step`, which will take about `needed_bytes`; by one rank, when none
-    writes to a former one. CheckpointError where the file system refuses."""
+    """Make the hidden folder for a checkpoint of `step`, which will take about `needed_bytes`. For one rank, when no
+    earlier save is still being written. CheckpointError if the file system refuses."""
     temporary = temporary_path(checkpoint_path(checkpoints_dir, step))
     with _refusals(temporary, needed_bytes):
         checkpoints_dir.mkdir(parents=True, exist_ok=True)
@@ -99,17 +94,18 @@ def begin_save(checkpoints_dir: Path, step: int, *, needed_bytes: int) -> Path:
 def write_part(
     temporary: Path, model: Sequence[TensorSlice], optimizer: Sequence[TensorSlice], *, rank: int = 0, size: int = 1
 ) -> None:
-    """Write what this rank of `size` has to write, flushed to disk when this returns. The pieces of all ranks together
-    tile every tensor. CheckpointError where the file system refuses; what was begun stays, for the rank that began."""
+    """Write this rank's slices, flushed to disk when this returns. The slices of all ranks must tile every tensor.
+    CheckpointError if the file system refuses; what was written stays, for the rank that began to remove."""
     part = _write_files(temporary, {"model": model, "optimizer": optimizer}, rank, size)
     with _refusals(temporary, 0):
         _part_path(temporary, rank).write_text(json.dumps(part))
 
 
 def complete_save(temporary: Path, state: dict[str, Any], *, size: int = 1) -> Path:
-    """Make a checkpoint of what all of `size` ranks have written, and return its folder, durable then.
+    """Make a checkpoint of what all of `size` ranks have written. Its folder, which is returned, is then durable.
 
-    Raises as `save_checkpoint` does, and leaves nothing then; ValueError too where pieces do not tile their tensors.
+    Raises what `save_checkpoint` raises, and then leaves nothing; also ValueError if the slices do not tile every
+    tensor.
     """
     try:
         require_json(state)
@@ -124,19 +120,18 @@ def complete_save(temporary: Path, state: dict[str, Any], *, size: int = 1) -> P
 
 
 def _write_files(
-    temporary: Path, pieces: Mapping[str, Sequence[TensorSlice]], rank: int, size: int
+    temporary: Path, slices: Mapping[str, Sequence[TensorSlice]], rank: int, size: int
 ) -> dict[str, dict[str, Any]]:
-    """What the manifest will say of this rank's files."""
-    needed_bytes = sum(piece.tensor.nbytes for of_kind in pieces.values() for piece in of_kind)
+    """Write a rank's files, and return what the manifest will say of them."""
     part: dict[str, dict[str, Any]] = {"files": {}}
-    with _refusals(temporary, needed_bytes):
+    with _refusals(temporary, _data_bytes(slices)):
         for kind in KINDS:
             name = file_name(kind, rank, size)
-            tensors = {p.key: p.tensor.reshape(p.shape if p.is_whole else (-1,)) for p in pieces[kind]}
-            if len(tensors) != len(pieces[kind]):
-                raise ValueError(f"two pieces of {kind} begin at the same element of the same tensor")
+            tensors = {s.key: s.tensor.reshape(s.shape if s.is_whole else (-1,)) for s in slices[kind]}
+            if len(tensors) != len(slices[kind]):
+                raise ValueError(f"two slices of {kind} begin at the same element of the same tensor")
             part["files"][name] = record_fields(write_tensors(temporary / name, tensors))
-            part[kind] = index_fields(pieces[kind], name)
+            part[kind] = index_fields(slices[kind], name)
     return part
 
 
@@ -148,7 +143,7 @@ def _complete(temporary: Path, state: dict[str, Any], parts: Sequence[Mapping[st
     }
     index = {kind: merged_index([part[kind] for part in parts]) for kind in KINDS}
     with _refusals(temporary, sum(record.size_bytes for record in files.values())):
-        files[STATE] = write_bytes(temporary / STATE, _json_text(state))
+        files[STATE] = write_bytes(temporary / STATE, (json.dumps(state, indent=1, allow_nan=False) + "\n").encode())
         write_bytes(temporary / MANIFEST, manifest_text(step, files, index))
         publish(temporary, final)
     settle(temporary.parent)
@@ -159,12 +154,12 @@ def _part_path(temporary: Path, rank: int) -> Path:
     return temporary / f".part-{rank + 1:05d}.json"
 
 
-def _json_text(value: dict[str, Any]) -> bytes:
-    return (json.dumps(value, indent=1, allow_nan=False) + "\n").encode()
+def _data_bytes(slices: Mapping[str, Sequence[TensorSlice]]) -> int:
+    return sum(part.tensor.nbytes for of_kind in slices.values() for part in of_kind)
 
 
 def require_json(value: object, where: str = "state") -> None:
-    """ValueError that names the place where `value` would not read back as the same value."""
+    """ValueError that names the place where `value` would not read back from JSON as the same value."""
     if isinstance(value, dict):
         for key, inner in value.items():
             if not isinstance(key, str):
@@ -181,11 +176,10 @@ def require_json(value: object, where: str = "state") -> None:
 
 @contextlib.contextmanager
 def _refusals(temporary: Path, needed_bytes: int) -> Iterator[None]:
-    """What the file system refuses within the context is a CheckpointError that says what would help."""
+    """Turns what the file system refuses within the context into a CheckpointError that says what would help."""
     try:
         yield
     except OSError as error:
-        # An older one that stands is found without what this save has begun.
         raise CheckpointError(_why_not_saved(temporary, error, needed_bytes)) from error
 
 
@@ -195,19 +189,14 @@ def _why_not_saved(temporary: Path, error: OSError, needed_bytes: int) -> str:
     with contextlib.suppress(OSError):
         free = f"{shutil.disk_usage(checkpoints_dir).free:,}"
         older = bool(list_checkpoints(checkpoints_dir))
-    standing = "older checkpoints stand" if older else "none was saved before"
+    remedy = {
+        errno.ENOSPC: "free some space",
+        getattr(errno, "EDQUOT", errno.ENOSPC): "free some space",
+        errno.EFBIG: "lift the limit on file sizes (ulimit -f)",
+        **dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), "make the folder writable"),
+    }.get(error.errno or 0, "fix the cause")
     return (
         f"cannot save the checkpoint of step {step_of_temporary(temporary)} in {checkpoints_dir}: "
-        f"{error.strerror or error} ({needed_bytes:,} bytes needed, {free} free); {standing}: "
-        f"{_remedy(error.errno)}, then go on with --resume"
+        f"{error.strerror or error} ({needed_bytes:,} bytes needed, {free} free); "
+        f"{'older checkpoints are untouched' if older else 'none was saved before'}: {remedy}, then use --resume"
     )
-
-
-def _remedy(number: int | None) -> str:
-    if number in (errno.ENOSPC, getattr(errno, "EDQUOT", None)):
-        return "free some space"
-    if number == errno.EFBIG:
-        return "lift the limit on file sizes (ulimit -f)"
-    if number in (errno.EROFS, errno.EACCES, errno.EPERM):
-        return "make the folder writable"
-    return "put that right"

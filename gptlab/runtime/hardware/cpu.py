@@ -1,16 +1,41 @@
-"""How many CPU cores this process may compute on, and telling torch so."""
+"""The processor: its name, the cores that this process may compute on, and how its threads wait for one another."""
 
 from __future__ import annotations
 
 import math
 import os
+import platform
+import subprocess
 import sys
+from collections.abc import MutableMapping
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
 _CPU_FOLDER = Path("/sys/devices/system/cpu")
 _CGROUP_FOLDER = Path("/sys/fs/cgroup")
+
+# A waiting thread spins, since waking it takes tens of microseconds. GNU's runtime spins for 300,000 rounds: on a busy
+# machine it then uses up the very time slices that the thread it waits for needs. Beside two busy loops 60 steps of
+# nanogpt/shakespeare-char-cpu took 16.8 s, with 10,000 rounds 3.9 s and without spinning 6.1 s; alone 25.2, 27.5 and
+# 35 ms a step (docs/LOG.md, 2026-11-22).
+GNU_SPIN_ROUNDS = 10_000
+# Intel's and LLVM's runtimes (torch on Windows and macOS) count milliseconds, 200 by default; 1 is the least.
+KMP_BLOCK_MILLISECONDS = 1
+
+
+def cpu_model() -> str:
+    """The processor's name as its maker gives it, or the architecture if the system does not say."""
+    if sys.platform == "linux":
+        return _linux_cpu_model(Path("/proc/cpuinfo")) or platform.machine()
+    if sys.platform == "darwin":
+        with suppress(OSError, subprocess.SubprocessError):
+            command = ["sysctl", "-n", "machdep.cpu.brand_string"]
+            answer = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, timeout=10, check=True)
+            return answer.stdout.decode(errors="replace").strip() or platform.machine()
+        return platform.machine()
+    return platform.processor() or platform.machine()
 
 
 def set_threads(n: int | None) -> int:
@@ -36,6 +61,25 @@ def usable_cores() -> int:
     quota = _cgroup_quota(_CGROUP_FOLDER, Path("/proc/self/cgroup"))
     # Rounded down: with a thread more than the quota pays for, OpenMP's barrier waits for the one that is throttled.
     return cores if quota is None else max(1, min(cores, math.floor(quota)))
+
+
+def limit_spinning(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Set what OpenMP's runtimes read when torch loads them, unless the user has set how threads wait. Without effect
+    once torch is loaded."""
+    if "torch" in sys.modules or "OMP_WAIT_POLICY" in environment:
+        return
+    environment.setdefault("GOMP_SPINCOUNT", str(GNU_SPIN_ROUNDS))
+    if "KMP_LIBRARY" not in environment:
+        environment.setdefault("KMP_BLOCKTIME", str(KMP_BLOCK_MILLISECONDS))
+
+
+def _linux_cpu_model(cpuinfo: Path) -> str | None:
+    """x86 says "model name"; ARM kernels mostly give only numbers."""
+    try:
+        lines = cpuinfo.read_text(errors="replace").splitlines()
+    except OSError:
+        return None
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)
 
 
 def _openmp_threads() -> int | None:

@@ -1,0 +1,222 @@
+"""Several processes of one run: how they communicate, and how they begin and end together.
+
+Tensors go through torch.distributed (gloo on CPUs, NCCL on GPUs). Rare messages (a folder's name, "the data is
+prepared") go as JSON through torchrun's TCPStore: that needs no time limit, since `liveness` knows who still lives, and
+a process that waits there still receives signals. Nothing is ever pickled.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from gptlab.config.errors import UserError
+from gptlab.runtime.processes.distributed import Group, Pending, World
+from gptlab.runtime.processes.liveness import Liveness
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from gptlab.runtime.processes.liveness import Failure
+
+# A collective that `liveness` has not ended by then is ended by torch, which does not say who is missing.
+_LAST_RESORT_SECONDS = 60.0
+# For all ranks to start: before, nobody knows whom to watch. torch's TCPStore waits as long for its host; under
+# torchrun, a rank that dies while it starts ends the others sooner.
+_START_SECONDS = 300.0
+# How often a waiting process looks into the store: often at first, since most waits are short.
+_FIRST_LOOK_SECONDS, _LATER_LOOK_SECONDS = 0.005, 0.1
+
+
+class TorchGroup(Group):
+    def __init__(self, world: World, liveness: Liveness, store: Any) -> None:
+        super().__init__(world)
+        self._liveness = liveness
+        self._store = store
+        self._messages = 0
+        """Sent through the store so far: the key of the next one."""
+
+    def start_collectives(self, device: torch.device, *, timeout_seconds: float) -> None:
+        if dist.is_initialized():
+            return
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        self._liveness.timeout_seconds = timeout_seconds
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            store=dist.PrefixStore("collectives", self._store),
+            rank=self.rank, world_size=self.size, timeout=timedelta(seconds=timeout_seconds + _LAST_RESORT_SECONDS),
+        )  # fmt: skip
+        if device.type == "cuda":
+            # NCCL connects in its first collective, which all ranks must join (documentation of batch_isend_irecv).
+            self.sum(torch.zeros(1, device=device), "start")
+
+    def sum_later(self, tensor: Tensor, what: str) -> Pending:
+        return self._begun(partial(dist.all_reduce, tensor, async_op=True), what)
+
+    def reduce_scatter_later(self, own: Tensor, flat: Tensor, what: str) -> Pending:
+        # Renamed in torch 2.13.
+        call = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
+        return self._begun(partial(call, own, flat, async_op=True), what)
+
+    def all_gather_later(self, flat: Tensor, own: Tensor, what: str) -> Pending:
+        # Renamed in torch 2.13.
+        call = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+        return self._begun(partial(call, flat, own, async_op=True), what)
+
+    def all_to_all_later(self, flat: Tensor, send: Sequence[int], receive: Sequence[int]) -> Callable[[], Tensor]:
+        received = flat.new_empty(sum(receive))
+        begin = partial(dist.all_to_all_single, received, flat, list(receive), list(send), async_op=True)
+        pending = self._begun(begin, "updates")
+
+        def wait() -> Tensor:
+            pending.wait()
+            return received
+
+        return wait
+
+    def exchange(self, partner: int, *, give: Tensor | None, take: Tensor | None) -> None:
+        messages = [] if give is None else [dist.P2POp(dist.isend, give, partner)]
+        messages += [] if take is None else [dist.P2POp(dist.irecv, take, partner)]
+        with self._explained():
+            for work in dist.batch_isend_irecv(messages) if messages else ():
+                work.wait()
+
+    @contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        with self._liveness.in_collective(what):
+            yield
+
+    @contextmanager
+    def in_passes(self) -> Iterator[None]:
+        with self._liveness.in_collective("weights and gradients"):
+            try:
+                yield
+            except RuntimeError as error:
+                # gloo's messages begin with its source file; NCCL's errors have a type of their own.
+                if "gloo" in str(error) or type(error).__name__.startswith("Dist"):
+                    raise self._liveness.explained(error) from error
+                raise
+
+    def all_agree(self, number: int, what: str) -> list[int]:
+        numbers = torch.zeros(self.size, dtype=torch.int64)
+        numbers[self.rank] = number
+        self.sum(numbers, what)
+        return [rank for rank, other in enumerate(numbers.tolist()) if other != numbers[0]]
+
+    def broadcast(self, name: str, value: Any = None) -> Any:
+        return self._share(name, value, [0])[0]
+
+    def gather(self, name: str, value: Any, *, within_seconds: float = math.inf, timed: bool = False) -> list[Any]:
+        return self._share(name, value, list(range(self.size)), within_seconds, timed=timed)
+
+    def when_lost(self, action: Callable[[Failure], None]) -> None:
+        self._liveness.on_lost = action
+
+    def leave(self, error: BaseException, exit_code: int) -> None:
+        self._liveness.tell(error, exit_code)
+
+    def at_step(self, step: int) -> None:
+        self._liveness.step = step
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Turns torch's errors within the context into PeerFailed, with the rank or the launcher that was lost."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise self._liveness.explained(error) from error
+
+    def _begun(self, begin: Callable[[], Any], what: str) -> Pending:
+        with self._explained():
+            return Pending(partial(self._wait, begin(), what))
+
+    def _wait(self, work: Any, what: str) -> None:
+        with self._liveness.in_collective(what), self._explained():
+            work.wait()
+
+    def _share(
+        self, name: str, value: Any, senders: list[int], within_seconds: float = math.inf, *, timed: bool = False
+    ) -> list[Any]:
+        place, self._messages = self._messages, self._messages + 1
+        keys = {rank: f"said/{place}/{rank}" for rank in senders}
+        pause, until = _FIRST_LOOK_SECONDS, time.monotonic() + within_seconds
+        with self._explained():
+            if self.rank in senders:
+                self._store.set(keys[self.rank], json.dumps({"at": name, "value": value}))
+            with self._liveness.waiting_for(senders, place, name if timed else ""):
+                while not self._store.check(list(keys.values())):
+                    self._liveness.raise_if_failed()
+                    if time.monotonic() > until:
+                        silent = [str(rank) for rank, key in keys.items() if not self._store.check([key])]
+                        raise UserError(
+                            f"rank {', '.join(silent)} is not there after {within_seconds:.0f} s: it died as it "
+                            "started, or nobody started it"
+                        )
+                    time.sleep(pause)
+                    pause = min(2 * pause, _LATER_LOOK_SECONDS)
+            received = {rank: json.loads(self._store.get(key)) for rank, key in keys.items()}
+        for rank, message in received.items():
+            if message["at"] != name:
+                raise UserError(
+                    f"rank {rank} is at {message['at']!r} where rank {self.rank} is at {name!r}: all processes of a "
+                    "run must be started by the same command"
+                )
+        return [message["value"] for message in received.values()]
+
+
+@contextmanager
+def join_others(world: World, exit_code: Callable[[BaseException], int]) -> Iterator[Group]:
+    """`distributed.join` for more than one process."""
+    hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True) and world.is_main
+    store, watched = _stores(world, hosts)
+    liveness = Liveness(world.rank, world.size, watched)
+    group = TorchGroup(world, liveness, store)
+    try:
+        liveness.start(group.gather("start", liveness.who_am_i(), within_seconds=_START_SECONDS))
+        yield group
+        with suppress(RuntimeError):  # the store is gone, and torchrun with it: there is nobody to wait with
+            group.barrier("end")
+    except KeyboardInterrupt as error:
+        # torchrun signals the others when one has died: then that is what happened here.
+        liveness.raise_if_lost_just_now(error)
+        liveness.tell(error, exit_code(error))
+        raise
+    except BaseException as error:
+        liveness.tell(error, exit_code(error))
+        raise
+    else:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    finally:
+        liveness.close()
+        if hosts:
+            liveness.outlast()
+
+
+def _stores(world: World, hosts: bool) -> tuple[Any, Any]:
+    """Two connections to the store: one that waits must not hold up the other, which reports that this process lives.
+    Under torchrun it is torchrun's; otherwise rank 0 `hosts` it."""
+    try:
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    except (KeyError, ValueError):
+        raise UserError("MASTER_ADDR and MASTER_PORT are not set: start several processes with torchrun") from None
+    try:
+        first = dist.TCPStore(host, port, world.size, hosts, wait_for_workers=False, multi_tenant=True)
+        second = dist.TCPStore(host, port, world.size, False, wait_for_workers=False)
+    except RuntimeError as error:
+        raise UserError(f"rank {world.rank} cannot reach the store of the run at {host}:{port} ({error})") from error
+    # Messages from before a restart, or of an earlier run of the same processes, must not be read again.
+    attempt = f"gptlab/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{world.size}"
+    attempt += f"/{first.add(f'{attempt}/joined/{world.rank}', 1)}"
+    return dist.PrefixStore(attempt, first), dist.PrefixStore(attempt, second)

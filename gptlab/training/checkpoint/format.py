@@ -1,0 +1,278 @@
+"""The checkpoint format: what folders and files are called, and what manifest.json says.
+
+    checkpoints/step-00000250/
+      model.safetensors  optimizer.safetensors     written by one process
+      model-00001-of-00004.safetensors  ...        written by four, each its slices into files of its own
+      state.json                                   everything that is not a tensor
+      manifest.json                                size and SHA-256 of every file, and where each tensor is stored
+
+    {"format": "gptlab checkpoint", "format_version": 2, "step": 250,
+     "files": {"model-00001-of-00002.safetensors": {"bytes": 4711, "sha256": "..."}, ..., "state.json": {...}},
+     "model": {"head.weight": {"dtype": "F32", "shape": [7, 5], "pieces":
+               [["model-00001-of-00002.safetensors", 0, 20], ["model-00002-of-00002.safetensors", 20, 15]]}, ...},
+     "optimizer": {...}}
+
+A piece is [file, first element, elements], counted in row-major order of the whole tensor. Its file stores it under the
+tensor's name and shape if it is the whole tensor, and otherwise as NAME@START with one dimension. Version 1 had no
+index: its two files hold whole tensors.
+
+A folder of checkpoints may also hold these hidden entries:
+
+    .step-00000250.replaced-0   the former checkpoint of a step that was saved again; counts until it is removed
+    .step-00000250.tmp-1234     a save in progress, or what a killed process left of one; never counts
+    .step-00000250.removed-99   a removal in progress, or what a killed process left of one; never counts
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from gptlab.config.errors import UserError
+from gptlab.runtime.files.tensor_file import (
+    DTYPE_NAMES,
+    DamagedFileError,
+    FileRecord,
+    are_naturals,
+    parse_dtype_and_shape,
+    parse_json_object,
+)
+from gptlab.training.checkpoint.slices import TensorSlice, slice_key
+
+FORMAT = "gptlab checkpoint"
+FORMAT_VERSION = 2
+KINDS = ("model", "optimizer")
+STATE, MANIFEST = "state.json", "manifest.json"
+
+# Eight digits, or more without a leading zero: one name for each step.
+_STEP = r"step-([0-9]{8}|[1-9][0-9]{8,})"
+CHECKPOINT_NAME = re.compile(_STEP)
+REPLACED_NAME = re.compile(rf"\.{_STEP}\.replaced-[0-9]+")
+LEFTOVER_NAME = re.compile(rf"\.{_STEP}\.(tmp|removed)-[0-9]+")
+
+
+class CheckpointError(UserError):
+    """A checkpoint cannot be saved, or the requested one cannot be used."""
+
+
+class DamagedCheckpointError(CheckpointError):
+    """A folder that is not an intact checkpoint."""
+
+    def __init__(self, path: Path, reason: str) -> None:
+        self.path = path
+        self.reason = reason
+        super().__init__(f"checkpoint {path} is damaged: {reason}")
+
+
+def checkpoint_path(checkpoints_dir: Path, step: int) -> Path:
+    """`checkpoints_dir/step-00000250`."""
+    if step < 0:
+        raise ValueError(f"a step is not negative, this one is {step}")
+    return checkpoints_dir / f"step-{step:08d}"
+
+
+def step_of(path: Path) -> int | None:
+    """The step in the name of a checkpoint's folder; None for any other name."""
+    match = CHECKPOINT_NAME.fullmatch(path.name) or REPLACED_NAME.fullmatch(path.name)
+    return None if match is None else int(match[1])
+
+
+def list_checkpoints(checkpoints_dir: Path) -> list[Path]:
+    """Every step's checkpoint, intact or not, oldest step first; empty if the folder does not exist.
+
+    A replaced checkpoint counts for its step only while its successor is not there.
+    """
+    return list({step_of(path): path for path in candidates(checkpoints_dir)}.values())
+
+
+def candidates(checkpoints_dir: Path) -> list[Path]:
+    """All folders that may hold a checkpoint, by step; a replaced one comes before its successor."""
+    found = [path for path in entries(checkpoints_dir) if step_of(path) is not None]
+    return sorted(found, key=lambda path: (step_of(path), not path.name.startswith("."), path.name))
+
+
+def entries(directory: Path) -> list[Path]:
+    """Everything in a folder; nothing for a link, which may lead to somebody else's files."""
+    return list(directory.iterdir()) if directory.is_dir() and not directory.is_symlink() else []
+
+
+def file_name(kind: str, rank: int, size: int) -> str:
+    """The file that `rank` writes: model.safetensors, or model-00002-of-00004.safetensors."""
+    return f"{kind}.safetensors" if size == 1 else f"{kind}-{rank + 1:05d}-of-{size:05d}.safetensors"
+
+
+class StoredSlice(NamedTuple):
+    """Where some elements of a tensor are stored."""
+
+    file: str
+    start: int
+    """Elements of the whole tensor before the first one."""
+    elements: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One whole tensor."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    slices: tuple[StoredSlice, ...]
+    """In the order of their elements; they tile the tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    step: int
+    files: dict[str, FileRecord]
+    index: dict[str, dict[str, StoredTensor]] | None
+    """Kind -> tensor's name -> where it is stored; None in version 1."""
+
+    def files_of(self, kind: str) -> list[str]:
+        return [name for name in self.files if name.startswith(kind)]
+
+    def layout(self, file: str) -> dict[str, tuple[torch.dtype, tuple[int, ...]]] | None:
+        """What a safetensors file must hold, by the key in the file; None if nothing is known of it (version 1)."""
+        if self.index is None:
+            return None
+        kind = next(kind for kind in KINDS if file.startswith(kind))
+        return {
+            slice_key(name, stored.shape, start, count): (
+                stored.dtype, stored.shape if count == math.prod(stored.shape) else (count,)
+            )
+            for name, stored in self.index[kind].items()
+            for slice_file, start, count in stored.slices
+            if slice_file == file
+        }  # fmt: skip
+
+
+def max_manifest_bytes(n_files: int) -> int:
+    """The longest manifest that is read in a folder of `n_files`: twice what a thousand tensors need that every rank
+    has a slice of, at 40 bytes a slice. A longer one is refused unread: parsing 8 MB takes a second."""
+    return 2**20 + n_files * 2**16
+
+
+def record_fields(record: FileRecord) -> dict[str, Any]:
+    return {"bytes": record.size_bytes, "sha256": record.sha256}
+
+
+def index_fields(slices: Sequence[TensorSlice], file: str) -> dict[str, Any]:
+    """The part of a kind's index that describes `slices`, all written into `file`."""
+    fields: dict[str, Any] = {}
+    for part in slices:
+        dtype, shape = DTYPE_NAMES.get(part.tensor.dtype), list(part.shape)
+        stored = fields.setdefault(part.name, {"dtype": dtype, "shape": shape, "pieces": []})
+        stored["pieces"].append([file, part.start, part.count])
+    return fields
+
+
+def merged_index(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Several `index_fields` as one. ValueError if two disagree about a tensor."""
+    merged: dict[str, Any] = {}
+    for part in parts:
+        for name, fields in part.items():
+            known = merged.setdefault(name, {**fields, "pieces": []})
+            if (known["dtype"], known["shape"]) != (fields["dtype"], fields["shape"]):
+                raise ValueError(f"tensor {name!r} is not the same on all ranks: {known} and {fields}")
+            known["pieces"].extend(fields["pieces"])
+    for fields in merged.values():
+        fields["pieces"].sort(key=lambda piece: piece[1])
+    return merged
+
+
+def manifest_text(step: int, files: Mapping[str, FileRecord], index: Mapping[str, Mapping[str, Any]]) -> bytes:
+    """manifest.json, with one line for each file and tensor. ValueError if the slices do not tile their tensors."""
+    head = {"format": FORMAT, "format_version": FORMAT_VERSION, "step": step}
+    lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in head.items()]
+    tables = {"files": {name: record_fields(record) for name, record in files.items()}, **index}
+    for title, table in tables.items():
+        rows = ",\n".join(f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in table.items())
+        lines.append(f"{json.dumps(title)}: {{{chr(10) * bool(rows)}{rows}}}")
+    text = ("{\n " + ",\n ".join(lines) + "\n}\n").encode()
+    try:
+        parse_manifest(text)
+    except DamagedFileError as error:
+        raise ValueError(f"these slices make no checkpoint: {error}") from None
+    return text
+
+
+def parse_manifest(text: bytes) -> Manifest:
+    """DamagedFileError if it is not valid. A valid one names files of its own folder only, and whole tensors."""
+    fields = parse_json_object(text)
+    if fields.get("format") != FORMAT:
+        raise DamagedFileError(f"format is not {FORMAT!r}")
+    version = fields.get("format_version")
+    if type(version) is not int or not 1 <= version <= FORMAT_VERSION:
+        raise DamagedFileError(f"format version {version!r}, this gptlab reads up to {FORMAT_VERSION}")
+    step, files = fields.get("step"), fields.get("files")
+    if type(step) is not int or step < 0:
+        raise DamagedFileError(f"step is {step!r}")
+    # Names are made here and compared, so that no path that leads out of the folder can be one of them.
+    size = max((len(files) - 1) // len(KINDS), 1) if isinstance(files, dict) and version > 1 else 1
+    expected = [*(file_name(kind, rank, size) for kind in KINDS for rank in range(size)), STATE]
+    if not isinstance(files, dict) or set(files) != set(expected):
+        raise DamagedFileError(f"does not name exactly {', '.join(expected[:4])}{' ...' * (len(expected) > 4)}")
+    records = {name: _parse_record(name, files[name]) for name in expected}
+    if version == 1:
+        return Manifest(step, records, None)
+    index = {kind: _parse_index(fields.get(kind), kind, size) for kind in KINDS}
+    _require_room(index, records)
+    return Manifest(step, records, index)
+
+
+def _parse_record(name: str, fields: object) -> FileRecord:
+    if isinstance(fields, dict) and set(fields) == {"bytes", "sha256"}:
+        size_bytes, sha256 = fields["bytes"], fields["sha256"]
+        if type(size_bytes) is int and size_bytes >= 0 and isinstance(sha256, str):
+            return FileRecord(size_bytes, sha256)
+    raise DamagedFileError(f"the record of {name} is malformed")
+
+
+def _parse_index(fields: object, kind: str, size: int) -> dict[str, StoredTensor]:
+    if not isinstance(fields, dict):
+        raise DamagedFileError(f"has no index of {kind}")
+    files = {file_name(kind, rank, size) for rank in range(size)}
+    return {name: _parse_tensor(name, entry, files) for name, entry in fields.items()}
+
+
+def _parse_tensor(name: str, fields: object, files: set[str]) -> StoredTensor:
+    malformed = f"the index of {name!r} is malformed"
+    if not isinstance(fields, dict) or set(fields) != {"dtype", "shape", "pieces"}:
+        raise DamagedFileError(malformed)
+    dtype, shape = parse_dtype_and_shape(name, fields, malformed)
+    pieces: Any = fields["pieces"] if isinstance(fields["pieces"], list) else [None]
+    end, slices = 0, []
+    for piece in pieces:
+        named = isinstance(piece, list) and len(piece) == 3 and isinstance(piece[0], str) and piece[0] in files
+        if not named or not are_naturals(piece[1:]):
+            raise DamagedFileError(malformed)
+        part = StoredSlice(*piece)
+        if part.start != end:
+            what = "overlaps the one before it" if part.start < end else "leaves a gap"
+            raise DamagedFileError(f"the piece of {name!r} in {part.file} {what}, at element {part.start:,}")
+        if part.elements == 0 and len(pieces) > 1:
+            raise DamagedFileError(f"a piece of {name!r} in {part.file} is empty")
+        end += part.elements
+        slices.append(part)
+    total = math.prod(shape)
+    if end != total or not slices:
+        raise DamagedFileError(f"the pieces of {name!r} have {end:,} elements in all, its shape {total:,}")
+    return StoredTensor(dtype, shape, tuple(slices))
+
+
+def _require_room(index: Mapping[str, Mapping[str, StoredTensor]], files: Mapping[str, FileRecord]) -> None:
+    """No file is asked for more than it can hold: the sizes of files are checked before memory is taken for tensors."""
+    needed = dict.fromkeys(files, 0)
+    for tensors in index.values():
+        for stored in tensors.values():
+            for file, _, count in stored.slices:
+                needed[file] += count * stored.dtype.itemsize
+    for name, size_bytes in needed.items():
+        if size_bytes > files[name].size_bytes:
+            raise DamagedFileError(f"the pieces in {name} take {size_bytes:,} bytes, it has {files[name].size_bytes:,}")
