@@ -89,7 +89,7 @@ def run_session(
             off_clock.startup_seconds = time.perf_counter() - off_clock.started - off_clock.compile_seconds
             console.line(
                 f"run folder {run.path} | start-up {off_clock.startup_seconds:.1f}s"
-                f" | {'compiled' if session.kernels.compiled else 'warmed up'} in {off_clock.compile_seconds:.1f}s"
+                f" | {'compiled' if session.passes.compiled else 'warmed up'} in {off_clock.compile_seconds:.1f}s"
             )
             if checkpoint is not None:
                 with _state_of(checkpoint):
@@ -139,13 +139,13 @@ def _recorder(
 
 def _warm_up(session: Session, console: Console, off_clock: OffClock) -> None:
     """Compile before the clock starts."""
-    if session.kernels.compiled:
+    if session.passes.compiled:
         console.line("compiling: longest the first time, from the cache after that")
-    with console.busy("compiling" if session.kernels.compiled else "warming up"):
+    with console.busy("compiling" if session.passes.compiled else "warming up"):
         off_clock.compile_seconds = warm_up(
-            session.state, session.kernels, session.config, session.eval_sequences, console.warn,
+            session.state, session.passes, session.config, session.eval_sequences, console.warn,
         )  # fmt: skip
-    session.work = replace(session.work, loss_sum=session.kernels.loss_sum)
+    session.work = replace(session.work, loss_sum=session.passes.loss_sum)
 
 
 def _record_implementations(

@@ -32,7 +32,7 @@ from gptlab.runtime.processes.distributed import Group
 from gptlab.runtime.records.code_snapshot import CodeSnapshot
 from gptlab.runtime.records.console import Console
 from gptlab.runtime.records.provenance import provenance
-from gptlab.training.compilation import Kernels, keep_compiled, make_kernels
+from gptlab.training.compilation import Passes, keep_compiled, make_passes
 from gptlab.training.horizon import Finish
 from gptlab.training.loop import Work
 from gptlab.training.state import TrainState, build_state
@@ -46,7 +46,7 @@ class Session:
     place: Place
     data: PreparedData
     state: TrainState
-    kernels: Kernels
+    passes: Passes
     work: Work
     finish: Finish
     counts: ParameterCounts
@@ -76,7 +76,7 @@ class Session:
 
     def implementations(self) -> dict[str, str]:
         """{part of the run: what computes it}. `compile` is final after the warm-up, in which a compiler may fail."""
-        return implementations(self.place.device, self.place.dtype) | {"compile": self.kernels.compiler}
+        return implementations(self.place.device, self.place.dtype) | {"compile": self.passes.compiler}
 
 
 def open_session(
@@ -117,7 +117,7 @@ def open_session(
         change_model=parts.change_model, make_optimizer=parts.make_optimizer,
     )  # fmt: skip
     start = None if pretrained is None else load_start_weights(state, pretrained, console.warn)
-    kernels = make_kernels(state, config, console.warn)
+    passes = make_passes(state, config, console.warn)
     counts, flops = parameter_counts(state.model), flops_per_token(state.model)
     finish = Finish.of(
         config.horizon,
@@ -129,15 +129,15 @@ def open_session(
     work = Work(
         config,
         finish,
-        kernels.loss_sum,
-        _validation(config, data, held_out, state, kernels, group, eval_sequences),
+        passes.loss_sum,
+        _validation(config, data, held_out, state, passes, group, eval_sequences),
         _sampling(config, data.tokenizer, state, group),
         None if bundle is None else _core(config, bundle, data.tokenizer, state, group),
         group,
         prompts,
     )
     return Session(
-        config, place, data, state, kernels, work, finish, counts, flops, eval_sequences, rows.rows_per_epoch, start
+        config, place, data, state, passes, work, finish, counts, flops, eval_sequences, rows.rows_per_epoch, start
     )
 
 
@@ -167,7 +167,7 @@ def _validation(
     data: PreparedData,
     held_out: RowSource,
     state: TrainState,
-    kernels: Kernels,
+    passes: Passes,
     group: Group,
     eval_sequences: int,
 ) -> Callable[[], Evaluation]:
@@ -179,7 +179,7 @@ def _validation(
     def measure(rows: RowSource) -> Evaluation:
         with state.strategy.in_passes():
             return evaluate(
-                kernels.logits, rows, data.tokenizer.token_bytes,
+                passes.logits, rows, data.tokenizer.token_bytes,
                 device=state.device, micro_sequences=eval_sequences, module=state.model, group=group,
             )  # fmt: skip
 

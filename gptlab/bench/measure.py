@@ -21,7 +21,7 @@ from gptlab.runtime.hardware.device import device_name
 from gptlab.runtime.hardware.place import Place, place_of
 from gptlab.runtime.hardware.rng import seed_everything
 from gptlab.runtime.records.console import Console
-from gptlab.training.compilation import Kernels, keep_compiled, make_kernels, warm_up
+from gptlab.training.compilation import Passes, keep_compiled, make_passes, warm_up
 from gptlab.training.state import TrainState, build_state
 
 Compiled = Literal["off", "cold", "cached"]
@@ -125,14 +125,14 @@ def measure(config: RunConfig, console: Console, *, steps: int, seconds: float, 
     place = place_of(config)
     seed_everything(config.seed, place.device)
     state = build_state(config, made_up_rows(config), device=place.device, compute_dtype=place.dtype)
-    kernels = make_kernels(state, config, console.warn)
+    passes = make_passes(state, config, console.warn)
 
     def timed_steps() -> StepTimes:
-        return time_steps(state, kernels.loss_sum, config, max_steps=-(-steps // 2), max_seconds=seconds / 2)
+        return time_steps(state, passes.loss_sum, config, max_steps=-(-steps // 2), max_seconds=seconds / 2)
 
     with state.loader:
-        console.live("compiling" if kernels.compiled else "warming up")
-        compiled, compile_seconds = _warm_up(state, kernels, config, console)
+        console.live("compiling" if passes.compiled else "warming up")
+        compiled, compile_seconds = _warm_up(state, passes, config, console)
         console.live("timing steps")
         peaks = [_peak_now(place)]
         first = timed_steps()
@@ -165,19 +165,19 @@ def measure(config: RunConfig, console: Console, *, steps: int, seconds: float, 
             step_seconds=step_seconds,
             best_step_seconds=min(times.whole_seconds),
             part_seconds={name: statistics.median(values) for name, values in times.part_seconds.items()},
-            optimizer_seconds=statistics.median(time_optimizer(state, kernels.loss_sum, config, steps=ALONE_STEPS)),
+            optimizer_seconds=statistics.median(time_optimizer(state, passes.loss_sum, config, steps=ALONE_STEPS)),
             loader_tokens_per_second=loader_tokens_per_second(state.loader, place.device, seconds=ALONE_SECONDS),
             products=tuple(time_products(state.model, config.micro_tokens, place.device)) if products else (),
         )
 
 
-def _warm_up(state: TrainState, kernels: Kernels, config: RunConfig, console: Console) -> tuple[Compiled, float]:
+def _warm_up(state: TrainState, passes: Passes, config: RunConfig, console: Console) -> tuple[Compiled, float]:
     """As before training. Whether the compiler's cache folder has new files tells "cold" from "cached"."""
     folder = keep_compiled()
     before = _files(folder)
     eval_sequences = config.eval.micro_sequences or config.batch.micro_sequences
-    seconds = warm_up(state, kernels, config, eval_sequences, console.warn)
-    if not kernels.compiled:
+    seconds = warm_up(state, passes, config, eval_sequences, console.warn)
+    if not passes.compiled:
         return "off", seconds
     return ("cached" if _files(folder) == before else "cold"), seconds
 

@@ -60,7 +60,7 @@ def time_rate(config: RunConfig, place: Place, warn: Callable[[str], None], show
     from gptlab.bench.timing import made_up_rows, time_whole_steps
     from gptlab.runtime.hardware.memory import memory_errors_explained, what_to_lower
     from gptlab.runtime.hardware.rng import seed_everything
-    from gptlab.training.compilation import keep_compiled, make_kernels, warm_up
+    from gptlab.training.compilation import keep_compiled, make_passes, warm_up
     from gptlab.training.faults import TrainingFailed
     from gptlab.training.state import build_state
 
@@ -71,14 +71,14 @@ def time_rate(config: RunConfig, place: Place, warn: Callable[[str], None], show
     seed_everything(config.seed, place.device)
     with memory_errors_explained(lambda error: what_to_lower(error, config, None)):
         state = build_state(short, made_up_rows(short), device=place.device, compute_dtype=place.dtype)
-        kernels = make_kernels(state, short, warn)
+        passes = make_passes(state, short, warn)
         with state.loader:
-            show("compiling, to time the steps that the size follows from" if kernels.compiled else "timing steps")
-            warm_up(state, kernels, short, config.eval_sequences, warn)
+            show("compiling, to time the steps that the size follows from" if passes.compiled else "timing steps")
+            warm_up(state, passes, short, config.eval_sequences, warn)
             show("timing steps")
             try:
                 seconds = time_whole_steps(
-                    state, kernels.loss_sum, short, max_steps=TIMED_STEPS, max_seconds=TIMED_SECONDS
+                    state, passes.loss_sum, short, max_steps=TIMED_STEPS, max_seconds=TIMED_SECONDS
                 )
             except TrainingFailed as error:
                 raise UserError(f"the steps of this configuration cannot be timed: {error}") from None

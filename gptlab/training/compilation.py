@@ -1,4 +1,4 @@
-"""torch.compile where it can be had, paid for before the clock starts and without a trace in the run's state."""
+"""torch.compile where it is available: before the clock starts, and without a trace in the run's state."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ F = TypeVar("F", bound=Callable[..., Tensor])
 # Models whose micro-batch takes less than this (50 ms at 200 GFLOP/s) are compiled whole: nanoGPT's CPU example then
 # takes 30.5 ms a step instead of 31.7, uncompiled 34.8 (docs/LOG.md, 2026-11-20) ...
 WHOLE_MODEL_FLOPS = 1e10
-# ... unless they are deep: the wait for the compiler grows with every layer.
+# ... unless they are deep: compile time grows with every layer.
 WHOLE_MODEL_LAYERS = 6
 
 
 @dataclass(slots=True)
-class Kernels:
-    """The model's two uses, compiled or as they are."""
+class Passes:
+    """The model's forward passes, for training and for validation, compiled or plain."""
 
     loss_sum: LossFunction
     logits: Logits
     compiler: str = "off"
-    """What compiled them: "off" where nothing did, else "inductor", after the warm-up with the instruction set that it
-    generates code for on a CPU ("inductor avx512")."""
-    plain: Kernels | None = None
-    """The same not compiled, for a compiler that turns out to fail."""
+    """What compiled them: "off", or "inductor"; on a CPU, after the warm-up, with the instruction set that Inductor
+    generates code for ("inductor avx512")."""
+    plain: Passes | None = None
+    """The same without compilation, in case the compiler fails."""
 
     @property
     def compiled(self) -> bool:
@@ -58,19 +58,18 @@ class Kernels:
 
 
 def keep_compiled() -> Path:
-    """Let torch.compile keep what it builds in the user's cache, unless the environment names another folder, before
-    anything compiles. Returns the folder that it is.
+    """Have torch.compile keep what it builds in the user's cache, unless the environment names another folder. To be
+    called before anything compiles. Returns the folder.
 
-    Never in `data.cache_dir`: torch runs what it finds there, and a run's configuration may be untrusted.
+    Never in `data.cache_dir`: torch runs what it finds there, and a run's configuration may be an untrusted file.
     """
     return Path(os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_root(None) / "compile")))
 
 
-def make_kernels(state: TrainState, config: RunConfig, warn: Callable[[str], None]) -> Kernels:
-    """Compile by configuration: ConfigError where it is demanded and no compiler is there, a warning where it is
-    only preferred."""
+def make_passes(state: TrainState, config: RunConfig, warn: Callable[[str], None]) -> Passes:
+    """The passes as configured. Without a compiler: ConfigError where compilation is required, else a warning."""
     model = state.model
-    plain = Kernels(state.strategy.as_forward(model.loss), model.__call__)
+    plain = Passes(state.strategy.as_forward(model.loss), model.__call__)
     if (missing := missing_kernels(state.device, model.compute_dtype)) is not None:
         warn(missing)
     if config.runtime.compile == "off":
@@ -82,15 +81,15 @@ def make_kernels(state: TrainState, config: RunConfig, warn: Callable[[str], Non
         return plain
 
     def compiled(function: F) -> F:
-        # Shapes never change within a run. On a CPU the kernels are called from C++ instead of Python, which takes 2 to
-        # 4% off a step of 40 ms, and no longer to build (docs/LOG.md, 2026-11-20).
+        # Shapes never change within a run. On a CPU, kernels are called from C++ instead of Python, which makes a step
+        # of 40 ms faster by 2 to 4% and takes no longer to build (docs/LOG.md, 2026-11-20).
         options: dict[str, Any] = {"cpp_wrapper": True} if state.device.type == "cpu" else {}
         if config.runtime.coordinate_descent_tuning:
             options["coordinate_descent_tuning"] = True
         return cast(F, torch.compile(function, dynamic=False, options=options))
 
     if _is_short_step(state, config) and not state.strategy.is_sharded:
-        return Kernels(compiled(model.loss), model.__call__, "inductor", plain)
+        return Passes(compiled(model.loss), model.__call__, "inductor", plain)
 
     # Block by block: layers of one kind share their code, so compile time does not grow with depth. Three layers took
     # 38 s cold instead of 51 s for the whole model, at the same speed (docs/LOG.md).
@@ -101,16 +100,16 @@ def make_kernels(state: TrainState, config: RunConfig, warn: Callable[[str], Non
         return head_loss(model.hidden(tokens, blocks), targets)
 
     def logits(tokens: Tensor) -> Tensor:
-        # Gradients on, so that validation runs the blocks that training compiled instead of compiling its own.
+        # Gradients on, so that validation uses the blocks that training compiled instead of compiling its own.
         with torch.enable_grad():
             hidden = model.hidden(tokens, blocks).detach()
         return head_logits(hidden)
 
-    return Kernels(state.strategy.as_forward(loss_sum), state.strategy.as_forward(logits), "inductor", plain)
+    return Passes(state.strategy.as_forward(loss_sum), state.strategy.as_forward(logits), "inductor", plain)
 
 
 def _cannot_compile(device: torch.device) -> str | None:
-    """Why torch.compile is not available, as far as is known without trying."""
+    """Why torch.compile is not available, as far as is known without trying; None where it seems to be."""
     if not compiler_available(device):
         needed = "Triton" if device.type == "cuda" else "a C++ compiler (g++ or clang++)"
         return f"torch.compile needs {needed}, and none was found"
@@ -124,74 +123,74 @@ def _cannot_compile(device: torch.device) -> str | None:
 
 
 def _is_short_step(state: TrainState, config: RunConfig) -> bool:
-    """Whether what Python does between blocks, a third of a millisecond each, shows in a micro-batch's time."""
+    """Whether Python's work between blocks, a third of a millisecond each, shows in the time of a micro-batch."""
     flops = flops_per_token(state.model).total * config.micro_tokens
     return flops < WHOLE_MODEL_FLOPS and config.model.n_layer <= WHOLE_MODEL_LAYERS
 
 
 def warm_up(
-    state: TrainState, kernels: Kernels, config: RunConfig, eval_sequences: int, warn: Callable[[str], None]
+    state: TrainState, passes: Passes, config: RunConfig, eval_sequences: int, warn: Callable[[str], None]
 ) -> float:
-    """Compile: run one forward, backward and update and one validation forward on tokens that are not the run's, then
-    put weights, moments and generators back. Returns the seconds it took.
+    """Compile: run a forward, a backward, an update and a validation pass on made-up tokens, then put back weights,
+    moments and generators. Returns the seconds it took.
 
-    Where the compiler fails, or compiles nothing, `kernels` are those without it from here on, and `warn` is called;
-    ConfigError where it is demanded, or where the other ranks are in the middle of a pass. Only with sharded weights do
-    the ranks need each other to warm up."""
+    Where the compiler fails or compiles nothing, `passes` become the plain ones, and `warn` is called; ConfigError
+    where compilation is required, or where weights are sharded, since the other ranks are then in the middle of a pass.
+    """
     started = time.perf_counter()
-    if not kernels.compiled:
-        _run_once(state, kernels, config, eval_sequences)
+    if not passes.compiled:
+        _run_once(state, passes, config, eval_sequences)
         return time.perf_counter() - started
     from torch._dynamo.exc import TorchDynamoException  # 0.7 s, which compiling takes anyway
     from torch._dynamo.utils import counters
 
     demanded = config.runtime.compile == "on"
     try:
-        _run_once(state, kernels, config, eval_sequences)
+        _run_once(state, passes, config, eval_sequences)
     except (TorchDynamoException, OSError) as error:
         problem = f"torch.compile failed: {_what_failed(error)}"
         if demanded or state.strategy.is_sharded:
             raise ConfigError("runtime.compile", config.runtime.compile, problem, "off") from error
-        kernels.give_up_compiling()
+        passes.give_up_compiling()
         warn(f"training without torch.compile, which is slower: {problem}")
-        _run_once(state, kernels, config, eval_sequences)
+        _run_once(state, passes, config, eval_sequences)
     else:
         if counters["stats"]["unique_graphs"] > 0:  # of this process: a second model may find those of the first
-            kernels.compiler = _compiler(state.device)
-        else:  # TORCHDYNAMO_DISABLE
-            kernels.give_up_compiling()
+            passes.compiler = _compiler(state.device)
+        else:  # TORCHDYNAMO_DISABLE is set
+            passes.give_up_compiling()
             warn("training without torch.compile, which is slower: it compiled nothing")
     return time.perf_counter() - started
 
 
 def _compiler(device: torch.device) -> str:
-    """What compiled for this device, and on a CPU for which vectors: Inductor takes the widest ones that the processor
-    and the C++ compiler both have, or none."""
+    """What compiled for this device, and on a CPU with which vectors: Inductor uses the widest ones that the processor
+    and the C++ compiler both have."""
     vectors = sys.modules.get("torch._inductor.cpu_vec_isa")
     if device.type != "cpu" or vectors is None or not vectors.valid_vec_isa_list.cache_info().currsize:
-        return "inductor"  # which has not looked for them: to look takes seconds, for it compiles programs to try
+        return "inductor"  # it has not looked for them: that takes seconds, since it compiles programs to try
     return f"inductor {vectors.pick_vec_isa()}"
 
 
 def _what_failed(error: Exception) -> str:
-    """One line of an error of torch.compile: of a C++ compiler's the first complaint."""
+    """One line of an error of torch.compile; of a C++ compiler, its first error."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return next((line for line in lines if "error" in line.lower()), lines[0] if lines else type(error).__name__)[:300]
 
 
-def _run_once(state: TrainState, kernels: Kernels, config: RunConfig, eval_sequences: int) -> None:
+def _run_once(state: TrainState, passes: Passes, config: RunConfig, eval_sequences: int) -> None:
     rng, strategy = capture_rng(state.device), state.strategy
     kept = [*(p.detach() for p in strategy.updated_weights()), *state.optimizer.state_tensors().values()]
     copies = [tensor.to("cpu", copy=True) for tensor in kept]
     scaler = state.scaler.state_dict()
     try:
-        gradients(state, _foreign_batch(state, config), kernels.loss_sum, config, reduce=strategy.is_sharded)
+        gradients(state, _foreign_batch(state, config), passes.loss_sum, config, reduce=strategy.is_sharded)
         strategy.use_local_gradients()
         if isinstance(state.optimizer, CombinedOptimizer):  # another's state comes to be in its first step
             state.optimizer.step(1.0, config.optim.muon.momentum, 1.0)
         state.model.eval()
         with torch.no_grad():
-            kernels.logits(torch.zeros(eval_sequences, config.model.seq_len, dtype=torch.int64, device=state.device))
+            passes.logits(torch.zeros(eval_sequences, config.model.seq_len, dtype=torch.int64, device=state.device))
     finally:
         strategy.zero_grad()
         with torch.no_grad():

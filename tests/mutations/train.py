@@ -406,7 +406,7 @@ MUTATIONS = [
     ),
     Mutation(
         "validation is compiled on the clock", "training/compilation.py",
-        "            kernels.logits(torch.zeros(eval_sequences, config.model.seq_len, dtype=torch.int64, "
+        "            passes.logits(torch.zeros(eval_sequences, config.model.seq_len, dtype=torch.int64, "
         "device=state.device))\n",
         "            pass\n",
         ["test_train.py::test_compiled_run"],

@@ -523,7 +523,7 @@ def test_warm_up_leaves_no_trace(folder: Path, changes: dict[str, Any]) -> None:
         warmed.append(True)
         return state.model.loss(tokens, targets)
 
-    warm_up(state, replace(opened.kernels, loss_sum=loss_sum), opened.config, opened.eval_sequences, pytest.fail)
+    warm_up(state, replace(opened.passes, loss_sum=loss_sum), opened.config, opened.eval_sequences, pytest.fail)
     after = everything()
     assert warmed == [True]
     assert before.keys() == after.keys()
@@ -856,15 +856,15 @@ def test_what_is_compiled_and_for_one_shape(folder: Path, monkeypatch: pytest.Mo
     if way == "blocks":
         monkeypatch.setattr(compilation_module, "WHOLE_MODEL_FLOPS", 0)
     opened = open_tiny(folder, runtime__compile="on")
-    model, kernels = opened.state.model, opened.kernels
+    model, passes = opened.state.model, opened.passes
     parts = [model.loss] if way == "whole" else [*model.blocks, model.head_loss, model.logits]
-    assert kernels.compiled
+    assert passes.compiled
     assert compiled == [(part, False) for part in parts]
     tokens = torch.zeros(1, FLAGS["model.seq_len"], dtype=torch.int64)
-    kernels.loss_sum(tokens, tokens)
+    passes.loss_sum(tokens, tokens)
     assert called == ([model.loss] if way == "whole" else [*model.blocks, model.head_loss])
     called.clear()
-    kernels.logits(tokens)
+    passes.logits(tokens)
     assert called == ([] if way == "whole" else [*model.blocks, model.logits])
 
 
