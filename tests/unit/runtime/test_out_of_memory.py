@@ -183,7 +183,7 @@ class TestOtherCommands:
         run = train(folder, "r", steps=2)
         with monkeypatch.context() as patch:
             patch.setattr("gptlab.app.loaded_run.evaluate", self.exhausted)
-            assert "--micro-sequences 2 instead of 4 gives the same numbers" in self.line_of(["eval", run])
+            assert "--micro-sequences 10 instead of 20 gives the same numbers" in self.line_of(["eval", run])
             alone = self.line_of(["eval", run, "--micro-sequences", 1])
             assert "--micro-sequences" not in alone
             assert "another --device" in alone
