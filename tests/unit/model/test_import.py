@@ -95,9 +95,9 @@ def test_an_import_that_was_killed_can_be_repeated(tmp_path: Path, meta: Path) -
     path = write_checkpoint(tmp_path / "ckpt.pt", ARGUMENTS, random_state(ARGUMENTS))
     dies = (
         "import os\n"
-        "from gptlab.training.checkpoint import load\n"
-        "save = load.save_checkpoint\n"
-        "load.save_checkpoint = lambda *a, **k: (save(*a, **k), os._exit(9))\n"
+        "from gptlab.training.checkpoint import write\n"
+        "save = write.save_checkpoint\n"
+        "write.save_checkpoint = lambda *a, **k: (save(*a, **k), os._exit(9))\n"
     )
     words = ["import", "nanogpt", path, tmp_path / "runs" / "it", "--meta", meta]
     process = start(words, prelude=dies)
