@@ -15,9 +15,8 @@ from gptlab.config.errors import UserError, one_line
 
 posix_only = pytest.mark.skipif(os.name != "posix", reason="needs pipes and files with holes")
 
-MAX_CPU_SECONDS = 2.0
-"""Of the process, all threads. The slowest case takes 0.4 s on a quiet machine, and 1.05 s has been seen where other
-processes share its caches: refusals take about a second, and what grows faster than its file fails."""
+MAX_CPU_SECONDS = 1.0
+"""Of the process, all threads: the promise itself. The slowest case takes 0.4 s on a quiet machine."""
 MAX_TRACED_BYTES = 100 << 20
 """The worst is tokenizer.json of the largest size that is read. What a file asks for is a thousand times that."""
 
@@ -27,9 +26,10 @@ def refuse(call: Callable[[], Any], says: str = "", *, trace: bool = True, max_b
 
     Traced the second time, since that takes ten times as long.
     """
-    began = time.process_time()
-    line = _line(call)
-    assert time.process_time() - began < MAX_CPU_SECONDS
+    line, seconds = _line_and_cpu_seconds(call)
+    if seconds >= MAX_CPU_SECONDS:  # other processes evict the caches: once more before it counts
+        line, seconds = _line_and_cpu_seconds(call)
+    assert seconds < MAX_CPU_SECONDS
     assert says in line, line
     if trace:
         tracemalloc.start()
@@ -39,6 +39,12 @@ def refuse(call: Callable[[], Any], says: str = "", *, trace: bool = True, max_b
         finally:
             tracemalloc.stop()
     return line
+
+
+def _line_and_cpu_seconds(call: Callable[[], Any]) -> tuple[str, float]:
+    began = time.process_time()
+    line = _line(call)
+    return line, time.process_time() - began
 
 
 def _line(call: Callable[[], Any]) -> str:

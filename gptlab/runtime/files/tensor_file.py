@@ -270,13 +270,20 @@ def parse_dtype_and_shape(name: str, fields: dict[str, Any], malformed: str) -> 
     if dtype is None or not are_naturals(shape):
         raise DamagedFileError(malformed)
     # In Python's unbounded integers. Zeros do not count, so that no empty tensor hides an impossible size.
-    if len(shape) > 64 or math.prod(max(length, 1) for length in shape) * dtype.itemsize >= 2**63:
+    if len(shape) > 64 or math.prod([length or 1 for length in shape]) * dtype.itemsize >= 2**63:
         raise DamagedFileError(f"the shape of {name!r} is impossible")
     return dtype, tuple(shape)
 
 
 def are_naturals(values: object) -> bool:
-    return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
+    """A list of integers that are not negative. A loop: a header has 50,000 short lists, and a generator for each takes
+    twice as long."""
+    if not isinstance(values, list):
+        return False
+    for value in values:  # noqa: SIM110
+        if type(value) is not int or value < 0:
+            return False
+    return True
 
 
 def _raw(tensor: Tensor) -> memoryview:
