@@ -90,7 +90,7 @@ MUTATIONS = [
     ),
     # --- samples
     Mutation(
-        "BOS stands behind the prompt", "eval/sampling.py",
+        "BOS follows the prompt", "eval/sampling.py",
         "tokens.insert(0, bos_id)", "tokens.append(bos_id)",
         ["test_sampling.py::test_prompts_start_with_bos_where_there_is_one"],
         ["Samples every 2000 steps"],

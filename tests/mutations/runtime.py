@@ -99,7 +99,7 @@ MUTATIONS = [
     ),
     # --- metrics
     Mutation(
-        "figures that are unknown are left out of their line", "runtime/records/metrics.py",
+        "unknown figures are omitted from their line", "runtime/records/metrics.py",
         'line = to_json({"kind": kind, **fields})',
         'line = to_json({"kind": kind, **{name: value for name, value in fields.items() if value is not None}})',
         ["test_metrics.py::test_one_line_by_hand"],

@@ -283,7 +283,7 @@ MUTATIONS = [
         ["The loss shown is a mean", "The loss is a debiased mean"],
     ),
     Mutation(
-        "a resumed mean is debiased anew", "training/throughput.py",
+        "a resumed mean is debiased again", "training/throughput.py",
         'self._sum, self._count = float(state["sum"]), int(state["count"])', 'self._sum = float(state["sum"])',
         ["test_throughput.py::test_a_resumed_mean_goes_on_bit_for_bit"],
         ["The loss shown is a mean"],
@@ -381,7 +381,7 @@ MUTATIONS = [
         ["Parameters by kind, FLOPs a token"],
     ),
     Mutation(
-        "the time left is negative behind the end", "training/throughput.py",
+        "the time left is negative after the end", "training/throughput.py",
         "return max(0.0, min(estimates)) if estimates else None", "return min(estimates) if estimates else None",
         ["test_throughput.py::test_time_left_in_seconds_needs_no_step"],
         ["One line a step: step, percent"],

@@ -150,7 +150,7 @@ def test_a_process_that_is_asked_to_end_finishes_its_step() -> None:
 
 @pytest.fixture
 def thaws(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a run froze is thawed behind it, which conftest.py keeps from happening."""
+    """Objects that a run froze are unfrozen after it; conftest.py keeps that from happening."""
     monkeypatch.setattr(gc, "unfreeze", inspect.unwrap(gc.unfreeze))
     gc.unfreeze()
 
