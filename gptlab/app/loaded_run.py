@@ -33,9 +33,8 @@ from gptlab.runtime.hardware.cpu import set_threads
 from gptlab.runtime.hardware.device import resolve_device, resolve_dtype
 from gptlab.runtime.processes.distributed import Group
 from gptlab.runtime.records.console import Console
-from gptlab.runtime.records.identity import edited_field, require_own, saved_identity
 from gptlab.runtime.records.metrics import read_metrics
-from gptlab.runtime.records.run_directory import RunDirectory
+from gptlab.runtime.records.run_directory import RunDirectory, edited_field, require_own, saved_identity
 from gptlab.training.checkpoint.format import list_checkpoints, step_of
 from gptlab.training.checkpoint.load import load_checkpoint, load_newest, select_checkpoint
 from gptlab.training.checkpoint.weights import load_weights, require_weights_of

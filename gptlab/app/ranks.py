@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 from gptlab.config.errors import UserError
 from gptlab.config.load import config_to_json
 from gptlab.config.run import RunConfig
 from gptlab.runtime.processes.distributed import Group, World
-from gptlab.runtime.processes.join import join
 from gptlab.runtime.processes.liveness import PeerFailed
 from gptlab.runtime.records.console import Console, QuietConsole
 
@@ -27,6 +26,18 @@ _FACTS = {
     "dtype": "dtype",
 }
 """What must be equal on all ranks, by its key in run.json."""
+
+
+def join(world: World, exit_code: Callable[[BaseException], int]) -> AbstractContextManager[Group]:
+    """The group of this process; the context ends when all processes have come to its end.
+
+    An error inside is reported to the others, which end by PeerFailed with its `exit_code`.
+    """
+    if world.size == 1:
+        return nullcontext(Group(world))
+    from gptlab.runtime.processes.torch_group import join_others
+
+    return join_others(world, exit_code)
 
 
 @contextmanager

@@ -17,8 +17,8 @@ from gptlab.config.load import apply_overrides, config_from_json, flatten
 from gptlab.config.recipes import RECIPES, configure, recorded_arguments
 from gptlab.config.run import RunConfig
 from gptlab.config.scaling import Machine
-from gptlab.runtime.records.code_snapshot import PATCH_NAME, ZIP_NAME
 from gptlab.runtime.records.console import Console
+from gptlab.runtime.records.provenance import PATCH_NAME, ZIP_NAME
 from gptlab.runtime.records.run_directory import RunDirectory
 
 _ENVIRONMENT = ("python_version", "torch_version", "cuda_version")

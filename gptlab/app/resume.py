@@ -26,7 +26,10 @@ from gptlab.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from gptlab.runtime.files.strict_json import read_json_object
 from gptlab.runtime.processes.distributed import Group
 from gptlab.runtime.records.console import Console
-from gptlab.runtime.records.identity import (
+from gptlab.runtime.records.metrics import read_metrics
+from gptlab.runtime.records.provenance import RESUME_FACTS, Evidence
+from gptlab.runtime.records.run_directory import (
+    RunDirectory,
     change_config,
     config_sha256,
     edited_field,
@@ -35,9 +38,6 @@ from gptlab.runtime.records.identity import (
     require_own,
     saved_identity,
 )
-from gptlab.runtime.records.metrics import read_metrics
-from gptlab.runtime.records.provenance import RESUME_FACTS, Evidence
-from gptlab.runtime.records.run_directory import RunDirectory
 from gptlab.training.checkpoint.format import candidates, list_checkpoints, step_of
 from gptlab.training.checkpoint.load import Checkpoint, select_checkpoint
 from gptlab.training.parallel.agreement import same_checkpoint

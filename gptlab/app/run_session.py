@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -16,13 +17,19 @@ from gptlab.app.ranks import require_same_implementations
 from gptlab.app.session import Session
 from gptlab.config.errors import UserError
 from gptlab.config.load import config_to_json
-from gptlab.runtime.hardware.machine_load import MachineLoad
+from gptlab.runtime.hardware.cpu import MachineLoad
 from gptlab.runtime.processes.job import Job
 from gptlab.runtime.records.console import Console
-from gptlab.runtime.records.identity import config_sha256, identity_of, new_run_id
-from gptlab.runtime.records.metrics import MetricsLog, NoMetricsLog
+from gptlab.runtime.records.metrics import MetricsLog
 from gptlab.runtime.records.provenance import Evidence
-from gptlab.runtime.records.run_directory import RunDirectory, Status, default_run_path
+from gptlab.runtime.records.run_directory import (
+    RunDirectory,
+    Status,
+    config_sha256,
+    default_run_path,
+    identity_of,
+    new_run_id,
+)
 from gptlab.training.checkpoint.format import list_checkpoints
 from gptlab.training.checkpoint.load import Checkpoint
 from gptlab.training.checkpoint.saver import CheckpointSaver, open_background
@@ -67,7 +74,8 @@ def run_session(
     """Train the session in its folder, whose lock the caller holds, from the start or from a checkpoint. `origin`: the
     run that it repeats. Returns how it ended, and its summary. With several processes only rank 0 writes."""
     config, state, group = session.config, session.state, session.work.group
-    log = MetricsLog(run.metrics_path, parts.on_line(state.device)) if group.is_main else NoMetricsLog()
+    metrics_path = run.metrics_path if group.is_main else Path(os.devnull)
+    log = MetricsLog(metrics_path, parts.on_line(state.device))
     with log as metrics, state.loader, open_background(config, state.device) as background:
         record = _recorder(session, run, console, metrics, background, off_clock, stop_now)
         saves = record.saves

@@ -25,13 +25,11 @@ from gptlab.model.counting import FlopsPerToken, ParameterCounts, flops_per_toke
 from gptlab.model.interop.pretrained import find_pretrained, require_fits
 from gptlab.model.kernels.ops import implementations
 from gptlab.runtime.files.cache import cache_root
-from gptlab.runtime.hardware.device import cuda_version, device_name
 from gptlab.runtime.hardware.place import Place
 from gptlab.runtime.hardware.rng import seed_everything
 from gptlab.runtime.processes.distributed import Group
-from gptlab.runtime.records.code_snapshot import CodeSnapshot
 from gptlab.runtime.records.console import Console
-from gptlab.runtime.records.provenance import provenance
+from gptlab.runtime.records.provenance import CodeSnapshot, provenance
 from gptlab.training.compilation import Passes, keep_compiled, make_passes
 from gptlab.training.horizon import Finish
 from gptlab.training.loop import Work
@@ -58,20 +56,10 @@ class Session:
 
     def provenance(self, argv: Sequence[str], code: CodeSnapshot, from_run: str | None = None) -> dict[str, object]:
         record = provenance(
-            argv=argv,
-            code=code,
-            device=str(self.place.device),
-            device_name=device_name(self.place.device),
-            dtype=str(self.place.dtype).removeprefix("torch."),
-            threads=self.place.threads,
-            peak_flops_per_second=self.place.peak.flops_per_second,
-            peak_source=self.place.peak.source,
-            data_fingerprint=self.data.fingerprint,
-            tokenizer_fingerprint=self.data.tokenizer.fingerprint,
-            cuda_version=cuda_version(),
-            world_size=self.work.group.size,
-            from_run=from_run,
-        )
+            argv, code, self.place,
+            data_fingerprint=self.data.fingerprint, tokenizer_fingerprint=self.data.tokenizer.fingerprint,
+            world_size=self.work.group.size, from_run=from_run,
+        )  # fmt: skip
         return record | ({} if self.start is None else {"init_from_fingerprint": self.start.fingerprint})
 
     def implementations(self) -> dict[str, str]:

@@ -9,14 +9,13 @@ from pathlib import Path
 
 from gptlab.app.attempt import EXIT_PREEMPTED, Attempt, Result
 from gptlab.app.own_parts import NO_PARTS, OwnParts
-from gptlab.app.ranks import exit_code
+from gptlab.app.ranks import exit_code, join
 from gptlab.app.run_request import RunRequest
 from gptlab.config.run import RunConfig
 from gptlab.config.scaling import Machine
 from gptlab.runtime.hardware.cpu import limit_spinning
 from gptlab.runtime.processes.distributed import World
 from gptlab.runtime.processes.job import open_job
-from gptlab.runtime.processes.join import join
 from gptlab.runtime.records.console import Console, QuietConsole
 from gptlab.runtime.records.run_directory import RunDirectory
 from gptlab.training.signals import EarlyStop
@@ -142,7 +141,7 @@ def _use_deterministic_kernels(attempt: Attempt, request: RunRequest) -> None:
     if attempt.config is not None:
         exact, device = attempt.config.parallel.exact_any_world_size, attempt.config.runtime.device
     if exact:
-        from gptlab.runtime.hardware.determinism import deterministic_kernels
+        from gptlab.runtime.hardware.device import deterministic_kernels
 
         attempt.held.enter_context(deterministic_kernels(device))
 

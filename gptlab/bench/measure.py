@@ -16,7 +16,7 @@ from gptlab.bench.timing import StepTimes, loader_tokens_per_second, made_up_row
 from gptlab.bench.training_rate import assumed_vocab_size, remember_rate, seen_rate
 from gptlab.config.run import RunConfig
 from gptlab.model.counting import FlopsPerToken, flops_per_token, parameter_counts
-from gptlab.runtime.hardware import peak
+from gptlab.runtime.hardware import place as hardware
 from gptlab.runtime.hardware.device import device_name
 from gptlab.runtime.hardware.place import Place, place_of
 from gptlab.runtime.hardware.rng import seed_everything
@@ -189,6 +189,7 @@ def _files(folder: Path) -> set[str]:
 def _peak_now(place: Place) -> tuple[float, float] | None:
     """(the peak FLOP/s of matrix products, the share of it that small ones sustain); None where the device has none."""
     try:
-        return peak.measure_matmul_flops(place.device, place.dtype), peak.sustained_share(place.device, place.dtype)
+        measured = hardware.measure_matmul_flops(place.device, place.dtype)
+        return measured, hardware.sustained_share(place.device, place.dtype)
     except RuntimeError:  # as in peak_flops_per_second: no memory, or no such products on this device
         return None

@@ -13,7 +13,7 @@ from gptlab.config.model import ModelConfig
 from gptlab.config.run import RunConfig
 from gptlab.model.counting import FlopsPerToken, ParameterCounts, flops_per_token, parameter_counts
 from gptlab.model.gpt import GPT
-from gptlab.runtime.hardware.peak import Peak
+from gptlab.runtime.hardware.place import Peak
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

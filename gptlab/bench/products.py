@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gptlab.model.gpt import GPT
-from gptlab.runtime.hardware.peak import fastest_seconds
+from gptlab.runtime.hardware.place import fastest_seconds
 
 # Enough for a dozen tries of the largest product of a laptop's model.
 _SECONDS_A_PRODUCT = 0.1

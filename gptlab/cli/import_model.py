@@ -150,10 +150,9 @@ def _write(foreign: _Foreign, folder: str, data: Sequence[str], argv: Sequence[s
     from gptlab.config.run import BatchConfig, EvalConfig, RunConfig
     from gptlab.model.interop.pretrained import tokenizer_settings
     from gptlab.runtime.files.staged_folder import staged_folder
-    from gptlab.runtime.hardware.device import device_name
-    from gptlab.runtime.records.identity import RunIdentity, config_sha256, new_run_id
+    from gptlab.runtime.hardware.place import Peak, Place
     from gptlab.runtime.records.provenance import provenance, take_evidence
-    from gptlab.runtime.records.run_directory import RunDirectory
+    from gptlab.runtime.records.run_directory import RunDirectory, RunIdentity, config_sha256, new_run_id
     from gptlab.training.checkpoint.write import save_checkpoint
 
     model, tokenizer = foreign.model, foreign.tokenizer
@@ -175,14 +174,12 @@ def _write(foreign: _Foreign, folder: str, data: Sequence[str], argv: Sequence[s
         batch=BatchConfig(total_tokens=model.seq_len, micro_sequences=1),
         eval=EvalConfig(tokens=EVAL_TOKENS, micro_sequences=max(1, 8192 // model.seq_len)),
     )
-    cpu, evidence = torch.device("cpu"), take_evidence(dict(os.environ))
-    record = provenance(
-        argv=argv, code=evidence.code, device="cpu", device_name=device_name(cpu), dtype="float32",
-        threads=torch.get_num_threads(), peak_flops_per_second=None, peak_source="not measured", data_fingerprint="",
-        tokenizer_fingerprint=tokenizer.fingerprint,
-    )  # fmt: skip
+    place = Place(torch.device("cpu"), torch.float32, torch.get_num_threads(), Peak(None, "unknown"))
+    evidence = take_evidence(dict(os.environ))
+    # The training data is unknown.
+    record = provenance(argv, evidence.code, place, data_fingerprint="", tokenizer_fingerprint=tokenizer.fingerprint)
+    del record["data_fingerprint"]
     imported = {**foreign.notes, "fingerprint": weights_fingerprint(weights)}
-    del record["data_fingerprint"]  # the training data is unknown
 
     identity = RunIdentity(new_run_id(), config_to_json(config))
     record |= {"imported": imported, "run_id": identity.id, "config_sha256": config_sha256(identity.config)}

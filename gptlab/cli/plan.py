@@ -15,8 +15,7 @@ from gptlab.config.run import RunConfig
 from gptlab.config.scaling import Machine
 from gptlab.runtime.files.strict_json import to_json
 from gptlab.runtime.hardware.device import device_name
-from gptlab.runtime.hardware.peak import Peak
-from gptlab.runtime.hardware.place import place_of
+from gptlab.runtime.hardware.place import Peak, place_of
 
 DESCRIPTION = "Size up a run without training: parameters, FLOPs, memory, steps and hours. Reads no data."
 

@@ -42,6 +42,15 @@ def paths_of_the_user() -> Iterator[None]:
         raise UserError(f"cannot use {_shown(str(error.filename))}: {error.strerror}") from error
 
 
+@contextmanager
+def cannot(what: str) -> Iterator[None]:
+    """Turns an OSError within the context into a UserError, "cannot WHAT: REASON"."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"cannot {what}: {error.strerror or error}") from error
+
+
 def one_line(error: BaseException) -> str:
     """The message as a single line of bounded length, without control characters.
 

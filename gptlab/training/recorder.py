@@ -13,8 +13,8 @@ from gptlab.config.errors import UserError, one_line
 from gptlab.config.run import RunConfig
 from gptlab.data.loader import StepBatch
 from gptlab.runtime.files.strict_json import write_json_atomic
+from gptlab.runtime.hardware.cpu import MachineLoad
 from gptlab.runtime.hardware.device import peak_memory_mb
-from gptlab.runtime.hardware.machine_load import MachineLoad
 from gptlab.runtime.records.console import Console, clock_text
 from gptlab.runtime.records.metrics import MetricsLog
 from gptlab.runtime.records.run_directory import RunDirectory

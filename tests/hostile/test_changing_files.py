@@ -23,8 +23,8 @@ from gptlab.data.corpus import documents as corpus_module
 from gptlab.data.corpus.documents import open_corpus
 from gptlab.data.prepare import prepare
 from gptlab.data.tokens.shards import Shard, TokenSplit
-from gptlab.runtime.files import file_hashes
-from gptlab.runtime.files.file_hashes import file_sha256
+from gptlab.runtime.files import cache as file_hashes
+from gptlab.runtime.files.cache import file_sha256
 
 BYTE = TokenizerConfig(kind="byte")
 OLD = [f"document {n} as it was" for n in range(30)]

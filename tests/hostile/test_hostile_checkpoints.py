@@ -24,10 +24,9 @@ from gptlab.config.errors import UserError
 from gptlab.config.load import config_to_json
 from gptlab.data.tokenizer.tokenizer import ByteTokenizer
 from gptlab.model.gpt import build_model
-from gptlab.runtime.files.append_file import AppendFile
 from gptlab.runtime.files.strict_json import read_json_object, write_json_atomic
-from gptlab.runtime.records.code_snapshot import PATCH_NAME, ZIP_NAME
-from gptlab.runtime.records.metrics import read_metrics
+from gptlab.runtime.records.metrics import AppendFile, read_metrics
+from gptlab.runtime.records.provenance import PATCH_NAME, ZIP_NAME
 from gptlab.runtime.records.run_directory import RunDirectory
 from gptlab.training.checkpoint.folder import discard_after, retain
 from gptlab.training.checkpoint.load import load_checkpoint, load_newest, newest_intact, verify_checkpoint

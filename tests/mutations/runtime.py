@@ -34,11 +34,11 @@ MUTATIONS = [
     ),
     Mutation(
         "any CPU computes in bfloat16", "runtime/hardware/device.py",
-        'return any(known.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))', "return bool(known)",
+        "return any(known.get(name) for name in _BFLOAT16)", "return bool(known)",
         ["test_device.py::test_auto_dtype_on_a_cpu_follows_its_instructions"],
     ),
     Mutation(
-        "an H100's peak is that of its data sheet with sparsity", "runtime/hardware/peak.py",
+        "an H100's peak is that of its data sheet with sparsity", "runtime/hardware/place.py",
         '"h100": 989.5,', '"h100": 1979,',
         ["test_peak.py::test_table_agrees_with_the_chip"],
         ["MFU against 989.5 TFLOP/s"],
@@ -50,8 +50,8 @@ MUTATIONS = [
     ),
     # --- provenance
     Mutation(
-        "new files are not in the patch", "runtime/records/code_snapshot.py",
-        '_git(package, "add", "--intent-to-add", "--", ".", environment=environment) is None', "False",
+        "new files are not in the patch", "runtime/records/provenance.py",
+        '_git(package, "add", "--intent-to-add", "--", ".", GIT_INDEX_FILE=str(copy)) is None', "False",
         ["test_provenance.py::TestCode::test_commit_and_patch_give_exactly_what_ran"],
         ["The script reads its own code"],
     ),
@@ -75,8 +75,8 @@ MUTATIONS = [
         ["The log says the torch and CUDA versions"],
     ),
     Mutation(
-        "the CUDA version is not noted", "runtime/hardware/device.py",
-        "return torch.version.cuda", "return None",
+        "the CUDA version is not noted", "runtime/records/provenance.py",
+        '"cuda_version": torch.version.cuda', '"cuda_version": None',
         ["test_provenance.py::TestRun::test_keeps_code_environment_and_report"],
         ["The log says the torch and CUDA versions"],
     ),
@@ -106,12 +106,12 @@ MUTATIONS = [
     ),
     Mutation(
         "the log lacks what was shown before it was there", "runtime/records/console.py",
-        "            for text in self._unlogged:\n                self._log.write(text)\n", "",
+        "            for text in self._unlogged:\n                self._log.append(text)\n", "",
         ["test_train.py::TestClosingBlock::test_log_holds_what_the_console_showed_and_every_step",
          "test_console.py::test_what_was_shown_before_the_log_was_there_is_in_it"],
     ),
     Mutation(
-        "an H100 on PCIe counts as any H100", "runtime/hardware/peak.py",
+        "an H100 on PCIe counts as any H100", "runtime/hardware/place.py",
         '_VARIANTS = frozenset(("nvl", "pcie",', '_VARIANTS = frozenset(("nvl",',
         ["test_peak.py::test_every_row_is_reachable_by_a_real_name"],
         ["MFU against 989.5 TFLOP/s"],

@@ -19,7 +19,7 @@ from tiny_runs import arguments, command, differences, lines_of, outcome, train
 from torch import Tensor
 from torch.nn import Parameter
 
-from gptlab.runtime.hardware.determinism import deterministic_kernels
+from gptlab.runtime.hardware.device import deterministic_kernels
 from gptlab.runtime.processes.distributed import Group, World
 from gptlab.training.parallel.deterministic import ReductionTree, held_sums
 

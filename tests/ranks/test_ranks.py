@@ -18,7 +18,7 @@ from tiny_runs import CLOCK_FIELDS, arguments, lines_of, write_corpus
 import gptlab
 from gptlab.app.attempt import begun_folder
 from gptlab.runtime.processes.distributed import Group, World
-from gptlab.runtime.processes.job import Ended, Job, open_job
+from gptlab.runtime.processes.job import Ended, TorchrunJob, open_job
 from gptlab.runtime.processes.liveness import Liveness
 from gptlab.runtime.records.metrics import read_metrics
 from gptlab.runtime.records.run_directory import RunDirectory
@@ -408,29 +408,29 @@ class TestJob:
 
     def test_an_attempt_knows_what_those_before_it_noted(self) -> None:
         store = Store()
-        first = Job(store, attempt=0)
+        first = TorchrunJob(store, attempt=0)
         first.will_begin(Path("runs/a"))
         first.ends(2, "what rank 1 knows")
         first.ends(75, "what torchrun's SIGTERM makes of the others")
-        second = Job(store, attempt=1)
-        assert second.id == first.id != Job(Store()).id
+        second = TorchrunJob(store, attempt=1)
+        assert second.id == first.id != TorchrunJob(Store()).id
         assert second.folder() == Path("runs/a").absolute()
         assert second.ended() == Ended(2, "what rank 1 knows")
 
     def test_a_restart_that_torchrun_does_not_count_was_no_wish_to_end(self) -> None:
         """Machines came or went: torchrun stops all by SIGTERM, and starts them with the same count."""
         store = Store()
-        Job(store, attempt=1).ends(75, "SIGTERM")
-        assert Job(store, attempt=1).ended() is None
-        assert Job(store, attempt=2).ended() is None  # when a process was lost after that
+        TorchrunJob(store, attempt=1).ends(75, "SIGTERM")
+        assert TorchrunJob(store, attempt=1).ended() is None
+        assert TorchrunJob(store, attempt=2).ended() is None  # when a process was lost after that
 
     def test_runs_of_one_program_are_told_apart(self) -> None:
         store = Store()
-        Job(store, run="1").will_begin(Path("runs/a"))
-        assert Job(store, run="2", attempt=1).folder() is None
+        TorchrunJob(store, run="1").will_begin(Path("runs/a"))
+        assert TorchrunJob(store, run="2", attempt=1).folder() is None
 
     def test_a_folder_that_another_has_made_meanwhile_is_not_taken(self, tmp_path: Path) -> None:
-        job = Job(Store(), attempt=1)
+        job = TorchrunJob(Store(), attempt=1)
         job.will_begin(tmp_path / "r")
         assert begun_folder(job) is None  # killed before it was there
         RunDirectory.create(tmp_path / "r", {}, {"job": "another"})
@@ -439,7 +439,7 @@ class TestJob:
         assert begun_folder(job) == tmp_path / "r"
 
     def test_a_store_that_is_gone_is_no_error(self) -> None:
-        job = Job(Gone())
+        job = TorchrunJob(Gone())
         job.will_begin(Path("runs/a"))
         job.ends(3, "it broke")
         assert (job.folder(), job.ended()) == (None, None)

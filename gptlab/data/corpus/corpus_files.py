@@ -123,19 +123,26 @@ def _read_text(file: DocumentFile, skipped: Counter[str], digest: hashlib._Hash)
 
 def _read_bytes(path: Path, digest: hashlib._Hash) -> bytes | bytearray:
     most_bytes = _most_bytes(path)
+    if is_packed(path):
+        return _unpacked_bytes(path, digest, most_bytes)
+    with open_binary(path) as stream:
+        if (size := os.fstat(stream.fileno()).st_size) > most_bytes:
+            raise UserError(f"{path} has {size:,} bytes, and a text file is one document: make it JSONL")
+        data = stream.read()
+    digest.update(data)
+    return data
+
+
+def _unpacked_bytes(path: Path, digest: hashlib._Hash, most_bytes: int) -> bytearray:
+    data = bytearray()
     with open_unpacked(path, digest) as stream:
-        if not is_packed(path):
-            if (size := os.fstat(stream.fileno()).st_size) > most_bytes:
-                raise UserError(f"{path} has {size:,} bytes, and a text file is one document: make it JSONL")
-            return stream.read()
-        data = bytearray()
         while chunk := stream.read1():
             data += chunk
             if len(data) > most_bytes:
                 raise DamagedFileError(
                     f"{path} unpacks to more than {most_bytes:,} bytes, and a text file is one document"
                 )
-        return data
+    return data
 
 
 def _most_bytes(path: Path) -> int:

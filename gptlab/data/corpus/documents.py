@@ -29,9 +29,8 @@ from gptlab.data.corpus.corpus_files import (
 )
 from gptlab.data.corpus.downloaded import local_files
 from gptlab.data.corpus.known_corpora import CORE, CORPORA, named_source
-from gptlab.runtime.files.cache import cache_root
+from gptlab.runtime.files.cache import ChangedFileError, cache_root, file_sha256
 from gptlab.runtime.files.compressed_files import is_packed
-from gptlab.runtime.files.file_hashes import ChangedFileError, file_sha256
 
 STDLIB = "stdlib"
 FINGERPRINT_VERSION = "gptlab-corpus-1"

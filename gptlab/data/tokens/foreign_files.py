@@ -34,8 +34,7 @@ from gptlab.data.corpus.known_corpora import named_source
 from gptlab.data.tokenizer.character_table import read_character_table
 from gptlab.data.tokenizer.tokenizer import ByteTokenizer, CharTokenizer, Tokenizer, gpt2_tokenizer, load_tokenizer
 from gptlab.data.tokens.shards import COUNTS, UINT16, Shard, TokenSplit, is_shard, open_index, save_index
-from gptlab.runtime.files.cache import read_info
-from gptlab.runtime.files.file_hashes import ChangedFileError, file_sha256
+from gptlab.runtime.files.cache import ChangedFileError, file_sha256, read_info
 
 if TYPE_CHECKING:
     from gptlab.runtime.records.console import Progress

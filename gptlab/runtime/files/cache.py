@@ -1,4 +1,5 @@
-"""Folders that are built once, appear in one piece, and are trusted only while they match their manifest.
+"""The cache: folders that are built once, appear in one piece, and are trusted only while they match their manifest;
+and the hashes of large files, trusted until these change.
 
     look      manifest.json there, itself intact, every file of the right size and hash?   -> use it
     lock      one builder at a time; whoever waited looks again
@@ -9,6 +10,9 @@ A file up to `FULL_HASH_BYTES` is hashed whole at every look. A larger one is ha
 and later by `SAMPLED_BLOCKS` blocks spread over it, including the first and the last: reading hundreds of gigabytes at
 every start would cost minutes, and what happens to large files in practice (truncated, never flushed, overwritten)
 shows in the size or in the blocks. `damage(folder, whole=True)` reads everything.
+
+The SHA-256 of a file above `REMEMBERED_BYTES` is kept in CACHE/hashes/ under the file's path, and is valid while
+device, inode, size, modification and change time are the same: the start of a run would wait minutes for 100 GB.
 """
 
 from __future__ import annotations
@@ -19,16 +23,18 @@ import os
 import shutil
 import stat
 import sys
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from io import BufferedReader
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 
-from gptlab.config.errors import UserError
+from gptlab.config.errors import UserError, cannot
 from gptlab.config.plain_file import open_plain
-from gptlab.runtime.files.strict_json import read_json_object, sync_directory
+from gptlab.runtime.files.strict_json import flush_to_disk, read_json_object, sync_directory, write_json_atomic
 
 if TYPE_CHECKING:
     from gptlab.runtime.records.console import Console
@@ -38,29 +44,31 @@ MANIFEST_SCHEMA = 1
 FULL_HASH_BYTES = 256 * 2**20  # SHA-256 runs at 0.5 to 2 GB/s: at most half a second a file
 SAMPLED_BLOCKS = 64
 BLOCK_BYTES = 2**20
+REMEMBERED_BYTES = 64 << 20
+"""Smaller files are hashed each time: a tenth of a second at most."""
+SETTLED_NS = 2_000_000_000
+"""A file written so shortly before it was hashed may be written again without a new time: clocks of file systems tick
+in 4 ms (Linux) to 2 s (FAT)."""
 
 
 def cache_root(cache_dir: str | None) -> Path:
     """`cache_dir`, else $GPTLAB_CACHE, else `gptlab` in this platform's folder for caches. UserError if that is needed
     and this user has no home folder."""
+    chosen = cache_dir or os.environ.get("GPTLAB_CACHE")
     try:
-        return _cache_root(cache_dir or os.environ.get("GPTLAB_CACHE"))
+        return Path(chosen).expanduser() if chosen else _user_caches() / "gptlab"
     except RuntimeError:  # of pathlib: no HOME, and no entry in the password database
         raise UserError(
             "this user has no home folder to keep prepared tokens and compiled kernels in: set GPTLAB_CACHE to a folder"
         ) from None
 
 
-def _cache_root(chosen: str | None) -> Path:
-    if chosen:
-        return Path(chosen).expanduser()
+def _user_caches() -> Path:
     if sys.platform == "win32":
-        base = os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local"
-    elif sys.platform == "darwin":
-        base = Path.home() / "Library" / "Caches"
-    else:
-        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "gptlab"
+        return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 
 
 def cached_folder(
@@ -71,12 +79,11 @@ def cached_folder(
     `what` names the contents in messages. UserError if the folder cannot be written (full disk, no permission).
     """
     if not folder.exists() or damage(folder) is not None:
-        try:
+        with cannot(f"keep the {what} in {folder.parent}"):
             folder.parent.mkdir(parents=True, exist_ok=True)
             with locked(folder, what, console):
-                _build_if_needed(folder, build, what, console)
-        except OSError as error:
-            raise UserError(f"cannot keep the {what} in {folder.parent}: {error.strerror or error}") from error
+                if not folder.exists() or _remove_damaged(folder, what, console):
+                    _build(folder, build)
     return read_info(folder)
 
 
@@ -96,8 +103,9 @@ def damage(folder: Path, *, whole: bool = False) -> str | None:
                 return f"{name!r} is no file of its own"
             if path.stat().st_size != recorded["bytes"]:
                 return f"{name} has {path.stat().st_size:,} bytes instead of {recorded['bytes']:,}"
-            key = "sha256" if whole or "sampled_sha256" not in recorded else "sampled_sha256"
-            if _digest(path, sampled=key == "sampled_sha256") != recorded[key]:
+            sampled = not whole and "sampled_sha256" in recorded
+            found = _sampled_sha256(path) if sampled else _sha256(path)
+            if found != recorded["sampled_sha256" if sampled else "sha256"]:
                 return f"{name} has other contents"
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
@@ -119,14 +127,18 @@ def read_info(folder: Path) -> dict[str, Any]:
     return info
 
 
-def _build_if_needed(folder: Path, build: Callable[[Path], dict[str, Any]], what: str, console: Console | None) -> None:
-    if folder.exists():
-        reason = damage(folder)
-        if reason is None:
-            return  # another process built it while this one waited for the lock
-        if console is not None:
-            console.warn(f"damaged {what} in {folder} ({reason}): made again")
-        shutil.rmtree(folder)
+def _remove_damaged(folder: Path, what: str, console: Console | None) -> bool:
+    """False for an intact folder: another process built it while this one waited for the lock."""
+    reason = damage(folder)
+    if reason is None:
+        return False
+    if console is not None:
+        console.warn(f"damaged {what} in {folder} ({reason}): made again")
+    shutil.rmtree(folder)
+    return True
+
+
+def _build(folder: Path, build: Callable[[Path], dict[str, Any]]) -> None:
     temporary = folder.parent / f".{folder.name}.tmp"
     shutil.rmtree(temporary, ignore_errors=True)  # left by a killed process: the lock says that it is nobody's
     try:
@@ -159,33 +171,83 @@ def _write_manifest(folder: Path, info: dict[str, Any]) -> None:
     files = {}
     for path in sorted(p for p in folder.rglob("*") if p.is_file()):
         _sync_file(path)
-        size = path.stat().st_size
-        recorded = {"bytes": size, "sha256": _digest(path, sampled=False)}
-        if size > FULL_HASH_BYTES:
-            recorded["sampled_sha256"] = _digest(path, sampled=True)
+        recorded = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+        if path.stat().st_size > FULL_HASH_BYTES:
+            recorded["sampled_sha256"] = _sampled_sha256(path)
         files[path.relative_to(folder).as_posix()] = recorded
     manifest = {"schema": MANIFEST_SCHEMA, "info": info, "files": files}
-    path = folder / MANIFEST
-    path.write_text(json.dumps(manifest | {"sha256": _seal(manifest)}, indent=1) + "\n", encoding="utf-8")
-    _sync_file(path)
+    text = json.dumps(manifest | {"sha256": _seal(manifest)}, indent=1) + "\n"
+    (folder / MANIFEST).write_text(text, encoding="utf-8")
+    _sync_file(folder / MANIFEST)
 
 
 def _seal(manifest: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
-def _digest(path: Path, *, sampled: bool) -> str:
+def _sha256(path: Path) -> str:
     with open_plain(path) as file:
-        if not sampled:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-        digest = hashlib.sha256()
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sampled_sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open_plain(path) as file:
         last_start = path.stat().st_size - BLOCK_BYTES
         for block in range(SAMPLED_BLOCKS):
             file.seek(last_start * block // (SAMPLED_BLOCKS - 1))
             digest.update(file.read(BLOCK_BYTES))
-        return digest.hexdigest()
+    return digest.hexdigest()
 
 
 def _sync_file(path: Path) -> None:
     with path.open("rb+") as file:
-        os.fsync(file.fileno())
+        flush_to_disk(file)
+
+
+class ChangedFileError(UserError):
+    """A file is not what it was a moment ago."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(f"{path} changed while it was read: start again once nothing writes to it")
+
+
+def file_sha256(path: Path, root: Path) -> bytes:
+    """SHA-256 of the bytes in the file; `root` is the cache. OSError for what cannot be read, and ChangedFileError."""
+    with open_plain(path) as file:
+        stamp = _stamp(file)
+        large = stamp["size"] > REMEMBERED_BYTES
+        if large and (known := _remembered(_record_of(path, root), stamp)) is not None:
+            return known
+        began = time.time_ns()
+        digest = hashlib.file_digest(file, "sha256").digest()
+        if _stamp(file) != stamp:
+            raise ChangedFileError(path)
+    if large and began - max(stamp["mtime_ns"], stamp["ctime_ns"]) > SETTLED_NS:
+        record = _record_of(path, root)
+        with suppress(OSError, UserError):  # a cache that is shared read-only, or full
+            record.parent.mkdir(parents=True, exist_ok=True)
+            write_json_atomic(record, {**stamp, "sha256": digest.hex()})
+    return digest
+
+
+def _stamp(file: BufferedReader) -> dict[str, int]:
+    status = os.fstat(file.fileno())
+    return {
+        "device": status.st_dev, "inode": status.st_ino, "size": status.st_size,
+        "mtime_ns": status.st_mtime_ns, "ctime_ns": status.st_ctime_ns,
+    }  # fmt: skip
+
+
+def _record_of(path: Path, root: Path) -> Path:
+    name = os.path.abspath(path).encode("utf-8", "surrogateescape")
+    return root / "hashes" / f"{hashlib.sha256(name).hexdigest()}.json"
+
+
+def _remembered(record: Path, stamp: dict[str, int]) -> bytes | None:
+    try:
+        values = read_json_object(record)
+        digest = bytes.fromhex(str(values.pop("sha256")))
+    except (UserError, OSError, KeyError, ValueError):
+        return None
+    return digest if values == stamp and len(digest) == 32 else None

@@ -13,7 +13,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gptlab.config.errors import UserError
+from gptlab.config.errors import UserError, cannot
 from gptlab.config.plain_file import open_plain
 
 if TYPE_CHECKING:
@@ -36,10 +36,8 @@ def is_packed(path: Path) -> bool:
 
 def open_binary(path: Path) -> BufferedReader:
     """The file as it is. UserError if the system refuses to open it."""
-    try:
+    with cannot(f"read {path}"):
         return open_plain(path)
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
 
 
 def open_unpacked(path: Path, digest: hashlib._Hash | None = None) -> BufferedReader:
@@ -54,34 +52,30 @@ def open_unpacked(path: Path, digest: hashlib._Hash | None = None) -> BufferedRe
     return BufferedReader(_Unpacked(path, stream), BUFFER_BYTES) if is_packed(path) else stream
 
 
-class _Hashed(io.RawIOBase):
-    """A file whose bytes are hashed while they are read."""
-
-    def __init__(self, stream: BufferedReader, digest: hashlib._Hash) -> None:
-        self._file, self._digest = stream, digest
+class _Wrapped(io.RawIOBase):
+    _file: BufferedReader
 
     def readable(self) -> bool:
         return True
-
-    def fileno(self) -> int:
-        return self._file.fileno()
-
-    def readinto(self, buffer: WriteableBuffer) -> int:
-        count = self._file.readinto(buffer)
-        self._digest.update(memoryview(buffer)[:count])
-        return count
-
-    def readall(self) -> bytes:
-        data = self._file.read()
-        self._digest.update(data)
-        return data
 
     def close(self) -> None:
         self._file.close()
         super().close()
 
 
-class _Unpacked(io.RawIOBase):
+class _Hashed(_Wrapped):
+    """A file whose bytes are hashed while they are read."""
+
+    def __init__(self, stream: BufferedReader, digest: hashlib._Hash) -> None:
+        self._file, self._digest = stream, digest
+
+    def readinto(self, buffer: WriteableBuffer) -> int:
+        count = self._file.readinto(buffer)
+        self._digest.update(memoryview(buffer)[:count])
+        return count
+
+
+class _Unpacked(_Wrapped):
     """The decompressed bytes; pyarrow's errors become one line that names the file."""
 
     def __init__(self, path: Path, stream: BufferedReader) -> None:
@@ -90,9 +84,6 @@ class _Unpacked(io.RawIOBase):
         self._path, self._file = path, stream
         self._errors = (OSError, pyarrow.ArrowException)
         self._stream: pyarrow.CompressedInputStream = pyarrow.CompressedInputStream(stream, CODECS[path.suffix.lower()])
-
-    def readable(self) -> bool:
-        return True
 
     def readinto(self, buffer: WriteableBuffer) -> int:
         try:
@@ -103,7 +94,3 @@ class _Unpacked(io.RawIOBase):
         except self._errors as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise DamagedFileError(f"{self._path} is damaged or no {self._path.suffix} file: {reason}") from error
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()

@@ -14,7 +14,7 @@ import pickletools
 from pathlib import Path
 from typing import Any, NoReturn
 
-from gptlab.config.errors import UserError
+from gptlab.config.errors import UserError, cannot
 from gptlab.config.plain_file import read_plain
 
 MAX_BYTES = 4 << 20
@@ -45,12 +45,10 @@ def read_plain_pickle(path: Path) -> Any:
 
     UserError for anything else: objects of Python, damage, a file too large for a table.
     """
-    try:
+    with cannot(f"read {path}"):
         if path.stat().st_size > MAX_BYTES:
             _refuse(path, f"{path.stat().st_size / 1e6:,.0f} MB are too many for one")
         content = read_plain(path, MAX_BYTES)
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
     try:
         _check_opcodes(path, content)
         return _PlainUnpickler(io.BytesIO(content)).load()

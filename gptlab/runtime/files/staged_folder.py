@@ -14,7 +14,7 @@ from types import FrameType
 
 import psutil
 
-from gptlab.config.errors import UserError
+from gptlab.config.errors import UserError, cannot
 from gptlab.runtime.files.strict_json import sync_directory
 
 
@@ -37,7 +37,7 @@ def staged_folder(target: Path) -> Iterator[Path]:
     """
     require_free(target)
     staged = target.with_name(f".{target.name}.tmp-{os.getpid()}")
-    with _ended_by_sigterm():
+    with _ended_by_sigterm(), cannot(f"write {target}"):
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             _remove_leftovers(target)
@@ -48,8 +48,6 @@ def staged_folder(target: Path) -> Iterator[Path]:
                 target.rmdir()
             staged.rename(target)
             sync_directory(target.parent)
-        except OSError as error:
-            raise UserError(f"cannot write {target}: {error.strerror or error}") from error
         finally:
             shutil.rmtree(staged, ignore_errors=True)
 

@@ -10,9 +10,9 @@ import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from gptlab.config.errors import UserError
+from gptlab.config.errors import UserError, cannot
 from gptlab.config.plain_file import read_plain
 
 MAX_JSON_BYTES = 1 << 24
@@ -52,16 +52,14 @@ def write_json_atomic(path: Path, value: object) -> None:
     text = to_json(value, indent=2) + "\n"
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        # Whatever has this name, such as a link to a file of the user's, is not written through.
-        temporary.unlink(missing_ok=True)
-        with temporary.open("x", encoding="utf-8", newline="\n") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-        sync_directory(path.parent)
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror or error}") from error
+        with cannot(f"write {path}"):
+            # Whatever has this name, such as a link to a file of the user's, is not written through.
+            temporary.unlink(missing_ok=True)
+            with temporary.open("x", encoding="utf-8", newline="\n") as file:
+                file.write(text)
+                flush_to_disk(file)
+            temporary.replace(path)
+            sync_directory(path.parent)
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
@@ -78,9 +76,8 @@ def sweep_temporaries(folder: Path) -> None:
 def read_json_object(path: Path) -> dict[str, object]:
     """The JSON object in `path`; UserError if it is missing, damaged, not an object, or refused by `parse_json`."""
     try:
-        value = parse_json(read_plain(path, MAX_JSON_BYTES))
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
+        with cannot(f"read {path}"):
+            value = parse_json(read_plain(path, MAX_JSON_BYTES))
     except ValueError as error:
         raise UserError(f"{path} is damaged: it is no JSON ({error})") from error
     if not isinstance(value, dict):
@@ -118,10 +115,14 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON")
 
 
+def flush_to_disk(file: IO[Any]) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
 def sync_directory(path: Path) -> None:
-    """Make renames and new names in `path` survive a power cut, where the file system can. Windows cannot open a
-    folder, and journals names."""
-    if os.name == "nt":
+    """Make renames and new names in `path` survive a power cut, where the file system can."""
+    if os.name == "nt":  # which cannot open a folder, and journals names
         return
     descriptor = os.open(path, os.O_RDONLY)
     try:

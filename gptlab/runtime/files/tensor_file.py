@@ -3,8 +3,8 @@
 The format is safetensors' own (an 8-byte little-endian header length, a JSON header padded with spaces, then the raw
 data), so every safetensors reader opens these files. The library is not used for two reasons. It cannot hash while it
 writes; 200 MB to a warm page cache on two quiet cores, flushed: 806 MB/s with the library and a hash afterwards, 850
-with the hash in between, 1600 with the hash on a second thread, 1690 without any hash. And a damaged file must end in
-one clear reason, whatever its header claims.
+with the hash in between, 1600 with the hash on a second thread, 1690 without any hash (hashlib and file calls release
+the GIL). And a damaged file must end in one clear reason, whatever its header claims.
 """
 
 from __future__ import annotations
@@ -16,17 +16,16 @@ import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from io import FileIO
+from io import BufferedReader
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Any, Self
+from typing import Any
 
 import psutil
 import torch
 from torch import Tensor
 
-from gptlab.config.plain_file import require_plain
-from gptlab.runtime.files.strict_json import parse_json
+from gptlab.config.plain_file import open_plain
+from gptlab.runtime.files.strict_json import flush_to_disk, parse_json
 
 # The names of the safetensors specification for the types that torch has.
 DTYPES: dict[str, torch.dtype] = {
@@ -59,15 +58,10 @@ class FileRecord:
     """64 lower-case hexadecimal digits."""
 
 
-Layout = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
-"""Name of a tensor in a file -> its type and shape there."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
+TensorForm = tuple[torch.dtype, tuple[int, ...]]
+"""Type and shape."""
+Layout = Mapping[str, TensorForm]
+"""Name of a tensor in a file -> its form there."""
 
 
 def write_tensors(
@@ -82,19 +76,31 @@ def write_tensors(
     # Widest types first, so that every tensor lies at a multiple of its item size (the library's order).
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
     header = _header(ordered, metadata)
-    with path.open("xb") as file, _Sha256() as digest:
-        size_bytes = len(header)
-        digest.update(memoryview(header))
+    digest = hashlib.sha256(header)
+    with path.open("xb") as file, ThreadPoolExecutor(max_workers=1) as hasher:
         file.write(header)
         for _, tensor in ordered:
             data = _raw(tensor.detach().to("cpu").contiguous())
-            digest.update(data)
+            hashed = hasher.submit(digest.update, data)
             file.write(data)
-            size_bytes += len(data)
-            # Before the next copy is made: never two tensors of a GPU in host memory.
-            digest.wait()
+            hashed.result()  # before the next copy is made: never two tensors of a GPU in host memory
         flush_to_disk(file)
-        return FileRecord(size_bytes, digest.hexdigest())
+        return FileRecord(file.tell(), digest.hexdigest())
+
+
+def _header(ordered: list[tuple[str, Tensor]], metadata: Mapping[str, str] | None) -> bytes:
+    entries: dict[str, object] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    start = 0
+    for name, tensor in ordered:
+        if name == "__metadata__" or tensor.layout is not torch.strided or tensor.dtype not in DTYPE_NAMES:
+            raise ValueError(f"a safetensors file cannot hold tensor {name!r} ({tensor.dtype}, {tensor.layout})")
+        end = start + tensor.numel() * tensor.element_size()
+        dtype, shape = DTYPE_NAMES[tensor.dtype], list(tensor.shape)
+        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+        start = end
+    text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
 
 
 def read_tensors(path: Path, expected: FileRecord, into: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
@@ -105,36 +111,33 @@ def read_tensors(path: Path, expected: FileRecord, into: Mapping[str, Tensor] | 
     of no use. No memory beyond the file's own size is ever allocated, whatever the header claims, and none for a file
     that memory cannot hold (a sparse file can claim a terabyte without using any disk).
     """
-    require_plain(path)
-    with path.open("rb", buffering=0) as file, _Sha256() as digest:
+    tensors = {}
+    with open_plain(path) as file, ThreadPoolExecutor(max_workers=1) as hasher:
         _require_size(file, expected)
-        entries = _read_header(file, expected.size_bytes, digest)
+        header, layout = _read_header(file, expected.size_bytes)
         if into is not None:
-            _require_layout(entries, {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in into.items()})
-        tensors = {}
-        for entry in entries:
-            tensor = torch.empty(entry.shape, dtype=entry.dtype) if into is None else into[entry.name]
-            data = _raw(tensor)
+            _require_layout(layout, {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in into.items()})
+        digest = hashlib.sha256(header)
+        for name, (dtype, shape) in layout.items():
+            tensors[name] = torch.empty(shape, dtype=dtype) if into is None else into[name]
+            data = _raw(tensors[name])
             for start in range(0, len(data), _CHUNK_BYTES):
                 chunk = data[start : start + _CHUNK_BYTES]
                 _read_into(file, chunk)
-                digest.update(chunk)
-            tensors[entry.name] = tensor
-        _require_digest(digest.hexdigest(), expected)
-        return tensors
+                hasher.submit(digest.update, chunk)
+    _require_digest(digest.hexdigest(), expected)
+    return tensors
 
 
 def verify_tensors(path: Path, expected: FileRecord, layout: Layout | None = None) -> None:
     """What `read_tensors` checks, without keeping the tensors. `layout`: what the file must hold, if that is known."""
-    require_plain(path)
-    with path.open("rb", buffering=0) as file:
+    with open_plain(path) as file:
         _require_size(file, expected)
         _require_digest(hashlib.file_digest(file, "sha256").hexdigest(), expected)
         file.seek(0)
-        with _Sha256() as digest:
-            entries = _read_header(file, expected.size_bytes, digest)
+        _, found = _read_header(file, expected.size_bytes)
     if layout is not None:
-        _require_layout(entries, layout)
+        _require_layout(found, layout)
 
 
 def write_bytes(path: Path, content: bytes) -> FileRecord:
@@ -149,18 +152,11 @@ def read_bytes(path: Path, expected: FileRecord) -> bytes:
     """The content of a file that must match `expected`, of at most `MAX_SMALL_FILE_BYTES`."""
     if expected.size_bytes > MAX_SMALL_FILE_BYTES:
         raise DamagedFileError(f"{expected.size_bytes:,} bytes are too many for it")
-    require_plain(path)
-    with path.open("rb", buffering=0) as file:
+    with open_plain(path) as file:
         _require_size(file, expected)
-        content = bytearray(expected.size_bytes)
-        _read_into(file, memoryview(content))
+        content = _read(file, expected.size_bytes)
     _require_digest(hashlib.sha256(content).hexdigest(), expected)
-    return bytes(content)
-
-
-def flush_to_disk(file: IO[bytes]) -> None:
-    file.flush()
-    os.fsync(file.fileno())
+    return content
 
 
 def parse_json_object(text: bytes) -> dict[str, Any]:
@@ -174,83 +170,28 @@ def parse_json_object(text: bytes) -> dict[str, Any]:
     return value
 
 
-class _Sha256:
-    """SHA-256 on a second thread, so that it overlaps with the disk (hashlib and file calls release the GIL)."""
-
-    def __init__(self) -> None:
-        self._digest = hashlib.sha256()
-        self._thread = ThreadPoolExecutor(max_workers=1)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._thread.shutdown(cancel_futures=True)
-
-    def update(self, data: memoryview) -> None:
-        """Queue `data`, which must not change before `wait`; it is kept alive until then."""
-        self._last = self._thread.submit(self._digest.update, data)
-
-    def wait(self) -> None:
-        self._last.result()
-
-    def hexdigest(self) -> str:
-        self.wait()
-        return self._digest.hexdigest()
-
-
-def _header(ordered: list[tuple[str, Tensor]], metadata: Mapping[str, str] | None) -> bytes:
-    entries: dict[str, object] = {} if metadata is None else {"__metadata__": dict(metadata)}
-    start = 0
-    for name, tensor in ordered:
-        if name == "__metadata__" or tensor.layout is not torch.strided or tensor.dtype not in DTYPE_NAMES:
-            raise ValueError(f"tensor {name!r} ({tensor.dtype}, {tensor.layout}) cannot stand in a safetensors file")
-        end = start + tensor.numel() * tensor.element_size()
-        entries[name] = {
-            "dtype": DTYPE_NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [start, end],
-        }
-        start = end
-    text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
-
-
-def _read_header(file: FileIO, size_bytes: int, digest: _Sha256) -> list[_Entry]:
-    """The entries in the order of their data, which they tile without gap or overlap to the end of the file."""
-    length_field = bytearray(8)
-    _read_into(file, memoryview(length_field))
+def _read_header(file: BufferedReader, size_bytes: int) -> tuple[bytes, dict[str, TensorForm]]:
+    """The header as it is, and the file's layout in the order of the data, which the tensors tile without gap or
+    overlap to the end of the file."""
+    length_field = _read(file, 8)
     header_bytes = int.from_bytes(length_field, "little")
     if header_bytes > min(size_bytes - 8, _MAX_HEADER_BYTES):
         raise DamagedFileError(f"a header of {header_bytes:,} bytes cannot be")
-    text = bytearray(header_bytes)
-    _read_into(file, memoryview(text))
-    digest.update(memoryview(length_field + text))
-    header = parse_json_object(bytes(text))
-    header.pop("__metadata__", None)
-    spans = sorted((_span(name, value) for name, value in header.items()), key=lambda span: span[:2])
-    position = 0
-    for start, end, entry in spans:
+    text = _read(file, header_bytes)
+    entries = parse_json_object(text)
+    entries.pop("__metadata__", None)
+    position, layout = 0, {}
+    for start, end, name, form in sorted((_span(*item) for item in entries.items()), key=lambda span: span[:2]):
         if start != position:
-            raise DamagedFileError(f"the data of {entry.name!r} begins at byte {start}, not {position}")
-        position = end
+            raise DamagedFileError(f"the data of {name!r} begins at byte {start}, not {position}")
+        position, layout[name] = end, form
     if position != size_bytes - 8 - header_bytes:
         raise DamagedFileError(f"tensors cover {position:,} of {size_bytes - 8 - header_bytes:,} bytes of data")
-    return [entry for _, _, entry in spans]
+    return length_field + text, layout
 
 
-def _require_layout(entries: list[_Entry], layout: Layout) -> None:
-    found = {entry.name: (entry.dtype, entry.shape) for entry in entries}
-    if found != dict(layout):
-        name = min(name for name in {*found, *layout} if found.get(name) != layout.get(name))
-        raise DamagedFileError(f"{name!r} is not there as its manifest says")
-
-
-def _span(name: str, value: object) -> tuple[int, int, _Entry]:
-    """First byte, end and description of one tensor, from its JSON."""
+def _span(name: str, value: object) -> tuple[int, int, str, TensorForm]:
+    """First byte, end, name and form of one tensor, from its JSON."""
     malformed = f"the header entry of {name!r} is malformed"
     if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
         raise DamagedFileError(malformed)
@@ -260,10 +201,10 @@ def _span(name: str, value: object) -> tuple[int, int, _Entry]:
     start, end = value["data_offsets"]
     if end - start != math.prod(shape) * dtype.itemsize:
         raise DamagedFileError(f"{name!r} takes {end - start:,} bytes, which is not what its shape needs")
-    return start, end, _Entry(name, dtype, shape)
+    return start, end, name, (dtype, shape)
 
 
-def parse_dtype_and_shape(name: str, fields: dict[str, Any], malformed: str) -> tuple[torch.dtype, tuple[int, ...]]:
+def parse_dtype_and_shape(name: str, fields: dict[str, Any], malformed: str) -> TensorForm:
     """ "dtype" and "shape" of the JSON of a tensor. DamagedFileError if no tensor can have them."""
     dtype = DTYPES.get(fields["dtype"]) if isinstance(fields["dtype"], str) else None
     shape = fields["shape"]
@@ -286,12 +227,25 @@ def are_naturals(values: object) -> bool:
     return True
 
 
+def _require_layout(found: Layout, layout: Layout) -> None:
+    if dict(found) != dict(layout):
+        name = min(name for name in {*found, *layout} if found.get(name) != layout.get(name))
+        raise DamagedFileError(f"{name!r} is not there as its manifest says")
+
+
 def _raw(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, without a copy."""
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
-def _read_into(file: FileIO, view: memoryview) -> None:
+def _read(file: BufferedReader, n_bytes: int) -> bytes:
+    content = file.read(n_bytes)
+    if len(content) < n_bytes:
+        raise DamagedFileError("ends too early")
+    return content
+
+
+def _read_into(file: BufferedReader, view: memoryview) -> None:
     done = 0
     while done < len(view):
         count = file.readinto(view[done:])
@@ -300,7 +254,7 @@ def _read_into(file: FileIO, view: memoryview) -> None:
         done += count
 
 
-def _require_size(file: FileIO, expected: FileRecord) -> None:
+def _require_size(file: BufferedReader, expected: FileRecord) -> None:
     size_bytes = os.fstat(file.fileno()).st_size
     if size_bytes != expected.size_bytes:
         raise DamagedFileError(f"has {size_bytes:,} bytes, its manifest says {expected.size_bytes:,}")

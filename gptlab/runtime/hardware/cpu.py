@@ -1,14 +1,17 @@
-"""The processor: its name, the cores that this process may compute on, and how its threads wait for one another."""
+"""The processor: its name, the cores that this process may compute on, how its threads wait for one another, and what
+other programs take of it."""
 
 from __future__ import annotations
 
-import math
 import os
 import platform
+import statistics
 import subprocess
 import sys
-from collections.abc import MutableMapping
+import time
+from collections.abc import Callable, MutableMapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -24,43 +27,32 @@ GNU_SPIN_ROUNDS = 10_000
 # Intel's and LLVM's runtimes (torch on Windows and macOS) count milliseconds, 200 by default; 1 is the least.
 KMP_BLOCK_MILLISECONDS = 1
 
+WINDOW_SECONDS = 10.0
+REPEAT_SECONDS = 600.0
+# Cores that the threads lack. A quiet desktop uses 0.05 to 0.2.
+LACKING_CORES = 0.3
+# Far outside of what a quiet machine does: 348 to 393 ms within one run of quickstart (README).
+SLOW_FACTOR = 2.0
+
 
 def cpu_model() -> str:
     """The processor's name as its maker gives it, or the architecture if the system does not say."""
     if sys.platform == "linux":
         return _linux_cpu_model(Path("/proc/cpuinfo")) or platform.machine()
     if sys.platform == "darwin":
+        command = ["sysctl", "-n", "machdep.cpu.brand_string"]
         with suppress(OSError, subprocess.SubprocessError):
-            command = ["sysctl", "-n", "machdep.cpu.brand_string"]
             answer = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, timeout=10, check=True)
             return answer.stdout.decode(errors="replace").strip() or platform.machine()
-        return platform.machine()
     return platform.processor() or platform.machine()
 
 
-def set_threads(n: int | None) -> int:
-    """Let torch compute on `n` threads, and return the number in force.
-
-    None: OMP_NUM_THREADS where the user set it, else one thread a physical core that this process may run on (two
-    hyperthreads share one multiply unit, so a second thread on a core gains a matrix product nothing). On macOS
-    torch's own choice is kept: it counts the performance cores.
-    """
-    import torch
-
-    wanted = n or _openmp_threads() or (None if sys.platform == "darwin" else usable_cores())
-    if wanted is not None and wanted != torch.get_num_threads():
-        torch.set_num_threads(wanted)
-    return torch.get_num_threads()
-
-
-def usable_cores() -> int:
-    """Physical cores that this process may use: by the machine, its CPU affinity, and its cgroup's quota."""
-    cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
-    if hasattr(os, "sched_getaffinity"):
-        cores = min(cores, _physical_cores(os.sched_getaffinity(0), _CPU_FOLDER))
-    quota = _cgroup_quota(_CGROUP_FOLDER, Path("/proc/self/cgroup"))
-    # Rounded down: with a thread more than the quota pays for, OpenMP's barrier waits for the one that is throttled.
-    return cores if quota is None else max(1, min(cores, math.floor(quota)))
+def _linux_cpu_model(cpuinfo: Path) -> str | None:
+    """x86 says "model name"; ARM kernels mostly give only numbers."""
+    with suppress(OSError):
+        lines = cpuinfo.read_text(errors="replace").splitlines()
+        return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)
+    return None
 
 
 def limit_spinning(environment: MutableMapping[str, str] = os.environ) -> None:
@@ -73,28 +65,38 @@ def limit_spinning(environment: MutableMapping[str, str] = os.environ) -> None:
         environment.setdefault("KMP_BLOCKTIME", str(KMP_BLOCK_MILLISECONDS))
 
 
-def _linux_cpu_model(cpuinfo: Path) -> str | None:
-    """x86 says "model name"; ARM kernels mostly give only numbers."""
-    try:
-        lines = cpuinfo.read_text(errors="replace").splitlines()
-    except OSError:
-        return None
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)
+def set_threads(n: int | None) -> int:
+    """Let torch compute on `n` threads, and return the number in force.
+
+    None: OMP_NUM_THREADS where the user set it, else one thread a physical core that this process may run on (two
+    hyperthreads share one multiply unit, so a second thread on a core gains a matrix product nothing). On macOS
+    torch's own choice is kept: it counts the performance cores.
+    """
+    import torch
+
+    first = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()  # of a list, such as "4,2"
+    wanted = n or (int(first) if first.isdigit() else 0) or (None if sys.platform == "darwin" else usable_cores())
+    if wanted is not None and wanted != torch.get_num_threads():
+        torch.set_num_threads(wanted)
+    return torch.get_num_threads()
 
 
-def _openmp_threads() -> int | None:
-    """The first level of OMP_NUM_THREADS ("4" or "4,2"); None where it is unset or no positive number."""
-    first = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
-    return int(first) if first.isdigit() and int(first) > 0 else None
+def usable_cores() -> int:
+    """Physical cores that this process may use: by the machine, its CPU affinity, and its cgroup's quota."""
+    cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        cores = min(cores, _physical_cores(os.sched_getaffinity(0), _CPU_FOLDER))
+    quota = _cgroup_quota(_CGROUP_FOLDER, Path("/proc/self/cgroup"))
+    # Rounded down: with a thread more than the quota pays for, OpenMP's barrier waits for the one that is throttled.
+    return cores if quota is None else max(1, min(cores, int(quota)))
 
 
 def _physical_cores(logical: set[int], cpu_folder: Path) -> int:
     """Physical cores of these logical CPUs. Linux lists the hyperthreads of a core in `thread_siblings_list`."""
     try:
-        siblings = {(cpu_folder / f"cpu{i}/topology/thread_siblings_list").read_text() for i in logical}
+        return len({(cpu_folder / f"cpu{i}/topology/thread_siblings_list").read_text() for i in logical})
     except OSError:
         return len(logical)
-    return len(siblings)
 
 
 def _cgroup_quota(root: Path, membership: Path) -> float | None:
@@ -104,32 +106,83 @@ def _cgroup_quota(root: Path, membership: Path) -> float | None:
     documentation: admin-guide/cgroup-v2.rst; scheduler/sched-bwc.rst).
     """
     limits: list[float] = []
-    for folder in _cgroup_folders(root, membership):
-        try:
-            if (folder / "cpu.max").exists():
-                quota, period = (folder / "cpu.max").read_text().split()[:2]
-            else:
-                quota = (folder / "cpu.cfs_quota_us").read_text().strip()
-                period = (folder / "cpu.cfs_period_us").read_text().strip()
-            if quota != "max" and int(quota) > 0:
-                limits.append(int(quota) / int(period))
-        except (OSError, ValueError, ZeroDivisionError):
-            continue
-    return min(limits, default=None)
-
-
-def _cgroup_folders(root: Path, membership: Path) -> list[Path]:
-    """The folder of this process's cgroup and its parents, in the one hierarchy (version 2) and in cpu's (1)."""
-    try:
-        lines = membership.read_text().splitlines()
-    except OSError:
-        return []
-    folders: list[Path] = []
-    for line in lines:
+    for line in membership.read_text().splitlines() if membership.exists() else ():
         _, controllers, name = line.split(":", 2)
         if controllers and "cpu" not in controllers.split(","):
             continue
-        base = root / controllers if controllers else root
-        inside = base / name.lstrip("/")
-        folders += [folder for folder in (inside, *inside.parents) if folder == base or base in folder.parents]
-    return folders
+        base = root / controllers  # version 2 names none: one hierarchy for all
+        files = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if controllers else ("cpu.max",)
+        group = base / name.lstrip("/")
+        for folder in (group, *group.parents[: len(group.parts) - len(base.parts)]):
+            with suppress(OSError, ValueError, ZeroDivisionError):
+                quota, period = " ".join((folder / file).read_text() for file in files).split()
+                limits += [int(quota) / int(period)] if quota not in ("max", "-1") else []
+    return min(limits, default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class CpuSeconds:
+    """Core seconds since some moment."""
+
+    machine: float
+    """Of all programs, and of other virtual machines that took this one's cores."""
+    process: float
+    """Of this process."""
+
+
+def cpu_seconds() -> CpuSeconds:
+    times, own = psutil.cpu_times(), psutil.Process().cpu_times()
+    # Linux counts the time of virtual guests in `user` and `nice` too.
+    not_used = (getattr(times, name, 0.0) for name in ("idle", "iowait", "guest", "guest_nice"))
+    return CpuSeconds(sum(times) - sum(not_used), own.user + own.system)
+
+
+class MachineLoad:
+    """Watches the duration of a run's steps, and reports when other programs slow them down: each parallel loop waits
+    for the thread that has to share its core.
+
+    `threads` compute in this process; `processes` such processes train on this machine.
+    """
+
+    def __init__(
+        self,
+        threads: int,
+        *,
+        processes: int = 1,
+        cores: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        read: Callable[[], CpuSeconds] = cpu_seconds,
+    ) -> None:
+        self._threads = threads * processes
+        self._processes = processes
+        self._cores = cores or psutil.cpu_count() or 1
+        self._clock, self._read = clock, read
+        self._began, self._used = clock(), read()
+        self._steps: list[float] = []
+        self._fastest = float("inf")
+        """Median step of the fastest window so far."""
+        self._silent_until = 0.0
+
+    def step(self, seconds: float) -> str | None:
+        """Note the duration of a step. Returns a warning at the end of a window in which the machine was busy, at most
+        every REPEAT_SECONDS."""
+        self._steps.append(seconds)
+        elapsed = self._clock() - self._began
+        return None if elapsed < WINDOW_SECONDS else self._end_window(elapsed)
+
+    def _end_window(self, elapsed: float) -> str | None:
+        used, before = self._read(), self._used
+        own = (used.process - before.process) * self._processes
+        others = max(0.0, used.machine - before.machine - own) / elapsed
+        median = statistics.median(self._steps)
+        now = self._began + elapsed
+        slow = median > SLOW_FACTOR * self._fastest
+        took = f"steps take {median:.3g} s" + (f", {self._fastest:.3g} s at best" if slow else "")
+        self._began, self._used, self._steps, self._fastest = now, used, [], min(self._fastest, median)
+        lacking = self._threads - (self._cores - others)
+        if now < self._silent_until or not (slow or lacking > LACKING_CORES):
+            return None
+        self._silent_until = now + REPEAT_SECONDS
+        if lacking > LACKING_CORES:
+            return f"this machine is busy: other programs use {others:.1f} of its {self._cores} cores; {took}"
+        return f"this machine is slower than before: {took}, though other programs leave {self._threads} cores free"

@@ -1,20 +1,39 @@
-"""Where a run happens: device, dtype, threads and peak FLOP/s, determined once."""
+"""Where a run happens, determined once: device, dtype, threads, and the peak FLOP/s that MFU is a share of.
+
+The peak is a vendor's figure, a measurement, or "unknown".
+"""
 
 from __future__ import annotations
 
 import functools
+import re
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
 from gptlab.config.run import RunConfig
 from gptlab.runtime.hardware.cpu import set_threads
-from gptlab.runtime.hardware.device import resolve_device, resolve_dtype
-from gptlab.runtime.hardware.memory import keep_freed_memory, set_gpu_allocator
-from gptlab.runtime.hardware.peak import Peak, peak_flops_per_second
+from gptlab.runtime.hardware.device import (
+    device_name,
+    keep_freed_memory,
+    resolve_device,
+    resolve_dtype,
+    set_gpu_allocator,
+    synchronize,
+)
 from gptlab.runtime.processes.distributed import World
 
 _ALONE = World()
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    flops_per_second: float | None
+    """Dense matrix products, a multiplication and an addition counted as two. None: unknown."""
+    source: Literal["table", "measured", "unknown"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +47,9 @@ class Place:
 def place_of(config: RunConfig, world: World = _ALONE) -> Place:
     """The place that a configuration selects. UserError where this machine does not have it."""
     runtime = config.runtime
-    set_gpu_allocator(runtime.allocator)
-    return _place(runtime.device, runtime.dtype, runtime.threads, _local_rank(world))
-
-
-def _local_rank(world: World) -> int | None:
-    return None if world.size == 1 else world.local_rank
+    if runtime.allocator is not None:
+        set_gpu_allocator(runtime.allocator)
+    return _place(runtime.device, runtime.dtype, runtime.threads, world.local_rank if world.size > 1 else None)
 
 
 @functools.cache
@@ -45,3 +61,174 @@ def _place(device_name: str, dtype_name: str, threads: int | None, local_rank: i
         keep_freed_memory()
     in_force = set_threads(threads)
     return Place(device, dtype, in_force, peak_flops_per_second(device, dtype))
+
+
+# Data sheets that quote a rate "with sparsity" are halved. Where float16 could accumulate in float16, the rate with
+# float32 accumulation, as torch computes, counts. A device has the rate of the entry whose words all occur in its name.
+# A test recomputes the entries from multiprocessors, FLOP per clock and boost clock.
+_TERAFLOPS: dict[str, float] = {
+    "gb200": 2500,  # NVIDIA GB200 NVL72 data sheet: 360 PFLOPS sparse for 72 GPUs
+    "b200": 2250,  # NVIDIA DGX B200 data sheet / Blackwell architecture brief: 4.5 PFLOPS sparse
+    "h200": 989.5,  # NVIDIA H200 data sheet: 1979 sparse (and autoresearch, for Hopper)
+    "h200 nvl": 835.5,  # NVIDIA H200 data sheet, NVL column: 1671 sparse
+    "gh200": 989.5,  # NVIDIA GH200 data sheet: the GPU of an H100 SXM, 1979 sparse
+    "h100": 989.5,  # NVIDIA H100 data sheet, SXM: 1979 sparse; autoresearch
+    "h100 pcie": 756,  # NVIDIA H100 data sheet, PCIe: 1513 sparse
+    "h100 nvl": 835.5,  # NVIDIA H100 data sheet, NVL (one card): 1671 sparse
+    "a100": 312,  # NVIDIA A100 data sheet, SXM
+    "a100 pcie": 312,  # NVIDIA A100 data sheet, PCIe: the same rate
+    "a30": 165,  # NVIDIA A30 data sheet
+    "a40": 149.7,  # NVIDIA A40 data sheet
+    "a10": 125,  # NVIDIA A10 data sheet
+    "a10g": 70,  # NVIDIA A10G data sheet (the A10 of AWS g5 instances is another chip setting)
+    "rtx a6000": 154.8,  # NVIDIA GA102 whitepaper: full rate with float32 accumulation, unlike GeForce
+    "l4": 121,  # NVIDIA L4 data sheet: 242 sparse
+    "l40": 181.05,  # NVIDIA L40 data sheet
+    "l40s": 362.05,  # NVIDIA L40S data sheet
+    "rtx 6000 ada": 364.2,  # NVIDIA Ada architecture whitepaper
+    "rtx 3090": 71,  # NVIDIA GA102 whitepaper
+    "rtx 3090 ti": 80,  # NVIDIA Ada architecture whitepaper, comparison tables
+    "rtx 4080": 97.5,  # NVIDIA Ada architecture whitepaper
+    "rtx 4090": 165.2,  # NVIDIA Ada architecture whitepaper
+    "rtx 5080": 112.6,  # NVIDIA RTX Blackwell architecture whitepaper
+    "rtx 5090": 209.5,  # NVIDIA RTX Blackwell architecture whitepaper
+    "v100 sxm2": 125,  # NVIDIA V100 data sheet
+    "v100 pcie": 112,  # NVIDIA V100 data sheet
+    "t4": 65,  # NVIDIA T4 data sheet
+    "mi355x": 2516.6,  # AMD Instinct MI355X data sheet
+    "mi350x": 2306.9,  # AMD Instinct MI350X data sheet
+    "mi325x": 1307.4,  # AMD Instinct MI325X data sheet
+    "mi300x": 1307.4,  # AMD Instinct MI300X data sheet
+    "mi300a": 980.6,  # AMD Instinct MI300A data sheet
+    "mi250x": 191.5,  # AMD Instinct MI250X data sheet: 383 a card, which torch sees as two devices
+    "mi250": 181.05,  # AMD Instinct MI250 data sheet: 362.1 a card, two devices
+    "mi210": 181,  # AMD Instinct MI210 data sheet
+}  # fmt: skip
+_WITHOUT_BFLOAT16 = ("v100 sxm2", "v100 pcie", "t4")
+
+# Words that make another product of the same number: an entry counts only if it names exactly those of the device.
+_VARIANTS = frozenset(("nvl", "pcie", "sxm2", "ti", "super", "d", "laptop", "max", "mobile", "mig", "ada", "64gb"))
+# A slice of a GPU (vGPU profiles such as "A40-12Q") has an unknown share of the peak.
+_VIRTUAL = re.compile(r"\d+[abcq]|grid")
+
+
+# Threads on a quiet CPU together do most of what each does alone: two cores 0.99, and many lose a quarter to the clock
+# that all of them share. Beside two busy processes the best product of two threads was 0.01 to 0.05 or 0.8 to 0.95 of
+# it in eight measurements, since each product waits for its slowest thread; that of one thread varied by 4%.
+_QUIET_SHARE = 0.6
+
+
+def table_peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
+    """FLOP/s of dense products by the vendor's data sheet; None if the table has no entry.
+
+    It has none for dtypes other than bfloat16 and float16, dtypes that the tensor cores lack, laptop chips (their rate
+    depends on cooling), and slices of a GPU (MIG, vGPU).
+    """
+    words = frozenset(re.findall(r"[a-z0-9]+", device_name.lower()))
+    if any(_VIRTUAL.fullmatch(word) for word in words):
+        return None
+    named = {entry: frozenset(entry.split()) for entry in _TERAFLOPS}
+    matches = [entry for entry, its in named.items() if its <= words and (words - its).isdisjoint(_VARIANTS)]
+    # Some drivers name two products at once ("MI250X / MI250"): no answer.
+    if len(matches) != 1 or dtype not in (torch.bfloat16, torch.float16):
+        return None
+    lacks_dtype = dtype == torch.bfloat16 and matches[0] in _WITHOUT_BFLOAT16
+    return None if lacks_dtype else _TERAFLOPS[matches[0]] * 1e12
+
+
+def peak_flops_per_second(device: torch.device, dtype: torch.dtype) -> Peak:
+    """The vendor's figure for a GPU, else a measured one (takes about half a second), else "unknown"."""
+    known = table_peak_flops(device_name(device), dtype) if device.type == "cuda" else None
+    if known is not None:
+        return Peak(known, "table")
+    try:
+        return Peak(measure_matmul_flops(device, dtype), "measured")
+    except RuntimeError:  # no memory left for it, or a type that the device does not multiply
+        return Peak(None, "unknown")
+
+
+def measure_matmul_flops(device: torch.device, dtype: torch.dtype, *, seconds: float = 0.5) -> float:
+    """FLOP/s of the best square matrix product seen within about `seconds`; random data, not a global generator's.
+
+    Best, not mean: other processes slow some tries down. If they slow all down, the peak of a CPU is that of one thread
+    times the number of threads.
+    """
+    deadline = time.perf_counter() + seconds
+    threads = torch.get_num_threads() if device.type == "cpu" else 1
+    if threads == 1:
+        return _best_flops(device, dtype, seconds, deadline)
+    alone = _one_thread_flops(device, dtype, seconds / 10)
+    together = _best_flops(device, dtype, seconds, deadline - seconds / 10)
+    alone = max(alone, _one_thread_flops(device, dtype, seconds / 10))  # again, since other programs may have stopped
+    return together if together >= _QUIET_SHARE * threads * alone else threads * alone
+
+
+def _one_thread_flops(device: torch.device, dtype: torch.dtype, seconds: float) -> float:
+    """FLOP/s of one thread, which waits for no other, in products short enough to end within a time slice."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        now = time.perf_counter
+        return max(2 * n**3 / _fastest_product(n, device, dtype, now() + seconds / 2) for n in (256, 512))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _best_flops(device: torch.device, dtype: torch.dtype, seconds: float, deadline: float) -> float:
+    """Sizes double from 512 as long as the next one still gets several tries: large products are faster, and a slow
+    machine must not pay for an 8192."""
+    best, size = 0.0, 512
+    while True:
+        product_seconds = _fastest_product(size, device, dtype, min(deadline, time.perf_counter() + seconds / 4))
+        best = max(best, 2 * size**3 / product_seconds)
+        # Twice the size is 8 times the work; 4 tries of it, the warm-up and making the matrices must fit.
+        if size >= (8192 if device.type == "cuda" else 4096) or time.perf_counter() + 48 * product_seconds > deadline:
+            break
+        size *= 2
+    if time.perf_counter() < deadline:
+        best = max(best, 2 * size**3 / _fastest_product(size, device, dtype, deadline))
+    return best
+
+
+def _fastest_product(size: int, device: torch.device, dtype: torch.dtype, deadline: float) -> float:
+    """Seconds of the fastest (size, size) @ (size, size)."""
+    return fastest_seconds(_product(size, device, dtype), device, deadline)
+
+
+def _product(size: int, device: torch.device, dtype: torch.dtype) -> Callable[[], object]:
+    """Multiplies two random matrices, (size, size)."""
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(size, size, generator=generator).to(device, dtype) for _ in range(2))
+    return functools.partial(torch.mm, left, right, out=torch.empty_like(left))
+
+
+def fastest_seconds(work: Callable[[], object], device: torch.device, deadline: float) -> float:
+    """Seconds of the fastest call, after a warm-up, until `deadline` (of time.perf_counter) but at least twice."""
+    return min(_times(work, device, deadline))
+
+
+def sustained_share(device: torch.device, dtype: torch.dtype, *, seconds: float = 0.25) -> float:
+    """The share of its best rate that a stream of small products sustains: shows whether other programs compute here.
+
+    Measured on two cores (size 512): 0.92 to 0.95 on a quiet machine, 0.24 to 0.26 beside one busy process, while the
+    best of the large products stayed what it was: each small one waits for its slowest thread.
+    """
+    times = _times(_product(512, device, dtype), device, time.perf_counter() + seconds)
+    return min(times) * len(times) / sum(times)
+
+
+def _times(work: Callable[[], object], device: torch.device, deadline: float) -> list[float]:
+    _timed(work, device)
+    times = [_timed(work, device), _timed(work, device)]
+    while time.perf_counter() < deadline:
+        times.append(_timed(work, device))
+    return times
+
+
+def _timed(work: Callable[[], object], device: torch.device) -> float:
+    """Seconds of one call."""
+    synchronize(device)
+    start = time.perf_counter()
+    work()
+    synchronize(device)
+    return time.perf_counter() - start

@@ -25,52 +25,49 @@ def capture_rng(device: torch.device) -> dict[str, torch.Tensor]:
     Keys: `python`, `numpy` (both JSON), `torch`, and where the device has generators of its own `cuda.0`, `cuda.1`,
     ... (all of this process's devices) or `mps`.
     """
-    state = {
-        "python": _to_bytes(random.getstate()),
-        "numpy": _to_bytes(_numpy_state()),
-        "torch": torch.get_rng_state(),
-    }
-    if device.type == "cuda":
-        state |= {f"cuda.{index}": generator for index, generator in enumerate(torch.cuda.get_rng_state_all())}
-    elif device.type == "mps":
-        state["mps"] = torch.mps.get_rng_state()
-    return state
+    numpy_state: Any = np.random.get_state(legacy=False)
+    words = {"key": numpy_state["state"]["key"].tolist(), "pos": int(numpy_state["state"]["pos"])}
+    state = {"python": _to_bytes(random.getstate()), "numpy": _to_bytes({**numpy_state, "state": words})}
+    return {**state, "torch": torch.get_rng_state(), **({} if device.type == "cpu" else _capture_gpus(device))}
+
+
+def _capture_gpus(device: torch.device) -> dict[str, torch.Tensor]:
+    if device.type == "mps":
+        return {"mps": torch.mps.get_rng_state()}
+    return {f"cuda.{index}": state for index, state in enumerate(torch.cuda.get_rng_state_all())}
 
 
 def restore_rng(state: dict[str, torch.Tensor], device: torch.device) -> None:
-    """Put every generator back where `capture_rng` saw it.
-
-    States of devices that this process does not have are ignored: a run may resume on other hardware (then not bit
-    for bit, since it also rounds differently).
-    """
+    """Put every generator back where `capture_rng` saw it. States of devices that this process does not have are
+    ignored: a run may resume on other hardware (then not bit for bit, since it also rounds differently)."""
     version, words, gauss = _from_bytes(state["python"])
     random.setstate((version, tuple(words), gauss))
     numpy_state = _from_bytes(state["numpy"])
     numpy_state["state"]["key"] = np.array(numpy_state["state"]["key"], dtype=np.uint32)
     np.random.set_state(numpy_state)
     torch.set_rng_state(state["torch"].cpu())
-    if device.type == "cuda":
+    if device.type != "cpu":
+        _restore_gpus(state, device)
+
+
+def _restore_gpus(state: dict[str, torch.Tensor], device: torch.device) -> None:
+    if device.type == "mps" and "mps" in state:
+        torch.mps.set_rng_state(state["mps"].cpu())
+    elif device.type == "cuda":
         for index in range(torch.cuda.device_count()):
             if f"cuda.{index}" in state:
                 torch.cuda.set_rng_state(state[f"cuda.{index}"].cpu(), index)
-    elif device.type == "mps" and "mps" in state:
-        torch.mps.set_rng_state(state["mps"].cpu())
 
 
 def fold_seed(*values: int) -> int:
     """One seed, 0 <= seed < 2^63, from several integers (0 <= value < 2^64), such as (seed, step, micro-batch).
 
     BLAKE2b (RFC 7693) with an 8-byte digest over the values as 8-byte little-endian words; the digest is read
-    little-endian and its lowest bit dropped. Neighbouring inputs give unrelated seeds, order and count matter, and
-    the result is the same on every machine and Python version.
+    little-endian and its lowest bit dropped. Order and count of the values matter, and the result is the same on every
+    machine and Python version.
     """
     words = b"".join(value.to_bytes(8, "little") for value in values)
     return int.from_bytes(blake2b(words, digest_size=8).digest(), "little") >> 1
-
-
-def _numpy_state() -> dict[str, Any]:
-    state: Any = np.random.get_state(legacy=False)
-    return {**state, "state": {"key": state["state"]["key"].tolist(), "pos": int(state["state"]["pos"])}}
 
 
 def _to_bytes(value: object) -> torch.Tensor:

@@ -34,12 +34,13 @@ class World:
     """Processes on its machine."""
 
     @classmethod
-    def from_environment(cls, environment: Mapping[str, str] | None = None) -> World:
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> World:
         """RANK, WORLD_SIZE and LOCAL_RANK as torchrun sets them; one process if they are not set. UserError for values
         that make no sense together."""
-        given = os.environ if environment is None else environment
-        if "WORLD_SIZE" not in given:
-            return cls()
+        return cls._of_torchrun(environment) if "WORLD_SIZE" in environment else cls()
+
+    @classmethod
+    def _of_torchrun(cls, given: Mapping[str, str]) -> World:
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         try:
             rank, size, local_rank = (int(given.get(name, "0")) for name in names[:3])
@@ -74,18 +75,7 @@ class Group:
 
     def __init__(self, world: World | None = None) -> None:
         self.world = world or World()
-
-    @property
-    def rank(self) -> int:
-        return self.world.rank
-
-    @property
-    def size(self) -> int:
-        return self.world.size
-
-    @property
-    def is_main(self) -> bool:
-        return self.world.is_main
+        self.rank, self.size, self.is_main = self.world.rank, self.world.size, self.world.is_main
 
     def start_collectives(self, device: torch.device, *, timeout_seconds: float) -> None:
         """Create torch's process group, which collectives on `device` and on the CPU need.

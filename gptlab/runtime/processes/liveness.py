@@ -12,7 +12,7 @@ import platform
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -98,21 +98,19 @@ class Liveness:
         while time.monotonic() < until and not self._store.check(others):
             time.sleep(0.02)
 
-    @contextmanager
-    def waiting_for(self, ranks: Sequence[int], place: int, timed_what: str = "") -> Iterator[None]:
+    def waiting_for(self, ranks: Sequence[int], place: int, timed_what: str = "") -> AbstractContextManager[None]:
         """Within the context the main thread waits for messages of these ranks: as long as they live, or, with a
         `timed_what` for messages, as long as in a collective."""
-        self._waiting = _Waiting(time.monotonic(), timed_what, {f"said/{place}/{rank}": rank for rank in ranks})
-        try:
-            yield
-        finally:
-            self._waiting = None
+        return self._waits(timed_what, {f"said/{place}/{rank}": rank for rank in ranks})
 
-    @contextmanager
-    def in_collective(self, what: str) -> Iterator[None]:
+    def in_collective(self, what: str) -> AbstractContextManager[None]:
         """Within the context the main thread waits for all ranks to join the same collective."""
         self._collectives += 1
-        self._waiting = _Waiting(time.monotonic(), what, None)
+        return self._waits(what, None)
+
+    @contextmanager
+    def _waits(self, what: str, keys: Mapping[str, int] | None) -> Iterator[None]:
+        self._waiting = _Waiting(time.monotonic(), what, keys)
         try:
             yield
         finally:

@@ -177,7 +177,8 @@ class TorchGroup(Group):
 
 @contextmanager
 def join_others(world: World, exit_code: Callable[[BaseException], int]) -> Iterator[Group]:
-    """`distributed.join` for more than one process."""
+    """The group of this process, one of several; the context ends when all have come to its end. An error inside is
+    reported to the others, which end by PeerFailed with its `exit_code`."""
     hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True) and world.is_main
     store, watched = _stores(world, hosts)
     liveness = Liveness(world.rank, world.size, watched)

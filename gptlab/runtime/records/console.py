@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import os
 import re
@@ -10,12 +9,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Self, TextIO
 
-from gptlab.runtime.files.append_file import AppendFile
+from gptlab.runtime.records.metrics import AppendFile
 
 if TYPE_CHECKING:
     from gptlab.runtime.records.terminal import TerminalDisplay
@@ -55,17 +54,9 @@ class PlainDisplay:
             text, self._pending = self._pending, ""
             self.line(text)
 
-    def begin_progress(self, description: str) -> None:
-        self.settle()
-
     def progress(self, description: str, share: float | None, figures: str) -> None:
-        self.line(f"{description}: {figures}")
-
-    def end_progress(self) -> None:
-        pass
-
-    def close(self) -> None:
-        self.settle()
+        if figures:
+            self.line(f"{description}: {figures}")
 
 
 class Console:
@@ -95,7 +86,7 @@ class Console:
             self._log = AppendFile(path)
             intact = offset is None or self._log.truncate(offset)
             for text in self._unlogged:
-                self._log.write(text)
+                self._log.append(text)
             self._unlogged.clear()
             return intact
 
@@ -110,28 +101,21 @@ class Console:
 
     def line(self, text: str) -> None:
         """Print and log."""
-        text = _plain(text)
-        self._record(text)
-        if not self._quiet:
-            self._show(lambda display: display.line(self._printable(text)))
+        self._say(text, quietly=True)
 
     def result(self, text: str) -> None:
         """Print and log, also in quiet mode: how a run ends."""
-        text = _plain(text)
-        self._record(text)
-        self._show(lambda display: display.line(self._printable(text)))
+        self._say(text)
 
     def warn(self, text: str) -> None:
         """Print and log, marked as a warning."""
-        text = f"warning: {_plain(text)}"
-        self._record(text)
-        self._show(lambda display: display.line(self._printable(text), warning=True))
+        self._say(f"warning: {text}", warning=True)
 
     def error(self, text: str) -> None:
         """Print on stderr, and log: what ends a run. One line."""
         self.settle()
         self._record(f"error: {_plain(text)}")
-        with contextlib.suppress(OSError, ValueError):
+        with suppress(OSError, ValueError):
             print(f"gptlab: error: {_plain(text)}", file=sys.stderr, flush=True)
 
     def live(self, text: str, parts: Sequence[str] = ()) -> None:
@@ -139,13 +123,12 @@ class Console:
 
         A terminal shows `parts` instead, where they are given: as many, from the first on, as fit its width.
         """
-        text, parts = _plain(text), [self._printable(_plain(part)) for part in parts]
-        self._record(text)
-        if not self._quiet:
-            self._show(lambda display: display.live(self._printable(text), parts))
+        self._record(_plain(text))
+        shown = self._printable
+        self._show(lambda display: display.live(shown(text), [shown(part) for part in parts]), quietly=True)
 
     def settle(self) -> None:
-        """Make the latest live text an ordinary line."""
+        """Make the latest live text an ordinary line, and remove a bar."""
         self._show(lambda display: display.settle())
 
     @contextmanager
@@ -155,27 +138,20 @@ class Console:
         A moving bar on a terminal, elsewhere a line every few seconds; neither is logged. Another thread draws, since
         the work may block inside a library.
         """
-        if self._quiet:
-            yield
-            return
-        interval_seconds = _BUSY_SECONDS
-        if self._display is not None:
-            interval_seconds = max(interval_seconds, self._display.progress_seconds)
         started, over = time.monotonic(), threading.Event()
 
         def draw() -> None:
-            while not over.wait(interval_seconds):
+            while not over.wait(max(_BUSY_SECONDS, self._progress_seconds())):
                 self._show_progress(description, None, clock_text(time.monotonic() - started))
 
-        self._show(lambda display: display.begin_progress(self._printable(_plain(description))))
         thread = threading.Thread(target=draw, name="gptlab-busy", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            over.set()
-            thread.join()
-            self._show(lambda display: display.end_progress())
+        with self._bar(description):
+            thread.start()
+            try:
+                yield
+            finally:
+                over.set()
+                thread.join()
 
     @contextmanager
     def progress(self, description: str, total: float | None, unit: str) -> Iterator[Progress]:
@@ -184,61 +160,66 @@ class Console:
         `total`: None where it is unknown. `unit`: a plural ("documents"), or "bytes". A closing line with the amount
         and the rate is printed and logged unless the work raises.
         """
-        shown = None if self._quiet else self._display
-        interval_seconds = float("inf") if shown is None else shown.progress_seconds
-        progress = Progress(description, total, unit, show=self._show_progress, interval_seconds=interval_seconds)
-        if not self._quiet:
-            self._show(lambda display: display.begin_progress(self._printable(_plain(description))))
-        try:
+        seconds = self._progress_seconds()
+        progress = Progress(description, total, unit, show=self._show_progress, interval_seconds=seconds)
+        with self._bar(description):
             yield progress
-        finally:
-            self._show(lambda display: display.end_progress())
         self.line(progress.closing_line())
 
     def close(self) -> None:
         """Leave the terminal as it was, and finish log.txt."""
-        self._show(lambda display: display.close())
+        self.settle()
         if self._log is not None:
             self._log.close()
             self._log = None
 
-    def __enter__(self) -> Console:
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
+
+    def _say(self, text: str, *, quietly: bool = False, warning: bool = False) -> None:
+        self._record(_plain(text))
+        self._show(lambda display: display.line(self._printable(text), warning=warning), quietly=quietly)
 
     def _record(self, text: str) -> None:
         with self._lock:
-            if self._log is None:
-                self._unlogged.append(text)
-            else:
-                self._log.write(text)
+            (self._unlogged.append if self._log is None else self._log.append)(text)
+
+    @contextmanager
+    def _bar(self, description: str) -> Iterator[None]:
+        self.settle()
+        self._show_progress(description, None, "")
+        try:
+            yield
+        finally:
+            self.settle()
 
     def _show_progress(self, description: str, share: float | None, figures: str) -> None:
-        description = _plain(description)
-        self._show(lambda display: display.progress(self._printable(description), share, self._printable(figures)))
+        self._show(lambda display: display.progress(self._printable(description), share, figures), quietly=True)
 
-    def _show(self, action: Callable[[PlainDisplay | TerminalDisplay], None]) -> None:
-        """Do `action` on the display; nothing once the stream is closed, since a run outlives its terminal."""
+    def _progress_seconds(self) -> float:
+        return PlainDisplay.progress_seconds if self._display is None else self._display.progress_seconds
+
+    def _show(self, action: Callable[[PlainDisplay | TerminalDisplay], None], *, quietly: bool = False) -> None:
+        """Do `action` on the display; nothing once the stream is closed, since a run outlives its terminal. `quietly`:
+        nothing in quiet mode either."""
         with self._lock:
-            if self._display is None:
+            if self._display is None or (quietly and self._quiet) or self._stream.closed:
                 return
             try:
-                if not self._stream.closed:
-                    action(self._display)
+                action(self._display)
             except OSError:
                 self._display = None
                 # What the stream still buffers would raise again when Python flushes it at exit.
-                with contextlib.suppress(OSError, ValueError), open(os.devnull, "wb") as nowhere:
+                with suppress(OSError, ValueError), open(os.devnull, "wb") as nowhere:
                     os.dup2(nowhere.fileno(), self._stream.fileno())
 
     def _printable(self, text: str) -> str:
-        """`text` with what the stream cannot encode (Windows code pages, lone surrogates) replaced by "?"."""
+        """`_plain`, with "?" for what the stream cannot encode (Windows code pages, lone surrogates)."""
         encoding = self._stream.encoding or "utf-8"
-        return text.encode(encoding, "replace").decode(encoding)
+        return _plain(text).encode(encoding, "replace").decode(encoding)
 
 
 class QuietConsole(Console):
@@ -256,58 +237,53 @@ class QuietConsole(Console):
     def _record(self, text: str) -> None:
         pass
 
-    def _show(self, action: Callable[[PlainDisplay | TerminalDisplay], None]) -> None:
+    def _show(self, action: Callable[[PlainDisplay | TerminalDisplay], None], *, quietly: bool = False) -> None:
         pass
 
 
+@dataclass(slots=True)
 class Progress:
     """The progress of a piece of work. `description`, `total` and `done` may be set at any time."""
 
-    def __init__(
-        self,
-        description: str,
-        total: float | None,
-        unit: str,
-        *,
-        show: Callable[[str, float | None, str], None],
-        interval_seconds: float,
-    ) -> None:
-        self.description = description
-        self.total = total
-        self.done = 0.0
-        self._unit = unit
-        self._show = show
-        self._interval_seconds = interval_seconds
+    description: str
+    total: float | None
+    unit: str
+    show: Callable[[str, float | None, str], None]
+    interval_seconds: float
+    done: float = 0.0
+    _started: float = field(init=False)
+    _shown: float = field(init=False)
+
+    def __post_init__(self) -> None:
         self._started = self._shown = time.monotonic()
 
     def advance(self, n: float = 1) -> None:
         """`n` more units are done."""
         self.done += n
         now = time.monotonic()
-        if now - self._shown >= self._interval_seconds:
+        if now - self._shown >= self.interval_seconds:
             self._shown = now
-            share = min(1.0, self.done / self.total) if self.total else None
-            self._show(self.description, share, self._figures(now - self._started))
+            self._draw(now - self._started)
 
     def closing_line(self) -> str:
         seconds = time.monotonic() - self._started
         return f"{self.description}: {self._amount(self.done)} in {seconds:.1f} s{self._rate(seconds)}"
 
-    def _figures(self, seconds: float) -> str:
+    def _draw(self, seconds: float) -> None:
+        done, rate = self._amount(self.done), self._rate(seconds)
         if not self.total:
-            return f"{self._amount(self.done)}{self._rate(seconds)}"
-        share = f"{self._number(self.done)} of {self._amount(self.total)} ({min(1.0, self.done / self.total):.0%})"
+            self.show(self.description, None, f"{done}{rate}")
+            return
+        share = min(1.0, self.done / self.total)
         left = f", {clock_text(seconds * max(0.0, self.total / self.done - 1))} left" if self.done else ""
-        return f"{share}{self._rate(seconds)}{left}"
+        figures = f"{done.partition(' ')[0]} of {self._amount(self.total)} ({share:.0%}){rate}{left}"
+        self.show(self.description, share, figures)
 
     def _rate(self, seconds: float) -> str:
         return f", {self._amount(self.done / seconds)}/s" if self.done and seconds > 0 else ""
 
     def _amount(self, value: float) -> str:
-        return f"{self._number(value)} {'MB' if self._unit == 'bytes' else self._unit}"
-
-    def _number(self, value: float) -> str:
-        return f"{value / 1e6:,.1f}" if self._unit == "bytes" else f"{value:,.0f}"
+        return f"{value / 1e6:,.1f} MB" if self.unit == "bytes" else f"{value:,.0f} {self.unit}"
 
 
 def _make_display(stream: TextIO | None) -> PlainDisplay | TerminalDisplay | None:

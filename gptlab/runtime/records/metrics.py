@@ -1,42 +1,136 @@
-"""metrics.jsonl: one JSON object a line, exact floats, nothing half-written."""
+"""metrics.jsonl: one JSON object a line, exact floats, nothing half-written; and the files that grow by whole lines."""
 
 from __future__ import annotations
 
+import errno
 import json
+import mmap
+import os
+import stat
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
-from typing import Literal
+from typing import Literal, Self
 
-from gptlab.config.errors import UserError
+from gptlab.config.errors import UserError, cannot
 from gptlab.config.plain_file import open_plain
-from gptlab.runtime.files.append_file import AppendFile
 from gptlab.runtime.files.strict_json import to_json
 
 Kind = Literal["train", "eval", "sample", "core", "checkpoint", "event"]
 
 
-class MetricsLog:
+class AppendFile:
+    """Appends lines of UTF-8 text, each passed to the operating system at once, so that a SIGKILL loses none.
+
+    Opening removes an incomplete last line, which a killed process left. While the disk refuses bytes (full, over
+    quota), lines wait in memory and are written, in order, as soon as the disk accepts them again.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._waiting = b""
+        self._error = OSError()
+        """Why lines wait."""
+        with cannot(f"write {path}"):
+            self._file = os.fdopen(_open_own(path), "a+b", buffering=0)
+            length = self._file.seek(0, os.SEEK_END)
+            self._size = self._end_of_whole_lines(length)
+            if self._size < length:
+                self._file.truncate(self._size)
+
+    def append(self, line: str) -> None:
+        """Append `line` (without its newline)."""
+        self._waiting += line.encode("utf-8", "replace") + b"\n"
+        self._drain()
+
+    def position(self) -> int:
+        """Bytes passed to the operating system so far, for `truncate`. UserError while lines wait for the disk.
+
+        A checkpoint that refers to them may survive a power cut, so it is published after a `sync`.
+        """
+        self._drain()
+        if self._waiting:
+            with cannot(f"write {self.path}"):
+                raise self._error
+        return self._size
+
+    def sync(self) -> None:
+        """Make durable what was written before this call. UserError if the disk refuses. Another thread may do this
+        while lines are written."""
+        with cannot(f"write {self.path}"):
+            os.fsync(self._file.fileno())
+
+    def truncate(self, offset: int) -> bool:
+        """Remove everything after the first `offset` bytes.
+
+        False if the file is not the one that had this offset (shorter, or no line ends there); it is then truncated
+        after the last line that ends before.
+        """
+        self._waiting = b""
+        self._size = self._end_of_whole_lines(min(offset, self._size))
+        self._file.truncate(self._size)
+        os.fsync(self._file.fileno())
+        return self._size == offset
+
+    def close(self) -> None:
+        """UserError if the last lines could not be written."""
+        if not self._file.closed:
+            try:
+                self.position()
+            finally:
+                self._file.close()
+
+    def _drain(self) -> None:
+        try:
+            written = 0
+            while written < len(self._waiting):
+                written += self._file.write(self._waiting[written:])
+        except OSError as error:
+            self._error = error
+            with suppress(OSError):  # no line stays half-written
+                self._file.truncate(self._size)
+        else:
+            self._size += len(self._waiting)
+            self._waiting = b""
+
+    def _end_of_whole_lines(self, limit: int) -> int:
+        """The position after the last newline among the first `limit` bytes; 0 if there is none."""
+        if limit <= 0:
+            return 0
+        with mmap.mmap(self._file.fileno(), limit, access=mmap.ACCESS_READ) as content:
+            return content.rfind(b"\n") + 1
+
+
+def _open_own(path: Path) -> int:
+    """A descriptor to read and append. Links are refused: the file is truncated, and an untrusted run folder must not
+    lead to a file of the user's. So are pipes, which may never be read."""
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0)
+    descriptor = os.open(path, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0), 0o666)
+    if stat.S_ISFIFO(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is a pipe", str(path))
+    return descriptor
+
+
+class MetricsLog(AppendFile):
     """The metrics of a run, in the order in which they were measured."""
 
     def __init__(self, path: Path, on_line: Callable[[Kind, dict[str, object]], None] | None = None) -> None:
         """`on_line`: called with kind and fields of each line when it is written."""
-        self._file = AppendFile(path)
+        super().__init__(path)
         self._held: list[str] | None = None
         self._on_line = on_line
 
     def write(self, kind: Kind, /, **fields: object) -> None:
         """Append one line. Values are Python numbers, strings, lists and dicts; units are in the names."""
         line = to_json({"kind": kind, **fields})
-        if self._held is None:
-            self._file.write(line)
-        else:
-            self._held.append(line)
+        (self.append if self._held is None else self._held.append)(line)
         if self._on_line is not None:
             self._on_line(kind, fields)
 
     def hold(self) -> None:
-        """Keep lines in memory from here on, until `release` writes the one that belongs here."""
+        """Keep lines in memory from here on, and out of `position`, until `release` writes the one that belongs
+        here."""
         self._held = []
 
     def release(self, first: Callable[[], None] = lambda: None) -> None:
@@ -46,45 +140,17 @@ class MetricsLog:
             first()
         finally:
             for line in held:
-                self._file.write(line)
-
-    def position(self) -> int:
-        """Bytes so far, without held lines: what a checkpoint stores, for `truncate` at resume. They are durable after
-        `sync`. UserError while the disk refuses lines."""
-        return self._file.position()
-
-    def sync(self) -> None:
-        """Make the lines up to here durable, from any thread. UserError if the disk refuses."""
-        self._file.sync()
-
-    def truncate(self, offset: int) -> bool:
-        """Cut off what was written after a checkpoint took `offset`; False if this is not the file it saw."""
-        return self._file.truncate(offset)
+                self.append(line)
 
     def close(self) -> None:
         self.release()
-        self._file.close()
+        super().close()
 
-    def __enter__(self) -> MetricsLog:
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
-
-
-class NoMetricsLog(MetricsLog):
-    """For all processes of a run but rank 0, which writes."""
-
-    def __init__(self) -> None:
-        pass
-
-    def write(self, kind: Kind, /, **fields: object) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 def read_metrics(path: Path) -> list[dict[str, object]]:
@@ -93,24 +159,16 @@ def read_metrics(path: Path) -> list[dict[str, object]]:
     Non-finite floats are the strings "nan", "inf", "-inf": `float(value)` reads both spellings. UserError if the file
     is missing or a line before the last is not JSON.
     """
-    try:
-        with open_plain(path) as file:
-            lines = file.read().split(b"\n")
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
+    with cannot(f"read {path}"), open_plain(path) as file:
+        lines = file.read().split(b"\n")
     records: list[dict[str, object]] = []
     for number, line in enumerate(lines, start=1):
         try:
-            if line:
-                records.append(_record(line))
-        except (ValueError, RecursionError) as error:
-            if number < len(lines):
-                raise UserError(f"{path}, line {number} is damaged: it is no JSON object") from error
+            record = json.loads(line or b"{}")
+        except (ValueError, RecursionError):
+            record = None
+        if isinstance(record, dict):
+            records += [record] if line else []
+        elif number < len(lines):
+            raise UserError(f"{path}, line {number} is damaged: it is no JSON object")
     return records
-
-
-def _record(line: bytes) -> dict[str, object]:
-    value = json.loads(line)
-    if not isinstance(value, dict):
-        raise ValueError
-    return value

@@ -1,27 +1,46 @@
 """Where a run's numbers come from: what its folder keeps so that a result can be explained, and the run repeated.
 
-Run folders are shared: no host name, user name, home folder or secret goes into them.
+    run.json          the facts: versions, machine, data, code
+    code/             the code that ran, beyond its commit: a patch, or all of it
+    environment.txt   Python, every installed distribution, the variables that matter
+    gpu.txt           what the GPU's own tool prints
+
+In a repository, `git checkout COMMIT && git apply RUN/code/changes.patch` restores the package byte for byte. If no
+commit is known (installed by pip, no git), the package itself is kept as gptlab.zip, which PYTHONPATH may name. Run
+folders are shared: no host name, user name, home folder or secret goes into them.
 """
 
 from __future__ import annotations
 
-import functools
 import getpass
+import hashlib
 import importlib.metadata
+import io
 import os
 import platform
 import re
+import shutil
+import subprocess
 import sys
+import tempfile
 import threading
+import zipfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import gptlab
 from gptlab.runtime.hardware.cpu import cpu_model
-from gptlab.runtime.records.code_snapshot import CodeSnapshot, output_of, take_code
+
+if TYPE_CHECKING:
+    from gptlab.runtime.hardware.place import Place
+
+PATCH_NAME = "changes.patch"
+ZIP_NAME = "gptlab.zip"
 
 # Variables that change what is computed, how fast, or where: of OpenMP and BLAS, CUDA, torch, the allocator, gptlab.
 _RELEVANT = re.compile(
@@ -29,6 +48,27 @@ _RELEVANT = re.compile(
     r"|PYTORCH|TORCH|TORCHINDUCTOR|TRITON|MALLOC)_\w+|(LOCAL_)?(RANK|WORLD_SIZE)|PYTHONHASHSEED|LD_PRELOAD|CXX|CC"
 )
 _SECRET = re.compile(r"TOKEN|KEY|SECRET|PASS|CREDENTIAL|AUTH", re.IGNORECASE)
+
+_TOOL_SECONDS = 10.0
+_ZIP_DATE = (1980, 1, 1, 0, 0, 0)  # the earliest that a zip can hold: the same source gives the same bytes
+
+RESUME_FACTS = (
+    "start", "argv", "gptlab_version", "git_commit", "git_dirty", "code_fingerprint", "python_version", "torch_version",
+    "cuda_version", "platform", "cpu", "device", "device_name", "dtype", "threads", "world_size",
+)  # fmt: skip
+"""What run.json keeps of each process that resumed the run."""
+
+
+@dataclass(frozen=True, slots=True)
+class CodeSnapshot:
+    commit: str | None
+    """None: the package is not part of a repository, or there is no git."""
+    dirty: bool | None
+    """Whether the package differs from the commit; None without one."""
+    fingerprint: str
+    """SHA-256 over the names and bytes of the package's files, whatever git says of them."""
+    files: Mapping[str, bytes]
+    """What must be kept besides the commit: {name: contents}; empty for a clean tree."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,68 +94,62 @@ def take_evidence(variables: Mapping[str, str]) -> Evidence:
 
 
 def begin_evidence() -> Future[Evidence]:
-    """`take_evidence` in a thread of its own: a slow nvidia-smi must not hold up a start.
+    """`take_evidence` in a daemon thread: a slow nvidia-smi must hold up neither a start nor an end.
 
     Call it first of all: the sooner, the surer that the files are those that this process imports.
     """
     evidence: Future[Evidence] = Future()
+    variables = dict(os.environ)
 
-    def take(variables: Mapping[str, str]) -> None:
+    def take() -> None:
         try:
             evidence.set_result(take_evidence(variables))
         except Exception as error:  # raised where somebody asks for the result
             evidence.set_exception(error)
 
-    threading.Thread(target=take, args=(dict(os.environ),), name="gptlab-evidence", daemon=True).start()
+    threading.Thread(target=take, name="gptlab-evidence", daemon=True).start()
     return evidence
 
 
 def provenance(
-    *,
     argv: Sequence[str],
     code: CodeSnapshot,
-    device: str,
-    device_name: str,
-    dtype: str,
-    threads: int,
-    peak_flops_per_second: float | None,
-    peak_source: str,
+    place: Place,
+    *,
     data_fingerprint: str,
     tokenizer_fingerprint: str,
-    cuda_version: str | None = None,
     world_size: int = 1,
     from_run: str | None = None,
 ) -> dict[str, object]:
     """The contents of run.json, status aside."""
+    import torch
+
+    from gptlab.runtime.hardware.device import device_name
+
     return {
         "gptlab_version": _version("gptlab"),
-        **code.facts(),
+        "git_commit": code.commit,
+        "git_dirty": code.dirty,
+        "code_fingerprint": code.fingerprint,
         "argv": list(argv),
         "from": from_run,
         "start": datetime.now(UTC).isoformat(timespec="seconds"),
         "python_version": platform.python_version(),
         "torch_version": _version("torch"),
-        "cuda_version": cuda_version,
+        "cuda_version": torch.version.cuda,
         "platform": platform.platform(),
         "cpu": cpu_model(),
-        "device": device,
-        "device_name": device_name,
-        "dtype": dtype,
-        "threads": threads,
-        "peak_flops_per_second": peak_flops_per_second,
-        "peak_source": peak_source,
+        "device": str(place.device),
+        "device_name": device_name(place.device),
+        "dtype": str(place.dtype).removeprefix("torch."),
+        "threads": place.threads,
+        "peak_flops_per_second": place.peak.flops_per_second,
+        "peak_source": place.peak.source,
         "data_fingerprint": data_fingerprint,
         "tokenizer_fingerprint": tokenizer_fingerprint,
         "world_size": world_size,
         "resumes": [],
     }
-
-
-RESUME_FACTS = (
-    "start", "argv", "gptlab_version", "git_commit", "git_dirty", "code_fingerprint", "python_version", "torch_version",
-    "cuda_version", "platform", "cpu", "device", "device_name", "dtype", "threads", "world_size",
-)  # fmt: skip
-"""What run.json keeps of each process that resumed the run."""
 
 
 def _version(distribution: str) -> str | None:
@@ -125,45 +159,124 @@ def _version(distribution: str) -> str | None:
         return None
 
 
+def take_code(package: Path) -> CodeSnapshot:
+    """The code in `package` as it is now."""
+    sources = _sources(package)
+    digest = hashlib.sha256()
+    for name, content in sources.items():
+        digest.update(f"{name}\0{len(content)}\0".encode() + content)
+    commit, dirty = git_state(package)
+    files: dict[str, bytes] = {}
+    if dirty is not False:
+        patch = _patch(package) if dirty else None
+        files = {ZIP_NAME: _zipped(package.name, sources)} if patch is None else {PATCH_NAME: patch}
+    return CodeSnapshot(commit, dirty, digest.hexdigest(), files)
+
+
+def _sources(package: Path) -> dict[str, bytes]:
+    """{path inside the package: contents} of all but compiled and hidden files, in order of the path."""
+    found = {}
+    for path in package.rglob("*"):
+        name = path.relative_to(package)
+        hidden = any(part.startswith(".") or part == "__pycache__" for part in name.parts)
+        if not hidden and not name.name.endswith((".pyc", "~")) and path.is_file():
+            found[name.as_posix()] = path.read_bytes()
+    return dict(sorted(found.items()))
+
+
+def git_state(package: Path) -> tuple[str | None, bool | None]:
+    """The commit of the tree that holds `package`, and whether the package differs from it.
+
+    Both None if the package is not part of a repository; a package merely installed below one (in its .venv) is not.
+    """
+    if _git(package, "ls-files", "--error-unmatch", "__init__.py") is None:
+        return None, None
+    commit = _git(package, "rev-parse", "HEAD")
+    changes = _git(package, "status", "--porcelain", "--", ".")
+    return (None, None) if commit is None else (commit.decode().strip(), None if changes is None else bool(changes))
+
+
+def _patch(package: Path) -> bytes | None:
+    """What `git apply` must do to the commit, new and binary files included; None if git fails.
+
+    A diff shows new files only if the index names them. A copy of the index does, so that the user's stays as it is.
+    The options undo whatever a user's configuration does to diffs.
+    """
+    index = _git(package, "rev-parse", "--git-path", "index")
+    if index is None:
+        return None
+    with tempfile.TemporaryDirectory(prefix="gptlab-") as folder, suppress(OSError):
+        copy = shutil.copyfile(package / os.fsdecode(index.strip()), Path(folder, "index"))
+        if _git(package, "add", "--intent-to-add", "--", ".", GIT_INDEX_FILE=str(copy)) is None:
+            return None
+        return _git(
+            package, "-c", "diff.relative=false", "diff", "--binary", "--full-index", "--unified=3", "--no-color",
+            "--no-ext-diff", "--no-textconv", "--no-renames", "--src-prefix=a/", "--dst-prefix=b/", "HEAD", "--", ".",
+            GIT_INDEX_FILE=str(copy),
+        )  # fmt: skip
+    return None
+
+
+def _zipped(package_name: str, sources: Mapping[str, bytes]) -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for name, content in sources.items():
+            entry = zipfile.ZipInfo(f"{package_name}/{name}", _ZIP_DATE)
+            entry.create_system = 3  # Unix, wherever it is made
+            entry.external_attr = 0o644 << 16
+            archive.writestr(entry, content, zipfile.ZIP_DEFLATED)
+    return buffer.getvalue()
+
+
+def _git(folder: Path, *arguments: str, **variables: str) -> bytes | None:
+    # Inside a git hook GIT_DIR and its kin point elsewhere; `git status` must not take the index lock for a refresh.
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    return _output(["git", *arguments], folder, {**inherited, "GIT_OPTIONAL_LOCKS": "0", **variables})
+
+
+def _output(command: list[str], folder: Path, environment: Mapping[str, str] | None = None) -> bytes | None:
+    """What `command` prints, or None if it fails, hangs or does not exist."""
+    try:
+        return subprocess.run(
+            command, cwd=folder, env=environment, capture_output=True,
+            stdin=subprocess.DEVNULL, timeout=_TOOL_SECONDS, check=True,
+        ).stdout  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
 def environment_text(variables: Mapping[str, str]) -> str:
     """A pip requirements file, with comments for what pip cannot install; `variables`: of the process's environment."""
-    relevant = {
-        name: _anonymous(value)
-        for name, value in sorted(variables.items())
-        if _RELEVANT.fullmatch(name) and not _SECRET.search(name)
-    }
-    distributions = dict(_distributions(tuple(sys.path)))
+    distributions = _distributions()
     own = distributions.pop("gptlab", None)
     lines = [
         f"# gptlab {own or 'from a source tree that is not installed'}",
         f"# Python {' '.join(sys.version.split())}",
         f"# {platform.platform()}",
-        *(f"# {name}={value}" for name, value in relevant.items()),
-        *(f"{name}=={version}" for name, version in sorted(distributions.items())),
     ]
+    for name, value in sorted(variables.items()):
+        if _RELEVANT.fullmatch(name) and not _SECRET.search(name):
+            lines.append(f"# {name}={_anonymous(value)}")
+    lines += [f"{name}=={version}" for name, version in sorted(distributions.items())]
     return "\n".join(lines) + "\n"
 
 
 def gpu_report() -> str | None:
     """What the GPU's own tool prints, as modded-nanogpt logs it; None without one."""
     for tool in ("nvidia-smi", "rocm-smi"):
-        if (output := output_of([tool], Path.cwd())) is not None:
+        if (output := _output([tool], Path.cwd())) is not None:
             return _without(platform.node(), "HOST", output.decode(errors="replace"))
     return None
 
 
-@functools.cache  # Reading the metadata of 60 distributions takes 0.1 s.
-def _distributions(search_path: tuple[str, ...]) -> dict[str, str]:
+def _distributions() -> dict[str, str]:
     """{name in pip's normal form: version} of what is installed; of two with one name, the one that is imported."""
     found: dict[str, str] = {}
-    for distribution in importlib.metadata.distributions(path=list(search_path)):
-        try:
-            metadata = distribution.metadata
-            name, version = metadata["Name"], metadata["Version"]
-        except (OSError, KeyError, ValueError):  # a half-removed one
-            continue
-        if name and version:
-            found.setdefault(re.sub(r"[-_.]+", "-", name).lower(), version)
+    for distribution in importlib.metadata.distributions():
+        with suppress(OSError, KeyError, ValueError):  # a half-removed one
+            name, version = distribution.metadata["Name"], distribution.metadata["Version"]
+            if name and version:
+                found.setdefault(re.sub(r"[-_.]+", "-", name).lower(), version)
     return found
 
 

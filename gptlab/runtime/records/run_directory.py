@@ -1,29 +1,52 @@
-"""The folder of a run: what is in it, which process may write to it, and the status of the run."""
+"""The folder of a run: what is in it, which process may write to it, the status of the run, and which checkpoints are
+the run's own.
+
+    config.json                        the configuration
+    run.json                           "run_id", "config_sha256", and "config_changes": what gptlab itself changed later
+    checkpoints/step-N/state.json      "run": the id, the configuration with its hash, and the data it was trained on
+
+The id is random and stays with the folder, which may be copied, moved and renamed. Fields that decide what is computed
+must have the values that a checkpoint was trained with; `FREE_FIELDS` may differ.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import platform
 import re
 import shutil
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from filelock import FileLock, Timeout
 
-from gptlab.config.errors import UserError
+from gptlab.config.errors import UserError, cannot
+from gptlab.config.load import flatten
 from gptlab.runtime.files.strict_json import read_json_object, sweep_temporaries, write_json_atomic
-
-__all__ = ["RunDirectory", "Status", "default_run_path", "write_json_atomic"]
 
 Status = Literal["running", "finished", "preempted", "failed"]
 
-_LOCK_NAME = ".lock"
-_OWNER_NAME = ".lock.json"
+_CREATED = ("tokenizer", "code", "environment.txt", "gpu.txt", "config.json", "run.json")
+"""What `RunDirectory.create` writes."""
+_OWNER, _LOCK = ".lock.json", ".lock"
+
+FREE_FIELDS = frozenset({
+    # Places. What is there has fingerprints of its own.
+    "run_dir", "init_from", "data.source", "data.val_source", "data.cache_dir", "tokenizer.path", "eval.core_dir",
+    # How the work is done. A resume on another kind of machine says that it is not bit for bit.
+    "parallel.mode", "runtime.device", "runtime.compile", "runtime.process_timeout_seconds",
+    # What is kept, which a full disk may force a user to change.
+    "checkpoint.keep_last", "checkpoint.keep_every_steps", "checkpoint.keep_best", "checkpoint.background",
+    "checkpoint.on_failure",
+})  # fmt: skip
+"""Fields of config.json that may differ from what a checkpoint was trained with."""
 
 
 class _Entry:
@@ -60,80 +83,76 @@ class RunDirectory:
         config_json: Mapping[str, object],
         provenance: Mapping[str, object],
         *,
-        contents: Callable[[RunDirectory], None] | None = None,
+        contents: Callable[[RunDirectory], None] = lambda run: None,
     ) -> RunDirectory:
         """Start a run in `path`, a folder that does not exist yet or is empty; UserError otherwise.
 
         `contents` writes what else a run must have (its tokenizer, the code that it runs). If anything cannot be
         written, nothing is left.
         """
-        run = cls(Path(path))
+        run = cls(path)
         run.require_free()  # before the lock, which would leave its file in somebody's folder
-        is_new = not run.path.exists()
-        try:
-            run.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"cannot make the run folder {path}: {error.strerror or error}") from error
+        is_new = not path.exists()
+        with cannot(f"make the run folder {path}"):
+            path.mkdir(parents=True, exist_ok=True)
         try:
             with run.lock():
                 run.require_free()
-                run._fill(config_json, provenance, contents)
+                try:
+                    run._remove(*_CREATED)  # of a process that was killed here
+                    started = {**provenance, "status": "running", "end": None, "failure": None}
+                    write_json_atomic(run.provenance_path, started)
+                    contents(run)
+                    write_json_atomic(run.config_path, dict(config_json))
+                except BaseException:
+                    run._remove(*_CREATED, _OWNER, _LOCK)  # the lock last: whoever opens it then finds a free folder
+                    raise
         except BaseException:
             if is_new:
                 with suppress(OSError):
-                    run.path.rmdir()
+                    path.rmdir()
             raise
         return run
 
-    def _fill(
-        self,
-        config_json: Mapping[str, object],
-        provenance: Mapping[str, object],
-        contents: Callable[[RunDirectory], None] | None,
-    ) -> None:
-        try:
-            self._clear()
-            write_json_atomic(self.provenance_path, {**provenance, "status": "running", "end": None, "failure": None})
-            if contents is not None:
-                contents(self)
-            write_json_atomic(self.config_path, dict(config_json))
-        except BaseException:
-            self._clear()
-            # Under the lock, its own file last: whoever opens it then finds a free folder.
-            for path in (self.path / _OWNER_NAME, self.path / _LOCK_NAME):
-                with suppress(OSError):
-                    path.unlink(missing_ok=True)
-            raise
-
-    def _clear(self) -> None:
-        """Remove what `create` writes, of this call or of a killed process."""
-        for folder in (self.tokenizer_path, self.code_path):
-            shutil.rmtree(folder, ignore_errors=True)
-        for path in (self.environment_path, self.gpu_path, self.config_path, self.provenance_path):
+    def _remove(self, *names: str) -> None:
+        for path in (self.path / name for name in names):
+            shutil.rmtree(path, ignore_errors=True)
             with suppress(OSError):
                 path.unlink(missing_ok=True)
 
+    def require_free(self) -> None:
+        """UserError unless a run can start here, in an empty folder or one that does not exist. Writes nothing."""
+        if self.path.is_dir() and (entries := sorted(self.path.iterdir())):
+            self._require_leftovers(entries)
+
+    def _require_leftovers(self, entries: list[Path]) -> None:
+        """UserError unless all in the folder is what a process left that was killed in `create`."""
+        if link := next((entry for entry in entries if entry.is_symlink()), None):
+            raise UserError(f"{link} is a link, and a run folder holds no links: name another --run-dir")
+        if self.config_path.exists():
+            raise UserError(
+                f"{self.path} already holds a run; continue it with --resume {self.path}, or name another --run-dir"
+            )
+        ours = re.compile(rf"\..*\.tmp|{'|'.join(map(re.escape, (*_CREATED, _OWNER, _LOCK)))}")
+        if other := next((entry.name for entry in entries if not ours.fullmatch(entry.name)), None):
+            raise UserError(f"the run folder {self.path} is not empty (it holds {other}); name another --run-dir")
+
     @classmethod
     def open(cls, path: Path) -> RunDirectory:
-        """The run in `path`; UserError if there is none."""
-        run = cls(Path(path))
-        if not run.path.is_dir():
+        """The run in `path`; UserError if there is none, or a link is anywhere in it: what a run writes, truncates and
+        removes must be its own. The folder itself may be reached through one."""
+        run = cls(path)
+        if not path.is_dir():
             raise UserError(f"there is no run folder {path}; name one that `gptlab train` made, such as runs/NAME")
         if not run.config_path.is_file():
             raise UserError(f"{path} is no run: it has no config.json; name a folder that `gptlab train` made")
-        run._require_no_links()
-        return run
-
-    def _require_no_links(self) -> None:
-        """UserError for a link anywhere below the folder: what a run writes, cuts and removes must be its own. The
-        folder itself may be reached through one."""
-        for folder, folders, files in os.walk(self.path):
-            for name in sorted((*folders, *files)):
-                path = Path(folder, name)
-                if path.is_symlink():
+        for folder, folders, files in os.walk(path):
+            for inner in (Path(folder, name) for name in sorted((*folders, *files))):
+                if inner.is_symlink():
                     raise UserError(
-                        f"{path} is a link, and a run folder holds no links: put what it leads to in its place"
+                        f"{inner} is a link, and a run folder holds no links: put what it leads to in its place"
                     )
+        return run
 
     def read_config(self) -> dict[str, object]:
         """config.json; UserError if it is damaged."""
@@ -143,9 +162,16 @@ class RunDirectory:
         """run.json; UserError if it is missing or damaged."""
         return read_json_object(self.provenance_path)
 
+    def recorded(self) -> dict[str, object]:
+        """run.json; empty if it is lost or damaged, which must not end the run."""
+        try:
+            return self.read_provenance()
+        except UserError:
+            return {}
+
     def set_status(self, status: Status, **extra: object) -> None:
         """Record in run.json the run's status, when it ended (null while it runs), and any `extra` facts."""
-        end = None if status == "running" else datetime.now(UTC).isoformat(timespec="seconds")
+        end = None if status == "running" else _now()
         facts = {**self.recorded(), "failure": None, **extra, "status": status, "end": end}
         write_json_atomic(self.provenance_path, facts)
 
@@ -154,13 +180,6 @@ class RunDirectory:
         several reasons stays: it is the closest to the cause."""
         failure = self.recorded().get("failure") or {"reason": reason, "step": step, "loss": loss}
         self.set_status("failed", failure=failure)
-
-    def recorded(self) -> dict[str, object]:
-        """run.json; empty if it is lost or damaged, which must not end the run."""
-        try:
-            return self.read_provenance()
-        except UserError:
-            return {}
 
     def replace_provenance(self, record: Mapping[str, object]) -> None:
         """Write run.json again after it was lost or damaged; a damaged one is kept next to it."""
@@ -172,26 +191,19 @@ class RunDirectory:
         """Write {path inside the run: contents}; UserError if they cannot be written."""
         for name, content in files.items():
             path = self.path / name
-            try:
+            with cannot(f"write {path}"):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(content)
-            except OSError as error:
-                raise UserError(f"cannot write {path}: {error.strerror or error}") from error
 
     @contextmanager
     def lock(self) -> Iterator[None]:
         """Lock the run for this process; UserError if another one holds the lock. A killed process holds none."""
-        lock = FileLock(self.path / _LOCK_NAME, thread_local=False)
-        try:
-            lock.acquire(blocking=False)
-        except Timeout:
-            raise UserError(
-                f"{self.path} is in use by another process{self._owner()}; wait until it ends, stop it, or train in "
-                "another folder with --run-dir"
-            ) from None
-        except OSError as error:
-            raise UserError(f"cannot lock {self.path}: {error.strerror or error}") from error
-        owner = self.path / _OWNER_NAME
+        lock, owner = FileLock(self.path / _LOCK, thread_local=False), self.path / _OWNER
+        with cannot(f"lock {self.path}"):
+            try:
+                lock.acquire(blocking=False)
+            except Timeout:
+                raise UserError(self._in_use()) from None
         sweep_temporaries(self.path)
         try:
             with suppress(UserError):  # a full disk: the owner is only named in a message
@@ -202,30 +214,16 @@ class RunDirectory:
                 owner.unlink(missing_ok=True)
             lock.release()
 
-    def _owner(self) -> str:
-        try:
-            owner = read_json_object(self.path / _OWNER_NAME)
-        except UserError:
-            return ""
-        return f" (pid {owner.get('pid')} on {owner.get('host')})"
+    def _in_use(self) -> str:
+        by = "another process"
+        with suppress(UserError):
+            owner = read_json_object(self.path / _OWNER)
+            by += f" (pid {owner.get('pid')} on {owner.get('host')})"
+        return f"{self.path} is in use by {by}; wait until it ends, stop it, or train in another folder with --run-dir"
 
-    def require_free(self) -> None:
-        """UserError unless a run can start here, in an empty folder or one that does not exist. Writes nothing."""
-        if not self.path.is_dir():
-            return
-        if link := next((entry for entry in sorted(self.path.iterdir()) if entry.is_symlink()), None):
-            raise UserError(f"{link} is a link, and a run folder holds no links: name another --run-dir")
-        if self.config_path.exists():
-            raise UserError(
-                f"{self.path} already holds a run; continue it with --resume {self.path}, or name another --run-dir"
-            )
-        # Without config.json, these are what a process killed inside `create` left.
-        known = (self.provenance_path, self.tokenizer_path, self.code_path, self.environment_path, self.gpu_path)
-        ours = {_LOCK_NAME, _OWNER_NAME, *(path.name for path in known)}
-        others = sorted(entry.name for entry in self.path.iterdir() if entry.name not in ours)
-        others = [name for name in others if not (name.startswith(".") and name.endswith(".tmp"))]
-        if others:
-            raise UserError(f"the run folder {self.path} is not empty (it holds {others[0]}); name another --run-dir")
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def default_run_path(recipe: str, now: datetime, root: Path = Path("runs")) -> Path:
@@ -240,3 +238,105 @@ def default_run_path(recipe: str, now: datetime, root: Path = Path("runs")) -> P
         number += 1
         path = first.with_name(f"{first.name}-{number}")
     return path
+
+
+@dataclass(frozen=True, slots=True)
+class RunIdentity:
+    """What every checkpoint of a run says of the run."""
+
+    id: str
+    config: Mapping[str, Any]
+    """The content of config.json."""
+    data_fingerprint: str | None = None
+    """None: unknown (an imported model)."""
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "config_sha256": config_sha256(self.config),
+            "config": dict(self.config),
+            "data_fingerprint": self.data_fingerprint,
+        }
+
+
+def identity_of(run: RunDirectory, data_fingerprint: str) -> RunIdentity:
+    """What the run's next checkpoints say of it."""
+    run_id = recorded_id(run)
+    assert run_id is not None
+    return RunIdentity(run_id, run.read_config(), data_fingerprint)
+
+
+def new_run_id() -> str:
+    return uuid.uuid4().hex
+
+
+def config_sha256(values: Mapping[str, Any]) -> str:
+    """SHA-256 of the content of a config.json; the same for any order of keys and any spacing."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+def recorded_id(run: RunDirectory) -> str | None:
+    """The id in run.json; None if that is lost, or written by an older gptlab."""
+    value = run.recorded().get("run_id")
+    return value if isinstance(value, str) else None
+
+
+def saved_identity(state: Mapping[str, Any], checkpoint: Path) -> RunIdentity | None:
+    """The run that a checkpoint's state.json names; None if an older gptlab wrote it. UserError if it is malformed."""
+    if "run" not in state:
+        return None
+    match state["run"]:
+        case {"id": str(run_id), "config_sha256": str(digest), "config": dict(config), "data_fingerprint": data} if (
+            digest == config_sha256(config) and isinstance(data, str | None)
+        ):
+            return RunIdentity(run_id, config, data)
+    raise UserError(f"cannot use {checkpoint}: what its state.json says of its run was not written by gptlab")
+
+
+def require_own(run: RunDirectory, saved: RunIdentity | None, checkpoint: Path) -> None:
+    """UserError if a checkpoint names another run than its folder's."""
+    own = recorded_id(run)
+    if saved is not None and own is not None and own != saved.id:
+        raise UserError(
+            f"{checkpoint} is a checkpoint of another run ({saved.id[:12]}; this one is {own[:12]}): move it out of "
+            f"{checkpoint.parent}"
+        )
+
+
+def edited_field(run: RunDirectory, saved: RunIdentity) -> str | None:
+    """The first field of config.json that differs from what a checkpoint was trained with, as `seed = 3, not 2`; None
+    if none does, apart from `FREE_FIELDS` and what `change_config` has recorded."""
+    now, then = flatten(run.read_config()), flatten(saved.config)
+    recorded = _recorded_values(run)
+    for name in (*then, *(name for name in now if name not in then)):
+        values = (then.get(name), now.get(name))
+        legitimate = name in FREE_FIELDS or all(value in recorded.get(name, ()) for value in values)
+        if values[0] != values[1] and not legitimate:
+            return f"{name} = {values[1]!r}, not {values[0]!r}"
+    return None
+
+
+def change_config(run: RunDirectory, values: Mapping[str, Any], *, step: int) -> None:
+    """Make `values` the config.json of a run that has done `step` steps, and record in run.json which fields changed,
+    so that earlier checkpoints still belong to it. run.json is written first: a recorded change that was not made does
+    no harm."""
+    record = run.read_provenance()
+    now, then = flatten(values), flatten(run.read_config())
+    fields = {name: [then.get(name), now.get(name)] for name in {**then, **now} if then.get(name) != now.get(name)}
+    earlier = record.get("config_changes")
+    changes = [*(earlier if isinstance(earlier, list) else []), {"step": step, "time": _now(), "fields": fields}]
+    changed = {**record, "config_sha256": config_sha256(values), "config_changes": changes}
+    write_json_atomic(run.provenance_path, changed)
+    write_json_atomic(run.config_path, dict(values))
+
+
+def _recorded_values(run: RunDirectory) -> dict[str, list[Any]]:
+    """{field: every value before or after a recorded change}."""
+    values: dict[str, list[Any]] = {}
+    changes = run.recorded().get("config_changes")
+    for change in changes if isinstance(changes, list) else ():
+        match change:
+            case {"fields": dict(fields)}:
+                for name, pair in fields.items():
+                    values.setdefault(name, []).extend(pair if isinstance(pair, list) else ())
+    return values

@@ -37,31 +37,24 @@ class TerminalDisplay:
         if time.monotonic() - self._drawn_at >= _REDRAW_SECONDS:
             self._draw(_cropped(self._text))
 
-    def begin_progress(self, description: str) -> None:
-        self.progress(description, None, "")
-
     def progress(self, description: str, share: float | None, figures: str) -> None:
         """Draws at once: the caller minds `progress_seconds`."""
-        self.settle()
+        if self._text:
+            self.settle()
         row = Table.grid(padding=(0, 1))
         cells = min(_LONGEST_BAR_CELLS, self._console.width // 4)
         bar = ProgressBar(total=1.0, completed=share or 0.0, width=cells, pulse=share is None)
         row.add_row(_cropped(description), bar, _cropped(figures))
         self._draw(row)
 
-    def end_progress(self) -> None:
-        self._stop()
-
     def settle(self) -> None:
-        """Turn the live line, with its latest text, into an ordinary one."""
+        """Turn the live line, with its latest text, into an ordinary one; remove a bar."""
+        if self._live is not None:
+            self._live.stop()
+            self._live, self._drawn_at = None, float("-inf")
         if self._text:
-            self._stop()
             self.line(self._text)
             self._text = ""
-
-    def close(self) -> None:
-        self.settle()
-        self._stop()
 
     def _draw(self, content: Text | Table) -> None:
         if self._live is None:
@@ -71,12 +64,6 @@ class TerminalDisplay:
             self._live.start()
         self._live.update(content, refresh=True)
         self._drawn_at = time.monotonic()
-
-    def _stop(self) -> None:
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
-            self._drawn_at = float("-inf")
 
 
 def _fitting(parts: Sequence[str], columns: int) -> str:

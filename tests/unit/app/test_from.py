@@ -21,7 +21,7 @@ from gptlab.config.load import apply_overrides, config_to_json
 from gptlab.config.recipes import quickstart
 from gptlab.config.run import RunConfig
 from gptlab.config.scaling import Machine
-from gptlab.runtime.records.code_snapshot import PATCH_NAME, ZIP_NAME
+from gptlab.runtime.records.provenance import PATCH_NAME, ZIP_NAME
 from gptlab.runtime.records.run_directory import RunDirectory
 
 

@@ -27,7 +27,7 @@ from gptlab.data.loader import Loader, StepBatch
 from gptlab.model.counting import FlopsPerToken
 from gptlab.optim.adamw import AdamW
 from gptlab.optim.muon import Muon
-from gptlab.runtime.hardware import peak
+from gptlab.runtime.hardware import place as peak
 from gptlab.training.state import TrainState, build_state
 
 FIELDS = {

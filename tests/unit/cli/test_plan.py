@@ -21,7 +21,7 @@ from gptlab.config.model import ModelConfig
 from gptlab.config.run import RunConfig
 from gptlab.model.gpt import GPT, build_model
 from gptlab.model.kernels import ops
-from gptlab.runtime.hardware.peak import Peak
+from gptlab.runtime.hardware.place import Peak
 
 PEAK = Peak(flops_per_second=1e11, source="measured")
 RATE = Rate(tokens_per_second=6400.0, flops_per_second=5e9, date="2026-11-22")

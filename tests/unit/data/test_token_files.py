@@ -28,7 +28,7 @@ from gptlab.data.token_fate import token_fate
 from gptlab.data.tokenizer.tokenizer import ByteTokenizer
 from gptlab.data.tokens import foreign_files
 from gptlab.data.tokens.shards import TokenSplit
-from gptlab.runtime.files import file_hashes
+from gptlab.runtime.files import cache as file_hashes
 
 BOS = 256
 """Of the byte tokenizer, whose ids are easy to know."""

@@ -8,8 +8,7 @@ import sys
 
 import pytest
 
-from gptlab.runtime.hardware.cpu import limit_spinning
-from gptlab.runtime.hardware.machine_load import CpuSeconds, MachineLoad, cpu_seconds
+from gptlab.runtime.hardware.cpu import CpuSeconds, MachineLoad, cpu_seconds, limit_spinning
 
 
 class Machine:

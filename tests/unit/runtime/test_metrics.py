@@ -17,9 +17,8 @@ from pathlib import Path
 import pytest
 
 from gptlab.config.errors import UserError
-from gptlab.runtime.files.append_file import AppendFile
 from gptlab.runtime.files.strict_json import to_json
-from gptlab.runtime.records.metrics import MetricsLog, read_metrics
+from gptlab.runtime.records.metrics import AppendFile, MetricsLog, read_metrics
 
 
 def test_one_line_by_hand(tmp_path: Path) -> None:
@@ -151,20 +150,20 @@ class _FullDisk:
 
 def test_a_full_disk_delays_lines_and_loses_none(tmp_path: Path) -> None:
     file = AppendFile(tmp_path / "log")
-    file.write("first")
+    file.append("first")
     disk = _FullDisk(file._file, room=4)
     file._file = disk  # type: ignore[assignment]
-    file.write("second")
-    file.write("third")
+    file.append("second")
+    file.append("third")
     assert (tmp_path / "log").read_text() == "first\n"  # nothing half-written
     with pytest.raises(UserError, match="No space left"):
         file.position()
     disk.room = 10**6
-    file.write("fourth")
+    file.append("fourth")
     assert (tmp_path / "log").read_text() == "first\nsecond\nthird\nfourth\n"
     assert file.position() == 26
     disk.room = 0
-    file.write("fifth")
+    file.append("fifth")
     with pytest.raises(UserError, match="No space left"):
         file.close()
 
@@ -172,7 +171,7 @@ def test_a_full_disk_delays_lines_and_loses_none(tmp_path: Path) -> None:
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full is Linux's")
 def test_dev_full_is_a_full_disk() -> None:
     file = AppendFile(Path("/dev/full"))
-    file.write("line")
+    file.append("line")
     with pytest.raises(UserError, match="No space left"):
         file.position()
 

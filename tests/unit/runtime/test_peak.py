@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from gptlab.runtime.hardware import peak as peak_module
-from gptlab.runtime.hardware.peak import Peak, measure_matmul_flops, peak_flops_per_second, table_peak_flops
+from gptlab.runtime.hardware import place as peak_module
+from gptlab.runtime.hardware.place import Peak, measure_matmul_flops, peak_flops_per_second, table_peak_flops
 
 CPU = torch.device("cpu")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

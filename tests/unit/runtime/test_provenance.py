@@ -21,8 +21,17 @@ from tiny_runs import train, write_corpus
 import gptlab
 from gptlab.app.api import train as train_run
 from gptlab.runtime.records import provenance as provenance_module
-from gptlab.runtime.records.code_snapshot import PATCH_NAME, ZIP_NAME, CodeSnapshot, take_code
-from gptlab.runtime.records.provenance import Evidence, begin_evidence, environment_text, gpu_report, take_evidence
+from gptlab.runtime.records.provenance import (
+    PATCH_NAME,
+    ZIP_NAME,
+    CodeSnapshot,
+    Evidence,
+    begin_evidence,
+    environment_text,
+    gpu_report,
+    take_code,
+    take_evidence,
+)
 from gptlab.runtime.records.run_directory import RunDirectory
 
 PACKAGE = Path(gptlab.__file__).parent

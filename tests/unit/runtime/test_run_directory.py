@@ -14,16 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from filelock import FileLock
 
 from gptlab.config.errors import UserError
 from gptlab.runtime.files import strict_json
 from gptlab.runtime.hardware import cpu
 from gptlab.runtime.hardware.cpu import cpu_model
+from gptlab.runtime.hardware.place import Peak, Place
 from gptlab.runtime.records import provenance as provenance_module
 from gptlab.runtime.records import run_directory as run_directory_module
-from gptlab.runtime.records.code_snapshot import CodeSnapshot, git_state
-from gptlab.runtime.records.provenance import provenance
+from gptlab.runtime.records.provenance import CodeSnapshot, git_state, provenance
 from gptlab.runtime.records.run_directory import RunDirectory, default_run_path, write_json_atomic
 
 CONFIG = {"schema_version": 1, "seed": 3}
@@ -282,11 +283,9 @@ def test_default_names(tmp_path: Path) -> None:
 
 
 def facts_of_a_run() -> dict[str, object]:
-    return provenance(
-        argv=["train", "quickstart"], code=CodeSnapshot("c0ffee", False, "f", {}), device="cpu",
-        device_name="AMD EPYC", dtype="bfloat16", threads=2,
-        peak_flops_per_second=8.5e11, peak_source="measured", data_fingerprint="d", tokenizer_fingerprint="t",
-    )  # fmt: skip
+    code = CodeSnapshot("c0ffee", False, "f", {})
+    place = Place(torch.device("cpu"), torch.bfloat16, 2, Peak(8.5e11, "measured"))
+    return provenance(["train", "quickstart"], code, place, data_fingerprint="d", tokenizer_fingerprint="t")
 
 
 def test_provenance_tells_what_produced_the_numbers(tmp_path: Path) -> None:
@@ -294,7 +293,8 @@ def test_provenance_tells_what_produced_the_numbers(tmp_path: Path) -> None:
     assert json.loads(json.dumps(record)) == record
     assert record["argv"] == ["train", "quickstart"]
     assert (record["data_fingerprint"], record["tokenizer_fingerprint"], record["code_fingerprint"]) == ("d", "t", "f")
-    assert (record["device_name"], record["dtype"], record["threads"]) == ("AMD EPYC", "bfloat16", 2)
+    assert (record["device_name"], record["dtype"], record["threads"]) == (cpu_model(), "bfloat16", 2)
+    assert (record["peak_flops_per_second"], record["peak_source"]) == (8.5e11, "measured")
     assert record["python_version"] == sys.version.split()[0]
     assert str(record["torch_version"]).startswith("2.")
     assert record["world_size"] == 1
@@ -313,7 +313,7 @@ def test_git_state_of_the_package_and_of_nothing_else(tmp_path: Path, monkeypatc
     package = tmp_path / "package"
     package.mkdir()
     (package / "__init__.py").touch()
-    unknown = {"git_commit": None, "git_dirty": None}
+    unknown = (None, None)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     assert git_state(package) == unknown
     git(tmp_path, "init", "-q")
@@ -322,16 +322,16 @@ def test_git_state_of_the_package_and_of_nothing_else(tmp_path: Path, monkeypatc
     git(tmp_path, "commit", "-q", "-m", "one")
     commit = git(tmp_path, "rev-parse", "HEAD")
     monkeypatch.setenv("GIT_DIR", str(tmp_path / "elsewhere"))  # as inside a hook of another repository
-    assert git_state(package) == {"git_commit": commit, "git_dirty": False}
+    assert git_state(package) == (commit, False)
     (tmp_path / "notes.txt").touch()  # outside the package: the code is still that of the commit
-    assert git_state(package) == {"git_commit": commit, "git_dirty": False}
+    assert git_state(package) == (commit, False)
     (package / "new.py").touch()
-    assert git_state(package) == {"git_commit": commit, "git_dirty": True}
+    assert git_state(package) == (commit, True)
 
 
 def test_no_git_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert git_state(Path(provenance_module.__file__).parent) == {"git_commit": None, "git_dirty": None}
+    assert git_state(Path(provenance_module.__file__).parent) == (None, None)
 
 
 def test_cpu_model_of_linux(tmp_path: Path) -> None:
