@@ -15,8 +15,7 @@ from gptlab.cli.arguments.parser import Positional, parse
 from gptlab.config.data import DataConfig, LongDocuments, Rows, Split, TokenizerConfig, TokenizerKind
 from gptlab.config.errors import UserError, nearest_name
 from gptlab.data.corpus.core_bundle import core_folder, prepare_core
-from gptlab.data.corpus.downloaded import size_text, state
-from gptlab.data.corpus.known_corpora import CORE, CORE_BUNDLE, CORPORA, named_source
+from gptlab.data.corpus.known_corpora import CORE, CORE_BUNDLE, CORPORA, named_source, size_text, state
 from gptlab.data.prepare import PreparedData, prepare
 from gptlab.data.rows import RowSource, make_rows
 from gptlab.data.token_fate import token_fate

@@ -111,9 +111,8 @@ def _nanogpt(argv: list[str]) -> None:
     arguments = parse(NanoGptArguments, argv, prog=f"{PROG} nanogpt", description=description)
     if arguments.meta is not None and arguments.tokenizer is not None:
         raise UserError("--meta and --tokenizer both define the tokens: give only one of them")
-    from gptlab.data.tokenizer.character_table import read_character_table
-    from gptlab.data.tokenizer.tokenizer import CharTokenizer, gpt2_tokenizer, load_tokenizer
-    from gptlab.model.interop.nanogpt_checkpoint import read_nanogpt
+    from gptlab.data.tokenizer.tokenizer import CharTokenizer, gpt2_tokenizer, load_tokenizer, read_character_table
+    from gptlab.model.interop.hf_weights import read_nanogpt
     from gptlab.model.interop.pretrained import with_vocabulary
     from gptlab.runtime.records.console import Console
 

@@ -15,7 +15,7 @@ from gptlab.cli.arguments.parser import Positional, parse
 from gptlab.config.data import TokenizerConfig, TokenizerKind
 from gptlab.config.errors import UserError, nearest_name, require_positive
 from gptlab.data.corpus.documents import open_corpus
-from gptlab.data.tokenizer import json_file
+from gptlab.data.tokenizer.base import FILE
 from gptlab.data.tokenizer.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from gptlab.runtime.records.console import Console
 
@@ -94,7 +94,7 @@ def _train(argv: list[str]) -> int:
         max_digits=arguments.max_digits,
         train_bytes=arguments.train_bytes,
     )
-    if (out / json_file.FILE).exists() and not arguments.overwrite:
+    if (out / FILE).exists() and not arguments.overwrite:
         raise UserError(f"{out} has a tokenizer already; choose another --out, or add --overwrite")
     if out.exists() and not out.is_dir():
         raise UserError(f"--out {out} is a file; name a folder")

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gptlab.data.packing import PACKING_ARRAYS, Packing, cached_arrays, document_contents
+from gptlab.data.packing import Packing, cached_arrays, document_contents
 from gptlab.data.tokens.shards import TokenSplit
 
 REFILL_DOCUMENTS = 128
@@ -64,7 +64,7 @@ class CroppedRows:
         self._starts, self._lengths = document_contents(split)
         *packing, waiting, arrived = cached_arrays(
             cache_folder, f"crop-{seq_len}-{buffer_documents}-v{CROP_VERSION}",
-            (*PACKING_ARRAYS, "waiting", "arrived"), self._plan_first_epoch,
+            (*Packing._fields, "waiting", "arrived"), self._plan_first_epoch,
         )  # fmt: skip
         self.first_epoch = Packing(*packing)
         self.rows_per_epoch = self.first_epoch.n_rows
@@ -95,8 +95,7 @@ class CroppedRows:
         """The rows that take as many documents as there are, and the buffer after them. Of a small corpus some come
         twice and others not at all: the buffer holds several passes."""
         packing, after = self._plan_part(EMPTY, len(self._lengths))
-        arrays = packing.row_segments, packing.segment_starts, packing.segment_lengths
-        return (*arrays, after.waiting, np.array([after.arrived]))
+        return (*packing, after.waiting, np.array([after.arrived]))
 
     def _plan_part(self, buffer: Buffer, take_documents: int) -> tuple[Packing, Buffer]:
         """The rows from `buffer` on, until `take_documents` are taken, and the buffer after them.

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from gptlab.data.packing import IGNORED
-from gptlab.data.rows import Pair, RowSource
+from gptlab.data.rows import RowSource
 
 PREFETCHED_STEPS = 3
 # Small steps are made further ahead, so that the thread wakes once for several: at each step it cost training 0.5 ms of
@@ -54,6 +54,9 @@ def steps_ahead(batch: StepBatch) -> int:
 class Loader:
     """Endless iterator of StepBatch. Rank r of W gets micro-batches r, r + W, ... of each step.
 
+    `fill`: every rank gets as many micro-batches as rank 0. Those beyond the step's are repetitions of its last one in
+    which no target counts, so that their loss and their gradient are zero.
+
     An error while a step is made is raised by the `next` that would have returned the step. Usable as a context
     manager; `close` ends the thread.
     """
@@ -70,11 +73,8 @@ class Loader:
         start_step: int = 0,
         fill: bool = False,
     ) -> None:
-        """`fill`: every rank gets as many micro-batches as rank 0. Those beyond the step's are repetitions of its last
-        one in which no target counts, so that their loss and their gradient are zero."""
         self._rows = rows
-        self._micro_sequences = micro_sequences
-        self._micro_batches = micro_batches
+        self._micro_sequences, self._micro_batches = micro_sequences, micro_batches
         self._device = torch.device(device)
         end = -(-micro_batches // world_size) * world_size if fill else micro_batches
         self._micro_indices = tuple(range(rank, end, world_size))
@@ -134,7 +134,8 @@ class Loader:
         everywhere = step * per_step + np.arange(per_step)
         micro = everywhere.reshape(self._micro_batches, self._micro_sequences)
         indices = np.array(self._micro_indices, dtype=np.int64)
-        inputs, targets = self._read(micro[np.minimum(indices, self._micro_batches - 1)].reshape(-1))
+        here = micro[np.minimum(indices, self._micro_batches - 1)].reshape(-1)
+        inputs, targets = self._read(here)
         targets[np.repeat(indices >= self._micro_batches, self._micro_sequences)] = IGNORED
         all_here = self._micro_indices == tuple(range(self._micro_batches))
         return StepBatch(
@@ -153,17 +154,13 @@ class Loader:
         for step in range(self._next_step + len(self._ahead), self._next_step + self._limit):
             self._ahead.append(self._thread.submit(self.make, step))
 
-    def _read(self, global_rows: np.ndarray) -> Pair:
-        pairs = [self._rows.read(epoch, indices) for epoch, indices in self._by_epoch(global_rows)]
-        if not pairs:
-            nothing = np.empty((0, self._rows.seq_len), dtype=np.int32)
-            return nothing, nothing
-        return np.concatenate([p[0] for p in pairs]), np.concatenate([p[1] for p in pairs])
-
-    def _target_tokens(self, global_rows: np.ndarray) -> int:
-        return sum(
-            int(self._rows.target_counts(epoch, indices).sum()) for epoch, indices in self._by_epoch(global_rows)
-        )
+    def _read(self, global_rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Inputs and targets of ascending global rows: (n, seq_len) int64 each."""
+        nothing = np.empty((0, self._rows.seq_len), dtype=np.int64)
+        parts = [(nothing, nothing), *(self._rows.read(epoch, rows) for epoch, rows in self._by_epoch(global_rows))]
+        # Widened by numpy, not by torch: a torch operation in this thread would start a second pool of OpenMP threads.
+        inputs, targets = (np.concatenate(side, dtype=np.int64, casting="unsafe") for side in zip(*parts, strict=True))
+        return inputs, targets
 
     def _by_epoch(self, global_rows: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
         """(epoch, indices in it) of ascending global rows: a step may straddle epochs."""
@@ -171,8 +168,9 @@ class Loader:
         for epoch in np.unique(epochs):
             yield int(epoch), indices[epochs == epoch]
 
+    def _target_tokens(self, global_rows: np.ndarray) -> int:
+        return sum(int(self._rows.target_counts(epoch, rows).sum()) for epoch, rows in self._by_epoch(global_rows))
+
     def _tensor(self, rows: np.ndarray) -> Tensor:
-        # Widened by numpy, not by torch: a torch operation in this thread would start a second pool of OpenMP threads.
-        wide = rows.astype(np.int64).reshape(len(self._micro_indices), self._micro_sequences, self._rows.seq_len)
-        tensor = torch.from_numpy(wide)
+        tensor = torch.from_numpy(rows.reshape(len(self._micro_indices), self._micro_sequences, self._rows.seq_len))
         return tensor.pin_memory() if self._device.type == "cuda" else tensor

@@ -17,9 +17,8 @@ from __future__ import annotations
 
 from bisect import bisect_right, insort
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -34,11 +33,9 @@ SMALLEST_CUT = 1 / 128
 that would leave a few tokens without context."""
 CUT_VERSION = 1
 """Raise it when `pack_documents` places differently, so that cached packings are made again."""
-PACKING_ARRAYS = ("row_segments", "segment_starts", "segment_lengths")
 
 
-@dataclass(frozen=True, slots=True)
-class Packing:
+class Packing(NamedTuple):
     """Which segments each row holds."""
 
     row_segments: np.ndarray  # (n_rows + 1,) int64: the segments of row i are row_segments[i] to row_segments[i + 1]
@@ -79,13 +76,11 @@ def document_contents(split: TokenSplit) -> tuple[np.ndarray, np.ndarray]:
 def cut_packing(split: TokenSplit, seq_len: int, buffer_documents: int, cache_folder: Path | None) -> Packing:
     """The `cut` packing of all documents of `split`, kept in `cache_folder` (None: not kept)."""
 
-    def make() -> Sequence[np.ndarray]:
-        made = pack_documents(*document_contents(split), seq_len, overhang="cut", buffer_documents=buffer_documents)
-        return made.row_segments, made.segment_starts, made.segment_lengths
+    def make() -> Packing:
+        return pack_documents(*document_contents(split), seq_len, overhang="cut", buffer_documents=buffer_documents)
 
-    return Packing(
-        *cached_arrays(cache_folder, f"cut-{seq_len}-{buffer_documents}-v{CUT_VERSION}", PACKING_ARRAYS, make)
-    )
+    name = f"cut-{seq_len}-{buffer_documents}-v{CUT_VERSION}"
+    return Packing(*cached_arrays(cache_folder, name, Packing._fields, make))
 
 
 def pack_documents(

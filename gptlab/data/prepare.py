@@ -15,11 +15,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,10 +29,9 @@ import numpy as np
 
 from gptlab.config.data import DataConfig, Split, TokenizerConfig
 from gptlab.config.errors import UserError
-from gptlab.data.corpus.documents import is_text_file, open_corpus
+from gptlab.data.corpus.documents import DividedCorpus, Side, content_hash, is_text_file, open_corpus
 from gptlab.data.corpus.known_corpora import fixed_validation
-from gptlab.data.corpus.splits import DividedCorpus, Side, content_hash
-from gptlab.data.tokenizer.tokenizer import Tokenizer, gpt2_tokenizer, load_tokenizer, train_tokenizer
+from gptlab.data.tokenizer.tokenizer import ByteTokenizer, Tokenizer, gpt2_tokenizer, load_tokenizer, train_tokenizer
 from gptlab.data.tokens.foreign_files import TokenFiles, find_token_files, open_split, scan
 from gptlab.data.tokens.shards import COUNTS, SplitWriter, TokenSplit
 from gptlab.runtime.files.cache import cache_root, cached_folder
@@ -79,17 +80,14 @@ def prepare(data: DataConfig, tokenizer: TokenizerConfig, *, console: Console | 
             "(hash needs two documents)"
         )
     source = corpus.fingerprint()
-    encoder = _tokenizer(corpus, data, tokenizer, source, root, console)
+    encoder = _ready_tokenizer(tokenizer) or _trained_tokenizer(corpus, data, tokenizer, source, root, console)
     fingerprint = _fingerprint({**source, "tokenizer": encoder.fingerprint, "version": TOKENS_VERSION})
-
-    def build(folder: Path) -> dict[str, Any]:
-        return _write_tokens(folder, corpus, encoder, console)
-
+    build = partial(_write_tokens, corpus=corpus, tokenizer=encoder, console=console)
     folder = root / "tokens" / fingerprint
     statistics = cached_folder(folder, build, what=f"tokens of {corpus.name}", console=console)
+    counts = _counts(folder, statistics)
     train, val = (
-        TokenSplit.open(folder, side, n_shards=totals["shards"], n_bytes=totals["bytes"])
-        for side, totals in _totals(folder, statistics).items()
+        TokenSplit.open(folder, side, n_shards=counts[side]["shards"], n_bytes=counts[side]["bytes"]) for side in SIDES
     )
     return PreparedData(folder, encoder, train, val, fingerprint, corpus.split, statistics)
 
@@ -117,13 +115,22 @@ def _prepare_tokens(
     # A file that was written again is checked again, even with the same content.
     folder = root / "tokens" / _fingerprint({**parts, "stamps": stamps})
     statistics = cached_folder(folder, build, what=f"index of {files.name}", console=console)
-    totals = _totals(folder, statistics)
-    train, val = (open_split(of_side[side], side, folder, totals[side]) for side in SIDES)
+    counts = _counts(folder, statistics)
+    train, val = (open_split(of_side[side], side, folder, counts[side]) for side in SIDES)
     files.require_unchanged(stamps)  # What was hashed, what was checked and what is open are the same.
     return PreparedData(folder, encoder, train, val, fingerprint, data.split, statistics)
 
 
-def _tokenizer(
+def _ready_tokenizer(config: TokenizerConfig) -> Tokenizer | None:
+    """That of `config.path`, or one that comes with gptlab; None where it must be trained."""
+    if config.path is not None:
+        return load_tokenizer(Path(config.path))
+    if config.kind == "gpt2":
+        return gpt2_tokenizer()
+    return ByteTokenizer() if config.kind == "byte" else None
+
+
+def _trained_tokenizer(
     corpus: DividedCorpus,
     data: DataConfig,
     config: TokenizerConfig,
@@ -131,11 +138,7 @@ def _tokenizer(
     root: Path,
     console: Console | None,
 ) -> Tokenizer:
-    """The tokenizer of `config.path`, GPT-2's, else one trained on the training split, kept under its fingerprint."""
-    if config.path is not None:
-        return load_tokenizer(Path(config.path))
-    if config.kind == "gpt2":
-        return gpt2_tokenizer()  # It comes with gptlab: nothing to make or to keep.
+    """One trained on the training split, kept under its fingerprint."""
     # Packed rows begin with BOS. A character tokenizer otherwise has only characters, as nanoGPT's.
     bos = config.kind != "char" or data.rows == "packed"
     fingerprint = _fingerprint({**source, "bos": bos, "tokenizer": asdict(config)})
@@ -155,12 +158,11 @@ def _tokenizer(
 def _write_tokens(folder: Path, corpus: DividedCorpus, tokenizer: Tokenizer, console: Console | None) -> dict[str, Any]:
     writers = {side: SplitWriter(folder, side, tokenizer.vocab_size, tokenizer.bos_id) for side in SIDES}
     with _progress(console, f"encoding {corpus.name}") as progress:
-        for batch, encoded in _encoded_ahead(tokenizer, corpus.documents()):
-            for (side, text), tokens in zip(batch, encoded, strict=True):
-                n_bytes = len(text.encode())
-                writers[side].add(tokens, n_bytes=n_bytes, content_hash=content_hash(text))
-                if progress is not None:
-                    progress.advance(n_bytes)
+        for side, text, tokens in _encoded_ahead(tokenizer, corpus.documents()):
+            n_bytes = len(text.encode())
+            writers[side].add(tokens, n_bytes=n_bytes, content_hash=content_hash(text))
+            if progress is not None:
+                progress.advance(n_bytes)
     totals = {side: writers[side].close() for side in SIDES}
     found = corpus.last_pass
     return _statistics(corpus.name, corpus.how, dict(found.skipped), tokenizer, totals) | {"read": str(found)}
@@ -173,33 +175,28 @@ def _statistics(
     return {"corpus": name, "split": how, "skipped": skipped, "tokenizer": described} | dict(totals)
 
 
-def _totals(folder: Path, statistics: Mapping[str, Any]) -> dict[Side, dict[str, int]]:
+def _counts(folder: Path, statistics: Mapping[str, Any]) -> dict[Side, Any]:
     """Those of `_statistics`. UserError where the cache's manifest has others."""
-    totals: dict[Side, dict[str, int]] = {}
-    for side in SIDES:
-        counts = statistics.get(side)
-        if not isinstance(counts, dict) or not all(type(count) is int for count in counts.values()):
+    counts: dict[Side, Any] = {side: statistics.get(side) for side in SIDES}
+    for one in counts.values():
+        if not isinstance(one, dict) or set(one) != set(COUNTS) or any(type(n) is not int for n in one.values()):
             raise UserError(f"{folder} is damaged: its manifest does not count its tokens; delete the folder")
-        if counts.keys() != set(COUNTS):
-            raise UserError(f"{folder} is damaged: its manifest counts {', '.join(counts)}; delete the folder")
-        totals[side] = counts
-    return totals
+    return counts
 
 
 def _encoded_ahead(
     tokenizer: Tokenizer, documents: Iterator[tuple[Side, str]]
-) -> Iterator[tuple[list[tuple[Side, str]], list[np.ndarray]]]:
-    """Batches of documents with their tokens. While one batch is encoded (by threads on every core, without the
+) -> Iterator[tuple[Side, str, np.ndarray]]:
+    """Documents with their tokens. While a batch of them is encoded (by threads on every core, without the
     interpreter's lock), the next is read and the last is written."""
     with ThreadPoolExecutor(1) as pool:
-        waiting: tuple[list[tuple[Side, str]], Future[list[np.ndarray]]] | None = None
-        for batch in _batches(documents):
-            future = pool.submit(tokenizer.encode_batch, [text for _, text in batch])
-            if waiting is not None:
-                yield waiting[0], waiting[1].result()
-            waiting = batch, future
-        if waiting is not None:
-            yield waiting[0], waiting[1].result()
+        under_way: deque[tuple[list[tuple[Side, str]], Future[list[np.ndarray]]]] = deque()
+        for batch in chain(_batches(documents), [[]]):
+            under_way.append((batch, pool.submit(tokenizer.encode_batch, [text for _, text in batch])))
+            if len(under_way) > 1:
+                before, encoded = under_way.popleft()
+                for (side, text), tokens in zip(before, encoded.result(), strict=True):
+                    yield side, text, tokens
 
 
 def _batches(documents: Iterator[tuple[Side, str]]) -> Iterator[list[tuple[Side, str]]]:
@@ -211,8 +208,7 @@ def _batches(documents: Iterator[tuple[Side, str]]) -> Iterator[list[tuple[Side,
         if characters >= BATCH_CHARACTERS:
             yield batch
             batch, characters = [], 0
-    if batch:
-        yield batch
+    yield batch
 
 
 def _progress(console: Console | None, description: str) -> AbstractContextManager[Progress | None]:

@@ -46,21 +46,12 @@ def token_fate(rows: object) -> TokenFate:
             total = int((starts[documents + 1] - starts[documents]).sum())
             return TokenFate(total, rows.rows_per_epoch * rows.seq_len, rows.rows_per_epoch, added=0, padded=0)
         case PackedRows():
-            return _of_packed(rows)
+            packing, n_targets = rows.packing, rows.rows_per_epoch * rows.seq_len
+            continues = ~np.isin(packing.segment_starts, rows.split.document_starts[:-1] + 1)
+            bos_is_target = np.full(len(continues), rows.seed is not None)
+            bos_is_target[packing.row_segments[:-1]] = False  # nothing comes before it
+            added = int((continues & bos_is_target).sum())
+            trained = int(packing.segment_lengths.sum() + (~continues & bos_is_target).sum())
+            context = int((~continues & ~bos_is_target).sum())
+            return TokenFate(rows.split.n_tokens, trained, context, added, padded=n_targets - trained - added)
     raise TypeError(f"cannot tell the fate of tokens in {type(rows).__name__}")
-
-
-def _of_packed(rows: PackedRows) -> TokenFate:
-    packing = rows.packing
-    continues = ~np.isin(packing.segment_starts, rows.split.document_starts[:-1] + 1)
-    bos_is_target = np.full(len(continues), rows.seed is not None)
-    bos_is_target[packing.row_segments[:-1]] = False  # nothing comes before it
-    added = int((continues & bos_is_target).sum())
-    trained = int(packing.segment_lengths.sum() + (~continues & bos_is_target).sum())
-    return TokenFate(
-        total=rows.split.n_tokens,
-        trained=trained,
-        context=int((~continues & ~bos_is_target).sum()),
-        added=added,
-        padded=rows.rows_per_epoch * rows.seq_len - trained - added,
-    )

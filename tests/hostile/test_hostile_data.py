@@ -24,10 +24,16 @@ from gptlab.config.load import apply_overrides, load_toml
 from gptlab.config.run import RunConfig
 from gptlab.data.corpus.core_bundle import unpack
 from gptlab.data.corpus.documents import open_corpus
-from gptlab.data.corpus.downloaded import HubRecord, RemoteFile, Verified, read_record, record_path, write_record
-from gptlab.data.corpus.known_corpora import HubFiles
-from gptlab.data.tokenizer.character_table import read_character_table
-from gptlab.data.tokenizer.tokenizer import ByteTokenizer, load_tokenizer
+from gptlab.data.corpus.known_corpora import (
+    HubFiles,
+    HubRecord,
+    RemoteFile,
+    Verified,
+    read_record,
+    record_path,
+    write_record,
+)
+from gptlab.data.tokenizer.tokenizer import ByteTokenizer, load_tokenizer, read_character_table
 from gptlab.data.tokens.foreign_files import TokenFile, find_token_files
 from gptlab.data.tokens.shards import Shard, TokenSplit, is_shard, load_array, shard_name
 from gptlab.eval.core_tasks import read_tasks

@@ -20,8 +20,7 @@ from hostile_files import ANY_FILE, ANY_JSON, pipe, posix_only, refuse
 from safetensors.torch import save_file
 
 from gptlab.model.interop.hf_config import model_config_of, read_hf_config
-from gptlab.model.interop.hf_weights import read_hf_tensors, read_hf_weights
-from gptlab.model.interop.nanogpt_checkpoint import read_nanogpt
+from gptlab.model.interop.hf_weights import read_hf_tensors, read_hf_weights, read_nanogpt
 from gptlab.model.interop.torch_file import read_torch_file
 
 pytestmark = [posix_only, pytest.mark.timeout(60)]
@@ -276,14 +275,14 @@ def test_hostile_json_beside_weights(tmp_path: Path, harm: Callable[[Path], None
         (GPT2 | {"model_type": None}, "names no model_type"),
         (GPT2 | {"activation_function": "x" * 1_000_000}, "activation_function"),
         (GPT2 | {"gptlab": {"n_layer": [[]], "x": {}}}, "the weights"),
-        (NANOCHAT | {"num_attention_heads": 0}, "describes no NanoChat"),
+        (NANOCHAT | {"num_attention_heads": 0}, "positive whole number"),
         (NANOCHAT | {"hidden_size": 0}, ""),
-        (NANOCHAT | {"hidden_size": "x"}, "describes no NanoChat"),
-        (NANOCHAT | {"hidden_size": [8]}, "describes no NanoChat"),
+        (NANOCHAT | {"hidden_size": "x"}, "positive whole number"),
+        (NANOCHAT | {"hidden_size": [8]}, "positive whole number"),
         (NANOCHAT | {"rope_parameters": [1]}, "describes no NanoChat"),
         (NANOCHAT | {"hidden_act": {}}, "hidden_act"),
         (NANOCHAT | {"num_hidden_layers": 1e300}, ""),
-        (NANOCHAT | {"num_key_value_heads": "2"}, "describes no NanoChat"),
+        (NANOCHAT | {"num_key_value_heads": "2"}, "positive whole number"),
         (NANOCHAT | {"rms_norm_eps": []}, "rms_norm_eps"),
     ],
     ids=str,

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gptlab.config.errors import UserError
-from gptlab.data.tokenizer.character_table import read_character_table
+from gptlab.data.tokenizer.tokenizer import read_character_table
 from gptlab.runtime.files import restricted_pickle
 from gptlab.runtime.files.restricted_pickle import PLAIN_OPCODES, _PlainUnpickler, read_plain_pickle
 

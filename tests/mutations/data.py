@@ -67,7 +67,7 @@ MUTATIONS = [
     ),
     Mutation(
         "GPT-2's first 256 ids are the bytes in their order", "data/tokenizer/gpt2.py",
-        "byte_order = sorted(range(256), key=json_file.byte_characters().__getitem__)",
+        "byte_order = sorted(range(256), key=byte_characters().__getitem__)",
         "byte_order = list(range(256))",
         ["test_tokenizer_gpt2.py::test_every_id_is_openais"],
         ["12 layers, 12 heads, width 768"],
@@ -185,7 +185,7 @@ MUTATIONS = [
         ["test_loader.py::test_any_world_size_gets_the_same_steps"],
     ),
     Mutation(
-        "an epoch's order takes four rounds", "data/order.py",
+        "an epoch's order takes four rounds", "data/rows.py",
         "FEISTEL_ROUNDS = 6", "FEISTEL_ROUNDS = 4",
         ["test_packing.py::test_the_order_is_six_rounds_of_a_feistel_network",
          "test_packing.py::test_the_order_is_that_of_runs_begun_before"],

@@ -12,9 +12,8 @@ from typing import Any
 
 from gptlab.config.errors import UserError
 from gptlab.config.plain_file import read_plain
-from gptlab.data.corpus.downloaded import web_path
-from gptlab.data.corpus.known_corpora import CORE, CORE_BUNDLE
-from gptlab.runtime.files.cache import MANIFEST, cached_folder
+from gptlab.data.corpus.known_corpora import CORE, CORE_BUNDLE, web_path
+from gptlab.runtime.files.cache import MANIFEST, cached_folder, is_inside
 from gptlab.runtime.records.console import Console
 
 TASKS = "core.yaml"
@@ -22,8 +21,8 @@ TASKS_BYTES = 1 << 16
 """The real one has 4 kB; PyYAML reads this much in a second."""
 EXPECTED = (TASKS, "eval_meta_data.csv")
 DATA = "eval_data"
-LARGEST_BYTES = 4 << 30  # The bundle unpacks to under 1 GB; what claims more than this is not the bundle.
-
+LARGEST_BYTES = 4 << 30
+"""The bundle unpacks to under 1 GB."""
 LARGEST_RATIO = 100
 """Questions as JSON pack to a tenth at best, zeros to a thousandth."""
 MOST_FILES = 10_000
@@ -63,24 +62,20 @@ def unpack(archive: Path, folder: Path) -> None:
     try:
         with zipfile.ZipFile(archive) as bundle:
             members = [member for member in bundle.infolist() if not member.is_dir() and not _ignored(member.filename)]
-            if sum(member.file_size for member in members) > LARGEST_BYTES:
-                raise UserError(
-                    f"{archive.name} would unpack to more than {LARGEST_BYTES / 1e9:.0f} GB: it is not CORE"
-                )
-            too_dense = sum(member.file_size for member in members) > LARGEST_RATIO * archive.stat().st_size
-            if len(members) > MOST_FILES or too_dense:
-                raise UserError(
-                    f"{archive.name} has {len(members):,} files that unpack to more than it can hold: it is not CORE"
-                )
-            top = _top_folder([member.filename for member in members], archive.name)
-            for member in members:
-                path = _safe_path(member, archive.name)
-                if not path.is_relative_to(top):
-                    continue
-                target = folder / path.relative_to(top)
-                target.parent.mkdir(parents=True, exist_ok=True)
-                with bundle.open(member) as source, target.open("wb") as file:
-                    shutil.copyfileobj(source, file)
+            n_bytes = sum(member.file_size for member in members)
+            if len(members) > MOST_FILES or n_bytes > min(LARGEST_BYTES, LARGEST_RATIO * archive.stat().st_size):
+                size = f"{len(members):,} files, {n_bytes:,} bytes"
+                raise UserError(f"{archive.name} would unpack to more than it can hold ({size}): it is not CORE")
+            paths = [_checked_path(member, archive.name) for member in members]
+            tops = [path.parent for path in paths if path.name == TASKS]
+            if len(tops) != 1:
+                raise UserError(f"{archive.name} is not the CORE bundle: it has {len(tops)} files {TASKS}")
+            for member, path in zip(members, paths, strict=True):
+                if path.is_relative_to(tops[0]):
+                    target = folder / path.relative_to(tops[0])
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    with bundle.open(member) as source, target.open("wb") as file:
+                        shutil.copyfileobj(source, file)
     except (zipfile.BadZipFile, zlib.error, NotImplementedError, EOFError) as error:
         raise UserError(
             f"{archive.name} arrived damaged ({error}); `gptlab data prepare core` downloads it again"
@@ -92,25 +87,16 @@ def unpack(archive: Path, folder: Path) -> None:
 
 def _ignored(name: str) -> bool:
     """What macOS adds."""
-    return name.startswith("__MACOSX/") or PurePosixPath(name).name in (".DS_Store",)
+    return name.startswith("__MACOSX/") or PurePosixPath(name).name == ".DS_Store"
 
 
-def _top_folder(names: list[str], archive: str) -> PurePosixPath:
-    """Where core.yaml is."""
-    tops = [PurePosixPath(name).parent for name in names if PurePosixPath(name).name == TASKS]
-    if len(tops) != 1:
-        raise UserError(f"{archive} is not the CORE bundle: it has {len(tops)} files {TASKS}")
-    return tops[0]
-
-
-def _safe_path(member: zipfile.ZipInfo, archive: str) -> PurePosixPath:
-    path = PurePosixPath(member.filename)
-    kind = stat.S_IFMT(member.external_attr >> 16)
+def _checked_path(member: zipfile.ZipInfo, archive: str) -> PurePosixPath:
+    name, kind = member.filename, stat.S_IFMT(member.external_attr >> 16)
     if kind not in (0, stat.S_IFREG) or member.flag_bits & 1:
-        raise UserError(f"{archive} holds {member.filename}, a link or an encrypted file: it is not the CORE bundle")
-    if path.is_absolute() or ".." in path.parts or re.search(r"[\\:\0]", member.filename):
-        raise UserError(f"{archive} holds {member.filename!r}, a path that leads elsewhere: it is not the CORE bundle")
-    return path
+        raise UserError(f"{archive} holds {name}, a link or an encrypted file: it is not the CORE bundle")
+    if not is_inside(name):
+        raise UserError(f"{archive} holds {name!r}, a path that leads elsewhere: it is not the CORE bundle")
+    return PurePosixPath(name)
 
 
 def _task_files(folder: Path) -> list[str]:

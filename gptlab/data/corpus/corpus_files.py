@@ -1,4 +1,4 @@
-"""One file of a corpus: which formats there are, and how each is read into documents.
+"""The files of a corpus: where they are found, which formats there are, and how each is read into documents.
 
 A text file is one document; JSONL holds one a line, Parquet one a row. Text and JSONL may be packed (.gz, .zst): the
 suffix before that one tells the format. Text is UTF-8 (a byte-order mark is dropped, line ends stay as they are). A
@@ -8,11 +8,13 @@ file that the user named must be readable, or a UserError says why not; of the f
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 import os
+import sysconfig
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -42,8 +44,6 @@ BOMB_BYTES = 1 << 26
 BOMB_RATIO = 200
 """Text packs to a tenth, logs to a fiftieth, zeros to a thousandth: one document over `BOMB_BYTES` that takes so many
 times the whole packed file is refused before it fills the memory."""
-PROBE_BYTES = 1 << 16
-"""How much of a text file is looked at before the run starts; the rest is checked when it is read."""
 PARQUET_BATCH_ROWS = 256
 """Rows decoded at a time: web documents of 5 kB make 1 MB, and a row group (often 1 GB) is never in memory whole."""
 
@@ -76,26 +76,53 @@ def format_suffix(path: Path) -> str:
     return inner if inner in TEXT_SUFFIXES | JSONL_SUFFIXES else inner + suffix
 
 
+def stdlib_files() -> list[DocumentFile]:
+    """The running interpreter's library sources (31 MB in CPython 3.11), the embedded corpus.
+
+    Ordered by the SHA-1 of the relative path: shuffled over the packages, and the same on every machine.
+    """
+    library = Path(sysconfig.get_path("stdlib"))
+    names = [name for name in _walk(library, ["site-packages", "dist-packages"]) if name.endswith(".py")]
+    if not names:
+        raise UserError(f"stdlib: this Python has no library sources under {library}; name a folder or file instead")
+    names.sort(key=lambda name: hashlib.sha1(name.encode("utf-8", "surrogateescape"), usedforsecurity=False).digest())
+    return [DocumentFile(library / name, name, lenient=True) for name in names]
+
+
+def folder_files(root: Path) -> list[DocumentFile]:
+    names = [name for name in sorted(_walk(root)) if format_suffix(Path(name)) in KNOWN_SUFFIXES]
+    return [DocumentFile(root / name, name, lenient=True) for name in names]
+
+
+def glob_files(pattern: str) -> list[DocumentFile]:
+    """Files of known formats that match; the names are relative to the folder before the first wildcard."""
+    parts = Path(pattern).parts
+    fixed = next(i for i, part in enumerate(parts) if glob.has_magic(part))
+    root = Path(*parts[:fixed])
+    paths = [Path(match) for match in glob.glob(pattern, recursive=True)]
+    paths = [path for path in paths if path.is_file() and format_suffix(path) in KNOWN_SUFFIXES]
+    names = sorted((path.relative_to(root).as_posix(), path) for path in paths)
+    return [DocumentFile(path, name, lenient=True) for name, path in names]
+
+
+def _walk(root: Path, ignored: Iterable[str] = ()) -> Iterator[str]:
+    """Relative posix paths of the files below `root`; links to folders are not followed (they may lead in circles)."""
+    ignored = {"__pycache__", *ignored}
+    for folder, subfolders, files in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in ignored and not name.startswith(".")]
+        for name in files:
+            if not name.startswith("."):
+                yield (Path(folder) / name).relative_to(root).as_posix()
+
+
 def probe(file: DocumentFile, text_column: str) -> None:
-    """Refuse now, not an hour into a run, what can be seen from a file's beginning. Raises UserError."""
+    """Refuse now, not an hour into a run, what a file's first document shows, or its columns. Raises UserError."""
     if file.suffix in PARQUET_SUFFIXES:
         _open_parquet(file.path, text_column).close()
-    elif file.lenient:
-        return
-    elif file.path.stat().st_size == 0:
-        raise UserError(f"{file.path} is empty: a corpus needs text")
-    elif file.suffix in JSONL_SUFFIXES:
-        next(_read_jsonl(file, text_column, Counter(), hashlib.sha256()), None)
-    elif file.suffix in TEXT_SUFFIXES or not file.suffix:
-        with open_unpacked(file.path) as stream:
-            head = stream.read(PROBE_BYTES)
-        # A character of up to four bytes may be cut at the end of the probe.
-        _decode(head, file.path, cut_end=len(head) == PROBE_BYTES)
-    else:
-        raise UserError(
-            f"{file.path}: {file.suffix} is not a format gptlab reads; it reads text (.txt .md .py and the like), "
-            ".jsonl and .parquet, the first two also packed (.gz .zst) (plain text of another kind: rename it to .txt)"
-        )
+    elif not file.lenient:
+        if file.path.stat().st_size == 0:
+            raise UserError(f"{file.path} is empty: a corpus needs text")
+        next(read_documents(file, text_column, Counter(), hashlib.sha256()), None)
 
 
 def read_documents(file: DocumentFile, text_column: str, skipped: Counter[str], digest: hashlib._Hash) -> Iterator[str]:
@@ -107,7 +134,12 @@ def read_documents(file: DocumentFile, text_column: str, skipped: Counter[str], 
         return _read_parquet(file.path, text_column, skipped, digest)
     if file.suffix in JSONL_SUFFIXES:
         return _read_jsonl(file, text_column, skipped, digest)
-    return _read_text(file, skipped, digest)
+    if file.suffix in TEXT_SUFFIXES or not file.suffix:
+        return _read_text(file, skipped, digest)
+    raise UserError(
+        f"{file.path}: {file.suffix} is not a format gptlab reads; it reads text (.txt .md .py and the like), "
+        ".jsonl and .parquet, the first two also packed (.gz .zst) (plain text of another kind: rename it to .txt)"
+    )
 
 
 def _read_text(file: DocumentFile, skipped: Counter[str], digest: hashlib._Hash) -> Iterator[str]:
@@ -152,14 +184,12 @@ def _most_bytes(path: Path) -> int:
     return min(MAX_DOCUMENT_BYTES, max(BOMB_BYTES, BOMB_RATIO * path.stat().st_size))
 
 
-def _decode(data: bytes | bytearray, path: Path, *, cut_end: bool = False) -> str:
+def _decode(data: bytes | bytearray, path: Path) -> str:
     if b"\0" in data:
         raise NotTextError(f"{path} is a binary file (a NUL byte at offset {data.index(0)}); gptlab reads UTF-8 text")
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        if cut_end and error.start >= len(data) - 3 and error.reason == "unexpected end of data":
-            return data[: error.start].decode("utf-8-sig")
         raise NotTextError(
             f"{path} is not UTF-8 text (byte 0x{data[error.start]:02x} at offset {error.start}); convert it to UTF-8"
         ) from error

@@ -1,4 +1,5 @@
-"""Where text comes from: documents one by one, in an order that only the corpus decides.
+"""Where text comes from: documents one by one, in an order that only the corpus decides, each with the side that it is
+on: training or validation.
 
 A source is `stdlib`, a file, a folder, a downloaded corpus by name (`known_corpora.py`) or a glob. A folder gives its
 text, JSONL and Parquet files, recursively, sorted by relative path; hidden files, `__pycache__` and other formats are
@@ -11,27 +12,30 @@ import glob
 import hashlib
 import os
 import platform
-import sysconfig
 from collections import Counter
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
+from typing import Literal
 
+from gptlab.config.data import Split
 from gptlab.config.errors import UserError, nearest_name
 from gptlab.data.corpus.corpus_files import (
     COLUMN_SUFFIXES,
-    KNOWN_SUFFIXES,
     MAX_DOCUMENT_BYTES,
     DocumentFile,
-    format_suffix,
+    folder_files,
+    glob_files,
     probe,
     read_documents,
+    stdlib_files,
 )
-from gptlab.data.corpus.downloaded import local_files
-from gptlab.data.corpus.known_corpora import CORE, CORPORA, named_source
+from gptlab.data.corpus.known_corpora import CORE, CORPORA, local_files, named_source
 from gptlab.runtime.files.cache import ChangedFileError, cache_root, file_sha256
 from gptlab.runtime.files.compressed_files import is_packed
 
+Side = Literal["train", "val"]
 STDLIB = "stdlib"
 FINGERPRINT_VERSION = "gptlab-corpus-1"
 """Raise it when the same files would be read into other documents."""
@@ -41,34 +45,31 @@ NAMED_FILES = 3
 """Skipped files that are named; the others are counted."""
 TOKEN_SUFFIX = ".bin"
 """Files of tokens that others made."""
+HASH_RANGE = 1 << 64
+IN_BOTH = "also in validation"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class CorpusSummary:
     """What a full pass over a corpus found. As text: `27 documents from 28 files; skipped: latin1.txt (not UTF-8)`."""
 
     n_files: int = 0
     n_documents: int = 0
-    skipped: Mapping[str, int] = field(default_factory=dict)
+    skipped: Counter[str] = field(default_factory=Counter)
     """Reason -> how many: text files, JSONL records, Parquet rows."""
-    skipped_files: tuple[tuple[str, str], ...] = ()
+    skipped_files: list[tuple[str, str]] = field(default_factory=list)
     """(name, reason) of the first text files among these."""
 
     def __add__(self, other: CorpusSummary) -> CorpusSummary:
-        return CorpusSummary(
-            self.n_files + other.n_files,
-            self.n_documents + other.n_documents,
-            dict(Counter(self.skipped) + Counter(other.skipped)),
-            (self.skipped_files + other.skipped_files)[:NAMED_FILES],
-        )
+        named = (self.skipped_files + other.skipped_files)[:NAMED_FILES]
+        n_files, n_documents = self.n_files + other.n_files, self.n_documents + other.n_documents
+        return CorpusSummary(n_files, n_documents, self.skipped + other.skipped, named)
 
     def __str__(self) -> str:
-        documents, files = (
-            f"{count:,} {noun}{'s' * (count != 1)}"
-            for count, noun in ((self.n_documents, "document"), (self.n_files, "file"))
-        )
+        counts = ((self.n_documents, "document"), (self.n_files, "file"))
+        documents, files = (f"{count:,} {noun}{'s' * (count != 1)}" for count, noun in counts)
         skipped = [f"{name} ({reason.removesuffix(' text')})" for name, reason in self.skipped_files]
-        unnamed = Counter(self.skipped) - Counter(reason for _, reason in self.skipped_files)
+        unnamed = self.skipped - Counter(reason for _, reason in self.skipped_files)
         skipped += [f"{count:,} {'more ' if skipped else ''}{reason}" for reason, count in unnamed.items()]
         return f"{documents} from {files}" + (f"; skipped: {', '.join(skipped)}" if skipped else "")
 
@@ -100,31 +101,30 @@ class Corpus:
         """UserError for what cannot be read, and for a file that is not what `fingerprint` saw."""
         found = CorpusSummary()
         for source in self._sources:
-            found += yield from self._documents_of(source)
+            n_before, skipped_before = found.n_documents, found.skipped.copy()
+            for file in source.files:
+                yield from self._documents_of(file, source.text_column, found)
+            if found.n_documents == n_before:
+                skipped = (found.skipped - skipped_before).items()
+                reasons = ", ".join(f"{count} {reason}" for reason, count in skipped) or "nothing in it"
+                raise UserError(f"{source.name} holds no text ({reasons}); a corpus needs at least one document")
         self.last_pass = found
 
-    def _documents_of(self, source: Source) -> Generator[str, None, CorpusSummary]:
-        skipped: Counter[str] = Counter()
-        skipped_files: list[tuple[str, str]] = []
-        n_documents = 0
-        for file in source.files:
-            digest, before = hashlib.sha256(), skipped.copy()
-            for text in read_documents(file, source.text_column, skipped, digest):
-                if text:
-                    n_documents += 1
-                    yield text
-                else:
-                    skipped["empty"] += 1
-            reasons = list(skipped - before)
-            if reasons and file.suffix not in COLUMN_SUFFIXES and len(skipped_files) < NAMED_FILES:
-                skipped_files.append((_printable(file.name), reasons[0]))
-            seen = UNREADABLE if "unreadable" in reasons else digest.digest()
-            if self._digests and seen != self._digests[file]:
-                raise ChangedFileError(file.path)
-        if not n_documents:
-            found = ", ".join(f"{count} {reason}" for reason, count in skipped.items()) or "nothing in it"
-            raise UserError(f"{source.name} holds no text ({found}); a corpus needs at least one document")
-        return CorpusSummary(len(source.files), n_documents, dict(skipped), tuple(skipped_files))
+    def _documents_of(self, file: DocumentFile, text_column: str, found: CorpusSummary) -> Iterator[str]:
+        digest, skipped_before = hashlib.sha256(), found.skipped.copy()
+        for text in read_documents(file, text_column, found.skipped, digest):
+            if text:
+                found.n_documents += 1
+                yield text
+            else:
+                found.skipped["empty"] += 1
+        found.n_files += 1
+        reasons = list(found.skipped - skipped_before)
+        if reasons and file.suffix not in COLUMN_SUFFIXES and len(found.skipped_files) < NAMED_FILES:
+            found.skipped_files.append((_printable(file.name), reasons[0]))
+        seen = UNREADABLE if "unreadable" in reasons else digest.digest()
+        if self._digests and seen != self._digests[file]:
+            raise ChangedFileError(file.path)
 
     def fingerprint(self) -> str:
         """Hexadecimal SHA-256 that changes whenever the documents may have changed."""
@@ -159,6 +159,61 @@ class Corpus:
             raise UserError(f"cannot read {file.path}: {error.strerror or error}") from error
 
 
+class DividedCorpus:
+    """The documents of a corpus, each with its side: held out by `split_documents`, or `validation` has its own."""
+
+    def __init__(self, corpus: Corpus, validation: Corpus | None, split: Split, val_fraction: float) -> None:
+        self.name = corpus.name
+        self.split: Split = split
+        """How documents are held out; tail where hash was asked for and the corpus is one document, which a hash would
+        leave whole on one side."""
+        if validation is None and split == "hash" and len(list(islice(corpus.documents(), 2))) == 1:
+            self.split = "tail"
+        self.how = f"{self.split} {val_fraction:g}" if validation is None else f"validated on {validation.name}"
+        self._corpus, self._validation, self._val_fraction = corpus, validation, val_fraction
+        self._corpora = [corpus] if validation is None else [corpus, validation]
+        self._in_both = 0
+
+    @property
+    def last_pass(self) -> CorpusSummary:
+        """What the last full pass found, documents skipped because they validate included."""
+        skipped = CorpusSummary(skipped=Counter({IN_BOTH: self._in_both} if self._in_both else {}))
+        return sum((corpus.last_pass for corpus in self._corpora), skipped)
+
+    def require_unchanged(self) -> None:
+        """UserError where a file is not what `fingerprint` saw."""
+        for corpus in self._corpora:
+            corpus.require_unchanged()
+
+    def fingerprint(self) -> dict[str, object]:
+        """All that the documents and their sides depend on."""
+        if self._validation is None:
+            return {"corpus": self._corpus.fingerprint(), "split": self.split, "val_fraction": self._val_fraction}
+        return {"corpus": self._corpus.fingerprint(), "val_corpus": self._validation.fingerprint()}
+
+    def documents(self) -> Iterator[tuple[Side, str]]:
+        """(side, document). UserError where a side gets nothing."""
+        if self._validation is not None:
+            return self._validated_on(self._validation)
+        return split_documents(self._corpus, self.split, self._val_fraction)
+
+    def _validated_on(self, validation: Corpus) -> Iterator[tuple[Side, str]]:
+        """The validation text first, whole. A training document that it has too is skipped."""
+        seen = set()
+        for text in validation.documents():
+            seen.add(content_hash(text))
+            yield "val", text
+        self._in_both, kept = 0, False
+        for text in self._corpus.documents():
+            if content_hash(text) in seen:
+                self._in_both += 1
+            else:
+                kept = True
+                yield "train", text
+        if not kept:
+            raise UserError(f"{self.name}: nothing is left to train on, all of it is in data.val_source too")
+
+
 def open_corpus(
     sources: Sequence[str], text_column: str = "text", *, hub_files: int | None = None, cache_dir: str | None = None
 ) -> Corpus:
@@ -179,20 +234,31 @@ def is_text_file(source: str) -> bool:
 
 
 def _open(source: str, text_column: str, hub_files: int | None, root: Path) -> Source:
-    if source == STDLIB:
-        return _stdlib()
+    if source == STDLIB:  # Two versions of Python differ in content.
+        return Source(STDLIB, stdlib_files(), "", salt=f"python {platform.python_version()}")
     path = Path(os.path.expanduser(source))
-    if os.path.isdir(path):
-        files = _folder_files(path)
-    elif os.path.exists(path):  # Unlike Path.exists, False for names that no file can have.
+    if os.path.exists(path) and not os.path.isdir(path):  # Unlike Path.exists, False for names that no file can have.
         files = [DocumentFile(path, path.name, lenient=False)]
+    else:
+        files, text_column = _several_files(source, path, text_column, hub_files, root)
+    for file in files:
+        probe(file, text_column)
+    return Source(source, files, text_column)
+
+
+def _several_files(
+    source: str, path: Path, text_column: str, hub_files: int | None, root: Path
+) -> tuple[list[DocumentFile], str]:
+    """The files of a folder, a corpus by name or a glob, and the column of their text."""
+    if os.path.isdir(path):
+        files = folder_files(path)
     elif (named := named_source(source)) is not None:
         # The fingerprint is that of the same files in a folder: where they come from does not matter.
         found = local_files(named, hub_files, root)
         files = [DocumentFile(file.path, file.name, lenient=False, sha256=file.sha256) for file in found]
         text_column = named.known.text_column if named.known else text_column
     elif glob.has_magic(source):
-        files = _glob_files(str(path))
+        files = glob_files(str(path))
     elif source == CORE:
         raise UserError("core is what `gptlab eval RUN --core` asks, not text to train on")
     else:
@@ -205,50 +271,69 @@ def _open(source: str, text_column: str, hub_files: int | None, root: Path) -> S
             f"{source!r} has no files to read: gptlab reads text (.txt .md .py ...), .jsonl and "
             ".parquet, the first two also packed (.gz .zst)"
         )
-    for file in files:
-        probe(file, text_column)
-    return Source(source, files, text_column)
+    return files, text_column
 
 
-def _stdlib() -> Source:
-    """The running interpreter's library sources (31 MB in CPython 3.11), the embedded corpus.
+def split_documents(corpus: Corpus, split: Split, val_fraction: float) -> Iterator[tuple[Side, str]]:
+    """(side, document) in the corpus's order; both sides get at least one. UserError where that cannot be.
 
-    Ordered by the SHA-1 of the relative path: shuffled over the packages, and the same on every machine. Two versions
-    of Python differ in content, so the version is part of the fingerprint.
+    hash: a document validates when the hash of its content falls into the first `val_fraction` of the hash's range, so
+        neither order nor sharding moves it, and identical documents are on one side.
+    tail: the last `val_fraction` of the corpus's characters validate, cut where nanoGPT cuts
+        (`n = int(len(text) * 0.9)`); the document across the cut goes to both sides in part.
     """
-    library = Path(sysconfig.get_path("stdlib"))
-    names = [name for name in _walk(library, ["site-packages", "dist-packages"]) if name.endswith(".py")]
-    if not names:
-        raise UserError(f"stdlib: this Python has no library sources under {library}; name a folder or file instead")
-    names.sort(key=lambda name: hashlib.sha1(name.encode("utf-8", "surrogateescape"), usedforsecurity=False).digest())
-    files = [DocumentFile(library / name, name, lenient=True) for name in names]
-    return Source(STDLIB, files, "", salt=f"python {platform.python_version()}")
+    return _split_hash(corpus, val_fraction) if split == "hash" else _split_tail(corpus, val_fraction)
 
 
-def _folder_files(root: Path) -> list[DocumentFile]:
-    names = [name for name in sorted(_walk(root)) if format_suffix(Path(name)) in KNOWN_SUFFIXES]
-    return [DocumentFile(root / name, name, lenient=True) for name in names]
+def content_hash(text: str) -> int:
+    """64 bits of BLAKE2b of the UTF-8 bytes."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
 
-def _glob_files(pattern: str) -> list[DocumentFile]:
-    """Files of known formats that match; the names are relative to the folder before the first wildcard."""
-    parts = Path(pattern).parts
-    fixed = next(i for i, part in enumerate(parts) if glob.has_magic(part))
-    root = Path(*parts[:fixed])
-    paths = [Path(match) for match in glob.glob(pattern, recursive=True)]
-    paths = [path for path in paths if path.is_file() and format_suffix(path) in KNOWN_SUFFIXES]
-    names = sorted((path.relative_to(root).as_posix(), path) for path in paths)
-    return [DocumentFile(path, name, lenient=True) for name, path in names]
+def _split_hash(corpus: Corpus, val_fraction: float) -> Iterator[tuple[Side, str]]:
+    """Streams once both sides have a document; until then (about 1 / val_fraction documents) it holds them back."""
+    limit = int(val_fraction * HASH_RANGE)
+    waiting: list[tuple[int, str]] = []
+    streaming = False
+    for text in corpus.documents():
+        key = content_hash(text)
+        waiting.append((key, text))
+        streaming = streaming or (key < limit) != (waiting[0][0] < limit)
+        if streaming:
+            yield from (("val" if key < limit else "train", text) for key, text in waiting)
+            waiting.clear()
+    if not streaming:
+        yield from _split_small(waiting, limit, corpus.name)
 
 
-def _walk(root: Path, ignored: Iterable[str] = ()) -> Iterator[str]:
-    """Relative posix paths of the files below `root`; links to folders are not followed (they may lead in circles)."""
-    ignored = {"__pycache__", *ignored}
-    for folder, subfolders, files in os.walk(root):
-        subfolders[:] = [name for name in subfolders if name not in ignored and not name.startswith(".")]
-        for name in files:
-            if not name.startswith("."):
-                yield (Path(folder) / name).relative_to(root).as_posix()
+def _split_small(documents: list[tuple[int, str]], limit: int, name: str) -> Iterator[tuple[Side, str]]:
+    """A small corpus whose documents all fell to one side: the smallest hash validates, or the largest trains."""
+    keys = {key for key, _ in documents}
+    if len(keys) < 2:
+        raise UserError(
+            f"{name}: split=hash needs two different documents, and all {len(documents)} are the same; use --data.split"
+            " tail, which validates on text that trains too"
+        )
+    none_validate = min(keys) >= limit
+    chosen = min(keys) if none_validate else max(keys)
+    for key, text in documents:
+        yield ("val" if (key == chosen) == none_validate else "train"), text
+
+
+def _split_tail(corpus: Corpus, val_fraction: float) -> Iterator[tuple[Side, str]]:
+    total = sum(len(text) for text in corpus.documents())
+    # 1 - 0.1 is 0.9 to the last bit, so this is nanoGPT's number.
+    left = int(total * (1 - val_fraction))
+    if not 0 < left < total:
+        raise UserError(
+            f"{corpus.name}: {total} characters cannot be cut at data.val_fraction = {val_fraction}: one side is empty"
+        )
+    for text in corpus.documents():
+        if left > 0:
+            yield "train", text[:left]
+        if left < len(text):
+            yield "val", text[max(left, 0) :]
+        left -= len(text)
 
 
 def _printable(name: str) -> str:

@@ -21,17 +21,21 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from gptlab.config.errors import UserError
-from gptlab.data.corpus.downloaded import (
+from gptlab.data.corpus.known_corpora import (
+    HubFiles,
     HubRecord,
+    NamedSource,
     RemoteFile,
     Verified,
+    WebFile,
     hashed,
+    named_source,
     read_record,
     record_path,
+    training_files,
     web_path,
     write_record,
 )
-from gptlab.data.corpus.known_corpora import HubFiles, NamedSource, WebFile, named_source, training_files
 from gptlab.runtime.files.cache import is_inside, locked
 from gptlab.runtime.records.console import Console
 
@@ -93,8 +97,7 @@ def _download_hub_files(
         with locked(path, source.name, console):
             # Also where all is known: one quick request shows whether the hub can be reached.
             record = _listed(hub, place, read_record(place, root), path)
-            missing = _missing(source, record, hub_files)
-            if missing:
+            if missing := _missing(source, record, hub_files):
                 try:
                     _download_missing(hub, source, record, missing, console)
                 finally:
@@ -141,13 +144,9 @@ def _listed(hub: Any, place: HubFiles, known: HubRecord | None, path: Path) -> H
     """What the hub has at the record's commit, or, without a record, at the revision requested."""
     api = hub.HfApi(endpoint=hub.constants.ENDPOINT, library_name="gptlab")
     revision = known.commit if known else place.revision or "main"
-
-    def commit_now() -> str:
-        info = api.repo_info(place.repo, repo_type="dataset", revision=revision, timeout=LISTING_TIMEOUT_SECONDS)
-        return str(info.sha)
-
+    ask = partial(api.repo_info, place.repo, repo_type="dataset", revision=revision, timeout=LISTING_TIMEOUT_SECONDS)
     try:
-        commit = _patiently(commit_now)
+        commit = str(_patiently(ask).sha)
     except hub.errors.RevisionNotFoundError:
         if known is None:
             raise
@@ -157,12 +156,10 @@ def _listed(hub: Any, place: HubFiles, known: HubRecord | None, path: Path) -> H
         ) from None
     if known is not None:
         return known
-    tree = _patiently(
-        lambda: list(api.list_repo_tree(place.repo, recursive=True, revision=commit, repo_type="dataset"))
-    )
+    tree = partial(api.list_repo_tree, place.repo, recursive=True, revision=commit, repo_type="dataset")
     files = {
         entry.path: RemoteFile(entry.size, entry.lfs.sha256 if entry.lfs else None, entry.blob_id)
-        for entry in tree
+        for entry in _patiently(lambda: list(tree()))
         if isinstance(entry, hub.hf_api.RepoFile)
     }
     if outside := next((name for name in files if not is_inside(name)), None):
@@ -175,8 +172,7 @@ def _listed(hub: Any, place: HubFiles, known: HubRecord | None, path: Path) -> H
 
 
 def _require_space(needed: int, n_files: int, cache: Path, name: str) -> None:
-    there = next(folder for folder in (cache, *cache.absolute().parents) if folder.exists())
-    free = shutil.disk_usage(there).free
+    free = shutil.disk_usage(next(folder for folder in (cache, *cache.absolute().parents) if folder.exists())).free
     if needed > free:
         raise UserError(
             f"{name}: the {n_files} files to download take {needed / 1e9:,.1f} GB, and {cache} has {free / 1e9:,.1f} "
@@ -230,13 +226,10 @@ class _Meter:
             def ignore(self, *args: object, **rest: object) -> None:
                 """Xet's bytes on the wire, rates, redrawing."""
 
-            update_transfer = set_postfix_str = set_transfer_postfix_str = refresh = close = ignore
+            update_transfer = set_postfix_str = set_transfer_postfix_str = refresh = close = __exit__ = ignore
 
             def __enter__(self) -> Bar:
                 return self
-
-            def __exit__(self, *args: object) -> None:
-                pass
 
         return Bar
 
@@ -268,34 +261,31 @@ def _in_parallel(
 
 def _patiently(call: Callable[[], T]) -> T:
     """`call()`, again after a pause where a server was overloaded, an answer stayed away or contents were wrong."""
-    wrong = 0
-    for pause in (*RETRY_SECONDS, None):
+    pauses, wrong = list(RETRY_SECONDS), 0
+    while True:
         try:
             return call()
         except Exception as error:
             wrong += isinstance(error, _WrongContentsError)
-            if pause is None or wrong > 1 or not _may_pass(error):
+            if not pauses or wrong > 1 or not _may_pass(error):
                 raise
-            time.sleep(pause)
-    raise AssertionError
+            time.sleep(pauses.pop(0))
 
 
 def _may_pass(error: Exception) -> bool:
     status = _status(error)
     if status is not None:
         return status >= 500 or status in (408, 429)
-    if isinstance(error, _WrongContentsError):
-        return True
     # The HTTP library's errors go by name: it was requests, then httpx, then httpx2. An OSError of huggingface_hub's
     # own, without a number, says that a file came too short.
     short = type(error) is OSError and error.errno is None
-    return short or any(word in type(error).__name__ for word in ("Timeout", "Protocol", "ReadError"))
+    by_name = any(word in type(error).__name__ for word in ("Timeout", "Protocol", "ReadError"))
+    return short or by_name or isinstance(error, _WrongContentsError)
 
 
 def _status(error: BaseException) -> int | None:
     """The HTTP status of the response that an error carries."""
-    response = getattr(error, "response", None)
-    return getattr(response, "status_code", None)
+    return getattr(getattr(error, "response", None), "status_code", None)
 
 
 @contextmanager
@@ -337,13 +327,13 @@ def _reason(error: Exception, address: str, what: str) -> str:
 
     # huggingface_hub wraps what happened on the way in "not found locally".
     cause = error.__cause__ or error if isinstance(error, errors.LocalEntryNotFoundError) else error
-    status = _status(cause)
+    first, status = next(iter(str(cause).splitlines()), type(cause).__name__), _status(cause)
+    gated = isinstance(cause, errors.GatedRepoError)
     if isinstance(cause, errors.OfflineModeIsEnabled):
         return "HF_HUB_OFFLINE is set, so nothing is downloaded; unset it, or train on what is on this machine"
     if isinstance(cause, errors.RevisionNotFoundError):
         return f"{address} has no such revision of {what}"
-    unknown = isinstance(cause, errors.RepositoryNotFoundError) and not isinstance(cause, errors.GatedRepoError)
-    if unknown or status == 404:
+    if status == 404 or (isinstance(cause, errors.RepositoryNotFoundError) and not gated):
         return f"{address} has no {what} (status {status}), or keeps it private; if so, log in with `hf auth login`"
     if status in (401, 403):
         return f"{address} refuses {what} (status {status}): accept its terms on its page, and log in: `hf auth login`"
@@ -351,7 +341,6 @@ def _reason(error: Exception, address: str, what: str) -> str:
         return f"{address} answers with status {status}; try later, the files that have arrived are kept"
     if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
         return "the disk is full; --hub-files N takes fewer files, HF_HOME names another place"
-    first = next(iter(str(cause).splitlines()), type(cause).__name__)
     if isinstance(cause, errors.HTTPError):
         return f"cannot reach {address} ({first}); only downloading needs the network, training does not"
     if isinstance(cause, errors.HFValidationError):

@@ -1,20 +1,35 @@
-"""Named corpora, where each comes from, and the grammar of `hub:OWNER/NAME[@REVISION][/GLOB]`.
+"""Named corpora, the grammar of `hub:OWNER/NAME[@REVISION][/GLOB]`, and which files of both are on this machine.
 
 A source is looked up in this order: `stdlib`, an existing file or folder, `hub:...`, a name of the table below, a
 glob. So a folder `tinystories` in the current directory goes before the corpus of that name. `NAME:val` is the part of
 a named corpus that its lineage validates on.
+
+    CACHE/hub/OWNER--NAME-HASH.json   one record for each repository, revision and glob: the commit, the files of it
+                                      with their sizes and hashes, and which of them were downloaded and verified
+    CACHE/downloads/FILE              single files from the web
+
+The files of the hub are in the Hugging Face cache, which other programs share. A record pins the commit: files
+downloaded later come from the same one, and what a run trains on does not depend on what the hub holds today. Deleting
+the record asks the hub again. Nothing here uses the network.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
 
 from gptlab.config.errors import UserError
+from gptlab.runtime.files.cache import is_inside
+from gptlab.runtime.files.strict_json import read_json_object, write_json_atomic
 
+RECORD_SCHEMA = 1
+MISSING_SHOWN = 3
 HUB_PREFIX = "hub:"
 VALIDATION_SUFFIX = ":val"
 CORE = "core"
@@ -74,42 +89,29 @@ class KnownCorpus:
 
 CORPORA: tuple[KnownCorpus, ...] = (
     KnownCorpus(
-        name="fineweb-edu",
-        what="educational web pages, 100 billion tokens, shuffled",
+        name="fineweb-edu", what="educational web pages, 100 billion tokens, shuffled",
         lineage="nanochat: begins with 8 files, its depth-20 run takes 240; validates on the last",
         place=HubFiles(
             repo="karpathy/fineweb-edu-100b-shuffle", files="shard_*.parquet", validation="shard_01822.parquet"
         ),
-        license="ODC-By 1.0",
-        default_files=8,
-        all_files=1822,
-        file_bytes=100_000_000,
+        license="ODC-By 1.0", default_files=8, all_files=1822, file_bytes=100_000_000,
     ),
     KnownCorpus(
-        name="climbmix",
-        what="NVIDIA's mixture of web pages, 400 billion tokens, shuffled",
+        name="climbmix", what="NVIDIA's mixture of web pages, 400 billion tokens, shuffled",
         lineage="autoresearch: 10 files; validates on the last",
         place=HubFiles(
             repo="karpathy/climbmix-400b-shuffle", files="shard_*.parquet", validation="shard_06542.parquet"
         ),
-        license="CC BY-NC 4.0",
-        default_files=10,
-        all_files=6542,
-        file_bytes=100_000_000,
+        license="CC BY-NC 4.0", default_files=10, all_files=6542, file_bytes=100_000_000,
     ),
     KnownCorpus(
-        name="tinystories",
-        what="2 million short stories in the words of small children",
+        name="tinystories", what="2 million short stories in the words of small children",
         lineage="for small models; validates on the file that its authors hold out",
         place=HubFiles(repo="roneneldan/TinyStories", files="data/*.parquet", validation="data/validation-*.parquet"),
-        license="CDLA-Sharing 1.0",
-        default_files=4,
-        all_files=4,
-        file_bytes=248_000_000,
+        license="CDLA-Sharing 1.0", default_files=4, all_files=4, file_bytes=248_000_000,
     ),
     KnownCorpus(
-        name="tinyshakespeare",
-        what="1.1 MB of Shakespeare's plays",
+        name="tinyshakespeare", what="1.1 MB of Shakespeare's plays",
         lineage="nanoGPT (shakespeare-char): the last tenth validates, data.split=tail",
         # The hub's karpathy/tiny_shakespeare holds only a script, and cuts the text in three.
         place=WebFile(
@@ -117,32 +119,22 @@ CORPORA: tuple[KnownCorpus, ...] = (
             file="tinyshakespeare.txt",
             sha256="86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
         ),
-        license="public domain",
-        default_files=1,
-        all_files=1,
-        file_bytes=1_115_394,
+        license="public domain", default_files=1, all_files=1, file_bytes=1_115_394,
     ),
     KnownCorpus(
-        name="openwebtext",
-        what="pages that Reddit linked to, 9 billion tokens: what GPT-2 read, collected again",
+        name="openwebtext", what="pages that Reddit linked to, 9 billion tokens: what GPT-2 read, collected again",
         lineage="nanoGPT (gpt2-124m): data.val_fraction=0.0005",
         place=HubFiles(repo="Skylion007/openwebtext", files="*/train-*.parquet"),
-        license="CC0 1.0",
-        default_files=80,
-        all_files=80,
-        file_bytes=305_000_000,
+        license="CC0 1.0", default_files=80, all_files=80, file_bytes=305_000_000,
     ),
     KnownCorpus(
         name="fineweb10b-gpt2",
         what="10 billion tokens of web pages, in GPT-2's vocabulary, as llm.c's shards",
         lineage="modded-nanogpt: 103 files; validates on fineweb_val_000000.bin",
         place=HubFiles(repo="kjj0/fineweb10B-gpt2", files="fineweb_*.bin", validation="fineweb_val_*.bin"),
-        license="MIT; the text ODC-By 1.0",
-        default_files=103,
-        all_files=103,
-        file_bytes=200_000_000,
+        license="MIT; the text ODC-By 1.0", default_files=103, all_files=103, file_bytes=200_000_000,
     ),
-)
+)  # fmt: skip
 
 CORE_BUNDLE = WebFile(
     address="https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip", file="eval_bundle.zip", sha256=None
@@ -221,3 +213,156 @@ def training_files(paths: Iterable[str], place: HubFiles) -> tuple[list[str], li
 
 def _validates(place: HubFiles | WebFile) -> bool:
     return isinstance(place, HubFiles) and place.validation is not None
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteFile:
+    """What the hub says of a file."""
+
+    n_bytes: int
+    sha256: str | None
+    """Of files in large file storage (LFS, Xet)."""
+    blob_id: str
+    """git's hash of the others: SHA-1 over a header and the contents."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """A file whose hash was right when it had this time of change."""
+
+    sha256: str
+    mtime_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class LocalFile:
+    path: Path
+    name: str
+    """Its path in the repository."""
+    sha256: str | None
+    """Of its contents; None where the file was touched since it was verified."""
+
+
+@dataclass(slots=True)
+class HubRecord:
+    repo: str
+    revision: str | None
+    commit: str
+    folder: str
+    """Where the Hugging Face cache has the files of this commit."""
+    files: dict[str, RemoteFile]
+    """All that the glob matches, by path."""
+    verified: dict[str, Verified] = field(default_factory=dict)
+
+    def local(self, name: str) -> LocalFile | None:
+        """The downloaded file, or None where it is not there, cut short, or was never verified."""
+        known = self.verified.get(name)
+        path = Path(self.folder) / name
+        try:
+            status = path.stat()
+        except OSError:
+            return None
+        if known is None or status.st_size != self.files[name].n_bytes:
+            return None
+        return LocalFile(path, name, known.sha256 if status.st_mtime_ns == known.mtime_ns else None)
+
+
+def record_path(place: HubFiles, root: Path) -> Path:
+    digest = hashlib.sha256(repr((place.repo, place.revision, place.files)).encode()).hexdigest()
+    return root / "hub" / f"{place.repo.replace('/', '--')}-{digest[:12]}.json"
+
+
+def web_path(place: WebFile, root: Path) -> Path:
+    return root / "downloads" / place.file
+
+
+def read_record(place: HubFiles, root: Path) -> HubRecord | None:
+    """None where it is missing or damaged: then nothing counts as downloaded."""
+    try:
+        value: dict[str, Any] = read_json_object(record_path(place, root))
+        if value.pop("schema") != RECORD_SCHEMA:
+            return None
+        files = {name: RemoteFile(**file) for name, file in value.pop("files").items()}
+        verified = {name: Verified(**file) for name, file in value.pop("verified").items()}
+        record = HubRecord(**value, files=files, verified=verified)
+    except (UserError, KeyError, TypeError, AttributeError):
+        return None
+    sound = (
+        isinstance(record.folder, str)
+        and isinstance(record.commit, str)
+        and all(is_inside(name) for name in (*files, *verified))
+        and all(type(file.n_bytes) is int for file in files.values())
+        and all(re.fullmatch("[0-9a-f]{64}", str(file.sha256)) for file in verified.values())
+    )
+    return record if sound else None
+
+
+def write_record(place: HubFiles, record: HubRecord, root: Path) -> None:
+    path = record_path(place, root)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json_atomic(path, {"schema": RECORD_SCHEMA, **asdict(record)})
+
+
+def local_files(source: NamedSource, hub_files: int | None, root: Path) -> list[LocalFile]:
+    """The files that `source` stands for, in the order of their names. UserError where one is not on this machine."""
+    if isinstance(source.place, WebFile):
+        path = web_path(source.place, root)
+        if not path.is_file():
+            raise _not_here(source, hub_files, "it is not on this machine")
+        return [LocalFile(path, source.place.file, None)]
+    record = read_record(source.place, root)
+    if record is None:
+        raise _not_here(source, hub_files, "it is not on this machine")
+    train, val = source.wanted(record.files, hub_files)
+    found = {name: record.local(name) for name in (val if source.validation else train)}
+    missing = [name for name, file in found.items() if file is None]
+    if 0 < len(missing) < len(found):
+        shown = ", ".join(missing[:MISSING_SHOWN]) + (", ..." if len(missing) > MISSING_SHOWN else "")
+        raise _not_here(
+            source, hub_files, f"{len(missing)} of its {len(found)} files are not on this machine ({shown})"
+        )
+    if missing or not found:
+        raise _not_here(source, hub_files, "it is not on this machine")
+    return [file for file in found.values() if file is not None]
+
+
+def state(corpus: KnownCorpus, root: Path) -> str:
+    """How much of a known corpus is on this machine, in a word or two."""
+    if isinstance(corpus.place, WebFile):
+        return "yes" if web_path(corpus.place, root).is_file() else "no"
+    record = read_record(corpus.place, root)
+    if record is None:
+        return "no"
+    train, val = NamedSource(name=corpus.name, place=corpus.place, known=corpus).wanted(record.files, len(record.files))
+    here = [sum(record.local(name) is not None for name in names) for names in (train, val)]
+    return f"{here[0]:,} files" + (f" + {here[1]} val" if val else "") if any(here) else "no"
+
+
+def size_text(n_bytes: int) -> str:
+    return f"{n_bytes / 1e9:,.1f} GB" if n_bytes >= 1e8 else f"{n_bytes / 1e6:,.1f} MB"
+
+
+def _not_here(source: NamedSource, hub_files: int | None, what: str) -> UserError:
+    quoted = f"'{source.name}'" if set(source.name) & set("*?[ ") else source.name
+    limit = "" if hub_files is None else f" --hub-files {hub_files}"
+    amount = "" if hub_files is None else f" of {hub_files} files"
+    fewer = ""
+    if (known := source.known) is not None:
+        n_files = min(hub_files or known.default_files, known.all_files)
+        amount = f" of {n_files} files, about " if n_files > 1 else " of "
+        amount += size_text(n_files * known.file_bytes)
+        fewer = " (with --data.hub-files N, training takes fewer files)" if known.default_files > 4 else ""
+    return UserError(
+        f"{source.name}: {what}; `gptlab data prepare {quoted}{limit}` downloads what is missing{amount}{fewer}"
+    )
+
+
+def hashed(path: Path) -> tuple[str, str]:
+    """(SHA-256, git's blob id) of a file, read once. OSError where it cannot be read."""
+    sha256 = hashlib.sha256()
+    blob = hashlib.sha1(f"blob {os.path.getsize(path)}\0".encode(), usedforsecurity=False)
+    with path.open("rb") as stream:
+        while block := stream.read(1 << 20):
+            sha256.update(block)
+            blob.update(block)
+    return sha256.hexdigest(), blob.hexdigest()

@@ -1,9 +1,18 @@
 """What every tokenizer is: ids and the exact bytes that each stands for. And the two without merges: one token a byte,
-one token a character."""
+one token a character.
+
+On disk a tokenizer is tokenizer.json in the form of Hugging Face `tokenizers`: one file that transformers, gptlab and
+people read. All kinds are BPE models there: `bpe` and `gpt2` with merges, `byte` and `char` without any. BOS is in the
+model's vocabulary, where no merge leads to it, and not among the added tokens, which that library looks for in every
+text: so the file alone never turns the characters "<|bos|>" into the special token. transformers still adds it to them
+when it loads (`bos_token`); `split_special_tokens` in tokenizer_config.json makes it leave texts alone.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,10 +20,21 @@ from typing import Any
 import numpy as np
 
 from gptlab.config.errors import UserError
-from gptlab.data.tokenizer import json_file
 
 BOS = "<|bos|>"
 """Begins a document (nanochat's name). It is an id and never text: no text encodes to it, and it decodes to nothing."""
+FILE, CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
+MODEL: dict[str, Any] = {
+    "type": "BPE",
+    "dropout": None,
+    "unk_token": None,
+    "continuing_subword_prefix": None,
+    "end_of_word_suffix": None,
+    "fuse_unk": False,
+    "byte_fallback": False,
+    "ignore_merges": False,
+}
+"""What all models of tokenizer.json have in common."""
 
 
 class Tokenizer:
@@ -65,9 +85,25 @@ class Tokenizer:
         """This tokenizer in the form of `tokenizer.json` of Hugging Face tokenizers."""
         raise NotImplementedError
 
-    def save(self, folder: Path) -> None:
-        """Write tokenizer.json and tokenizer_config.json, which `transformers` and `load_tokenizer` read."""
-        json_file.write(folder, self.to_json(), bos=self.bos_token)
+    def save(self, folder: Path, *, post_processor: dict[str, Any] | None = None, **more_config: Any) -> None:
+        """Write tokenizer.json and tokenizer_config.json, which `transformers` and `load_tokenizer` read, each put in
+        place at once. UserError where the disk refuses."""
+        content = self.to_json() | {"post_processor": post_processor}
+        config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+        if self.bos_token is not None:
+            # One token separates documents: it begins one and ends the one before.
+            config |= {"bos_token": self.bos_token, "eos_token": self.bos_token, "split_special_tokens": True}
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for name, values in ((FILE, content), (CONFIG_FILE, config | more_config)):
+                temporary = folder / f".{name}.{os.getpid()}"
+                try:
+                    temporary.write_text(json.dumps(values, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+                    os.replace(temporary, folder / name)
+                finally:
+                    temporary.unlink(missing_ok=True)
+        except OSError as error:
+            raise UserError(f"cannot write the tokenizer to {folder}: {error.strerror or error}") from error
 
 
 class ByteTokenizer(Tokenizer):
@@ -82,9 +118,9 @@ class ByteTokenizer(Tokenizer):
         return np.frombuffer(utf8(text), dtype=np.uint8).astype(np.int32)
 
     def to_json(self) -> dict[str, Any]:
-        level = json_file.byte_level()
-        vocab = [*json_file.byte_characters(), BOS]
-        return json_file.document(vocab, merges=[], pre_tokenizer=level, decoder=level)
+        level = byte_level()
+        vocab = [*byte_characters(), BOS]
+        return document(vocab, merges=[], pre_tokenizer=level, decoder=level)
 
 
 class CharTokenizer(Tokenizer):
@@ -120,7 +156,7 @@ class CharTokenizer(Tokenizer):
 
     def to_json(self) -> dict[str, Any]:
         vocab = [*self.characters] + ([] if self.bos_id is None else [BOS])
-        return json_file.document(vocab, merges=[], pre_tokenizer=None, decoder={"type": "Fuse"})
+        return document(vocab, merges=[], pre_tokenizer=None, decoder={"type": "Fuse"})
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> CharTokenizer:
@@ -141,3 +177,35 @@ def utf8(text: str, encoding: str = "utf-8") -> bytes:
         raise UserError(
             f"text with a lone surrogate (U+{code:04X} at character {error.start}) cannot be encoded: it is not Unicode"
         ) from error
+
+
+def byte_characters() -> list[str]:
+    """For each byte the printable character that stands for it in byte-level vocabularies (GPT-2's table).
+
+    Printable Latin-1 stands for itself; the others take the code points from 256 on, in order.
+    """
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    others = iter(range(256, 512))
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
+
+
+def byte_level(*, use_regex: bool = False) -> dict[str, Any]:
+    """Pre-tokenizer and decoder that put characters for bytes, and bytes for characters."""
+    return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": use_regex}
+
+
+def document(
+    vocab: list[str], *, merges: list[list[str]], pre_tokenizer: dict[str, Any] | None, decoder: dict[str, Any]
+) -> dict[str, Any]:
+    """The whole of tokenizer.json for a BPE model; ids follow the order of `vocab`."""
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": pre_tokenizer,
+        "post_processor": None,
+        "decoder": decoder,
+        "model": {**MODEL, "vocab": {token: index for index, token in enumerate(vocab)}, "merges": merges},
+    }

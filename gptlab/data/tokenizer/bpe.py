@@ -24,8 +24,7 @@ import tiktoken
 
 from gptlab.config.data import TokenizerConfig
 from gptlab.config.errors import ConfigError, UserError
-from gptlab.data.tokenizer import json_file
-from gptlab.data.tokenizer.base import Tokenizer, utf8
+from gptlab.data.tokenizer.base import Tokenizer, byte_characters, byte_level, document, utf8
 
 if TYPE_CHECKING:
     from gptlab.runtime.records.console import Console
@@ -47,7 +46,7 @@ one text of 31.5 MB takes it 18 s and 2.9 GB; in portions of this size, 7 s and 
 LONG_BLANK = 1 << 16
 """tiktoken's regex gives up on \\s+(?!\\S) between 0.6 and 1 million blanks in a row; well below that is safe."""
 
-_CHARACTER_OF_BYTE = dict(enumerate(json_file.byte_characters()))
+_CHARACTER_OF_BYTE = dict(enumerate(byte_characters()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +75,7 @@ def gpt4_pre_tokenizer(max_digits: int) -> PreTokenizer:
         # before a visible character (a piece with a newline has nothing but newlines after it).
         safe_cut=re.compile(r"[A-Za-z](?=[ \n])|\n(?=[!-~])"),
         blanks=re.compile(f"[{BLANKS}]+"),
-        as_json={"type": "Sequence", "pretokenizers": [pieces, json_file.byte_level()]},
+        as_json={"type": "Sequence", "pretokenizers": [pieces, byte_level()]},
     )
 
 
@@ -163,11 +162,11 @@ class ByteLevelBpe(Tokenizer):
 
     def to_json(self) -> dict[str, Any]:
         merges = [[_written(left), _written(right)] for left, right in self.merges]
-        return json_file.document(
+        return document(
             [*map(_written, self._tokens[:-1]), self.bos_name],
             merges=merges,
             pre_tokenizer=self.pre_tokenizer.as_json,
-            decoder=json_file.byte_level(),
+            decoder=byte_level(),
         )
 
 
@@ -199,7 +198,7 @@ def _written(token: bytes) -> str:
 
 def merges_from_json(merges: Sequence[Sequence[str]]) -> list[Merge]:
     """Merges of a byte-level tokenizer.json as bytes."""
-    byte_of = {character: value for value, character in enumerate(json_file.byte_characters())}
+    byte_of = {character: value for value, character in enumerate(byte_characters())}
 
     def read(token: str) -> bytes:
         return bytes(map(byte_of.__getitem__, token))

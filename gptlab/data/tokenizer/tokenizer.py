@@ -5,22 +5,31 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from gptlab.config.data import TokenizerConfig
 from gptlab.config.errors import UserError
-from gptlab.data.tokenizer import gpt2, json_file
-from gptlab.data.tokenizer.base import ByteTokenizer, CharTokenizer, Tokenizer, utf8
+from gptlab.config.plain_file import read_plain
+from gptlab.data.tokenizer.base import CONFIG_FILE, FILE, MODEL, ByteTokenizer, CharTokenizer, Tokenizer, utf8
 from gptlab.data.tokenizer.bpe import BpeTokenizer, train_bpe
-from gptlab.data.tokenizer.gpt2 import gpt2_tokenizer
+from gptlab.data.tokenizer.gpt2 import gpt2_tokenizer, parse_merges, published_merges
+from gptlab.runtime.files.restricted_pickle import read_plain_pickle
 
 if TYPE_CHECKING:
     from gptlab.runtime.records.console import Console
 
 __all__ = [
     "BpeTokenizer", "ByteTokenizer", "CharTokenizer", "Tokenizer",
-    "gpt2_tokenizer", "load_tokenizer", "save_for_transformers", "train_tokenizer",
+    "gpt2_tokenizer", "load_tokenizer", "read_character_table", "save_for_transformers", "train_tokenizer",
 ]  # fmt: skip
+
+VOCAB_FILE, MERGES_FILE, ADDED_FILE = "vocab.json", "merges.txt", "added_tokens.json"
+"""What transformers calls OpenAI's encoder.json and vocab.bpe, and keeps beside them where a user added entries."""
+MAX_FILE_BYTES = 1 << 25
+"""A vocabulary of 200,000 is 15 MB as gptlab writes it (GPT-4o's 28). As Python's objects JSON takes ten times its
+length, so that this bounds memory too."""
+MAX_BRACKETS = 2_000_000
+"""Two for each merge and a hundred more; empty lists, two bytes each, would take thirty times their length."""
 
 
 def train_tokenizer(
@@ -52,20 +61,51 @@ def load_tokenizer(folder: Path | str) -> Tokenizer:
     must be what the file says: so no file loads that transformers would encode otherwise.
     """
     folder = Path(folder)
-    if json_file.adds_prefix_space(folder):
-        json_file.refuse(folder / json_file.CONFIG_FILE, "add_prefix_space changes every text")
-    if not (folder / json_file.FILE).exists() and (folder / gpt2.VOCAB_FILE).exists():
-        return gpt2.load_vocabulary_files(folder)
-    content = json_file.read(folder)
+    if (folder / CONFIG_FILE).exists() and _read_json(folder, CONFIG_FILE).get("add_prefix_space"):
+        _refuse(folder / CONFIG_FILE, "add_prefix_space changes every text")
+    if not (folder / FILE).exists() and (folder / VOCAB_FILE).exists():
+        return _load_vocabulary_files(folder)
+    content = _read_json(folder, FILE)
     try:
-        content = json_file.canonical(content)
+        content = _canonical(content)
         tokenizer = _rebuild(content)
-        flaw = json_file.difference(content, tokenizer.to_json(), bos=tokenizer.bos_token)
+        flaw = _difference(content, tokenizer)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, UserError) as error:
         flaw = f"{type(error).__name__}: {error}"
     if flaw is not None:
-        json_file.refuse(folder / json_file.FILE, f"its parts do not fit together ({flaw})")
+        _refuse(folder / FILE, f"its parts do not fit together ({flaw})")
     return tokenizer
+
+
+def _read_json(folder: Path, name: str) -> dict[str, Any]:
+    """A JSON file of the folder as an object, not yet checked further. UserError where it is missing or damaged."""
+    path = folder / name
+    try:
+        data = read_plain(path, MAX_FILE_BYTES)
+        if data.count(b"[") + data.count(b"{") > MAX_BRACKETS:
+            _refuse(path, "it has more lists than a tokenizer has merges")
+        content = json.loads(data.decode())
+    except OSError as error:
+        raise UserError(f"no tokenizer in {folder}: cannot read {name} ({error.strerror or error})") from error
+    except (ValueError, RecursionError) as error:
+        _refuse(path, f"it is not valid JSON ({error})")
+    if not isinstance(content, dict):
+        _refuse(path, f"it holds a JSON {type(content).__name__}, not an object")
+    return content
+
+
+def _canonical(content: dict[str, Any]) -> dict[str, Any]:
+    """The same tokenizer as gptlab writes it: older files leave parts out, write an empty string for none, and a merge
+    as "a b". KeyError, TypeError or AttributeError where it is not a BPE tokenizer."""
+    model = {**MODEL, "vocab": {}, "merges": [], **content["model"]}
+    for part in ("continuing_subword_prefix", "end_of_word_suffix"):
+        model[part] = model[part] or None
+    model["merges"] = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
+    pre_tokenizer = content.get("pre_tokenizer")
+    if pre_tokenizer is not None and pre_tokenizer["type"] == "ByteLevel":
+        # Offsets are not used, and the library's ByteLevel splits by GPT-2's pattern by default.
+        pre_tokenizer = {"use_regex": True, **pre_tokenizer, "trim_offsets": True}
+    return {**content, "pre_tokenizer": pre_tokenizer, "model": model}
 
 
 def _rebuild(content: dict[str, Any]) -> Tokenizer:
@@ -77,6 +117,77 @@ def _rebuild(content: dict[str, Any]) -> Tokenizer:
     return gpt2_tokenizer() if splitter["use_regex"] else ByteTokenizer()
 
 
+def _difference(found: dict[str, Any], tokenizer: Tokenizer) -> str | None:
+    """The first part of a file that would make it encode otherwise than the tokenizer built from it. The name of BOS
+    as an added token is allowed: in a text, gptlab reads it as text."""
+    rebuilt = tokenizer.to_json()
+    if any(added["content"] != tokenizer.bos_token for added in found.get("added_tokens") or ()):
+        return "added_tokens"
+    for part in ("normalizer", "pre_tokenizer"):
+        if found.get(part) != rebuilt[part]:
+            return part
+    return next((part for part, value in rebuilt["model"].items() if found["model"].get(part) != value), None)
+
+
+def _load_vocabulary_files(folder: Path) -> Tokenizer:
+    """GPT-2's tokenizer where `folder` holds its vocab.json and merges.txt, as transformers had it before
+    tokenizer.json. UserError where they differ."""
+    tokenizer = gpt2_tokenizer()
+    vocabulary = _read_json(folder, VOCAB_FILE)
+    if vocabulary != tokenizer.to_json()["model"]["vocab"]:
+        _refuse(folder / VOCAB_FILE, "its entries differ from GPT-2's")
+    if (folder / ADDED_FILE).exists() and not _read_json(folder, ADDED_FILE).keys() <= vocabulary.keys():
+        _refuse(folder / ADDED_FILE, "it has more entries than GPT-2")
+    try:
+        merges = read_plain(folder / MERGES_FILE, MAX_FILE_BYTES).decode(errors="replace")
+    except OSError as error:
+        raise UserError(f"no tokenizer in {folder}: cannot read {MERGES_FILE} ({error.strerror or error})") from error
+    if parse_merges(merges) != published_merges():
+        _refuse(folder / MERGES_FILE, "its merges differ from GPT-2's")
+    return tokenizer
+
+
+def _refuse(path: Path, reason: str) -> NoReturn:
+    raise UserError(
+        f"{path} is neither a tokenizer that gptlab wrote nor GPT-2's: {reason}; make one with `gptlab tokenizer train`"
+    )
+
+
+def read_character_table(path: Path) -> str:
+    """The characters of {vocab_size: int, stoi: {character: id}, itos: {id: character}}, in the order of their ids.
+
+    That is nanoGPT's meta.pkl. UserError where the file is not such a table, or ids and characters are not one to one.
+    """
+    table = read_plain_pickle(path)
+    flaw = _table_flaw(table)
+    if flaw is not None:
+        raise UserError(
+            f"{path} is not a table of characters: {flaw}; name the tokenizer with tokenizer.path, or make the file "
+            "again with nanoGPT's prepare.py"
+        )
+    return "".join(table["itos"][index] for index in range(table["vocab_size"]))
+
+
+def _table_flaw(table: Any) -> str | None:
+    if type(table) is not dict:
+        return f"it holds a {type(table).__name__}, not a dict with vocab_size, stoi and itos"
+    for key, kind in (("vocab_size", int), ("stoi", dict), ("itos", dict)):
+        if type(table.get(key)) is not kind:
+            return f"its {key} is missing or no {kind.__name__}"
+    stoi, itos, n = table["stoi"], table["itos"], table["vocab_size"]
+    if not (n > 0 and len(itos) == len(stoi) == n):
+        return f"vocab_size is {n}, itos has {len(itos)} entries and stoi {len(stoi)}"
+    for index in range(n):
+        character = itos.get(index)
+        if type(character) is not str or len(character) != 1:
+            return f"itos has no single character for id {index}"
+        if "\ud800" <= character <= "\udfff":
+            return f"id {index} is half of a UTF-16 pair, which is not a character"
+        if type(stoi.get(character)) is not int or stoi[character] != index:
+            return f"itos says that id {index} is {character!r}, and stoi does not"
+    return None
+
+
 def save_for_transformers(tokenizer: Tokenizer, folder: Path, *, max_tokens: int) -> None:
     """Write tokenizer.json and tokenizer_config.json beside an exported model, for AutoTokenizer; `max_tokens` is the
     model's context.
@@ -84,24 +195,18 @@ def save_for_transformers(tokenizer: Tokenizer, folder: Path, *, max_tokens: int
     With add_special_tokens=False the ids are those of `encode`. By default BOS comes first, where there is one: as
     `gptlab sample` puts it before every prompt, and packed training rows begin.
     """
-    tokenizer.save(folder)
-    content, config = json_file.read(folder), json_file.read(folder, json_file.CONFIG_FILE)
-    bos = tokenizer.bos_token
-    if bos is not None:
+    config: dict[str, Any] = {"model_max_length": max_tokens}
+    post_processor: dict[str, Any] | None = None
+    if (bos := tokenizer.bos_token) is not None:
         special: dict[str, Any] = {"SpecialToken": {"id": bos, "type_id": 0}}
         text, second = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
-        content["post_processor"] = {
+        post_processor = {
             "type": "TemplateProcessing",
             "single": [special, text],
             "pair": [special, text, special, second],
             "special_tokens": {bos: {"id": bos, "ids": [tokenizer.bos_id], "tokens": [bos]}},
         }
-        config |= {"eos_token": bos, "pad_token": bos}
-    config |= {
-        "model_max_length": max_tokens,
-        # Prompts of a batch must end together. And no token types: GPT-2 would take them for tokens.
-        "padding_side": "left",
-        "model_input_names": ["input_ids", "attention_mask"],
-    }
-    for name, value in ((json_file.FILE, content), (json_file.CONFIG_FILE, config)):
-        (folder / name).write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        config = {"pad_token": bos} | config
+    # Prompts of a batch must end together. And no token types: GPT-2 would take them for tokens.
+    config |= {"padding_side": "left", "model_input_names": ["input_ids", "attention_mask"]}
+    tokenizer.save(folder, post_processor=post_processor, **config)

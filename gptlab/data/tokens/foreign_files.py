@@ -17,10 +17,10 @@ import glob
 import hashlib
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,10 +29,15 @@ import numpy as np
 from gptlab.config.data import TokenizerConfig
 from gptlab.config.errors import ConfigError, UserError
 from gptlab.data.corpus.documents import STDLIB, TOKEN_SUFFIX
-from gptlab.data.corpus.downloaded import local_files
-from gptlab.data.corpus.known_corpora import named_source
-from gptlab.data.tokenizer.character_table import read_character_table
-from gptlab.data.tokenizer.tokenizer import ByteTokenizer, CharTokenizer, Tokenizer, gpt2_tokenizer, load_tokenizer
+from gptlab.data.corpus.known_corpora import local_files, named_source
+from gptlab.data.tokenizer.tokenizer import (
+    ByteTokenizer,
+    CharTokenizer,
+    Tokenizer,
+    gpt2_tokenizer,
+    load_tokenizer,
+    read_character_table,
+)
 from gptlab.data.tokens.shards import COUNTS, UINT16, Shard, TokenSplit, is_shard, open_index, save_index
 from gptlab.runtime.files.cache import ChangedFileError, file_sha256, read_info
 
@@ -174,18 +179,14 @@ def find_token_files(
             f"this is text, and {next(iter(found))} is tokens; a corpus is one or the other",
         )  # fmt: skip
     name = " + ".join(sources)
-    validating = {source: [file for file in files if file.validates] for source, files in found.items()}
     if val_sources:
-        val = _unique(file for source in val_sources for file in validating[source] or found[source])
+        chosen = [[file for file in found[source] if file.validates] or found[source] for source in val_sources]
     else:
-        val = _unique(file for files in validating.values() for file in files)
+        chosen = [[file for file in files if file.validates] for files in found.values()]
+    val = tuple(dict.fromkeys(chain(*chosen)))
     held_out = {file.path.resolve() for file in val}
-    train = _unique(
-        file
-        for source in sources
-        for file in found[source]
-        if not file.validates and file.path.resolve() not in held_out
-    )
+    of_sources = dict.fromkeys(chain(*(found[source] for source in sources)))
+    train = tuple(file for file in of_sources if not file.validates and file.path.resolve() not in held_out)
     if not val:
         for file in train:
             file.open()  # A file that is not a shard is the first thing to report.
@@ -202,37 +203,33 @@ def _find(source: str, hub_files: int | None, root: Path) -> list[TokenFile] | N
     """The files of one source, in the order of their names; None for text."""
     if source == STDLIB:
         return None
-    if (named := named_source(source)) is not None:
-        files = [file.path for file in local_files(named, hub_files, root)]
-        return _shards(files) if all(file.suffix == TOKEN_SUFFIX for file in files) else None
     path = Path(os.path.expanduser(source))
     if os.path.isdir(path):
-        files = sorted(
-            file for file in path.glob(f"*{TOKEN_SUFFIX}") if file.is_file() and not file.name.startswith(".")
-        )
-        if path / "train.bin" in files and not is_shard(path / "train.bin"):
-            return [TokenFile(path / name, raw=True) for name in ("train.bin", "val.bin") if (path / name).is_file()]
-        # A folder of texts may hold any .bin: only one with the header makes it a folder of tokens.
-        only_these = all(entry.suffix == TOKEN_SUFFIX for entry in path.iterdir() if not entry.name.startswith("."))
-        return _shards(files) if files and (only_these or any(map(is_shard, files))) else None
-    if os.path.exists(path):
-        return _shards([path]) if path.suffix == TOKEN_SUFFIX else None
-    if not glob.has_magic(source):
-        if source.endswith(TOKEN_SUFFIX):
-            raise UserError(f"{source!r}: there is no such file")
+        return _find_in_folder(path)
+    if (named := named_source(source)) is not None:
+        files = [file.path for file in local_files(named, hub_files, root)]
+    elif os.path.exists(path):
+        files = [path]
+    else:
+        files = sorted(Path(match) for match in glob.glob(str(path), recursive=True) if os.path.isfile(match))
+        if source.endswith(TOKEN_SUFFIX) and not files:
+            problem = "no file matches it" if glob.has_magic(source) else "there is no such file"
+            raise UserError(f"{source!r}: {problem}")
+    if not files or any(file.suffix != TOKEN_SUFFIX for file in files):
         return None
-    files = sorted(Path(match) for match in glob.glob(str(path), recursive=True) if os.path.isfile(match))
-    if source.endswith(TOKEN_SUFFIX) and not files:
-        raise UserError(f"{source!r}: no file matches it")
-    return _shards(files) if files and all(file.suffix == TOKEN_SUFFIX for file in files) else None
-
-
-def _shards(files: Iterable[Path]) -> list[TokenFile]:
     return [TokenFile(file, raw=False) for file in files]
 
 
-def _unique(files: Iterable[TokenFile]) -> tuple[TokenFile, ...]:
-    return tuple(dict.fromkeys(files))
+def _find_in_folder(folder: Path) -> list[TokenFile] | None:
+    entries = [entry for entry in sorted(folder.iterdir()) if not entry.name.startswith(".")]
+    files = [entry for entry in entries if entry.suffix == TOKEN_SUFFIX and entry.is_file()]
+    if folder / "train.bin" in files and not is_shard(folder / "train.bin"):
+        return [TokenFile(file, raw=True) for file in files if file.name in ("train.bin", "val.bin")]
+    # A folder of texts may hold any .bin: only one with the header makes it a folder of tokens.
+    only_these = all(entry.suffix == TOKEN_SUFFIX for entry in entries)
+    if not files or not (only_these or any(map(is_shard, files))):
+        return None
+    return [TokenFile(file, raw=False) for file in files]
 
 
 def scan(

@@ -17,6 +17,7 @@ import threading
 import tokenize
 from bisect import bisect_right
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from io import BufferedReader
 from itertools import pairwise
@@ -28,8 +29,7 @@ import numpy as np
 from gptlab.config.errors import UserError
 from gptlab.config.plain_file import open_plain, require_plain
 
-HEADER_INTS = 256
-HEADER_BYTES = 4 * HEADER_INTS
+HEADER_BYTES = 1024
 # What numpy does not catch of the parsers that it reads a header with.
 _NO_ARRAY = (
     ValueError, EOFError, OverflowError, SyntaxError, RecursionError, MemoryError, TypeError, tokenize.TokenError,
@@ -109,17 +109,13 @@ class Shard:
     def __getitem__(self, part: slice) -> np.ndarray:
         first, end, _ = part.indices(self._n_tokens)
         try:
-            if self._file is not None:
-                return self._read(self._file, first, max(0, end - first))
-            with open_plain(self.path) as file:
-                return self._read(file, first, max(0, end - first))
+            with open_plain(self.path) if self._file is None else nullcontext(self._file) as file:
+                n_bytes = max(0, end - first) * self.dtype.itemsize
+                content = self._at(file, self._offset + first * self.dtype.itemsize, n_bytes)
+                changed = len(content) < n_bytes or _stamp(os.fstat(file.fileno())) != self._stamp
         except OSError as error:
             raise UserError(f"cannot read {self.path}: {error.strerror or error}") from error
-
-    def _read(self, file: BufferedReader, first: int, length: int) -> np.ndarray:
-        n_bytes = length * self.dtype.itemsize
-        content = self._at(file, self._offset + first * self.dtype.itemsize, n_bytes)
-        if len(content) < n_bytes or _stamp(os.fstat(file.fileno())) != self._stamp:
+        if changed:
             raise UserError(f"{self.path} changed while it was in use: restore it, or start again with what it is now")
         return np.frombuffer(content, dtype=self.dtype)
 
@@ -144,9 +140,7 @@ def _layout(path: Path, header: bytes, status: os.stat_result) -> tuple[np.dtype
         raise UserError(f"{path} is not a token shard: it is shorter than a header of {HEADER_BYTES:,} bytes")
     _, version, n_tokens = np.frombuffer(header, dtype="<i4")[:3].tolist()
     if version != kind.version:
-        raise UserError(
-            f"{path} is not a token shard that gptlab reads: version {version} of llm.c's layout, not {kind.version}"
-        )
+        raise UserError(f"{path} is not a token shard: version {version} of llm.c's layout, not {kind.version}")
     if status.st_size != HEADER_BYTES + n_tokens * kind.dtype.itemsize:
         raise UserError(
             f"{path} is damaged: its header says {n_tokens:,} tokens of {kind.dtype.itemsize} bytes, and after it are "
@@ -173,63 +167,50 @@ class SplitWriter:
     def __init__(
         self, folder: Path, name: str, vocab_size: int, bos_id: int | None, *, tokens_per_shard: int = TOKENS_PER_SHARD
     ) -> None:
-        self._n_tokens = 0
-        self._n_bytes = 0
-        self._folder = folder
-        self._name = name
+        self._folder, self._name, self._tokens_per_shard = folder, name, tokens_per_shard
         self._kind = shard_kind(vocab_size)
-        self._bos = np.empty(0, dtype=np.int32) if bos_id is None else np.array([bos_id], dtype=np.int32)
-        self._tokens_per_shard = tokens_per_shard
+        self._bos = np.array([] if bos_id is None else [bos_id], dtype=np.int32)
+        self._n_tokens = self._n_bytes = self._n_shards = 0
         self._starts: list[int] = []
         self._hashes: list[int] = []
-        self._shard: IO[bytes] | None = None
-        self._shard_index = 0
-        self._shard_tokens = 0
+        self._file: IO[bytes] | None = None
 
     def add(self, tokens: np.ndarray, *, n_bytes: int, content_hash: int) -> None:
         """One document: its tokens (n,) without BOS, its length in UTF-8, 64 bits of its content's hash."""
         self._starts.append(self._n_tokens)
         self._hashes.append(content_hash)
         self._n_bytes += n_bytes
-        self._write(np.concatenate([self._bos, tokens]).astype(self._kind.dtype))
+        tokens = np.concatenate([self._bos, tokens]).astype(self._kind.dtype)
+        while len(tokens):
+            in_shard = self._n_tokens % self._tokens_per_shard
+            file = self._file if in_shard and self._file else self._next_shard()
+            part = tokens[: self._tokens_per_shard - in_shard]
+            file.write(part.tobytes())
+            self._n_tokens += len(part)
+            tokens = tokens[len(part) :]
 
     def close(self) -> dict[str, int]:
         """Finish the files; the split's `COUNTS`."""
-        if self._shard is None and self._shard_index == 0:
-            self._open_shard()
-        self._close_shard()
+        if self._file is None:
+            self._next_shard()
+        self._finish_shard()
         starts = np.array([*self._starts, self._n_tokens], dtype=np.int64)
         save_index(self._folder, self._name, starts, np.array(self._hashes, dtype=np.uint64))
-        counts = self._n_tokens, len(self._starts), self._n_bytes, self._shard_index
-        return dict(zip(COUNTS, counts, strict=True))
+        return dict(zip(COUNTS, (self._n_tokens, len(self._starts), self._n_bytes, self._n_shards), strict=True))
 
-    def _write(self, tokens: np.ndarray) -> None:
-        while len(tokens):
-            shard = self._shard or self._open_shard()
-            part = tokens[: self._tokens_per_shard - self._shard_tokens]
-            shard.write(part.tobytes())
-            self._shard_tokens += len(part)
-            self._n_tokens += len(part)
-            tokens = tokens[len(part) :]
-            if self._shard_tokens == self._tokens_per_shard:
-                self._close_shard()
+    def _next_shard(self) -> IO[bytes]:
+        self._finish_shard()
+        self._file = (self._folder / shard_name(self._name, self._n_shards)).open("wb")
+        self._file.write(bytes(HEADER_BYTES))  # no magic yet: a shard that was never finished is not valid
+        self._n_shards += 1
+        return self._file
 
-    def _open_shard(self) -> IO[bytes]:
-        self._shard = (self._folder / shard_name(self._name, self._shard_index)).open("wb")
-        self._shard.write(bytes(HEADER_BYTES))  # no magic yet: a shard that was never closed is not valid
-        self._shard_tokens = 0
-        return self._shard
-
-    def _close_shard(self) -> None:
-        if self._shard is None:
-            return
-        header = np.zeros(HEADER_INTS, dtype="<i4")
-        header[:3] = self._kind.magic, self._kind.version, self._shard_tokens
-        self._shard.seek(0)
-        self._shard.write(header.tobytes())
-        self._shard.close()
-        self._shard = None
-        self._shard_index += 1
+    def _finish_shard(self) -> None:
+        if self._file is not None:
+            n_tokens = (self._file.tell() - HEADER_BYTES) // self._kind.dtype.itemsize
+            self._file.seek(0)
+            self._file.write(np.array([self._kind.magic, self._kind.version, n_tokens], dtype="<i4").tobytes())
+            self._file.close()
 
 
 def shard_name(split: str, index: int) -> str:
@@ -250,7 +231,7 @@ def open_index(folder: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
     return starts, load_array(folder / f"{split}_hashes.npy", np.dtype("<u8"))
 
 
-def load_array(path: Path, dtype: np.dtype[Any], *, n_dims: int = 1, mapped: bool = False) -> np.ndarray:
+def load_array(path: Path, dtype: np.dtype[Any], *, mapped: bool = False) -> np.ndarray:
     """A .npy file of this type, in memory or `mapped`. UserError where it is not one, whatever its header claims: it
     is mapped first, which takes no memory and fails for what is not in the file."""
     try:
@@ -260,8 +241,8 @@ def load_array(path: Path, dtype: np.dtype[Any], *, n_dims: int = 1, mapped: boo
         raise UserError(f"cannot read {path}: {error.strerror or error}") from error
     except _NO_ARRAY as error:
         raise UserError(f"{path} is damaged: not an array that numpy wrote ({type(error).__name__})") from None
-    if array.dtype != dtype or array.ndim != n_dims:
-        raise UserError(f"{path} is damaged: it does not hold an array of {dtype} with {n_dims} dimensions")
+    if array.dtype != dtype or array.ndim != 1:
+        raise UserError(f"{path} is damaged: it does not hold an array of {dtype} with one dimension")
     return array.view(np.ndarray) if mapped else np.array(array)
 
 
@@ -279,11 +260,8 @@ class TokenSplit:
     ) -> None:
         """`in_documents`: a BOS leads every document, where the tokenizer has one. Otherwise the split is one text in
         file order, in which BOS is a token like any other. Tokens before the first document are in none."""
-        self.document_starts = document_starts
-        self.content_hashes = content_hashes
-        self.n_documents = len(document_starts) - 1
-        self.n_tokens = int(document_starts[-1])
-        self.n_bytes = n_bytes
+        self.document_starts, self.content_hashes = document_starts, content_hashes
+        self.n_documents, self.n_tokens, self.n_bytes = len(document_starts) - 1, int(document_starts[-1]), n_bytes
         self.in_documents = in_documents
         self._shards = tuple(shards)
         self._shard_ends = np.cumsum([len(shard) for shard in shards]).tolist()

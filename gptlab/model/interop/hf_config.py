@@ -23,10 +23,8 @@ Form = Literal["gpt2", "nanochat", "gptlab"]
 """transformers' `model_type`; gptlab's own comes with a modelling file."""
 
 ARCHITECTURES: dict[Form, str] = {
-    "gpt2": "GPT2LMHeadModel",
-    "nanochat": "NanoChatForCausalLM",
-    "gptlab": "GPTLabForCausalLM",
-}
+    "gpt2": "GPT2LMHeadModel", "nanochat": "NanoChatForCausalLM", "gptlab": "GPTLabForCausalLM",
+}  # fmt: skip
 MODELLING_MODULE = "modeling_gptlab"
 
 RECORD = "gptlab"
@@ -67,6 +65,10 @@ _FIELDS: dict[Form, dict[str, str]] = {
     },
 }  # fmt: skip
 """{the form's key: the field of ModelConfig}, in the order of config.json."""
+_DEFAULTS: dict[Form, tuple[int | None, ...]] = {
+    "gpt2": (50257, 1024, 768, 12, 12, None), "nanochat": (50304, 2048, 768, 12, 6, None, 8192),
+}  # fmt: skip
+"""transformers' own sizes, in that order. None: four times the width; as many key-value heads as heads."""
 
 # transformers' names (its activations.py): gelu_new is OpenAI's, gelu_pytorch_tanh the same formula in one kernel.
 _ACTIVATIONS: dict[str, Activation] = {
@@ -203,20 +205,10 @@ def gpt2_model_config(hf_config: Mapping[str, Any]) -> ModelConfig:
         ("layer_norm_epsilon", 1e-5),
     ):
         _require_value(name, hf_config.get(name, only), only, "GPT-2")
-    width = _count(hf_config, "n_embd", 768)
+    tied = bool(hf_config.get("tie_word_embeddings", True))
     try:
         return ModelConfig(
-            n_layer=_count(hf_config, "n_layer", 12),
-            n_embd=width,
-            n_head=_count(hf_config, "n_head", 12),
-            seq_len=_count(hf_config, "n_positions", 1024),
-            vocab_size=_count(hf_config, "vocab_size", 50257),
-            mlp_ratio=_count(hf_config, "n_inner", 4 * width) / width,
-            activation=activation,
-            bias=True,
-            tied_head=bool(hf_config.get("tie_word_embeddings", True)),
-            init="gpt2",
-            **FIXED["gpt2"],
+            **_sizes(hf_config, "gpt2"), **FIXED["gpt2"], activation=activation, bias=True, tied_head=tied, init="gpt2"
         )
     except ConfigError as error:
         raise UserError(f"config.json describes no GPT-2: {error}") from None
@@ -224,32 +216,37 @@ def gpt2_model_config(hf_config: Mapping[str, Any]) -> ModelConfig:
 
 def nanochat_model_config(hf_config: Mapping[str, Any]) -> ModelConfig:
     """A NanoChatForCausalLM that gptlab did not export. UserError for an option that gptlab's GPT does not have."""
-    get = hf_config.get
-    width, heads = int(get("hidden_size", 768)), int(get("num_attention_heads", 6))
+    get, sizes = hf_config.get, _sizes(hf_config, "nanochat")
     rope = get("rope_parameters") or {}
+    head_dim = sizes["n_embd"] // sizes["n_head"]
     _require_value("attention_bias", get("attention_bias", False), False, "NanoChat")
     _require_value("rope_type", rope.get("rope_type", "default"), "default", "NanoChat")
-    _require_value("head_dim", get("head_dim", width // heads), width // heads, "NanoChat")
+    _require_value("head_dim", get("head_dim", head_dim), head_dim, "NanoChat")
     activation = _activation(hf_config, "hidden_act", "relu2", tuple(_NANOCHAT_NAMES.values()), "NanoChat")
     eps = get("rms_norm_eps", 1e-6)
     if type(eps) not in (int, float) or not 0 < eps < 1:
         raise _unsupported("NanoChat", "rms_norm_eps", eps, "it must be between 0 and 1")
     softcap = get("final_logit_softcapping", 15.0)
     return ModelConfig(
-        n_layer=int(get("num_hidden_layers", 12)),
-        n_embd=width,
-        n_head=heads,
-        n_kv_head=get("num_key_value_heads"),
-        seq_len=int(get("max_position_embeddings", 2048)),
-        vocab_size=int(get("vocab_size", 50304)),
-        mlp_ratio=int(get("intermediate_size", 8192)) / width,
+        **sizes,
+        **FIXED["nanochat"],
         rmsnorm_eps=float(eps),
         rope_base=float(rope.get("rope_theta", get("rope_theta", 10_000.0))),
         activation=activation,
         tied_head=bool(get("tie_word_embeddings", False)),
         logit_softcap=None if softcap is None else float(softcap),
-        **FIXED["nanochat"],
     )
+
+
+def _sizes(hf_config: Mapping[str, Any], form: Form) -> dict[str, Any]:
+    """The sizes as fields of a ModelConfig; transformers' default where one is missing or null."""
+    sizes: dict[str, Any] = {"kv_heads": None}
+    for (name, own), default in zip(_FIELDS[form].items(), _DEFAULTS[form], strict=True):
+        sizes[own] = value = default if hf_config.get(name) is None else hf_config[name]
+        if value is not None and (type(value) is not int or not 0 < value < 2**63):
+            raise UserError(f"config.json: {name} = {value!r} must be a positive whole number")
+    width, mlp_width, kv_heads = sizes["n_embd"], sizes.pop("mlp_width"), sizes.pop("kv_heads")
+    return sizes | {"mlp_ratio": 4.0 if mlp_width is None else mlp_width / width, "n_kv_head": kv_heads}
 
 
 def _activation(hf_config: Mapping[str, Any], key: str, default: str, known: tuple[str, ...], model: str) -> Activation:
@@ -266,13 +263,3 @@ def _require_value(name: str, value: object, only: object, model: str) -> None:
 
 def _unsupported(model: str, name: str, value: object, remedy: str) -> UserError:
     return UserError(f"this {model} cannot be used: config.json has {name} = {value!r}, {remedy}")
-
-
-def _count(hf_config: Mapping[str, Any], name: str, default: int) -> int:
-    """A size; transformers' default if it is missing or null."""
-    value = hf_config.get(name)
-    if value is None:
-        return default
-    if type(value) is not int or not 0 < value < 2**63:
-        raise UserError(f"config.json: {name} = {value!r} must be a positive whole number")
-    return value

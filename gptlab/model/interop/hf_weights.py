@@ -1,4 +1,4 @@
-"""Weights in transformers' folders and by transformers' names, and by gptlab's.
+"""Weights in transformers' folders and by transformers' names, and by gptlab's; nanoGPT's `ckpt.pt`.
 
     gpt2       layers of OpenAI's code (Conv1D), whose matrices are (inputs, outputs): the transpose of nn.Linear's.
                nanoGPT has the same names with nn.Linear.
@@ -11,20 +11,22 @@ written, but may be there.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from gptlab.config.errors import UserError
+from gptlab.config.errors import ConfigError, UserError
 from gptlab.config.model import ModelConfig
 from gptlab.config.plain_file import open_plain
 from gptlab.model.gpt import GPT
-from gptlab.model.interop.hf_config import WEIGHT_FILES, Form, read_hf_config
+from gptlab.model.interop.hf_config import FIXED, WEIGHT_FILES, Form, read_hf_config
 from gptlab.model.interop.torch_file import only_tensors, read_torch_file
 from gptlab.runtime.files.strict_json import read_json_object
 
@@ -47,6 +49,10 @@ _NANOCHAT_BLOCK = {
     "mlp.up": ("mlp.fc1",),
     "mlp.out": ("mlp.fc2",),
 }
+_NANOGPT_SIZES = {
+    "n_layer": "n_layer", "n_head": "n_head", "n_embd": "n_embd", "block_size": "seq_len", "vocab_size": "vocab_size",
+}  # fmt: skip
+"""nanoGPT's name of a size, and gptlab's."""
 _HEAD_AND_TABLE: dict[Form, tuple[str, str]] = {
     "gpt2": ("lm_head.weight", "wte.weight"),
     "nanochat": ("lm_head.weight", "model.embed_tokens.weight"),
@@ -74,6 +80,62 @@ def read_hf_tensors(folder: Path) -> dict[str, Tensor]:
     if (folder / _PICKLED).is_file():
         return only_tensors(read_torch_file(folder / _PICKLED), folder / _PICKLED)
     raise UserError(f"{folder} holds no weights: there is no {_SINGLE}, {_INDEX} or {_PICKLED}")
+
+
+@dataclass(frozen=True, slots=True)
+class NanoGptCheckpoint:
+    path: Path
+    model: ModelConfig
+    """Its vocabulary is the rows of the table; nanoGPT pads GPT-2's 50,257 entries to 50,304."""
+    tensors: Mapping[str, Tensor]
+    """By nanoGPT's names, memory-mapped."""
+    notes: Mapping[str, object]
+    """About the training: iter_num, best_val_loss (nats/token), dataset; None where the file does not say."""
+
+    def weights(self, model: ModelConfig) -> dict[str, Tensor]:
+        """By gptlab's names, for its own model or one that leaves rows of its vocabulary unused. UserError if they do
+        not fit."""
+        try:
+            return from_transformers(self.tensors, model, "gpt2", transposed=False)
+        except UserError as error:
+            raise UserError(f"{self.path}: {error}") from None
+
+
+def read_nanogpt(path: Path) -> NanoGptCheckpoint:
+    """Read a checkpoint without running anything in it. UserError for any other file."""
+    content = read_torch_file(path)
+    arguments, settings = content.get("model_args"), content.get("config")
+    if "model" not in content or not isinstance(arguments, dict):
+        raise UserError(f"{path} is not a nanoGPT checkpoint: it has no `model` and `model_args`")
+    number, dataset = content.get("iter_num"), settings.get("dataset") if isinstance(settings, dict) else None
+    notes = {
+        "iter_num": number if type(number) is int else None,
+        "best_val_loss": _finite(content.get("best_val_loss")),
+        "dataset": dataset if isinstance(dataset, str) and len(dataset) < 100 else None,
+    }
+    return NanoGptCheckpoint(path, _nanogpt_model(arguments, path), only_tensors(content["model"], path), notes)
+
+
+def _nanogpt_model(arguments: Mapping[Any, object], path: Path) -> ModelConfig:
+    bias = arguments.get("bias", True)  # checkpoints older than the option all have biases
+    if type(bias) is not bool:
+        raise UserError(f"{path}: model_args says bias = {type(bias).__name__}, which is neither True nor False")
+    sizes: dict[str, Any] = {}
+    for name, own in _NANOGPT_SIZES.items():
+        sizes[own] = value = arguments.get(name)
+        if type(value) is not int:
+            shown = value if value is None or isinstance(value, float | bool) else type(value).__name__
+            raise UserError(f"{path}: model_args says {name} = {shown}, which is no whole number")
+    try:
+        return ModelConfig(**sizes, **FIXED["gpt2"], activation="gelu", bias=bias, tied_head=True, init="gpt2")
+    except ConfigError as error:
+        raise UserError(f"{path}: its model_args describe no GPT: {error}") from None
+
+
+def _finite(value: object) -> float | None:
+    """nanoGPT keeps its best loss as a 0-d tensor, and 1e9 before the first."""
+    number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+    return float(number) if isinstance(number, int | float) and math.isfinite(number) else None
 
 
 def to_transformers(tensors: Mapping[str, Tensor], config: ModelConfig, form: Form) -> dict[str, Tensor]:

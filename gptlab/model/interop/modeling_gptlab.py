@@ -19,6 +19,13 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
 
 GATE_CHANNELS = 32
+DEFAULTS: dict[str, Any] = {
+    "vocab_size": 257, "seq_len": 512, "n_layer": 4, "n_embd": 256, "n_head": 4, "n_kv_head": 4, "mlp_width": 1024,
+    "norm": "rmsnorm", "rmsnorm_eps": 1e-6, "position": "rope", "rope_base": 10_000.0, "activation": "relu2",
+    "bias": False, "dropout": 0.0, "qk_norm": True, "residual_lambdas": True, "embedding_norm": True,
+    "logit_softcap": 15.0, "attention_residual_scale": None, "use_cache": True,
+}  # fmt: skip
+"""Fields of config.json that the network depends on; `layer_windows` and `value_embedding_layers` name layers."""
 
 
 class GPTLabConfig(PretrainedConfig):
@@ -37,43 +44,17 @@ class GPTLabConfig(PretrainedConfig):
 
     def __init__(
         self,
-        vocab_size: int = 257,
-        seq_len: int = 512,
-        n_layer: int = 4,
-        n_embd: int = 256,
-        n_head: int = 4,
-        n_kv_head: int = 4,
-        mlp_width: int = 1024,
-        norm: str = "rmsnorm",
-        rmsnorm_eps: float = 1e-6,
-        position: str = "rope",
-        rope_base: float = 10_000.0,
-        activation: str = "relu2",
-        bias: bool = False,
-        dropout: float = 0.0,
-        qk_norm: bool = True,
+        *,
         layer_windows: list[int | None] | None = None,
         value_embedding_layers: list[int] | None = None,
-        residual_lambdas: bool = True,
-        embedding_norm: bool = True,
-        logit_softcap: float | None = 15.0,
-        attention_residual_scale: float | None = None,
         tie_word_embeddings: bool = False,
-        use_cache: bool = True,
-        **kwargs: Any,
+        **fields: Any,
     ) -> None:
-        self.vocab_size, self.seq_len = vocab_size, seq_len
-        self.n_layer, self.n_embd, self.mlp_width = n_layer, n_embd, mlp_width
-        self.n_head, self.n_kv_head = n_head, n_kv_head
-        self.norm, self.rmsnorm_eps, self.position = norm, rmsnorm_eps, position
-        self.rope_base, self.activation = rope_base, activation
-        self.bias, self.dropout, self.qk_norm = bias, dropout, qk_norm
-        self.layer_windows = [None] * n_layer if layer_windows is None else layer_windows
+        for name, default in DEFAULTS.items():
+            setattr(self, name, fields.pop(name, default))
+        self.layer_windows = [None] * self.n_layer if layer_windows is None else layer_windows
         self.value_embedding_layers = value_embedding_layers or []
-        self.residual_lambdas, self.embedding_norm = residual_lambdas, embedding_norm
-        self.logit_softcap, self.attention_residual_scale = logit_softcap, attention_residual_scale
-        self.use_cache = use_cache
-        super().__init__(tie_word_embeddings=tie_word_embeddings, **kwargs)
+        super().__init__(tie_word_embeddings=tie_word_embeddings, **fields)
 
 
 class RMSNorm(nn.Module):
@@ -191,16 +172,8 @@ class Block(nn.Module):
         self.attention_scale = 1.0 if config.attention_residual_scale is None else config.attention_residual_scale
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(
-        self,
-        x: Tensor,
-        value: Tensor | None,
-        tables: tuple[Tensor, Tensor] | None,
-        slots: Tensor,
-        padding: Tensor | None,
-        cache: Cache | None,
-    ) -> Tensor:
-        y = self.attention(self.attention_norm(x), value, tables, slots, padding, cache)
+    def forward(self, x: Tensor, *context: Any) -> Tensor:
+        y = self.attention(self.attention_norm(x), *context)
         x = x + self.attention_scale * self.dropout(y)
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
 

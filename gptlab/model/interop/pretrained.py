@@ -53,33 +53,32 @@ class Pretrained:
 def find_pretrained(name: str) -> Pretrained:
     """The folder that `init_from` names, or one of OpenAI's models in the local cache. ConfigError if it does not
     exist, UserError if it cannot be used."""
-    folder = Path(name)
+    folder, size = Path(name), openai_name(name)
     if folder.is_dir():
         if "schema_version" in read_json_object(folder / CONFIG_FILE):
-            return _run(folder, name)
+            run = RunDirectory.open(folder)
+            config = config_from_json(run.read_config())
+            return Pretrained(name, folder, True, config.model, replace(config.tokenizer, path=str(run.tokenizer_path)))
         return hf_pretrained(folder, name=name)
-    size = openai_name(name)
+    if size is not None and (cached := cached_folder(f"{HUB_OWNER}/{size}")) is not None:
+        return hf_pretrained(cached, name=name)
+    nearest = None
     if size is not None:
-        if (cached := cached_folder(f"{HUB_OWNER}/{size}")) is not None:
-            return hf_pretrained(cached, name=name)
-        raise ConfigError(
-            "init_from", name, f"its weights are not on this machine, and training downloads nothing: "
-            f"`gptlab import hf {size} DIR` does, then --init-from DIR",
-        )  # fmt: skip
-    if folder.is_file():
-        raise ConfigError(
-            "init_from", name, "is a file; a checkpoint of nanoGPT comes in by `gptlab import nanogpt FILE DIR`, "
-            "then --init-from DIR",
-        )  # fmt: skip
-    if name == TINY_PRETRAINED:
-        raise ConfigError(
-            "init_from", name, f"there is no such run yet: `gptlab train nanogpt/gpt2-124m-tiny --run-dir {name}` "
-            "makes it, or begin with another by --init-from RUN",
-        )  # fmt: skip
-    raise ConfigError(
-        "init_from", name, f"there is no such folder, and the names are {', '.join(GPT2_SIZES)}",
-        nearest_name(name, GPT2_SIZES),
-    )  # fmt: skip
+        reason = (
+            "its weights are not on this machine, and training downloads nothing: "
+            f"`gptlab import hf {size} DIR` does, then --init-from DIR"
+        )
+    elif folder.is_file():
+        reason = "is a file; a checkpoint of nanoGPT comes in by `gptlab import nanogpt FILE DIR`, then --init-from DIR"
+    elif name == TINY_PRETRAINED:
+        reason = (
+            f"there is no such run yet: `gptlab train nanogpt/gpt2-124m-tiny --run-dir {name}` makes it, "
+            "or begin with another by --init-from RUN"
+        )
+    else:
+        reason = f"there is no such folder, and the names are {', '.join(GPT2_SIZES)}"
+        nearest = nearest_name(name, GPT2_SIZES)
+    raise ConfigError("init_from", name, reason, nearest)
 
 
 def begin_from(name: str, config: RunConfig, asked: Mapping[str, Any]) -> RunConfig:
@@ -119,11 +118,8 @@ def require_fits(config: ModelConfig, weights: ModelConfig, name: str) -> None:
             there_text = f"{field} {there}" if place != field else there
             raise ConfigError(f"model.{place}", getattr(config, place), f"the weights of {name} have {there_text}")
     if config.seq_len > weights.seq_len and weights.position == "learned":
-        raise ConfigError(
-            "model.seq_len", config.seq_len,
-            f"the weights of {name} have {weights.seq_len} learned positions, and no values for more",
-            weights.seq_len,
-        )  # fmt: skip
+        reason = f"the weights of {name} have {weights.seq_len} learned positions, and no values for more"
+        raise ConfigError("model.seq_len", config.seq_len, reason, weights.seq_len)
 
 
 def hf_pretrained(folder: Path, *, name: str | None = None, tokenizer: str | None = None) -> Pretrained:
@@ -189,9 +185,3 @@ def cached_folder(repository: str) -> Path | None:
     if not isinstance(found, str) or not any((Path(found).parent / file).is_file() for file in WEIGHT_FILES):
         return None
     return Path(found).parent
-
-
-def _run(folder: Path, name: str) -> Pretrained:
-    run = RunDirectory.open(folder)
-    config = config_from_json(run.read_config())
-    return Pretrained(name, folder, True, config.model, replace(config.tokenizer, path=str(run.tokenizer_path)))

@@ -15,7 +15,7 @@ import zipfile
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import IO, Any
 
 import torch
 from torch import Tensor
@@ -54,7 +54,7 @@ _KINDS = ("BFloat16", "Bool", "Byte", "Char", "Double", "Float", "Half", "Int", 
 STORAGES = frozenset({"torch.storage.UntypedStorage", *(f"torch.{kind}Storage" for kind in _KINDS)})
 _DTYPE_NAMES = ("bfloat16", "bool", "float16", "float32", "float64", "int16", "int32", "int64", "int8", "uint8")
 _DTYPES = frozenset(f"torch.{name}" for name in _DTYPE_NAMES)
-_MADE_OF = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
+_TUPLES = {"EMPTY_TUPLE": 0, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 _TAKEN = {"APPEND": 1, "SETITEM": 2, "BUILD": 1}
 
 
@@ -166,15 +166,15 @@ def _follow(name: str, argument: Any, stack: list[Any], memo: dict[int, Any], fi
     if name == "MARK":
         stack.append(_MARK)
     elif name == "GLOBAL":
-        stack.append(_global(argument))
+        stack.append(_Named(_require_known(argument.replace(" ", "."), _CALLED | STORAGES | _DTYPES)))
     elif name in ("BININT", "BININT1", "BININT2", "LONG1"):
         if argument.bit_length() > MAX_INTEGER_BITS:
             raise UnsafePickleError(f"it has an integer of {argument.bit_length()} bits")
         stack.append(argument)
     elif name == "TUPLE":
         stack.append(_tuple(_to_mark(stack)))
-    elif name in _MADE_OF:
-        stack.append(_tuple([stack.pop() for _ in range(_MADE_OF[name])][::-1]))
+    elif name in _TUPLES:
+        stack.append(_tuple([stack.pop() for _ in range(_TUPLES[name])][::-1]))
     elif name in ("APPENDS", "SETITEMS"):
         _to_mark(stack)
     elif name in _TAKEN:
@@ -183,8 +183,7 @@ def _follow(name: str, argument: Any, stack: list[Any], memo: dict[int, Any], fi
     elif name == "REDUCE":
         stack.pop()
         called = stack.pop()
-        if not isinstance(called, _Named) or called.name not in _CALLED:
-            _refuse_call(called)
+        _require_known(called.name if isinstance(called, _Named) else "a call of a value", _CALLED)
         stack.append(None)
     elif name == "BINPERSID":
         _check_storage(stack.pop(), file_bytes)
@@ -193,22 +192,14 @@ def _follow(name: str, argument: Any, stack: list[Any], memo: dict[int, Any], fi
         stack.append(memo[argument])
     elif name in ("BINPUT", "LONG_BINPUT"):
         memo[argument] = stack[-1]
-    elif name == "EMPTY_TUPLE":
-        stack.append(_Tuple((), 1))
     elif name not in ("PROTO", "STOP"):
         stack.append(None)
 
 
-def _global(argument: str) -> _Named:
-    name = argument.replace(" ", ".")
-    if name not in _CALLED | STORAGES | _DTYPES:
-        _refuse_call(_Named(name))
-    return _Named(name)
-
-
-def _refuse_call(called: object) -> NoReturn:
-    name = called.name if isinstance(called, _Named) else "a call of a value"
-    raise UnsafePickleError(f"it asks for {name[:100]}, which is neither a tensor nor a plain value")
+def _require_known(name: str, known: frozenset[str]) -> str:
+    if name not in known:
+        raise UnsafePickleError(f"it asks for {name[:100]}, which is neither a tensor nor a plain value")
+    return name
 
 
 def _tuple(items: list[Any]) -> _Tuple:

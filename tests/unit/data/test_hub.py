@@ -26,7 +26,6 @@ from gptlab.config.errors import UserError
 from gptlab.data.corpus import hub as module
 from gptlab.data.corpus import known_corpora
 from gptlab.data.corpus.documents import open_corpus
-from gptlab.data.corpus.downloaded import read_record, record_path, web_path
 from gptlab.data.corpus.hub import download_sources, download_web_file
 from gptlab.data.corpus.known_corpora import (
     CORE_BUNDLE,
@@ -36,7 +35,10 @@ from gptlab.data.corpus.known_corpora import (
     WebFile,
     fixed_validation,
     named_source,
+    read_record,
+    record_path,
     training_files,
+    web_path,
 )
 from gptlab.runtime.records.console import Console
 

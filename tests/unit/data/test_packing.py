@@ -17,9 +17,8 @@ from oracle_packing import BOS, cropped_stream, cut_rows
 from gptlab.config.data import DataConfig, LongDocuments
 from gptlab.data import cropping
 from gptlab.data.cropping import CroppedRows
-from gptlab.data.order import hashed, mix, permuted
 from gptlab.data.packing import SMALLEST_CUT, Packing, pack_documents
-from gptlab.data.rows import make_rows
+from gptlab.data.rows import hashed, make_rows, mix, permuted
 from gptlab.data.tokens.shards import TokenSplit
 
 lengths_of_documents = st.lists(st.integers(0, 60), min_size=1, max_size=40)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import subprocess
 import sys
@@ -14,11 +15,12 @@ import pytest
 from gptlab.config.data import DataConfig, TokenizerConfig
 from gptlab.config.errors import ConfigError, UserError
 from gptlab.data import prepare as module
-from gptlab.data.corpus.splits import split_documents
+from gptlab.data.corpus.documents import split_documents
 from gptlab.data.prepare import PreparedData, prepare
 from gptlab.data.rows import make_rows, validation_rows
 from gptlab.data.token_fate import token_fate
 from gptlab.data.tokens.shards import TokenSplit
+from gptlab.runtime.records.console import Console
 
 BYTE = TokenizerConfig(kind="byte")
 CHAR = TokenizerConfig(kind="char")
@@ -133,30 +135,59 @@ def test_a_tokenizer_from_a_folder_is_used_as_it_is(texts: Path, tmp_path: Path)
         prepare(config(texts), TokenizerConfig(path=str(tmp_path / "nowhere")))
 
 
-def spoil(change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
-    return lambda path: path.write_bytes(change(path.read_bytes())) and None  # type: ignore[return-value]
+def spoil(change: Callable[[bytes], bytes]) -> Callable[[Path], object]:
+    return lambda path: path.write_bytes(change(path.read_bytes()))
 
 
-DAMAGES = {
+def flipped(place: int) -> Callable[[Path], object]:
+    """One bit of the byte at `place`."""
+    return spoil(lambda c: c[:place] + bytes([c[place] ^ 1]) + c[place:][1:])
+
+
+DAMAGES: dict[str, tuple[str, Callable[[Path], object]]] = {
     "a shard cut short": ("train_000000.bin", spoil(lambda content: content[:-2])),
-    "a flipped bit in a shard": ("train_000000.bin", spoil(lambda c: c[:2000] + bytes([c[2000] ^ 1]) + c[2001:])),
+    "a longer shard": ("train_000000.bin", spoil(lambda content: content + content[-2:])),
+    "a flipped bit in a shard": ("train_000000.bin", flipped(2000)),
+    "a shard of zeros": ("train_000000.bin", spoil(lambda content: bytes(len(content)))),
     "an empty shard": ("val_000000.bin", spoil(lambda _: b"")),
+    "the other shard": ("train_000000.bin", lambda f: f.write_bytes((f.parent / "val_000000.bin").read_bytes())),
+    "no shard": ("train_000000.bin", Path.unlink),
+    "a shard that is a link": ("val_000000.bin", lambda f: f.rename(f.parent / "x") and f.symlink_to(f.parent / "x")),
+    "a flipped bit in the document index": ("train_documents.npy", flipped(150)),
     "no document index": ("train_documents.npy", Path.unlink),
+    "a flipped bit in the hashes": ("val_hashes.npy", flipped(-1)),
     "no hashes": ("val_hashes.npy", Path.unlink),
     "no manifest": ("manifest.json", Path.unlink),
     "half a manifest": ("manifest.json", spoil(lambda content: content[:40])),
+    "other counts in the manifest": ("manifest.json", spoil(lambda c: c.replace(b'"shards": 1', b'"shards": 2'))),
 }
 
 
 @pytest.mark.parametrize("kind", DAMAGES)
-def test_damaged_tokens_are_made_again(texts: Path, kind: str) -> None:
+def test_damaged_tokens_are_noticed_named_and_made_again(texts: Path, kind: str) -> None:
     good = prepare(config(texts), BYTE)
-    expected = good.train.read(0, good.train.n_tokens), good.val.read(0, good.val.n_tokens)
+    files = {path.name: path.read_bytes() for path in good.folder.iterdir()}
     name, damage = DAMAGES[kind]
     damage(good.folder / name)
-    again = prepare(config(texts), BYTE)
-    assert np.array_equal(again.train.read(0, again.train.n_tokens), expected[0])
-    assert np.array_equal(again.val.read(0, again.val.n_tokens), expected[1])
+    shown = io.StringIO()
+    with Console(stream=shown) as console:
+        again = prepare(config(texts), BYTE, console=console)
+    assert f"damaged tokens of {texts} in {good.folder} (" in shown.getvalue()
+    assert {path.name: path.read_bytes() for path in again.folder.iterdir()} == files
+
+
+@pytest.mark.parametrize("name", ["row_segments.npy", "segment_starts.npy", "segment_lengths.npy"])
+def test_a_damaged_packing_is_planned_again(texts: Path, name: str) -> None:
+    prepared = prepare(config(texts), BYTE)
+
+    def read() -> np.ndarray:
+        rows = make_rows(prepared.train, config(texts), 32, prepared.tokenizer.bos_id, 1, prepared.folder)
+        return rows.read(0, np.arange(rows.rows_per_epoch))[0]
+
+    expected = read()
+    (plan,) = (prepared.folder / "plans").glob("cut-*")
+    flipped(-8)(plan / name)
+    assert np.array_equal(read(), expected)
 
 
 def test_a_damaged_tokenizer_is_trained_again(texts: Path) -> None:
@@ -196,7 +227,7 @@ def test_a_refused_preparation_leaves_nothing(texts: Path) -> None:
 
 def test_a_cache_that_cannot_be_written_is_one_line(texts: Path) -> None:
     (texts.parent / "cache").touch()  # a file where the folder should be: refused to root, too
-    with pytest.raises(UserError, match=r"cannot keep the tokenizer of .* in .*cache"):
+    with pytest.raises(UserError, match=r"cannot keep the tokens of .* in .*cache"):
         prepare(config(texts), BYTE)
 
 

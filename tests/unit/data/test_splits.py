@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gptlab.config.errors import UserError
-from gptlab.data.corpus.documents import CorpusSummary
-from gptlab.data.corpus.splits import split_documents
+from gptlab.data.corpus.documents import CorpusSummary, split_documents
 
 
 class Texts:

@@ -19,8 +19,7 @@ from gptlab.config.data import DataConfig, TokenizerConfig
 from gptlab.config.errors import UserError
 from gptlab.data import prepare as module
 from gptlab.data.corpus import known_corpora
-from gptlab.data.corpus.downloaded import HubRecord, RemoteFile, Verified, write_record
-from gptlab.data.corpus.known_corpora import HubFiles, KnownCorpus
+from gptlab.data.corpus.known_corpora import HubFiles, HubRecord, KnownCorpus, RemoteFile, Verified, write_record
 from gptlab.data.packing import IGNORED
 from gptlab.data.prepare import PreparedData, prepare
 from gptlab.data.rows import make_rows, validation_rows
