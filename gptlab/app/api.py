@@ -82,7 +82,8 @@ def train(
     KeyboardInterrupt, for a signal before there is a run; PeerFailed where one of several processes is lost.
     """
     started = time.perf_counter()
-    parts = OwnParts(on_step=on_step, on_eval=on_eval, rows=rows, optimizer=optimizer, change_model=change_model)
+    own = {"on_step": on_step, "on_eval": on_eval, "rows": rows, "optimizer": optimizer, "change_model": change_model}
+    parts = OwnParts(**own) if any(part is not None for part in own.values()) else None  # type: ignore[arg-type]
     named = {
         "depth": depth, "minutes": minutes, "steps": steps, "tokens": tokens, "flops": flops,
         "tokens_per_param": tokens_per_param, "until_val_loss": until_val_loss, "data": data, "seed": seed,

@@ -22,7 +22,7 @@ from gptlab.data.rows import validation_rows
 from gptlab.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from gptlab.data.tokens.shards import TokenSplit
 from gptlab.eval.bits_per_byte import Evaluation, evaluate
-from gptlab.eval.core import CoreResult, encode_tasks, gpt_logits, measure_core
+from gptlab.eval.core import CoreResult, encode_tasks, measure_core
 from gptlab.eval.core_tasks import find_bundle, read_tasks
 from gptlab.model.gpt import GPT, build_model
 from gptlab.model.interop.hf_weights import read_hf_weights
@@ -141,15 +141,8 @@ def core_of_run(
     questions = [question for task in tasks for question in task.questions][group.rank :: group.size]
     total_tokens = sum(len(option) for question in questions for option in question.options)
     with console.progress("CORE", total_tokens, "tokens") as progress:
-        return measure_core(
-            gpt_logits(run.model),
-            tasks,
-            device=run.device,
-            max_pass_tokens=(micro_sequences or config.eval_sequences) * config.model.seq_len,
-            module=run.model,
-            advance=progress.advance,
-            group=group,
-        )
+        pass_tokens = (micro_sequences or config.eval_sequences) * config.model.seq_len
+        return measure_core(run.model, tasks, max_pass_tokens=pass_tokens, advance=progress.advance, group=group)
 
 
 def evaluate_run(
@@ -182,13 +175,9 @@ def evaluate_run(
     def measure(split: TokenSplit, max_tokens: int | None) -> Evaluation:
         rows = validation_rows(split, config.model.seq_len, run.tokenizer.bos_id, max_tokens)
         return evaluate(
-            run.model,
-            rows,
-            run.tokenizer.token_bytes,
-            device=run.device,
-            micro_sequences=micro_sequences or config.eval_sequences,
-            group=group,
-        )
+            run.model, rows, run.tokenizer.token_bytes, device=run.device,
+            micro_sequences=micro_sequences or config.eval_sequences, group=group,
+        )  # fmt: skip
 
     result = measure(prepared.val, tokens or config.eval.tokens)
     if config.eval.train_tokens is None:

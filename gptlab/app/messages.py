@@ -7,13 +7,11 @@ import shlex
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gptlab.app.run_request import HORIZONS
-from gptlab.config.horizon import Horizon
-from gptlab.config.recipes.applied_scaling import applied_scaling
+from gptlab.config.recipes import applied_scaling
 from gptlab.config.recipes.quickstart import why_quickstart_size
 from gptlab.config.run import RunConfig
 from gptlab.config.scaling import Machine
@@ -30,14 +28,13 @@ def describe(session: Session, console: Console, machine: Machine | None) -> Non
     """Print a run's facts, one line each. `machine`: what the run's size follows from, where it was measured."""
     from gptlab.runtime.hardware.device import device_name  # imports torch
 
-    config, place, counts, flops = session.config, session.place, session.counts, session.flops
-    model, data, group = config.model, session.data, session.work.group
-    peak = place.peak.flops_per_second
-    peak_text = "peak unknown" if peak is None else f"{peak / 1e9:,.0f} GFLOP/s ({place.peak.source})"
-    dtype = str(place.dtype).removeprefix("torch.")
-    threads = f"{place.threads} thread{'s' * (place.threads > 1)}"
-    processes = f"{group.size} processes, " if group.size > 1 else ""
-    console.line(f"machine   {device_name(place.device)} ({place.device}), {processes}{threads}, {dtype}, {peak_text}")
+    config, place, counts, flops, data = session.config, session.place, session.counts, session.flops, session.data
+    model, peak, processes = config.model, place.peak.flops_per_second, session.group.size
+    console.line(
+        f"machine   {device_name(place.device)} ({place.device}), {f'{processes} processes, ' * (processes > 1)}"
+        f"{place.threads} thread{'s' * (place.threads > 1)}, {str(place.dtype).removeprefix('torch.')}, "
+        + ("peak unknown" if peak is None else f"{peak / 1e9:,.0f} GFLOP/s ({place.peak.source})")
+    )
     console.line(
         f"data      {', '.join(config.data.source)}: {data.train.n_tokens:,} training tokens, "
         f"{data.val.n_tokens:,} validation tokens, vocabulary {model.vocab_size:,} ({data.tokenizer.kind})"
@@ -48,67 +45,44 @@ def describe(session: Session, console: Console, machine: Machine | None) -> Non
         f"model     {model.n_layer} layers, width {model.n_embd}, {model.n_head} heads, context {model.seq_len}: "
         f"{counts.total / 1e6:.2f}M parameters, {flops.total / 1e6:.1f} MFLOP a token"
     )
-    kinds = {str(role).replace("_", " "): count for role, count in counts.by_role.items() if count}
-    console.line(f"          {', '.join(f'{kind} {_short(count)}' for kind, count in kinds.items())}")
+    roles = (f"{str(role).replace('_', ' ')} {_short(count)}" for role, count in counts.by_role.items() if count)
+    console.line(f"          {', '.join(roles)}")
     if session.start is not None:
         console.line(f"weights   {session.start.text}")
     console.line(
         f"training  {config.horizon}, {config.batch.total_tokens:,} tokens a step "
         f"({config.micro_batches} x {config.batch.micro_sequences} rows)"
     )
-    length = _length(session, machine)
-    if length is not None:
-        console.line(f"          {length}")
+    steps = session.finish.steps
+    about, steps = ("", steps) if steps is not None else ("about ", _estimated_steps(session, machine))
+    tokens = config.batch.total_tokens * (steps or 0)
+    epochs = tokens / (session.rows_per_epoch * model.seq_len)
+    if steps is not None:
+        console.line(
+            f"          {about}{steps:,} steps, {_short(tokens)} tokens, "
+            f"{tokens / counts.scaling:.3g} for each parameter of matrices and head, "
+            f"{epochs:.2g} epochs, {tokens * flops.total:.2g} FLOP"
+        )
     if rules := applied_scaling(config, machine):
         console.line(f"scaling   {'; '.join(rules)}")
     if machine is not None and (reason := why_quickstart_size(config, machine)):
         console.line(f"size      {reason}")
     # Random windows are drawn with replacement from small texts on purpose (nanoGPT): those have no epochs to count.
-    if length is not None and length.epochs > MANY_EPOCHS and config.data.rows != "random" and not config.eval.only:
+    if epochs > MANY_EPOCHS and config.data.rows != "random" and not config.eval.only:
+        files = config.data.hub_files
+        more = "--data PATH" if files is None else f"--data.hub-files above {files}, or --data PATH"
         console.warn(
-            f"{length.about}{length.epochs:.0f} passes over the training data: beyond {MANY_EPOCHS:.0f}, repeated text "
-            f"teaches less and less (arXiv:2305.16264); more data helps, {_more_data(session)}"
+            f"{about}{epochs:.0f} passes over the training data: beyond {MANY_EPOCHS:.0f}, repeated text "
+            f"teaches less and less (arXiv:2305.16264); more data helps, {more}"
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Length:
-    """The length of a run in every unit; for a run of so many seconds, an estimate from timed steps."""
-
-    about: str
-    steps: int
-    tokens: int
-    tokens_per_param: float
-    epochs: float
-    flops: float
-
-    def __str__(self) -> str:
-        return (
-            f"{self.about}{self.steps:,} steps, {_short(self.tokens)} tokens, "
-            f"{self.tokens_per_param:.3g} for each parameter of matrices and head, "
-            f"{self.epochs:.2g} epochs, {self.flops:.2g} FLOP"
-        )
-
-
-def _length(session: Session, machine: Machine | None) -> _Length | None:
-    """None where it is unknown: a run of so many seconds whose steps were not timed before."""
-    config = session.config
-    tokens_per_step, steps, about = config.batch.total_tokens, session.finish.steps, ""
-    if steps is None:
-        if machine is None or machine.flops_per_second is None:
-            return None
-        step_seconds = session.flops.total * tokens_per_step / machine.flops_per_second
-        steps, about = max(1, round(config.horizon.amount / step_seconds)), "about "
-    tokens = steps * tokens_per_step
-    return _Length(
-        about, steps, tokens, tokens / session.counts.scaling,
-        tokens / (session.rows_per_epoch * config.model.seq_len), tokens * session.flops.total,
-    )  # fmt: skip
-
-
-def _more_data(session: Session) -> str:
-    files = session.config.data.hub_files
-    return "--data PATH" if files is None else f"--data.hub-files above {files}, or --data PATH"
+def _estimated_steps(session: Session, machine: Machine | None) -> int | None:
+    """Of a run of so many seconds. None where its steps were not timed before."""
+    if machine is None or machine.flops_per_second is None:
+        return None
+    step_seconds = session.flops.total * session.config.batch.total_tokens / machine.flops_per_second
+    return max(1, round(session.config.horizon.amount / step_seconds))
 
 
 def _short(count: int) -> str:
@@ -135,7 +109,9 @@ def resume_command(run: Path) -> str:
 
 def longer_command(run: Path, config: RunConfig) -> str:
     """Trains a finished run to twice its length."""
-    return f"{resume_command(run)} {_twice(config.horizon)}"
+    horizon = config.horizon
+    name, factor = next((name, factor) for name, (unit, factor) in HORIZONS.items() if unit == horizon.unit)
+    return f"{resume_command(run)} --{name.replace('_', '-')} {2 * horizon.amount / factor:.12g}"
 
 
 def next_steps(run: Path, config: RunConfig, prompts: Sequence[str], *, trained: bool) -> list[str]:
@@ -159,9 +135,3 @@ def _typed(path: Path) -> str:
     here = Path.cwd()
     absolute = Path(os.path.abspath(path))
     return shlex.quote(str(absolute.relative_to(here) if absolute.is_relative_to(here) else absolute))
-
-
-def _twice(horizon: Horizon) -> str:
-    """A flag for twice as long a run."""
-    name, factor = next((name, factor) for name, (unit, factor) in HORIZONS.items() if unit == horizon.unit)
-    return f"--{name.replace('_', '-')} {2 * horizon.amount / factor:.12g}"

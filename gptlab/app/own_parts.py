@@ -113,9 +113,6 @@ class OwnParts:
         return [f"the source of {name} is not what {path} was trained with: not bit for bit" for name in changed]
 
 
-NO_PARTS = OwnParts()
-
-
 def own_parts_of(record: Mapping[str, object]) -> dict[str, dict[str, Any]]:
     """The own parts in a run.json; empty where there are none."""
     parts = record.get("own_parts")

@@ -9,14 +9,14 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 
 from gptlab.app.attempt import Attempt, Result
 from gptlab.app.messages import longer_command
 from gptlab.app.own_parts import OwnParts
-from gptlab.app.repeat import require_same_parts, require_trained, stored_config
+from gptlab.app.repeat import EarlierRun, Facts, open_repeated, require_same_parts, require_trained, stored_config
 from gptlab.app.run_request import RunRequest
 from gptlab.app.session import Session
 from gptlab.config.errors import UserError
@@ -45,18 +45,16 @@ from gptlab.training.summary import closing_numbers, show_closing_block
 
 
 @dataclass(slots=True)
-class Resumed:
-    """A run that is resumed."""
+class Resumed(EarlierRun):
+    """A run that is resumed. Without a checkpoint, it ended before its first one and starts again."""
 
-    run: RunDirectory
-    stored: RunConfig
+    stored: RunConfig = field(default_factory=RunConfig)
     """What config.json says, which has the run's length so far."""
-    checkpoint: Checkpoint | None
-    """None: the run ended before its first checkpoint, and starts again."""
 
-    def require_same_start(self, session: Session) -> None:
+    def compare(self, session: Session, facts: Facts, console: Console) -> None:
         """UserError unless the data is what run.json and the checkpoint name, the first weights of a run with
-        --init-from that starts again are the first ones, and a new length is longer than what has been trained."""
+        --init-from that starts again are the first ones, and a new length is longer than what has been trained. Warns
+        of what else differs."""
         record, run = self.run.recorded(), self.run.path
         if record and session.start is not None and record.get("init_from_fingerprint") != session.start.fingerprint:
             raise UserError(
@@ -74,21 +72,35 @@ class Resumed:
                 )
         if self.checkpoint is not None and self._is_longer(session):
             _require_longer(session, self.checkpoint)
+        EarlierRun.compare(self, session, facts, console)
 
-    def record(self, session: Session, facts: Mapping[str, object], evidence: Evidence, console: Console) -> None:
+    def record(self, session: Session, facts: Facts, evidence: Evidence, console: Console) -> None:
         """Record in the run folder that this process resumes the run, and write again what is lost. On rank 0."""
         _restore_tokenizer(self.run, session.data.tokenizer, console)
         if self.checkpoint is not None and self._is_longer(session):
             _change_length(self.run, session, self.checkpoint, self.stored, console)
         _record_resume(self.run, facts, evidence, self.checkpoint, console)
 
+    def record_implementations(self, found: Mapping[str, str], run: RunDirectory | None, console: Console) -> None:
+        """Record in run.json what computes the run now, and warn where something else computed the checkpoint."""
+        resumes = [] if run is None else run.recorded().get("resumes")
+        if run is not None and isinstance(resumes, list) and resumes:  # by `record`
+            run.set_status("running", resumes=[*resumes[:-1], resumes[-1] | {"implementations": found}])
+        if self.checkpoint is not None:
+            self._warn_of_other(self.checkpoint.state.get("implementations"), found, "the checkpoint", console)
+
     def _is_longer(self, session: Session) -> bool:
         return self.stored.horizon != session.config.horizon
 
 
+def open_earlier(request: RunRequest, attempt: Attempt, parts: OwnParts | None) -> EarlierRun | Result:
+    """The run that `request` resumes or repeats; `attempt` then has its configuration, and the folder of one that is
+    resumed, under its lock. The Result of a run that is finished, whose closing block is shown again."""
+    parts = parts or OwnParts()
+    return open_repeated(request, attempt, parts) if request.resume is None else open_resumed(request, attempt, parts)
+
+
 def open_resumed(request: RunRequest, attempt: Attempt, parts: OwnParts) -> Resumed | Result:
-    """The run that `request` names, under its lock; `attempt` then has its folder and configuration. The Result of a
-    run that is finished, whose closing block is shown again."""
     assert request.resume is not None
     run, console, group = RunDirectory.open(Path(request.resume)), attempt.console, attempt.group
     stored = stored_config(run)
@@ -108,7 +120,7 @@ def open_resumed(request: RunRequest, attempt: Attempt, parts: OwnParts) -> Resu
         _set_later_checkpoints_aside(run, request.resume_from_step, console)
     checkpoint = _newest_checkpoint(run, console, group)
     attempt.config = _with_own_tokenizer(config, run)
-    return Resumed(run, stored, checkpoint)
+    return Resumed(run, checkpoint, stored=stored)
 
 
 def _requested(request: RunRequest, stored: RunConfig, run: RunDirectory) -> RunConfig:

@@ -9,7 +9,6 @@ from typing import Any
 
 from gptlab.config.errors import ConfigError, UserError, nearest_name, require_positive
 from gptlab.config.foreign_names import answer, config_file_answer
-from gptlab.config.horizon import Horizon, HorizonUnit
 from gptlab.config.load import (
     apply_overrides,
     checked_value,
@@ -20,7 +19,7 @@ from gptlab.config.load import (
     unknown_field,
 )
 from gptlab.config.recipes import OWN_TYPES, RECIPES, configure, own_arguments, recorded_arguments
-from gptlab.config.run import Compile, DType, RunConfig
+from gptlab.config.run import Compile, DType, Horizon, HorizonUnit, RunConfig
 from gptlab.config.scaling import Machine
 
 DEFAULT_RECIPE = "quickstart"
@@ -221,18 +220,51 @@ def request_from_values(recipe: str | None, values: Mapping[str, Any]) -> RunReq
 
 def request_of(recipe: str | None, given: Mapping[str, Any]) -> RunRequest:
     """The request of a recipe's name or a TOML file, and {name: checked value} beside it. UserError: one line."""
-    _require_one_start(recipe, given)
-    file: dict[str, Any] = {}
-    if recipe is not None and recipe.endswith(".toml"):
-        file = _read_file(recipe)
-        recipe = file.pop("recipe", None)
+    if given.keys() & {"resume", "resume_from_step", "from"}:
+        _require_one_start(recipe, given)
+    values = _full_names(given)
     if recipe is not None and recipe not in RECIPES:
-        if (elsewhere := config_file_answer(recipe)) is not None:
-            raise UserError(f"nanoGPT's {recipe} is a recipe here: {elsewhere}")
-        nearest = nearest_name(recipe, RECIPES)
-        hint = f"did you mean {nearest}?" if nearest else f"there are {', '.join(RECIPES)}"
-        raise UserError(f"{recipe!r} is neither a recipe nor a .toml file: {hint}")
-    return _merge(recipe, file, given)
+        recipe, values = _with_file(recipe, values)
+    require_positive("depth", values.get("depth"))
+    if values.get("sample.prompts") == ():  # none, and none from the validation text either
+        values.setdefault("sample.from_validation", 0)
+    fields, common = leaf_fields(RunConfig), argument_types(RunArguments) | OWN_TYPES
+    return RunRequest(
+        recipe=recipe,
+        depth=values.get("depth"),
+        horizon=_horizon(values),
+        overrides={name: value for name, value in values.items() if name in fields},
+        resume=values.get("resume"),
+        resume_from_step=values.get("resume_from_step"),
+        from_run=values.get("from"),
+        list_recipes=values.get("list", False),
+        recipe_arguments={name: value for name, value in values.items() if name in OWN_TYPES},
+        options={name: value for name, value in values.items() if name not in common},
+    )
+
+
+def _with_file(recipe: str, given: Mapping[str, Any]) -> tuple[str | None, dict[str, Any]]:
+    """The recipe that a TOML file names, and its values with those that are given beside it. A depth or a length that
+    is given replaces the file's fields that mean the same."""
+    if not recipe.endswith(".toml"):
+        raise _unknown_recipe(recipe)
+    file = _full_names(_read_file(recipe))
+    named = file.pop("recipe", None)
+    if named is not None and named not in RECIPES:
+        raise _unknown_recipe(named)
+    _horizon(file)  # which may not be given twice
+    replaced = {"model.n_layer"} if "depth" in given else set()
+    if _horizon(given) is not None:
+        replaced |= {"horizon.amount", "horizon.unit", *HORIZONS}
+    return named, {name: value for name, value in file.items() if name not in replaced} | dict(given)
+
+
+def _unknown_recipe(name: str) -> UserError:
+    if (elsewhere := config_file_answer(name)) is not None:
+        return UserError(f"nanoGPT's {name} is a recipe here: {elsewhere}")
+    nearest = nearest_name(name, RECIPES)
+    hint = f"did you mean {nearest}?" if nearest else f"there are {', '.join(RECIPES)}"
+    return UserError(f"{name!r} is neither a recipe nor a .toml file: {hint}")
 
 
 def _require_one_start(recipe: str | None, given: Mapping[str, Any]) -> None:
@@ -253,42 +285,13 @@ def argument_types(arguments: type[RunArguments]) -> dict[str, Any]:
     return fields
 
 
-def _merge(recipe: str | None, file: Mapping[str, Any], flags: Mapping[str, Any]) -> RunRequest:
-    """Flags over a file. A --depth or --minutes among the flags replaces the file's fields that mean the same."""
-    overrides = _overrides(file)
-    depth, horizon = file.get("depth"), _horizon(file)
-    require_positive("depth", flags.get("depth", depth))
-    if "depth" in flags:
-        depth = flags["depth"]
-        overrides.pop("model.n_layer", None)
-    if (flag_horizon := _horizon(flags)) is not None:
-        horizon = flag_horizon
-        overrides.pop("horizon.amount", None)
-        overrides.pop("horizon.unit", None)
-    common = argument_types(RunArguments)
-    both = {**file, **flags}
-    return RunRequest(
-        recipe=recipe,
-        depth=depth,
-        horizon=horizon,
-        overrides=overrides | _overrides(flags),
-        resume=flags.get("resume"),
-        resume_from_step=flags.get("resume_from_step"),
-        from_run=flags.get("from"),
-        list_recipes=flags.get("list", False),
-        recipe_arguments={name: value for name, value in both.items() if name in OWN_TYPES},
-        options={name: value for name, value in flags.items() if name not in common and name not in OWN_TYPES},
-    )
-
-
-def _overrides(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The given fields of a run, with short forms under their full names and comma-joined sources split."""
-    known = leaf_fields(RunConfig)
-    found = {name: value for name, value in given.items() if name in known}
-    found |= {ALIASES[name]: value for name, value in given.items() if name in ALIASES and value is not None}
-    if "data" in given:
-        found["data.source"] = tuple(part for word in given["data"] for part in word.split(",") if part)
-    return found
+def _full_names(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The values with the full names of fields in place of short forms; None leaves a short form out."""
+    values = {name: value for name, value in given.items() if name not in ALIASES}
+    values |= {ALIASES[name]: value for name, value in given.items() if name in ALIASES and value is not None}
+    if "data" in given:  # A,B as A B
+        values["data.source"] = tuple(part for word in given["data"] for part in word.split(",") if part)
+    return values
 
 
 def _horizon(given: Mapping[str, Any]) -> Horizon | None:

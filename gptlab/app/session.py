@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from gptlab.app.loaded_run import Start, load_start_weights, require_tokenizer
-from gptlab.app.own_parts import NO_PARTS, OwnParts
 from gptlab.app.ranks import rank_0_first, require_same_mode
 from gptlab.config.errors import ConfigError, UserError
-from gptlab.config.run import EXACT_WORLD_SIZES, ParallelConfig, RunConfig
+from gptlab.config.run import EXACT_WORLD_SIZES, RunConfig
 from gptlab.data.corpus.core_bundle import core_folder
 from gptlab.data.prepare import PreparedData, prepare
 from gptlab.data.rows import RowSource, make_rows, validation_rows
 from gptlab.data.tokenizer.tokenizer import Tokenizer
 from gptlab.eval.bits_per_byte import Evaluation, evaluate
-from gptlab.eval.core import CoreResult, encode_tasks, gpt_logits, measure_core
+from gptlab.eval.core import CoreResult, EncodedTask, encode_tasks, measure_core
 from gptlab.eval.core_tasks import find_bundle, read_tasks
-from gptlab.eval.prompts import validation_prompts
-from gptlab.eval.sampling import drawn_together, sample_text
+from gptlab.eval.sampling import sample_texts, validation_prompts
 from gptlab.model.counting import FlopsPerToken, ParameterCounts, flops_per_token, parameter_counts
 from gptlab.model.interop.pretrained import find_pretrained, require_fits
 from gptlab.model.kernels.ops import implementations
@@ -32,39 +31,80 @@ from gptlab.runtime.records.console import Console
 from gptlab.runtime.records.provenance import CodeSnapshot, provenance
 from gptlab.training.compilation import Passes, keep_compiled, make_passes
 from gptlab.training.horizon import Finish
-from gptlab.training.loop import Work
 from gptlab.training.state import TrainState, build_state
+
+if TYPE_CHECKING:
+    from gptlab.app.own_parts import OwnParts
 
 
 @dataclass(slots=True)
 class Session:
-    """Everything that training needs, before the first file of the run is written."""
+    """Everything that training needs, before the first file of the run is written. The loop calls `evaluate`, `sample`
+    and `core` (`training.loop.Work`)."""
 
     config: RunConfig
     place: Place
+    group: Group
     data: PreparedData
     state: TrainState
     passes: Passes
-    work: Work
     finish: Finish
     counts: ParameterCounts
     flops: FlopsPerToken
-    eval_sequences: int
     rows_per_epoch: int
+    held_out: RowSource
+    of_training: RowSource | None
+    """Training text on which the loss is measured at each validation. None: not measured."""
+    prompts: Sequence[str]
+    """Texts that samples continue. Empty: no samples."""
+    tasks: Sequence[EncodedTask]
+    """Of CORE. Empty: this run does not measure it."""
     start: Start | None
     """None: the initial weights come from the seed or from a checkpoint."""
 
-    def provenance(self, argv: Sequence[str], code: CodeSnapshot, from_run: str | None = None) -> dict[str, object]:
-        record = provenance(
-            argv, code, self.place,
-            data_fingerprint=self.data.fingerprint, tokenizer_fingerprint=self.data.tokenizer.fingerprint,
-            world_size=self.work.group.size, from_run=from_run,
-        )  # fmt: skip
-        return record | ({} if self.start is None else {"init_from_fingerprint": self.start.fingerprint})
+    @property
+    def eval_sequences(self) -> int:
+        return min(self.config.eval_sequences, self.held_out.rows_per_epoch)
+
+    def evaluate(self) -> Evaluation:
+        found = self._loss_on(self.held_out)
+        if self.of_training is None:
+            return found
+        return replace(found, train_loss=self._loss_on(self.of_training).val_loss)
+
+    def _loss_on(self, rows: RowSource) -> Evaluation:
+        with self.state.strategy.in_passes():
+            return evaluate(
+                self.passes.logits, rows, self.data.tokenizer.token_bytes, device=self.state.device,
+                micro_sequences=self.eval_sequences, module=self.state.model, group=self.group,
+            )  # fmt: skip
+
+    def sample(self, prompts: Sequence[str]) -> list[str]:
+        """Each prompt with its continuation."""
+        config = self.config
+        with self.state.strategy.whole_weights():
+            texts = sample_texts(
+                self.state.model, self.data.tokenizer, prompts, config.sample,
+                seed=config.seed, group=self.group, timed=True,
+            )  # fmt: skip
+        return [prompt + "".join(pieces) for prompt, pieces in zip(prompts, texts, strict=True)]
+
+    def core(self) -> CoreResult:
+        pass_tokens = self.config.eval_sequences * self.config.model.seq_len
+        with self.state.strategy.whole_weights():
+            return measure_core(self.state.model, self.tasks, max_pass_tokens=pass_tokens, group=self.group)
 
     def implementations(self) -> dict[str, str]:
         """{part of the run: what computes it}. `compile` is final after the warm-up, in which a compiler may fail."""
         return implementations(self.place.device, self.place.dtype) | {"compile": self.passes.compiler}
+
+    def provenance(self, argv: Sequence[str], code: CodeSnapshot, from_run: str | None = None) -> dict[str, object]:
+        """What run.json says of this process."""
+        record = provenance(
+            argv, code, self.place, data_fingerprint=self.data.fingerprint,
+            tokenizer_fingerprint=self.data.tokenizer.fingerprint, world_size=self.group.size, from_run=from_run,
+        )  # fmt: skip
+        return record if self.start is None else record | {"init_from_fingerprint": self.start.fingerprint}
 
 
 def open_session(
@@ -74,7 +114,7 @@ def open_session(
     *,
     restored: bool = False,
     group: Group | None = None,
-    parts: OwnParts = NO_PARTS,
+    parts: OwnParts | None = None,
 ) -> Session:
     """Prepare the data and build the run. UserError where that is impossible; no file of the run is written yet.
 
@@ -83,7 +123,8 @@ def open_session(
     they do not share rank 0's cache). `parts`: what a Python caller puts in place of the configuration's.
     """
     group = group or Group()
-    _require_possible_size(config.parallel, group.size)
+    if config.parallel.exact_any_world_size:
+        _require_possible_size(group.size)
     pretrained = None if restored or config.init_from is None else find_pretrained(config.init_from)
     if pretrained is not None:
         require_fits(config.model, pretrained.model, pretrained.name)
@@ -92,138 +133,63 @@ def open_session(
     bundle = None if config.eval.core_every_steps is None else _core_bundle(config, console)
     with rank_0_first("data prepared", group) if group.size > 1 else nullcontext():
         data = prepare(config.data, config.tokenizer, console=console)
+    tokenizer = data.tokenizer
     if pretrained is not None:
-        require_tokenizer(data.tokenizer, pretrained, console.warn)
+        require_tokenizer(tokenizer, pretrained, console.warn)
     config = _completed(config, data, place)
-    prompts = config.sample.prompts or validation_prompts(data.val, data.tokenizer, config.sample.from_validation)
-    rows = (parts.rows or _rows)(data, config)
-    held_out = validation_rows(data.val, config.model.seq_len, data.tokenizer.bos_id, config.eval.tokens)
+    seq_len, prompts = config.model.seq_len, config.sample.prompts
+    if prompts:
+        _require_encodable(prompts, tokenizer)
+    elif config.sample.from_validation:
+        prompts = validation_prompts(data.val, tokenizer, config.sample.from_validation)
+    if parts is not None and parts.rows is not None:
+        rows = parts.rows(data, config)
+    else:
+        rows = make_rows(data.train, config.data, seq_len, tokenizer.bos_id, config.seed, data.folder)
+    held_out = validation_rows(data.val, seq_len, tokenizer.bos_id, config.eval.tokens)
+    of_training = None
+    if config.eval.train_tokens is not None:
+        of_training = validation_rows(data.train, seq_len, tokenizer.bos_id, config.eval.train_tokens)
     if group.size > 1:
         require_same_mode(config.parallel.mode, group)
     state = build_state(
         config, rows, device=place.device, compute_dtype=place.dtype, group=group,
-        change_model=parts.change_model, make_optimizer=parts.make_optimizer,
+        change_model=None if parts is None else parts.change_model,
+        make_optimizer=None if parts is None else parts.make_optimizer,
     )  # fmt: skip
     start = None if pretrained is None else load_start_weights(state, pretrained, console.warn)
-    passes = make_passes(state, config, console.warn)
     counts, flops = parameter_counts(state.model), flops_per_token(state.model)
     finish = Finish.of(
-        config.horizon,
-        tokens_per_step=config.batch.total_tokens,
-        flops_per_token=flops.total,
+        config.horizon, tokens_per_step=config.batch.total_tokens, flops_per_token=flops.total,
         scaling_params=counts.scaling,
-    )
-    eval_sequences = min(config.eval_sequences, held_out.rows_per_epoch)
-    work = Work(
-        config,
-        finish,
-        passes.loss_sum,
-        _validation(config, data, held_out, state, passes, group, eval_sequences),
-        _sampling(config, data.tokenizer, state, group),
-        None if bundle is None else _core(config, bundle, data.tokenizer, state, group),
-        group,
-        prompts,
-    )
+    )  # fmt: skip
+    tasks = [] if bundle is None else encode_tasks(read_tasks(bundle, config.eval.core_examples), tokenizer, seq_len)
     return Session(
-        config, place, data, state, passes, work, finish, counts, flops, eval_sequences, rows.rows_per_epoch, start
-    )
+        config, place, group, data, state, make_passes(state, config, console.warn), finish, counts, flops,
+        rows.rows_per_epoch, held_out, of_training, prompts, tasks, start,
+    )  # fmt: skip
 
 
 def _completed(config: RunConfig, data: PreparedData, place: Place) -> RunConfig:
-    """The configuration with what follows from the data and the machine, and must stay so when the run is resumed."""
-    tokenizer = data.tokenizer
-    if config.model.vocab_size not in (None, tokenizer.vocab_size):
+    """The configuration with what follows from data and machine, and must stay so when the run is resumed."""
+    entries, runtime = data.tokenizer.vocab_size, config.runtime
+    if config.model.vocab_size not in (None, entries):
         raise UserError(
-            f"model.vocab_size = {config.model.vocab_size}, but the tokenizer has {tokenizer.vocab_size} entries; "
+            f"model.vocab_size = {config.model.vocab_size}, but the tokenizer has {entries} entries; "
             "leave model.vocab_size out"
         )
-    _require_encodable(config.sample.prompts, tokenizer)
-    runtime = config.runtime
     if config.parallel.exact_any_world_size:  # the bits of a matrix product depend on the number of threads
         runtime = replace(runtime, threads=place.threads)
-    return replace(
-        config,
-        model=replace(config.model, vocab_size=tokenizer.vocab_size),
-        # A resumed run, a repeated one and `gptlab eval` split the text as this run does.
-        data=replace(config.data, split=data.split),
-        runtime=runtime,
-    )
+    # A resumed run, a repeated one and `gptlab eval` split the text as this run does.
+    split = replace(config.data, split=data.split)
+    return replace(config, model=replace(config.model, vocab_size=entries), data=split, runtime=runtime)
 
 
-def _validation(
-    config: RunConfig,
-    data: PreparedData,
-    held_out: RowSource,
-    state: TrainState,
-    passes: Passes,
-    group: Group,
-    eval_sequences: int,
-) -> Callable[[], Evaluation]:
-    of_training = None
-    if config.eval.train_tokens is not None:
-        bos_id, tokens = data.tokenizer.bos_id, config.eval.train_tokens
-        of_training = validation_rows(data.train, config.model.seq_len, bos_id, tokens)
-
-    def measure(rows: RowSource) -> Evaluation:
-        with state.strategy.in_passes():
-            return evaluate(
-                passes.logits, rows, data.tokenizer.token_bytes,
-                device=state.device, micro_sequences=eval_sequences, module=state.model, group=group,
-            )  # fmt: skip
-
-    def validate() -> Evaluation:
-        train_loss = None if of_training is None else measure(of_training).val_loss
-        return replace(measure(held_out), train_loss=train_loss)
-
-    return validate
-
-
-def _sampling(
-    config: RunConfig, tokenizer: Tokenizer, state: TrainState, group: Group
-) -> Callable[[Sequence[str]], list[str]]:
-    wanted = config.sample
-
-    def sample(prompts: Sequence[str]) -> list[str]:
-        streams = [
-            sample_text(
-                state.model, tokenizer, prompt,
-                max_tokens=wanted.max_tokens, temperature=wanted.temperature, top_k=wanted.top_k, seed=config.seed,
-            )
-            for prompt in prompts
-        ]  # fmt: skip
-        with state.strategy.whole_weights():
-            texts = drawn_together(streams, group, timed=True)
-        return [prompt + "".join(pieces) for prompt, pieces in zip(prompts, texts, strict=True)]
-
-    return sample
-
-
-def _core(
-    config: RunConfig, bundle: Path, tokenizer: Tokenizer, state: TrainState, group: Group
-) -> Callable[[], CoreResult]:
-    seq_len = config.model.seq_len
-    tasks = encode_tasks(read_tasks(bundle, config.eval.core_examples), tokenizer, seq_len)
-
-    def measure() -> CoreResult:
-        with state.strategy.whole_weights():
-            return measure_core(
-                gpt_logits(state.model), tasks,
-                device=state.device, max_pass_tokens=config.eval_sequences * seq_len, module=state.model, group=group,
-            )  # fmt: skip
-
-    return measure
-
-
-def _require_possible_size(parallel: ParallelConfig, world_size: int) -> None:
-    if parallel.exact_any_world_size and world_size not in EXACT_WORLD_SIZES:
+def _require_possible_size(world_size: int) -> None:
+    if world_size not in EXACT_WORLD_SIZES:
         sizes, nearest = ", ".join(map(str, EXACT_WORLD_SIZES)), max(n for n in EXACT_WORLD_SIZES if n < world_size)
         reason = f"its order of additions is made for {sizes} processes, not for {world_size}"
         raise ConfigError("parallel.exact_any_world_size", True, reason, f"{nearest} processes")
-
-
-def _rows(data: PreparedData, config: RunConfig) -> RowSource:
-    bos_id = data.tokenizer.bos_id
-    return make_rows(data.train, config.data, config.model.seq_len, bos_id, config.seed, data.folder)
 
 
 def _core_bundle(config: RunConfig, console: Console) -> Path | None:

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from gptlab.app.attempt import EXIT_PREEMPTED, Attempt, Result
-from gptlab.app.own_parts import NO_PARTS, OwnParts
+from gptlab.app.own_parts import OwnParts
 from gptlab.app.ranks import exit_code, join
 from gptlab.app.run_request import RunRequest
 from gptlab.config.run import RunConfig
@@ -27,7 +27,7 @@ def train_run(
     started: float,
     *,
     config: RunConfig | None = None,
-    parts: OwnParts = NO_PARTS,
+    parts: OwnParts | None = None,
     catch: bool = True,
 ) -> Result:
     """Train what was asked for, or `config`; each process of a run calls this.
@@ -54,7 +54,12 @@ def train_run(
 
 
 def _prepare_and_train(
-    attempt: Attempt, early: EarlyStop, request: RunRequest, argv: Sequence[str], started: float, parts: OwnParts
+    attempt: Attempt,
+    early: EarlyStop,
+    request: RunRequest,
+    argv: Sequence[str],
+    started: float,
+    parts: OwnParts | None,
 ) -> Result:
     from gptlab.runtime.records.provenance import begin_evidence
 
@@ -67,83 +72,76 @@ def _prepare_and_train(
     from gptlab.training.summary import OffClock
 
     console, group = attempt.console, attempt.group
-    parts.require_alone(group.size)
     if group.size > 1 or attempt.job.id is not None:  # torchrun started this process
+        if parts is not None:
+            parts.require_alone(group.size)
         restarted = attempt.restarted(request)
         if isinstance(restarted, Result):
             return restarted
         request = restarted
 
     # The configuration: that of a run to resume or to repeat, or one that the recipe makes of this machine.
-    resumed = origin = machine = None
-    if request.resume is not None:
-        from gptlab.app.resume import open_resumed
+    earlier = machine = None
+    if request.resume is not None or request.from_run is not None:
+        from gptlab.app.resume import open_earlier
 
-        found = open_resumed(request, attempt, parts)
+        found = open_earlier(request, attempt, parts)
         if isinstance(found, Result):
             return found
-        resumed = found
-    elif request.from_run is not None:
-        from gptlab.app.repeat import open_repeated
-
-        origin, attempt.config = open_repeated(request, parts, console)
-    _use_deterministic_kernels(attempt, request)
+        earlier = found
+    exact = "parallel.exact_any_world_size"
+    if request.overrides.get(exact) or (attempt.config is not None and attempt.config.parallel.exact_any_world_size):
+        _use_deterministic_kernels(attempt, request)
     if attempt.config is None:
         attempt.config, machine = _configured(attempt, request)
-    if group.is_main and resumed is None and attempt.config.run_dir is not None:
-        RunDirectory(Path(attempt.config.run_dir)).require_free()  # said now, not after the data is prepared
+    config = attempt.config
+    if group.is_main and attempt.run is None and config.run_dir is not None:
+        RunDirectory(Path(config.run_dir)).require_free()  # said now, not after the data is prepared
 
     # Data, model, optimizer.
-    place = place_of(attempt.config, group.world)
-    checkpoint = None if resumed is None else resumed.checkpoint
-    session = open_session(attempt.config, place, console, restored=checkpoint is not None, group=group, parts=parts)
-    if resumed is not None:
-        resumed.require_same_start(session)
+    restored = earlier is not None and earlier.checkpoint is not None
+    session = open_session(config, place_of(config, group.world), console, restored=restored, group=group, parts=parts)
     evidence = taking_evidence.result()
     facts = session.provenance(argv, evidence.code, request.from_run)
+    if earlier is not None:
+        earlier.compare(session, facts, console)
     if group.size > 1:
         from gptlab.app.ranks import require_same_implementations, require_same_run
 
         require_same_run(session.config, facts, group)
-        require_same_implementations(session.implementations(), place, group)
-    if (recorded := origin if resumed is None else resumed.run) is not None:
-        from gptlab.app.repeat import what_differs
-
-        for line in what_differs(recorded, facts, {} if origin is None else request.overrides):
-            console.warn(line)
+        require_same_implementations(session.implementations(), session.place, group)
     describe(session, console, machine)
 
     # The run folder, from here on this run's.
-    if group.is_main and resumed is None:
-        measured = {"training_flops_per_second": None if machine is None else machine.flops_per_second}
-        facts |= {"job": attempt.job.id} | parts.facts() | measured
+    if earlier is not None and attempt.run is not None:  # resumed: the folder is locked
+        if group.is_main:
+            earlier.record(session, facts, evidence, console)
+    elif group.is_main:
+        facts |= {"job": attempt.job.id} | ({} if parts is None else parts.facts())
+        facts["training_flops_per_second"] = None if machine is None else machine.flops_per_second
         attempt.run = make_run_directory(session, facts, evidence, attempt.job)
         attempt.held.enter_context(attempt.run.lock())
-    elif group.is_main and resumed is not None:
-        resumed.record(session, facts, evidence, console)
     attempt.run = run = RunDirectory(Path(group.broadcast("run folder", attempt.run and str(attempt.run.path))))
     try:
         ended, summary = run_session(
-            session, run, checkpoint, console, OffClock(started), origin=origin, parts=parts,
+            session, run, console, OffClock(started), earlier=earlier, parts=parts,
             before_first_step=early.preparation_is_over, stop_now=attempt.stop_at_once if attempt.catch else None,
         )  # fmt: skip
     except TrainingFailed as error:
         return attempt.failed(error)
-    if ended == "preempted":
-        attempt.job.ends(EXIT_PREEMPTED, "a signal asked it to stop")
-    return Result(0 if ended == "finished" else EXIT_PREEMPTED, run.path, summary)
+    if ended == "finished":
+        return Result(0, run.path, summary)
+    attempt.job.ends(EXIT_PREEMPTED, "a signal asked it to stop")
+    return Result(EXIT_PREEMPTED, run.path, summary)
 
 
 def _use_deterministic_kernels(attempt: Attempt, request: RunRequest) -> None:
-    """Until the attempt is over, where the same bits are wanted on any number of processes. Before steps are timed."""
-    exact = request.overrides.get("parallel.exact_any_world_size", False)
-    device = request.overrides.get("runtime.device", "auto")
-    if attempt.config is not None:
-        exact, device = attempt.config.parallel.exact_any_world_size, attempt.config.runtime.device
-    if exact:
-        from gptlab.runtime.hardware.device import deterministic_kernels
+    """Until the attempt is over, and before steps are timed: the same bits on any number of processes."""
+    from gptlab.runtime.hardware.device import deterministic_kernels
 
-        attempt.held.enter_context(deterministic_kernels(device))
+    asked = request.overrides.get("runtime.device", "auto")
+    device = asked if attempt.config is None else attempt.config.runtime.device
+    attempt.held.enter_context(deterministic_kernels(device))
 
 
 def _configured(attempt: Attempt, request: RunRequest) -> tuple[RunConfig, Machine | None]:

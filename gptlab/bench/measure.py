@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gptlab.bench.plan import model_text, step_text
-from gptlab.bench.products import Products, time_products
-from gptlab.bench.timing import StepTimes, loader_tokens_per_second, made_up_rows, time_optimizer, time_steps
+from gptlab.bench.timing import StepTimes, made_up_rows, time_steps
 from gptlab.bench.training_rate import assumed_vocab_size, remember_rate, seen_rate
 from gptlab.config.run import RunConfig
 from gptlab.model.counting import FlopsPerToken, flops_per_token, parameter_counts
@@ -25,9 +24,6 @@ from gptlab.training.compilation import Passes, keep_compiled, make_passes, warm
 from gptlab.training.state import TrainState, build_state
 
 Compiled = Literal["off", "cold", "cached"]
-
-ALONE_STEPS = 10
-ALONE_SECONDS = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,11 +58,6 @@ class Bench:
     step_seconds: float
     best_step_seconds: float
     part_seconds: Mapping[str, float]
-    optimizer_seconds: float
-    """An update alone: Muon and AdamW."""
-    loader_tokens_per_second: float
-    """The loader alone."""
-    products: tuple[Products, ...] = ()
 
     @property
     def peak_flops_per_second(self) -> float | None:
@@ -117,7 +108,7 @@ class Bench:
         return None if self.peak_flops_per_second is None else flops_per_second / self.peak_flops_per_second
 
 
-def measure(config: RunConfig, console: Console, *, steps: int, seconds: float, products: bool) -> Bench:
+def measure(config: RunConfig, console: Console, *, steps: int, seconds: float) -> Bench:
     """Build the run as `train` does, on random tokens, and time it. The peak is measured before, between and after the
     two halves of the steps. TrainingFailed where the steps break."""
     vocab_size, _ = assumed_vocab_size(config)
@@ -139,7 +130,6 @@ def measure(config: RunConfig, console: Console, *, steps: int, seconds: float, 
         peaks.append(_peak_now(place))
         second = timed_steps()
         peaks.append(_peak_now(place))
-        console.live("timing parts alone")
         times, flops = first + second, flops_per_token(state.model)
         step_seconds = statistics.median(times.whole_seconds)
         remember_rate(config, place, seen_rate(config.batch.total_tokens / step_seconds, state.model))
@@ -165,9 +155,6 @@ def measure(config: RunConfig, console: Console, *, steps: int, seconds: float, 
             step_seconds=step_seconds,
             best_step_seconds=min(times.whole_seconds),
             part_seconds={name: statistics.median(values) for name, values in times.part_seconds.items()},
-            optimizer_seconds=statistics.median(time_optimizer(state, passes.loss_sum, config, steps=ALONE_STEPS)),
-            loader_tokens_per_second=loader_tokens_per_second(state.loader, place.device, seconds=ALONE_SECONDS),
-            products=tuple(time_products(state.model, config.micro_tokens, place.device)) if products else (),
         )
 
 

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from gptlab.config.run import RunConfig
-from gptlab.data.loader import Loader, steps_ahead
 from gptlab.data.rows import RowSource, make_rows
 from gptlab.data.tokens.shards import TokenSplit, shard_kind
 from gptlab.runtime.hardware.device import synchronize
@@ -144,28 +143,3 @@ def step_by_parts(state: TrainState, loss_sum: LossFunction, config: RunConfig) 
     seconds["backward"] = seconds["gradients"] - seconds["forward"]
     seconds["norm, clip"] = seconds["update"] - seconds["muon"] - seconds["adamw"]
     return {name: seconds[name] for name in PARTS}
-
-
-def time_optimizer(state: TrainState, loss_sum: LossFunction, config: RunConfig, *, steps: int) -> list[float]:
-    """Seconds of updates alone (Muon and AdamW), repeated with the gradients of one batch."""
-    gradients(state, next(state.loader), loss_sum, config)
-    watch, times = Stopwatch(state.device), []
-    step = watch.timed("step", state.optimizer.step)
-    for _ in range(steps):
-        watch.seconds.clear()
-        step(1.0, config.optim.muon.momentum, 1.0)
-        times.append(watch.seconds["step"])
-    state.optimizer.zero_grad()
-    return times
-
-
-def loader_tokens_per_second(loader: Loader, device: torch.device, *, seconds: float) -> float:
-    """Tokens a second that the loader delivers to the device when nothing else runs."""
-    for _ in range(steps_ahead(next(loader))):  # prefetched before the clock started
-        next(loader)
-    synchronize(device)
-    tokens, started = 0, time.perf_counter()
-    while tokens == 0 or time.perf_counter() - started < seconds:
-        tokens += next(loader).inputs.numel()
-    synchronize(device)
-    return tokens / (time.perf_counter() - started)

@@ -6,11 +6,17 @@ import functools
 import json
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from gptlab.app.run_request import RunArguments
-from gptlab.cli.arguments.run_arguments import read_request
+from gptlab.cli.arguments.run import read_request
+from gptlab.cli.table import table
 from gptlab.config.errors import UserError, require_positive
+
+if TYPE_CHECKING:
+    from gptlab.bench.measure import Bench
 
 DESCRIPTION = (
     "Measure this machine at training a run: peak FLOP/s, tokens/s, MFU, milliseconds of each part of a step. "
@@ -18,6 +24,10 @@ DESCRIPTION = (
 )
 MAX_STEPS = 20
 MAX_SECONDS = 20.0
+QUIET_SPREAD = 0.15
+"""Peaks measured seconds apart differ by less than this share on a machine of one's own: by 2% on two quiet cores."""
+QUIET_SUSTAINED_SHARE = 0.75
+"""Beside somebody else, small products keep up less than this share of their best rate (see `sustained_share`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,8 +36,6 @@ class BenchArguments(RunArguments):
     """Optimizer steps to time as a whole, and as many again part by part."""
     bench_seconds: float = MAX_SECONDS
     """Stop timing steps after so many seconds."""
-    gemm: bool = False
-    """Time the matrix products of the linear layers too, shape by shape."""
     json: bool = False
     """Print JSON: seconds, FLOP/s, and shares of 1."""
 
@@ -42,7 +50,6 @@ def main(argv: list[str]) -> int:
 
     from gptlab.bench.measure import measure
     from gptlab.bench.training_rate import timed_machine
-    from gptlab.cli.bench_report import describe, noise
     from gptlab.runtime.hardware.memory import memory_errors_explained, what_to_lower
     from gptlab.runtime.processes.distributed import World
     from gptlab.runtime.records.console import Console
@@ -55,9 +62,7 @@ def main(argv: list[str]) -> int:
         config = request.config(silent)
         try:
             with memory_errors_explained(lambda error: what_to_lower(error, config, None)):
-                bench = measure(
-                    config, console, steps=steps, seconds=seconds, products=request.options.get("gemm", False)
-                )
+                bench = measure(config, console, steps=steps, seconds=seconds)
         except TrainingFailed as error:
             raise UserError(f"these steps cannot be timed: {error}") from None
         console.live(f"measured in {time.perf_counter() - started:.1f} s")
@@ -65,3 +70,83 @@ def main(argv: list[str]) -> int:
             console.warn(warning)
     print(json.dumps(bench.to_json(), indent=2) if request.options.get("json") else describe(bench))
     return 0
+
+
+def describe(bench: Bench) -> str:
+    """The figures as text; units named."""
+    return "\n\n".join([_facts(_setting(bench)), _parts(bench), _facts(_speed(bench))])
+
+
+def noise(bench: Bench) -> str | None:
+    """A warning where the machine was not this process's own; else None."""
+    peaks, shares = bench.measured_peaks_flops_per_second, bench.sustained_shares
+    if min(shares, default=1.0) < QUIET_SUSTAINED_SHARE:
+        seen = f"small matrix products kept up {_percent(min(shares))} of their best rate"
+    elif bench.peak_spread > QUIET_SPREAD:
+        seen = f"the peak was {_giga(min(peaks))} GFLOP/s at one time and {_giga(max(peaks))} at another"
+    else:
+        return None
+    return f"{seen}: another process seems to be running; figures are low"
+
+
+def _setting(bench: Bench) -> Iterator[tuple[str, str]]:
+    threads = f"{bench.threads} thread{'s' * (bench.threads > 1)}"
+    yield "device", f"{bench.device_name} ({bench.device}), {threads}, {bench.dtype}"
+    yield "peak", _peak(bench)
+    yield "model", f"{bench.recipe}: {bench.model}"
+    yield "", f"{bench.parameters:,} parameters, {bench.flops_per_token.total:,} FLOP a token"
+    yield "step", bench.shape
+    how = {"off": "warmed up", "cold": "compiled", "cached": "compiled"}[bench.compiled]
+    where = {"off": "not compiled", "cold": "new to its cache", "cached": "from its cache"}[bench.compiled]
+    yield how, f"in {bench.compile_seconds:.1f} s ({where})"
+
+
+def _peak(bench: Bench) -> str:
+    if bench.peak_flops_per_second is None:
+        return "unknown"
+    times = " ".join(_giga(peak) for peak in bench.measured_peaks_flops_per_second)
+    measured = f"before, between and after the steps: {times}" if times else "not measured"
+    if bench.vendor_peak_flops_per_second is not None:
+        return f"{_giga(bench.vendor_peak_flops_per_second)} GFLOP/s by the data sheet ({measured})"
+    return f"{_giga(bench.peak_flops_per_second)} GFLOP/s in {bench.dtype} matrix products ({measured})"
+
+
+def _parts(bench: Bench) -> str:
+    rows = [("", "ms", "share", "GFLOP/s", "of peak")]
+    total = bench.flops_per_token.total * bench.tokens_per_step
+    forward = bench.forward_flops_per_token * bench.tokens_per_step
+    work = {"forward": forward, "backward": total - forward}
+    named = {**bench.part_seconds, "rest": bench.rest_seconds, "step": bench.step_seconds}
+    for name, seconds in named.items():
+        flops = (total if name == "step" else work.get(name, 0.0)) / seconds if seconds > 0 else 0.0
+        rate = (_giga(flops), _percent(bench._share_of_peak(flops))) if flops else ("", "")
+        rows.append((name, _ms(seconds), _percent(seconds / bench.step_seconds), *rate))
+    return f"{table(rows, '<>>>>')}\nforward includes the head's gradient, which is taken together with its loss"
+
+
+def _speed(bench: Bench) -> Iterator[tuple[str, str]]:
+    best = bench.best_step_seconds
+    yield "step", f"{_ms(bench.step_seconds)} ms, the median of {bench.steps} (best {_ms(best)} ms)"
+    yield "tokens/s", f"{bench.tokens_per_second:,.0f} (best {bench.tokens_per_step / best:,.0f})"
+    yield "MFU", f"{_percent(bench.mfu)} with attention counted over the whole context (PaLM, nanochat; as in training)"
+    causal = f"{bench.causal_flops_per_token:,.0f} FLOP a token"
+    yield "", f"{_percent(bench.causal_mfu)} with attention counted causally ({causal})"
+    rate = bench.forward_backward_flops_per_second
+    yield "passes", f"forward and backward at {_giga(rate)} GFLOP/s, {_percent(bench._share_of_peak(rate))} of the peak"
+
+
+def _facts(rows: Iterator[tuple[str, str]]) -> str:
+    return "\n".join(f"{name:<10}{text}" for name, text in rows)
+
+
+def _giga(value: float) -> str:
+    """Digits enough for slow machines: 851, 12.3."""
+    return f"{value / 1e9:,.0f}" if value >= 1e11 else f"{value / 1e9:,.1f}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:,.2f}"
+
+
+def _percent(share: float | None) -> str:
+    return "unknown" if share is None else f"{share:.1%}"

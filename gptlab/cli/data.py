@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import textwrap
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,8 @@ from typing import Any, get_args
 
 import numpy as np
 
-from gptlab.cli.arguments.parser import Positional, parse
+from gptlab.cli.arguments.parser import Positional, parse, run_subcommand
+from gptlab.cli.table import table
 from gptlab.config.data import DataConfig, LongDocuments, Rows, Split, TokenizerConfig, TokenizerKind
 from gptlab.config.errors import UserError, nearest_name
 from gptlab.data.corpus.core_bundle import core_folder, prepare_core
@@ -33,8 +35,7 @@ usage: gptlab data list | prepare | inspect [ARGUMENTS]
             it has not been done, and never downloads. `prepare core` downloads the CORE tasks
   inspect   prepare, then show counts, bytes, tokens, lengths, what rows are made, and one row as text
 
-`gptlab data COMMAND --help` has every argument with its unit and default.
-"""
+`gptlab data COMMAND --help` has every argument with its unit and default."""
 
 SOURCES = (
     ("stdlib", "the sources of this Python's standard library: one file, one document; nothing to download"),
@@ -93,15 +94,9 @@ class PrepareArguments:
 
     def configs(self) -> tuple[DataConfig, TokenizerConfig]:
         data = DataConfig(
-            source=self.sources(),
-            val_source=self.val_source,
-            hub_files=self.hub_files,
-            text_column=self.text_column,
-            split=self.split,
-            val_fraction=self.val_fraction,
-            rows=self.rows,
-            cache_dir=self.cache_dir,
-        )
+            source=self.sources(), val_source=self.val_source, hub_files=self.hub_files, text_column=self.text_column,
+            split=self.split, val_fraction=self.val_fraction, rows=self.rows, cache_dir=self.cache_dir,
+        )  # fmt: skip
         kinds = get_args(TokenizerKind)
         if self.tokenizer in kinds:
             return data, TokenizerConfig(kind=self.tokenizer, vocab_size=self.vocab_size)  # type: ignore[arg-type]
@@ -127,16 +122,8 @@ class InspectArguments(PrepareArguments):
 
 def main(argv: Sequence[str]) -> int:
     """Exit code 0; raises UserError for wrong usage and for data that cannot be used."""
-    words = list(argv)
-    command = words.pop(0) if words else "--help"
-    if command in ("-h", "--help", "help"):
-        print(USAGE, end="")
-        return 0
     commands = {"list": _list, "prepare": _prepare, "inspect": _inspect}
-    if command not in commands:
-        raise UserError(f"gptlab data {command}: there is list, prepare and inspect")
-    commands[command](words)
-    return 0
+    return run_subcommand(argv, commands, prog="gptlab data", usage=USAGE)
 
 
 def _list(argv: list[str]) -> None:
@@ -267,9 +254,7 @@ def _print_corpus(prepared: PreparedData) -> None:
         ],
         "<<",
     )
-    columns = [_split_column(split) for split in (prepared.train, prepared.val)]
     names = [
-        "",
         "documents",
         "bytes",
         "tokens",
@@ -277,8 +262,9 @@ def _print_corpus(prepared: PreparedData) -> None:
         "tokens a document: mean",
         *(f"    {name}" for name in QUANTILES),
     ]
+    columns = [_split_column(split) for split in (prepared.train, prepared.val)]
     print()
-    _print_table(zip(names, ["train", *columns[0]], ["validation", *columns[1]], strict=True), "<>>")
+    _print_table([("", "train", "validation"), *zip(names, *columns, strict=True)], "<>>")
 
 
 def _split_column(split: TokenSplit) -> list[str]:
@@ -317,9 +303,4 @@ def _print_row(rows: RowSource, index: int, tokenizer: Tokenizer) -> None:
 
 
 def _print_table(rows: Iterable[Sequence[str]], alignments: str) -> None:
-    """Columns as wide as their widest entry, `<` flush left and `>` flush right."""
-    table = [list(row) for row in rows]
-    widths = [max(len(row[column]) for row in table) for column in range(len(alignments))]
-    for row in table:
-        cells = (f"{cell:{align}{width}}" for cell, align, width in zip(row, alignments, widths, strict=True))
-        print("  " + "  ".join(cells).rstrip())
+    print(textwrap.indent(table(rows, alignments), "  "))

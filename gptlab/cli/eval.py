@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from gptlab.cli.arguments.load_arguments import LoadArguments
 from gptlab.cli.arguments.parser import parse
-from gptlab.config.errors import require, require_positive
+from gptlab.config.errors import NotNegative, Positive, check_fields
 from gptlab.runtime.files.strict_json import to_json
 
 if TYPE_CHECKING:
@@ -19,24 +19,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalArguments(LoadArguments):
-    tokens: int | None = None
+    tokens: Positive[int] | None = None
     """Maximum target tokens of the validation set; always the same ones. None: as in the run's configuration."""
-    micro_sequences: int | None = None
+    micro_sequences: Positive[int] | None = None
     """Rows in one pass. It changes the speed, not the result. None: as in the run's configuration."""
     core: bool = False
     """Measure CORE instead. It needs the evaluation bundle and no corpus."""
     core_dir: str | None = None
     """Folder of the evaluation bundle. None: as in the run's configuration."""
-    core_examples: int | None = None
+    core_examples: NotNegative[int] | None = None
     """Maximum examples of each CORE task. 0: all. None: as in the run's configuration."""
     json: bool = False
     """Print one JSON object, numbers unrounded."""
 
     def __post_init__(self) -> None:
-        require_positive("--tokens", self.tokens)
-        require_positive("--micro-sequences", self.micro_sequences)
-        examples = self.core_examples
-        require(examples is None or examples >= 0, "--core-examples", examples, "must not be negative", 0)
+        check_fields(self, "--")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -84,28 +81,14 @@ def _validation(run: LoadedRun, arguments: EvalArguments, console: Console, grou
     result = evaluate_run(
         run, tokens=arguments.tokens, micro_sequences=arguments.micro_sequences, console=console, group=group
     )
-    return {
-        "val_loss": result.val_loss,
-        "val_bpb": result.val_bpb,
-        "target_tokens": result.target_tokens,
-        "target_bytes": result.target_bytes,
-        **({} if result.train_loss is None else {"train_loss": result.train_loss}),
-    }
+    return {name: value for name, value in asdict(result).items() if value is not None}
 
 
 def _core(run: LoadedRun, arguments: EvalArguments, console: Console, group: Group) -> dict[str, Any]:
     from gptlab.app.loaded_run import core_of_run
 
     result = core_of_run(
-        run,
-        core_dir=arguments.core_dir,
-        examples=arguments.core_examples,
-        micro_sequences=arguments.micro_sequences,
-        console=console,
-        group=group,
-    )
-    return {
-        "tasks": dict(result.accuracy),
-        "centered": {label: result.centered[label] for label in result.accuracy},
-        "core_metric": result.core_metric,
-    }
+        run, core_dir=arguments.core_dir, examples=arguments.core_examples,
+        micro_sequences=arguments.micro_sequences, console=console, group=group,
+    )  # fmt: skip
+    return {"tasks": result.accuracy, "centered": result.centered, "core_metric": result.core_metric}

@@ -5,16 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from gptlab.cli.arguments.parser import Positional, parse
-from gptlab.model.interop.hf_config import ARCHITECTURES, MODELLING_MODULE, Form, choose_form, export_config
-from gptlab.runtime.files.staged_folder import require_free, staged_folder
-
-if TYPE_CHECKING:
-    from gptlab.app.loaded_run import LoadedRun
+from gptlab.model.interop.hf_config import ARCHITECTURES, MODELLING_MODULE, choose_form
+from gptlab.runtime.files.staged_folder import require_free
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +34,7 @@ def main(argv: Sequence[str]) -> int:
     arguments = parse(ExportArguments, argv, prog="gptlab export", description=description)
     target = Path(arguments.folder)
     require_free(target)
+    from gptlab.app.foreign_models import export
     from gptlab.app.loaded_run import load_run
     from gptlab.runtime.records.console import Console
 
@@ -52,39 +49,3 @@ def main(argv: Sequence[str]) -> int:
             "which is gptlab's; people you give the folder to may want to read it first"
         )
     return 0
-
-
-def export(run: LoadedRun, target: Path, *, form: Form, dtype: Literal["float32", "bfloat16"]) -> None:
-    """Write the model's folder, completely or not at all. UserError if it cannot be written."""
-    import torch
-
-    from gptlab.cli.export_card import model_card
-    from gptlab.data.tokenizer.tokenizer import save_for_transformers
-    from gptlab.model.interop.hf_weights import to_transformers
-    from gptlab.runtime.files.strict_json import to_json
-    from gptlab.runtime.files.tensor_file import write_bytes, write_tensors
-
-    model, bos_id = run.config.model, run.tokenizer.bos_id
-    masters = {name: parameter.detach() for name, parameter in run.model.named_parameters()}
-    tensors = {name: tensor.to(getattr(torch, dtype)) for name, tensor in to_transformers(masters, model, form).items()}
-    texts = {"README.md": model_card(run, form, n_params=sum(tensor.numel() for tensor in tensors.values()))}
-    if form == "gptlab":
-        texts[f"{MODELLING_MODULE}.py"] = modelling_source()
-    objects = {
-        "config.json": export_config(model, form, bos_id=bos_id, dtype=dtype),
-        # A model that has nothing more to say begins a new document.
-        "generation_config.json": {"bos_token_id": bos_id, "eos_token_id": bos_id, "pad_token_id": bos_id},
-    }
-    with staged_folder(target) as staged:
-        save_for_transformers(run.tokenizer, staged, max_tokens=model.seq_len)
-        # transformers asks the file which framework wrote it.
-        write_tensors(staged / "model.safetensors", tensors, metadata={"format": "pt"})
-        for name, value in objects.items():
-            write_bytes(staged / name, (to_json(value, indent=2) + "\n").encode())
-        for name, text in texts.items():
-            write_bytes(staged / name, text.encode())
-
-
-def modelling_source() -> str:
-    """The text of the modelling file. gptlab never imports it, which would need transformers."""
-    return (resources.files("gptlab.model.interop") / f"{MODELLING_MODULE}.py").read_text(encoding="utf-8")

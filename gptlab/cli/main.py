@@ -7,7 +7,8 @@ import importlib
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stdout
+from typing import NoReturn
 
 from gptlab.config.errors import UserError, nearest_name, one_line, paths_of_the_user
 from gptlab.runtime.hardware.cpu import limit_spinning
@@ -77,13 +78,14 @@ def _open_standard_streams() -> None:
 
 def main(argv: Sequence[str]) -> int:
     """Run one command and return its exit code. A UserError becomes one line on stderr and exit code 2."""
+    rank = os.environ.get("RANK", "0")
     try:
-        with _results_of_rank_0(), paths_of_the_user():
+        with paths_of_the_user(), nullcontext() if rank == "0" else _silent():
             code = _dispatch(list(argv))
         sys.stdout.flush()  # A closed pipe shows here, not at interpreter exit.
         return code
     except UserError as error:
-        print(f"gptlab: error: {_rank()}{one_line(error)}", file=sys.stderr)
+        print(f"gptlab: error: {'' if rank == '0' else f'rank {rank}: '}{one_line(error)}", file=sys.stderr)
         return EXIT_USAGE
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
@@ -95,26 +97,15 @@ def main(argv: Sequence[str]) -> int:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
 
 
-def _rank() -> str:
-    """The prefix of an error of another rank than 0."""
-    rank = os.environ.get("RANK", "0")
-    return "" if rank == "0" else f"rank {rank}: "
-
-
 @contextmanager
-def _results_of_rank_0() -> Iterator[None]:
+def _silent() -> Iterator[None]:
     """Of several processes, only rank 0 writes to stdout."""
-    if os.environ.get("RANK", "0") == "0":
-        yield
-        return
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
         yield
 
 
-def _require_one_process(name: str) -> None:
-    """UserError on rank 0 if torchrun has started several processes; the others exit silently with the same code."""
-    if name in TOGETHER or os.environ.get("WORLD_SIZE", "1") == "1":
-        return
+def _refuse_several(name: str) -> NoReturn:
+    """UserError on rank 0; the other processes exit silently with the same code."""
     if os.environ.get("RANK", "0") != "0":
         raise SystemExit(EXIT_USAGE)
     raise UserError(
@@ -137,6 +128,7 @@ def _dispatch(argv: list[str]) -> int:
         nearest = nearest_name(name, COMMANDS)
         hint = f"did you mean {nearest}?" if nearest else f"there are {', '.join(COMMANDS)}"
         raise UserError(f"{name!r} is not a command: {hint}")
-    _require_one_process(name)
+    if name not in TOGETHER and os.environ.get("WORLD_SIZE", "1") != "1":
+        _refuse_several(name)
     limit_spinning()
     return importlib.import_module(COMMANDS[name][0]).main(argv[1:])

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TextIO
 
 from gptlab.cli.arguments.load_arguments import LoadArguments
 from gptlab.cli.arguments.parser import parse
-from gptlab.config.errors import require, require_positive
+from gptlab.config.errors import NotNegative, Positive, check_fields, require
 from gptlab.config.run import SampleConfig
 from gptlab.runtime.files.strict_json import to_json
 
@@ -25,11 +25,11 @@ class SampleArguments(LoadArguments):
     prompt: tuple[str, ...] = ()
     """Text to continue. Several: "A" "B", or repeat the flag; with a leading dash: --prompt="-x". None: the prompts of
     the run, else the start of a document."""
-    max_tokens: int | None = None
+    max_tokens: Positive[int] | None = None
     """Maximum tokens to generate for each prompt. None: as in the run's configuration."""
-    temperature: float | None = None
+    temperature: NotNegative[float] | None = None
     """Softmax temperature. 0: always the likeliest token (greedy). None: as in the run's configuration."""
-    top_k: int | None = None
+    top_k: NotNegative[int] | None = None
     """Sample from the N likeliest tokens. 0: all. None: as in the run's configuration."""
     seed: int | None = None
     """Random seed, combined with the prompt. None: the run's seed."""
@@ -39,9 +39,7 @@ class SampleArguments(LoadArguments):
     """Print one JSON object once all texts are sampled."""
 
     def __post_init__(self) -> None:
-        require_positive("--max-tokens", self.max_tokens)
-        for flag, value in (("--temperature", self.temperature), ("--top-k", self.top_k)):
-            require(value is None or value >= 0, flag, value, "must not be negative", 0)
+        check_fields(self, "--")
         require(self.seed is None or 0 <= self.seed < 2**63, "--seed", self.seed, "must be between 0 and 2^63 - 1", 0)
 
     def over(self, configured: SampleConfig, sampled: Sequence[str]) -> SampleConfig:
@@ -64,14 +62,17 @@ def main(argv: Sequence[str]) -> int:
         description="Continue a text with a trained run, token by token.",
     )
     from gptlab.app.ranks import together
-    from gptlab.eval.sampling import drawn_together
+    from gptlab.eval.sampling import sample_texts
     from gptlab.runtime.hardware.memory import memory_errors_explained, smaller_model
 
     with together() as (group, console), memory_errors_explained(smaller_model):
         run = arguments.load(console, group)
         settings = arguments.over(run.config.sample, sampled_prompts(run))
         # All are set up before the first is printed, so that a prompt that cannot be encoded leaves no partial output.
-        texts = drawn_together(_streams(run, arguments, settings), group)
+        seed = run.config.seed if arguments.seed is None else arguments.seed
+        texts = sample_texts(
+            run.model, run.tokenizer, settings.prompts, settings, seed=seed, group=group, stop_at_bos=arguments.stop
+        )
     if group.is_main:
         with memory_errors_explained(smaller_model):
             if arguments.json:
@@ -94,24 +95,6 @@ def sampled_prompts(run: LoadedRun) -> list[str]:
     path = run.directory.metrics_path
     lines = read_metrics(path) if path.exists() else []
     return list(dict.fromkeys(str(line.get("prompt", "")) for line in lines if line.get("kind") == "sample"))
-
-
-def _streams(run: LoadedRun, arguments: SampleArguments, settings: SampleConfig) -> list[Iterator[str]]:
-    from gptlab.eval.sampling import sample_text
-
-    return [
-        sample_text(
-            run.model,
-            run.tokenizer,
-            prompt,
-            max_tokens=settings.max_tokens,
-            temperature=settings.temperature,
-            top_k=settings.top_k,
-            seed=run.config.seed if arguments.seed is None else arguments.seed,
-            stop_at_bos=arguments.stop,
-        )
-        for prompt in settings.prompts
-    ]
 
 
 def _show(prompts: Sequence[str], texts: Sequence[Iterable[str]]) -> None:

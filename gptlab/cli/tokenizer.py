@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate, islice
 from pathlib import Path
 
 import numpy as np
 
-from gptlab.cli.arguments.parser import Positional, parse
+from gptlab.cli.arguments.parser import Positional, parse, run_subcommand
 from gptlab.config.data import TokenizerConfig, TokenizerKind
-from gptlab.config.errors import UserError, nearest_name, require_positive
+from gptlab.config.errors import Positive, UserError, check_fields
 from gptlab.data.corpus.documents import open_corpus
 from gptlab.data.tokenizer.base import FILE
 from gptlab.data.tokenizer.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
@@ -66,23 +66,15 @@ class EvalArguments:
     """Files of a corpus by name to use, at most. None: as many as `gptlab data list` says."""
     text_column: str = "text"
     """Column (Parquet) or key (JSONL) that holds the text."""
-    max_bytes: int = 100_000_000
+    max_bytes: Positive[int] = 100_000_000
     """Bytes of text (UTF-8) to encode; the document that reaches it is the last."""
 
     def __post_init__(self) -> None:
-        require_positive("max_bytes", self.max_bytes)
+        check_fields(self, "--")
 
 
 def main(argv: list[str]) -> int:
-    commands: dict[str, Callable[[list[str]], int]] = {"train": _train, "eval": _evaluate}
-    name = argv[0] if argv else "--help"
-    if name in ("-h", "--help"):
-        print(HELP)
-        return 0
-    if name not in commands:
-        nearest = nearest_name(name, commands) or "train"
-        raise UserError(f"{PROG} {name}: there is train and eval (nearest: {nearest})")
-    return commands[name](argv[1:])
+    return run_subcommand(argv, {"train": _train, "eval": _evaluate}, prog=PROG, usage=HELP)
 
 
 def _train(argv: list[str]) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from gptlab.app.run_request import TrainArguments
-from gptlab.cli.arguments.run_arguments import read_request, recipe_list
+from gptlab.cli.arguments.run import read_request, recipe_list
 
 DESCRIPTION = "Train a GPT, or resume a run."
 

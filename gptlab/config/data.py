@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
-from gptlab.config.errors import require, require_choice, require_positive
+from gptlab.config.errors import Positive, check_fields, require
 
 TokenizerKind = Literal["bpe", "gpt2", "char", "byte"]
 Split = Literal["hash", "tail"]
@@ -20,21 +20,18 @@ class TokenizerConfig:
     byte (the 256 bytes)."""
     vocab_size: int = 4096
     """Entries of a bpe tokenizer, special tokens included."""
-    max_digits: int = 2
+    max_digits: Positive[int] = 2
     """Maximum digits in one token."""
-    train_bytes: int = 100_000_000
+    train_bytes: Positive[int] = 100_000_000
     """Maximum bytes of training text (UTF-8) that a bpe tokenizer is trained on."""
     path: str | None = None
     """A folder with a tokenizer.json to use instead of training one."""
 
     def __post_init__(self) -> None:
-        require_choice("tokenizer.kind", self.kind, get_args(TokenizerKind))
+        check_fields(self, "tokenizer.")
         # 256 bytes and one special token are the least a byte-level tokenizer can have.
-        require(
-            self.vocab_size >= 257, "tokenizer.vocab_size", self.vocab_size, "byte-level BPE needs 257 or more", 257
-        )
-        require_positive("tokenizer.max_digits", self.max_digits)
-        require_positive("tokenizer.train_bytes", self.train_bytes)
+        enough = self.vocab_size >= 257
+        require(enough, "tokenizer.vocab_size", self.vocab_size, "byte-level BPE needs 257 or more", 257)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +42,7 @@ class DataConfig:
     val_source: tuple[str, ...] = ()
     """Corpora (or token shards) to validate on. Empty: the validation files that belong to a named corpus (NAME:val);
     where there are none, `split` holds out a part of `source`."""
-    hub_files: int | None = None
+    hub_files: Positive[int] | None = None
     """Maximum files of a corpus from the hub to use, in the order of their names. None: as many as its entry says."""
     text_column: str = "text"
     """The column (Parquet) or key (JSONL) that holds the text."""
@@ -59,16 +56,12 @@ class DataConfig:
     long_documents: LongDocuments = "cut"
     """For packed rows. cut: long documents are cut into pieces, and every token is trained on | crop: the overhang is
     dropped, as in nanochat's and autoresearch's rows, in their order whatever the seed."""
-    pack_buffer_documents: int = 1000
+    pack_buffer_documents: Positive[int] = 1000
     """For packed rows: documents among which the best fit is chosen (nanochat, autoresearch: 1000)."""
     cache_dir: str | None = None
     """Folder of prepared tokens. None: $GPTLAB_CACHE, or the user's cache folder."""
 
     def __post_init__(self) -> None:
+        check_fields(self, "data.")
         require(len(self.source) > 0, "data.source", self.source, "name at least one corpus", "stdlib")
-        require_choice("data.split", self.split, get_args(Split))
-        require_choice("data.rows", self.rows, get_args(Rows))
-        require_choice("data.long_documents", self.long_documents, get_args(LongDocuments))
         require(0.0 < self.val_fraction < 1.0, "data.val_fraction", self.val_fraction, "must be between 0 and 1", 0.05)
-        require_positive("data.hub_files", self.hub_files)
-        require_positive("data.pack_buffer_documents", self.pack_buffer_documents)

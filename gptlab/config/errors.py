@@ -1,12 +1,21 @@
-"""UserError: one line on stderr and exit code 2. Any other exception that reaches the user is a bug."""
+"""UserError: one line on stderr and exit code 2. Any other exception that reaches the user is a bug.
+
+Also the limits of fields, which dataclasses check when they are made.
+"""
 
 from __future__ import annotations
 
 import difflib
 import errno
+import functools
 import itertools
-from collections.abc import Iterable, Iterator
+import types
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+T = TypeVar("T")
 
 MAX_MESSAGE_CHARACTERS = 2000
 MAX_VALUE_CHARACTERS = 300
@@ -92,3 +101,53 @@ def require_positive(field: str, value: float | None) -> None:
     """None passes: it means "not set"."""
     if value is not None and not value > 0:
         raise ConfigError(field, value, "must be greater than zero")
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """Which values a field of an Annotated type may have."""
+
+    holds: Callable[[Any], bool]
+    reason: str
+    nearest: object = None
+
+
+Positive = Annotated[T, Limit(lambda value: value > 0, "must be greater than zero")]
+NotNegative = Annotated[T, Limit(lambda value: value >= 0, "must not be negative", 0)]
+Share = Annotated[float, Limit(lambda value: 0 <= value <= 1, "must be in [0, 1]")]
+BelowOne = Annotated[float, Limit(lambda value: 0 <= value < 1, "must be in [0, 1)")]
+
+
+def check_fields(owner: object, prefix: str) -> None:
+    """ConfigError for a field of a dataclass that is outside of its Limit or no choice of its Literal. None passes: it
+    means "not set". `prefix` precedes the names in errors: "model." or, for flags, "--"."""
+    cls: type = type(owner)
+    for name, choices, limits in _limited_fields(cls):
+        if (value := getattr(owner, name)) is None:
+            continue
+        shown = prefix + (name.replace("_", "-") if prefix == "--" else name)
+        if choices:
+            require_choice(shown, value, choices)
+        for limit in limits:
+            require(limit.holds(value), shown, value, limit.reason, limit.nearest)
+
+
+@functools.cache
+def _limited_fields(cls: type) -> list[tuple[str, tuple[str, ...], list[Limit]]]:
+    """(name, choices of its Literal, limits) of each field."""
+    found = []
+    for name, annotation in get_type_hints(cls, include_extras=True).items():
+        leaf, _ = bare(annotation)
+        parts = (annotation, *get_args(annotation))  # of `Positive[int] | None` too
+        limits = [item for part in parts for item in getattr(part, "__metadata__", ()) if isinstance(item, Limit)]
+        found.append((name, get_args(leaf) if get_origin(leaf) is Literal else (), limits))
+    return [one for one in found if one[1] or one[2]]
+
+
+def bare(annotation: Any) -> tuple[Any, bool]:
+    """(the type without Annotated and None, whether None is allowed)."""
+    optional = False
+    if get_origin(annotation) in (Union, types.UnionType):
+        optional = type(None) in get_args(annotation)
+        annotation = next(part for part in get_args(annotation) if part is not type(None))
+    return (get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation), optional

@@ -12,15 +12,11 @@ from collections.abc import Mapping
 
 _WANDB = "nothing is uploaded, and every number is in the run folder's metrics.jsonl"
 _ADAMW = "each group of weights has its own: --optim.matrix.{0}, --optim.embedding.{0}, --optim.head.{0}, ..."
-_LAYERS = "--depth N, from which width and rates follow in recipes that have a dial, or --model.n-layer N alone"
-_STEPS = "--steps N"
 _ITERS = "a share of the run, not steps: "
 
-_ANSWERS: Mapping[str, str] = {
+_ANSWERS_BY_NAMES: Mapping[str, str] = {
     # How long, how much at a time.
-    "max_iters": _STEPS,
-    "num_iterations": _STEPS,
-    "max_steps": _STEPS,
+    "max_iters num_iterations max_steps": "--steps N",
     "epochs": "--tokens N; the log counts epochs",
     "target_flops": "--flops X",
     "target_param_data_ratio": "--tokens-per-param X",
@@ -40,18 +36,15 @@ _ANSWERS: Mapping[str, str] = {
     ),
     "accumulation": "--batch.total-tokens N, which is rows x --model.seq-len x accumulation steps",
     # The network.
-    "block_size": "--model.seq-len N",
-    "sequence_length": "--model.seq-len N",
-    "max_seq_len": "--model.seq-len N",
-    "context_length": "--model.seq-len N",
-    "n_layer": _LAYERS,
-    "num_layers": _LAYERS,
+    "block_size sequence_length max_seq_len context_length": "--model.seq-len N",
+    "n_layer num_layers": (
+        "--depth N, from which width and rates follow in recipes that have a dial, or --model.n-layer N alone"
+    ),
     "vocab_size": "--tokenizer.vocab-size N",
     "aspect_ratio": "width over depth, an argument of the recipe nanochat; here --model.n-embd N",
     "head_dim": "an argument of the recipe nanochat; here --model.n-head N, which is width over head width",
     # Rates and schedule.
-    "learning_rate": _ADAMW.format("lr") + "; Muon's is --optim.muon.lr",
-    "lr": _ADAMW.format("lr") + "; Muon's is --optim.muon.lr",
+    "learning_rate lr": _ADAMW.format("lr") + "; Muon's is --optim.muon.lr",
     "min_lr": "--schedule.final-lr-scale X, a factor on the peak rate (nanoGPT: a rate), so min_lr / learning_rate",
     "final_lr_frac": "--schedule.final-lr-scale X",
     "decay_lr": "--schedule.warmdown-fraction 0 keeps a trapezoid's rate constant (nanoGPT's decay_lr=False)",
@@ -61,10 +54,8 @@ _ANSWERS: Mapping[str, str] = {
     "warmdown_iters": _ITERS + "--schedule.warmdown-fraction X = warm-down steps / all steps",
     "warmdown_ratio": "--schedule.warmdown-fraction X",
     "weight_decay": _ADAMW.format("weight-decay") + "; Muon's is --optim.muon.weight-decay",
-    "beta1": _ADAMW.format("beta1"),
-    "beta2": _ADAMW.format("beta2"),
-    "adam_beta1": _ADAMW.format("beta1"),
-    "adam_beta2": _ADAMW.format("beta2"),
+    "beta1 adam_beta1": _ADAMW.format("beta1"),
+    "beta2 adam_beta2": _ADAMW.format("beta2"),
     "adam_betas": _ADAMW.format("beta1") + " and beta2",
     "grad_clip": "--optim.grad-clip X; none turns it off (nanoGPT: 0.0)",
     "embedding_lr": "--optim.embedding.lr X, as it is used; the recipe nanochat takes --embedding-lr before scaling",
@@ -77,8 +68,7 @@ _ANSWERS: Mapping[str, str] = {
     "val_loss_every": "--eval.every-steps N; none for never (modded-nanogpt: 0)",
     "eval_iters": "--eval.tokens N, validation tokens (nanoGPT: batches), so eval_iters x batch_size x block_size",
     "val_max_steps": "--eval.tokens N, validation tokens (modded-nanogpt: batches)",
-    "val_tokens": "--eval.tokens N",
-    "eval_tokens": "--eval.tokens N",
+    "val_tokens eval_tokens": "--eval.tokens N",
     "eval_only": "--eval.only; for a run that exists, gptlab eval RUN",
     "core_metric_every": "--eval.core-every-steps N; none for never (nanochat: -1)",
     "core_metric_max_per_task": "--eval.core-examples N",
@@ -87,9 +77,7 @@ _ANSWERS: Mapping[str, str] = {
     "always_save_checkpoint": "--checkpoint.every-steps N; --checkpoint.save-best saves at each best validation",
     "resume_from_step": "--resume RUN, from its newest checkpoint",
     "log_interval": "--runtime.log-every-steps N",
-    "out_dir": "--run-dir FOLDER",
-    "output_dir": "--run-dir FOLDER",
-    "model_tag": "--run-dir FOLDER",
+    "out_dir output_dir model_tag": "--run-dir FOLDER",
     "run": "--run-dir FOLDER names a run (nanochat: its name at wandb); " + _WANDB,
     # Data.
     "dataset": "--data FOLDER, such as nanoGPT's data/NAME, or a name of `gptlab data list`",
@@ -101,11 +89,10 @@ _ANSWERS: Mapping[str, str] = {
     "fp8": "not here: --dtype bfloat16 is the smallest type",
     "compile_model": "--compile on, off or auto",
     # Wandb.
-    "wandb": _WANDB,
-    "wandb_log": _WANDB,
-    "wandb_project": _WANDB,
+    "wandb wandb_log wandb_project": _WANDB,
     "wandb_run_name": "--run-dir FOLDER names a run; " + _WANDB,
 }
+_ANSWERS = {name: answer for names, answer in _ANSWERS_BY_NAMES.items() for name in names.split()}
 
 _CONFIG_FILES: Mapping[str, str] = {
     "train_shakespeare_char": "gptlab train nanogpt/shakespeare-char",

@@ -8,12 +8,11 @@ import json
 import math
 import re
 import tomllib
-import types
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from gptlab.config.errors import ConfigError, UserError, nearest_name, require_choice
+from gptlab.config.errors import ConfigError, UserError, bare, nearest_name, require_choice
 from gptlab.config.plain_file import read_plain
 from gptlab.config.run import RunConfig
 
@@ -223,16 +222,6 @@ def value_from_text(annotation: Any, text: str, field: str) -> Any:
     if leaf in (int, float):
         return checked_value(annotation, _number(leaf, text), field)
     return checked_value(annotation, text, field)
-
-
-def bare(annotation: Any) -> tuple[Any, bool]:
-    """(the type without Annotated and None, whether None is allowed)."""
-    if get_origin(annotation) is Annotated:
-        annotation = get_args(annotation)[0]
-    if get_origin(annotation) in (Union, types.UnionType):
-        inner = [part for part in get_args(annotation) if part is not type(None)]
-        return inner[0], len(inner) < len(get_args(annotation))
-    return annotation, False
 
 
 def wanted(annotation: Any) -> str:

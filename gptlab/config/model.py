@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
-from gptlab.config.errors import ConfigError, require, require_choice, require_positive
+from gptlab.config.errors import BelowOne, ConfigError, Positive, check_fields, require
 
 Norm = Literal["rmsnorm", "layernorm"]
 Position = Literal["rope", "learned"]
@@ -23,21 +23,21 @@ computing or overflow 64-bit integers."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    n_layer: int = 4
+    n_layer: Positive[int] = 4
     """Transformer blocks."""
-    n_embd: int = 256
+    n_embd: Positive[int] = 256
     """Width of the residual stream (channels)."""
-    n_head: int = 4
+    n_head: Positive[int] = 4
     """Query heads. Must divide n_embd."""
-    n_kv_head: int | None = None
+    n_kv_head: Positive[int] | None = None
     """Key and value heads (grouped-query attention). Must divide n_head. None: n_head."""
-    seq_len: int = 512
+    seq_len: Positive[int] = 512
     """Context length in tokens; also the length of a training row."""
-    vocab_size: int | None = None
+    vocab_size: Positive[int] | None = None
     """Entries of the tokenizer. None: taken from the tokenizer when the data is ready."""
-    vocab_multiple: int = 64
+    vocab_multiple: Positive[int] = 64
     """The embedding and head tables are padded to a multiple of this; padding never appears in the logits."""
-    mlp_ratio: float = 4.0
+    mlp_ratio: Positive[float] = 4.0
     """Hidden width of the MLP divided by n_embd."""
     norm: Norm = "rmsnorm"
     """rmsnorm (weightless) | layernorm (with weight, and bias where `bias`)."""
@@ -46,14 +46,14 @@ class ModelConfig:
     PyTorch's default in float32, bfloat16 and float16 (autoresearch, nanochat). modded-nanogpt's record has 1e-6."""
     position: Position = "rope"
     """rope | learned (absolute table of seq_len rows)."""
-    rope_base: float = 10_000.0
+    rope_base: Positive[float] = 10_000.0
     """Base of the rotary frequencies."""
     activation: Activation = "relu2"
     """relu2 (squared ReLU, Primer, arXiv:2109.08668) | gelu (exact, erf) | gelu_tanh (the approximation with which
     OpenAI trained GPT-2)."""
     bias: bool = False
     """Biases in linear layers and LayerNorm."""
-    dropout: float = 0.0
+    dropout: BelowOne = 0.0
     """Dropout probability on embeddings, attention weights and residual branches while training."""
     tied_head: bool = False
     """The output head shares the embedding's weight."""
@@ -62,7 +62,7 @@ class ModelConfig:
     window_pattern: str = "L"
     """One letter per layer, tiled: L attends to the whole context, S to a sliding window. The last layer is always
     L."""
-    window_tokens: int | None = None
+    window_tokens: Positive[int] | None = None
     """Tokens that an S layer attends to, itself included. None: itself and half the context before it (autoresearch,
     nanochat: FlashAttention's window_size = (seq_len // 2, 0) counts keys to the left)."""
     value_embeddings: bool = True
@@ -71,7 +71,7 @@ class ModelConfig:
     """Two learned scalars per layer: x = residual_lambda * x + x0_lambda * x0 (x0: the normalized embedding)."""
     embedding_norm: bool = True
     """Normalize right after the embedding."""
-    logit_softcap: float | None = 15.0
+    logit_softcap: Positive[float] | None = 15.0
     """cap * tanh(logits / cap). None: off."""
     attention_residual_scale: float | None = None
     """Constant on the attention branch (modded-nanogpt: 1/sqrt(2 n_layer)). None: 1."""
@@ -81,42 +81,27 @@ class ModelConfig:
     for nn.Linear and normal 1 for nn.Embedding (modded-nanogpt)."""
 
     def __post_init__(self) -> None:
-        for name in ("n_layer", "n_embd", "n_head", "n_kv_head", "seq_len", "vocab_size", "vocab_multiple",
-                     "mlp_ratio", "rope_base", "window_tokens", "logit_softcap"):  # fmt: skip
-            require_positive(f"model.{name}", getattr(self, name))
+        check_fields(self, "model.")
         for name, most in _MOST.items():
             value = getattr(self, name)
             require(value is None or value <= most, f"model.{name}", value, "is more than any model has", most)
-        require_choice("model.norm", self.norm, get_args(Norm))
-        require_choice("model.position", self.position, get_args(Position))
-        require_choice("model.activation", self.activation, get_args(Activation))
-        require_choice("model.init", self.init, get_args(Init))
-        if self.n_embd % self.n_head:
-            raise ConfigError(
-                "model.n_head", self.n_head, f"heads must divide the width n_embd = {self.n_embd}",
-                _nearest_divisor(self.n_embd, self.n_head),
-            )  # fmt: skip
-        if self.n_head % self.kv_heads:
-            raise ConfigError(
-                "model.n_kv_head", self.n_kv_head, f"key-value heads must divide n_head = {self.n_head}",
-                _nearest_divisor(self.n_head, self.kv_heads),
-            )  # fmt: skip
-        require(
-            self.position != "rope" or self.head_dim % 2 == 0,
-            "model.n_head", self.n_head, f"rotary positions need an even head width, this gives {self.head_dim}",
-        )  # fmt: skip
-        wrong = sorted(set(self.window_pattern) - set("SL"))
-        nearest = "".join(c for c in self.window_pattern.upper() if c in "SL") or "L"
-        require(
-            bool(self.window_pattern) and not wrong,
-            "model.window_pattern", self.window_pattern, "only the letters S (window) and L (full) are known", nearest,
-        )  # fmt: skip
-        require(0.0 <= self.dropout < 1.0, "model.dropout", self.dropout, "must be in [0, 1)")
+        for name, heads, whole, what in (
+            ("n_head", self.n_head, self.n_embd, "heads must divide the width n_embd"),
+            ("n_kv_head", self.kv_heads, self.n_head, "key-value heads must divide n_head"),
+        ):
+            if whole % heads:
+                raise ConfigError(f"model.{name}", heads, f"{what} = {whole}", _nearest_divisor(whole, heads))
+        even = self.position != "rope" or self.head_dim % 2 == 0
+        reason = f"rotary positions need an even head width, this gives {self.head_dim}"
+        require(even, "model.n_head", self.n_head, reason)
+        known = bool(self.window_pattern) and set(self.window_pattern) <= set("SL")
+        nearest = "".join(letter for letter in self.window_pattern.upper() if letter in "SL") or "L"
+        reason = "only the letters S (window) and L (full) are known"
+        require(known, "model.window_pattern", self.window_pattern, reason, nearest)
         require(0.0 < self.rmsnorm_eps < 1.0, "model.rmsnorm_eps", self.rmsnorm_eps, "must be in (0, 1)")
-        require(
-            self.window_tokens is None or self.window_tokens <= self.seq_len,
-            "model.window_tokens", self.window_tokens, f"a window is at most seq_len = {self.seq_len}", self.seq_len,
-        )  # fmt: skip
+        if self.window_tokens is not None and self.window_tokens > self.seq_len:
+            reason = f"a window is at most seq_len = {self.seq_len}"
+            raise ConfigError("model.window_tokens", self.window_tokens, reason, self.seq_len)
 
     @property
     def kv_heads(self) -> int:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Literal
 
-from gptlab.config.errors import require, require_choice, require_positive
+from gptlab.config.errors import BelowOne, NotNegative, Positive, Share, check_fields, require
 
 MatrixOptimizer = Literal["muon", "adamw"]
 Orthogonalizer = Literal["polar_express", "newton_schulz", "svd"]
@@ -17,49 +17,45 @@ ScheduleKind = Literal["trapezoid", "cosine"]
 class AdamWConfig:
     """Settings of torch.optim.AdamW for one parameter role."""
 
-    lr: float = 0.001
+    lr: NotNegative[float] = 0.001
     """Peak learning rate."""
-    beta1: float = 0.8
+    beta1: BelowOne = 0.8
     """Decay of the first moment (nanochat, autoresearch: 0.8)."""
-    beta2: float = 0.95
+    beta2: BelowOne = 0.95
     """Decay of the second moment."""
-    eps: float = 1e-10
+    eps: Positive[float] = 1e-10
     """Added to the root of the second moment (nanochat: 1e-10, since embedding gradients are tiny)."""
-    weight_decay: float = 0.0
+    weight_decay: NotNegative[float] = 0.0
     """Decoupled decay, multiplied by the learning rate."""
 
     def __post_init__(self) -> None:
-        require(self.lr >= 0, "optim.lr", self.lr, "a learning rate is not negative")
-        require(0 <= self.beta1 < 1, "optim.beta1", self.beta1, "must be in [0, 1)")
-        require(0 <= self.beta2 < 1, "optim.beta2", self.beta2, "must be in [0, 1)")
-        require_positive("optim.eps", self.eps)
-        require(self.weight_decay >= 0, "optim.weight_decay", self.weight_decay, "decay is not negative")
+        check_fields(self, "optim.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MuonConfig:
     """Momentum orthogonalized by a matrix iteration (K. Jordan et al., 2024), for matrices inside the blocks."""
 
-    lr: float = 0.02
+    lr: NotNegative[float] = 0.02
     """Peak learning rate (nanochat: 0.02; autoresearch: 0.04; modded-nanogpt: 0.1 * 0.0036)."""
-    momentum: float = 0.95
+    momentum: BelowOne = 0.95
     """Momentum at the end of the ramp."""
-    momentum_start: float = 0.85
+    momentum_start: BelowOne = 0.85
     """Momentum at step 0 (nanochat, autoresearch: 0.85)."""
-    momentum_ramp_steps: int = 300
+    momentum_ramp_steps: NotNegative[int] = 300
     """Steps from momentum_start to momentum (nanochat, autoresearch: 300). 0: no ramp."""
     nesterov: bool = True
     """Nesterov momentum."""
     orthogonalizer: Orthogonalizer = "polar_express"
     """polar_express (arXiv:2505.16932) | newton_schulz (quintic 3.4445, -4.7750, 2.0315) | svd (exact, slow)."""
-    iterations: int = 5
+    iterations: Positive[int] = 5
     """Steps of the matrix iteration."""
     update_scale: UpdateScale = "aspect"
     """aspect: sqrt(max(1, rows/cols)) | max_side: sqrt(max(rows, cols)) (modded-nanogpt) | rms:
     0.2*sqrt(max(rows, cols)) (arXiv:2502.16982)."""
-    normuon_beta2: float | None = 0.95
+    normuon_beta2: BelowOne | None = 0.95
     """Decay of NorMuon's second moment per neuron (arXiv:2510.05491). None: plain Muon."""
-    weight_decay: float = 0.2
+    weight_decay: NotNegative[float] = 0.2
     """Decay at the start of the run, multiplied by the learning rate; see ScheduleConfig.weight_decay_final."""
     cautious_decay: bool = True
     """Decay only entries whose update has the sign of their weight (arXiv:2510.12402)."""
@@ -70,21 +66,9 @@ class MuonConfig:
     """Orthogonalize query, key and value separately where they are one fused matrix."""
 
     def __post_init__(self) -> None:
-        require(self.lr >= 0, "optim.muon.lr", self.lr, "a learning rate is not negative")
-        for name in ("momentum", "momentum_start"):
-            value = getattr(self, name)
-            require(0 <= value < 1, f"optim.muon.{name}", value, "must be in [0, 1)")
-        require(
-            self.momentum_ramp_steps >= 0, "optim.muon.momentum_ramp_steps", self.momentum_ramp_steps, "not negative"
-        )
-        require_choice("optim.muon.orthogonalizer", self.orthogonalizer, get_args(Orthogonalizer))
-        require_positive("optim.muon.iterations", self.iterations)
+        check_fields(self, "optim.muon.")
         limit = self.orthogonalizer != "polar_express" or self.iterations <= 5
         require(limit, "optim.muon.iterations", self.iterations, "Polar Express has five coefficient triples", 5)
-        require_choice("optim.muon.update_scale", self.update_scale, get_args(UpdateScale))
-        beta2 = self.normuon_beta2
-        require(beta2 is None or 0 <= beta2 < 1, "optim.muon.normuon_beta2", beta2, "must be in [0, 1)")
-        require(self.weight_decay >= 0, "optim.muon.weight_decay", self.weight_decay, "decay is not negative")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,20 +77,17 @@ class ScheduleConfig:
 
     kind: ScheduleKind = "trapezoid"
     """trapezoid: warm-up, constant, linear warm-down | cosine: warm-up, half a cosine."""
-    warmup_fraction: float = 0.0
+    warmup_fraction: Share = 0.0
     """Share of the run in which the learning rate rises from zero."""
-    warmdown_fraction: float = 0.5
+    warmdown_fraction: Share = 0.5
     """trapezoid: share of the run in which it falls (nanochat, autoresearch: 0.5)."""
-    final_lr_scale: float = 0.0
+    final_lr_scale: Share = 0.0
     """Learning-rate multiplier at the end of the run."""
-    weight_decay_final: float = 0.0
+    weight_decay_final: Share = 0.0
     """Muon's weight-decay multiplier at the end, reached linearly (nanochat: 0). 1: constant."""
 
     def __post_init__(self) -> None:
-        require_choice("schedule.kind", self.kind, get_args(ScheduleKind))
-        for name in ("warmup_fraction", "warmdown_fraction", "final_lr_scale", "weight_decay_final"):
-            value = getattr(self, name)
-            require(0 <= value <= 1, f"schedule.{name}", value, "must be in [0, 1]")
+        check_fields(self, "schedule.")
         both = self.warmup_fraction + (self.warmdown_fraction if self.kind == "trapezoid" else 0.0)
         require(both <= 1, "schedule.warmup_fraction", self.warmup_fraction, "warm-up and warm-down exceed the run")
 
@@ -133,9 +114,8 @@ class OptimConfig:
     x0_lambda: AdamWConfig = field(default_factory=lambda: _adamw(0.5, beta1=0.96))
     vector: AdamWConfig = field(default_factory=lambda: _adamw(0.004))
     """Norm weights and biases."""
-    grad_clip: float | None = None
+    grad_clip: Positive[float] | None = None
     """Maximum global gradient norm. None: no clipping (the norm is still logged)."""
 
     def __post_init__(self) -> None:
-        require_choice("optim.matrix_optimizer", self.matrix_optimizer, get_args(MatrixOptimizer))
-        require_positive("optim.grad_clip", self.grad_clip)
+        check_fields(self, "optim.")

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Literal
 
 from gptlab.config.data import DataConfig, TokenizerConfig
-from gptlab.config.errors import ConfigError, require, require_choice, require_positive
-from gptlab.config.horizon import Horizon
+from gptlab.config.errors import ConfigError, NotNegative, Positive, check_fields, require, require_choice
 from gptlab.config.model import ModelConfig
 from gptlab.config.optim import OptimConfig, ScheduleConfig
 
+HorizonUnit = Literal["steps", "tokens", "flops", "tokens_per_param", "seconds"]
 DType = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 Compile = Literal["auto", "on", "off"]
 OnSaveFailure = Literal["stop", "continue"]
@@ -21,22 +22,81 @@ EXACT_WORLD_SIZES = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Horizon:
+    """The length of a run. Its progress is 0 at the start and 1 at the end."""
+
+    amount: float = 180.0
+    """How many of `unit` to train for."""
+    unit: HorizonUnit = "seconds"
+    """steps | tokens | flops | tokens_per_param (per matrix and head parameter) | seconds (on the training clock)."""
+    until_val_loss: Positive[float] | None = None
+    """Stop at the first evaluation whose validation loss (nats/token) is at or below this. `amount` stays the limit."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, "horizon.")
+        possible = self.amount > 0 and math.isfinite(self.amount)
+        require(possible, "horizon.amount", self.amount, f"a run trains for a positive number of {self.unit}")
+
+    def total_steps(self, *, tokens_per_step: int, flops_per_token: float, scaling_params: int) -> int | None:
+        """Optimizer steps in the whole run; None when only the clock knows.
+
+        As in nanochat, tokens are rounded down (`target_tokens // total_batch_size`) and FLOPs to the nearest step. A
+        horizon shorter than one step is refused.
+        """
+        if self.unit == "seconds":
+            return None
+        if self.unit == "steps":
+            steps = int(self.amount)
+        elif self.unit == "tokens":
+            steps = int(self.amount) // tokens_per_step
+        elif self.unit == "flops":
+            steps = round(self.amount / (flops_per_token * tokens_per_step))
+        else:
+            steps = int(self.amount * scaling_params) // tokens_per_step
+        if steps < 1:
+            reason = f"this many {self.unit} are less than one step of {tokens_per_step:,} tokens"
+            raise ConfigError("horizon.amount", self.amount, reason)
+        return steps
+
+    def __str__(self) -> str:
+        text = f"{self.amount:g} {self.unit.replace('_', ' ')}"
+        return text if self.until_val_loss is None else f"validation loss {self.until_val_loss:g}, at most {text}"
+
+
+def steps(number: int) -> Horizon:
+    return Horizon(amount=number, unit="steps")
+
+
+def minutes(amount: float) -> Horizon:
+    return Horizon(amount=60.0 * amount, unit="seconds")
+
+
+def share_of_run(phase_steps: int, horizon: Horizon, of_steps: int) -> float:
+    """The share of a run that a phase of `phase_steps` steps takes; its source counts it in a run of `of_steps` steps.
+
+    With a horizon in steps the phase keeps its number of steps, as with the source's flags. With a horizon in another
+    unit, or one shorter than the phase, it keeps its share of the run.
+    """
+    total = int(horizon.amount) if horizon.unit == "steps" else 0
+    return phase_steps / (total if total >= phase_steps else of_steps)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BatchConfig:
-    total_tokens: int = 16_384
+    total_tokens: Positive[int] = 16_384
     """Tokens in one optimizer step, over all micro-batches and ranks."""
-    micro_sequences: int = 32
+    micro_sequences: Positive[int] = 32
     """Rows in one forward and backward pass."""
 
     def __post_init__(self) -> None:
-        require_positive("batch.total_tokens", self.total_tokens)
-        require_positive("batch.micro_sequences", self.micro_sequences)
+        check_fields(self, "batch.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalConfig:
-    every_steps: int | None = None
+    every_steps: Positive[int] | None = None
     """Validate every N steps, and at the end. None: not by steps."""
-    every_seconds: float | None = None
+    every_seconds: Positive[float] | None = None
     """Validate every X seconds of the training clock, and at the end. None: not by time."""
     at_start: bool = True
     """Also validate before the first step, in a run that validates at all."""
@@ -45,26 +105,24 @@ class EvalConfig:
     (nanochat's --eval-every -1)."""
     only: bool = False
     """Validate the initial weights and end without training (nanoGPT's eval_only)."""
-    tokens: int | None = None
+    tokens: Positive[int] | None = None
     """Maximum target tokens of the validation set; always the same ones. None: the whole set."""
-    train_tokens: int | None = None
+    train_tokens: Positive[int] | None = None
     """Target tokens of the training text, always the same ones, on which the training loss is measured at each
     validation, without dropout (nanoGPT's train loss). None: not measured."""
-    micro_sequences: int | None = None
+    micro_sequences: Positive[int] | None = None
     """Rows in one evaluation pass. None: as in training. It changes the speed, not the result."""
-    core_every_steps: int | None = None
+    core_every_steps: Positive[int] | None = None
     """Measure CORE (DCLM, arXiv:2406.11794) every N steps, and at the end. None: never. Where core_dir is not given and
     there is no evaluation bundle in the cache, the run warns and continues without CORE."""
-    core_examples: int | None = 500
+    core_examples: Positive[int] | None = 500
     """Maximum examples of each CORE task; always the same ones (nanochat: 500). None: all. The worked examples are
     drawn from them, so results with another number are not comparable."""
     core_dir: str | None = None
     """Folder of the DCLM evaluation bundle (core.yaml, eval_meta_data.csv, eval_data/). None: CACHE/core."""
 
     def __post_init__(self) -> None:
-        for name in ("every_steps", "every_seconds", "tokens", "train_tokens", "micro_sequences",
-                     "core_every_steps", "core_examples"):  # fmt: skip
-            require_positive(f"eval.{name}", getattr(self, name))
+        check_fields(self, "eval.")
 
     @property
     def validates(self) -> bool:
@@ -75,35 +133,31 @@ class EvalConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleConfig:
     prompts: tuple[str, ...] = ()
-    """Texts to continue. None given: those of `from_validation`."""
-    from_validation: int = 0
+    """Texts to continue. Not given: those of `from_validation`. Given without a text: no samples."""
+    from_validation: NotNegative[int] = 0
     """Prompts to take from the validation text where `prompts` is empty. 0, with no prompts: no samples."""
-    every_steps: int | None = None
+    every_steps: Positive[int] | None = None
     """Sample every N steps. None: only at the end."""
-    max_tokens: int = 128
+    max_tokens: Positive[int] = 128
     """Tokens to generate for each prompt."""
-    temperature: float = 0.8
+    temperature: NotNegative[float] = 0.8
     """Softmax temperature. 0: always the likeliest token (greedy)."""
-    top_k: int | None = 50
+    top_k: Positive[int] | None = 50
     """Sample from the N likeliest tokens. None: all."""
 
     def __post_init__(self) -> None:
-        require(self.from_validation >= 0, "sample.from_validation", self.from_validation, "must not be negative", 0)
-        require_positive("sample.every_steps", self.every_steps)
-        require_positive("sample.max_tokens", self.max_tokens)
-        require_positive("sample.top_k", self.top_k)
-        require(self.temperature >= 0, "sample.temperature", self.temperature, "must not be negative", 0.0)
+        check_fields(self, "sample.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointConfig:
-    every_steps: int | None = None
+    every_steps: Positive[int] | None = None
     """Save every N steps. None: not by steps. A run always ends with a checkpoint."""
-    every_seconds: float | None = None
+    every_seconds: Positive[float] | None = None
     """Save every X seconds of the training clock. None: not by time."""
-    keep_last: int = 2
+    keep_last: Positive[int] = 2
     """Newest checkpoints to keep. Two, since a crash may have damaged the newest."""
-    keep_every_steps: int | None = None
+    keep_every_steps: Positive[int] | None = None
     """Never remove a checkpoint whose step is a multiple of this. None: no such steps."""
     keep_best: bool = True
     """Keep the checkpoint with the lowest validation loss."""
@@ -117,37 +171,31 @@ class CheckpointConfig:
     Older checkpoints are kept either way. The failure of a background save is noticed at the next step."""
 
     def __post_init__(self) -> None:
-        for name in ("every_steps", "every_seconds", "keep_last", "keep_every_steps"):
-            require_positive(f"checkpoint.{name}", getattr(self, name))
-        require_choice("checkpoint.on_failure", self.on_failure, get_args(OnSaveFailure))
+        check_fields(self, "checkpoint.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultsConfig:
     """How many broken steps a run tolerates, and whether it rewinds after a loss spike."""
 
-    max_skipped_in_a_row: int = 3
+    max_skipped_in_a_row: NotNegative[int] = 3
     """Maximum consecutive skipped updates (non-finite loss or gradient) before the run fails with exit code 3. 0: the
     first such step fails it."""
-    max_skipped: int | None = None
+    max_skipped: NotNegative[int] | None = None
     """Maximum skipped updates in the whole run. None: no limit."""
     spike_factor: float | None = None
     """A training loss above this many times the median of the last losses is a spike: the run rewinds to its last good
     checkpoint and continues with the data after the spike. None: never."""
-    spike_window: int = 128
+    spike_window: Positive[int] = 128
     """Losses in that median. Until there are that many, nothing is a spike."""
-    max_rewinds: int = 10
+    max_rewinds: NotNegative[int] = 10
     """Maximum rewinds. The next spike fails the run with exit code 3."""
 
     def __post_init__(self) -> None:
-        for name in ("max_skipped_in_a_row", "max_skipped", "max_rewinds"):
-            value = getattr(self, name)
-            require(value is None or value >= 0, f"faults.{name}", value, "must not be negative", 0)
-        require_positive("faults.spike_window", self.spike_window)
-        require(
-            self.spike_factor is None or self.spike_factor > 1, "faults.spike_factor", self.spike_factor,
-            "must be greater than 1, or every step would be a spike", 2.0,
-        )  # fmt: skip
+        check_fields(self, "faults.")
+        greater = self.spike_factor is None or self.spike_factor > 1
+        reason = "must be greater than 1, or every step would be a spike"
+        require(greater, "faults.spike_factor", self.spike_factor, reason, 2.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,14 +211,10 @@ class ParallelConfig:
     memory."""
 
     def __post_init__(self) -> None:
-        require_choice("parallel.mode", self.mode, get_args(ParallelMode))
-        require(
-            not (self.exact_any_world_size and self.mode == "sharded"),
-            "parallel.exact_any_world_size",
-            self.exact_any_world_size,
-            'parallel.mode = "sharded" adds gradients in an order that depends on the number of processes: use "data"',
-            False,
-        )
+        check_fields(self, "parallel.")
+        if self.exact_any_world_size and self.mode == "sharded":
+            reason = "sharded gradients are added in an order that depends on the number of processes: use mode data"
+            raise ConfigError("parallel.exact_any_world_size", True, reason, False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,29 +231,23 @@ class RuntimeConfig:
     allocator: str | None = None
     """Settings of the GPU memory allocator, in the form of $PYTORCH_ALLOC_CONF (expandable_segments:True), which takes
     precedence. None: PyTorch's defaults."""
-    threads: int | None = None
+    threads: Positive[int] | None = None
     """CPU threads for computation. None: one per physical core. With parallel.exact_any_world_size, a resumed run keeps
     the number of its first start."""
-    log_every_steps: int = 1
+    log_every_steps: Positive[int] = 1
     """Write a training line every N steps."""
-    max_loss: float = 100.0
+    max_loss: Positive[float] = 100.0
     """A training loss above this (nats/token) fails the run with exit code 3 (autoresearch: 100)."""
-    process_timeout_seconds: float = 600.0
+    process_timeout_seconds: Positive[float] = 600.0
     """With several processes: a process that keeps the others waiting this long is considered lost, and the run fails
     with exit code 3. It must exceed the time of the slowest sample, which rank 0 draws while the others wait."""
 
     def __post_init__(self) -> None:
-        kinds = ("auto", "cpu", "cuda", "mps")
-        kind, _, index = self.device.partition(":")
-        require_choice("runtime.device", kind, kinds)
-        if ":" in self.device and (kind != "cuda" or not index.isdigit()):
+        check_fields(self, "runtime.")
+        kind, colon, index = self.device.partition(":")
+        require_choice("runtime.device", kind, ("auto", "cpu", "cuda", "mps"))
+        if colon and (kind != "cuda" or not index.isdigit()):
             raise ConfigError("runtime.device", self.device, "only cuda takes a number, as in cuda:0", kind)
-        require_choice("runtime.dtype", self.dtype, get_args(DType))
-        require_choice("runtime.compile", self.compile, get_args(Compile))
-        require_positive("runtime.threads", self.threads)
-        require_positive("runtime.log_every_steps", self.log_every_steps)
-        require_positive("runtime.max_loss", self.max_loss)
-        require_positive("runtime.process_timeout_seconds", self.process_timeout_seconds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,33 +279,21 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         require(0 <= self.seed < 2**63, "seed", self.seed, "must be between 0 and 2^63 - 1")
-        micro_tokens = self.micro_tokens
+        tokens, micro_tokens = self.batch.total_tokens, self.micro_tokens
         if self.batch.total_tokens % micro_tokens:
-            nearest = max(1, round(self.batch.total_tokens / micro_tokens)) * micro_tokens
-            raise ConfigError(
-                "batch.total_tokens",
-                self.batch.total_tokens,
-                f"must be a multiple of micro_sequences * seq_len = {self.batch.micro_sequences} * "
-                f"{self.model.seq_len} = {micro_tokens}",
-                nearest,
-            )
-        saves = self.checkpoint
-        if self.faults.spike_factor is not None and not (saves.every_steps or saves.every_seconds or saves.save_best):
-            raise ConfigError(
-                "faults.spike_factor",
-                self.faults.spike_factor,
-                "a run that saves nothing before its end cannot rewind: give checkpoint.every_steps too",
-            )
+            rows, seq_len = self.batch.micro_sequences, self.model.seq_len
+            reason = f"must be a multiple of micro_sequences * seq_len = {rows} * {seq_len} = {micro_tokens}"
+            raise ConfigError("batch.total_tokens", tokens, reason, max(1, round(tokens / micro_tokens)) * micro_tokens)
+        spike_factor, saves = self.faults.spike_factor, self.checkpoint
+        if spike_factor is not None and not (saves.every_steps or saves.every_seconds or saves.save_best):
+            reason = "a run that saves nothing before its end cannot rewind: give checkpoint.every_steps too"
+            raise ConfigError("faults.spike_factor", spike_factor, reason)
         if self.horizon.until_val_loss is not None and not self.eval.validates:
             reason = "a run that never validates cannot stop at a validation loss: give eval.every_steps too"
             raise ConfigError("horizon.until_val_loss", self.horizon.until_val_loss, reason)
-
         if self.parallel.exact_any_world_size and self.horizon.unit == "seconds":
-            raise ConfigError(
-                "parallel.exact_any_world_size",
-                True,
-                "a length in seconds follows the clock, which differs each time: give the length in steps or tokens",
-            )
+            reason = "seconds are counted on the clock, which differs each time: give the length in steps or tokens"
+            raise ConfigError("parallel.exact_any_world_size", True, reason)
 
     @property
     def micro_tokens(self) -> int:

@@ -9,7 +9,8 @@ that the text was cut into.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +20,6 @@ from torch import Tensor, nn
 
 from gptlab.config.errors import UserError
 from gptlab.data.rows import IGNORED, RowSource
-from gptlab.eval.mode import evaluation_mode
 from gptlab.runtime.processes.distributed import Group
 
 # Logits turned into losses at a time: 2^24 float32 are 64 MiB, which the log-softmax of a chunk allocates.
@@ -52,7 +52,7 @@ def evaluate(
 ) -> Evaluation:
     """One pass over all rows, `micro_sequences` at a time, which changes the speed and not the result. The processes of
     a `group` share the work, and all get the result: the same bits as from one process with the same weights, since
-    sums are added in the order of the passes.
+    sums are added in the order of the passes (and zeros of the ranks that did not compute them, which is exact).
 
     Every pass has the same shape (the last one is filled up with rows that do not count), so that a compiled model
     compiles once. `module` computes the logits (default: `logits` itself, if it is a module) and is in evaluation mode
@@ -72,23 +72,33 @@ def evaluate(
             losses = token_nats(logits(inputs.to(device)), targets.to(device)).cpu().double()
             counted = targets != IGNORED
             lengths = byte_count[targets.clamp(min=0)] * counted
-            if number >= passes:
-                continue
-            sums[number, 0] = losses.sum()
-            sums[number, 1] = losses[lengths > 0].sum()
-            sums[number, 2] = counted.sum()
-            sums[number, 3] = lengths.sum()
-    nats = byte_nats = 0.0
-    target_tokens = target_bytes = 0
-    # Every rank adds zeros to the passes of the others, which is exact.
-    for pass_nats, pass_byte_nats, tokens, length in group.sum(sums, "evaluation").tolist():
-        nats += pass_nats
-        byte_nats += pass_byte_nats
-        target_tokens += int(tokens)
-        target_bytes += int(length)
+            if number < passes:
+                parts = [losses.sum(), losses[lengths > 0].sum(), counted.sum(), lengths.sum()]
+                sums[number] = torch.tensor(parts, dtype=torch.float64)
+    totals = torch.zeros(4, dtype=torch.float64)
+    for of_pass in group.sum(sums, "evaluation"):
+        totals += of_pass
+    nats, byte_nats, target_tokens, target_bytes = totals.tolist()
     if target_bytes == 0:
         raise UserError("the validation set has no text to predict: it needs at least two tokens; hold out more of it")
-    return Evaluation(nats / target_tokens, byte_nats / (math.log(2) * target_bytes), target_tokens, target_bytes)
+    val_bpb = byte_nats / (math.log(2) * target_bytes)
+    return Evaluation(nats / target_tokens, val_bpb, int(target_tokens), int(target_bytes))
+
+
+@contextmanager
+def evaluation_mode(module: nn.Module) -> Iterator[None]:
+    """Turn dropout and gradients off; afterwards, put every submodule back into the mode it was in.
+
+    `no_grad`, not `inference_mode`: tensors that a module caches meanwhile must stay usable in training.
+    """
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for part, training in modes:
+            part.training = training
 
 
 def token_nats(

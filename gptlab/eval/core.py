@@ -24,9 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from gptlab.data.tokenizer.tokenizer import Tokenizer
-from gptlab.eval.bits_per_byte import token_nats
+from gptlab.eval.bits_per_byte import evaluation_mode, token_nats
 from gptlab.eval.core_tasks import Kind, Task
-from gptlab.eval.mode import evaluation_mode
 from gptlab.model.gpt import GPT
 from gptlab.runtime.processes.distributed import Group
 
@@ -115,20 +114,18 @@ def gpt_logits(model: GPT) -> Logits:
 
 
 def measure_core(
-    logits: Logits,
+    model: GPT,
     tasks: Sequence[EncodedTask],
     *,
-    device: torch.device | str,
     max_pass_tokens: int,
-    module: nn.Module | None = None,
     advance: Callable[[float], None] | None = None,
     group: Group | None = None,
 ) -> CoreResult:
-    """Score every question of every task. Arguments: as `score`."""
+    """The model's answers to every question of every task. Arguments: as `score`."""
     questions = [question for task in tasks for question in task.questions]
     answers = score(
-        logits, questions,
-        device=device, max_pass_tokens=max_pass_tokens, module=module, advance=advance, group=group,
+        gpt_logits(model), questions, device=next(model.parameters()).device, max_pass_tokens=max_pass_tokens,
+        module=model, advance=advance, group=group,
     )  # fmt: skip
     return core_result(tasks, answers)
 

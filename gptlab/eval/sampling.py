@@ -8,18 +8,26 @@ from __future__ import annotations
 
 import codecs
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from gptlab.config.errors import ConfigError, UserError, require
+from gptlab.config.run import SampleConfig
 from gptlab.data.tokenizer.tokenizer import Tokenizer
-from gptlab.eval.mode import evaluation_mode
+from gptlab.data.tokens.shards import TokenSplit
+from gptlab.eval.bits_per_byte import evaluation_mode
 from gptlab.model.gpt import GPT
 from gptlab.model.kv_cache import KVCache
 from gptlab.runtime.hardware.rng import fold_seed
 from gptlab.runtime.processes.distributed import Group
+
+PROMPT_CHARACTERS = 64
+"""A line or two, so that most of a sample is the model's own."""
+WINDOW_TOKENS = 1024
+"""Tokens in which a prompt is looked for: room for the rest of a line that begins earlier."""
 
 
 def generate(
@@ -47,9 +55,17 @@ def generate(
     require(top_k is None or top_k >= 1, "top_k", top_k, "draw among at least one token", 1)
     if not tokens:
         raise ConfigError("prompt", "", "there is no token to start from; this tokenizer needs a text to continue")
-    draw = _Sampler(temperature, top_k, seed)
-    stop = bos_id if stop_at_bos else None
-    return _generate(model, list(tokens), max_tokens, draw, bos_id, stop)
+    generator = torch.Generator(device="cpu").manual_seed(seed)
+
+    def draw(logits: Tensor) -> int:  # (V,) on the CPU
+        if temperature == 0 or top_k == 1:
+            return int(logits.argmax())
+        values, tokens = logits.double().topk(len(logits) if top_k is None else min(top_k, len(logits)))
+        # Shifted by the largest first, so that a tiny temperature gives 0 and -inf, never inf - inf.
+        probabilities = ((values - values[0]) / temperature).softmax(0)
+        return int(tokens[torch.multinomial(probabilities, 1, generator=generator)])
+
+    return _generate(model, list(tokens), max_tokens, draw, bos_id, bos_id if stop_at_bos else None)
 
 
 def sample_text(
@@ -78,21 +94,32 @@ def sample_text(
     # With one sequence of draws for all prompts, a weak model would continue all of them with the same words.
     own_seed = fold_seed(seed, zlib.crc32(prompt.encode()))
     drawn = generate(
-        model,
-        tokens,
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        seed=own_seed,
-        bos_id=bos_id,
+        model, tokens, max_tokens=max_tokens, temperature=temperature, top_k=top_k, seed=own_seed, bos_id=bos_id,
         stop_at_bos=stop_at_bos,
-    )
+    )  # fmt: skip
     return _text_pieces(tokenizer, drawn)
 
 
-def drawn_together(streams: Sequence[Iterable[str]], group: Group, *, timed: bool = False) -> Sequence[Iterable[str]]:
-    """Share the drawing of texts among all processes: rank r draws texts r, r+W, ..., and each process gets all. A
-    single process gets the streams back unchanged, to be drawn as they are read. `timed`: see `Group.gather`."""
+def sample_texts(
+    model: GPT,
+    tokenizer: Tokenizer,
+    prompts: Sequence[str],
+    settings: SampleConfig,
+    *,
+    seed: int,
+    group: Group,
+    stop_at_bos: bool = True,
+    timed: bool = False,
+) -> Sequence[Iterable[str]]:
+    """The pieces of each prompt's continuation: all set up at once, drawn as they are read. Several processes share the
+    drawing: rank r draws texts r, r+W, ..., and each process gets all. `timed`: see `Group.gather`."""
+    streams = [
+        sample_text(
+            model, tokenizer, prompt, max_tokens=settings.max_tokens, temperature=settings.temperature,
+            top_k=settings.top_k, seed=seed, stop_at_bos=stop_at_bos,
+        )
+        for prompt in prompts
+    ]  # fmt: skip
     if group.size == 1:
         return streams
     texts = [""] * len(streams)
@@ -103,27 +130,13 @@ def drawn_together(streams: Sequence[Iterable[str]], group: Group, *, timed: boo
     return [[text] for text in texts]
 
 
-class _Sampler:
-    """Draws one token from a vector of logits."""
-
-    def __init__(self, temperature: float, top_k: int | None, seed: int) -> None:
-        self.temperature = temperature
-        self.top_k = top_k
-        self.greedy = temperature == 0 or top_k == 1
-        self.generator = torch.Generator(device="cpu").manual_seed(seed)
-
-    def __call__(self, logits: Tensor) -> int:  # (V,) on the CPU
-        if self.greedy:
-            return int(logits.argmax())
-        kept = len(logits) if self.top_k is None else min(self.top_k, len(logits))
-        values, tokens = logits.double().topk(kept)
-        # Shifted by the largest first, so that a tiny temperature gives 0 and -inf, never inf - inf.
-        probabilities = ((values - values[0]) / self.temperature).softmax(0)
-        return int(tokens[torch.multinomial(probabilities, 1, generator=self.generator)])
-
-
 def _generate(
-    model: GPT, tokens: list[int], max_tokens: int, draw: _Sampler, bos_id: int | None, stop: int | None
+    model: GPT,
+    tokens: list[int],
+    max_tokens: int,
+    draw: Callable[[Tensor], int],
+    bos_id: int | None,
+    stop: int | None,
 ) -> Iterator[int]:
     seq_len = model.config.seq_len
     device = next(model.parameters()).device
@@ -156,3 +169,49 @@ def _text_pieces(tokenizer: Tokenizer, tokens: Iterator[int]) -> Iterator[str]:
     for token in tokens:
         if piece := decoder.decode(tokenizer.decode_bytes([token])):
             yield piece
+
+
+def validation_prompts(split: TokenSplit, tokenizer: Tokenizer, count: int) -> tuple[str, ...]:
+    """Up to `count` different texts, the same ones every time: beginnings of documents, in validation's order.
+
+    Where there are fewer documents than prompts, or the tokens are one text, they begin at lines spread over it. A
+    prompt ends with a line, else with a word, else with a character. Where the text has none, BOS is the prompt.
+    """
+    found: dict[str, None] = {}
+    for start, end, inside in _places(split, count):
+        window = split.read(start, min(WINDOW_TOKENS, end - start))
+        if tokenizer.bos_id is not None:
+            window = window[int(len(window) > 0 and window[0] == tokenizer.bos_id) :]
+            ends = np.flatnonzero(window == tokenizer.bos_id)
+            window = window[: ends[0]] if len(ends) else window
+        text = tokenizer.decode(window)
+        if inside:  # not in the middle of a line, or at least of a character
+            text = text.partition("\n")[2] or text.lstrip("\N{REPLACEMENT CHARACTER}")
+        prompt = _front(text)
+        if prompt and "\N{REPLACEMENT CHARACTER}" not in prompt:
+            found[prompt] = None
+        if len(found) == count:
+            break
+    return tuple(found) or (("",) if count > 0 and tokenizer.bos_id is not None else ())
+
+
+def _places(split: TokenSplit, count: int) -> Iterator[tuple[int, int, bool]]:
+    """(first token, end of its document, whether it is inside of it), enough of them that some may give no prompt."""
+    order = np.argsort(split.content_hashes, kind="stable")[: 4 * count]
+    per_document = -(-count // max(1, len(order)))
+    for part in range(per_document):
+        for document in order.tolist():
+            start, end = int(split.document_starts[document]), int(split.document_starts[document + 1])
+            yield start + (end - start) * part // per_document, end, part > 0
+
+
+def _front(text: str) -> str:
+    """The beginning of `text`, never more than half of it, without white space at its end or empty lines before it."""
+    text = text.lstrip("\r\n")
+    most = min(PROMPT_CHARACTERS, max(1, len(text) // 2))
+    head = text[:most]
+    for border in ("\n", " "):
+        cut = head.rfind(border)
+        if head[: max(0, cut)].strip():
+            return head[:cut].rstrip()
+    return head.rstrip()

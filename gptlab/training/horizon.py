@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gptlab.config.horizon import Horizon
+from gptlab.config.run import Horizon
 from gptlab.training.state import TrainState
 
 # autoresearch's five minutes on an H100 hold 953 steps (its program.md).

@@ -4,45 +4,49 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal, Protocol
 
 from gptlab.config.errors import UserError
 from gptlab.config.run import RunConfig
 from gptlab.eval.bits_per_byte import Evaluation
-from gptlab.eval.core import CoreResult
+from gptlab.eval.core import CoreResult, EncodedTask
 from gptlab.runtime.processes.distributed import Group
 from gptlab.training.agenda import Agenda
 from gptlab.training.checkpoint.folder import discard_after
 from gptlab.training.checkpoint.load import Checkpoint
+from gptlab.training.compilation import Passes
 from gptlab.training.faults import Fault, TrainingFailed
 from gptlab.training.horizon import Finish
 from gptlab.training.parallel.agreement import Agreement, require_equal_weights, same_checkpoint
 from gptlab.training.recorder import Recorder
 from gptlab.training.signals import Preemption
 from gptlab.training.state import Best, TrainState, better
-from gptlab.training.step import LossFunction, QuietGarbageCollector, TrainStep, train_step
+from gptlab.training.step import QuietGarbageCollector, TrainStep, train_step
 
 Ended = Literal["finished", "preempted"]
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
-    """What a run is to do. None of the functions may touch the training state."""
+class Work(Protocol):
+    """What a run is to do. None of the methods may touch the training state."""
 
     config: RunConfig
     finish: Finish
-    loss_sum: LossFunction
-    evaluate: Callable[[], Evaluation]
-    sample: Callable[[Sequence[str]], Sequence[str]]
-    """Prompts -> each with its continuation."""
-    core: Callable[[], CoreResult] | None = None
-    """None: this run does not measure CORE."""
-    group: Group = field(default_factory=Group)
+    group: Group
     """The processes that train together."""
-    prompts: Sequence[str] = ()
+    passes: Passes
+    prompts: Sequence[str]
     """Texts that samples continue. Empty: no samples."""
+    tasks: Sequence[EncodedTask]
+    """Of CORE. Empty: this run does not measure it."""
+
+    def evaluate(self) -> Evaluation: ...
+
+    def sample(self, prompts: Sequence[str]) -> Sequence[str]:
+        """Each prompt with its continuation."""
+
+    def core(self) -> CoreResult: ...
 
 
 def fit(state: TrainState, work: Work, record: Recorder) -> Ended:
@@ -59,8 +63,8 @@ def fit(state: TrainState, work: Work, record: Recorder) -> Ended:
             if not agreed.stop and agenda.evaluate(state):
                 evaluate(state, work, record)
                 agreed.listen()
-            if not agreed.stop and work.core is not None and agenda.measure_core(state):
-                measure_core(state, work.core, record)
+            if not agreed.stop and work.tasks and agenda.measure_core(state):
+                measure_core(state, work, record)
                 agreed.listen()
             if not agreed.stop and work.prompts and agenda.sample(state):
                 sample(state, work, record)
@@ -76,7 +80,7 @@ def fit(state: TrainState, work: Work, record: Recorder) -> Ended:
                 return "finished"
 
             progress = finish.progress(state.step, state.train_seconds)
-            step = train_step(state, work.loss_sum, work.config, progress, finish.step_fraction)
+            step = train_step(state, work.passes.loss_sum, work.config, progress, finish.step_fraction)
             seconds = agreed.step(step.seconds, state.step + 1)
             state.train_seconds += seconds
             if isinstance(step.result, Fault):
@@ -94,8 +98,8 @@ def evaluate_only(state: TrainState, work: Work, record: Recorder) -> Ended:
         if not agreed.stop and work.config.eval.validates:
             evaluate(state, work, record)
             agreed.listen()
-        if not agreed.stop and work.core is not None:
-            measure_core(state, work.core, record)
+        if not agreed.stop and work.tasks:
+            measure_core(state, work, record)
             agreed.listen()
         return preempted(state, agreed, preemption, record) if agreed.stop else "finished"
 
@@ -152,11 +156,11 @@ def evaluate(state: TrainState, work: Work, record: Recorder) -> None:
     record.evaluation(state, result.train_loss, time.perf_counter() - started)
 
 
-def measure_core(state: TrainState, core: Callable[[], CoreResult], record: Recorder) -> None:
+def measure_core(state: TrainState, work: Work, record: Recorder) -> None:
     """Off the clock."""
     started = time.perf_counter()
     with record.console.busy(f"step {state.step:05d} | measuring CORE"):
-        result = core()
+        result = work.core()
     state.core_measured, state.core_metric = state.mark(), result.core_metric
     record.core(state, result.accuracy, result.centered, time.perf_counter() - started)
 

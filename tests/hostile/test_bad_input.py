@@ -28,7 +28,8 @@ import pytest
 
 from gptlab.app import session
 from gptlab.cli.main import main
-from gptlab.config.load import bare, leaf_fields
+from gptlab.config.errors import bare
+from gptlab.config.load import leaf_fields
 from gptlab.config.run import RunConfig
 from gptlab.runtime.files.cache import damage
 from gptlab.runtime.records import provenance

@@ -79,7 +79,7 @@ MUTATIONS = [
         ["Validation every 125 steps"],
     ),
     Mutation(
-        "a phase counted in steps is a share of the recipe's own length", "config/horizon.py",
+        "a phase counted in steps is a share of the recipe's own length", "config/run.py",
         'total = int(horizon.amount) if horizon.unit == "steps" else 0', "total = 0",
         ["test_lineage_recipes.py::TestHorizon::test_phases_counted_in_steps_stay_so_where_they_fit"],
         ["6200 iterations, no warm-up", "250 steps of warm-up"],
@@ -178,13 +178,13 @@ MUTATIONS = [
     ),
     # --- rules of any run
     Mutation(
-        "a horizon of less than a step becomes one", "config/horizon.py",
+        "a horizon of less than a step becomes one", "config/run.py",
         "if steps < 1:", "steps = max(steps, 1)\n        if steps < 1:",
         ["test_config.py::TestHorizon::test_less_than_one_step_is_refused"],
         ["No horizon at all is an error"],
     ),
     Mutation(
-        "FLOPs are rounded down to steps", "config/horizon.py",
+        "FLOPs are rounded down to steps", "config/run.py",
         "steps = round(self.amount / (flops_per_token * tokens_per_step))",
         "steps = int(self.amount / (flops_per_token * tokens_per_step))",
         ["test_config.py::TestHorizon::test_steps_by_hand"],

@@ -34,20 +34,20 @@ MUTATIONS = [
     ),
     Mutation(
         "ranks do not add up what they evaluated", "eval/bits_per_byte.py",
-        'in group.sum(sums, "evaluation").tolist():', "in sums.tolist():",
+        'in group.sum(sums, "evaluation"):', "in sums:",
         ["test_bits_per_byte.py::test_ranks_share_the_passes_and_have_the_bits_of_one",
          "test_distributed.py::TestWorldSizes::test_evaluation_and_core_are_those_of_one_process"],
         ["The validation loss is averaged over ranks"],
     ),
     Mutation(
-        "dropout stays on in an evaluation", "eval/mode.py",
+        "dropout stays on in an evaluation", "eval/bits_per_byte.py",
         "    module.eval()\n", "",
         ["test_bits_per_byte.py::test_leaves_modes_gradients_and_random_state_as_they_were",
          "test_core.py::test_leaves_modes_gradients_and_random_state_as_they_were"],
         ["`estimate_loss` in evaluation mode"],
     ),
     Mutation(
-        "after an evaluation everything trains", "eval/mode.py",
+        "after an evaluation everything trains", "eval/bits_per_byte.py",
         "part.training = training", "part.training = True",
         ["test_bits_per_byte.py::test_leaves_modes_gradients_and_random_state_as_they_were",
          "test_sampling.py::test_training_notices_nothing"],
@@ -97,7 +97,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a temperature multiplies the logits", "eval/sampling.py",
-        "((values - values[0]) / self.temperature)", "((values - values[0]) * self.temperature)",
+        "((values - values[0]) / temperature)", "((values - values[0]) * temperature)",
         ["test_sampling.py::TestDraws::test_temperature_by_hand",
          "test_sampling.py::TestDraws::test_a_tiny_temperature_is_greedy"],
         ["Samples every 2000 steps"],

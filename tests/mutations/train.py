@@ -126,7 +126,8 @@ MUTATIONS = [
     ),
     Mutation(
         "CORE is on the clock", "training/loop.py",
-        "    result = core()\n", "    result = core()\n    state.train_seconds += time.perf_counter() - started\n",
+        "    result = work.core()\n",
+        "    result = work.core()\n    state.train_seconds += time.perf_counter() - started\n",
         ["test_core.py::TestWithinARun::test_seconds_are_off_the_clock"],
         ["The clock stops for validation and saving"],
     ),

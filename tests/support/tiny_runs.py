@@ -28,7 +28,7 @@ from torch import Tensor
 import gptlab
 import gptlab.training.compilation
 from gptlab.app.run_request import TrainArguments
-from gptlab.cli.arguments.run_arguments import read_request
+from gptlab.cli.arguments.run import read_request
 from gptlab.cli.main import main
 from gptlab.config.run import RunConfig
 from gptlab.config.scaling import Machine
@@ -283,7 +283,7 @@ class FakeClock:
             patch.setattr(time, "perf_counter", lambda: clock.now)
             clock._charge(patch, "gptlab.training.step.update", 1.0)
             clock._charge(patch, "gptlab.app.session.evaluate", cls.EVALUATION)
-            clock._charge(patch, "gptlab.app.session.sample_text", cls.SAMPLE)
+            clock._charge(patch, "gptlab.eval.sampling.sample_text", cls.SAMPLE)
             clock._charge(patch, "gptlab.training.checkpoint.saver.save_checkpoint", cls.SAVE)
             clock._charge(patch, "gptlab.training.compilation.gradients", cls.WARM_UP)
             yield clock

@@ -12,7 +12,8 @@ from functools import cache
 from itertools import pairwise
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from gptlab.config.load import bare, flatten, leaf_fields
+from gptlab.config.errors import bare
+from gptlab.config.load import flatten, leaf_fields
 
 WIDTH = 80
 INDENT = 6

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 from gptlab.cli.arguments.help import command_help
-from gptlab.config.errors import UserError, nearest_name
-from gptlab.config.load import bare, leaf_fields, rebuild, value_from_text, wanted
+from gptlab.config.errors import UserError, bare, nearest_name
+from gptlab.config.load import leaf_fields, rebuild, value_from_text, wanted
 
 T = TypeVar("T")
 
@@ -36,6 +36,20 @@ def parse(cls: type[T], argv: Sequence[str], *, prog: str, description: str) -> 
         print(command_help(cls, prog=prog, description=description, positionals=positionals))
         raise SystemExit(0)
     return _build(cls, read_words(argv, fields, positionals=positionals), prog)
+
+
+def run_subcommand(
+    argv: Sequence[str], commands: Mapping[str, Callable[[list[str]], int | None]], *, prog: str, usage: str
+) -> int:
+    """Run the command that the first word names; without one, or for --help, print the usage. None counts as 0."""
+    name = argv[0] if argv else "--help"
+    if name in ("-h", "--help", "help"):
+        print(usage)
+        return 0
+    if name not in commands:
+        nearest = nearest_name(name, commands) or next(iter(commands))
+        raise UserError(f"{prog} {name}: there is {', '.join(commands)} (nearest: {nearest})")
+    return commands[name](list(argv[1:])) or 0
 
 
 def read_words(

@@ -11,15 +11,14 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 from typing import Any, get_type_hints
 
 from gptlab.config.errors import ConfigError, UserError
-from gptlab.config.horizon import Horizon
 from gptlab.config.load import checked_value
 from gptlab.config.recipes.autoresearch import autoresearch, autoresearch_tiny
-from gptlab.config.recipes.nanochat import NanochatArguments, nanochat, nanochat_tiny
+from gptlab.config.recipes.nanochat import FULL, NanochatArguments, nanochat, nanochat_tiny
 from gptlab.config.recipes.nanogpt import (
     nanogpt_finetune,
     nanogpt_finetune_tiny,
@@ -30,10 +29,17 @@ from gptlab.config.recipes.nanogpt import (
     nanogpt_shakespeare_char_cpu_tiny,
     nanogpt_shakespeare_char_tiny,
 )
-from gptlab.config.recipes.quickstart import quickstart, shakespeare_char
+from gptlab.config.recipes.quickstart import quickstart, quickstart_adamw_scale, shakespeare_char
 from gptlab.config.recipes.speedrun import speedrun_muon_2024_10, speedrun_muon_2024_10_tiny
-from gptlab.config.run import RunConfig
-from gptlab.config.scaling import Machine
+from gptlab.config.run import Horizon, RunConfig
+from gptlab.config.scaling import (
+    REFERENCE_BATCH_TOKENS,
+    REFERENCE_DEPTH,
+    REFERENCE_WIDTH,
+    Machine,
+    adamw_lr_scale_for_width,
+    lr_scale_for_batch,
+)
 
 RECIPES: Mapping[str, Callable[..., RunConfig]] = {
     "quickstart": quickstart,
@@ -99,3 +105,34 @@ def recorded_arguments(config: RunConfig) -> dict[str, Any]:
 
 OWN_TYPES: dict[str, Any] = get_type_hints(NanochatArguments)
 """{name: type} of the arguments that any recipe has of its own."""
+
+_SCALED = ("quickstart", "shakespeare-char", "autoresearch", "autoresearch-tiny", "nanochat", "nanochat-tiny")
+"""The recipes whose learning rates follow width or batch."""
+
+
+def applied_scaling(config: RunConfig, machine: Machine | None) -> list[str]:
+    """Each rule, its factor, and what it follows. Values that were set by hand instead are not listed."""
+    if config.recipe not in _SCALED:
+        return []
+    given = recorded_arguments(config) if config.recipe_arguments else {}
+    own = configure(config.recipe, depth=config.model.n_layer, horizon=config.horizon, machine=machine, own=given)
+    if own.model.n_embd != config.model.n_embd:
+        return []
+    return list(_scaling_rules(config, own, given.get("weight_decay", FULL.weight_decay)))
+
+
+def _scaling_rules(config: RunConfig, own: RunConfig, weight_decay: float) -> Iterator[str]:
+    width, tokens = own.model.n_embd, own.batch.total_tokens
+    of_batch = f"(batch of {tokens:,} tokens, tuned at {REFERENCE_BATCH_TOKENS:,})"
+    if config.optim.embedding == own.optim.embedding:
+        yield f"AdamW rates x {adamw_lr_scale_for_width(width):.3g} (width {width}, tuned at {REFERENCE_WIDTH})"
+        if own.recipe == "quickstart":
+            yield f"AdamW rates x {quickstart_adamw_scale(tokens):.3g} {of_batch}"
+    if own.recipe.startswith("nanochat"):
+        if config.optim == own.optim and tokens != REFERENCE_BATCH_TOKENS:
+            yield f"all rates x {lr_scale_for_batch(tokens):.3g} {of_batch}"
+        if config.optim.muon.weight_decay == own.optim.muon.weight_decay:
+            yield (
+                f"weight decay {weight_decay:g} -> {own.optim.muon.weight_decay:.3g} "
+                f"(depth {own.model.n_layer}, tuned at {REFERENCE_DEPTH})"
+            )

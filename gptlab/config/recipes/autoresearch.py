@@ -7,11 +7,10 @@ batch size.
 from __future__ import annotations
 
 from gptlab.config.data import DataConfig, TokenizerConfig
-from gptlab.config.horizon import Horizon, minutes
 from gptlab.config.optim import OptimConfig
 from gptlab.config.recipes import tiny
 from gptlab.config.recipes.nanochat import model_for_depth, muon_and_adamw, tiny_model
-from gptlab.config.run import BatchConfig, EvalConfig, RunConfig
+from gptlab.config.run import BatchConfig, EvalConfig, Horizon, RunConfig, minutes
 
 VOCAB_SIZE = 8192
 

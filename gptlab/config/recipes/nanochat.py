@@ -15,11 +15,10 @@ from dataclasses import dataclass, fields, replace
 
 from gptlab.config.data import DataConfig, TokenizerConfig
 from gptlab.config.errors import require_positive
-from gptlab.config.horizon import Horizon
 from gptlab.config.model import ModelConfig
 from gptlab.config.optim import AdamWConfig, MuonConfig, OptimConfig
 from gptlab.config.recipes import tiny
-from gptlab.config.run import BatchConfig, EvalConfig, RunConfig, RuntimeConfig, SampleConfig
+from gptlab.config.run import BatchConfig, EvalConfig, Horizon, RunConfig, RuntimeConfig, SampleConfig
 from gptlab.config.scaling import adamw_lr_scale_for_width, lr_scale_for_batch, shape_for_depth, weight_decay_for_depth
 
 VOCAB_SIZE = 2**15  # scripts/tok_train.py of that time, trained on 2e9 characters

@@ -12,11 +12,20 @@ from __future__ import annotations
 from dataclasses import replace
 
 from gptlab.config.data import DataConfig, TokenizerConfig
-from gptlab.config.horizon import Horizon, minutes, share_of_run, steps
 from gptlab.config.model import GPT2_SIZES, ModelConfig
 from gptlab.config.optim import AdamWConfig, OptimConfig, ScheduleConfig
 from gptlab.config.recipes import tiny
-from gptlab.config.run import BatchConfig, CheckpointConfig, EvalConfig, RunConfig, RuntimeConfig
+from gptlab.config.run import (
+    BatchConfig,
+    CheckpointConfig,
+    EvalConfig,
+    Horizon,
+    RunConfig,
+    RuntimeConfig,
+    minutes,
+    share_of_run,
+    steps,
+)
 
 TINY_PRETRAINED = "runs/nanogpt-gpt2-124m-tiny"
 """The folder in which `nanogpt/finetune-tiny` looks for weights by default."""

@@ -17,7 +17,7 @@ from gptlab.config.errors import UserError
 from gptlab.data.prepare import PreparedData, prepare
 from gptlab.data.tokenizer.tokenizer import CharTokenizer
 from gptlab.data.tokens.shards import TokenSplit
-from gptlab.eval.prompts import PROMPT_CHARACTERS, validation_prompts
+from gptlab.eval.sampling import PROMPT_CHARACTERS, validation_prompts
 from gptlab.runtime.records.console import Console
 
 BOOK = "".join(f"Chapter {n}\n\nIt was the {n}th of the month, and père Noël took a nap.\n" for n in range(60))

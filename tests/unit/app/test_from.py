@@ -14,12 +14,11 @@ from tiny_runs import Outcome, command, differences, outcome, train
 import gptlab
 from gptlab.app.repeat import repeated_config, stored_config, what_differs
 from gptlab.app.run_request import TrainArguments
-from gptlab.cli.arguments.run_arguments import read_request
+from gptlab.cli.arguments.run import read_request
 from gptlab.config.errors import UserError
-from gptlab.config.horizon import Horizon
 from gptlab.config.load import apply_overrides, config_to_json
 from gptlab.config.recipes import quickstart
-from gptlab.config.run import RunConfig
+from gptlab.config.run import Horizon, RunConfig
 from gptlab.config.scaling import Machine
 from gptlab.runtime.records.provenance import PATCH_NAME, ZIP_NAME
 from gptlab.runtime.records.run_directory import RunDirectory

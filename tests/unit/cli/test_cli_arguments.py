@@ -18,15 +18,14 @@ from hypothesis import strategies as st
 from gptlab.app import run_request
 from gptlab.app.run_request import RunArguments, RunRequest, TrainArguments
 from gptlab.cli import main as cli
-from gptlab.cli.arguments import run_arguments
+from gptlab.cli.arguments import run as run_arguments
 from gptlab.cli.arguments.parser import Positional, parse, read_words
-from gptlab.cli.arguments.run_arguments import read_request
+from gptlab.cli.arguments.run import read_request
 from gptlab.config.errors import UserError
-from gptlab.config.horizon import Horizon
 from gptlab.config.load import apply_overrides, leaf_fields
 from gptlab.config.model import ModelConfig
 from gptlab.config.recipes import RECIPES
-from gptlab.config.run import RunConfig
+from gptlab.config.run import Horizon, RunConfig
 from gptlab.config.scaling import Machine
 
 MACHINE = Machine(device="cpu", flops_per_second=1e11)

@@ -92,7 +92,7 @@ def test_a_tokenizer_is_not_overwritten_by_accident(
         (["train", "--out", "o", "--data", "TEXT"], "the text does not give that many entries (nearest valid: 291)"),
         (["eval", "nowhere"], "no tokenizer in nowhere"),
         (["eval"], "needs FOLDER"),
-        (["eval", "nowhere", "--max-bytes", "-1"], "max_bytes"),
+        (["eval", "nowhere", "--max-bytes", "-1"], "--max-bytes = -1"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_code_2(

@@ -15,10 +15,9 @@ from gptlab.cli import main as cli
 from gptlab.cli.plan import describe
 from gptlab.config.data import TokenizerConfig
 from gptlab.config.errors import ConfigError
-from gptlab.config.horizon import Horizon, HorizonUnit
 from gptlab.config.load import apply_overrides
 from gptlab.config.model import ModelConfig
-from gptlab.config.run import RunConfig
+from gptlab.config.run import Horizon, HorizonUnit, RunConfig
 from gptlab.model.gpt import GPT, build_model
 from gptlab.model.kernels import ops
 from gptlab.runtime.hardware.place import Peak

@@ -10,7 +10,6 @@ import pytest
 
 from gptlab.config.data import DataConfig, TokenizerConfig
 from gptlab.config.errors import ConfigError, UserError, nearest_name
-from gptlab.config.horizon import Horizon
 from gptlab.config.model import ModelConfig
 from gptlab.config.optim import AdamWConfig, MuonConfig, OptimConfig, ScheduleConfig
 from gptlab.config.run import (
@@ -18,6 +17,7 @@ from gptlab.config.run import (
     CheckpointConfig,
     EvalConfig,
     FaultsConfig,
+    Horizon,
     ParallelConfig,
     RunConfig,
     RuntimeConfig,
@@ -44,9 +44,9 @@ IMPOSSIBLE: list[tuple[Callable[[], object], str, str]] = [
     (lambda: Horizon(amount=-60.0), "horizon.amount", "positive"),
     (lambda: Horizon(amount=math.inf), "horizon.amount", "positive"),
     (lambda: Horizon(unit="hours"), "horizon.unit", "must be one of"),  # type: ignore[arg-type]
-    (lambda: Horizon(until_val_loss=0.0), "horizon.until_val_loss", "positive"),
+    (lambda: Horizon(until_val_loss=0.0), "horizon.until_val_loss", "greater than zero"),
     (lambda: BatchConfig(micro_sequences=0), "batch.micro_sequences", "greater than zero"),
-    (lambda: AdamWConfig(lr=-0.1), "optim.lr", "not negative"),
+    (lambda: AdamWConfig(lr=-0.1), "optim.lr", "not be negative"),
     (lambda: AdamWConfig(beta2=1.0), "optim.beta2", "[0, 1)"),
     (lambda: MuonConfig(iterations=6), "optim.muon.iterations", "nearest valid: 5"),
     (lambda: MuonConfig(momentum=1.0), "optim.muon.momentum", "[0, 1)"),
@@ -54,7 +54,7 @@ IMPOSSIBLE: list[tuple[Callable[[], object], str, str]] = [
     (lambda: ScheduleConfig(warmup_fraction=0.6, warmdown_fraction=0.5), "schedule.warmup_fraction", "exceed"),
     (lambda: ScheduleConfig(final_lr_scale=-0.1), "schedule.final_lr_scale", "[0, 1]"),
     (lambda: EvalConfig(every_seconds=0.0), "eval.every_seconds", "greater than zero"),
-    (lambda: SampleConfig(temperature=-1.0), "sample.temperature", "nearest valid: 0.0"),
+    (lambda: SampleConfig(temperature=-1.0), "sample.temperature", "nearest valid: 0"),
     (lambda: CheckpointConfig(keep_last=0), "checkpoint.keep_last", "greater than zero"),
     (lambda: RuntimeConfig(device="gpu"), "runtime.device", "nearest valid: cpu"),
     (lambda: RuntimeConfig(device="cpu:1"), "runtime.device", "nearest valid: cpu"),

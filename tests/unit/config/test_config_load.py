@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gptlab.config.errors import ConfigError, UserError
-from gptlab.config.horizon import Horizon
 from gptlab.config.load import (
     SCHEMA_VERSION,
     apply_overrides,
@@ -23,7 +22,7 @@ from gptlab.config.load import (
 )
 from gptlab.config.model import ModelConfig
 from gptlab.config.recipes import RECIPES, configure
-from gptlab.config.run import RunConfig
+from gptlab.config.run import Horizon, RunConfig
 from gptlab.config.scaling import Machine
 
 MACHINE = Machine(device="cpu", flops_per_second=1e11)
@@ -77,7 +76,7 @@ def put(name: str, value: object) -> Callable[[dict], None]:
         (put("model.bias", 1), "model.bias = 1: must be True or False"),
         (put("model.n_layer", None), "model.n_layer = None"),
         (put("optim.muon.lr", float("nan")), "optim.muon.lr = nan: must be a finite number"),
-        (put("optim.embedding.lr", -1.0), "optim.embedding.lr = -1.0: a learning rate is not negative"),
+        (put("optim.embedding.lr", -1.0), "optim.embedding.lr = -1.0: must not be negative"),
         (put("data.source", "stdlib"), "data.source = 'stdlib': must be a list of texts"),
         (put("data.source", [1]), "data.source = 1: must be a text"),
         (put("runtime.compile", "yes"), "runtime.compile = 'yes': must be one of auto, on, off"),

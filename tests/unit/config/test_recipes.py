@@ -9,12 +9,10 @@ import pytest
 
 from gptlab.app.run_request import sized_by_measurement
 from gptlab.config.errors import ConfigError
-from gptlab.config.horizon import Horizon, minutes
 from gptlab.config.load import apply_overrides
-from gptlab.config.recipes import RECIPES, configure, quickstart, shakespeare_char
-from gptlab.config.recipes.applied_scaling import applied_scaling
+from gptlab.config.recipes import RECIPES, applied_scaling, configure, quickstart, shakespeare_char
 from gptlab.config.recipes.quickstart import QUICKSTART_MIN_STEPS, QUICKSTART_TOKENS_PER_PARAM, why_quickstart_size
-from gptlab.config.run import RunConfig
+from gptlab.config.run import Horizon, RunConfig, minutes
 from gptlab.config.scaling import (
     Machine,
     adamw_lr_scale_for_width,

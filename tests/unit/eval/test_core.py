@@ -130,7 +130,9 @@ class TestByHand:
 
     def test_core_is_the_mean_of_the_centered(self, tokenizer: CharTokenizer) -> None:
         tasks = encode_tasks([self.MULTIPLE_CHOICE, self.SCHEMA, self.LANGUAGE_MODELING], tokenizer, context=100)
-        result = measure_core(self.logits(tokenizer), tasks, device=CPU, max_pass_tokens=20)
+        questions = [question for task in tasks for question in task.questions]
+        answers = score(self.logits(tokenizer), questions, device=CPU, max_pass_tokens=20)
+        result = core_result(tasks, answers)
         assert result.core_metric == pytest.approx((1 / 2 + 0 + 2 / 3) / 3)
 
     def test_an_option_that_begins_all_others_is_chosen_in_the_first_place_only(self, tokenizer: CharTokenizer) -> None:
@@ -337,7 +339,7 @@ class TestAgainstTheSlowWay:
         merged = [False] * len(questions)
         for rank in range(3):
             merged[rank::3] = score(gpt_logits(model), questions[rank::3], device=CPU, max_pass_tokens=300)
-        whole = measure_core(gpt_logits(model), encoded, device=CPU, max_pass_tokens=300)
+        whole = measure_core(model, encoded, max_pass_tokens=300)
         assert core_result(encoded, merged) == whole
         assert merged == self.slow(model, spoken)
 
@@ -380,9 +382,7 @@ def test_leaves_modes_gradients_and_random_state_as_they_were(tasks: list[Task])
     model = build_model(config, device=CPU, compute_dtype=torch.float32, seed=1).train()
     encoded = encode_tasks(tasks, ByteTokenizer(), 64)
     states = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()  # type: ignore[index]
-    results = [
-        measure_core(gpt_logits(model), encoded, device=CPU, max_pass_tokens=500, module=model) for _ in range(2)
-    ]
+    results = [measure_core(model, encoded, max_pass_tokens=500) for _ in range(2)]
     assert results[0] == results[1]  # with dropout they would differ
     assert torch.equal(torch.get_rng_state(), states[0])
     assert np.array_equal(np.random.get_state()[1], states[1])  # type: ignore[index]

@@ -1,17 +1,26 @@
-"""--help of the commands that take a run: one page of what people change; the rest by section or with --help-all."""
+"""`[RECIPE] [--FIELD VALUE ...]` to a request for a run, for `train`, `plan` and `bench`, and their --help: one page of
+what people change; the rest by section or with --help-all."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, get_origin
 
-from gptlab.app.run_request import ALIASES, DEFAULT_RECIPE, GIVEN_NAMES, RunArguments, argument_types
+from gptlab.app.run_request import (
+    ALIASES,
+    DEFAULT_RECIPE,
+    GIVEN_NAMES,
+    RunArguments,
+    RunRequest,
+    argument_types,
+    request_of,
+)
 from gptlab.cli.arguments.help import default_text, entry, field_docs, option, wrapped
-from gptlab.config.errors import UserError, nearest_name
+from gptlab.cli.arguments.parser import read_words
+from gptlab.config.errors import ConfigError, UserError, bare, nearest_name
 from gptlab.config.foreign_names import answer
-from gptlab.config.load import bare, flatten
+from gptlab.config.load import flatten, unknown_field
 from gptlab.config.recipes import OWN_TYPES, RECIPES, configure, own_arguments
 from gptlab.config.recipes.nanochat import NanochatArguments
 from gptlab.config.scaling import Machine
@@ -65,10 +74,37 @@ _COMMON: Mapping[str, Mapping[str, str]] = {
 """The page of --help: {heading: {name: text}}."""
 
 
+def read_request(argv: Sequence[str], arguments: type[RunArguments], *, prog: str, description: str) -> RunRequest:
+    """Read a command line and the TOML file it may name. UserError for a mistake; SystemExit(0) after --help."""
+    if {word.partition("=")[0] for word in argv} & {*HELP_FLAGS}:
+        show_help(argv, arguments, prog=prog, description=description)
+    names = argument_types(arguments)
+    given = read_words(
+        argv, names | OWN_TYPES, positionals=["recipe"], implied={"compile": "on"},
+        unknown=lambda n, v: _unknown_flag(n, v, names),
+    )  # fmt: skip
+    return request_of(given.pop("recipe", None), given)
+
+
+def recipe_list() -> str:
+    """One line a recipe: its name and the first line of its docstring."""
+    width = max(map(len, RECIPES))
+    return "\n".join(f"{name:<{width}}  {(call.__doc__ or '').partition(chr(10))[0]}" for name, call in RECIPES.items())
+
+
+def _unknown_flag(name: str, value: object, names: Mapping[str, Any]) -> UserError:
+    flag = f"--{name.replace('_', '-')}"
+    if (elsewhere := answer(name)) is not None:
+        return UserError(f"there is no {flag} here: {elsewhere}")
+    error = unknown_field(name.lower(), value, also=names)
+    nearest = None if error.nearest is None else f"--{str(error.nearest).replace('_', '-')}"
+    return ConfigError(flag, value, error.reason, nearest)
+
+
 def show_help(argv: Sequence[str], arguments: type[RunArguments], *, prog: str, description: str) -> None:
     """Print help with the defaults of the recipe that is named beside --help. Raises SystemExit(0)."""
     recipe = next((word for word in argv if word in RECIPES), DEFAULT_RECIPE)
-    page = run_help(arguments, recipe, prog=prog, description=description)
+    page = RunHelp(arguments, recipe, prog=prog, description=description)
     topic = _asked_topic(argv)
     if topic is not None:
         print(page.about(topic))
@@ -77,23 +113,25 @@ def show_help(argv: Sequence[str], arguments: type[RunArguments], *, prog: str, 
     raise SystemExit(0)
 
 
-@dataclass(frozen=True, slots=True)
 class RunHelp:
     """The help of a command that takes a run, with the defaults of one recipe."""
 
-    prog: str
-    description: str
-    recipe: str
-    kinds: Mapping[str, Any]
-    """{name: annotation} of every argument."""
-    docs: Mapping[str, str]
-    """{name: text}"""
-    defaults: Mapping[str, str]
-    """{name: default as text}; empty or missing for none."""
-    of_command: Sequence[str]
-    """Names that only this command has."""
-    of_recipe: Sequence[str]
-    """Names that only this recipe has."""
+    def __init__(self, arguments: type[RunArguments], recipe: str, *, prog: str, description: str) -> None:
+        kinds, common, of_recipe = argument_types(arguments), argument_types(RunArguments), own_arguments(recipe)
+        docs = {GIVEN_NAMES.get(name, name): text for name, text in field_docs(arguments).items()}
+        self.head = [
+            f"usage: {prog} [RECIPE | FILE.toml] [--NAME VALUE ...]",
+            "",
+            *wrapped(f"{description} Defaults in [ ]: {recipe}; `sized`: by machine."),
+            "",
+        ]
+        self.recipe = recipe
+        self.kinds: Mapping[str, Any] = kinds | {name: OWN_TYPES[name] for name in of_recipe}
+        self.docs = docs | field_docs(NanochatArguments)
+        self.defaults = _defaults(recipe) | {name: default_text(value) for name, value in of_recipe.items()}
+        """{name: default as text}; empty or missing for none."""
+        self.of_command = [name for name in kinds if name not in common and name not in _UNDER_HELP]
+        self.of_recipe = list(of_recipe)
 
     @property
     def sections(self) -> dict[str, list[str]]:
@@ -106,7 +144,7 @@ class RunHelp:
 
     def short(self) -> str:
         """One page."""
-        lines = [f"usage: {self.prog} [RECIPE | FILE.toml] [--NAME VALUE ...]", "", *wrapped(self.description), ""]
+        lines = list(self.head)
         for heading, texts in self._groups():
             lines += [heading, *(line for name, text in texts.items() for line in self._row(name, text)), ""]
         return "\n".join([*lines, *self._more()])
@@ -122,8 +160,7 @@ class RunHelp:
         return "\n".join([*wrapped(f"Defaults in [ ]: {self.recipe}."), *self._entries(names)])
 
     def everything(self) -> str:
-        lines = [f"usage: {self.prog} [RECIPE | FILE.toml] [--NAME VALUE ...]", "", *wrapped(self.description), ""]
-        lines += [*entry("RECIPE", self.docs["recipe"], self.recipe)]
+        lines = [*self.head, *entry("RECIPE", self.docs["recipe"], self.recipe)]
         for section, names in self.sections.items():
             lines += ["", section, *self._entries(names)]
         return "\n".join(lines)
@@ -150,21 +187,6 @@ class RunHelp:
     def _more(self) -> list[str]:
         more = "--help-all has every argument; --help NAME those of a part, or with a name such as lr:"
         return wrapped(f"{more} {', '.join(self.sections)}.")
-
-
-def run_help(arguments: type[RunArguments], recipe: str, *, prog: str, description: str) -> RunHelp:
-    kinds, common, of_recipe = argument_types(arguments), argument_types(RunArguments), own_arguments(recipe)
-    docs = {GIVEN_NAMES.get(name, name): text for name, text in field_docs(arguments).items()}
-    return RunHelp(
-        prog=prog,
-        description=f"{description} Defaults in [ ]: {recipe}; `sized`: by machine.",
-        recipe=recipe,
-        kinds=kinds | {name: OWN_TYPES[name] for name in of_recipe},
-        docs=docs | field_docs(NanochatArguments),
-        defaults=_defaults(recipe) | {name: default_text(value) for name, value in of_recipe.items()},
-        of_command=[name for name in kinds if name not in common and name not in _UNDER_HELP],
-        of_recipe=list(of_recipe),
-    )
 
 
 def _asked_topic(argv: Sequence[str]) -> str | None:
