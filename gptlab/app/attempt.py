@@ -13,8 +13,7 @@ from gptlab.app.messages import resume_command
 from gptlab.app.run_request import RunRequest
 from gptlab.config.errors import UserError
 from gptlab.config.run import RunConfig
-from gptlab.runtime.processes.distributed import Group
-from gptlab.runtime.processes.job import Job
+from gptlab.runtime.processes.distributed import Group, Job
 from gptlab.runtime.processes.liveness import Failure, PeerFailed
 from gptlab.runtime.records.console import Console
 from gptlab.runtime.records.run_directory import RunDirectory

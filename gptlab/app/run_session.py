@@ -16,7 +16,7 @@ from gptlab.app.session import Session
 from gptlab.config.errors import UserError
 from gptlab.config.load import config_to_json
 from gptlab.runtime.hardware.cpu import MachineLoad
-from gptlab.runtime.processes.job import Job
+from gptlab.runtime.processes.distributed import Job
 from gptlab.runtime.records.console import Console
 from gptlab.runtime.records.metrics import MetricsLog
 from gptlab.runtime.records.provenance import Evidence

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
@@ -15,7 +16,6 @@ from gptlab.config.run import RunConfig
 from gptlab.config.scaling import Machine
 from gptlab.runtime.hardware.cpu import limit_spinning
 from gptlab.runtime.processes.distributed import World
-from gptlab.runtime.processes.job import open_job
 from gptlab.runtime.records.console import Console, QuietConsole
 from gptlab.runtime.records.run_directory import RunDirectory
 from gptlab.training.signals import EarlyStop
@@ -43,7 +43,11 @@ def train_run(
     with early, console:
         try:
             with join(world, partial(exit_code, interrupted=EXIT_PREEMPTED)) as group, attempt.held:
-                attempt.group, attempt.job = group, open_job()
+                attempt.group = group
+                if "TORCHELASTIC_USE_AGENT_STORE" in os.environ:
+                    from gptlab.runtime.processes.torch_group import torchrun_job
+
+                    attempt.job = torchrun_job()
                 group.when_lost(attempt.note_lost)
                 result = _prepare_and_train(attempt, early, request, argv, started, parts)
                 early.too_late()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -17,7 +18,6 @@ from typing import Any, Self
 
 from gptlab.config.errors import UserError
 from gptlab.runtime.processes.liveness import PeerFailed
-from gptlab.runtime.processes.signal_watch import SignalWatch
 
 GRACE_SECONDS = 3.0
 """More than a batch and the removal of unfinished folders take, and less than a person takes to press again."""
@@ -27,6 +27,27 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _ANSWER_SECONDS = 1.0
 # torchrun polls its workers ten times a second; a busy machine is slower. A person reads the answer first.
 _ECHO_SECONDS = 3.0
+
+
+class SignalWatch:
+    """Calls `came(number)` in a thread of its own for each signal that has a handler in Python, at once: the handlers
+    wait until the main thread returns from a library. Created and stopped by the main thread."""
+
+    def __init__(self, came: Callable[[int], None]) -> None:
+        self._came = came
+        self._read, self._write = socket.socketpair()
+        self._write.setblocking(False)
+        self._former_fd = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
+        threading.Thread(target=self._run, name="gptlab-signals", daemon=True).start()
+
+    def stop(self) -> None:
+        signal.set_wakeup_fd(self._former_fd)
+        self._write.close()  # which ends the thread's wait
+
+    def _run(self) -> None:
+        with self._read:
+            while number := self._read.recv(1):
+                self._came(number[0])
 
 
 class _Handled:

@@ -18,8 +18,8 @@ from tiny_runs import CLOCK_FIELDS, arguments, lines_of, write_corpus
 import gptlab
 from gptlab.app.attempt import begun_folder
 from gptlab.runtime.processes.distributed import Group, World
-from gptlab.runtime.processes.job import Ended, TorchrunJob, open_job
 from gptlab.runtime.processes.liveness import Liveness
+from gptlab.runtime.processes.torch_group import Ended, TorchrunJob, torchrun_job
 from gptlab.runtime.records.metrics import read_metrics
 from gptlab.runtime.records.run_directory import RunDirectory
 from gptlab.training.checkpoint.format import list_checkpoints
@@ -401,7 +401,7 @@ class Gone:
 
 class TestJob:
     def test_without_torchrun_nothing_is_remembered(self) -> None:
-        job = open_job({})
+        job = torchrun_job({})
         job.will_begin(Path("runs/a"))
         job.ends(3, "it broke")
         assert (job.id, job.folder(), job.ended()) == (None, None, None)

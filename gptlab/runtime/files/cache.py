@@ -224,10 +224,7 @@ def file_sha256(path: Path, root: Path) -> bytes:
         if _stamp(file) != stamp:
             raise ChangedFileError(path)
     if large and began - max(stamp["mtime_ns"], stamp["ctime_ns"]) > SETTLED_NS:
-        record = _record_of(path, root)
-        with suppress(OSError, UserError):  # a cache that is shared read-only, or full
-            record.parent.mkdir(parents=True, exist_ok=True)
-            write_json_atomic(record, {**stamp, "sha256": digest.hex()})
+        _remember(_record_of(path, root), stamp, digest)
     return digest
 
 
@@ -242,6 +239,12 @@ def _stamp(file: BufferedReader) -> dict[str, int]:
 def _record_of(path: Path, root: Path) -> Path:
     name = os.path.abspath(path).encode("utf-8", "surrogateescape")
     return root / "hashes" / f"{hashlib.sha256(name).hexdigest()}.json"
+
+
+def _remember(record: Path, stamp: dict[str, int], digest: bytes) -> None:
+    with suppress(OSError, UserError):  # a cache that is shared read-only, or full
+        record.parent.mkdir(parents=True, exist_ok=True)
+        write_json_atomic(record, {**stamp, "sha256": digest.hex()})
 
 
 def _remembered(record: Path, stamp: dict[str, int]) -> bytes | None:

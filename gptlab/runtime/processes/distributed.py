@@ -1,7 +1,7 @@
 """The processes that train together: which one this is, and how they communicate.
 
 torchrun starts one process per device and gives each its rank through the environment. Without it there is one process,
-for which `Group` has nothing to do and opens no socket. torch_group.py implements the same for several.
+for which `Group` and `Job` have nothing to do, and open no socket. torch_group.py implements the same for several.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gptlab.config.errors import UserError
@@ -152,3 +153,32 @@ class Group:
 
     def at_step(self, step: int) -> None:
         """Note the current step, from 1, for messages about a rank that is lost in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """An end that a retry would reach again: a signal asked for it, the input is wrong, the loss broke."""
+
+    exit_code: int
+    text: str
+
+
+class Job:
+    """What one attempt of a torchrun job leaves for the next, the same for all ranks: the run folder that it began, and
+    how the run ended. Without torchrun: nothing."""
+
+    id: str | None = None
+    """A random word of this job; None if nothing is remembered."""
+
+    def folder(self) -> Path | None:
+        """The folder given to `will_begin`, in this attempt or an earlier one."""
+
+    def will_begin(self, folder: Path) -> None:
+        """Called before the folder of a new run is made, so that no kill comes between the two. The `id` in the folder
+        proves that this job made it."""
+
+    def ended(self) -> Ended | None:
+        """What `ends` recorded in an attempt that torchrun counts as failed; None if the run is to continue."""
+
+    def ends(self, exit_code: int, text: str) -> None:
+        """Record that the run is not to be retried. The first rank to record it is the one that knows why."""

@@ -1,4 +1,4 @@
-"""Several processes of one run: how they communicate, and how they begin and end together.
+"""Several processes of one run: how they communicate, begin and end together, and are restarted by torchrun.
 
 Tensors go through torch.distributed (gloo on CPUs, NCCL on GPUs). Rare messages (a folder's name, "the data is
 prepared") go as JSON through torchrun's TCPStore: that needs no time limit, since `liveness` knows who still lives, and
@@ -11,17 +11,20 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import torch
 import torch.distributed as dist
 
 from gptlab.config.errors import UserError
-from gptlab.runtime.processes.distributed import Group, Pending, World
+from gptlab.runtime.processes.distributed import Ended, Group, Job, Pending, World
 from gptlab.runtime.processes.liveness import Liveness
 
 if TYPE_CHECKING:
@@ -36,6 +39,7 @@ _LAST_RESORT_SECONDS = 60.0
 _START_SECONDS = 300.0
 # How often a waiting process looks into the store: often at first, since most waits are short.
 _FIRST_LOOK_SECONDS, _LATER_LOOK_SECONDS = 0.005, 0.1
+_JOB = "gptlab job"
 
 
 class TorchGroup(Group):
@@ -221,3 +225,69 @@ def _stores(world: World, hosts: bool) -> tuple[Any, Any]:
     attempt = f"gptlab/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{world.size}"
     attempt += f"/{first.add(f'{attempt}/joined/{world.rank}', 1)}"
     return dist.PrefixStore(attempt, first), dist.PrefixStore(attempt, second)
+
+
+class TorchrunJob(Job):
+    """With --max-restarts torchrun starts the same command again after a process was lost. Nothing is left of the
+    processes then but the store in torchrun's own process, which no other job ever had. So whatever it holds, this very
+    job has written, and the folder that it names may be resumed.
+
+    A store that does not answer is not an error: torchrun is gone, and will not restart anything.
+    """
+
+    def __init__(self, store: Any, *, run: str = "", attempt: int = 0) -> None:
+        """`store`: torchrun's. `run`: which of the runs that this program makes in sequence. `attempt`: from 0."""
+        self._store = store
+        self._run = run
+        self._attempt = attempt
+        self.id = store.compare_set(_JOB, "", uuid.uuid4().hex).decode()
+
+    def folder(self) -> Path | None:
+        said = self._get("folder")
+        return None if said is None else Path(said)
+
+    def will_begin(self, folder: Path) -> None:
+        self._set("folder", str(folder.absolute()))
+
+    def ended(self) -> Ended | None:
+        said = self._get("ended")
+        if said is not None and said["attempt"] < self._attempt:
+            return Ended(said["exit_code"], said["text"])
+        # Restarts for machines that join are not counted: torchrun's SIGTERM did not mean to end the run.
+        self._set("ended", None)
+        return None
+
+    def ends(self, exit_code: int, text: str) -> None:
+        said = json.dumps({"attempt": self._attempt, "exit_code": exit_code, "text": text})
+        with suppress(RuntimeError):
+            for nothing in ("", json.dumps(None)):
+                self._store.compare_set(self._key("ended"), nothing, said)
+
+    def _get(self, name: str) -> Any:
+        with suppress(RuntimeError):
+            if self._store.check([self._key(name)]):
+                return json.loads(self._store.get(self._key(name)))
+        return None
+
+    def _set(self, name: str, value: object) -> None:
+        with suppress(RuntimeError):
+            self._store.set(self._key(name), json.dumps(value))
+
+    def _key(self, name: str) -> str:
+        return f"{_JOB}/{self._run}/{name}"
+
+
+def torchrun_job(environment: Mapping[str, str] = os.environ) -> Job:
+    """The memory of the torchrun job that this process belongs to."""
+    # Where torchrun does not lend its store, rank 0 has one, which ends with it.
+    if environment.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
+        return Job()
+    try:
+        host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+        store = dist.TCPStore(host, port, None, False, wait_for_workers=False)
+        process = psutil.Process()
+        # A Python program may train several runs in sequence: the n-th after a restart is the n-th before it.
+        run = store.add(f"{_JOB}/process/{process.pid}/{process.create_time()}", 1)
+        return TorchrunJob(store, run=str(run), attempt=int(environment.get("TORCHELASTIC_RESTART_COUNT", "0")))
+    except (RuntimeError, KeyError, ValueError):
+        return Job()

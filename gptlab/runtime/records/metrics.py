@@ -81,17 +81,15 @@ class AppendFile:
                 self._file.close()
 
     def _drain(self) -> None:
+        written = 0
         try:
-            written = 0
             while written < len(self._waiting):
                 written += self._file.write(self._waiting[written:])
+            self._size, self._waiting = self._size + written, b""
         except OSError as error:
             self._error = error
             with suppress(OSError):  # no line stays half-written
                 self._file.truncate(self._size)
-        else:
-            self._size += len(self._waiting)
-            self._waiting = b""
 
     def _end_of_whole_lines(self, limit: int) -> int:
         """The position after the last newline among the first `limit` bytes; 0 if there is none."""
