@@ -19,8 +19,7 @@ from gptlab.config.errors import UserError, nearest_name
 from gptlab.data.corpus.core_bundle import core_folder, prepare_core
 from gptlab.data.corpus.known_corpora import CORE, CORE_BUNDLE, CORPORA, named_source, size_text, state
 from gptlab.data.prepare import PreparedData, prepare
-from gptlab.data.rows import RowSource, make_rows
-from gptlab.data.token_fate import token_fate
+from gptlab.data.rows import RowSource, make_rows, token_fate
 from gptlab.data.tokenizer.tokenizer import Tokenizer
 from gptlab.data.tokens.shards import TokenSplit
 from gptlab.runtime.files.cache import cache_root, damage, read_info

@@ -8,13 +8,17 @@ Nothing is shuffled in memory, so row N of any epoch is found at once, on any ra
     sequential  row i is tokens [i * seq_len, (i + 1) * seq_len], in file order, every epoch the same (speedrun)
     random      windows at starts drawn uniformly, with replacement, over the whole split (nanoGPT)
 
-Validation rows depend on neither seed nor file order: documents are ordered by the hash of their content. Tokens that
-came without documents are one text, validated from its first token on.
+Validation rows are the same for every seed, batch shape, file order and world size, each target exactly once. With a
+BOS they hold documents in the order of their content hashes, cut into pieces that begin with BOS, packed without
+further cuts; BOS itself is no target. Without one, the documents, in that order, form one text, whose consecutive
+chunks are the rows (only its first token is no target). The same holds for tokens that came without documents, which
+gives the speedrun's validation: targets 1, 2, ..., BOS among them.
 """
 
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -75,14 +79,8 @@ def make_rows(
 def validation_rows(
     split: TokenSplit, seq_len: int, bos_id: int | None, max_target_tokens: int | None = None
 ) -> RowSource:
-    """The same validation targets for every seed, batch shape, file order and world size, each exactly once.
-
-    With a BOS: documents in the order of their content hashes, cut into pieces that begin with BOS, packed without
-    further cuts; BOS itself is no target. Without: the documents, in that order, form one text, whose consecutive
-    chunks are the rows (only its first token is no target). The same holds for a split that is one text without
-    documents, which gives the speedrun's validation: targets 1, 2, ..., BOS among them. `max_target_tokens` keeps the
-    front of that order, to the token. Raises UserError where there is nothing to predict.
-    """
+    """The rows that validate; `max_target_tokens` keeps the front of their order, to the token. UserError where there
+    is nothing to predict."""
     order = np.argsort(split.content_hashes, kind="stable")
     limit = split.n_tokens if max_target_tokens is None else max_target_tokens
     if bos_id is None or not split.in_documents:
@@ -177,6 +175,56 @@ class TextRows:
 
     def target_counts(self, epoch: int, indices: np.ndarray) -> np.ndarray:
         return np.clip(self.n_targets - indices * self.seq_len, 0, self.seq_len).astype(np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenFate:
+    """What becomes of every token of a split in one epoch, as `gptlab data inspect` counts it:
+    total = trained + context + cropped, and rows_per_epoch * seq_len = trained + added + padded."""
+
+    total: int
+    """Tokens of the split, each document's BOS included; of cropped rows, those of the documents that the epoch takes,
+    which are as many as the split has."""
+    trained: int
+    """Tokens that are a target once (random rows: drawn with replacement, so as many draws)."""
+    context: int
+    """Tokens that are only ever an input: nothing comes before the first token of a row."""
+    added: int
+    """Targets that are a BOS put before the continuation of a document."""
+    padded: int
+    """Target positions with nothing in them."""
+
+    @property
+    def cropped(self) -> int:
+        """Tokens in no row."""
+        return self.total - self.trained - self.context
+
+
+def token_fate(rows: object) -> TokenFate:
+    """What becomes of every token in one epoch. TypeError for rows that are not gptlab's."""
+    from gptlab.data.cropping import CroppedRows
+
+    match rows:
+        case WindowRows():
+            return TokenFate(rows.split.n_tokens, rows.rows_per_epoch * rows.seq_len, context=1, added=0, padded=0)
+        case TextRows():
+            padded = rows.rows_per_epoch * rows.seq_len - rows.n_targets
+            return TokenFate(rows.split.n_tokens, rows.n_targets, context=1, added=0, padded=padded)
+        case CroppedRows():
+            starts = rows.split.document_starts
+            documents = np.searchsorted(starts, rows.first_epoch.segment_starts - 1)
+            total = int((starts[documents + 1] - starts[documents]).sum())
+            return TokenFate(total, rows.rows_per_epoch * rows.seq_len, rows.rows_per_epoch, added=0, padded=0)
+        case PackedRows():
+            packing, n_targets = rows.packing, rows.rows_per_epoch * rows.seq_len
+            continues = ~np.isin(packing.segment_starts, rows.split.document_starts[:-1] + 1)
+            bos_is_target = np.full(len(continues), rows.seed is not None)
+            bos_is_target[packing.row_segments[:-1]] = False  # nothing comes before it
+            added = int((continues & bos_is_target).sum())
+            trained = int(packing.segment_lengths.sum() + (~continues & bos_is_target).sum())
+            context = int((~continues & ~bos_is_target).sum())
+            return TokenFate(rows.split.n_tokens, trained, context, added, padded=n_targets - trained - added)
+    raise TypeError(f"cannot tell the fate of tokens in {type(rows).__name__}")
 
 
 def permuted(indices: np.ndarray, size: int, *, seed: int, epoch: int) -> np.ndarray:

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from gptlab.config.errors import UserError
+from gptlab.config.errors import UserError, cannot
 
 BOS = "<|bos|>"
 """Begins a document (nanochat's name). It is an id and never text: no text encodes to it, and it decodes to nothing."""
@@ -93,7 +93,7 @@ class Tokenizer:
         if self.bos_token is not None:
             # One token separates documents: it begins one and ends the one before.
             config |= {"bos_token": self.bos_token, "eos_token": self.bos_token, "split_special_tokens": True}
-        try:
+        with cannot(f"write the tokenizer to {folder}"):
             folder.mkdir(parents=True, exist_ok=True)
             for name, values in ((FILE, content), (CONFIG_FILE, config | more_config)):
                 temporary = folder / f".{name}.{os.getpid()}"
@@ -102,8 +102,6 @@ class Tokenizer:
                     os.replace(temporary, folder / name)
                 finally:
                     temporary.unlink(missing_ok=True)
-        except OSError as error:
-            raise UserError(f"cannot write the tokenizer to {folder}: {error.strerror or error}") from error
 
 
 class ByteTokenizer(Tokenizer):

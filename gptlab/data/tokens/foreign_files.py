@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gptlab.config.data import TokenizerConfig
-from gptlab.config.errors import ConfigError, UserError
+from gptlab.config.errors import ConfigError, UserError, cannot
 from gptlab.data.corpus.documents import STDLIB, TOKEN_SUFFIX
 from gptlab.data.corpus.known_corpora import local_files, named_source
 from gptlab.data.tokenizer.tokenizer import (
@@ -76,10 +76,8 @@ class TokenFile:
 
     def digest(self, root: Path) -> bytes:
         """SHA-256 of the file; `root`: the cache, which remembers that of a large one."""
-        try:
+        with cannot(f"read {self.path}"):
             return file_sha256(self.path, root)
-        except OSError as error:
-            raise UserError(f"cannot read {self.path}: {error.strerror or error}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,11 +98,12 @@ class TokenFiles:
 
     def stamps(self) -> list[list[int]]:
         """Inode, size and time of every file: while these are the same, what was checked need not be checked again."""
-        try:
-            statuses = [file.path.stat() for file in (*self.train, *self.val)]
-        except OSError as error:
-            raise UserError(f"cannot read {error.filename}: {error.strerror or error}") from error
-        return [[status.st_ino, status.st_size, status.st_mtime_ns] for status in statuses]
+        found = []
+        for file in (*self.train, *self.val):
+            with cannot(f"read {file.path}"):
+                status = file.path.stat()
+            found.append([status.st_ino, status.st_size, status.st_mtime_ns])
+        return found
 
     def require_unchanged(self, stamps: list[list[int]]) -> None:
         """UserError where the files' stamps are now others."""

@@ -26,7 +26,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from gptlab.config.errors import UserError
+from gptlab.config.errors import UserError, cannot
 from gptlab.config.plain_file import open_plain, require_plain
 
 HEADER_BYTES = 1024
@@ -85,18 +85,16 @@ class Shard:
     def __init__(self, path: Path, *, raw: bool = False) -> None:
         """`raw`: nanoGPT's uint16 without a header. UserError for a file that is not what it should be."""
         self.path = path
-        try:
+        self._lock = threading.Lock()
+        with cannot(f"read {path}"):
             with open_plain(path) as file:
                 header, status = file.read(HEADER_BYTES), os.fstat(file.fileno())
             self.dtype, self._offset = _raw_layout(path, status) if raw else _layout(path, header, status)
             self._n_tokens = (status.st_size - self._offset) // self.dtype.itemsize
             self._stamp = _stamp(status)
-            self._lock = threading.Lock()
             if Shard._n_open < Shard.KEPT_OPEN:
                 self._file = open_plain(path)
                 Shard._n_open += 1
-        except OSError as error:
-            raise UserError(f"cannot read {path}: {error.strerror or error}") from error
 
     def __del__(self) -> None:
         if self._file is not None:
@@ -108,9 +106,9 @@ class Shard:
 
     def __getitem__(self, part: slice) -> np.ndarray:
         first, end, _ = part.indices(self._n_tokens)
+        n_bytes = max(0, end - first) * self.dtype.itemsize
         try:
-            with open_plain(self.path) if self._file is None else nullcontext(self._file) as file:
-                n_bytes = max(0, end - first) * self.dtype.itemsize
+            with nullcontext(self._file) if self._file else open_plain(self.path) as file:
                 content = self._at(file, self._offset + first * self.dtype.itemsize, n_bytes)
                 changed = len(content) < n_bytes or _stamp(os.fstat(file.fileno())) != self._stamp
         except OSError as error:
@@ -235,10 +233,9 @@ def load_array(path: Path, dtype: np.dtype[Any], *, mapped: bool = False) -> np.
     """A .npy file of this type, in memory or `mapped`. UserError where it is not one, whatever its header claims: it
     is mapped first, which takes no memory and fails for what is not in the file."""
     try:
-        require_plain(path)
-        array = np.lib.format.open_memmap(path, mode="r")  # np.load would also take archives and pickles for arrays
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
+        with cannot(f"read {path}"):
+            require_plain(path)
+            array = np.lib.format.open_memmap(path, mode="r")  # np.load would also take archives and pickles for arrays
     except _NO_ARRAY as error:
         raise UserError(f"{path} is damaged: not an array that numpy wrote ({type(error).__name__})") from None
     if array.dtype != dtype or array.ndim != 1:

@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from gptlab.config.errors import ConfigError, UserError
+from gptlab.config.errors import ConfigError, UserError, cannot
 from gptlab.config.model import ModelConfig
 from gptlab.config.plain_file import open_plain
 from gptlab.model.gpt import GPT
@@ -228,13 +228,12 @@ def _read_shards(folder: Path) -> dict[str, Tensor]:
 
 def _read_safetensors(path: Path) -> dict[str, Tensor]:
     try:
-        with open_plain(path) as file:
-            header_bytes = int.from_bytes(file.read(8), "little")
-        if header_bytes > MAX_HEADER_BYTES:
-            raise UserError(f"{path} is damaged: no complete safetensors file (a header of {header_bytes:,} bytes)")
-        return load_file(path)
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
+        with cannot(f"read {path}"):
+            with open_plain(path) as file:
+                header_bytes = int.from_bytes(file.read(8), "little")
+            if header_bytes > MAX_HEADER_BYTES:
+                raise UserError(f"{path} is damaged: no complete safetensors file (a header of {header_bytes:,} bytes)")
+            return load_file(path)
     except SafetensorError as error:
         raise UserError(f"{path} is damaged: no complete safetensors file ({error})") from None
 
