@@ -43,6 +43,9 @@ ALIASES = {
 }
 """Short form -> the field that it stands for."""
 
+# Each is compiled first, for one to two minutes on two cores.
+MAX_SIZES_TIMED = 3
+
 GIVEN_NAMES = {"sources": "data", "from_run": "from"}
 """Attribute -> flag, where they cannot be the same: `data` is a group, `from` a keyword."""
 
@@ -196,19 +199,17 @@ def sized_by_measurement(
     """The configuration that `recipe(depth, machine)` makes for the speed of this machine.
 
     FLOP/s depend on the size that is timed (twice as many at depth 4 as at depth 2, docs/LOG.md, 2026-11-22). So the
-    recipe's guess is timed, then the size that follows, until a size follows from its own speed. Each is compiled
-    first: a depth one layer away changes bits per byte by 1 to 2%, which is not worth it.
+    recipe's guess is timed, and another size only where it is two layers deeper, or less than half as deep: compiling
+    takes longer than one layer is worth, and a machine that is slow while it is timed may be fast afterwards.
     """
     config = recipe(depth, None)
-    for last in (False, False, True):
+    for _ in range(MAX_SIZES_TIMED):
         machine = measure(config)
         sized = recipe(depth, machine)
-        if last or abs(sized.model.n_layer - config.model.n_layer) <= 1:
-            sized = recipe(config.model.n_layer, machine)
-        if (sized.model, sized.batch.micro_sequences) == (config.model, config.batch.micro_sequences):
-            break
+        if config.model.n_layer / 2 <= sized.model.n_layer <= config.model.n_layer + 1:
+            return recipe(config.model.n_layer, machine)
         config = sized
-    return sized
+    return config
 
 
 def request_from_values(recipe: str | None, values: Mapping[str, Any]) -> RunRequest:

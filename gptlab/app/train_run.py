@@ -158,7 +158,7 @@ def _configured(attempt: Attempt, request: RunRequest) -> tuple[RunConfig, Machi
         def silent(text: str) -> None:
             pass  # the run itself will warn, once, of what is wrong with a compiler
 
-        with attempt.console.busy("timing steps, for the size to follow from them"):
+        with attempt.console.busy("compiling and timing steps, to size the model"):
             measured.append(timed_machine(config, attempt.group.world, silent, silent))
         return measured[-1]
 

@@ -19,9 +19,10 @@ ASSUMED_FLOPS_PER_SECOND = 235e9
 # nanochat's 10.5 tokens per parameter: three minutes end long before a small model stops learning.
 QUICKSTART_ASPECT = 32
 QUICKSTART_TOKENS_PER_PARAM = 2.5
-# A run of one minute is best at about 400 steps, one of three minutes at 600; 174 to 228 steps cost 15 to 20% of its
-# bits per byte. Smaller steps are not the answer to a rate a little too low: of 8,192 tokens, 430 steps reach 1.11;
-# steps of 4,096 lose a quarter of the tokens/s to the update and reach 1.38 (docs/LOG.md, 2026-11-22).
+# Half a step is worth as much as a whole one at half the number: in the same three minutes, 540 steps of 4,096 tokens
+# reach 1.394 bits per byte and 300 of 8,192 reach 1.388. A larger one is not: 228 steps of 16,384 reach 1.28 where 430
+# of 8,192 reach 1.11; and in one slow minute, 300 steps of 2,048 reach no more than 180 of 4,096 (docs/LOG.md,
+# 2026-11-22).
 QUICKSTART_MIN_STEPS = 350
 
 
@@ -30,12 +31,15 @@ def quickstart(*, depth: int | None = None, horizon: Horizon = minutes(3), machi
     seq_len, vocab_size = 512, 4096
     shape = _quickstart_shape(depth, horizon, machine, vocab_size=vocab_size, seq_len=seq_len)
     total_tokens = _quickstart_batch(shape, horizon, machine, seq_len=seq_len)
+    # On a CPU 16 rows are no faster than 8 (docs/LOG.md, 2026-11-22), and 8 serve every batch: what was compiled to be
+    # timed is what trains. A GPU needs more to be busy.
+    rows = 8 if machine is None or machine.device == "cpu" else 32
     return RunConfig(
         recipe="quickstart",
         model=ModelConfig(n_layer=shape.n_layer, n_embd=shape.n_embd, n_head=shape.n_head, seq_len=seq_len),
         tokenizer=TokenizerConfig(kind="bpe", vocab_size=vocab_size),
         data=DataConfig(source=("stdlib",), rows="packed"),
-        batch=BatchConfig(total_tokens=total_tokens, micro_sequences=min(16, total_tokens // seq_len)),
+        batch=BatchConfig(total_tokens=total_tokens, micro_sequences=min(rows, total_tokens // seq_len)),
         horizon=horizon,
         optim=muon_and_adamw(shape.n_embd, adamw_scale=quickstart_adamw_scale(total_tokens), scaled_decay=False),
         eval=EvalConfig(every_seconds=horizon.amount / 4 if horizon.unit == "seconds" else None, tokens=131_072),
@@ -81,9 +85,10 @@ def _quickstart_shape(
         return shape_for_depth(depth, **size)
     if horizon.unit == "flops":
         total_flops = horizon.amount
-    else:  # A length in steps or tokens implies no compute: the shape is that for three minutes.
-        seconds = horizon.amount if horizon.unit == "seconds" else 180.0
-        total_flops = seconds * _flops_per_second(machine)
+    elif horizon.unit == "seconds":
+        total_flops = horizon.amount * _flops_per_second(machine)
+    else:  # A length in steps or tokens implies no compute. The shape is that for three minutes, on any machine.
+        total_flops = 180.0 * ASSUMED_FLOPS_PER_SECOND
     return shape_for_compute(total_flops, tokens_per_param=QUICKSTART_TOKENS_PER_PARAM, **size)
 
 
@@ -107,7 +112,7 @@ def why_quickstart_size(config: RunConfig, machine: Machine) -> str | None:
 
 
 def _quickstart_batch(shape: Shape, horizon: Horizon, machine: Machine | None, *, seq_len: int) -> int:
-    """Tokens a step: the largest power of two that leaves QUICKSTART_MIN_STEPS steps, between one row and 2^19."""
+    """Tokens a step: the largest power of two that leaves QUICKSTART_MIN_STEPS steps, between 8 rows and 2^19."""
     if horizon.unit == "steps":
         return 2**13
     tokens = {
@@ -116,7 +121,7 @@ def _quickstart_batch(shape: Shape, horizon: Horizon, machine: Machine | None, *
         "tokens_per_param": horizon.amount * shape.scaling_params,
         "seconds": horizon.amount * _flops_per_second(machine) / shape.flops_per_token,
     }[horizon.unit]
-    return 2 ** math.floor(math.log2(min(max(tokens / QUICKSTART_MIN_STEPS, seq_len), 2**19)))
+    return 2 ** math.floor(math.log2(min(max(tokens / QUICKSTART_MIN_STEPS, 8 * seq_len), 2**19)))
 
 
 def _flops_per_second(machine: Machine | None) -> float:

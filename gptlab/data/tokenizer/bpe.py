@@ -15,7 +15,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -228,7 +228,8 @@ def train_bpe(config: TokenizerConfig, texts: Iterable[str], console: Console | 
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    learner.train_from_iterator(_portions(texts, pre_tokenizer, config, console), trainer)
+    with ExitStack() as learning:
+        learner.train_from_iterator(_portions(texts, pre_tokenizer, config, console, learning), trainer)
     merges = merges_from_json(json.loads(learner.to_str())["model"]["merges"])
     found = 256 + len(merges) + 1
     if found < config.vocab_size:
@@ -237,9 +238,14 @@ def train_bpe(config: TokenizerConfig, texts: Iterable[str], console: Console | 
 
 
 def _portions(
-    texts: Iterable[str], pre_tokenizer: PreTokenizer, config: TokenizerConfig, console: Console | None
+    texts: Iterable[str],
+    pre_tokenizer: PreTokenizer,
+    config: TokenizerConfig,
+    console: Console | None,
+    learning: ExitStack,
 ) -> Iterator[str]:
-    """The texts in portions, until `train_bytes` are reached."""
+    """The texts in portions, until `train_bytes` are reached. After the last one, the console shows, until `learning`
+    closes, that merges are learned: the library begins to learn when this iterator ends."""
     left = config.train_bytes
     shown = nullcontext(None) if console is None else console.progress("reading text for the tokenizer", None, "bytes")
     with shown as counter:
@@ -254,7 +260,7 @@ def _portions(
     if left == config.train_bytes:
         raise UserError("no text to train a tokenizer on")
     if console is not None:
-        console.line(f"learning the merges of {config.vocab_size} tokens")
+        learning.enter_context(console.busy(f"learning the merges of {config.vocab_size} tokens"))
 
 
 def _cut(text: str, pre_tokenizer: PreTokenizer) -> Iterator[str]:

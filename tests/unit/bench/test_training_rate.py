@@ -101,15 +101,15 @@ def test_train_sizes_itself_by_its_steps_and_plan_says_so(
 
     def rate(config: RunConfig, place: object, warn: object, show: object) -> Rate:
         timed.append(config)
-        return replace(RATE, flops_per_second=2e6)  # so slow that three seconds make 350 steps of one row at most
+        return replace(RATE, flops_per_second=2e6)
 
     monkeypatch.setattr(training_rate, "time_rate", rate)
     words = ["--data", str(tmp_path / "corpus"), "--run-dir", str(tmp_path / "run"), "--minutes", "0.001",
              "--tokenizer.kind", "byte", "--device", "cpu", "--compile", "off", "--runtime.threads", "1",
              "--eval.tokens", "1024", "--sample.max-tokens", "1"]  # fmt: skip
     assert main(["train", *words]) == 0
-    # The guess, then what follows from it, which follows from itself: the shallowest model, one row at a time.
-    assert [(c.model.n_layer, c.batch.micro_sequences) for c in timed] == [(1, 1)]
+    # The size that is guessed for so short a run is also the one that follows: the shallowest model, the smallest steps.
+    assert [(c.model.n_layer, c.batch.micro_sequences) for c in timed] == [(1, 8)]
     assert "= 1.2e+05 FLOP: at least 2.5 tokens per parameter and 350 steps" in capsys.readouterr().out
     assert json.loads((tmp_path / "run" / "run.json").read_text())["training_flops_per_second"] == 2e6
-    assert json.loads((tmp_path / "run" / "config.json").read_text())["batch"]["total_tokens"] == 512
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["batch"]["total_tokens"] == 4096

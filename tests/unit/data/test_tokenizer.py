@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import pickle
 import random
 import sysconfig
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ from gptlab.data.tokenizer.tokenizer import (
     load_tokenizer,
     train_tokenizer,
 )
+from gptlab.runtime.records.console import Console
 
 # fmt: off
 SNIPPETS = [
@@ -342,6 +345,22 @@ def test_training_does_not_depend_on_how_text_is_cut_into_portions(
     whole = train_tokenizer(config, [text], bos=True)
     monkeypatch.setattr("gptlab.data.tokenizer.bpe.PORTION_CHARACTERS", 3000)
     assert train_tokenizer(config, [text], bos=True).fingerprint == whole.fingerprint
+
+
+def test_learning_merges_is_shown_as_work_under_way(sources: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library learns after the last text was read, for several seconds: silence would look like a hang."""
+    shown: list[str] = []
+
+    @contextmanager
+    def busy(console: Console, description: str) -> Iterator[None]:
+        shown.append(f"begin {description}")
+        yield
+        shown.append("end")
+
+    monkeypatch.setattr(Console, "busy", busy)
+    with Console(stream=io.StringIO()) as console:
+        train_tokenizer(TokenizerConfig(vocab_size=300), sources[:2], bos=True, progress=console)
+    assert shown == ["begin learning the merges of 300 tokens", "end"]
 
 
 def test_training_stops_at_train_bytes() -> None:
