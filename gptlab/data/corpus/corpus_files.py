@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gptlab.config.errors import UserError, nearest_name
-from gptlab.config.plain_file import require_plain
-from gptlab.runtime.files.compressed_files import DamagedFileError, is_packed, open_binary, open_unpacked
+from gptlab.config.errors import UserError, cannot, nearest_name
+from gptlab.config.plain_file import open_plain, require_plain
+from gptlab.runtime.files.compressed_files import CODECS, DamagedFileError, open_unpacked
 
 if TYPE_CHECKING:
     import pyarrow.parquet
@@ -66,6 +66,10 @@ class DocumentFile:
 
 class NotTextError(UserError):
     """A file that is not UTF-8 text."""
+
+
+def is_packed(path: Path) -> bool:
+    return path.suffix.lower() in CODECS
 
 
 def format_suffix(path: Path) -> str:
@@ -157,7 +161,7 @@ def _read_bytes(path: Path, digest: hashlib._Hash) -> bytes | bytearray:
     most_bytes = _most_bytes(path)
     if is_packed(path):
         return _unpacked_bytes(path, digest, most_bytes)
-    with open_binary(path) as stream:
+    with cannot(f"read {path}"), open_plain(path) as stream:
         if (size := os.fstat(stream.fileno()).st_size) > most_bytes:
             raise UserError(f"{path} has {size:,} bytes, and a text file is one document: make it JSONL")
         data = stream.read()
@@ -245,7 +249,8 @@ def _read_parquet(path: Path, column: str, skipped: Counter[str], digest: hashli
                         yield text
         except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
             raise UserError(f"{path} is damaged Parquet: {_first_line(error)}") from error
-    with open_binary(path) as stream:  # The footer is read first and columns in pieces: there is no order to hash in.
+    # The footer is read first and columns in pieces: there is no order to hash in.
+    with cannot(f"read {path}"), open_plain(path) as stream:
         while block := stream.read(1 << 20):
             digest.update(block)
 

@@ -27,13 +27,13 @@ from gptlab.data.corpus.corpus_files import (
     DocumentFile,
     folder_files,
     glob_files,
+    is_packed,
     probe,
     read_documents,
     stdlib_files,
 )
 from gptlab.data.corpus.known_corpora import CORE, CORPORA, local_files, named_source
 from gptlab.runtime.files.cache import ChangedFileError, cache_root, file_sha256
-from gptlab.runtime.files.compressed_files import is_packed
 
 Side = Literal["train", "val"]
 STDLIB = "stdlib"

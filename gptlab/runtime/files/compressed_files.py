@@ -30,26 +30,17 @@ class DamagedFileError(UserError):
     """A compressed file that cannot be decompressed to its end."""
 
 
-def is_packed(path: Path) -> bool:
-    return path.suffix.lower() in CODECS
-
-
-def open_binary(path: Path) -> BufferedReader:
-    """The file as it is. UserError if the system refuses to open it."""
-    with cannot(f"read {path}"):
-        return open_plain(path)
-
-
 def open_unpacked(path: Path, digest: hashlib._Hash | None = None) -> BufferedReader:
-    """The content of a file, decompressed if its name says that it is compressed. UserError as `open_binary`; reading
-    raises DamagedFileError.
+    """The content of a file, decompressed if its name says that it is compressed. UserError if the system refuses to
+    open it; reading raises DamagedFileError.
 
     `digest` takes in the bytes of the file as they are read: all of them once the end has been read.
     """
-    stream = open_binary(path)
+    with cannot(f"read {path}"):
+        stream = open_plain(path)
     if digest is not None:
         stream = BufferedReader(_Hashed(stream, digest), BUFFER_BYTES)
-    return BufferedReader(_Unpacked(path, stream), BUFFER_BYTES) if is_packed(path) else stream
+    return BufferedReader(_Unpacked(path, stream), BUFFER_BYTES) if path.suffix.lower() in CODECS else stream
 
 
 class _Wrapped(io.RawIOBase):

@@ -163,12 +163,6 @@ def device_name(device: torch.device) -> str:
     return f"{cpu_model()} GPU" if device.type == "mps" else cpu_model()
 
 
-def set_gpu_allocator(settings: str) -> None:
-    """Give torch's GPU allocator these settings, unless $PYTORCH_ALLOC_CONF has others. Call it before the first tensor
-    is put on a GPU: torch reads the variable then."""
-    os.environ.setdefault("PYTORCH_ALLOC_CONF", settings)
-
-
 def keep_freed_memory() -> None:
     """Serve blocks of up to 1 GiB from glibc's heap and never trim it. Other C libraries stay as they are.
 

@@ -6,6 +6,7 @@ The peak is a vendor's figure, a measurement, or "unknown".
 from __future__ import annotations
 
 import functools
+import os
 import re
 import time
 from collections.abc import Callable
@@ -21,7 +22,6 @@ from gptlab.runtime.hardware.device import (
     keep_freed_memory,
     resolve_device,
     resolve_dtype,
-    set_gpu_allocator,
     synchronize,
 )
 from gptlab.runtime.processes.distributed import World
@@ -47,8 +47,8 @@ class Place:
 def place_of(config: RunConfig, world: World = _ALONE) -> Place:
     """The place that a configuration selects. UserError where this machine does not have it."""
     runtime = config.runtime
-    if runtime.allocator is not None:
-        set_gpu_allocator(runtime.allocator)
+    if runtime.allocator is not None:  # torch reads it when the first tensor is put on a GPU; the user's own stays
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", runtime.allocator)
     return _place(runtime.device, runtime.dtype, runtime.threads, world.local_rank if world.size > 1 else None)
 
 
