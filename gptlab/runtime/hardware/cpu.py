@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, MutableMapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
@@ -137,52 +137,49 @@ def cpu_seconds() -> CpuSeconds:
     return CpuSeconds(sum(times) - sum(not_used), own.user + own.system)
 
 
+@dataclass(slots=True)
 class MachineLoad:
     """Watches the duration of a run's steps, and reports when other programs slow them down: each parallel loop waits
-    for the thread that has to share its core.
+    for the thread that has to share its core."""
 
-    `threads` compute in this process; `processes` such processes train on this machine.
-    """
+    threads: int
+    """That compute in this process."""
+    processes: int = 1
+    """Processes on this machine that train with so many threads each."""
+    cores: int = field(default_factory=lambda: psutil.cpu_count() or 1)
+    clock: Callable[[], float] = time.monotonic
+    read: Callable[[], CpuSeconds] = cpu_seconds
+    _steps: list[float] = field(default_factory=list)
+    _fastest: float = float("inf")
+    """Median step of the fastest window so far."""
+    _silent_until: float = 0.0
+    _began: float = field(init=False)
+    _used: CpuSeconds = field(init=False)
 
-    def __init__(
-        self,
-        threads: int,
-        *,
-        processes: int = 1,
-        cores: int | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        read: Callable[[], CpuSeconds] = cpu_seconds,
-    ) -> None:
-        self._threads = threads * processes
-        self._processes = processes
-        self._cores = cores or psutil.cpu_count() or 1
-        self._clock, self._read = clock, read
-        self._began, self._used = clock(), read()
-        self._steps: list[float] = []
-        self._fastest = float("inf")
-        """Median step of the fastest window so far."""
-        self._silent_until = 0.0
+    def __post_init__(self) -> None:
+        self._began, self._used = self.clock(), self.read()
 
     def step(self, seconds: float) -> str | None:
         """Note the duration of a step. Returns a warning at the end of a window in which the machine was busy, at most
         every REPEAT_SECONDS."""
         self._steps.append(seconds)
-        elapsed = self._clock() - self._began
+        elapsed = self.clock() - self._began
         return None if elapsed < WINDOW_SECONDS else self._end_window(elapsed)
 
     def _end_window(self, elapsed: float) -> str | None:
-        used, before = self._read(), self._used
-        own = (used.process - before.process) * self._processes
+        used, before = self.read(), self._used
+        own = (used.process - before.process) * self.processes
         others = max(0.0, used.machine - before.machine - own) / elapsed
         median = statistics.median(self._steps)
         now = self._began + elapsed
         slow = median > SLOW_FACTOR * self._fastest
         took = f"steps take {median:.3g} s" + (f", {self._fastest:.3g} s at best" if slow else "")
         self._began, self._used, self._steps, self._fastest = now, used, [], min(self._fastest, median)
-        lacking = self._threads - (self._cores - others)
+        needed = self.threads * self.processes
+        lacking = needed - (self.cores - others)
         if now < self._silent_until or not (slow or lacking > LACKING_CORES):
             return None
         self._silent_until = now + REPEAT_SECONDS
         if lacking > LACKING_CORES:
-            return f"this machine is busy: other programs use {others:.1f} of its {self._cores} cores; {took}"
-        return f"this machine is slower than before: {took}, though other programs leave {self._threads} cores free"
+            return f"this machine is busy: other programs use {others:.1f} of its {self.cores} cores; {took}"
+        return f"this machine is slower than before: {took}, though other programs leave {needed} cores free"
