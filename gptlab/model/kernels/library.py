@@ -1,6 +1,7 @@
 """The C++ kernels for float32 on CPUs: PyTorch operators in a shared library, built when first needed and cached.
 
-key       SHA-256 over everything that decides the compiler's output: sources, options, its macros, torch's version
+key       SHA-256 over everything that decides the compiler's output: sources, options, its macros, torch's version;
+          nothing that says where torch and gptlab are installed
 file      kernels-KEY-HASH.so; HASH is the SHA-256 of its bytes, which is verified before every load
 build     by one process at a time, into a temporary folder; flushed; one rename
 """
@@ -93,11 +94,13 @@ def load_built(compiler: str, sources: Sequence[Path], flags: Sequence[str], lib
 
 
 def library_stem(compiler: str, sources: Sequence[Path], options: Sequence[str]) -> str:
-    """The first part of a library's name. The compiler's macros cover what -march=native and its defaults mean."""
+    """The first part of a library's name. The compiler's macros cover what -march=native and its defaults mean. Folders
+    of this installation are left out, so that every environment with the same torch finds one library."""
     compile_options = [option for option in options if not option.startswith(("-l", "-L", "-Wl,"))]
     macros = _run([compiler, *compile_options, "-dM", "-E", "-x", "c++", os.devnull])
     texts = [source.read_bytes() for source in (*sources, *_HEADERS)]
-    key = hashlib.sha256(b"\0".join([macros, torch.__version__.encode(), " ".join(options).encode(), *texts]))
+    named = " ".join(option for option in options if not option.startswith(("-I", "-L", "-ffile-prefix-map=")))
+    key = hashlib.sha256(b"\0".join([macros, torch.__version__.encode(), named.encode(), *texts]))
     return f"kernels-{key.hexdigest()[:16]}"
 
 
