@@ -36,9 +36,14 @@ from gptlab.runtime.records.console import Console
 from gptlab.runtime.records.metrics import read_metrics
 from gptlab.runtime.records.run_directory import RunDirectory, edited_field, require_own, saved_identity
 from gptlab.training.checkpoint.format import list_checkpoints, step_of
-from gptlab.training.checkpoint.load import load_checkpoint, load_newest, select_checkpoint
-from gptlab.training.checkpoint.weights import load_weights, require_weights_of
-from gptlab.training.parallel.agreement import checksum, same_checkpoint
+from gptlab.training.checkpoint.load import (
+    checksum,
+    load_checkpoint,
+    load_newest,
+    load_weights,
+    require_weights_of,
+    select_checkpoint,
+)
 from gptlab.training.state import TrainState
 
 
@@ -85,10 +90,10 @@ def load_run(
         )
     config = replace(config, model=replace(config.model, vocab_size=tokenizer.vocab_size))
     if checkpoint == "latest":
-        saved = same_checkpoint(directory.checkpoints_path, group, console.warn)
+        saved = load_newest(directory.checkpoints_path, console.warn, group)
     else:
         best = best_saved_step(directory) if checkpoint == "best" else None
-        saved = load_checkpoint(select_checkpoint(directory.checkpoints_path, checkpoint, console.warn, best_step=best))
+        saved = load_checkpoint(select_checkpoint(directory.checkpoints_path, checkpoint, best_step=best))
     identity = saved_identity(saved.state, saved.path)
     require_own(directory, identity, saved.path)
     if identity is not None and (edited := edited_field(directory, identity)) is not None:
@@ -233,7 +238,7 @@ def _read(found: Pretrained, warn: Callable[[str], None]) -> tuple[dict[str, Ten
     if best is None:
         saved = load_newest(run.checkpoints_path, warn)
     else:
-        saved = load_checkpoint(select_checkpoint(run.checkpoints_path, "best", warn, best_step=best))
+        saved = load_checkpoint(select_checkpoint(run.checkpoints_path, "best", best_step=best))
     require_own(run, saved_identity(saved.state, saved.path), saved.path)
     return saved.model, f"{found.name}, {'newest' if best is None else 'best'} checkpoint: step {saved.step}"
 

@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from gptlab.runtime.records.provenance import Evidence
     from gptlab.training.checkpoint.load import Checkpoint
     from gptlab.training.recorder import Recorder
-    from gptlab.training.state import TrainState
-    from gptlab.training.summary import OffClock
+    from gptlab.training.state import OffClock, TrainState
 
 _ENVIRONMENT = ("python_version", "torch_version", "cuda_version")
 _MACHINE = ("device_name", "cpu", "dtype", "threads", "world_size")

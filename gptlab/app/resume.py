@@ -39,9 +39,8 @@ from gptlab.runtime.records.run_directory import (
     saved_identity,
 )
 from gptlab.training.checkpoint.format import candidates, list_checkpoints, step_of
-from gptlab.training.checkpoint.load import Checkpoint, select_checkpoint
-from gptlab.training.parallel.agreement import same_checkpoint
-from gptlab.training.summary import closing_numbers, show_closing_block
+from gptlab.training.checkpoint.load import Checkpoint, load_newest, select_checkpoint
+from gptlab.training.recorder import closing_numbers, show_closing_block
 
 
 @dataclass(slots=True)
@@ -147,7 +146,7 @@ def _finished_summary(config: RunConfig, run: RunDirectory, console: Console) ->
         return {}
     if closing_numbers(summary) and not config.eval.only:  # a run that only validates saves nothing
         try:
-            select_checkpoint(run.checkpoints_path, str(summary["num_steps"]), console.warn)
+            select_checkpoint(run.checkpoints_path, str(summary["num_steps"]))
         except UserError as error:
             console.warn(f"{run.path} is marked as finished, but its final weights are not intact: {error}")
             return {}
@@ -162,7 +161,7 @@ def _set_later_checkpoints_aside(run: RunDirectory, step: int, console: Console)
     from the newest checkpoint that is still there.
     """
     folder = run.checkpoints_path
-    select_checkpoint(folder, str(step), console.warn)
+    select_checkpoint(folder, str(step))
     later = [path for path in candidates(folder) if (step_of(path) or 0) > step]
     if not later:
         return
@@ -187,7 +186,7 @@ def _newest_checkpoint(run: RunDirectory, console: Console, group: Group) -> Che
     """The newest checkpoint that is intact for every rank; None where the run ended before its first one."""
     if group.broadcast("has checkpoints", bool(list_checkpoints(run.checkpoints_path))):
         try:
-            checkpoint = same_checkpoint(run.checkpoints_path, group, console.warn)
+            checkpoint = load_newest(run.checkpoints_path, console.warn, group)
             _require_own_checkpoint(run, checkpoint, console)
             return checkpoint
         except UserError:

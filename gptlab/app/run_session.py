@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -28,18 +28,16 @@ from gptlab.runtime.records.run_directory import (
     new_run_id,
 )
 from gptlab.training.checkpoint.format import list_checkpoints
-from gptlab.training.checkpoint.saver import CheckpointSaver, open_background
+from gptlab.training.checkpoint.saver import CheckpointSaver
 from gptlab.training.compilation import warm_up
 from gptlab.training.faults import TrainingFailed
 from gptlab.training.loop import evaluate_only, fit
-from gptlab.training.recorder import Recorder
-from gptlab.training.summary import OffClock
-from gptlab.training.throughput import Throughput
+from gptlab.training.recorder import Recorder, Throughput
+from gptlab.training.state import OffClock
 
 if TYPE_CHECKING:
     from gptlab.app.own_parts import OwnParts
     from gptlab.app.repeat import EarlierRun
-    from gptlab.training.checkpoint.background import BackgroundSaver
 
 
 def make_run_directory(session: Session, facts: Mapping[str, object], evidence: Evidence, job: Job) -> RunDirectory:
@@ -74,12 +72,12 @@ def run_session(
     config, state, group = session.config, session.state, session.group
     on_line = None if parts is None else parts.on_line(state.device)
     log = MetricsLog(run.metrics_path if group.is_main else Path(os.devnull), on_line)
-    with log as metrics, state.loader, open_background(config, state.device) as background:
-        record = _recorder(session, run, console, metrics, background, off_clock, stop_now)
+    with log as metrics, state.loader, _saver(session, run, console, metrics, off_clock) as saves:
+        record = _recorder(session, run, saves)
         try:
             compile_seconds = _warm_up(session, run, record, earlier)
             if earlier is None or earlier.checkpoint is None:
-                record.rewind(None)
+                record.begin()
             else:
                 earlier.restore(state, record, off_clock)
             record.saves.reserve(state)
@@ -93,7 +91,7 @@ def run_session(
             group.barrier("first step")
             before_first_step()
             group.start_collectives(session.place.device, timeout_seconds=config.runtime.process_timeout_seconds)
-            ended = (evaluate_only if config.eval.only else fit)(state, session, record)
+            ended = (evaluate_only if config.eval.only else fit)(state, session, record, stop_now)
             summary = {}
             if ended == "finished":
                 saved = bool(list_checkpoints(run.checkpoints_path))
@@ -106,25 +104,28 @@ def run_session(
         return ended, summary
 
 
-def _recorder(
-    session: Session,
-    run: RunDirectory,
-    console: Console,
-    metrics: MetricsLog,
-    background: BackgroundSaver | None,
-    off_clock: OffClock,
-    stop_now: Callable[[str], None] | None,
-) -> Recorder:
-    config, group, place, load = session.config, session.group, session.place, None
+def _saver(
+    session: Session, run: RunDirectory, console: Console, metrics: MetricsLog, off_clock: OffClock
+) -> AbstractContextManager[CheckpointSaver]:
+    config, group = session.config, session.group
     about_run = {"run": identity_of(run, session.data.fingerprint).to_json()} if group.is_main else {}
-    saves = CheckpointSaver(config, session.finish, run, console, metrics, off_clock, group, background, about_run)
+    shared = (config, session.finish, run, console, metrics, off_clock, group, about_run)
+    if group.size == 1 and not config.checkpoint.background:
+        return nullcontext(CheckpointSaver(*shared))
+    from gptlab.training.checkpoint.background import concurrent_saver
+
+    return concurrent_saver(*shared, device=session.state.device if config.checkpoint.background else None)
+
+
+def _recorder(session: Session, run: RunDirectory, saves: CheckpointSaver) -> Recorder:
+    config, group, place, load = session.config, session.group, session.place, None
     if place.device.type == "cpu" and group.is_main:
         load = MachineLoad(place.threads, processes=group.world.local_size)
     peak = place.peak.flops_per_second
     return Recorder(
-        config, session.finish, run, console, metrics,
-        Throughput(session.flops.total, None if peak is None else peak * group.size), session.counts.total,
-        off_clock, saves, load, stop_now, resume_command(run.path),
+        config, session.finish, run, saves.console, saves.metrics,
+        Throughput(session.flops.total, None if peak is None else peak * group.size),
+        saves.off_clock, saves, load, resume_command(run.path),
     )  # fmt: skip
 
 

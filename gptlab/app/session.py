@@ -29,8 +29,8 @@ from gptlab.runtime.hardware.rng import seed_everything
 from gptlab.runtime.processes.distributed import Group
 from gptlab.runtime.records.console import Console
 from gptlab.runtime.records.provenance import CodeSnapshot, provenance
+from gptlab.training.agenda import Finish
 from gptlab.training.compilation import Passes, keep_compiled, make_passes
-from gptlab.training.horizon import Finish
 from gptlab.training.state import TrainState, build_state
 
 if TYPE_CHECKING:

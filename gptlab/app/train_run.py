@@ -73,7 +73,7 @@ def _prepare_and_train(
     from gptlab.app.session import open_session
     from gptlab.runtime.hardware.place import place_of
     from gptlab.training.faults import TrainingFailed
-    from gptlab.training.summary import OffClock
+    from gptlab.training.state import OffClock
 
     console, group = attempt.console, attempt.group
     if group.size > 1 or attempt.job.id is not None:  # torchrun started this process

@@ -10,9 +10,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from gptlab.config.run import RunConfig
 from gptlab.model.gpt import GPT
-from gptlab.model.roles import fused_rows, parameter_roles
-from gptlab.optim.groups import build_optimizer
 from gptlab.training.parallel.deterministic import held_sums
+from gptlab.training.parallel.strategy import whole_optimizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,13 +40,7 @@ class Memory:
 
 def count_memory(model: GPT, config: RunConfig) -> Memory:
     """Bytes of a training process's tensors, counted from a model on the meta device."""
-    roles = parameter_roles(model)
-    optimizer = build_optimizer(
-        ((name, parameter, roles[name]) for name, parameter in model.named_parameters()),
-        config.optim,
-        compute_dtype=model.compute_dtype,
-        row_splits=fused_rows(model),
-    )
+    optimizer = whole_optimizer(model, config)
     weights = sum(parameter.nbytes for parameter in model.parameters())
     moments = sum(moment.nbytes for moment in optimizer.state_tensors().values())
     return Memory(

@@ -1,4 +1,4 @@
-"""Parameters of a model and FLOPs per token, counted from its modules."""
+"""What a model is made of: the role of each parameter, how many there are of each, and FLOPs per token."""
 
 from __future__ import annotations
 
@@ -8,7 +8,35 @@ from torch import nn
 
 from gptlab.config.roles import Role
 from gptlab.model.gpt import GPT, Attention
-from gptlab.model.roles import parameter_roles
+
+_BY_MODULE = {
+    "token_embedding": Role.EMBEDDING,
+    "position_embedding": Role.POSITION_EMBEDDING,
+    "value_embeddings": Role.VALUE_EMBEDDING,
+    "head": Role.HEAD,
+    "residual_lambdas": Role.RESIDUAL_LAMBDA,
+    "x0_lambdas": Role.X0_LAMBDA,
+}
+
+
+def parameter_roles(model: GPT) -> dict[str, Role]:
+    """{name: role}, all that the optimizer knows of the model. A shared table (tied head) is there once, as the
+    embedding."""
+    return {name: _role(name, parameter.ndim) for name, parameter in model.named_parameters()}
+
+
+def fused_rows(model: GPT) -> dict[str, tuple[int, ...]]:
+    """Row counts of the matrices that stack several: query, key and value."""
+    c = model.config
+    kv = c.kv_heads * c.head_dim
+    return {name: (c.n_embd, kv, kv) for name, _ in model.named_parameters() if name.endswith("qkv.weight")}
+
+
+def _role(name: str, ndim: int) -> Role:
+    by_module = _BY_MODULE.get(name.split(".")[0])
+    if by_module is not None and not name.endswith(".bias"):
+        return by_module
+    return Role.MATRIX if ndim == 2 else Role.VECTOR
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,11 +17,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from gptlab.config.optim import MuonConfig, UpdateScale
 from gptlab.optim.orthogonalize import orthogonalize
@@ -98,17 +98,14 @@ def orthogonal_update(
 def add_decay(update: Tensor, weight: Tensor, weight_decay: float, config: MuonConfig, rows: int, cols: int) -> None:
     """Add the weight decay to the update in place. Elementwise: `update` and `weight` may be any part of a matrix
     (rows, cols)."""
-    if weight_decay > 0.0:
-        decay = weight_decay * shape_scale(config.update_scale, rows, cols) if config.scaled_decay else weight_decay
-        update.add_(cautious(weight, update) if config.cautious_decay else weight, alpha=decay)
+    decay = weight_decay * shape_scale(config.update_scale, rows, cols) if config.scaled_decay else weight_decay
+    update.add_(cautious(weight, update) if config.cautious_decay else weight, alpha=decay)
 
 
-@dataclass(slots=True)
-class Matrix:
+class Matrix(NamedTuple):
     """Rows of one parameter that are orthogonalized as one matrix: views of its weight and its state."""
 
-    name: str
-    parameter: torch.nn.Parameter
+    parameter: Parameter
     first_row: int
     weight: Tensor
     """(rows, cols)"""
@@ -117,10 +114,9 @@ class Matrix:
     second_moment: Tensor | None
     """(rows, 1) or (1, cols); None without NorMuon."""
 
+    @property
     def gradient(self) -> Tensor:
-        if self.parameter.grad is None:
-            raise RuntimeError(f"{self.name} has no gradient")
-        return self.parameter.grad.narrow(0, self.first_row, len(self.weight))
+        return cast(Tensor, self.parameter.grad).narrow(0, self.first_row, len(self.weight))
 
 
 class Muon:
@@ -128,24 +124,38 @@ class Muon:
 
     def __init__(
         self,
-        parameters: Mapping[str, torch.nn.Parameter],
+        parameters: Mapping[str, Parameter],
         config: MuonConfig,
         *,
         compute_dtype: torch.dtype,
         row_splits: Mapping[str, tuple[int, ...]],
     ) -> None:
         self.parameters = dict(parameters)
-        self.row_splits = {
-            name: row_split(name, tuple(p.shape), config, row_splits) for name, p in self.parameters.items()
-        }
+        self.row_splits = {name: row_split(name, len(p), config, row_splits) for name, p in parameters.items()}
         self._config = config
         self._compute_dtype = compute_dtype
         self._state: dict[str, Tensor] = {}
         self._stacks: dict[tuple[int, int], list[Matrix]] = {}
         """By shape."""
-        for name in self.parameters:
-            for matrix in self._matrices(name):
-                self._stacks.setdefault((matrix.weight.size(0), matrix.weight.size(1)), []).append(matrix)
+        for name, parameter in parameters.items():
+            self._add(name, parameter)
+
+    def _add(self, name: str, parameter: Parameter) -> None:
+        """Make the state of a parameter, and put its matrices on their stacks."""
+        if parameter.ndim != 2:
+            raise ValueError(f"Muon updates matrices, but {name} has shape {tuple(parameter.shape)}")
+        weight, split, cols = parameter.detach(), self.row_splits[name], parameter.size(1)
+        momentum = self._state[f"{name}.momentum"] = torch.zeros_like(weight)
+        seconds: list[Tensor | None] = [None] * len(split)
+        if self._config.normuon_beta2 is not None:
+            sizes = second_moment_sizes(split, cols)
+            flat = self._state[f"{name}.second_moment"] = weight.new_zeros(sum(sizes))
+            parts = zip(split, flat.split(sizes), strict=True)
+            seconds = [part.unsqueeze(neuron_dim(rows, cols)) for rows, part in parts]
+        first_row = 0
+        for rows, w, m, second in zip(split, weight.split(split), momentum.split(split), seconds, strict=True):
+            self._stacks.setdefault((rows, cols), []).append(Matrix(parameter, first_row, w, m, second))
+            first_row += rows
 
     def step(self, lr_scale: float, momentum: float, weight_decay_scale: float) -> None:
         for shape in self._stacks:
@@ -159,11 +169,10 @@ class Muon:
             return
         lr = self._config.lr * lr_scale
         weight_decay = config.weight_decay * weight_decay_scale
-        means, gradients = [matrix.momentum for matrix in matrices], [matrix.gradient() for matrix in matrices]
-        stack = torch.stack(directions(means, gradients, momentum, config.nesterov))
-        second_moments = [matrix.second_moment for matrix in matrices if matrix.second_moment is not None]
+        weights, means = [one.weight for one in matrices], [one.momentum for one in matrices]
+        second_moments = [one.second_moment for one in matrices if one.second_moment is not None]
+        stack = torch.stack(directions(means, [one.gradient for one in matrices], momentum, config.nesterov))
         update = orthogonal_update(stack, second_moments, config, self._compute_dtype)
-        weights = [matrix.weight for matrix in matrices]
         if weight_decay > 0.0:
             add_decay(update, torch.stack(weights), weight_decay, config, *shape)
         torch._foreach_add_(weights, update.unbind(0), alpha=-lr)
@@ -172,35 +181,7 @@ class Muon:
         """The live tensors, by PARAMETER.MOMENT. They do not depend on how the matrices are stacked."""
         return dict(self._state)
 
-    def _matrices(self, name: str) -> list[Matrix]:
-        """The matrices of a parameter, with new state."""
-        p = self.parameters[name]
-        cols, split = p.size(1), self.row_splits[name]
-        weight, momentum = p.detach(), torch.zeros_like(p.detach())
-        self._state[f"{name}.momentum"] = momentum
-        second_moments: list[Tensor | None] = [None] * len(split)
-        if self._config.normuon_beta2 is not None:
-            sizes = second_moment_sizes(split, cols)
-            flat = self._state[f"{name}.second_moment"] = p.new_zeros(sum(sizes), requires_grad=False)
-            parts = zip(split, flat.split(sizes), strict=True)
-            second_moments = [part.unsqueeze(neuron_dim(rows, cols)) for rows, part in parts]
-        return [
-            Matrix(name, p, first_row, weight.narrow(0, first_row, rows), momentum.narrow(0, first_row, rows), second)
-            for first_row, rows, second in zip(accumulate(split, initial=0), split, second_moments, strict=False)
-        ]
 
-
-def row_split(
-    name: str, shape: tuple[int, ...], config: MuonConfig, row_splits: Mapping[str, tuple[int, ...]]
-) -> tuple[int, ...]:
-    """Rows of each part that is orthogonalized by itself. ValueError where `shape` is no matrix's or the split does not
-    fit."""
-    if len(shape) != 2:
-        raise ValueError(f"Muon updates matrices, but {name} has shape {shape}")
-    rows = shape[0]
-    if not config.split_qkv or name not in row_splits:
-        return (rows,)
-    split = tuple(row_splits[name])
-    if sum(split) != rows or min(split) < 1:
-        raise ValueError(f"the row split {split} of {name} does not add up to its {rows} rows")
-    return split
+def row_split(name: str, rows: int, config: MuonConfig, row_splits: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+    """Rows of each part that is orthogonalized by itself."""
+    return row_splits.get(name, (rows,)) if config.split_qkv else (rows,)

@@ -68,12 +68,14 @@ def keep_compiled() -> Path:
 
 def make_passes(state: TrainState, config: RunConfig, warn: Callable[[str], None]) -> Passes:
     """The passes as configured. Without a compiler: ConfigError where compilation is required, else a warning."""
-    model = state.model
-    plain = Passes(state.strategy.as_forward(model.loss), model.__call__)
-    if (missing := missing_kernels(state.device, model.compute_dtype)) is not None:
+    if (missing := missing_kernels(state.device, state.model.compute_dtype)) is not None:
         warn(missing)
-    if config.runtime.compile == "off":
-        return plain
+    plain = Passes(state.strategy.as_forward(state.model.loss), state.model.__call__)
+    return plain if config.runtime.compile == "off" else _compiled(plain, state, config, warn)
+
+
+def _compiled(plain: Passes, state: TrainState, config: RunConfig, warn: Callable[[str], None]) -> Passes:
+    model = state.model
     if (problem := _cannot_compile(state.device)) is not None:
         if config.runtime.compile == "on":
             raise ConfigError("runtime.compile", "on", problem, "auto")
@@ -138,18 +140,24 @@ def warm_up(
     where compilation is required, or where weights are sharded, since the other ranks are then in the middle of a pass.
     """
     started = time.perf_counter()
-    if not passes.compiled:
+    if passes.compiled:
+        _compile(state, passes, config, eval_sequences, warn)
+    else:
         _run_once(state, passes, config, eval_sequences)
-        return time.perf_counter() - started
+    return time.perf_counter() - started
+
+
+def _compile(
+    state: TrainState, passes: Passes, config: RunConfig, eval_sequences: int, warn: Callable[[str], None]
+) -> None:
     from torch._dynamo.exc import TorchDynamoException  # 0.7 s, which compiling takes anyway
     from torch._dynamo.utils import counters
 
-    demanded = config.runtime.compile == "on"
     try:
         _run_once(state, passes, config, eval_sequences)
     except (TorchDynamoException, OSError) as error:
         problem = f"torch.compile failed: {_what_failed(error)}"
-        if demanded or state.strategy.is_sharded:
+        if config.runtime.compile == "on" or state.strategy.is_sharded:
             raise ConfigError("runtime.compile", config.runtime.compile, problem, "off") from error
         passes.give_up_compiling()
         warn(f"training without torch.compile, which is slower: {problem}")
@@ -160,7 +168,6 @@ def warm_up(
         else:  # TORCHDYNAMO_DISABLE is set
             passes.give_up_compiling()
             warn("training without torch.compile, which is slower: it compiled nothing")
-    return time.perf_counter() - started
 
 
 def _compiler(device: torch.device) -> str:

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, Self
+from dataclasses import dataclass, field
+from typing import Literal
 
 from gptlab.config.run import FaultsConfig, RunConfig
 
@@ -73,13 +72,6 @@ class FaultRecord:
     """The last scheduled checkpoint known to be good: a step without a fault began from its weights."""
     losses: list[float] = field(default_factory=list)
     """Of the last steps without a fault, oldest first, nats/token; kept only with faults.spike_factor."""
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, saved: Mapping[str, Any]) -> Self:
-        return cls(**{**saved, "losses": list(saved["losses"])})
 
     def passed(self, loss: float, config: FaultsConfig) -> None:
         """Record the loss of a step without a fault."""

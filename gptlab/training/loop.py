@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal, Protocol
 
@@ -13,13 +13,12 @@ from gptlab.config.run import RunConfig
 from gptlab.eval.bits_per_byte import Evaluation
 from gptlab.eval.core import CoreResult, EncodedTask
 from gptlab.runtime.processes.distributed import Group
-from gptlab.training.agenda import Agenda
-from gptlab.training.checkpoint.folder import discard_after
-from gptlab.training.checkpoint.load import Checkpoint
+from gptlab.training.agenda import Agenda, Finish
+from gptlab.training.checkpoint.load import Checkpoint, load_newest
+from gptlab.training.checkpoint.retention import discard_after
 from gptlab.training.compilation import Passes
 from gptlab.training.faults import Fault, TrainingFailed
-from gptlab.training.horizon import Finish
-from gptlab.training.parallel.agreement import Agreement, require_equal_weights, same_checkpoint
+from gptlab.training.parallel.agreement import Agreement, require_equal_weights
 from gptlab.training.recorder import Recorder
 from gptlab.training.signals import Preemption
 from gptlab.training.state import Best, TrainState, better
@@ -49,39 +48,40 @@ class Work(Protocol):
     def core(self) -> CoreResult: ...
 
 
-def fit(state: TrainState, work: Work, record: Recorder) -> Ended:
+def fit(state: TrainState, work: Work, record: Recorder, stop_now: Callable[[str], None] | None = None) -> Ended:
     """Train until the horizon, or until a signal asks to stop. TrainingFailed for a loss that broke.
 
-    Every rank runs this loop and decides alike: by what `Agreement` made the same on all.
+    `stop_now`: ends the process at a second Ctrl-C, in the middle of a step; None: a KeyboardInterrupt does. Every rank
+    runs this loop and decides alike: by what `Agreement` made the same on all.
     """
     finish, agenda = work.finish, Agenda(work.config, work.finish)
-    with QuietGarbageCollector() as garbage, Preemption(record.stopping, record.stop_now) as preemption:
-        agreed = Agreement(work.group, preemption, state.step, record.saves)
+    with QuietGarbageCollector() as garbage, _preemption(state, work, record, stop_now) as stop:
+        stop.listen()
         while True:
             record.saves.poll(state)
             # A signal leaves what is due now to the resumed run, which does it in this same order.
-            if not agreed.stop and agenda.evaluate(state):
+            if not stop.requested and agenda.evaluate(state):
                 evaluate(state, work, record)
-                agreed.listen()
-            if not agreed.stop and work.tasks and agenda.measure_core(state):
+                stop.listen()
+            if not stop.requested and work.tasks and agenda.measure_core(state):
                 measure_core(state, work, record)
-                agreed.listen()
-            if not agreed.stop and work.prompts and agenda.sample(state):
+                stop.listen()
+            if not stop.requested and work.prompts and agenda.sample(state):
                 sample(state, work, record)
-                agreed.listen()
-            if not agreed.stop and agenda.save(state):
+                stop.listen()
+            if not stop.requested and agenda.save(state):
                 checkpoint(state, work, record)
 
-            if agreed.stop:
+            if stop.requested:
                 if state.step > 0:  # before the first step there is nothing to save: the run starts again
                     checkpoint(state, work, record, scheduled=False)
-                return preempted(state, agreed, preemption, record)
+                return preempted(state, stop, record)
             if finish.reached(state):
                 return "finished"
 
             progress = finish.progress(state.step, state.train_seconds)
             step = train_step(state, work.passes.loss_sum, work.config, progress, finish.step_fraction)
-            seconds = agreed.step(step.seconds, state.step + 1)
+            seconds = stop.step(step.seconds, state.step + 1)
             state.train_seconds += seconds
             if isinstance(step.result, Fault):
                 recover(state, step, replace(step.result, loss=step.loss), work, record)
@@ -91,22 +91,31 @@ def fit(state: TrainState, work: Work, record: Recorder) -> Ended:
             garbage.step(state.step)
 
 
-def evaluate_only(state: TrainState, work: Work, record: Recorder) -> Ended:
+def evaluate_only(
+    state: TrainState, work: Work, record: Recorder, stop_now: Callable[[str], None] | None = None
+) -> Ended:
     """Evaluate the weights as they are, without training (`eval.only`)."""
-    with Preemption(record.stopping, record.stop_now) as preemption:
-        agreed = Agreement(work.group, preemption, state.step, record.saves)
-        if not agreed.stop and work.config.eval.validates:
+    with _preemption(state, work, record, stop_now) as stop:
+        stop.listen()
+        if not stop.requested and work.config.eval.validates:
             evaluate(state, work, record)
-            agreed.listen()
-        if not agreed.stop and work.tasks:
+            stop.listen()
+        if not stop.requested and work.tasks:
             measure_core(state, work, record)
-            agreed.listen()
-        return preempted(state, agreed, preemption, record) if agreed.stop else "finished"
+            stop.listen()
+        return preempted(state, stop, record) if stop.requested else "finished"
 
 
-def preempted(state: TrainState, agreed: Agreement, preemption: Preemption, record: Recorder) -> Ended:
-    preemption.wait_for_answer()
-    record.preempted(state, agreed.signal_name)
+def _preemption(state: TrainState, work: Work, record: Recorder, stop_now: Callable[[str], None] | None) -> Preemption:
+    if work.group.size == 1:
+        return Preemption(record.stopping, stop_now)
+    work.group.at_step(state.step + 1)
+    return Agreement(work.group, record.saves, record.stopping, stop_now)
+
+
+def preempted(state: TrainState, stop: Preemption, record: Recorder) -> Ended:
+    stop.wait_for_answer()
+    record.preempted(state, stop.signal_name)
     return "preempted"
 
 
@@ -132,7 +141,7 @@ def last_good(state: TrainState, record: Recorder, group: Group) -> Checkpoint |
     good, folder, warn = state.faults.good_step, record.run.checkpoints_path, record.console.warn
     assert good is not None
     try:
-        checkpoint = same_checkpoint(folder, group, warn, up_to=good)
+        checkpoint = load_newest(folder, warn, group, up_to=good)
     except UserError as error:
         warn(f"{error}: nothing to rewind to")
         return None
@@ -176,5 +185,6 @@ def sample(state: TrainState, work: Work, record: Recorder) -> None:
 
 def checkpoint(state: TrainState, work: Work, record: Recorder, *, scheduled: bool = True) -> None:
     """All ranks save, each its slices. TrainingFailed, with nothing saved, where their replicated weights differ."""
-    require_equal_weights(state.strategy.replicated_weights(), work.group, state.step)
+    if work.group.size > 1:
+        require_equal_weights(state.strategy.replicated_weights(), work.group, state.step)
     record.saves.checkpoint(state, scheduled=scheduled)

@@ -1,13 +1,13 @@
-"""What a run writes: step lines, metrics.jsonl, summary.json and the closing block."""
+"""What a run writes: step lines, metrics.jsonl, summary.json and the closing block in autoresearch's form."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from gptlab.config.errors import UserError, one_line
 from gptlab.config.run import RunConfig
@@ -18,14 +18,70 @@ from gptlab.runtime.hardware.device import peak_memory_mb
 from gptlab.runtime.records.console import Console, clock_text
 from gptlab.runtime.records.metrics import MetricsLog
 from gptlab.runtime.records.run_directory import RunDirectory
+from gptlab.training.agenda import Finish
 from gptlab.training.checkpoint.load import Checkpoint
 from gptlab.training.checkpoint.saver import CheckpointSaver
 from gptlab.training.faults import Fault, TrainingFailed
-from gptlab.training.horizon import Finish
-from gptlab.training.state import TrainState
+from gptlab.training.state import LossEma, OffClock, TrainState
 from gptlab.training.step import Update
-from gptlab.training.summary import OffClock, show_closing_block
-from gptlab.training.throughput import Throughput
+
+# The resolution of time.perf_counter; a coarse clock may return zero.
+_SHORTEST_SECONDS = 1e-9
+
+# What the closing block shows, in this order, and with how many decimals.
+_CLOSING_DECIMALS = {
+    "val_bpb": 6, "training_seconds": 1, "total_seconds": 1, "peak_vram_mb": 1, "mfu_percent": 2, "total_tokens_M": 1,
+    "num_steps": 0, "num_params_M": 1, "depth": 0,
+}  # fmt: skip
+# Shown after those by runs that measured it.
+_OPTIONAL_DECIMALS = {"core_metric": 4}
+
+
+class ThroughputReading(NamedTuple):
+    tokens_per_second: float
+    mfu: float | None
+    """Model FLOPs utilization, 1.0 at the peak; None where the peak is unknown."""
+
+
+class Throughput:
+    """Speed from tokens and seconds on the training clock.
+
+    `flops_per_token` counts forward and backward; `peak_flops_per_second` is that of all devices together, or None. The
+    step times that it smooths are no part of the run's state: a resumed run may have another speed.
+    """
+
+    def __init__(self, flops_per_token: float, peak_flops_per_second: float | None) -> None:
+        self._flops_per_token = flops_per_token
+        self._peak_flops_per_second = peak_flops_per_second
+        self._step_seconds = LossEma()
+
+    def flops(self, tokens: int) -> float:
+        """Of `tokens`, forward and backward."""
+        return self._flops_per_token * tokens
+
+    def reading(self, tokens: int, seconds: float) -> ThroughputReading:
+        """The speed of `tokens` in `seconds`."""
+        tokens_per_second = tokens / max(seconds, _SHORTEST_SECONDS)
+        peak = self._peak_flops_per_second
+        mfu = None if peak is None else self._flops_per_token * tokens_per_second / peak
+        return ThroughputReading(tokens_per_second, mfu)
+
+    def step(self, tokens: int, seconds: float) -> ThroughputReading:
+        """The speed of one optimizer step, which also enters the estimate of the time left."""
+        self._step_seconds.update(seconds)
+        return self.reading(tokens, seconds)
+
+    def remaining_seconds(self, *, steps: int | None = None, seconds: float | None = None) -> float | None:
+        """Training seconds left, given the `steps` or `seconds` that are left of the horizon (the sooner of both).
+
+        A step is estimated at the smoothed duration of the last ones (a beta of 0.9 forgets nine tenths in 22 steps,
+        and so follows a machine with other users). None where only steps are known and none has been timed.
+        """
+        mean = self._step_seconds.value
+        estimates = [] if seconds is None else [seconds]
+        if steps is not None and mean is not None:
+            estimates.append(steps * mean)
+        return max(0.0, min(estimates)) if estimates else None
 
 
 @dataclass(slots=True)
@@ -38,13 +94,10 @@ class Recorder:
     console: Console
     metrics: MetricsLog
     throughput: Throughput
-    n_params: int
     off_clock: OffClock
     saves: CheckpointSaver
     load: MachineLoad | None = None
     """Warns of other programs on the cores that compute. None: no warning."""
-    stop_now: Callable[[str], None] | None = None
-    """Ends the process at the second Ctrl-C, in the middle of a step. None: a KeyboardInterrupt does."""
     resume_command: str = ""
     """What to type to resume the run."""
 
@@ -168,17 +221,19 @@ class Recorder:
             with suppress(UserError):  # a full disk must not hide what went wrong
                 self.run.set_failed(reason, step=step, loss=loss)
 
-    def rewind(self, checkpoint: Checkpoint | None) -> None:
-        """Cut metrics.jsonl and log.txt to what they were at a checkpoint (None: at the start).
+    def begin(self) -> None:
+        """Open log.txt; it and metrics.jsonl are emptied, since the run may have been killed before a checkpoint."""
+        if self.saves.group.is_main:
+            self.metrics.truncate(0)
+            self.console.open_log(self.run.log_path, offset=0)
+
+    def rewind(self, checkpoint: Checkpoint) -> None:
+        """Cut metrics.jsonl and log.txt to what they were at a checkpoint.
 
         The line of a scheduled checkpoint stays, since a run that was never stopped has it too; a checkpoint that a
         signal asked for has none.
         """
         if not self.saves.group.is_main:
-            return
-        if checkpoint is None:
-            self.metrics.truncate(0)
-            self.console.open_log(self.run.log_path, offset=0)
             return
         saved = checkpoint.state
         if not saved["scheduled"]:
@@ -192,7 +247,7 @@ class Recorder:
         self.console.open_log(self.run.log_path, offset=saved["log_bytes"])
 
     def summary(self, state: TrainState) -> dict[str, Any]:
-        """The final numbers, in the order of the closing block."""
+        """The final numbers, for summary.json: those of the closing block come first."""
         tokens = state.step * self.config.batch.total_tokens
         mfu = self.throughput.reading(tokens, state.train_seconds).mfu if state.step else None
         return {
@@ -203,15 +258,22 @@ class Recorder:
             "mfu_percent": None if mfu is None else 100 * mfu,
             "total_tokens_M": tokens / 1e6,
             "num_steps": state.step,
-            "num_params_M": self.n_params / 1e6,
+            "num_params_M": sum(parameter.numel() for parameter in state.model.parameters()) / 1e6,
             "depth": self.config.model.n_layer,
             **({} if state.core_metric is None else {"core_metric": state.core_metric}),
+            "val_loss": state.val_loss,
+            "min_val_bpb": state.min_val_bpb,
+            "best_val_loss": state.best.val_loss if state.best else None,
+            "best_step": state.best.step if state.best else None,
+            "skipped_updates": state.faults.skipped,
+            "rewinds": state.faults.rewinds,
+            "total_flops": self.throughput.flops(tokens),
+            **{name: seconds for name, seconds in self.off_clock.so_far().items() if name != "total_seconds"},
         }
 
     def finish_run(self, state: TrainState, next_steps: Sequence[str] = ()) -> dict[str, Any]:
         """Write summary.json, and show what can be done next and the closing block. Returns the summary."""
-        closing = self.summary(state)
-        summary = closing | self.details(state)
+        summary = self.summary(state)
         if self.config.checkpoint.save_best and state.best and state.best.step > 0 and state.best != state.best_saved:
             saved = f"that of step {state.best_saved.step}" if state.best_saved else "none"
             self.console.warn(
@@ -225,21 +287,27 @@ class Recorder:
             self.console.line(f"minimum val_bpb: {state.min_val_bpb:.6f}")
         for line in next_steps:
             self.console.line(line)
-        show_closing_block(closing, self.console)
+        show_closing_block(closing_numbers(summary), self.console)
         return summary
 
-    def details(self, state: TrainState) -> dict[str, Any]:
-        """What else summary.json holds: losses, FLOPs, and the time off the clock."""
-        return {
-            "val_loss": state.val_loss,
-            "min_val_bpb": state.min_val_bpb,
-            "best_val_loss": state.best.val_loss if state.best else None,
-            "best_step": state.best.step if state.best else None,
-            "skipped_updates": state.faults.skipped,
-            "rewinds": state.faults.rewinds,
-            "total_flops": self.throughput.flops(state.step * self.config.batch.total_tokens),
-            **{name: seconds for name, seconds in self.off_clock.so_far().items() if name != "total_seconds"},
-        }
+
+def closing_numbers(summary: Mapping[str, Any]) -> dict[str, Any]:
+    """The numbers of a summary.json that the closing block shows; empty unless all are there, as numbers or None
+    (unknown)."""
+    if not summary.keys() >= _CLOSING_DECIMALS.keys():
+        return {}
+    numbers = {key: summary[key] for key in (*_CLOSING_DECIMALS, *_OPTIONAL_DECIMALS) if key in summary}
+    # Integers of JSON may be longer than a float can be.
+    known = (value for value in numbers.values() if value is not None)
+    return numbers if all(type(value) in (int, float) and abs(value) < 2**63 for value in known) else {}
+
+
+def show_closing_block(numbers: Mapping[str, Any], console: Console) -> None:
+    """Print and log the final numbers, so that `grep "^val_bpb:"` works."""
+    console.result("---")
+    decimals_of = _CLOSING_DECIMALS | _OPTIONAL_DECIMALS
+    for key, value in numbers.items():
+        console.result(f"{key + ':':<18}{'unknown' if value is None else f'{value:.{decimals_of[key]}f}'}")
 
 
 def _short(number: float) -> str:

@@ -54,8 +54,10 @@ class _Handled:
     """Within the context, SIGTERM and SIGINT call `_on_signal`. Former handlers are restored afterwards. Python handles
     signals in the main thread only: in another one nothing is installed."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, watch: bool) -> None:
+        """`watch`: another thread calls `_hear` at once, also while the main thread is deep in a library."""
         self._signal: signal.Signals | None = None
+        self._watches = watch
         self._watch: SignalWatch | None = None
         self._former: dict[signal.Signals, Any] = {}
 
@@ -66,7 +68,7 @@ class _Handled:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            self._watch = self._start_watch()
+            self._watch = SignalWatch(self._hear) if self._watches else None
             for number in _SIGNALS:
                 self._former[number] = signal.signal(number, self._on_signal)
         return self
@@ -80,11 +82,12 @@ class _Handled:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._stop_watching()
 
-    def _start_watch(self) -> SignalWatch | None:
-        raise NotImplementedError
-
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         """Runs in the main thread, once it is back in Python."""
+        raise NotImplementedError
+
+    def _hear(self, number: int) -> None:
+        """Runs in the watch's thread."""
         raise NotImplementedError
 
     def _stop_watching(self) -> None:
@@ -104,7 +107,7 @@ class Preemption(_Handled):
     def __init__(
         self, answer: Callable[[str], None] = lambda name: None, stop_now: Callable[[str], None] | None = None
     ) -> None:
-        super().__init__()
+        super().__init__(watch=True)
         self._answer = answer
         self._stop_now = stop_now
         self._came_at = 0.0
@@ -116,13 +119,18 @@ class Preemption(_Handled):
     def requested(self) -> bool:
         return self._signal is not None
 
+    def listen(self) -> None:
+        """Called where the loop decides whether to go on; several processes learn there of one another's signals."""
+
+    def step(self, step_seconds: float, step: int) -> float:
+        """Called after a step with its seconds and the number of steps done; listens too. Returns the seconds that
+        count: of several processes, rank 0's."""
+        return step_seconds
+
     def wait_for_answer(self) -> None:
         """Wait until `answer` has returned, so that its line comes first. Returns at once where no signal came."""
         if self._watch is not None and self._signal is not None:
             self._answered.wait(_ANSWER_SECONDS)
-
-    def _start_watch(self) -> SignalWatch | None:
-        return SignalWatch(self._hear)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._signal is None:
@@ -131,7 +139,6 @@ class Preemption(_Handled):
             raise KeyboardInterrupt
 
     def _hear(self, number: int) -> None:
-        """Runs in the watch's thread."""
         if number in _SIGNALS and self._heard is None:
             self._heard, self._heard_at = signal.Signals(number), time.monotonic()
             try:
@@ -171,9 +178,10 @@ class EarlyStop(_Handled):
     """
 
     def __init__(self, end_now: Callable[[str], None] | None = None, *, exits: bool = False) -> None:
-        super().__init__()
+        super().__init__(watch=end_now is not None and os.name == "posix")
         self._end_now = end_now
         self._exits = exits
+        self._over = threading.Event()
         self._settled = False
 
     def preparation_is_over(self) -> None:
@@ -196,27 +204,15 @@ class EarlyStop(_Handled):
             self._former = dict.fromkeys(self._former, signal.SIG_IGN)
         super().__exit__(kind, error, trace)
 
-    def _start_watch(self) -> SignalWatch | None:
-        return _Watch(self._end_now) if self._end_now is not None and os.name == "posix" else None
-
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._signal is None and not self._settled:
             self._signal = signal.Signals(number)
             raise StoppedEarly(self._signal.name)
 
-
-class _Watch(SignalWatch):
-    """Ends the process GRACE_SECONDS after a signal, unless it is stopped before."""
-
-    def __init__(self, end_now: Callable[[str], None]) -> None:
-        self._end_now = end_now
-        self._over = threading.Event()
-        super().__init__(self._wait)
-
-    def stop(self) -> None:
-        self._over.set()
-        super().stop()
-
-    def _wait(self, number: int) -> None:
-        if number in _SIGNALS and not self._over.wait(GRACE_SECONDS):
+    def _hear(self, number: int) -> None:
+        if self._end_now is not None and number in _SIGNALS and not self._over.wait(GRACE_SECONDS):
             self._end_now(signal.Signals(number).name)
+
+    def _stop_watching(self) -> None:
+        self._over.set()
+        super()._stop_watching()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -9,25 +10,78 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gptlab.config.errors import ConfigError
 from gptlab.config.run import FaultsConfig, RunConfig
 from gptlab.data.loader import Loader
 from gptlab.data.rows import RowSource
-from gptlab.model.gpt import GPT
+from gptlab.model.gpt import GPT, build_model
 from gptlab.optim.combined import CombinedOptimizer
-from gptlab.runtime.hardware.rng import capture_rng, restore_rng
+from gptlab.runtime.hardware.rng import capture_rng, fold_seed, restore_rng, seed_everything
 from gptlab.runtime.processes.distributed import Group
-from gptlab.training.checkpoint.slices import TensorSlice, whole_slices
+from gptlab.training.checkpoint.format import TensorSlice, whole_slices
 from gptlab.training.faults import FaultRecord
-from gptlab.training.parallel.build import build_strategy
-from gptlab.training.parallel.strategy import Strategy
-from gptlab.training.state_values import require_values
-from gptlab.training.throughput import LossEma
+from gptlab.training.parallel.strategy import Strategy, whole_optimizer
 
 # Prefix of the random generators' states among a checkpoint's optimizer tensors.
 _RNG = "rng."
 
 # Evaluation and checkpoints may be due by the clock. The others are due by steps alone, and no clock of them is saved.
 _DUE_BY_CLOCK = ("evaluated", "saved")
+
+# autoresearch and nanochat smooth the logged loss with 0.9, nanoGPT its MFU.
+_BETA = 0.9
+
+
+@dataclass(slots=True)
+class LossEma:
+    """Debiased exponential mean, as in autoresearch and nanochat: sum <- 0.9 sum + 0.1 x; mean = sum / (1 - 0.9^n).
+
+    The division removes the pull of the initial zero: the first mean is the first value.
+    """
+
+    sum: float = 0.0
+    count: int = 0
+
+    @property
+    def value(self) -> float | None:
+        """The mean so far; None before the first value."""
+        return self.sum / (1 - _BETA**self.count) if self.count else None
+
+    def update(self, value: float) -> None:
+        self.sum = _BETA * self.sum + (1 - _BETA) * value
+        self.count += 1
+
+
+@dataclass(slots=True)
+class OffClock:
+    """Seconds that were not training, over all processes of a run; logged, and part of no budget."""
+
+    started: float = field(default_factory=time.perf_counter)
+    """time.perf_counter() when this process began."""
+    earlier_seconds: float = 0.0
+    """All seconds of earlier processes, up to the checkpoint that this one resumed from."""
+    startup_seconds: float = 0.0
+    """From the start of a process to its first step, without compilation."""
+    compile_seconds: float = 0.0
+    evaluation_seconds: float = 0.0
+    checkpoint_seconds: float = 0.0
+    """While training waited for checkpoints. What a save takes in the background is not in it."""
+
+    @property
+    def total_seconds(self) -> float:
+        """Including training."""
+        return self.earlier_seconds + time.perf_counter() - self.started
+
+    def so_far(self) -> dict[str, float]:
+        """For summary.json, and for a resumed run to add to."""
+        parts = ("startup_seconds", "compile_seconds", "evaluation_seconds", "checkpoint_seconds")
+        return {"total_seconds": self.total_seconds} | {name: getattr(self, name) for name in parts}
+
+    def add_earlier(self, saved: Mapping[str, float]) -> None:
+        """Add what an earlier process counted with `so_far`."""
+        for name, seconds in saved.items():
+            own = "earlier_seconds" if name == "total_seconds" else name
+            setattr(self, own, getattr(self, own) + seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +146,10 @@ class TrainState:
     def mark(self) -> Mark:
         return Mark(self.step, self.train_seconds)
 
+    def is_evaluated(self) -> bool:
+        """Whether the last evaluation is that of the current weights."""
+        return self.evaluated is not None and self.evaluated.step == self.step
+
     def is_best(self) -> bool:
         """Whether the current weights were evaluated and are the best so far."""
         return self.best is not None and self.best.step == self.step
@@ -122,8 +180,8 @@ class TrainState:
         return {
             "step": self.step,
             "train_seconds": self.train_seconds,
-            "loss_ema": self.loss_ema.state_dict(),
-            "faults": self.faults.to_json(),
+            "loss_ema": asdict(self.loss_ema),
+            "faults": asdict(self.faults),
             "loader": self.loader.state_dict(),
             "optimizer": self.strategy.moments_json(),
             "scaler": self.scaler.state_dict(),
@@ -148,8 +206,8 @@ class TrainState:
         moments = {name: state for name, state in other.items() if not name.startswith(_RNG)}
         self.strategy.load_moments(moments, saved["optimizer"])
         self.step, self.train_seconds = saved["step"], saved["train_seconds"]
-        self.loss_ema.load_state_dict(saved["loss_ema"])
-        self.faults = FaultRecord.from_json(saved["faults"])
+        self.loss_ema = LossEma(**saved["loss_ema"])
+        self.faults = FaultRecord(**saved["faults"])
         self.loader.load_state_dict(saved["loader"])
         if saved["scaler"]:
             self.scaler.load_state_dict(saved["scaler"])
@@ -182,13 +240,100 @@ def build_state(
     an optimizer in place of the configuration's; both need a strategy in which every rank holds everything.
     """
     group = group or Group()
-    strategy = build_strategy(
-        config, group, device=device, compute_dtype=compute_dtype,
-        change_model=change_model, make_optimizer=make_optimizer,
-    )  # fmt: skip
+    if config.parallel.mode == "sharded" and group.size > 1:
+        strategy = _fully_sharded(config, group, device, compute_dtype)
+    else:
+        model = build_model(config.model, device=device, compute_dtype=compute_dtype, seed=config.seed)
+        if change_model is not None:
+            _change(model, change_model, config.seed, device)
+        if group.size > 1 or config.parallel.exact_any_world_size:
+            strategy = _replicated(model, config, group, make_optimizer or whole_optimizer)
+        else:
+            strategy = Strategy(model, (make_optimizer or whole_optimizer)(model, config), group)
     loader = Loader(
         rows, micro_sequences=config.batch.micro_sequences, micro_batches=config.micro_batches, device=device,
         rank=group.rank, world_size=group.size, fill=strategy.is_sharded,
     )  # fmt: skip
     scaler = torch.amp.GradScaler(device.type, enabled=compute_dtype == torch.float16)
     return TrainState(strategy.model, strategy.optimizer, strategy, loader, scaler, device)
+
+
+def _change(model: GPT, change: Callable[[GPT], None], seed: int, device: torch.device) -> None:
+    """Let `change` draw from generators that depend on the run's seed alone, and that nothing else draws from."""
+    generators = capture_rng(device)
+    seed_everything(fold_seed(seed, 1), device)
+    change(model)
+    restore_rng(generators, device)
+    model.to(device)
+
+
+def _replicated(
+    model: GPT, config: RunConfig, group: Group, make_optimizer: Callable[[GPT, RunConfig], CombinedOptimizer]
+) -> Strategy:
+    if config.parallel.exact_any_world_size:
+        from gptlab.training.parallel.deterministic import Deterministic
+
+        return Deterministic(model, make_optimizer(model, config), group, micro_batches=config.micro_batches)
+    from gptlab.training.parallel.zero import Zero
+
+    return Zero(model, config, group)
+
+
+def _fully_sharded(config: RunConfig, group: Group, device: torch.device, compute_dtype: torch.dtype) -> Strategy:
+    if compute_dtype == torch.float16:
+        why = 'its loss scale would have to be one over all ranks, which parallel.mode = "sharded" does not see to'
+        raise ConfigError("runtime.dtype", "float16", why, "float32")
+    from gptlab.training.parallel.fsdp import Fsdp  # 0.7 s of imports
+
+    group.start_collectives(device, timeout_seconds=config.runtime.process_timeout_seconds)
+    return Fsdp(config, group, device=device, compute_dtype=compute_dtype)
+
+
+# --- what a saved state may hold
+
+_MAX_STEPS = 2**40
+"""Far above any run, and far below where a row's number, a product with it, leaves 64 bits."""
+
+_BEST = (None, {"step": int, "val_loss": float})
+_VALUES: Mapping[str, object] = {
+    "step": int,
+    "train_seconds": float,
+    "loss_ema": {"sum": float, "count": int},
+    "faults": {
+        "skipped": int, "skipped_in_a_row": int, "rewinds": int, "good_step": (None, int), "losses": [float],
+    },
+    "loader": {"next_step": int},
+    "val_loss": (None, float),
+    "val_bpb": (None, float),
+    "min_val_bpb": (None, float),
+    "core_metric": (None, float),
+    "best": _BEST,
+    "best_saved": _BEST,
+}  # fmt: skip
+"""Of state.json: int is a count, float any number, a tuple alternatives, [x] any number of x."""
+_MARK = (None, {"step": int}, {"step": int, "train_seconds": float})
+
+
+def require_values(saved: Mapping[str, Any]) -> None:
+    """ValueError that names the first invalid value: the file is untrusted. A missing one raises KeyError where it is
+    read."""
+    marks = saved.get("marks", {})
+    kinds = {**_VALUES, "marks": dict.fromkeys(marks, _MARK) if isinstance(marks, dict) else {}}
+    for name, kind in kinds.items():
+        if name in saved and not _is(saved[name], kind):
+            raise ValueError(f"{name} = {str(saved[name])[:100]}")
+
+
+def _is(value: object, kind: object) -> bool:
+    if isinstance(kind, dict):
+        return isinstance(value, dict) and value.keys() == kind.keys() and all(_is(value[k], kind[k]) for k in kind)
+    if isinstance(kind, list):
+        return isinstance(value, list) and all(_is(one, kind[0]) for one in value)
+    if isinstance(kind, tuple):
+        return any(_is(value, one) for one in kind)
+    if kind is None:
+        return value is None
+    if kind is int:
+        return type(value) is int and 0 <= value < _MAX_STEPS
+    # Also false for NaN; integers of JSON may be longer than a float can be.
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2**63

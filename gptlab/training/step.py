@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gptlab.config.run import RunConfig
 from gptlab.data.loader import StepBatch
-from gptlab.optim.clip import clip_gradients
+from gptlab.optim.combined import clip_gradients
 from gptlab.optim.schedule import lr_scale, muon_momentum, weight_decay_scale
 from gptlab.runtime.hardware.device import synchronize
 from gptlab.runtime.hardware.rng import fold_seed
@@ -112,7 +112,6 @@ def update(state: TrainState, config: RunConfig, progress: float, step_fraction:
     strategy = state.strategy
     # GradScaler looks at param_groups and calls step: all that it needs of an optimizer.
     optimizer = cast(torch.optim.Optimizer, strategy)
-    strategy.share_overflow()
     state.scaler.unscale_(optimizer)
     norm = clip_gradients(strategy.updated_weights(), config.optim.grad_clip, strategy.total_norm)
     if not math.isfinite(norm) and state.scaler.get_scale() <= 1.0:

@@ -21,7 +21,7 @@ from gptlab.runtime.files.cache import cached_folder
 from gptlab.runtime.files.staged_folder import staged_folder
 from gptlab.runtime.files.strict_json import write_json_atomic
 from gptlab.training.checkpoint.format import CheckpointError, list_checkpoints
-from gptlab.training.checkpoint.load import newest_intact, verify_checkpoint
+from gptlab.training.checkpoint.load import load_newest, verify_checkpoint
 
 posix_only = pytest.mark.skipif(os.name != "posix", reason="needs fork, signals or limits of POSIX")
 
@@ -51,7 +51,7 @@ def test_a_save_clears_what_killed_saves_left(tmp_path: Path) -> None:
 def test_one_moved_aside_counts_until_its_successor_is_there(tmp_path: Path) -> None:
     """What a kill between the two renames of a second save of step 10 leaves."""
     aside = save_small(tmp_path, 10).rename(tmp_path / ".step-00000010.replaced-0")
-    assert newest_intact(tmp_path, fail_on_damage) == aside
+    assert load_newest(tmp_path, fail_on_damage).path == aside
     assert list_checkpoints(tmp_path) == [aside]
     save_small(tmp_path, 20)
     assert [entry.name for entry in list_checkpoints(tmp_path)] == ["step-00000010", "step-00000020"]
@@ -63,7 +63,7 @@ def test_one_moved_aside_serves_when_its_successor_is_damaged(tmp_path: Path) ->
     shutil.copytree(save_small(tmp_path, 10), aside)
     flip(tmp_path / "step-00000010" / "model.safetensors")
     lines: list[str] = []
-    assert newest_intact(tmp_path, lines.append) == aside
+    assert load_newest(tmp_path, lines.append).path == aside
     assert len(lines) == 1
     save_small(tmp_path, 10, seed=2)
     assert [entry.name for entry in tmp_path.iterdir()] == ["step-00000010"]
@@ -114,12 +114,12 @@ def test_a_refusing_file_system_leaves_the_older_ones_alone(
         assert remedy in line
         if call == "fsync" and refused == 5:
             # The last flush is that of the parent: the new one has its name already, and the former still stands.
-            assert holds(newest_intact(tmp_path, fail_on_damage), 77)
+            assert holds(load_newest(tmp_path, fail_on_damage).path, 77)
             assert sum(holds(path, 10) for path in tmp_path.iterdir()) == 1
         else:
             assert tree(tmp_path) == before
         save_small(tmp_path, step, seed=78)
-        assert holds(newest_intact(tmp_path, fail_on_damage), 78)
+        assert holds(load_newest(tmp_path, fail_on_damage).path, 78)
 
 
 @posix_only
@@ -221,7 +221,7 @@ KILLED = """
 import itertools, os, shutil, signal, sys
 from pathlib import Path
 from oracle_checkpoint import save_small
-from gptlab.training.checkpoint.folder import retain
+from gptlab.training.checkpoint.retention import retain
 root, resaved = Path(sys.argv[1]), int(sys.argv[2])
 template = root / "template"
 for step in (10, 20):
@@ -274,7 +274,7 @@ def test_a_kill_at_any_file_operation_leaves_the_former_or_the_new_one(
     assert len(folders) > 2 * 15
     found = []
     for folder in folders:
-        newest = newest_intact(folder, fail_on_damage)
+        newest = load_newest(folder, fail_on_damage).path
         new = holds(newest, 77)
         assert new or holds(newest, 20)
         found.append(new)

@@ -28,8 +28,8 @@ from gptlab.runtime.files.strict_json import read_json_object, write_json_atomic
 from gptlab.runtime.records.metrics import AppendFile, read_metrics
 from gptlab.runtime.records.provenance import PATCH_NAME, ZIP_NAME
 from gptlab.runtime.records.run_directory import RunDirectory
-from gptlab.training.checkpoint.folder import discard_after, retain
-from gptlab.training.checkpoint.load import load_checkpoint, load_newest, newest_intact, verify_checkpoint
+from gptlab.training.checkpoint.load import load_checkpoint, load_newest, verify_checkpoint
+from gptlab.training.checkpoint.retention import discard_after, retain
 from gptlab.training.checkpoint.write import save_checkpoint
 from gptlab.training.compilation import keep_compiled
 
@@ -125,7 +125,7 @@ def test_a_hostile_file_in_a_checkpoint(tmp_path: Path, kind: str) -> None:
         assert str(hostile) in line
         assert name in line
     warnings: list[str] = []
-    assert newest_intact(tmp_path, warnings.append).name == "step-00000010"
+    assert load_newest(tmp_path, warnings.append).path.name == "step-00000010"
     assert load_newest(tmp_path, warnings.append).step == 10
     assert [str(hostile) in line for line in warnings] == [True, True]
 
@@ -150,7 +150,7 @@ def test_parts_of_two_checkpoints_are_never_one(tmp_path: Path, name: str, sourc
         line = refuse(lambda check=check: check(paths[target]), name, trace=False)
         assert str(paths[target]) in line
     warnings: list[str] = []
-    assert newest_intact(tmp_path, warnings.append) == paths[source]
+    assert load_newest(tmp_path, warnings.append).path == paths[source]
     assert len(warnings) == (target == 20)
 
 

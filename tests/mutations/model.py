@@ -146,7 +146,7 @@ MUTATIONS = [
         ["Parameters by kind, FLOPs a token"],
     ),
     Mutation(
-        "the head's role is a matrix", "model/roles.py",
+        "the head's role is a matrix", "model/counting.py",
         '"head": Role.HEAD', '"head": Role.MATRIX',
         ["test_model.py::test_roles"],
         ["The optimizer dispatches by the kind"],

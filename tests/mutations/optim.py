@@ -14,7 +14,7 @@ MUTATIONS = [
         ["Warm-up starts at (it + 1)", "250 steps of warm-up"],
     ),
     Mutation(
-        "the first step of a warm-up on the clock is wasted", "training/horizon.py",
+        "the first step of a warm-up on the clock is wasted", "training/agenda.py",
         "return CLOCK_STEP_FRACTION if", "return 0.0 if",
         ["test_schedule.py::test_a_warm_up_on_the_clock_rises_from_the_first_step_on"],
         ["Learning rate: warm-up, full"],
@@ -170,7 +170,8 @@ MUTATIONS = [
     ),
     Mutation(
         "AdamW's betas are swapped", "optim/adamw.py",
-        "beta1=config.beta1,\n            beta2=config.beta2,", "beta1=config.beta2,\n            beta2=config.beta1,",
+        "beta1=config.beta1,\n                beta2=config.beta2,",
+        "beta1=config.beta2,\n                beta2=config.beta1,",
         ["test_combined_optimizer.py::test_adamw_against_the_hand_written_loop",
          "test_combined_optimizer.py::test_against_the_rules_of_autoresearch_and_nanochat"],
         ["AdamW: embeddings and value embeddings 0.6", "AdamW at 0.0036 with betas"],
@@ -184,20 +185,18 @@ MUTATIONS = [
     ),
     # --- both, and what stands before them
     Mutation(
-        "the head moves at the embedding's rate", "optim/groups.py",
-        "return config.head", "return config.embedding",
+        "the head moves at the embedding's rate", "optim/combined.py",
+        "if role is Role.POSITION_EMBEDDING else", "if role in (Role.POSITION_EMBEDDING, Role.HEAD) else",
         ["test_combined_optimizer.py::test_every_role_moves_at_its_own_rate"],
         ["`--embedding-lr` 0.3"],
     ),
     Mutation(
-        "the position table is updated as a vector", "optim/groups.py",
-        "case Role.EMBEDDING | Role.POSITION_EMBEDDING:\n            return config.embedding",
-        "case Role.POSITION_EMBEDDING:\n            return config.vector\n"
-        "        case Role.EMBEDDING:\n            return config.embedding",
+        "the position table is updated as a vector", "optim/combined.py",
+        "getattr(config, Role.EMBEDDING if", "getattr(config, Role.VECTOR if",
         ["test_combined_optimizer.py::test_every_role_moves_at_its_own_rate"],
     ),
     Mutation(
-        "the head is given to Muon too", "optim/groups.py",
+        "the head is given to Muon too", "optim/combined.py",
         "matrices = by_role.pop(Role.MATRIX, {}) if",
         "matrices = by_role.pop(Role.MATRIX, {}) | by_role.pop(Role.HEAD, {}) if",
         ["test_combined_optimizer.py::test_muon_and_adamw_divide_the_parameters"],
@@ -231,21 +230,21 @@ MUTATIONS = [
         ["Gradients are set to None"],
     ),
     Mutation(
-        "gradients are clipped one by one", "optim/clip.py",
+        "gradients are clipped one by one", "optim/combined.py",
         "torch._foreach_mul_(gradients, factor)",
         "[g.mul_(min(1.0, max_norm / (float(g.norm()) + 1e-6))) for g in gradients]",
         ["test_combined_optimizer.py::test_clipping"],
         ["Gradients are clipped by their global norm"],
     ),
     Mutation(
-        "gradients are clipped where no limit is set", "optim/clip.py",
+        "gradients are clipped where no limit is set", "optim/combined.py",
         "    if max_norm is not None and math.isfinite(norm):\n        factor = max_norm / (norm + 1e-6)",
         "    if math.isfinite(norm):\n        factor = (max_norm or 1.0) / (norm + 1e-6)",
         ["test_combined_optimizer.py::test_clipping"],
         ["Gradients are clipped by their global norm"],
     ),
     Mutation(
-        "small gradients are stretched to the limit", "optim/clip.py",
+        "small gradients are stretched to the limit", "optim/combined.py",
         "if factor < 1:", "if factor > 0:",
         ["test_combined_optimizer.py::test_clipping"],
     ),

@@ -247,7 +247,7 @@ MUTATIONS = [
         ["It holds configuration, loop state"],
     ),
     Mutation(
-        "weights of other shapes are let through", "training/checkpoint/weights.py",
+        "weights of other shapes are let through", "training/checkpoint/load.py",
         "if parameter.shape != tensors[name].shape:", "if parameter.ndim != tensors[name].ndim:",
         ["test_cli_eval_sample.py::TestRefusals::test_another_model"],
         ["Weights are loaded strictly"],
@@ -271,33 +271,33 @@ MUTATIONS = [
     ),
     # --- figures
     Mutation(
-        "the mean loss is not debiased", "training/throughput.py",
-        "return self._sum / (1 - self._beta**self._count)", "return self._sum",
+        "the mean loss is not debiased", "training/state.py",
+        "return self.sum / (1 - _BETA**self.count) if self.count else None", "return self.sum if self.count else None",
         ["test_throughput.py::test_mean_by_hand", "test_train.py::TestMetrics::test_train_lines",
          "test_throughput.py::test_mean_is_the_weighted_mean_that_it_claims_to_be"],
         ["The loss shown is a mean", "The loss is a debiased mean"],
     ),
     Mutation(
-        "the mean loss forgets more slowly", "training/throughput.py",
+        "the mean loss forgets more slowly", "training/state.py",
         "_BETA = 0.9", "_BETA = 0.99",
         ["test_throughput.py::test_mean_by_hand", "test_train.py::TestMetrics::test_train_lines"],
         ["The loss shown is a mean", "The loss is a debiased mean"],
     ),
     Mutation(
-        "a resumed mean is debiased again", "training/throughput.py",
-        'self._sum, self._count = float(state["sum"]), int(state["count"])', 'self._sum = float(state["sum"])',
+        "a resumed mean is debiased again", "training/state.py",
+        '    count: int = 0\n', '    count: int = field(default=0, init=False)\n',
         ["test_throughput.py::test_a_resumed_mean_goes_on_bit_for_bit"],
         ["The loss shown is a mean"],
     ),
     Mutation(
-        "MFU is in tokens", "training/throughput.py",
+        "MFU is in tokens", "training/recorder.py",
         "self._flops_per_token * tokens_per_second / peak", "tokens_per_second / peak",
         ["test_throughput.py::test_speed_by_hand", "test_train.py::TestMetrics::test_train_lines"],
         ["Parameters by kind, FLOPs a token",
          "One line a step: step, percent"],
     ),
     Mutation(
-        "the time left is that of one step less", "training/throughput.py",
+        "the time left is that of one step less", "training/recorder.py",
         "estimates.append(steps * mean)", "estimates.append((steps - 1) * mean)",
         ["test_throughput.py::test_time_left_in_steps_by_hand"],
     ),
@@ -351,13 +351,13 @@ MUTATIONS = [
         ["CORE every 2000 steps after the first"],
     ),
     Mutation(
-        "the closing block has its keys in another order", "training/summary.py",
+        "the closing block has its keys in another order", "training/recorder.py",
         '"val_bpb": 6, "training_seconds": 1, "total_seconds": 1,',
         '"training_seconds": 1, "val_bpb": 6, "total_seconds": 1,',
         ["test_train.py::TestRunFolder::test_resuming_a_finished_run_shows_its_end_and_changes_nothing"],
     ),
     Mutation(
-        "a line of the closing block is indented", "training/summary.py",
+        "a line of the closing block is indented", "training/recorder.py",
         "f\"{key + ':':<18}", "f\" {key + ':':<18}",
         ["test_train.py::TestClosingBlock::test_on_the_console_and_last_in_the_log",
          "test_docs.py::TestContracts::test_closing_block"],
@@ -376,13 +376,13 @@ MUTATIONS = [
         ["The closing block: val_bpb"],
     ),
     Mutation(
-        "total FLOPs are those of the forward pass", "training/throughput.py",
+        "total FLOPs are those of the forward pass", "training/recorder.py",
         "return self._flops_per_token * tokens\n", "return self._flops_per_token * tokens / 3\n",
         ["test_train.py::TestMetrics::test_train_lines"],
         ["Parameters by kind, FLOPs a token"],
     ),
     Mutation(
-        "the time left is negative after the end", "training/throughput.py",
+        "the time left is negative after the end", "training/recorder.py",
         "return max(0.0, min(estimates)) if estimates else None", "return min(estimates) if estimates else None",
         ["test_throughput.py::test_time_left_in_seconds_needs_no_step"],
         ["One line a step: step, percent"],
@@ -444,7 +444,7 @@ MUTATIONS = [
     ),
     # --- ends, and the figures there
     Mutation(
-        "the loss that was asked for is not low enough", "training/horizon.py",
+        "the loss that was asked for is not low enough", "training/agenda.py",
         "and state.val_loss <= self.until_val_loss", "and state.val_loss < self.until_val_loss",
         ["test_train.py::TestEnd::test_at_the_very_loss_that_was_asked_for"],
     ),
@@ -455,8 +455,8 @@ MUTATIONS = [
         ["The closing block: val_bpb"],
     ),
     Mutation(
-        "num_params_M counts matrices and head", "app/run_session.py",
-        "session.counts.total", "session.counts.scaling",
+        "num_params_M counts matrices and head", "training/recorder.py",
+        "in state.model.parameters()) / 1e6", "in state.model.blocks.parameters()) / 1e6",
         ["test_train.py::TestClock::test_figures_that_are_made_of_the_clock"],
         ["The closing block: val_bpb"],
     ),
@@ -468,7 +468,7 @@ MUTATIONS = [
     ),
     Mutation(
         "samples are made after a signal within the validation", "training/loop.py",
-        "if not agreed.stop and work.prompts", "if work.prompts",
+        "if not stop.requested and work.prompts", "if work.prompts",
         ["test_train.py::TestPreemption::test_in_the_middle_of_a_validation"],
     ),
     Mutation(

@@ -23,8 +23,7 @@ from gptlab.runtime.processes.liveness import Failure, Liveness, PeerFailed
 from gptlab.runtime.processes.torch_group import TorchGroup
 from gptlab.runtime.records.metrics import read_metrics
 from gptlab.training.checkpoint.format import list_checkpoints
-from gptlab.training.checkpoint.load import Checkpoint, load_checkpoint
-from gptlab.training.parallel.agreement import checksum
+from gptlab.training.checkpoint.load import Checkpoint, checksum, load_checkpoint
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="gloo on loopback is tried on Linux")
 

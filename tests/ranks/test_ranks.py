@@ -23,9 +23,8 @@ from gptlab.runtime.processes.torch_group import Ended, TorchrunJob, torchrun_jo
 from gptlab.runtime.records.metrics import read_metrics
 from gptlab.runtime.records.run_directory import RunDirectory
 from gptlab.training.checkpoint.format import list_checkpoints
-from gptlab.training.checkpoint.load import load_checkpoint
+from gptlab.training.checkpoint.load import checksum, load_checkpoint, load_newest
 from gptlab.training.checkpoint.write import save_checkpoint
-from gptlab.training.parallel.agreement import checksum, same_checkpoint
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="gloo on loopback is tried on Linux")
 
@@ -477,5 +476,5 @@ def test_a_checkpoint_that_holds_other_weights_for_a_rank_is_passed_over(tmp_pat
         save_checkpoint(tmp_path, step, model={"w": torch.full((3,), float(step))}, optimizer={}, state={})
     weights = checksum([torch.full((3,), 1.0)])
     warnings: list[str] = []
-    assert same_checkpoint(tmp_path, TwoRanks({"weights": weights}), warnings.append).step == 1
+    assert load_newest(tmp_path, warnings.append, TwoRanks({"weights": weights})).step == 1
     assert warnings == [f"rank 1: checkpoint {tmp_path / 'step-00000002'} holds other weights than for rank 0"]

@@ -8,7 +8,7 @@ import json
 import math
 import signal
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from gptlab.app.session import open_session
 from gptlab.config.run import CheckpointConfig, FaultsConfig, RunConfig, RuntimeConfig
 from gptlab.data.loader import StepBatch
 from gptlab.data.packing import IGNORED
-from gptlab.optim.clip import clip_gradients
+from gptlab.optim.combined import clip_gradients
 from gptlab.runtime.hardware.place import place_of
 from gptlab.runtime.records.console import Console
 from gptlab.training import step as step_module
@@ -147,7 +147,7 @@ def _by_hand(folder: Path, data: tuple[int | None, ...], changes: tuple[tuple[st
             state.loss_ema.update(loss)
         state.step = step + 1
     tensors = tensors_of(state)
-    return Result(tensors, state.loss_ema.state_dict(), state.scaler.state_dict())
+    return Result(tensors, asdict(state.loss_ema), state.scaler.state_dict())
 
 
 def without(*steps: int) -> list[int | None]:
@@ -446,7 +446,7 @@ class TestDecisions:
         for loss in (1.0, 2.0, 3.0, 4.0):
             record.passed(loss, self.config().faults)
         assert record == FaultRecord(skipped=2, losses=[2.0, 3.0, 4.0])
-        assert FaultRecord.from_json(json.loads(json.dumps(record.to_json()))) == record
+        assert FaultRecord(**json.loads(json.dumps(asdict(record)))) == record
 
     def test_without_spikes_a_high_loss_is_none(self) -> None:
         assert loss_fault(49.0, FaultRecord(losses=[1.0] * 200), self.CONFIG) is None

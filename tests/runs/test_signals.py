@@ -241,7 +241,7 @@ class TestInThisProcess:
         self, folder: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("gptlab.app.session.build_state", raised(signal.SIGINT))
-        monkeypatch.setattr(signals, "_Watch", lambda *a: pytest.fail("it would end the user's program"))
+        monkeypatch.setattr(signals, "SignalWatch", lambda *a: pytest.fail("it would end the user's program"))
         with pytest.raises(KeyboardInterrupt):
             gptlab.train(make_config(folder, "python"))
 

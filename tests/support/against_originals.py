@@ -56,10 +56,9 @@ from gptlab.config.run import BatchConfig, Horizon, RunConfig
 from gptlab.data.loader import Loader, StepBatch
 from gptlab.model.gpt import GPT, build_model
 from gptlab.runtime.processes.distributed import Group
-from gptlab.training.checkpoint.weights import load_weights
-from gptlab.training.horizon import Finish
-from gptlab.training.parallel.single import Single
-from gptlab.training.parallel.strategy import whole_optimizer
+from gptlab.training.agenda import Finish
+from gptlab.training.checkpoint.load import load_weights
+from gptlab.training.parallel.strategy import Strategy, whole_optimizer
 from gptlab.training.state import TrainState
 from gptlab.training.step import gradients, update
 
@@ -454,7 +453,7 @@ def model_with(config: RunConfig, weights: Weights) -> GPT:
 def trained(lineage: str, config: RunConfig, recording: Recording) -> Iterator[Weights]:
     """gptlab's weights behind each update."""
     model = model_with(config, recording.before)
-    strategy = Single(model, whole_optimizer(model, config), Group())
+    strategy = Strategy(model, whole_optimizer(model, config), Group())
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     state = TrainState(model, strategy.optimizer, strategy, cast(Loader, None), scaler, CPU)
     finish = Finish.of(config.horizon, tokens_per_step=TOKENS, flops_per_token=1.0, scaling_params=1)

@@ -31,8 +31,10 @@ from gptlab.cli.main import main
 from gptlab.data.loader import StepBatch
 from gptlab.optim import muon
 from gptlab.training import step as step_module
-from gptlab.training.parallel.agreement import Agreement, checksum
+from gptlab.training.checkpoint.load import checksum
+from gptlab.training.parallel.agreement import Agreement
 from gptlab.training.parallel.zero import Zero
+from gptlab.training.signals import Preemption
 from gptlab.training.state import TrainState
 from gptlab.training.step import LossFunction
 
@@ -43,10 +45,11 @@ def play(scene: dict[str, Any], port: int, rank: int) -> dict[str, Any]:
     os.environ |= {name: str(value) for name, value in (world | {"MASTER_PORT": port}).items()}
     weights: list[int] = []
     matrices: list[int] = []
+    stopping = Agreement if scene["ranks"] > 1 else Preemption
     gradients, update, step, orthogonalize = (
         step_module.gradients,
         step_module.update,
-        Agreement.step,
+        stopping.step,
         muon.orthogonalize,
     )
 
@@ -75,7 +78,7 @@ def play(scene: dict[str, Any], port: int, rank: int) -> dict[str, Any]:
         matrices.append(len(stack))
         return orthogonalize(stack, *args, **options)
 
-    def signalled_step(agreed: Agreement, step_seconds: float, at: int) -> float:
+    def signalled_step(agreed: Any, step_seconds: float, at: int) -> float:
         number, wanted_rank, wanted_step = scene.get("signal", ("SIGTERM", -1, 0))
         if (wanted_rank, wanted_step) == (rank, at):
             os.kill(os.getpid(), signal.Signals[number])
@@ -85,14 +88,14 @@ def play(scene: dict[str, Any], port: int, rank: int) -> dict[str, Any]:
     if "compiler" in scene:
         torch.compile = functools.partial(compile_, backend=scene["compiler"])
     out, err = io.StringIO(), io.StringIO()
-    step_module.update, Agreement.step = noting_update, signalled_step  # type: ignore[method-assign]
+    step_module.update, stopping.step = noting_update, signalled_step  # type: ignore[method-assign]
     step_module.gradients, muon.orthogonalize = broken(broken_gradients, scene.get("broken"), rank), counting
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             code = main([*scene["argv"], *scene.get("more", {}).get(str(rank), [])])
     finally:
         torch.compile = compile_
-        step_module.update, Agreement.step = update, step  # type: ignore[method-assign]
+        step_module.update, stopping.step = update, step  # type: ignore[method-assign]
         step_module.gradients, muon.orthogonalize = gradients, orthogonalize
     return {
         "code": code, "out": out.getvalue(), "err": err.getvalue(), "weights": weights, "matrices": sum(matrices),

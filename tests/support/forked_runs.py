@@ -163,10 +163,10 @@ def _serve(folder: Path) -> None:
     from tiny_runs import arguments, command
 
     from gptlab.runtime.records import provenance
-    from gptlab.training.checkpoint import saver
+    from gptlab.training.checkpoint import background
 
     # On a busy machine a line more in the log, and so an operation more to be killed at.
-    saver._NOTICEABLE_SECONDS = math.inf
+    background._NOTICEABLE_SECONDS = math.inf
 
     # What is found out once, and what takes most of a start: the machine's speed, git's and pip's answers.
     import torch.distributed  # isort: skip

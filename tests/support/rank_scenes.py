@@ -37,7 +37,8 @@ from gptlab.runtime.records import provenance
 from gptlab.runtime.records.run_directory import RunDirectory
 from gptlab.training import signals
 from gptlab.training import step as step_module
-from gptlab.training.parallel.agreement import Agreement, checksum
+from gptlab.training.checkpoint.load import checksum
+from gptlab.training.parallel.agreement import Agreement
 from gptlab.training.state import TrainState
 from gptlab.training.step import Update
 
@@ -76,7 +77,8 @@ def make_trouble(trouble: Mapping[str, Any]) -> None:
     if at in PLACES:
         around(*PLACES[at], lambda *args, **kwargs: send(trouble["signals"]))
     elif at is not None:
-        around(Agreement, "step", lambda agreed, seconds, step: send(trouble["signals"]) if step == at else None)
+        for stopping in (signals.Preemption, Agreement):  # the second overrides the first, and does not call it
+            around(stopping, "step", lambda stop, seconds, step: send(trouble["signals"]) if step == at else None)
     if "data" in trouble:
         break_data(**trouble["data"])
     if "code" in trouble:  # of another gptlab

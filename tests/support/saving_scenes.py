@@ -15,8 +15,8 @@ import torch.distributed as dist
 from distributed_scenes import play
 
 from gptlab.training import step as step_module
-from gptlab.training.checkpoint import saver
-from gptlab.training.checkpoint.folder import step_of_temporary
+from gptlab.training.checkpoint import background
+from gptlab.training.checkpoint.write import step_of_temporary
 
 
 def harmed(call: Callable[..., Any], harm: dict[str, Any], rank: int) -> Callable[..., Any]:
@@ -57,15 +57,15 @@ def spiked(factor: float, at: int) -> Callable[..., Any]:
 
 
 def play_harmed(scene: dict[str, Any], port: int, rank: int) -> dict[str, Any]:
-    originals = saver.begin_save, saver.write_part, saver.complete_save, step_module.gradients
+    originals = background.begin_save, background.write_part, background.complete_save, step_module.gradients
     for harm in scene.get("harms", []):
         name = harm.get("where", "write_part")
-        setattr(saver, name, harmed(getattr(saver, name), harm, rank))
+        setattr(background, name, harmed(getattr(background, name), harm, rank))
     if "spike" in scene:
         step_module.gradients = spiked(50.0, scene["spike"])
     try:
         return play(scene, port, rank)
     finally:
-        saver.begin_save, saver.write_part, saver.complete_save, step_module.gradients = originals
+        background.begin_save, background.write_part, background.complete_save, step_module.gradients = originals
         if dist.is_initialized():  # which a run that failed leaves to the end of its process
             dist.destroy_process_group()

@@ -10,9 +10,12 @@ same way, and all then stop, or continue.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self, TypeVar
@@ -24,10 +27,15 @@ from torch import Tensor
 from gptlab.config.errors import UserError
 from gptlab.runtime.hardware.device import synchronize
 from gptlab.runtime.processes.distributed import Group
-from gptlab.training.checkpoint.folder import remove_tree
-from gptlab.training.checkpoint.slices import TensorSlice
+from gptlab.training.checkpoint.format import CheckpointError, TensorSlice
+from gptlab.training.checkpoint.saver import CheckpointSaver, Request
+from gptlab.training.checkpoint.write import begin_save, complete_save, remove_tree, write_part
+from gptlab.training.state import TrainState
 
 T = TypeVar("T")
+
+# A person would not notice a shorter wait.
+_NOTICEABLE_SECONDS = 0.1
 
 # What a rank reports of its save.
 AT_WORK, WRITTEN, FAILED = 0, 1, 2
@@ -217,3 +225,164 @@ def _problem(work: Future[Any]) -> str | None:
     except UserError as error:
         return str(error)
     return None
+
+
+@contextmanager
+def concurrent_saver(*shared: Any, device: torch.device | None) -> Iterator[ConcurrentSaver]:
+    """`device`: where the state is; None if training waits for every save. `shared`: as for CheckpointSaver."""
+    with nullcontext() if device is None else BackgroundSaver(device) as background:
+        yield ConcurrentSaver(*shared, background=background)
+
+
+class ConcurrentSaver(CheckpointSaver):
+    """Saves in the background, unless a save is required, and by several ranks together."""
+
+    def __init__(self, *shared: Any, background: BackgroundSaver | None) -> None:
+        """`background`: None if training waits for every save. `shared`: as for CheckpointSaver."""
+        super().__init__(*shared)
+        self.background = background
+        self.pending: PendingSave | None = None
+        """The save in progress."""
+        self._request: Request
+        """Of the last save that began."""
+        self._abandoned = False
+
+    def checkpoint(self, state: TrainState, *, scheduled: bool = True) -> None:
+        """Waits for an earlier save that is still in progress. UserError also if that one fails."""
+        if self.pending is not None:
+            self._wait_for_earlier(state)
+        super().checkpoint(state, scheduled=scheduled)
+        if self._request.required or self.background is None:
+            self.wait(state)
+
+    def poll(self, state: TrainState) -> None:
+        if self.pending is not None and self.pending.ready():
+            self._advance(state, self.pending)
+
+    def wait(self, state: TrainState) -> None:
+        while self.pending is not None:
+            self._advance(state, self.pending)
+
+    def status(self) -> int:
+        """What this rank reports of its save at the end of each step."""
+        return 0 if self.pending is None else self.pending.status()
+
+    def receive(self, statuses: Sequence[int]) -> None:
+        """Take in the `status` of all ranks."""
+        if self.pending is not None:
+            self.pending.statuses = statuses
+
+    def reserve(self, state: TrainState) -> None:
+        """Allocate the memory for snapshots, so that a lack of it shows before the first step. If one rank lacks it,
+        training waits for every save on all ranks."""
+        if self.background is None or self.config.eval.only:
+            return
+        reason = None
+        try:
+            self.background.reserve(*state.slices())
+        except (RuntimeError, MemoryError) as error:
+            reason = str(error).partition("\n")[0]
+        lacking = first_problem(self.group.gather("memory for copies", reason))
+        if lacking is not None:
+            self.background.release()
+            self.background = None
+            self.console.warn(f"no memory for a copy of the state, so training will wait for every save: {lacking}")
+
+    def abandon(self, state: TrainState, *, together: bool) -> None:
+        self._abandoned = True
+        if self.pending is None:
+            return
+        save = self.pending
+        try:
+            if together or self.group.size == 1:
+                self.wait(state)
+            elif save.writing is None:
+                self._advance(state, save, alone=True)
+            else:
+                self._end(durable=False)
+                save.writing.result()
+        except UserError as error:
+            self.console.warn(str(error))
+        finally:
+            if save.writing is not None:
+                save.remove()
+
+    def _save(self, state: TrainState, request: Request) -> None:
+        self._request, background = request, None if request.required else self.background
+        if self.group.size == 1 and background is None:
+            super()._save(state, request)
+            return
+        self.pending = self._begin(state, request, background)
+        # Lines from here on come after that of this checkpoint, which is written once it is durable.
+        self.metrics.hold()
+
+    def _begin(self, state: TrainState, request: Request, background: BackgroundSaver | None) -> PendingSave:
+        """Start a save by several ranks, or with `background`, after which training may change the state. UserError on
+        all ranks if it cannot begin, with the reason on rank 0."""
+        group, folder = self.group, self.run.checkpoints_path
+        submit = run_now if background is None else background.submit
+        model, optimizer = state.slices()
+        saved, temporary, problem = {}, None, None
+        if group.is_main:
+            try:
+                saved = self._state_json(state, request)
+                if group.size > 1:
+                    needed_bytes = group.size * sum(part.tensor.nbytes for part in (*model, *optimizer))
+                    temporary = begin_save(folder, request.step, needed_bytes=needed_bytes)
+            except UserError as error:
+                problem = error
+        name = group.broadcast("checkpoint begins", temporary and temporary.name)
+        if problem is not None or (group.size > 1 and name is None):
+            raise problem or CheckpointError("")
+        if background is not None:
+            model, optimizer = background.snapshot(model, optimizer)
+        if name is None:
+            commit = self._commit(state, request, self._write_alone(request, saved, model, optimizer))
+            return PendingSave(group, submit, commit, committing=submit(commit))
+        temporary = folder / name
+        commit = self._commit(state, request, partial(complete_save, temporary, saved, size=group.size))
+        writing = submit(partial(write_part, temporary, model, optimizer, rank=group.rank, size=group.size))
+        return PendingSave(group, submit, commit, writing, temporary=temporary)
+
+    def _advance(self, state: TrainState, save: PendingSave, *, alone: bool = False) -> None:
+        """Take the next stage of a pending save, after a wait if need be. `alone`: without the other ranks."""
+        started = time.perf_counter()
+        try:
+            outcome = save.advance(alone=alone)
+        except BaseException:
+            if save.writing is None:  # otherwise `abandon` waits for the thread and removes what was written
+                self._end(durable=False)
+            raise
+        finally:
+            self.off_clock.checkpoint_seconds += time.perf_counter() - started
+        if outcome is None:
+            return
+        self._end(durable=outcome.durable, complaints=outcome.complaints)
+        if not outcome.durable:
+            self._not_saved(state, self._request, outcome.problem)
+
+    def _end(self, *, durable: bool, complaints: Sequence[str] = ()) -> None:
+        self.pending = None
+        for line in complaints:
+            self.console.warn(line)
+        self.metrics.release(lambda: self._log(self._request) if durable else None)
+
+    def _not_saved(self, state: TrainState, request: Request, problem: str) -> None:
+        if self._abandoned:
+            raise CheckpointError(problem)
+        try:
+            super()._not_saved(state, request, problem)
+        except CheckpointError:
+            if not self.group.is_main:
+                self.group.barrier("a failed save")  # to which rank 0 does not come: it says what is wrong
+            raise
+
+    def _wait_for_earlier(self, state: TrainState) -> None:
+        earlier, started = self._request.step, time.perf_counter()
+        self.wait(state)
+        waited = time.perf_counter() - started
+        if waited > _NOTICEABLE_SECONDS:
+            self.console.line(
+                f"checkpoint of step {state.step}: waited {waited:.1f}s for that of step {earlier}, which was not "
+                "written yet"
+            )

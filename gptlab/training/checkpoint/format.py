@@ -1,4 +1,4 @@
-"""The checkpoint format: what folders and files are called, and what manifest.json says.
+"""The checkpoint format: parts of tensors, what folders and files are called, and what manifest.json says.
 
     checkpoints/step-00000250/
       model.safetensors  optimizer.safetensors     written by one process
@@ -29,11 +29,12 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from gptlab.config.errors import UserError
 from gptlab.runtime.files.tensor_file import (
@@ -44,7 +45,6 @@ from gptlab.runtime.files.tensor_file import (
     parse_dtype_and_shape,
     parse_json_object,
 )
-from gptlab.training.checkpoint.slices import TensorSlice, slice_key
 
 FORMAT = "gptlab checkpoint"
 FORMAT_VERSION = 2
@@ -69,6 +69,67 @@ class DamagedCheckpointError(CheckpointError):
         self.path = path
         self.reason = reason
         super().__init__(f"checkpoint {path} is damaged: {reason}")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorSlice:
+    """Consecutive elements of a tensor, in row-major order."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    start: int
+    """Elements of the whole tensor before the first one here."""
+    tensor: Tensor
+    """The elements, in any shape."""
+
+    @property
+    def count(self) -> int:
+        return self.tensor.numel()
+
+    @property
+    def is_whole(self) -> bool:
+        return self.count == math.prod(self.shape)
+
+    @property
+    def key(self) -> str:
+        """Its name in a file, which may hold several slices of one tensor."""
+        return slice_key(self.name, self.shape, self.start, self.count)
+
+    def of(self, whole: Tensor) -> Tensor:
+        """The same elements of another tensor of the whole shape, in the shape that they have here."""
+        return whole.reshape(-1)[self.start : self.start + self.count].view(self.tensor.shape)
+
+    def with_tensor(self, tensor: Tensor) -> TensorSlice:
+        """The same elements, held elsewhere."""
+        return replace(self, tensor=tensor)
+
+
+def slice_key(name: str, shape: tuple[int, ...], start: int, count: int) -> str:
+    """NAME for a whole tensor, NAME@START for a part of one."""
+    return name if count == math.prod(shape) else f"{name}@{start}"
+
+
+def whole_slices(tensors: Mapping[str, Tensor]) -> list[TensorSlice]:
+    """Every tensor as one slice."""
+    return [TensorSlice(name, tuple(tensor.shape), 0, tensor) for name, tensor in tensors.items()]
+
+
+def even_slices(tensors: Mapping[str, Tensor], index: int, parts: int) -> list[TensorSlice]:
+    """Part `index` of `parts` where `tensors`, end to end, are cut into parts of the same length, plus or minus one
+    element. Views, where the tensors are contiguous."""
+    if parts == 1:
+        return whole_slices(tensors)
+    total = sum(tensor.numel() for tensor in tensors.values())
+    first, end = total * index // parts, total * (index + 1) // parts
+    before, slices = 0, []
+    for name, tensor in tensors.items():
+        start, stop = max(first - before, 0), min(end - before, tensor.numel())
+        # An empty tensor has no element that could say whose it is: it belongs to the first part.
+        if start < stop or (index == 0 and tensor.numel() == 0):
+            slices.append(TensorSlice(name, tuple(tensor.shape), start, tensor.detach().reshape(-1)[start:stop]))
+        before += tensor.numel()
+    return slices
 
 
 def checkpoint_path(checkpoints_dir: Path, step: int) -> Path:
@@ -186,20 +247,15 @@ def merged_index(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return merged
 
 
-def manifest_text(step: int, files: Mapping[str, FileRecord], index: Mapping[str, Mapping[str, Any]]) -> bytes:
-    """manifest.json, with one line for each file and tensor. ValueError if the slices do not tile their tensors."""
+def manifest_text(step: int, tables: Mapping[str, Mapping[str, Any]]) -> bytes:
+    """manifest.json, with one line for each file and tensor. `tables`: "files", with the `record_fields` of each by
+    name, and for each kind the `index_fields` of its tensors."""
     head = {"format": FORMAT, "format_version": FORMAT_VERSION, "step": step}
     lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in head.items()]
-    tables = {"files": {name: record_fields(record) for name, record in files.items()}, **index}
-    for title, table in tables.items():
-        rows = ",\n".join(f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in table.items())
+    for title in ("files", *KINDS):
+        rows = ",\n".join(f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in tables[title].items())
         lines.append(f"{json.dumps(title)}: {{{chr(10) * bool(rows)}{rows}}}")
-    text = ("{\n " + ",\n ".join(lines) + "\n}\n").encode()
-    try:
-        parse_manifest(text)
-    except DamagedFileError as error:
-        raise ValueError(f"these slices make no checkpoint: {error}") from None
-    return text
+    return ("{\n " + ",\n ".join(lines) + "\n}\n").encode()
 
 
 def parse_manifest(text: bytes) -> Manifest:

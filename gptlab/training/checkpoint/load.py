@@ -1,14 +1,15 @@
-"""Reading checkpoints: the newest valid one is chosen, every file is hashed as it is read, whole tensors come back.
+"""Reading checkpoints: the newest valid one is chosen, every file is hashed as it is read, whole tensors come back and
+go into a model.
 
 A checkpoint that differs from its manifest in anything is damaged, and the newest intact one is used instead. Any
-number of processes reads what any other number wrote. Nothing here deletes a checkpoint; folder.py does.
+number of processes reads what any other number wrote. Nothing here deletes a checkpoint; retention.py does.
 """
 
 from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,9 @@ import torch
 from torch import Tensor
 
 from gptlab.config.errors import UserError
+from gptlab.config.model import ModelConfig
 from gptlab.config.plain_file import read_plain
+from gptlab.model.gpt import GPT
 from gptlab.runtime.files.tensor_file import (
     DamagedFileError,
     FileRecord,
@@ -27,6 +30,7 @@ from gptlab.runtime.files.tensor_file import (
     read_tensors,
     verify_tensors,
 )
+from gptlab.runtime.processes.distributed import Group
 from gptlab.training.checkpoint.format import (
     KINDS,
     MANIFEST,
@@ -37,12 +41,16 @@ from gptlab.training.checkpoint.format import (
     list_checkpoints,
     max_manifest_bytes,
     parse_manifest,
+    slice_key,
     step_of,
 )
-from gptlab.training.checkpoint.slices import slice_key
 
 OnDamage = Callable[[str], None]
 """Receives one line that names a damaged checkpoint and what is wrong with it."""
+# The odd constant of MurmurHash2 (Austin Appleby, public domain): what is multiplied by it keeps its place.
+_MIX = 0x5BD1E995
+_MASK = 2**62 - 1
+_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
 _T = TypeVar("_T")
 
 
@@ -59,7 +67,7 @@ class Checkpoint:
 
 def load_checkpoint(path: Path) -> Checkpoint:
     """Read and verify one checkpoint. DamagedCheckpointError names the first thing that is wrong with it."""
-    manifest = _read_manifest(path)
+    manifest = read_manifest(path)
     return Checkpoint(
         step=manifest.step,
         model=_read_kind(path, manifest, "model"),
@@ -71,44 +79,54 @@ def load_checkpoint(path: Path) -> Checkpoint:
 
 def verify_checkpoint(path: Path) -> None:
     """What `load_checkpoint` checks, without keeping anything. DamagedCheckpointError if it is not intact."""
-    manifest = _read_manifest(path)
+    manifest = read_manifest(path)
     for kind in KINDS:
         for name in manifest.files_of(kind):
             _checked(path, name, manifest, partial(verify_tensors, layout=manifest.layout(name)))
     _read_state(path, manifest)
 
 
-def check_manifest(path: Path) -> None:
-    """The part of `verify_checkpoint` that reads no tensor: manifest, names, sizes. It finds truncated files, but not
-    files altered in place."""
-    _read_manifest(path)
+def load_newest(
+    folder: Path, on_damage: OnDamage, group: Group | None = None, *, up_to: int | None = None
+) -> Checkpoint:
+    """The newest checkpoint in `folder`, up to step `up_to`, that every rank reads whole and with rank 0's weights. All
+    ranks fall back together from one that is damaged or unreadable for any of them.
 
-
-def newest_intact(checkpoints_dir: Path, on_damage: OnDamage) -> Path:
-    """The folder of the newest intact checkpoint; newer damaged ones are reported to `on_damage`.
-
-    UserError if there is none, with what is wrong with each.
+    `on_damage` is called for each that is passed over. UserError, on all ranks alike, where none is left.
     """
+    group = group or Group()
+    present = [path.name for path in reversed(candidates(folder)) if up_to is None or (step_of(path) or 0) <= up_to]
+    wrong = []
+    for name in group.broadcast("checkpoints", present):
+        checkpoint = None
+        said = {"weights": 0, "error": "", "reason": ""}
+        try:
+            checkpoint = load_checkpoint(folder / name)
+            said["weights"] = checksum(checkpoint.model.values()) if group.size > 1 else 0
+        except DamagedCheckpointError as error:
+            said |= {"error": str(error), "reason": error.reason}
+        read = group.gather("checkpoint", said)
+        for one in read:
+            if not one["error"] and not read[0]["error"] and one["weights"] != read[0]["weights"]:
+                one["reason"] = "holds other weights than for rank 0"
+                one["error"] = f"checkpoint {folder / name} {one['reason']}"
+        if checkpoint is not None and not any(one["error"] for one in read):
+            return checkpoint
+        errors = {rank: one["error"] for rank, one in enumerate(read) if one["error"]}
+        if len(errors) == group.size and len(set(errors.values())) == 1:
+            on_damage(errors[0])
+        else:
+            for rank, text in errors.items():
+                on_damage(f"rank {rank}: {text}")
+        wrong.append(f"{name}: {next(one['reason'] for one in read if one['error'])}")
+    if not wrong:
+        raise UserError(f"no checkpoint in {folder}: none has been saved there")
+    raise UserError(f"no intact checkpoint in {folder}: {'; '.join(wrong)}")
 
-    def verified(path: Path) -> Path:
-        verify_checkpoint(path)
-        return path
 
-    return _newest(checkpoints_dir, on_damage, verified)
-
-
-def load_newest(checkpoints_dir: Path, on_damage: OnDamage) -> Checkpoint:
-    """`load_checkpoint(newest_intact(...))`, with every file read once instead of twice."""
-    return _newest(checkpoints_dir, on_damage, load_checkpoint)
-
-
-def select_checkpoint(checkpoints_dir: Path, which: str, on_damage: OnDamage, *, best_step: int | None = None) -> Path:
-    """The intact checkpoint that `which` names: latest, best (`best_step`, which the run's state knows) or a step.
-
-    Only `latest` falls back from a damaged one to another. UserError otherwise.
-    """
-    if which == "latest":
-        return newest_intact(checkpoints_dir, on_damage)
+def select_checkpoint(checkpoints_dir: Path, which: str, *, best_step: int | None = None) -> Path:
+    """The checkpoint that `which` names: best (`best_step`, which the run's state knows) or a step. UserError where
+    there is none, or it is not intact."""
     if which == "best":
         if best_step is None:
             raise UserError(f"no checkpoint in {checkpoints_dir} is known as the best: no validation was recorded")
@@ -123,19 +141,6 @@ def select_checkpoint(checkpoints_dir: Path, which: str, on_damage: OnDamage, *,
         raise UserError(f"no checkpoint of step {step} in {checkpoints_dir} (steps there: {steps})")
     verify_checkpoint(by_step[step])
     return by_step[step]
-
-
-def _newest(checkpoints_dir: Path, on_damage: OnDamage, read: Callable[[Path], _T]) -> _T:
-    wrong = []
-    for path in reversed(candidates(checkpoints_dir)):
-        try:
-            return read(path)
-        except DamagedCheckpointError as error:
-            on_damage(str(error))
-            wrong.append(f"{path.name}: {error.reason}")
-    if not wrong:
-        raise UserError(f"no checkpoint in {checkpoints_dir}: none has been saved there")
-    raise UserError(f"no intact checkpoint in {checkpoints_dir}: {'; '.join(wrong)}")
 
 
 def _read_kind(path: Path, manifest: Manifest, kind: str) -> dict[str, Tensor]:
@@ -172,8 +177,9 @@ def _read_state(path: Path, manifest: Manifest) -> dict[str, Any]:
     return state
 
 
-def _read_manifest(path: Path) -> Manifest:
-    """The manifest, after the check that the folder holds exactly what it names, as plain files of the right sizes."""
+def read_manifest(path: Path) -> Manifest:
+    """The manifest, after the check that the folder holds exactly what it names, as plain files of the right sizes. It
+    finds truncated files, but not files altered in place."""
     try:
         if path.is_symlink() or not path.is_dir():
             raise DamagedCheckpointError(path, "is not a folder")
@@ -211,3 +217,50 @@ def _plain_file_bytes(path: Path, name: str) -> int:
     if not stat.S_ISREG(status.st_mode):
         raise DamagedCheckpointError(path, f"{name} is no plain file")
     return status.st_size
+
+
+def checksum(tensors: Iterable[Tensor]) -> int:
+    """0 <= checksum < 2^62 over the bits of tensors, in their order. Each contributes the sum of its words, which
+    detects different rounding, the purpose here, but not moved elements."""
+    total = 0
+    for tensor in tensors:
+        flat = tensor.detach().contiguous().view(-1)
+        words = flat.view(_WORDS.get(flat.element_size(), torch.uint8))
+        total = (total * _MIX + int(words.sum(dtype=torch.int64))) & _MASK
+    return total
+
+
+# --- into a model
+
+
+@torch.no_grad()
+def load_weights(model: GPT, tensors: Mapping[str, Tensor]) -> None:
+    """Copy weights by name. UserError, with nothing changed, unless names and shapes are exactly the model's."""
+    own = dict(model.named_parameters())
+    require_same_shapes(own, tensors)
+    for name, parameter in own.items():
+        parameter.copy_(tensors[name])
+
+
+def require_weights_of(config: ModelConfig, tensors: Mapping[str, Tensor]) -> None:
+    """UserError unless these are the weights of such a model. Called before a model is built: a configuration from a
+    file may have any size."""
+    if len(tensors) < config.n_layer:
+        raise UserError(
+            f"the checkpoint is of another model: it has {len(tensors):,} tensors for {config.n_layer:,} layers"
+        )
+    with torch.device("meta"):
+        require_same_shapes(dict(GPT(config).named_parameters()), tensors)
+
+
+def require_same_shapes(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+    """UserError unless names and shapes of a checkpoint's `tensors` are exactly the model's."""
+    different = sorted(own.keys() ^ tensors.keys())
+    if different:
+        raise UserError(f"the checkpoint is of another model: {different[0]} is in only one of the two")
+    for name, parameter in own.items():
+        if parameter.shape != tensors[name].shape:
+            raise UserError(
+                f"the checkpoint is of another model: {name} is {tuple(tensors[name].shape)} there, "
+                f"{tuple(parameter.shape)} here"
+            )

@@ -1,4 +1,5 @@
-"""Writing a checkpoint, by one process or by several at the same time: complete and durable, or not there.
+"""Writing a checkpoint, by one process or by several at the same time: complete and durable, or not there. A kill at
+any point does no harm.
 
     temporary = begin_save(...)      rank 0: a hidden folder next to the checkpoint's place
     write_part(temporary, ...)       every rank: its slices into files of its own, flushed to disk
@@ -6,7 +7,8 @@
 
 `save_checkpoint` does all of it in one process. Nothing here communicates: the caller makes sure that each stage is
 done on all ranks before the next begins. Each rank notes its files and their hashes in a hidden file, which the last
-stage reads and removes. Nothing counts before the rename; the next `begin_save` removes what a killed rank left.
+stage reads and removes. Nothing counts before the rename. One save is written at a time (the run directory's lock sees
+to that), so whatever is unfinished when one begins was left by a killed process, and is removed then.
 """
 
 from __future__ import annotations
@@ -18,34 +20,35 @@ import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from gptlab.runtime.files.tensor_file import FileRecord, write_bytes, write_tensors
-from gptlab.training.checkpoint.folder import (
-    publish,
-    remove_tree,
-    settle,
-    step_of_temporary,
-    sweep,
-    temporary_path,
-)
+from gptlab.runtime.files.strict_json import sync_directory
+from gptlab.runtime.files.tensor_file import DamagedFileError, write_bytes, write_tensors
 from gptlab.training.checkpoint.format import (
     KINDS,
+    LEFTOVER_NAME,
     MANIFEST,
+    REPLACED_NAME,
     STATE,
     CheckpointError,
+    TensorSlice,
+    candidates,
     checkpoint_path,
+    entries,
     file_name,
     index_fields,
     list_checkpoints,
     manifest_text,
     merged_index,
+    parse_manifest,
     record_fields,
+    step_of,
+    whole_slices,
 )
-from gptlab.training.checkpoint.slices import TensorSlice, whole_slices
 
 
 def save_checkpoint(
@@ -69,7 +72,7 @@ def save_checkpoint(
     slices = {"model": whole_slices(model), "optimizer": whole_slices(optimizer)}
     temporary = begin_save(checkpoints_dir, step, needed_bytes=_data_bytes(slices))
     try:
-        return _complete(temporary, state, [_write_files(temporary, slices, 0, 1)])
+        return _complete(temporary, state, _write_files(temporary, slices, 0, 1))
     except BaseException:
         remove_tree(temporary)
         raise
@@ -113,7 +116,9 @@ def complete_save(temporary: Path, state: dict[str, Any], *, size: int = 1) -> P
             parts = [json.loads(_part_path(temporary, rank).read_bytes()) for rank in range(size)]
             for rank in range(size):
                 _part_path(temporary, rank).unlink()
-        return _complete(temporary, state, parts)
+        whole = {kind: merged_index([part[kind] for part in parts]) for kind in KINDS}
+        whole["files"] = {name: record for part in parts for name, record in part["files"].items()}
+        return _complete(temporary, state, whole, check=True)
     except BaseException:
         remove_tree(temporary)
         raise
@@ -135,19 +140,27 @@ def _write_files(
     return part
 
 
-def _complete(temporary: Path, state: dict[str, Any], parts: Sequence[Mapping[str, Any]]) -> Path:
+def _complete(temporary: Path, state: dict[str, Any], whole: dict[str, dict[str, Any]], *, check: bool = False) -> Path:
+    """`whole`: what the manifest says of all files. `check`: ValueError if the slices do not tile their tensors."""
     step = step_of_temporary(temporary)
     final = checkpoint_path(temporary.parent, step)
-    files = {
-        name: FileRecord(fields["bytes"], fields["sha256"]) for part in parts for name, fields in part["files"].items()
-    }
-    index = {kind: merged_index([part[kind] for part in parts]) for kind in KINDS}
-    with _refusals(temporary, sum(record.size_bytes for record in files.values())):
-        files[STATE] = write_bytes(temporary / STATE, (json.dumps(state, indent=1, allow_nan=False) + "\n").encode())
-        write_bytes(temporary / MANIFEST, manifest_text(step, files, index))
+    with _refusals(temporary, sum(record["bytes"] for record in whole["files"].values())):
+        text = (json.dumps(state, indent=1, allow_nan=False) + "\n").encode()
+        whole["files"][STATE] = record_fields(write_bytes(temporary / STATE, text))
+        manifest = manifest_text(step, whole)
+        if check:
+            _require_valid(manifest)
+        write_bytes(temporary / MANIFEST, manifest)
         publish(temporary, final)
     settle(temporary.parent)
     return final
+
+
+def _require_valid(manifest: bytes) -> None:
+    try:
+        parse_manifest(manifest)
+    except DamagedFileError as error:
+        raise ValueError(f"these slices make no checkpoint: {error}") from None
 
 
 def _part_path(temporary: Path, rank: int) -> Path:
@@ -172,6 +185,84 @@ def require_json(value: object, where: str = "state") -> None:
         raise ValueError(f"{where} = {value}: JSON has no such number; use None where there is no value yet")
     elif value is not None and type(value) not in (bool, int, float, str):
         raise ValueError(f"{where} is a {type(value).__name__}, which would not read back from JSON as one")
+
+
+# --- how a folder appears and goes, in atomic steps; format.py lists the names
+
+
+def temporary_path(final: Path) -> Path:
+    """Where a checkpoint is written before `publish`."""
+    return final.with_name(f".{final.name}.tmp-{os.getpid()}")
+
+
+def step_of_temporary(path: Path) -> int:
+    """The step of the checkpoint that is written at a `temporary_path`."""
+    match = LEFTOVER_NAME.fullmatch(path.name)
+    assert match is not None
+    return int(match[1])
+
+
+def publish(temporary: Path, final: Path) -> None:
+    """Make a complete and flushed `temporary` the checkpoint `final`, replacing an earlier one of the same step."""
+    sync_directory(temporary)
+    if os.path.lexists(final):
+        _replace(final, temporary)
+    else:
+        os.rename(temporary, final)
+    sync_directory(final.parent)
+
+
+def _replace(final: Path, temporary: Path) -> None:
+    """A folder cannot be renamed onto a filled one, so the former checkpoint is first renamed to a `replaced` name,
+    under which it still counts; `settle` removes it after its successor is durable."""
+    names = (final.with_name(f".{final.name}.replaced-{number}") for number in count())
+    replaced = next(path for path in names if not os.path.lexists(path))
+    os.rename(final, replaced)
+    try:
+        os.rename(temporary, final)
+    except OSError:
+        os.rename(replaced, final)
+        raise
+
+
+def settle(checkpoints_dir: Path) -> None:
+    """After a `publish`: remove replaced checkpoints, or give back their name if no successor came."""
+    for path in reversed(candidates(checkpoints_dir)):
+        if match := REPLACED_NAME.fullmatch(path.name):
+            final = checkpoints_dir / f"step-{match[1]}"
+            # What cannot be renamed or removed now is found again by the next save.
+            with contextlib.suppress(OSError):
+                if os.path.lexists(final):
+                    discard(path)
+                else:
+                    os.rename(path, final)
+
+
+def sweep(checkpoints_dir: Path) -> None:
+    """Remove what killed saves and removals left, as far as possible."""
+    for path in entries(checkpoints_dir):
+        if LEFTOVER_NAME.fullmatch(path.name):
+            remove_tree(path)
+
+
+def discard(path: Path) -> None:
+    """Remove a checkpoint. One rename hides it from every reader, so that nobody sees half of one.
+
+    OSError if it cannot be renamed; it is then still complete. Files that cannot be removed are left to `sweep`.
+    """
+    doomed = path.with_name(f".step-{step_of(path):08d}.removed-{os.getpid()}")
+    remove_tree(doomed)
+    os.rename(path, doomed)
+    remove_tree(doomed)
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a folder, link or file as far as possible; nothing there is no error."""
+    if path.is_symlink() or path.is_file():
+        with contextlib.suppress(OSError):
+            path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 @contextlib.contextmanager

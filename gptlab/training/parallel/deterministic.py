@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -33,8 +34,9 @@ from gptlab.config.run import EXACT_WORLD_SIZES
 from gptlab.model.gpt import GPT
 from gptlab.optim.combined import CombinedOptimizer
 from gptlab.runtime.processes.distributed import Group
-from gptlab.training.parallel.division import BUCKET_BYTES
-from gptlab.training.parallel.single import Single
+from gptlab.training.checkpoint.format import TensorSlice, even_slices
+from gptlab.training.parallel.division import BUCKET_BYTES, consecutive
+from gptlab.training.parallel.strategy import Strategy
 
 SHARDS = max(EXACT_WORLD_SIZES)
 
@@ -49,7 +51,7 @@ class _Sum:
     """0-d"""
 
 
-class Deterministic(Single):
+class Deterministic(Strategy):
     def __init__(self, model: GPT, optimizer: CombinedOptimizer, group: Group, *, micro_batches: int) -> None:
         super().__init__(model, optimizer, group)
         self._tree = ReductionTree(model.parameters(), group, micro_batches=micro_batches)
@@ -62,6 +64,13 @@ class Deterministic(Single):
 
     def finish_reduction(self, loss: Tensor) -> Tensor:
         return self._tree.finish(loss)
+
+    def weight_slices(self) -> list[TensorSlice]:
+        weights = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+        return even_slices(weights, self.group.rank, self.group.size)
+
+    def moment_slices(self) -> list[TensorSlice]:
+        return even_slices(self.optimizer.state_tensors(), self.group.rank, self.group.size)
 
 
 class ReductionTree:
@@ -157,17 +166,8 @@ class ReductionTree:
 
 def in_buckets(parameters: Iterable[Parameter], bucket_bytes: int) -> list[list[Parameter]]:
     """In their order, each of one type and device, and of at most `bucket_bytes` or one parameter."""
-    buckets: list[list[Parameter]] = []
-    size_bytes = 0
-    for parameter in parameters:
-        last = buckets[-1][-1] if buckets else None
-        alike = last is not None and (last.dtype, last.device) == (parameter.dtype, parameter.device)
-        if not alike or size_bytes + parameter.nbytes > bucket_bytes:
-            buckets.append([])
-            size_bytes = 0
-        buckets[-1].append(parameter)
-        size_bytes += parameter.nbytes
-    return buckets
+    alike = groupby(parameters, key=lambda parameter: (parameter.dtype, parameter.device))
+    return [bucket for _, group in alike for bucket in consecutive(group, lambda p: p.nbytes, bucket_bytes)]
 
 
 def held_sums(micro_batches: int) -> int:

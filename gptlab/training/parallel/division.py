@@ -10,12 +10,15 @@ updated together. A bucket has one chunk for each rank: the slices that this ran
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from torch import Tensor
 
-from gptlab.training.checkpoint.slices import TensorSlice, even_slices
+from gptlab.training.checkpoint.format import TensorSlice, even_slices
+
+T = TypeVar("T")
 
 # Small buckets pay their latency often; large ones begin late, and the last one, which nothing hides, is long.
 # torch's DistributedDataParallel takes 25 MiB too (Li et al., VLDB 2020, found 10 to 25 MB best on 16 and 32 GPUs).
@@ -79,7 +82,9 @@ def divide(
     runs = [
         Bucket.of([even_slices({name: parameters[name] for name in names}, rank, n_ranks) for rank in range(n_ranks)])
         for group in adamw_groups
-        for names in _gathered(sorted(group, key=lambda name: place[name], reverse=True), parameters, most)
+        for names in consecutive(
+            sorted(group, key=place.__getitem__, reverse=True), lambda n: parameters[n].numel(), most
+        )
     ]
     stacks: dict[tuple[int, int], list[list[TensorSlice]]] = {_shape(m): [[] for _ in range(n_ranks)] for m in matrices}
     for dealt in rounds:
@@ -89,8 +94,11 @@ def divide(
     units = [*(Bucket.of(dealt) for dealt in rounds), *runs]
     # A bucket is complete with the first of its parameters, the last to get its gradient.
     units.sort(key=lambda unit: min(place[name] for name in unit.names), reverse=True)
+    packed = consecutive(units, lambda unit: unit.chunk * n_ranks, most)
     return Division(
-        tuple(_packed(units, n_ranks, most)), {shape: Bucket.of(dealt) for shape, dealt in stacks.items()}, tuple(runs)
+        tuple(_joined(buckets, n_ranks) for buckets in packed),
+        {shape: Bucket.of(dealt) for shape, dealt in stacks.items()},
+        tuple(runs),
     )
 
 
@@ -125,28 +133,18 @@ def _deal(matrices: Sequence[TensorSlice], n_ranks: int) -> list[list[list[Tenso
     return rounds
 
 
-def _gathered(names: Iterable[str], parameters: Mapping[str, Tensor], most: int) -> list[list[str]]:
-    """Consecutive parameters together, up to `most` elements."""
-    gathered: list[list[str]] = []
-    elements = 0
-    for name in names:
-        if not gathered or elements + parameters[name].numel() > most:
-            gathered.append([])
-            elements = 0
-        gathered[-1].append(name)
-        elements += parameters[name].numel()
-    return gathered
+def consecutive(items: Iterable[T], size: Callable[[T], int], most: int) -> list[list[T]]:
+    """Consecutive items together, up to a sum of their sizes of `most`, or one item."""
+    groups: list[list[T]] = []
+    total = 0
+    for item in items:
+        if not groups or total + size(item) > most:
+            groups.append([])
+            total = 0
+        groups[-1].append(item)
+        total += size(item)
+    return groups
 
 
-def _packed(units: Sequence[Bucket], n_ranks: int, most: int) -> list[Bucket]:
-    """Consecutive buckets together, up to `most` elements."""
-    packed: list[list[list[TensorSlice]]] = []
-    elements = 0
-    for unit in units:
-        if not packed or elements + unit.chunk * n_ranks > most:
-            packed.append([[] for _ in range(n_ranks)])
-            elements = 0
-        for rank, owned in enumerate(unit.slices):
-            packed[-1][rank].extend(owned)
-        elements += unit.chunk * n_ranks
-    return [Bucket.of(dealt) for dealt in packed]
+def _joined(buckets: Sequence[Bucket], n_ranks: int) -> Bucket:
+    return Bucket.of([[one for bucket in buckets for one in bucket.slices[rank]] for rank in range(n_ranks)])

@@ -15,17 +15,15 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from gptlab.config.run import RunConfig
+from gptlab.model.counting import fused_rows, parameter_roles
 from gptlab.model.gpt import GPT
 from gptlab.model.init import initial_weights
 from gptlab.model.kernels.ops import load_kernels
-from gptlab.model.roles import fused_rows, parameter_roles
 from gptlab.optim.adamw import AdamW
-from gptlab.optim.clip import sum_of_squares
-from gptlab.optim.combined import CombinedOptimizer
-from gptlab.optim.groups import divide_by_optimizer
+from gptlab.optim.combined import CombinedOptimizer, divide_by_optimizer, sum_of_squares
 from gptlab.runtime.processes.distributed import Group
-from gptlab.training.checkpoint.slices import TensorSlice
-from gptlab.training.checkpoint.weights import require_same_shapes
+from gptlab.training.checkpoint.format import TensorSlice
+from gptlab.training.checkpoint.load import require_same_shapes
 from gptlab.training.parallel.fsdp_model import (
     as_forward,
     reshard,
@@ -70,7 +68,7 @@ class Fsdp(Strategy):
             for name, shard in self.shards.items()
             if shard.here.numel() or name in by_muon
         ]
-        matrices, groups = divide_by_optimizer(parameters, config.optim, row_splits)
+        matrices, groups = divide_by_optimizer(parameters, config.optim)
         self._muon = None
         if matrices:
             sharded = [ShardedMatrix(name, here, self.shards[name].rows) for name, here in matrices.items()]

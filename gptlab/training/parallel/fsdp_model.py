@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from gptlab.model.gpt import GPT
-from gptlab.training.checkpoint.slices import TensorSlice
+from gptlab.training.checkpoint.format import TensorSlice
 
 P = ParamSpec("P")
 R = TypeVar("R")

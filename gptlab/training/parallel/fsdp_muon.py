@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -76,7 +77,7 @@ class ShardedMuon:
     ) -> None:
         """`row_splits` as for `build_optimizer`. Every rank passes the same matrices in the same order."""
         self.parameters = {matrix.name: matrix.parameter for matrix in matrices}
-        self.row_splits = {m.name: row_split(m.name, m.shape, config, row_splits) for m in matrices}
+        self.row_splits = {m.name: row_split(m.name, m.shape[0], config, row_splits) for m in matrices}
         self._config = config
         self._compute_dtype = compute_dtype
         self._group = group
@@ -114,7 +115,7 @@ class ShardedMuon:
         flat = one.matrices[0].parameter.new_zeros(0, requires_grad=False)
         if one.rows[self._group.rank] > 0:
             means = [self._momentum[m.name] for m in one.matrices]
-            gradients = [_gradient(m) for m in one.matrices]
+            gradients = [cast(Tensor, m.parameter.grad) for m in one.matrices]
             ours = directions(means, gradients, momentum, self._config.nesterov)
             flat = torch.stack(ours).view(-1)
         rank = self._group.rank
@@ -191,9 +192,3 @@ class ShardedMuon:
 
 def _cost(split: Sequence[int], matrix: ShardedMatrix) -> int:
     return sum(multiplications(rows, matrix.parameter.size(1)) for rows in split)
-
-
-def _gradient(matrix: ShardedMatrix) -> Tensor:
-    if matrix.parameter.grad is None:
-        raise RuntimeError(f"{matrix.name} has no gradient")
-    return matrix.parameter.grad

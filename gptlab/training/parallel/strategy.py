@@ -1,16 +1,15 @@
 """How the processes of a run share its weights, gradients, moments and updates: one interface, a few strategies.
 
-    single         one process
-    zero           replicated weights, sharded gradients, moments and update
-    fsdp           everything sharded (torch FSDP2)
-    deterministic  everything replicated; gradients summed in an order that does not depend on the number of processes
+    Strategy       one process; what the others override
+    Zero           replicated weights, sharded gradients, moments and update
+    Fsdp           everything sharded (torch FSDP2)
+    Deterministic  everything replicated; gradients summed in an order that does not depend on the number of processes
 
 The model, the optimizer, the step, the loop and the checkpoint format read as if there were one process.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ParamSpec, TypeVar
@@ -21,13 +20,12 @@ from torch.nn import Parameter
 
 from gptlab.config.roles import Role
 from gptlab.config.run import RunConfig
+from gptlab.model.counting import fused_rows, parameter_roles
 from gptlab.model.gpt import GPT
-from gptlab.model.roles import fused_rows, parameter_roles
-from gptlab.optim.clip import joint_norm
-from gptlab.optim.combined import CombinedOptimizer
-from gptlab.optim.groups import build_optimizer
+from gptlab.optim.combined import CombinedOptimizer, build_optimizer, joint_norm
 from gptlab.runtime.processes.distributed import Group
-from gptlab.training.checkpoint.slices import TensorSlice
+from gptlab.training.checkpoint.format import TensorSlice, whole_slices
+from gptlab.training.checkpoint.load import load_weights
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -35,9 +33,9 @@ Compile = Callable[[Callable[..., Tensor]], Callable[..., Tensor]]
 """A function -> the same, compiled."""
 
 
-class Strategy(ABC):
-    """Every method is called by all ranks at the same place. What a method does here is right where every process
-    holds all weights and moments and makes the whole update."""
+class Strategy:
+    """One process, which holds all weights and moments and makes the whole update. Of several, every method is called
+    by all ranks at the same place."""
 
     is_sharded = False
     """Whether a process holds only a part of the weights, and needs the others for every forward pass."""
@@ -54,19 +52,19 @@ class Strategy(ABC):
         """The positions of this rank's micro-batches in the order in which they are computed."""
         return range(len(micro_indices))
 
-    def start_reduction(self) -> None:  # noqa: B027 -- nothing to do is a good default
+    def start_reduction(self) -> None:
         """Called before the backward pass of this rank's last micro-batch."""
 
     def after_micro_batch(self, micro_index: int, loss: Tensor) -> Tensor:
         """Called after each backward pass with the sum of the losses so far (0-d); returns the sum to continue with."""
         return loss
 
-    @abstractmethod
     def finish_reduction(self, loss: Tensor) -> Tensor:
         """Wait until the gradients of `updated_weights` are the sums over all ranks; returns the sum of `loss` (0-d).
         A rank without a micro-batch adds zeros."""
+        return loss
 
-    def use_local_gradients(self) -> None:  # noqa: B027
+    def use_local_gradients(self) -> None:
         """For a warm-up: give `updated_weights` the gradients of this process alone, without the other ranks."""
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor | None]]:
@@ -86,9 +84,6 @@ class Strategy(ABC):
     def total_norm(self, gradients: list[Tensor]) -> Tensor:
         """The joint L2 norm over all ranks of the gradients of `updated_weights`; 0-d float64."""
         return joint_norm(gradients)
-
-    def share_overflow(self) -> None:  # noqa: B027
-        """Make the loss scaler of every rank see an overflow on any of them."""
 
     # --- the update
 
@@ -116,26 +111,26 @@ class Strategy(ABC):
         """The weights that all ranks hold, with the same bits on each."""
         return list(self.model.parameters())
 
-    @abstractmethod
     def weight_slices(self) -> list[TensorSlice]:
         """The weights that this rank saves: live views. The slices of all ranks tile every weight."""
+        return whole_slices({name: parameter.detach() for name, parameter in self.model.named_parameters()})
 
-    @abstractmethod
     def moment_slices(self) -> list[TensorSlice]:
         """The same of the optimizer's state."""
-
-    @abstractmethod
-    def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take over whole weights by name, of which this rank keeps what it holds. UserError, with nothing changed,
-        unless they are exactly the model's."""
-
-    @abstractmethod
-    def load_moments(self, tensors: Mapping[str, Tensor], json: Mapping[str, Any]) -> None:
-        """The same of the optimizer's state. Errors as `CombinedOptimizer.load_state`."""
+        return whole_slices(self.optimizer.state_tensors())
 
     def moments_json(self) -> dict[str, Any]:
         """What a checkpoint says of the optimizer's state beside its tensors; the same on every rank."""
         return self.optimizer.state_json()
+
+    def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take over whole weights by name, of which this rank keeps what it holds. UserError, with nothing changed,
+        unless they are exactly the model's."""
+        load_weights(self.model, tensors)
+
+    def load_moments(self, tensors: Mapping[str, Tensor], json: Mapping[str, Any]) -> None:
+        """The same of the optimizer's state. Errors as `CombinedOptimizer.load_state`."""
+        self.optimizer.load_state(tensors, json)
 
     # --- forward passes
 

@@ -23,15 +23,12 @@ from torch.nn import Parameter
 
 from gptlab.config.run import RunConfig
 from gptlab.model.gpt import GPT
-from gptlab.model.roles import fused_rows
 from gptlab.optim.adamw import AdamW
-from gptlab.optim.clip import sum_of_squares
-from gptlab.optim.combined import CombinedOptimizer
-from gptlab.optim.groups import divide_by_optimizer
+from gptlab.optim.combined import CombinedOptimizer, divide_by_optimizer, sum_of_squares
 from gptlab.optim.muon import Muon, second_moment_sizes
 from gptlab.runtime.processes.distributed import Group, Pending
-from gptlab.training.checkpoint.slices import TensorSlice, even_slices
-from gptlab.training.checkpoint.weights import load_weights
+from gptlab.training.checkpoint.format import TensorSlice, even_slices
+from gptlab.training.checkpoint.load import load_weights
 from gptlab.training.parallel.division import BUCKET_BYTES, Bucket, Division, divide
 from gptlab.training.parallel.strategy import Strategy, named_roles, optimizer_layout
 
@@ -60,7 +57,7 @@ class Zero(Strategy):
         self.owned = {one.key: one for one in mine}
         leaves = {one.key: Parameter(one.tensor) for one in mine}
         parameters = [(key, leaf, roles[self.owned[key].name]) for key, leaf in leaves.items()]
-        matrices, groups = divide_by_optimizer(parameters, config.optim, {})
+        matrices, groups = divide_by_optimizer(parameters, config.optim)
         self._muon = None
         if matrices:
             self._muon = Muon(matrices, config.optim.muon, compute_dtype=model.compute_dtype, row_splits={})
@@ -107,6 +104,7 @@ class Zero(Strategy):
         last.wait()
         self._next = 0
         self._unsent.clear()
+        self.share_overflow()
         return total
 
     def use_local_gradients(self) -> None:
@@ -122,6 +120,7 @@ class Zero(Strategy):
         return self.group.sum(sum_of_squares(gradients, self._device), "gradient norm").sqrt()
 
     def share_overflow(self) -> None:
+        """Make the loss scaler of every rank see an overflow on any of them."""
         if self._overflow_flag is None:
             return
         broken = [~p.grad.isfinite().all() for p in self.updated_weights() if p.grad is not None]
@@ -260,8 +259,8 @@ class Zero(Strategy):
 
 def divide_model(model: GPT, config: RunConfig, n_ranks: int, *, bucket_bytes: int = BUCKET_BYTES) -> Division:
     """What each of `n_ranks` updates."""
-    roles, splits = named_roles(model), fused_rows(model)
-    _, groups = divide_by_optimizer(roles, config.optim, splits)
+    roles = named_roles(model)
+    _, groups = divide_by_optimizer(roles, config.optim)
     layout = optimizer_layout(model, config)
     matrices: list[TensorSlice] = []
     for name, rows in (layout.muon.row_splits if layout.muon else {}).items():

@@ -31,8 +31,7 @@ from gptlab.model.interop.pretrained import require_fits
 from gptlab.runtime.hardware.place import place_of
 from gptlab.runtime.records.console import Console
 from gptlab.training.checkpoint.format import list_checkpoints
-from gptlab.training.checkpoint.load import load_checkpoint
-from gptlab.training.checkpoint.weights import load_weights
+from gptlab.training.checkpoint.load import load_checkpoint, load_weights
 
 GPT2_PARTS: dict[str, Any] = {
     "model.norm": "layernorm", "model.position": "learned", "model.activation": "gelu", "model.bias": True,

@@ -15,8 +15,8 @@ from torch import Tensor
 from gptlab.config.model import ModelConfig
 from gptlab.config.roles import Role
 from gptlab.model.attention import apply_rotary, rotary_tables
+from gptlab.model.counting import fused_rows, parameter_roles
 from gptlab.model.gpt import GPT, RMSNorm, build_model
-from gptlab.model.roles import fused_rows, parameter_roles
 
 CPU = torch.device("cpu")
 PLAIN = ModelConfig(

@@ -15,11 +15,9 @@ from gptlab.config.errors import UserError
 from gptlab.config.optim import AdamWConfig, MuonConfig, OptimConfig
 from gptlab.config.recipes import autoresearch
 from gptlab.config.roles import Role
-from gptlab.optim.clip import clip_gradients
-from gptlab.optim.combined import CombinedOptimizer
-from gptlab.optim.groups import build_optimizer, role_config
+from gptlab.optim.combined import CombinedOptimizer, build_optimizer, clip_gradients, role_config
 from gptlab.runtime.processes.distributed import Group
-from gptlab.training.parallel.single import Single
+from gptlab.training.parallel.strategy import Strategy
 
 SHAPES: dict[str, tuple[tuple[int, ...], Role]] = {
     "embedding.weight": ((10, 8), Role.EMBEDDING),
@@ -293,20 +291,6 @@ def test_muon_and_adamw_divide_the_parameters() -> None:
     assert make(matrices).adamw is None
 
 
-def test_parameters_that_cannot_be_grouped() -> None:
-    p = torch.nn.Parameter(torch.zeros(4, 4))
-    build = {"config": OptimConfig(), "compute_dtype": torch.float32}
-    with pytest.raises(ValueError, match="b is already in the optimizer, as a"):
-        build_optimizer([("a", p, Role.MATRIX), ("b", p, Role.HEAD)], **build)
-    other = torch.nn.Parameter(torch.zeros(4, 4))
-    with pytest.raises(ValueError, match="a is already in the optimizer"):
-        build_optimizer([("a", p, Role.MATRIX), ("a", other, Role.MATRIX)], **build)
-    with pytest.raises(ValueError, match="'bogus' is not a valid Role"):
-        build_optimizer([("a", p, "bogus")], **build)  # type: ignore[list-item]
-    with pytest.raises(ValueError, match="row split is given for b"):
-        build_optimizer([("a", p, Role.MATRIX)], row_splits={"b": (2, 2)}, **build)
-
-
 def test_a_missing_gradient_is_an_error() -> None:
     weights = make_weights()
     optimizer = make(weights)
@@ -323,7 +307,7 @@ def test_gradient_scaler_unscales_steps_and_skips() -> None:
     """The combination that fp16 needs: torch's scaler sees all parameters, and skips the step on an overflow."""
     weights, reference = make_weights(), make_weights()
     optimizer, plain = make(weights), make(reference)
-    strategy = Single(cast(Any, None), optimizer, Group())
+    strategy = Strategy(cast(Any, None), optimizer, Group())
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     scaler.scale(torch.zeros(()))
     set_gradients(weights, 0)

@@ -17,7 +17,7 @@ from torch import Tensor
 from gptlab.app.session import open_session
 from gptlab.config.run import RunConfig
 from gptlab.data.rows import RowSource
-from gptlab.optim.clip import clip_gradients, joint_norm
+from gptlab.optim.combined import clip_gradients, joint_norm
 from gptlab.runtime.hardware.place import place_of
 from gptlab.runtime.processes.distributed import Group
 from gptlab.runtime.records.console import Console

@@ -304,9 +304,6 @@ def test_no_gradient_no_update() -> None:
     weights["w"].grad = torch.zeros(4, 4, dtype=torch.float64)
     muon(weights, weight_decay=0.0).step(1.0, 0.9, 1.0)
     assert torch.equal(weights["w"].detach(), before)
-    weights["w"].grad = None
-    with pytest.raises(RuntimeError, match="w has no gradient"):
-        muon(weights).step(1.0, 0.9, 1.0)
 
 
 @pytest.mark.parametrize("compute_dtype", [torch.float32, torch.bfloat16])
@@ -322,5 +319,3 @@ def test_state_and_weights_stay_float32(compute_dtype: torch.dtype) -> None:
 def test_wrong_parameters() -> None:
     with pytest.raises(ValueError, match=r"v has shape \(4,\)"):
         muon({"v": torch.nn.Parameter(torch.zeros(4))})
-    with pytest.raises(ValueError, match="does not add up to its 12 rows"):
-        muon(parameters({"qkv": (12, 4)}), row_splits={"qkv": (4, 4)})

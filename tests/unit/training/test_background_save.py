@@ -33,7 +33,7 @@ import gptlab
 from gptlab.runtime.records.metrics import MetricsLog, read_metrics
 from gptlab.training import step as step_module
 from gptlab.training.checkpoint import saver as saver_module
-from gptlab.training.checkpoint.background import BackgroundSaver, Snapshots
+from gptlab.training.checkpoint.background import BackgroundSaver, ConcurrentSaver, Snapshots
 from gptlab.training.checkpoint.format import CheckpointError, checkpoint_path, list_checkpoints
 from gptlab.training.checkpoint.load import load_checkpoint, verify_checkpoint
 from gptlab.training.checkpoint.write import save_checkpoint
@@ -173,7 +173,7 @@ class TestOrder:
         training stood still is told, and no part of its clock."""
         writing: list[int] = []
         waited_for = {step: threading.Event() for step in range(2, 13, 2)}
-        wait = saver_module.CheckpointSaver.wait
+        wait = ConcurrentSaver.wait
 
         def begin(step: int) -> None:
             assert writing == [], "one at a time"
@@ -188,7 +188,7 @@ class TestOrder:
                     waited_for[saves._request.step].set()
                 wait(saves, state)
 
-            monkeypatch.setattr(saver_module.CheckpointSaver, "wait", waiting)
+            monkeypatch.setattr(ConcurrentSaver, "wait", waiting)
             when_saving(monkeypatch, begin, after=writing.remove)
             code, out, _ = command(["train", *arguments(folder, "slow", {"checkpoint.every_steps": 2})])
         assert code == 0

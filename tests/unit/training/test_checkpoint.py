@@ -18,16 +18,15 @@ from gptlab.runtime.files.tensor_file import (
     write_bytes,
     write_tensors,
 )
-from gptlab.training.checkpoint.folder import retain
 from gptlab.training.checkpoint.format import DamagedCheckpointError, list_checkpoints
 from gptlab.training.checkpoint.load import (
-    check_manifest,
     load_checkpoint,
     load_newest,
-    newest_intact,
+    read_manifest,
     select_checkpoint,
     verify_checkpoint,
 )
+from gptlab.training.checkpoint.retention import retain
 from gptlab.training.checkpoint.write import save_checkpoint
 
 FILES = ["manifest.json", "model.safetensors", "optimizer.safetensors", "state.json"]
@@ -125,7 +124,7 @@ def test_any_damaged_file_makes_the_one_before_the_newest(tmp_path: Path, name: 
     with pytest.raises(DamagedCheckpointError, match=name):
         verify_checkpoint(newer)
     lines: list[str] = []
-    assert newest_intact(tmp_path, lines.append) == tmp_path / "step-00000010"
+    assert load_newest(tmp_path, lines.append).path == tmp_path / "step-00000010"
     assert len(lines) == 1
     assert str(newer) in lines[0]
     assert "\n" not in lines[0]
@@ -142,7 +141,7 @@ def test_a_file_that_grew_is_damage_before_anything_of_it_is_read(tmp_path: Path
     size = grown.stat().st_size
     with grown.open("ab") as file:
         file.write(b" ")
-    for check in (check_manifest, verify_checkpoint, load_checkpoint):
+    for check in (read_manifest, verify_checkpoint, load_checkpoint):
         with pytest.raises(DamagedCheckpointError, match=f"{name} has {size + 1:,} bytes, its manifest says {size:,}"):
             check(grown.parent)
     retain(tmp_path, keep_last=1, keep_every_steps=None, best_step=None)
@@ -241,7 +240,7 @@ def test_a_linked_folder_and_a_file_in_its_place_are_damage(tmp_path: Path) -> N
     (checkpoints / "step-00000011").write_bytes(b"")
     lines: list[str] = []
     with pytest.raises(UserError, match=r"step-00000011.*step-00000010"):
-        newest_intact(checkpoints, lines.append)
+        load_newest(checkpoints, lines.append)
     assert len(lines) == 2
 
 
@@ -256,7 +255,7 @@ def test_no_intact_checkpoint_lists_what_is_wrong_with_each(tmp_path: Path) -> N
     for step, harmed in ((1, "model.safetensors"), (2, "state.json")):
         (save_small(tmp_path, step) / harmed).unlink()
     with pytest.raises(UserError) as caught:
-        newest_intact(tmp_path, lambda line: None)
+        load_newest(tmp_path, lambda line: None)
     text = str(caught.value)
     assert "step-00000001: has no model.safetensors" in text
     assert "step-00000002: has no state.json" in text
@@ -267,7 +266,7 @@ def test_no_intact_checkpoint_lists_what_is_wrong_with_each(tmp_path: Path) -> N
 def test_no_checkpoint_at_all(tmp_path: Path, folder: str) -> None:
     assert list_checkpoints(tmp_path / folder) == []
     with pytest.raises(UserError, match="none has been saved"):
-        newest_intact(tmp_path / folder, fail_on_damage)
+        load_newest(tmp_path / folder, fail_on_damage)
 
 
 # --- which one --------------------------------------------------------------------------------------------------------
@@ -279,7 +278,7 @@ def test_checkpoints_are_listed_by_step_and_nothing_else_is(tmp_path: Path) -> N
     for name in (".step-00000007.tmp-1", ".step-00000008.removed-1", "step-7", "step-0000000000009", "steps", "step-x"):
         (tmp_path / name).mkdir()
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000005", "step-00001000", "step-100000000"]
-    assert newest_intact(tmp_path, fail_on_damage).name == "step-100000000"
+    assert load_newest(tmp_path, fail_on_damage).path.name == "step-100000000"
 
 
 def test_selection(tmp_path: Path) -> None:
@@ -287,9 +286,8 @@ def test_selection(tmp_path: Path) -> None:
         save_small(tmp_path, step)
 
     def selected(which: str, best_step: int | None = None) -> str:
-        return select_checkpoint(tmp_path, which, fail_on_damage, best_step=best_step).name
+        return select_checkpoint(tmp_path, which, best_step=best_step).name
 
-    assert selected("latest") == "step-00000030"
     assert selected("best", best_step=20) == "step-00000020"
     assert selected("10") == "step-00000010"
     with pytest.raises(UserError, match="no validation"):
@@ -302,4 +300,3 @@ def test_selection(tmp_path: Path) -> None:
     flip(tmp_path / "step-00000030" / "state.json")
     with pytest.raises(DamagedCheckpointError):
         selected("30")
-    assert select_checkpoint(tmp_path, "latest", lambda line: None).name == "step-00000020"

@@ -15,9 +15,15 @@ from oracle_checkpoint import flip, same_bits, save_small, small_contents, tree
 from safetensors.torch import load_file
 from torch import Tensor
 
-from gptlab.training.checkpoint.format import CheckpointError, DamagedCheckpointError, file_name, list_checkpoints
+from gptlab.training.checkpoint.format import (
+    CheckpointError,
+    DamagedCheckpointError,
+    TensorSlice,
+    even_slices,
+    file_name,
+    list_checkpoints,
+)
 from gptlab.training.checkpoint.load import load_checkpoint, verify_checkpoint
-from gptlab.training.checkpoint.slices import TensorSlice, even_slices
 from gptlab.training.checkpoint.write import begin_save, complete_save, write_part
 
 Tensors = dict[str, Tensor]

@@ -19,16 +19,15 @@ from gptlab.config.model import ModelConfig
 from gptlab.config.optim import AdamWConfig, MuonConfig, OptimConfig
 from gptlab.config.run import RunConfig
 from gptlab.data.rows import RowSource
+from gptlab.model.counting import fused_rows
 from gptlab.model.gpt import build_model
-from gptlab.model.roles import fused_rows
 from gptlab.optim import muon as muon_module
-from gptlab.optim.combined import CombinedOptimizer
-from gptlab.optim.groups import build_optimizer
+from gptlab.optim.combined import CombinedOptimizer, build_optimizer
 from gptlab.runtime.hardware.place import place_of
 from gptlab.runtime.processes.distributed import Group, Pending, World
 from gptlab.runtime.records.console import Console
+from gptlab.training.checkpoint.format import TensorSlice
 from gptlab.training.checkpoint.load import load_checkpoint
-from gptlab.training.checkpoint.slices import TensorSlice
 from gptlab.training.checkpoint.write import begin_save, complete_save, write_part
 from gptlab.training.parallel.division import Bucket, Division, divide
 from gptlab.training.parallel.strategy import named_roles

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from oracle_checkpoint import save_small, tree
 
-from gptlab.training.checkpoint.folder import retain
 from gptlab.training.checkpoint.format import DamagedCheckpointError, list_checkpoints
-from gptlab.training.checkpoint.load import newest_intact, verify_checkpoint
+from gptlab.training.checkpoint.load import load_newest, verify_checkpoint
+from gptlab.training.checkpoint.retention import retain
 
 
 @pytest.fixture(autouse=True)
@@ -88,7 +88,7 @@ def test_a_damaged_newest_one_holds_no_place_and_stays(tmp_path: Path, in_place:
     damage(tmp_path / "step-00000040", in_place=in_place)
     retain(tmp_path, keep_last=1, keep_every_steps=None, best_step=None)
     assert steps(tmp_path) == [30, 40]
-    assert newest_intact(tmp_path, lambda line: None).name == "step-00000030"
+    assert load_newest(tmp_path, lambda line: None).path.name == "step-00000030"
 
 
 def test_all_damaged_and_nothing_goes(tmp_path: Path) -> None:

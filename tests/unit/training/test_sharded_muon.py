@@ -173,11 +173,3 @@ def test_rows_travel_while_owners_work() -> None:
     assert order[:4] == ["0 begun", "1 begun", "0 waited", "2 begun"]
     assert order[-4:] == ["2 waited", "4 waited", "6 waited", "7 waited"]
     assert len(order) == 2 * 2 * rounds
-
-
-def test_a_missing_gradient_is_named() -> None:
-    muon = ShardedMuon(
-        matrices(0, 1), MuonConfig(), compute_dtype=torch.float64, row_splits=SPLITS, group=Desk(Post(1), 0)
-    )
-    with pytest.raises(RuntimeError, match=r"has no gradient"):
-        muon.step(1.0, 0.9, 1.0)
