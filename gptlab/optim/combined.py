@@ -132,17 +132,11 @@ def build_optimizer(
     compute_dtype: torch.dtype,
     row_splits: Mapping[str, tuple[int, ...]] | None = None,
 ) -> CombinedOptimizer:
-    """One optimizer over all parameters, each in exactly one group.
+    """One optimizer over all parameters. `compute_dtype`: type of Muon's matrix products.
 
-    Args:
-        parameters: (name, parameter, role) of each.
-        config: settings by role.
-        compute_dtype: type of Muon's matrix products.
-        row_splits: rows of each part of a fused matrix, by parameter name, where Muon treats the parts as matrices of
-            their own. modded-nanogpt splits whatever has three times as many rows as columns. Here the caller says
-            what is fused: an MLP of ratio 3 has that shape too, and parts may be unequal.
-
-    Raises ValueError when a split does not fit.
+    `row_splits`: rows of each part of a fused matrix, by parameter name, where Muon treats the parts as matrices of
+    their own. modded-nanogpt splits whatever has three times as many rows as columns. Here the caller says what is
+    fused: an MLP of ratio 3 has that shape too, and parts may be unequal.
     """
     matrices, groups = divide_by_optimizer(parameters, config)
     muon = Muon(matrices, config.muon, compute_dtype=compute_dtype, row_splits=row_splits or {}) if matrices else None

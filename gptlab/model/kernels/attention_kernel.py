@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from gptlab.model.kernels.library import kernel_library
+from gptlab.model.kernels.library import Library, kernel_library
 
 _UNLIMITED = 2**62
 """The window of full attention."""
@@ -39,7 +39,7 @@ class _Attention(torch.autograd.Function):
 @functools.cache
 def attention_kernel_available() -> bool:
     """Build or load the library; whether that succeeded."""
-    if kernel_library() is None:
+    if not isinstance(kernel_library(), Library):
         return False
     torch.library.register_fake("gptlab::attention_forward", _forward_shapes)
     torch.library.register_fake("gptlab::attention_backward", _backward_shapes)

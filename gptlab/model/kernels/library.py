@@ -44,24 +44,15 @@ class Library:
     bytes, wherever torch and gptlab are installed."""
 
 
-def kernel_library() -> Library | None:
-    """The kernels, with torch.ops.gptlab as their operators, or None if they cannot be built. The first call in a
-    process builds them unless the cache has them."""
-    return _library_or_problem()[0]
-
-
-def kernel_library_problem() -> str | None:
-    """Why `kernel_library` is None, in one line. None if it is not, and on Windows, which is not supported."""
-    return _library_or_problem()[1]
-
-
 @functools.cache
-def _library_or_problem() -> tuple[Library | None, str | None]:
+def kernel_library() -> Library | str | None:
+    """The kernels, with torch.ops.gptlab as their operators; the first call in a process builds them unless the cache
+    has them. A line that says why they cannot be built; None on Windows, which is not supported."""
     if sys.platform == "win32":  # its compilers take other options
-        return None, None
+        return None
     compiler = cxx_compiler()
     if compiler is None:
-        return None, "no C++ compiler (g++ or clang++) was found"
+        return "no C++ compiler (g++ or clang++) was found"
     torch_folder = Path(torch.__file__).parent
     # No path of an installation gets into the library, so that its hash says what it computes and nothing else.
     maps = (f"-ffile-prefix-map={torch_folder}=torch", f"-ffile-prefix-map={_FOLDER}=gptlab")
@@ -70,14 +61,14 @@ def _library_or_problem() -> tuple[Library | None, str | None]:
     if sys.platform == "darwin":  # elsewhere the loader takes the libtorch_cpu that is loaded already
         libraries.append(f"-Wl,-rpath,{torch_folder / 'lib'}")
     try:
-        return load_built(compiler, (*_SOURCES, _OPERATORS), flags, libraries), None
+        return load_built(compiler, (*_SOURCES, _OPERATORS), flags, libraries)
     except subprocess.TimeoutExpired as error:
-        return None, f"{compiler} did not finish within {error.timeout:.0f} s"
+        return f"{compiler} did not finish within {error.timeout:.0f} s"
     except subprocess.CalledProcessError as error:
-        return None, f"{compiler} failed: {_first_error(error)}"
+        return f"{compiler} failed: {_first_error(error)}"
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""
-        return None, f"it cannot be built in the cache: {error.strerror or error}{where}"
+        return f"it cannot be built in the cache: {error.strerror or error}{where}"
 
 
 def load_built(compiler: str, sources: Sequence[Path], flags: Sequence[str], libraries: Sequence[str] = ()) -> Library:

@@ -96,10 +96,12 @@ def missing_kernels(device: torch.device, dtype: torch.dtype) -> str | None:
     """A warning with the reason, if the C++ kernels suit but could not be built; otherwise None."""
     if not suits_kernels(device, dtype):
         return None
-    from gptlab.model.kernels.library import kernel_library_problem
+    from gptlab.model.kernels.library import kernel_library
 
-    problem = kernel_library_problem()
-    return problem and f"attention is computed without gptlab's C++ kernel, which is slower: {problem}"
+    problem = kernel_library()
+    if not isinstance(problem, str):
+        return None
+    return f"attention is computed without gptlab's C++ kernel, which is slower: {problem}"
 
 
 def implementations(device: torch.device, dtype: torch.dtype) -> dict[str, str]:
@@ -110,10 +112,10 @@ def implementations(device: torch.device, dtype: torch.dtype) -> dict[str, str]:
     """
     found = {"attention": "torch", "linear": "torch"}
     if suits_kernels(device, dtype) and _attention_kernel is not None:
-        from gptlab.model.kernels.library import kernel_library
+        from gptlab.model.kernels.library import Library, kernel_library
 
         library = kernel_library()
-        assert library is not None
+        assert isinstance(library, Library)
         found["attention"] = f"kernels {library.sha256}"
     if device.type == "cpu":
         found["vectors"] = torch.backends.cpu.get_cpu_capability()

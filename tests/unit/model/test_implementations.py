@@ -15,7 +15,7 @@ from tiny_runs import arguments, command, killed_at, train
 
 from gptlab.app.repeat import implementations_changed as changed
 from gptlab.model.kernels import attention_kernel
-from gptlab.model.kernels.library import kernel_library
+from gptlab.model.kernels.library import Library, kernel_library
 from gptlab.model.kernels.ops import implementations
 from gptlab.runtime.hardware.device import compiler_available
 from gptlab.training.checkpoint.format import list_checkpoints
@@ -46,7 +46,7 @@ def of_checkpoint(run: Path) -> dict[str, str]:
 def test_run_and_checkpoint_name_the_library_by_its_hash(folder: Path) -> None:
     run = train(folder, "recorded", steps=1)
     library = kernel_library()
-    assert library is not None
+    assert isinstance(library, Library)
     sha256 = hashlib.sha256(Path(library.functions._name).read_bytes()).hexdigest()
     assert recorded(run)["attention"] == f"kernels {sha256[:32]}"
     assert recorded(run)["linear"] == "torch"
