@@ -129,7 +129,8 @@ class RunRequest:
         """The configuration of a new run. `measure` times a configuration's steps on this machine; it is called only
         where the recipe sizes itself by the machine."""
         name = self.recipe or DEFAULT_RECIPE
-        self.require_own_arguments(name)
+        if self.recipe_arguments:
+            self.require_own_arguments(name)
 
         def recipe(depth: int | None, machine: Machine | None) -> RunConfig:
             return configure(name, depth=depth, horizon=self.horizon, machine=machine, own=self.recipe_arguments)

@@ -153,23 +153,30 @@ def _configured(attempt: Attempt, request: RunRequest) -> tuple[RunConfig, Machi
     measured: list[Machine] = []
 
     def measure(config: RunConfig) -> Machine:
-        from gptlab.bench.training_rate import timed_machine
-
-        def silent(text: str) -> None:
-            pass  # the run itself will warn, once, of what is wrong with a compiler
-
-        with attempt.console.busy("compiling and timing steps, to size the model"):
-            measured.append(timed_machine(config, attempt.group.world, silent, silent))
+        measured.append(_timed(config, attempt))
         return measured[-1]
 
-    # All ranks use rank 0's measurements: those of each rank could give several sizes.
-    group = attempt.group
-    if group.is_main:
-        config = request.config(measure)
-        group.broadcast("machine", [asdict(machine) for machine in measured])
-    else:
-        measured = [Machine(**values) for values in group.broadcast("machine")]
-        # A rank that was started with another recipe may ask for more; `require_same_run` then refuses it.
-        replayed = iter(measured)
-        config = request.config(lambda _: next(replayed, Machine(device="unknown", flops_per_second=None)))
+    if not attempt.group.is_main:
+        return _configured_as_on_rank_0(attempt, request)
+    config = request.config(measure)
+    attempt.group.broadcast("machine", [asdict(machine) for machine in measured])
+    return config, measured[-1] if measured else None
+
+
+def _timed(config: RunConfig, attempt: Attempt) -> Machine:
+    from gptlab.bench.training_rate import timed_machine
+
+    def silent(text: str) -> None:
+        pass  # the run itself will warn, once, of what is wrong with a compiler
+
+    with attempt.console.busy("compiling and timing steps, to size the model"):
+        return timed_machine(config, attempt.group.world, silent, silent)
+
+
+def _configured_as_on_rank_0(attempt: Attempt, request: RunRequest) -> tuple[RunConfig, Machine | None]:
+    """By rank 0's measurements: those of each rank could give several sizes."""
+    measured = [Machine(**values) for values in attempt.group.broadcast("machine")]
+    # A rank that was started with another recipe may ask for more; `require_same_run` then refuses it.
+    replayed = iter(measured)
+    config = request.config(lambda _: next(replayed, Machine(device="unknown", flops_per_second=None)))
     return config, measured[-1] if measured else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from gptlab.config.errors import BelowOne, ConfigError, Positive, check_fields, require
@@ -142,33 +142,16 @@ def _nearest_divisor(whole: int, wanted: int) -> int:
     return min((d for d in range(1, whole + 1) if whole % d == 0), key=lambda d: abs(d - wanted))
 
 
-def _gpt2(n_layer: int, n_embd: int) -> ModelConfig:
-    """Heads are 64 wide in all four. They have biases and GELU by tanh; nanoGPT's own runs have neither."""
-    return ModelConfig(
-        n_layer=n_layer,
-        n_embd=n_embd,
-        n_head=n_embd // 64,
-        seq_len=1024,
-        vocab_size=50257,
-        vocab_multiple=64,
-        norm="layernorm",
-        position="learned",
-        activation="gelu_tanh",
-        bias=True,
-        tied_head=True,
-        qk_norm=False,
-        value_embeddings=False,
-        residual_lambdas=False,
-        embedding_norm=False,
-        logit_softcap=None,
-        init="gpt2",
-    )
-
-
+# Heads are 64 wide in all four. They have biases and GELU by tanh; nanoGPT's own runs have neither.
+_GPT2 = ModelConfig(
+    n_layer=12, n_embd=768, n_head=12, seq_len=1024, vocab_size=50257, vocab_multiple=64, norm="layernorm",
+    position="learned", activation="gelu_tanh", bias=True, tied_head=True, qk_norm=False, value_embeddings=False,
+    residual_lambdas=False, embedding_norm=False, logit_softcap=None, init="gpt2",
+)  # fmt: skip
 GPT2_SIZES: Mapping[str, ModelConfig] = {
-    "gpt2": _gpt2(12, 768),  # 124M parameters
-    "gpt2-medium": _gpt2(24, 1024),  # 355M
-    "gpt2-large": _gpt2(36, 1280),  # 774M
-    "gpt2-xl": _gpt2(48, 1600),  # 1558M
+    "gpt2": _GPT2,  # 124M parameters
+    "gpt2-medium": replace(_GPT2, n_layer=24, n_embd=1024, n_head=16),  # 355M
+    "gpt2-large": replace(_GPT2, n_layer=36, n_embd=1280, n_head=20),  # 774M
+    "gpt2-xl": replace(_GPT2, n_layer=48, n_embd=1600, n_head=25),  # 1558M
 }
 """The shapes of OpenAI's four GPT-2 models, by their names on the Hugging Face hub."""

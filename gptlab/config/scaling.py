@@ -6,9 +6,10 @@ Each rule names the paper or the measurement that it is based on.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gptlab.config.errors import require_positive
+from gptlab.config.optim import AdamWConfig, MuonConfig, OptimConfig
 
 # autoresearch's and nanochat's AdamW rates were tuned at this width.
 REFERENCE_WIDTH = 768
@@ -84,3 +85,34 @@ def lr_scale_for_batch(total_tokens: int) -> float:
 def weight_decay_for_depth(weight_decay: float, depth: int) -> float:
     """Weight decay falls with the square of the depth (nanochat), which at a constant aspect is that of the width."""
     return weight_decay * (REFERENCE_DEPTH / depth) ** 2
+
+
+def muon_and_adamw(
+    n_embd: int,
+    *,
+    matrix_lr: float = 0.02,
+    embedding_lr: float = 0.3,
+    head_lr: float = 0.004,
+    scalar_lr: float = 0.5,
+    beta1: float = 0.8,
+    beta2: float = 0.95,
+    weight_decay: float = 0.2,
+    adamw_scale: float = 1.0,
+    scaled_decay: bool = True,
+) -> OptimConfig:
+    """Muon and AdamW as in nanochat's and autoresearch's setup_optimizer (defaults: nanochat's learning rates).
+
+    AdamW's rates fall with the square root of the width, except those of the lambdas; `adamw_scale` multiplies all of
+    AdamW's. Residual lambdas get a hundredth of the rate of the x0 lambdas, which average longer (beta1 0.96).
+    """
+    scale = adamw_scale * adamw_lr_scale_for_width(n_embd)
+    adamw = AdamWConfig(beta1=beta1, beta2=beta2)
+    return OptimConfig(
+        muon=MuonConfig(lr=matrix_lr, weight_decay=weight_decay, scaled_decay=scaled_decay),
+        embedding=replace(adamw, lr=embedding_lr * scale),
+        value_embedding=replace(adamw, lr=embedding_lr * scale),
+        head=replace(adamw, lr=head_lr * scale),
+        residual_lambda=replace(adamw, lr=0.01 * scalar_lr * adamw_scale),
+        x0_lambda=AdamWConfig(lr=scalar_lr * adamw_scale, beta1=0.96),
+        vector=replace(adamw, lr=head_lr * scale),  # neither has any: for ablations with LayerNorm or biases
+    )

@@ -29,7 +29,7 @@ MUTATIONS = [
     ),
     Mutation(
         "GPT-2 XL has 25 heads of another width", "config/model.py",
-        '"gpt2-xl": _gpt2(48, 1600)', '"gpt2-xl": _gpt2(36, 1600)',
+        '"gpt2-xl": replace(_GPT2, n_layer=48', '"gpt2-xl": replace(_GPT2, n_layer=36',
         ["test_init_from.py::TestNames::test_shapes_are_known_without_the_weights"],
         ["Sizes d12, d24, d36, d48"],
     ),
@@ -110,7 +110,7 @@ MUTATIONS = [
         ["50.3M parameters at depth 8"],
     ),
     Mutation(
-        "lambdas follow the width", "config/recipes/nanochat.py",
+        "lambdas follow the width", "config/scaling.py",
         "x0_lambda=AdamWConfig(lr=scalar_lr * adamw_scale, beta1=0.96)",
         "x0_lambda=AdamWConfig(lr=scalar_lr * scale, beta1=0.96)",
         [DOCUMENTS],

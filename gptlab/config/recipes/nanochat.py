@@ -16,10 +16,10 @@ from dataclasses import dataclass, fields, replace
 from gptlab.config.data import DataConfig, TokenizerConfig
 from gptlab.config.errors import require_positive
 from gptlab.config.model import ModelConfig
-from gptlab.config.optim import AdamWConfig, MuonConfig, OptimConfig
+from gptlab.config.optim import OptimConfig
 from gptlab.config.recipes import tiny
 from gptlab.config.run import BatchConfig, EvalConfig, Horizon, RunConfig, RuntimeConfig, SampleConfig
-from gptlab.config.scaling import adamw_lr_scale_for_width, lr_scale_for_batch, shape_for_depth, weight_decay_for_depth
+from gptlab.config.scaling import lr_scale_for_batch, muon_and_adamw, shape_for_depth, weight_decay_for_depth
 
 VOCAB_SIZE = 2**15  # scripts/tok_train.py of that time, trained on 2e9 characters
 
@@ -119,37 +119,6 @@ def nanochat_tiny(
         runtime=_RUNTIME,
         eval=EvalConfig(every_steps=100, at_end=False, tokens=tiny.EVAL_TOKENS),
         sample=replace(_SAMPLE, every_steps=250),
-    )
-
-
-def muon_and_adamw(
-    n_embd: int,
-    *,
-    matrix_lr: float = FULL.matrix_lr,
-    embedding_lr: float = FULL.embedding_lr,
-    head_lr: float = FULL.unembedding_lr,
-    scalar_lr: float = FULL.scalar_lr,
-    beta1: float = FULL.adam_beta1,
-    beta2: float = FULL.adam_beta2,
-    weight_decay: float = FULL.weight_decay,
-    adamw_scale: float = 1.0,
-    scaled_decay: bool = True,
-) -> OptimConfig:
-    """Muon and AdamW as in nanochat's and autoresearch's setup_optimizer (defaults: nanochat's learning rates).
-
-    AdamW's rates fall with the square root of the width, except those of the lambdas; `adamw_scale` multiplies all of
-    AdamW's. Residual lambdas get a hundredth of the rate of the x0 lambdas, which average longer (beta1 0.96).
-    """
-    scale = adamw_scale * adamw_lr_scale_for_width(n_embd)
-    adamw = AdamWConfig(beta1=beta1, beta2=beta2)
-    return OptimConfig(
-        muon=MuonConfig(lr=matrix_lr, weight_decay=weight_decay, scaled_decay=scaled_decay),
-        embedding=replace(adamw, lr=embedding_lr * scale),
-        value_embedding=replace(adamw, lr=embedding_lr * scale),
-        head=replace(adamw, lr=head_lr * scale),
-        residual_lambda=replace(adamw, lr=0.01 * scalar_lr * adamw_scale),
-        x0_lambda=AdamWConfig(lr=scalar_lr * adamw_scale, beta1=0.96),
-        vector=replace(adamw, lr=head_lr * scale),  # neither has any: for ablations with LayerNorm or biases
     )
 
 

@@ -6,9 +6,15 @@ import math
 
 from gptlab.config.data import DataConfig, TokenizerConfig
 from gptlab.config.model import ModelConfig
-from gptlab.config.recipes.nanochat import muon_and_adamw
 from gptlab.config.run import BatchConfig, CheckpointConfig, EvalConfig, Horizon, RunConfig, SampleConfig, minutes
-from gptlab.config.scaling import REFERENCE_BATCH_TOKENS, Machine, Shape, shape_for_compute, shape_for_depth
+from gptlab.config.scaling import (
+    REFERENCE_BATCH_TOKENS,
+    Machine,
+    Shape,
+    muon_and_adamw,
+    shape_for_compute,
+    shape_for_depth,
+)
 
 # Training steps of quickstart's default size reach 230e9 to 300e9 FLOP/s on two cores with AVX512-BF16 or AMX
 # (docs/LOG.md, 2026-11-20 and 2026-11-22). It gives the size that is timed first, and the size where none is timed.

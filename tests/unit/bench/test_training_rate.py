@@ -108,7 +108,7 @@ def test_train_sizes_itself_by_its_steps_and_plan_says_so(
              "--tokenizer.kind", "byte", "--device", "cpu", "--compile", "off", "--runtime.threads", "1",
              "--eval.tokens", "1024", "--sample.max-tokens", "1"]  # fmt: skip
     assert main(["train", *words]) == 0
-    # The size that is guessed for so short a run is also the one that follows: the shallowest model, the smallest steps.
+    # The size guessed for so short a run also follows from its speed: the shallowest model, the smallest steps.
     assert [(c.model.n_layer, c.batch.micro_sequences) for c in timed] == [(1, 8)]
     assert "= 1.2e+05 FLOP: at least 2.5 tokens per parameter and 350 steps" in capsys.readouterr().out
     assert json.loads((tmp_path / "run" / "run.json").read_text())["training_flops_per_second"] == 2e6

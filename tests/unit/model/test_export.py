@@ -583,7 +583,7 @@ class TestCommand:
         def full(*args: Any, **kwargs: Any) -> None:
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr("gptlab.runtime.files.tensor_file.write_bytes", full)
+        monkeypatch.setattr("gptlab.app.foreign_models.write_bytes", full)
         code, _, err = command(["export", trained, tmp_path / "hf"])
         assert code == 2
         assert "No space left" in err

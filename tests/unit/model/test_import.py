@@ -95,9 +95,9 @@ def test_an_import_that_was_killed_can_be_repeated(tmp_path: Path, meta: Path) -
     path = write_checkpoint(tmp_path / "ckpt.pt", ARGUMENTS, random_state(ARGUMENTS))
     dies = (
         "import os\n"
-        "from gptlab.training.checkpoint import write\n"
-        "save = write.save_checkpoint\n"
-        "write.save_checkpoint = lambda *a, **k: (save(*a, **k), os._exit(9))\n"
+        "from gptlab.app import foreign_models\n"
+        "save = foreign_models.save_checkpoint\n"
+        "foreign_models.save_checkpoint = lambda *a, **k: (save(*a, **k), os._exit(9))\n"
     )
     words = ["import", "nanogpt", path, tmp_path / "runs" / "it", "--meta", meta]
     process = start(words, prelude=dies)
@@ -301,7 +301,7 @@ def test_folders_that_cannot_be_are_refused(gpt2: tuple[Path, GPT2LMHeadModel], 
         assert named in line, line
     assert not trace.exists()
     assert not (tmp_path / "run").exists()
-    assert "hf and nanogpt" in refusal("gguf", "x", "y")
+    assert "there is hf, nanogpt" in refusal("gguf", "x", "y")
 
 
 class ModelHub(LocalHub):
