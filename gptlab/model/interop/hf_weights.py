@@ -142,6 +142,7 @@ def to_transformers(tensors: Mapping[str, Tensor], config: ModelConfig, form: Fo
     """The content of model.safetensors, contiguous. A model without biases gets zeros for those of GPT-2, which always
     has them."""
     found: dict[str, Tensor] = {}
+    qkv_rows = [heads * config.head_dim for heads in (config.n_head, config.kv_heads, config.kv_heads)]
     for name, theirs in _names(config, form):
         value = tensors.get(name)
         if value is None:
@@ -149,7 +150,7 @@ def to_transformers(tensors: Mapping[str, Tensor], config: ModelConfig, form: Fo
             value = weight.new_zeros(weight.shape[0])
         value = value[: config.vocab_size] if _is_table(name) else value
         value = value.T if form == "gpt2" and _is_matrix(name) else value
-        parts = value.split(_qkv_rows(config)) if len(theirs) > 1 else [value]
+        parts = value.split(qkv_rows) if len(theirs) > 1 else [value]
         found |= {_written(one, form): part.contiguous() for one, part in zip(theirs, parts, strict=True)}
     return found
 
@@ -170,11 +171,14 @@ def from_transformers(
         )
     given = dict(tensors)
     if form == "gpt2":
-        given = {name.removeprefix("transformer."): value for name, value in tensors.items() if not _is_mask(name)}
+        masks = (".attn.bias", ".attn.masked_bias")  # the causal mask, which older files hold as a buffer
+        given = {
+            name.removeprefix("transformer."): value for name, value in tensors.items() if not name.endswith(masks)
+        }
     if config.tied_head:
         head, table = _HEAD_AND_TABLE[form]
-        twin = given.pop(head, None)
-        if twin is not None and table in given and not _same_values(twin, given[table]):
+        twin, tied = given.pop(head, None), given.get(table)
+        if twin is not None and tied is not None and not (twin.dtype == tied.dtype and torch.equal(twin, tied)):
             raise UserError(f"{head} differs from {table}, though the model's head is tied to its embedding")
     shapes = _shapes(config)
     found = {}
@@ -271,14 +275,6 @@ def _shapes(config: ModelConfig) -> dict[str, torch.Size]:
         return {name: parameter.shape for name, parameter in GPT(config).named_parameters()}
 
 
-def _qkv_rows(config: ModelConfig) -> list[int]:
-    return [heads * config.head_dim for heads in (config.n_head, config.kv_heads, config.kv_heads)]
-
-
-def _same_values(one: Tensor, other: Tensor) -> bool:
-    return one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
-
-
 def _is_table(name: str) -> bool:
     """One row for each entry of the vocabulary."""
     return name in _HEAD_AND_TABLE["gptlab"] or name.startswith("value_embeddings.")
@@ -287,8 +283,3 @@ def _is_table(name: str) -> bool:
 def _is_matrix(name: str) -> bool:
     """The weight of a linear layer in a block."""
     return name.startswith("blocks.") and name.endswith("weight") and not name.endswith("norm.weight")
-
-
-def _is_mask(name: str) -> bool:
-    """The causal mask that older files hold as a buffer."""
-    return name.endswith((".attn.bias", ".attn.masked_bias"))
