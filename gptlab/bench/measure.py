@@ -11,17 +11,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gptlab.bench.plan import model_text, step_text
-from gptlab.bench.timing import StepTimes, made_up_rows, time_steps
+from gptlab.bench.timing import StepTimes, made_up_run, time_steps
 from gptlab.bench.training_rate import assumed_vocab_size, remember_rate, seen_rate
 from gptlab.config.run import RunConfig
 from gptlab.model.counting import FlopsPerToken, flops_per_token, parameter_counts
 from gptlab.runtime.hardware import place as hardware
 from gptlab.runtime.hardware.device import device_name
 from gptlab.runtime.hardware.place import Place, place_of
-from gptlab.runtime.hardware.rng import seed_everything
 from gptlab.runtime.records.console import Console
-from gptlab.training.compilation import Passes, keep_compiled, make_passes, warm_up
-from gptlab.training.state import TrainState, build_state
+from gptlab.training.compilation import Passes, keep_compiled, warm_up
+from gptlab.training.state import TrainState
 
 Compiled = Literal["off", "cold", "cached"]
 
@@ -114,9 +113,7 @@ def measure(config: RunConfig, console: Console, *, steps: int, seconds: float) 
     vocab_size, _ = assumed_vocab_size(config)
     config = replace(config, model=replace(config.model, vocab_size=vocab_size))
     place = place_of(config)
-    seed_everything(config.seed, place.device)
-    state = build_state(config, made_up_rows(config), device=place.device, compute_dtype=place.dtype)
-    passes = make_passes(state, config, console.warn)
+    state, passes = made_up_run(config, place, console.warn)
 
     def timed_steps() -> StepTimes:
         return time_steps(state, passes.loss_sum, config, max_steps=-(-steps // 2), max_seconds=seconds / 2)

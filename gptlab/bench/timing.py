@@ -17,8 +17,11 @@ from gptlab.config.run import RunConfig
 from gptlab.data.rows import RowSource, make_rows
 from gptlab.data.tokens.shards import TokenSplit, shard_kind
 from gptlab.runtime.hardware.device import synchronize
+from gptlab.runtime.hardware.place import Place
+from gptlab.runtime.hardware.rng import seed_everything
+from gptlab.training.compilation import Passes, keep_compiled, make_passes
 from gptlab.training.faults import Fault, TrainingFailed
-from gptlab.training.state import TrainState
+from gptlab.training.state import TrainState, build_state
 from gptlab.training.step import LossFunction, QuietGarbageCollector, gradients, train_step, update
 
 P = ParamSpec("P")
@@ -93,33 +96,36 @@ def made_up_rows(config: RunConfig) -> RowSource:
     return make_rows(split, config.data, seq_len, vocab_size - 1, config.seed, None)
 
 
+def made_up_run(config: RunConfig, place: Place, warn: Callable[[str], None]) -> tuple[TrainState, Passes]:
+    """The run as `train` builds it, but on random tokens, and before its warm-up."""
+    keep_compiled()
+    seed_everything(config.seed, place.device)
+    state = build_state(config, made_up_rows(config), device=place.device, compute_dtype=place.dtype)
+    return state, make_passes(state, config, warn)
+
+
 def time_steps(
-    state: TrainState, loss_sum: LossFunction, config: RunConfig, *, max_steps: int, max_seconds: float
+    state: TrainState,
+    loss_sum: LossFunction,
+    config: RunConfig,
+    *,
+    max_steps: int,
+    max_seconds: float,
+    min_steps: int = 1,
+    by_parts: bool = True,
 ) -> StepTimes:
-    """Train, and time whole steps and steps by parts in turn: `max_steps` of each, or `max_seconds` in total."""
+    """Train, and time whole steps, and in turn with them steps by parts: `max_steps` of each, or as many as fit into
+    `max_seconds` in total, at least `min_steps`."""
     whole: list[float] = []
     parts: dict[str, list[float]] = {name: [] for name in PARTS}
     with QuietGarbageCollector():
         whole_step(state, loss_sum, config)  # Untimed: caches are filled, batches made ahead.
         deadline = time.perf_counter() + max_seconds
-        while not whole or (len(whole) < max_steps and time.perf_counter() < deadline):
+        while len(whole) < min_steps or (len(whole) < max_steps and time.perf_counter() < deadline):
             whole.append(whole_step(state, loss_sum, config))
-            for name, seconds in step_by_parts(state, loss_sum, config).items():
+            for name, seconds in step_by_parts(state, loss_sum, config).items() if by_parts else ():
                 parts[name].append(seconds)
     return StepTimes(whole, parts)
-
-
-def time_whole_steps(
-    state: TrainState, loss_sum: LossFunction, config: RunConfig, *, max_steps: int, max_seconds: float
-) -> list[float]:
-    """Seconds of each of `max_steps` steps, or of as many as fit into `max_seconds`, at least three."""
-    seconds: list[float] = []
-    with QuietGarbageCollector():
-        whole_step(state, loss_sum, config)  # untimed: caches are filled, batches made ahead
-        deadline = time.perf_counter() + max_seconds
-        while len(seconds) < 3 or (len(seconds) < max_steps and time.perf_counter() < deadline):
-            seconds.append(whole_step(state, loss_sum, config))
-    return seconds
 
 
 def whole_step(state: TrainState, loss_sum: LossFunction, config: RunConfig) -> float:

@@ -57,29 +57,25 @@ def time_rate(config: RunConfig, place: Place, warn: Callable[[str], None], show
     A step has at most two micro-batches here, so that timing a large batch takes no longer; with more of them per
     update, training is slightly faster.
     """
-    from gptlab.bench.timing import made_up_rows, time_whole_steps
+    from gptlab.bench.timing import made_up_run, time_steps
     from gptlab.runtime.hardware.memory import memory_errors_explained, what_to_lower
-    from gptlab.runtime.hardware.rng import seed_everything
-    from gptlab.training.compilation import keep_compiled, make_passes, warm_up
+    from gptlab.training.compilation import warm_up
     from gptlab.training.faults import TrainingFailed
-    from gptlab.training.state import build_state
 
     config = replace(config, model=replace(config.model, vocab_size=assumed_vocab_size(config)[0]))
     tokens = min(config.batch.total_tokens, 2 * config.micro_tokens)
     short = replace(config, batch=replace(config.batch, total_tokens=tokens))
-    keep_compiled()
-    seed_everything(config.seed, place.device)
     with memory_errors_explained(lambda error: what_to_lower(error, config, None)):
-        state = build_state(short, made_up_rows(short), device=place.device, compute_dtype=place.dtype)
-        passes = make_passes(state, short, warn)
+        state, passes = made_up_run(short, place, warn)
         with state.loader:
             show("compiling, to time the steps that the size follows from" if passes.compiled else "timing steps")
             warm_up(state, passes, short, config.eval_sequences, warn)
             show("timing steps")
             try:
-                seconds = time_whole_steps(
-                    state, passes.loss_sum, short, max_steps=TIMED_STEPS, max_seconds=TIMED_SECONDS
-                )
+                seconds = time_steps(
+                    state, passes.loss_sum, short, max_steps=TIMED_STEPS, max_seconds=TIMED_SECONDS,
+                    min_steps=3, by_parts=False,
+                ).whole_seconds  # fmt: skip
             except TrainingFailed as error:
                 raise UserError(f"the steps of this configuration cannot be timed: {error}") from None
     rate = seen_rate(tokens / statistics.median(seconds), state.model)

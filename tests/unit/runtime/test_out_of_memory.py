@@ -196,7 +196,7 @@ class TestOtherCommands:
                 assert "another --device" in self.line_of([name, run])
 
     def test_bench(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("gptlab.training.state.build_state", self.exhausted)
+        monkeypatch.setattr("gptlab.bench.timing.build_state", self.exhausted)
         words = [word for word in arguments(folder, "r") if word not in ("--steps", "12")]
         assert "batch.micro_sequences = 4: the command with --batch.micro-sequences 2" in self.line_of(
             ["bench", *words]
