@@ -41,15 +41,8 @@ class CombinedOptimizer:
         self.parameters = (muon.parameters if muon else {}) | (adamw.parameters if adamw else {})
 
     def step(self, lr_scale: float, momentum: float, weight_decay_scale: float) -> None:
-        """One update from the gradients in place.
-
-        Args:
-            lr_scale: factor on every peak learning rate.
-            momentum: Muon's momentum in this step.
-            weight_decay_scale: factor on Muon's weight decay; AdamW's stays constant.
-
-        Raises RuntimeError, with nothing changed, when a parameter has no gradient.
-        """
+        """One update. `lr_scale` is a factor on every peak learning rate, `weight_decay_scale` one on Muon's decay;
+        AdamW's is constant. RuntimeError, with nothing changed, when a parameter has no gradient."""
         self.require_gradients()
         if self.muon is not None:
             self.muon.step(lr_scale, momentum, weight_decay_scale)
@@ -182,11 +175,11 @@ def clip_gradients(
     max_norm: float | None,
     total_norm: Callable[[list[Tensor]], Tensor] = joint_norm,
 ) -> float:
-    """Scale all gradients so that their joint L2 norm is at most `max_norm` (None: no limit).
+    """Scale all gradients so that their joint L2 norm is at most `max_norm` (None: no limit). Returns the norm before
+    clipping, which waits for the device.
 
     Gradients whose norm is not finite are not scaled: they show where it comes from. `total_norm` includes other
-    processes where these gradients are only a part. Returns the norm before clipping, which waits for the device: the
-    update needs it, and gradients that are small enough need no second pass.
+    processes where these gradients are only a part.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
     norm = float(total_norm(gradients))

@@ -59,14 +59,12 @@ def save_checkpoint(
     optimizer: Mapping[str, Tensor],
     state: dict[str, Any],
 ) -> Path:
-    """Write the checkpoint of `step` from one process. Its folder, which is returned, is then durable.
+    """Write the checkpoint of `step` from one process. Its folder, which is returned, is then durable. An earlier one
+    of the same step is replaced, with no moment in which neither exists.
 
-    Tensors may be on any device, be views or share memory (see `write_tensors`). `state` is JSON data (dict, list, str,
-    int, finite float, bool, None); floats read back bit for bit. An earlier checkpoint of the same step is replaced,
-    with no moment in which neither exists.
-
-    Raises CheckpointError if the file system refuses (disk full, read-only, ...): older checkpoints are then untouched,
-    and nothing of the new one is left. ValueError for what is not JSON data or not a plain tensor.
+    `state` is JSON data; floats read back bit for bit. CheckpointError if the file system refuses (disk full,
+    read-only, ...): older checkpoints are then untouched, and nothing of the new one is left. ValueError for what is
+    not JSON data or not a plain tensor.
     """
     require_json(state)
     slices = {"model": whole_slices(model), "optimizer": whole_slices(optimizer)}

@@ -28,7 +28,6 @@ from gptlab.optim.combined import CombinedOptimizer, divide_by_optimizer, sum_of
 from gptlab.optim.muon import Muon, second_moment_sizes
 from gptlab.runtime.processes.distributed import Group, Pending
 from gptlab.training.checkpoint.format import TensorSlice, even_slices
-from gptlab.training.checkpoint.load import load_weights
 from gptlab.training.parallel.division import BUCKET_BYTES, Bucket, Division, divide
 from gptlab.training.parallel.strategy import Strategy, named_roles, optimizer_layout
 
@@ -223,9 +222,6 @@ class Zero(Strategy):
             for one, moment in self._held_moments()
             if not moment.name.endswith(".step") or one.start == 0
         ]  # fmt: skip
-
-    def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
-        load_weights(self.model, tensors)
 
     @torch.no_grad()
     def load_moments(self, tensors: Mapping[str, Tensor], json: Mapping[str, Any]) -> None:
