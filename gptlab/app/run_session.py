@@ -73,7 +73,7 @@ def run_session(
     on_line = None if parts is None else parts.on_line(state.device)
     log = MetricsLog(run.metrics_path if group.is_main else Path(os.devnull), on_line)
     with log as metrics, state.loader, _saver(session, run, console, metrics, off_clock) as saves:
-        record = _recorder(session, run, saves)
+        record = _recorder(session, run, saves, stop_now)
         try:
             compile_seconds = _warm_up(session, run, record, earlier)
             if earlier is None or earlier.checkpoint is None:
@@ -91,7 +91,7 @@ def run_session(
             group.barrier("first step")
             before_first_step()
             group.start_collectives(session.place.device, timeout_seconds=config.runtime.process_timeout_seconds)
-            ended = (evaluate_only if config.eval.only else fit)(state, session, record, stop_now)
+            ended = (evaluate_only if config.eval.only else fit)(state, session, record)
             summary = {}
             if ended == "finished":
                 saved = bool(list_checkpoints(run.checkpoints_path))
@@ -117,7 +117,9 @@ def _saver(
     return concurrent_saver(*shared, device=session.state.device if config.checkpoint.background else None)
 
 
-def _recorder(session: Session, run: RunDirectory, saves: CheckpointSaver) -> Recorder:
+def _recorder(
+    session: Session, run: RunDirectory, saves: CheckpointSaver, stop_now: Callable[[str], None] | None
+) -> Recorder:
     config, group, place, load = session.config, session.group, session.place, None
     if place.device.type == "cpu" and group.is_main:
         load = MachineLoad(place.threads, processes=group.world.local_size)
@@ -125,7 +127,7 @@ def _recorder(session: Session, run: RunDirectory, saves: CheckpointSaver) -> Re
     return Recorder(
         config, session.finish, run, saves.console, saves.metrics,
         Throughput(session.flops.total, None if peak is None else peak * group.size),
-        saves.off_clock, saves, load, resume_command(run.path),
+        saves.off_clock, saves, load, stop_now, resume_command(run.path),
     )  # fmt: skip
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal, Protocol
 
@@ -48,14 +48,13 @@ class Work(Protocol):
     def core(self) -> CoreResult: ...
 
 
-def fit(state: TrainState, work: Work, record: Recorder, stop_now: Callable[[str], None] | None = None) -> Ended:
+def fit(state: TrainState, work: Work, record: Recorder) -> Ended:
     """Train until the horizon, or until a signal asks to stop. TrainingFailed for a loss that broke.
 
-    `stop_now`: ends the process at a second Ctrl-C, in the middle of a step; None: a KeyboardInterrupt does. Every rank
-    runs this loop and decides alike: by what `Agreement` made the same on all.
+    Every rank runs this loop and decides alike: by what `Agreement` made the same on all.
     """
     finish, agenda = work.finish, Agenda(work.config, work.finish)
-    with QuietGarbageCollector() as garbage, _preemption(state, work, record, stop_now) as stop:
+    with QuietGarbageCollector() as garbage, _preemption(state, work, record) as stop:
         stop.listen()
         while True:
             record.saves.poll(state)
@@ -91,11 +90,9 @@ def fit(state: TrainState, work: Work, record: Recorder, stop_now: Callable[[str
             garbage.step(state.step)
 
 
-def evaluate_only(
-    state: TrainState, work: Work, record: Recorder, stop_now: Callable[[str], None] | None = None
-) -> Ended:
+def evaluate_only(state: TrainState, work: Work, record: Recorder) -> Ended:
     """Evaluate the weights as they are, without training (`eval.only`)."""
-    with _preemption(state, work, record, stop_now) as stop:
+    with _preemption(state, work, record) as stop:
         stop.listen()
         if not stop.requested and work.config.eval.validates:
             evaluate(state, work, record)
@@ -106,11 +103,11 @@ def evaluate_only(
         return preempted(state, stop, record) if stop.requested else "finished"
 
 
-def _preemption(state: TrainState, work: Work, record: Recorder, stop_now: Callable[[str], None] | None) -> Preemption:
+def _preemption(state: TrainState, work: Work, record: Recorder) -> Preemption:
     if work.group.size == 1:
-        return Preemption(record.stopping, stop_now)
+        return Preemption(record.stopping, record.stop_now)
     work.group.at_step(state.step + 1)
-    return Agreement(work.group, record.saves, record.stopping, stop_now)
+    return Agreement(work.group, record.saves, record.stopping, record.stop_now)
 
 
 def preempted(state: TrainState, stop: Preemption, record: Recorder) -> Ended:

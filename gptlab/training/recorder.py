@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,6 +98,8 @@ class Recorder:
     saves: CheckpointSaver
     load: MachineLoad | None = None
     """Warns of other programs on the cores that compute. None: no warning."""
+    stop_now: Callable[[str], None] | None = None
+    """Ends the process at the second Ctrl-C, in the middle of a step. None: a KeyboardInterrupt does."""
     resume_command: str = ""
     """What to type to resume the run."""
 
