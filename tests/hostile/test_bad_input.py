@@ -180,7 +180,7 @@ class TestWrongWords:
             ({"steps": None, "minutes": -1}, ("minutes = -1.0", "a positive number of minutes")),
             ({"steps": 0}, ("steps = 0", "a positive number of steps")),
             ({"minutes": 1}, ("--minutes and --steps", "give one of them")),
-            ({"until_val_loss": -1}, ("horizon.until_val_loss = -1.0", "positive")),
+            ({"until_val_loss": -1}, ("horizon.until_val_loss = -1.0", "greater than zero")),
             ({"model__n_layers": 3}, ("--model.n-layers = '3'", "no such field", "(nearest valid: --model.n-layer)")),
             ({"model__n_layer": "three"}, ("model.n_layer = 'three'", "must be a whole number")),
             ({"model__n_layer": 0}, ("model.n_layer = 0", "greater than zero")),
