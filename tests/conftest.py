@@ -52,6 +52,27 @@ def _libraries_stay_frozen() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _found_out_once() -> Iterator[None]:
+    """The runs of one process, and of those forked from it, share what each of hundreds would find out for itself: the
+    snapshot of the code (every source hashed, git asked four times), the peak of the machine (half a second). Devices
+    that are not there are not seeded: torch notes for each the whole stack of who asked, in every micro-batch."""
+    from gptlab.runtime.records import provenance
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(provenance, "take_code", functools.cache(provenance.take_code))
+        if "torch" in sys.modules:  # as soon as a test needs it
+            import torch
+
+            from gptlab.runtime.hardware import place
+
+            patch.setattr(place, "peak_flops_per_second", functools.cache(place.peak_flops_per_second))
+            for backend in (torch.cuda, torch.xpu, torch.mtia):
+                if not backend.is_available():
+                    patch.setattr(backend, "manual_seed_all", lambda seed: None)
+        yield
+
+
 @pytest.fixture(scope="module")
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder for the runs of a module, with a `corpus` and a CORE `bundle` in it."""

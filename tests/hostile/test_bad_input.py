@@ -127,10 +127,9 @@ def cache_is_whole() -> None:
 
 
 @pytest.fixture(autouse=True)
-def place(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty current folder with a text in it."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "compiled"))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     Path("text.txt").write_text(TEXT)
     return tmp_path
@@ -142,7 +141,6 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("finished")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "compiled"))
         Path("text.txt").write_text(TEXT)
         assert gptlab(*train()).code == 0
     return folder

@@ -264,6 +264,7 @@ class TestEvidence:
             return run(*args, **options)
 
         monkeypatch.setattr(subprocess, "run", counting)
+        monkeypatch.setattr(provenance_module, "take_code", take_code)  # conftest.py lets it look once for all runs
         take_evidence(os.environ)
         assert 0 < len(limits) <= 8
         assert None not in limits
