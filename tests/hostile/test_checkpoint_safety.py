@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
+import itertools
 import os
 import shutil
+import signal
 import stat
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None  # type: ignore[assignment]
+
 import pytest
+import torch
+from forked import run_forked
 from oracle_checkpoint import fail_on_damage, flip, holds, save_small, tree
 
 from gptlab.config.errors import UserError
@@ -22,6 +30,8 @@ from gptlab.runtime.files.staged_folder import staged_folder
 from gptlab.runtime.files.strict_json import write_json_atomic
 from gptlab.training.checkpoint.format import CheckpointError, list_checkpoints
 from gptlab.training.checkpoint.load import load_newest, verify_checkpoint
+from gptlab.training.checkpoint.retention import retain
+from gptlab.training.checkpoint.write import save_checkpoint
 
 posix_only = pytest.mark.skipif(os.name != "posix", reason="needs fork, signals or limits of POSIX")
 
@@ -188,49 +198,35 @@ def test_a_file_where_the_folder_should_be(tmp_path: Path) -> None:
         save_small(tmp_path / "checkpoints", 10)
 
 
-LIMITED = """
-import resource, signal, sys
-from pathlib import Path
-import torch
-from gptlab.training.checkpoint.format import CheckpointError
-from gptlab.training.checkpoint.write import save_checkpoint
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-save = lambda step, n: save_checkpoint(Path(sys.argv[1]), step, model={"x": torch.zeros(n)}, optimizer={}, state={})
-save(10, 1_000)
-try:
-    save(20, 50_000)
-except CheckpointError as error:
-    print(error)
-"""
-
-
 @posix_only
 def test_a_real_limit_on_file_sizes(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", LIMITED, str(tmp_path)], capture_output=True, text=True, check=True)
+    def work() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+        for step, size in ((10, 1_000), (20, 50_000)):
+            try:
+                save_checkpoint(tmp_path, step, model={"x": torch.zeros(size)}, optimizer={}, state={})
+            except CheckpointError as error:
+                print(error)
+
+    done = run_forked(work)
     assert "File too large" in done.stdout
-    assert done.stdout.count("\n") == 1
-    assert done.stderr == ""
+    assert (done.returncode, done.stdout.count("\n"), done.stderr) == (0, 1, "")
     assert [entry.name for entry in tmp_path.iterdir()] == ["step-00000010"]
     verify_checkpoint(tmp_path / "step-00000010")
 
 
 # --- kills ------------------------------------------------------------------------------------------------------------
 
-KILLED = """
-import itertools, os, shutil, signal, sys
-from pathlib import Path
-from oracle_checkpoint import save_small
-from gptlab.training.checkpoint.retention import retain
-root, resaved = Path(sys.argv[1]), int(sys.argv[2])
-template = root / "template"
-for step in (10, 20):
-    save_small(template, step)
+OPERATIONS = ("fsync", "rename", "replace", "mkdir", "rmdir", "unlink", "open")
 
-def run(folder, last_call, after):
+
+def save_until_killed(folder: Path, step: int, last_call: int, *, after: bool) -> None:
+    """Save and retain; this process is killed before (or after) the operation of this number, if there are so many."""
     calls = 0
-    def killing(real):
-        def call(*arguments, **keywords):
+
+    def killing(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **keywords: Any) -> Any:
             nonlocal calls
             calls += 1
             if calls == last_call and not after:
@@ -240,24 +236,13 @@ def run(folder, last_call, after):
             finally:
                 if calls == last_call:
                     os.kill(os.getpid(), signal.SIGKILL)
-        return call
-    for name in ("fsync", "rename", "replace", "mkdir", "rmdir", "unlink", "open"):
-        setattr(os, name, killing(getattr(os, name)))
-    save_small(folder, resaved, seed=77)
-    retain(folder, keep_last=1, keep_every_steps=None, best_step=None)
 
-for number in itertools.count(1):
-    for after in (False, True):
-        folder = root / f"{number:03d}-{after}"
-        shutil.copytree(template, folder)
-        child = os.fork()
-        if child == 0:
-            run(folder, number, after)
-            os._exit(0)
-        status = os.waitpid(child, 0)[1]
-        if not os.WIFSIGNALED(status):
-            sys.exit(os.waitstatus_to_exitcode(status))
-"""
+        return call
+
+    for name in OPERATIONS:
+        setattr(os, name, killing(getattr(os, name)))
+    save_small(folder, step, seed=77)
+    retain(folder, keep_last=1, keep_every_steps=None, best_step=None)
 
 
 @posix_only
@@ -266,8 +251,16 @@ def test_a_kill_at_any_file_operation_leaves_the_former_or_the_new_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resaved: int
 ) -> None:
     """SIGKILL before and after every operation of a save and of the retention that follows it."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), str(resaved)], env=environment, check=True)
+    template = tmp_path / "template"
+    for step in (10, 20):
+        save_small(template, step)
+    for place in itertools.count(2):
+        number, after = place // 2, bool(place % 2)
+        folder = shutil.copytree(template, tmp_path / f"{number:03d}-{after}")
+        code = run_forked(functools.partial(save_until_killed, folder, resaved, number, after=after)).returncode
+        if code != -signal.SIGKILL:
+            break
+    assert code == 0, "the save that nobody killed any more"
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # the saves below are checked for their names only
     folders = sorted(tmp_path.glob("*-*"))
     # Two folders made, six flushes, a rename or two, and one or two checkpoints of four files removed.

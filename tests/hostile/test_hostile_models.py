@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import pickle
 import struct
-import subprocess
-import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None  # type: ignore[assignment]
+
+import psutil
 import pytest
 import torch
+from forked import run_forked
 from hostile_files import ANY_FILE, ANY_JSON, pipe, posix_only, refuse
 from safetensors.torch import save_file
 
+from gptlab.config.errors import UserError
 from gptlab.model.interop.hf_config import model_config_of, read_hf_config
 from gptlab.model.interop.hf_weights import read_hf_tensors, read_hf_weights, read_nanogpt
 from gptlab.model.interop.torch_file import read_torch_file
@@ -355,21 +360,15 @@ def test_tensors_that_do_not_go_together(tmp_path: Path) -> None:
     refuse(lambda: imported(path), "no finite numbers")
 
 
-LIMITED = """
-import resource, sys, time
-from pathlib import Path
-import psutil, torch
-from gptlab.config.errors import UserError
-from gptlab.model.interop.hf_weights import read_hf_tensors
-from gptlab.model.interop.torch_file import read_torch_file
-limit = psutil.Process().memory_info().vms + 2**28
-resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-for path in map(Path, sys.argv[1:]):
-    try:
-        (read_hf_tensors if path.is_dir() else read_torch_file)(path)
-    except UserError as error:
-        print(error)
-"""
+def refuse_within(free_bytes: int, paths: list[Path]) -> None:
+    """Read the files with so many bytes of address space left, and print the refusals."""
+    limit = psutil.Process().memory_info().vms + free_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    for path in paths:
+        try:
+            (read_hf_tensors if path.is_dir() else read_torch_file)(path)
+        except UserError as error:
+            print(error)
 
 
 def test_no_library_beneath_takes_the_memory_either(tmp_path: Path) -> None:
@@ -384,8 +383,6 @@ def test_no_library_beneath_takes_the_memory_either(tmp_path: Path) -> None:
         (paths[-1] / "model.safetensors").write_bytes(
             len(text).to_bytes(8, "little") + text + bytes(12) if text.startswith(b"{") else text
         )
-    done = subprocess.run(
-        [sys.executable, "-c", LIMITED, *map(str, paths)], capture_output=True, text=True, timeout=60, env=os.environ
-    )
+    done = run_forked(lambda: refuse_within(2**28, paths))
     assert (done.returncode, done.stderr) == (0, "")
     assert all(str(path) in line for path, line in zip(paths, done.stdout.splitlines(), strict=True))

@@ -1,7 +1,7 @@
 """What the processes of some tests do: commands of gptlab one after another, each in its own world.
 
-Importing torch takes seconds, so that it is done once, before the processes part; and all worlds are made of the same
-ones, as many as the largest has ranks: where a scene has fewer, the rest wait for the next one.
+They are forked from the test's process, where torch is imported already, and all worlds are made of the same ones, as
+many as the largest has ranks: where a scene has fewer, the rest wait for the next one.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import pkgutil
 import random
 import signal
 import socket
-import sys
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from forked import Forked
 from torch import Tensor
 
 import gptlab.training.compilation  # noqa: F401 -- before `gradients` is replaced: its warm-up keeps the real ones
@@ -89,7 +89,7 @@ def play(scene: dict[str, Any], port: int, rank: int) -> dict[str, Any]:
         torch.compile = functools.partial(compile_, backend=scene["compiler"])
     out, err = io.StringIO(), io.StringIO()
     step_module.update, stopping.step = noting_update, signalled_step  # type: ignore[method-assign]
-    step_module.gradients, muon.orthogonalize = broken(broken_gradients, scene.get("broken"), rank), counting
+    step_module.gradients, muon.orthogonalize = broken_gradients, counting
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             code = main([*scene["argv"], *scene.get("more", {}).get(str(rank), [])])
@@ -101,29 +101,6 @@ def play(scene: dict[str, Any], port: int, rank: int) -> dict[str, Any]:
         "code": code, "out": out.getvalue(), "err": err.getvalue(), "weights": weights, "matrices": sum(matrices),
         "left_a_group": torch.distributed.is_initialized(),
     }  # fmt: skip
-
-
-def broken(gradients: Callable[..., Tensor], what: dict[str, Any] | None, rank: int) -> Callable[..., Tensor]:
-    """`gradients`, with the loss or the gradient of one rank not a number in the step that takes the data of `step`;
-    `never`: there nothing is computed on any rank."""
-
-    def broken_gradients(state: TrainState, batch: Any, loss_sum: Any, *args: Any) -> Tensor:
-        if what is None or batch.step != what["step"]:
-            return gradients(state, batch, loss_sum, *args)
-        if what["how"] == "never":
-            return torch.tensor(torch.nan)
-
-        def loss(tokens: Tensor, targets: Tensor) -> Tensor:
-            value = loss_sum(tokens, targets)
-            if rank == what["rank"] and what["how"] == "loss":
-                return value * torch.nan
-            if rank == what["rank"]:
-                value.register_hook(lambda gradient: gradient * torch.nan)
-            return value
-
-        return gradients(state, batch, loss, *args)
-
-    return broken_gradients
 
 
 def free_ports(n: int) -> list[int]:
@@ -174,15 +151,24 @@ def wait_for_all(pids: list[int]) -> list[int]:
     return [codes[pid] for pid in pids]
 
 
-if __name__ == "__main__":
-    folder = Path(sys.argv[1])
+def play_scenes(folder: Path, scenes: list[dict[str, Any]], imports: Sequence[str] = ()) -> str:
+    """Plays them in processes of this one's, which leave SCENE-RANK.json there. What the processes themselves said, and
+    as the last line their exit codes by rank. `imports`: modules that some scenes need and that take seconds."""
+    (folder / "scenes.json").write_text(json.dumps(scenes, default=str))
+    process = Forked(lambda: _direct(folder, imports), GLOO_SOCKET_IFNAME="lo")
+    output, _ = process.communicate(timeout=280)
+    assert process.returncode == 0, output
+    return output
+
+
+def _direct(folder: Path, imports: Sequence[str]) -> None:
     scenes = json.loads((folder / "scenes.json").read_text())
     ports = free_ports(len(scenes))
-    # Before the processes part, so that what is found out once (imports, the machine's speed) is found out once.
+    # Before the processes part, so that what is found out once (the machine's speed) is found out once.
     assert scenes[0]["ranks"] == 1
     play_all(folder, scenes[:1], ports[:1], 0)
-    if any("compiler" in scene for scene in scenes):
-        importlib.import_module("torch._dynamo")
+    for name in imports:
+        importlib.import_module(name)
     freeze_libraries()
     children = []
     for rank in range(max(scene["ranks"] for scene in scenes)):

@@ -1,8 +1,7 @@
-"""Commands of gptlab in processes of their own, which part from one that has imported everything: a tenth of a second
-instead of four. They may be killed at a moment, or kill themselves (failpoints.py).
+"""Commands of gptlab in processes of their own, which are forked from one that has found out what runs find out once.
+They may be killed at a moment, or kill themselves (failpoints.py).
 
-Run as a script it is that one process: a line of JSON on standard input asks for a command, one on standard output says
-how it ended.
+That one process reads a line of JSON for each command, and answers with one that says how it ended.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import math
 import os
 import pkgutil
 import signal
-import subprocess
 import sys
 import time
 import traceback
@@ -21,7 +19,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TextIO
+
+from forked import Forked
 
 LIMIT_SECONDS = 120.0
 """For one command; who takes longer hangs."""
@@ -49,11 +49,16 @@ class ForkedRuns:
     def __init__(self, folder: Path) -> None:
         """`folder`: with a corpus in it (tiny_runs.write_corpus)."""
         self._folder = folder
-        environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.pathsep.join(sys.path)}
-        self._process = subprocess.Popen(
-            [sys.executable, __file__, folder], env=os.environ | environment,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
+        read, write = os.pipe()
+
+        def work() -> None:
+            os.close(write)
+            with os.fdopen(read, encoding="utf-8") as requests:
+                _serve(folder, requests)
+
+        self._process = Forked(work, err=2, GLOO_SOCKET_IFNAME="lo")
+        os.close(read)
+        self._requests = os.fdopen(write, "w", encoding="utf-8")
 
     def run(
         self,
@@ -75,10 +80,8 @@ class ForkedRuns:
             "argv": [str(word) for word in argv], "ranks": ranks, "within": dict(within or {}),
             "kill": {str(rank): seconds for rank, seconds in (kill or {}).items()}, "all_die": all_die,
         }  # fmt: skip
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
+        self._requests.write(json.dumps(request) + "\n")
+        self._requests.flush()
         answer = self._process.stdout.readline()
         assert answer, "the process that starts the others has died"
         return Ended(**json.loads(answer))
@@ -89,6 +92,7 @@ class ForkedRuns:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._requests.close()
         self._process.communicate()
 
 
@@ -158,28 +162,17 @@ def _main(argv: list[str]) -> int:
     return main(argv)
 
 
-def _serve(folder: Path) -> None:
+def _serve(folder: Path, requests: TextIO) -> None:
     from distributed_scenes import freeze_libraries
     from tiny_runs import arguments, command
 
-    from gptlab.runtime.records import provenance
     from gptlab.training.checkpoint import background
 
     # On a busy machine a line more in the log, and so an operation more to be killed at.
     background._NOTICEABLE_SECONDS = math.inf
-
     # What is found out once, and what takes most of a start: the machine's speed, git's and pip's answers.
-    import torch.distributed  # isort: skip
-
-    assert torch.distributed.is_available()
-    evidence = provenance.take_evidence(os.environ)
-    provenance.take_evidence = lambda variables: evidence
     code, out, err = command(["train", *arguments(folder, "warm-up", {"steps": 1, "model.n_layer": 1})])
     assert code == 0, out + err
     freeze_libraries()
-    for line in sys.stdin:
+    for line in requests:
         print(json.dumps(_answer(json.loads(line), folder)), flush=True)
-
-
-if __name__ == "__main__":
-    _serve(Path(sys.argv[1]))

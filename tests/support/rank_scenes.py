@@ -1,7 +1,7 @@
 """What the processes of tests/ranks/test_ranks.py do: commands of gptlab on several ranks, with something going wrong.
 
-Importing torch takes seconds, so that it is done once, and every rank of every scene is forked from there. Scenes stand
-in lanes; those of a lane are played one after another, the lanes at the same time, since most of a scene is waiting.
+Every rank of every scene is forked from the test's process, where torch is imported already. Scenes are in lanes: those
+of a lane are played one after another, the lanes at the same time, since most of a scene is waiting.
 
 A scene may be a job of several attempts, as torchrun makes them: its store outlives the attempts, a rank that ends has
 the others told by SIGTERM, and they are all started again as long as one of them failed. A rank that `lingers` takes
@@ -18,7 +18,6 @@ import json
 import os
 import shutil
 import signal
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -28,6 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from distributed_scenes import free_ports, freeze_libraries
+from forked import Forked
 from torch import Tensor
 
 from gptlab.app import run_session, session
@@ -213,10 +213,17 @@ def play_scene(folder: Path, scene: Mapping[str, Any]) -> None:
     print(f"{scene['name']}: {codes} in {seconds:.1f} s", flush=True)
 
 
-if __name__ == "__main__":
-    folder = Path(sys.argv[1])
+def play_lanes(folder: Path, lanes: dict[str, list[Any]]) -> None:
+    """Plays them in processes of this one's, the commands of the lane "first" before all others."""
+    (folder / "scenes.json").write_text(json.dumps(lanes))
+    process = Forked(lambda: _direct(folder), GLOO_SOCKET_IFNAME="lo")
+    output, _ = process.communicate(timeout=280)
+    assert process.returncode == 0, output
+
+
+def _direct(folder: Path) -> None:
     lanes = json.loads((folder / "scenes.json").read_text())
-    # Before the processes part, so that what is found out once (imports, the machine's speed) is found out once.
+    # Before the processes part, so that what is found out once (the machine's speed) is found out once.
     for argv in lanes.pop("first"):
         assert main(argv) == 0
     importlib.import_module("torch._dynamo")  # for the compiled scenes

@@ -17,6 +17,18 @@ from distributed_scenes import play
 from gptlab.training import step as step_module
 from gptlab.training.checkpoint import background
 from gptlab.training.checkpoint.write import step_of_temporary
+from gptlab.training.state import TrainState
+
+
+def noting(wait: Callable[..., None], step: int, note: Path) -> Callable[..., None]:
+    """`wait`, which notes that training waits for the save of this step."""
+
+    def noting_wait(saves: background.ConcurrentSaver, state: TrainState) -> None:
+        if saves.pending is not None and saves._request.step == step:
+            note.touch()
+        wait(saves, state)
+
+    return noting_wait
 
 
 def harmed(call: Callable[..., Any], harm: dict[str, Any], rank: int) -> Callable[..., Any]:
@@ -26,7 +38,9 @@ def harmed(call: Callable[..., Any], harm: dict[str, Any], rank: int) -> Callabl
         step = step_of_temporary(temporary) if temporary.name.startswith(".") else args[0]
         if rank != harm["rank"] or step not in harm["steps"]:
             return call(temporary, *args, **keywords)
-        if harm["how"] == "slow":
+        while harm["how"] == "waited for" and not Path(harm["note"]).exists():
+            time.sleep(0.01)
+        if harm["how"] in ("slow", "waited for"):
             time.sleep(harm.get("seconds", 0.3))
             return call(temporary, *args, **keywords)
         if harm["how"] == "die":
@@ -58,6 +72,10 @@ def spiked(factor: float, at: int) -> Callable[..., Any]:
 
 def play_harmed(scene: dict[str, Any], port: int, rank: int) -> dict[str, Any]:
     originals = background.begin_save, background.write_part, background.complete_save, step_module.gradients
+    wait = background.ConcurrentSaver.wait
+    for harm in scene.get("harms", []):
+        if harm["how"] == "waited for" and rank == 0:
+            background.ConcurrentSaver.wait = noting(wait, harm["steps"][0], Path(harm["note"]))  # type: ignore[method-assign]
     for harm in scene.get("harms", []):
         name = harm.get("where", "write_part")
         setattr(background, name, harmed(getattr(background, name), harm, rank))
@@ -67,5 +85,6 @@ def play_harmed(scene: dict[str, Any], port: int, rank: int) -> dict[str, Any]:
         return play(scene, port, rank)
     finally:
         background.begin_save, background.write_part, background.complete_save, step_module.gradients = originals
+        background.ConcurrentSaver.wait = wait  # type: ignore[method-assign]
         if dist.is_initialized():  # which a run that failed leaves to the end of its process
             dist.destroy_process_group()

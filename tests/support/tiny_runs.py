@@ -6,15 +6,11 @@ import contextlib
 import hashlib
 import io
 import json
-import os
 import pkgutil
 import re
-import signal
 import subprocess
-import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -23,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from forked import Forked
 from torch import Tensor
 
 import gptlab
@@ -150,77 +147,14 @@ def command(argv: Sequence[object]) -> tuple[int, str, str]:
     return code, out.getvalue(), err.getvalue()
 
 
-class Forked:
-    """A command in a process that is forked from this one, where everything is imported already.
-
-    It has as much of subprocess.Popen's interface as the tests need. Signals meet Python's default handlers.
-    """
-
-    def __init__(self, argv: Sequence[object], prelude: str) -> None:
-        read, write = os.pipe()
-        sys.stdout.flush()
-        self.returncode: int | None = None
-        self.pid = os.fork()
-        if self.pid == 0:
-            self._run([str(word) for word in argv], prelude, write)
-        os.close(write)
-        self.stdout = os.fdopen(read, encoding="utf-8", errors="replace")
-
-    @staticmethod
-    def _run(argv: list[str], prelude: str, descriptor: int) -> None:
-        """Does not come back."""
-        code = 1
-        try:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            os.environ["OMP_NUM_THREADS"] = "1"
-            for standard in (1, 2):
-                os.dup2(descriptor, standard)
-            sys.stdout, sys.stderr = (os.fdopen(standard, "w", buffering=1, closefd=False) for standard in (1, 2))
-            exec(prelude, {"__name__": "prelude"})
-            code = main(argv)
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(code)
-
-    def poll(self) -> int | None:
-        if self.returncode is None:
-            ended, status = os.waitpid(self.pid, os.WNOHANG)
-            self.returncode = os.waitstatus_to_exitcode(status) if ended else None
-        return self.returncode
-
-    def communicate(self, timeout: float | None = None) -> tuple[str, None]:
-        """Its output that nobody has read yet, once it has ended; killed after `timeout` seconds."""
-        timer = threading.Timer(timeout or 300.0, self.kill)
-        timer.start()
-        try:
-            output = self.stdout.read()
-            self.wait()
-        finally:
-            timer.cancel()
-        self.stdout.close()
-        return output, None
-
-    def wait(self) -> int:
-        if self.returncode is None:
-            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        return self.returncode
-
-    def send_signal(self, number: int) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, number)
-
-    def terminate(self) -> None:
-        self.send_signal(signal.SIGTERM)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
-
-
 def start(argv: Sequence[object], *, prelude: str = "") -> Forked:
     """`gptlab ARGV` in a process of its own, after the Python statements of `prelude`."""
-    return Forked(argv, prelude)
+
+    def work() -> int:
+        exec(prelude, {"__name__": "prelude"})
+        return main([str(word) for word in argv])
+
+    return Forked(work)
 
 
 def read_to_step(process: subprocess.Popen[str], step: int, *, after: str = "") -> None:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from forked import run_forked
 
 import gptlab
-from gptlab.model.kernels import library
+from gptlab.config.model import ModelConfig
+from gptlab.model.gpt import build_model
+from gptlab.model.kernels import library, ops
+from gptlab.model.kernels.attention_kernel import attention_kernel_available
 from gptlab.runtime.hardware.device import compiler_available, cxx_compiler
 
-needs_compiler = pytest.mark.skipif(not compiler_available(torch.device("cpu")), reason="no C++ compiler here")
+CPU = torch.device("cpu")
+needs_compiler = pytest.mark.skipif(not compiler_available(CPU), reason="no C++ compiler here")
 
 
 @needs_compiler
@@ -29,28 +32,25 @@ extern "C" int last() { return table[(1 << 20) - 1] + 7; }
 """
 """A library of more than a megabyte, which is built in a moment."""
 
-LOADED = """
-import sys
-from pathlib import Path
-from gptlab.model.kernels.library import load_built
-print(load_built(sys.argv[1], [Path(sys.argv[2])], ["-fPIC"]).functions.last())
-"""
+
+def load_table(source: Path) -> None:
+    """Print what the library of this source computes, and its hash."""
+    compiler = cxx_compiler()
+    assert compiler is not None
+    built = library.load_built(compiler, [source], ["-fPIC"])
+    print(built.functions.last(), built.sha256)
 
 
 @needs_compiler
 @pytest.mark.parametrize("damage", ["cut short", "one bit", "no library"])
-def test_a_damaged_library_is_never_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str) -> None:
-    """One that was cut short ended the process by SIGBUS. Loaded in a process of its own, which may die of it."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    compiler = cxx_compiler()
-    assert compiler is not None
+def test_a_damaged_library_is_never_loaded(tmp_path: Path, damage: str) -> None:
+    """One that was cut short ended the process by SIGBUS. Loaded in processes of their own, which may die of it."""
     source = tmp_path / "table.cpp"
     source.write_text(TABLE)
-    built = library.load_built(compiler, [source], ["-fPIC"])
+    first = run_forked(lambda: load_table(source), TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
     (path,) = (tmp_path / "gptlab").glob("*.so")
     whole = path.read_bytes()
-    assert built.sha256 == hashlib.sha256(whole).hexdigest()[:32]
-    path.unlink()  # this process keeps what it has loaded
+    assert first.stdout == f"7 {hashlib.sha256(whole).hexdigest()[:32]}\n", first.stderr
     middle = len(whole) // 2
     path.write_bytes(
         {
@@ -59,8 +59,8 @@ def test_a_damaged_library_is_never_loaded(tmp_path: Path, monkeypatch: pytest.M
             "no library": b"\x7fELF, and nothing else",
         }[damage]
     )
-    done = subprocess.run([sys.executable, "-c", LOADED, compiler, str(source)], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, "7\n"), done.stderr
+    again = run_forked(lambda: load_table(source), TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
+    assert (again.returncode, again.stdout) == (0, first.stdout), again.stderr
     assert path.read_bytes() == whole, "the same sources and compiler give the same bytes"
     assert sorted(file.suffix for file in path.parent.iterdir()) == [".lock", ".so"]
 
@@ -102,30 +102,33 @@ def test_whatever_they_are_made_of_names_them(tmp_path: Path, monkeypatch: pytes
     ],
 )
 def test_without_them_models_compute_all_the_same_and_say_why(tmp_path: Path, lack: str, problem: str) -> None:
-    """In a process of its own, which has neither built nor loaded them."""
-    environment = {k: v for k, v in os.environ.items() if k not in ("CXX", "TORCHINDUCTOR_CACHE_DIR")}
+    """In a process of its own, as if it had neither built nor loaded them."""
+    variables = {}
     if lack == "no compiler":
-        environment["PATH"] = str(tmp_path)
+        variables["PATH"] = str(tmp_path)
     elif lack == "no folder":
         (tmp_path / "file").write_text("in the way")
-        environment["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path / "file")
+        variables["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path / "file")
     else:
         (tmp_path / "c++").write_text("#!/bin/sh\necho 'c++: some note' >&2\necho 'error: out of order' >&2\nexit 1\n")
         (tmp_path / "c++").chmod(0o755)
-        environment["CXX"] = str(tmp_path / "c++")
-    program = (
-        "import torch\nfrom gptlab.config.model import ModelConfig\nfrom gptlab.model.gpt import build_model\n"
-        "from gptlab.model.kernels.ops import implementations, missing_kernels\n"
-        "cpu = torch.device('cpu')\n"
-        "config = ModelConfig(n_layer=1, n_embd=16, n_head=1, seq_len=64, vocab_size=5)\n"
-        "model = build_model(config, device=cpu, compute_dtype=torch.float32, seed=1)\n"
-        "logits = model(torch.zeros(1, 64, dtype=torch.int64))\n"
-        "found = implementations(cpu, torch.float32)\n"
-        "print(found['attention'], found['linear'], logits.isfinite().all().item())\n"
-        "print(missing_kernels(cpu, torch.float32))\n"
-        "print(missing_kernels(cpu, torch.bfloat16))\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+        variables["CXX"] = str(tmp_path / "c++")
+
+    def compute() -> None:
+        for name in {"CXX", "TORCHINDUCTOR_CACHE_DIR"} - variables.keys():
+            os.environ.pop(name, None)
+        library.kernel_library.cache_clear()
+        attention_kernel_available.cache_clear()
+        config = ModelConfig(n_layer=1, n_embd=16, n_head=1, seq_len=64, vocab_size=5)
+        model = build_model(config, device=CPU, compute_dtype=torch.float32, seed=1)
+        logits = model(torch.zeros(1, 64, dtype=torch.int64))
+        found = ops.implementations(CPU, torch.float32)
+        print(found["attention"], found["linear"], logits.isfinite().all().item())
+        print(ops.missing_kernels(CPU, torch.float32))
+        print(ops.missing_kernels(CPU, torch.bfloat16))
+
+    done = run_forked(compute, **variables)
+    assert done.returncode == 0, done.stderr
     computed, why, of_bfloat16 = done.stdout.splitlines()
     assert computed == "torch torch True"
     assert problem in why

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None  # type: ignore[assignment]
+
+import psutil
 import pytest
 import torch
+from forked import run_forked
 from tiny_runs import arguments, command, lines_of, make_config, train, write_corpus
 
 import gptlab
+from gptlab.cli.main import main
 from gptlab.config.errors import UserError
 from gptlab.config.run import BatchConfig, EvalConfig, RunConfig
 from gptlab.runtime.hardware.memory import memory_errors_explained, ran_out_of_memory, what_to_lower
@@ -143,14 +150,7 @@ class TestRun:
 
     @pytest.mark.skipif(sys.platform != "linux", reason="needs a limit on address space")
     def test_under_a_real_limit(self, folder: Path) -> None:
-        """Half a gibibyte more than the process had after its imports, and activations that take several."""
-        prelude = (
-            "import sys, resource, psutil, torch, gptlab.app.session, gptlab.runtime.hardware.place\n"
-            "limit = psutil.Process().memory_info().vms + 2**29\n"
-            "resource.setrlimit(resource.RLIMIT_AS, (limit, limit))\n"
-            "from gptlab.cli.main import entry_point\n"
-            "entry_point()"
-        )
+        """Half a gibibyte more than the process has, and activations that take several."""
         changes = {
             "batch.micro_sequences": 512,
             "batch.total_tokens": 512 * 128,
@@ -158,9 +158,13 @@ class TestRun:
             "model.n_embd": 256,
         }
         words = arguments(folder, "r", {**changes, "data.val_fraction": 0.4})
-        done = subprocess.run(
-            [sys.executable, "-c", prelude, "train", *words], capture_output=True, text=True, timeout=120
-        )  # fmt: skip
+
+        def work() -> int:
+            limit = psutil.Process().memory_info().vms + 2**29
+            resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+            return main(["train", *words])
+
+        done = run_forked(work)
         assert done.returncode == 2, done.stderr
         assert done.stderr.startswith("gptlab: error: out of memory"), done.stderr
         assert done.stderr.count("\n") == 1
