@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import os
 import re
@@ -39,7 +40,12 @@ MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for path in sorted(PACKAGE.rglob("*.py"))
 }
-TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in MODULES.items()}
+
+
+@functools.cache
+def trees() -> dict[str, ast.Module]:
+    """Of every module: parsed when the first rule asks, not by each process that collects the tests."""
+    return {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in MODULES.items()}
 
 
 def imported(tree: ast.AST) -> Iterator[str]:
@@ -78,7 +84,7 @@ def test_every_package_has_its_place() -> None:
 def test_imports_point_upwards_only() -> None:
     wrong = [
         f"{module} imports {name}"
-        for module, tree in TREES.items()
+        for module, tree in trees().items()
         for name in imported(tree)
         if name.startswith("gptlab") and wrong_arrow(module, name)
     ]
@@ -101,7 +107,7 @@ def test_arrows_by_hand() -> None:
 def test_no_import_cycles() -> None:
     graph = {
         module: {name for name in imported(tree) if name in MODULES and name != module}
-        for module, tree in TREES.items()
+        for module, tree in trees().items()
         if package_of(module) is not None
     }
     try:
@@ -127,7 +133,7 @@ def test_imports_do_no_work(tmp_path: Path) -> None:
 
     The libraries come first: what they do at their own import is not ours.
     """
-    libraries = sorted(name for tree in TREES.values() for name in imported(tree) if not name.startswith("gptlab"))
+    libraries = sorted(name for tree in trees().values() for name in imported(tree) if not name.startswith("gptlab"))
     program = f"""
 import contextlib, importlib, os, random, signal, sys, threading
 for name in {libraries!r}:
@@ -170,12 +176,12 @@ def test_module_level_only_defines() -> None:
             if bare_call or isinstance(node, ast.For | ast.While | ast.With):
                 yield node.lineno
 
-    assert [f"{module}:{line}" for module, tree in TREES.items() for line in at_work(tree.body)] == []
+    assert [f"{module}:{line}" for module, tree in trees().items() for line in at_work(tree.body)] == []
 
 
 def test_no_pickle_no_evaluated_text_no_unsafe_load() -> None:
     """Nothing that may run somebody else's code."""
-    found = {module: list(unsafe_uses(tree)) for module, tree in TREES.items()}
+    found = {module: list(unsafe_uses(tree)) for module, tree in trees().items()}
     assert {what for _, what in found.pop(READS_PICKLE)} == PICKLE_USES
     assert {module: uses for module, uses in found.items() if uses} == {}
 
@@ -259,7 +265,7 @@ def test_modules_are_small_and_named_for_what_they_hold() -> None:
     assert [name for name in MODULES if GRAB_BAGS.search(name.rpartition(".")[2])] == []
     lengths = {name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in MODULES.items()}
     assert {name: length for name, length in lengths.items() if length > 400} == {}
-    assert [name for name, tree in TREES.items() if not ast.get_docstring(tree)] == []
+    assert [name for name, tree in trees().items() if not ast.get_docstring(tree)] == []
 
 
 def readme_tree(text: str) -> dict[str, str]:

@@ -14,11 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file
 from tiny_runs import command, train, write_corpus
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gptlab.app.foreign_models import modelling_source
 from gptlab.app.loaded_run import load_run
@@ -74,12 +72,16 @@ SHAPES: dict[str, tuple[Form, dict[str, Any]]] = {
 
 @functools.cache
 def _their_tokenizer(folder: Path, trust: bool) -> Any:
-    return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust)
+    import transformers  # not where the tests are only collected: it takes a second
+
+    return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust)
 
 
 @functools.cache
 def _their_model(folder: Path, trust: bool, options: tuple[tuple[str, Any], ...]) -> Any:
-    model = AutoModelForCausalLM.from_pretrained(
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, local_files_only=True, trust_remote_code=trust, **dict(options)
     )
     return model.eval()
@@ -294,8 +296,12 @@ class TestOwnForm:
         return Exported("gptlab", network, ByteTokenizer(), run, folder / "hf", "")
 
     def test_needs_trust(self, own: Exported) -> None:
+        import transformers
+
         with pytest.raises(ValueError, match="trust_remote_code"):
-            AutoModelForCausalLM.from_pretrained(own.folder, local_files_only=True, trust_remote_code=False)
+            transformers.AutoModelForCausalLM.from_pretrained(
+                own.folder, local_files_only=True, trust_remote_code=False
+            )
 
     def test_loss_and_gradients(self, own: Exported) -> None:
         """transformers shifts the labels itself. float32 gradients of two orders of summation: 1e-4."""
@@ -429,7 +435,9 @@ class TestComesBack:
         assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
         full = load_file(exported.folder / "model.safetensors")
         assert all(torch.equal(tensor, full[name].bfloat16()) for name, tensor in tensors.items())
-        model = AutoModelForCausalLM.from_pretrained(
+        import transformers
+
+        model = transformers.AutoModelForCausalLM.from_pretrained(
             tmp_path / "hf", local_files_only=True, trust_remote_code=exported.form == "gptlab"
         )
         assert model.dtype == torch.bfloat16
@@ -503,6 +511,8 @@ def test_a_tied_head_may_be_written_twice_but_not_otherwise(form: Form, head: st
 class TestForeignNanoChat:
     def test_is_read(self, tmp_path: Path) -> None:
         """One that gptlab never saw: transformers' own class with random weights."""
+        import transformers
+
         settings = transformers.NanoChatConfig(
             vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
             num_key_value_heads=2, max_position_embeddings=32, bos_token_id=0, eos_token_id=0, pad_token_id=None,

@@ -6,14 +6,13 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from gptlab.config.errors import UserError
 from gptlab.config.model import ModelConfig
@@ -32,12 +31,19 @@ CPU = torch.device("cpu")
 SIZES: dict[str, Any] = {"n_layer": 3, "n_embd": 24, "n_head": 3, "n_positions": 20, "vocab_size": 35}
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
+if TYPE_CHECKING:
+    import transformers
 
-def random_gpt2(**options: Any) -> GPT2LMHeadModel:
+
+def random_gpt2(**options: Any) -> transformers.GPT2LMHeadModel:
     """transformers' GPT-2 in float64 whose every weight matters: fresh ones have zero biases and unit norms."""
-    config = GPT2Config(**(SIZES | NO_DROPOUT | options), attn_implementation="eager", bos_token_id=0, eos_token_id=0)
+    import transformers  # not where the tests are only collected: it takes a second
+
+    config = transformers.GPT2Config(
+        **(SIZES | NO_DROPOUT | options), attn_implementation="eager", bos_token_id=0, eos_token_id=0
+    )
     torch.manual_seed(0)
-    model = GPT2LMHeadModel(config).double()
+    model = transformers.GPT2LMHeadModel(config).double()
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -45,13 +51,13 @@ def random_gpt2(**options: Any) -> GPT2LMHeadModel:
     return model
 
 
-def saved(model: GPT2LMHeadModel, folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def saved(model: transformers.GPT2LMHeadModel, folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """What save_pretrained leaves on disk: config.json and the tensors."""
     model.save_pretrained(folder)
     return json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
 
 
-def as_gptlab(model: GPT2LMHeadModel, folder: Path) -> GPT:
+def as_gptlab(model: transformers.GPT2LMHeadModel, folder: Path) -> GPT:
     hf_config, tensors = saved(model, folder)
     config = gpt2_model_config(hf_config)
     ours = build_model(config, device=CPU, compute_dtype=torch.float64, seed=0)

@@ -6,7 +6,7 @@ import json
 import os
 import pickle
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import huggingface_hub
 import oracle_nanogpt
@@ -19,7 +19,6 @@ from safetensors.torch import load_file, save_file
 from test_gpt2_weights import random_gpt2
 from tiny_runs import command, start
 from torch import Tensor
-from transformers import GPT2LMHeadModel
 
 from gptlab.app.loaded_run import LoadedRun, load_run
 from gptlab.data.tokenizer.tokenizer import gpt2_tokenizer
@@ -203,8 +202,14 @@ def test_files_that_are_no_checkpoint_are_refused(tmp_path: Path, meta: Path) ->
     assert "--meta data/shakespeare_char/meta.pkl" in line
 
 
+if TYPE_CHECKING:
+    import transformers
+
+    Gpt2 = tuple[Path, transformers.GPT2LMHeadModel]
+
+
 @pytest.fixture(scope="module")
-def gpt2(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, GPT2LMHeadModel]:
+def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Gpt2:
     """A folder as save_pretrained leaves it, with GPT-2's vocabulary: float32, small in all but that."""
     model = random_gpt2(n_layer=2, n_embd=8, n_head=2, n_positions=12, vocab_size=50257).float()
     folder = tmp_path_factory.mktemp("hf") / "tiny-gpt2"
@@ -212,19 +217,19 @@ def gpt2(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, GPT2LMHeadMode
     return folder, model
 
 
-def check_imported(run_folder: Path, theirs: GPT2LMHeadModel) -> None:
+def check_imported(run_folder: Path, theirs: transformers.GPT2LMHeadModel) -> None:
     """The same bits, and so the same logits; float64 on both sides."""
     run = loaded(run_folder)
     state = theirs.state_dict()
     back = to_transformers(load_newest(run_folder / "checkpoints", pytest.fail).model, run.config.model, "gpt2")
     assert all(torch.equal(value, state[name]) for name, value in back.items())
     tokens = torch.randint(0, 50257, (2, 12), generator=torch.Generator().manual_seed(2))
-    wide = GPT2LMHeadModel(theirs.config).double()
+    wide = type(theirs)(theirs.config).double()
     wide.load_state_dict(state)
     torch.testing.assert_close(run.model(tokens), wide.eval()(tokens).logits, rtol=0, atol=1e-10)
 
 
-def test_a_folder_of_transformers(gpt2: tuple[Path, GPT2LMHeadModel], tmp_path: Path) -> None:
+def test_a_folder_of_transformers(gpt2: Gpt2, tmp_path: Path) -> None:
     code, out, err = command(["import", "hf", gpt2[0], tmp_path / "run"])
     assert code == 0, err
     assert "vocabulary 50,257 (gpt2)" in out
@@ -236,7 +241,7 @@ def test_a_folder_of_transformers(gpt2: tuple[Path, GPT2LMHeadModel], tmp_path: 
         assert "was imported, not trained: to begin with its weights, --init-from" in err
 
 
-def test_shards_pickle_and_half_precision(gpt2: tuple[Path, GPT2LMHeadModel], tmp_path: Path) -> None:
+def test_shards_pickle_and_half_precision(gpt2: Gpt2, tmp_path: Path) -> None:
     folder, model = gpt2
     model.save_pretrained(tmp_path / "sharded", max_shard_size="400KB")
     assert len(list((tmp_path / "sharded").glob("model-*.safetensors"))) > 1
@@ -257,7 +262,7 @@ def test_shards_pickle_and_half_precision(gpt2: tuple[Path, GPT2LMHeadModel], tm
     assert torch.equal(norm, half["transformer.ln_f.weight"].float())
 
 
-def test_folders_that_cannot_be_are_refused(gpt2: tuple[Path, GPT2LMHeadModel], tmp_path: Path) -> None:
+def test_folders_that_cannot_be_are_refused(gpt2: Gpt2, tmp_path: Path) -> None:
     config = json.loads((gpt2[0] / "config.json").read_text())
     content = (gpt2[0] / "model.safetensors").read_bytes()
     trace = tmp_path / "trace"
@@ -314,9 +319,7 @@ class ModelHub(LocalHub):
         super().answer(request)
 
 
-def test_a_name_is_downloaded_once(
-    gpt2: tuple[Path, GPT2LMHeadModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_name_is_downloaded_once(gpt2: Gpt2, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a real huggingface_hub client from a hub on loopback."""
     constants = huggingface_hub.constants  # what HF_HOME, HF_ENDPOINT and HF_HUB_OFFLINE set at its import
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))

@@ -7,14 +7,13 @@ import shutil
 import socket
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import huggingface_hub
 import pytest
 import torch
 from test_gpt2_weights import random_gpt2
 from tiny_runs import command, differences, killed_at, lines_of, make_config, outcome, train, weights_of
-from transformers import GPT2LMHeadModel
 
 import gptlab
 from gptlab.app.loaded_run import weights_fingerprint
@@ -189,8 +188,14 @@ def test_every_field_that_changes_names_or_shapes_is_fixed() -> None:
                 require_fits(config, plain, "x")
 
 
+if TYPE_CHECKING:
+    import transformers
+
+    Gpt2 = tuple[Path, transformers.GPT2LMHeadModel]
+
+
 @pytest.fixture(scope="module")
-def gpt2(folder: Path) -> tuple[Path, GPT2LMHeadModel]:
+def gpt2(folder: Path) -> Gpt2:
     """A folder of transformers: GPT-2's vocabulary, small in all else."""
     model = random_gpt2(n_layer=2, n_embd=8, n_head=2, n_positions=32, vocab_size=50257).float()
     model.save_pretrained(folder / "hf")
@@ -205,11 +210,11 @@ def hf_flags(**changes: Any) -> dict[str, Any]:
     return gpt2_flags() | gpt2 | changes
 
 
-def test_a_folder_of_transformers(folder: Path, gpt2: tuple[Path, GPT2LMHeadModel]) -> None:
+def test_a_folder_of_transformers(folder: Path, gpt2: Gpt2) -> None:
     """Logits in float64 from the same float32 weights: 1e-10, as in test_gpt2_weights."""
     session = opened(make_config(folder, "x", **hf_flags(init_from=gpt2[0], runtime__dtype="float64")))
     tokens = torch.randint(0, 50257, (2, 32), generator=torch.Generator().manual_seed(4))
-    theirs = GPT2LMHeadModel(gpt2[1].config).double()
+    theirs = type(gpt2[1])(gpt2[1].config).double()
     theirs.load_state_dict(gpt2[1].state_dict())
     ours = session.state.model.eval()(tokens)
     torch.testing.assert_close(ours, theirs.eval()(tokens).logits, rtol=0, atol=1e-10)
@@ -237,7 +242,11 @@ class TestNames:
         return tmp_path / "hub"
 
     def test_a_cached_model_is_found_and_nothing_is_downloaded(
-        self, cache: Path, folder: Path, gpt2: tuple[Path, GPT2LMHeadModel], monkeypatch: pytest.MonkeyPatch
+        self,
+        cache: Path,
+        folder: Path,
+        gpt2: Gpt2,
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         small = gpt2_model_config(json.loads((gpt2[0] / "config.json").read_text()))
         monkeypatch.setattr("gptlab.model.interop.pretrained.GPT2_SIZES", {"gpt2": small})

@@ -21,7 +21,6 @@ from gptlab.optim.combined import clip_gradients, joint_norm
 from gptlab.runtime.hardware.place import place_of
 from gptlab.runtime.processes.distributed import Group
 from gptlab.runtime.records.console import Console
-from gptlab.training.parallel.fsdp import Fsdp
 from gptlab.training.parallel.zero import Zero
 from gptlab.training.state import build_state
 
@@ -60,6 +59,8 @@ def sharded(group: Group, of: list[Tensor]) -> float:
     rows = [torch.tensor_split(tensor, group.size)[group.rank] for tensor in of[:2]]
     shards = {str(number): SimpleNamespace(is_cut=number < 2) for number in range(len(of))}
     strategy = SimpleNamespace(group=group, _device=CPU, shards=shards)
+    from gptlab.training.parallel.fsdp import Fsdp  # not where the tests are only collected: it takes a second
+
     return float(Fsdp.total_norm(cast(Any, strategy), [*rows, *of[2:]]))
 
 
