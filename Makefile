@@ -11,7 +11,7 @@ PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
 .DELETE_ON_ERROR:
-.PHONY: train test test-gpu test-faults test-mutations check format clean help
+.PHONY: train test test-gpu test-faults test-timing test-mutations check format clean help
 
 train: $(VENV)/.installed  ## set up and train the quickstart recipe (ARGS="quickstart --minutes 1" for another run)
 	$(BIN)/gptlab train $(ARGS)
@@ -26,6 +26,9 @@ test-faults: $(VENV)/.installed-dev  ## the long tests of kills and damage (docs
 	rm -rf build/faults
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m faults
 	$(BIN)/python tests/support/fault_figures.py
+
+test-timing: $(VENV)/.installed-dev  ## the promises in seconds, on a machine that does nothing else
+	OMP_NUM_THREADS=1 GPTLAB_TEST_TIMING=1 $(BIN)/python -m pytest tests/hostile tests/unit/cli/test_help.py
 
 test-mutations: $(VENV)/.installed-dev  ## whether the tests notice each defect of tests/mutations/
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutations --processes $(WORKERS)

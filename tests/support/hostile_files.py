@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cpu_limit import cpu_limit
 
 from gptlab.config.errors import UserError, one_line
 
 posix_only = pytest.mark.skipif(os.name != "posix", reason="needs pipes and files with holes")
 
-MAX_CPU_SECONDS = 1.0
+MAX_CPU_SECONDS = cpu_limit(1.0)
 """Of the process, all threads: the promise itself. The slowest case takes 0.4 s on a quiet machine."""
 MAX_TRACED_BYTES = 100 << 20
 """The worst is tokenizer.json of the largest size that is read. What a file asks for is a thousand times that."""
