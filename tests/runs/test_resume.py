@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -171,41 +171,26 @@ def test_lost_checkpoints_are_no_reason_to_begin_anew(folder: Path) -> None:
     assert (run / "metrics.jsonl").read_bytes() == before
 
 
-@dataclass(frozen=True)
-class Part:
-    """One saved part, and a checkpoint as it would be if that part had been forgotten."""
-
-    forget: Callable[[Checkpoint], Checkpoint]
-    of_whole_run: bool = False
-    """Forgotten in the last checkpoint, since only a run at its end still asks for it."""
+Forget = Callable[[Checkpoint], Checkpoint]
+"""A checkpoint as it would be if one of its parts had been forgotten."""
 
 
-def tensors(suffix: str) -> Part:
+def tensors(suffix: str) -> Forget:
     def forget(saved: Checkpoint) -> Checkpoint:
         fresh = {name: torch.zeros_like(t) if name.endswith(suffix) else t for name, t in saved.optimizer.items()}
         assert any(not torch.equal(fresh[name], saved.optimizer[name]) for name in fresh), "there is nothing to forget"
         return replace(saved, optimizer=fresh)
 
-    return Part(forget)
+    return forget
 
 
-def weights() -> Part:
-    return Part(lambda saved: replace(saved, model={n: torch.zeros_like(t) for n, t in saved.model.items()}))
+def generator(saved: Checkpoint) -> Checkpoint:
+    seed_everything(99, CPU)
+    return replace(saved, optimizer=saved.optimizer | {"rng.torch": capture_rng(CPU)["torch"]})
 
 
-def generator(name: str) -> Part:
-    def forget(saved: Checkpoint) -> Checkpoint:
-        seed_everything(99, CPU)
-        return replace(saved, optimizer=saved.optimizer | {f"rng.{name}": capture_rng(CPU)[name]})
-
-    return Part(forget)
-
-
-def entry(path: str, initial: Any, *, of_whole_run: bool = False) -> Part:
-    def forget(saved: Checkpoint) -> Checkpoint:
-        return replace(saved, state=_with_entry(saved.state, path.split("."), initial))
-
-    return Part(forget, of_whole_run)
+def entry(path: str, initial: Any) -> Forget:
+    return lambda saved: replace(saved, state=_with_entry(saved.state, path.split("."), initial))
 
 
 def _with_entry(state: Mapping[str, Any], path: list[str], value: Any) -> dict[str, Any]:
@@ -214,35 +199,12 @@ def _with_entry(state: Mapping[str, Any], path: list[str], value: Any) -> dict[s
 
 
 PARTS = {
-    "weights": weights(),
     "momentum": tensors(".momentum"),
-    "exp_avg": tensors(".exp_avg"),
-    "rng.torch": generator("torch"),
+    "rng.torch": generator,
     "train_seconds": entry("train_seconds", 0.0),
-    "loader": entry("loader", {"next_step": 0}),
     "optimizer": entry("optimizer", {}),
-    "metrics_bytes": entry("metrics_bytes", 0),
-    "marks.sampled": entry("marks.sampled", None, of_whole_run=True),
-    "best": entry("best", None, of_whole_run=True),
 }
-"""A few of each kind. test_saved_parts.py (`make test-faults`) finds every part and removes each in turn."""
-
-
-PLAIN = {"model__dropout": 0.0, "model__n_layer": 1}
-
-
-@pytest.fixture(scope="module")
-def expected(folder: Path) -> Outcome:
-    return outcome(train(folder, "parts-whole", **PLAIN))
-
-
-@pytest.fixture(scope="module")
-def killed(folder: Path) -> dict[bool, Path]:
-    """{of_whole_run: run folder}: one killed at step 9, one killed before its closing block."""
-    for name, kind, step in (("parts-step", "train", 9), ("parts-end", "checkpoint", 12)):
-        with killed_at(kind, step):
-            train(folder, name, **PLAIN)
-    return {False: folder / "parts-step", True: folder / "parts-end"}
+"""One of each kind. test_saved_parts.py (`make test-faults`) finds every part and removes each in turn."""
 
 
 class TestSavedPartsCount:
@@ -253,31 +215,40 @@ class TestSavedPartsCount:
     cannot matter.
     """
 
-    def resumed(self, killed: Path, to: Path, forget: Callable[[Checkpoint], Checkpoint]) -> Outcome:
+    PLAIN: Mapping[str, Any] = {"model__dropout": 0.0, "model__n_layer": 1, "steps": 9}
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def expected(cls, folder: Path) -> Outcome:
+        return outcome(train(folder, "parts-whole", **cls.PLAIN))
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def killed(cls, folder: Path) -> Path:
+        with killed_at("train", 9):
+            train(folder, "parts", **cls.PLAIN)
+        return folder / "parts"
+
+    def resumed(self, killed: Path, to: Path, forget: Forget = lambda saved: saved) -> Outcome:
         shutil.copytree(killed, to)
         saved = forget(load_checkpoint(list_checkpoints(to / "checkpoints")[-1]))
         save_checkpoint(to / "checkpoints", saved.step, model=saved.model, optimizer=saved.optimizer, state=saved.state)
         gptlab.train(resume=to)
         return outcome(to)
 
-    @pytest.mark.parametrize("of_whole_run", [False, True])
-    def test_nothing_forgotten(
-        self, tmp_path: Path, expected: Outcome, killed: dict[bool, Path], of_whole_run: bool
-    ) -> None:
-        whole = self.resumed(killed[of_whole_run], tmp_path / "run", lambda saved: saved)
-        assert differences(expected, whole) == []
+    def test_nothing_forgotten(self, tmp_path: Path, expected: Outcome, killed: Path) -> None:
+        assert differences(expected, self.resumed(killed, tmp_path / "run")) == []
 
     @pytest.mark.parametrize("name", PARTS)
-    def test_forgotten(self, tmp_path: Path, expected: Outcome, killed: dict[bool, Path], name: str) -> None:
-        part = PARTS[name]
+    def test_forgotten(self, tmp_path: Path, expected: Outcome, killed: Path, name: str) -> None:
         with pytest.raises(UserError) if name == "optimizer" else nullcontext():
-            assert differences(expected, self.resumed(killed[part.of_whole_run], tmp_path / "run", part.forget))
+            assert differences(expected, self.resumed(killed, tmp_path / "run", PARTS[name]))
 
-    def test_another_step(self, killed: dict[bool, Path]) -> None:
+    def test_another_step(self, killed: Path) -> None:
         """Two files know the step, and so it is noticed before anything is resumed."""
-        saved = load_checkpoint(list_checkpoints(killed[False] / "checkpoints")[-1])
-        forgotten = entry("step", 0).forget(saved)
-        folder = killed[False].parent / "another-step"
+        saved = load_checkpoint(list_checkpoints(killed / "checkpoints")[-1])
+        forgotten = entry("step", 0)(saved)
+        folder = killed.parent / "another-step"
         path = save_checkpoint(folder, saved.step, model=saved.model, optimizer={}, state=forgotten.state)
         with pytest.raises(DamagedCheckpointError, match="of another step"):
             load_checkpoint(path)
@@ -287,6 +258,5 @@ class TestSavedPartsCount:
         expected = outcome(train(folder, "scale-whole", **changes))
         with killed_at("train", 9):
             train(folder, "scale", **changes)
-        forget = entry("scaler", {}).forget
-        assert differences(expected, self.resumed(folder / "scale", tmp_path / "kept", lambda saved: saved)) == []
-        assert differences(expected, self.resumed(folder / "scale", tmp_path / "run", forget))
+        assert differences(expected, self.resumed(folder / "scale", tmp_path / "kept")) == []
+        assert differences(expected, self.resumed(folder / "scale", tmp_path / "run", entry("scaler", {})))

@@ -236,8 +236,3 @@ def test_plans_are_kept_beside_the_tokens(texts: Path) -> None:
     assert token_fate(rows).cropped == 0
     assert (prepared.folder / "plans").is_dir()
     assert prepare(config(texts), BYTE).folder == prepared.folder  # they do not count as damage
-
-
-def test_preparing_does_not_import_torch() -> None:
-    code = "import sys, gptlab.cli.data; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

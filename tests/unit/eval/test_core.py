@@ -317,11 +317,13 @@ def spoken(model: GPT, tasks: list[Task]) -> list[Task]:
 class TestAgainstTheSlowWay:
     TOKENIZER = ByteTokenizer()
 
-    def slow(self, model: GPT, tasks: list[Task]) -> list[bool]:
-        return [slow_answer(model, one, index, self.TOKENIZER) for one in tasks for index in range(one.n_scored)]
+    @pytest.fixture(scope="class")
+    @classmethod
+    def slow(cls, model: GPT, spoken: list[Task]) -> list[bool]:
+        return [slow_answer(model, one, index, cls.TOKENIZER) for one in spoken for index in range(one.n_scored)]
 
-    def test_every_answer_for_every_batching(self, model: GPT, spoken: list[Task]) -> None:
-        expected = self.slow(model, spoken)
+    def test_every_answer_for_every_batching(self, model: GPT, spoken: list[Task], slow: list[bool]) -> None:
+        expected = slow
         assert 20 < sum(expected) < len(expected) - 20
         encoded = encode_tasks(spoken, self.TOKENIZER, model.config.seq_len)
         questions = [question for one in encoded for question in one.questions]
@@ -332,7 +334,7 @@ class TestAgainstTheSlowWay:
             found = score(gpt_logits(model), questions, device=CPU, max_pass_tokens=max_pass_tokens, module=model)
             assert found == expected, max_pass_tokens
 
-    def test_parts_of_the_list_add_up(self, model: GPT, spoken: list[Task]) -> None:
+    def test_parts_of_the_list_add_up(self, model: GPT, spoken: list[Task], slow: list[bool]) -> None:
         """As ranks would: each takes every third question."""
         encoded = encode_tasks(spoken, self.TOKENIZER, model.config.seq_len)
         questions = [question for one in encoded for question in one.questions]
@@ -341,7 +343,7 @@ class TestAgainstTheSlowWay:
             merged[rank::3] = score(gpt_logits(model), questions[rank::3], device=CPU, max_pass_tokens=300)
         whole = measure_core(model, encoded, max_pass_tokens=300)
         assert core_result(encoded, merged) == whole
-        assert merged == self.slow(model, spoken)
+        assert merged == slow
 
     @pytest.mark.parametrize("size", [2, 3, 100])
     def test_ranks_share_the_passes_and_all_have_the_answers(self, model: GPT, spoken: list[Task], size: int) -> None:
@@ -523,8 +525,12 @@ class TestWithinARun:
         assert summary["evaluation_seconds"] > sum(line["core_seconds"] for line in lines_of(whole, "core"))
         assert lines_of(whole, "core")[-1]["train_seconds"] == lines_of(whole, "train")[-1]["train_seconds"]
 
-    def test_training_does_not_notice(self, folder: Path, whole: Path, expected: Outcome) -> None:
-        without = outcome(train(folder, "without"))
+    @pytest.fixture(scope="class")
+    @classmethod
+    def without(cls, folder: Path) -> Outcome:
+        return outcome(train(folder, "without"))
+
+    def test_training_does_not_notice(self, folder: Path, expected: Outcome, without: Outcome) -> None:
         assert all(torch.equal(tensor, without.tensors[name]) for name, tensor in expected.tensors.items())
         kinds = ("train", "sample")
         same = [[line for line in lines if json.loads(line)["kind"] in kinds]
@@ -534,26 +540,19 @@ class TestWithinARun:
         assert "core_metric" not in (folder / "without/log.txt").read_text()
         assert all("train_loss" not in line for line in lines_of(folder / "without", "eval"))
 
-    @pytest.mark.parametrize(
-        ("kind", "step", "before"),
-        [
-            ("core", 6, True),
-            ("core", 6, False),
-            ("checkpoint", 8, False),
-            ("core", 12, False),
-            ("sample", 12, False),
-            ("checkpoint", 12, False),
-        ],
-    )
-    def test_killed_and_resumed(self, folder: Path, expected: Outcome, kind: str, step: int, before: bool) -> None:
-        name = f"{kind}-{step}-{before}"
-        with killed_at(kind, step, before=before):
-            again(folder, name)
-        assert gptlab.train(resume=folder / name).exit_code == 0
-        assert differences(expected, outcome(folder / name)) == []
+    def test_killed_and_resumed(self, folder: Path, expected: Outcome) -> None:
+        """One run that is killed before or right after each of these lines, in turn."""
+        run = folder / "killed"
+        for kind, step, before in [
+            ("core", 6, True), ("core", 6, False), ("checkpoint", 8, False), ("core", 12, False),
+            ("sample", 12, False), ("checkpoint", 12, False),
+        ]:  # fmt: skip
+            with killed_at(kind, step, before=before):
+                gptlab.train(resume=run) if run.exists() else again(folder, run.name)
+        assert gptlab.train(resume=run).exit_code == 0
+        assert differences(expected, outcome(run)) == []
 
-    def test_checkpoints_from_before_there_was_core(self, folder: Path) -> None:
-        expected = outcome(train(folder, "new"))
+    def test_checkpoints_from_before_there_was_core(self, folder: Path, without: Outcome) -> None:
         with killed_at("train", 9):
             train(folder, "old")
         saved = load_checkpoint(list_checkpoints(folder / "old/checkpoints")[-1])
@@ -565,7 +564,7 @@ class TestWithinARun:
             folder / "old/checkpoints", saved.step, model=saved.model, optimizer=saved.optimizer, state=state
         )
         assert gptlab.train(resume=folder / "old").exit_code == 0
-        assert differences(expected, outcome(folder / "old")) == []
+        assert differences(without, outcome(folder / "old")) == []
 
     def test_the_end_is_measured_whenever_it_was_due(self, folder: Path) -> None:
         run = again(folder, "at-the-end", steps=2, eval__core_every_steps=100)
