@@ -9,7 +9,6 @@ import functools
 import os
 import re
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -192,19 +191,7 @@ def _best_flops(device: torch.device, dtype: torch.dtype, seconds: float, deadli
 
 def _fastest_product(size: int, device: torch.device, dtype: torch.dtype, deadline: float) -> float:
     """Seconds of the fastest (size, size) @ (size, size)."""
-    return fastest_seconds(_product(size, device, dtype), device, deadline)
-
-
-def _product(size: int, device: torch.device, dtype: torch.dtype) -> Callable[[], object]:
-    """Multiplies two random matrices, (size, size)."""
-    generator = torch.Generator().manual_seed(0)
-    left, right = (torch.randn(size, size, generator=generator).to(device, dtype) for _ in range(2))
-    return functools.partial(torch.mm, left, right, out=torch.empty_like(left))
-
-
-def fastest_seconds(work: Callable[[], object], device: torch.device, deadline: float) -> float:
-    """Seconds of the fastest call, after a warm-up, until `deadline` (of time.perf_counter) but at least twice."""
-    return min(_times(work, device, deadline))
+    return min(_product_times(size, device, dtype, deadline))
 
 
 def sustained_share(device: torch.device, dtype: torch.dtype, *, seconds: float = 0.25) -> float:
@@ -213,22 +200,20 @@ def sustained_share(device: torch.device, dtype: torch.dtype, *, seconds: float 
     Measured on two cores (size 512): 0.92 to 0.95 on a quiet machine, 0.24 to 0.26 beside one busy process, while the
     best of the large products stayed what it was: each small one waits for its slowest thread.
     """
-    times = _times(_product(512, device, dtype), device, time.perf_counter() + seconds)
+    times = _product_times(512, device, dtype, time.perf_counter() + seconds)
     return min(times) * len(times) / sum(times)
 
 
-def _times(work: Callable[[], object], device: torch.device, deadline: float) -> list[float]:
-    _timed(work, device)
-    times = [_timed(work, device), _timed(work, device)]
-    while time.perf_counter() < deadline:
-        times.append(_timed(work, device))
-    return times
-
-
-def _timed(work: Callable[[], object], device: torch.device) -> float:
-    """Seconds of one call."""
-    synchronize(device)
-    start = time.perf_counter()
-    work()
-    synchronize(device)
-    return time.perf_counter() - start
+def _product_times(size: int, device: torch.device, dtype: torch.dtype, deadline: float) -> list[float]:
+    """Seconds of each product of two random (size, size) matrices until `deadline` (of time.perf_counter): at least
+    two, after a warm-up."""
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(size, size, generator=generator).to(device, dtype) for _ in range(2))
+    product, times = torch.empty_like(left), list[float]()
+    while len(times) < 3 or time.perf_counter() < deadline:
+        synchronize(device)
+        start = time.perf_counter()
+        torch.mm(left, right, out=product)
+        synchronize(device)
+        times.append(time.perf_counter() - start)
+    return times[1:]

@@ -68,7 +68,7 @@ class Console:
     def __init__(self, log_path: Path | None = None, *, stream: TextIO | None = None, quiet: bool = False) -> None:
         """`quiet`: print warnings and results only; log.txt is the same."""
         self._quiet = quiet
-        self._stream = sys.stdout if stream is None else stream
+        self._stream = stream or sys.stdout or open(os.devnull, "w")  # noqa: SIM115 - pythonw has no sys.stdout
         self._display = _make_display(self._stream)
         self._log: AppendFile | None = None
         self._unlogged: list[str] = []
@@ -141,7 +141,7 @@ class Console:
         started, over = time.monotonic(), threading.Event()
 
         def draw() -> None:
-            while not over.wait(max(_BUSY_SECONDS, self._progress_seconds())):
+            while not over.wait(max(_BUSY_SECONDS, self._display.progress_seconds)):
                 self._show_progress(description, None, clock_text(time.monotonic() - started))
 
         thread = threading.Thread(target=draw, name="gptlab-busy", daemon=True)
@@ -160,7 +160,7 @@ class Console:
         `total`: None where it is unknown. `unit`: a plural ("documents"), or "bytes". A closing line with the amount
         and the rate is printed and logged unless the work raises.
         """
-        seconds = self._progress_seconds()
+        seconds = self._display.progress_seconds
         progress = Progress(description, total, unit, show=self._show_progress, interval_seconds=seconds)
         with self._bar(description):
             yield progress
@@ -199,20 +199,16 @@ class Console:
     def _show_progress(self, description: str, share: float | None, figures: str) -> None:
         self._show(lambda display: display.progress(self._printable(description), share, figures), quietly=True)
 
-    def _progress_seconds(self) -> float:
-        return PlainDisplay.progress_seconds if self._display is None else self._display.progress_seconds
-
     def _show(self, action: Callable[[PlainDisplay | TerminalDisplay], None], *, quietly: bool = False) -> None:
         """Do `action` on the display; nothing once the stream is closed, since a run outlives its terminal. `quietly`:
         nothing in quiet mode either."""
         with self._lock:
-            if self._display is None or (quietly and self._quiet) or self._stream.closed:
+            if (quietly and self._quiet) or self._stream.closed:
                 return
             try:
                 action(self._display)
             except OSError:
-                self._display = None
-                # What the stream still buffers would raise again when Python flushes it at exit.
+                # The stream itself, since what it still buffers would raise again when Python flushes it at exit.
                 with suppress(OSError, ValueError), open(os.devnull, "wb") as nowhere:
                     os.dup2(nowhere.fileno(), self._stream.fileno())
 
@@ -286,10 +282,7 @@ class Progress:
         return f"{value / 1e6:,.1f} MB" if self.unit == "bytes" else f"{value:,.0f} {self.unit}"
 
 
-def _make_display(stream: TextIO | None) -> PlainDisplay | TerminalDisplay | None:
-    """None where there is nothing to print on (pythonw has no sys.stdout)."""
-    if stream is None:
-        return None
+def _make_display(stream: TextIO) -> PlainDisplay | TerminalDisplay:
     if os.environ.get("TERM") in ("dumb", "unknown") or not stream.isatty():
         return PlainDisplay(stream)
     from gptlab.runtime.records.terminal import TerminalDisplay  # rich takes 60 ms to import: only where it draws

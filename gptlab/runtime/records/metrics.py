@@ -33,10 +33,9 @@ class AppendFile:
         """Why lines wait."""
         with cannot(f"write {path}"):
             self._file = os.fdopen(_open_own(path), "a+b", buffering=0)
-            length = self._file.seek(0, os.SEEK_END)
-            self._size = self._end_of_whole_lines(length)
-            if self._size < length:
-                self._file.truncate(self._size)
+            self._size = self._file.seek(0, os.SEEK_END)
+            if self._size:
+                self._cut(self._size)
 
     def append(self, line: str) -> None:
         """Append `line` (without its newline)."""
@@ -67,8 +66,7 @@ class AppendFile:
         after the last line that ends before.
         """
         self._waiting = b""
-        self._size = self._end_of_whole_lines(min(offset, self._size))
-        self._file.truncate(self._size)
+        self._cut(min(offset, self._size))
         os.fsync(self._file.fileno())
         return self._size == offset
 
@@ -91,12 +89,13 @@ class AppendFile:
             with suppress(OSError):  # no line stays half-written
                 self._file.truncate(self._size)
 
-    def _end_of_whole_lines(self, limit: int) -> int:
-        """The position after the last newline among the first `limit` bytes; 0 if there is none."""
-        if limit <= 0:
-            return 0
-        with mmap.mmap(self._file.fileno(), limit, access=mmap.ACCESS_READ) as content:
-            return content.rfind(b"\n") + 1
+    def _cut(self, limit: int) -> None:
+        """Remove what comes after the last newline among the first `limit` bytes."""
+        self._size = 0
+        if limit > 0:
+            with mmap.mmap(self._file.fileno(), limit, access=mmap.ACCESS_READ) as content:
+                self._size = content.rfind(b"\n") + 1
+        self._file.truncate(self._size)
 
 
 def _open_own(path: Path) -> int:
@@ -141,7 +140,8 @@ class MetricsLog(AppendFile):
                 self.append(line)
 
     def close(self) -> None:
-        self.release()
+        if self._held is not None:
+            self.release()
         super().close()
 
     def __enter__(self) -> Self:

@@ -122,7 +122,8 @@ class RunDirectory:
 
     def require_free(self) -> None:
         """UserError unless a run can start here, in an empty folder or one that does not exist. Writes nothing."""
-        if self.path.is_dir() and (entries := sorted(self.path.iterdir())):
+        entries = sorted(self.path.iterdir()) if self.path.is_dir() else []
+        if any(entry.name not in (_LOCK, _OWNER) or entry.is_symlink() for entry in entries):
             self._require_leftovers(entries)
 
     def _require_leftovers(self, entries: list[Path]) -> None:
