@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gptlab.app.messages import resume_command
-from gptlab.app.run_request import RunRequest
+from gptlab.app.run_request import RunRequest, resume_command
 from gptlab.config.errors import UserError
 from gptlab.config.run import RunConfig
 from gptlab.runtime.processes.distributed import Group, Job
@@ -42,8 +41,6 @@ class Attempt:
     """The means of this process, and how far it has come. Signals and lost ranks end it from other threads."""
 
     console: Console
-    is_main: bool = True
-    """Whether this process writes to the run folder and the console."""
     catch: bool = True
     """Whether the process belongs to gptlab: failed training is then an exit code and not an exception."""
     config: RunConfig | None = None
@@ -72,7 +69,7 @@ class Attempt:
     def _end_again(self, request: RunRequest, exit_code: int, text: str) -> Result:
         folder = self.group.broadcast("folder", request.resume or ((path := self.job.folder()) and str(path)))
         if exit_code == EXIT_USAGE or folder is None:
-            if not self.is_main:
+            if not self.group.is_main:
                 self.group.barrier("end again")  # rank 0 never comes: it reports for all
             raise StoppedEarly(text) if exit_code == EXIT_PREEMPTED else UserError(text)
         self.console.line(f"not tried again after torchrun's restart, since it ended with {exit_code}: {text}")
@@ -122,7 +119,7 @@ class Attempt:
         """Record that another process is lost, before this one ends. May be called from another thread."""
         if failure.exit_code == EXIT_PREEMPTED:
             self._set_status("preempted")
-        elif self.is_main and self.run is not None:
+        elif self.group.is_main and self.run is not None:
             with suppress(UserError):
                 self.run.set_failed(failure.text)
         if failure.said_by_itself and failure.exit_code in (EXIT_USAGE, EXIT_PREEMPTED):
@@ -144,14 +141,14 @@ class Attempt:
     def _exit_preempted(self, signal_name: str, text: str) -> None:
         self._set_status("preempted")
         self.job.ends(EXIT_PREEMPTED, signal_name)
-        if self.is_main:
+        if self.group.is_main:
             clear_line = "\r\x1b[2K\x1b[?25h" * sys.stdout.isatty()  # of the live line, which also hides the cursor
             with suppress(OSError):
                 os.write(sys.stdout.fileno(), f"{clear_line}{text}\n".encode())
         os._exit(EXIT_PREEMPTED)
 
     def _set_status(self, status: Status) -> None:
-        if self.is_main and self.run is not None:
+        if self.group.is_main and self.run is not None:
             with suppress(UserError):
                 self.run.set_status(status)
 

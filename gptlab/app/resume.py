@@ -14,10 +14,9 @@ from itertools import count
 from pathlib import Path
 
 from gptlab.app.attempt import Attempt, Result
-from gptlab.app.messages import longer_command
 from gptlab.app.own_parts import OwnParts
 from gptlab.app.repeat import EarlierRun, Facts, open_repeated, require_same_parts, require_trained, stored_config
-from gptlab.app.run_request import RunRequest
+from gptlab.app.run_request import RunRequest, longer_command
 from gptlab.app.session import Session
 from gptlab.config.errors import UserError
 from gptlab.config.load import config_to_json

@@ -1,10 +1,16 @@
-"""What was asked for, by its names, and the RunConfig that it makes: recipe < TOML file < what is given beside it."""
+"""What was asked for, by its names, and the RunConfig that it makes: recipe < TOML file < what is given beside it.
+
+Also the commands that ask for what can be done next with a run."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+import shlex
+import shutil
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from gptlab.config.errors import ConfigError, UserError, nearest_name, require_positive
@@ -336,3 +342,47 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(inner) for inner in value]
     return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+def program() -> str:
+    """How to type gptlab: by name where the shell finds it, else by the path or module that was started."""
+    if "UV_RUN_RECURSION_DEPTH" in os.environ:  # uv run sets PATH for this process only
+        return "uv run gptlab"
+    script = Path(sys.argv[0])
+    if script.name == "__main__.py" and script.parent.name == "gptlab":
+        return f"{_typed(Path(sys.executable))} -m gptlab"
+    return _typed(script) if script.stem == "gptlab" else "gptlab"
+
+
+def resume_command(run: Path) -> str:
+    return f"{program()} train --resume {shlex.quote(str(run))}"
+
+
+def longer_command(run: Path, config: RunConfig) -> str:
+    """Trains a finished run to twice its length."""
+    horizon = config.horizon
+    name, factor = next((name, factor) for name, (unit, factor) in HORIZONS.items() if unit == horizon.unit)
+    return f"{resume_command(run)} --{name.replace('_', '-')} {2 * horizon.amount / factor:.12g}"
+
+
+def next_steps(run: Path, config: RunConfig, prompts: Sequence[str], *, trained: bool) -> list[str]:
+    """Lines for the end of a finished run. `prompts`: those of its samples. `trained`: whether it saved weights."""
+    folder = shlex.quote(str(run))
+    lines = [f"run folder: {folder}"]
+    if trained:
+        prompt = next((text for text in prompts if text.strip() and text.isprintable()), None)
+        asked = "" if prompt is None else f" --prompt {shlex.quote(prompt)}"
+        lines.append(f"  sample it:          {program()} sample {folder}{asked}")
+        lines.append(f"  train it on:        {longer_command(run, config)}")
+    lines.append(f"  change and compare: {program()} train --from {folder} --seed {config.seed + 1}")
+    return lines
+
+
+def _typed(path: Path) -> str:
+    """The command's name where the shell finds this very file by it, else the shortest path."""
+    found = shutil.which(path.name)
+    if found is not None and path.exists() and os.path.samefile(found, path):
+        return path.name
+    here = Path.cwd()
+    absolute = Path(os.path.abspath(path))
+    return shlex.quote(str(absolute.relative_to(here) if absolute.is_relative_to(here) else absolute))

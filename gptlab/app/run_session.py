@@ -1,4 +1,4 @@
-"""A session trained in its run folder: warm-up, checkpoint, training, and how it ends."""
+"""A session trained in its run folder: what is reported first, warm-up, checkpoint, training, and how it ends."""
 
 from __future__ import annotations
 
@@ -10,12 +10,16 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from gptlab.app.messages import next_steps, resume_command
 from gptlab.app.ranks import require_same_implementations
+from gptlab.app.run_request import next_steps, resume_command
 from gptlab.app.session import Session
 from gptlab.config.errors import UserError
 from gptlab.config.load import config_to_json
+from gptlab.config.recipes import applied_scaling
+from gptlab.config.recipes.quickstart import why_quickstart_size
+from gptlab.config.scaling import Machine
 from gptlab.runtime.hardware.cpu import MachineLoad
+from gptlab.runtime.hardware.device import device_name
 from gptlab.runtime.processes.distributed import Job
 from gptlab.runtime.records.console import Console
 from gptlab.runtime.records.metrics import MetricsLog
@@ -38,6 +42,77 @@ from gptlab.training.state import OffClock
 if TYPE_CHECKING:
     from gptlab.app.own_parts import OwnParts
     from gptlab.app.repeat import EarlierRun
+
+
+MANY_EPOCHS = 4.0
+"""Up to four epochs teach almost as much as fresh text, later ones ever less (Muennighoff et al., arXiv:2305.16264)."""
+
+
+def describe(session: Session, console: Console, machine: Machine | None) -> None:
+    """Print a run's facts, one line each. `machine`: what the run's size follows from, where it was measured."""
+    config, place, counts, flops, data = session.config, session.place, session.counts, session.flops, session.data
+    model, peak, processes = config.model, place.peak.flops_per_second, session.group.size
+    console.line(
+        f"machine   {device_name(place.device)} ({place.device}), {f'{processes} processes, ' * (processes > 1)}"
+        f"{place.threads} thread{'s' * (place.threads > 1)}, {str(place.dtype).removeprefix('torch.')}, "
+        + ("peak unknown" if peak is None else f"{peak / 1e9:,.0f} GFLOP/s ({place.peak.source})")
+    )
+    console.line(
+        f"data      {', '.join(config.data.source)}: {data.train.n_tokens:,} training tokens, "
+        f"{data.val.n_tokens:,} validation tokens, vocabulary {model.vocab_size:,} ({data.tokenizer.kind})"
+    )
+    if "read" in data.statistics:
+        console.line(f"read      {data.statistics['read']}")
+    console.line(
+        f"model     {model.n_layer} layers, width {model.n_embd}, {model.n_head} heads, context {model.seq_len}: "
+        f"{counts.total / 1e6:.2f}M parameters, {flops.total / 1e6:.1f} MFLOP a token"
+    )
+    roles = (f"{str(role).replace('_', ' ')} {_short(count)}" for role, count in counts.by_role.items() if count)
+    console.line(f"          {', '.join(roles)}")
+    if session.start is not None:
+        console.line(f"weights   {session.start.text}")
+    console.line(
+        f"training  {config.horizon}, {config.batch.total_tokens:,} tokens a step "
+        f"({config.micro_batches} x {config.batch.micro_sequences} rows)"
+    )
+    steps = session.finish.steps
+    about, steps = ("", steps) if steps is not None else ("about ", _estimated_steps(session, machine))
+    tokens = config.batch.total_tokens * (steps or 0)
+    epochs = tokens / (session.rows_per_epoch * model.seq_len)
+    if steps is not None:
+        console.line(
+            f"          {about}{steps:,} steps, {_short(tokens)} tokens, "
+            f"{tokens / counts.scaling:.3g} for each parameter of matrices and head, "
+            f"{epochs:.2g} epochs, {tokens * flops.total:.2g} FLOP"
+        )
+    if rules := applied_scaling(config, machine):
+        console.line(f"scaling   {'; '.join(rules)}")
+    if machine is not None and (reason := why_quickstart_size(config, machine)):
+        console.line(f"size      {reason}")
+    # Random windows are drawn with replacement from small texts on purpose (nanoGPT): those have no epochs to count.
+    if epochs > MANY_EPOCHS and config.data.rows != "random" and not config.eval.only:
+        files = config.data.hub_files
+        more = "--data PATH" if files is None else f"--data.hub-files above {files}, or --data PATH"
+        console.warn(
+            f"{about}{epochs:.0f} passes over the training data: beyond {MANY_EPOCHS:.0f}, repeated text "
+            f"teaches less and less (arXiv:2305.16264); more data helps, {more}"
+        )
+
+
+def _estimated_steps(session: Session, machine: Machine | None) -> int | None:
+    """Of a run of so many seconds. None where its steps were not timed before."""
+    if machine is None or machine.flops_per_second is None:
+        return None
+    step_seconds = session.flops.total * session.config.batch.total_tokens / machine.flops_per_second
+    return max(1, round(session.config.horizon.amount / step_seconds))
+
+
+def _short(count: int) -> str:
+    """786k, 1.05M, 3.28B."""
+    for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g}{unit}"
+    return str(count)
 
 
 def make_run_directory(session: Session, facts: Mapping[str, object], evidence: Evidence, job: Job) -> RunDirectory:

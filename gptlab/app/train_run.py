@@ -10,12 +10,11 @@ from pathlib import Path
 
 from gptlab.app.attempt import EXIT_PREEMPTED, Attempt, Result
 from gptlab.app.own_parts import OwnParts
-from gptlab.app.ranks import exit_code, join
 from gptlab.app.run_request import RunRequest
 from gptlab.config.run import RunConfig
 from gptlab.config.scaling import Machine
 from gptlab.runtime.hardware.cpu import limit_spinning
-from gptlab.runtime.processes.distributed import World
+from gptlab.runtime.processes.distributed import Group, World
 from gptlab.runtime.records.console import Console, QuietConsole
 from gptlab.runtime.records.run_directory import RunDirectory
 from gptlab.training.signals import EarlyStop
@@ -38,17 +37,11 @@ def train_run(
     limit_spinning()  # before torch is imported
     world = World.from_environment()
     console = Console(quiet=request.options.get("quiet", False)) if world.is_main else QuietConsole()
-    attempt = Attempt(console, is_main=world.is_main, catch=catch, config=config)
+    attempt = Attempt(console, catch=catch, config=config, group=Group(world))
     early = EarlyStop(attempt.end_now if catch else None, exits=catch and world.size > 1)
     with early, console:
         try:
-            with join(world, partial(exit_code, interrupted=EXIT_PREEMPTED)) as group, attempt.held:
-                attempt.group = group
-                if "TORCHELASTIC_USE_AGENT_STORE" in os.environ:
-                    from gptlab.runtime.processes.torch_group import torchrun_job
-
-                    attempt.job = torchrun_job()
-                group.when_lost(attempt.note_lost)
+            with attempt.held:
                 result = _prepare_and_train(attempt, early, request, argv, started, parts)
                 early.too_late()
                 return result
@@ -65,25 +58,21 @@ def _prepare_and_train(
     started: float,
     parts: OwnParts | None,
 ) -> Result:
+    if attempt.group.size > 1 or "TORCHELASTIC_USE_AGENT_STORE" in os.environ:
+        joined = _joined(attempt, request, parts)
+        if isinstance(joined, Result):
+            return joined
+        request = joined
     from gptlab.runtime.records.provenance import begin_evidence
 
     taking_evidence = begin_evidence()  # before torch is imported, which takes longer
-    from gptlab.app.messages import describe
-    from gptlab.app.run_session import make_run_directory, run_session
+    from gptlab.app.run_session import describe, make_run_directory, run_session
     from gptlab.app.session import open_session
     from gptlab.runtime.hardware.place import place_of
     from gptlab.training.faults import TrainingFailed
     from gptlab.training.state import OffClock
 
     console, group = attempt.console, attempt.group
-    if group.size > 1 or attempt.job.id is not None:  # torchrun started this process
-        if parts is not None:
-            parts.require_alone(group.size)
-        restarted = attempt.restarted(request)
-        if isinstance(restarted, Result):
-            return restarted
-        request = restarted
-
     # The configuration: that of a run to resume or to repeat, or one that the recipe makes of this machine.
     earlier = machine = None
     if request.resume is not None or request.from_run is not None:
@@ -137,6 +126,22 @@ def _prepare_and_train(
         return Result(0, run.path, summary)
     attempt.job.ends(EXIT_PREEMPTED, "a signal asked it to stop")
     return Result(EXIT_PREEMPTED, run.path, summary)
+
+
+def _joined(attempt: Attempt, request: RunRequest, parts: OwnParts | None) -> RunRequest | Result:
+    """Join the other processes, and torchrun's job where it started this one; the context `attempt.held` leaves them.
+    Returns what to train, or the Result of an earlier attempt that would only be repeated."""
+    from gptlab.app.ranks import exit_code, join
+    from gptlab.runtime.processes.torch_group import torchrun_job
+
+    as_preempted = partial(exit_code, interrupted=EXIT_PREEMPTED)
+    attempt.group = attempt.held.enter_context(join(attempt.group.world, as_preempted))
+    if "TORCHELASTIC_USE_AGENT_STORE" in os.environ:
+        attempt.job = torchrun_job()
+    attempt.group.when_lost(attempt.note_lost)
+    if parts is not None:
+        parts.require_alone(attempt.group.size)
+    return attempt.restarted(request)
 
 
 def _use_deterministic_kernels(attempt: Attempt, request: RunRequest) -> None:
