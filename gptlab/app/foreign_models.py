@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from gptlab.app.loaded_run import LoadedRun, weights_fingerprint
-from gptlab.config.data import DataConfig
 from gptlab.config.errors import UserError
 from gptlab.config.load import config_to_json
 from gptlab.config.model import ModelConfig
-from gptlab.config.run import BatchConfig, EvalConfig, RunConfig
+from gptlab.config.run import BatchConfig, DataConfig, EvalConfig, RunConfig
 from gptlab.data.tokenizer.tokenizer import (
     CharTokenizer,
     Tokenizer,

@@ -14,8 +14,8 @@ import numpy as np
 
 from gptlab.cli.arguments.parser import Positional, parse, run_subcommand
 from gptlab.cli.table import table
-from gptlab.config.data import DataConfig, LongDocuments, Rows, Split, TokenizerConfig, TokenizerKind
 from gptlab.config.errors import UserError, nearest_name
+from gptlab.config.run import DataConfig, LongDocuments, Rows, Split, TokenizerConfig, TokenizerKind
 from gptlab.data.corpus.core_bundle import core_folder, prepare_core
 from gptlab.data.corpus.known_corpora import CORE, CORE_BUNDLE, CORPORA, named_source, size_text, state
 from gptlab.data.prepare import PreparedData, prepare

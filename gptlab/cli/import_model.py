@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gptlab.cli.arguments.parser import Positional, parse, run_subcommand
-from gptlab.config.data import DataConfig
 from gptlab.config.errors import UserError
+from gptlab.config.run import DataConfig
 
 PROG = "gptlab import"
 HELP = """\

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from gptlab.cli.arguments.parser import Positional, parse, run_subcommand
-from gptlab.config.data import TokenizerConfig, TokenizerKind
 from gptlab.config.errors import Positive, UserError, check_fields
+from gptlab.config.run import TokenizerConfig, TokenizerKind
 from gptlab.data.corpus.documents import open_corpus
 from gptlab.data.tokenizer.base import FILE
 from gptlab.data.tokenizer.tokenizer import Tokenizer, load_tokenizer, train_tokenizer

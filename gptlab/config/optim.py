@@ -1,8 +1,9 @@
-"""Optimizers: settings for each parameter role, and schedules as functions of progress."""
+"""Parameter roles, optimizer settings for each of them, and schedules as functions of progress."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Literal
 
 from gptlab.config.errors import BelowOne, NotNegative, Positive, Share, check_fields, require
@@ -11,6 +12,21 @@ MatrixOptimizer = Literal["muon", "adamw"]
 Orthogonalizer = Literal["polar_express", "newton_schulz", "svd"]
 UpdateScale = Literal["aspect", "max_side", "rms"]
 ScheduleKind = Literal["trapezoid", "cosine"]
+
+
+class Role(StrEnum):
+    """What a parameter is for. Roles connect model and optimizer, which know nothing else of each other."""
+
+    EMBEDDING = "embedding"
+    POSITION_EMBEDDING = "position_embedding"
+    VALUE_EMBEDDING = "value_embedding"
+    HEAD = "head"
+    MATRIX = "matrix"
+    """Two-dimensional weights inside the blocks."""
+    RESIDUAL_LAMBDA = "residual_lambda"
+    X0_LAMBDA = "x0_lambda"
+    VECTOR = "vector"
+    """Norm weights and biases."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gptlab.config.data import DataConfig, Split, TokenizerConfig
 from gptlab.config.errors import UserError
+from gptlab.config.run import DataConfig, Split, TokenizerConfig
 from gptlab.data.corpus.documents import DividedCorpus, Side, content_hash, is_text_file, open_corpus
 from gptlab.data.corpus.known_corpora import fixed_validation
 from gptlab.data.tokenizer.tokenizer import ByteTokenizer, Tokenizer, gpt2_tokenizer, load_tokenizer, train_tokenizer

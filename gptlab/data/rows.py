@@ -24,8 +24,8 @@ from typing import Protocol
 
 import numpy as np
 
-from gptlab.config.data import DataConfig
 from gptlab.config.errors import ConfigError, UserError
+from gptlab.config.run import DataConfig
 from gptlab.data.packing import IGNORED, Packing, cut_packing, document_contents, pack_documents
 from gptlab.data.tokens.shards import TokenSplit
 

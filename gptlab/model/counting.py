@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from gptlab.config.roles import Role
+from gptlab.config.optim import Role
 from gptlab.model.gpt import GPT, Attention
 
 _BY_MODULE = {

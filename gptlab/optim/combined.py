@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from gptlab.config.errors import UserError
-from gptlab.config.optim import AdamWConfig, OptimConfig
-from gptlab.config.roles import Role
+from gptlab.config.optim import AdamWConfig, OptimConfig, Role
 from gptlab.optim.adamw import AdamW, AdamWGroup
 from gptlab.optim.muon import Muon
 

@@ -16,8 +16,8 @@ import pyarrow.parquet as pq
 import pytest
 import tiny_runs as tiny
 
-from gptlab.config.data import DataConfig, TokenizerConfig
 from gptlab.config.errors import UserError
+from gptlab.config.run import DataConfig, TokenizerConfig
 from gptlab.data import prepare as prepare_module
 from gptlab.data.corpus import documents as corpus_module
 from gptlab.data.corpus.documents import open_corpus

@@ -13,12 +13,20 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, fields, replace
 
-from gptlab.config.data import DataConfig, TokenizerConfig
 from gptlab.config.errors import require_positive
 from gptlab.config.model import ModelConfig
 from gptlab.config.optim import OptimConfig
 from gptlab.config.recipes import tiny
-from gptlab.config.run import BatchConfig, EvalConfig, Horizon, RunConfig, RuntimeConfig, SampleConfig
+from gptlab.config.run import (
+    BatchConfig,
+    DataConfig,
+    EvalConfig,
+    Horizon,
+    RunConfig,
+    RuntimeConfig,
+    SampleConfig,
+    TokenizerConfig,
+)
 from gptlab.config.scaling import lr_scale_for_batch, muon_and_adamw, shape_for_depth, weight_decay_for_depth
 
 VOCAB_SIZE = 2**15  # scripts/tok_train.py of that time, trained on 2e9 characters

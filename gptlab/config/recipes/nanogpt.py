@@ -11,17 +11,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from gptlab.config.data import DataConfig, TokenizerConfig
 from gptlab.config.model import GPT2_SIZES, ModelConfig
 from gptlab.config.optim import AdamWConfig, OptimConfig, ScheduleConfig
 from gptlab.config.recipes import tiny
 from gptlab.config.run import (
     BatchConfig,
     CheckpointConfig,
+    DataConfig,
     EvalConfig,
     Horizon,
     RunConfig,
     RuntimeConfig,
+    TokenizerConfig,
     minutes,
     share_of_run,
     steps,

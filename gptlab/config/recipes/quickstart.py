@@ -4,9 +4,18 @@ from __future__ import annotations
 
 import math
 
-from gptlab.config.data import DataConfig, TokenizerConfig
 from gptlab.config.model import ModelConfig
-from gptlab.config.run import BatchConfig, CheckpointConfig, EvalConfig, Horizon, RunConfig, SampleConfig, minutes
+from gptlab.config.run import (
+    BatchConfig,
+    CheckpointConfig,
+    DataConfig,
+    EvalConfig,
+    Horizon,
+    RunConfig,
+    SampleConfig,
+    TokenizerConfig,
+    minutes,
+)
 from gptlab.config.scaling import (
     REFERENCE_BATCH_TOKENS,
     Machine,

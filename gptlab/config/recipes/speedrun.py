@@ -9,12 +9,22 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from gptlab.config.data import DataConfig, TokenizerConfig
 from gptlab.config.errors import require_positive
 from gptlab.config.model import ModelConfig
 from gptlab.config.optim import AdamWConfig, MuonConfig, OptimConfig, ScheduleConfig
 from gptlab.config.recipes import tiny
-from gptlab.config.run import BatchConfig, EvalConfig, Horizon, RunConfig, RuntimeConfig, minutes, share_of_run, steps
+from gptlab.config.run import (
+    BatchConfig,
+    DataConfig,
+    EvalConfig,
+    Horizon,
+    RunConfig,
+    RuntimeConfig,
+    TokenizerConfig,
+    minutes,
+    share_of_run,
+    steps,
+)
 
 STEPS = 6200
 WARMDOWN_STEPS = 1800

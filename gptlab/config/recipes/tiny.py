@@ -3,8 +3,7 @@ validation set, context, batch, and about the same network."""
 
 from __future__ import annotations
 
-from gptlab.config.data import DataConfig, Rows, TokenizerConfig
-from gptlab.config.run import BatchConfig
+from gptlab.config.run import BatchConfig, DataConfig, Rows, TokenizerConfig
 
 DEPTH = 4
 HEAD_DIM = 64

@@ -19,8 +19,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Literal
 
-from gptlab.config.data import Split
 from gptlab.config.errors import UserError, nearest_name
+from gptlab.config.run import Split
 from gptlab.data.corpus.corpus_files import (
     COLUMN_SUFFIXES,
     MAX_DOCUMENT_BYTES,

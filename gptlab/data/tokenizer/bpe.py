@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import tiktoken
 
-from gptlab.config.data import TokenizerConfig
 from gptlab.config.errors import ConfigError, UserError
+from gptlab.config.run import TokenizerConfig
 from gptlab.data.tokenizer.base import Tokenizer, byte_characters, byte_level, document, utf8
 
 if TYPE_CHECKING:

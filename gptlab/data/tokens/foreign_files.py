@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gptlab.config.data import TokenizerConfig
 from gptlab.config.errors import ConfigError, UserError, cannot
+from gptlab.config.run import TokenizerConfig
 from gptlab.data.corpus.documents import STDLIB, TOKEN_SUFFIX
 from gptlab.data.corpus.known_corpora import local_files, named_source
 from gptlab.data.tokenizer.tokenizer import (

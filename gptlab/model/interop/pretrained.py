@@ -11,12 +11,11 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, cast
 
-from gptlab.config.data import TokenizerConfig, TokenizerKind
 from gptlab.config.errors import ConfigError, UserError, nearest_name
 from gptlab.config.load import apply_overrides, config_from_json
 from gptlab.config.model import GPT2_SIZES, ModelConfig
 from gptlab.config.recipes.nanogpt import TINY_PRETRAINED
-from gptlab.config.run import RunConfig
+from gptlab.config.run import RunConfig, TokenizerConfig, TokenizerKind
 from gptlab.data.tokenizer.tokenizer import Tokenizer, gpt2_tokenizer, load_tokenizer
 from gptlab.model.interop.hf_config import CONFIG_FILE, WEIGHT_FILES, model_config_of, read_hf_config
 from gptlab.runtime.files.strict_json import read_json_object

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from gptlab.config.roles import Role
+from gptlab.config.optim import Role
 from gptlab.config.run import RunConfig
 from gptlab.model.counting import fused_rows, parameter_roles
 from gptlab.model.gpt import GPT

@@ -12,8 +12,8 @@ import tiny_runs as tiny
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gptlab.config.data import DataConfig, TokenizerConfig
 from gptlab.config.errors import UserError
+from gptlab.config.run import DataConfig, TokenizerConfig
 from gptlab.data.prepare import PreparedData, prepare
 from gptlab.data.tokenizer.tokenizer import CharTokenizer
 from gptlab.data.tokens.shards import TokenSplit

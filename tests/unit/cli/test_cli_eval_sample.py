@@ -14,10 +14,9 @@ import torch
 
 from gptlab.cli.main import main
 from gptlab.cli.sample import write_stream
-from gptlab.config.data import DataConfig, TokenizerConfig
 from gptlab.config.load import config_to_json
 from gptlab.config.model import ModelConfig
-from gptlab.config.run import BatchConfig, RunConfig, RuntimeConfig, SampleConfig
+from gptlab.config.run import BatchConfig, DataConfig, RunConfig, RuntimeConfig, SampleConfig, TokenizerConfig
 from gptlab.data.prepare import prepare
 from gptlab.data.rows import validation_rows
 from gptlab.data.tokenizer.tokenizer import CharTokenizer, Tokenizer

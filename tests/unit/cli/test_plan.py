@@ -13,11 +13,10 @@ from gptlab.bench.plan import make_plan
 from gptlab.bench.training_rate import Rate, assumed_vocab_size
 from gptlab.cli import main as cli
 from gptlab.cli.plan import describe
-from gptlab.config.data import TokenizerConfig
 from gptlab.config.errors import ConfigError
 from gptlab.config.load import apply_overrides
 from gptlab.config.model import ModelConfig
-from gptlab.config.run import Horizon, HorizonUnit, RunConfig
+from gptlab.config.run import Horizon, HorizonUnit, RunConfig, TokenizerConfig
 from gptlab.model.gpt import GPT, build_model
 from gptlab.model.kernels import ops
 from gptlab.runtime.hardware.place import Peak

@@ -8,13 +8,13 @@ from collections.abc import Callable
 
 import pytest
 
-from gptlab.config.data import DataConfig, TokenizerConfig
 from gptlab.config.errors import ConfigError, UserError, nearest_name
 from gptlab.config.model import ModelConfig
 from gptlab.config.optim import AdamWConfig, MuonConfig, OptimConfig, ScheduleConfig
 from gptlab.config.run import (
     BatchConfig,
     CheckpointConfig,
+    DataConfig,
     EvalConfig,
     FaultsConfig,
     Horizon,
@@ -22,6 +22,7 @@ from gptlab.config.run import (
     RunConfig,
     RuntimeConfig,
     SampleConfig,
+    TokenizerConfig,
 )
 
 IMPOSSIBLE: list[tuple[Callable[[], object], str, str]] = [

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gptlab.config.data import DataConfig
+from gptlab.config.run import DataConfig
 from gptlab.data.loader import Loader, StepBatch, steps_ahead
 from gptlab.data.rows import Pair, RowSource, make_rows
 from gptlab.data.tokens.shards import TokenSplit

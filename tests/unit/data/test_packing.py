@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle_packing import BOS, cropped_stream, cut_rows
 
-from gptlab.config.data import DataConfig, LongDocuments
+from gptlab.config.run import DataConfig, LongDocuments
 from gptlab.data import cropping
 from gptlab.data.cropping import CroppedRows
 from gptlab.data.packing import SMALLEST_CUT, Packing, pack_documents

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gptlab.config.data import DataConfig, TokenizerConfig
 from gptlab.config.errors import ConfigError, UserError
+from gptlab.config.run import DataConfig, TokenizerConfig
 from gptlab.data import prepare as module
 from gptlab.data.corpus.documents import split_documents
 from gptlab.data.prepare import PreparedData, prepare
@@ -199,7 +199,7 @@ def test_a_damaged_tokenizer_is_trained_again(texts: Path) -> None:
 def test_a_preparation_that_was_killed_is_done_again(texts: Path) -> None:
     script = (
         "import os, sys\n"
-        "from gptlab.config.data import DataConfig, TokenizerConfig\n"
+        "from gptlab.config.run import DataConfig, TokenizerConfig\n"
         "from gptlab.data import prepare as module\n"
         "from gptlab.data.tokens.shards import SplitWriter\n"
         "def killed(self):\n"

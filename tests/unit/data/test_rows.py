@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from oracle_packing import BOS as ORACLE_BOS
 from oracle_packing import cropped_stream, cut_rows
 
-from gptlab.config.data import DataConfig
 from gptlab.config.errors import ConfigError, UserError
+from gptlab.config.run import DataConfig
 from gptlab.data import cropping
 from gptlab.data.packing import IGNORED, SMALLEST_CUT
 from gptlab.data.rows import RowSource, make_rows, token_fate, validation_rows

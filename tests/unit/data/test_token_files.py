@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import tiny_runs as tiny
 
-from gptlab.config.data import DataConfig, TokenizerConfig
 from gptlab.config.errors import UserError
+from gptlab.config.run import DataConfig, TokenizerConfig
 from gptlab.data import prepare as module
 from gptlab.data.corpus import known_corpora
 from gptlab.data.corpus.known_corpora import HubFiles, HubRecord, KnownCorpus, RemoteFile, Verified, write_record

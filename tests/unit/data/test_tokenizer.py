@@ -21,8 +21,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from oracle_tokenizer import bpe_ids
 
-from gptlab.config.data import TokenizerConfig
 from gptlab.config.errors import UserError
+from gptlab.config.run import TokenizerConfig
 from gptlab.data.tokenizer import bpe
 from gptlab.data.tokenizer.bpe import BpeTokenizer, safe_parts
 from gptlab.data.tokenizer.tokenizer import (

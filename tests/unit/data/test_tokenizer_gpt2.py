@@ -27,8 +27,8 @@ from hypothesis import strategies as st
 from oracle_tokenizer import bpe_ids
 from tiny_runs import command, lines_of, train, write_corpus
 
-from gptlab.config.data import DataConfig, TokenizerConfig
 from gptlab.config.errors import UserError
+from gptlab.config.run import DataConfig, TokenizerConfig
 from gptlab.data import prepare as prepare_module
 from gptlab.data.prepare import prepare
 from gptlab.data.tokenizer import bpe, gpt2

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gptlab.config.model import ModelConfig
-from gptlab.config.roles import Role
+from gptlab.config.optim import Role
 from gptlab.model.counting import flops_per_token, parameter_counts
 from gptlab.model.gpt import GPT, build_model
 

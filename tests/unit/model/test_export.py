@@ -21,12 +21,11 @@ from torch import Tensor
 from gptlab.app.foreign_models import modelling_source
 from gptlab.app.loaded_run import load_run
 from gptlab.cli.export import ExportArguments
-from gptlab.config.data import TokenizerConfig
 from gptlab.config.errors import UserError
 from gptlab.config.load import config_to_json
 from gptlab.config.model import ModelConfig
 from gptlab.config.recipes import RECIPES
-from gptlab.config.run import BatchConfig, RunConfig, RuntimeConfig
+from gptlab.config.run import BatchConfig, RunConfig, RuntimeConfig, TokenizerConfig
 from gptlab.data.tokenizer.tokenizer import ByteTokenizer, CharTokenizer, Tokenizer, gpt2_tokenizer, train_tokenizer
 from gptlab.eval.sampling import generate
 from gptlab.model import gpt

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gptlab.config.model import ModelConfig
-from gptlab.config.roles import Role
+from gptlab.config.optim import Role
 from gptlab.model.attention import apply_rotary, rotary_tables
 from gptlab.model.counting import fused_rows, parameter_roles
 from gptlab.model.gpt import GPT, RMSNorm, build_model

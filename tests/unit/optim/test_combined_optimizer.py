@@ -12,9 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from gptlab.config.errors import UserError
-from gptlab.config.optim import AdamWConfig, MuonConfig, OptimConfig
+from gptlab.config.optim import AdamWConfig, MuonConfig, OptimConfig, Role
 from gptlab.config.recipes import autoresearch
-from gptlab.config.roles import Role
 from gptlab.optim.combined import CombinedOptimizer, build_optimizer, clip_gradients, role_config
 from gptlab.runtime.processes.distributed import Group
 from gptlab.training.parallel.strategy import Strategy
