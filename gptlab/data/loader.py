@@ -135,7 +135,13 @@ class Loader:
         micro = everywhere.reshape(self._micro_batches, self._micro_sequences)
         indices = np.array(self._micro_indices, dtype=np.int64)
         here = micro[np.minimum(indices, self._micro_batches - 1)].reshape(-1)
-        inputs, targets = self._read(here)
+        parts = [self._rows.read(epoch, rows) for epoch, rows in self._by_epoch(here)]
+        nothing = np.empty((0, self._rows.seq_len), dtype=np.int64)
+        # Widened by numpy, not by torch: a torch operation in this thread would start a second pool of OpenMP threads.
+        inputs, targets = (
+            np.concatenate(side, dtype=np.int64, casting="unsafe")
+            for side in zip((nothing, nothing), *parts, strict=True)
+        )
         targets[np.repeat(indices >= self._micro_batches, self._micro_sequences)] = IGNORED
         all_here = self._micro_indices == tuple(range(self._micro_batches))
         return StepBatch(
@@ -153,14 +159,6 @@ class Loader:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="gptlab-loader")
         for step in range(self._next_step + len(self._ahead), self._next_step + self._limit):
             self._ahead.append(self._thread.submit(self.make, step))
-
-    def _read(self, global_rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Inputs and targets of ascending global rows: (n, seq_len) int64 each."""
-        nothing = np.empty((0, self._rows.seq_len), dtype=np.int64)
-        parts = [(nothing, nothing), *(self._rows.read(epoch, rows) for epoch, rows in self._by_epoch(global_rows))]
-        # Widened by numpy, not by torch: a torch operation in this thread would start a second pool of OpenMP threads.
-        inputs, targets = (np.concatenate(side, dtype=np.int64, casting="unsafe") for side in zip(*parts, strict=True))
-        return inputs, targets
 
     def _by_epoch(self, global_rows: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
         """(epoch, indices in it) of ascending global rows: a step may straddle epochs."""

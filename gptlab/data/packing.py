@@ -98,7 +98,7 @@ def pack_documents(
     has_rest = (content_lengths % seq_len > 0) | (content_lengths == 0)
     rest_starts = (content_starts + n_full * seq_len)[has_rest]
     rest_lengths = (content_lengths % seq_len)[has_rest]
-    rows, items, offsets, lengths = _best_fit(rest_lengths, seq_len + 1, overhang == "cut", buffer_documents)
+    rows, items, offsets, lengths = _best_fit(rest_lengths, seq_len + 1, overhang == "cut", buffer_documents).T
     segment_rows = np.concatenate([np.arange(len(full_starts)), rows + len(full_starts)])
     n_rows = int(segment_rows[-1]) + 1 if len(segment_rows) else 0
     return Packing(
@@ -113,12 +113,13 @@ def _best_fit(
     slots: int,
     cut: bool,
     buffer_size: int,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+) -> np.ndarray:
     """Fill rows of `slots` one after the other, always with the longest item of the buffer that fits the gap.
 
-    Ties go to the item that came first. Returns, for each placed part: its row, its item, its offset in the item and
-    its length. The buffer is a sorted list of integers that encode (length, earliness), so that an item is found, taken
-    and put back in O(log n) comparisons and one move of memory: 1 to 2 microseconds an item for a buffer of 1000.
+    Ties go to the item that came first. Returns, for each placed part, its row, its item, its offset in the item and
+    its length: (n_parts, 4) int64. The buffer is a sorted list of integers that encode (length, earliness), so that an
+    item is found, taken and put back in O(log n) comparisons and one move of memory: 1 to 2 microseconds an item for a
+    buffer of 1000.
     """
     lengths = item_lengths.tolist()
     offsets = [0] * len(lengths)
@@ -152,8 +153,7 @@ def _best_fit(
             insort(keys, lengths[item] * base + earliest - item)
         if gap == 0:
             row, gap = row + 1, slots
-    table = np.array(placed, dtype=np.int64).reshape(-1, 4)
-    return table[:, 0], table[:, 1], table[:, 2], table[:, 3]
+    return np.array(placed, dtype=np.int64).reshape(-1, 4)
 
 
 def _ranges(counts: np.ndarray) -> np.ndarray:

@@ -8,7 +8,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
@@ -94,14 +94,11 @@ def parse_json(text: bytes) -> Any:
         raise ValueError("nested too deep") from None
     level: list[Any] = [value]
     for _ in range(MAX_JSON_DEPTH):
-        level = [inner for item in level if type(item) in (dict, list) for inner in _inside(item)]
+        nested = (item.values() if type(item) is dict else item for item in level if type(item) in (dict, list))
+        level = list(chain.from_iterable(nested))
         if not level:
             return value
     raise ValueError("nested too deep")
-
-
-def _inside(item: dict[str, Any] | list[Any]) -> Iterable[Any]:
-    return item.values() if type(item) is dict else item
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

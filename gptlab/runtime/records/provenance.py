@@ -247,8 +247,13 @@ def _output(command: list[str], folder: Path, environment: Mapping[str, str] | N
 
 def environment_text(variables: Mapping[str, str]) -> str:
     """A pip requirements file, with comments for what pip cannot install; `variables`: of the process's environment."""
-    distributions = _distributions()
-    own = distributions.pop("gptlab", None)
+    installed: dict[str, str] = {}  # names in pip's normal form; of two with one name, the one that is imported
+    for distribution in importlib.metadata.distributions():
+        with suppress(OSError, KeyError, ValueError):  # a half-removed one
+            name, version = distribution.metadata["Name"], distribution.metadata["Version"]
+            if name and version:
+                installed.setdefault(re.sub(r"[-_.]+", "-", name).lower(), version)
+    own = installed.pop("gptlab", None)
     lines = [
         f"# gptlab {own or 'from a source tree that is not installed'}",
         f"# Python {' '.join(sys.version.split())}",
@@ -257,7 +262,7 @@ def environment_text(variables: Mapping[str, str]) -> str:
     for name, value in sorted(variables.items()):
         if _RELEVANT.fullmatch(name) and not _SECRET.search(name):
             lines.append(f"# {name}={_anonymous(value)}")
-    lines += [f"{name}=={version}" for name, version in sorted(distributions.items())]
+    lines += [f"{name}=={version}" for name, version in sorted(installed.items())]
     return "\n".join(lines) + "\n"
 
 
@@ -267,17 +272,6 @@ def gpu_report() -> str | None:
         if (output := _output([tool], Path.cwd())) is not None:
             return _without(platform.node(), "HOST", output.decode(errors="replace"))
     return None
-
-
-def _distributions() -> dict[str, str]:
-    """{name in pip's normal form: version} of what is installed; of two with one name, the one that is imported."""
-    found: dict[str, str] = {}
-    for distribution in importlib.metadata.distributions():
-        with suppress(OSError, KeyError, ValueError):  # a half-removed one
-            name, version = distribution.metadata["Name"], distribution.metadata["Version"]
-            if name and version:
-                found.setdefault(re.sub(r"[-_.]+", "-", name).lower(), version)
-    return found
 
 
 def _anonymous(value: str) -> str:

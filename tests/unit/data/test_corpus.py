@@ -21,7 +21,6 @@ import pytest
 from gptlab.config.errors import UserError
 from gptlab.data.corpus import corpus_files as corpus_files_module
 from gptlab.data.corpus.documents import open_corpus
-from gptlab.runtime.files.compressed_files import open_unpacked
 
 
 def documents(*sources: object, text_column: str = "text") -> list[str]:
@@ -382,7 +381,7 @@ def test_packed_files_are_closed(tmp_path: Path) -> None:
         assert next(reader) == "x"
         reader.close()
         gc.collect()
-    stream = open_unpacked(path)
+    stream = corpus_files_module.open_unpacked(path)
     raw = stream.raw
     stream.close()
     assert raw.closed
