@@ -106,10 +106,11 @@ class Shard:
 
     def __getitem__(self, part: slice) -> np.ndarray:
         first, end, _ = part.indices(self._n_tokens)
-        n_bytes = max(0, end - first) * self.dtype.itemsize
+        at, n_bytes = self._offset + first * self.dtype.itemsize, max(0, end - first) * self.dtype.itemsize
+        in_one_call = n_bytes <= PREAD_BYTES and hasattr(os, "pread")  # safe for threads and forked processes
         try:
             with nullcontext(self._file) if self._file else open_plain(self.path) as file:
-                content = self._at(file, self._offset + first * self.dtype.itemsize, n_bytes)
+                content = os.pread(file.fileno(), n_bytes, at) if in_one_call else self._read_at(file, at, n_bytes)
                 changed = len(content) < n_bytes or _stamp(os.fstat(file.fileno())) != self._stamp
         except OSError as error:
             raise UserError(f"cannot read {self.path}: {error.strerror or error}") from error
@@ -117,10 +118,8 @@ class Shard:
             raise UserError(f"{self.path} changed while it was in use: restore it, or start again with what it is now")
         return np.frombuffer(content, dtype=self.dtype)
 
-    def _at(self, file: BufferedReader, offset: int, n_bytes: int) -> bytes:
-        """The bytes from `offset` on, fewer where the file ends earlier. Safe for threads and forked processes."""
-        if n_bytes <= PREAD_BYTES and hasattr(os, "pread"):
-            return os.pread(file.fileno(), n_bytes, offset)
+    def _read_at(self, file: BufferedReader, offset: int, n_bytes: int) -> bytes:
+        """The same without `pread`, or in several calls; threads wait for one another."""
         with self._lock:
             file.seek(offset)
             return file.read(n_bytes)

@@ -65,7 +65,7 @@ class Console:
     Escape sequences and control characters are removed from all text. Any thread may use it.
     """
 
-    def __init__(self, log_path: Path | None = None, *, stream: TextIO | None = None, quiet: bool = False) -> None:
+    def __init__(self, *, stream: TextIO | None = None, quiet: bool = False) -> None:
         """`quiet`: print warnings and results only; log.txt is the same."""
         self._quiet = quiet
         self._stream = stream or sys.stdout or open(os.devnull, "w")  # noqa: SIM115 - pythonw has no sys.stdout
@@ -73,8 +73,6 @@ class Console:
         self._log: AppendFile | None = None
         self._unlogged: list[str] = []
         self._lock = threading.RLock()
-        if log_path is not None:
-            self.open_log(log_path)
 
     def open_log(self, path: Path, *, offset: int | None = None) -> bool:
         """Log to `path` from now on; what was shown before this goes there first.

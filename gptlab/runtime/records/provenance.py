@@ -166,11 +166,15 @@ def take_code(package: Path) -> CodeSnapshot:
     for name, content in sources.items():
         digest.update(f"{name}\0{len(content)}\0".encode() + content)
     commit, dirty = git_state(package)
-    files: dict[str, bytes] = {}
-    if dirty is not False:
-        patch = _patch(package) if dirty else None
-        files = {ZIP_NAME: _zipped(package.name, sources)} if patch is None else {PATCH_NAME: patch}
+    files = {} if dirty is False else _beyond_commit(package, sources, dirty)
     return CodeSnapshot(commit, dirty, digest.hexdigest(), files)
+
+
+def _beyond_commit(package: Path, sources: Mapping[str, bytes], dirty: bool | None) -> dict[str, bytes]:
+    """A patch to the commit, or the whole package where there is none."""
+    if dirty and (patch := _patch(package)) is not None:
+        return {PATCH_NAME: patch}
+    return {ZIP_NAME: _zipped(package.name, sources)}
 
 
 def _sources(package: Path) -> dict[str, bytes]:
@@ -189,11 +193,11 @@ def git_state(package: Path) -> tuple[str | None, bool | None]:
 
     Both None if the package is not part of a repository; a package merely installed below one (in its .venv) is not.
     """
-    if _git(package, "ls-files", "--error-unmatch", "__init__.py") is None:
+    tracked = _git(package, "ls-files", "--error-unmatch", "__init__.py") is not None
+    if not tracked or (commit := _git(package, "rev-parse", "HEAD")) is None:
         return None, None
-    commit = _git(package, "rev-parse", "HEAD")
     changes = _git(package, "status", "--porcelain", "--", ".")
-    return (None, None) if commit is None else (commit.decode().strip(), None if changes is None else bool(changes))
+    return commit.decode().strip(), None if changes is None else bool(changes)
 
 
 def _patch(package: Path) -> bytes | None:

@@ -10,6 +10,7 @@ import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 
@@ -32,6 +33,13 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> FakeTerminal:
     monkeypatch.setenv("COLUMNS", "40")
     monkeypatch.delenv("NO_COLOR", raising=False)
     return FakeTerminal()
+
+
+def logged(folder: Path, *, stream: TextIO | None = None) -> Console:
+    """A console that logs to FOLDER/log.txt."""
+    console = Console(stream=stream)
+    console.open_log(folder / "log.txt")
+    return console
 
 
 def visible(drawn: str, columns: int = 40) -> list[str]:
@@ -64,7 +72,7 @@ def visible(drawn: str, columns: int = 40) -> list[str]:
 
 def test_a_pipe_gets_plain_lines_and_the_log_the_same(tmp_path: Path) -> None:
     stream = io.StringIO()
-    with Console(tmp_path / "log.txt", stream=stream) as console:
+    with logged(tmp_path, stream=stream) as console:
         console.line("one [bold]two[/bold]")
         console.live("step 1")
         console.warn("careful")
@@ -79,7 +87,7 @@ def test_a_pipe_gets_a_live_line_every_few_seconds_and_the_log_all(
     """Contract: without a terminal a line every few seconds, and the last one before whatever ends the run."""
     clock = _Clock(monkeypatch)
     stream = io.StringIO()
-    with Console(tmp_path / "log.txt", stream=stream) as console:
+    with logged(tmp_path, stream=stream) as console:
         for step in range(13):
             console.live(f"step {step}", ["for terminals"])
             clock.now += 1.0
@@ -91,7 +99,7 @@ def test_a_pipe_gets_a_live_line_every_few_seconds_and_the_log_all(
 
 
 def test_a_terminal_shows_as_many_parts_as_it_has_room_for(terminal: FakeTerminal, tmp_path: Path) -> None:
-    with Console(tmp_path / "log.txt", stream=terminal) as console:
+    with logged(tmp_path, stream=terminal) as console:
         console.live("step 9 | all of it", ["0:07 left", "x" * 27, "3", "45"])
         assert visible(terminal.getvalue()) == ["0:07 left  " + "x" * 27]  # and "3" after two spaces makes 41
         console.live("step 10 | all of it", ["y" * 50, "3"])
@@ -109,7 +117,7 @@ def test_a_settled_live_line_is_before_what_follows(terminal: FakeTerminal) -> N
 
 def test_work_of_unknown_length_moves_on_a_terminal(terminal: FakeTerminal, tmp_path: Path) -> None:
     """Contract: compiling and validating show movement, whatever the main thread is deep in, and leave nothing."""
-    console = Console(tmp_path / "log.txt", stream=terminal)
+    console = logged(tmp_path, stream=terminal)
     console.live("step 9")
     with console.busy("compiling"):
         assert wait_until(lambda: terminal.getvalue().count("compiling") >= 4)
@@ -127,7 +135,7 @@ def test_and_in_a_pipe_says_how_long_it_has_been(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(console_module.PlainDisplay, "progress_seconds", 0.02)
     monkeypatch.setattr(console_module, "_BUSY_SECONDS", 0.02)
     stream = io.StringIO()
-    with Console(tmp_path / "log.txt", stream=stream) as console:
+    with logged(tmp_path, stream=stream) as console:
         with console.busy("compiling"):
             assert wait_until(lambda: stream.getvalue().count("compiling: 0:00\n") >= 2)
         with pytest.raises(ZeroDivisionError), console.busy("validating"):
@@ -140,7 +148,7 @@ def test_and_in_a_pipe_says_how_long_it_has_been(tmp_path: Path, monkeypatch: py
 
 def test_an_error_goes_to_stderr_and_into_the_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Contract: fatal errors are errors, on stderr."""
-    with Console(tmp_path / "log.txt") as console:
+    with logged(tmp_path) as console:
         console.error("training failed: \x1b[2Jnan")
     shown = capsys.readouterr()
     assert (shown.out, shown.err) == ("", "gptlab: error: training failed: nan\n")
@@ -155,7 +163,7 @@ def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
 
 
 def test_a_terminal_shows_one_live_line_below_the_others(terminal: FakeTerminal, tmp_path: Path) -> None:
-    console = Console(tmp_path / "log.txt", stream=terminal)
+    console = logged(tmp_path, stream=terminal)
     console.line("start [bold]")
     for step in range(500):
         console.live(f"step {step}")
@@ -217,7 +225,7 @@ def test_text_that_a_model_sampled_cannot_steer_the_terminal(terminal: FakeTermi
     nasty = "\x1b[2Ja\x1b[31mb\x1b[0m\x07\x1b]0;title\x07c\x9bd\r\x08\x00e\tf\ng\x1b"
     for stream in (terminal, io.StringIO()):
         stream.truncate(0)
-        with Console(tmp_path / "log.txt", stream=stream) as console:
+        with logged(tmp_path, stream=stream) as console:
             console.line(nasty)
         assert "\x1b[2J" not in stream.getvalue()
         assert "title" not in stream.getvalue()
@@ -228,7 +236,7 @@ def test_text_that_a_model_sampled_cannot_steer_the_terminal(terminal: FakeTermi
 @pytest.mark.parametrize("encoding", ["ascii", "cp1252", "utf-8"])
 def test_what_a_code_page_lacks_becomes_a_question_mark(encoding: str, tmp_path: Path) -> None:
     raw = io.BytesIO()
-    with Console(tmp_path / "log.txt", stream=io.TextIOWrapper(raw, encoding=encoding)) as console:
+    with logged(tmp_path, stream=io.TextIOWrapper(raw, encoding=encoding)) as console:
         console.line("tokens → 語 \ud800 ok")
         console.live("é")
     shown = raw.getvalue().decode(encoding).split()
@@ -239,7 +247,7 @@ def test_what_a_code_page_lacks_becomes_a_question_mark(encoding: str, tmp_path:
 
 def test_a_closed_stream_stops_printing_and_goes_on_logging(tmp_path: Path) -> None:
     stream = io.StringIO()
-    console = Console(tmp_path / "log.txt", stream=stream)
+    console = logged(tmp_path, stream=stream)
     stream.close()
     console.line("one")
     console.live("two")
@@ -254,7 +262,8 @@ def test_a_broken_pipe_ends_the_printing_not_the_run(tmp_path: Path) -> None:
         import sys
         from pathlib import Path
         from gptlab.runtime.records.console import Console
-        with Console(Path({str(tmp_path / "log.txt")!r})) as console:
+        with Console() as console:
+            console.open_log(Path({str(tmp_path / "log.txt")!r}))
             for step in range(20_000):
                 console.live(f"step {{step}}")
         sys.exit(7)
@@ -273,7 +282,7 @@ def test_a_broken_pipe_ends_the_printing_not_the_run(tmp_path: Path) -> None:
 
 def test_no_stdout_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", None)  # pythonw.exe
-    with Console(tmp_path / "log.txt") as console:
+    with logged(tmp_path) as console:
         console.line("logged")
         with console.progress("work", None, "documents"):
             pass
@@ -292,7 +301,7 @@ def test_what_was_shown_before_the_log_was_there_is_in_it(tmp_path: Path) -> Non
 
 
 def test_the_log_is_cut_at_resume(tmp_path: Path) -> None:
-    with Console(tmp_path / "log.txt", stream=io.StringIO()) as console:
+    with logged(tmp_path, stream=io.StringIO()) as console:
         console.line("step 1")
         offset = console.log_position()
         console.line("step 2, lost")
@@ -314,7 +323,7 @@ class _Clock:
 def test_progress_in_a_pipe_is_a_line_every_few_seconds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     clock = _Clock(monkeypatch)
     stream = io.StringIO()
-    console = Console(tmp_path / "log.txt", stream=stream)
+    console = logged(tmp_path, stream=stream)
     with console.progress("encoding", 4_000, "documents") as progress:
         for i in range(1200):
             clock.now += 0.01
@@ -351,7 +360,7 @@ def test_progress_in_bytes_and_without_a_total(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_progress_that_fails_says_nothing_of_success(terminal: FakeTerminal, tmp_path: Path) -> None:
-    console = Console(tmp_path / "log.txt", stream=terminal)
+    console = logged(tmp_path, stream=terminal)
     with pytest.raises(ZeroDivisionError), console.progress("work", 10, "documents") as progress:
         progress.advance(1 / 0)
     console.line("next")
@@ -395,7 +404,7 @@ def test_a_real_terminal_that_hangs_up_does_not_end_the_run(tmp_path: Path) -> N
 
     parent, child = pty.openpty()
     with os.fdopen(child, "w", encoding="utf-8") as stream:
-        console = Console(tmp_path / "log.txt", stream=stream)
+        console = logged(tmp_path, stream=stream)
         console.live("step 1")
         os.close(parent)  # the connection is lost
         console.line("eval")
