@@ -22,6 +22,7 @@ from gptlab.config.load import (
     flatten,
     leaf_fields,
     load_toml,
+    rebuild,
     unknown_field,
 )
 from gptlab.config.recipes import OWN_TYPES, RECIPES, configure, own_arguments, recorded_arguments
@@ -114,7 +115,7 @@ class RunRequest:
     depth: int | None = None
     horizon: Horizon | None = None
     overrides: Mapping[str, Any] = field(default_factory=dict)
-    """{dotted field: value}; applied after the recipe."""
+    """{dotted field: checked value}; applied after the recipe."""
     resume: str | None = None
     resume_from_step: int | None = None
     from_run: str | None = None
@@ -151,7 +152,7 @@ class RunRequest:
         """A recipe's configuration with the requested fields and initial weights."""
         init_from = self.overrides.get("init_from", config.init_from)
         if init_from is None:
-            return apply_overrides(config, self.overrides)
+            return rebuild(config, self.overrides)
         from gptlab.model.interop.pretrained import begin_from
 
         asked = {} if self.depth is None else {"model.n_layer": self.depth}

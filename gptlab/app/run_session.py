@@ -17,6 +17,7 @@ from gptlab.config.errors import UserError
 from gptlab.config.load import config_to_json
 from gptlab.config.recipes import applied_scaling
 from gptlab.config.recipes.quickstart import why_quickstart_size
+from gptlab.config.run import RunConfig
 from gptlab.config.scaling import Machine
 from gptlab.runtime.hardware.cpu import MachineLoad
 from gptlab.runtime.hardware.device import device_name
@@ -91,12 +92,16 @@ def describe(session: Session, console: Console, machine: Machine | None) -> Non
         console.line(f"size      {reason}")
     # Random windows are drawn with replacement from small texts on purpose (nanoGPT): those have no epochs to count.
     if epochs > MANY_EPOCHS and config.data.rows != "random" and not config.eval.only:
-        files = config.data.hub_files
-        more = "--data PATH" if files is None else f"--data.hub-files above {files}, or --data PATH"
-        console.warn(
-            f"{about}{epochs:.0f} passes over the training data: beyond {MANY_EPOCHS:.0f}, repeated text "
-            f"teaches less and less (arXiv:2305.16264); more data helps, {more}"
-        )
+        _warn_of_repeated_text(f"{about}{epochs:.0f}", config, console)
+
+
+def _warn_of_repeated_text(passes: str, config: RunConfig, console: Console) -> None:
+    files = config.data.hub_files
+    more = "--data PATH" if files is None else f"--data.hub-files above {files}, or --data PATH"
+    console.warn(
+        f"{passes} passes over the training data: beyond {MANY_EPOCHS:.0f}, repeated text "
+        f"teaches less and less (arXiv:2305.16264); more data helps, {more}"
+    )
 
 
 def _estimated_steps(session: Session, machine: Machine | None) -> int | None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gptlab.app.run_request import RunArguments
-from gptlab.cli.arguments.run import read_request
+from gptlab.cli.arguments.parser import read_request
 from gptlab.cli.table import table
 from gptlab.config.errors import UserError, require_positive
 

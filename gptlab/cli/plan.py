@@ -10,7 +10,7 @@ import torch
 from gptlab.app.run_request import RunArguments
 from gptlab.bench.plan import RunPlan, figures, make_plan, model_text, step_text
 from gptlab.bench.training_rate import remembered_rate
-from gptlab.cli.arguments.run import read_request
+from gptlab.cli.arguments.parser import read_request
 from gptlab.config.run import RunConfig
 from gptlab.config.scaling import Machine
 from gptlab.runtime.files.strict_json import to_json

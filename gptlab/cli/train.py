@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from gptlab.app.run_request import TrainArguments
-from gptlab.cli.arguments.run import read_request, recipe_list
+from gptlab.cli.arguments.parser import read_request
 
 DESCRIPTION = "Train a GPT, or resume a run."
 
@@ -14,6 +14,8 @@ def main(argv: list[str]) -> int:
     started = time.perf_counter()
     request = read_request(argv, TrainArguments, prog="gptlab train", description=DESCRIPTION)
     if request.list_recipes:
+        from gptlab.cli.arguments.run_help import recipe_list
+
         print(recipe_list())
         return 0
     from gptlab.app.attempt import EXIT_PREEMPTED, stopped_early

@@ -46,7 +46,7 @@ from gptlab.app import run_session
 from gptlab.app import session as session_module
 from gptlab.app.run_request import TrainArguments
 from gptlab.app.session import Session, open_session
-from gptlab.cli.arguments.run import read_request
+from gptlab.cli.arguments.parser import read_request
 from gptlab.cli.main import main
 from gptlab.config.errors import UserError
 from gptlab.config.load import config_from_json

@@ -25,7 +25,7 @@ from torch import Tensor
 import gptlab
 import gptlab.training.compilation
 from gptlab.app.run_request import TrainArguments
-from gptlab.cli.arguments.run import read_request
+from gptlab.cli.arguments.parser import read_request
 from gptlab.cli.main import main
 from gptlab.config.run import RunConfig
 from gptlab.config.scaling import Machine

@@ -18,6 +18,8 @@ from gptlab.config.load import flatten, leaf_fields
 WIDTH = 80
 INDENT = 6
 
+HELP_FLAGS = ("-h", "--help", "--help-all")
+
 
 def command_help(cls: type, *, prog: str, description: str, positionals: Iterable[str]) -> str:
     """The help of a command whose arguments are one dataclass."""

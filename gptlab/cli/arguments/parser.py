@@ -1,4 +1,4 @@
-"""Command lines to frozen dataclasses; every mistake is one line.
+"""Command lines to frozen dataclasses and to requests for a run; every mistake is one line.
 
 The syntax is that of tyro, and a test compares the two: `--model.n-layer 6`, `--model.bias` and `--model.no-bias`,
 `--data.source A B`, None.
@@ -9,11 +9,15 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, TypeVar, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_origin
 
-from gptlab.cli.arguments.help import command_help
-from gptlab.config.errors import UserError, bare, nearest_name
-from gptlab.config.load import leaf_fields, rebuild, value_from_text, wanted
+from gptlab.cli.arguments.help import HELP_FLAGS, command_help
+from gptlab.config.errors import ConfigError, UserError, bare, nearest_name
+from gptlab.config.foreign_names import answer
+from gptlab.config.load import leaf_fields, rebuild, unknown_field, value_from_text, wanted
+
+if TYPE_CHECKING:
+    from gptlab.app.run_request import RunArguments, RunRequest
 
 T = TypeVar("T")
 
@@ -36,6 +40,33 @@ def parse(cls: type[T], argv: Sequence[str], *, prog: str, description: str) -> 
         print(command_help(cls, prog=prog, description=description, positionals=positionals))
         raise SystemExit(0)
     return _build(cls, read_words(argv, fields, positionals=positionals), prog)
+
+
+def read_request(argv: Sequence[str], arguments: type[RunArguments], *, prog: str, description: str) -> RunRequest:
+    """Read a command line and the TOML file it may name. UserError for a mistake; SystemExit(0) after --help."""
+    # Imported here: commands that take no run do without recipes, and runs without pages of help.
+    from gptlab.app.run_request import argument_types, request_of
+    from gptlab.config.recipes import OWN_TYPES
+
+    if {word.partition("=")[0] for word in argv} & {*HELP_FLAGS}:
+        from gptlab.cli.arguments.run_help import show_help
+
+        show_help(argv, arguments, prog=prog, description=description)
+    names = argument_types(arguments)
+    given = read_words(
+        argv, names | OWN_TYPES, positionals=["recipe"], implied={"compile": "on"},
+        unknown=lambda n, v: _unknown_flag(n, v, names),
+    )  # fmt: skip
+    return request_of(given.pop("recipe", None), given)
+
+
+def _unknown_flag(name: str, value: object, names: Mapping[str, Any]) -> UserError:
+    flag = f"--{name.replace('_', '-')}"
+    if (elsewhere := answer(name)) is not None:
+        return UserError(f"there is no {flag} here: {elsewhere}")
+    error = unknown_field(name.lower(), value, also=names)
+    nearest = None if error.nearest is None else f"--{str(error.nearest).replace('_', '-')}"
+    return ConfigError(flag, value, error.reason, nearest)
 
 
 def run_subcommand(

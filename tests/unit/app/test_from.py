@@ -14,7 +14,7 @@ from tiny_runs import Outcome, command, differences, outcome, train
 import gptlab
 from gptlab.app.repeat import repeated_config, stored_config, what_differs
 from gptlab.app.run_request import TrainArguments
-from gptlab.cli.arguments.run import read_request
+from gptlab.cli.arguments.parser import read_request
 from gptlab.config.errors import UserError
 from gptlab.config.load import apply_overrides, config_to_json
 from gptlab.config.recipes import quickstart

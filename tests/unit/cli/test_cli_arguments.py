@@ -18,9 +18,8 @@ from hypothesis import strategies as st
 from gptlab.app import run_request
 from gptlab.app.run_request import RunArguments, RunRequest, TrainArguments
 from gptlab.cli import main as cli
-from gptlab.cli.arguments import run as run_arguments
-from gptlab.cli.arguments.parser import Positional, parse, read_words
-from gptlab.cli.arguments.run import read_request
+from gptlab.cli.arguments.parser import Positional, parse, read_request, read_words
+from gptlab.cli.arguments.run_help import recipe_list
 from gptlab.config.errors import UserError
 from gptlab.config.load import apply_overrides, leaf_fields
 from gptlab.config.model import ModelConfig
@@ -442,4 +441,4 @@ class TestMain:
 
 
 def test_recipe_list_is_one_line_each() -> None:
-    assert run_arguments.recipe_list() == "quickstart  The default.\nsmall       A small run."
+    assert recipe_list() == "quickstart  The default.\nsmall       A small run."

@@ -22,7 +22,8 @@ from torch import nn
 import gptlab
 from gptlab.app.run_request import TrainArguments
 from gptlab.bench.plan import RunPlan, make_plan
-from gptlab.cli.arguments.run import read_request, recipe_list
+from gptlab.cli.arguments.parser import read_request
+from gptlab.cli.arguments.run_help import recipe_list
 from gptlab.config.errors import ConfigError, UserError, bare
 from gptlab.config.load import flatten, leaf_fields
 from gptlab.config.model import ModelConfig

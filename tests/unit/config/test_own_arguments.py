@@ -13,7 +13,7 @@ import pytest
 from gptlab.app.repeat import repeated_config
 from gptlab.app.run_request import RunRequest, TrainArguments
 from gptlab.cli.arguments.help import field_docs
-from gptlab.cli.arguments.run import read_request
+from gptlab.cli.arguments.parser import read_request
 from gptlab.config.errors import UserError
 from gptlab.config.load import config_from_json, config_to_json
 from gptlab.config.recipes import OWN_TYPES, RECIPES, configure, own_arguments

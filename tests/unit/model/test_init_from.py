@@ -19,7 +19,7 @@ import gptlab
 from gptlab.app.loaded_run import weights_fingerprint
 from gptlab.app.run_request import TrainArguments
 from gptlab.app.session import Session, open_session
-from gptlab.cli.arguments.run import read_request
+from gptlab.cli.arguments.parser import read_request
 from gptlab.config.errors import ConfigError, UserError
 from gptlab.config.model import GPT2_SIZES, ModelConfig
 from gptlab.config.run import RunConfig

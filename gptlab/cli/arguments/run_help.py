@@ -1,5 +1,5 @@
-"""`[RECIPE] [--FIELD VALUE ...]` to a request for a run, for `train`, `plan` and `bench`, and their --help: one page of
-what people change; the rest by section or with --help-all."""
+"""--help of `train`, `plan` and `bench`, which take a run: one page of what people change; the rest by section or with
+--help-all."""
 
 from __future__ import annotations
 
@@ -12,20 +12,15 @@ from gptlab.app.run_request import (
     DEFAULT_RECIPE,
     GIVEN_NAMES,
     RunArguments,
-    RunRequest,
     argument_types,
-    request_of,
 )
-from gptlab.cli.arguments.help import default_text, entry, field_docs, option, wrapped
-from gptlab.cli.arguments.parser import read_words
-from gptlab.config.errors import ConfigError, UserError, bare, nearest_name
+from gptlab.cli.arguments.help import HELP_FLAGS, default_text, entry, field_docs, option, wrapped
+from gptlab.config.errors import UserError, bare, nearest_name
 from gptlab.config.foreign_names import answer
-from gptlab.config.load import flatten, unknown_field
+from gptlab.config.load import flatten
 from gptlab.config.recipes import OWN_TYPES, RECIPES, configure, own_arguments
 from gptlab.config.recipes.nanochat import NanochatArguments
 from gptlab.config.scaling import Machine
-
-HELP_FLAGS = ("-h", "--help", "--help-all")
 
 SIZED = "sized"
 """Shown for a default that follows from the machine's speed."""
@@ -74,31 +69,10 @@ _COMMON: Mapping[str, Mapping[str, str]] = {
 """The page of --help: {heading: {name: text}}."""
 
 
-def read_request(argv: Sequence[str], arguments: type[RunArguments], *, prog: str, description: str) -> RunRequest:
-    """Read a command line and the TOML file it may name. UserError for a mistake; SystemExit(0) after --help."""
-    if {word.partition("=")[0] for word in argv} & {*HELP_FLAGS}:
-        show_help(argv, arguments, prog=prog, description=description)
-    names = argument_types(arguments)
-    given = read_words(
-        argv, names | OWN_TYPES, positionals=["recipe"], implied={"compile": "on"},
-        unknown=lambda n, v: _unknown_flag(n, v, names),
-    )  # fmt: skip
-    return request_of(given.pop("recipe", None), given)
-
-
 def recipe_list() -> str:
     """One line a recipe: its name and the first line of its docstring."""
     width = max(map(len, RECIPES))
     return "\n".join(f"{name:<{width}}  {(call.__doc__ or '').partition(chr(10))[0]}" for name, call in RECIPES.items())
-
-
-def _unknown_flag(name: str, value: object, names: Mapping[str, Any]) -> UserError:
-    flag = f"--{name.replace('_', '-')}"
-    if (elsewhere := answer(name)) is not None:
-        return UserError(f"there is no {flag} here: {elsewhere}")
-    error = unknown_field(name.lower(), value, also=names)
-    nearest = None if error.nearest is None else f"--{str(error.nearest).replace('_', '-')}"
-    return ConfigError(flag, value, error.reason, nearest)
 
 
 def show_help(argv: Sequence[str], arguments: type[RunArguments], *, prog: str, description: str) -> None:
