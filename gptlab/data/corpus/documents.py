@@ -14,12 +14,13 @@ import os
 import platform
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Literal
 
-from gptlab.config.errors import UserError, nearest_name
+from gptlab.config.errors import UserError, cannot, nearest_name
 from gptlab.config.run import Split
 from gptlab.data.corpus.corpus_files import (
     COLUMN_SUFFIXES,
@@ -148,15 +149,17 @@ class Corpus:
     def _digest(self, file: DocumentFile) -> bytes:
         if file.sha256 is not None:
             return bytes.fromhex(file.sha256)
-        skippable = file.lenient and file.suffix not in COLUMN_SUFFIXES  # what cannot be read is skipped when read, too
-        try:
-            if skippable and not is_packed(file.path) and file.path.stat().st_size > MAX_DOCUMENT_BYTES:
-                return UNREADABLE
+        if file.lenient and file.suffix not in COLUMN_SUFFIXES:
+            return self._digest_if_readable(file.path)
+        with cannot(f"read {file.path}"):
             return file_sha256(file.path, self._root)
-        except OSError as error:
-            if skippable:
-                return UNREADABLE
-            raise UserError(f"cannot read {file.path}: {error.strerror or error}") from error
+
+    def _digest_if_readable(self, path: Path) -> bytes:
+        """`UNREADABLE` for what `documents` skips for that reason."""
+        with suppress(OSError):
+            if is_packed(path) or path.stat().st_size <= MAX_DOCUMENT_BYTES:
+                return file_sha256(path, self._root)
+        return UNREADABLE
 
 
 class DividedCorpus:

@@ -165,10 +165,9 @@ class RunDirectory:
 
     def recorded(self) -> dict[str, object]:
         """run.json; empty if it is lost or damaged, which must not end the run."""
-        try:
+        with suppress(UserError):
             return self.read_provenance()
-        except UserError:
-            return {}
+        return {}
 
     def set_status(self, status: Status, **extra: object) -> None:
         """Record in run.json the run's status, when it ended (null while it runs), and any `extra` facts."""
