@@ -70,6 +70,8 @@ class Console:
         self._quiet = quiet
         self._stream = stream or sys.stdout or open(os.devnull, "w")  # noqa: SIM115 - pythonw has no sys.stdout
         self._display = _make_display(self._stream)
+        self._lost = False
+        """The stream refused a text: a pipe without a reader, a terminal that is gone."""
         self._log: AppendFile | None = None
         self._unlogged: list[str] = []
         self._lock = threading.RLock()
@@ -201,12 +203,13 @@ class Console:
         """Do `action` on the display; nothing once the stream is closed, since a run outlives its terminal. `quietly`:
         nothing in quiet mode either."""
         with self._lock:
-            if (quietly and self._quiet) or self._stream.closed:
+            if self._lost or self._stream.closed or (quietly and self._quiet):
                 return
             try:
                 action(self._display)
             except OSError:
-                # The stream itself, since what it still buffers would raise again when Python flushes it at exit.
+                self._lost = True
+                # What the stream still buffers would raise again when Python flushes it at exit.
                 with suppress(OSError, ValueError), open(os.devnull, "wb") as nowhere:
                     os.dup2(nowhere.fileno(), self._stream.fileno())
 

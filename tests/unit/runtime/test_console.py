@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import subprocess
@@ -38,6 +39,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> FakeTerminal:
 def logged(folder: Path, *, stream: TextIO | None = None) -> Console:
     """A console that logs to FOLDER/log.txt."""
     console = Console(stream=stream)
+    folder.mkdir(exist_ok=True)
     console.open_log(folder / "log.txt")
     return console
 
@@ -278,6 +280,30 @@ def test_a_broken_pipe_ends_the_printing_not_the_run(tmp_path: Path) -> None:
         assert process.stderr.read() == b""
         assert process.wait() == 7
     assert (tmp_path / "log.txt").read_text().splitlines()[-1] == "step 19999"
+
+
+def test_a_terminal_that_is_gone_ends_the_printing_whatever_it_showed(terminal: FakeTerminal, tmp_path: Path) -> None:
+    class HungUp(FakeTerminal):
+        left = 0
+
+        def write(self, text: str) -> int:
+            self.left -= 1
+            if self.left == 0:
+                raise OSError(errno.EIO, "Input/output error")
+            return super().write(text)
+
+    for writes in range(1, 40):
+        stream = HungUp()
+        stream.left = writes
+        with logged(tmp_path / str(writes), stream=stream) as console:
+            console.live("step 1", ["step 1"])
+            with console.busy("validating"):
+                console.line("between")
+            with console.progress("encoding", 2, "documents") as progress:
+                progress.interval_seconds = 0.0
+                progress.advance(2)
+            console.live("step 2")
+        assert (tmp_path / str(writes) / "log.txt").read_text().splitlines()[-1] == "step 2"
 
 
 def test_no_stdout_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
