@@ -155,27 +155,24 @@ def _use_deterministic_kernels(attempt: Attempt, request: RunRequest) -> None:
 
 def _configured(attempt: Attempt, request: RunRequest) -> tuple[RunConfig, Machine | None]:
     """What the recipe makes of this machine, and the machine as it was timed; None where the recipe does not ask."""
-    measured: list[Machine] = []
-
-    def measure(config: RunConfig) -> Machine:
-        measured.append(_timed(config, attempt))
-        return measured[-1]
-
     if not attempt.group.is_main:
         return _configured_as_on_rank_0(attempt, request)
-    config = request.config(measure)
+    measured: list[Machine] = []
+    config = request.config(lambda config: _timed(config, attempt, measured))
     attempt.group.broadcast("machine", [asdict(machine) for machine in measured])
     return config, measured[-1] if measured else None
 
 
-def _timed(config: RunConfig, attempt: Attempt) -> Machine:
+def _timed(config: RunConfig, attempt: Attempt, measured: list[Machine]) -> Machine:
+    """This machine, timed on the steps of `config`; also appended to `measured`."""
     from gptlab.bench.training_rate import timed_machine
 
     def silent(text: str) -> None:
         pass  # the run itself will warn, once, of what is wrong with a compiler
 
     with attempt.console.busy("compiling and timing steps, to size the model"):
-        return timed_machine(config, attempt.group.world, silent, silent)
+        measured.append(timed_machine(config, attempt.group.world, silent, silent))
+    return measured[-1]
 
 
 def _configured_as_on_rank_0(attempt: Attempt, request: RunRequest) -> tuple[RunConfig, Machine | None]:
