@@ -736,8 +736,9 @@ def test_a_best_checkpoint_is_not_saved_again_by_the_run_that_resumes_from_it(
 
 def test_many_passes_over_the_data_are_a_warning(folder: Path) -> None:
     """More than four epochs: eight steps are about one of this corpus."""
-    few = command(["train", *arguments(folder, "few-epochs", {"sample.prompts": ["a"], "steps": 16})])[1]
-    many = command(["train", *arguments(folder, "many-epochs", {"sample.prompts": ["a"], "steps": 48})])[1]
+    small = {"sample.prompts": [], "model.n_layer": 1, "eval.every_steps": None, "checkpoint.every_steps": None}
+    few = command(["train", *arguments(folder, "few-epochs", small | {"steps": 16})])[1]
+    many = command(["train", *arguments(folder, "many-epochs", small | {"steps": 48})])[1]
     assert "passes over the training data" not in few
     assert re.search(r"^warning: \d+ passes over the training data: beyond 4,", many, re.M)
 
@@ -870,10 +871,12 @@ def test_what_is_compiled_and_for_one_shape(folder: Path, monkeypatch: pytest.Mo
 
 @pytest.fixture
 def dropout_as_uncompiled() -> Iterator[None]:
-    """Compiled dropout draws otherwise; here it draws as the uncompiled does, so that losses can be compared."""
+    """Compiled dropout draws otherwise; here it draws as the uncompiled does, so that losses can be compared. And no
+    programs are compiled to try vectors that the processor says it has, no processes are started to compile two."""
     from torch._inductor import config
 
-    with config.patch(fallback_random=True):  # monkeypatch would take the entry away for good
+    # monkeypatch would take the entries away for good
+    with config.patch({"fallback_random": True, "cpp.vec_isa_ok": True, "compile_threads": 1}):
         yield
 
 

@@ -150,10 +150,10 @@ class TestSpread:
             "replace .run.json",
         ):  # fmt: skip
             assert any(re.match(sought, point) for point in points), sought
-        assert victim.of_runs(coarse(points)[::2]) == []
+        assert victim.of_runs(coarse(points)[::3]) == []
         victim.make_template()
         points = victim.points(victim.go_on, copied(victim.template, victim.run))
-        assert victim.of_loads(coarse(points)[1::3]) == []
+        assert victim.of_loads(coarse(points)[1::4]) == []
 
     def test_two_processes(self, runs: ForkedRuns, folder: Path, tmp_path: Path) -> None:
         victim = Victim(runs, link(folder, tmp_path), ranks=2, rank=1)

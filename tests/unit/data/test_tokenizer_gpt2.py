@@ -201,12 +201,11 @@ def test_taking_out_long_blanks_changes_no_id(ours: Gpt2Tokenizer, text: str) ->
 
 @pytest.mark.parametrize(
     "text",
-    ["a" * 1_000_000, " " * 1_000_000, "x" + " \n" * 500_000 + "x\n", "\n" * 1_000_000 + "x", "^" * 1_000_000,
-     "7" * 1_000_000, "\u3000" * 700_000 + "é", "😀" * 250_000],
-    ids=["letters", "spaces", "blanks", "newlines", "signs", "digits", "wide", "emoji"],
+    ["7" * 1_000_000, " " * 1_000_000, "x" + " \n" * 500_000 + "x\n", "\u3000" * 700_000 + "é"],
+    ids=["digits", "spaces", "blanks", "wide"],
 )  # fmt: skip
 def test_a_megabyte_without_a_break(ours: Gpt2Tokenizer, hf: tokenizers.Tokenizer, text: str) -> None:
-    """tiktoken's regex gives up on some of these."""
+    """tiktoken's regex gives up on some of these. More of them: test_tokenizer.py, by the same engine."""
     ids = ours.encode(text)
     assert ours.decode_bytes(ids) == text.encode()
     assert ids.tolist() == hf.encode(text).ids

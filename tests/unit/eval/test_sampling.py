@@ -74,17 +74,17 @@ def recompute(
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("prompt_tokens", [1, 7, 16, 17, 40])
+@pytest.mark.parametrize("prompt_tokens", [1, 16, 40])
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
 def test_equals_full_recompute(name: str, prompt_tokens: int, temperature: float) -> None:
-    """50 tokens with a context of 16: the context is cut several times on the way. float64, so no tie is broken."""
+    """30 tokens with a context of 16: the context is cut several times on the way. float64, so no tie is broken."""
     model = shaken(CONFIGS[name]).eval()
     prompt = torch.randint(0, 29, (prompt_tokens,), generator=torch.Generator().manual_seed(4)).tolist()
-    expected = recompute(model, prompt, 50, temperature=temperature)
+    expected = recompute(model, prompt, 30, temperature=temperature)
     assert temperature == 0 or len(set(expected)) > 10  # a constant continuation would prove little
-    assert list(generate(model, prompt, max_tokens=50, temperature=temperature, seed=11)) == expected
+    assert list(generate(model, prompt, max_tokens=30, temperature=temperature, seed=11)) == expected
     if temperature == 0:
-        assert list(generate(model, prompt, max_tokens=50, temperature=0.7, top_k=1)) == expected
+        assert list(generate(model, prompt, max_tokens=30, temperature=0.7, top_k=1)) == expected
 
 
 def test_a_cut_context_starts_with_bos_again() -> None:

@@ -58,8 +58,7 @@ def test_equals_brute_force(n_head: int, n_kv_head: int, width: int) -> None:
     """Blocks of 64: less than one, one, more; windows that end in them, at their edges, and beyond the text; widths
     that are whole vectors and that are not. A few roundings of float32, of sums of up to 200 products."""
     for tokens, window in [
-        (1, None), (5, 2), (5, 10_000), (63, None), (63, 7), (64, None), (64, 64), (65, None), (65, 1), (65, 64),
-        (128, 65), (128, 100), (200, None), (200, 7), (200, 65),
+        (1, None), (5, 2), (5, 10_000), (63, 7), (64, None), (64, 64), (65, 1), (65, 64), (128, 65), (200, None),
     ]:  # fmt: skip
         heads = random_heads(tokens, n_head + 2 * n_kv_head, width)
         weight = torch.randn(2, tokens, n_head, width, generator=torch.Generator().manual_seed(1))
