@@ -316,9 +316,8 @@ def test_taking_out_long_blanks_changes_no_id(trained: BpeTokenizer, text: str) 
 
 @pytest.mark.parametrize(
     "text",
-    ["a" * 1_000_000, "ab" * 500_000, " " * 1_000_000, "x" + " \t" * 500_000 + "x\n", "\n" * 1_000_000, "^" * 1_000_000,
-     "7" * 1_000_000, "\u3000" * 700_000 + "é", "😀" * 250_000],
-    ids=["letters", "pairs", "spaces", "blanks", "newlines", "signs", "digits", "wide", "emoji"],
+    ["ab" * 500_000, " " * 1_000_000, "x" + " \t" * 500_000 + "x\n", "\n" * 1_000_000, "7" * 1_000_000, "😀" * 250_000],
+    ids=["pairs", "spaces", "blanks", "newlines", "digits", "emoji"],
 )  # fmt: skip
 def test_a_megabyte_without_a_break(trained: BpeTokenizer, hf: tokenizers.Tokenizer, text: str) -> None:
     """tiktoken's regex gives up on some of these; others were quadratic in old versions (hours)."""

@@ -306,8 +306,9 @@ class TestStall:
 
 
 class TestFailure:
-    @pytest.mark.parametrize("call", ["mkdir", "fsync", "rename"])
-    @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EFBIG])
+    @pytest.mark.parametrize(
+        ("call", "number"), [("mkdir", errno.EROFS), ("fsync", errno.ENOSPC), ("rename", errno.EFBIG)]
+    )
     @pytest.mark.usefixtures("saves_end_with_a_step")
     def test_it_surfaces_at_the_next_step(
         self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int
