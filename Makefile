@@ -7,6 +7,10 @@ ARGS ?= quickstart
 # process, so that what they share is made once; files are handed out in the order of tests/, unit tests last.
 WORKERS ?= 2
 PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+# Only the plugins that are used: pytest rewrites all of hypothesis otherwise, in each process. And byte code is kept,
+# whatever the environment says, since dozens of tests start a process.
+PYTEST := PYTHONDONTWRITEBYTECODE= PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest \
+	-p xdist.plugin -p pytest_timeout -p _hypothesis_pytestplugin
 
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
@@ -17,18 +21,18 @@ train: $(VENV)/.installed  ## set up and train the quickstart recipe (ARGS="quic
 	$(BIN)/gptlab train $(ARGS)
 
 test: $(VENV)/.installed-dev  ## set up and run the tests (WORKERS=2 processes)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL)
+	$(PYTEST) $(PARALLEL)
 
 test-gpu: $(VENV)/.installed-dev  ## only the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu
 
 test-faults: $(VENV)/.installed-dev  ## the long tests of kills and damage (docs/reliability.md), and their table
 	rm -rf build/faults
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m faults
+	$(PYTEST) -n $(WORKERS) --dist worksteal -m faults
 	$(BIN)/python tests/support/fault_figures.py
 
 test-timing: $(VENV)/.installed-dev  ## the promises in seconds, on a machine that does nothing else
-	OMP_NUM_THREADS=1 GPTLAB_TEST_TIMING=1 $(BIN)/python -m pytest tests/hostile tests/unit/cli/test_help.py
+	GPTLAB_TEST_TIMING=1 $(PYTEST) tests/hostile tests/unit/cli/test_help.py
 
 test-mutations: $(VENV)/.installed-dev  ## whether the tests notice each defect of tests/mutations/
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutations --processes $(WORKERS)

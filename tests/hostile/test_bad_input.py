@@ -252,7 +252,6 @@ class TestWrongWords:
     @pytest.mark.parametrize(
         ("argv", "says"),
         [
-            (["train", "--minutes", "-1"], "minutes = -1.0"),
             (["train", "missing.toml"], "cannot read missing.toml"),
             (train(data="nowhere"), "no corpus 'nowhere'"),
         ],

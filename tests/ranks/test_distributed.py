@@ -29,8 +29,8 @@ from gptlab.training.checkpoint.load import checksum, load_checkpoint
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="gloo on loopback is tried on Linux")
 
 FLAGS = {
-    "steps": 4, "batch.total_tokens": 8 * 4 * 32, "eval.every_steps": 2, "checkpoint.every_steps": None,
-    "runtime.dtype": "float64", "sample.every_steps": None, "eval.micro_sequences": 4,
+    "model.n_layer": 2, "steps": 4, "batch.total_tokens": 8 * 4 * 32, "eval.every_steps": 2,
+    "checkpoint.every_steps": None, "runtime.dtype": "float64", "sample.every_steps": None, "eval.micro_sequences": 4,
 }  # fmt: skip
 """Eight micro-batches a step: 3 ranks take 3, 3 and 2 of them. Dropout is on, gradients are clipped. In float64, since
 Adam's first steps make a whole step of the sign of a gradient that is only rounding."""

@@ -83,7 +83,9 @@ def scenes(folder: Path) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def played(folder: Path) -> Path:
     """The folder, when all scenes have been played in it; what the processes themselves said is in output.txt."""
-    (folder / "output.txt").write_text(play_scenes(folder, scenes(folder), ["torch._dynamo", "torch.distributed.fsdp"]))
+    (folder / "output.txt").write_text(
+        play_scenes(folder, scenes(folder), ["torch._inductor.compile_fx", "torch.distributed.fsdp"])
+    )
     return folder
 
 

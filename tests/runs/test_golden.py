@@ -24,7 +24,7 @@ GOLDEN = Path(__file__).with_name("golden") / "quick.json"
 
 # Four epochs, without dropout, whose draws are torch's business.
 COMMON: dict[str, Any] = {
-    "steps": 30, "model__dropout": 0.0, "eval__every_steps": None, "checkpoint__every_steps": None,
+    "model__n_layer": 2, "steps": 30, "model__dropout": 0.0, "eval__every_steps": None, "checkpoint__every_steps": None,
     "sample__prompts": [],
 }  # fmt: skip
 ADAMW = {"lr": 3e-3, "beta1": 0.9, "eps": 1e-8}

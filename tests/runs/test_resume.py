@@ -43,7 +43,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def uninterrupted(folder: Path) -> Outcome:
-    return outcome(train(folder, "uninterrupted"))
+    return outcome(train(folder, "uninterrupted", model__n_layer=2))
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGKILL")
@@ -87,7 +87,7 @@ def test_killed_anywhere_again_and_again(folder: Path, uninterrupted: Outcome) -
             if run.exists():
                 gptlab.train(resume=run)
             else:
-                train(folder, run.name)
+                train(folder, run.name, model__n_layer=2)
     assert gptlab.train(resume=run).exit_code == 0
     assert differences(uninterrupted, outcome(run)) == []
 
@@ -111,11 +111,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_killed_twice_whatever_is_trained(folder: Path, variant: str) -> None:
-    changes, name = VARIANTS[variant] | {"model__n_layer": 1}, variant.partition(",")[0]
+    changes, name = VARIANTS[variant] | {"steps": 8}, variant.partition(",")[0]
     expected = outcome(train(folder, f"{name}-whole", **changes))
     with killed_at("train", 5):
         train(folder, name, **changes)
-    with killed_at("train", 10):
+    with killed_at("train", 7):
         gptlab.train(resume=folder / name)
     assert gptlab.train(resume=folder / name).exit_code == 0
     assert differences(expected, outcome(folder / name)) == []
@@ -149,7 +149,7 @@ def test_killed_with_everything_due_by_the_clock(folder: Path) -> None:
 def test_damaged_checkpoint_falls_back_to_an_older_one(folder: Path, uninterrupted: Outcome) -> None:
     run = folder / "damaged"
     with killed_at("train", 9):
-        train(folder, "damaged")
+        train(folder, "damaged", model__n_layer=2)
     weights = list_checkpoints(run / "checkpoints")[-1] / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"?")
     code, out, _ = command(["train", "--resume", run])

@@ -226,7 +226,7 @@ def _direct(folder: Path) -> None:
     # Before the processes part, so that what is found out once (the machine's speed) is found out once.
     for argv in lanes.pop("first"):
         assert main(argv) == 0
-    importlib.import_module("torch._dynamo")  # for the compiled scenes
+    importlib.import_module("torch._inductor.compile_fx")  # for the compiled scenes
     freeze_libraries()
     children = []
     for lane in lanes.values():

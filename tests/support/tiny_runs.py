@@ -37,7 +37,7 @@ from gptlab.training.state import TrainState
 Flags = dict[str, Any]
 
 FLAGS: Flags = {
-    "model.n_layer": 2, "model.n_embd": 32, "model.n_head": 2, "model.seq_len": 32, "model.vocab_multiple": 32,
+    "model.n_layer": 1, "model.n_embd": 32, "model.n_head": 2, "model.seq_len": 32, "model.vocab_multiple": 32,
     "model.window_pattern": "SL", "model.dropout": 0.1, "tokenizer.kind": "byte", "data.val_fraction": 0.15,
     "batch.micro_sequences": 4, "batch.total_tokens": 2 * 4 * 32, "steps": 12,
     "schedule.warmup_fraction": 0.1, "optim.grad_clip": 1.0, "eval.every_steps": 3, "eval.every_seconds": None,
@@ -46,7 +46,8 @@ FLAGS: Flags = {
     "sample.every_steps": 6, "sample.max_tokens": 3, "runtime.device": "cpu", "runtime.dtype": "float32",
     "runtime.compile": "off", "runtime.threads": 1,
 }  # fmt: skip
-"""Two micro-batches a step, about eight steps an epoch, dropout on; at step 12 everything is due at once."""
+"""Two micro-batches a step, about eight steps an epoch, dropout on; at step 12 everything is due at once. One layer:
+tests in which layers matter take two."""
 
 CLOCK_FIELDS = {"step_seconds", "train_seconds", "core_seconds", "tokens_per_second", "mfu"}
 """What a metrics line may have otherwise than another run's."""

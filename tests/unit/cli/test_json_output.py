@@ -67,7 +67,7 @@ def test_plan(folder: Path) -> None:
     assert (plan["steps"], plan["tokens"]) == (12, 12 * 256)
     assert plan["total_flops"] == plan["tokens"] * plan["flops_per_token"]
     assert sum(plan["parameters_by_role"].values()) == plan["parameters"]
-    assert plan["config"]["model"]["n_layer"] == 2
+    assert plan["config"]["model"]["n_layer"] == 1
     assert sum(plan["memory_bytes_by_part"].values()) == plan["memory_bytes"]
 
 

@@ -33,10 +33,11 @@ from gptlab.training.checkpoint.format import list_checkpoints
 from gptlab.training.checkpoint.load import load_checkpoint, load_weights
 
 GPT2_PARTS: dict[str, Any] = {
-    "model.norm": "layernorm", "model.position": "learned", "model.activation": "gelu", "model.bias": True,
-    "model.tied_head": True, "model.qk_norm": False, "model.value_embeddings": False, "model.embedding_norm": False,
-    "model.residual_lambdas": False, "model.logit_softcap": None, "model.window_pattern": "L",
-    "model.dropout": 0.0, "optim.matrix_optimizer": "adamw", "optim.matrix.lr": 0.03, "optim.embedding.lr": 0.5,
+    "model.n_layer": 2, "model.norm": "layernorm", "model.position": "learned", "model.activation": "gelu",
+    "model.bias": True, "model.tied_head": True, "model.qk_norm": False, "model.value_embeddings": False,
+    "model.embedding_norm": False, "model.residual_lambdas": False, "model.logit_softcap": None,
+    "model.window_pattern": "L", "model.dropout": 0.0, "optim.matrix_optimizer": "adamw", "optim.matrix.lr": 0.03,
+    "optim.embedding.lr": 0.5,
 }  # fmt: skip
 
 
@@ -124,11 +125,13 @@ def test_a_shorter_context_is_cropped(folder: Path, base: Path) -> None:
 
 
 def test_cropping_keeps_the_windows_that_the_weights_learned_with(folder: Path) -> None:
-    windowed = train(folder, "windowed", steps=1)
+    windowed = train(folder, "windowed", steps=1, model__n_layer=2)
     config = request("quickstart", "--init-from", windowed, "--model.seq-len", "24", "--batch.total-tokens", "768")
     assert config.model.layer_windows() == (17, None)  # half of 32, not of 24, and the token itself
     assert request("quickstart", "--init-from", windowed, "--model.seq-len", "8").model.layer_windows() == (None, None)
-    session = opened(make_config(folder, "x", init_from=windowed, model__seq_len=16, model__window_tokens=16))
+    session = opened(
+        make_config(folder, "x", init_from=windowed, model__n_layer=2, model__seq_len=16, model__window_tokens=16)
+    )
     assert session.start is not None
 
 
