@@ -455,7 +455,7 @@ class TestDamage:
         assert (resumed.code, resumed.err) == (0, "")
         assert f"warning: checkpoint {newest} is damaged: " in resumed.out
         assert resumed.out.count("num_steps:        4") == 1
-        assert gptlab("eval", "run").err == ""  # step 4 has been saved anew
+        assert gptlab("eval", "run").err == ""  # step 4 has been saved again
 
     def test_of_every_checkpoint(self, interrupted: RunDirectory) -> None:
         for path in list_checkpoints(interrupted.checkpoints_path):
@@ -558,7 +558,7 @@ class TestFullDisk:
 
     @pytest.mark.parametrize("background", ["True", "False"])
     def test_the_last_checkpoint_must_be_saved(self, monkeypatch: pytest.MonkeyPatch, background: str) -> None:
-        """Whatever a run is told to bear: "finished" means that its final weights are on the disk."""
+        """Whatever failures a run is configured to survive: "finished" means that its final weights are on the disk."""
         words = train(
             checkpoint__on_failure="continue", checkpoint__background=background, checkpoint__save_best="True"
         )

@@ -1,4 +1,4 @@
-"""Checkpoints and run folders of a stranger: refused by name, in one line, at once; nothing of theirs is run, and
+"""Untrusted checkpoints and run folders: refused by name, in one line, at once; nothing of theirs is run, and
 nothing outside of them is read or written."""
 
 from __future__ import annotations
@@ -354,7 +354,7 @@ def test_checkpoints_that_become_a_link_while_a_run_trains_stay(tmp_path: Path) 
 
 
 def test_compiled_code_is_never_taken_from_where_a_run_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch runs what it finds in its cache; `data.cache_dir` of a stranger's config.json would lead there."""
+    """torch runs what it finds in its cache; `data.cache_dir` of an untrusted config.json would lead there."""
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     monkeypatch.setenv("GPTLAB_CACHE", str(tmp_path / "own"))
     assert keep_compiled() == tmp_path / "own" / "compile"

@@ -1,4 +1,4 @@
-"""Texts, tokens, tokenizers, caches, task files and configurations of a stranger: refused in one line, at once."""
+"""Untrusted texts, tokens, tokenizers, caches, task files and configurations: refused in one line, at once."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_a_message_can_neither_fill_nor_steer_a_terminal() -> None:
 
 
 def cache(folder: Path, **changes: Any) -> Path:
-    """A cache folder whose manifest a stranger wrote: `changes` to its files, under a seal that fits."""
+    """A cache folder with an untrusted manifest: `changes` to its files, under a seal that fits."""
     from gptlab.runtime.files.cache import _seal
 
     def build(temporary: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Models of a stranger, as transformers and nanoGPT keep them: refused in one line, at once; nothing in them runs."""
+"""Untrusted models, as transformers and nanoGPT keep them: refused in one line, at once; nothing in them runs."""
 
 from __future__ import annotations
 

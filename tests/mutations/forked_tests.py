@@ -32,7 +32,7 @@ LIMIT_SECONDS = 300.0
 """For the tests of one mutation, most of which take a second. Longer: the mutation made them hang."""
 
 _PLUGINS = ("pytest_timeout", "_hypothesis_pytestplugin")
-"""Of pytest. The others that are installed would be loaded anew by every process, and take longer than the tests."""
+"""Of pytest. The others that are installed would be loaded again by every process, and take longer than the tests."""
 _LIBRARIES = (
     "torch", "numpy", "hypothesis", "safetensors.torch", "tokenizers", "tiktoken", "pyarrow.parquet", "tyro", "rich",
     "psutil", "filelock", "huggingface_hub", "yaml", *_PLUGINS,

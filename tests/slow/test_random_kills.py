@@ -39,7 +39,7 @@ def runs(folder: Path) -> Iterator[ForkedRuns]:
 
 
 def start(runs: ForkedRuns, run: Path, ranks: int, **options: Any) -> Any:
-    """Begin the run, or go on with it."""
+    """Begin the run, or resume it."""
     if (run / "config.json").exists():
         return runs.run(["train", "--resume", run], ranks=ranks, **options)
     return runs.run(["train", *arguments(run.parent, run.name, FLAGS)], ranks=ranks, **options)

@@ -1,4 +1,4 @@
-"""Several ranks in one process, one after the other: only what the last one is told is the answer."""
+"""Several ranks in one process, one after the other: only what the last one receives is the answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`gptlab bench`: time lands on the part that spent it, figures follow from figures, noise is told, nothing is left."""
+"""`gptlab bench`: time is that of the part that spent it, figures agree, noise is reported; nothing is left."""
 
 from __future__ import annotations
 

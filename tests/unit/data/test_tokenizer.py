@@ -274,7 +274,7 @@ def test_transformers_loads_every_kind_and_agrees(trained: BpeTokenizer, tmp_pat
                 ids = tokenizer.encode(text).tolist()
                 assert theirs(text, add_special_tokens=False)["input_ids"] == ids == plain.encode(text).ids
                 assert theirs.decode(ids) == text
-        # transformers writes the file anew in its own words: it is still the same tokenizer.
+        # transformers writes the file again in its own words: it is still the same tokenizer.
         theirs.save_pretrained(path)
         assert load_tokenizer(path).fingerprint == tokenizer.fingerprint
 

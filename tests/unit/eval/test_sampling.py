@@ -55,7 +55,7 @@ PLAIN_HEAD = ModelConfig(
 def recompute(
     model: GPT, tokens: list[int], max_tokens: int, *, temperature: float, keep_first: bool = False
 ) -> list[int]:
-    """Without a cache: the whole context anew for every token, cut to its last half whenever it is full."""
+    """Without a cache: the whole context again for every token, cut to its last half whenever it is full."""
     seq_len, context, drawn = model.config.seq_len, list(tokens), []
     generator = torch.Generator().manual_seed(11)
     for _ in range(max_tokens):

@@ -1,4 +1,4 @@
-"""What computed a run is recorded, and a run that goes on by another implementation says that it is not bit for bit."""
+"""What computed a run is recorded, and a resume with another one says that it is not bit for bit."""
 
 from __future__ import annotations
 
