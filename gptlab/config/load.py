@@ -9,6 +9,7 @@ import math
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -237,12 +238,9 @@ def wanted(annotation: Any) -> str:
 
 def _number(kind: type[int] | type[float], text: str) -> int | float | str:
     """1e6 and 3.0 count as whole numbers. Other texts are returned unchanged, for the type check to refuse."""
-    try:
+    with suppress(ValueError):
         return kind(text)
-    except ValueError:
-        pass
-    try:
-        number = float(text)
-    except ValueError:
-        return text
-    return int(number) if number.is_integer() else text
+    with suppress(ValueError):
+        if (number := float(text)).is_integer():
+            return int(number)
+    return text

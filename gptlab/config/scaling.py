@@ -63,9 +63,10 @@ def shape_for_compute(
     At a fixed ratio, tokens and parameters both grow with the square root of the compute (Hoffmann et al.,
     arXiv:2203.15556).
     """
-    best = shape_for_depth(1, aspect=aspect, head_dim=head_dim, vocab_size=vocab_size, seq_len=seq_len)
+    size = {"aspect": aspect, "head_dim": head_dim, "vocab_size": vocab_size, "seq_len": seq_len}
+    best = shape_for_depth(1, **size)
     for depth in range(2, 129):
-        shape = shape_for_depth(depth, aspect=aspect, head_dim=head_dim, vocab_size=vocab_size, seq_len=seq_len)
+        shape = shape_for_depth(depth, **size)
         if shape.flops_per_token * tokens_per_param * shape.scaling_params > total_flops:
             break
         best = shape

@@ -29,7 +29,7 @@ MUTATIONS = [
     ),
     Mutation(
         "True and False with capitals are no values of a flag", "cli/arguments/parser.py",
-        "words[0].lower() not in TRUTH_WORDS", "words[0] not in TRUTH_WORDS",
+        "given[0].lower() not in TRUTH_WORDS", "given[0] not in TRUTH_WORDS",
         ["test_cli_arguments.py::TestParse::test_more_than_tyro_takes"],
     ),
 ]  # fmt: skip

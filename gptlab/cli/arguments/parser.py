@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Mapping, Sequence
+from itertools import takewhile
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_origin
 
 from gptlab.cli.arguments.help import HELP_FLAGS, command_help
@@ -27,6 +28,9 @@ Positional = Annotated[T, _POSITIONAL]
 
 TRUTH_WORDS = ("true", "false", "on", "off")
 """Values of a boolean flag. Without one of them, the flag means True."""
+
+Unknown = Callable[[str, object], UserError]
+"""The error for a flag of no field: its name, and what follows it or None."""
 
 
 def parse(cls: type[T], argv: Sequence[str], *, prog: str, description: str) -> T:
@@ -89,7 +93,7 @@ def read_words(
     *,
     positionals: Sequence[str] = (),
     implied: Mapping[str, str] | None = None,
-    unknown: Callable[[str, object], UserError] | None = None,
+    unknown: Unknown | None = None,
 ) -> dict[str, Any]:
     """{field: value} of what was given: `--field value`, `--field=value`, `--flag`, `--no-flag`, and `positionals`.
 
@@ -98,26 +102,46 @@ def read_words(
     """
     unknown = unknown or (lambda name, value: _unknown(name, [n for n in fields if n not in positionals]))
     values: dict[str, Any] = {}
-    loose: list[str] = []
-    words = list(argv)
+    words, places = list(argv), list(positionals)
     while words:
         word = words.pop(0)
-        if not _is_flag(word):
-            loose.append(word)
-            continue
-        flag, has_inline, inline = word.partition("=")
-        name = flag.lstrip("-").replace("-", "_")
-        stem, _, leaf = name.rpartition(".")
-        negated = f"{stem}.{leaf[3:]}".lstrip(".") if leaf.startswith("no_") else ""
-        if name not in fields and bare(fields.get(negated))[0] is bool and not has_inline:
-            values[negated] = False
-        elif name not in fields or not word.startswith("--"):
-            raise unknown(name, inline if has_inline else next((w for w in words[:1] if not _is_flag(w)), None))
+        if _is_flag(word):
+            name, given = _read_flag(word, words, fields, implied or {}, unknown)
+        elif places:
+            name, given = places[0], [word]
+            places = places if _is_tuple(fields[name]) else places[1:]
         else:
-            given = [inline] if has_inline else _take(words, fields[name], (implied or {}).get(name), name)
-            _put(values, fields, name, given)
-    _assign_loose(values, fields, positionals, loose)
+            raise UserError(f"{word!r} is one word too many: fields are given as --FIELD VALUE (see --help)")
+        read = [value_from_text(fields[name], text, name) for text in given]
+        values[name] = sum(read, values.get(name, ())) if _is_tuple(fields[name]) else read[-1]
     return values
+
+
+def _read_flag(
+    word: str, words: list[str], fields: Mapping[str, Any], implied: Mapping[str, str], unknown: Unknown
+) -> tuple[str, list[str]]:
+    """The field that a flag names, and its values, which are removed from `words`."""
+    flag, has_inline, inline = word.partition("=")
+    name = flag.lstrip("-").replace("-", "_")
+    stem, _, last = name.rpartition(".")
+    negated = f"{stem}.{last[3:]}".lstrip(".") if last.startswith("no_") else ""
+    following = [] if has_inline else list(takewhile(lambda word: not _is_flag(word), words))
+    if name not in fields and bare(fields.get(negated))[0] is bool and not has_inline:
+        return negated, ["false"]
+    if name not in fields or not word.startswith("--"):
+        raise unknown(name, inline if has_inline else next(iter(following), None))
+    if has_inline:
+        return name, [inline]
+    given = following if _is_tuple(fields[name]) else following[:1]
+    is_bool = bare(fields[name])[0] is bool
+    if is_bool and given and given[0].lower() not in TRUTH_WORDS:
+        given = []
+    del words[: len(given)]
+    if given or _is_tuple(fields[name]):
+        return name, given
+    if is_bool or name in implied:
+        return name, [implied.get(name, "true")]
+    raise UserError(f"{flag} needs a value: {wanted(fields[name])}")
 
 
 def _is_flag(word: str) -> bool:
@@ -125,43 +149,8 @@ def _is_flag(word: str) -> bool:
     return re.match(r"--?[A-Za-z]", word) is not None
 
 
-def _take(words: list[str], annotation: Any, implied: str | None, name: str) -> list[str]:
-    """Remove the values of a flag of this type from `words`."""
-    leaf, _ = bare(annotation)
-    count = next((i for i, word in enumerate(words) if _is_flag(word)), len(words))
-    if get_origin(leaf) is not tuple:
-        count = min(count, 1)
-    if leaf is bool and count and words[0].lower() not in TRUTH_WORDS:
-        count = 0
-    given, words[:count] = words[:count], []
-    if given or get_origin(leaf) is tuple:
-        return given
-    if leaf is bool or implied is not None:
-        return [implied or "true"]
-    raise UserError(f"--{name.replace('_', '-')} needs a value: {wanted(annotation)}")
-
-
-def _put(values: dict[str, Any], fields: Mapping[str, Any], name: str, given: Sequence[str]) -> None:
-    if get_origin(bare(fields[name])[0]) is not tuple:
-        values[name] = value_from_text(fields[name], given[-1], name)
-        return
-    values[name] = values.get(name, ())
-    for word in given:
-        values[name] += value_from_text(fields[name], word, name)
-
-
-def _assign_loose(
-    values: dict[str, Any], fields: Mapping[str, Any], positionals: Sequence[str], loose: list[str]
-) -> None:
-    """Assign the words without a flag to the positional fields, in order; a tuple takes all that are left."""
-    for name in positionals:
-        if not loose:
-            return
-        count = len(loose) if get_origin(bare(fields[name])[0]) is tuple else 1
-        _put(values, fields, name, loose[:count])
-        del loose[:count]
-    if loose:
-        raise UserError(f"{loose[0]!r} is one word too many: fields are given as --FIELD VALUE (see --help)")
+def _is_tuple(annotation: Any) -> bool:
+    return get_origin(bare(annotation)[0]) is tuple
 
 
 def _unknown(name: str, known: Sequence[str]) -> UserError:

@@ -44,8 +44,7 @@ QUICKSTART_MIN_STEPS = 350
 def quickstart(*, depth: int | None = None, horizon: Horizon = minutes(3), machine: Machine | None = None) -> RunConfig:
     """A small modern GPT on Python's sources, sized to this machine."""
     seq_len, vocab_size = 512, 4096
-    shape = _quickstart_shape(depth, horizon, machine, vocab_size=vocab_size, seq_len=seq_len)
-    total_tokens = _quickstart_batch(shape, horizon, machine, seq_len=seq_len)
+    shape, total_tokens = _quickstart_size(depth, horizon, machine, vocab_size=vocab_size, seq_len=seq_len)
     # On a CPU 16 rows are no faster than 8 (docs/LOG.md, 2026-11-22), and 8 serve every batch: what was compiled to be
     # timed is what trains. A GPU needs more to be busy.
     rows = 8 if machine is None or machine.device == "cpu" else 32
@@ -92,19 +91,28 @@ def quickstart_adamw_scale(total_tokens: int) -> float:
     return (total_tokens / REFERENCE_BATCH_TOKENS) ** (1 / 6)
 
 
-def _quickstart_shape(
+def _quickstart_size(
     depth: int | None, horizon: Horizon, machine: Machine | None, *, vocab_size: int, seq_len: int
-) -> Shape:
+) -> tuple[Shape, int]:
+    """Depth and width, and tokens a step: the largest power of two that leaves QUICKSTART_MIN_STEPS steps, between 8
+    rows and 2^19."""
     size = {"aspect": QUICKSTART_ASPECT, "head_dim": 64, "vocab_size": vocab_size, "seq_len": seq_len}
+    amount, rate = horizon.amount, _flops_per_second(machine)
     if depth is not None:
-        return shape_for_depth(depth, **size)
-    if horizon.unit == "flops":
-        total_flops = horizon.amount
-    elif horizon.unit == "seconds":
-        total_flops = horizon.amount * _flops_per_second(machine)
-    else:  # A length in steps or tokens implies no compute. The shape is that for three minutes, on any machine.
-        total_flops = 180.0 * ASSUMED_FLOPS_PER_SECOND
-    return shape_for_compute(total_flops, tokens_per_param=QUICKSTART_TOKENS_PER_PARAM, **size)
+        shape = shape_for_depth(depth, **size)
+    else:
+        # A length in steps or tokens implies no compute. The shape is that for three minutes, on any machine.
+        total_flops = {"flops": amount, "seconds": amount * rate}.get(horizon.unit, 180.0 * ASSUMED_FLOPS_PER_SECOND)
+        shape = shape_for_compute(total_flops, tokens_per_param=QUICKSTART_TOKENS_PER_PARAM, **size)
+    if horizon.unit == "steps":
+        return shape, 2**13
+    tokens = {
+        "tokens": amount,
+        "flops": amount / shape.flops_per_token,
+        "tokens_per_param": amount * shape.scaling_params,
+        "seconds": amount * rate / shape.flops_per_token,
+    }[horizon.unit]
+    return shape, 2 ** math.floor(math.log2(min(max(tokens / QUICKSTART_MIN_STEPS, 8 * seq_len), 2**19)))
 
 
 def why_quickstart_size(config: RunConfig, machine: Machine) -> str | None:
@@ -124,19 +132,6 @@ def why_quickstart_size(config: RunConfig, machine: Machine) -> str | None:
         )
     ratio = f"{QUICKSTART_TOKENS_PER_PARAM:g} tokens per parameter"
     return f"{compute}: at least {ratio} and {QUICKSTART_MIN_STEPS} steps"
-
-
-def _quickstart_batch(shape: Shape, horizon: Horizon, machine: Machine | None, *, seq_len: int) -> int:
-    """Tokens a step: the largest power of two that leaves QUICKSTART_MIN_STEPS steps, between 8 rows and 2^19."""
-    if horizon.unit == "steps":
-        return 2**13
-    tokens = {
-        "tokens": horizon.amount,
-        "flops": horizon.amount / shape.flops_per_token,
-        "tokens_per_param": horizon.amount * shape.scaling_params,
-        "seconds": horizon.amount * _flops_per_second(machine) / shape.flops_per_token,
-    }[horizon.unit]
-    return 2 ** math.floor(math.log2(min(max(tokens / QUICKSTART_MIN_STEPS, 8 * seq_len), 2**19)))
 
 
 def _flops_per_second(machine: Machine | None) -> float:
