@@ -16,6 +16,7 @@ from pathlib import Path
 
 import psutil
 
+_CPU_INFO = Path("/proc/cpuinfo")
 _CPU_FOLDER = Path("/sys/devices/system/cpu")
 _CGROUP_FOLDER = Path("/sys/fs/cgroup")
 
@@ -37,22 +38,18 @@ SLOW_FACTOR = 2.0
 
 def cpu_model() -> str:
     """The processor's name as its maker gives it, or the architecture if the system does not say."""
-    if sys.platform == "linux":
-        return _linux_cpu_model(Path("/proc/cpuinfo")) or platform.machine()
-    if sys.platform == "darwin":
-        command = ["sysctl", "-n", "machdep.cpu.brand_string"]
-        with suppress(OSError, subprocess.SubprocessError):
+    name = ""
+    with suppress(OSError, subprocess.SubprocessError):
+        if sys.platform == "linux":  # x86 says "model name"; ARM kernels mostly give only numbers
+            lines = _CPU_INFO.read_text(errors="replace").splitlines()
+            name = next((line.partition(":")[2] for line in lines if line.startswith("model name")), "")
+        elif sys.platform == "darwin":
+            command = ["sysctl", "-n", "machdep.cpu.brand_string"]
             answer = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, timeout=10, check=True)
-            return answer.stdout.decode(errors="replace").strip() or platform.machine()
-    return platform.processor() or platform.machine()
-
-
-def _linux_cpu_model(cpuinfo: Path) -> str | None:
-    """x86 says "model name"; ARM kernels mostly give only numbers."""
-    with suppress(OSError):
-        lines = cpuinfo.read_text(errors="replace").splitlines()
-        return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)
-    return None
+            name = answer.stdout.decode(errors="replace")
+        else:
+            name = platform.processor()
+    return name.strip() or platform.machine()
 
 
 def limit_spinning(environment: MutableMapping[str, str] = os.environ) -> None:
@@ -120,23 +117,6 @@ def _cgroup_quota(root: Path, membership: Path) -> float | None:
     return min(limits, default=None)
 
 
-@dataclass(frozen=True, slots=True)
-class CpuSeconds:
-    """Core seconds since some moment."""
-
-    machine: float
-    """Of all programs, and of other virtual machines that took this one's cores."""
-    process: float
-    """Of this process."""
-
-
-def cpu_seconds() -> CpuSeconds:
-    times, own = psutil.cpu_times(), psutil.Process().cpu_times()
-    # Linux counts the time of virtual guests in `user` and `nice` too.
-    not_used = (getattr(times, name, 0.0) for name in ("idle", "iowait", "guest", "guest_nice"))
-    return CpuSeconds(sum(times) - sum(not_used), own.user + own.system)
-
-
 @dataclass(slots=True)
 class MachineLoad:
     """Watches the duration of a run's steps, and reports when other programs slow them down: each parallel loop waits
@@ -148,16 +128,16 @@ class MachineLoad:
     """Processes on this machine that train with so many threads each."""
     cores: int = field(default_factory=lambda: psutil.cpu_count() or 1)
     clock: Callable[[], float] = time.monotonic
-    read: Callable[[], CpuSeconds] = cpu_seconds
+    _process: psutil.Process = field(default_factory=psutil.Process)
     _steps: list[float] = field(default_factory=list)
     _fastest: float = float("inf")
     """Median step of the fastest window so far."""
     _silent_until: float = 0.0
     _began: float = field(init=False)
-    _used: CpuSeconds = field(init=False)
 
     def __post_init__(self) -> None:
-        self._began, self._used = self.clock(), self.read()
+        self._began = self.clock()
+        self._cores_used()
 
     def step(self, seconds: float) -> str | None:
         """Note the duration of a step. Returns a warning at the end of a window in which the machine was busy, at most
@@ -167,19 +147,21 @@ class MachineLoad:
         return None if elapsed < WINDOW_SECONDS else self._end_window(elapsed)
 
     def _end_window(self, elapsed: float) -> str | None:
-        used, before = self.read(), self._used
-        own = (used.process - before.process) * self.processes
-        others = max(0.0, used.machine - before.machine - own) / elapsed
-        median = statistics.median(self._steps)
+        machine, own = self._cores_used()
+        others = max(0.0, machine - own * self.processes)
+        median, best = statistics.median(self._steps), self._fastest
         now = self._began + elapsed
-        slow = median > SLOW_FACTOR * self._fastest
-        took = f"steps take {median:.3g} s" + (f", {self._fastest:.3g} s at best" if slow else "")
-        self._began, self._used, self._steps, self._fastest = now, used, [], min(self._fastest, median)
+        self._began, self._steps, self._fastest = now, [], min(best, median)
         needed = self.threads * self.processes
-        lacking = needed - (self.cores - others)
-        if now < self._silent_until or not (slow or lacking > LACKING_CORES):
+        slow, busy = median > SLOW_FACTOR * best, needed - (self.cores - others) > LACKING_CORES
+        if now < self._silent_until or not (slow or busy):
             return None
         self._silent_until = now + REPEAT_SECONDS
-        if lacking > LACKING_CORES:
+        took = f"steps take {median:.3g} s" + (f", {best:.3g} s at best" if slow else "")
+        if busy:
             return f"this machine is busy: other programs use {others:.1f} of its {self.cores} cores; {took}"
         return f"this machine is slower than before: {took}, though other programs leave {needed} cores free"
+
+    def _cores_used(self) -> tuple[float, float]:
+        """Cores in use since the last call: by all programs (and other virtual machines), by this process."""
+        return psutil.cpu_percent() / 100 * self.cores, self._process.cpu_percent() / 100

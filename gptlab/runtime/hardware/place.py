@@ -149,49 +149,38 @@ def peak_flops_per_second(device: torch.device, dtype: torch.dtype) -> Peak:
 def measure_matmul_flops(device: torch.device, dtype: torch.dtype, *, seconds: float = 0.5) -> float:
     """FLOP/s of the best square matrix product seen within about `seconds`; random data, not a global generator's.
 
-    Best, not mean: other processes slow some tries down. If they slow all down, the peak of a CPU is that of one thread
-    times the number of threads.
+    Best, not mean: other processes slow some tries down. If they slow all down, the peak of a CPU is that of one
+    thread, which waits for no other, times the number of threads.
     """
-    deadline = time.perf_counter() + seconds
     threads = torch.get_num_threads() if device.type == "cpu" else 1
     if threads == 1:
-        return _best_flops(device, dtype, seconds, deadline)
-    alone = _one_thread_flops(device, dtype, seconds / 10)
-    together = _best_flops(device, dtype, seconds, deadline - seconds / 10)
-    alone = max(alone, _one_thread_flops(device, dtype, seconds / 10))  # again, since other programs may have stopped
-    return together if together >= _QUIET_SHARE * threads * alone else threads * alone
+        return _best_flops(device, dtype, seconds)
+
+    def alone() -> float:
+        torch.set_num_threads(1)
+        try:
+            return _best_flops(device, dtype, seconds / 10)
+        finally:
+            torch.set_num_threads(threads)
+
+    first, together = alone(), _best_flops(device, dtype, 0.8 * seconds)
+    one = max(first, alone())  # again, since other programs may have stopped
+    return together if together >= _QUIET_SHARE * threads * one else threads * one
 
 
-def _one_thread_flops(device: torch.device, dtype: torch.dtype, seconds: float) -> float:
-    """FLOP/s of one thread, which waits for no other, in products short enough to end within a time slice."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        now = time.perf_counter
-        return max(2 * n**3 / _fastest_product(n, device, dtype, now() + seconds / 2) for n in (256, 512))
-    finally:
-        torch.set_num_threads(threads)
-
-
-def _best_flops(device: torch.device, dtype: torch.dtype, seconds: float, deadline: float) -> float:
-    """Sizes double from 512 as long as the next one still gets several tries: large products are faster, and a slow
-    machine must not pay for an 8192."""
-    best, size = 0.0, 512
-    while True:
-        product_seconds = _fastest_product(size, device, dtype, min(deadline, time.perf_counter() + seconds / 4))
-        best = max(best, 2 * size**3 / product_seconds)
+def _best_flops(device: torch.device, dtype: torch.dtype, seconds: float) -> float:
+    """The same of all threads in force. Large products are faster, and a slow machine must not pay for an 8192."""
+    deadline, best = time.perf_counter() + seconds, 0.0
+    for size in (256, 512, 1024, 2048, 4096, 8192):
+        until = min(deadline, time.perf_counter() + seconds / 10)
+        fastest = min(_product_times(size, device, dtype, until))
+        best = max(best, 2 * size**3 / fastest)
         # Twice the size is 8 times the work; 4 tries of it, the warm-up and making the matrices must fit.
-        if size >= (8192 if device.type == "cuda" else 4096) or time.perf_counter() + 48 * product_seconds > deadline:
+        if time.perf_counter() + 48 * fastest > deadline:
             break
-        size *= 2
     if time.perf_counter() < deadline:
-        best = max(best, 2 * size**3 / _fastest_product(size, device, dtype, deadline))
+        best = max(best, 2 * size**3 / min(_product_times(size, device, dtype, deadline)))
     return best
-
-
-def _fastest_product(size: int, device: torch.device, dtype: torch.dtype, deadline: float) -> float:
-    """Seconds of the fastest (size, size) @ (size, size)."""
-    return min(_product_times(size, device, dtype, deadline))
 
 
 def sustained_share(device: torch.device, dtype: torch.dtype, *, seconds: float = 0.25) -> float:
