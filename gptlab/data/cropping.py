@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gptlab.data.packing import Packing, cached_arrays, document_contents
+from gptlab.data.packing import Packing, document_contents, kept_arrays
 from gptlab.data.tokens.shards import TokenSplit
 
 REFILL_DOCUMENTS = 128
@@ -62,10 +62,9 @@ class CroppedRows:
         self._bos_id = bos_id
         self._buffer_documents = buffer_documents
         self._starts, self._lengths = document_contents(split)
-        *packing, waiting, arrived = cached_arrays(
-            cache_folder, f"crop-{seq_len}-{buffer_documents}-v{CROP_VERSION}",
-            (*Packing._fields, "waiting", "arrived"), self._plan_first_epoch,
-        )  # fmt: skip
+        name, arrays = f"crop-{seq_len}-{buffer_documents}-v{CROP_VERSION}", (*Packing._fields, "waiting", "arrived")
+        make = self._plan_first_epoch
+        *packing, waiting, arrived = kept_arrays(cache_folder, name, arrays, make) if cache_folder else make()
         self.first_epoch = Packing(*packing)
         self.rows_per_epoch = self.first_epoch.n_rows
         self._first_rows = [0, self.rows_per_epoch]  # of each part, and of the next one

@@ -133,16 +133,15 @@ class Loader:
         per_step = self._micro_batches * self._micro_sequences
         everywhere = step * per_step + np.arange(per_step)
         micro = everywhere.reshape(self._micro_batches, self._micro_sequences)
-        indices = np.array(self._micro_indices, dtype=np.int64)
-        here = micro[np.minimum(indices, self._micro_batches - 1)].reshape(-1)
-        parts = [self._rows.read(epoch, rows) for epoch, rows in self._by_epoch(here)]
-        nothing = np.empty((0, self._rows.seq_len), dtype=np.int64)
-        # Widened by numpy, not by torch: a torch operation in this thread would start a second pool of OpenMP threads.
-        inputs, targets = (
-            np.concatenate(side, dtype=np.int64, casting="unsafe")
-            for side in zip((nothing, nothing), *parts, strict=True)
-        )
-        targets[np.repeat(indices >= self._micro_batches, self._micro_sequences)] = IGNORED
+        mine = np.array(self._micro_indices, dtype=np.int64)
+        shape = (len(mine), self._micro_sequences, self._rows.seq_len)
+        # int64 for numpy to widen to: a torch operation in this thread would start a second pool of OpenMP threads.
+        inputs, targets = np.empty((2, *shape), dtype=np.int64)
+        epochs, indices = np.divmod(micro[np.minimum(mine, self._micro_batches - 1)], self._rows.rows_per_epoch)
+        for epoch in np.unique(epochs):  # a step may straddle epochs
+            here = epochs == epoch
+            inputs[here], targets[here] = self._rows.read(int(epoch), indices[here])
+        targets[mine >= self._micro_batches] = IGNORED
         all_here = self._micro_indices == tuple(range(self._micro_batches))
         return StepBatch(
             step=step,
@@ -160,15 +159,12 @@ class Loader:
         for step in range(self._next_step + len(self._ahead), self._next_step + self._limit):
             self._ahead.append(self._thread.submit(self.make, step))
 
-    def _by_epoch(self, global_rows: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-        """(epoch, indices in it) of ascending global rows: a step may straddle epochs."""
-        epochs, indices = np.divmod(global_rows, self._rows.rows_per_epoch)
-        for epoch in np.unique(epochs):
-            yield int(epoch), indices[epochs == epoch]
-
-    def _target_tokens(self, global_rows: np.ndarray) -> int:
-        return sum(int(self._rows.target_counts(epoch, rows).sum()) for epoch, rows in self._by_epoch(global_rows))
+    def _target_tokens(self, everywhere: np.ndarray) -> int:
+        """Of a whole step, from its global rows."""
+        epochs, indices = np.divmod(everywhere, self._rows.rows_per_epoch)
+        counts = (self._rows.target_counts(int(epoch), indices[epochs == epoch]) for epoch in np.unique(epochs))
+        return sum(int(count.sum()) for count in counts)
 
     def _tensor(self, rows: np.ndarray) -> Tensor:
-        tensor = torch.from_numpy(rows.reshape(len(self._micro_indices), self._micro_sequences, self._rows.seq_len))
+        tensor = torch.from_numpy(rows)
         return tensor.pin_memory() if self._device.type == "cuda" else tensor

@@ -37,6 +37,8 @@ Pair = tuple[np.ndarray, np.ndarray]
 # 38 with 6 over 4, 27 with 4 over 6, and 2 with 6 over 6.
 FEISTEL_ROUNDS = 6
 LEAST_BITS = 6
+KEPT_DOCUMENTS = 1 << 16
+"""The packing of fewer documents is planned at every start, in a tenth of a second."""
 
 
 class RowSource(Protocol):
@@ -57,7 +59,7 @@ class RowSource(Protocol):
 def make_rows(
     split: TokenSplit, data: DataConfig, seq_len: int, bos_id: int | None, seed: int, cache_folder: Path | None
 ) -> RowSource:
-    """Training rows as `data.rows` says; a packing is kept in `cache_folder` (None: not kept).
+    """Training rows as `data.rows` says; a packing of many documents is kept in `cache_folder` (None: not kept).
 
     Raises ConfigError where the split is shorter than one row or packed rows have no BOS to begin with.
     """
@@ -68,6 +70,8 @@ def make_rows(
         return WindowRows(split, seq_len, seed if data.rows == "random" else None)
     if bos_id is None:
         raise ConfigError("data.rows", "packed", "packed rows begin with BOS, and this tokenizer has none", "random")
+    if split.n_documents < KEPT_DOCUMENTS:
+        cache_folder = None
     if data.long_documents == "crop":
         from gptlab.data.cropping import CroppedRows
 

@@ -16,10 +16,11 @@ import os
 import sysconfig
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gptlab.config.errors import UserError, cannot, nearest_name
 from gptlab.config.plain_file import open_plain, require_plain
@@ -136,8 +137,6 @@ def probe(file: DocumentFile, text_column: str) -> None:
     if file.suffix in PARQUET_SUFFIXES:
         _open_parquet(file.path, text_column).close()
     elif not file.lenient:
-        if file.path.stat().st_size == 0:
-            raise UserError(f"{file.path} is empty: a corpus needs text")
         next(read_documents(file, text_column, Counter(), hashlib.sha256()), None)
 
 
@@ -182,7 +181,7 @@ def _read_bytes(path: Path, digest: hashlib._Hash) -> bytes | bytearray:
 
 def _unpacked_bytes(path: Path, digest: hashlib._Hash, most_bytes: int) -> bytearray:
     data = bytearray()
-    with open_unpacked(path, digest) as stream:
+    with _unpacked(path, digest) as stream:
         while chunk := stream.read1():
             data += chunk
             if len(data) > most_bytes:
@@ -211,7 +210,7 @@ def _decode(data: bytes | bytearray, path: Path) -> str:
 
 
 def _read_jsonl(file: DocumentFile, key: str, skipped: Counter[str], digest: hashlib._Hash) -> Iterator[str]:
-    with open_unpacked(file.path, digest) as stream:
+    with _unpacked(file.path, digest) as stream:
         most_bytes = _most_bytes(file.path)
         for number, line in enumerate(iter(lambda: stream.readline(most_bytes + 1), b""), start=1):
             if len(line) > most_bytes:
@@ -309,58 +308,43 @@ def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def open_unpacked(path: Path, digest: hashlib._Hash | None = None) -> BufferedReader:
-    """The content of a file, unpacked if its name says that it is packed. UserError if the system refuses to open it;
-    reading raises DamagedFileError.
+@contextmanager
+def _unpacked(path: Path, digest: hashlib._Hash) -> Iterator[BufferedReader[Any]]:
+    """The content of a file, unpacked if its name says that it is packed. UserError for what the system refuses to
+    open or read, DamagedFileError for what cannot be unpacked.
 
     `digest` takes in the bytes of the file as they are read: all of them once the end has been read.
     """
-    with cannot(f"read {path}"):
-        stream = open_plain(path)
-    if digest is not None:
-        stream = BufferedReader(_Hashed(stream, digest), BUFFER_BYTES)
-    return BufferedReader(_Unpacked(path, stream), BUFFER_BYTES) if is_packed(path) else stream
+    with cannot(f"read {path}"), BufferedReader(_Hashed(open_plain(path), digest), BUFFER_BYTES) as file:
+        if not is_packed(path):
+            yield file
+            return
+        import pyarrow  # Takes 0.2 s to import, and most corpora are not packed.
+
+        try:
+            with pyarrow.CompressedInputStream(file, CODECS[path.suffix.lower()]) as stream:
+                yield BufferedReader(stream, BUFFER_BYTES)
+                while file.read(BUFFER_BYTES):  # whatever follows the packed data
+                    pass
+        except (OSError, pyarrow.ArrowException) as error:
+            reason = _first_line(error)
+            raise DamagedFileError(f"{path} is damaged or no {path.suffix} file: {reason}") from error
 
 
-class _Wrapped(io.RawIOBase):
-    _file: BufferedReader
+class _Hashed(io.RawIOBase):
+    """A file whose bytes are hashed while they are read."""
+
+    def __init__(self, file: BufferedReader, digest: hashlib._Hash) -> None:
+        self._file, self._digest = file, digest
 
     def readable(self) -> bool:
         return True
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
-
-
-class _Hashed(_Wrapped):
-    """A file whose bytes are hashed while they are read."""
-
-    def __init__(self, stream: BufferedReader, digest: hashlib._Hash) -> None:
-        self._file, self._digest = stream, digest
 
     def readinto(self, buffer: WriteableBuffer) -> int:
         count = self._file.readinto(buffer)
         self._digest.update(memoryview(buffer)[:count])
         return count
 
-
-class _Unpacked(_Wrapped):
-    """The unpacked bytes; pyarrow's errors become one line that names the file."""
-
-    def __init__(self, path: Path, stream: BufferedReader) -> None:
-        import pyarrow  # Takes 0.2 s to import, and most corpora are not packed.
-
-        self._path, self._file = path, stream
-        self._errors = (OSError, pyarrow.ArrowException)
-        self._stream: pyarrow.CompressedInputStream = pyarrow.CompressedInputStream(stream, CODECS[path.suffix.lower()])
-
-    def readinto(self, buffer: WriteableBuffer) -> int:
-        try:
-            count = int(self._stream.readinto(buffer))
-            while count == 0 and self._file.read(BUFFER_BYTES):  # whatever follows the packed data
-                pass
-            return count
-        except self._errors as error:
-            reason = _first_line(error)
-            raise DamagedFileError(f"{self._path} is damaged or no {self._path.suffix} file: {reason}") from error
+    def close(self) -> None:
+        self._file.close()
+        super().close()

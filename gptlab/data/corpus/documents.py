@@ -99,15 +99,19 @@ class Corpus:
         """What `fingerprint` saw of each file; empty before it has looked."""
 
     def documents(self) -> Iterator[str]:
-        """UserError for what cannot be read, and for a file that is not what `fingerprint` saw."""
+        """UserError for what cannot be read, at once where the beginning of a file shows it, and for a file that is not
+        what `fingerprint` saw."""
         found = CorpusSummary()
+        files = [(file, source.text_column) for source in self._sources for file in source.files]
+        for file, text_column in files[1:]:  # the first one is read now
+            probe(file, text_column)
         for source in self._sources:
             n_before, skipped_before = found.n_documents, found.skipped.copy()
             for file in source.files:
                 yield from self._documents_of(file, source.text_column, found)
             if found.n_documents == n_before:
                 skipped = (found.skipped - skipped_before).items()
-                reasons = ", ".join(f"{count} {reason}" for reason, count in skipped) or "nothing in it"
+                reasons = ", ".join(f"{count} {reason}" for reason, count in skipped) or "it is empty"
                 raise UserError(f"{source.name} holds no text ({reasons}); a corpus needs at least one document")
         self.last_pass = found
 
@@ -129,16 +133,15 @@ class Corpus:
 
     def fingerprint(self) -> str:
         """Hexadecimal SHA-256 that changes whenever the documents may have changed."""
-        self._digests = {file: self._digest(file) for source in self._sources for file in source.files}
-        of_sources = [self._fingerprint_of(source) for source in self._sources]
+        of_sources = []
+        for source in self._sources:
+            self._digests |= {file: self._digest(file) for file in source.files}
+            column = source.text_column if any(file.suffix in COLUMN_SUFFIXES for file in source.files) else ""
+            parts = [FINGERPRINT_VERSION.encode(), source.salt.encode(), column.encode()]
+            for file in source.files:
+                parts += [file.name.encode("utf-8", "surrogateescape"), self._digests[file]]
+            of_sources.append(_sha256(parts))
         return of_sources[0] if len(of_sources) == 1 else _sha256(part.encode() for part in of_sources)
-
-    def _fingerprint_of(self, source: Source) -> str:
-        columns = source.text_column if any(file.suffix in COLUMN_SUFFIXES for file in source.files) else ""
-        parts = [FINGERPRINT_VERSION.encode(), source.salt.encode(), columns.encode()]
-        for file in source.files:
-            parts += [file.name.encode("utf-8", "surrogateescape"), self._digests[file]]
-        return _sha256(parts)
 
     def require_unchanged(self) -> None:
         """UserError where the files are not what `fingerprint` saw: for whoever did not read all documents."""
@@ -223,7 +226,7 @@ def open_corpus(
     """The corpus of `sources`, in their order. `text_column`: the column (Parquet) or key (JSONL) with the text.
 
     `hub_files`, `cache_dir`: as in DataConfig, for named corpora; nothing is downloaded here.
-    UserError for a source that is missing, empty, binary, of unknown format, or without that column.
+    UserError for a source that is missing; for one that cannot be read when its documents are.
     """
     if not sources:
         raise UserError("no corpus: name at least one, such as stdlib, a file, a folder or a glob")
@@ -244,8 +247,6 @@ def _open(source: str, text_column: str, hub_files: int | None, root: Path) -> S
         files = [DocumentFile(path, path.name, lenient=False)]
     else:
         files, text_column = _several_files(source, path, text_column, hub_files, root)
-    for file in files:
-        probe(file, text_column)
     return Source(source, files, text_column)
 
 

@@ -60,13 +60,9 @@ def is_shard(path: Path) -> bool:
     """Whether the file begins with the magic number of either kind; False where it cannot be read."""
     try:
         with open_plain(path) as file:
-            return _kind(file.read(HEADER_BYTES)) is not None
+            return int.from_bytes(file.read(4), "little") in (UINT16.magic, UINT32.magic)
     except OSError:
         return False
-
-
-def _kind(header: bytes) -> ShardKind | None:
-    return next((kind for kind in (UINT16, UINT32) if header[:4] == kind.magic.to_bytes(4, "little")), None)
 
 
 class Shard:
@@ -89,8 +85,12 @@ class Shard:
         with cannot(f"read {path}"):
             with open_plain(path) as file:
                 header, status = file.read(HEADER_BYTES), os.fstat(file.fileno())
-            self.dtype, self._offset = _raw_layout(path, status) if raw else _layout(path, header, status)
-            self._n_tokens = (status.st_size - self._offset) // self.dtype.itemsize
+            self._offset = 0 if raw else HEADER_BYTES
+            self.dtype = UINT16.dtype if raw else _dtype(path, header, status.st_size)
+            self._n_tokens, odd = divmod(status.st_size - self._offset, self.dtype.itemsize)
+            if odd:
+                size = f"tokens are two bytes each (uint16), and {status.st_size:,} bytes are odd"
+                raise UserError(f"{path} is not nanoGPT data: {size}")
             self._stamp = _stamp(status)
             if Shard._n_open < Shard.KEPT_OPEN:
                 self._file = open_plain(path)
@@ -125,33 +125,22 @@ class Shard:
             return file.read(n_bytes)
 
 
-def _layout(path: Path, header: bytes, status: os.stat_result) -> tuple[np.dtype[Any], int]:
-    """Type of the tokens, and the byte that they begin at."""
-    kind = _kind(header)
+def _dtype(path: Path, header: bytes, n_bytes: int) -> np.dtype[Any]:
+    """Of the tokens of a shard. UserError where header and size are not those of one."""
+    magic, version, n_tokens = np.frombuffer(header[:12].ljust(12, b"\0"), dtype="<i4").tolist()
+    kind = next((kind for kind in (UINT16, UINT32) if (kind.magic, kind.version) == (magic, version)), None)
     if kind is None:
         raise UserError(
-            f"{path} is not a token shard: it begins with neither of llm.c's magic numbers, {UINT16.magic} (uint16) "
-            f"and {UINT32.magic} (uint32); name nanoGPT's train.bin by its folder"
+            f"{path} is not a token shard: it begins with {magic}, version {version}, and llm.c's shards with "
+            f"{UINT16.magic}, version {UINT16.version} (uint16) or {UINT32.magic}, version {UINT32.version} (uint32); "
+            "name nanoGPT's train.bin by its folder"
         )
-    if len(header) < HEADER_BYTES:
-        raise UserError(f"{path} is not a token shard: it is shorter than a header of {HEADER_BYTES:,} bytes")
-    _, version, n_tokens = np.frombuffer(header, dtype="<i4")[:3].tolist()
-    if version != kind.version:
-        raise UserError(f"{path} is not a token shard: version {version} of llm.c's layout, not {kind.version}")
-    if status.st_size != HEADER_BYTES + n_tokens * kind.dtype.itemsize:
+    if n_bytes != HEADER_BYTES + n_tokens * kind.dtype.itemsize:
         raise UserError(
             f"{path} is damaged: its header says {n_tokens:,} tokens of {kind.dtype.itemsize} bytes, and after it are "
-            f"{status.st_size - HEADER_BYTES:,} bytes"
+            f"{max(0, n_bytes - HEADER_BYTES):,} bytes"
         )
-    return kind.dtype, HEADER_BYTES
-
-
-def _raw_layout(path: Path, status: os.stat_result) -> tuple[np.dtype[Any], int]:
-    if status.st_size % 2:
-        raise UserError(
-            f"{path} is not nanoGPT data: tokens are two bytes each (uint16), and {status.st_size:,} bytes are odd"
-        )
-    return UINT16.dtype, 0
+    return kind.dtype
 
 
 def _stamp(status: os.stat_result) -> tuple[int, ...]:

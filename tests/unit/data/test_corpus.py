@@ -171,13 +171,14 @@ def test_missing_and_empty_sources(tmp_path: Path) -> None:
         open_corpus([])
 
 
-def test_what_a_files_beginning_shows_is_refused_before_reading(tmp_path: Path) -> None:
+def test_what_a_files_beginning_shows_is_refused_before_the_first_document(tmp_path: Path) -> None:
+    (tmp_path / "good.txt").write_text("good")
     (tmp_path / "a.txt").write_bytes(b"\x00")
     write_parquet(tmp_path / "b.parquet", other=["x"])
     (tmp_path / "c.jsonl").write_text("nothing")
     for name in ("a.txt", "b.parquet", "c.jsonl"):
-        with pytest.raises(UserError):
-            open_corpus([str(tmp_path / name)])
+        with pytest.raises(UserError, match=name):
+            next(open_corpus([str(tmp_path / "good.txt"), str(tmp_path / name)]).documents())
 
 
 def test_probe_allows_a_character_across_its_end(tmp_path: Path) -> None:
@@ -381,11 +382,6 @@ def test_packed_files_are_closed(tmp_path: Path) -> None:
         assert next(reader) == "x"
         reader.close()
         gc.collect()
-    stream = corpus_files_module.open_unpacked(path)
-    raw = stream.raw
-    stream.close()
-    assert raw.closed
-    assert raw._file.closed  # type: ignore[attr-defined]
 
 
 def test_fingerprint_of_a_packed_file_follows_the_column(tmp_path: Path) -> None:

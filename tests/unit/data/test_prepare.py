@@ -176,7 +176,8 @@ def test_damaged_tokens_are_noticed_named_and_made_again(texts: Path, kind: str)
 
 
 @pytest.mark.parametrize("name", ["row_segments.npy", "segment_starts.npy", "segment_lengths.npy"])
-def test_a_damaged_packing_is_planned_again(texts: Path, name: str) -> None:
+def test_a_damaged_packing_is_planned_again(texts: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gptlab.data.rows.KEPT_DOCUMENTS", 1)
     prepared = prepare(config(texts), BYTE)
 
     def read() -> np.ndarray:
@@ -230,7 +231,8 @@ def test_a_cache_that_cannot_be_written_is_one_line(texts: Path) -> None:
         prepare(config(texts), BYTE)
 
 
-def test_plans_are_kept_beside_the_tokens(texts: Path) -> None:
+def test_plans_are_kept_beside_the_tokens(texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gptlab.data.rows.KEPT_DOCUMENTS", 1)
     prepared = prepare(config(texts), BYTE)
     rows = make_rows(prepared.train, config(texts), 32, prepared.tokenizer.bos_id, 1, prepared.folder)
     assert token_fate(rows).cropped == 0

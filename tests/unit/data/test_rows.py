@@ -194,6 +194,9 @@ def test_packed_rows_need_a_bos() -> None:
 def test_a_packing_is_kept_checked_and_made_again_when_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     split, data = split_of(numbered([50, 3, 17, 80])), DataConfig()
     expected = epoch_of(make_rows(split, data, 8, BOS, 5, None))
+    assert np.array_equal(epoch_of(make_rows(split, data, 8, BOS, 5, tmp_path)), expected)
+    assert not list(tmp_path.iterdir())  # of few documents it is planned every time
+    monkeypatch.setattr("gptlab.data.rows.KEPT_DOCUMENTS", 4)
     for _ in range(2):
         assert np.array_equal(epoch_of(make_rows(split, data, 8, BOS, 5, tmp_path)), expected)
     (plan,) = (p for p in (tmp_path / "plans").iterdir() if p.is_dir())
@@ -206,7 +209,7 @@ def test_a_packing_is_kept_checked_and_made_again_when_damaged(tmp_path: Path, m
     make_rows(split, DataConfig(pack_buffer_documents=2), 8, BOS, 5, tmp_path)
     assert len([p for p in (tmp_path / "plans").iterdir() if p.is_dir()]) == 4
     with monkeypatch.context() as patched:  # a kept packing is read, not made
-        patched.setattr("gptlab.data.packing.pack_documents", None)
+        patched.setattr("gptlab.data.packing._best_fit", None)
         make_rows(split, data, 8, BOS, 5, tmp_path)
     shutil.rmtree(tmp_path / "plans")
     (tmp_path / "plans").touch()  # a cache that cannot be written

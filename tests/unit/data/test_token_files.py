@@ -207,12 +207,12 @@ def test_packed_rows_need_documents(tmp_path: Path) -> None:
 def wrong_files(folder: Path) -> dict[str, tuple[bytes, str]]:
     good = shard(folder / "good.bin", [1, 2, 3]).read_bytes()
     return {
-        "magic": (bytes(4) + good[4:], "it begins with neither of llm.c's magic numbers"),
-        "raw tokens": (bytes(4000), "it begins with neither of llm.c's magic numbers"),
-        "empty file": (b"", "it begins with neither"),
-        "header cut": (good[:1000], "shorter than a header of 1,024 bytes"),
-        "version": (good[:4] + struct.pack("<i", 2) + good[8:], "version 2 of llm.c's layout, not 1"),
-        "version of the other kind": (struct.pack("<2i", 20240801, 1) + good[8:], "version 1 of llm.c's layout, not 7"),
+        "magic": (bytes(4) + good[4:], "it begins with 0, version 1, and llm.c's shards with 20240520, version 1"),
+        "raw tokens": (bytes(4000), "it begins with 0, version 0"),
+        "empty file": (b"", "it begins with 0, version 0"),
+        "header cut": (good[:1000], "its header says 3 tokens of 2 bytes, and after it are 0 bytes"),
+        "version": (good[:4] + struct.pack("<i", 2) + good[8:], "it begins with 20240520, version 2"),
+        "version of the other kind": (struct.pack("<2i", 20240801, 1) + good[8:], "it begins with 20240801, version 1"),
         "no token": (good[:8] + bytes(4) + good[12:1024], "is empty"),
         "length": (good + b"\0\0", "its header says 3 tokens of 2 bytes, and after it are 8 bytes"),
         "truncated": (good[:-2], "its header says 3 tokens of 2 bytes, and after it are 4 bytes"),
