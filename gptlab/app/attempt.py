@@ -16,7 +16,7 @@ from gptlab.runtime.processes.distributed import Group, Job
 from gptlab.runtime.processes.liveness import Failure, PeerFailed
 from gptlab.runtime.records.console import Console
 from gptlab.runtime.records.run_directory import RunDirectory
-from gptlab.training.signals import StoppedEarly, behind_signal
+from gptlab.training.signals import Signals, StoppedEarly, behind_signal
 
 if TYPE_CHECKING:
     from gptlab.runtime.records.run_directory import Status
@@ -47,6 +47,7 @@ class Attempt:
     run: RunDirectory | None = None
     """None: there is no run folder yet."""
     group: Group = field(default_factory=Group)
+    signals: Signals = field(default_factory=Signals)
     job: Job = field(default_factory=Job)
     """What torchrun keeps for the next attempt."""
     held: ExitStack = field(default_factory=ExitStack)
@@ -75,9 +76,9 @@ class Attempt:
         self.console.line(f"not tried again after torchrun's restart, since it ended with {exit_code}: {text}")
         return Result(exit_code, Path(folder), {})
 
-    def ended_by(self, last: BaseException, signal_name: str | None) -> Result:
+    def ended_by(self, last: BaseException) -> Result:
         """The Result of an attempt that a signal ended after there was a run folder; else raises the error that ended
-        the attempt. `signal_name`: the signal that came before the first step, if one did."""
+        the attempt."""
         from gptlab.runtime.hardware.memory import ran_out_of_memory, what_to_lower
 
         error = behind_signal(last)
@@ -90,7 +91,7 @@ class Attempt:
                 self.console.error(f"training failed: {error}; {last_checkpoint(self.run)}")
             raise error from None
         # Whatever a library made of the exception that the signal raised.
-        if error is last and signal_name is not None:
+        if error is last and (signal_name := self.signals.stopped_early) is not None:
             self.job.ends(EXIT_PREEMPTED, signal_name)
             if self.run is None:
                 raise StoppedEarly(signal_name) from None

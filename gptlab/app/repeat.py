@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from gptlab.runtime.records.provenance import Evidence
     from gptlab.training.checkpoint.load import Checkpoint
     from gptlab.training.recorder import Recorder
-    from gptlab.training.state import OffClock, TrainState
+    from gptlab.training.state import TrainState
 
 _ENVIRONMENT = ("python_version", "torch_version", "cuda_version")
 _MACHINE = ("device_name", "cpu", "dtype", "threads", "world_size")
@@ -72,7 +72,7 @@ class EarlierRun:
         if what := implementations_changed(before, found):
             console.warn(f"not computed as {of} was ({what}): close to, not bit for bit")
 
-    def restore(self, state: TrainState, record: Recorder, off_clock: OffClock) -> None:
+    def restore(self, state: TrainState, record: Recorder) -> None:
         """Put the state, the files of the run and its clocks where the checkpoint left them. UserError for the intact
         checkpoint (of untrusted origin) of a state that gptlab did not write."""
         checkpoint = self.checkpoint
@@ -80,13 +80,13 @@ class EarlierRun:
         try:
             state.restore(checkpoint.model, checkpoint.optimizer, checkpoint.state)
             record.rewind(checkpoint)
-            off_clock.add_earlier(checkpoint.state["off_clock"])
+            record.off_clock.add_earlier(checkpoint.state["off_clock"])
         except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
             raise UserError(
                 f"cannot resume from {checkpoint.path}: its state was not written by gptlab "
                 f"({type(error).__name__}: {error})"
             ) from error
-        if record.saves.group.is_main:
+        if record.group.is_main:
             record.saves.catch_up(state, checkpoint.path)
 
 

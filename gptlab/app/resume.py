@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 from gptlab.app.attempt import Attempt, Result
 from gptlab.app.own_parts import OwnParts
@@ -39,7 +40,7 @@ from gptlab.runtime.records.run_directory import (
 )
 from gptlab.training.checkpoint.format import candidates, list_checkpoints, step_of
 from gptlab.training.checkpoint.load import Checkpoint, load_newest, select_checkpoint
-from gptlab.training.recorder import closing_numbers, show_closing_block
+from gptlab.training.recorder import CLOSING_DECIMALS, show_closing_block
 
 
 @dataclass(slots=True)
@@ -110,7 +111,7 @@ def open_resumed(request: RunRequest, attempt: Attempt, parts: OwnParts) -> Resu
     finished = _finished_summary(config, run, console) if group.is_main and not trains else None
     if summary := group.broadcast("finished", finished):
         console.line(f"{run.path} is finished; to train it on: {longer_command(run.path, stored)}")
-        show_closing_block(closing_numbers(summary), console)
+        show_closing_block(summary, console)
         return Result(0, run.path, summary)
     require_same_parts(parts, run, "resume", console)
     attempt.run = run
@@ -143,13 +144,22 @@ def _finished_summary(config: RunConfig, run: RunDirectory, console: Console) ->
         summary = read_json_object(run.summary_path)
     except UserError:  # lost or damaged: resuming from the last checkpoint ends at once, and writes it again
         return {}
-    if closing_numbers(summary) and not config.eval.only:  # a run that only validates saves nothing
+    if not _has_closing_numbers(summary):
+        return {}
+    if not config.eval.only:  # a run that only validates saves nothing
         try:
             select_checkpoint(run.checkpoints_path, str(summary["num_steps"]))
         except UserError as error:
             console.warn(f"{run.path} is marked as finished, but its final weights are not intact: {error}")
             return {}
-    return summary if closing_numbers(summary) else {}
+    return summary
+
+
+def _has_closing_numbers(summary: Mapping[str, Any]) -> bool:
+    """Whether each number of the closing block is there, and is one or None (unknown)."""
+    found = [summary.get(key, "absent") for key in CLOSING_DECIMALS if key != "core_metric" or key in summary]
+    # Integers of JSON may be longer than a float can be.
+    return all(value is None or (type(value) in (int, float) and abs(value) < 2**63) for value in found)
 
 
 def _set_later_checkpoints_aside(run: RunDirectory, step: int, console: Console) -> None:

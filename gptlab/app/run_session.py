@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import datetime
 from pathlib import Path
@@ -33,14 +33,16 @@ from gptlab.runtime.records.run_directory import (
     new_run_id,
 )
 from gptlab.training.checkpoint.format import list_checkpoints
-from gptlab.training.checkpoint.saver import CheckpointSaver
+from gptlab.training.checkpoint.saver import CheckpointSaver, RunOutput
 from gptlab.training.compilation import warm_up
 from gptlab.training.faults import TrainingFailed
 from gptlab.training.loop import evaluate_only, fit
 from gptlab.training.recorder import Recorder, Throughput
+from gptlab.training.signals import Signals
 from gptlab.training.state import OffClock
 
 if TYPE_CHECKING:
+    from gptlab.app.attempt import Attempt
     from gptlab.app.own_parts import OwnParts
     from gptlab.app.repeat import EarlierRun
 
@@ -137,30 +139,29 @@ def make_run_directory(session: Session, facts: Mapping[str, object], evidence: 
 
 def run_session(
     session: Session,
+    attempt: Attempt,
     run: RunDirectory,
-    console: Console,
     off_clock: OffClock,
     *,
     earlier: EarlierRun | None = None,
     parts: OwnParts | None = None,
-    before_first_step: Callable[[], None] = lambda: None,
-    stop_now: Callable[[str], None] | None = None,
 ) -> tuple[Literal["finished", "preempted"], dict[str, object]]:
     """Train the session in its folder, whose lock the caller holds, from the start or from a checkpoint. `earlier`: the
     run that is resumed or repeated. Returns how it ended, and its summary. With several processes only rank 0 writes.
     """
-    config, state, group = session.config, session.state, session.group
+    config, state, group, console = session.config, session.state, session.group, attempt.console
     on_line = None if parts is None else parts.on_line(state.device)
-    log = MetricsLog(run.metrics_path if group.is_main else Path(os.devnull), on_line)
-    with log as metrics, state.loader, _saver(session, run, console, metrics, off_clock) as saves:
-        record = _recorder(session, run, saves, stop_now)
+    metrics = MetricsLog(run.metrics_path if group.is_main else Path(os.devnull), on_line)
+    output = RunOutput(config, session.finish, run, console, metrics, off_clock, group)
+    with metrics, state.loader, _saver(session, output) as saves:
+        record = _recorder(session, output, saves, attempt.signals)
         try:
-            compile_seconds = _warm_up(session, run, record, earlier)
+            compile_seconds = _warm_up(session, record, earlier)
             if earlier is None or earlier.checkpoint is None:
                 record.begin()
             else:
-                earlier.restore(state, record, off_clock)
-            record.saves.reserve(state)
+                earlier.restore(state, record)
+            saves.reserve(state)
             startup_seconds = time.perf_counter() - off_clock.started - compile_seconds
             off_clock.compile_seconds += compile_seconds
             off_clock.startup_seconds += startup_seconds
@@ -169,7 +170,6 @@ def run_session(
                 f" | {'compiled' if session.passes.compiled else 'warmed up'} in {compile_seconds:.1f}s"
             )
             group.barrier("first step")
-            before_first_step()
             group.start_collectives(session.place.device, timeout_seconds=config.runtime.process_timeout_seconds)
             ended = (evaluate_only if config.eval.only else fit)(state, session, record)
             summary = {}
@@ -177,41 +177,36 @@ def run_session(
                 saved = bool(list_checkpoints(run.checkpoints_path))
                 summary = record.finish_run(state, next_steps(run.path, config, session.prompts, trained=saved))
         except BaseException as error:
-            _record_failure(error, session, run, record)
+            _record_failure(error, session, record)
             raise
         if group.is_main:
             run.set_status(ended)
         return ended, summary
 
 
-def _saver(
-    session: Session, run: RunDirectory, console: Console, metrics: MetricsLog, off_clock: OffClock
-) -> AbstractContextManager[CheckpointSaver]:
-    config, group = session.config, session.group
-    about_run = {"run": identity_of(run, session.data.fingerprint).to_json()} if group.is_main else {}
-    shared = (config, session.finish, run, console, metrics, off_clock, group, about_run)
-    if group.size == 1 and not config.checkpoint.background:
-        return nullcontext(CheckpointSaver(*shared))
+def _saver(session: Session, output: RunOutput) -> AbstractContextManager[CheckpointSaver]:
+    about_run = {"run": identity_of(output.run, session.data.fingerprint).to_json()} if output.group.is_main else {}
+    background = output.config.checkpoint.background
+    if output.group.size == 1 and not background:
+        return nullcontext(CheckpointSaver(**vars(output), about_run=about_run))
     from gptlab.training.checkpoint.background import concurrent_saver
 
-    return concurrent_saver(*shared, device=session.state.device if config.checkpoint.background else None)
+    return concurrent_saver(output, about_run, session.state.device if background else None)
 
 
-def _recorder(
-    session: Session, run: RunDirectory, saves: CheckpointSaver, stop_now: Callable[[str], None] | None
-) -> Recorder:
-    config, group, place, load = session.config, session.group, session.place, None
+def _recorder(session: Session, output: RunOutput, saves: CheckpointSaver, signals: Signals) -> Recorder:
+    group, place, load = session.group, session.place, None
     if place.device.type == "cpu" and group.is_main:
         load = MachineLoad(place.threads, processes=group.world.local_size)
     peak = place.peak.flops_per_second
+    throughput = Throughput(session.flops.total, None if peak is None else peak * group.size)
     return Recorder(
-        config, session.finish, run, saves.console, saves.metrics,
-        Throughput(session.flops.total, None if peak is None else peak * group.size),
-        saves.off_clock, saves, load, stop_now, resume_command(run.path),
+        **vars(output), throughput=throughput, saves=saves, signals=signals, load=load,
+        resume_command=resume_command(output.run.path),
     )  # fmt: skip
 
 
-def _warm_up(session: Session, run: RunDirectory, record: Recorder, earlier: EarlierRun | None) -> float:
+def _warm_up(session: Session, record: Recorder, earlier: EarlierRun | None) -> float:
     """Compile before the clock starts, and record what will compute the run. Returns the seconds that it took."""
     passes, console, group = session.passes, record.console, session.group
     if passes.compiled:
@@ -223,13 +218,13 @@ def _warm_up(session: Session, run: RunDirectory, record: Recorder, earlier: Ear
         require_same_implementations(found, session.place, group)
     record.saves.about_run["implementations"] = found
     if earlier is not None:
-        earlier.record_implementations(found, run if group.is_main else None, console)
+        earlier.record_implementations(found, record.run if group.is_main else None, console)
     elif group.is_main:
-        run.set_status("running", implementations=found)
+        record.run.set_status("running", implementations=found)
     return seconds
 
 
-def _record_failure(error: BaseException, session: Session, run: RunDirectory, record: Recorder) -> None:
+def _record_failure(error: BaseException, session: Session, record: Recorder) -> None:
     """What ends the run as an error, in its folder."""
     # All ranks see what makes training fail; any other error may be this rank's alone.
     record.saves.abandon(session.state, together=isinstance(error, TrainingFailed))
@@ -237,4 +232,4 @@ def _record_failure(error: BaseException, session: Session, run: RunDirectory, r
         record.failed(session.state, error)
     elif session.group.is_main:  # a signal before the first step, or an interrupt in a Python program
         with suppress(UserError):
-            run.set_status("preempted" if isinstance(error, KeyboardInterrupt) else "failed")
+            record.run.set_status("preempted" if isinstance(error, KeyboardInterrupt) else "failed")

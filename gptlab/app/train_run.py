@@ -17,7 +17,7 @@ from gptlab.runtime.hardware.cpu import limit_spinning
 from gptlab.runtime.processes.distributed import Group, World
 from gptlab.runtime.records.console import Console, QuietConsole
 from gptlab.runtime.records.run_directory import RunDirectory
-from gptlab.training.signals import EarlyStop
+from gptlab.training.signals import Signals
 
 
 def train_run(
@@ -38,21 +38,21 @@ def train_run(
     world = World.from_environment()
     console = Console(quiet=request.options.get("quiet", False)) if world.is_main else QuietConsole()
     attempt = Attempt(console, catch=catch, config=config, group=Group(world))
-    early = EarlyStop(attempt.end_now if catch else None, exits=catch and world.size > 1)
-    with early, console:
+    if catch:
+        attempt.signals = Signals(attempt.end_now, attempt.stop_at_once, exits=world.size > 1)
+    with attempt.signals, console:
         try:
             with attempt.held:
-                result = _prepare_and_train(attempt, early, request, argv, started, parts)
-                early.too_late()
+                result = _prepare_and_train(attempt, request, argv, started, parts)
+                attempt.signals.too_late()
                 return result
         except BaseException as error:
-            early.too_late()
-            return attempt.ended_by(error, early.signal_name)
+            attempt.signals.too_late()
+            return attempt.ended_by(error)
 
 
 def _prepare_and_train(
     attempt: Attempt,
-    early: EarlyStop,
     request: RunRequest,
     argv: Sequence[str],
     started: float,
@@ -116,10 +116,7 @@ def _prepare_and_train(
         attempt.held.enter_context(attempt.run.lock())
     attempt.run = run = RunDirectory(Path(group.broadcast("run folder", attempt.run and str(attempt.run.path))))
     try:
-        ended, summary = run_session(
-            session, run, console, OffClock(started), earlier=earlier, parts=parts,
-            before_first_step=early.preparation_is_over, stop_now=attempt.stop_at_once if attempt.catch else None,
-        )  # fmt: skip
+        ended, summary = run_session(session, attempt, run, OffClock(started), earlier=earlier, parts=parts)
     except TrainingFailed as error:
         return attempt.failed(error)
     if ended == "finished":

@@ -20,7 +20,7 @@ from gptlab.training.compilation import Passes
 from gptlab.training.faults import Fault, TrainingFailed
 from gptlab.training.parallel.agreement import Agreement, require_equal_weights
 from gptlab.training.recorder import Recorder
-from gptlab.training.signals import Preemption
+from gptlab.training.signals import Signals
 from gptlab.training.state import Best, TrainState, better
 from gptlab.training.step import QuietGarbageCollector, TrainStep, train_step
 
@@ -54,7 +54,8 @@ def fit(state: TrainState, work: Work, record: Recorder) -> Ended:
     Every rank runs this loop and decides alike: by what `Agreement` made the same on all.
     """
     finish, agenda = work.finish, Agenda(work.config, work.finish)
-    with QuietGarbageCollector() as garbage, _preemption(state, work, record) as stop:
+    with QuietGarbageCollector() as garbage, record.signals.training(record.stopping):
+        stop = _agreed(state, work, record)
         stop.listen()
         while True:
             record.saves.poll(state)
@@ -92,7 +93,8 @@ def fit(state: TrainState, work: Work, record: Recorder) -> Ended:
 
 def evaluate_only(state: TrainState, work: Work, record: Recorder) -> Ended:
     """Evaluate the weights as they are, without training (`eval.only`)."""
-    with _preemption(state, work, record) as stop:
+    with record.signals.training(record.stopping):
+        stop = _agreed(state, work, record)
         stop.listen()
         if not stop.requested and work.config.eval.validates:
             evaluate(state, work, record)
@@ -103,15 +105,16 @@ def evaluate_only(state: TrainState, work: Work, record: Recorder) -> Ended:
         return preempted(state, stop, record) if stop.requested else "finished"
 
 
-def _preemption(state: TrainState, work: Work, record: Recorder) -> Preemption:
+def _agreed(state: TrainState, work: Work, record: Recorder) -> Signals | Agreement:
+    """The signals to this process, or to any of several."""
     if work.group.size == 1:
-        return Preemption(record.stopping, record.stop_now)
+        return record.signals
     work.group.at_step(state.step + 1)
-    return Agreement(work.group, record.saves, record.stopping, record.stop_now)
+    return Agreement(record.signals, work.group, record.saves)
 
 
-def preempted(state: TrainState, stop: Preemption, record: Recorder) -> Ended:
-    stop.wait_for_answer()
+def preempted(state: TrainState, stop: Signals | Agreement, record: Recorder) -> Ended:
+    record.signals.wait_for_answer()
     record.preempted(state, stop.signal_name)
     return "preempted"
 

@@ -3,149 +3,118 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from gptlab.config.errors import UserError, one_line
-from gptlab.config.run import RunConfig
 from gptlab.data.loader import StepBatch
 from gptlab.runtime.files.strict_json import write_json_atomic
 from gptlab.runtime.hardware.cpu import MachineLoad
 from gptlab.runtime.hardware.device import peak_memory_mb
 from gptlab.runtime.records.console import Console, clock_text
-from gptlab.runtime.records.metrics import MetricsLog
-from gptlab.runtime.records.run_directory import RunDirectory
 from gptlab.training.agenda import Finish
 from gptlab.training.checkpoint.load import Checkpoint
-from gptlab.training.checkpoint.saver import CheckpointSaver
+from gptlab.training.checkpoint.saver import CheckpointSaver, RunOutput
 from gptlab.training.faults import Fault, TrainingFailed
-from gptlab.training.state import LossEma, OffClock, TrainState
+from gptlab.training.signals import Signals
+from gptlab.training.state import LossEma, TrainState
 from gptlab.training.step import Update
 
 # The resolution of time.perf_counter; a coarse clock may return zero.
 _SHORTEST_SECONDS = 1e-9
 
-# What the closing block shows, in this order, and with how many decimals.
-_CLOSING_DECIMALS = {
+# What the closing block shows, in this order, and with how many decimals; the last one if the run measured it.
+CLOSING_DECIMALS = {
     "val_bpb": 6, "training_seconds": 1, "total_seconds": 1, "peak_vram_mb": 1, "mfu_percent": 2, "total_tokens_M": 1,
-    "num_steps": 0, "num_params_M": 1, "depth": 0,
+    "num_steps": 0, "num_params_M": 1, "depth": 0, "core_metric": 4,
 }  # fmt: skip
-# Shown after those by runs that measured it.
-_OPTIONAL_DECIMALS = {"core_metric": 4}
 
 
-class ThroughputReading(NamedTuple):
+class Speed(NamedTuple):
     tokens_per_second: float
     mfu: float | None
     """Model FLOPs utilization, 1.0 at the peak; None where the peak is unknown."""
 
 
+@dataclass(slots=True)
 class Throughput:
-    """Speed from tokens and seconds on the training clock.
+    """Speed from tokens and seconds on the training clock."""
 
-    `flops_per_token` counts forward and backward; `peak_flops_per_second` is that of all devices together, or None. The
-    step times that it smooths are no part of the run's state: a resumed run may have another speed.
-    """
+    flops_per_token: float
+    """Forward and backward."""
+    peak_flops_per_second: float | None
+    """Of all devices together; None where unknown."""
+    step_seconds: LossEma = field(default_factory=LossEma)
+    """Of the last steps: a beta of 0.9 forgets nine tenths in 22 steps, and so follows a machine with other users. Not
+    part of the state of the run: a resumed one may have another speed."""
 
-    def __init__(self, flops_per_token: float, peak_flops_per_second: float | None) -> None:
-        self._flops_per_token = flops_per_token
-        self._peak_flops_per_second = peak_flops_per_second
-        self._step_seconds = LossEma()
-
-    def flops(self, tokens: int) -> float:
-        """Of `tokens`, forward and backward."""
-        return self._flops_per_token * tokens
-
-    def reading(self, tokens: int, seconds: float) -> ThroughputReading:
-        """The speed of `tokens` in `seconds`."""
+    def speed(self, tokens: int, seconds: float) -> Speed:
         tokens_per_second = tokens / max(seconds, _SHORTEST_SECONDS)
-        peak = self._peak_flops_per_second
-        mfu = None if peak is None else self._flops_per_token * tokens_per_second / peak
-        return ThroughputReading(tokens_per_second, mfu)
+        peak = self.peak_flops_per_second
+        return Speed(tokens_per_second, None if peak is None else self.flops_per_token * tokens_per_second / peak)
 
-    def step(self, tokens: int, seconds: float) -> ThroughputReading:
-        """The speed of one optimizer step, which also enters the estimate of the time left."""
-        self._step_seconds.update(seconds)
-        return self.reading(tokens, seconds)
-
-    def remaining_seconds(self, *, steps: int | None = None, seconds: float | None = None) -> float | None:
-        """Training seconds left, given the `steps` or `seconds` that are left of the horizon (the sooner of both).
-
-        A step is estimated at the smoothed duration of the last ones (a beta of 0.9 forgets nine tenths in 22 steps,
-        and so follows a machine with other users). None where only steps are known and none has been timed.
-        """
-        mean = self._step_seconds.value
-        estimates = [] if seconds is None else [seconds]
-        if steps is not None and mean is not None:
-            estimates.append(steps * mean)
-        return max(0.0, min(estimates)) if estimates else None
+    def remaining_seconds(self, finish: Finish, state: TrainState) -> float:
+        """Training seconds left of the horizon, at the smoothed duration of the last steps."""
+        if finish.steps is None:
+            return max(0.0, (finish.seconds or 0.0) - state.train_seconds)
+        return (finish.steps - state.step) * (self.step_seconds.value or 0.0)
 
 
 @dataclass(slots=True)
-class Recorder:
+class Recorder(RunOutput):
     """Writes, and decides nothing."""
 
-    config: RunConfig
-    finish: Finish
-    run: RunDirectory
-    console: Console
-    metrics: MetricsLog
     throughput: Throughput
-    off_clock: OffClock
     saves: CheckpointSaver
+    signals: Signals
     load: MachineLoad | None = None
     """Warns of other programs on the cores that compute. None: no warning."""
-    stop_now: Callable[[str], None] | None = None
-    """Ends the process at the second Ctrl-C, in the middle of a step. None: a KeyboardInterrupt does."""
     resume_command: str = ""
     """What to type to resume the run."""
 
     def step(self, state: TrainState, batch: StepBatch, loss: float, updated: Update, step_seconds: float) -> None:
         tokens_per_step = self.config.batch.total_tokens
-        reading = self.throughput.step(tokens_per_step, step_seconds)
+        self.throughput.step_seconds.update(step_seconds)
         if self.load is not None and (warning := self.load.step(step_seconds)) is not None:
             self.console.warn(warning)
         if state.step % self.config.runtime.log_every_steps:
             return
-        tokens = state.step * tokens_per_step
+        tokens, speed = state.step * tokens_per_step, self.throughput.speed(tokens_per_step, step_seconds)
         self.metrics.write(
-            "train", step=state.step, tokens=tokens, total_flops=self.throughput.flops(tokens), epoch=batch.epoch,
-            loss=loss, loss_ema=state.loss_ema.value, lr_scale=updated.lr_scale, grad_norm=updated.grad_norm,
-            step_seconds=step_seconds, train_seconds=state.train_seconds,
-            tokens_per_second=reading.tokens_per_second, mfu=reading.mfu,
+            "train", step=state.step, tokens=tokens, total_flops=self.throughput.flops_per_token * tokens,
+            epoch=batch.epoch, loss=loss, loss_ema=state.loss_ema.value, lr_scale=updated.lr_scale,
+            grad_norm=updated.grad_norm, step_seconds=step_seconds, train_seconds=state.train_seconds,
+            tokens_per_second=speed.tokens_per_second, mfu=speed.mfu,
         )  # fmt: skip
         done = self.finish.progress(state.step, state.train_seconds)
-        mfu = "unknown" if reading.mfu is None else f"{100 * reading.mfu:.1f}%"
+        mfu = "unknown" if speed.mfu is None else f"{100 * speed.mfu:.1f}%"
         step_avg = 1000 * state.train_seconds / state.step
-        left = self.throughput.remaining_seconds(
-            steps=None if self.finish.steps is None else self.finish.steps - state.step,
-            seconds=None if self.finish.seconds is None else self.finish.seconds - state.train_seconds,
-        )
+        left = self.throughput.remaining_seconds(self.finish, state)
         figures = (
             f"step {state.step:05d} ({100 * done:.1f}%)",
             f"loss: {state.loss_ema.value:.6f}",
             f"lrm: {updated.lr_scale:.2f}",
             f"dt: {1000 * step_seconds:.0f}ms",
             f"step_avg: {step_avg:.0f}ms",
-            f"tok/sec: {reading.tokens_per_second:,.0f}",
+            f"tok/sec: {speed.tokens_per_second:,.0f}",
             f"mfu: {mfu}",
             f"epoch: {batch.epoch:.2f}",
             f"train_time: {state.train_seconds:.0f}s",
-            f"remaining: {left or 0.0:.0f}s",
+            f"remaining: {left:.0f}s",
         )
         # A terminal shows as many as fit, in this order; 80 columns hold all but, in long runs, the last.
         parts = (
-            f"{clock_text(left or 0.0)} left",
+            f"{clock_text(left)} left",
             f"{100 * done:.0f}%",
             f"step {state.step}",
             f"loss {state.loss_ema.value:.3f}",
             f"time {clock_text(state.train_seconds)}",
             f"avg {step_avg:.0f}ms",
-            f"{_short(reading.tokens_per_second)} tok/s",
-            *([] if reading.mfu is None else [f"mfu {100 * reading.mfu:.0f}%"]),
+            f"{_short(speed.tokens_per_second)} tok/s",
+            *([] if speed.mfu is None else [f"mfu {100 * speed.mfu:.0f}%"]),
         )
         self.console.live(" | ".join(figures), parts)
 
@@ -219,13 +188,13 @@ class Recorder:
         if not isinstance(error, UserError | TrainingFailed):
             reason = f"{type(error).__name__}: {reason}"
         self.metrics.write("event", step=step, what="failed", value=loss, reason=reason)
-        if self.saves.group.is_main:
+        if self.group.is_main:
             with suppress(UserError):  # a full disk must not hide what went wrong
                 self.run.set_failed(reason, step=step, loss=loss)
 
     def begin(self) -> None:
         """Open log.txt; it and metrics.jsonl are emptied, since the run may have been killed before a checkpoint."""
-        if self.saves.group.is_main:
+        if self.group.is_main:
             self.metrics.truncate(0)
             self.console.open_log(self.run.log_path, offset=0)
 
@@ -235,7 +204,7 @@ class Recorder:
         The line of a scheduled checkpoint stays, since a run that was never stopped has it too; a checkpoint that a
         signal asked for has none.
         """
-        if not self.saves.group.is_main:
+        if not self.group.is_main:
             return
         saved = checkpoint.state
         if not saved["scheduled"]:
@@ -251,7 +220,7 @@ class Recorder:
     def summary(self, state: TrainState) -> dict[str, Any]:
         """The final numbers, for summary.json: those of the closing block come first."""
         tokens = state.step * self.config.batch.total_tokens
-        mfu = self.throughput.reading(tokens, state.train_seconds).mfu if state.step else None
+        mfu = self.throughput.speed(tokens, state.train_seconds).mfu if state.step else None
         return {
             "val_bpb": state.val_bpb,
             "training_seconds": state.train_seconds,
@@ -269,7 +238,7 @@ class Recorder:
             "best_step": state.best.step if state.best else None,
             "skipped_updates": state.faults.skipped,
             "rewinds": state.faults.rewinds,
-            "total_flops": self.throughput.flops(tokens),
+            "total_flops": self.throughput.flops_per_token * tokens,
             **{name: seconds for name, seconds in self.off_clock.so_far().items() if name != "total_seconds"},
         }
 
@@ -282,34 +251,24 @@ class Recorder:
                 f"the weights with the lowest validation loss, of step {state.best.step}, could not be saved; the best "
                 f"checkpoint is {saved}"
             )
-        if self.saves.group.is_main:
+        if self.group.is_main:
             write_json_atomic(self.run.summary_path, summary)
         self.console.settle()
         if state.min_val_bpb is not None:
             self.console.line(f"minimum val_bpb: {state.min_val_bpb:.6f}")
         for line in next_steps:
             self.console.line(line)
-        show_closing_block(closing_numbers(summary), self.console)
+        show_closing_block(summary, self.console)
         return summary
 
 
-def closing_numbers(summary: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbers of a summary.json that the closing block shows; empty unless all are there, as numbers or None
-    (unknown)."""
-    if not summary.keys() >= _CLOSING_DECIMALS.keys():
-        return {}
-    numbers = {key: summary[key] for key in (*_CLOSING_DECIMALS, *_OPTIONAL_DECIMALS) if key in summary}
-    # Integers of JSON may be longer than a float can be.
-    known = (value for value in numbers.values() if value is not None)
-    return numbers if all(type(value) in (int, float) and abs(value) < 2**63 for value in known) else {}
-
-
-def show_closing_block(numbers: Mapping[str, Any], console: Console) -> None:
+def show_closing_block(summary: Mapping[str, Any], console: Console) -> None:
     """Print and log the final numbers, so that `grep "^val_bpb:"` works."""
     console.result("---")
-    decimals_of = _CLOSING_DECIMALS | _OPTIONAL_DECIMALS
-    for key, value in numbers.items():
-        console.result(f"{key + ':':<18}{'unknown' if value is None else f'{value:.{decimals_of[key]}f}'}")
+    for key, decimals in CLOSING_DECIMALS.items():
+        if key in summary:
+            value = "unknown" if summary[key] is None else f"{summary[key]:.{decimals}f}"
+            console.result(f"{key + ':':<18}{value}")
 
 
 def _short(number: float) -> str:

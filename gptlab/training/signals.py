@@ -12,8 +12,10 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
-from types import FrameType, TracebackType
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any, Self
 
 from gptlab.config.errors import UserError
@@ -29,133 +31,6 @@ _ANSWER_SECONDS = 1.0
 _ECHO_SECONDS = 3.0
 
 
-class SignalWatch:
-    """Calls `came(number)` in a thread of its own for each signal that has a handler in Python, at once: the handlers
-    wait until the main thread returns from a library. Created and stopped by the main thread."""
-
-    def __init__(self, came: Callable[[int], None]) -> None:
-        self._came = came
-        self._read, self._write = socket.socketpair()
-        self._write.setblocking(False)
-        self._former_fd = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
-        threading.Thread(target=self._run, name="gptlab-signals", daemon=True).start()
-
-    def stop(self) -> None:
-        signal.set_wakeup_fd(self._former_fd)
-        self._write.close()  # which ends the thread's wait
-
-    def _run(self) -> None:
-        with self._read:
-            while number := self._read.recv(1):
-                self._came(number[0])
-
-
-class _Handled:
-    """Within the context, SIGTERM and SIGINT call `_on_signal`. Former handlers are restored afterwards. Python handles
-    signals in the main thread only: in another one nothing is installed."""
-
-    def __init__(self, *, watch: bool) -> None:
-        """`watch`: another thread calls `_hear` at once, also while the main thread is deep in a library."""
-        self._signal: signal.Signals | None = None
-        self._watches = watch
-        self._watch: SignalWatch | None = None
-        self._former: dict[signal.Signals, Any] = {}
-
-    @property
-    def signal_name(self) -> str | None:
-        """The first signal's name, as "SIGTERM"; None before one came."""
-        return None if self._signal is None else self._signal.name
-
-    def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():
-            self._watch = SignalWatch(self._hear) if self._watches else None
-            for number in _SIGNALS:
-                self._former[number] = signal.signal(number, self._on_signal)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        while self._former:
-            number, handler = self._former.popitem()
-            # None: the handler was not installed from Python, and Python cannot restore it.
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        self._stop_watching()
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Runs in the main thread, once it is back in Python."""
-        raise NotImplementedError
-
-    def _hear(self, number: int) -> None:
-        """Runs in the watch's thread."""
-        raise NotImplementedError
-
-    def _stop_watching(self) -> None:
-        if self._watch is not None:
-            self._watch.stop()
-            self._watch = None
-
-
-class Preemption(_Handled):
-    """Within the context, SIGTERM and SIGINT are requests: the loop finishes its step, saves, and ends the run.
-
-    The first one calls `answer(name)` at once, in another thread. A later SIGINT, from a user who will not wait for the
-    step, calls `stop_now(name)` there, which ends the process; without `stop_now` it raises KeyboardInterrupt. A later
-    SIGTERM has no effect.
-    """
-
-    def __init__(
-        self, answer: Callable[[str], None] = lambda name: None, stop_now: Callable[[str], None] | None = None
-    ) -> None:
-        super().__init__(watch=True)
-        self._answer = answer
-        self._stop_now = stop_now
-        self._came_at = 0.0
-        self._heard: signal.Signals | None = None
-        self._heard_at = 0.0
-        self._answered = threading.Event()
-
-    @property
-    def requested(self) -> bool:
-        return self._signal is not None
-
-    def listen(self) -> None:
-        """Called where the loop decides whether to go on; several processes learn there of one another's signals."""
-
-    def step(self, step_seconds: float, step: int) -> float:
-        """Called after a step with its seconds and the number of steps done; listens too. Returns the seconds that
-        count: of several processes, rank 0's."""
-        return step_seconds
-
-    def wait_for_answer(self) -> None:
-        """Wait until `answer` has returned, so that its line comes first. Returns at once where no signal came."""
-        if self._watch is not None and self._signal is not None:
-            self._answered.wait(_ANSWER_SECONDS)
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._signal is None:
-            self._signal, self._came_at = signal.Signals(number), time.monotonic()
-        elif self._stop_now is None and number == signal.SIGINT and not _is_echo(time.monotonic() - self._came_at):
-            raise KeyboardInterrupt
-
-    def _hear(self, number: int) -> None:
-        if number in _SIGNALS and self._heard is None:
-            self._heard, self._heard_at = signal.Signals(number), time.monotonic()
-            try:
-                self._answer(self._heard.name)
-            finally:
-                self._answered.set()
-        elif number == signal.SIGINT and self._stop_now is not None and not _is_echo(time.monotonic() - self._heard_at):
-            self._stop_now(signal.Signals(number).name)
-
-
-def _is_echo(seconds: float) -> bool:
-    """Whether a SIGINT this long after the first signal comes from torchrun, which forwards to its workers what the
-    terminal has already sent to all processes."""
-    launched = "TORCHELASTIC_RUN_ID" in os.environ or os.environ.get("WORLD_SIZE", "1") != "1"
-    return launched and seconds < _ECHO_SECONDS
-
-
 class StoppedEarly(KeyboardInterrupt):
     """A signal came before the first step. A KeyboardInterrupt, so that no library handles it as its own error."""
 
@@ -166,53 +41,144 @@ def behind_signal(error: BaseException) -> BaseException:
     return behind if isinstance(error, StoppedEarly) and isinstance(behind, UserError | PeerFailed) else error
 
 
-class EarlyStop(_Handled):
-    """Within the context, the first SIGTERM or SIGINT raises StoppedEarly; later ones have no effect.
+@dataclass(slots=True)
+class Signals:
+    """Handles SIGTERM and SIGINT within the context, in the main thread: in another one Python can install nothing.
 
-    If the context has not been left GRACE_SECONDS later, `end_now(signal_name)` is called in another thread to end the
-    process.
-
-    `exits`: the process exits soon after the context. Once `too_late` was called, signals stay ignored until it has:
-    torchrun sends SIGTERM to all ranks as soon as the first one exits with a code other than 0, and a rank that is
-    still shutting down its interpreter would report -15 instead of its own exit code.
+    The first signal raises StoppedEarly; later ones have no effect. Within `training`, the first signal is a request to
+    stop, and a later SIGINT comes from a user who will not wait for the end of the step; a later SIGTERM has no effect.
     """
 
-    def __init__(self, end_now: Callable[[str], None] | None = None, *, exits: bool = False) -> None:
-        super().__init__(watch=end_now is not None and os.name == "posix")
-        self._end_now = end_now
-        self._exits = exits
-        self._over = threading.Event()
-        self._settled = False
+    end_now: Callable[[str], None] | None = None
+    """Called in another thread with the signal's name, to end the process, where the context has not been left
+    GRACE_SECONDS after the first signal."""
+    stop_now: Callable[[str], None] | None = None
+    """The same at a later SIGINT within `training`. None: it raises KeyboardInterrupt."""
+    exits: bool = False
+    """Whether the process exits soon after the context. Once `too_late` was called, signals stay ignored until it has:
+    torchrun sends SIGTERM to all ranks as soon as the first one exits with a code other than 0, and a rank that is
+    still shutting down its interpreter would report -15 instead of its own exit code."""
+    stopped_early: str | None = None
+    """The name of the signal that raised StoppedEarly."""
+    signal_name: str | None = None
+    """The name of the first signal that came within `training`."""
+    _answer: Callable[[str], None] | None = None
+    _answered: threading.Event = field(default_factory=threading.Event)
+    _prepared: threading.Event = field(default_factory=threading.Event)
+    _settled: bool = False
+    _requested_at: float = 0.0
+    """When the main thread handled the first signal within `training` ..."""
+    _heard_at: float = 0.0
+    """... and when the other thread did."""
+    _former: dict[signal.Signals, Any] = field(default_factory=dict)
+    """Handlers outside of the context; empty where none could be installed."""
+    _wakeup: socket.socket | None = None
+    _former_wakeup: int = -1
 
-    def preparation_is_over(self) -> None:
-        """Called right before the first step. Raises a StoppedEarly that a library has swallowed. From here on no other
-        thread ends the process; until `Preemption` takes over, signals raise as before."""
-        if self._signal is not None:
-            raise StoppedEarly(self._signal.name)
-        self._stop_watching()
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            if self.end_now is not None and os.name == "posix":
+                self._watch()
+            self._former = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._former.items():
+            # A handler in Python would not do to ignore signals: the interpreter restores the default one before it
+            # ends. None: the former handler was not installed from Python, and Python cannot restore it.
+            former = signal.SIG_DFL if handler is None else handler
+            signal.signal(number, signal.SIG_IGN if self.exits and self._settled else former)
+        self._prepared.set()
+        if self._wakeup is not None:
+            signal.set_wakeup_fd(self._former_wakeup)
+            self._wakeup.close()  # which ends the thread's wait
+
+    @contextmanager
+    def training(self, answer: Callable[[str], None] = lambda name: None) -> Iterator[None]:
+        """Entered right before the first step. The first signal calls `answer` with its name at once, in another
+        thread. Raises a StoppedEarly that a library has swallowed."""
+        if self.stopped_early is not None:
+            raise StoppedEarly(self.stopped_early)
+        self._prepared.set()
+        if self._former and self._wakeup is None:
+            self._watch()
+        self._answer = answer
+        try:
+            yield
+        finally:
+            self._answer = None
 
     def too_late(self) -> None:
         """The end of the run is decided: from here on signals have no effect."""
         self._settled = True
-        self._stop_watching()
+        self._prepared.set()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._exits and self._settled:
-            # A handler in Python would not do: the interpreter restores the default one before it ends.
-            self._former = dict.fromkeys(self._former, signal.SIG_IGN)
-        super().__exit__(kind, error, trace)
+    # --- what the loop asks
+
+    @property
+    def requested(self) -> bool:
+        return self.signal_name is not None
+
+    def listen(self) -> None:
+        """Called where the loop decides whether to continue; several processes learn there of one another's signals."""
+
+    def step(self, step_seconds: float, step: int) -> float:
+        """Called after a step with its seconds and the number of steps done; listens too. Returns the seconds that
+        count: of several processes, rank 0's."""
+        return step_seconds
+
+    def wait_for_answer(self) -> None:
+        """Wait until `answer` has returned, so that its line comes first. Returns at once where no signal came."""
+        if self.requested:
+            self._answered.wait(_ANSWER_SECONDS)
+
+    # --- what a signal does
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._signal is None and not self._settled:
-            self._signal = signal.Signals(number)
-            raise StoppedEarly(self._signal.name)
+        """In the main thread, once it is back in Python."""
+        name = signal.Signals(number).name
+        if self._answer is not None:
+            if self.signal_name is None:
+                self.signal_name, self._requested_at = name, time.monotonic()
+            elif self.stop_now is None and number == signal.SIGINT and not _is_echo(self._requested_at):
+                raise KeyboardInterrupt
+        elif self.stopped_early is None and not self._settled:
+            self.stopped_early = name
+            raise StoppedEarly(name)
 
     def _hear(self, number: int) -> None:
-        if self._end_now is not None and number in _SIGNALS and not self._over.wait(GRACE_SECONDS):
-            self._end_now(signal.Signals(number).name)
+        """In another thread, at once, also while the main thread is deep in a library."""
+        name, answer = signal.Signals(number).name, self._answer
+        if answer is None:
+            if self.end_now is not None and not self._prepared.wait(GRACE_SECONDS):
+                self.end_now(name)
+        elif not self._heard_at:
+            self._heard_at = time.monotonic()
+            try:
+                answer(name)
+            finally:
+                self._answered.set()
+        elif number == signal.SIGINT and self.stop_now is not None and not _is_echo(self._heard_at):
+            self.stop_now(name)
 
-    def _stop_watching(self) -> None:
-        self._over.set()
-        super()._stop_watching()
+    def _watch(self) -> None:
+        """Start the thread that hears signals. Python writes the number of each that has a handler in Python to the
+        socket at once; the handler itself waits until the main thread returns from a library."""
+        read, self._wakeup = socket.socketpair()
+        self._wakeup.setblocking(False)
+        self._former_wakeup = signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
+
+        def run() -> None:
+            with read:
+                while number := read.recv(1):
+                    if number[0] in _SIGNALS:
+                        self._hear(number[0])
+
+        threading.Thread(target=run, name="gptlab-signals", daemon=True).start()
+
+
+def _is_echo(first_at: float) -> bool:
+    """Whether a SIGINT now, after a first signal at `first_at`, comes from torchrun, which forwards to its workers what
+    the terminal has already sent to all processes."""
+    launched = "TORCHELASTIC_RUN_ID" in os.environ or os.environ.get("WORLD_SIZE", "1") != "1"
+    return launched and time.monotonic() - first_at < _ECHO_SECONDS

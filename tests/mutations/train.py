@@ -291,14 +291,14 @@ MUTATIONS = [
     ),
     Mutation(
         "MFU is in tokens", "training/recorder.py",
-        "self._flops_per_token * tokens_per_second / peak", "tokens_per_second / peak",
+        "self.flops_per_token * tokens_per_second / peak", "tokens_per_second / peak",
         ["test_throughput.py::test_speed_by_hand", "test_train.py::TestMetrics::test_train_lines"],
         ["Parameters by kind, FLOPs a token",
          "One line a step: step, percent"],
     ),
     Mutation(
         "the time left is that of one step less", "training/recorder.py",
-        "estimates.append(steps * mean)", "estimates.append((steps - 1) * mean)",
+        "(finish.steps - state.step) *", "(finish.steps - state.step - 1) *",
         ["test_throughput.py::test_time_left_in_steps_by_hand"],
     ),
     Mutation(
@@ -377,19 +377,21 @@ MUTATIONS = [
     ),
     Mutation(
         "total FLOPs are those of the forward pass", "training/recorder.py",
-        "return self._flops_per_token * tokens\n", "return self._flops_per_token * tokens / 3\n",
+        "total_flops=self.throughput.flops_per_token * tokens",
+        "total_flops=self.throughput.flops_per_token * tokens / 3",
         ["test_train.py::TestMetrics::test_train_lines"],
         ["Parameters by kind, FLOPs a token"],
     ),
     Mutation(
         "the time left is negative after the end", "training/recorder.py",
-        "return max(0.0, min(estimates)) if estimates else None", "return min(estimates) if estimates else None",
+        "return max(0.0, (finish.seconds or 0.0) - state.train_seconds)",
+        "return (finish.seconds or 0.0) - state.train_seconds",
         ["test_throughput.py::test_time_left_in_seconds_needs_no_step"],
         ["One line a step: step, percent"],
     ),
     Mutation(
         "the step line has another form than the README shows", "training/recorder.py",
-        'f"tok/sec: {reading', 'f"tokens/sec: {reading',
+        'f"tok/sec: {speed', 'f"tokens/sec: {speed',
         ["test_docs.py::TestQuickstartOutput::test_has_step_lines_as_the_recorder_writes_them",
          "test_train.py::TestMetrics::test_step_lines_show_the_figures_of_metrics"],
         ["Every `log_interval` iterations", "One line a step: step, percent"],
@@ -462,7 +464,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the step line has the time of the whole run left", "training/recorder.py",
-        "steps=None if self.finish.steps is None else self.finish.steps - state.step", "steps=self.finish.steps",
+        "return (finish.steps - state.step) *", "return finish.steps *",
         ["test_train.py::TestClock::test_figures_that_are_made_of_the_clock"],
         ["One line a step: step, percent"],
     ),

@@ -30,7 +30,7 @@ from gptlab.config.errors import UserError
 from gptlab.runtime.files.cache import damage
 from gptlab.training import signals
 from gptlab.training.checkpoint.format import list_checkpoints
-from gptlab.training.signals import EarlyStop, StoppedEarly, behind_signal
+from gptlab.training.signals import Signals, StoppedEarly, behind_signal
 
 posix = pytest.mark.skipif(os.name != "posix", reason="Windows sends no signals between processes")
 
@@ -243,7 +243,7 @@ class TestInThisProcess:
         self, folder: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("gptlab.app.session.build_state", raised(signal.SIGINT))
-        monkeypatch.setattr(signals, "SignalWatch", lambda *a: pytest.fail("it would end the user's program"))
+        monkeypatch.setattr(signals.Signals, "_watch", lambda _: pytest.fail("it would end the user's program"))
         with pytest.raises(KeyboardInterrupt):
             gptlab.train(make_config(folder, "python"))
 
@@ -259,37 +259,37 @@ def handlers() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("handlers")
-class TestEarlyStop:
+class TestSignals:
     def test_the_first_signal_raises_and_more_do_nothing(self) -> None:
-        with EarlyStop() as early:
+        with Signals() as early:
             with pytest.raises(StoppedEarly, match="SIGTERM"):
                 signal.raise_signal(signal.SIGTERM)
             signal.raise_signal(signal.SIGINT)  # while somebody cleans up
-            assert early.signal_name == "SIGTERM"
-            with pytest.raises(StoppedEarly, match="SIGTERM"):
-                early.preparation_is_over()
+            assert early.stopped_early == "SIGTERM"
+            with pytest.raises(StoppedEarly, match="SIGTERM"), early.training():
+                pytest.fail("a library has swallowed the signal")
 
     def test_none_changes_an_end_that_is_settled(self) -> None:
-        with EarlyStop() as early:
+        with Signals() as early:
             early.too_late()
             signal.raise_signal(signal.SIGTERM)
-            assert early.signal_name is None
+            assert early.stopped_early is None
 
     def test_nor_the_exit_code_of_a_process_that_is_about_to_exit(self) -> None:
         """torchrun signals the other ranks when the first one has exited with a code that is not 0."""
         numbers = (signal.SIGTERM, signal.SIGINT)
         former = [signal.getsignal(number) for number in numbers]
-        with EarlyStop(exits=True):
+        with Signals(exits=True):
             pass
         assert [signal.getsignal(number) for number in numbers] == former, "nothing was settled"
-        with EarlyStop(exits=True) as early:
+        with Signals(exits=True) as early:
             early.too_late()
         assert [signal.getsignal(number) for number in numbers] == [signal.SIG_IGN] * 2
 
     def test_nor_an_error_that_came_first(self) -> None:
         def behind(first: Exception) -> BaseException | None:
             try:
-                with EarlyStop():
+                with Signals():
                     try:
                         raise first
                     finally:
@@ -307,11 +307,12 @@ class TestEarlyStop:
         signal.set_wakeup_fd(descriptor)
         for error in (None, RuntimeError):
             try:
-                with EarlyStop(print) as early:
+                with Signals(print) as early:
                     assert signal.getsignal(signal.SIGINT) != handler
                     if error:
                         raise error
-                    early.preparation_is_over()
+                    with early.training():
+                        pass
             except RuntimeError:
                 pass
             assert signal.getsignal(signal.SIGINT) == handler
@@ -321,17 +322,17 @@ class TestEarlyStop:
     def test_who_cannot_be_reached_is_ended(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(signals, "GRACE_SECONDS", 0.05)
         ended: list[str] = []
-        with EarlyStop(ended.append) as early:
+        with Signals(ended.append) as early:
             with pytest.raises(StoppedEarly):
                 signal.raise_signal(signal.SIGINT)
             assert wait_until(lambda: bool(ended))
-        with EarlyStop(ended.append) as early:
-            early.preparation_is_over()
-            assert wait_until(nobody_watches)
+        with Signals(ended.append) as early:
+            with early.training():
+                pass
             with pytest.raises(StoppedEarly):
                 signal.raise_signal(signal.SIGINT)
         monkeypatch.setattr(signals, "GRACE_SECONDS", 3600.0)  # the context is left before, on any machine
-        with EarlyStop(ended.append), pytest.raises(StoppedEarly):
+        with Signals(ended.append), pytest.raises(StoppedEarly):
             signal.raise_signal(signal.SIGTERM)
         assert wait_until(nobody_watches)
         assert ended == ["SIGINT"], "only the one whose context went on, and only before the first step"
@@ -340,8 +341,9 @@ class TestEarlyStop:
         before, seen = signal.getsignal(signal.SIGTERM), []
 
         def run() -> None:
-            with EarlyStop(print) as early:
-                early.preparation_is_over()
+            with Signals(print) as early:
+                with early.training():
+                    pass
                 seen.append(signal.getsignal(signal.SIGTERM) is before)
 
         thread = threading.Thread(target=run)
@@ -351,7 +353,7 @@ class TestEarlyStop:
 
 
 def nobody_watches() -> bool:
-    return all(thread.name != "gptlab-early-stop" for thread in threading.enumerate())
+    return all(thread.name != "gptlab-signals" for thread in threading.enumerate())
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> bool:

@@ -34,7 +34,7 @@ from gptlab.training import step as step_module
 from gptlab.training.checkpoint.load import checksum
 from gptlab.training.parallel.agreement import Agreement
 from gptlab.training.parallel.zero import Zero
-from gptlab.training.signals import Preemption
+from gptlab.training.signals import Signals
 from gptlab.training.state import TrainState
 from gptlab.training.step import LossFunction
 
@@ -45,7 +45,7 @@ def play(scene: dict[str, Any], port: int, rank: int) -> dict[str, Any]:
     os.environ |= {name: str(value) for name, value in (world | {"MASTER_PORT": port}).items()}
     weights: list[int] = []
     matrices: list[int] = []
-    stopping = Agreement if scene["ranks"] > 1 else Preemption
+    stopping = Agreement if scene["ranks"] > 1 else Signals
     gradients, update, step, orthogonalize = (
         step_module.gradients,
         step_module.update,

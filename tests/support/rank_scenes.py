@@ -77,7 +77,7 @@ def make_trouble(trouble: Mapping[str, Any]) -> None:
     if at in PLACES:
         around(*PLACES[at], lambda *args, **kwargs: send(trouble["signals"]))
     elif at is not None:
-        for stopping in (signals.Preemption, Agreement):  # the second overrides the first, and does not call it
+        for stopping in (signals.Signals, Agreement):
             around(stopping, "step", lambda stop, seconds, step: send(trouble["signals"]) if step == at else None)
     if "data" in trouble:
         break_data(**trouble["data"])

@@ -24,7 +24,7 @@ def noting(wait: Callable[..., None], step: int, note: Path) -> Callable[..., No
     """`wait`, which notes that training waits for the save of this step."""
 
     def noting_wait(saves: background.ConcurrentSaver, state: TrainState) -> None:
-        if saves.pending is not None and saves._request.step == step:
+        if saves.pending is not None and saves.pending.request.step == step:
             note.touch()
         wait(saves, state)
 

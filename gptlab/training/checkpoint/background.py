@@ -28,7 +28,7 @@ from gptlab.config.errors import UserError
 from gptlab.runtime.hardware.device import synchronize
 from gptlab.runtime.processes.distributed import Group
 from gptlab.training.checkpoint.format import CheckpointError, TensorSlice
-from gptlab.training.checkpoint.saver import CheckpointSaver, Request
+from gptlab.training.checkpoint.saver import CheckpointSaver, Request, RunOutput
 from gptlab.training.checkpoint.write import begin_save, complete_save, remove_tree, write_part
 from gptlab.training.state import TrainState
 
@@ -148,6 +148,7 @@ class Outcome(NamedTuple):
 class PendingSave:
     """A save in progress: this rank writes its slices, then rank 0 commits."""
 
+    request: Request
     group: Group
     submit: Callable[[Callable[[], Any]], Future[Any]]
     commit: Callable[[], list[str]]
@@ -228,31 +229,30 @@ def _problem(work: Future[Any]) -> str | None:
 
 
 @contextmanager
-def concurrent_saver(*shared: Any, device: torch.device | None) -> Iterator[ConcurrentSaver]:
-    """`device`: where the state is; None if training waits for every save. `shared`: as for CheckpointSaver."""
+def concurrent_saver(
+    output: RunOutput, about_run: dict[str, Any], device: torch.device | None
+) -> Iterator[ConcurrentSaver]:
+    """`device`: where the state is; None if training waits for every save."""
     with nullcontext() if device is None else BackgroundSaver(device) as background:
-        yield ConcurrentSaver(*shared, background=background)
+        yield ConcurrentSaver(**vars(output), about_run=about_run, background=background)
 
 
+@dataclass
 class ConcurrentSaver(CheckpointSaver):
     """Saves in the background, unless a save is required, and by several ranks together."""
 
-    def __init__(self, *shared: Any, background: BackgroundSaver | None) -> None:
-        """`background`: None if training waits for every save. `shared`: as for CheckpointSaver."""
-        super().__init__(*shared)
-        self.background = background
-        self.pending: PendingSave | None = None
-        """The save in progress."""
-        self._request: Request
-        """Of the last save that began."""
-        self._abandoned = False
+    background: BackgroundSaver | None = None
+    """None if training waits for every save."""
+    pending: PendingSave | None = None
+    """The save in progress."""
+    _abandoned: bool = False
 
     def checkpoint(self, state: TrainState, *, scheduled: bool = True) -> None:
         """Waits for an earlier save that is still in progress. UserError also if that one fails."""
         if self.pending is not None:
-            self._wait_for_earlier(state)
+            self._wait_for_earlier(state, self.pending.request.step)
         super().checkpoint(state, scheduled=scheduled)
-        if self._request.required or self.background is None:
+        if self.pending is not None and (self.pending.request.required or self.background is None):
             self.wait(state)
 
     def poll(self, state: TrainState) -> None:
@@ -299,7 +299,7 @@ class ConcurrentSaver(CheckpointSaver):
             elif save.writing is None:
                 self._advance(state, save, alone=True)
             else:
-                self._end(durable=False)
+                self._end(save, durable=False)
                 save.writing.result()
         except UserError as error:
             self.console.warn(str(error))
@@ -308,7 +308,7 @@ class ConcurrentSaver(CheckpointSaver):
                 save.remove()
 
     def _save(self, state: TrainState, request: Request) -> None:
-        self._request, background = request, None if request.required else self.background
+        background = None if request.required else self.background
         if self.group.size == 1 and background is None:
             super()._save(state, request)
             return
@@ -338,11 +338,11 @@ class ConcurrentSaver(CheckpointSaver):
             model, optimizer = background.snapshot(model, optimizer)
         if name is None:
             commit = self._commit(state, request, self._write_alone(request, saved, model, optimizer))
-            return PendingSave(group, submit, commit, committing=submit(commit))
+            return PendingSave(request, group, submit, commit, committing=submit(commit))
         temporary = folder / name
         commit = self._commit(state, request, partial(complete_save, temporary, saved, size=group.size))
         writing = submit(partial(write_part, temporary, model, optimizer, rank=group.rank, size=group.size))
-        return PendingSave(group, submit, commit, writing, temporary=temporary)
+        return PendingSave(request, group, submit, commit, writing, temporary=temporary)
 
     def _advance(self, state: TrainState, save: PendingSave, *, alone: bool = False) -> None:
         """Take the next stage of a pending save, after a wait if need be. `alone`: without the other ranks."""
@@ -351,21 +351,21 @@ class ConcurrentSaver(CheckpointSaver):
             outcome = save.advance(alone=alone)
         except BaseException:
             if save.writing is None:  # otherwise `abandon` waits for the thread and removes what was written
-                self._end(durable=False)
+                self._end(save, durable=False)
             raise
         finally:
             self.off_clock.checkpoint_seconds += time.perf_counter() - started
         if outcome is None:
             return
-        self._end(durable=outcome.durable, complaints=outcome.complaints)
+        self._end(save, durable=outcome.durable, complaints=outcome.complaints)
         if not outcome.durable:
-            self._not_saved(state, self._request, outcome.problem)
+            self._not_saved(state, save.request, outcome.problem)
 
-    def _end(self, *, durable: bool, complaints: Sequence[str] = ()) -> None:
+    def _end(self, save: PendingSave, *, durable: bool, complaints: Sequence[str] = ()) -> None:
         self.pending = None
         for line in complaints:
             self.console.warn(line)
-        self.metrics.release(lambda: self._log(self._request) if durable else None)
+        self.metrics.release(lambda: self._log(save.request) if durable else None)
 
     def _not_saved(self, state: TrainState, request: Request, problem: str) -> None:
         if self._abandoned:
@@ -377,8 +377,8 @@ class ConcurrentSaver(CheckpointSaver):
                 self.group.barrier("a failed save")  # to which rank 0 does not come: it says what is wrong
             raise
 
-    def _wait_for_earlier(self, state: TrainState) -> None:
-        earlier, started = self._request.step, time.perf_counter()
+    def _wait_for_earlier(self, state: TrainState, earlier: int) -> None:
+        started = time.perf_counter()
         self.wait(state)
         waited = time.perf_counter() - started
         if waited > _NOTICEABLE_SECONDS:

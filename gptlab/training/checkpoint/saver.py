@@ -45,8 +45,8 @@ class Request:
 
 
 @dataclass
-class CheckpointSaver:
-    """Every method is called by all ranks at the same place, unless it says otherwise."""
+class RunOutput:
+    """The settings of a run, and what it writes to."""
 
     config: RunConfig
     finish: Finish
@@ -55,6 +55,12 @@ class CheckpointSaver:
     metrics: MetricsLog
     off_clock: OffClock
     group: Group
+
+
+@dataclass
+class CheckpointSaver(RunOutput):
+    """Every method is called by all ranks at the same place, unless it says otherwise."""
+
     about_run: dict[str, Any]
     """What every state.json says of the run: its identity, and its implementations. Needed on rank 0 alone."""
     unscheduled_steps: set[int] = field(default_factory=set)

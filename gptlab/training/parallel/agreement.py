@@ -6,7 +6,7 @@ Every rank then evaluates, saves, stops and lowers its learning rate at the same
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -16,40 +16,32 @@ from gptlab.training.checkpoint.background import ConcurrentSaver
 from gptlab.training.checkpoint.load import checksum
 from gptlab.training.checkpoint.saver import CheckpointSaver
 from gptlab.training.faults import TrainingFailed
-from gptlab.training.signals import Preemption
+from gptlab.training.signals import Signals
 
 
-class Agreement(Preemption):
-    """A `Preemption` of several processes: one small all-reduce per step, after which all know of a signal to any."""
+class Agreement:
+    """What the loop asks of `Signals`, for several processes: one small all-reduce per step, after which all know of a
+    signal to any."""
 
-    def __init__(
-        self,
-        group: Group,
-        saves: CheckpointSaver,
-        answer: Callable[[str], None],
-        stop_now: Callable[[str], None] | None,
-    ) -> None:
-        super().__init__(answer, stop_now)
+    def __init__(self, signals: Signals, group: Group, saves: CheckpointSaver) -> None:
         assert isinstance(saves, ConcurrentSaver)
+        self._signals = signals
         self._group = group
         self._saves = saves
-        self._agreed: str | None = None
+        self.signal_name: str | None = None
+        """As "SIGTERM (rank 1)": with the rank that received it."""
 
     @property
     def requested(self) -> bool:
         """Whether any rank received a signal to stop."""
-        return self._agreed is not None
-
-    @property
-    def signal_name(self) -> str | None:
-        """As "SIGTERM (rank 1)": with the rank that received it."""
-        return self._agreed
+        return self.signal_name is not None
 
     def listen(self) -> None:
         """Exchange signals and the progress of saves, at a place that all ranks reach."""
         self._exchange(0.0)
 
     def step(self, step_seconds: float, step: int) -> float:
+        """As `Signals.step`: the seconds of rank 0."""
         seconds = self._exchange(step_seconds)
         self._group.at_step(step + 1)
         return seconds
@@ -60,15 +52,15 @@ class Agreement(Preemption):
         message = torch.zeros(1 + 2 * size, dtype=torch.float64)
         if self._group.is_main:
             message[0] = step_seconds
-        if self._signal is not None:
-            message[1 + rank] = self._signal.value
+        if self._signals.signal_name is not None:
+            message[1 + rank] = signal.Signals[self._signals.signal_name].value
         message[1 + size + rank] = self._saves.status()
         seconds, *told = self._group.sum(message, "end of step").tolist()
         signals, saves = told[:size], told[size:]
         self._saves.receive([int(status) for status in saves])
-        if self._agreed is None:
+        if self.signal_name is None:
             came = ((of, int(number)) for of, number in enumerate(signals) if number)
-            self._agreed = next((f"{signal.Signals(number).name} (rank {of})" for of, number in came), None)
+            self.signal_name = next((f"{signal.Signals(number).name} (rank {of})" for of, number in came), None)
         return float(seconds)
 
 

@@ -185,7 +185,7 @@ class TestOrder:
             def waiting(saves: Any, state: TrainState) -> None:
                 if saves.pending is not None:
                     clock.now += 500.0
-                    waited_for[saves._request.step].set()
+                    waited_for[saves.pending.request.step].set()
                 wait(saves, state)
 
             monkeypatch.setattr(ConcurrentSaver, "wait", waiting)

@@ -3,9 +3,12 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import asdict
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from gptlab.training.agenda import Finish
 from gptlab.training.recorder import Throughput
 from gptlab.training.state import LossEma
 
@@ -56,45 +59,37 @@ def test_a_resumed_mean_goes_on_bit_for_bit() -> None:
 
 def test_speed_by_hand() -> None:
     """1000 tokens in 0.5 s are 2000 tokens/s; at 3e6 FLOPs each that is 6e9 FLOP/s, 30% of a peak of 2e10."""
-    reading = Throughput(3e6, 2e10).step(1000, 0.5)
-    assert reading.tokens_per_second == 2000
-    assert reading.mfu == pytest.approx(0.3, rel=1e-15)
+    speed = Throughput(3e6, 2e10).speed(1000, 0.5)
+    assert speed.tokens_per_second == 2000
+    assert speed.mfu == pytest.approx(0.3, rel=1e-15)
 
 
 def test_an_unknown_peak_gives_no_utilization() -> None:
-    reading = Throughput(3e6, None).step(1000, 0.5)
-    assert reading.tokens_per_second == 2000
-    assert reading.mfu is None
+    speed = Throughput(3e6, None).speed(1000, 0.5)
+    assert speed.tokens_per_second == 2000
+    assert speed.mfu is None
 
 
 def test_a_clock_that_did_not_move_is_no_error() -> None:
-    assert Throughput(3e6, 2e10).step(1000, 0.0).tokens_per_second > 0
+    assert Throughput(3e6, 2e10).speed(1000, 0.0).tokens_per_second > 0
+
+
+def after(step: int, train_seconds: float = 0.0) -> Any:
+    """All of a TrainState that the time left depends on."""
+    return SimpleNamespace(step=step, train_seconds=train_seconds)
 
 
 def test_time_left_in_steps_by_hand() -> None:
     """Steps of 1 s and 2 s: the mean is (0.9 * 0.1 * 1 + 0.1 * 2) / 0.19 = 0.29 / 0.19 s."""
-    throughput = Throughput(1.0, None)
-    assert throughput.remaining_seconds(steps=10) is None
-    throughput.step(1, 1.0)
-    assert throughput.remaining_seconds(steps=10) == pytest.approx(10.0, rel=1e-14)
-    throughput.step(1, 2.0)
-    assert throughput.remaining_seconds(steps=10) == pytest.approx(10 * 0.29 / 0.19, rel=1e-14)
-    assert throughput.remaining_seconds(steps=0) == 0.0
+    throughput, finish = Throughput(1.0, None), Finish(steps=12, seconds=None)
+    throughput.step_seconds.update(1.0)
+    assert throughput.remaining_seconds(finish, after(2)) == pytest.approx(10.0, rel=1e-14)
+    throughput.step_seconds.update(2.0)
+    assert throughput.remaining_seconds(finish, after(2)) == pytest.approx(10 * 0.29 / 0.19, rel=1e-14)
+    assert throughput.remaining_seconds(finish, after(12)) == 0.0
 
 
 def test_time_left_in_seconds_needs_no_step() -> None:
-    throughput = Throughput(1.0, None)
-    assert throughput.remaining_seconds(seconds=12.5) == 12.5
-    assert throughput.remaining_seconds(seconds=-0.1) == 0.0, "the last step may end after the budget"
-    assert throughput.remaining_seconds() is None
-    assert throughput.remaining_seconds(steps=3, seconds=12.5) == 12.5
-    throughput.step(1, 2.0)
-    assert throughput.remaining_seconds(steps=3, seconds=12.5) == pytest.approx(6.0, rel=1e-14)
-    assert throughput.remaining_seconds(steps=9, seconds=12.5) == 12.5
-
-
-def test_a_whole_runs_reading_leaves_the_estimate_alone() -> None:
-    throughput = Throughput(2.0, 100.0)
-    throughput.step(1, 1.0)
-    assert throughput.reading(1000, 50.0).mfu == pytest.approx(0.4, rel=1e-15)
-    assert throughput.remaining_seconds(steps=1) == pytest.approx(1.0, rel=1e-14)
+    throughput, finish = Throughput(1.0, None), Finish(steps=None, seconds=20.0)
+    assert throughput.remaining_seconds(finish, after(3, 7.5)) == 12.5
+    assert throughput.remaining_seconds(finish, after(3, 20.1)) == 0.0, "the last step may end after the budget"

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import gc
 import inspect
 import os
@@ -9,12 +10,12 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from gptlab.training.faults import TrainingFailed, check_loss
-from gptlab.training.signals import Preemption
+from gptlab.training.signals import Signals
 from gptlab.training.step import QuietGarbageCollector
 
 
@@ -37,29 +38,37 @@ def test_infinity_is_broken_whatever_the_limit() -> None:
         check_loss(float("inf"), float("inf"))
 
 
+@contextlib.contextmanager
+def training(
+    answer: Callable[[str], None] = lambda name: None, stop_now: Callable[[str], None] | None = None
+) -> Iterator[Signals]:
+    with Signals(stop_now=stop_now) as signals, signals.training(answer):
+        yield signals
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_asks_and_a_second_sigterm_does_no_harm(number: signal.Signals) -> None:
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
-    with Preemption() as preemption:
-        assert not preemption.requested
-        assert preemption.signal_name is None
+    with training() as signals:
+        assert not signals.requested
+        assert signals.signal_name is None
         signal.raise_signal(number)
-        assert preemption.requested
-        assert preemption.signal_name == number.name
+        assert signals.requested
+        assert signals.signal_name == number.name
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGTERM)
-        assert preemption.signal_name == number.name, "the first one is what ended the run"
+        assert signals.signal_name == number.name, "the first one is what ended the run"
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
-    assert preemption.requested, "still known after the context"
+    assert signals.requested, "still known after the context"
 
 
 def test_the_first_signal_is_answered_and_a_second_interrupt_does_not_wait() -> None:
     """Contract: the answer does not wait for the main thread, and only Ctrl-C is somebody's impatience."""
     answered: list[str] = []
     insisted = threading.Event()
-    with Preemption(answered.append, lambda name: insisted.set()) as preemption:
+    with training(answered.append, lambda name: insisted.set()) as signals:
         signal.raise_signal(signal.SIGTERM)
-        preemption.wait_for_answer()
+        signals.wait_for_answer()
         assert answered == ["SIGTERM"]
         signal.raise_signal(signal.SIGTERM)
         assert not insisted.wait(0.1)
@@ -70,7 +79,7 @@ def test_the_first_signal_is_answered_and_a_second_interrupt_does_not_wait() -> 
 
 def test_without_a_way_to_end_the_process_a_second_interrupt_is_an_exception() -> None:
     """As in a notebook, whose process is not gptlab's to end."""
-    with Preemption():
+    with training():
         signal.raise_signal(signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
@@ -80,20 +89,20 @@ def test_the_interrupt_that_torchrun_repeats_is_not_a_second_one(monkeypatch: py
     """A terminal sends Ctrl-C to torchrun and its workers, and torchrun sends it to its workers again."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     insisted: list[str] = []
-    with Preemption(stop_now=insisted.append):
+    with training(stop_now=insisted.append):
         for _ in range(3):
             signal.raise_signal(signal.SIGINT)
         time.sleep(0.1)
-    with Preemption() as preemption:
+    with training() as signals:
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
-        assert preemption.requested
+        assert signals.requested
     assert insisted == []
 
 
 def test_handlers_come_back_after_an_error_too() -> None:
     before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(RuntimeError), Preemption():
+    with pytest.raises(RuntimeError), training():
         raise RuntimeError
     assert signal.getsignal(signal.SIGTERM) is before
 
@@ -102,7 +111,7 @@ def test_an_interrupt_after_the_context_is_an_interrupt_again() -> None:
     # A job in the background of a shell starts with SIGINT ignored, and Python leaves it so.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        with Preemption():
+        with training():
             pass
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
@@ -115,8 +124,8 @@ def test_outside_of_the_main_thread_nothing_is_installed() -> None:
     seen: list[object] = []
 
     def run() -> None:
-        with Preemption() as preemption:
-            seen.extend([preemption.requested, preemption.signal_name, signal.getsignal(signal.SIGTERM) is before])
+        with training() as signals:
+            seen.extend([signals.requested, signals.signal_name, signal.getsignal(signal.SIGTERM) is before])
 
     thread = threading.Thread(target=run)
     thread.start()
@@ -127,14 +136,14 @@ def test_outside_of_the_main_thread_nothing_is_installed() -> None:
 
 WAITING = """
 import time
-from gptlab.training.signals import Preemption
-with Preemption() as preemption:
+from gptlab.training.signals import Signals
+with Signals() as signals, signals.training():
     print("ready", flush=True)
     step = 0
-    while not preemption.requested:
+    while not signals.requested:
         time.sleep(0.2)
         step += 1
-    print(preemption.signal_name)
+    print(signals.signal_name)
 """
 
 
