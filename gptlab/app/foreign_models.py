@@ -28,8 +28,8 @@ from gptlab.data.tokenizer.tokenizer import (
 from gptlab.model.interop.hf_config import ARCHITECTURES, MODELLING_MODULE, WEIGHT_FILES, Form, export_config
 from gptlab.model.interop.hf_weights import read_hf_weights, read_nanogpt, to_transformers
 from gptlab.model.interop.pretrained import hf_pretrained, hub_repository, tokenizer_settings, with_vocabulary
+from gptlab.runtime.files.plain_file import to_json
 from gptlab.runtime.files.staged_folder import require_free, staged_folder
-from gptlab.runtime.files.strict_json import to_json
 from gptlab.runtime.files.tensor_file import write_bytes, write_tensors
 from gptlab.runtime.hardware.place import Peak, Place
 from gptlab.runtime.records.console import Console

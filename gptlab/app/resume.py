@@ -23,7 +23,7 @@ from gptlab.config.errors import UserError
 from gptlab.config.load import config_to_json
 from gptlab.config.run import RunConfig
 from gptlab.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
-from gptlab.runtime.files.strict_json import read_json_object
+from gptlab.runtime.files.plain_file import read_json_object
 from gptlab.runtime.processes.distributed import Group
 from gptlab.runtime.records.console import Console
 from gptlab.runtime.records.metrics import read_metrics

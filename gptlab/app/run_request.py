@@ -21,13 +21,13 @@ from gptlab.config.load import (
     differences,
     flatten,
     leaf_fields,
-    load_toml,
     rebuild,
     unknown_field,
 )
 from gptlab.config.recipes import OWN_TYPES, RECIPES, configure, own_arguments, recorded_arguments
 from gptlab.config.run import Compile, DType, Horizon, HorizonUnit, RunConfig
 from gptlab.config.scaling import Machine
+from gptlab.runtime.files.plain_file import load_toml
 
 DEFAULT_RECIPE = "quickstart"
 

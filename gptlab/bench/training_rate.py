@@ -19,7 +19,7 @@ from gptlab.data.tokenizer.tokenizer import load_tokenizer
 from gptlab.model.counting import flops_per_token
 from gptlab.model.gpt import GPT
 from gptlab.runtime.files.cache import cache_root
-from gptlab.runtime.files.strict_json import read_json_object, to_json, write_json_atomic
+from gptlab.runtime.files.plain_file import read_json_object, to_json, write_json_atomic
 from gptlab.runtime.hardware.device import device_name
 from gptlab.runtime.hardware.place import Place, place_of
 from gptlab.runtime.processes.distributed import World

@@ -23,7 +23,7 @@ from gptlab.data.rows import RowSource, make_rows, token_fate
 from gptlab.data.tokenizer.tokenizer import Tokenizer
 from gptlab.data.tokens.shards import TokenSplit
 from gptlab.runtime.files.cache import cache_root, damage, read_info
-from gptlab.runtime.files.strict_json import to_json
+from gptlab.runtime.files.plain_file import to_json
 from gptlab.runtime.records.console import Console
 
 USAGE = """\

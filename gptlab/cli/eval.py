@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from gptlab.cli.arguments.load_arguments import LoadArguments
 from gptlab.cli.arguments.parser import parse
 from gptlab.config.errors import NotNegative, Positive, check_fields
-from gptlab.runtime.files.strict_json import to_json
+from gptlab.runtime.files.plain_file import to_json
 
 if TYPE_CHECKING:
     from gptlab.app.loaded_run import LoadedRun

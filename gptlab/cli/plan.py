@@ -13,7 +13,7 @@ from gptlab.bench.training_rate import remembered_rate
 from gptlab.cli.arguments.parser import read_request
 from gptlab.config.run import RunConfig
 from gptlab.config.scaling import Machine
-from gptlab.runtime.files.strict_json import to_json
+from gptlab.runtime.files.plain_file import to_json
 from gptlab.runtime.hardware.device import device_name
 from gptlab.runtime.hardware.place import Peak, place_of
 

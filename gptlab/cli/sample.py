@@ -11,7 +11,7 @@ from gptlab.cli.arguments.load_arguments import LoadArguments
 from gptlab.cli.arguments.parser import parse
 from gptlab.config.errors import NotNegative, Positive, check_fields, require
 from gptlab.config.run import SampleConfig
-from gptlab.runtime.files.strict_json import to_json
+from gptlab.runtime.files.plain_file import to_json
 
 if TYPE_CHECKING:
     from gptlab.app.loaded_run import LoadedRun

@@ -1,4 +1,4 @@
-"""Configurations to and from JSON, TOML and overrides. A wrong name, type or value is refused by its name."""
+"""Configurations to and from JSON and overrides. A wrong name, type or value is refused by its name."""
 
 from __future__ import annotations
 
@@ -6,36 +6,23 @@ import dataclasses
 import functools
 import json
 import math
-import re
-import tomllib
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from gptlab.config.errors import ConfigError, UserError, bare, nearest_name, require_choice
-from gptlab.config.plain_file import read_plain
 from gptlab.config.run import RunConfig
 
 T = TypeVar("T")
 
 SCHEMA_VERSION = 1
 """Incremented when older files can no longer be read unchanged."""
-MAX_TOML_BYTES = 1 << 14
-"""All fields of a run take 4 kB."""
-MAX_TOML_KEY_PARTS = 16
-"""No field's name has more than 4. tomllib's time grows with the square of the parts: 8,000 of them take a second."""
 MAX_INT = 2**63 - 1
 """Larger amounts overflow in floats and tensors."""
 
 _MAY_HOLD_NUL = ("sample.prompts", "prompt")
 """Texts that a model continues. Other texts become paths or messages, which cannot contain a NUL."""
-
-_TOML_TEXT = re.compile(
-    r"""#[^\n]*|"{3}(?:\\.|[^\\])*?(?:"{3,5}|\Z)|"(?:\\.|[^"\\\n])*"?"""  # comments, """strings""", "strings"
-    r"""|'{3}.*?(?:'{3,5}|\Z)|'[^'\n]*'?""",  # '''strings''', 'strings'
-    re.DOTALL,
-)
 
 _LATER = ("parallel", "recipe_arguments", "eval.at_end", "runtime.coordinate_descent_tuning", "runtime.allocator")
 """Fields, and groups of fields, that older files of version 1 lack. Their defaults are the earlier behavior."""
@@ -86,22 +73,6 @@ def with_later_model_fields(model: Any) -> Any:
     if windowed and type(seq_len) is int and seq_len > 0:
         completed["window_tokens"] = max(1, seq_len // 2)
     return completed
-
-
-def load_toml(path: str | Path) -> dict[str, Any]:
-    """A TOML file as {dotted name: value}. Names may have dashes; the caller checks them."""
-    try:
-        text = read_plain(Path(path), MAX_TOML_BYTES).decode("utf-8")
-        keys_and_numbers = re.split(r"[=,{}\[\]\n]", _TOML_TEXT.sub("_", text))
-        if any(part.count(".") >= MAX_TOML_KEY_PARTS for part in keys_and_numbers):
-            raise RecursionError
-        return flatten(tomllib.loads(text))
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
-    except RecursionError:
-        raise UserError(f"{path} is not a configuration: nested too deep") from None
-    except ValueError as error:  # no TOML, no UTF-8, an integer of thousands of digits
-        raise UserError(f"{path} is not TOML: {error}") from error
 
 
 def apply_overrides(config: RunConfig, overrides: Mapping[str, Any]) -> RunConfig:

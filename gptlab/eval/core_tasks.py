@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from gptlab.config.errors import ConfigError, UserError
-from gptlab.config.plain_file import read_plain
 from gptlab.data.corpus.core_bundle import DATA, TASKS, TASKS_BYTES, core_folder
 from gptlab.runtime.files.cache import is_inside
+from gptlab.runtime.files.plain_file import read_plain
 
 Kind = Literal["multiple_choice", "schema", "language_modeling"]
 """One context and several continuations | several contexts and one continuation | a continuation to generate."""

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from gptlab.config.errors import UserError, one_line
 from gptlab.data.loader import StepBatch
-from gptlab.runtime.files.strict_json import write_json_atomic
+from gptlab.runtime.files.plain_file import write_json_atomic
 from gptlab.runtime.hardware.cpu import MachineLoad
 from gptlab.runtime.hardware.device import peak_memory_mb
 from gptlab.runtime.records.console import Console, clock_text

@@ -26,8 +26,8 @@ from oracle_checkpoint import fail_on_damage, flip, holds, save_small, tree
 
 from gptlab.config.errors import UserError
 from gptlab.runtime.files.cache import cached_folder
+from gptlab.runtime.files.plain_file import write_json_atomic
 from gptlab.runtime.files.staged_folder import staged_folder
-from gptlab.runtime.files.strict_json import write_json_atomic
 from gptlab.training.checkpoint.format import CheckpointError, list_checkpoints
 from gptlab.training.checkpoint.load import load_newest, verify_checkpoint
 from gptlab.training.checkpoint.retention import retain

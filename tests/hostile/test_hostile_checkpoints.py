@@ -24,7 +24,7 @@ from gptlab.config.errors import UserError
 from gptlab.config.load import config_to_json
 from gptlab.data.tokenizer.tokenizer import ByteTokenizer
 from gptlab.model.gpt import build_model
-from gptlab.runtime.files.strict_json import read_json_object, write_json_atomic
+from gptlab.runtime.files.plain_file import read_json_object, write_json_atomic
 from gptlab.runtime.records.metrics import AppendFile, read_metrics
 from gptlab.runtime.records.provenance import PATCH_NAME, ZIP_NAME
 from gptlab.runtime.records.run_directory import RunDirectory

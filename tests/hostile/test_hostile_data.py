@@ -20,7 +20,7 @@ from hostile_files import ANY_FILE, ANY_JSON, endless, hole, pipe, posix_only, r
 from tiny_runs import write_bundle
 
 from gptlab.config.errors import UserError, nearest_name, one_line
-from gptlab.config.load import apply_overrides, load_toml
+from gptlab.config.load import apply_overrides
 from gptlab.config.run import RunConfig
 from gptlab.data.corpus.core_bundle import unpack
 from gptlab.data.corpus.documents import open_corpus
@@ -38,6 +38,7 @@ from gptlab.data.tokens.foreign_files import TokenFile, find_token_files
 from gptlab.data.tokens.shards import Shard, TokenSplit, is_shard, load_array, shard_name
 from gptlab.eval.core_tasks import read_tasks
 from gptlab.runtime.files.cache import cached_folder, damage, is_inside, read_info
+from gptlab.runtime.files.plain_file import load_toml
 
 pytestmark = [posix_only, pytest.mark.timeout(60)]
 Harm = Callable[[Path], None]

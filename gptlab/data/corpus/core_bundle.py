@@ -11,9 +11,9 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from gptlab.config.errors import UserError
-from gptlab.config.plain_file import read_plain
 from gptlab.data.corpus.known_corpora import CORE, CORE_BUNDLE, web_path
 from gptlab.runtime.files.cache import MANIFEST, cached_folder, is_inside
+from gptlab.runtime.files.plain_file import read_plain
 from gptlab.runtime.records.console import Console
 
 TASKS = "core.yaml"

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gptlab.config.errors import UserError, cannot, nearest_name
-from gptlab.config.plain_file import open_plain, require_plain
+from gptlab.runtime.files.plain_file import open_plain, require_plain
 
 if TYPE_CHECKING:
     import pyarrow.parquet

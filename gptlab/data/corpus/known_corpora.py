@@ -26,7 +26,7 @@ from typing import Any
 
 from gptlab.config.errors import UserError
 from gptlab.runtime.files.cache import is_inside
-from gptlab.runtime.files.strict_json import read_json_object, write_json_atomic
+from gptlab.runtime.files.plain_file import read_json_object, write_json_atomic
 
 RECORD_SCHEMA = 1
 MISSING_SHOWN = 3

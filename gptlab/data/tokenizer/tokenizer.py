@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from gptlab.config.errors import UserError
-from gptlab.config.plain_file import read_plain
 from gptlab.config.run import TokenizerConfig
 from gptlab.data.tokenizer.base import CONFIG_FILE, FILE, MODEL, ByteTokenizer, CharTokenizer, Tokenizer, utf8
 from gptlab.data.tokenizer.bpe import BpeTokenizer, train_bpe
 from gptlab.data.tokenizer.gpt2 import gpt2_tokenizer, parse_merges, published_merges
+from gptlab.runtime.files.plain_file import read_plain
 from gptlab.runtime.files.restricted_pickle import read_plain_pickle
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from typing import IO, Any
 import numpy as np
 
 from gptlab.config.errors import UserError, cannot
-from gptlab.config.plain_file import open_plain, require_plain
+from gptlab.runtime.files.plain_file import open_plain, require_plain
 
 HEADER_BYTES = 1024
 # What numpy does not catch of the parsers that it reads a header with.

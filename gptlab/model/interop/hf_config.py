@@ -13,7 +13,7 @@ from typing import Any, Literal
 from gptlab.config.errors import ConfigError, UserError
 from gptlab.config.load import checked_value, leaf_fields, rebuild, with_later_model_fields
 from gptlab.config.model import Activation, ModelConfig
-from gptlab.runtime.files.strict_json import read_json_object
+from gptlab.runtime.files.plain_file import read_json_object
 
 CONFIG_FILE = "config.json"
 WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")

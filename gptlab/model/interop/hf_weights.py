@@ -24,11 +24,10 @@ from torch import Tensor
 
 from gptlab.config.errors import ConfigError, UserError, cannot
 from gptlab.config.model import ModelConfig
-from gptlab.config.plain_file import open_plain
 from gptlab.model.gpt import GPT
 from gptlab.model.interop.hf_config import FIXED, WEIGHT_FILES, Form, read_hf_config
 from gptlab.model.interop.torch_file import only_tensors, read_torch_file
-from gptlab.runtime.files.strict_json import read_json_object
+from gptlab.runtime.files.plain_file import open_plain, read_json_object
 
 MAX_HEADER_BYTES = 1 << 23
 """About 100 bytes a tensor: a model of 400 layers has 1 MB. The library takes 100 MB, and seconds to parse them."""

@@ -18,7 +18,7 @@ from gptlab.config.recipes.nanogpt import TINY_PRETRAINED
 from gptlab.config.run import RunConfig, TokenizerConfig, TokenizerKind
 from gptlab.data.tokenizer.tokenizer import Tokenizer, gpt2_tokenizer, load_tokenizer
 from gptlab.model.interop.hf_config import CONFIG_FILE, WEIGHT_FILES, model_config_of, read_hf_config
-from gptlab.runtime.files.strict_json import read_json_object
+from gptlab.runtime.files.plain_file import read_json_object
 from gptlab.runtime.records.run_directory import RunDirectory
 
 HUB_OWNER = "openai-community"

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from gptlab.config.errors import UserError
-from gptlab.config.plain_file import open_plain
+from gptlab.runtime.files.plain_file import open_plain
 
 MAX_PICKLE_BYTES = 1 << 24
 """Of data.pkl, everything but the tensors: GPT-2 XL with its moments has 1 MB."""

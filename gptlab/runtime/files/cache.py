@@ -33,8 +33,13 @@ from typing import TYPE_CHECKING, Any
 from filelock import FileLock, Timeout
 
 from gptlab.config.errors import UserError, cannot
-from gptlab.config.plain_file import open_plain
-from gptlab.runtime.files.strict_json import flush_to_disk, read_json_object, sync_directory, write_json_atomic
+from gptlab.runtime.files.plain_file import (
+    flush_to_disk,
+    open_plain,
+    read_json_object,
+    sync_directory,
+    write_json_atomic,
+)
 
 if TYPE_CHECKING:
     from gptlab.runtime.records.console import Console

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from gptlab.config.errors import UserError, cannot
-from gptlab.config.plain_file import read_plain
+from gptlab.runtime.files.plain_file import read_plain
 
 MAX_BYTES = 4 << 20
 """A table of 65,536 characters, all that uint16 tokens can have, takes 1.3 MB."""

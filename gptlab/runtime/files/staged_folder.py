@@ -15,7 +15,7 @@ from types import FrameType
 import psutil
 
 from gptlab.config.errors import UserError, cannot
-from gptlab.runtime.files.strict_json import sync_directory
+from gptlab.runtime.files.plain_file import sync_directory
 
 
 def require_free(target: Path) -> None:

@@ -24,8 +24,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from gptlab.config.plain_file import open_plain
-from gptlab.runtime.files.strict_json import flush_to_disk, parse_json
+from gptlab.runtime.files.plain_file import flush_to_disk, open_plain, parse_json
 
 # The names of the safetensors specification for the types that torch has.
 DTYPES: dict[str, torch.dtype] = {

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Literal, Self
 
 from gptlab.config.errors import UserError, cannot
-from gptlab.config.plain_file import open_plain
-from gptlab.runtime.files.strict_json import to_json
+from gptlab.runtime.files.plain_file import open_plain, to_json
 
 Kind = Literal["train", "eval", "sample", "core", "checkpoint", "event"]
 

@@ -29,7 +29,7 @@ from filelock import FileLock, Timeout
 
 from gptlab.config.errors import UserError, cannot
 from gptlab.config.load import flatten
-from gptlab.runtime.files.strict_json import read_json_object, sweep_temporaries, write_json_atomic
+from gptlab.runtime.files.plain_file import read_json_object, sweep_temporaries, write_json_atomic
 
 Status = Literal["running", "finished", "preempted", "failed"]
 

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from gptlab.config.errors import UserError
 from gptlab.config.model import ModelConfig
-from gptlab.config.plain_file import read_plain
 from gptlab.model.gpt import GPT
+from gptlab.runtime.files.plain_file import read_plain
 from gptlab.runtime.files.tensor_file import (
     DamagedFileError,
     FileRecord,

@@ -26,7 +26,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gptlab.runtime.files.strict_json import sync_directory
+from gptlab.runtime.files.plain_file import sync_directory
 from gptlab.runtime.files.tensor_file import DamagedFileError, write_bytes, write_tensors
 from gptlab.training.checkpoint.format import (
     KINDS,

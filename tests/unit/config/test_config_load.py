@@ -18,12 +18,12 @@ from gptlab.config.load import (
     config_to_json,
     differences,
     leaf_fields,
-    load_toml,
 )
 from gptlab.config.model import ModelConfig
 from gptlab.config.recipes import RECIPES, configure
 from gptlab.config.run import Horizon, RunConfig
 from gptlab.config.scaling import Machine
+from gptlab.runtime.files.plain_file import load_toml
 
 MACHINE = Machine(device="cpu", flops_per_second=1e11)
 

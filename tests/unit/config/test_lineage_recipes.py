@@ -34,7 +34,7 @@ from gptlab.config.scaling import Machine, lr_scale_for_batch, weight_decay_for_
 from gptlab.data.corpus.known_corpora import named_source
 from gptlab.model.gpt import build_model
 from gptlab.optim.schedule import lr_scale, muon_momentum, weight_decay_scale
-from gptlab.runtime.files.strict_json import read_json_object
+from gptlab.runtime.files.plain_file import read_json_object
 from gptlab.runtime.hardware.place import Peak
 
 MACHINE = Machine(device="cpu", flops_per_second=1e12)

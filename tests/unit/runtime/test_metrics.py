@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from gptlab.config.errors import UserError
-from gptlab.runtime.files.strict_json import to_json
+from gptlab.runtime.files.plain_file import to_json
 from gptlab.runtime.records.metrics import AppendFile, MetricsLog, read_metrics
 
 

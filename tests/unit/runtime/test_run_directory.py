@@ -19,7 +19,7 @@ import torch
 from filelock import FileLock
 
 from gptlab.config.errors import UserError
-from gptlab.runtime.files import strict_json
+from gptlab.runtime.files import plain_file
 from gptlab.runtime.hardware import cpu
 from gptlab.runtime.hardware.cpu import cpu_model
 from gptlab.runtime.hardware.place import Peak, Place
@@ -257,7 +257,7 @@ def test_json_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytes
     def full(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(strict_json.os, "fsync", full)
+    monkeypatch.setattr(plain_file.os, "fsync", full)
     with pytest.raises(UserError, match="No space left"):
         write_json_atomic(path, {"val_bpb": 1.0})
     assert path.read_bytes() == before

@@ -1,4 +1,9 @@
-"""JSON that any parser reads back bit for bit, and files of it that are complete or absent."""
+"""Plain files: untrusted ones read strictly, gptlab's own written whole.
+
+A path may be a pipe that nobody writes to, or a device that never ends; opening the one or reading the other would take
+forever. So a file is opened without blocking, and its type is checked before it is read. Symbolic links are followed,
+since the Hugging Face cache consists of them. JSON reads back bit for bit, in any parser.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +13,58 @@ import json
 import math
 import os
 import re
+import stat
+import tomllib
+from io import BufferedReader
 from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
 from gptlab.config.errors import UserError, cannot
-from gptlab.config.plain_file import read_plain
+from gptlab.config.load import flatten
 
 MAX_JSON_BYTES = 1 << 24
 """The longest legitimate file, the record of a data set of 6,500 files, has 2 MB."""
 MAX_JSON_DEPTH = 100
 """No legitimate file is nested deeper than ten. Code that walks the values may then recurse."""
+MAX_TOML_BYTES = 1 << 14
+"""All fields of a run take 4 kB."""
+MAX_TOML_KEY_PARTS = 16
+"""No field's name has more than 4. tomllib's time grows with the square of the parts: 8,000 of them take a second."""
 
 _TEMPORARY = re.compile(r"\..+\.[0-9]+\.tmp")
+_TOML_TEXT = re.compile(
+    r"""#[^\n]*|"{3}(?:\\.|[^\\])*?(?:"{3,5}|\Z)|"(?:\\.|[^"\\\n])*"?"""  # comments, """strings""", "strings"
+    r"""|'{3}.*?(?:'{3,5}|\Z)|'[^'\n]*'?""",  # '''strings''', 'strings'
+    re.DOTALL,
+)
+_NONBLOCK = getattr(os, "O_NONBLOCK", 0)
+
+
+def open_plain(path: Path) -> BufferedReader:
+    """`path.open("rb")` for regular files; OSError for folders, pipes, sockets and devices, without blocking."""
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | _NONBLOCK))  # noqa: SIM115
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "it is no plain file", str(path))
+    return file
+
+
+def require_plain(path: Path) -> None:
+    """OSError unless the path is a regular file. For libraries that open it themselves."""
+    open_plain(path).close()
+
+
+def read_plain(path: Path, max_bytes: int) -> bytes:
+    """The content of a file of at most `max_bytes`; OSError for a larger one, which is not read."""
+    with open_plain(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > max_bytes:
+            raise OSError(errno.EFBIG, f"{size:,} bytes are more than the {max_bytes:,} that it can have", str(path))
+        content = file.read(size + 1)
+        if len(content) > size:
+            raise OSError(errno.EBUSY, "it grows while it is read", str(path))
+        return content
 
 
 def to_json(value: object, *, indent: int | None = None) -> str:
@@ -99,6 +143,22 @@ def parse_json(text: bytes) -> Any:
         if not level:
             return value
     raise ValueError("nested too deep")
+
+
+def load_toml(path: str | Path) -> dict[str, Any]:
+    """A TOML file as {dotted name: value}. Names may have dashes; the caller checks them."""
+    try:
+        text = read_plain(Path(path), MAX_TOML_BYTES).decode("utf-8")
+        keys_and_numbers = re.split(r"[=,{}\[\]\n]", _TOML_TEXT.sub("_", text))
+        if any(part.count(".") >= MAX_TOML_KEY_PARTS for part in keys_and_numbers):
+            raise RecursionError
+        return flatten(tomllib.loads(text))
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
+    except RecursionError:
+        raise UserError(f"{path} is not a configuration: nested too deep") from None
+    except ValueError as error:  # no TOML, no UTF-8, an integer of thousands of digits
+        raise UserError(f"{path} is not TOML: {error}") from error
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
