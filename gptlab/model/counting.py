@@ -22,7 +22,9 @@ _BY_MODULE = {
 def parameter_roles(model: GPT) -> dict[str, Role]:
     """{name: role}, all that the optimizer knows of the model. A shared table (tied head) is there once, as the
     embedding."""
-    return {name: _role(name, parameter.ndim) for name, parameter in model.named_parameters()}
+    shapes = {name: parameter.ndim for name, parameter in model.named_parameters()}
+    by_dimensions = {name: Role.MATRIX if ndim == 2 else Role.VECTOR for name, ndim in shapes.items()}
+    return {name: _BY_MODULE.get(name.split(".")[0], role) for name, role in by_dimensions.items()}
 
 
 def fused_rows(model: GPT) -> dict[str, tuple[int, ...]]:
@@ -30,13 +32,6 @@ def fused_rows(model: GPT) -> dict[str, tuple[int, ...]]:
     c = model.config
     kv = c.kv_heads * c.head_dim
     return {name: (c.n_embd, kv, kv) for name, _ in model.named_parameters() if name.endswith("qkv.weight")}
-
-
-def _role(name: str, ndim: int) -> Role:
-    by_module = _BY_MODULE.get(name.split(".")[0])
-    if by_module is not None and not name.endswith(".bias"):
-        return by_module
-    return Role.MATRIX if ndim == 2 else Role.VECTOR
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +67,9 @@ class FlopsPerToken:
 
 def parameter_counts(model: GPT) -> ParameterCounts:
     by_role = dict.fromkeys(Role, 0)
-    roles = parameter_roles(model)
-    for name, parameter in model.named_parameters():
-        by_role[roles[name]] += parameter.numel()
-    return ParameterCounts(
-        total=sum(by_role.values()),
-        by_role=by_role,
-        scaling=by_role[Role.MATRIX] + model.head.weight.numel(),
-    )
+    for name, role in parameter_roles(model).items():
+        by_role[role] += model.get_parameter(name).numel()
+    return ParameterCounts(sum(by_role.values()), by_role, scaling=by_role[Role.MATRIX] + model.head.weight.numel())
 
 
 def flops_per_token(model: GPT) -> FlopsPerToken:

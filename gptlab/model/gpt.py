@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from gptlab.config.model import ModelConfig
 from gptlab.model.attention import apply_rotary, cached_attention, rotary_tables
-from gptlab.model.head import softcap
+from gptlab.model.head import HeadLoss, softcap
 from gptlab.model.init import initial_weights
 from gptlab.model.kernels import ops
 from gptlab.model.kv_cache import KVCache
@@ -28,7 +28,8 @@ class Linear(nn.Linear):
     """A linear layer whose master weight is cast to the type of its input."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return ops.linear(x, self.weight, self.bias)
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return F.linear(x, self.weight.to(x.dtype), bias)
 
 
 class Embedding(nn.Embedding):
@@ -118,7 +119,7 @@ class MLP(nn.Module):
         self.out = Linear(config.mlp_width, config.n_embd, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return ops.mlp(x, self.up, self.out, self.activation)
+        return self.out(ops.ACTIVATIONS[self.activation](self.up(x)))
 
 
 class Block(nn.Module):
@@ -228,7 +229,8 @@ class GPT(nn.Module):
     def head_loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """Summed cross-entropy of hidden (B, T, C) against targets (B, T); 0-d."""
         x = self.final_norm(hidden.flatten(0, 1))
-        return ops.head_loss(x, self.head.weight, targets.flatten(), self.vocab_size, self.config.logit_softcap)
+        weight = self.head.weight.to(x.dtype)
+        return HeadLoss.apply(x, weight, targets.flatten(), self.vocab_size, self.config.logit_softcap)
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:

@@ -56,42 +56,36 @@ def kernel_library() -> Library | str | None:
     torch_folder = Path(torch.__file__).parent
     # No path of an installation gets into the library, so that its hash says what it computes and nothing else.
     maps = (f"-ffile-prefix-map={torch_folder}=torch", f"-ffile-prefix-map={_FOLDER}=gptlab")
-    flags = (*_FLAGS, f"-I{torch_folder / 'include'}", *maps)
-    libraries = [f"-L{torch_folder / 'lib'}", "-ltorch_cpu"]
+    places = [f"-I{torch_folder / 'include'}", *maps, f"-L{torch_folder / 'lib'}", "-ltorch_cpu"]
     if sys.platform == "darwin":  # elsewhere the loader takes the libtorch_cpu that is loaded already
-        libraries.append(f"-Wl,-rpath,{torch_folder / 'lib'}")
+        places.append(f"-Wl,-rpath,{torch_folder / 'lib'}")
     try:
-        return load_built(compiler, (*_SOURCES, _OPERATORS), flags, libraries)
-    except subprocess.TimeoutExpired as error:
-        return f"{compiler} did not finish within {error.timeout:.0f} s"
-    except subprocess.CalledProcessError as error:
-        return f"{compiler} failed: {_first_error(error)}"
-    except OSError as error:
-        where = f" ({error.filename})" if error.filename else ""
-        return f"it cannot be built in the cache: {error.strerror or error}{where}"
+        return load_built(compiler, (*_SOURCES, _OPERATORS), _FLAGS, places)
+    except (OSError, subprocess.SubprocessError) as error:
+        return _reason(error, compiler)
 
 
-def load_built(compiler: str, sources: Sequence[Path], flags: Sequence[str], libraries: Sequence[str] = ()) -> Library:
+def load_built(compiler: str, sources: Sequence[Path], flags: Sequence[str], places: Sequence[str] = ()) -> Library:
     """The shared library of these sources from the cache. It is built first if it is missing, damaged or does not load.
-    Raises OSError or SubprocessError if that fails."""
-    stem = library_stem(compiler, sources, (*flags, *libraries))
+    `places`: options that say where things are on this machine, and are no part of the library's name. Raises OSError
+    or SubprocessError if it cannot be built."""
+    stem = library_stem(compiler, sources, flags)
     folder = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or cache_root(None) / "compile") / "gptlab"
     found = _load_intact(folder, stem)
     if found is None:
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder / f"{stem}.lock"):  # several processes start at the same time
-            found = _load_intact(folder, stem) or _load(_build(compiler, sources, flags, libraries, folder, stem))
+            command = [compiler, *flags, "-shared", *map(str, sources), *places]
+            found = _load_intact(folder, stem) or _load(_build(command, folder, stem))
     return found
 
 
-def library_stem(compiler: str, sources: Sequence[Path], options: Sequence[str]) -> str:
-    """The first part of a library's name. The compiler's macros cover what -march=native and its defaults mean. Folders
-    of this installation are left out, so that every environment with the same torch finds one library."""
-    compile_options = [option for option in options if not option.startswith(("-l", "-L", "-Wl,"))]
-    macros = _run([compiler, *compile_options, "-dM", "-E", "-x", "c++", os.devnull])
+def library_stem(compiler: str, sources: Sequence[Path], flags: Sequence[str]) -> str:
+    """The first part of a library's name: every environment with the same torch finds one library. The compiler's
+    macros cover what -march=native and its defaults mean."""
+    macros = _run([compiler, *flags, "-dM", "-E", "-x", "c++", os.devnull])
     texts = [source.read_bytes() for source in (*sources, *_HEADERS)]
-    named = " ".join(option for option in options if not option.startswith(("-I", "-L", "-ffile-prefix-map=")))
-    key = hashlib.sha256(b"\0".join([macros, torch.__version__.encode(), named.encode(), *texts]))
+    key = hashlib.sha256(b"\0".join([macros, torch.__version__.encode(), " ".join(flags).encode(), *texts]))
     return f"kernels-{key.hexdigest()[:16]}"
 
 
@@ -116,12 +110,10 @@ def _name(stem: str, path: Path) -> str:
     return f"{stem}-{hashlib.sha256(path.read_bytes()).hexdigest()[:_HASH_DIGITS]}.so"
 
 
-def _build(
-    compiler: str, sources: Sequence[Path], flags: Sequence[str], libraries: Sequence[str], to: Path, stem: str
-) -> Path:
+def _build(command: list[str], to: Path, stem: str) -> Path:
     with tempfile.TemporaryDirectory(dir=to) as folder:
         built = Path(folder, "built.so")
-        _run([compiler, *flags, "-shared", *map(str, sources), *libraries, "-o", str(built)])
+        _run([*command, "-o", str(built)])
         with built.open("rb") as file:
             os.fsync(file.fileno())
         return built.replace(to / _name(stem, built))
@@ -131,8 +123,14 @@ def _run(command: list[str]) -> bytes:
     return subprocess.run(command, check=True, capture_output=True, timeout=_BUILD_TIMEOUT_SECONDS).stdout
 
 
-def _first_error(error: subprocess.CalledProcessError) -> str:
-    """The compiler's first error message, else how it ended."""
-    lines = [line.strip() for line in error.stderr.decode(errors="replace").splitlines() if line.strip()]
-    first = next((line for line in lines if "error" in line), lines[0] if lines else f"exit code {error.returncode}")
-    return first[:300]
+def _reason(error: OSError | subprocess.SubprocessError, compiler: str) -> str:
+    """Why there is no library: the compiler's first error message, else how it ended."""
+    if isinstance(error, subprocess.TimeoutExpired):
+        return f"{compiler} did not finish within {error.timeout:.0f} s"
+    if isinstance(error, subprocess.CalledProcessError):
+        lines = [line.strip() for line in error.stderr.decode(errors="replace").splitlines() if line.strip()]
+        ended = lines[0] if lines else f"exit code {error.returncode}"
+        return f"{compiler} failed: {next((line for line in lines if 'error' in line), ended)[:300]}"
+    assert isinstance(error, OSError)
+    where = f" ({error.filename})" if error.filename else ""
+    return f"it cannot be built in the cache: {error.strerror or error}{where}"

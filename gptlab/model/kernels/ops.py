@@ -1,12 +1,10 @@
-"""How each part of a model is computed. This is the one place that chooses an implementation.
+"""How the parts of a model are computed that have several implementations. This is the one place that chooses.
 
-    linear      PyTorch
-    mlp         PyTorch; a new activation is one entry of `ACTIVATIONS`
-    attention   the C++ kernel (float32 on a CPU, without dropout), scaled_dot_product_attention (full attention on a
-                GPU), or blocks of queries (everything else)
-    head_loss   loss and gradient in one pass, a slice of the logits at a time
+    ACTIVATIONS   PyTorch; a new activation is one entry
+    attention     the C++ kernel (float32 on a CPU, without dropout), scaled_dot_product_attention (full attention on a
+                  GPU), or blocks of queries (everything else)
 
-Shapes: B sequences, T positions, C channels, H query heads, G key-value heads, D head width, P padded vocabulary.
+Shapes: B sequences, T positions, H query heads, G key-value heads, D head width.
 """
 
 from __future__ import annotations
@@ -15,11 +13,10 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from gptlab.config.model import Activation
 from gptlab.model.attention import blocked_attention
-from gptlab.model.head import HeadLoss
 
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "relu2": lambda x: F.relu(x).square(),
@@ -30,16 +27,6 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 _attention_kernel: Callable[[Tensor, int, int | None], Tensor] | None = None
 """The C++ kernel of this process, once `load_kernels` has loaded it. Not a cached function: torch.compile would trace
 the loading."""
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x (..., inputs), weight (outputs, inputs) -> (..., outputs). Master weights are cast to the type of x."""
-    bias = None if bias is None else bias.to(x.dtype)
-    return F.linear(x, weight.to(x.dtype), bias)
-
-
-def mlp(x: Tensor, up: nn.Module, out: nn.Module, activation: Activation) -> Tensor:
-    return out(ACTIVATIONS[activation](up(x)))
 
 
 def attention(
@@ -67,14 +54,6 @@ def attention(
     return y.transpose(1, 2)
 
 
-def head_loss(x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, softcap: float | None) -> Tensor:
-    """Summed cross-entropy in nats of softcap(x @ weight.T) over all targets >= 0; 0-d.
-
-    x: (N, C); weight: (P, C), cast to the type of x; targets: (N,); entries from `vocab_size` on are padding.
-    """
-    return HeadLoss.apply(x, weight.to(x.dtype), targets, vocab_size, softcap)
-
-
 def suits_kernels(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the C++ kernels are for this device and compute type."""
     return device.type == "cpu" and dtype == torch.float32
@@ -94,12 +73,11 @@ def load_kernels(device: torch.device, dtype: torch.dtype) -> None:
 
 def missing_kernels(device: torch.device, dtype: torch.dtype) -> str | None:
     """A warning with the reason, if the C++ kernels suit but could not be built; otherwise None."""
-    if not suits_kernels(device, dtype):
+    if _attention_kernel is not None or not suits_kernels(device, dtype):
         return None
     from gptlab.model.kernels.library import kernel_library
 
-    problem = kernel_library()
-    if not isinstance(problem, str):
+    if not isinstance(problem := kernel_library(), str):
         return None
     return f"attention is computed without gptlab's C++ kernel, which is slower: {problem}"
 
