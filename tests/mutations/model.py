@@ -159,10 +159,8 @@ MUTATIONS = [
     ),
     Mutation(
         "nanoGPT's two norms of a block are swapped", "model/interop/hf_weights.py",
-        '"attention_norm": "ln_1",\n    "attention.qkv": "attn.c_attn",\n    "attention.out": "attn.c_proj",\n'
-        '    "mlp_norm": "ln_2"',
-        '"attention_norm": "ln_2",\n    "attention.qkv": "attn.c_attn",\n    "attention.out": "attn.c_proj",\n'
-        '    "mlp_norm": "ln_1"',
+        '"attention_norm": ("h.{}.ln_1",), "mlp_norm": ("h.{}.ln_2",)',
+        '"attention_norm": ("h.{}.ln_2",), "mlp_norm": ("h.{}.ln_1",)',
         ["test_import.py::test_a_nanogpt_checkpoint_gives_its_logits"],
         ["a nanoGPT checkpoint is loaded"],
     ),

@@ -12,8 +12,8 @@ written, but may be there.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -34,29 +34,26 @@ MAX_HEADER_BYTES = 1 << 23
 _SINGLE, _INDEX, _PICKLED = WEIGHT_FILES
 _WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
-_GPT2_BLOCK = {
-    "attention_norm": "ln_1",
-    "attention.qkv": "attn.c_attn",
-    "attention.out": "attn.c_proj",
-    "mlp_norm": "ln_2",
-    "mlp.up": "mlp.c_fc",
-    "mlp.out": "mlp.c_proj",
-}
-_NANOCHAT_BLOCK = {
-    "attention.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "attention.out": ("self_attn.o_proj",),
-    "mlp.up": ("mlp.fc1",),
-    "mlp.out": ("mlp.fc2",),
-}
+_MODULES: dict[Form, dict[str, tuple[str, ...]]] = {
+    "gpt2": {
+        "token_embedding": ("wte",), "position_embedding": ("wpe",), "final_norm": ("ln_f",), "head": ("lm_head",),
+        "attention_norm": ("h.{}.ln_1",), "mlp_norm": ("h.{}.ln_2",),
+        "attention.qkv": ("h.{}.attn.c_attn",), "attention.out": ("h.{}.attn.c_proj",),
+        "mlp.up": ("h.{}.mlp.c_fc",), "mlp.out": ("h.{}.mlp.c_proj",),
+    },
+    "nanochat": {
+        "token_embedding": ("model.embed_tokens",), "head": ("lm_head",),
+        "attention.qkv": tuple(f"model.layers.{{}}.self_attn.{part}_proj" for part in "qkv"),
+        "attention.out": ("model.layers.{}.self_attn.o_proj",),
+        "mlp.up": ("model.layers.{}.mlp.fc1",), "mlp.out": ("model.layers.{}.mlp.fc2",),
+    },
+}  # fmt: skip
+"""gptlab's module, without the layer: the form's, several where it keeps parts of the rows apart. GPT-2's without
+"transformer." in front."""
 _NANOGPT_SIZES = {
     "n_layer": "n_layer", "n_head": "n_head", "n_embd": "n_embd", "block_size": "seq_len", "vocab_size": "vocab_size",
 }  # fmt: skip
 """nanoGPT's name of a size, and gptlab's."""
-_HEAD_AND_TABLE: dict[Form, tuple[str, str]] = {
-    "gpt2": ("lm_head.weight", "wte.weight"),
-    "nanochat": ("lm_head.weight", "model.embed_tokens.weight"),
-    "gptlab": ("head.weight", "token_embedding.weight"),
-}
 
 
 def read_hf_weights(folder: Path, config: ModelConfig) -> dict[str, Tensor]:
@@ -142,15 +139,15 @@ def to_transformers(tensors: Mapping[str, Tensor], config: ModelConfig, form: Fo
     has them."""
     found: dict[str, Tensor] = {}
     qkv_rows = [heads * config.head_dim for heads in (config.n_head, config.kv_heads, config.kv_heads)]
-    for name, theirs in _names(config, form):
-        value = tensors.get(name)
-        if value is None:
-            weight = tensors[name.removesuffix("bias") + "weight"]
-            value = weight.new_zeros(weight.shape[0])
+    for name, shape in _shapes(config, form).items():
+        theirs = _theirs(name, form)
+        value = tensors[name] if name in tensors else next(iter(tensors.values())).new_zeros(shape)
         value = value[: config.vocab_size] if _is_table(name) else value
-        value = value.T if form == "gpt2" and _is_matrix(name) else value
+        value = value.T if form == "gpt2" and _is_matrix(name, shape) else value
         parts = value.split(qkv_rows) if len(theirs) > 1 else [value]
-        found |= {_written(one, form): part.contiguous() for one, part in zip(theirs, parts, strict=True)}
+        for one, part in zip(theirs, parts, strict=True):
+            prefix = "transformer." if form == "gpt2" and name != "head.weight" else ""
+            found[prefix + one] = part.contiguous()
     return found
 
 
@@ -175,15 +172,15 @@ def from_transformers(
             name.removeprefix("transformer."): value for name, value in tensors.items() if not name.endswith(masks)
         }
     if config.tied_head:
-        head, table = _HEAD_AND_TABLE[form]
+        head, table = (_theirs(name, form)[0] for name in ("head.weight", "token_embedding.weight"))
         twin, tied = given.pop(head, None), given.get(table)
         if twin is not None and tied is not None and not (twin.dtype == tied.dtype and torch.equal(twin, tied)):
             raise UserError(f"{head} differs from {table}, though the model's head is tied to its embedding")
-    shapes = _shapes(config)
     found = {}
-    for name, theirs in _names(config, form):
+    for name, shape in _shapes(config, form).items():
+        theirs = _theirs(name, form)
         label = " + ".join(theirs)
-        if name not in shapes:  # a bias, and the model has none: zeros are the same
+        if name.endswith(".bias") and not config.bias:  # zeros are the same
             value = given.pop(label, None)
             if value is not None and bool(value.any()):
                 raise UserError(f"the weights have {label}, but the model has no biases")
@@ -198,17 +195,45 @@ def from_transformers(
         value = torch.cat(parts) if len(parts) > 1 else parts[0]
         if value.dtype not in _WEIGHT_DTYPES or not bool(torch.isfinite(value).all()):
             raise UserError(f"the weights' {theirs[0]} holds values that are no finite numbers")
-        turned = form == "gpt2" and transposed and _is_matrix(name)
+        turned = form == "gpt2" and transposed and _is_matrix(name, shape)
         value = value.T if turned else value
-        wanted = (config.vocab_size, *shapes[name][1:]) if _is_table(name) else tuple(shapes[name])
-        if value.shape not in (wanted, shapes[name]):  # a table may come with its padding
-            sizes = [str(shape[::-1] if turned else shape) for shape in (tuple(value.shape), wanted)]
+        wanted = (config.vocab_size, *shape[1:]) if _is_table(name) else shape
+        if value.shape not in (wanted, shape):  # a table may come with its padding
+            sizes = [str(tuple(size)[:: -1 if turned else 1]) for size in (value.shape, wanted)]
             raise UserError(f"the weights' {label} has the shape {sizes[0]}, but the configuration asks for {sizes[1]}")
-        padding = shapes[name][0] - len(value)
-        found[name] = torch.cat((value, value.new_zeros(padding, *value.shape[1:]))) if padding else value.contiguous()
+        padding = value.new_zeros(shape[0] - len(value), *shape[1:])
+        found[name] = torch.cat((value, padding)) if len(padding) else value.contiguous()
     if given:
         raise UserError(f"the weights have {min(given)}, which a model of this configuration does not have")
     return found
+
+
+def _theirs(name: str, form: Form) -> tuple[str, ...]:
+    """The form's names of one of gptlab's weights."""
+    if form == "gptlab":
+        return (name,)
+    module, _, kind = name.rpartition(".")
+    layer = ""
+    if module.startswith("blocks."):
+        _, layer, module = module.split(".", 2)
+    return tuple(f"{one.format(layer)}.{kind}" for one in _MODULES[form][module])
+
+
+def _shapes(config: ModelConfig, form: Form) -> dict[str, tuple[int, ...]]:
+    """Of every weight, by gptlab's names; for "gpt2" with every bias, also if the model has none."""
+    with torch.device("meta"):
+        model = GPT(replace(config, bias=True) if form == "gpt2" else config)
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+def _is_table(name: str) -> bool:
+    """One row for each entry of the vocabulary."""
+    return name.split(".")[0] in ("token_embedding", "value_embeddings", "head")
+
+
+def _is_matrix(name: str, shape: tuple[int, ...]) -> bool:
+    """The weight of a linear layer in a block."""
+    return name.startswith("blocks.") and len(shape) == 2
 
 
 def _read_shards(folder: Path) -> dict[str, Tensor]:
@@ -239,46 +264,3 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
             return load_file(path)
     except SafetensorError as error:
         raise UserError(f"{path} is damaged: no complete safetensors file ({error})") from None
-
-
-def _names(config: ModelConfig, form: Form) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """gptlab's name of every weight, and the form's: several where it keeps parts of the rows apart. For "gpt2" without
-    "transformer." in front, and with every bias, also if the model has none."""
-    if form == "gpt2":
-        yield "token_embedding.weight", ("wte.weight",)
-        yield "position_embedding.weight", ("wpe.weight",)
-        for layer in range(config.n_layer):
-            for own, theirs in _GPT2_BLOCK.items():
-                for part in ("weight", "bias"):
-                    yield f"blocks.{layer}.{own}.{part}", (f"h.{layer}.{theirs}.{part}",)
-        yield "final_norm.weight", ("ln_f.weight",)
-        yield "final_norm.bias", ("ln_f.bias",)
-        if not config.tied_head:
-            yield "head.weight", (_HEAD_AND_TABLE[form][0],)
-        return
-    ends = dict(zip(_HEAD_AND_TABLE["gptlab"], _HEAD_AND_TABLE["nanochat"], strict=True))
-    for name in _shapes(config):
-        if form == "gptlab" or name in ends:
-            yield name, (ends[name] if form == "nanochat" else name,)
-        else:
-            number, _, part = name.removeprefix("blocks.").removesuffix(".weight").partition(".")
-            yield name, tuple(f"model.layers.{number}.{one}.weight" for one in _NANOCHAT_BLOCK[part])
-
-
-def _written(name: str, form: Form) -> str:
-    return f"transformer.{name}" if form == "gpt2" and name != _HEAD_AND_TABLE[form][0] else name
-
-
-def _shapes(config: ModelConfig) -> dict[str, torch.Size]:
-    with torch.device("meta"):
-        return {name: parameter.shape for name, parameter in GPT(config).named_parameters()}
-
-
-def _is_table(name: str) -> bool:
-    """One row for each entry of the vocabulary."""
-    return name in _HEAD_AND_TABLE["gptlab"] or name.startswith("value_embeddings.")
-
-
-def _is_matrix(name: str) -> bool:
-    """The weight of a linear layer in a block."""
-    return name.startswith("blocks.") and name.endswith("weight") and not name.endswith("norm.weight")
