@@ -9,6 +9,7 @@ from __future__ import annotations
 from gptlab.config.optim import OptimConfig
 from gptlab.config.recipes import tiny
 from gptlab.config.recipes.nanochat import model_for_depth, tiny_model
+from gptlab.config.recipes.tiny import tiny_form
 from gptlab.config.run import BatchConfig, DataConfig, EvalConfig, Horizon, RunConfig, TokenizerConfig, minutes
 from gptlab.config.scaling import muon_and_adamw
 
@@ -37,16 +38,7 @@ def autoresearch(*, depth: int = 8, horizon: Horizon = minutes(5)) -> RunConfig:
 def autoresearch_tiny(*, depth: int = tiny.DEPTH, horizon: Horizon = minutes(3)) -> RunConfig:
     """The same in three minutes on two cores: depth 4, width 128."""
     model = tiny_model(depth)
-    return RunConfig(
-        recipe="autoresearch-tiny",
-        model=model,
-        tokenizer=tiny.TOKENIZER,
-        data=tiny.tiny_data("packed"),
-        batch=tiny.BATCH,
-        horizon=horizon,
-        optim=_optimizer(model.n_embd),
-        eval=EvalConfig(at_start=False, tokens=tiny.EVAL_TOKENS),
-    )
+    return tiny_form(autoresearch(horizon=horizon), model, optim=_optimizer(model.n_embd))
 
 
 def _optimizer(n_embd: int) -> OptimConfig:

@@ -17,6 +17,7 @@ from gptlab.config.errors import require_positive
 from gptlab.config.model import ModelConfig
 from gptlab.config.optim import OptimConfig
 from gptlab.config.recipes import tiny
+from gptlab.config.recipes.tiny import tiny_form
 from gptlab.config.run import (
     BatchConfig,
     DataConfig,
@@ -115,16 +116,12 @@ def nanochat_tiny(
     It has everything of `nanochat` but CORE, whose tasks would have to be downloaded and are chance at this size.
     """
     model = tiny_model(depth, aspect=own.aspect_ratio, head_dim=own.head_dim)
-    return RunConfig(
-        recipe="nanochat-tiny",
+    return tiny_form(
+        nanochat(horizon=horizon or _ratio(own)),
+        model,
         recipe_arguments=_given(own, TINY),
-        model=model,
-        tokenizer=tiny.TOKENIZER,
-        data=tiny.tiny_data("packed"),
-        batch=BatchConfig(total_tokens=own.total_batch_size, micro_sequences=tiny.BATCH.micro_sequences),
-        horizon=horizon or _ratio(own),
+        batch=replace(tiny.BATCH, total_tokens=own.total_batch_size),
         optim=_optimizer(model, own),
-        runtime=_RUNTIME,
         eval=EvalConfig(every_steps=100, at_end=False, tokens=tiny.EVAL_TOKENS),
         sample=replace(_SAMPLE, every_steps=250),
     )

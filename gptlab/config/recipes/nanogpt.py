@@ -14,6 +14,7 @@ from dataclasses import replace
 from gptlab.config.model import GPT2_SIZES, ModelConfig
 from gptlab.config.optim import AdamWConfig, OptimConfig, ScheduleConfig
 from gptlab.config.recipes import tiny
+from gptlab.config.recipes.tiny import tiny_form
 from gptlab.config.run import (
     BatchConfig,
     CheckpointConfig,
@@ -112,13 +113,9 @@ def nanogpt_gpt2_124m_tiny(*, depth: int = tiny.DEPTH, horizon: Horizon = minute
     Learning rate, beta2 and share of warm-up are those that nanoGPT itself gives its small networks (the CPU example):
     with those of the 124M, made for 600,000 steps, the loss has hardly moved after 500.
     """
-    return RunConfig(
-        recipe="nanogpt/gpt2-124m-tiny",
-        model=_tiny_model(depth),
-        tokenizer=tiny.TOKENIZER,
-        data=tiny.tiny_data("random"),
-        batch=tiny.BATCH,
-        horizon=horizon,
+    return tiny_form(
+        nanogpt_gpt2_124m(horizon=horizon),
+        _tiny_model(depth),
         optim=_adamw(lr=1e-3, beta2=0.99),
         schedule=_cosine(100, horizon, of_steps=2000),
         eval=_both_losses(every_steps=100, tokens=tiny.EVAL_TOKENS),
@@ -153,14 +150,10 @@ def nanogpt_finetune_tiny(*, horizon: Horizon = minutes(1)) -> RunConfig:
     nanogpt/gpt2-124m-tiny --run-dir runs/nanogpt-gpt2-124m-tiny` writes, or of another run (`--init-from`). `--data`
     names the text to tune on; the default is the text that the weights were trained on.
     """
-    return replace(
+    return tiny_form(
         nanogpt_finetune(horizon=horizon),
-        recipe="nanogpt/finetune-tiny",
+        _tiny_model(tiny.DEPTH),
         init_from=TINY_PRETRAINED,
-        model=_tiny_model(tiny.DEPTH),
-        tokenizer=tiny.TOKENIZER,
-        data=tiny.tiny_data("random"),
-        batch=tiny.BATCH,
         eval=_both_losses(every_steps=25, tokens=tiny.EVAL_TOKENS),
     )
 

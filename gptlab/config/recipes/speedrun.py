@@ -7,12 +7,12 @@ modded-nanogpt.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 from gptlab.config.errors import require_positive
 from gptlab.config.model import ModelConfig
 from gptlab.config.optim import AdamWConfig, MuonConfig, OptimConfig, ScheduleConfig
 from gptlab.config.recipes import tiny
+from gptlab.config.recipes.tiny import tiny_form
 from gptlab.config.run import (
     BatchConfig,
     DataConfig,
@@ -56,15 +56,9 @@ def speedrun_muon_2024_10(*, depth: int = 12, horizon: Horizon = steps(STEPS)) -
 
 def speedrun_muon_2024_10_tiny(*, depth: int = tiny.DEPTH, horizon: Horizon = minutes(3)) -> RunConfig:
     """The same in three minutes on two cores: depth 4, width 128."""
-    return replace(
-        speedrun_muon_2024_10(horizon=horizon),
-        recipe="speedrun/muon-2024-10-tiny",
-        model=_model(depth, n_embd=tiny.WIDTH, n_head=tiny.WIDTH // tiny.HEAD_DIM, seq_len=tiny.SEQ_LEN),
-        tokenizer=tiny.TOKENIZER,
-        data=tiny.tiny_data("sequential"),
-        batch=tiny.BATCH,
-        eval=EvalConfig(every_steps=100, tokens=tiny.EVAL_TOKENS),
-    )
+    model = _model(depth, n_embd=tiny.WIDTH, n_head=tiny.WIDTH // tiny.HEAD_DIM, seq_len=tiny.SEQ_LEN)
+    evaluation = EvalConfig(every_steps=100, tokens=tiny.EVAL_TOKENS)
+    return tiny_form(speedrun_muon_2024_10(horizon=horizon), model, eval=evaluation)
 
 
 def _model(n_layer: int, *, n_embd: int, n_head: int, seq_len: int) -> ModelConfig:

@@ -3,7 +3,11 @@ validation set, context, batch, and about the same network."""
 
 from __future__ import annotations
 
-from gptlab.config.run import BatchConfig, DataConfig, Rows, TokenizerConfig
+from dataclasses import replace
+from typing import Any
+
+from gptlab.config.model import ModelConfig
+from gptlab.config.run import BatchConfig, DataConfig, Rows, RunConfig, TokenizerConfig
 
 DEPTH = 4
 HEAD_DIM = 64
@@ -16,6 +20,13 @@ EVAL_TOKENS = 131_072
 TOKENIZER = TokenizerConfig(kind="bpe", vocab_size=VOCAB_SIZE)
 BATCH = BatchConfig(total_tokens=2 * 16 * SEQ_LEN, micro_sequences=16)
 """Two micro-batches: gradients are accumulated, as in all four."""
+
+
+def tiny_form(of: RunConfig, model: ModelConfig, **changes: Any) -> RunConfig:
+    """A recipe with a tiny `model`, and what all tiny forms share. `changes`: fields of RunConfig."""
+    evaluation = replace(of.eval, tokens=EVAL_TOKENS)
+    shared = {"tokenizer": TOKENIZER, "data": tiny_data(of.data.rows), "batch": BATCH, "eval": evaluation}
+    return replace(of, recipe=f"{of.recipe}-tiny", model=model, **(shared | changes))
 
 
 def tiny_data(rows: Rows) -> DataConfig:
