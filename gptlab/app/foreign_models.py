@@ -35,7 +35,7 @@ from gptlab.runtime.hardware.place import Peak, Place
 from gptlab.runtime.records.console import Console
 from gptlab.runtime.records.metrics import read_metrics
 from gptlab.runtime.records.provenance import provenance, take_evidence
-from gptlab.runtime.records.run_directory import RunDirectory, RunIdentity, config_sha256, new_run_id
+from gptlab.runtime.records.run_directory import RunDirectory, identity, new_run_id
 from gptlab.training.checkpoint.write import save_checkpoint
 
 EVAL_TOKENS = 131_072
@@ -110,9 +110,9 @@ def write_run(foreign: ForeignModel, folder: str, data: Sequence[str], argv: Seq
     imported = {**foreign.notes, "fingerprint": weights_fingerprint(weights)}
     del record["data_fingerprint"]  # the training data is unknown
 
-    identity = RunIdentity(new_run_id(), config_to_json(config))
-    record |= {"imported": imported, "run_id": identity.id, "config_sha256": config_sha256(identity.config)}
-    state = {"step": 0, "train_seconds": 0.0, "imported": imported, "run": identity.to_json()}
+    of_run = identity(new_run_id(), config_to_json(config))
+    record |= {"imported": imported, "run_id": of_run["id"]}
+    state = {"step": 0, "train_seconds": 0.0, "imported": imported, "run": of_run}
 
     def contents(run: RunDirectory) -> None:
         tokenizer.save(run.tokenizer_path)
@@ -120,7 +120,7 @@ def write_run(foreign: ForeignModel, folder: str, data: Sequence[str], argv: Seq
         save_checkpoint(run.checkpoints_path, 0, model=weights, optimizer={}, state=state)
 
     with staged_folder(Path(folder)) as staged:
-        RunDirectory.create(staged, identity.config, record, contents=contents).set_status("finished")
+        RunDirectory.create(staged, of_run["config"], record, contents=contents).set_status("finished")
     n_parameters = sum(value.numel() for value in weights.values())
     console.line(
         f"{folder}: {model.n_layer} layers, width {model.n_embd}, {model.n_head} heads, context {model.seq_len}, "

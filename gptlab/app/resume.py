@@ -62,7 +62,7 @@ class Resumed(EarlierRun):
             )
         known = [record["data_fingerprint"]] if "data_fingerprint" in record else []
         if self.checkpoint is not None and (saved := saved_identity(self.checkpoint.state, self.checkpoint.path)):
-            known.append(saved.data_fingerprint)
+            known.append(saved["data_fingerprint"])
         for recorded in known:
             if recorded != session.data.fingerprint:
                 raise UserError(
@@ -297,6 +297,6 @@ def _record_resume(
     if facts["code_fingerprint"] != record.get("code_fingerprint"):
         run.write_files(evidence.code_files(f"code/resume-{len(resumes) + 1}"))
     saved = None if checkpoint is None else saved_identity(checkpoint.state, checkpoint.path)
-    run_id = recorded_id(run) or (saved.id if saved is not None else new_run_id())
+    run_id = recorded_id(run) or (saved["id"] if saved is not None else new_run_id())
     resume = {name: facts[name] for name in RESUME_FACTS}
     run.set_status("running", resumes=[*resumes, resume], run_id=run_id, config_sha256=config_sha256(run.read_config()))

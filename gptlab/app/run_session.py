@@ -27,10 +27,8 @@ from gptlab.runtime.records.metrics import MetricsLog
 from gptlab.runtime.records.provenance import Evidence
 from gptlab.runtime.records.run_directory import (
     RunDirectory,
-    config_sha256,
     default_run_path,
     identity_of,
-    new_run_id,
 )
 from gptlab.training.checkpoint.format import list_checkpoints
 from gptlab.training.checkpoint.saver import CheckpointSaver, RunOutput
@@ -133,8 +131,7 @@ def make_run_directory(session: Session, facts: Mapping[str, object], evidence: 
         session.data.tokenizer.save(run.tokenizer_path)
         run.write_files(evidence.files())
 
-    identity = {"run_id": new_run_id(), "config_sha256": config_sha256(values)}
-    return RunDirectory.create(path, values, {**facts, **identity}, contents=contents)
+    return RunDirectory.create(path, values, facts, contents=contents)
 
 
 def run_session(
@@ -185,7 +182,7 @@ def run_session(
 
 
 def _saver(session: Session, output: RunOutput) -> AbstractContextManager[CheckpointSaver]:
-    about_run = {"run": identity_of(output.run, session.data.fingerprint).to_json()} if output.group.is_main else {}
+    about_run = {"run": identity_of(output.run, session.data.fingerprint)} if output.group.is_main else {}
     background = output.config.checkpoint.background
     if output.group.size == 1 and not background:
         return nullcontext(CheckpointSaver(**vars(output), about_run=about_run))

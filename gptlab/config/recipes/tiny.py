@@ -25,7 +25,12 @@ BATCH = BatchConfig(total_tokens=2 * 16 * SEQ_LEN, micro_sequences=16)
 def tiny_form(of: RunConfig, model: ModelConfig, **changes: Any) -> RunConfig:
     """A recipe with a tiny `model`, and what all tiny forms share. `changes`: fields of RunConfig."""
     evaluation = replace(of.eval, tokens=EVAL_TOKENS)
-    shared = {"tokenizer": TOKENIZER, "data": tiny_data(of.data.rows), "batch": BATCH, "eval": evaluation}
+    shared: dict[str, Any] = {
+        "tokenizer": TOKENIZER,
+        "data": tiny_data(of.data.rows),
+        "batch": BATCH,
+        "eval": evaluation,
+    }
     return replace(of, recipe=f"{of.recipe}-tiny", model=model, **(shared | changes))
 
 

@@ -23,10 +23,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 import zipfile
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -94,20 +93,13 @@ def take_evidence(variables: Mapping[str, str]) -> Evidence:
 
 
 def begin_evidence() -> Future[Evidence]:
-    """`take_evidence` in a daemon thread: a slow nvidia-smi must hold up neither a start nor an end.
+    """`take_evidence` in another thread: a slow nvidia-smi must not hold up the start.
 
     Call it first of all: the sooner, the surer that the files are those that this process imports.
     """
-    evidence: Future[Evidence] = Future()
-    variables = dict(os.environ)
-
-    def take() -> None:
-        try:
-            evidence.set_result(take_evidence(variables))
-        except Exception as error:  # raised where somebody asks for the result
-            evidence.set_exception(error)
-
-    threading.Thread(target=take, name="gptlab-evidence", daemon=True).start()
+    thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="gptlab-evidence")
+    evidence = thread.submit(take_evidence, dict(os.environ))
+    thread.shutdown(wait=False)
     return evidence
 
 
@@ -166,15 +158,12 @@ def take_code(package: Path) -> CodeSnapshot:
     for name, content in sources.items():
         digest.update(f"{name}\0{len(content)}\0".encode() + content)
     commit, dirty = git_state(package)
-    files = {} if dirty is False else _beyond_commit(package, sources, dirty)
-    return CodeSnapshot(commit, dirty, digest.hexdigest(), files)
-
-
-def _beyond_commit(package: Path, sources: Mapping[str, bytes], dirty: bool | None) -> dict[str, bytes]:
-    """A patch to the commit, or the whole package where there is none."""
+    files: dict[str, bytes] = {}
     if dirty and (patch := _patch(package)) is not None:
-        return {PATCH_NAME: patch}
-    return {ZIP_NAME: _zipped(package.name, sources)}
+        files = {PATCH_NAME: patch}
+    elif dirty is not False:
+        files = {ZIP_NAME: _zipped(package.name, sources)}
+    return CodeSnapshot(commit, dirty, digest.hexdigest(), files)
 
 
 def _sources(package: Path) -> dict[str, bytes]:

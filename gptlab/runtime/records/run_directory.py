@@ -100,8 +100,8 @@ class RunDirectory:
                 run.require_free()
                 try:
                     run._remove(*_CREATED)  # of a process that was killed here
-                    started = {**provenance, "status": "running", "end": None, "failure": None}
-                    write_json_atomic(run.provenance_path, started)
+                    named = {"run_id": new_run_id(), "config_sha256": config_sha256(config_json)} | dict(provenance)
+                    write_json_atomic(run.provenance_path, named | {"status": "running", "end": None, "failure": None})
                     contents(run)
                     write_json_atomic(run.config_path, dict(config_json))
                 except BaseException:
@@ -240,30 +240,21 @@ def default_run_path(recipe: str, now: datetime, root: Path = Path("runs")) -> P
     return path
 
 
-@dataclass(frozen=True, slots=True)
-class RunIdentity:
-    """What every checkpoint of a run says of the run."""
-
-    id: str
-    config: Mapping[str, Any]
-    """The content of config.json."""
-    data_fingerprint: str | None = None
-    """None: unknown (an imported model)."""
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "config_sha256": config_sha256(self.config),
-            "config": dict(self.config),
-            "data_fingerprint": self.data_fingerprint,
-        }
+Identity = dict[str, Any]
+"""What a checkpoint says of its run: "id", "config" (the content of config.json) with "config_sha256", and
+"data_fingerprint", which is None where it is unknown (an imported model)."""
 
 
-def identity_of(run: RunDirectory, data_fingerprint: str) -> RunIdentity:
+def identity(run_id: str | None, config: Mapping[str, Any], data_fingerprint: str | None = None) -> Identity:
+    return {
+        "id": run_id, "config_sha256": config_sha256(config), "config": dict(config),
+        "data_fingerprint": data_fingerprint,
+    }  # fmt: skip
+
+
+def identity_of(run: RunDirectory, data_fingerprint: str) -> Identity:
     """What the run's next checkpoints say of it."""
-    run_id = recorded_id(run)
-    assert run_id is not None
-    return RunIdentity(run_id, run.read_config(), data_fingerprint)
+    return identity(recorded_id(run), run.read_config(), data_fingerprint)
 
 
 def new_run_id() -> str:
@@ -281,32 +272,37 @@ def recorded_id(run: RunDirectory) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def saved_identity(state: Mapping[str, Any], checkpoint: Path) -> RunIdentity | None:
+def saved_identity(state: Mapping[str, Any], checkpoint: Path) -> Identity | None:
     """The run that a checkpoint's state.json names; None if an older gptlab wrote it. UserError if it is malformed."""
     if "run" not in state:
         return None
     match state["run"]:
-        case {"id": str(run_id), "config_sha256": str(digest), "config": dict(config), "data_fingerprint": data} if (
-            digest == config_sha256(config) and isinstance(data, str | None)
-        ):
-            return RunIdentity(run_id, config, data)
+        case {
+            "id": str(run_id),
+            "config_sha256": digest,
+            "config": dict(config),
+            "data_fingerprint": None | str() as data,
+        }:
+            found = identity(run_id, config, data)
+            if found["config_sha256"] == digest:
+                return found
     raise UserError(f"cannot use {checkpoint}: what its state.json says of its run was not written by gptlab")
 
 
-def require_own(run: RunDirectory, saved: RunIdentity | None, checkpoint: Path) -> None:
+def require_own(run: RunDirectory, saved: Identity | None, checkpoint: Path) -> None:
     """UserError if a checkpoint names another run than its folder's."""
     own = recorded_id(run)
-    if saved is not None and own is not None and own != saved.id:
+    if saved is not None and own is not None and own != saved["id"]:
         raise UserError(
-            f"{checkpoint} is a checkpoint of another run ({saved.id[:12]}; this one is {own[:12]}): move it out of "
+            f"{checkpoint} is a checkpoint of another run ({saved['id'][:12]}; this one is {own[:12]}): move it out of "
             f"{checkpoint.parent}"
         )
 
 
-def edited_field(run: RunDirectory, saved: RunIdentity) -> str | None:
+def edited_field(run: RunDirectory, saved: Identity) -> str | None:
     """The first field of config.json that differs from what a checkpoint was trained with, as `seed = 3, not 2`; None
     if none does, apart from `FREE_FIELDS` and what `change_config` has recorded."""
-    now, then = flatten(run.read_config()), flatten(saved.config)
+    now, then = flatten(run.read_config()), flatten(saved["config"])
     recorded = _recorded_values(run)
     for name in (*then, *(name for name in now if name not in then)):
         values = (then.get(name), now.get(name))

@@ -26,7 +26,7 @@ from gptlab.runtime.hardware.place import Peak, Place
 from gptlab.runtime.records import provenance as provenance_module
 from gptlab.runtime.records import run_directory as run_directory_module
 from gptlab.runtime.records.provenance import CodeSnapshot, git_state, provenance
-from gptlab.runtime.records.run_directory import RunDirectory, default_run_path, write_json_atomic
+from gptlab.runtime.records.run_directory import RunDirectory, config_sha256, default_run_path, write_json_atomic
 
 CONFIG = {"schema_version": 1, "seed": 3}
 FACTS = {"device": "cpu", "start": "2026-01-01T00:00:00+00:00"}
@@ -52,9 +52,9 @@ def test_why_a_run_failed_is_the_first_reason_and_gone_once_it_is_resumed(tmp_pa
 def test_a_new_run_holds_its_configuration_and_provenance(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path / "a" / "b", CONFIG, FACTS)
     assert json.loads((tmp_path / "a" / "b" / "config.json").read_text()) == CONFIG
-    assert json.loads((tmp_path / "a" / "b" / "run.json").read_text()) == (
-        FACTS | {"status": "running", "end": None, "failure": None}
-    )
+    record = json.loads((tmp_path / "a" / "b" / "run.json").read_text())
+    names = {"run_id": record["run_id"], "config_sha256": config_sha256(CONFIG)}
+    assert record == FACTS | names | {"status": "running", "end": None, "failure": None}
     assert RunDirectory.open(run.path) == run
     assert run.read_config() == CONFIG
     assert {run.metrics_path.name, run.log_path.name, run.summary_path.name} == {
