@@ -55,25 +55,23 @@ SETTLED_NS = 2_000_000_000
 """A file written so shortly before it was hashed may be written again without a new time: clocks of file systems tick
 in 4 ms (Linux) to 2 s (FAT)."""
 
+_USER_CACHES = {"win32": ("LOCALAPPDATA", "AppData/Local"), "darwin": ("", "Library/Caches")}
+"""{platform: (variable that names the user's folder for caches, its usual place below the home folder)}."""
+
 
 def cache_root(cache_dir: str | None) -> Path:
     """`cache_dir`, else $GPTLAB_CACHE, else `gptlab` in this platform's folder for caches. UserError if that is needed
     and this user has no home folder."""
     chosen = cache_dir or os.environ.get("GPTLAB_CACHE")
     try:
-        return Path(chosen).expanduser() if chosen else _user_caches() / "gptlab"
+        if chosen:
+            return Path(chosen).expanduser()
+        variable, usual = _USER_CACHES.get(sys.platform, ("XDG_CACHE_HOME", ".cache"))
+        return Path(os.environ.get(variable) or Path.home() / usual, "gptlab")
     except RuntimeError:  # of pathlib: no HOME, and no entry in the password database
         raise UserError(
             "this user has no home folder to keep prepared tokens and compiled kernels in: set GPTLAB_CACHE to a folder"
         ) from None
-
-
-def _user_caches() -> Path:
-    if sys.platform == "win32":
-        return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 
 
 def cached_folder(
@@ -86,8 +84,12 @@ def cached_folder(
     if not folder.exists() or damage(folder) is not None:
         with cannot(f"keep the {what} in {folder.parent}"):
             folder.parent.mkdir(parents=True, exist_ok=True)
-            with locked(folder, what, console):
-                if not folder.exists() or _remove_damaged(folder, what, console):
+            with locked(folder, what, console):  # while this process waited, another one may have built it
+                if folder.exists() and (reason := damage(folder)) is not None:
+                    if console is not None:
+                        console.warn(f"damaged {what} in {folder} ({reason}): made again")
+                    shutil.rmtree(folder)
+                if not folder.exists():
                     _build(folder, build)
     return read_info(folder)
 
@@ -130,17 +132,6 @@ def read_info(folder: Path) -> dict[str, Any]:
     if not isinstance(info, dict):
         raise UserError(f"{folder / MANIFEST} is damaged: it says nothing of what is in the folder")
     return info
-
-
-def _remove_damaged(folder: Path, what: str, console: Console | None) -> bool:
-    """False for an intact folder: another process built it while this one waited for the lock."""
-    reason = damage(folder)
-    if reason is None:
-        return False
-    if console is not None:
-        console.warn(f"damaged {what} in {folder} ({reason}): made again")
-    shutil.rmtree(folder)
-    return True
 
 
 def _build(folder: Path, build: Callable[[Path], dict[str, Any]]) -> None:

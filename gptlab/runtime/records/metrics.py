@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import mmap
 import os
-import stat
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -14,6 +12,8 @@ from typing import Literal, Self
 
 from gptlab.config.errors import UserError, cannot
 from gptlab.runtime.files.plain_file import open_plain, to_json
+
+_OWN = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
 Kind = Literal["train", "eval", "sample", "core", "checkpoint", "event"]
 
@@ -28,10 +28,10 @@ class AppendFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._waiting = b""
-        self._error = OSError()
-        """Why lines wait."""
         with cannot(f"write {path}"):
-            self._file = os.fdopen(_open_own(path), "a+b", buffering=0)
+            # Links are refused: the file is truncated, and an untrusted run folder must not lead to a file of the
+            # user's. So are pipes, which have no end to seek.
+            self._file = open(path, "a+b", buffering=0, opener=lambda name, flags: os.open(name, flags | _OWN, 0o666))  # noqa: SIM115
             self._size = self._file.seek(0, os.SEEK_END)
             if self._size:
                 self._cut(self._size)
@@ -39,17 +39,16 @@ class AppendFile:
     def append(self, line: str) -> None:
         """Append `line` (without its newline)."""
         self._waiting += line.encode("utf-8", "replace") + b"\n"
-        self._drain()
+        with suppress(OSError):
+            self._drain()
 
     def position(self) -> int:
         """Bytes passed to the operating system so far, for `truncate`. UserError while lines wait for the disk.
 
         A checkpoint that refers to them may survive a power cut, so it is published after a `sync`.
         """
-        self._drain()
-        if self._waiting:
-            with cannot(f"write {self.path}"):
-                raise self._error
+        with cannot(f"write {self.path}"):
+            self._drain()
         return self._size
 
     def sync(self) -> None:
@@ -78,15 +77,16 @@ class AppendFile:
                 self._file.close()
 
     def _drain(self) -> None:
+        """Write what waits. OSError while the disk refuses it; no line stays half-written."""
         written = 0
         try:
             while written < len(self._waiting):
                 written += self._file.write(self._waiting[written:])
-            self._size, self._waiting = self._size + written, b""
-        except OSError as error:
-            self._error = error
-            with suppress(OSError):  # no line stays half-written
+        except OSError:
+            with suppress(OSError):
                 self._file.truncate(self._size)
+            raise
+        self._size, self._waiting = self._size + written, b""
 
     def _cut(self, limit: int) -> None:
         """Remove what comes after the last newline among the first `limit` bytes."""
@@ -95,17 +95,6 @@ class AppendFile:
             with mmap.mmap(self._file.fileno(), limit, access=mmap.ACCESS_READ) as content:
                 self._size = content.rfind(b"\n") + 1
         self._file.truncate(self._size)
-
-
-def _open_own(path: Path) -> int:
-    """A descriptor to read and append. Links are refused: the file is truncated, and an untrusted run folder must not
-    lead to a file of the user's. So are pipes, which may never be read."""
-    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0)
-    descriptor = os.open(path, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0), 0o666)
-    if stat.S_ISFIFO(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "it is a pipe", str(path))
-    return descriptor
 
 
 class MetricsLog(AppendFile):
