@@ -9,6 +9,7 @@ from __future__ import annotations
 import codecs
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -68,17 +69,7 @@ def generate(
     return _generate(model, list(tokens), max_tokens, draw, bos_id, bos_id if stop_at_bos else None)
 
 
-def sample_text(
-    model: GPT,
-    tokenizer: Tokenizer,
-    prompt: str,
-    *,
-    max_tokens: int,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    seed: int = 0,
-    stop_at_bos: bool = True,
-) -> Iterator[str]:
+def sample_text(model: GPT, tokenizer: Tokenizer, prompt: str, *, seed: int = 0, **settings: Any) -> Iterator[str]:
     """Continue a text, piece by piece, without the prompt. Settings and errors are those of `generate`, but the draws
     depend on the seed and the prompt.
 
@@ -93,11 +84,7 @@ def sample_text(
         raise UserError("the prompt is empty, and this tokenizer has no BOS to start from: give a --prompt")
     # With one sequence of draws for all prompts, a weak model would continue all of them with the same words.
     own_seed = fold_seed(seed, zlib.crc32(prompt.encode()))
-    drawn = generate(
-        model, tokens, max_tokens=max_tokens, temperature=temperature, top_k=top_k, seed=own_seed, bos_id=bos_id,
-        stop_at_bos=stop_at_bos,
-    )  # fmt: skip
-    return _text_pieces(tokenizer, drawn)
+    return _text_pieces(tokenizer, generate(model, tokens, seed=own_seed, bos_id=bos_id, **settings))
 
 
 def sample_texts(

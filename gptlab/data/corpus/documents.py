@@ -258,8 +258,7 @@ def _several_files(
         files = folder_files(path)
     elif (named := named_source(source)) is not None:
         # The fingerprint is that of the same files in a folder: where they come from does not matter.
-        found = local_files(named, hub_files, root)
-        files = [DocumentFile(file.path, file.name, lenient=False, sha256=file.sha256) for file in found]
+        files = local_files(named, hub_files, root)
         text_column = named.known.text_column if named.known else text_column
     elif glob.has_magic(source):
         files = glob_files(str(path))

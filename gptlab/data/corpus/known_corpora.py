@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from gptlab.config.errors import UserError
+from gptlab.data.corpus.corpus_files import DocumentFile
 from gptlab.runtime.files.cache import is_inside
 from gptlab.runtime.files.plain_file import read_json_object, write_json_atomic
 
@@ -234,15 +235,6 @@ class Verified:
     mtime_ns: int
 
 
-@dataclass(frozen=True, slots=True)
-class LocalFile:
-    path: Path
-    name: str
-    """Its path in the repository."""
-    sha256: str | None
-    """Of its contents; None where the file was touched since it was verified."""
-
-
 @dataclass(slots=True)
 class HubRecord:
     repo: str
@@ -254,17 +246,17 @@ class HubRecord:
     """All that the glob matches, by path."""
     verified: dict[str, Verified] = field(default_factory=dict)
 
-    def local(self, name: str) -> LocalFile | None:
-        """The downloaded file, or None where it is not there, cut short, or was never verified."""
-        known = self.verified.get(name)
-        path = Path(self.folder) / name
+    def local(self, name: str) -> DocumentFile | None:
+        """The downloaded file, or None where it is not there, cut short, or was never verified. Its hash is known
+        unless it was touched since it was verified."""
+        known, path = self.verified.get(name), Path(self.folder) / name
         try:
             status = path.stat()
         except OSError:
             return None
         if known is None or status.st_size != self.files[name].n_bytes:
             return None
-        return LocalFile(path, name, known.sha256 if status.st_mtime_ns == known.mtime_ns else None)
+        return DocumentFile(path, name, False, known.sha256 if status.st_mtime_ns == known.mtime_ns else None)
 
 
 def record_path(place: HubFiles, root: Path) -> Path:
@@ -303,27 +295,24 @@ def write_record(place: HubFiles, record: HubRecord, root: Path) -> None:
     write_json_atomic(path, {"schema": RECORD_SCHEMA, **asdict(record)})
 
 
-def local_files(source: NamedSource, hub_files: int | None, root: Path) -> list[LocalFile]:
+def local_files(source: NamedSource, hub_files: int | None, root: Path) -> list[DocumentFile]:
     """The files that `source` stands for, in the order of their names. UserError where one is not on this machine."""
+    found: dict[str, DocumentFile | None] = {}
     if isinstance(source.place, WebFile):
         path = web_path(source.place, root)
-        if not path.is_file():
-            raise _not_here(source, hub_files, "it is not on this machine")
-        return [LocalFile(path, source.place.file, None)]
-    record = read_record(source.place, root)
-    if record is None:
-        raise _not_here(source, hub_files, "it is not on this machine")
-    train, val = source.wanted(record.files, hub_files)
-    found = {name: record.local(name) for name in (val if source.validation else train)}
-    missing = [name for name, file in found.items() if file is None]
-    if 0 < len(missing) < len(found):
+        found[source.place.file] = DocumentFile(path, source.place.file, lenient=False) if path.is_file() else None
+    elif (record := read_record(source.place, root)) is not None:
+        train, val = source.wanted(record.files, hub_files)
+        found = {name: record.local(name) for name in (val if source.validation else train)}
+    files = [file for file in found.values() if file is not None]
+    if files and len(files) == len(found):
+        return files
+    what = "it is not on this machine"
+    if files:
+        missing = [name for name, file in found.items() if file is None]
         shown = ", ".join(missing[:MISSING_SHOWN]) + (", ..." if len(missing) > MISSING_SHOWN else "")
-        raise _not_here(
-            source, hub_files, f"{len(missing)} of its {len(found)} files are not on this machine ({shown})"
-        )
-    if missing or not found:
-        raise _not_here(source, hub_files, "it is not on this machine")
-    return [file for file in found.values() if file is not None]
+        what = f"{len(missing)} of its {len(found)} files are not on this machine ({shown})"
+    raise _not_here(source, hub_files, what)
 
 
 def state(corpus: KnownCorpus, root: Path) -> str:

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -93,12 +94,10 @@ def _load_intact(folder: Path, stem: str) -> Library | None:
     """A library in the cache whose bytes match the hash in its name. Others are removed: the loader maps a truncated
     library without complaint, and the process dies by SIGBUS when it reaches what is missing."""
     for path in sorted(folder.glob(f"{stem}-*.so")):
-        try:
+        with suppress(OSError):  # unreadable, or this machine's loader refuses it
             if path.name == _name(stem, path):
                 return _load(path)
             path.unlink()
-        except OSError:  # unreadable, or this machine's loader refuses it
-            continue
     return None
 
 
