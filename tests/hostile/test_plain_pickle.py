@@ -160,30 +160,32 @@ def test_whatever_the_bytes_are_the_answer_is_plain_or_a_refusal(
 
 
 @pytest.mark.parametrize(
-    ("table", "message"),
+    "table",
     [
-        ([1, 2], "it holds a list, not a dict"),
-        ({}, "its vocab_size is missing"),
-        (table_of("ab", vocab_size=True), "its vocab_size is missing or no int"),
-        (table_of("ab", vocab_size="2"), "its vocab_size is missing or no int"),
-        (table_of("ab", stoi=None), "its stoi is missing or no dict"),
-        (table_of("ab", itos=["a", "b"]), "its itos is missing or no dict"),
-        (table_of("ab", vocab_size=3), "vocab_size is 3, itos has 2 entries and stoi 2"),
-        (table_of("", vocab_size=0), "vocab_size is 0"),
-        (table_of("ab", vocab_size=-1), "vocab_size is -1"),
-        (table_of("ab", itos={0: "a", 2: "b"}), "no single character for id 1"),
-        (table_of("ab", itos={0: "a", 1: "bc"}), "no single character for id 1"),
-        (table_of("ab", itos={0: "a", 1: 7}), "no single character for id 1"),
-        (table_of("ab", itos={0: "a", 1: "a"}), "id 1 is 'a', and stoi does not"),
-        (table_of("ab", stoi={"a": 1, "b": 0}), "id 0 is 'a', and stoi does not"),
-        (table_of("ab", stoi={"a": 0, "b": True}), "id 1 is 'b', and stoi does not"),
-        (table_of("a\ud800"), "half of a UTF-16 pair"),
+        [1, 2],
+        {},
+        table_of("ab", vocab_size=True),
+        table_of("ab", vocab_size="2"),
+        table_of("ab", stoi=None),
+        table_of("ab", itos=["a", "b"]),
+        table_of("ab", vocab_size=3),
+        table_of("ab", vocab_size=2**62),
+        table_of("", vocab_size=0),
+        table_of("ab", vocab_size=-1),
+        table_of("ab", itos={0: "a", 2: "b"}),
+        table_of("ab", itos={0: "a", 1: "bc"}),
+        table_of("ab", itos={0: "a", 1: 7}),
+        table_of("ab", itos={0: "a", 1: "a"}),
+        table_of("ab", itos={0: "a", 1: "b", 2: "c"}),
+        table_of("ab", stoi={"a": 1, "b": 0}),
+        table_of("ab", stoi={"a": 0, "b": 1, "c": 2}),
+        table_of("a\ud800"),
     ],
+    ids=repr,
 )
-def test_a_table_that_is_none_is_one_line(tmp_path: Path, table: Any, message: str) -> None:
+def test_a_table_that_is_none_is_one_line(tmp_path: Path, table: Any) -> None:
     path = tmp_path / "meta.pkl"
     path.write_bytes(pickle.dumps(table))
     with pytest.raises(UserError, match="is not a table of characters") as error:
         read_character_table(path)
-    assert message in str(error.value)
     assert "tokenizer.path" in str(error.value)
