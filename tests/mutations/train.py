@@ -354,7 +354,7 @@ MUTATIONS = [
         "the closing block has its keys in another order", "training/recorder.py",
         '"val_bpb": 6, "training_seconds": 1, "total_seconds": 1,',
         '"training_seconds": 1, "val_bpb": 6, "total_seconds": 1,',
-        ["test_train.py::TestRunFolder::test_resuming_a_finished_run_shows_its_end_and_changes_nothing"],
+        ["test_docs.py::TestContracts::test_closing_block"],
     ),
     Mutation(
         "a line of the closing block is indented", "training/recorder.py",
