@@ -106,12 +106,14 @@ def write_run(foreign: ForeignModel, folder: str, data: Sequence[str], argv: Seq
     )
     evidence = take_evidence(dict(os.environ))
     place = Place(torch.device("cpu"), torch.float32, torch.get_num_threads(), Peak(None, "unknown"))
-    record = provenance(argv, evidence.code, place, data_fingerprint="", tokenizer_fingerprint=tokenizer.fingerprint)
     imported = {**foreign.notes, "fingerprint": weights_fingerprint(weights)}
-    del record["data_fingerprint"]  # the training data is unknown
 
     of_run = identity(new_run_id(), config_to_json(config))
-    record |= {"imported": imported, "run_id": of_run["id"]}
+    others = {
+        "from": None, "world_size": 1, "tokenizer_fingerprint": tokenizer.fingerprint, "imported": imported,
+        "run_id": of_run["id"],
+    }  # fmt: skip
+    record = provenance(argv, evidence.code, place, others)
     state = {"step": 0, "train_seconds": 0.0, "imported": imported, "run": of_run}
 
     def contents(run: RunDirectory) -> None:

@@ -100,11 +100,13 @@ class Session:
 
     def provenance(self, argv: Sequence[str], code: CodeSnapshot, from_run: str | None = None) -> dict[str, object]:
         """What run.json says of this process."""
-        record = provenance(
-            argv, code, self.place, data_fingerprint=self.data.fingerprint,
-            tokenizer_fingerprint=self.data.tokenizer.fingerprint, world_size=self.group.size, from_run=from_run,
-        )  # fmt: skip
-        return record if self.start is None else record | {"init_from_fingerprint": self.start.fingerprint}
+        others = {
+            "from": from_run, "world_size": self.group.size, "data_fingerprint": self.data.fingerprint,
+            "tokenizer_fingerprint": self.data.tokenizer.fingerprint,
+        }  # fmt: skip
+        if self.start is not None:
+            others["init_from_fingerprint"] = self.start.fingerprint
+        return provenance(argv, code, self.place, others)
 
 
 def open_session(

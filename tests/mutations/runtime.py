@@ -92,10 +92,9 @@ MUTATIONS = [
         ["test_run_directory.py::test_default_names"],
     ),
     Mutation(
-        "run.json does not tell the data", "runtime/records/provenance.py",
-        '"data_fingerprint": data_fingerprint', '"data_fingerprint": tokenizer_fingerprint',
-        ["test_run_directory.py::test_provenance_tells_what_produced_the_numbers",
-         "test_train.py::TestRunFolder::test_provenance"],
+        "run.json does not tell the data", "app/session.py",
+        '"data_fingerprint": self.data.fingerprint', '"data_fingerprint": self.data.tokenizer.fingerprint',
+        ["test_train.py::TestRunFolder::test_provenance"],
     ),
     # --- metrics
     Mutation(

@@ -39,7 +39,7 @@ class PlainDisplay:
         self._pending = ""
         """The latest live text, where it was too soon to print it."""
 
-    def line(self, text: str, *, warning: bool = False) -> None:
+    def line(self, text: str, warning: bool = False) -> None:
         self._stream.write(text + "\n")
         self._stream.flush()
 
@@ -69,7 +69,11 @@ class Console:
         """`quiet`: print warnings and results only; log.txt is the same."""
         self._quiet = quiet
         self._stream = stream or sys.stdout or open(os.devnull, "w")  # noqa: SIM115 - pythonw has no sys.stdout
-        self._display = _make_display(self._stream)
+        self._display: PlainDisplay | TerminalDisplay = PlainDisplay(self._stream)
+        if self._stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown"):
+            from gptlab.runtime.records.terminal import TerminalDisplay  # rich takes 60 ms to import
+
+            self._display = TerminalDisplay(self._stream)
         self._lost = False
         """The stream refused a text: a pipe without a reader, a terminal that is gone."""
         self._log: AppendFile | None = None
@@ -101,7 +105,7 @@ class Console:
 
     def line(self, text: str) -> None:
         """Print and log."""
-        self._say(text, quietly=True)
+        self._say(text, shown=not self._quiet)
 
     def result(self, text: str) -> None:
         """Print and log, also in quiet mode: how a run ends."""
@@ -124,12 +128,12 @@ class Console:
         A terminal shows `parts` instead, where they are given: as many, from the first on, as fit its width.
         """
         self._record(_plain(text))
-        shown = self._printable
-        self._show(lambda display: display.live(shown(text), [shown(part) for part in parts]), quietly=True)
+        if not self._quiet:
+            self._show(self._display.live, self._printable(text), [self._printable(part) for part in parts])
 
     def settle(self) -> None:
         """Make the latest live text an ordinary line, and remove a bar."""
-        self._show(lambda display: display.settle())
+        self._show(self._display.settle)
 
     @contextmanager
     def busy(self, description: str) -> Iterator[None]:
@@ -142,16 +146,18 @@ class Console:
 
         def draw() -> None:
             while not over.wait(max(_BUSY_SECONDS, self._display.progress_seconds)):
-                self._show_progress(description, None, clock_text(time.monotonic() - started))
+                self._bar(description, None, clock_text(time.monotonic() - started))
 
         thread = threading.Thread(target=draw, name="gptlab-busy", daemon=True)
-        with self._bar(description):
-            thread.start()
-            try:
-                yield
-            finally:
-                over.set()
-                thread.join()
+        self.settle()
+        self._bar(description, None, "")
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+            self.settle()
 
     @contextmanager
     def progress(self, description: str, total: float | None, unit: str) -> Iterator[Progress]:
@@ -161,9 +167,13 @@ class Console:
         and the rate is printed and logged unless the work raises.
         """
         seconds = self._display.progress_seconds
-        progress = Progress(description, total, unit, show=self._show_progress, interval_seconds=seconds)
-        with self._bar(description):
+        progress = Progress(description, total, unit, show=self._bar, interval_seconds=seconds)
+        self.settle()
+        self._bar(description, None, "")
+        try:
             yield progress
+        finally:
+            self.settle()
         self.line(progress.closing_line())
 
     def close(self) -> None:
@@ -179,34 +189,26 @@ class Console:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _say(self, text: str, *, quietly: bool = False, warning: bool = False) -> None:
+    def _say(self, text: str, *, shown: bool = True, warning: bool = False) -> None:
         self._record(_plain(text))
-        self._show(lambda display: display.line(self._printable(text), warning=warning), quietly=quietly)
+        if shown:
+            self._show(self._display.line, self._printable(text), warning)
 
     def _record(self, text: str) -> None:
         with self._lock:
             (self._unlogged.append if self._log is None else self._log.append)(text)
 
-    @contextmanager
-    def _bar(self, description: str) -> Iterator[None]:
-        self.settle()
-        self._show_progress(description, None, "")
-        try:
-            yield
-        finally:
-            self.settle()
+    def _bar(self, description: str, share: float | None, figures: str) -> None:
+        if not self._quiet:
+            self._show(self._display.progress, self._printable(description), share, figures)
 
-    def _show_progress(self, description: str, share: float | None, figures: str) -> None:
-        self._show(lambda display: display.progress(self._printable(description), share, figures), quietly=True)
-
-    def _show(self, action: Callable[[PlainDisplay | TerminalDisplay], None], *, quietly: bool = False) -> None:
-        """Do `action` on the display; nothing once the stream is closed, since a run outlives its terminal. `quietly`:
-        nothing in quiet mode either."""
+    def _show(self, draw: Callable[..., None], *arguments: object) -> None:
+        """Draw on the display; nothing once the stream is closed, since a run outlives its terminal."""
         with self._lock:
-            if self._lost or self._stream.closed or (quietly and self._quiet):
+            if self._lost or self._stream.closed:
                 return
             try:
-                action(self._display)
+                draw(*arguments)
             except OSError:
                 self._lost = True
                 # What the stream still buffers would raise again when Python flushes it at exit.
@@ -234,7 +236,7 @@ class QuietConsole(Console):
     def _record(self, text: str) -> None:
         pass
 
-    def _show(self, action: Callable[[PlainDisplay | TerminalDisplay], None], *, quietly: bool = False) -> None:
+    def _show(self, draw: Callable[..., None], *arguments: object) -> None:
         pass
 
 
@@ -281,14 +283,6 @@ class Progress:
 
     def _amount(self, value: float) -> str:
         return f"{value / 1e6:,.1f} MB" if self.unit == "bytes" else f"{value:,.0f} {self.unit}"
-
-
-def _make_display(stream: TextIO) -> PlainDisplay | TerminalDisplay:
-    if os.environ.get("TERM") in ("dumb", "unknown") or not stream.isatty():
-        return PlainDisplay(stream)
-    from gptlab.runtime.records.terminal import TerminalDisplay  # rich takes 60 ms to import: only where it draws
-
-    return TerminalDisplay(stream)
 
 
 def _plain(text: str) -> str:

@@ -104,16 +104,9 @@ def begin_evidence() -> Future[Evidence]:
 
 
 def provenance(
-    argv: Sequence[str],
-    code: CodeSnapshot,
-    place: Place,
-    *,
-    data_fingerprint: str,
-    tokenizer_fingerprint: str,
-    world_size: int = 1,
-    from_run: str | None = None,
+    argv: Sequence[str], code: CodeSnapshot, place: Place, others: Mapping[str, object]
 ) -> dict[str, object]:
-    """The contents of run.json, status aside."""
+    """The contents of run.json, status aside, with `others` that the caller knows."""
     import torch
 
     from gptlab.runtime.hardware.device import device_name
@@ -124,7 +117,6 @@ def provenance(
         "git_dirty": code.dirty,
         "code_fingerprint": code.fingerprint,
         "argv": list(argv),
-        "from": from_run,
         "start": datetime.now(UTC).isoformat(timespec="seconds"),
         "python_version": platform.python_version(),
         "torch_version": _version("torch"),
@@ -137,9 +129,7 @@ def provenance(
         "threads": place.threads,
         "peak_flops_per_second": place.peak.flops_per_second,
         "peak_source": place.peak.source,
-        "data_fingerprint": data_fingerprint,
-        "tokenizer_fingerprint": tokenizer_fingerprint,
-        "world_size": world_size,
+        **others,
         "resumes": [],
     }
 

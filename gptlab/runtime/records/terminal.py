@@ -29,7 +29,7 @@ class TerminalDisplay:
         """What the live line should show; empty while a progress bar has its place."""
         self._drawn_at = float("-inf")
 
-    def line(self, text: str, *, warning: bool = False) -> None:
+    def line(self, text: str, warning: bool = False) -> None:
         self._console.print(Text(text, style="yellow" if warning else ""), soft_wrap=True)
 
     def live(self, text: str, parts: Sequence[str]) -> None:
