@@ -188,12 +188,12 @@ def value_from_text(annotation: Any, text: str, field: str) -> Any:
         return None
     if get_origin(leaf) is tuple:
         return (value_from_text(get_args(leaf)[0], text, field),)
+    value: Any = text
     if leaf is bool:
-        word = {"true": True, "on": True, "false": False, "off": False}.get(text.lower())
-        return checked_value(annotation, text if word is None else word, field)
-    if leaf in (int, float):
-        return checked_value(annotation, _number(leaf, text), field)
-    return checked_value(annotation, text, field)
+        value = {"true": True, "on": True, "false": False, "off": False}.get(text.lower(), text)
+    elif leaf in (int, float):
+        value = _number(leaf, text)
+    return checked_value(annotation, value, field)
 
 
 def wanted(annotation: Any) -> str:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Annotated, Literal
 
-from gptlab.config.errors import BelowOne, ConfigError, Positive, check_fields, require
+from gptlab.config.errors import BelowOne, ConfigError, Limit, Positive, check_fields, require
 
 Norm = Literal["rmsnorm", "layernorm"]
 Position = Literal["rope", "learned"]
@@ -41,7 +41,7 @@ class ModelConfig:
     """Hidden width of the MLP divided by n_embd."""
     norm: Norm = "rmsnorm"
     """rmsnorm (weightless) | layernorm (with weight, and bias where `bias`)."""
-    rmsnorm_eps: float = 2**-23
+    rmsnorm_eps: Annotated[float, Limit(lambda eps: 0 < eps < 1, "must be in (0, 1)")] = 2**-23
     """Added to the mean square under the root of every RMSNorm. 2^-23 = 1.19e-7, float32's machine epsilon, is
     PyTorch's default in float32, bfloat16 and float16 (autoresearch, nanochat). modded-nanogpt's record has 1e-6."""
     position: Position = "rope"
@@ -98,7 +98,6 @@ class ModelConfig:
         nearest = "".join(letter for letter in self.window_pattern.upper() if letter in "SL") or "L"
         reason = "only the letters S (window) and L (full) are known"
         require(known, "model.window_pattern", self.window_pattern, reason, nearest)
-        require(0.0 < self.rmsnorm_eps < 1.0, "model.rmsnorm_eps", self.rmsnorm_eps, "must be in (0, 1)")
         if self.window_tokens is not None and self.window_tokens > self.seq_len:
             reason = f"a window is at most seq_len = {self.seq_len}"
             raise ConfigError("model.window_tokens", self.window_tokens, reason, self.seq_len)

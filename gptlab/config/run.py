@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
-from gptlab.config.errors import ConfigError, NotNegative, Positive, check_fields, require, require_choice
+from gptlab.config.errors import ConfigError, Limit, NotNegative, Positive, check_fields, require, require_choice
 from gptlab.config.model import ModelConfig
 from gptlab.config.optim import OptimConfig, ScheduleConfig
 
@@ -19,6 +19,8 @@ DType = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 Compile = Literal["auto", "on", "off"]
 OnSaveFailure = Literal["stop", "continue"]
 ParallelMode = Literal["data", "sharded"]
+
+_NO_SPIKE = "must be greater than 1, or every step would be a spike"
 
 EXACT_WORLD_SIZES = (1, 2, 4, 8)
 """Numbers of processes that `exact_any_world_size` supports: those that halve down to one."""
@@ -89,7 +91,8 @@ class TokenizerConfig:
     kind: TokenizerKind = "bpe"
     """bpe (byte-level, trained on the corpus) | gpt2 (GPT-2's 50,257 entries) | char (the characters of the corpus) |
     byte (the 256 bytes)."""
-    vocab_size: int = 4096
+    # 256 bytes and one special token are the least a byte-level tokenizer can have.
+    vocab_size: Annotated[int, Limit(lambda n: n >= 257, "byte-level BPE needs 257 or more", 257)] = 4096
     """Entries of a bpe tokenizer, special tokens included."""
     max_digits: Positive[int] = 2
     """Maximum digits in one token."""
@@ -100,9 +103,6 @@ class TokenizerConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, "tokenizer.")
-        # 256 bytes and one special token are the least a byte-level tokenizer can have.
-        enough = self.vocab_size >= 257
-        require(enough, "tokenizer.vocab_size", self.vocab_size, "byte-level BPE needs 257 or more", 257)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +119,7 @@ class DataConfig:
     """The column (Parquet) or key (JSONL) that holds the text."""
     split: Split = "hash"
     """hash: a validation document is chosen by a hash of its content | tail: the end of the text (nanoGPT)."""
-    val_fraction: float = 0.05
+    val_fraction: Annotated[float, Limit(lambda share: 0 < share < 1, "must be between 0 and 1", 0.05)] = 0.05
     """Share of the corpus held out: of documents (hash) or of characters (tail)."""
     rows: Rows = "packed"
     """packed: rows start with BOS and hold documents, packed best-fit | sequential: contiguous chunks | random: uniform
@@ -135,7 +135,6 @@ class DataConfig:
     def __post_init__(self) -> None:
         check_fields(self, "data.")
         require(len(self.source) > 0, "data.source", self.source, "name at least one corpus", "stdlib")
-        require(0.0 < self.val_fraction < 1.0, "data.val_fraction", self.val_fraction, "must be between 0 and 1", 0.05)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,7 +239,7 @@ class FaultsConfig:
     first such step fails it."""
     max_skipped: NotNegative[int] | None = None
     """Maximum skipped updates in the whole run. None: no limit."""
-    spike_factor: float | None = None
+    spike_factor: Annotated[float, Limit(lambda factor: factor > 1, _NO_SPIKE, 2.0)] | None = None
     """A training loss above this many times the median of the last losses is a spike: the run rewinds to its last good
     checkpoint and continues with the data after the spike. None: never."""
     spike_window: Positive[int] = 128
@@ -250,9 +249,6 @@ class FaultsConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, "faults.")
-        greater = self.spike_factor is None or self.spike_factor > 1
-        reason = "must be greater than 1, or every step would be a spike"
-        require(greater, "faults.spike_factor", self.spike_factor, reason, 2.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

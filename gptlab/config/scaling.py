@@ -64,13 +64,9 @@ def shape_for_compute(
     arXiv:2203.15556).
     """
     size = {"aspect": aspect, "head_dim": head_dim, "vocab_size": vocab_size, "seq_len": seq_len}
-    best = shape_for_depth(1, **size)
-    for depth in range(2, 129):
-        shape = shape_for_depth(depth, **size)
-        if shape.flops_per_token * tokens_per_param * shape.scaling_params > total_flops:
-            break
-        best = shape
-    return best
+    shapes = [shape_for_depth(depth, **size) for depth in range(1, 129)]
+    costs = (shape.flops_per_token * tokens_per_param * shape.scaling_params for shape in shapes)
+    return shapes[max(0, sum(cost <= total_flops for cost in costs) - 1)]
 
 
 def adamw_lr_scale_for_width(n_embd: int) -> float:

@@ -219,7 +219,7 @@ MUTATIONS = [
     ),
     Mutation(
         "RMSNorm's eps is not PyTorch's", "config/model.py",
-        "rmsnorm_eps: float = 2**-23", "rmsnorm_eps: float = 1e-6",
+        "(0, 1)\")] = 2**-23", "(0, 1)\")] = 1e-6",
         ["test_model.py::test_rmsnorm_is_pytorchs_where_eps_is_left_to_it",
          "test_lineage_recipes.py::TestNumbers::test_are_the_documents"],
     ),

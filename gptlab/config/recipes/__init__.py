@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from typing import Any, get_type_hints
 
@@ -118,21 +118,17 @@ def applied_scaling(config: RunConfig, machine: Machine | None) -> list[str]:
     own = configure(config.recipe, depth=config.model.n_layer, horizon=config.horizon, machine=machine, own=given)
     if own.model.n_embd != config.model.n_embd:
         return []
-    return list(_scaling_rules(config, own, given.get("weight_decay", FULL.weight_decay)))
-
-
-def _scaling_rules(config: RunConfig, own: RunConfig, weight_decay: float) -> Iterator[str]:
-    width, tokens = own.model.n_embd, own.batch.total_tokens
+    rules, width, tokens = list[str](), own.model.n_embd, own.batch.total_tokens
     of_batch = f"(batch of {tokens:,} tokens, tuned at {REFERENCE_BATCH_TOKENS:,})"
     if config.optim.embedding == own.optim.embedding:
-        yield f"AdamW rates x {adamw_lr_scale_for_width(width):.3g} (width {width}, tuned at {REFERENCE_WIDTH})"
+        rules.append(f"AdamW rates x {adamw_lr_scale_for_width(width):.3g} (width {width}, tuned at {REFERENCE_WIDTH})")
         if own.recipe == "quickstart":
-            yield f"AdamW rates x {quickstart_adamw_scale(tokens):.3g} {of_batch}"
+            rules.append(f"AdamW rates x {quickstart_adamw_scale(tokens):.3g} {of_batch}")
     if own.recipe.startswith("nanochat"):
         if config.optim == own.optim and tokens != REFERENCE_BATCH_TOKENS:
-            yield f"all rates x {lr_scale_for_batch(tokens):.3g} {of_batch}"
-        if config.optim.muon.weight_decay == own.optim.muon.weight_decay:
-            yield (
-                f"weight decay {weight_decay:g} -> {own.optim.muon.weight_decay:.3g} "
-                f"(depth {own.model.n_layer}, tuned at {REFERENCE_DEPTH})"
-            )
+            rules.append(f"all rates x {lr_scale_for_batch(tokens):.3g} {of_batch}")
+        if (decay := config.optim.muon.weight_decay) == own.optim.muon.weight_decay:
+            unscaled = given.get("weight_decay", FULL.weight_decay)
+            depth = f"(depth {own.model.n_layer}, tuned at {REFERENCE_DEPTH})"
+            rules.append(f"weight decay {unscaled:g} -> {decay:.3g} {depth}")
+    return rules
