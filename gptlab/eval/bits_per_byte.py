@@ -55,17 +55,15 @@ def evaluate(
     sums are added in the order of the passes (and zeros of the ranks that did not compute them, which is exact).
 
     Every pass has the same shape (the last one is filled up with rows that do not count), so that a compiled model
-    compiles once. `module` computes the logits (default: `logits` itself, if it is a module) and is in evaluation mode
-    meanwhile. No random number is drawn. Raises UserError if there is nothing to evaluate.
+    compiles once. `module`, by default `logits` itself, is in evaluation mode meanwhile. No random number is drawn.
+    Raises UserError if there is nothing to evaluate.
     """
-    if module is None and isinstance(logits, nn.Module):
-        module = logits
     byte_count = torch.from_numpy(np.asarray(token_bytes, dtype=np.int64))
     group = group or Group()
     passes = -(-rows.rows_per_epoch // micro_sequences)
     # For each pass: nats, nats of tokens that stand for bytes, tokens, bytes (counts below 2^53).
     sums = torch.zeros(passes, 4, dtype=torch.float64)
-    with evaluation_mode(module) if module is not None else torch.no_grad():
+    with evaluation_mode(module or logits):
         # As many on every rank; those after the last are discarded. With sharded weights, a pass takes all ranks.
         for number in range(group.rank, -(-passes // group.size) * group.size, group.size):
             inputs, targets = _batch(rows, min(number, passes - 1) * micro_sequences, micro_sequences)
@@ -86,14 +84,15 @@ def evaluate(
 
 
 @contextmanager
-def evaluation_mode(module: nn.Module) -> Iterator[None]:
-    """Turn dropout and gradients off; afterwards, put every submodule back into the mode it was in.
+def evaluation_mode(module: object) -> Iterator[None]:
+    """Turn gradients off, and dropout if it is a module; afterwards, every submodule is in the mode it was in.
 
     `no_grad`, not `inference_mode`: tensors that a module caches meanwhile must stay usable in training.
     """
-    modes = [(part, part.training) for part in module.modules()]
-    module.eval()
+    modes = [(part, part.training) for part in (module.modules() if isinstance(module, nn.Module) else ())]
     try:
+        for part, _ in modes:
+            part.training = False
         with torch.no_grad():
             yield
     finally:

@@ -163,7 +163,7 @@ def score(
     # For every option: mean loss, and whether it is the greedy continuation. Zero on the ranks that do not score it.
     places = [0, *itertools.accumulate(len(question.options) for question in questions)]
     scored = torch.zeros(places[-1], 2, dtype=torch.float64)
-    with evaluation_mode(module) if module is not None else torch.no_grad():
+    with evaluation_mode(module):
         for inputs in itertools.islice(_passes(readers, max_pass_tokens), group.rank, None, group.size):
             asked = [(row, *reader) for row, tokens in enumerate(inputs) for reader in readers[tokens.tobytes()]]
             spans = [(row, questions[n].starts[o], questions[n].options[o]) for row, n, o in asked]

@@ -41,7 +41,7 @@ MUTATIONS = [
     ),
     Mutation(
         "dropout stays on in an evaluation", "eval/bits_per_byte.py",
-        "    module.eval()\n", "",
+        "part.training = False\n", "pass\n",
         ["test_bits_per_byte.py::test_leaves_modes_gradients_and_random_state_as_they_were",
          "test_core.py::test_leaves_modes_gradients_and_random_state_as_they_were"],
         ["`estimate_loss` in evaluation mode"],
