@@ -212,12 +212,10 @@ class GPT(nn.Module):
         x0 = self.dropout(x)
         x = x0.view_as(x0)  # another object, or torch.compile would compile the first block twice, for `x is x0`
         rotary = (self.cos[start:stop], self.sin[start:stop]) if self.config.position == "rope" else None
-        in_use: Sequence[Callable[..., Tensor]] = list(self.blocks) if blocks is None else blocks
-        for layer, block in enumerate(in_use):
+        for layer, block in enumerate(blocks or list(self.blocks)):
             lambdas = (self.residual_lambdas[layer], self.x0_lambdas[layer]) if self.config.residual_lambdas else None
-            value = None
-            if self.config.has_value_embedding(layer):
-                value = self.value_embeddings[str(layer)](tokens).to(x.dtype)
+            tables, name = self.value_embeddings, str(layer)
+            value = tables[name](tokens).to(x.dtype) if name in tables else None
             x = block(x, x0, lambdas, value, rotary, cache)
         return x
 

@@ -168,26 +168,17 @@ def _read_text(file: DocumentFile, skipped: Counter[str], digest: hashlib._Hash)
     yield text
 
 
-def _read_bytes(path: Path, digest: hashlib._Hash) -> bytes | bytearray:
-    if is_packed(path):
-        return _unpacked_bytes(path, digest, _most_bytes(path))
-    with cannot(f"read {path}"), open_plain(path) as stream:
-        if (size := os.fstat(stream.fileno()).st_size) > MAX_DOCUMENT_BYTES:
-            raise UserError(f"{path} has {size:,} bytes, and a text file is one document: make it JSONL")
-        data = stream.read()
-    digest.update(data)
-    return data
-
-
-def _unpacked_bytes(path: Path, digest: hashlib._Hash, most_bytes: int) -> bytearray:
-    data = bytearray()
+def _read_bytes(path: Path, digest: hashlib._Hash) -> bytearray:
+    """The content of a file that is one document."""
+    most_bytes, data = _most_bytes(path), bytearray()
+    too_many = f"more than {most_bytes:,} bytes, and a text file is one document"
     with _unpacked(path, digest) as stream:
+        if not is_packed(path) and path.stat().st_size > most_bytes:
+            raise UserError(f"{path} has {too_many}: make it JSONL")
         while chunk := stream.read1():
             data += chunk
             if len(data) > most_bytes:
-                raise DamagedFileError(
-                    f"{path} unpacks to more than {most_bytes:,} bytes, and a text file is one document"
-                )
+                raise DamagedFileError(f"{path} unpacks to {too_many}")
     return data
 
 
@@ -198,7 +189,7 @@ def _most_bytes(path: Path) -> int:
     return min(MAX_DOCUMENT_BYTES, max(BOMB_BYTES, BOMB_RATIO * path.stat().st_size))
 
 
-def _decode(data: bytes | bytearray, path: Path) -> str:
+def _decode(data: bytearray, path: Path) -> str:
     if b"\0" in data:
         raise NotTextError(f"{path} is a binary file (a NUL byte at offset {data.index(0)}); gptlab reads UTF-8 text")
     try:
