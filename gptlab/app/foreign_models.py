@@ -35,7 +35,7 @@ from gptlab.runtime.hardware.place import Peak, Place
 from gptlab.runtime.records.console import Console
 from gptlab.runtime.records.metrics import read_metrics
 from gptlab.runtime.records.provenance import provenance, take_evidence
-from gptlab.runtime.records.run_directory import RunDirectory, identity, new_run_id
+from gptlab.runtime.records.run_directory import RunDirectory, identity
 from gptlab.training.checkpoint.write import save_checkpoint
 
 EVAL_TOKENS = 131_072
@@ -108,7 +108,7 @@ def write_run(foreign: ForeignModel, folder: str, data: Sequence[str], argv: Seq
     place = Place(torch.device("cpu"), torch.float32, torch.get_num_threads(), Peak(None, "unknown"))
     imported = {**foreign.notes, "fingerprint": weights_fingerprint(weights)}
 
-    of_run = identity(new_run_id(), config_to_json(config))
+    of_run = identity(config_to_json(config))
     others = {
         "from": None, "world_size": 1, "tokenizer_fingerprint": tokenizer.fingerprint, "imported": imported,
         "run_id": of_run["id"],
@@ -118,7 +118,7 @@ def write_run(foreign: ForeignModel, folder: str, data: Sequence[str], argv: Seq
 
     def contents(run: RunDirectory) -> None:
         tokenizer.save(run.tokenizer_path)
-        run.write_files(evidence.files())
+        run.write_files(evidence.files)
         save_checkpoint(run.checkpoints_path, 0, model=weights, optimizer={}, state=state)
 
     with staged_folder(Path(folder)) as staged:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -33,7 +34,6 @@ from gptlab.runtime.records.run_directory import (
     change_config,
     config_sha256,
     edited_field,
-    new_run_id,
     recorded_id,
     require_own,
     saved_identity,
@@ -295,8 +295,9 @@ def _record_resume(
     earlier = record.get("resumes")
     resumes = earlier if isinstance(earlier, list) else []
     if facts["code_fingerprint"] != record.get("code_fingerprint"):
-        run.write_files(evidence.code_files(f"code/resume-{len(resumes) + 1}"))
+        own = f"code/resume-{len(resumes) + 1}"
+        run.write_files({f"{own}/{name}": content for name, content in evidence.code.files.items()})
     saved = None if checkpoint is None else saved_identity(checkpoint.state, checkpoint.path)
-    run_id = recorded_id(run) or (saved["id"] if saved is not None else new_run_id())
+    run_id = recorded_id(run) or (saved["id"] if saved is not None else uuid.uuid4().hex)
     resume = {name: facts[name] for name in RESUME_FACTS}
     run.set_status("running", resumes=[*resumes, resume], run_id=run_id, config_sha256=config_sha256(run.read_config()))

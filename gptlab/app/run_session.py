@@ -129,7 +129,7 @@ def make_run_directory(session: Session, facts: Mapping[str, object], evidence: 
 
     def contents(run: RunDirectory) -> None:
         session.data.tokenizer.save(run.tokenizer_path)
-        run.write_files(evidence.files())
+        run.write_files(evidence.files)
 
     return RunDirectory.create(path, values, facts, contents=contents)
 

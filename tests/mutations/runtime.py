@@ -57,13 +57,13 @@ MUTATIONS = [
     ),
     Mutation(
         "the code is not kept", "runtime/records/provenance.py",
-        'return {f"{folder}/{name}": content for name, content in self.code.files.items()}', "return {}",
+        'files |= {f"code/{name}": content for name, content in code.files.items()}', "pass",
         ["test_provenance.py::TestRun::test_keeps_code_environment_and_report"],
         ["A checkpoint has step, code, weights"],
     ),
     Mutation(
         "the GPU's report is not kept", "runtime/records/provenance.py",
-        'return files | ({} if self.gpu is None else {"gpu.txt": self.gpu.encode()})', "return files",
+        'files if gpu is None else files | {"gpu.txt": gpu.encode()}', "files",
         ["test_provenance.py::TestRun::test_keeps_code_environment_and_report"],
         ["The log says the torch and CUDA versions"],
     ),

@@ -30,7 +30,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import gptlab
 from gptlab.runtime.hardware.cpu import cpu_model
@@ -70,26 +70,20 @@ class CodeSnapshot:
     """What must be kept besides the commit: {name: contents}; empty for a clean tree."""
 
 
-@dataclass(frozen=True, slots=True)
-class Evidence:
+class Evidence(NamedTuple):
     """The code and environment of a process when it began."""
 
     code: CodeSnapshot
-    environment: str
-    gpu: str | None
-
-    def files(self) -> dict[str, bytes]:
-        """{path inside the run folder: contents}."""
-        files = {"environment.txt": self.environment.encode()} | self.code_files("code")
-        return files | ({} if self.gpu is None else {"gpu.txt": self.gpu.encode()})
-
-    def code_files(self, folder: str) -> dict[str, bytes]:
-        return {f"{folder}/{name}": content for name, content in self.code.files.items()}
+    files: Mapping[str, bytes]
+    """{path inside the run folder: contents}."""
 
 
 def take_evidence(variables: Mapping[str, str]) -> Evidence:
     """`variables`: of the environment when the process began; it sets some itself later."""
-    return Evidence(take_code(Path(gptlab.__file__).parent), environment_text(variables), gpu_report())
+    code, gpu = take_code(Path(gptlab.__file__).parent), gpu_report()
+    files = {"environment.txt": environment_text(variables).encode()}
+    files |= {f"code/{name}": content for name, content in code.files.items()}
+    return Evidence(code, files if gpu is None else files | {"gpu.txt": gpu.encode()})
 
 
 def begin_evidence() -> Future[Evidence]:

@@ -19,7 +19,7 @@ import re
 import shutil
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -96,17 +96,15 @@ class RunDirectory:
         with cannot(f"make the run folder {path}"):
             path.mkdir(parents=True, exist_ok=True)
         try:
-            with run.lock():
+            with run.lock(), ExitStack() as undo:
                 run.require_free()
-                try:
-                    run._remove(*_CREATED)  # of a process that was killed here
-                    named = {"run_id": new_run_id(), "config_sha256": config_sha256(config_json)} | dict(provenance)
-                    write_json_atomic(run.provenance_path, named | {"status": "running", "end": None, "failure": None})
-                    contents(run)
-                    write_json_atomic(run.config_path, dict(config_json))
-                except BaseException:
-                    run._remove(*_CREATED, _OWNER, _LOCK)  # the lock last: whoever opens it then finds a free folder
-                    raise
+                run._remove(*_CREATED)  # of a process that was killed here
+                undo.callback(run._remove, *_CREATED, _OWNER, _LOCK)  # the lock last: until then the folder is not free
+                named = {"run_id": uuid.uuid4().hex, "config_sha256": config_sha256(config_json)} | dict(provenance)
+                write_json_atomic(run.provenance_path, named | {"status": "running", "end": None, "failure": None})
+                contents(run)
+                write_json_atomic(run.config_path, dict(config_json))
+                undo.pop_all()
         except BaseException:
             if is_new:
                 with suppress(OSError):
@@ -245,20 +243,16 @@ Identity = dict[str, Any]
 "data_fingerprint", which is None where it is unknown (an imported model)."""
 
 
-def identity(run_id: str | None, config: Mapping[str, Any], data_fingerprint: str | None = None) -> Identity:
-    return {
-        "id": run_id, "config_sha256": config_sha256(config), "config": dict(config),
-        "data_fingerprint": data_fingerprint,
-    }  # fmt: skip
+def identity(config: Mapping[str, Any], data_fingerprint: str | None = None, *, run_id: str | None = None) -> Identity:
+    """`run_id`: None for a new one."""
+    digest = config_sha256(config)
+    run_id = run_id or uuid.uuid4().hex
+    return {"id": run_id, "config_sha256": digest, "config": dict(config), "data_fingerprint": data_fingerprint}
 
 
 def identity_of(run: RunDirectory, data_fingerprint: str) -> Identity:
     """What the run's next checkpoints say of it."""
-    return identity(recorded_id(run), run.read_config(), data_fingerprint)
-
-
-def new_run_id() -> str:
-    return uuid.uuid4().hex
+    return identity(run.read_config(), data_fingerprint, run_id=recorded_id(run))
 
 
 def config_sha256(values: Mapping[str, Any]) -> str:
@@ -283,7 +277,7 @@ def saved_identity(state: Mapping[str, Any], checkpoint: Path) -> Identity | Non
             "config": dict(config),
             "data_fingerprint": None | str() as data,
         }:
-            found = identity(run_id, config, data)
+            found = identity(config, data, run_id=run_id)
             if found["config_sha256"] == digest:
                 return found
     raise UserError(f"cannot use {checkpoint}: what its state.json says of its run was not written by gptlab")

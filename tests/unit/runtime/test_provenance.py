@@ -234,7 +234,7 @@ class TestGpuReport:
 
 class TestEvidence:
     def test_is_taken_beside_other_work(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        evidence = Evidence(CodeSnapshot(None, None, "f", {}), "", None)
+        evidence = Evidence(CodeSnapshot(None, None, "f", {}), {})
         go_on = threading.Event()
 
         def slow(variables: object) -> Evidence:
