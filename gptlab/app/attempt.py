@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gptlab.app.own_parts import OwnParts
 from gptlab.app.run_request import RunRequest, resume_command
 from gptlab.config.errors import UserError
 from gptlab.config.run import RunConfig
@@ -41,6 +43,12 @@ class Attempt:
     """The means of this process, and how far it has come. Signals and lost ranks end it from other threads."""
 
     console: Console
+    argv: Sequence[str]
+    """The command, for run.json."""
+    started: float
+    """time.perf_counter() when the program began."""
+    parts: OwnParts | None = None
+    """What a Python caller gives to the run beside its configuration."""
     catch: bool = True
     """Whether the process belongs to gptlab: failed training is then an exit code and not an exception."""
     config: RunConfig | None = None

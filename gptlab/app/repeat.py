@@ -90,12 +90,12 @@ class EarlierRun:
             record.saves.catch_up(state, checkpoint.path)
 
 
-def open_repeated(request: RunRequest, attempt: Attempt, parts: OwnParts) -> EarlierRun:
+def open_repeated(request: RunRequest, attempt: Attempt) -> EarlierRun:
     """The run that `request` names; `attempt` has the configuration to train again in a folder of its own."""
     assert request.from_run is not None
     run = RunDirectory.open(Path(request.from_run))
     require_trained(run)
-    require_same_parts(parts, run, "repeat", attempt.console)
+    require_same_parts(attempt, run, "repeat")
     attempt.config = repeated_config(request, run)
     return EarlierRun(run, asked=request.overrides)
 
@@ -145,10 +145,11 @@ def require_trained(run: RunDirectory) -> None:
         raise UserError(f"{run.path} was imported, not trained: to begin with its weights, --init-from {run.path}")
 
 
-def require_same_parts(parts: OwnParts, run: RunDirectory, verb: str, console: Console) -> None:
-    """UserError unless `parts` are those that the run was trained with; a warning where their source has changed."""
-    for warning in parts.require_those_of(run.path, run.recorded(), verb):
-        console.warn(warning)
+def require_same_parts(attempt: Attempt, run: RunDirectory, verb: str) -> None:
+    """UserError unless the attempt's parts are those that the run was trained with; a warning where their source has
+    changed."""
+    for warning in (attempt.parts or OwnParts()).require_those_of(run.path, run.recorded(), verb):
+        attempt.console.warn(warning)
 
 
 def what_differs(run: RunDirectory, now: Facts, asked: Mapping[str, Any]) -> Iterator[str]:

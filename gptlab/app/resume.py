@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from gptlab.app.attempt import Attempt, Result
-from gptlab.app.own_parts import OwnParts
 from gptlab.app.repeat import EarlierRun, Facts, open_repeated, require_same_parts, require_trained, stored_config
 from gptlab.app.run_request import RunRequest, longer_command
 from gptlab.app.session import Session
@@ -92,14 +91,13 @@ class Resumed(EarlierRun):
         return self.stored.horizon != session.config.horizon
 
 
-def open_earlier(request: RunRequest, attempt: Attempt, parts: OwnParts | None) -> EarlierRun | Result:
+def open_earlier(request: RunRequest, attempt: Attempt) -> EarlierRun | Result:
     """The run that `request` resumes or repeats; `attempt` then has its configuration, and the folder of one that is
     resumed, under its lock. The Result of a run that is finished, whose closing block is shown again."""
-    parts = parts or OwnParts()
-    return open_repeated(request, attempt, parts) if request.resume is None else open_resumed(request, attempt, parts)
+    return open_repeated(request, attempt) if request.resume is None else open_resumed(request, attempt)
 
 
-def open_resumed(request: RunRequest, attempt: Attempt, parts: OwnParts) -> Resumed | Result:
+def open_resumed(request: RunRequest, attempt: Attempt) -> Resumed | Result:
     assert request.resume is not None
     run, console, group = RunDirectory.open(Path(request.resume)), attempt.console, attempt.group
     stored = stored_config(run)
@@ -113,7 +111,7 @@ def open_resumed(request: RunRequest, attempt: Attempt, parts: OwnParts) -> Resu
         console.line(f"{run.path} is finished; to train it on: {longer_command(run.path, stored)}")
         show_closing_block(summary, console)
         return Result(0, run.path, summary)
-    require_same_parts(parts, run, "resume", console)
+    require_same_parts(attempt, run, "resume")
     attempt.run = run
     if request.resume_from_step is not None and group.is_main:
         _set_later_checkpoints_aside(run, request.resume_from_step, console)

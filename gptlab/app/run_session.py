@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
+from gptlab.app.attempt import EXIT_PREEMPTED, Attempt, Result
 from gptlab.app.ranks import require_same_implementations
 from gptlab.app.run_request import next_steps, resume_command
 from gptlab.app.session import Session
@@ -21,7 +22,6 @@ from gptlab.config.run import RunConfig
 from gptlab.config.scaling import Machine
 from gptlab.runtime.hardware.cpu import MachineLoad
 from gptlab.runtime.hardware.device import device_name
-from gptlab.runtime.processes.distributed import Job
 from gptlab.runtime.records.console import Console
 from gptlab.runtime.records.metrics import MetricsLog
 from gptlab.runtime.records.provenance import Evidence
@@ -35,13 +35,11 @@ from gptlab.training.checkpoint.saver import CheckpointSaver, RunOutput
 from gptlab.training.compilation import warm_up
 from gptlab.training.faults import TrainingFailed
 from gptlab.training.loop import evaluate_only, fit
-from gptlab.training.recorder import Recorder, Throughput
+from gptlab.training.recorder import Recorder, Throughput, short_number
 from gptlab.training.signals import Signals
 from gptlab.training.state import OffClock
 
 if TYPE_CHECKING:
-    from gptlab.app.attempt import Attempt
-    from gptlab.app.own_parts import OwnParts
     from gptlab.app.repeat import EarlierRun
 
 
@@ -68,7 +66,7 @@ def describe(session: Session, console: Console, machine: Machine | None) -> Non
         f"model     {model.n_layer} layers, width {model.n_embd}, {model.n_head} heads, context {model.seq_len}: "
         f"{counts.total / 1e6:.2f}M parameters, {flops.total / 1e6:.1f} MFLOP a token"
     )
-    roles = (f"{str(role).replace('_', ' ')} {_short(count)}" for role, count in counts.by_role.items() if count)
+    roles = (f"{str(role).replace('_', ' ')} {short_number(count)}" for role, count in counts.by_role.items() if count)
     console.line(f"          {', '.join(roles)}")
     if session.start is not None:
         console.line(f"weights   {session.start.text}")
@@ -82,7 +80,7 @@ def describe(session: Session, console: Console, machine: Machine | None) -> Non
     epochs = tokens / (session.rows_per_epoch * model.seq_len)
     if steps is not None:
         console.line(
-            f"          {about}{steps:,} steps, {_short(tokens)} tokens, "
+            f"          {about}{steps:,} steps, {short_number(tokens)} tokens, "
             f"{tokens / counts.scaling:.3g} for each parameter of matrices and head, "
             f"{epochs:.2g} epochs, {tokens * flops.total:.2g} FLOP"
         )
@@ -112,43 +110,35 @@ def _estimated_steps(session: Session, machine: Machine | None) -> int | None:
     return max(1, round(session.config.horizon.amount / step_seconds))
 
 
-def _short(count: int) -> str:
-    """786k, 1.05M, 3.28B."""
-    for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if count >= size:
-            return f"{count / size:.3g}{unit}"
-    return str(count)
-
-
-def make_run_directory(session: Session, facts: Mapping[str, object], evidence: Evidence, job: Job) -> RunDirectory:
-    """The folder of a new run, with everything that is known before its first step. UserError where it cannot be."""
+def make_run_directory(
+    session: Session, attempt: Attempt, facts: Mapping[str, object], evidence: Evidence, machine: Machine | None
+) -> None:
+    """Make the attempt's run folder, with everything that is known before the first step, and lock it. UserError where
+    it cannot be."""
     config = session.config
     values = config_to_json(config)
-    path = Path(config.run_dir) if config.run_dir else job.folder() or default_run_path(config.recipe, datetime.now())
-    job.will_begin(path)
+    path = Path(config.run_dir or attempt.job.folder() or default_run_path(config.recipe, datetime.now()))
+    attempt.job.will_begin(path)
 
     def contents(run: RunDirectory) -> None:
         session.data.tokenizer.save(run.tokenizer_path)
         run.write_files(evidence.files)
 
-    return RunDirectory.create(path, values, facts, contents=contents)
+    own = {} if attempt.parts is None else attempt.parts.facts()
+    rate = {"training_flops_per_second": None if machine is None else machine.flops_per_second}
+    record = {**facts, "job": attempt.job.id, **own, **rate}
+    attempt.run = RunDirectory.create(path, values, record, contents=contents)
+    attempt.held.enter_context(attempt.run.lock())
 
 
-def run_session(
-    session: Session,
-    attempt: Attempt,
-    run: RunDirectory,
-    off_clock: OffClock,
-    *,
-    earlier: EarlierRun | None = None,
-    parts: OwnParts | None = None,
-) -> tuple[Literal["finished", "preempted"], dict[str, object]]:
-    """Train the session in its folder, whose lock the caller holds, from the start or from a checkpoint. `earlier`: the
-    run that is resumed or repeated. Returns how it ended, and its summary. With several processes only rank 0 writes.
-    """
-    config, state, group, console = session.config, session.state, session.group, attempt.console
-    on_line = None if parts is None else parts.on_line(state.device)
+def run_session(session: Session, attempt: Attempt, earlier: EarlierRun | None) -> Result:
+    """Train the session in the attempt's run folder, from the start or from a checkpoint. `earlier`: the run that is
+    resumed or repeated. With several processes only rank 0 writes."""
+    assert attempt.run is not None
+    config, state, group, run, console = session.config, session.state, session.group, attempt.run, attempt.console
+    on_line = None if attempt.parts is None else attempt.parts.on_line(state.device)
     metrics = MetricsLog(run.metrics_path if group.is_main else Path(os.devnull), on_line)
+    off_clock = OffClock(attempt.started)
     output = RunOutput(config, session.finish, run, console, metrics, off_clock, group)
     with metrics, state.loader, _saver(session, output) as saves:
         record = _recorder(session, output, saves, attempt.signals)
@@ -166,10 +156,10 @@ def run_session(
                 f"run folder {run.path} | start-up {startup_seconds:.1f}s"
                 f" | {'compiled' if session.passes.compiled else 'warmed up'} in {compile_seconds:.1f}s"
             )
-            group.barrier("first step")
-            group.start_collectives(session.place.device, timeout_seconds=config.runtime.process_timeout_seconds)
+            if group.size > 1:
+                group.barrier("first step")
+                group.start_collectives(session.place.device, timeout_seconds=config.runtime.process_timeout_seconds)
             ended = (evaluate_only if config.eval.only else fit)(state, session, record)
-            summary = {}
             if ended == "finished":
                 saved = bool(list_checkpoints(run.checkpoints_path))
                 summary = record.finish_run(state, next_steps(run.path, config, session.prompts, trained=saved))
@@ -178,7 +168,10 @@ def run_session(
             raise
         if group.is_main:
             run.set_status(ended)
-        return ended, summary
+    if ended == "finished":
+        return Result(0, run.path, summary)
+    attempt.job.ends(EXIT_PREEMPTED, "a signal asked it to stop")
+    return Result(EXIT_PREEMPTED, run.path, {})
 
 
 def _saver(session: Session, output: RunOutput) -> AbstractContextManager[CheckpointSaver]:

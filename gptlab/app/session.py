@@ -30,7 +30,7 @@ from gptlab.runtime.processes.distributed import Group
 from gptlab.runtime.records.console import Console
 from gptlab.runtime.records.provenance import CodeSnapshot, provenance
 from gptlab.training.agenda import Finish
-from gptlab.training.compilation import Passes, keep_compiled, make_passes
+from gptlab.training.compilation import Passes, make_passes
 from gptlab.training.state import TrainState, build_state
 
 if TYPE_CHECKING:
@@ -130,7 +130,6 @@ def open_session(
     pretrained = None if restored or config.init_from is None else find_pretrained(config.init_from)
     if pretrained is not None:
         require_fits(config.model, pretrained.model, pretrained.name)
-    keep_compiled()
     seed_everything(config.seed, place.device)
     bundle = None if config.eval.core_every_steps is None else _core_bundle(config, console)
     with rank_0_first("data prepared", group) if group.size > 1 else nullcontext():
@@ -161,10 +160,7 @@ def open_session(
     )  # fmt: skip
     start = None if pretrained is None else load_start_weights(state, pretrained, console.warn)
     counts, flops = parameter_counts(state.model), flops_per_token(state.model)
-    finish = Finish.of(
-        config.horizon, tokens_per_step=config.batch.total_tokens, flops_per_token=flops.total,
-        scaling_params=counts.scaling,
-    )  # fmt: skip
+    finish = Finish.of(config, flops_per_token=flops.total, scaling_params=counts.scaling)
     tasks = [] if bundle is None else encode_tasks(read_tasks(bundle, config.eval.core_examples), tokenizer, seq_len)
     return Session(
         config, place, group, data, state, make_passes(state, config, console.warn), finish, counts, flops,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -37,13 +38,13 @@ def train_run(
     limit_spinning()  # before torch is imported
     world = World.from_environment()
     console = Console(quiet=request.options.get("quiet", False)) if world.is_main else QuietConsole()
-    attempt = Attempt(console, catch=catch, config=config, group=Group(world))
+    attempt = Attempt(console, argv, started, parts, catch=catch, config=config, group=Group(world))
     if catch:
         attempt.signals = Signals(attempt.end_now, attempt.stop_at_once, exits=world.size > 1)
     with attempt.signals, console:
         try:
             with attempt.held:
-                result = _prepare_and_train(attempt, request, argv, started, parts)
+                result = _prepare_and_train(attempt, request)
                 attempt.signals.too_late()
                 return result
         except BaseException as error:
@@ -51,15 +52,9 @@ def train_run(
             return attempt.ended_by(error)
 
 
-def _prepare_and_train(
-    attempt: Attempt,
-    request: RunRequest,
-    argv: Sequence[str],
-    started: float,
-    parts: OwnParts | None,
-) -> Result:
+def _prepare_and_train(attempt: Attempt, request: RunRequest) -> Result:
     if attempt.group.size > 1 or "TORCHELASTIC_USE_AGENT_STORE" in os.environ:
-        joined = _joined(attempt, request, parts)
+        joined = _joined(attempt, request)
         if isinstance(joined, Result):
             return joined
         request = joined
@@ -70,7 +65,6 @@ def _prepare_and_train(
     from gptlab.app.session import open_session
     from gptlab.runtime.hardware.place import place_of
     from gptlab.training.faults import TrainingFailed
-    from gptlab.training.state import OffClock
 
     console, group = attempt.console, attempt.group
     # The configuration: that of a run to resume or to repeat, or one that the recipe makes of this machine.
@@ -78,31 +72,31 @@ def _prepare_and_train(
     if request.resume is not None or request.from_run is not None:
         from gptlab.app.resume import open_earlier
 
-        found = open_earlier(request, attempt, parts)
+        found = open_earlier(request, attempt)
         if isinstance(found, Result):
             return found
         earlier = found
-    exact = "parallel.exact_any_world_size"
-    if request.overrides.get(exact) or (attempt.config is not None and attempt.config.parallel.exact_any_world_size):
-        _use_deterministic_kernels(attempt, request)
     if attempt.config is None:
         attempt.config, machine = _configured(attempt, request)
     config = attempt.config
+    if config.parallel.exact_any_world_size:
+        attempt.held.enter_context(_deterministic(config))
     if group.is_main and attempt.run is None and config.run_dir is not None:
         RunDirectory(Path(config.run_dir)).require_free()  # said now, not after the data is prepared
 
     # Data, model, optimizer.
     restored = earlier is not None and earlier.checkpoint is not None
-    session = open_session(config, place_of(config, group.world), console, restored=restored, group=group, parts=parts)
+    place = place_of(config, group.world)
+    session = open_session(config, place, console, restored=restored, group=group, parts=attempt.parts)
     evidence = taking_evidence.result()
-    facts = session.provenance(argv, evidence.code, request.from_run)
+    facts = session.provenance(attempt.argv, evidence.code, request.from_run)
     if earlier is not None:
         earlier.compare(session, facts, console)
     if group.size > 1:
         from gptlab.app.ranks import require_same_implementations, require_same_run
 
         require_same_run(session.config, facts, group)
-        require_same_implementations(session.implementations(), session.place, group)
+        require_same_implementations(session.implementations(), place, group)
     describe(session, console, machine)
 
     # The run folder, from here on this run's.
@@ -110,22 +104,16 @@ def _prepare_and_train(
         if group.is_main:
             earlier.record(session, facts, evidence, console)
     elif group.is_main:
-        facts |= {"job": attempt.job.id} | ({} if parts is None else parts.facts())
-        facts["training_flops_per_second"] = None if machine is None else machine.flops_per_second
-        attempt.run = make_run_directory(session, facts, evidence, attempt.job)
-        attempt.held.enter_context(attempt.run.lock())
-    attempt.run = run = RunDirectory(Path(group.broadcast("run folder", attempt.run and str(attempt.run.path))))
+        make_run_directory(session, attempt, facts, evidence, machine)
+    if group.size > 1:
+        attempt.run = RunDirectory(Path(group.broadcast("run folder", attempt.run and str(attempt.run.path))))
     try:
-        ended, summary = run_session(session, attempt, run, OffClock(started), earlier=earlier, parts=parts)
+        return run_session(session, attempt, earlier)
     except TrainingFailed as error:
         return attempt.failed(error)
-    if ended == "finished":
-        return Result(0, run.path, summary)
-    attempt.job.ends(EXIT_PREEMPTED, "a signal asked it to stop")
-    return Result(EXIT_PREEMPTED, run.path, summary)
 
 
-def _joined(attempt: Attempt, request: RunRequest, parts: OwnParts | None) -> RunRequest | Result:
+def _joined(attempt: Attempt, request: RunRequest) -> RunRequest | Result:
     """Join the other processes, and torchrun's job where it started this one; the context `attempt.held` leaves them.
     Returns what to train, or the Result of an earlier attempt that would only be repeated."""
     from gptlab.app.ranks import exit_code, join
@@ -136,18 +124,16 @@ def _joined(attempt: Attempt, request: RunRequest, parts: OwnParts | None) -> Ru
     if "TORCHELASTIC_USE_AGENT_STORE" in os.environ:
         attempt.job = torchrun_job()
     attempt.group.when_lost(attempt.note_lost)
-    if parts is not None:
-        parts.require_alone(attempt.group.size)
+    if attempt.parts is not None:
+        attempt.parts.require_alone(attempt.group.size)
     return attempt.restarted(request)
 
 
-def _use_deterministic_kernels(attempt: Attempt, request: RunRequest) -> None:
-    """Until the attempt is over, and before steps are timed: the same bits on any number of processes."""
+def _deterministic(config: RunConfig) -> AbstractContextManager[None]:
+    """Kernels that give the same bits on any number of processes, where the run asks for them."""
     from gptlab.runtime.hardware.device import deterministic_kernels
 
-    asked = request.overrides.get("runtime.device", "auto")
-    device = asked if attempt.config is None else attempt.config.runtime.device
-    attempt.held.enter_context(deterministic_kernels(device))
+    return deterministic_kernels(config.runtime.device) if config.parallel.exact_any_world_size else nullcontext()
 
 
 def _configured(attempt: Attempt, request: RunRequest) -> tuple[RunConfig, Machine | None]:
@@ -167,7 +153,7 @@ def _timed(config: RunConfig, attempt: Attempt, measured: list[Machine]) -> Mach
     def silent(text: str) -> None:
         pass  # the run itself will warn, once, of what is wrong with a compiler
 
-    with attempt.console.busy("compiling and timing steps, to size the model"):
+    with attempt.console.busy("compiling and timing steps, to size the model"), _deterministic(config):
         measured.append(timed_machine(config, attempt.group.world, silent, silent))
     return measured[-1]
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from gptlab.config.errors import UserError
+from gptlab.config.load import flatten
 from gptlab.config.optim import AdamWConfig, OptimConfig, Role
 from gptlab.optim.adamw import AdamW, AdamWGroup
 from gptlab.optim.muon import Muon
@@ -77,38 +78,19 @@ class CombinedOptimizer:
 
     def require_state(self, tensors: Mapping[str, Tensor], json: Mapping[str, Any]) -> None:
         """UserError unless names, shapes, types and splits of a saved state are exactly this optimizer's."""
-        own = {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in self.state_tensors().items()}
-        if json != self.state_json():
-            raise UserError(f"optimizer state: saved as {_differences(json, self.state_json())}")
-        if missing := sorted(own.keys() - tensors.keys()):
-            raise UserError(f"optimizer state: missing {_some(missing)}")
-        if unexpected := sorted(tensors.keys() - own.keys()):
-            raise UserError(f"optimizer state: unexpected {_some(unexpected)}")
-        for key, kind in own.items():
-            theirs = tuple(tensors[key].shape), tensors[key].dtype
-            if theirs != kind:
+        own, saved = _described(self.state_tensors(), self.state_json()), _described(tensors, json)
+        for name in (*own, *saved):
+            if saved.get(name) != own.get(name):
                 raise UserError(
-                    f"optimizer state: {key} is {_kind(*theirs)}, but the model's configuration asks for {_kind(*kind)}"
+                    f"optimizer state: {name} is {saved.get(name, 'missing')}, but the model's configuration asks for "
+                    f"{own.get(name, 'none')}"
                 )
 
 
-def _differences(saved: Mapping[str, Any], own: Mapping[str, Any]) -> str:
-    if saved.get("version") != own["version"]:
-        return f"version {saved.get('version')}, but this program reads version {own['version']}"
-    theirs, ours = saved.get("row_splits", {}), own["row_splits"]
-    name = next((name for name in sorted(theirs.keys() | ours.keys()) if theirs.get(name) != ours.get(name)), None)
-    if name is None:
-        return f"{', '.join(saved)}, with other entries than {', '.join(own)}"
-    return f"{name} split into rows {theirs.get(name)}, but the configuration asks for {ours.get(name)}"
-
-
-def _some(names: list[str], limit: int = 3) -> str:
-    rest = len(names) - limit
-    return ", ".join(names[:limit]) + (f" and {rest} more" if rest > 0 else "")
-
-
-def _kind(shape: tuple[int, ...], dtype: torch.dtype) -> str:
-    return f"{shape} {str(dtype).removeprefix('torch.')}"
+def _described(tensors: Mapping[str, Tensor], json: Mapping[str, Any]) -> dict[str, str]:
+    """{name: value, or shape and type} of all that a state has. `json` may come from an untrusted file."""
+    values = {name: str(value)[:100] for name, value in flatten(json).items()}
+    return values | {name: f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for name, t in tensors.items()}
 
 
 # --- from parameter roles to an optimizer: the only thing that it knows of the model

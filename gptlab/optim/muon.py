@@ -131,7 +131,8 @@ class Muon:
         row_splits: Mapping[str, tuple[int, ...]],
     ) -> None:
         self.parameters = dict(parameters)
-        self.row_splits = {name: row_split(name, len(p), config, row_splits) for name, p in parameters.items()}
+        given = row_splits if config.split_qkv else {}
+        self.row_splits = {name: given.get(name, (len(p),)) for name, p in parameters.items()}
         self._config = config
         self._compute_dtype = compute_dtype
         self._state: dict[str, Tensor] = {}
@@ -180,8 +181,3 @@ class Muon:
     def state_tensors(self) -> dict[str, Tensor]:
         """The live tensors, by PARAMETER.MOMENT. They do not depend on how the matrices are stacked."""
         return dict(self._state)
-
-
-def row_split(name: str, rows: int, config: MuonConfig, row_splits: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-    """Rows of each part that is orthogonalized by itself."""
-    return row_splits.get(name, (rows,)) if config.split_qkv else (rows,)

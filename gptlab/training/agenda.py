@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gptlab.config.run import Horizon, RunConfig
+from gptlab.config.run import RunConfig
 from gptlab.training.state import Mark, TrainState
 
 # autoresearch's five minutes on an H100 hold 953 steps (its program.md).
@@ -23,9 +23,10 @@ class Finish:
     until_val_loss: float | None = None
 
     @classmethod
-    def of(cls, horizon: Horizon, *, tokens_per_step: int, flops_per_token: float, scaling_params: int) -> Finish:
+    def of(cls, config: RunConfig, *, flops_per_token: float, scaling_params: int) -> Finish:
+        horizon, tokens = config.horizon, config.batch.total_tokens
         steps = horizon.total_steps(
-            tokens_per_step=tokens_per_step, flops_per_token=flops_per_token, scaling_params=scaling_params
+            tokens_per_step=tokens, flops_per_token=flops_per_token, scaling_params=scaling_params
         )
         return cls(steps, horizon.amount if steps is None else None, horizon.until_val_loss)
 

@@ -113,7 +113,7 @@ class Recorder(RunOutput):
             f"loss {state.loss_ema.value:.3f}",
             f"time {clock_text(state.train_seconds)}",
             f"avg {step_avg:.0f}ms",
-            f"{_short(speed.tokens_per_second)} tok/s",
+            f"{short_number(speed.tokens_per_second)} tok/s",
             *([] if speed.mfu is None else [f"mfu {100 * speed.mfu:.0f}%"]),
         )
         self.console.live(" | ".join(figures), parts)
@@ -271,9 +271,9 @@ def show_closing_block(summary: Mapping[str, Any], console: Console) -> None:
             console.result(f"{key + ':':<18}{value}")
 
 
-def _short(number: float) -> str:
-    """With three digits: 950, 23.5k, 1.21M."""
-    for unit, size in (("M", 1e6), ("k", 1e3)):
+def short_number(number: float) -> str:
+    """With three digits: 950, 23.5k, 1.21M, 3.28B."""
+    for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= size:
             return f"{number / size:.3g}{unit}"
     return f"{number:.0f}"

@@ -159,7 +159,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the best checkpoint goes with the others", "training/checkpoint/saver.py",
-        "best_step=best.step if self.config.checkpoint.keep_best and best else None", "best_step=None",
+        '"best_step": best.step if wanted.keep_best and best else None', '"best_step": None',
         ["test_train.py::test_best_checkpoint_is_kept"],
         ["The lowest so far is kept"],
     ),
@@ -428,8 +428,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a validation is as good as a step to know a good checkpoint by", "training/checkpoint/saver.py",
-        "return None if proven and self.config.faults.spike_factor is None else state.faults.good_step",
-        "return None if proven else state.faults.good_step",
+        "proven = state.is_evaluated() and self.config.faults.spike_factor is None", "proven = state.is_evaluated()",
         ["test_broken_steps.py::TestSpikes::test_the_one_to_go_back_to_outlives_newer_ones"],
     ),
     # --- checkpoints

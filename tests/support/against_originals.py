@@ -456,7 +456,7 @@ def trained(lineage: str, config: RunConfig, recording: Recording) -> Iterator[W
     strategy = Strategy(model, whole_optimizer(model, config), Group())
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     state = TrainState(model, strategy.optimizer, strategy, cast(Loader, None), scaler, CPU)
-    finish = Finish.of(config.horizon, tokens_per_step=TOKENS, flops_per_token=1.0, scaling_params=1)
+    finish = Finish.of(config, flops_per_token=1.0, scaling_params=1)
     for step in range(len(recording.after)):
         passes = recording.batches[step * MICRO_BATCHES : (step + 1) * MICRO_BATCHES]
         inputs, targets = (torch.stack(tensors) for tensors in zip(*passes, strict=True))

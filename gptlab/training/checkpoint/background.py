@@ -13,12 +13,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -26,7 +25,6 @@ from torch import Tensor
 
 from gptlab.config.errors import UserError
 from gptlab.runtime.hardware.device import synchronize
-from gptlab.runtime.processes.distributed import Group
 from gptlab.training.checkpoint.format import CheckpointError, TensorSlice
 from gptlab.training.checkpoint.saver import CheckpointSaver, Request, RunOutput
 from gptlab.training.checkpoint.write import begin_save, complete_save, remove_tree, write_part
@@ -95,12 +93,12 @@ def _bytes(tensor: Tensor) -> np.ndarray:
 
 
 class BackgroundSaver:
-    """The memory for snapshots, and the thread that writes them. Closing waits for the thread."""
+    """The memory for snapshots, and the thread that writes them."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, thread: ThreadPoolExecutor) -> None:
         # Weights and moments may have the same names.
         self._model, self._optimizer = Snapshots(device), Snapshots(device)
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="gptlab-save")
+        self._thread = thread
 
     def reserve(self, model: Sequence[TensorSlice], optimizer: Sequence[TensorSlice]) -> None:
         """Allocate the memory for snapshots of these. RuntimeError or MemoryError if there is not enough."""
@@ -127,29 +125,12 @@ class BackgroundSaver:
         """Do `work` on the thread, after what was submitted before."""
         return self._thread.submit(work)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._thread.shutdown()
-
-
-class Outcome(NamedTuple):
-    durable: bool
-    problem: str = ""
-    """Why it is not durable; empty on a rank that another one tells of it."""
-    complaints: Sequence[str] = ()
-    """Of retention."""
-
 
 @dataclass(slots=True)
 class PendingSave:
-    """A save in progress: this rank writes its slices, then rank 0 commits."""
+    """A save in progress: each rank writes its slices, then rank 0 commits."""
 
     request: Request
-    group: Group
     submit: Callable[[Callable[[], Any]], Future[Any]]
     commit: Callable[[], list[str]]
     """For rank 0, after all ranks have written. Returns retention's complaints."""
@@ -159,48 +140,6 @@ class PendingSave:
     temporary: Path | None = None
     statuses: Sequence[int] = ()
     """What each rank reported at the end of the last step; empty if no step has ended since the last stage."""
-
-    def status(self) -> int:
-        """Whether this rank's part of the present stage is done."""
-        work = self.writing or self.committing
-        if work is None or not work.done():
-            return AT_WORK
-        return WRITTEN if _problem(work) is None else FAILED
-
-    def ready(self) -> bool:
-        """Whether `advance` would not wait; the same on all ranks."""
-        if self.group.size == 1:
-            return self.committing is not None and self.committing.done()
-        return bool(self.statuses) and (self.statuses[0] if self.writing is None else all(self.statuses)) != AT_WORK
-
-    def advance(self, *, alone: bool = False) -> Outcome | None:
-        """End the present stage, and start the next one. The outcome if there is none. `alone`: other ranks are not
-        asked or told."""
-        statuses, self.statuses = self.statuses, ()
-        if self.writing is not None:
-            all_written = bool(statuses) and all(status == WRITTEN for status in statuses)
-            problem = None
-            if not all_written:
-                problem = first_problem(self.group.gather("checkpoint written", _problem(self.writing)))
-            if problem is not None:
-                self.remove()
-                return Outcome(False, problem)
-            self.writing = None
-            self.committing = self.submit(self.commit) if self.group.is_main else None
-            return None
-        problem = None if self.committing is None else _problem(self.committing)
-        complaints = self.committing.result() if self.committing is not None and problem is None else ()
-        durable = problem is None
-        if statuses and statuses[0] != AT_WORK:
-            durable = statuses[0] == WRITTEN
-        elif not alone:
-            durable = self.group.broadcast("checkpoint durable", durable)
-        return Outcome(durable, problem or "", complaints)
-
-    def remove(self) -> None:
-        """Remove what the ranks have written, on rank 0."""
-        if self.temporary is not None and self.group.is_main:
-            remove_tree(self.temporary)
 
 
 def first_problem(problems: Sequence[str | None]) -> str | None:
@@ -233,7 +172,8 @@ def concurrent_saver(
     output: RunOutput, about_run: dict[str, Any], device: torch.device | None
 ) -> Iterator[ConcurrentSaver]:
     """`device`: where the state is; None if training waits for every save."""
-    with nullcontext() if device is None else BackgroundSaver(device) as background:
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="gptlab-save") as thread:  # its end is waited for
+        background = None if device is None else BackgroundSaver(device, thread)
         yield ConcurrentSaver(**vars(output), about_run=about_run, background=background)
 
 
@@ -256,16 +196,27 @@ class ConcurrentSaver(CheckpointSaver):
             self.wait(state)
 
     def poll(self, state: TrainState) -> None:
-        if self.pending is not None and self.pending.ready():
-            self._advance(state, self.pending)
+        save = self.pending
+        if save is None:
+            return
+        if self.group.size == 1:
+            ready = save.committing is not None and save.committing.done()
+        else:  # of the commit, only rank 0 knows
+            reported = save.statuses[:1] if save.writing is None else save.statuses
+            ready = bool(reported) and AT_WORK not in reported
+        if ready:
+            self._advance(state, save)
 
     def wait(self, state: TrainState) -> None:
         while self.pending is not None:
             self._advance(state, self.pending)
 
     def status(self) -> int:
-        """What this rank reports of its save at the end of each step."""
-        return 0 if self.pending is None else self.pending.status()
+        """What this rank reports at the end of each step: whether its part of the present stage is done."""
+        work = None if self.pending is None else self.pending.writing or self.pending.committing
+        if work is None or not work.done():
+            return AT_WORK
+        return WRITTEN if _problem(work) is None else FAILED
 
     def receive(self, statuses: Sequence[int]) -> None:
         """Take in the `status` of all ranks."""
@@ -305,7 +256,7 @@ class ConcurrentSaver(CheckpointSaver):
             self.console.warn(str(error))
         finally:
             if save.writing is not None:
-                save.remove()
+                self._remove(save)
 
     def _save(self, state: TrainState, request: Request) -> None:
         background = None if request.required else self.background
@@ -334,32 +285,56 @@ class ConcurrentSaver(CheckpointSaver):
         name = group.broadcast("checkpoint begins", temporary and temporary.name)
         if problem is not None or (group.size > 1 and name is None):
             raise problem or CheckpointError("")
+        kept = self._kept(state, request)
         if background is not None:
             model, optimizer = background.snapshot(model, optimizer)
         if name is None:
-            commit = self._commit(state, request, self._write_alone(request, saved, model, optimizer))
-            return PendingSave(request, group, submit, commit, committing=submit(commit))
+            commit = partial(self._commit, self._write_alone(request, saved, model, optimizer), kept)
+            return PendingSave(request, submit, commit, committing=submit(commit))
         temporary = folder / name
-        commit = self._commit(state, request, partial(complete_save, temporary, saved, size=group.size))
+        commit = partial(self._commit, partial(complete_save, temporary, saved, size=group.size), kept)
         writing = submit(partial(write_part, temporary, model, optimizer, rank=group.rank, size=group.size))
-        return PendingSave(request, group, submit, commit, writing, temporary=temporary)
+        return PendingSave(request, submit, commit, writing, temporary=temporary)
 
     def _advance(self, state: TrainState, save: PendingSave, *, alone: bool = False) -> None:
-        """Take the next stage of a pending save, after a wait if need be. `alone`: without the other ranks."""
+        """End the present stage of a pending save, after a wait if need be, and start the next one. `alone`: other
+        ranks are not asked or told."""
         started = time.perf_counter()
+        statuses, save.statuses = save.statuses, ()
+        complaints: Sequence[str] = ()
         try:
-            outcome = save.advance(alone=alone)
+            if save.writing is not None:
+                durable, problem = False, None
+                if not statuses or any(status != WRITTEN for status in statuses):
+                    problem = first_problem(self.group.gather("checkpoint written", _problem(save.writing)))
+                if problem is None:
+                    save.writing = None
+                    save.committing = save.submit(save.commit) if self.group.is_main else None
+                    return
+                self._remove(save)
+            else:
+                problem = None if save.committing is None else _problem(save.committing)
+                if save.committing is not None and problem is None:
+                    complaints = save.committing.result()
+                durable = problem is None
+                if statuses and statuses[0] != AT_WORK:
+                    durable = statuses[0] == WRITTEN
+                elif not alone:
+                    durable = self.group.broadcast("checkpoint durable", durable)
         except BaseException:
             if save.writing is None:  # otherwise `abandon` waits for the thread and removes what was written
                 self._end(save, durable=False)
             raise
         finally:
             self.off_clock.checkpoint_seconds += time.perf_counter() - started
-        if outcome is None:
-            return
-        self._end(save, durable=outcome.durable, complaints=outcome.complaints)
-        if not outcome.durable:
-            self._not_saved(state, save.request, outcome.problem)
+        self._end(save, durable=durable, complaints=complaints)
+        if not durable:  # the reason is empty on a rank that another one tells of it
+            self._not_saved(state, save.request, problem or "")
+
+    def _remove(self, save: PendingSave) -> None:
+        """Remove what the ranks have written, on rank 0."""
+        if save.temporary is not None and self.group.is_main:
+            remove_tree(save.temporary)
 
     def _end(self, save: PendingSave, *, durable: bool, complaints: Sequence[str] = ()) -> None:
         self.pending = None

@@ -11,7 +11,7 @@ background.py has what saves in the background and saves by several ranks need b
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -106,7 +106,7 @@ class CheckpointSaver(RunOutput):
         if list_checkpoints(folder)[-1:] == [checkpoint]:  # nothing is removed on account of a later, damaged one
             sweep(folder)
             settle(folder)
-            for problem in self._retain(state.best_saved, self._good_step(state), self.unscheduled_steps):
+            for problem in self._retain(self._kept(state)):
                 self.console.warn(problem)
 
     def log_line(self, step: int) -> None:
@@ -115,7 +115,7 @@ class CheckpointSaver(RunOutput):
 
     def _save(self, state: TrainState, request: Request) -> None:
         write = self._write_alone(request, self._state_json(state, request), *state.slices())
-        for line in self._commit(state, request, write)():
+        for line in self._commit(write, self._kept(state, request)):
             self.console.warn(line)
         self._log(request)
 
@@ -138,42 +138,35 @@ class CheckpointSaver(RunOutput):
             **self.about_run,
         }
 
-    def _commit(self, state: TrainState, request: Request, write: Callable[[], object]) -> Callable[[], list[str]]:
+    def _commit(self, write: Callable[[], object], kept: dict[str, Any]) -> list[str]:
         """`write`, and what belongs before and after it, unaffected by what training does meanwhile. Returns what
         retention complains of, for the training thread to report: the console belongs to it."""
-        steps = self.unscheduled_steps
-        steps = steps - {request.step} if request.scheduled else steps | {request.step}
-        best, good_step = state.best_saved, self._good_step(state)
+        # First, since a checkpoint must not outlive the lines that it counts on.
+        self.metrics.sync()
+        self.console.sync_log()
+        write()
+        return self._retain(kept)
 
-        def commit() -> list[str]:
-            # First, since a checkpoint must not outlive the lines that it counts on.
-            self.metrics.sync()
-            self.console.sync_log()
-            write()
-            return self._retain(best, good_step, steps)
+    def _kept(self, state: TrainState, request: Request | None = None) -> dict[str, Any]:
+        """What `retain` is to keep, once the checkpoint of this request is saved."""
+        wanted, best, unscheduled = self.config.checkpoint, state.best_saved, self.unscheduled_steps
+        if request is not None:
+            unscheduled = unscheduled - {request.step} if request.scheduled else unscheduled | {request.step}
+        # A validation has found a loss of the newest weights. Otherwise the last good checkpoint must outlive it.
+        proven = state.is_evaluated() and self.config.faults.spike_factor is None
+        return {
+            "keep_last": wanted.keep_last,
+            "keep_every_steps": wanted.keep_every_steps,
+            "best_step": best.step if wanted.keep_best and best else None,
+            "good_step": None if proven else state.faults.good_step,
+            "unscheduled_steps": unscheduled,
+        }
 
-        return commit
-
-    def _retain(self, best: Best | None, good_step: int | None, unscheduled_steps: Collection[int]) -> list[str]:
-        if len(list_checkpoints(self.run.checkpoints_path)) <= self.config.checkpoint.keep_last:
-            return []
+    def _retain(self, kept: dict[str, Any]) -> list[str]:
         problems: list[str] = []
-        retain(
-            self.run.checkpoints_path,
-            keep_last=self.config.checkpoint.keep_last,
-            keep_every_steps=self.config.checkpoint.keep_every_steps,
-            best_step=best.step if self.config.checkpoint.keep_best and best else None,
-            good_step=good_step,
-            unscheduled_steps=unscheduled_steps,
-            on_problem=problems.append,
-        )
+        if len(list_checkpoints(self.run.checkpoints_path)) > kept["keep_last"]:
+            retain(self.run.checkpoints_path, **kept, on_problem=problems.append)
         return problems
-
-    def _good_step(self, state: TrainState) -> int | None:
-        """The checkpoint that must outlive this one, since no loss of this one's weights is known; None if a validation
-        has found one."""
-        proven = state.is_evaluated()
-        return None if proven and self.config.faults.spike_factor is None else state.faults.good_step
 
     def _log(self, request: Request) -> None:
         """The checkpoint is durable."""

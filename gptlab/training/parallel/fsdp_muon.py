@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from gptlab.config.optim import MuonConfig
-from gptlab.optim.muon import add_decay, directions, neuron_dim, orthogonal_update, row_split, second_moment_sizes
+from gptlab.optim.muon import add_decay, directions, neuron_dim, orthogonal_update, second_moment_sizes
 from gptlab.runtime.processes.distributed import Group
 from gptlab.training.parallel.division import multiplications
 
@@ -77,7 +77,8 @@ class ShardedMuon:
     ) -> None:
         """`row_splits` as for `build_optimizer`. Every rank passes the same matrices in the same order."""
         self.parameters = {matrix.name: matrix.parameter for matrix in matrices}
-        self.row_splits = {m.name: row_split(m.name, m.shape[0], config, row_splits) for m in matrices}
+        given = row_splits if config.split_qkv else {}
+        self.row_splits = {m.name: given.get(m.name, (m.shape[0],)) for m in matrices}
         self._config = config
         self._compute_dtype = compute_dtype
         self._group = group

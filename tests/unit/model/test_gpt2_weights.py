@@ -262,7 +262,7 @@ def test_fifty_steps_of_adamw_equal_a_plain_loop(tmp_path: Path) -> None:
     )  # fmt: skip
     state = build_state(config, ShiftedRows(), device=CPU, compute_dtype=torch.float64)
     load_weights(state.model, from_transformers(tensors, config.model, "gpt2"))
-    finish = Finish.of(config.horizon, tokens_per_step=160, flops_per_token=1, scaling_params=1)
+    finish = Finish.of(config, flops_per_token=1, scaling_params=1)
 
     wide = [parameter for parameter in theirs.parameters() if parameter.ndim >= 2]
     narrow = [parameter for parameter in theirs.parameters() if parameter.ndim < 2]
