@@ -97,7 +97,6 @@ def _prepare_tokens(
 ) -> PreparedData:
     """Tokens that others made, in place; the folder in the cache keeps what a pass over them found."""
     encoder = files.tokenizer(config)
-    stamps = files.stamps()
     bos_id = encoder.bos_id if data.rows == "packed" else None
     parts = {
         "tokens": files.fingerprint(root), "documents_at": bos_id,
@@ -109,15 +108,14 @@ def _prepare_tokens(
     def build(folder: Path) -> dict[str, Any]:
         with _progress(console, f"checking {files.name}") as progress:
             totals = {side: scan(of_side[side], encoder, bos_id, side, folder, progress) for side in SIDES}
-        files.require_unchanged(stamps)
         return _statistics(files.name, "by file", {}, encoder, totals)
 
     # A file that was written again is checked again, even with the same content.
-    folder = root / "tokens" / _fingerprint({**parts, "stamps": stamps})
+    folder = root / "tokens" / _fingerprint({**parts, "stamps": files.stamps()})
     statistics = cached_folder(folder, build, what=f"index of {files.name}", console=console)
     counts = _counts(folder, statistics)
     train, val = (open_split(of_side[side], side, folder, counts[side]) for side in SIDES)
-    files.require_unchanged(stamps)  # What was hashed, what was checked and what is open are the same.
+    files.require_unchanged()
     return PreparedData(folder, encoder, train, val, fingerprint, data.split, statistics)
 
 

@@ -22,6 +22,7 @@ from gptlab.data import prepare as prepare_module
 from gptlab.data.corpus import documents as corpus_module
 from gptlab.data.corpus.documents import open_corpus
 from gptlab.data.prepare import prepare
+from gptlab.data.tokens.foreign_files import TokenFiles
 from gptlab.data.tokens.shards import Shard, TokenSplit
 from gptlab.runtime.files import cache as file_hashes
 from gptlab.runtime.files.cache import file_sha256
@@ -314,6 +315,26 @@ def test_tokens_that_change_behind_their_fingerprint_are_refused(
 
     monkeypatch.setattr(prepare_module, "scan", changed_behind_it)
     data = DataConfig(source=(str(folder),), cache_dir=str(tmp_path / "cache"), rows="random")
-    with pytest.raises(UserError, match=r"train\.bin changed while it was read"):
+    with pytest.raises(UserError, match=r"train\.bin changed while it was in use"):
         prepare(data, BYTE)
     assert cached(folder) == []
+
+
+def test_tokens_that_are_replaced_while_they_are_hashed_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a file that has other tokens: the open one can still be read, and would train under the other's name."""
+    folder = tmp_path / "raw"
+    folder.mkdir()
+    for name in ("train", "val", "other"):
+        (np.arange(10_000) % (99 if name == "other" else 250)).astype("<u2").tofile(folder / f"{name}.bin")
+    fingerprint = TokenFiles.fingerprint
+
+    def replaced_before_it(self: TokenFiles, root: Path) -> str:
+        (folder / "other.bin").replace(folder / "train.bin")
+        return fingerprint(self, root)
+
+    monkeypatch.setattr(TokenFiles, "fingerprint", replaced_before_it)
+    data = DataConfig(source=(str(folder),), cache_dir=str(tmp_path / "cache"), rows="random")
+    with pytest.raises(UserError, match=r"train\.bin changed while it was read"):
+        prepare(data, BYTE)

@@ -34,7 +34,7 @@ from gptlab.data.corpus.known_corpora import (
     write_record,
 )
 from gptlab.data.tokenizer.tokenizer import ByteTokenizer, load_tokenizer, read_character_table
-from gptlab.data.tokens.foreign_files import TokenFile, find_token_files
+from gptlab.data.tokens.foreign_files import find_token_files
 from gptlab.data.tokens.shards import Shard, TokenSplit, is_shard, load_array, shard_name
 from gptlab.eval.core_tasks import read_tasks
 from gptlab.runtime.files.cache import cached_folder, damage, is_inside, read_info
@@ -206,12 +206,8 @@ def test_tokens_that_are_no_file(tmp_path: Path, harm: Harm) -> None:
     path = tmp_path / "x.bin"
     harm(path)
     assert not is_shard(path)
-    for call in (
-        TokenFile(path, raw=True).open,
-        TokenFile(path, raw=False).open,
-        lambda: TokenFile(path, raw=False).digest(tmp_path),
-    ):
-        refuse(call, "no plain file")
+    for raw in (True, False):
+        refuse(lambda raw=raw: Shard(path, raw=raw), "no plain file")  # type: ignore[misc]
     refuse(lambda: find_token_files([str(path)], [], None, tmp_path), "no plain file")
     harm(tmp_path / "meta.pkl")
     refuse(lambda: read_character_table(tmp_path / "meta.pkl"), "no plain file")

@@ -38,7 +38,7 @@ from gptlab.data.tokenizer.tokenizer import (
     load_tokenizer,
     read_character_table,
 )
-from gptlab.data.tokens.shards import COUNTS, UINT16, Shard, TokenSplit, is_shard, open_index, save_index
+from gptlab.data.tokens.shards import COUNTS, UINT16, Shard, TokenSplit, file_stamp, is_shard, open_index, save_index
 from gptlab.runtime.files.cache import ChangedFileError, file_sha256, read_info
 
 if TYPE_CHECKING:
@@ -52,64 +52,37 @@ _VALIDATES = re.compile(r"(?<![a-z])(val|valid|validation)(?![a-z])")
 
 
 @dataclass(frozen=True, slots=True)
-class TokenFile:
-    path: Path
-    raw: bool
-    """nanoGPT's: uint16 without a header."""
-
-    @property
-    def validates(self) -> bool:
-        return _VALIDATES.search(self.path.stem.lower()) is not None
-
-    @property
-    def table(self) -> Path | None:
-        """nanoGPT's meta.pkl beside the file, which says which characters the tokens are."""
-        table = self.path.parent / "meta.pkl"
-        return table if self.raw and table.is_file() else None
-
-    def open(self) -> Shard:
-        """Its tokens, never none. UserError for a file that is not what it should be."""
-        tokens = Shard(self.path, raw=self.raw)
-        if not len(tokens):
-            raise UserError(f"{self.path} is empty: it has no token")
-        return tokens
-
-    def digest(self, root: Path) -> bytes:
-        """SHA-256 of the file; `root`: the cache, which remembers that of a large one."""
-        with cannot(f"read {self.path}"):
-            return file_sha256(self.path, root)
-
-
-@dataclass(frozen=True, slots=True)
 class TokenFiles:
     """A corpus of tokens."""
 
     name: str
-    train: tuple[TokenFile, ...]
-    val: tuple[TokenFile, ...]
+    train: tuple[Shard, ...]
+    val: tuple[Shard, ...]
 
     def fingerprint(self, root: Path) -> str:
-        """Hexadecimal SHA-256 of the tokens; names and places of the files are not part of it. `root`: the cache."""
+        """Hexadecimal SHA-256 of the tokens; names and places of the files are not part of it. `root`: the cache, which
+        remembers the hash of a large file."""
+
+        def sha256(file: Shard) -> bytes:
+            with cannot(f"read {file.path}"):
+                return file_sha256(file.path, root)
+
         digest = hashlib.sha256(f"gptlab-tokens-1 {len(self.train)} ".encode())
         with ThreadPoolExecutor(HASHED_TOGETHER) as pool:
-            for one in pool.map(lambda file: file.digest(root), (*self.train, *self.val)):
+            for one in pool.map(sha256, (*self.train, *self.val)):
                 digest.update(one)
         return digest.hexdigest()
 
-    def stamps(self) -> list[list[int]]:
+    def stamps(self) -> list[tuple[int, ...]]:
         """Inode, size and time of every file: while these are the same, what was checked need not be checked again."""
-        found = []
+        return [file.stamp[1:] for file in (*self.train, *self.val)]
+
+    def require_unchanged(self) -> None:
+        """UserError where a path leads to another file than the open one: what was hashed is what was checked."""
         for file in (*self.train, *self.val):
             with cannot(f"read {file.path}"):
-                status = file.path.stat()
-            found.append([status.st_ino, status.st_size, status.st_mtime_ns])
-        return found
-
-    def require_unchanged(self, stamps: list[list[int]]) -> None:
-        """UserError where the files' stamps are now others."""
-        for file, before, now in zip((*self.train, *self.val), stamps, self.stamps(), strict=True):
-            if before != now:
-                raise ChangedFileError(file.path)
+                if file_stamp(file.path.stat()) != file.stamp:
+                    raise ChangedFileError(file.path)
 
     def tokenizer(self, config: TokenizerConfig) -> Tokenizer:
         """The tokenizer that the tokens are of: `config.path`, else meta.pkl's characters, else GPT-2's vocabulary
@@ -128,7 +101,7 @@ class TokenFiles:
     def _chosen(self, config: TokenizerConfig) -> Tokenizer:
         if config.path is not None:
             return load_tokenizer(Path(config.path))
-        tables = {file.table for file in (*self.train, *self.val)}
+        tables = {_table(file) for file in (*self.train, *self.val)}
         characters = {None if table is None else read_character_table(table) for table in tables}
         if len(characters) > 1:
             raise UserError(f"{self.name}: the meta.pkl of these tokens differ: use tokens of one vocabulary")
@@ -146,10 +119,28 @@ class TokenFiles:
             )  # fmt: skip
         if config.kind == "byte":
             return ByteTokenizer()
-        large = next((file for file in self.train + self.val if file.open().dtype != UINT16.dtype), None)
+        large = next((file for file in self.train + self.val if file.dtype != UINT16.dtype), None)
         if large is not None and config.kind != "gpt2":
             raise UserError(f"{large.path}: uint32 tokens are not GPT-2's; name their tokenizer with tokenizer.path")
         return gpt2_tokenizer()
+
+
+def _open(path: Path, *, raw: bool = False) -> Shard:
+    """Its tokens, never none. UserError for a file that is not what it should be."""
+    tokens = Shard(path, raw=raw)
+    if not len(tokens):
+        raise UserError(f"{path} is empty: it has no token")
+    return tokens
+
+
+def _validates(file: Shard) -> bool:
+    return _VALIDATES.search(file.path.stem.lower()) is not None
+
+
+def _table(file: Shard) -> Path | None:
+    """nanoGPT's meta.pkl beside the file, which says which characters the tokens are."""
+    table = file.path.parent / "meta.pkl"
+    return table if file.raw and table.is_file() else None
 
 
 def _own_tokenizer(folder: Path) -> dict[str, Any] | None:
@@ -179,16 +170,14 @@ def find_token_files(
         )  # fmt: skip
     name = " + ".join(sources)
     if val_sources:
-        chosen = [[file for file in found[source] if file.validates] or found[source] for source in val_sources]
+        chosen = [list(filter(_validates, found[source])) or found[source] for source in val_sources]
     else:
-        chosen = [[file for file in files if file.validates] for files in found.values()]
-    val = tuple(dict.fromkeys(chain(*chosen)))
+        chosen = [list(filter(_validates, files)) for files in found.values()]
+    val = tuple({file.path: file for file in chain(*chosen)}.values())
     held_out = {file.path.resolve() for file in val}
-    of_sources = dict.fromkeys(chain(*(found[source] for source in sources)))
-    train = tuple(file for file in of_sources if not file.validates and file.path.resolve() not in held_out)
+    of_sources = {file.path: file for source in sources for file in found[source]}.values()
+    train = tuple(file for file in of_sources if not _validates(file) and file.path.resolve() not in held_out)
     if not val:
-        for file in train:
-            file.open()  # A file that is not a shard is the first thing to report.
         raise UserError(
             f"{name}: no file validates: a nanoGPT folder has val.bin, shards have `val` in a name, such as "
             "fineweb_val_000000.bin; name others with data.val_source"
@@ -198,7 +187,7 @@ def find_token_files(
     return TokenFiles(name, train, val)
 
 
-def _find(source: str, hub_files: int | None, root: Path) -> list[TokenFile] | None:
+def _find(source: str, hub_files: int | None, root: Path) -> list[Shard] | None:
     """The files of one source, in the order of their names; None for text."""
     if source == STDLIB:
         return None
@@ -216,23 +205,23 @@ def _find(source: str, hub_files: int | None, root: Path) -> list[TokenFile] | N
             raise UserError(f"{source!r}: {problem}")
     if not files or any(file.suffix != TOKEN_SUFFIX for file in files):
         return None
-    return [TokenFile(file, raw=False) for file in files]
+    return [_open(file) for file in files]
 
 
-def _find_in_folder(folder: Path) -> list[TokenFile] | None:
+def _find_in_folder(folder: Path) -> list[Shard] | None:
     entries = [entry for entry in sorted(folder.iterdir()) if not entry.name.startswith(".")]
     files = [entry for entry in entries if entry.suffix == TOKEN_SUFFIX and entry.is_file()]
     if folder / "train.bin" in files and not is_shard(folder / "train.bin"):
-        return [TokenFile(file, raw=True) for file in files if file.name in ("train.bin", "val.bin")]
+        return [_open(file, raw=True) for file in files if file.name in ("train.bin", "val.bin")]
     # A folder of texts may hold any .bin: only one with the header makes it a folder of tokens.
     only_these = all(entry.suffix == TOKEN_SUFFIX for entry in entries)
     if not files or not (only_these or any(map(is_shard, files))):
         return None
-    return [TokenFile(file, raw=False) for file in files]
+    return [_open(file) for file in files]
 
 
 def scan(
-    files: Sequence[TokenFile], tokenizer: Tokenizer, bos_id: int | None, side: str, folder: Path,
+    files: Sequence[Shard], tokenizer: Tokenizer, bos_id: int | None, side: str, folder: Path,
     progress: Progress | None,
 ) -> dict[str, int]:  # fmt: skip
     """Counts of one side: tokens, documents, bytes of text, shards. With a `bos_id` the side is cut into documents
@@ -240,11 +229,10 @@ def scan(
 
     UserError for an id that is not in the vocabulary, and for no document at all.
     """
-    arrays = [file.open() for file in files]
     n_tokens, n_bytes, starts = 0, 0, []
-    for file, tokens in zip(files, arrays, strict=True):
-        for first in range(0, len(tokens), BLOCK_TOKENS):
-            block = tokens[first : first + BLOCK_TOKENS]
+    for file in files:
+        for first in range(0, len(file), BLOCK_TOKENS):
+            block = file[first : first + BLOCK_TOKENS]
             if int(block.max()) >= tokenizer.vocab_size:
                 place = int(np.argmax(block >= tokenizer.vocab_size))
                 raise UserError(
@@ -260,27 +248,26 @@ def scan(
                 progress.advance(block.nbytes)
     n_documents = 1
     if bos_id is not None:
-        n_documents = _write_index(folder, side, arrays, np.concatenate([*starts, [n_tokens]]), files[0].path)
+        n_documents = _write_index(folder, side, files, np.concatenate([*starts, [n_tokens]]))
     return dict(zip(COUNTS, (n_tokens, n_documents, n_bytes, len(files)), strict=True))
 
 
-def open_split(files: Sequence[TokenFile], side: str, folder: Path, totals: dict[str, int]) -> TokenSplit:
+def open_split(files: Sequence[Shard], side: str, folder: Path, totals: dict[str, int]) -> TokenSplit:
     """The side that `scan` looked at, straight over its files."""
-    arrays = [file.open() for file in files]
     if (folder / f"{side}_documents.npy").exists():
-        return TokenSplit(arrays, *open_index(folder, side), totals["bytes"])
+        return TokenSplit(files, *open_index(folder, side), totals["bytes"])
     starts = np.array([0, totals["tokens"]], dtype=np.int64)
-    return TokenSplit(arrays, starts, np.zeros(1, dtype=np.uint64), totals["bytes"], in_documents=False)
+    return TokenSplit(files, starts, np.zeros(1, dtype=np.uint64), totals["bytes"], in_documents=False)
 
 
-def _write_index(folder: Path, side: str, arrays: list[Shard], starts: np.ndarray, path: Path) -> int:
+def _write_index(folder: Path, side: str, files: Sequence[Shard], starts: np.ndarray) -> int:
     """`starts` (n_documents + 1,) int64, the last one the end; the number of documents."""
     if len(starts) == 1:
         raise UserError(
-            f"{path}: no BOS begins a document in these tokens, and packed rows are made of documents: use data.rows "
-            "random or sequential"
+            f"{files[0].path}: no BOS begins a document in these tokens, and packed rows are made of documents: use "
+            "data.rows random or sequential"
         )
-    split = TokenSplit(arrays, starts, np.zeros(len(starts) - 1, dtype=np.uint64), 0)
+    split = TokenSplit(files, starts, np.zeros(len(starts) - 1, dtype=np.uint64), 0)
     hashes = [
         hashlib.blake2b(split.read(start, end - start).tobytes(), digest_size=8).digest()
         for start, end in pairwise(starts.tolist())

@@ -80,7 +80,7 @@ class Shard:
 
     def __init__(self, path: Path, *, raw: bool = False) -> None:
         """`raw`: nanoGPT's uint16 without a header. UserError for a file that is not what it should be."""
-        self.path = path
+        self.path, self.raw = path, raw
         self._lock = threading.Lock()
         with cannot(f"read {path}"):
             with open_plain(path) as file:
@@ -91,7 +91,7 @@ class Shard:
             if odd:
                 size = f"tokens are two bytes each (uint16), and {status.st_size:,} bytes are odd"
                 raise UserError(f"{path} is not nanoGPT data: {size}")
-            self._stamp = _stamp(status)
+            self.stamp = file_stamp(status)
             if Shard._n_open < Shard.KEPT_OPEN:
                 self._file = open_plain(path)
                 Shard._n_open += 1
@@ -111,7 +111,7 @@ class Shard:
         try:
             with nullcontext(self._file) if self._file else open_plain(self.path) as file:
                 content = os.pread(file.fileno(), n_bytes, at) if in_one_call else self._read_at(file, at, n_bytes)
-                changed = len(content) < n_bytes or _stamp(os.fstat(file.fileno())) != self._stamp
+                changed = len(content) < n_bytes or file_stamp(os.fstat(file.fileno())) != self.stamp
         except OSError as error:
             raise UserError(f"cannot read {self.path}: {error.strerror or error}") from error
         if changed:
@@ -143,7 +143,8 @@ def _dtype(path: Path, header: bytes, n_bytes: int) -> np.dtype[Any]:
     return kind.dtype
 
 
-def _stamp(status: os.stat_result) -> tuple[int, ...]:
+def file_stamp(status: os.stat_result) -> tuple[int, ...]:
+    """Device, inode, size and time: while these are the same, so is the file."""
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
