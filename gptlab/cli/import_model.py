@@ -22,7 +22,7 @@ DIR becomes a run folder for `gptlab sample`, `eval` and `export`, and for `gptl
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HfArguments:
     path: Positional[str]
-    """Folder with config.json and weights, or a name on the hub."""
+    """hf: folder with config.json and weights, or a name on the hub. nanogpt: nanoGPT's ckpt.pt."""
     dir: Positional[str]
     """Folder of the new run."""
     tokenizer: str | None = None
@@ -32,17 +32,9 @@ class HfArguments:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NanoGptArguments:
-    path: Positional[str]
-    """nanoGPT's ckpt.pt."""
-    dir: Positional[str]
-    """Folder of the new run."""
+class NanoGptArguments(HfArguments):
     meta: str | None = None
     """meta.pkl of the data that it was trained on, which maps tokens to characters. None: GPT-2's tokens."""
-    tokenizer: str | None = None
-    """Folder with the model's tokenizer, instead of --meta."""
-    data: tuple[str, ...] = DataConfig().source
-    """Text whose last tenth, or 131,072 tokens of it, `gptlab eval DIR` measures on."""
 
 
 def main(argv: list[str]) -> int:

@@ -14,7 +14,7 @@ import numpy as np
 from gptlab.cli.arguments.parser import Positional, parse, run_subcommand
 from gptlab.config.errors import Positive, UserError, check_fields
 from gptlab.config.run import TokenizerConfig, TokenizerKind
-from gptlab.data.corpus.documents import open_corpus
+from gptlab.data.corpus.documents import Corpus, open_corpus
 from gptlab.data.tokenizer.base import FILE
 from gptlab.data.tokenizer.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from gptlab.runtime.records.console import Console
@@ -32,15 +32,22 @@ EVAL_BATCH_DOCUMENTS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainArguments:
-    out: str
-    """Folder for tokenizer.json."""
+class TextArguments:
     data: tuple[str, ...] = ("stdlib",)
-    """Text to train on: stdlib, files (.txt .md .py .jsonl .parquet and the like), folders, globs, corpora by name."""
+    """Text to read: stdlib, files (.txt .md .py .jsonl .parquet and the like), folders, globs, corpora by name."""
     hub_files: int | None = None
     """Files of a corpus by name to use, at most. None: as many as `gptlab data list` says."""
     text_column: str = "text"
     """Column (Parquet) or key (JSONL) that holds the text."""
+
+    def corpus(self) -> Corpus:
+        return open_corpus(self.data, self.text_column, hub_files=self.hub_files)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainArguments(TextArguments):
+    out: str
+    """Folder for tokenizer.json."""
     kind: TokenizerKind = "bpe"
     """bpe (byte-level, trained) | gpt2 (GPT-2's 50,257 entries) | char (the characters that occur) | byte (the 256
     bytes)."""
@@ -57,15 +64,9 @@ class TrainArguments:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EvalArguments:
+class EvalArguments(TextArguments):
     folder: Positional[str]
     """Folder that holds tokenizer.json."""
-    data: tuple[str, ...] = ("stdlib",)
-    """Text to encode: stdlib, files, folders, globs, corpora by name."""
-    hub_files: int | None = None
-    """Files of a corpus by name to use, at most. None: as many as `gptlab data list` says."""
-    text_column: str = "text"
-    """Column (Parquet) or key (JSONL) that holds the text."""
     max_bytes: Positive[int] = 100_000_000
     """Bytes of text (UTF-8) to encode; the document that reaches it is the last."""
 
@@ -90,7 +91,7 @@ def _train(argv: list[str]) -> int:
         raise UserError(f"{out} has a tokenizer already; choose another --out, or add --overwrite")
     if out.exists() and not out.is_dir():
         raise UserError(f"--out {out} is a file; name a folder")
-    corpus = open_corpus(arguments.data, arguments.text_column, hub_files=arguments.hub_files)
+    corpus = arguments.corpus()
     started = time.perf_counter()
     with Console() as console:
         tokenizer = train_tokenizer(config, corpus.documents(), bos=arguments.bos, progress=console)
@@ -103,7 +104,7 @@ def _train(argv: list[str]) -> int:
 def _evaluate(argv: list[str]) -> int:
     arguments = parse(EvalArguments, argv, prog=f"{PROG} eval", description="Measure a tokenizer on text.")
     tokenizer = load_tokenizer(arguments.folder)
-    corpus = open_corpus(arguments.data, arguments.text_column, hub_files=arguments.hub_files)
+    corpus = arguments.corpus()
     counts: Counter[str] = Counter()
     uses = np.zeros(tokenizer.vocab_size, dtype=np.int64)  # how often each token occurred
     seconds = 0.0
