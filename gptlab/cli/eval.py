@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from gptlab.cli.arguments.load_arguments import LoadArguments
 from gptlab.cli.arguments.parser import parse
-from gptlab.config.errors import NotNegative, Positive, check_fields
+from gptlab.config.errors import NotNegative, Positive, checked_dataclass
 from gptlab.runtime.files.plain_file import to_json
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from gptlab.runtime.records.console import Console
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@checked_dataclass("--")
 class EvalArguments(LoadArguments):
     tokens: Positive[int] | None = None
     """Maximum target tokens of the validation set; always the same ones. None: as in the run's configuration."""
@@ -31,9 +31,6 @@ class EvalArguments(LoadArguments):
     """Maximum examples of each CORE task. 0: all. None: as in the run's configuration."""
     json: bool = False
     """Print one JSON object, numbers unrounded."""
-
-    def __post_init__(self) -> None:
-        check_fields(self, "--")
 
 
 def main(argv: Sequence[str]) -> int:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, TextIO
 
 from gptlab.cli.arguments.load_arguments import LoadArguments
 from gptlab.cli.arguments.parser import parse
-from gptlab.config.errors import NotNegative, Positive, check_fields, require
+from gptlab.config.errors import NotNegative, Positive, checked_dataclass, require
 from gptlab.config.run import SampleConfig
 from gptlab.runtime.files.plain_file import to_json
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@checked_dataclass("--")
 class SampleArguments(LoadArguments):
     prompt: tuple[str, ...] = ()
     """Text to continue. Several: "A" "B", or repeat the flag; with a leading dash: --prompt="-x". None: the prompts of
@@ -39,7 +39,6 @@ class SampleArguments(LoadArguments):
     """Print one JSON object once all texts are sampled."""
 
     def __post_init__(self) -> None:
-        check_fields(self, "--")
         require(self.seed is None or 0 <= self.seed < 2**63, "--seed", self.seed, "must be between 0 and 2^63 - 1", 0)
 
     def over(self, configured: SampleConfig, sampled: Sequence[str]) -> SampleConfig:

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from gptlab.cli.arguments.parser import Positional, parse, run_subcommand
-from gptlab.config.errors import Positive, UserError, check_fields
+from gptlab.config.errors import Positive, UserError, checked_dataclass
 from gptlab.config.run import TokenizerConfig, TokenizerKind
 from gptlab.data.corpus.documents import Corpus, open_corpus
 from gptlab.data.tokenizer.base import FILE
@@ -63,15 +63,12 @@ class TrainArguments(TextArguments):
     """Replace a tokenizer that is in the folder already."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@checked_dataclass("--")
 class EvalArguments(TextArguments):
     folder: Positional[str]
     """Folder that holds tokenizer.json."""
     max_bytes: Positive[int] = 100_000_000
     """Bytes of text (UTF-8) to encode; the document that reaches it is the last."""
-
-    def __post_init__(self) -> None:
-        check_fields(self, "--")
 
 
 def main(argv: list[str]) -> int:

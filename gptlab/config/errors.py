@@ -12,8 +12,8 @@ import itertools
 import types
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, TypeVar, Union, dataclass_transform, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
 
@@ -118,9 +118,27 @@ Share = Annotated[float, Limit(lambda value: 0 <= value <= 1, "must be in [0, 1]
 BelowOne = Annotated[float, Limit(lambda value: 0 <= value < 1, "must be in [0, 1)")]
 
 
-def check_fields(owner: object, prefix: str) -> None:
-    """ConfigError for a field of a dataclass that is outside of its Limit or no choice of its Literal. None passes: it
-    means "not set". `prefix` precedes the names in errors: "model." or, for flags, "--"."""
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
+def checked_dataclass(prefix: str) -> Callable[[type[T]], type[T]]:
+    """A frozen dataclass of keyword arguments that refuses values outside of its fields' Limits and Literals, before
+    its own __post_init__. `prefix` precedes the names in errors: "model." or, for flags, "--"."""
+
+    def made(cls: type[T]) -> type[T]:
+        own = getattr(cls, "__post_init__", None)
+
+        def check(self: T) -> None:
+            _check_fields(self, prefix)
+            if own is not None:
+                own(self)
+
+        cls.__post_init__ = check  # type: ignore[attr-defined]
+        return dataclass(frozen=True, slots=True, kw_only=True)(cls)
+
+    return made
+
+
+def _check_fields(owner: object, prefix: str) -> None:
+    """ConfigError for a field that is outside of its Limit or no choice of its Literal. None passes: "not set"."""
     cls: type = type(owner)
     for name, choices, limits in _limited_fields(cls):
         if (value := getattr(owner, name)) is None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Annotated, Literal
 
-from gptlab.config.errors import BelowOne, ConfigError, Limit, Positive, check_fields, require
+from gptlab.config.errors import BelowOne, ConfigError, Limit, Positive, checked_dataclass, require
 
 Norm = Literal["rmsnorm", "layernorm"]
 Position = Literal["rope", "learned"]
@@ -21,7 +21,7 @@ _MOST = {
 computing or overflow 64-bit integers."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@checked_dataclass("model.")
 class ModelConfig:
     n_layer: Positive[int] = 4
     """Transformer blocks."""
@@ -81,7 +81,6 @@ class ModelConfig:
     for nn.Linear and normal 1 for nn.Embedding (modded-nanogpt)."""
 
     def __post_init__(self) -> None:
-        check_fields(self, "model.")
         for name, most in _MOST.items():
             value = getattr(self, name)
             require(value is None or value <= most, f"model.{name}", value, "is more than any model has", most)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import StrEnum
 from typing import Literal
 
-from gptlab.config.errors import BelowOne, NotNegative, Positive, Share, check_fields, require
+from gptlab.config.errors import BelowOne, NotNegative, Positive, Share, checked_dataclass, require
 
 MatrixOptimizer = Literal["muon", "adamw"]
 Orthogonalizer = Literal["polar_express", "newton_schulz", "svd"]
@@ -29,7 +29,7 @@ class Role(StrEnum):
     """Norm weights and biases."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@checked_dataclass("optim.")
 class AdamWConfig:
     """Settings of torch.optim.AdamW for one parameter role."""
 
@@ -44,11 +44,8 @@ class AdamWConfig:
     weight_decay: NotNegative[float] = 0.0
     """Decoupled decay, multiplied by the learning rate."""
 
-    def __post_init__(self) -> None:
-        check_fields(self, "optim.")
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@checked_dataclass("optim.muon.")
 class MuonConfig:
     """Momentum orthogonalized by a matrix iteration (K. Jordan et al., 2024), for matrices inside the blocks."""
 
@@ -82,12 +79,11 @@ class MuonConfig:
     """Orthogonalize query, key and value separately where they are one fused matrix."""
 
     def __post_init__(self) -> None:
-        check_fields(self, "optim.muon.")
         limit = self.orthogonalizer != "polar_express" or self.iterations <= 5
         require(limit, "optim.muon.iterations", self.iterations, "Polar Express has five coefficient triples", 5)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@checked_dataclass("schedule.")
 class ScheduleConfig:
     """Multipliers as pure functions of progress (0 at the start of the run, 1 at its end)."""
 
@@ -103,7 +99,6 @@ class ScheduleConfig:
     """Muon's weight-decay multiplier at the end, reached linearly (nanochat: 0). 1: constant."""
 
     def __post_init__(self) -> None:
-        check_fields(self, "schedule.")
         both = self.warmup_fraction + (self.warmdown_fraction if self.kind == "trapezoid" else 0.0)
         require(both <= 1, "schedule.warmup_fraction", self.warmup_fraction, "warm-up and warm-down exceed the run")
 
@@ -112,7 +107,7 @@ def _adamw(lr: float, beta1: float = 0.8) -> AdamWConfig:
     return AdamWConfig(lr=lr, beta1=beta1)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@checked_dataclass("optim.")
 class OptimConfig:
     """Defaults: nanochat's numbers, tuned there at 2^19 tokens a step and width 768."""
 
@@ -132,6 +127,3 @@ class OptimConfig:
     """Norm weights and biases."""
     grad_clip: Positive[float] | None = None
     """Maximum global gradient norm. None: no clipping (the norm is still logged)."""
-
-    def __post_init__(self) -> None:
-        check_fields(self, "optim.")

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from gptlab.config.errors import ConfigError, Limit, NotNegative, Positive, check_fields, require, require_choice
+from gptlab.config.errors import ConfigError, Limit, NotNegative, Positive, checked_dataclass, require, require_choice
 from gptlab.config.model import ModelConfig
 from gptlab.config.optim import OptimConfig, ScheduleConfig
 
@@ -26,7 +26,7 @@ EXACT_WORLD_SIZES = (1, 2, 4, 8)
 """Numbers of processes that `exact_any_world_size` supports: those that halve down to one."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@checked_dataclass("horizon.")
 class Horizon:
     """The length of a run. Its progress is 0 at the start and 1 at the end."""
 
@@ -38,7 +38,6 @@ class Horizon:
     """Stop at the first evaluation whose validation loss (nats/token) is at or below this. `amount` stays the limit."""
 
     def __post_init__(self) -> None:
-        check_fields(self, "horizon.")
         possible = self.amount > 0 and math.isfinite(self.amount)
         require(possible, "horizon.amount", self.amount, f"a run trains for a positive number of {self.unit}")
 
@@ -86,7 +85,7 @@ def share_of_run(phase_steps: int, horizon: Horizon, of_steps: int) -> float:
     return phase_steps / (total if total >= phase_steps else of_steps)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@checked_dataclass("tokenizer.")
 class TokenizerConfig:
     kind: TokenizerKind = "bpe"
     """bpe (byte-level, trained on the corpus) | gpt2 (GPT-2's 50,257 entries) | char (the characters of the corpus) |
@@ -101,11 +100,8 @@ class TokenizerConfig:
     path: str | None = None
     """A folder with a tokenizer.json to use instead of training one."""
 
-    def __post_init__(self) -> None:
-        check_fields(self, "tokenizer.")
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@checked_dataclass("data.")
 class DataConfig:
     source: tuple[str, ...] = ("stdlib",)
     """Corpora, read in this order: `stdlib`, a file (.txt .jsonl .parquet), a folder, a glob, a named corpus (`gptlab
@@ -133,22 +129,18 @@ class DataConfig:
     """Folder of prepared tokens. None: $GPTLAB_CACHE, or the user's cache folder."""
 
     def __post_init__(self) -> None:
-        check_fields(self, "data.")
         require(len(self.source) > 0, "data.source", self.source, "name at least one corpus", "stdlib")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@checked_dataclass("batch.")
 class BatchConfig:
     total_tokens: Positive[int] = 16_384
     """Tokens in one optimizer step, over all micro-batches and ranks."""
     micro_sequences: Positive[int] = 32
     """Rows in one forward and backward pass."""
 
-    def __post_init__(self) -> None:
-        check_fields(self, "batch.")
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@checked_dataclass("eval.")
 class EvalConfig:
     every_steps: Positive[int] | None = None
     """Validate every N steps, and at the end. None: not by steps."""
@@ -177,16 +169,13 @@ class EvalConfig:
     core_dir: str | None = None
     """Folder of the DCLM evaluation bundle (core.yaml, eval_meta_data.csv, eval_data/). None: CACHE/core."""
 
-    def __post_init__(self) -> None:
-        check_fields(self, "eval.")
-
     @property
     def validates(self) -> bool:
         """Whether the run validates at all."""
         return self.at_end or self.only or self.every_steps is not None or self.every_seconds is not None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@checked_dataclass("sample.")
 class SampleConfig:
     prompts: tuple[str, ...] = ()
     """Texts to continue. Not given: those of `from_validation`. Given without a text: no samples."""
@@ -201,11 +190,8 @@ class SampleConfig:
     top_k: Positive[int] | None = 50
     """Sample from the N likeliest tokens. None: all."""
 
-    def __post_init__(self) -> None:
-        check_fields(self, "sample.")
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@checked_dataclass("checkpoint.")
 class CheckpointConfig:
     every_steps: Positive[int] | None = None
     """Save every N steps. None: not by steps. A run always ends with a checkpoint."""
@@ -226,11 +212,8 @@ class CheckpointConfig:
     """When a save fails (disk full): stop with an error | continue with a warning, except for a run's last checkpoint.
     Older checkpoints are kept either way. The failure of a background save is noticed at the next step."""
 
-    def __post_init__(self) -> None:
-        check_fields(self, "checkpoint.")
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@checked_dataclass("faults.")
 class FaultsConfig:
     """How many broken steps a run tolerates, and whether it rewinds after a loss spike."""
 
@@ -247,11 +230,8 @@ class FaultsConfig:
     max_rewinds: NotNegative[int] = 10
     """Maximum rewinds. The next spike fails the run with exit code 3."""
 
-    def __post_init__(self) -> None:
-        check_fields(self, "faults.")
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@checked_dataclass("parallel.")
 class ParallelConfig:
     """How several processes share the work of one run."""
 
@@ -264,13 +244,12 @@ class ParallelConfig:
     memory."""
 
     def __post_init__(self) -> None:
-        check_fields(self, "parallel.")
         if self.exact_any_world_size and self.mode == "sharded":
             reason = "sharded gradients are added in an order that depends on the number of processes: use mode data"
             raise ConfigError("parallel.exact_any_world_size", True, reason, False)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@checked_dataclass("runtime.")
 class RuntimeConfig:
     device: str = "auto"
     """auto (the first available of cuda, mps, cpu) | cpu | cuda | cuda:N | mps."""
@@ -296,7 +275,6 @@ class RuntimeConfig:
     with exit code 3. It must exceed the time of the slowest sample, which rank 0 draws while the others wait."""
 
     def __post_init__(self) -> None:
-        check_fields(self, "runtime.")
         kind, colon, index = self.device.partition(":")
         require_choice("runtime.device", kind, ("auto", "cpu", "cuda", "mps"))
         if colon and (kind != "cuda" or not index.isdigit()):

@@ -196,8 +196,8 @@ def sustained_share(device: torch.device, dtype: torch.dtype, *, seconds: float 
 def _product_times(size: int, device: torch.device, dtype: torch.dtype, deadline: float) -> list[float]:
     """Seconds of each product of two random (size, size) matrices until `deadline` (of time.perf_counter): at least
     two, after a warm-up."""
-    generator = torch.Generator().manual_seed(0)
-    left, right = (torch.randn(size, size, generator=generator).to(device, dtype) for _ in range(2))
+    generator = torch.Generator(device).manual_seed(0)
+    left, right = (torch.randn(size, size, generator=generator, device=device).to(dtype) for _ in range(2))
     product, times = torch.empty_like(left), list[float]()
     while len(times) < 3 or time.perf_counter() < deadline:
         synchronize(device)
