@@ -13,26 +13,28 @@ from gptlab.config.model import ModelConfig
 from gptlab.config.run import RunConfig
 from gptlab.model.counting import FlopsPerToken, ParameterCounts, flops_per_token, parameter_counts
 from gptlab.model.gpt import GPT
-from gptlab.runtime.hardware.place import Peak
+from gptlab.runtime.hardware.place import Place
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan:
     config: RunConfig
     vocab_source: str
-    dtype: torch.dtype
+    place: Place
     parameters: ParameterCounts
     flops: FlopsPerToken
     memory: Memory
-    peak: Peak
     steps: int | None
     """None: a horizon in seconds on a machine whose peak is unknown."""
-    memory_is_shared: bool
-    """Whether the device computes in the host's memory."""
     seconds: float | None
     """On the training clock. None: unknown, since no step of this configuration was timed here."""
     rate: Rate | None = None
     """The last timed speed of this configuration on this machine."""
+
+    @property
+    def memory_is_shared(self) -> bool:
+        """Whether the device computes in the host's memory."""
+        return self.place.device.type != "cuda"
 
     @property
     def memory_bytes(self) -> int:
@@ -40,15 +42,13 @@ class RunPlan:
         return self.memory.total if self.memory_is_shared else self.memory.device_total
 
 
-def make_plan(
-    config: RunConfig, *, dtype: torch.dtype, peak: Peak, rate: Rate | None = None, memory_is_shared: bool = True
-) -> RunPlan:
+def make_plan(config: RunConfig, place: Place, rate: Rate | None = None) -> RunPlan:
     """Count everything for one device. Raises ConfigError when the horizon is shorter than one step."""
     vocab_size, vocab_source = assumed_vocab_size(config)
     config = replace(config, model=replace(config.model, vocab_size=vocab_size))
     with torch.device("meta"):
-        model = GPT(config.model, dtype)
-    if dtype == torch.float64:
+        model = GPT(config.model, place.dtype)
+    if place.dtype == torch.float64:
         model = model.double()
     counts, flops = parameter_counts(model), flops_per_token(model)
     steps = config.horizon.total_steps(
@@ -63,21 +63,19 @@ def make_plan(
     return RunPlan(
         config=config,
         vocab_source=vocab_source,
-        dtype=dtype,
+        place=place,
         parameters=counts,
         flops=flops,
         memory=count_memory(model, config),
-        peak=peak,
         steps=steps,
-        memory_is_shared=memory_is_shared,
         seconds=seconds,
         rate=rate,
     )
 
 
-def figures(plan: RunPlan, *, device: str, device_memory: int | None) -> dict[str, object]:
+def figures(plan: RunPlan, *, device_memory: int | None) -> dict[str, object]:
     """The plan as plain values: bytes, FLOPs, seconds. None: unknown."""
-    tokens = None if plan.steps is None else plan.steps * plan.config.batch.total_tokens
+    place, tokens = plan.place, None if plan.steps is None else plan.steps * plan.config.batch.total_tokens
     return {
         "config": config_to_json(plan.config),
         "parameters": plan.parameters.total,
@@ -90,11 +88,11 @@ def figures(plan: RunPlan, *, device: str, device_memory: int | None) -> dict[st
         "training_seconds": plan.seconds,
         "memory_bytes": plan.memory_bytes,
         "memory_bytes_by_part": asdict(plan.memory),
-        "device": device,
+        "device": str(place.device),
         "device_memory_bytes": device_memory,
-        "dtype": str(plan.dtype).removeprefix("torch."),
-        "peak_flops_per_second": plan.peak.flops_per_second,
-        "peak_source": plan.peak.source,
+        "dtype": str(place.dtype).removeprefix("torch."),
+        "peak_flops_per_second": place.peak.flops_per_second,
+        "peak_source": place.peak.source,
     }
 
 

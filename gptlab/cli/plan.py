@@ -30,15 +30,9 @@ def main(argv: list[str]) -> int:
     request = read_request(argv, PlanArguments, prog="gptlab plan", description=DESCRIPTION)
     config = request.config(_remembered)
     place = place_of(config)
-    plan = make_plan(
-        config, dtype=place.dtype, peak=place.peak, rate=remembered_rate(config, place),
-        memory_is_shared=place.device.type != "cuda",
-    )  # fmt: skip
-    label = f"{device_name(place.device)} ({place.device})"
-    if request.options.get("json"):
-        print(to_json(figures(plan, device=str(place.device), device_memory=_device_memory(place.device)), indent=2))
-    else:
-        print(describe(plan, device_memory=_device_memory(place.device), device_label=label))
+    plan, memory = make_plan(config, place, remembered_rate(config, place)), _device_memory(place.device)
+    as_json = request.options.get("json")
+    print(to_json(figures(plan, device_memory=memory), indent=2) if as_json else describe(plan, device_memory=memory))
     return 0
 
 
@@ -49,9 +43,9 @@ def _remembered(config: RunConfig) -> Machine:
     return Machine(device=str(place.device), flops_per_second=None if rate is None else rate.flops_per_second)
 
 
-def describe(plan: RunPlan, *, device_memory: int | None = None, device_label: str = "") -> str:
+def describe(plan: RunPlan, *, device_memory: int | None = None) -> str:
     """The plan as text, one fact a line, units named."""
-    config, model = plan.config, plan.config.model
+    config, model, place = plan.config, plan.config.model, plan.place
     rows = [
         ("recipe", config.recipe),
         ("model", model_text(model)),
@@ -65,14 +59,14 @@ def describe(plan: RunPlan, *, device_memory: int | None = None, device_label: s
         ("horizon", str(config.horizon)),
         *_length(plan),
         ("memory", _bytes(plan.memory_bytes) + _fits(plan.memory_bytes, device_memory)),
-        ("  weights", f"{_bytes(plan.memory.weights)} float{64 if plan.dtype == torch.float64 else 32}"),
+        ("  weights", f"{_bytes(plan.memory.weights)} float{64 if place.dtype == torch.float64 else 32}"),
         ("  gradients", _bytes(plan.memory.gradients)),
         ("  optimizer", f"{_bytes(plan.memory.optimizer)} of moments"),
         ("  activations", f"{_bytes(plan.memory.activations)} kept for the backward pass of a micro-batch in "
-                          f"{str(plan.dtype).removeprefix('torch.')}; torch.compile keeps less"),
+                          f"{str(place.dtype).removeprefix('torch.')}; torch.compile keeps less"),
         ("  snapshot", _snapshot(plan)),
-        ("device", device_label),
-        ("peak", _peak(plan.peak)),
+        ("device", f"{device_name(place.device)} ({place.device})"),
+        ("peak", _peak(place.peak)),
         ("time", _time(plan)),
     ]  # fmt: skip
     width = max(len(name) for name, _ in rows)
@@ -123,10 +117,10 @@ def _time(plan: RunPlan) -> str:
 
 def _least(plan: RunPlan) -> str:
     """A lower bound: no step is faster than the matrix products alone."""
-    if plan.peak.flops_per_second is None or plan.steps is None:
+    if plan.place.peak.flops_per_second is None or plan.steps is None:
         return "unknown"
     flops = plan.steps * plan.config.batch.total_tokens * plan.flops.total
-    return f"more than {_hours(flops / plan.peak.flops_per_second)}, at the peak"
+    return f"more than {_hours(flops / plan.place.peak.flops_per_second)}, at the peak"
 
 
 def _hours(seconds: float) -> str:

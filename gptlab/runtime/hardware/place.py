@@ -48,18 +48,18 @@ def place_of(config: RunConfig, world: World = _ALONE) -> Place:
     runtime = config.runtime
     if runtime.allocator is not None:  # torch reads it when the first tensor is put on a GPU; the user's own stays
         os.environ.setdefault("PYTORCH_ALLOC_CONF", runtime.allocator)
-    return _place(runtime.device, runtime.dtype, runtime.threads, world.local_rank if world.size > 1 else None)
+    device = resolve_device(runtime.device, world.local_rank if world.size > 1 else None)
+    dtype = resolve_dtype(runtime.dtype, device)
+    if device.type == "cpu":
+        keep_freed_memory()
+    threads = set_threads(runtime.threads)
+    return Place(device, dtype, threads, _peak_once(device, dtype, threads))
 
 
 @functools.cache
-def _place(device_name: str, dtype_name: str, threads: int | None, local_rank: int | None) -> Place:
-    # Cached: a recipe that sizes itself and the run that follows share half a second of measurement.
-    device = resolve_device(device_name, local_rank)
-    dtype = resolve_dtype(dtype_name, device)
-    if device.type == "cpu":
-        keep_freed_memory()
-    in_force = set_threads(threads)
-    return Place(device, dtype, in_force, peak_flops_per_second(device, dtype))
+def _peak_once(device: torch.device, dtype: torch.dtype, threads: int) -> Peak:
+    # A recipe that sizes itself and the run that follows share half a second of measurement.
+    return peak_flops_per_second(device, dtype)
 
 
 # Data sheets that quote a rate "with sparsity" are halved. Where float16 could accumulate in float16, the rate with

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,9 +20,9 @@ from gptlab.config.model import ModelConfig
 from gptlab.config.run import Horizon, HorizonUnit, RunConfig, TokenizerConfig
 from gptlab.model.gpt import GPT, build_model
 from gptlab.model.kernels import ops
-from gptlab.runtime.hardware.place import Peak
+from gptlab.runtime.hardware.place import Peak, Place
 
-PEAK = Peak(flops_per_second=1e11, source="measured")
+PLACE = Place(torch.device("cpu"), torch.float32, 1, Peak(flops_per_second=1e11, source="measured"))
 RATE = Rate(tokens_per_second=6400.0, flops_per_second=5e9, date="2026-11-22")
 
 
@@ -93,34 +94,34 @@ def test_memory_by_hand() -> None:
 
 class TestLength:
     def test_a_horizon_in_steps(self) -> None:
-        plan = make_plan(tiny("steps", 10), dtype=torch.float32, peak=PEAK, rate=RATE)
+        plan = make_plan(tiny("steps", 10), PLACE, RATE)
         assert plan.steps == 10
         assert plan.seconds == pytest.approx(10 * 128 / 6400)
 
     def test_a_horizon_in_seconds(self) -> None:
-        plan = make_plan(tiny("seconds", 60), dtype=torch.float32, peak=PEAK, rate=RATE)
+        plan = make_plan(tiny("seconds", 60), PLACE, RATE)
         assert plan.seconds == 60
         assert plan.steps == 60 * 6400 // 128
 
     def test_tokens_per_parameter(self) -> None:
-        plan = make_plan(tiny("tokens_per_param", 20), dtype=torch.float32, peak=PEAK)
+        plan = make_plan(tiny("tokens_per_param", 20), PLACE)
         assert plan.steps == 20 * plan.parameters.scaling // 128
 
     def test_no_speed_is_claimed_that_was_never_timed(self) -> None:
-        plan = make_plan(tiny("seconds", 60), dtype=torch.float32, peak=PEAK)
+        plan = make_plan(tiny("seconds", 60), PLACE)
         assert plan.steps is None
         assert "unknown until steps are timed" in describe(plan)
-        plan = make_plan(tiny("steps", 100_000), dtype=torch.float32, peak=PEAK)
+        plan = make_plan(tiny("steps", 100_000), PLACE)
         assert (plan.steps, plan.seconds) == (100_000, None)
         seconds = 100_000 * 128 * plan.flops.total / 1e11
         assert f"more than {seconds / 3600:.3g} hours ({seconds:,.0f} seconds), at the peak" in describe(plan)
-        unknown = Peak(flops_per_second=None, source="unknown")
-        plan = make_plan(tiny("steps", 10), dtype=torch.float32, peak=unknown)
+        unknown = replace(PLACE, peak=Peak(flops_per_second=None, source="unknown"))
+        plan = make_plan(tiny("steps", 10), unknown)
         assert "unknown; `gptlab bench custom`" in describe(plan)
 
     def test_less_than_a_step_is_refused(self) -> None:
         with pytest.raises(ConfigError, match="less than one step"):
-            make_plan(tiny("tokens", 127), dtype=torch.float32, peak=PEAK)
+            make_plan(tiny("tokens", 127), PLACE)
 
 
 def test_vocabulary_before_the_text_is_read() -> None:
@@ -134,15 +135,15 @@ def test_vocabulary_before_the_text_is_read() -> None:
 
 
 def test_describe_names_every_figure_with_its_unit() -> None:
-    plan = make_plan(tiny(), dtype=torch.bfloat16, peak=PEAK, rate=RATE)
-    text = describe(plan, device_memory=2**30, device_label="X (cpu)")
+    plan = make_plan(tiny(), replace(PLACE, dtype=torch.bfloat16), RATE)
+    text = describe(plan, device_memory=2**30)
     for part in (
         "depth 2, width 32, heads 2, context 16 tokens", "300 entries",
         "128 tokens: 2 micro-batches of 4 rows of 16 tokens", "of 1.07 GB", "0.1 TFLOP/s (measured)",
         "at 6,400 tokens/s, timed on 2026-11-22", "in bfloat16", "10 steps", "hours",
     ):  # fmt: skip
         assert part in text
-    assert "too little" in describe(make_plan(tiny(), dtype=torch.bfloat16, peak=PEAK), device_memory=1000)
+    assert "too little" in describe(make_plan(tiny(), PLACE), device_memory=1000)
 
 
 def test_command_reads_no_data_and_writes_nothing(

@@ -35,7 +35,7 @@ from gptlab.data.corpus.known_corpora import named_source
 from gptlab.model.gpt import build_model
 from gptlab.optim.schedule import lr_scale, muon_momentum, weight_decay_scale
 from gptlab.runtime.files.plain_file import read_json_object
-from gptlab.runtime.hardware.place import Peak
+from gptlab.runtime.hardware.place import Peak, Place
 
 MACHINE = Machine(device="cpu", flops_per_second=1e12)
 
@@ -238,7 +238,7 @@ def steps(amount: int) -> Horizon:
 
 def plan(config: RunConfig) -> RunPlan:
     """The plan with a BPE or byte vocabulary of the size asked for."""
-    return make_plan(config, dtype=torch.bfloat16, peak=Peak(1e15, "table"))
+    return make_plan(config, Place(torch.device("cpu"), torch.bfloat16, 1, Peak(1e15, "table")))
 
 
 class TestNumbers:

@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from gptlab.config.errors import UserError
+from gptlab.config.run import RunConfig, RuntimeConfig
 from gptlab.runtime.hardware import cpu as cpu_module
 from gptlab.runtime.hardware import device as device_module
+from gptlab.runtime.hardware import place as place_module
 from gptlab.runtime.hardware.cpu import set_threads, usable_cores
 from gptlab.runtime.hardware.device import (
     compiler_available,
@@ -22,6 +24,7 @@ from gptlab.runtime.hardware.device import (
     resolve_dtype,
     synchronize,
 )
+from gptlab.runtime.hardware.place import Peak, place_of
 
 CPU = torch.device("cpu")
 
@@ -251,6 +254,18 @@ def test_hyperthreads_of_one_core_count_once(tmp_path: Path) -> None:
     assert cpu_module._physical_cores({0, 2}, tmp_path) == 1
     assert cpu_module._physical_cores({0, 1}, tmp_path) == 2
     assert cpu_module._physical_cores({0, 9}, tmp_path) == 2  # nothing known of CPU 9: logical CPUs count
+
+
+def test_each_run_of_a_process_has_its_own_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(place_module, "peak_flops_per_second", lambda device, dtype: Peak(None, "unknown"))
+    before = torch.get_num_threads()
+    try:
+        for wanted in (1, 2, 1):  # the third asks for what the first had
+            place = place_of(RunConfig(runtime=RuntimeConfig(device="cpu", threads=wanted)))
+            assert place.threads == torch.get_num_threads() == wanted
+    finally:
+        torch.set_num_threads(before)
+        place_module._peak_once.cache_clear()
 
 
 def test_the_tightest_cgroup_quota_counts(tmp_path: Path) -> None:
