@@ -91,7 +91,7 @@ def _train(argv: list[str]) -> int:
     corpus = arguments.corpus()
     started = time.perf_counter()
     with Console() as console:
-        tokenizer = train_tokenizer(config, corpus.documents(), bos=arguments.bos, progress=console)
+        tokenizer = train_tokenizer(config, corpus.texts(), bos=arguments.bos, progress=console)
         seconds = time.perf_counter() - started
         tokenizer.save(out)
         console.line(f"{_described(tokenizer)}: made in {seconds:.1f} s, kept in {out}")
@@ -107,7 +107,7 @@ def _evaluate(argv: list[str]) -> int:
     seconds = 0.0
     with Console() as console:
         with console.progress("encoding", None, "bytes") as progress:
-            for texts in _batches(corpus.documents(), arguments.max_bytes):
+            for texts in _batches(corpus.texts(), arguments.max_bytes):
                 started = time.perf_counter()
                 encoded = tokenizer.encode_batch(texts)
                 seconds += time.perf_counter() - started

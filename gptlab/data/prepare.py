@@ -29,7 +29,7 @@ import numpy as np
 
 from gptlab.config.errors import UserError
 from gptlab.config.run import DataConfig, Split, TokenizerConfig
-from gptlab.data.corpus.documents import DividedCorpus, Side, content_hash, is_text_file, open_corpus
+from gptlab.data.corpus.documents import Corpus, Side, content_hash, is_text_file, open_corpus
 from gptlab.data.corpus.known_corpora import fixed_validation
 from gptlab.data.tokenizer.tokenizer import ByteTokenizer, Tokenizer, gpt2_tokenizer, load_tokenizer, train_tokenizer
 from gptlab.data.tokens.foreign_files import TokenFiles, find_token_files, open_split, scan
@@ -71,9 +71,10 @@ def prepare(data: DataConfig, tokenizer: TokenizerConfig, *, console: Console | 
         token_files = find_token_files(data.source, val_source, data.hub_files, root)
         if token_files is not None:
             return _prepare_tokens(token_files, data, tokenizer, root, console)
-    open_text = partial(open_corpus, text_column=data.text_column, hub_files=data.hub_files, cache_dir=data.cache_dir)
-    validation = open_text(val_source) if val_source else None
-    corpus = DividedCorpus(open_text(data.source), validation, data.split, data.val_fraction)
+    corpus = open_corpus(
+        data.source, data.text_column, hub_files=data.hub_files, cache_dir=data.cache_dir, val_sources=val_source,
+        split=data.split, val_fraction=data.val_fraction,
+    )  # fmt: skip
     if corpus.split != data.split and console is not None:
         console.line(
             f"split     tail: {corpus.name} is one document, so its last {data.val_fraction:.0%} validate "
@@ -129,7 +130,7 @@ def _ready_tokenizer(config: TokenizerConfig) -> Tokenizer | None:
 
 
 def _trained_tokenizer(
-    corpus: DividedCorpus,
+    corpus: Corpus,
     data: DataConfig,
     config: TokenizerConfig,
     source: dict[str, object],
@@ -153,7 +154,7 @@ def _trained_tokenizer(
     return load_tokenizer(folder)
 
 
-def _write_tokens(folder: Path, corpus: DividedCorpus, tokenizer: Tokenizer, console: Console | None) -> dict[str, Any]:
+def _write_tokens(folder: Path, corpus: Corpus, tokenizer: Tokenizer, console: Console | None) -> dict[str, Any]:
     writers = {side: SplitWriter(folder, side, tokenizer.vocab_size, tokenizer.bos_id) for side in SIDES}
     with _progress(console, f"encoding {corpus.name}") as progress:
         for side, text, tokens in _encoded_ahead(tokenizer, corpus.documents()):

@@ -128,7 +128,7 @@ def test_a_file_of_a_folder_that_stops_being_text_is_noticed(
     corpus.fingerprint()
     change(tmp_path / "07.txt")
     with pytest.raises(UserError, match=r"07\.txt changed while it was read"):
-        list(corpus.documents())
+        list(corpus.texts())
 
 
 class Hashed:

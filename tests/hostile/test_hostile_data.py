@@ -217,7 +217,7 @@ def test_tokens_that_are_no_file(tmp_path: Path, harm: Harm) -> None:
 
 
 def documents(path: Path, **options: Any) -> list[str]:
-    return list(open_corpus([str(path)], **options).documents())
+    return list(open_corpus([str(path)], **options).texts())
 
 
 @pytest.mark.parametrize("name", ["x.txt", "x.jsonl", "x.parquet", "x.txt.gz", "x.jsonl.zst"])
@@ -232,7 +232,7 @@ def test_a_folder_of_pipes_and_devices_is_passed_by(tmp_path: Path) -> None:
     for name, harm in (("a.txt", pipe), ("b.md", endless), ("c.py", pipe)):
         harm(tmp_path / name)
     corpus = open_corpus([str(tmp_path)])
-    assert list(corpus.documents()) == ["text"]
+    assert list(corpus.texts()) == ["text"]
     assert corpus.last_pass.skipped == {"unreadable": 3}
 
 

@@ -61,11 +61,6 @@ class CorpusSummary:
     skipped_files: list[tuple[str, str]] = field(default_factory=list)
     """(name, reason) of the first text files among these."""
 
-    def __add__(self, other: CorpusSummary) -> CorpusSummary:
-        named = (self.skipped_files + other.skipped_files)[:NAMED_FILES]
-        n_files, n_documents = self.n_files + other.n_files, self.n_documents + other.n_documents
-        return CorpusSummary(n_files, n_documents, self.skipped + other.skipped, named)
-
     def __str__(self) -> str:
         counts = ((self.n_documents, "document"), (self.n_files, "file"))
         documents, files = (f"{count:,} {noun}{'s' * (count != 1)}" for count, noun in counts)
@@ -87,25 +82,61 @@ class Source:
 
 
 class Corpus:
-    """The documents of all sources, never empty, in the same order every time."""
+    """The documents of all sources, in the same order every time, each for training or validation: held out by
+    `split_documents`, or of sources that validate."""
 
-    def __init__(self, sources: Sequence[Source], root: Path) -> None:
+    def __init__(
+        self, sources: Sequence[Source], val_sources: Sequence[Source], split: Split, val_fraction: float, root: Path
+    ) -> None:
         """`root`: the cache, which remembers hashes of large files."""
         self.name = " + ".join(source.name for source in sources)
         self.last_pass = CorpusSummary()
-        self._sources = sources
-        self._root = root
+        self._sources, self._val_sources, self._root = sources, val_sources, root
         self._digests: dict[DocumentFile, bytes] = {}
         """What `fingerprint` saw of each file; empty before it has looked."""
+        one_document = not val_sources and split == "hash" and len(list(islice(self.texts(), 2))) == 1
+        self.split: Split = "tail" if one_document else split
+        """How documents are held out; tail where hash would leave the only document whole on one side."""
+        self._val_fraction = val_fraction
 
-    def documents(self) -> Iterator[str]:
-        """UserError for what cannot be read, at once where the beginning of a file shows it, and for a file that is not
-        what `fingerprint` saw."""
+    @property
+    def how(self) -> str:
+        """How it is divided, in words."""
+        names = " + ".join(source.name for source in self._val_sources)
+        return f"validated on {names}" if names else f"{self.split} {self._val_fraction:g}"
+
+    def documents(self) -> Iterator[tuple[Side, str]]:
+        """(side, document). UserError as `texts` raises it, and where a side gets nothing."""
+        return self._validated() if self._val_sources else split_documents(self, self.split, self._val_fraction)
+
+    def _validated(self) -> Iterator[tuple[Side, str]]:
+        """The validation text first, whole. A training document that it has too is skipped."""
+        found, seen, kept = CorpusSummary(), set(), False
+        for text in self._read(self._val_sources, found):
+            seen.add(content_hash(text))
+            yield "val", text
+        for text in self._read(self._sources, found):
+            if content_hash(text) in seen:
+                found.skipped[IN_BOTH] += 1
+            else:
+                kept = True
+                yield "train", text
+        if not kept:
+            raise UserError(f"{self.name}: nothing is left to train on, all of it is in data.val_source too")
+        self.last_pass = found
+
+    def texts(self) -> Iterator[str]:
+        """The documents of the sources, never none. UserError for what cannot be read, at once where the beginning of a
+        file shows it, and for a file that is not what `fingerprint` saw."""
         found = CorpusSummary()
-        files = [(file, source.text_column) for source in self._sources for file in source.files]
+        yield from self._read(self._sources, found)
+        self.last_pass = found
+
+    def _read(self, sources: Sequence[Source], found: CorpusSummary) -> Iterator[str]:
+        files = [(file, source.text_column) for source in sources for file in source.files]
         for file, text_column in files[1:]:  # the first one is read now
             probe(file, text_column)
-        for source in self._sources:
+        for source in sources:
             n_before, skipped_before = found.n_documents, found.skipped.copy()
             for file in source.files:
                 yield from self._documents_of(file, source.text_column, found)
@@ -113,7 +144,6 @@ class Corpus:
                 skipped = (found.skipped - skipped_before).items()
                 reasons = ", ".join(f"{count} {reason}" for reason, count in skipped) or "it is empty"
                 raise UserError(f"{source.name} holds no text ({reasons}); a corpus needs at least one document")
-        self.last_pass = found
 
     def _documents_of(self, file: DocumentFile, text_column: str, found: CorpusSummary) -> Iterator[str]:
         digest, skipped_before = hashlib.sha256(), found.skipped.copy()
@@ -131,10 +161,16 @@ class Corpus:
         if self._digests and seen != self._digests[file]:
             raise ChangedFileError(file.path)
 
-    def fingerprint(self) -> str:
-        """Hexadecimal SHA-256 that changes whenever the documents may have changed."""
+    def fingerprint(self) -> dict[str, object]:
+        """All that the documents and their sides depend on."""
+        if self._val_sources:
+            return {"corpus": self._hash_of(self._sources), "val_corpus": self._hash_of(self._val_sources)}
+        return {"corpus": self._hash_of(self._sources), "split": self.split, "val_fraction": self._val_fraction}
+
+    def _hash_of(self, sources: Sequence[Source]) -> str:
+        """Hexadecimal; changes whenever the documents may have changed."""
         of_sources = []
-        for source in self._sources:
+        for source in sources:
             self._digests |= {file: self._digest(file) for file in source.files}
             column = source.text_column if any(file.suffix in COLUMN_SUFFIXES for file in source.files) else ""
             parts = [FINGERPRINT_VERSION.encode(), source.salt.encode(), column.encode()]
@@ -165,73 +201,26 @@ class Corpus:
         return UNREADABLE
 
 
-class DividedCorpus:
-    """The documents of a corpus, each with its side: held out by `split_documents`, or `validation` has its own."""
-
-    def __init__(self, corpus: Corpus, validation: Corpus | None, split: Split, val_fraction: float) -> None:
-        self.name = corpus.name
-        self.split: Split = split
-        """How documents are held out; tail where hash was asked for and the corpus is one document, which a hash would
-        leave whole on one side."""
-        if validation is None and split == "hash" and len(list(islice(corpus.documents(), 2))) == 1:
-            self.split = "tail"
-        self.how = f"{self.split} {val_fraction:g}" if validation is None else f"validated on {validation.name}"
-        self._corpus, self._validation, self._val_fraction = corpus, validation, val_fraction
-        self._corpora = [corpus] if validation is None else [corpus, validation]
-        self._in_both = 0
-
-    @property
-    def last_pass(self) -> CorpusSummary:
-        """What the last full pass found, documents skipped because they validate included."""
-        skipped = CorpusSummary(skipped=Counter({IN_BOTH: self._in_both} if self._in_both else {}))
-        return sum((corpus.last_pass for corpus in self._corpora), skipped)
-
-    def require_unchanged(self) -> None:
-        """UserError where a file is not what `fingerprint` saw."""
-        for corpus in self._corpora:
-            corpus.require_unchanged()
-
-    def fingerprint(self) -> dict[str, object]:
-        """All that the documents and their sides depend on."""
-        if self._validation is None:
-            return {"corpus": self._corpus.fingerprint(), "split": self.split, "val_fraction": self._val_fraction}
-        return {"corpus": self._corpus.fingerprint(), "val_corpus": self._validation.fingerprint()}
-
-    def documents(self) -> Iterator[tuple[Side, str]]:
-        """(side, document). UserError where a side gets nothing."""
-        if self._validation is not None:
-            return self._validated_on(self._validation)
-        return split_documents(self._corpus, self.split, self._val_fraction)
-
-    def _validated_on(self, validation: Corpus) -> Iterator[tuple[Side, str]]:
-        """The validation text first, whole. A training document that it has too is skipped."""
-        seen = set()
-        for text in validation.documents():
-            seen.add(content_hash(text))
-            yield "val", text
-        self._in_both, kept = 0, False
-        for text in self._corpus.documents():
-            if content_hash(text) in seen:
-                self._in_both += 1
-            else:
-                kept = True
-                yield "train", text
-        if not kept:
-            raise UserError(f"{self.name}: nothing is left to train on, all of it is in data.val_source too")
-
-
 def open_corpus(
-    sources: Sequence[str], text_column: str = "text", *, hub_files: int | None = None, cache_dir: str | None = None
+    sources: Sequence[str],
+    text_column: str = "text",
+    *,
+    hub_files: int | None = None,
+    cache_dir: str | None = None,
+    val_sources: Sequence[str] = (),
+    split: Split = "tail",
+    val_fraction: float = 0.1,
 ) -> Corpus:
     """The corpus of `sources`, in their order. `text_column`: the column (Parquet) or key (JSONL) with the text.
 
-    `hub_files`, `cache_dir`: as in DataConfig, for named corpora; nothing is downloaded here.
+    The other arguments: as in DataConfig; nothing is downloaded here.
     UserError for a source that is missing; for one that cannot be read when its documents are.
     """
     if not sources:
         raise UserError("no corpus: name at least one, such as stdlib, a file, a folder or a glob")
     root = cache_root(cache_dir)
-    return Corpus([_open(source, text_column, hub_files, root) for source in sources], root)
+    train, val = ([_open(one, text_column, hub_files, root) for one in names] for names in (sources, val_sources))
+    return Corpus(train, val, split, val_fraction, root)
 
 
 def is_text_file(source: str) -> bool:
@@ -298,7 +287,7 @@ def _split_hash(corpus: Corpus, val_fraction: float) -> Iterator[tuple[Side, str
     limit = int(val_fraction * HASH_RANGE)
     waiting: list[tuple[int, str]] = []
     streaming = False
-    for text in corpus.documents():
+    for text in corpus.texts():
         key = content_hash(text)
         waiting.append((key, text))
         streaming = streaming or (key < limit) != (waiting[0][0] < limit)
@@ -324,14 +313,14 @@ def _split_small(documents: list[tuple[int, str]], limit: int, name: str) -> Ite
 
 
 def _split_tail(corpus: Corpus, val_fraction: float) -> Iterator[tuple[Side, str]]:
-    total = sum(len(text) for text in corpus.documents())
+    total = sum(len(text) for text in corpus.texts())
     # 1 - 0.1 is 0.9 to the last bit, so this is nanoGPT's number.
     left = int(total * (1 - val_fraction))
     if not 0 < left < total:
         raise UserError(
             f"{corpus.name}: {total} characters cannot be cut at data.val_fraction = {val_fraction}: one side is empty"
         )
-    for text in corpus.documents():
+    for text in corpus.texts():
         if left > 0:
             yield "train", text[:left]
         if left < len(text):

@@ -95,7 +95,7 @@ def download(root: Path, source: str = SOURCE, hub_files: int | None = None) -> 
 
 
 def texts_of(source: str = SOURCE, hub_files: int | None = None) -> list[str]:
-    return list(open_corpus([source], hub_files=hub_files).documents())
+    return list(open_corpus([source], hub_files=hub_files).texts())
 
 
 # Names

@@ -10,29 +10,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gptlab.config.errors import UserError
-from gptlab.data.corpus.documents import CorpusSummary, split_documents
+from gptlab.data.corpus.documents import split_documents
 
 
 class Texts:
     """A corpus that is a list."""
 
     name = "texts"
-    last_pass = CorpusSummary()
 
     def __init__(self, texts: list[str]) -> None:
-        self.texts = texts
+        self._texts = texts
         self.read = 0
 
-    def documents(self) -> Iterator[str]:
-        for text in self.texts:
+    def texts(self) -> Iterator[str]:
+        for text in self._texts:
             self.read += 1
             yield text
-
-    def fingerprint(self) -> str:
-        return ""
-
-    def require_unchanged(self) -> None:
-        pass
 
 
 def hash_split(texts: list[str], val_fraction: float) -> list[tuple[str, str]]:
