@@ -41,7 +41,9 @@ class TextArguments:
     """Column (Parquet) or key (JSONL) that holds the text."""
 
     def corpus(self) -> Corpus:
-        return open_corpus(self.data, self.text_column, hub_files=self.hub_files)
+        corpus = open_corpus(self.data, self.text_column, hub_files=self.hub_files)
+        corpus.probe()
+        return corpus
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -85,6 +85,8 @@ def prepare(data: DataConfig, tokenizer: TokenizerConfig, *, console: Console | 
     fingerprint = _fingerprint({**source, "tokenizer": encoder.fingerprint, "version": TOKENS_VERSION})
     build = partial(_write_tokens, corpus=corpus, tokenizer=encoder, console=console)
     folder = root / "tokens" / fingerprint
+    if not folder.exists():
+        corpus.probe()
     statistics = cached_folder(folder, build, what=f"tokens of {corpus.name}", console=console)
     counts = _counts(folder, statistics)
     train, val = (
@@ -150,6 +152,8 @@ def _trained_tokenizer(
         return {"corpus": corpus.name, "kind": config.kind}
 
     folder = root / "tokenizers" / fingerprint
+    if not folder.exists():
+        corpus.probe()
     cached_folder(folder, build, what=f"tokenizer of {corpus.name}", console=console)
     return load_tokenizer(folder)
 

@@ -278,7 +278,7 @@ class TestCorpus:
             ("notes.gz", b"\x1f\x8b", (".gz is not a format gptlab reads",)),
             ("notes.txt.gz", b"text", ("notes.txt.gz is damaged or no .gz file: ",)),
             ("notes.jsonl.zst", b"text", ("notes.jsonl.zst is damaged or no .zst file: ",)),
-            ("model.bin", b"\x00\x01", ("model.bin is not a token shard", "magic numbers, 20240520")),
+            ("model.bin", b"\x00\x01", ("model.bin is not a token shard", "llm.c's shards with 20240520")),
             ("keys.jsonl", b'{"txt": "a"}\n', ("keys.jsonl:1: no key 'text'", "nearest: txt")),
             ("broken.jsonl", b"text\n", ("broken.jsonl:1: not JSON",)),
             ("broken.parquet", b"PAR1 or so", ("cannot read broken.parquet as Parquet",)),

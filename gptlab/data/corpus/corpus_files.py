@@ -133,10 +133,12 @@ def _walk(root: Path, ignored: Iterable[str] = ()) -> Iterator[str]:
 
 
 def probe(file: DocumentFile, text_column: str) -> None:
-    """Refuse now, not an hour into a run, what a file's first document shows, or its columns. Raises UserError."""
+    """UserError for what a file's first document shows, or its columns."""
     if file.suffix in PARQUET_SUFFIXES:
         _open_parquet(file.path, text_column).close()
     elif not file.lenient:
+        if file.path.stat().st_size == 0:
+            raise UserError(f"{file.path} is empty: a corpus needs text")
         next(read_documents(file, text_column, Counter(), hashlib.sha256()), None)
 
 

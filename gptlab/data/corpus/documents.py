@@ -105,6 +105,12 @@ class Corpus:
         names = " + ".join(source.name for source in self._val_sources)
         return f"validated on {names}" if names else f"{self.split} {self._val_fraction:g}"
 
+    def probe(self) -> None:
+        """UserError for what the beginnings of the files show: at once, not an hour into a run."""
+        for source in (*self._sources, *self._val_sources):
+            for file in source.files:
+                probe(file, source.text_column)
+
     def documents(self) -> Iterator[tuple[Side, str]]:
         """(side, document). UserError as `texts` raises it, and where a side gets nothing."""
         return self._validated() if self._val_sources else split_documents(self, self.split, self._val_fraction)
@@ -126,16 +132,13 @@ class Corpus:
         self.last_pass = found
 
     def texts(self) -> Iterator[str]:
-        """The documents of the sources, never none. UserError for what cannot be read, at once where the beginning of a
-        file shows it, and for a file that is not what `fingerprint` saw."""
+        """The documents of the sources, never none. UserError for what cannot be read, and for a file that is not what
+        `fingerprint` saw."""
         found = CorpusSummary()
         yield from self._read(self._sources, found)
         self.last_pass = found
 
     def _read(self, sources: Sequence[Source], found: CorpusSummary) -> Iterator[str]:
-        files = [(file, source.text_column) for source in sources for file in source.files]
-        for file, text_column in files[1:]:  # the first one is read now
-            probe(file, text_column)
         for source in sources:
             n_before, skipped_before = found.n_documents, found.skipped.copy()
             for file in source.files:

@@ -178,7 +178,7 @@ def test_what_a_files_beginning_shows_is_refused_before_the_first_document(tmp_p
     (tmp_path / "c.jsonl").write_text("nothing")
     for name in ("a.txt", "b.parquet", "c.jsonl"):
         with pytest.raises(UserError, match=name):
-            next(open_corpus([str(tmp_path / "good.txt"), str(tmp_path / name)]).texts())
+            open_corpus([str(tmp_path / "good.txt"), str(tmp_path / name)]).probe()
 
 
 def test_probe_allows_a_character_across_its_end(tmp_path: Path) -> None:
