@@ -131,13 +131,11 @@ class Loader:
     def make(self, step: int) -> StepBatch:
         """Step `step` in host memory, pinned where the device is a GPU."""
         per_step = self._micro_batches * self._micro_sequences
-        everywhere = step * per_step + np.arange(per_step)
-        micro = everywhere.reshape(self._micro_batches, self._micro_sequences)
+        everywhere = step * per_step + np.arange(per_step).reshape(self._micro_batches, self._micro_sequences)
         mine = np.array(self._micro_indices, dtype=np.int64)
-        shape = (len(mine), self._micro_sequences, self._rows.seq_len)
+        epochs, indices = np.divmod(everywhere[np.minimum(mine, self._micro_batches - 1)], self._rows.rows_per_epoch)
         # int64 for numpy to widen to: a torch operation in this thread would start a second pool of OpenMP threads.
-        inputs, targets = np.empty((2, *shape), dtype=np.int64)
-        epochs, indices = np.divmod(micro[np.minimum(mine, self._micro_batches - 1)], self._rows.rows_per_epoch)
+        inputs, targets = np.empty((2, *epochs.shape, self._rows.seq_len), dtype=np.int64)
         for epoch in np.unique(epochs):  # a step may straddle epochs
             here = epochs == epoch
             inputs[here], targets[here] = self._rows.read(int(epoch), indices[here])
