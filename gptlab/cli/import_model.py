@@ -26,7 +26,7 @@ class HfArguments:
     dir: Positional[str]
     """Folder of the new run."""
     tokenizer: str | None = None
-    """Folder with the model's tokenizer. None: the one beside the weights, or GPT-2's."""
+    """Folder with the model's tokenizer. None: the one beside the weights (nanogpt: of --meta), or GPT-2's."""
     data: tuple[str, ...] = DataConfig().source
     """Text whose last tenth, or 131,072 tokens of it, `gptlab eval DIR` measures on."""
 

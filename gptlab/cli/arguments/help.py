@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ast
 import inspect
-import sys
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import MISSING, asdict, fields, is_dataclass
 from functools import cache
 from itertools import pairwise
@@ -93,30 +93,16 @@ def field_docs(cls: type) -> dict[str, str]:
 
 @cache
 def _own_docs(cls: type) -> Mapping[str, str]:
-    docs: dict[str, str] = {}
-    for base in reversed(cls.__mro__):
-        if is_dataclass(base):
-            docs |= _written_docs(base)
-    return docs
-
-
-def _written_docs(cls: type) -> dict[str, str]:
     """Python does not keep docstrings of fields, so they are read from the source; none where there is no source."""
-    try:
-        tree = ast.parse(inspect.getsource(sys.modules[cls.__module__]))
-    except (OSError, TypeError, KeyError):
-        return {}
-    body = next(
-        (node.body for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == cls.__name__), []
-    )
-    return dict(_documented(body))
-
-
-def _documented(body: list[ast.stmt]) -> Iterator[tuple[str, str]]:
-    for statement, below in pairwise(body):
-        match statement, below:
-            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
-                yield name, text
+    docs: dict[str, str] = {}
+    for base in filter(is_dataclass, reversed(cls.__mro__)):
+        with suppress(OSError, TypeError):
+            (definition,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+            for statement, below in pairwise(definition.body):  # type: ignore[attr-defined]
+                match statement, below:
+                    case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                        docs[name] = text
+    return docs
 
 
 def _positional(name: str, annotation: Any) -> str:
