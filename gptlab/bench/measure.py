@@ -114,20 +114,15 @@ def measure(config: RunConfig, console: Console, *, steps: int, seconds: float) 
     config = replace(config, model=replace(config.model, vocab_size=vocab_size))
     place = place_of(config)
     state, passes = made_up_run(config, place, console.warn)
-
-    def timed_steps() -> StepTimes:
-        return time_steps(state, passes.loss_sum, config, max_steps=-(-steps // 2), max_seconds=seconds / 2)
-
     with state.loader:
         console.live("compiling" if passes.compiled else "warming up")
         compiled, compile_seconds = _warm_up(state, passes, config, console)
         console.live("timing steps")
-        peaks = [_peak_now(place)]
-        first = timed_steps()
-        peaks.append(_peak_now(place))
-        second = timed_steps()
-        peaks.append(_peak_now(place))
-        times, flops = first + second, flops_per_token(state.model)
+        peaks, times = [_peak_now(place)], StepTimes([], {})
+        for _ in range(2):
+            times += time_steps(state, passes.loss_sum, config, max_steps=-(-steps // 2), max_seconds=seconds / 2)
+            peaks.append(_peak_now(place))
+        flops = flops_per_token(state.model)
         step_seconds = statistics.median(times.whole_seconds)
         remember_rate(config, place, seen_rate(config.batch.total_tokens / step_seconds, state.model))
         return Bench(
@@ -159,8 +154,7 @@ def _warm_up(state: TrainState, passes: Passes, config: RunConfig, console: Cons
     """As before training. Whether the compiler's cache folder has new files tells "cold" from "cached"."""
     folder = keep_compiled()
     before = _files(folder)
-    eval_sequences = config.eval.micro_sequences or config.batch.micro_sequences
-    seconds = warm_up(state, passes, config, eval_sequences, console.warn)
+    seconds = warm_up(state, passes, config, config.eval_sequences, console.warn)
     if not passes.compiled:
         return "off", seconds
     return ("cached" if _files(folder) == before else "cold"), seconds

@@ -8,7 +8,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -24,7 +24,6 @@ from gptlab.training.faults import Fault, TrainingFailed
 from gptlab.training.state import TrainState, build_state
 from gptlab.training.step import LossFunction, QuietGarbageCollector, gradients, train_step, update
 
-P = ParamSpec("P")
 R = TypeVar("R")
 
 PARTS = ("data", "forward", "backward", "norm, clip", "muon", "adamw")
@@ -45,7 +44,7 @@ class StepTimes:
     """By name in PARTS, of other steps, which synchronize with the device after each part."""
 
     def __add__(self, other: StepTimes) -> StepTimes:
-        parts = {name: seconds + other.part_seconds[name] for name, seconds in self.part_seconds.items()}
+        parts = {name: [*self.part_seconds.get(name, ()), *seconds] for name, seconds in other.part_seconds.items()}
         return StepTimes(self.whole_seconds + other.whole_seconds, parts)
 
 
@@ -56,8 +55,8 @@ class Stopwatch:
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self._device = device
 
-    def timed(self, name: str, function: Callable[P, R]) -> Callable[P, R]:
-        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+    def timed(self, name: str, function: Callable[..., R]) -> Callable[..., R]:
+        def call(*args: Any, **kwargs: Any) -> R:
             synchronize(self._device)
             started = time.perf_counter()
             result = function(*args, **kwargs)

@@ -80,10 +80,7 @@ def show_help(argv: Sequence[str], arguments: type[RunArguments], *, prog: str, 
     recipe = next((word for word in argv if word in RECIPES), DEFAULT_RECIPE)
     page = RunHelp(arguments, recipe, prog=prog, description=description)
     topic = _asked_topic(argv)
-    if topic is not None:
-        print(page.about(topic))
-    else:
-        print(page.everything() if "--help-all" in argv else page.short())
+    print(page.about(topic) if topic is not None else page.everything() if "--help-all" in argv else page.short())
     raise SystemExit(0)
 
 
@@ -118,10 +115,14 @@ class RunHelp:
 
     def short(self) -> str:
         """One page."""
+        own, of_command = ({n: self.docs.get(n, "") for n in names} for names in (self.of_recipe, self.of_command))
+        groups = ({f"Only {self.recipe}": own} if own else {}) | {name: dict(texts) for name, texts in _COMMON.items()}
+        groups["What to train"] |= of_command
         lines = list(self.head)
-        for heading, texts in self._groups():
+        for heading, texts in groups.items():
             lines += [heading, *(line for name, text in texts.items() for line in self._row(name, text)), ""]
-        return "\n".join([*lines, *self._more()])
+        more = "--help-all has every argument; --help NAME those of a part, or with a name such as lr:"
+        return "\n".join([*lines, *wrapped(f"{more} {', '.join(self.sections)}.")])
 
     def about(self, topic: str) -> str:
         """The fields of a section, of a part of it (optim.muon), or of a name in any section (lr)."""
@@ -139,28 +140,21 @@ class RunHelp:
             lines += ["", section, *self._entries(names)]
         return "\n".join(lines)
 
-    def _groups(self) -> Iterator[tuple[str, Mapping[str, str]]]:
-        if self.of_recipe:
-            yield f"Only {self.recipe}", {name: self.docs.get(name, "") for name in self.of_recipe}
-        for heading, texts in _COMMON.items():
-            of_command = {name: self.docs.get(name, "") for name in self.of_command}
-            yield heading, {**texts, **(of_command if heading == "What to train" else {})}
-
     def _row(self, name: str, text: str) -> list[str]:
-        """One line, unless the name or the text is too long."""
-        default = self.defaults.get(name, "")
+        """One line, unless the name or the text is too long. There is no room for `--no-...`, nor for choices, which
+        the text names."""
+        kind, default = bare(self.kinds[name])[0], self.defaults.get(name, "")
+        flag = option(name, str if get_origin(kind) is Literal else self.kinds[name]).partition(",")[0]
         text = text.partition(". ")[0].rstrip(".")
-        text = text[:1].upper() + text[1:]
-        left = "RECIPE" if name == "recipe" else _short_option(name, self.kinds[name])
-        return _in_columns(left, f"{text} [{default}]" if 0 < len(default) <= _LONGEST_DEFAULT else text)
+        text = text[:1].upper() + text[1:] + (f" [{default}]" if 0 < len(default) <= _LONGEST_DEFAULT else "")
+        left, body = "RECIPE" if name == "recipe" else flag, wrapped(text, _COLUMN)
+        if len(left) + 3 > _COLUMN:
+            return [f"  {left}", *body]
+        return [f"  {left:<{_COLUMN - 2}}{body[0].strip()}", *body[1:]]
 
     def _entries(self, names: Sequence[str]) -> Iterator[str]:
         for name in names:
             yield from entry(option(name, self.kinds[name]), self.docs.get(name, ""), self.defaults.get(name, ""))
-
-    def _more(self) -> list[str]:
-        more = "--help-all has every argument; --help NAME those of a part, or with a name such as lr:"
-        return wrapped(f"{more} {', '.join(self.sections)}.")
 
 
 def _asked_topic(argv: Sequence[str]) -> str | None:
@@ -186,21 +180,6 @@ def _defaults(recipe: str) -> dict[str, str]:
     else:
         short[horizon.unit] = default_text(horizon.amount)
     return texts | short | {"recipe": slow.recipe, "depth": texts["model.n_layer"], "run_dir": "runs/RECIPE-DATE-TIME"}
-
-
-def _short_option(name: str, annotation: Any) -> str:
-    """The option without its list of choices, which the text names, and without `--no-...`: the page has no room."""
-    leaf, _ = bare(annotation)
-    if leaf is bool:
-        return f"--{name.replace('_', '-')}"
-    return option(name, str if get_origin(leaf) is Literal else annotation)
-
-
-def _in_columns(left: str, text: str) -> list[str]:
-    body = wrapped(text, _COLUMN)
-    if len(left) + 3 > _COLUMN:
-        return [f"  {left}", *body]
-    return [f"  {left:<{_COLUMN - 2}}{body[0].strip()}", *body[1:]]
 
 
 def _unknown_topic(topic: str, wanted: str, known: Sequence[str]) -> UserError:
