@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from gptlab.app.own_parts import OwnParts
 from gptlab.app.run_request import RunRequest, resume_command
@@ -17,11 +16,8 @@ from gptlab.config.run import RunConfig
 from gptlab.runtime.processes.distributed import Group, Job
 from gptlab.runtime.processes.liveness import Failure, PeerFailed
 from gptlab.runtime.records.console import Console
-from gptlab.runtime.records.run_directory import RunDirectory
+from gptlab.runtime.records.run_directory import RunDirectory, Status
 from gptlab.training.signals import Signals, StoppedEarly, behind_signal
-
-if TYPE_CHECKING:
-    from gptlab.runtime.records.run_directory import Status
 
 EXIT_USAGE = 2
 EXIT_TRAINING_FAILED = 3

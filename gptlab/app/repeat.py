@@ -5,28 +5,17 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, replace
+from typing import Any
 
-from gptlab.app.attempt import Attempt
-from gptlab.app.own_parts import OwnParts
 from gptlab.app.run_request import RunRequest
 from gptlab.config.errors import ConfigError, UserError
 from gptlab.config.load import apply_overrides, config_from_json, flatten
 from gptlab.config.recipes import RECIPES, configure, recorded_arguments
 from gptlab.config.run import Horizon, RunConfig
 from gptlab.config.scaling import Machine
-from gptlab.runtime.records.console import Console
 from gptlab.runtime.records.provenance import PATCH_NAME, ZIP_NAME
 from gptlab.runtime.records.run_directory import RunDirectory
-
-if TYPE_CHECKING:
-    from gptlab.app.session import Session
-    from gptlab.runtime.records.provenance import Evidence
-    from gptlab.training.checkpoint.load import Checkpoint
-    from gptlab.training.recorder import Recorder
-    from gptlab.training.state import TrainState
 
 _ENVIRONMENT = ("python_version", "torch_version", "cuda_version")
 _MACHINE = ("device_name", "cpu", "dtype", "threads", "world_size")
@@ -42,62 +31,6 @@ def stored_config(run: RunDirectory) -> RunConfig:
         return config_from_json(values)
     except UserError as error:
         raise UserError(f"{run.config_path} cannot be used: {error}") from None
-
-
-@dataclass(slots=True)
-class EarlierRun:
-    """A run that is repeated in a folder of its own; in resume.py one that is resumed."""
-
-    run: RunDirectory
-    checkpoint: Checkpoint | None = None
-    """Where training continues. None: it starts at step 0."""
-    asked: Mapping[str, Any] = field(default_factory=dict)
-    """{dotted field: value} that the request changes."""
-
-    def compare(self, session: Session, facts: Facts, console: Console) -> None:
-        """Warn of what differs today from what the run recorded."""
-        for line in what_differs(self.run, facts, self.asked):
-            console.warn(line)
-
-    def record(self, session: Session, facts: Facts, evidence: Evidence, console: Console) -> None:
-        """Record in the run folder that this process resumes the run. Of a repeated run, nothing is written."""
-
-    def record_implementations(self, found: Mapping[str, str], run: RunDirectory | None, console: Console) -> None:
-        """Record in `run` what computes it (None: another rank does), and warn where it is not what computed this."""
-        if run is not None:
-            run.set_status("running", implementations=found)
-        self._warn_of_other(self.run.recorded().get("implementations"), found, str(self.run.path), console)
-
-    def _warn_of_other(self, before: object, found: Mapping[str, str], of: str, console: Console) -> None:
-        if what := implementations_changed(before, found):
-            console.warn(f"not computed as {of} was ({what}): close to, not bit for bit")
-
-    def restore(self, state: TrainState, record: Recorder) -> None:
-        """Put the state, the files of the run and its clocks where the checkpoint left them. UserError for the intact
-        checkpoint (of untrusted origin) of a state that gptlab did not write."""
-        checkpoint = self.checkpoint
-        assert checkpoint is not None
-        try:
-            state.restore(checkpoint.model, checkpoint.optimizer, checkpoint.state)
-            record.rewind(checkpoint)
-            record.off_clock.add_earlier(checkpoint.state["off_clock"])
-        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
-            raise UserError(
-                f"cannot resume from {checkpoint.path}: its state was not written by gptlab "
-                f"({type(error).__name__}: {error})"
-            ) from error
-        if record.group.is_main:
-            record.saves.catch_up(state, checkpoint.path)
-
-
-def open_repeated(request: RunRequest, attempt: Attempt) -> EarlierRun:
-    """The run that `request` names; `attempt` has the configuration to train again in a folder of its own."""
-    assert request.from_run is not None
-    run = RunDirectory.open(Path(request.from_run))
-    require_trained(run)
-    require_same_parts(attempt, run, "repeat")
-    attempt.config = repeated_config(request, run)
-    return EarlierRun(run, asked=request.overrides)
 
 
 def repeated_config(request: RunRequest, run: RunDirectory) -> RunConfig:
@@ -137,19 +70,6 @@ def _from_recipe(config: RunConfig, request: RunRequest, recorded: Facts) -> Run
         own=given | dict(request.recipe_arguments),
     )
     return apply_overrides(after, changed)
-
-
-def require_trained(run: RunDirectory) -> None:
-    """UserError for a run folder that an import wrote: it has no training to resume or repeat."""
-    if "imported" in run.recorded():
-        raise UserError(f"{run.path} was imported, not trained: to begin with its weights, --init-from {run.path}")
-
-
-def require_same_parts(attempt: Attempt, run: RunDirectory, verb: str) -> None:
-    """UserError unless the attempt's parts are those that the run was trained with; a warning where their source has
-    changed."""
-    for warning in (attempt.parts or OwnParts()).require_those_of(run.path, run.recorded(), verb):
-        attempt.console.warn(warning)
 
 
 def what_differs(run: RunDirectory, now: Facts, asked: Mapping[str, Any]) -> Iterator[str]:

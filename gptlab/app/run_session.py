@@ -40,7 +40,7 @@ from gptlab.training.signals import Signals
 from gptlab.training.state import OffClock
 
 if TYPE_CHECKING:
-    from gptlab.app.repeat import EarlierRun
+    from gptlab.app.earlier_run import EarlierRun
 
 
 MANY_EPOCHS = 4.0

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from gptlab.app.loaded_run import Start, load_start_weights, require_tokenizer
+from gptlab.app.own_parts import OwnParts
 from gptlab.app.ranks import rank_0_first, require_same_mode
 from gptlab.config.errors import ConfigError, UserError
 from gptlab.config.run import EXACT_WORLD_SIZES, RunConfig
@@ -29,12 +29,8 @@ from gptlab.runtime.hardware.rng import seed_everything
 from gptlab.runtime.processes.distributed import Group
 from gptlab.runtime.records.console import Console
 from gptlab.runtime.records.provenance import CodeSnapshot, provenance
-from gptlab.training.agenda import Finish
 from gptlab.training.compilation import Passes, make_passes
-from gptlab.training.state import TrainState, build_state
-
-if TYPE_CHECKING:
-    from gptlab.app.own_parts import OwnParts
+from gptlab.training.state import Finish, TrainState, build_state
 
 
 @dataclass(slots=True)
@@ -120,9 +116,8 @@ def open_session(
 ) -> Session:
     """Prepare the data and build the run. UserError where that is impossible; no file of the run is written yet.
 
-    `restored`: a checkpoint will bring the weights, so those of `init_from` are not needed. `group`: the processes that
-    train together; rank 0 prepares the data, and the others find it in the cache (or prepare it, once a machine, where
-    they do not share rank 0's cache). `parts`: what a Python caller puts in place of the configuration's.
+    `restored`: a checkpoint will bring the weights, so those of `init_from` are not needed. Of several processes, rank
+    0 prepares the data first, and those that share its cache find it there.
     """
     group = group or Group()
     if config.parallel.exact_any_world_size:

@@ -70,7 +70,7 @@ def _prepare_and_train(attempt: Attempt, request: RunRequest) -> Result:
     # The configuration: that of a run to resume or to repeat, or one that the recipe makes of this machine.
     earlier = machine = None
     if request.resume is not None or request.from_run is not None:
-        from gptlab.app.resume import open_earlier
+        from gptlab.app.earlier_run import open_earlier
 
         found = open_earlier(request, attempt)
         if isinstance(found, Result):

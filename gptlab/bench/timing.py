@@ -22,7 +22,7 @@ from gptlab.runtime.hardware.rng import seed_everything
 from gptlab.training.compilation import Passes, keep_compiled, make_passes
 from gptlab.training.faults import Fault, TrainingFailed
 from gptlab.training.state import TrainState, build_state
-from gptlab.training.step import LossFunction, QuietGarbageCollector, gradients, train_step, update
+from gptlab.training.step import LossFunction, gradients, quiet_garbage, train_step, update
 
 R = TypeVar("R")
 
@@ -117,7 +117,7 @@ def time_steps(
     `max_seconds` in total, at least `min_steps`."""
     whole: list[float] = []
     parts: dict[str, list[float]] = {name: [] for name in PARTS}
-    with QuietGarbageCollector():
+    with quiet_garbage():
         whole_step(state, loss_sum, config)  # Untimed: caches are filled, batches made ahead.
         deadline = time.perf_counter() + max_seconds
         while len(whole) < min_steps or (len(whole) < max_steps and time.perf_counter() < deadline):

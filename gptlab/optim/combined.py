@@ -106,12 +106,9 @@ def build_optimizer(
     compute_dtype: torch.dtype,
     row_splits: Mapping[str, tuple[int, ...]] | None = None,
 ) -> CombinedOptimizer:
-    """One optimizer over all parameters. `compute_dtype`: type of Muon's matrix products.
-
-    `row_splits`: rows of each part of a fused matrix, by parameter name, where Muon treats the parts as matrices of
-    their own. modded-nanogpt splits whatever has three times as many rows as columns. Here the caller says what is
-    fused: an MLP of ratio 3 has that shape too, and parts may be unequal.
-    """
+    """One optimizer over all parameters. `compute_dtype`: type of Muon's matrix products. `row_splits`: rows of each
+    part of a fused matrix, by parameter name, where Muon treats the parts as matrices of their own. (modded-nanogpt
+    splits whatever has three times as many rows as columns, but an MLP of ratio 3 has that shape too.)"""
     matrices, groups = divide_by_optimizer(parameters, config)
     muon = Muon(matrices, config.muon, compute_dtype=compute_dtype, row_splits=row_splits or {}) if matrices else None
     return CombinedOptimizer(muon, AdamW(groups) if groups else None)
@@ -157,11 +154,8 @@ def clip_gradients(
     total_norm: Callable[[list[Tensor]], Tensor] = joint_norm,
 ) -> float:
     """Scale all gradients so that their joint L2 norm is at most `max_norm` (None: no limit). Returns the norm before
-    clipping, which waits for the device.
-
-    Gradients whose norm is not finite are not scaled: they show where it comes from. `total_norm` includes other
-    processes where these gradients are only a part.
-    """
+    clipping. Gradients whose norm is not finite are not scaled: they show where it comes from. `total_norm` includes
+    other processes where these gradients are only a part."""
     gradients = [p.grad for p in parameters if p.grad is not None]
     norm = float(total_norm(gradients))
     if max_norm is not None and math.isfinite(norm):

@@ -50,13 +50,9 @@ def second_moment_sizes(row_split: Sequence[int], cols: int) -> list[int]:
 def neuron_scale(update: Tensor, second_moment: Tensor, beta2: float) -> Tensor:
     """NorMuon (arXiv:2510.05491), the form of modded-nanogpt and nanochat: what to multiply each neuron's update by.
 
-    Args:
-        update: (stack, rows, cols), orthogonalized.
-        second_moment: (stack, rows, 1) or (stack, 1, cols), running mean of squares; updated in place.
-        beta2: its decay.
-
-    Returns: a factor of second_moment's shape. The Frobenius norm of every matrix stays what it was, which is why a
-    moment that began at zero needs no bias correction.
+    `update`: (stack, rows, cols), orthogonalized. `second_moment`: (stack, rows, 1) or (stack, 1, cols), the running
+    mean of squares with decay `beta2`, updated in place; the factor has its shape. The Frobenius norm of every matrix
+    stays what it was, which is why a moment that began at zero needs no bias correction.
     """
     rows, cols = update.shape[-2:]
     squares = update.square().mean(dim=neuron_dim(rows, cols), keepdim=True)

@@ -4,13 +4,6 @@ Both iterations apply an odd quintic p(x) = a x + b x^3 + c x^5 to every singula
 matrix products only: X <- a X + (b A + c A A) X with A = X X^T. They differ in the coefficients and in what the
 singular values end up as: between 0.86 and 1.14 after five steps of Polar Express, between 0.68 and 1.21 after five of
 Newton-Schulz, for singular values down to 1/250 of the Frobenius norm; smaller ones get part of the way.
-
-What was measured on two CPU cores (oneDNN bf16, AVX512-BF16), and not used because of it:
-- Iterating on the d x d Gram matrix, with one product by X at the end, takes 50 d^3 operations instead of 90 for
-  d x 4d. In bfloat16 it diverges (singular values of 10^7 on a spectrum that falls like 1/i): the Gram matrix squares
-  the condition number, and bfloat16 keeps 8 bits of it. Forming it again after two steps is stable at two to three
-  times the error, and saves a fifth of the optimizer's products, which is 1% of a training step.
-- A loop of `mm` over the stack is up to a fifth slower than `bmm`, and reused output buffers gain nothing.
 """
 
 from __future__ import annotations
@@ -44,15 +37,12 @@ _NEWTON_SCHULZ_NORM = (1.0, 5e-9)
 
 
 def orthogonalize(stack: Tensor, backend: Orthogonalizer, iterations: int = 5, *, dtype: torch.dtype) -> Tensor:
-    """Orthogonalize every matrix of a stack; a zero matrix stays zero.
+    """Orthogonalize every matrix of a stack (..., rows, cols), in its dtype; a zero matrix stays zero.
 
     Args:
-        stack: (..., rows, cols), floating point.
         backend: "polar_express", "newton_schulz", or "svd" (exact and slow; takes no iterations).
         iterations: steps of the iteration, 1 or more; at most five for Polar Express.
         dtype: type of the matrix products (bfloat16 where the hardware has it); the svd uses the stack's own.
-
-    Returns: (..., rows, cols), in the stack's dtype.
     """
     if backend == "svd":
         return _polar_factor(stack)

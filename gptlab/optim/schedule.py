@@ -12,15 +12,12 @@ from gptlab.config.optim import MuonConfig, ScheduleConfig
 
 
 def lr_scale(schedule: ScheduleConfig, progress: float, step_fraction: float = 0.0) -> float:
-    """The factor on every learning rate.
+    """The factor on every learning rate. `step_fraction`: the fraction of the horizon that one step takes (1/N).
 
-    `step_fraction` is the fraction of the horizon that one step takes (1/N). It moves only the warm-up to the end of
-    the step: (s + 1) / warmup_steps, as in modded-nanogpt and nanochat. Without it the first step of a warm-up has rate
-    zero and is wasted, as with autoresearch's progress / warmup_ratio.
-
-    Warm-down and cosine count from the beginning of the step, as in all four programs: the last step of a run still
-    has a rate. The cosine begins at the last step of the warm-up, the first with the full rate: nanoGPT's step
-    warmup_iters.
+    A warm-up counts from the end of the step, (s + 1) / warmup_steps, as in modded-nanogpt and nanochat: from its
+    beginning, as in autoresearch, the first step would have rate zero and be wasted. Warm-down and cosine count from
+    the beginning, as in all four programs: the last step still has a rate. The cosine begins at the last step of the
+    warm-up, the first with the full rate: nanoGPT's step warmup_iters.
     """
     progress = min(max(progress, 0.0), 1.0)
     if progress < schedule.warmup_fraction:

@@ -25,10 +25,7 @@ class TrainingFailed(Exception):  # noqa: N818 -- the name of a run's end (statu
 
 
 def check_loss(loss: float, max_loss: float) -> None:
-    """TrainingFailed for a loss (nats/token) that is not finite, or above `max_loss` (autoresearch: NaN, or
-    above 100)."""
-    if not math.isfinite(loss):
-        raise TrainingFailed(f"the training loss is {loss}: often a learning rate that is too high", loss=loss)
+    """TrainingFailed for a loss (nats/token) above `max_loss` (autoresearch: above 100)."""
     if loss > max_loss:
         raise TrainingFailed(
             f"the training loss exploded to {loss:.4g} nats/token, above runtime.max_loss = {max_loss:g}: "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 from gptlab.config.errors import UserError
@@ -13,7 +13,6 @@ from gptlab.config.run import RunConfig
 from gptlab.eval.bits_per_byte import Evaluation
 from gptlab.eval.core import CoreResult, EncodedTask
 from gptlab.runtime.processes.distributed import Group
-from gptlab.training.agenda import Agenda, Finish
 from gptlab.training.checkpoint.load import Checkpoint, load_newest
 from gptlab.training.checkpoint.retention import discard_after
 from gptlab.training.compilation import Passes
@@ -21,8 +20,8 @@ from gptlab.training.faults import Fault, TrainingFailed
 from gptlab.training.parallel.agreement import Agreement, require_equal_weights
 from gptlab.training.recorder import Recorder
 from gptlab.training.signals import Signals
-from gptlab.training.state import Best, TrainState, better
-from gptlab.training.step import QuietGarbageCollector, TrainStep, train_step
+from gptlab.training.state import Best, Finish, Mark, TrainState, better
+from gptlab.training.step import TrainStep, collect_garbage, quiet_garbage, train_step
 
 Ended = Literal["finished", "preempted"]
 
@@ -54,7 +53,7 @@ def fit(state: TrainState, work: Work, record: Recorder) -> Ended:
     Every rank runs this loop and decides alike: by what `Agreement` made the same on all.
     """
     finish, agenda = work.finish, Agenda(work.config, work.finish)
-    with QuietGarbageCollector() as garbage, record.signals.training(record.stopping):
+    with quiet_garbage(), record.signals.training(record.stopping):
         stop = _agreed(state, work, record)
         stop.listen()
         while True:
@@ -88,7 +87,7 @@ def fit(state: TrainState, work: Work, record: Recorder) -> Ended:
                 continue
             state.passed(step.loss, work.config.faults)
             record.step(state, step.batch, step.loss, step.result, seconds)
-            garbage.step(state.step)
+            collect_garbage(state.step)
 
 
 def evaluate_only(state: TrainState, work: Work, record: Recorder) -> Ended:
@@ -188,3 +187,45 @@ def checkpoint(state: TrainState, work: Work, record: Recorder, *, scheduled: bo
     if work.group.size > 1:
         require_equal_weights(state.strategy.replicated_weights(), work.group, state.step)
     record.saves.checkpoint(state, scheduled=scheduled)
+
+
+@dataclass(frozen=True, slots=True)
+class Agenda:
+    """Everything is due at most once per step, and at the end of the run."""
+
+    config: RunConfig
+    finish: Finish
+
+    def evaluate(self, state: TrainState) -> bool:
+        wanted = self.config.eval
+        return wanted.validates and (
+            (wanted.at_start and state.step == 0 and state.evaluated is None)
+            or self._due(state, state.evaluated, wanted.every_steps, wanted.every_seconds)
+        )
+
+    def measure_core(self, state: TrainState) -> bool:
+        return self._due(state, state.core_measured, self.config.eval.core_every_steps)
+
+    def sample(self, state: TrainState) -> bool:
+        return self._due(state, state.sampled, self.config.sample.every_steps)
+
+    def save(self, state: TrainState) -> bool:
+        wanted = self.config.checkpoint
+        best = wanted.save_best and state.is_best() and state.step > 0 and state.saved != state.mark()
+        return best or self._due(state, state.saved, wanted.every_steps, wanted.every_seconds)
+
+    def _due(
+        self, state: TrainState, last: Mark | None, every_steps: int | None, every_seconds: float | None = None
+    ) -> bool:
+        """At each multiple of `every_steps`, at the first step boundary after each multiple of `every_seconds` on the
+        clock, and at the end."""
+        if last is not None and last.step == state.step:
+            return False
+        if self.finish.reached(state):
+            return True
+        if state.step == 0:
+            return False
+        if every_steps is not None and state.step % every_steps == 0:
+            return True
+        before = 0.0 if last is None else last.train_seconds
+        return every_seconds is not None and state.train_seconds // every_seconds > before // every_seconds

@@ -15,12 +15,11 @@ from gptlab.runtime.files.plain_file import write_json_atomic
 from gptlab.runtime.hardware.cpu import MachineLoad
 from gptlab.runtime.hardware.device import peak_memory_mb
 from gptlab.runtime.records.console import Console, clock_text
-from gptlab.training.agenda import Finish
 from gptlab.training.checkpoint.load import Checkpoint
 from gptlab.training.checkpoint.saver import CheckpointSaver, RunOutput
 from gptlab.training.faults import Fault, TrainingFailed
 from gptlab.training.signals import Signals
-from gptlab.training.state import LossEma, TrainState
+from gptlab.training.state import Finish, LossEma, TrainState
 from gptlab.training.step import Update
 
 # The resolution of time.perf_counter; a coarse clock may return zero.

@@ -1,4 +1,5 @@
-"""Everything that changes during a run. What is not in here cannot matter to a resumed run."""
+"""Everything that changes during a run, how it begins, and when it is at its end. What is not in TrainState cannot
+matter to a resumed run."""
 
 from __future__ import annotations
 
@@ -19,6 +20,7 @@ from gptlab.optim.combined import CombinedOptimizer
 from gptlab.runtime.hardware.rng import capture_rng, fold_seed, restore_rng, seed_everything
 from gptlab.runtime.processes.distributed import Group
 from gptlab.training.checkpoint.format import TensorSlice, whole_slices
+from gptlab.training.checkpoint.load import require_values
 from gptlab.training.faults import FaultRecord
 from gptlab.training.parallel.strategy import Strategy, whole_optimizer
 
@@ -30,6 +32,9 @@ _DUE_BY_CLOCK = ("evaluated", "saved")
 
 # autoresearch and nanochat smooth the logged loss with 0.9, nanoGPT its MFU.
 _BETA = 0.9
+
+# autoresearch's five minutes on an H100 hold 953 steps (its program.md).
+CLOCK_STEP_FRACTION = 1e-3
 
 
 @dataclass(slots=True)
@@ -224,6 +229,46 @@ class TrainState:
         return {name: getattr(self, name) for name in ("evaluated", "core_measured", "sampled", "saved")}
 
 
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The horizon of a run with its unit resolved: a number of steps, or a number of seconds on the clock."""
+
+    steps: int | None
+    seconds: float | None
+    until_val_loss: float | None = None
+
+    @classmethod
+    def of(cls, config: RunConfig, *, flops_per_token: float, scaling_params: int) -> Finish:
+        horizon, tokens = config.horizon, config.batch.total_tokens
+        steps = horizon.total_steps(
+            tokens_per_step=tokens, flops_per_token=flops_per_token, scaling_params=scaling_params
+        )
+        return cls(steps, horizon.amount if steps is None else None, horizon.until_val_loss)
+
+    def progress(self, step: int, train_seconds: float) -> float:
+        """The fraction of the run that is done, in [0, 1]."""
+        if self.steps is not None:
+            return min(step / self.steps, 1.0)
+        assert self.seconds is not None
+        return min(train_seconds / self.seconds, 1.0)
+
+    @property
+    def step_fraction(self) -> float:
+        """The fraction of the run that one step takes, for `lr_scale`. Constant under a clock: no step has been timed
+        before the first one, and after a slow step a mean falls, and the warm-up would fall too."""
+        return CLOCK_STEP_FRACTION if self.steps is None else 1.0 / self.steps
+
+    def reached(self, state: TrainState) -> bool:
+        if self.progress(state.step, state.train_seconds) >= 1.0:
+            return True
+        return (
+            self.until_val_loss is not None
+            and state.is_evaluated()  # the last evaluation counts only while it is that of the current weights
+            and state.val_loss is not None
+            and state.val_loss <= self.until_val_loss
+        )
+
+
 def build_state(
     config: RunConfig,
     rows: RowSource,
@@ -234,11 +279,9 @@ def build_state(
     change_model: Callable[[GPT], None] | None = None,
     make_optimizer: Callable[[GPT, RunConfig], CombinedOptimizer] | None = None,
 ) -> TrainState:
-    """A run before its first step: initial weights, zero moments, the loader at the rank's first rows.
-
-    `group`: the processes that train together. `change_model` may replace parts of the model, `make_optimizer` builds
-    an optimizer in place of the configuration's; both need a strategy in which every rank holds everything.
-    """
+    """A run before its first step: initial weights, zero moments, the loader at the rank's first rows. `change_model`
+    may replace parts of the model, `make_optimizer` builds an optimizer in place of the configuration's: both need a
+    strategy in which every rank holds everything."""
     group = group or Group()
     if config.parallel.mode == "sharded" and group.size > 1:
         strategy = _fully_sharded(config, group, device, compute_dtype)
@@ -287,53 +330,3 @@ def _fully_sharded(config: RunConfig, group: Group, device: torch.device, comput
 
     group.start_collectives(device, timeout_seconds=config.runtime.process_timeout_seconds)
     return Fsdp(config, group, device=device, compute_dtype=compute_dtype)
-
-
-# --- what a saved state may hold
-
-_MAX_STEPS = 2**40
-"""Far above any run, and far below where a row's number, a product with it, leaves 64 bits."""
-
-_BEST = (None, {"step": int, "val_loss": float})
-_VALUES: Mapping[str, object] = {
-    "step": int,
-    "train_seconds": float,
-    "loss_ema": {"sum": float, "count": int},
-    "faults": {
-        "skipped": int, "skipped_in_a_row": int, "rewinds": int, "good_step": (None, int), "losses": [float],
-    },
-    "loader": {"next_step": int},
-    "val_loss": (None, float),
-    "val_bpb": (None, float),
-    "min_val_bpb": (None, float),
-    "core_metric": (None, float),
-    "best": _BEST,
-    "best_saved": _BEST,
-}  # fmt: skip
-"""Of state.json: int is a count, float any number, a tuple alternatives, [x] any number of x."""
-_MARK = (None, {"step": int}, {"step": int, "train_seconds": float})
-
-
-def require_values(saved: Mapping[str, Any]) -> None:
-    """ValueError that names the first invalid value: the file is untrusted. A missing one raises KeyError where it is
-    read."""
-    marks = saved.get("marks", {})
-    kinds = {**_VALUES, "marks": dict.fromkeys(marks, _MARK) if isinstance(marks, dict) else {}}
-    for name, kind in kinds.items():
-        if name in saved and not _is(saved[name], kind):
-            raise ValueError(f"{name} = {str(saved[name])[:100]}")
-
-
-def _is(value: object, kind: object) -> bool:
-    if isinstance(kind, dict):
-        return isinstance(value, dict) and value.keys() == kind.keys() and all(_is(value[k], kind[k]) for k in kind)
-    if isinstance(kind, list):
-        return isinstance(value, list) and all(_is(one, kind[0]) for one in value)
-    if isinstance(kind, tuple):
-        return any(_is(value, one) for one in kind)
-    if kind is None:
-        return value is None
-    if kind is int:
-        return type(value) is int and 0 <= value < _MAX_STEPS
-    # Also false for NaN; integers of JSON may be longer than a float can be.
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2**63

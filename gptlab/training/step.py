@@ -5,10 +5,10 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Self, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -125,27 +125,23 @@ def update(state: TrainState, config: RunConfig, progress: float, step_fraction:
     return Update(scale, norm)
 
 
-class QuietGarbageCollector:
-    """Within the context, garbage is collected rarely, and between steps only.
-
-    The garbage of set-up is collected at entry; objects alive then are never scanned again (`gc.freeze`).
-    """
-
-    def __enter__(self) -> Self:
-        self._was_enabled = gc.isenabled()
-        gc.collect()
-        gc.freeze()
-        gc.disable()
-        return self
-
-    def step(self, step: int) -> None:
-        """Called after each step with the number of steps done."""
-        if step > 0 and step % _COLLECT_EVERY_STEPS == 0:
-            gc.collect()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+@contextmanager
+def quiet_garbage() -> Iterator[None]:
+    """Within the context, only `collect_garbage` collects garbage. That of set-up is collected at entry; objects alive
+    then are never scanned again (`gc.freeze`)."""
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
         gc.unfreeze()
-        if self._was_enabled:
+        if was_enabled:
             gc.enable()
+
+
+def collect_garbage(step: int) -> None:
+    """Called after each step with the number of steps done: collects rarely."""
+    if step % _COLLECT_EVERY_STEPS == 0:
+        gc.collect()

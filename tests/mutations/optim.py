@@ -14,7 +14,7 @@ MUTATIONS = [
         ["Warm-up starts at (it + 1)", "250 steps of warm-up"],
     ),
     Mutation(
-        "the first step of a warm-up on the clock is wasted", "training/agenda.py",
+        "the first step of a warm-up on the clock is wasted", "training/state.py",
         "return CLOCK_STEP_FRACTION if", "return 0.0 if",
         ["test_schedule.py::test_a_warm_up_on_the_clock_rises_from_the_first_step_on"],
         ["Learning rate: warm-up, full"],

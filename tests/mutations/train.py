@@ -78,7 +78,7 @@ MUTATIONS = [
         ["`eval_only` ends after"],
     ),
     Mutation(
-        "no validation at the end unless it is due", "training/agenda.py",
+        "no validation at the end unless it is due", "training/loop.py",
         "or self._due(state, state.evaluated, wanted.every_steps, wanted.every_seconds)",
         "or (not self.finish.reached(state)\n"
         "                and self._due(state, state.evaluated, wanted.every_steps, wanted.every_seconds))",
@@ -86,27 +86,27 @@ MUTATIONS = [
         ["0 means only at the end"],
     ),
     Mutation(
-        "no checkpoint at the end unless it is due", "training/agenda.py",
+        "no checkpoint at the end unless it is due", "training/loop.py",
         "return best or self._due(", "return best or not self.finish.reached(state) and self._due(",
         ["test_lineage_recipes.py::TestRuns::test_each_trains_and_ends"],
         ["0 means only at the end", "A checkpoint at the end and every `--save-every`",
          "Run as a module, or with `torchrun`", "On a CPU, a command line of eight flags"],
     ),
     Mutation(
-        "CORE is not measured at the end", "training/agenda.py",
+        "CORE is not measured at the end", "training/loop.py",
         "return self._due(state, state.core_measured,",
         "return not self.finish.reached(state) and self._due(state, state.core_measured,",
         ["test_core.py::TestWithinARun::test_the_end_is_measured_whenever_it_was_due"],
         ["CORE every 2000 steps after the first"],
     ),
     Mutation(
-        "something due is done twice at one step", "training/agenda.py",
+        "something due is done twice at one step", "training/loop.py",
         "        if last is not None and last.step == state.step:\n            return False\n", "",
         ["test_train.py::TestPreemption::test_preempted_again_and_again"],
         ["A checkpoint at the end and every `--save-every`"],
     ),
     Mutation(
-        "validation is not at the start", "training/agenda.py",
+        "validation is not at the start", "training/loop.py",
         "(wanted.at_start and state.step == 0 and state.evaluated is None)", "False",
         ["test_train.py::TestMetrics::test_other_lines"],
         ["Bits per byte every 250 steps"],
@@ -152,7 +152,7 @@ MUTATIONS = [
         ["A checkpoint whenever the validation loss improves", "The lowest so far is kept"],
     ),
     Mutation(
-        "a best validation is no reason to save", "training/agenda.py",
+        "a best validation is no reason to save", "training/loop.py",
         "best = wanted.save_best and", "best = False and",
         ["test_train.py::test_best_checkpoint_is_kept"],
         ["A checkpoint whenever the validation loss improves"],
@@ -177,7 +177,7 @@ MUTATIONS = [
         ["Expandable segments in the CUDA allocator"],
     ),
     Mutation(
-        "a run that is never to validate does", "training/agenda.py",
+        "a run that is never to validate does", "training/loop.py",
         "return wanted.validates and (", "return (",
         ["test_train.py::TestEnd::test_without_any_validation"],
         ["Bits per byte every 250 steps"],
@@ -266,7 +266,7 @@ MUTATIONS = [
     ),
     Mutation(
         "what set-up left is looked at in every collection", "training/step.py",
-        "        gc.freeze()\n", "",
+        "    gc.freeze()\n", "",
         ["test_watchdog.py::test_no_collection_but_every_5000_steps"],
     ),
     # --- figures
@@ -402,7 +402,7 @@ MUTATIONS = [
         ["test_docs.py::TestContracts::test_metrics", "test_core.py::TestWithinARun::test_lines"],
     ),
     Mutation(
-        "what is due every so many steps is due one step before", "training/agenda.py",
+        "what is due every so many steps is due one step before", "training/loop.py",
         "state.step % every_steps == 0", "(state.step + 1) % every_steps == 0",
         ["test_train.py::TestMetrics::test_other_lines"],
         ["A checkpoint at the end and every `--save-every`", "Bits per byte every 250 steps"],
@@ -445,7 +445,7 @@ MUTATIONS = [
     ),
     # --- ends, and the figures there
     Mutation(
-        "the loss that was asked for is not low enough", "training/agenda.py",
+        "the loss that was asked for is not low enough", "training/state.py",
         "and state.val_loss <= self.until_val_loss", "and state.val_loss < self.until_val_loss",
         ["test_train.py::TestEnd::test_at_the_very_loss_that_was_asked_for"],
     ),
@@ -473,7 +473,7 @@ MUTATIONS = [
         ["test_train.py::TestPreemption::test_in_the_middle_of_a_validation"],
     ),
     Mutation(
-        "a run that is resumed from its best checkpoint saves it again", "training/agenda.py",
+        "a run that is resumed from its best checkpoint saves it again", "training/loop.py",
         "state.is_best() and state.step > 0 and state.saved != state.mark()", "state.is_best() and state.step > 0",
         ["test_train.py::test_a_best_checkpoint_is_not_saved_again_by_the_run_that_resumes_from_it"],
     ),

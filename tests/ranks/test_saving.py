@@ -131,7 +131,7 @@ def test_a_run_that_is_told_to_bear_it_goes_on(played: Path, name: str) -> None:
     (warning,) = [line for line in of(played, name, 0)["out"].splitlines() if line.startswith("warning")]
     assert "cannot save the checkpoint of step 4" in warning
     assert warning.startswith("warning: rank 1: " if name == "borne" else "warning: cannot")
-    assert warning.endswith("training goes on")
+    assert warning.endswith("training continues")
 
 
 def test_no_run_bears_the_loss_of_its_final_weights(played: Path) -> None:

@@ -56,10 +56,9 @@ from gptlab.config.run import BatchConfig, Horizon, RunConfig
 from gptlab.data.loader import Loader, StepBatch
 from gptlab.model.gpt import GPT, build_model
 from gptlab.runtime.processes.distributed import Group
-from gptlab.training.agenda import Finish
 from gptlab.training.checkpoint.load import load_weights
 from gptlab.training.parallel.strategy import Strategy, whole_optimizer
-from gptlab.training.state import TrainState
+from gptlab.training.state import Finish, TrainState
 from gptlab.training.step import gradients, update
 
 COMMITS = {

@@ -230,6 +230,56 @@ def checksum(tensors: Iterable[Tensor]) -> int:
     return total
 
 
+# --- what a saved state may hold
+
+_MAX_STEPS = 2**40
+"""Far above any run, and far below where a row's number, a product with it, leaves 64 bits."""
+
+_BEST = (None, {"step": int, "val_loss": float})
+_VALUES: Mapping[str, object] = {
+    "step": int,
+    "train_seconds": float,
+    "loss_ema": {"sum": float, "count": int},
+    "faults": {
+        "skipped": int, "skipped_in_a_row": int, "rewinds": int, "good_step": (None, int), "losses": [float],
+    },
+    "loader": {"next_step": int},
+    "val_loss": (None, float),
+    "val_bpb": (None, float),
+    "min_val_bpb": (None, float),
+    "core_metric": (None, float),
+    "best": _BEST,
+    "best_saved": _BEST,
+}  # fmt: skip
+"""Of state.json: int is a count, float any number, a tuple alternatives, [x] any number of x."""
+_MARK = (None, {"step": int}, {"step": int, "train_seconds": float})
+
+
+def require_values(saved: Mapping[str, Any]) -> None:
+    """ValueError that names the first invalid value: the file is untrusted. A missing one raises KeyError where it is
+    read."""
+    marks = saved.get("marks", {})
+    kinds = {**_VALUES, "marks": dict.fromkeys(marks, _MARK) if isinstance(marks, dict) else {}}
+    for name, kind in kinds.items():
+        if name in saved and not _is(saved[name], kind):
+            raise ValueError(f"{name} = {str(saved[name])[:100]}")
+
+
+def _is(value: object, kind: object) -> bool:
+    if isinstance(kind, dict):
+        return isinstance(value, dict) and value.keys() == kind.keys() and all(_is(value[k], kind[k]) for k in kind)
+    if isinstance(kind, list):
+        return isinstance(value, list) and all(_is(one, kind[0]) for one in value)
+    if isinstance(kind, tuple):
+        return any(_is(value, one) for one in kind)
+    if kind is None:
+        return value is None
+    if kind is int:
+        return type(value) is int and 0 <= value < _MAX_STEPS
+    # Also false for NaN; integers of JSON may be longer than a float can be.
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2**63
+
+
 # --- into a model
 
 

@@ -23,11 +23,10 @@ from gptlab.runtime.processes.distributed import Group
 from gptlab.runtime.records.console import Console
 from gptlab.runtime.records.metrics import MetricsLog
 from gptlab.runtime.records.run_directory import RunDirectory
-from gptlab.training.agenda import Finish
 from gptlab.training.checkpoint.format import CheckpointError, TensorSlice, list_checkpoints
 from gptlab.training.checkpoint.retention import retain
 from gptlab.training.checkpoint.write import save_checkpoint, settle, sweep
-from gptlab.training.state import Best, OffClock, TrainState, better
+from gptlab.training.state import Best, Finish, OffClock, TrainState, better
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,4 +177,4 @@ class CheckpointSaver(RunOutput):
         if request.required or self.config.checkpoint.on_failure == "stop":
             raise CheckpointError(problem)
         state.best_saved = request.former_best
-        self.console.warn(f"{problem}; training goes on")
+        self.console.warn(f"{problem}; training continues")

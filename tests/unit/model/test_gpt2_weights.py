@@ -21,9 +21,8 @@ from gptlab.config.run import BatchConfig, Horizon, RunConfig
 from gptlab.model.gpt import GPT, build_model
 from gptlab.model.interop.hf_config import gpt2_model_config
 from gptlab.model.interop.hf_weights import from_transformers, to_transformers
-from gptlab.training.agenda import Finish
 from gptlab.training.checkpoint.load import load_weights
-from gptlab.training.state import build_state
+from gptlab.training.state import Finish, build_state
 from gptlab.training.step import gradients, update
 
 CPU = torch.device("cpu")

@@ -7,7 +7,7 @@ import pytest
 
 from gptlab.config.optim import MuonConfig, ScheduleConfig
 from gptlab.optim.schedule import lr_scale, muon_momentum, weight_decay_scale
-from gptlab.training.agenda import Finish
+from gptlab.training.state import Finish
 
 STEPS = 200
 

@@ -349,7 +349,7 @@ class TestFailure:
         code, _, err = command(["train", *arguments(folder, "borne", changes)])
         assert (code, err) == (0, "")
         shown = (folder / "borne" / "log.txt").read_text().splitlines()
-        warned = shown.index("warning: the disk is full; training goes on")
+        warned = shown.index("warning: the disk is full; training continues")
         assert "step 00005" in shown[warned - 1]
         borne = outcome(folder / "borne")
         without = [line for line in expected.lines if line != '{"kind": "checkpoint", "step": 4, "tokens": 1024}']

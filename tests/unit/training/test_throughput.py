@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from gptlab.training.agenda import Finish
 from gptlab.training.recorder import Throughput
-from gptlab.training.state import LossEma
+from gptlab.training.state import Finish, LossEma
 
 
 def test_mean_by_hand() -> None:

@@ -1,4 +1,6 @@
-"""`--resume RUN`: the run and its newest intact checkpoint, what must be unchanged, and what is written again.
+"""An earlier run: resumed by `--resume RUN`, or repeated by `--from RUN`.
+
+Of a run that is resumed: its newest intact checkpoint, what must be unchanged, and what is written again.
 
 A finished run may be given a longer length (`--resume RUN --steps MORE`), and any run an earlier checkpoint
 (`--resume-from-step N`).
@@ -16,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from gptlab.app.attempt import Attempt, Result
-from gptlab.app.repeat import EarlierRun, Facts, open_repeated, require_same_parts, require_trained, stored_config
+from gptlab.app.own_parts import OwnParts
+from gptlab.app.repeat import Facts, implementations_changed, repeated_config, stored_config, what_differs
 from gptlab.app.run_request import RunRequest, longer_command
 from gptlab.app.session import Session
 from gptlab.config.errors import UserError
@@ -39,85 +42,140 @@ from gptlab.runtime.records.run_directory import (
 )
 from gptlab.training.checkpoint.format import candidates, list_checkpoints, step_of
 from gptlab.training.checkpoint.load import Checkpoint, load_newest, select_checkpoint
-from gptlab.training.recorder import CLOSING_DECIMALS, show_closing_block
+from gptlab.training.recorder import CLOSING_DECIMALS, Recorder, show_closing_block
+from gptlab.training.state import TrainState
 
 
 @dataclass(slots=True)
-class Resumed(EarlierRun):
-    """A run that is resumed. Without a checkpoint, it ended before its first one and starts again."""
+class EarlierRun:
+    """A run that is resumed, or repeated in a folder of its own."""
 
-    stored: RunConfig = field(default_factory=RunConfig)
-    """What config.json says, which has the run's length so far."""
+    run: RunDirectory
+    stored: RunConfig | None = None
+    """Of a run that is resumed: what config.json says, which has the length so far."""
+    checkpoint: Checkpoint | None = None
+    """Where a resumed run continues. None: it starts at step 0, since it ended before its first checkpoint."""
+    asked: Mapping[str, Any] = field(default_factory=dict)
+    """{dotted field: value} that the request to repeat it changes."""
 
     def compare(self, session: Session, facts: Facts, console: Console) -> None:
-        """UserError unless the data is what run.json and the checkpoint name, the first weights of a run with
-        --init-from that starts again are the first ones, and a new length is longer than what has been trained. Warns
-        of what else differs."""
-        record, run = self.run.recorded(), self.run.path
-        if record and session.start is not None and record.get("init_from_fingerprint") != session.start.fingerprint:
-            raise UserError(
-                f"the weights of {session.config.init_from} are not those that {run} began with "
-                f"(fingerprint {session.start.fingerprint[:12]}): bring them back, or train in a new folder"
-            )
-        known = [record["data_fingerprint"]] if "data_fingerprint" in record else []
-        if self.checkpoint is not None and (saved := saved_identity(self.checkpoint.state, self.checkpoint.path)):
-            known.append(saved["data_fingerprint"])
-        for recorded in known:
-            if recorded != session.data.fingerprint:
-                raise UserError(
-                    f"the data is not what {run} was trained on (fingerprint {session.data.fingerprint}, was "
-                    f"{recorded}): bring the corpus back to resume"
-                )
-        if self.checkpoint is not None and self._is_longer(session):
-            _require_longer(session, self.checkpoint)
-        EarlierRun.compare(self, session, facts, console)
+        """Warn of what differs today from what the run recorded. UserError for differences with which a run cannot be
+        resumed."""
+        if self.stored is not None:
+            _require_same_start(self.run, self.checkpoint, session)
+            if self.checkpoint is not None and self._is_longer(session):
+                _require_longer(session, self.checkpoint)
+        for line in what_differs(self.run, facts, self.asked):
+            console.warn(line)
 
     def record(self, session: Session, facts: Facts, evidence: Evidence, console: Console) -> None:
         """Record in the run folder that this process resumes the run, and write again what is lost. On rank 0."""
         _restore_tokenizer(self.run, session.data.tokenizer, console)
-        if self.checkpoint is not None and self._is_longer(session):
+        if self.stored is not None and self.checkpoint is not None and self._is_longer(session):
             _change_length(self.run, session, self.checkpoint, self.stored, console)
         _record_resume(self.run, facts, evidence, self.checkpoint, console)
 
     def record_implementations(self, found: Mapping[str, str], run: RunDirectory | None, console: Console) -> None:
-        """Record in run.json what computes the run now, and warn where something else computed the checkpoint."""
-        resumes = [] if run is None else run.recorded().get("resumes")
-        if run is not None and isinstance(resumes, list) and resumes:  # by `record`
-            run.set_status("running", resumes=[*resumes[:-1], resumes[-1] | {"implementations": found}])
-        if self.checkpoint is not None:
-            self._warn_of_other(self.checkpoint.state.get("implementations"), found, "the checkpoint", console)
+        """Record in `run` what computes it (None: another rank does), and warn where it is not what computed the
+        checkpoint, or the run that is repeated."""
+        if self.stored is None:
+            before, of = self.run.recorded(), str(self.run.path)
+        else:
+            before, of = {} if self.checkpoint is None else self.checkpoint.state, "the checkpoint"
+        if run is not None:
+            resumes = run.recorded().get("resumes")
+            if isinstance(resumes, list) and resumes:  # by `record`
+                run.set_status("running", resumes=[*resumes[:-1], resumes[-1] | {"implementations": found}])
+            else:
+                run.set_status("running", implementations=found)
+        if what := implementations_changed(before.get("implementations"), found):
+            console.warn(f"not computed as {of} was ({what}): close to, not bit for bit")
+
+    def restore(self, state: TrainState, record: Recorder) -> None:
+        """Put the state, the files of the run and its clocks where the checkpoint left them. UserError for the intact
+        checkpoint (of untrusted origin) of a state that gptlab did not write."""
+        checkpoint = self.checkpoint
+        assert checkpoint is not None
+        try:
+            state.restore(checkpoint.model, checkpoint.optimizer, checkpoint.state)
+            record.rewind(checkpoint)
+            record.off_clock.add_earlier(checkpoint.state["off_clock"])
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
+            raise UserError(
+                f"cannot resume from {checkpoint.path}: its state was not written by gptlab "
+                f"({type(error).__name__}: {error})"
+            ) from error
+        if record.group.is_main:
+            record.saves.catch_up(state, checkpoint.path)
 
     def _is_longer(self, session: Session) -> bool:
-        return self.stored.horizon != session.config.horizon
+        return self.stored is not None and self.stored.horizon != session.config.horizon
 
 
 def open_earlier(request: RunRequest, attempt: Attempt) -> EarlierRun | Result:
     """The run that `request` resumes or repeats; `attempt` then has its configuration, and the folder of one that is
     resumed, under its lock. The Result of a run that is finished, whose closing block is shown again."""
-    return open_repeated(request, attempt) if request.resume is None else open_resumed(request, attempt)
+    if request.resume is not None:
+        return _open_resumed(request, RunDirectory.open(Path(request.resume)), attempt)
+    run = RunDirectory.open(Path(request.from_run or ""))
+    _require_trained(run)
+    _require_same_parts(attempt, run, "repeat")
+    attempt.config = repeated_config(request, run)
+    return EarlierRun(run, asked=request.overrides)
 
 
-def open_resumed(request: RunRequest, attempt: Attempt) -> Resumed | Result:
-    assert request.resume is not None
-    run, console, group = RunDirectory.open(Path(request.resume)), attempt.console, attempt.group
-    stored = stored_config(run)
+def _open_resumed(request: RunRequest, run: RunDirectory, attempt: Attempt) -> EarlierRun | Result:
+    console, group, stored = attempt.console, attempt.group, stored_config(run)
     attempt.config = config = _requested(request, request.resumed(stored), run)
     if group.is_main:
         attempt.held.enter_context(run.lock())
-    require_trained(run)
+    _require_trained(run)
     trains = config.horizon != stored.horizon or request.resume_from_step is not None
     finished = _finished_summary(config, run, console) if group.is_main and not trains else None
     if summary := group.broadcast("finished", finished):
         console.line(f"{run.path} is finished; to train it on: {longer_command(run.path, stored)}")
         show_closing_block(summary, console)
         return Result(0, run.path, summary)
-    require_same_parts(attempt, run, "resume")
+    _require_same_parts(attempt, run, "resume")
     attempt.run = run
     if request.resume_from_step is not None and group.is_main:
         _set_later_checkpoints_aside(run, request.resume_from_step, console)
     checkpoint = _newest_checkpoint(run, console, group)
     attempt.config = _with_own_tokenizer(config, run)
-    return Resumed(run, checkpoint, stored=stored)
+    return EarlierRun(run, stored, checkpoint)
+
+
+def _require_trained(run: RunDirectory) -> None:
+    """UserError for a run folder that an import wrote: it has no training to resume or repeat."""
+    if "imported" in run.recorded():
+        raise UserError(f"{run.path} was imported, not trained: to begin with its weights, --init-from {run.path}")
+
+
+def _require_same_parts(attempt: Attempt, run: RunDirectory, verb: str) -> None:
+    """UserError unless the attempt's parts are those that the run was trained with; a warning where their source has
+    changed."""
+    for warning in (attempt.parts or OwnParts()).require_those_of(run.path, run.recorded(), verb):
+        attempt.console.warn(warning)
+
+
+def _require_same_start(run: RunDirectory, checkpoint: Checkpoint | None, session: Session) -> None:
+    """UserError unless the data is what run.json and the checkpoint name, and the first weights of a run with
+    --init-from that starts again are the first ones."""
+    record = run.recorded()
+    if record and session.start is not None and record.get("init_from_fingerprint") != session.start.fingerprint:
+        raise UserError(
+            f"the weights of {session.config.init_from} are not those that {run.path} began with "
+            f"(fingerprint {session.start.fingerprint[:12]}): bring them back, or train in a new folder"
+        )
+    known = [record["data_fingerprint"]] if "data_fingerprint" in record else []
+    if checkpoint is not None and (saved := saved_identity(checkpoint.state, checkpoint.path)):
+        known.append(saved["data_fingerprint"])
+    for recorded in known:
+        if recorded != session.data.fingerprint:
+            raise UserError(
+                f"the data is not what {run.path} was trained on (fingerprint {session.data.fingerprint}, was "
+                f"{recorded}): bring the corpus back to resume"
+            )
 
 
 def _requested(request: RunRequest, stored: RunConfig, run: RunDirectory) -> RunConfig:
