@@ -82,7 +82,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the torch version is gptlab's", "runtime/records/provenance.py",
-        '"torch_version": _version("torch")', '"torch_version": _version("gptlab")',
+        '"torch_version": str(torch.__version__)', '"torch_version": platform.python_version()',
         ["test_provenance.py::TestRun::test_keeps_code_environment_and_report"],
         ["The log says the torch and CUDA versions"],
     ),

@@ -106,14 +106,14 @@ def provenance(
     from gptlab.runtime.hardware.device import device_name
 
     return {
-        "gptlab_version": _version("gptlab"),
+        "gptlab_version": next((own.version for own in importlib.metadata.distributions(name="gptlab")), None),
         "git_commit": code.commit,
         "git_dirty": code.dirty,
         "code_fingerprint": code.fingerprint,
         "argv": list(argv),
         "start": datetime.now(UTC).isoformat(timespec="seconds"),
         "python_version": platform.python_version(),
-        "torch_version": _version("torch"),
+        "torch_version": str(torch.__version__),
         "cuda_version": torch.version.cuda,
         "platform": platform.platform(),
         "cpu": cpu_model(),
@@ -126,13 +126,6 @@ def provenance(
         **others,
         "resumes": [],
     }
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:  # run from a source tree that is not installed
-        return None
 
 
 def take_code(package: Path) -> CodeSnapshot:
