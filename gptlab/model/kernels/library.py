@@ -54,31 +54,18 @@ def kernel_library() -> Library | str | None:
     compiler = cxx_compiler()
     if compiler is None:
         return "no C++ compiler (g++ or clang++) was found"
-    torch_folder = Path(torch.__file__).parent
-    # No path of an installation gets into the library, so that its hash says what it computes and nothing else.
-    maps = (f"-ffile-prefix-map={torch_folder}=torch", f"-ffile-prefix-map={_FOLDER}=gptlab")
-    places = [f"-I{torch_folder / 'include'}", *maps, f"-L{torch_folder / 'lib'}", "-ltorch_cpu"]
-    if sys.platform == "darwin":  # elsewhere the loader takes the libtorch_cpu that is loaded already
-        places.append(f"-Wl,-rpath,{torch_folder / 'lib'}")
     try:
-        return load_built(compiler, (*_SOURCES, _OPERATORS), _FLAGS, places)
+        return load_built(compiler, (*_SOURCES, _OPERATORS), _FLAGS)
     except (OSError, subprocess.SubprocessError) as error:
         return _reason(error, compiler)
 
 
-def load_built(compiler: str, sources: Sequence[Path], flags: Sequence[str], places: Sequence[str] = ()) -> Library:
+def load_built(compiler: str, sources: Sequence[Path], flags: Sequence[str]) -> Library:
     """The shared library of these sources from the cache. It is built first if it is missing, damaged or does not load.
-    `places`: options that say where things are on this machine, and are no part of the library's name. Raises OSError
-    or SubprocessError if it cannot be built."""
+    Raises OSError or SubprocessError if that fails."""
     stem = library_stem(compiler, sources, flags)
     folder = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or cache_root(None) / "compile") / "gptlab"
-    found = _load_intact(folder, stem)
-    if found is None:
-        folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder / f"{stem}.lock"):  # several processes start at the same time
-            command = [compiler, *flags, "-shared", *map(str, sources), *places]
-            found = _load_intact(folder, stem) or _load(_build(command, folder, stem))
-    return found
+    return _load_intact(folder, stem) or _build(compiler, sources, flags, folder, stem)
 
 
 def library_stem(compiler: str, sources: Sequence[Path], flags: Sequence[str]) -> str:
@@ -109,13 +96,24 @@ def _name(stem: str, path: Path) -> str:
     return f"{stem}-{hashlib.sha256(path.read_bytes()).hexdigest()[:_HASH_DIGITS]}.so"
 
 
-def _build(command: list[str], to: Path, stem: str) -> Path:
-    with tempfile.TemporaryDirectory(dir=to) as folder:
-        built = Path(folder, "built.so")
-        _run([*command, "-o", str(built)])
-        with built.open("rb") as file:
-            os.fsync(file.fileno())
-        return built.replace(to / _name(stem, built))
+def _build(compiler: str, sources: Sequence[Path], flags: Sequence[str], folder: Path, stem: str) -> Library:
+    """Build and load it, unless a process that started at the same time has built it."""
+    torch_folder = Path(torch.__file__).parent
+    # No path of an installation gets into the library, so that its hash says what it computes and nothing else.
+    maps = (f"-ffile-prefix-map={torch_folder}=torch", f"-ffile-prefix-map={_FOLDER}=gptlab")
+    places = [f"-I{torch_folder / 'include'}", *maps, f"-L{torch_folder / 'lib'}", "-ltorch_cpu"]
+    if sys.platform == "darwin":  # elsewhere the loader takes the libtorch_cpu that is loaded already
+        places.append(f"-Wl,-rpath,{torch_folder / 'lib'}")
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / f"{stem}.lock"):
+        if (found := _load_intact(folder, stem)) is None:
+            with tempfile.TemporaryDirectory(dir=folder) as temporary:
+                built = Path(temporary, "built.so")
+                _run([compiler, *flags, "-shared", *map(str, sources), *places, "-o", str(built)])
+                with built.open("rb") as file:
+                    os.fsync(file.fileno())
+                found = _load(built.replace(folder / _name(stem, built)))
+    return found
 
 
 def _run(command: list[str]) -> bytes:
