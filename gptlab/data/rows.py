@@ -94,9 +94,7 @@ def validation_rows(
         starts, lengths = (array[order] for array in document_contents(split))
         kept = np.clip(limit - (np.cumsum(lengths) - lengths), 0, lengths)
         some = kept > 0
-        packing = pack_documents(
-            starts[some], kept[some], seq_len, overhang="pad", buffer_documents=max(1, int(some.sum()))
-        )
+        packing = pack_documents(starts[some], kept[some], seq_len, overhang="pad", buffer_documents=split.n_documents)
         rows = PackedRows(split, packing, seq_len, bos_id, seed=None)
     if rows.rows_per_epoch == 0:
         raise UserError("the validation text has nothing to predict: it needs at least two tokens; hold out more of it")

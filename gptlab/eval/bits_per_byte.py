@@ -51,8 +51,8 @@ def evaluate(
     group: Group | None = None,
 ) -> Evaluation:
     """One pass over all rows, `micro_sequences` at a time, which changes the speed and not the result. The processes of
-    a `group` share the work, and all get the result: the same bits as from one process with the same weights, since
-    sums are added in the order of the passes (and zeros of the ranks that did not compute them, which is exact).
+    a `group` share the work, and all get the bits of one process with the same weights: sums are added in the order of
+    the passes (and zeros of the ranks that did not compute them, which is exact).
 
     Every pass has the same shape (the last one is filled up with rows that do not count), so that a compiled model
     compiles once. `module`, by default `logits` itself, is in evaluation mode meanwhile. No random number is drawn.
@@ -73,9 +73,7 @@ def evaluate(
             if number < passes:
                 parts = [losses.sum(), losses[lengths > 0].sum(), counted.sum(), lengths.sum()]
                 sums[number] = torch.tensor(parts, dtype=torch.float64)
-    totals = torch.zeros(4, dtype=torch.float64)
-    for of_pass in group.sum(sums, "evaluation"):
-        totals += of_pass
+    totals = sum(group.sum(sums, "evaluation"), torch.zeros(4, dtype=torch.float64))
     nats, byte_nats, target_tokens, target_bytes = totals.tolist()
     if target_bytes == 0:
         raise UserError("the validation set has no text to predict: it needs at least two tokens; hold out more of it")

@@ -34,7 +34,7 @@ MUTATIONS = [
     ),
     Mutation(
         "ranks do not add up what they evaluated", "eval/bits_per_byte.py",
-        'in group.sum(sums, "evaluation"):', "in sums:",
+        'sum(group.sum(sums, "evaluation"),', "sum(sums,",
         ["test_bits_per_byte.py::test_ranks_share_the_passes_and_have_the_bits_of_one",
          "test_distributed.py::TestWorldSizes::test_evaluation_and_core_are_those_of_one_process"],
         ["The validation loss is averaged over ranks"],
