@@ -12,12 +12,10 @@ from gptlab.cli.arguments.parser import parse
 from gptlab.config.errors import NotNegative, Positive, checked_dataclass, require
 from gptlab.config.run import SampleConfig
 from gptlab.runtime.files.plain_file import to_json
+from gptlab.runtime.records.console import CONTROLS
 
 if TYPE_CHECKING:
     from gptlab.app.loaded_run import LoadedRun
-
-# Samples may hold any character; control characters are not sent to a terminal.
-_CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 
 @checked_dataclass("--")
@@ -107,6 +105,6 @@ def write_stream(out: TextIO, pieces: Iterable[str]) -> None:
     """Write text as it is sampled: without control characters on a terminal, with ? for what `out` cannot encode."""
     encoding = out.encoding or "utf-8"
     for piece in pieces:
-        text = piece.translate(_CONTROLS) if out.isatty() else piece
+        text = piece.translate(CONTROLS) if out.isatty() else piece
         out.write(text.encode(encoding, "replace").decode(encoding))
         out.flush()

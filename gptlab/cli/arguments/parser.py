@@ -29,6 +29,9 @@ Positional = Annotated[T, _POSITIONAL]
 TRUTH_WORDS = ("true", "false", "on", "off")
 """Values of a boolean flag. Without one of them, the flag means True."""
 
+_IMPLIED = {"compile": "on"}
+"""Values of other flags that are given without one."""
+
 Unknown = Callable[[str, object], UserError]
 """The error for a flag of no field: its name, and what follows it or None."""
 
@@ -57,10 +60,7 @@ def read_request(argv: Sequence[str], arguments: type[RunArguments], *, prog: st
 
         show_help(argv, arguments, prog=prog, description=description)
     names = argument_types(arguments)
-    given = read_words(
-        argv, names | OWN_TYPES, positionals=["recipe"], implied={"compile": "on"},
-        unknown=lambda n, v: _unknown_flag(n, v, names),
-    )  # fmt: skip
+    given = read_words(argv, names | OWN_TYPES, positionals=["recipe"], unknown=lambda n, v: _unknown_flag(n, v, names))
     return request_of(given.pop("recipe", None), given)
 
 
@@ -88,17 +88,12 @@ def run_subcommand(
 
 
 def read_words(
-    argv: Sequence[str],
-    fields: Mapping[str, Any],
-    *,
-    positionals: Sequence[str] = (),
-    implied: Mapping[str, str] | None = None,
-    unknown: Unknown | None = None,
+    argv: Sequence[str], fields: Mapping[str, Any], *, positionals: Sequence[str] = (), unknown: Unknown | None = None
 ) -> dict[str, Any]:
     """{field: value} of what was given: `--field value`, `--field=value`, `--flag`, `--no-flag`, and `positionals`.
 
     A tuple takes every word up to the next flag, and more when its flag is repeated; for other fields, the last one
-    counts. `implied` has the value of a flag that is given without one. Underscores are read as dashes.
+    counts. Underscores are read as dashes.
     """
     unknown = unknown or (lambda name, value: _unknown(name, [n for n in fields if n not in positionals]))
     values: dict[str, Any] = {}
@@ -106,7 +101,7 @@ def read_words(
     while words:
         word = words.pop(0)
         if _is_flag(word):
-            name, given = _read_flag(word, words, fields, implied or {}, unknown)
+            name, given = _read_flag(word, words, fields, unknown)
         elif places:
             name, given = places[0], [word]
             places = places if _is_tuple(fields[name]) else places[1:]
@@ -117,9 +112,7 @@ def read_words(
     return values
 
 
-def _read_flag(
-    word: str, words: list[str], fields: Mapping[str, Any], implied: Mapping[str, str], unknown: Unknown
-) -> tuple[str, list[str]]:
+def _read_flag(word: str, words: list[str], fields: Mapping[str, Any], unknown: Unknown) -> tuple[str, list[str]]:
     """The field that a flag names, and its values, which are removed from `words`."""
     flag, has_inline, inline = word.partition("=")
     name = flag.lstrip("-").replace("-", "_")
@@ -139,8 +132,8 @@ def _read_flag(
     del words[: len(given)]
     if given or _is_tuple(fields[name]):
         return name, given
-    if is_bool or name in implied:
-        return name, [implied.get(name, "true")]
+    if is_bool or name in _IMPLIED:
+        return name, [_IMPLIED.get(name, "true")]
     raise UserError(f"{flag} needs a value: {wanted(fields[name])}")
 
 

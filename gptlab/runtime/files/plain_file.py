@@ -139,8 +139,7 @@ def parse_json(text: bytes) -> Any:
     level: list[Any] = [value]
     for _ in range(MAX_JSON_DEPTH):
         nested = (item.values() if type(item) is dict else item for item in level if type(item) in (dict, list))
-        level = list(chain.from_iterable(nested))
-        if not level:
+        if not (level := list(chain.from_iterable(nested))):
             return value
     raise ValueError("nested too deep")
 

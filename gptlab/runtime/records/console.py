@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 # ECMA-48 escape sequences: CSI (colours, cursor), OSC (titles, links; ended by BEL or ST), two-character ones.
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-_])")
 # A model's sample may hold any character: those that move the cursor or ring the bell do not reach the terminal.
-_CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 # Often enough to be seen moving, rarely enough to cost nothing beside a compiler.
 _BUSY_SECONDS = 0.25
 
@@ -286,7 +286,7 @@ class Progress:
 
 
 def _plain(text: str) -> str:
-    return _ESCAPES.sub("", text).translate(_CONTROLS)
+    return _ESCAPES.sub("", text).translate(CONTROLS)
 
 
 def clock_text(seconds: float) -> str:
