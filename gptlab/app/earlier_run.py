@@ -41,7 +41,7 @@ from gptlab.runtime.records.run_directory import (
     saved_identity,
 )
 from gptlab.training.checkpoint.format import candidates, list_checkpoints, step_of
-from gptlab.training.checkpoint.load import Checkpoint, load_newest, select_checkpoint
+from gptlab.training.checkpoint.load import Checkpoint, load_newest, select_checkpoint, verify_checkpoint
 from gptlab.training.recorder import CLOSING_DECIMALS, Recorder, show_closing_block
 from gptlab.training.state import TrainState
 
@@ -204,7 +204,7 @@ def _finished_summary(config: RunConfig, run: RunDirectory, console: Console) ->
         return {}
     if not config.eval.only:  # a run that only validates saves nothing
         try:
-            select_checkpoint(run.checkpoints_path, str(summary["num_steps"]))
+            verify_checkpoint(select_checkpoint(run.checkpoints_path, str(summary["num_steps"])))
         except UserError as error:
             console.warn(f"{run.path} is marked as finished, but its final weights are not intact: {error}")
             return {}
@@ -226,7 +226,7 @@ def _set_later_checkpoints_aside(run: RunDirectory, step: int, console: Console)
     from the newest checkpoint that is still there.
     """
     folder = run.checkpoints_path
-    select_checkpoint(folder, str(step))
+    verify_checkpoint(select_checkpoint(folder, str(step)))
     later = [path for path in candidates(folder) if (step_of(path) or 0) > step]
     if not later:
         return

@@ -37,6 +37,7 @@ from gptlab.runtime.records.metrics import read_metrics
 from gptlab.runtime.records.run_directory import RunDirectory, edited_field, require_own, saved_identity
 from gptlab.training.checkpoint.format import list_checkpoints, step_of
 from gptlab.training.checkpoint.load import (
+    Checkpoint,
     checksum,
     load_checkpoint,
     load_newest,
@@ -89,13 +90,8 @@ def load_run(
             f"{config.model.vocab_size}: this is not the tokenizer that it was trained with"
         )
     config = replace(config, model=replace(config.model, vocab_size=tokenizer.vocab_size))
-    if checkpoint == "latest":
-        saved = load_newest(directory.checkpoints_path, console.warn, group)
-    else:
-        best = best_saved_step(directory) if checkpoint == "best" else None
-        saved = load_checkpoint(select_checkpoint(directory.checkpoints_path, checkpoint, best_step=best))
+    saved = _own_checkpoint(directory, checkpoint, console.warn, group)
     identity = saved_identity(saved.state, saved.path)
-    require_own(directory, identity, saved.path)
     if identity is not None and (edited := edited_field(directory, identity)) is not None:
         console.warn(f"{directory.config_path} was edited after {saved.path.name} was saved ({edited})")
     require_weights_of(config.model, saved.model)
@@ -107,6 +103,19 @@ def load_run(
     if group.size > 1 and (different := group.all_agree(checksum(model.parameters()), "weights")):
         raise UserError(f"rank {different[0]} finds another checkpoint in {path} than rank 0: give all the same folder")
     return LoadedRun(directory, config, tokenizer, model.eval(), saved.step, where)
+
+
+def _own_checkpoint(
+    run: RunDirectory, which: str, warn: Callable[[str], None], group: Group | None = None
+) -> Checkpoint:
+    """`which`: latest | best | a step. UserError where it is not there, damaged, or another run's."""
+    if which == "latest":
+        saved = load_newest(run.checkpoints_path, warn, group)
+    else:
+        best = best_saved_step(run) if which == "best" else None
+        saved = load_checkpoint(select_checkpoint(run.checkpoints_path, which, best_step=best))
+    require_own(run, saved_identity(saved.state, saved.path), saved.path)
+    return saved
 
 
 def best_saved_step(directory: RunDirectory) -> int | None:
@@ -234,13 +243,9 @@ def _read(found: Pretrained, warn: Callable[[str], None]) -> tuple[dict[str, Ten
     run = RunDirectory.open(found.folder)
     if not run.checkpoints_path.is_dir():
         raise UserError(f"{found.folder} has no checkpoint yet: there are no weights to begin with")
-    best = best_saved_step(run)
-    if best is None:
-        saved = load_newest(run.checkpoints_path, warn)
-    else:
-        saved = load_checkpoint(select_checkpoint(run.checkpoints_path, "best", best_step=best))
-    require_own(run, saved_identity(saved.state, saved.path), saved.path)
-    return saved.model, f"{found.name}, {'newest' if best is None else 'best'} checkpoint: step {saved.step}"
+    which = "latest" if best_saved_step(run) is None else "best"
+    saved = _own_checkpoint(run, which, warn)
+    return saved.model, f"{found.name}, {'newest' if which == 'latest' else 'best'} checkpoint: step {saved.step}"
 
 
 def weights_fingerprint(tensors: Mapping[str, Tensor]) -> str:

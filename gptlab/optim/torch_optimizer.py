@@ -67,16 +67,11 @@ class TorchOptimizer:
         if json.get("version") != _STATE_VERSION or json.get("torch") != kind:
             raise UserError(f"optimizer state: saved by {json.get('torch', 'gptlab')}, but this is {kind}")
         for name, parameter in self.parameters.items():
-            prefix = f"{name}."
-            own = {key.removeprefix(prefix): value for key, value in tensors.items() if _belongs(key, prefix)}
+            parts = ((*key.rpartition("."), value) for key, value in tensors.items())  # a name has no dots
+            own = {key: value for of, _, key, value in parts if of == name}
             # As load_state_dict does: counters stay where they are, moments go where the weight is.
             state = {
                 key: value.clone() if value.ndim == 0 else value.to(parameter.device, copy=True)
                 for key, value in own.items()
             }
             self.inner.state[parameter] = {**state, **json["state"].get(name, {})}
-
-
-def _belongs(key: str, prefix: str) -> bool:
-    """PARAMETER.NAME, where a name has no dots."""
-    return key.startswith(prefix) and "." not in key[len(prefix) :]

@@ -299,4 +299,4 @@ def test_selection(tmp_path: Path) -> None:
             selected(nonsense)
     flip(tmp_path / "step-00000030" / "state.json")
     with pytest.raises(DamagedCheckpointError):
-        selected("30")
+        load_checkpoint(select_checkpoint(tmp_path, "30"))
