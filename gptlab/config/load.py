@@ -92,16 +92,10 @@ def apply_overrides(config: RunConfig, overrides: Mapping[str, Any]) -> RunConfi
 
 def rebuild(value: T, overrides: Mapping[str, Any], prefix: str = "") -> T:
     """A frozen dataclass with {dotted name: checked value} replaced. `prefix`: its dotted name, for errors."""
-    own: dict[str, Any] = {}
-    inner: dict[str, dict[str, Any]] = {}
-    for name, new in overrides.items():
-        head, _, rest = name.partition(".")
-        if rest:
-            inner.setdefault(head, {})[rest] = new
-        else:
-            own[head] = new
-    for head, changes in inner.items():
-        own[head] = rebuild(getattr(value, head), changes, f"{prefix}{head}.")
+    own = {name: new for name, new in overrides.items() if "." not in name}
+    for head in dict.fromkeys(name.partition(".")[0] for name in overrides if "." in name):
+        inner = {name[len(head) + 1 :]: new for name, new in overrides.items() if name.startswith(f"{head}.")}
+        own[head] = rebuild(getattr(value, head), inner, f"{prefix}{head}.")
     try:
         return dataclasses.replace(value, **own)  # type: ignore[type-var]
     except ConfigError as error:
