@@ -145,7 +145,7 @@ def run_session(session: Session, attempt: Attempt, earlier: EarlierRun | None) 
         try:
             compile_seconds = _warm_up(session, record, earlier)
             if earlier is None or earlier.checkpoint is None:
-                record.begin()
+                record.begin(again=earlier is not None)
             else:
                 earlier.restore(state, record)
             saves.reserve(state)

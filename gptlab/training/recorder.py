@@ -191,11 +191,13 @@ class Recorder(RunOutput):
             with suppress(UserError):  # a full disk must not hide what went wrong
                 self.run.set_failed(reason, step=step, loss=loss)
 
-    def begin(self) -> None:
-        """Open log.txt; it and metrics.jsonl are emptied, since the run may have been killed before a checkpoint."""
+    def begin(self, *, again: bool) -> None:
+        """Open log.txt. `again`: the run was stopped before its first checkpoint, so this file and metrics.jsonl are
+        emptied."""
         if self.group.is_main:
-            self.metrics.truncate(0)
-            self.console.open_log(self.run.log_path, offset=0)
+            if again:
+                self.metrics.truncate(0)
+            self.console.open_log(self.run.log_path, offset=0 if again else None)
 
     def rewind(self, checkpoint: Checkpoint) -> None:
         """Cut metrics.jsonl and log.txt to what they were at a checkpoint.
