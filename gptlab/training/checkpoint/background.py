@@ -328,7 +328,7 @@ class ConcurrentSaver(CheckpointSaver):
         finally:
             self.off_clock.checkpoint_seconds += time.perf_counter() - started
         self._end(save, durable=durable, complaints=complaints)
-        if not durable:  # the reason is empty on a rank that another one tells of it
+        if not durable:  # why a commit failed is known on rank 0 alone
             self._not_saved(state, save.request, problem or "")
 
     def _remove(self, save: PendingSave) -> None:
