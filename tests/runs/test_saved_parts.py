@@ -59,7 +59,8 @@ def getting_worse() -> Iterator[None]:
 
     def turned(*args: Any, **kwargs: Any) -> Any:
         result = evaluate(*args, **kwargs)
-        return replace(result, val_loss=max(result.val_loss, 2 * LOSS_OF_STEP_4 - result.val_loss))
+        worse = max(result.val_loss, 2 * LOSS_OF_STEP_4 - result.val_loss)
+        return replace(result, val_loss=worse, val_bpb=result.val_bpb * worse / result.val_loss)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("gptlab.app.session.evaluate", turned)
@@ -98,7 +99,7 @@ SCENES = {
     ),
 }  # fmt: skip
 """Together they make every part of a checkpoint differ from what it is at the start. No dropout: it draws from
-generators that each micro-batch seeds anew, so that what a checkpoint says of them would not matter."""
+generators that each micro-batch seeds again, so that what a checkpoint says of them would not matter."""
 BASE: dict[str, Any] = {
     "model.n_layer": 1, "model.dropout": 0.0, "eval.core_every_steps": 6, "checkpoint.background": False,
 }  # fmt: skip
@@ -282,10 +283,14 @@ def played(runs: ForkedRuns, folder: Path) -> dict[str, Played]:
     return {name: Played(runs, folder, name) for name in SCENES}
 
 
+COMPARED_IF_THERE = "/state/implementations"
+"""Checkpoints of earlier versions lack it and resume without a word; a difference is test_implementations' matter."""
+
+
 def unnoticed(played: Mapping[str, Played], part: str) -> Iterator[str]:
     """Ways to leave a part out that nothing notices."""
     scenes = [scene for scene in played.values() if part in scene.parts]
-    if not any(scene.notices(part, NOTHING) for scene in scenes):
+    if part != COMPARED_IF_THERE and not any(scene.notices(part, NOTHING) for scene in scenes):
         yield f"{part} left out"
     # Forgotten by the code that saves or restores it, it would stay as it was at the start.
     forgotten = [scene for scene in scenes if not equal(scene.initial[part], scene.parts[part])]
