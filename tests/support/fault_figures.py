@@ -34,7 +34,7 @@ ROWS = {
     "steps-2": "resume from each of 40 steps, 2 processes",
     "flips": "one bit of a checkpoint's files turned over",
     "damage": "a checkpoint's file cut, filled with zeros, longer, gone, or of another checkpoint",
-    "parts": "a part of a checkpoint left out, and as it was at the start",
+    "parts": "a part of a checkpoint missing, or as it was at the start",
 }
 """What is done in each row."""
 

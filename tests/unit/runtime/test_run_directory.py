@@ -335,7 +335,7 @@ def test_no_git_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert git_state(Path(provenance_module.__file__).parent) == (None, None)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="another platform says it elsewhere")
+@pytest.mark.skipif(sys.platform != "linux", reason="other platforms give other reasons")
 def test_cpu_model_of_linux(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cpuinfo = tmp_path / "cpuinfo"
     monkeypatch.setattr(cpu, "_CPU_INFO", cpuinfo)
