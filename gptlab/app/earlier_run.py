@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from gptlab.app.attempt import Attempt, Result
+from gptlab.app.loaded_run import recorded_dtype
 from gptlab.app.own_parts import OwnParts
 from gptlab.app.repeat import Facts, implementations_changed, repeated_config, stored_config, what_differs
 from gptlab.app.run_request import RunRequest, longer_command
@@ -27,6 +28,7 @@ from gptlab.config.load import config_to_json
 from gptlab.config.run import RunConfig
 from gptlab.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from gptlab.runtime.files.plain_file import read_json_object
+from gptlab.runtime.hardware.device import resolve_device
 from gptlab.runtime.processes.distributed import Group
 from gptlab.runtime.records.console import Console
 from gptlab.runtime.records.metrics import read_metrics
@@ -57,6 +59,12 @@ class EarlierRun:
     """Where a resumed run continues. None: it starts at step 0, since it ended before its first checkpoint."""
     asked: Mapping[str, Any] = field(default_factory=dict)
     """{dotted field: value} that the request to repeat it changes."""
+
+    def in_recorded_dtype(self, config: RunConfig) -> RunConfig:
+        """`config` with the dtype that the run computed in, where it is "auto" and this processor like the run's."""
+        runtime = config.runtime
+        found = recorded_dtype(self.run, runtime.dtype, resolve_device(runtime.device))
+        return replace(config, runtime=replace(runtime, dtype=found))
 
     def compare(self, session: Session, facts: Facts, console: Console) -> None:
         """Warn of what differs today from what the run recorded. UserError for differences with which a run cannot be

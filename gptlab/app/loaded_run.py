@@ -15,7 +15,7 @@ from gptlab.app.own_parts import own_parts_of
 from gptlab.app.ranks import rank_0_first, require_same_run
 from gptlab.config.errors import UserError
 from gptlab.config.load import config_from_json
-from gptlab.config.run import RunConfig
+from gptlab.config.run import DType, RunConfig
 from gptlab.data.corpus.core_bundle import core_folder
 from gptlab.data.prepare import prepare
 from gptlab.data.rows import validation_rows
@@ -29,8 +29,9 @@ from gptlab.model.interop.hf_weights import read_hf_weights
 from gptlab.model.interop.pretrained import Pretrained
 from gptlab.model.kernels.ops import missing_kernels
 from gptlab.runtime.files.cache import cache_root
-from gptlab.runtime.hardware.cpu import set_threads
-from gptlab.runtime.hardware.device import resolve_device, resolve_dtype
+from gptlab.runtime.hardware.cpu import cpu_model, set_threads
+from gptlab.runtime.hardware.device import resolve_device
+from gptlab.runtime.hardware.place import resolve_dtype
 from gptlab.runtime.processes.distributed import Group
 from gptlab.runtime.records.console import Console
 from gptlab.runtime.records.metrics import read_metrics
@@ -79,7 +80,7 @@ def load_run(
         raise UserError(f"the model of {path} was changed by change_model={change['name']}, which only Python can call")
     config = config_from_json(directory.read_config())
     where = resolve_device(device or config.runtime.device, None if group.size == 1 else group.world.local_rank)
-    compute_dtype = resolve_dtype(dtype or config.runtime.dtype, where)
+    compute_dtype = resolve_dtype(dtype or recorded_dtype(directory, config.runtime.dtype, where), where)
     if not directory.checkpoints_path.is_dir():
         raise UserError(f"{path} has no checkpoint yet: the run has not reached its first one")
     set_threads(config.runtime.threads)
@@ -103,6 +104,20 @@ def load_run(
     if group.size > 1 and (different := group.all_agree(checksum(model.parameters()), "weights")):
         raise UserError(f"rank {different[0]} finds another checkpoint in {path} than rank 0: give all the same folder")
     return LoadedRun(directory, config, tokenizer, model.eval(), saved.step, where)
+
+
+def recorded_dtype(run: RunDirectory, dtype: DType, device: torch.device) -> DType:
+    """`dtype`; for "auto" on a CPU, what a processor like this one computed the run in, if one did: what auto means is
+    timed (`resolve_dtype`), and timed again could be another."""
+    if dtype != "auto" or device.type != "cpu":
+        return dtype
+    record, cpu = run.recorded(), cpu_model()
+    resumes = record.get("resumes")
+    for process in (record, *(resumes if isinstance(resumes, list) else ())):
+        match process:
+            case {"device": "cpu", "cpu": str(its), "dtype": "float32" | "bfloat16" as found} if its == cpu:
+                return found
+    return dtype
 
 
 def _own_checkpoint(

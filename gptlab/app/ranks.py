@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from gptlab.config.errors import UserError
@@ -103,6 +104,14 @@ def require_same_run(config: RunConfig, facts: Mapping[str, object], group: Grou
         for rank, theirs in enumerate(everybody):
             if theirs != mine:
                 raise UserError(f"rank {rank}'s {_difference(mine, theirs)}: {_START_ALIKE}")
+
+
+def dtype_of_rank_0(place: Place, group: Group) -> Place:
+    """`place` with rank 0's dtype, on CPUs: each has timed its own, and two alike may differ by chance."""
+    import torch
+
+    found = group.broadcast("dtype", str(place.dtype).removeprefix("torch."))
+    return replace(place, dtype=getattr(torch, found)) if place.device.type == "cpu" else place
 
 
 def require_same_implementations(ours: Mapping[str, str], place: Place, group: Group) -> None:

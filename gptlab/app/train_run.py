@@ -86,7 +86,11 @@ def _prepare_and_train(attempt: Attempt, request: RunRequest) -> Result:
 
     # Data, model, optimizer.
     restored = earlier is not None and earlier.checkpoint is not None
-    place = place_of(config, group.world)
+    place = place_of(config if earlier is None else earlier.in_recorded_dtype(config), group.world)
+    if group.size > 1:
+        from gptlab.app.ranks import dtype_of_rank_0
+
+        place = dtype_of_rank_0(place, group)
     session = open_session(config, place, console, restored=restored, group=group, parts=attempt.parts)
     evidence = taking_evidence.result()
     facts = session.provenance(attempt.argv, evidence.code, request.from_run)

@@ -254,7 +254,7 @@ class RuntimeConfig:
     device: str = "auto"
     """auto (the first available of cuda, mps, cpu) | cpu | cuda | cuda:N | mps."""
     dtype: DType = "auto"
-    """Type of activations and matrix products; weights are float32. auto: bfloat16 where the hardware supports it."""
+    """Type of activations and matrix products; weights are float32. auto: bfloat16 where it is faster."""
     compile: Compile = "auto"
     """torch.compile: auto (on where there is a compiler) | on | off."""
     coordinate_descent_tuning: bool = False

@@ -92,6 +92,8 @@ def write_scenes(script: Script) -> None:
     script.lane = "unlike"
     script.train("other-code")["trouble"] = [{"1": {"code": str(folder / "changed" / "gptlab")}}]
     script.train("other-data")["trouble"] = [{"1": {"corpus": str(folder / "other-corpus")}}]
+    timed = {str(rank): {"bfloat16 is faster": rank == 0} for rank in range(2)}
+    script.train("other-dtype", runtime__dtype="auto", steps=1)["trouble"] = [timed]
     script.train("other-kernels")["trouble"] = [{"1": {"kernels": "error: out of order"}}]
 
     script.lane = "restarts"
@@ -240,6 +242,11 @@ class TestDisagreement:
         error = said(played, name)["err"].splitlines()[-1]
         assert error.startswith(f"gptlab: error: rank 1's {what} differs from rank 0's")
         assert not (played / name / "config.json").exists()
+
+    def test_the_dtype_is_that_which_rank_0_timed(self, played: Path) -> None:
+        """Processors alike, timed side by side, may find products in bfloat16 a little faster, or a little slower."""
+        assert codes(played, "other-dtype") == [[0, 0]]
+        assert json.loads((played / "other-dtype/run.json").read_text())["dtype"] == "bfloat16"
 
     def test_a_rank_that_cannot_build_the_kernels_is_named_with_the_reason(self, played: Path) -> None:
         """Its losses would differ from those of the others, and nobody would say so."""

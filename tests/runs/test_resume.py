@@ -31,6 +31,7 @@ from tiny_runs import (
 
 import gptlab
 from gptlab.config.errors import UserError
+from gptlab.runtime.hardware import place as place_module
 from gptlab.runtime.hardware.place import place_of
 from gptlab.runtime.hardware.rng import capture_rng, seed_everything
 from gptlab.runtime.records.metrics import read_metrics
@@ -119,6 +120,32 @@ def test_killed_twice_whatever_is_trained(folder: Path, variant: str) -> None:
         gptlab.train(resume=folder / name)
     assert gptlab.train(resume=folder / name).exit_code == 0
     assert differences(expected, outcome(folder / name)) == []
+
+
+def test_the_dtype_that_was_timed_stays(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`auto` is the dtype of the faster products. Where they are about as fast, a second timing could find the other:
+    whoever goes on with the run computes as it did."""
+
+    def time(bfloat16_is_faster: bool) -> None:
+        monkeypatch.setattr(place_module, "_cpu_is_faster_in_bfloat16", lambda: bfloat16_is_faster)
+
+    flags: dict[str, Any] = {"runtime__dtype": "auto", "runtime__device": "cpu", "steps": 8}
+    time(bfloat16_is_faster=True)
+    expected = outcome(train(folder, "timed-whole", **flags))
+    with killed_at("train", 5):
+        train(folder, "timed", **flags)
+    time(bfloat16_is_faster=False)
+    for goes_on in (["--resume", folder / "timed"], ["--from", folder / "timed-whole", "--run-dir", folder / "again"]):
+        code, out, _ = command(["train", *goes_on])
+        assert (code, out.count("warning")) == (0, 0)
+    assert differences(expected, outcome(folder / "timed")) == []
+    assert differences(expected, outcome(folder / "again")) == []
+    val_bpb = json.loads((folder / "timed/summary.json").read_text())["val_bpb"]
+    assert json.loads(command(["eval", folder / "timed", "--json"])[1])["val_bpb"] == val_bpb
+    # Elsewhere it is timed anew.
+    record = json.loads((folder / "timed/run.json").read_text())
+    (folder / "timed/run.json").write_text(json.dumps(record | {"cpu": "another", "resumes": []}))
+    assert json.loads(command(["eval", folder / "timed", "--json"])[1])["val_bpb"] != val_bpb
 
 
 def test_killed_with_everything_due_by_the_clock(folder: Path) -> None:

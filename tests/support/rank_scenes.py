@@ -33,6 +33,7 @@ from torch import Tensor
 from gptlab.app import run_session, session
 from gptlab.cli.main import main
 from gptlab.model.kernels import attention_kernel, ops
+from gptlab.runtime.hardware import place
 from gptlab.runtime.records import provenance
 from gptlab.runtime.records.run_directory import RunDirectory
 from gptlab.training import signals
@@ -90,6 +91,8 @@ def make_trouble(trouble: Mapping[str, Any]) -> None:
     if "backend" in trouble:  # of torch.compile
         torch.compile = functools.partial(torch.compile, backend=trouble["backend"])
         around(run_session, "fit", lambda *args: torch.compiler.set_stance("fail_on_recompile"))
+    if "bfloat16 is faster" in trouble:  # as this rank times it
+        place._cpu_is_faster_in_bfloat16 = lambda: trouble["bfloat16 is faster"]
     if "corpus" in trouble:  # another text where rank 0 finds its own
         prepare = session.prepare
 

@@ -1,4 +1,4 @@
-"""The device of a run: which one, its dtype, its memory, deterministic kernels, and whether it can compile."""
+"""The device of a run: which one, its memory, deterministic kernels, and whether it can compile."""
 
 from __future__ import annotations
 
@@ -18,10 +18,6 @@ import torch
 
 from gptlab.config.errors import ConfigError, require_choice
 from gptlab.runtime.hardware.cpu import cpu_model
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
-_BFLOAT16 = ("avx512_bf16", "amx_bf16", "bf16")
-"""Instructions for bfloat16 products (AVX512-BF16, AMX, Armv8.6 BF16), by the names of torch and of Linux."""
 
 # From glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
@@ -67,64 +63,6 @@ def _accelerator(name: str, local_rank: int | None) -> torch.device:
     if index >= count:
         raise ConfigError("runtime.device", name, f"this machine has {count} CUDA device(s)", f"cuda:{count - 1}")
     return torch.device("cuda", index)
-
-
-def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The dtype of activations and matrix products.
-
-    `auto`: bfloat16 if the hardware multiplies it faster than float32, float16 on older CUDA devices with tensor cores
-    (training then needs a gradient scaler), else float32. ConfigError for a dtype that the device does not have.
-    """
-    if name == "auto":
-        return _best_dtype(device)
-    require_choice("runtime.dtype", name, ("auto", *_DTYPES))
-    if device.type == "mps":
-        _require_metal_dtype(name)
-    return _DTYPES[name]
-
-
-def _require_metal_dtype(name: str) -> None:
-    if name == "float64":
-        raise ConfigError("runtime.dtype", name, "Apple GPUs have no double precision", "float32")
-    if name == "bfloat16" and not _mps_has_bfloat16():
-        raise ConfigError("runtime.dtype", name, "Metal has bfloat16 from macOS 14 on", "float32")
-
-
-def _best_dtype(device: torch.device) -> torch.dtype:
-    if device.type == "cuda":
-        # bfloat16 came with Ampere (compute capability 8.0); tensor cores, for float16, with Volta (7.0). ROCm's
-        # devices count alike from 9.0 (MI100) on, which is where AMD's matrix cores have bfloat16.
-        capability = torch.cuda.get_device_capability(device)
-        if capability >= (8, 0):
-            return torch.bfloat16
-        return torch.float16 if capability >= (7, 0) else torch.float32
-    fast = _cpu_multiplies_bfloat16() if device.type == "cpu" else _mps_has_bfloat16()
-    return torch.bfloat16 if fast else torch.float32
-
-
-def _mps_has_bfloat16() -> bool:
-    return bool(torch.backends.mps.is_macos_or_newer(14, 0))
-
-
-def _cpu_multiplies_bfloat16() -> bool:
-    """Whether the CPU has `_BFLOAT16`, and torch oneDNN to use it (macOS's has not, and multiplies bfloat16 slowly).
-
-    `torch.ops.mkldnn._is_mkldnn_bf16_supported` is no answer: it is true for plain AVX-512 too, where oneDNN converts
-    to float32 and back.
-    """
-    if sys.platform == "darwin" or not torch.backends.mkldnn.is_available():
-        return False
-    if not hasattr(torch.cpu, "get_capabilities"):  # before torch 2.13
-        return _cpuinfo_has_bfloat16(Path("/proc/cpuinfo"))
-    known = torch.cpu.get_capabilities()
-    return any(known.get(name) for name in _BFLOAT16)
-
-
-def _cpuinfo_has_bfloat16(cpuinfo: Path) -> bool:
-    """Linux lists instruction sets as "flags" (x86) or "Features" (ARM)."""
-    lines = cpuinfo.read_text(errors="replace").splitlines() if cpuinfo.exists() else []
-    flags = next((line.partition(":")[2].split() for line in lines if line.startswith(("flags", "Features"))), [])
-    return not set(_BFLOAT16).isdisjoint(flags)
 
 
 def synchronize(device: torch.device) -> None:

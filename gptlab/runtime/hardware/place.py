@@ -6,26 +6,35 @@ The peak is a vendor's figure, a measurement, or "unknown".
 from __future__ import annotations
 
 import functools
+import math
 import os
 import re
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import torch
 
+from gptlab.config.errors import ConfigError, require_choice
 from gptlab.config.run import RunConfig
 from gptlab.runtime.hardware.cpu import set_threads
 from gptlab.runtime.hardware.device import (
     device_name,
     keep_freed_memory,
     resolve_device,
-    resolve_dtype,
     synchronize,
 )
 from gptlab.runtime.processes.distributed import World
 
 _ALONE = World()
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+_BFLOAT16 = ("avx512_bf16", "amx_bf16", "bf16")
+"""Instructions for bfloat16 products (AVX512-BF16, AMX, Armv8.6 BF16), by the names of torch and of Linux."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +69,79 @@ def place_of(config: RunConfig, world: World = _ALONE) -> Place:
 def _peak_once(device: torch.device, dtype: torch.dtype, threads: int) -> Peak:
     # A recipe that sizes itself and the run that follows share half a second of measurement.
     return peak_flops_per_second(device, dtype)
+
+
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The dtype of activations and matrix products.
+
+    `auto`: bfloat16 if the hardware multiplies it faster than float32, float16 on older CUDA devices with tensor cores
+    (training then needs a gradient scaler), else float32. ConfigError for a dtype that the device does not have.
+    """
+    if name == "auto":
+        return _best_dtype(device)
+    require_choice("runtime.dtype", name, ("auto", *_DTYPES))
+    if device.type == "mps":
+        _require_metal_dtype(name)
+    return _DTYPES[name]
+
+
+def _require_metal_dtype(name: str) -> None:
+    if name == "float64":
+        raise ConfigError("runtime.dtype", name, "Apple GPUs have no double precision", "float32")
+    if name == "bfloat16" and not _mps_has_bfloat16():
+        raise ConfigError("runtime.dtype", name, "Metal has bfloat16 from macOS 14 on", "float32")
+
+
+def _best_dtype(device: torch.device) -> torch.dtype:
+    if device.type == "cuda":
+        # bfloat16 came with Ampere (compute capability 8.0); tensor cores, for float16, with Volta (7.0). ROCm's
+        # devices count alike from 9.0 (MI100) on, which is where AMD's matrix cores have bfloat16.
+        capability = torch.cuda.get_device_capability(device)
+        if capability >= (8, 0):
+            return torch.bfloat16
+        return torch.float16 if capability >= (7, 0) else torch.float32
+    fast = _cpu_is_faster_in_bfloat16() if device.type == "cpu" else _mps_has_bfloat16()
+    return torch.bfloat16 if fast else torch.float32
+
+
+def _mps_has_bfloat16() -> bool:
+    return bool(torch.backends.mps.is_macos_or_newer(14, 0))
+
+
+@functools.cache
+def _cpu_is_faster_in_bfloat16() -> bool:
+    """Whether a product of two bfloat16 matrices takes less time than one of float32, in one thread, which waits for no
+    other. Measured only where the processor has the instructions.
+
+    They alone are no answer. On one Xeon, products in bfloat16 run at 2.4 times the rate of float32 with AMX, 0.65
+    times with AVX512-BF16 alone (a virtual machine may hide AMX), 0.01 times where ONEDNN_MAX_CPU_ISA allows only AVX2,
+    and training at 1.5, 0.7 and 0.05 times (docs/LOG.md, 2026-11-22).
+    """
+    if not _cpu_has_bfloat16():
+        return False
+    cpu, fastest = torch.device("cpu"), {torch.float32: math.inf, torch.bfloat16: math.inf}
+    with _one_thread():
+        for _ in range(3):  # by turns: another program slows both down
+            for dtype, time_seen in fastest.items():
+                fastest[dtype] = min(time_seen, *_product_times(256, cpu, dtype, 0))
+    return fastest[torch.bfloat16] < fastest[torch.float32]
+
+
+def _cpu_has_bfloat16() -> bool:
+    """Whether the CPU has `_BFLOAT16`, and torch oneDNN to use it (macOS's has not, and multiplies bfloat16 slowly)."""
+    if sys.platform == "darwin" or not torch.backends.mkldnn.is_available():
+        return False
+    if not hasattr(torch.cpu, "get_capabilities"):  # before torch 2.13
+        return _cpuinfo_has_bfloat16(Path("/proc/cpuinfo"))
+    known = torch.cpu.get_capabilities()
+    return any(known.get(name) for name in _BFLOAT16)
+
+
+def _cpuinfo_has_bfloat16(cpuinfo: Path) -> bool:
+    """Linux lists instruction sets as "flags" (x86) or "Features" (ARM)."""
+    lines = cpuinfo.read_text(errors="replace").splitlines() if cpuinfo.exists() else []
+    flags = next((line.partition(":")[2].split() for line in lines if line.startswith(("flags", "Features"))), [])
+    return not set(_BFLOAT16).isdisjoint(flags)
 
 
 # Data sheets that quote a rate "with sparsity" are halved. Where float16 could accumulate in float16, the rate with
@@ -157,15 +239,22 @@ def measure_matmul_flops(device: torch.device, dtype: torch.dtype, *, seconds: f
         return _best_flops(device, dtype, seconds)
 
     def alone() -> float:
-        torch.set_num_threads(1)
-        try:
+        with _one_thread():
             return _best_flops(device, dtype, seconds / 10)
-        finally:
-            torch.set_num_threads(threads)
 
     first, together = alone(), _best_flops(device, dtype, 0.8 * seconds)
     one = max(first, alone())  # again, since other programs may have stopped
     return together if together >= _QUIET_SHARE * threads * one else threads * one
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _best_flops(device: torch.device, dtype: torch.dtype, seconds: float) -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import platform
 import subprocess
 import sys
 import types
@@ -21,10 +23,9 @@ from gptlab.runtime.hardware.device import (
     device_name,
     peak_memory_mb,
     resolve_device,
-    resolve_dtype,
     synchronize,
 )
-from gptlab.runtime.hardware.place import Peak, place_of
+from gptlab.runtime.hardware.place import Peak, place_of, resolve_dtype
 
 CPU = torch.device("cpu")
 
@@ -94,35 +95,65 @@ def test_auto_dtype_on_cuda_follows_the_tensor_cores(
     assert resolve_dtype("auto", torch.device("cuda", 0)) == expected
 
 
+BFLOAT16_IS_FASTER = {torch.float32: 2e-4, torch.bfloat16: 1e-4}
+BFLOAT16_IS_SLOWER = {torch.float32: 2e-4, torch.bfloat16: 3e-4}
+
+
 @pytest.mark.parametrize(
-    ("capabilities", "expected"),
+    ("capabilities", "seconds", "expected"),
     [
-        ({"avx512_f": True, "avx512_bf16": True}, torch.bfloat16),
-        ({"avx512_f": True, "amx_bf16": True}, torch.bfloat16),
-        ({"neon": True, "bf16": True}, torch.bfloat16),
-        ({"avx512_f": True, "avx512_bf16": False}, torch.float32),  # oneDNN would emulate it there
-        ({"avx2": True}, torch.float32),
+        ({"avx512_f": True, "avx512_bf16": True}, BFLOAT16_IS_FASTER, torch.bfloat16),
+        ({"avx512_f": True, "avx512_bf16": True}, BFLOAT16_IS_SLOWER, torch.float32),  # a Xeon whose AMX is hidden
+        ({"avx512_f": True, "amx_bf16": True}, BFLOAT16_IS_FASTER, torch.bfloat16),
+        ({"neon": True, "bf16": True}, BFLOAT16_IS_FASTER, torch.bfloat16),
+        ({"avx512_f": True, "avx512_bf16": False}, {}, torch.float32),  # emulated by oneDNN: nothing to time
+        ({"avx2": True}, {}, torch.float32),
     ],
 )
-def test_auto_dtype_on_a_cpu_follows_its_instructions(
-    capabilities: dict[str, bool], expected: torch.dtype, monkeypatch: pytest.MonkeyPatch
+def test_auto_dtype_on_a_cpu_is_the_faster_one(
+    capabilities: dict[str, bool],
+    seconds: dict[torch.dtype, float],
+    expected: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    def products(size: int, device: torch.device, dtype: torch.dtype, deadline: float) -> list[float]:
+        assert torch.get_num_threads() == 1  # several would wait for one another beside other programs
+        return [1.0, seconds[dtype]]  # another program took the first
+
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
-    assert resolve_dtype("auto", CPU) == expected
+    monkeypatch.setattr(place_module, "_product_times", products)
+    place_module._cpu_is_faster_in_bfloat16.cache_clear()
+    try:
+        assert resolve_dtype("auto", CPU) == expected
+    finally:
+        place_module._cpu_is_faster_in_bfloat16.cache_clear()
+
+
+@pytest.mark.skipif(platform.machine().lower() not in ("x86_64", "amd64"), reason="the variables are those of x86")
+def test_instructions_that_torch_may_not_use_do_not_count() -> None:
+    """The processor's flags still name AMX and AVX512-BF16, where it has them; products would take 100 times longer."""
+    limits = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "DNNL_MAX_CPU_ISA": "AVX2"}
+    code = (
+        "import torch; from gptlab.runtime.hardware.place import resolve_dtype; "
+        "print(resolve_dtype('auto', torch.device('cpu')))"
+    )
+    environment = {**os.environ, **limits}
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert output.stdout.strip() == "torch.float32"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
 def test_both_ways_to_ask_the_cpu_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     if not torch.backends.mkldnn.is_available():
         pytest.skip("torch without oneDNN")
-    by_cpuinfo = device_module._cpuinfo_has_bfloat16(Path("/proc/cpuinfo"))
-    assert device_module._cpu_multiplies_bfloat16() == by_cpuinfo
+    by_cpuinfo = place_module._cpuinfo_has_bfloat16(Path("/proc/cpuinfo"))
+    assert place_module._cpu_has_bfloat16() == by_cpuinfo
     if not hasattr(torch.cpu, "get_capabilities"):
         return
     monkeypatch.setattr(torch, "cpu", types.SimpleNamespace())  # an older torch
-    assert device_module._cpu_multiplies_bfloat16() == by_cpuinfo
+    assert place_module._cpu_has_bfloat16() == by_cpuinfo
 
 
 def test_cpuinfo_flags(tmp_path: Path) -> None:
@@ -134,8 +165,8 @@ def test_cpuinfo_flags(tmp_path: Path) -> None:
         ("", False),
     ]:
         cpuinfo.write_text("processor\t: 0\n" + text)
-        assert device_module._cpuinfo_has_bfloat16(cpuinfo) is expected
-    assert not device_module._cpuinfo_has_bfloat16(tmp_path / "missing")
+        assert place_module._cpuinfo_has_bfloat16(cpuinfo) is expected
+    assert not place_module._cpuinfo_has_bfloat16(tmp_path / "missing")
 
 
 def test_named_dtypes_and_their_limits(monkeypatch: pytest.MonkeyPatch) -> None:
