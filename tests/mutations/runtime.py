@@ -18,7 +18,7 @@ MUTATIONS = [
         ["`--device-type` cuda, cpu, mps"],
     ),
     Mutation(
-        "bfloat16 means float16", "runtime/hardware/device.py",
+        "bfloat16 means float16", "runtime/hardware/place.py",
         '"bfloat16": torch.bfloat16', '"bfloat16": torch.float16',
         ["test_device.py::test_named_dtypes_and_their_limits"],
     ),
@@ -28,14 +28,24 @@ MUTATIONS = [
         ["test_model.py::test_lower_precision_stays_near_the_oracle"],
     ),
     Mutation(
-        "GPUs before Ampere compute in bfloat16", "runtime/hardware/device.py",
+        "GPUs before Ampere compute in bfloat16", "runtime/hardware/place.py",
         "if capability >= (8, 0):", "if capability >= (7, 0):",
         ["test_device.py::test_auto_dtype_on_cuda_follows_the_tensor_cores"],
     ),
     Mutation(
-        "any CPU computes in bfloat16", "runtime/hardware/device.py",
+        "any CPU computes in bfloat16", "runtime/hardware/place.py",
         "return any(known.get(name) for name in _BFLOAT16)", "return bool(known)",
-        ["test_device.py::test_auto_dtype_on_a_cpu_follows_its_instructions"],
+        ["test_device.py::test_auto_dtype_on_a_cpu_is_the_faster_one"],
+    ),
+    Mutation(
+        "a CPU with the instructions computes in bfloat16, even where that is slower", "runtime/hardware/place.py",
+        "return fastest[torch.bfloat16] < fastest[torch.float32]", "return True",
+        ["test_device.py::test_auto_dtype_on_a_cpu_is_the_faster_one"],
+    ),
+    Mutation(
+        "a resumed run times its dtype anew", "app/earlier_run.py",
+        "found = recorded_dtype(self.run, runtime.dtype, resolve_device(runtime.device))", "found = runtime.dtype",
+        ["test_resume.py::test_the_dtype_that_was_timed_stays"],
     ),
     Mutation(
         "an H100's peak is that of its data sheet with sparsity", "runtime/hardware/place.py",
