@@ -8,7 +8,6 @@ import io
 import json
 import pkgutil
 import re
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -158,10 +157,9 @@ def start(argv: Sequence[object], *, prelude: str = "") -> Forked:
     return Forked(work)
 
 
-def read_to_step(process: subprocess.Popen[str], step: int, *, after: str = "") -> None:
+def read_to_step(process: Forked, step: int, *, after: str = "") -> None:
     """Wait until `process` says that it has trained `step`, or a later one (not every step has its line), `after` a
     line that begins with this."""
-    assert process.stdout is not None
     said: list[str] = []
     for line in process.stdout:
         said.append(line)
