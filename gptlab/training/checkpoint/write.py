@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -66,11 +65,11 @@ def save_checkpoint(
     read-only, ...): older checkpoints are then untouched, and nothing of the new one is left. ValueError for what is
     not JSON data or not a plain tensor.
     """
-    require_json(state)
+    text = _state_text(state)
     slices = {"model": whole_slices(model), "optimizer": whole_slices(optimizer)}
     temporary = begin_save(checkpoints_dir, step, needed_bytes=_data_bytes(slices))
     try:
-        return _complete(temporary, state, _write_files(temporary, slices, 0, 1))
+        return _complete(temporary, text, _write_files(temporary, slices, 0, 1))
     except BaseException:
         remove_tree(temporary)
         raise
@@ -109,14 +108,14 @@ def complete_save(temporary: Path, state: dict[str, Any], *, size: int = 1) -> P
     tensor.
     """
     try:
-        require_json(state)
+        text = _state_text(state)
         with _refusals(temporary, 0):
             parts = [json.loads(_part_path(temporary, rank).read_bytes()) for rank in range(size)]
             for rank in range(size):
                 _part_path(temporary, rank).unlink()
         whole = {kind: merged_index([part[kind] for part in parts]) for kind in KINDS}
         whole["files"] = {name: record for part in parts for name, record in part["files"].items()}
-        return _complete(temporary, state, whole, check=True)
+        return _complete(temporary, text, whole, check=True)
     except BaseException:
         remove_tree(temporary)
         raise
@@ -138,13 +137,13 @@ def _write_files(
     return part
 
 
-def _complete(temporary: Path, state: dict[str, Any], whole: dict[str, dict[str, Any]], *, check: bool = False) -> Path:
-    """`whole`: what the manifest says of all files. `check`: ValueError if the slices do not tile their tensors."""
+def _complete(temporary: Path, state: bytes, whole: dict[str, dict[str, Any]], *, check: bool = False) -> Path:
+    """`state`: the content of state.json. `whole`: what the manifest says of all files. `check`: ValueError if the
+    slices do not tile their tensors."""
     step = step_of_temporary(temporary)
     final = checkpoint_path(temporary.parent, step)
     with _refusals(temporary, sum(record["bytes"] for record in whole["files"].values())):
-        text = (json.dumps(state, indent=1, allow_nan=False) + "\n").encode()
-        whole["files"][STATE] = record_fields(write_bytes(temporary / STATE, text))
+        whole["files"][STATE] = record_fields(write_bytes(temporary / STATE, state))
         manifest = manifest_text(step, whole)
         if check:
             _require_valid(manifest)
@@ -169,20 +168,15 @@ def _data_bytes(slices: Mapping[str, Sequence[TensorSlice]]) -> int:
     return sum(part.tensor.nbytes for of_kind in slices.values() for part in of_kind)
 
 
-def require_json(value: object, where: str = "state") -> None:
-    """ValueError that names the place where `value` would not read back from JSON as the same value."""
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            if not isinstance(key, str):
-                raise ValueError(f"{where} has the key {key!r}: JSON keys are strings")
-            require_json(inner, f"{where}.{key}")
-    elif isinstance(value, list):
-        for index, inner in enumerate(value):
-            require_json(inner, f"{where}[{index}]")
-    elif type(value) is float and not math.isfinite(value):
-        raise ValueError(f"{where} = {value}: JSON has no such number; use None where there is no value yet")
-    elif value is not None and type(value) not in (bool, int, float, str):
-        raise ValueError(f"{where} is a {type(value).__name__}, which would not read back from JSON as one")
+def _state_text(state: dict[str, Any]) -> bytes:
+    """state.json. ValueError for what would not read back as the same value."""
+    try:
+        text = json.dumps(state, indent=1, allow_nan=False)
+    except TypeError as error:
+        raise ValueError(f"the state is not JSON data: {error}") from None
+    if json.loads(text) != state:
+        raise ValueError("the state is not JSON data: it would read back as another value, such as a list for a tuple")
+    return f"{text}\n".encode()
 
 
 # --- how a folder appears and goes, in atomic steps; format.py lists the names

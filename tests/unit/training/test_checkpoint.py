@@ -72,18 +72,18 @@ def test_state_reads_back_exactly(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("state", "named"),
+    "state",
     [
-        ({"best": {"loss": float("inf")}}, "state.best.loss = inf"),
-        ({"losses": [1.0, float("nan")]}, r"state.losses\[1\] = nan"),
-        ({"a": {1: 2}}, "state.a has the key 1"),
-        ({"a": (1, 2)}, "state.a is a tuple"),
-        ({"a": torch.ones(1)}, "state.a is a Tensor"),
-        ({"a": {1, 2}}, "state.a is a set"),
+        {"best": {"loss": float("inf")}},
+        {"losses": [1.0, float("nan")]},
+        {"a": {1: 2}},
+        {"a": (1, 2)},
+        {"a": torch.ones(1)},
+        {"a": {1, 2}},
     ],
 )
-def test_state_that_would_not_read_back_is_refused_by_name(tmp_path: Path, state: Any, named: str) -> None:
-    with pytest.raises(ValueError, match=named):
+def test_state_that_would_not_read_back_is_refused(tmp_path: Path, state: Any) -> None:
+    with pytest.raises(ValueError, match="JSON"):
         save_checkpoint(tmp_path, 0, model={}, optimizer={}, state=state)
     assert tree(tmp_path) == {}
 
