@@ -83,16 +83,22 @@ def rank_0_first(what: str, group: Group) -> Iterator[None]:
         group.barrier(what)
 
 
-def require_same_mode(mode: str, group: Group) -> None:
-    """UserError on rank 0 where another rank has another parallel.mode; the other ranks end with rank 0. To be called
+def agreed_place(place: Place, mode: str, group: Group) -> Place:
+    """`place`, on a CPU with rank 0's dtype: each rank has timed its own, and two alike may differ by chance.
+
+    UserError on rank 0 where another rank has another parallel.mode; the other ranks end with rank 0. To be called
     before the ranks first wait for each other in the way that the mode demands."""
-    modes = group.gather("parallel.mode", mode)
-    other = next((rank for rank, theirs in enumerate(modes) if theirs != modes[0]), None)
+    import torch
+
+    everybody = group.gather("place", {"mode": mode, "dtype": str(place.dtype).removeprefix("torch.")})
+    first = everybody[0]
+    other = next((rank for rank, theirs in enumerate(everybody) if theirs["mode"] != first["mode"]), None)
     if other is None:
-        return
+        return replace(place, dtype=getattr(torch, first["dtype"])) if place.device.type == "cpu" else place
     if not group.is_main:
         group.barrier("parallel.mode")  # rank 0 never comes: it reports the error
-    raise UserError(f"rank {other} has parallel.mode = {modes[other]!r}, rank 0 has {modes[0]!r}: {_START_ALIKE}")
+    theirs = everybody[other]["mode"]
+    raise UserError(f"rank {other} has parallel.mode = {theirs!r}, rank 0 has {first['mode']!r}: {_START_ALIKE}")
 
 
 def require_same_run(config: RunConfig, facts: Mapping[str, object], group: Group) -> None:
@@ -104,14 +110,6 @@ def require_same_run(config: RunConfig, facts: Mapping[str, object], group: Grou
         for rank, theirs in enumerate(everybody):
             if theirs != mine:
                 raise UserError(f"rank {rank}'s {_difference(mine, theirs)}: {_START_ALIKE}")
-
-
-def dtype_of_rank_0(place: Place, group: Group) -> Place:
-    """`place` with rank 0's dtype, on CPUs: each has timed its own, and two alike may differ by chance."""
-    import torch
-
-    found = group.broadcast("dtype", str(place.dtype).removeprefix("torch."))
-    return replace(place, dtype=getattr(torch, found)) if place.device.type == "cpu" else place
 
 
 def require_same_implementations(ours: Mapping[str, str], place: Place, group: Group) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from gptlab.app.loaded_run import Start, load_start_weights, require_tokenizer
 from gptlab.app.own_parts import OwnParts
-from gptlab.app.ranks import rank_0_first, require_same_mode
+from gptlab.app.ranks import agreed_place, rank_0_first
 from gptlab.config.errors import ConfigError, UserError
 from gptlab.config.run import EXACT_WORLD_SIZES, RunConfig
 from gptlab.data.corpus.core_bundle import core_folder
@@ -120,6 +120,8 @@ def open_session(
     0 prepares the data first, and those that share its cache find it there.
     """
     group = group or Group()
+    if group.size > 1:
+        place = agreed_place(place, config.parallel.mode, group)
     if config.parallel.exact_any_world_size:
         _require_possible_size(group.size)
     pretrained = None if restored or config.init_from is None else find_pretrained(config.init_from)
@@ -146,8 +148,6 @@ def open_session(
     of_training = None
     if config.eval.train_tokens is not None:
         of_training = validation_rows(data.train, seq_len, tokenizer.bos_id, config.eval.train_tokens)
-    if group.size > 1:
-        require_same_mode(config.parallel.mode, group)
     state = build_state(
         config, rows, device=place.device, compute_dtype=place.dtype, group=group,
         change_model=None if parts is None else parts.change_model,

@@ -61,6 +61,7 @@ def _prepare_and_train(attempt: Attempt, request: RunRequest) -> Result:
     from gptlab.runtime.records.provenance import begin_evidence
 
     taking_evidence = begin_evidence()  # before torch is imported, which takes longer
+    from gptlab.app.ranks import require_same_implementations, require_same_run
     from gptlab.app.run_session import describe, make_run_directory, run_session
     from gptlab.app.session import open_session
     from gptlab.runtime.hardware.place import place_of
@@ -87,20 +88,14 @@ def _prepare_and_train(attempt: Attempt, request: RunRequest) -> Result:
     # Data, model, optimizer.
     restored = earlier is not None and earlier.checkpoint is not None
     place = place_of(config if earlier is None else earlier.in_recorded_dtype(config), group.world)
-    if group.size > 1:
-        from gptlab.app.ranks import dtype_of_rank_0
-
-        place = dtype_of_rank_0(place, group)
     session = open_session(config, place, console, restored=restored, group=group, parts=attempt.parts)
     evidence = taking_evidence.result()
     facts = session.provenance(attempt.argv, evidence.code, request.from_run)
     if earlier is not None:
         earlier.compare(session, facts, console)
     if group.size > 1:
-        from gptlab.app.ranks import require_same_implementations, require_same_run
-
         require_same_run(session.config, facts, group)
-        require_same_implementations(session.implementations(), place, group)
+        require_same_implementations(session.implementations(), session.place, group)
     describe(session, console, machine)
 
     # The run folder, from here on this run's.

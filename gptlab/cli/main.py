@@ -116,19 +116,24 @@ def _refuse_several(name: str) -> NoReturn:
 
 def _dispatch(argv: list[str]) -> int:
     name = argv[0] if argv else "--help"
-    if name in ("-h", "--help", "help"):
-        print(HELP, end="")
-        return 0
-    if name == "--version":
-        from gptlab import __version__
-
-        print(f"gptlab {__version__}")
-        return 0
     if name not in COMMANDS:
-        nearest = nearest_name(name, COMMANDS)
-        hint = f"did you mean {nearest}?" if nearest else f"there are {', '.join(COMMANDS)}"
-        raise UserError(f"{name!r} is not a command: {hint}")
+        return _without_command(name)
     if name not in TOGETHER and os.environ.get("WORLD_SIZE", "1") != "1":
         _refuse_several(name)
     limit_spinning()
     return importlib.import_module(COMMANDS[name][0]).main(argv[1:])
+
+
+def _without_command(word: str) -> int:
+    """--help and --version. UserError for a word that is no command."""
+    if word in ("-h", "--help", "help"):
+        print(HELP, end="")
+        return 0
+    if word == "--version":
+        from gptlab import __version__
+
+        print(f"gptlab {__version__}")
+        return 0
+    nearest = nearest_name(word, COMMANDS)
+    hint = f"did you mean {nearest}?" if nearest else f"there are {', '.join(COMMANDS)}"
+    raise UserError(f"{word!r} is not a command: {hint}")

@@ -49,14 +49,12 @@ class Horizon:
         """
         if self.unit == "seconds":
             return None
-        if self.unit == "steps":
-            steps = int(self.amount)
-        elif self.unit == "tokens":
-            steps = int(self.amount) // tokens_per_step
-        elif self.unit == "flops":
-            steps = round(self.amount / (flops_per_token * tokens_per_step))
-        else:
-            steps = int(self.amount * scaling_params) // tokens_per_step
+        steps = {
+            "steps": int(self.amount),
+            "tokens": int(self.amount) // tokens_per_step,
+            "flops": round(self.amount / (flops_per_token * tokens_per_step)),
+            "tokens_per_param": int(self.amount * scaling_params) // tokens_per_step,
+        }[self.unit]
         if steps < 1:
             reason = f"this many {self.unit} are less than one step of {tokens_per_step:,} tokens"
             raise ConfigError("horizon.amount", self.amount, reason)

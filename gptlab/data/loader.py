@@ -100,8 +100,9 @@ class Loader:
         # Not at every step: waking the thread costs the one that trains, whose cores are all busy.
         if len(self._ahead) <= self._limit // 2:
             self._make_ahead()
-        if self._device.type == "cpu":
-            return batch
+        return batch if self._device.type == "cpu" else self._on_device(batch)
+
+    def _on_device(self, batch: StepBatch) -> StepBatch:
         # From pinned memory (CUDA) the copies overlap with the kernels in flight; it is kept until they are done.
         pinned = self._device.type == "cuda"
         inputs, targets = (t.to(self._device, non_blocking=pinned) for t in (batch.inputs, batch.targets))

@@ -246,12 +246,8 @@ class Recorder(RunOutput):
     def finish_run(self, state: TrainState, next_steps: Sequence[str] = ()) -> dict[str, Any]:
         """Write summary.json, and show what can be done next and the closing block. Returns the summary."""
         summary = self.summary(state)
-        if self.config.checkpoint.save_best and state.best and state.best.step > 0 and state.best != state.best_saved:
-            saved = f"that of step {state.best_saved.step}" if state.best_saved else "none"
-            self.console.warn(
-                f"the weights with the lowest validation loss, of step {state.best.step}, could not be saved; the best "
-                f"checkpoint is {saved}"
-            )
+        if self.config.checkpoint.save_best and state.best != state.best_saved:
+            self._warn_of_unsaved_best(state)
         if self.group.is_main:
             write_json_atomic(self.run.summary_path, summary)
         self.console.settle()
@@ -261,6 +257,14 @@ class Recorder(RunOutput):
             self.console.line(line)
         show_closing_block(summary, self.console)
         return summary
+
+    def _warn_of_unsaved_best(self, state: TrainState) -> None:
+        if state.best and state.best.step > 0:
+            saved = f"that of step {state.best_saved.step}" if state.best_saved else "none"
+            self.console.warn(
+                f"the weights with the lowest validation loss, of step {state.best.step}, could not be saved; the best "
+                f"checkpoint is {saved}"
+            )
 
 
 def show_closing_block(summary: Mapping[str, Any], console: Console) -> None:

@@ -185,8 +185,8 @@ MUTATIONS = [
     ),
     Mutation(
         "FLOPs are rounded down to steps", "config/run.py",
-        "steps = round(self.amount / (flops_per_token * tokens_per_step))",
-        "steps = int(self.amount / (flops_per_token * tokens_per_step))",
+        '"flops": round(self.amount / (flops_per_token * tokens_per_step))',
+        '"flops": int(self.amount / (flops_per_token * tokens_per_step))',
         ["test_config.py::TestHorizon::test_steps_by_hand"],
     ),
     Mutation(

@@ -35,6 +35,18 @@ MODEL: dict[str, Any] = {
     "ignore_merges": False,
 }
 """What all models of tokenizer.json have in common."""
+DOCUMENT: dict[str, Any] = {
+    "version": "1.0",
+    "truncation": None,
+    "padding": None,
+    "added_tokens": [],
+    "normalizer": None,
+    "pre_tokenizer": None,
+    "post_processor": None,
+    "decoder": None,
+    "model": None,
+}
+"""tokenizer.json, with its keys in that library's order."""
 
 
 class Tokenizer:
@@ -196,14 +208,5 @@ def document(
     vocab: list[str], *, merges: list[list[str]], pre_tokenizer: dict[str, Any] | None, decoder: dict[str, Any]
 ) -> dict[str, Any]:
     """The whole of tokenizer.json for a BPE model; ids follow the order of `vocab`."""
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [],
-        "normalizer": None,
-        "pre_tokenizer": pre_tokenizer,
-        "post_processor": None,
-        "decoder": decoder,
-        "model": {**MODEL, "vocab": {token: index for index, token in enumerate(vocab)}, "merges": merges},
-    }
+    model = {**MODEL, "vocab": {token: index for index, token in enumerate(vocab)}, "merges": merges}
+    return DOCUMENT | {"pre_tokenizer": pre_tokenizer, "decoder": decoder, "model": model}

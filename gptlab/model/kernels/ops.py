@@ -45,6 +45,10 @@ def attention(
     if _attention_kernel is not None and suits_kernels(q.device, q.dtype) and dropout == 0:
         heads = torch.cat((q, k, v), dim=2) if packed is None else packed
         return _attention_kernel(heads, q.shape[2], window)
+    return _attention_by_torch(q, k, v, window, dropout)
+
+
+def _attention_by_torch(q: Tensor, k: Tensor, v: Tensor, window: int | None, dropout: float) -> Tensor:
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     if window is None and q.device.type != "cpu":
         grouped = q.shape[1] != k.shape[1]
