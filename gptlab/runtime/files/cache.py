@@ -81,44 +81,61 @@ def cached_folder(
 
     `what` names the contents in messages. UserError if the folder cannot be written (full disk, no permission).
     """
-    if not folder.exists() or damage(folder) is not None:
-        with cannot(f"keep the {what} in {folder.parent}"):
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            with locked(folder, what, console):  # while this process waited, another one may have built it
-                if folder.exists() and (reason := damage(folder)) is not None:
-                    if console is not None:
-                        console.warn(f"damaged {what} in {folder} ({reason}): made again")
-                    shutil.rmtree(folder)
-                if not folder.exists():
-                    _build(folder, build)
+    with suppress(DamagedFolderError):
+        return _intact_manifest(folder)["info"]
+    with cannot(f"keep the {what} in {folder.parent}"):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with locked(folder, what, console):  # while this process waited, another one may have built it
+            if folder.exists() and (reason := damage(folder)) is not None:
+                if console is not None:
+                    console.warn(f"damaged {what} in {folder} ({reason}): made again")
+                shutil.rmtree(folder)
+            if not folder.exists():
+                _build(folder, build)
     return read_info(folder)
+
+
+class DamagedFolderError(Exception):
+    """Why a folder is not what its manifest says."""
 
 
 def damage(folder: Path, *, whole: bool = False) -> str | None:
     """Why `folder` is not what its manifest says, or None. `whole` hashes large files completely too."""
     try:
-        if not os.path.lexists(folder / MANIFEST):
-            return f"{MANIFEST} is missing"
-        manifest = read_json_object(folder / MANIFEST)
-        seal = manifest.pop("sha256")
-        if manifest["schema"] != MANIFEST_SCHEMA or seal != _seal(manifest):
-            return f"{MANIFEST} does not match its own hash"
-        files: Any = manifest["files"]
-        for name, recorded in files.items():
+        _intact_manifest(folder, whole=whole)
+    except DamagedFolderError as error:
+        return str(error)
+    return None
+
+
+def _intact_manifest(folder: Path, *, whole: bool = False) -> dict[str, Any]:
+    """The manifest of a folder that matches it. DamagedFolderError otherwise."""
+    try:
+        manifest: Any = read_json_object(folder / MANIFEST)
+        seal, info = manifest.pop("sha256"), manifest["info"]
+        if manifest["schema"] != MANIFEST_SCHEMA or seal != _seal(manifest) or not isinstance(info, dict):
+            raise DamagedFolderError(f"{MANIFEST} does not match its own hash")
+        for name, recorded in manifest["files"].items():
             path = folder / name
             if not is_inside(name) or not stat.S_ISREG(path.lstat().st_mode):
-                return f"{name!r} is no file of its own"
+                raise DamagedFolderError(f"{name!r} is no file of its own")
             if path.stat().st_size != recorded["bytes"]:
-                return f"{name} has {path.stat().st_size:,} bytes instead of {recorded['bytes']:,}"
+                raise DamagedFolderError(f"{name} has {path.stat().st_size:,} bytes instead of {recorded['bytes']:,}")
             sampled = not whole and "sampled_sha256" in recorded
             found = _sampled_sha256(path) if sampled else _sha256(path)
             if found != recorded["sampled_sha256" if sampled else "sha256"]:
-                return f"{name} has other contents"
-    except FileNotFoundError as error:
-        return f"{Path(error.filename).name} is missing"
+                raise DamagedFolderError(f"{name} has other contents")
     except (OSError, UserError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"{MANIFEST} cannot be read ({type(error).__name__})"
-    return None
+        raise DamagedFolderError(_why_damaged(folder, error)) from None
+    return manifest
+
+
+def _why_damaged(folder: Path, error: Exception) -> str:
+    if isinstance(error, FileNotFoundError):
+        return f"{Path(error.filename).name} is missing"
+    if not os.path.lexists(folder / MANIFEST):
+        return f"{MANIFEST} is missing"
+    return f"{MANIFEST} cannot be read ({type(error).__name__})"
 
 
 def is_inside(name: str) -> bool:
