@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import platform
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -21,7 +24,7 @@ from gptlab.model.counting import flops_per_token
 from gptlab.model.kernels.ops import missing_kernels
 from gptlab.optim.combined import CombinedOptimizer
 from gptlab.runtime.files.cache import cache_root
-from gptlab.runtime.hardware.device import compiler_available, synchronize
+from gptlab.runtime.hardware.device import compiler_available, cxx_compiler, synchronize
 from gptlab.runtime.hardware.rng import capture_rng, restore_rng
 from gptlab.training.state import TrainState
 from gptlab.training.step import LossFunction, gradients
@@ -34,6 +37,13 @@ F = TypeVar("F", bound=Callable[..., Tensor])
 WHOLE_MODEL_FLOPS = 1e10
 # ... unless they are deep: compile time grows with every layer.
 WHOLE_MODEL_LAYERS = 6
+
+
+_VECTOR_OPTIONS = (
+    "-mfma", "-mf16c", "-mavx2", "-mavx512f", "-mavx512dq", "-mavx512vl", "-mavx512bw", "-mavx512vnni", "-mavx512bf16",
+    "-mamx-tile", "-mamx-bf16", "-mamx-int8",
+)  # fmt: skip
+"""Of every x86 instruction set that Inductor (torch 2.11 to 2.13) generates code for."""
 
 
 @dataclass(slots=True)
@@ -116,12 +126,29 @@ def _cannot_compile(device: torch.device) -> str | None:
         needed = "Triton" if device.type == "cuda" else "a C++ compiler (g++ or clang++)"
         return f"torch.compile needs {needed}, and none was found"
     folder = keep_compiled()
+    if device.type == "cpu":
+        _skip_vector_probes()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             return None
     except OSError as error:
         return f"torch.compile needs a cache, and {folder} cannot be written: {error.strerror or error}"
+
+
+def _skip_vector_probes() -> None:
+    """Tell Inductor that the compiler knows the processor's instruction sets, if it accepts their options.
+
+    Otherwise Inductor compiles a program with ATen's headers for each and loads it in a process of its own: 21.9 s of a
+    cold start and 3.0 s of a later one, instead of 0.6, to choose the same set (docs/LOG.md, 2026-11-22).
+    """
+    compiler = cxx_compiler()
+    if compiler is None or sys.platform != "linux" or platform.machine() != "x86_64":
+        return
+    command = [compiler, *_VECTOR_OPTIONS, "-fsyntax-only", "-x", "c++", os.devnull]
+    with suppress(OSError, subprocess.SubprocessError):  # an older compiler: Inductor finds out what it can do
+        subprocess.run(command, check=True, capture_output=True, timeout=60)
+        os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 
 def _is_short_step(state: TrainState, config: RunConfig) -> bool:

@@ -9,6 +9,7 @@ import io
 import json
 import math
 import os
+import platform
 import re
 import shlex
 import signal
@@ -837,6 +838,31 @@ def test_compiled_kernels_never_come_from_a_folder_that_a_run_names(
     monkeypatch.setattr(compilation_module, "compiler_available", lambda device: True)
     assert open_tiny(folder, runtime__compile="on", data__cache_dir=str(tmp_path / "strangers")).passes.compiled
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "mine" / "compile")
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux" or platform.machine() != "x86_64", reason="only there the compiler's options are known"
+)
+@pytest.mark.parametrize(
+    ("compiler", "before", "after"),
+    [
+        ("exit 0", None, "1"),
+        ('case "$*" in *-mamx-tile*) exit 1;; esac', None, None),  # an older one: Inductor has to try
+        ("exit 0", "0", "0"),  # the user's own choice
+    ],
+)
+def test_vectors_are_not_tried_where_the_compiler_knows_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiler: str, before: str | None, after: str | None
+) -> None:
+    program = tmp_path / "g++"
+    program.write_text(f"#!/bin/sh\n{compiler}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("CXX", str(program))
+    monkeypatch.setenv("TORCHINDUCTOR_VEC_ISA_OK", before or "")  # so that monkeypatch puts back what there was
+    if before is None:
+        monkeypatch.delenv("TORCHINDUCTOR_VEC_ISA_OK")
+    compilation_module._skip_vector_probes()
+    assert os.environ.get("TORCHINDUCTOR_VEC_ISA_OK") == after
 
 
 @pytest.mark.parametrize("way", ["whole", "blocks"])
