@@ -53,6 +53,8 @@ ALIASES = {
 # Each is compiled first, for one to two minutes on two cores.
 MAX_SIZES_TIMED = 3
 
+Measure = Callable[[RunConfig], Machine]
+
 GIVEN_NAMES = {"sources": "data", "from_run": "from"}
 """Attribute -> flag, where they cannot be the same: `data` is a group, `from` a keyword."""
 
@@ -132,9 +134,9 @@ class RunRequest:
             return {}
         return {"horizon.amount": self.horizon.amount, "horizon.unit": self.horizon.unit}
 
-    def config(self, measure: Callable[[RunConfig], Machine]) -> RunConfig:
-        """The configuration of a new run. `measure` times a configuration's steps on this machine; it is called only
-        where the recipe sizes itself by the machine."""
+    def config(self, measure: Measure, limit: Measure | None = None) -> RunConfig:
+        """The configuration of a new run. `measure` times a configuration's steps on this machine, `limit` says how
+        fast they can be at most; both are called only where the recipe sizes itself by the machine."""
         name = self.recipe or DEFAULT_RECIPE
         if self.recipe_arguments:
             self.require_own_arguments(name)
@@ -145,7 +147,12 @@ class RunRequest:
         # Recipes are pure and cheap: one that gives the same for machines a billion times apart needs no measurement.
         slow, fast = (recipe(self.depth, Machine(device="cpu", flops_per_second=flops)) for flops in (1e9, 1e18))
         if slow != fast:
-            slow = sized_by_measurement(recipe, self.depth, lambda config: measure(self._with_fields(config)))
+            slow = sized_by_measurement(
+                recipe,
+                self.depth,
+                lambda config: measure(self._with_fields(config)),
+                None if limit is None else limit(self._with_fields(recipe(self.depth, None))),
+            )
         return self._with_fields(slow)
 
     def _with_fields(self, config: RunConfig) -> RunConfig:
@@ -202,15 +209,17 @@ class RunRequest:
 def sized_by_measurement(
     recipe: Callable[[int | None, Machine | None], RunConfig],
     depth: int | None,
-    measure: Callable[[RunConfig], Machine],
+    measure: Measure,
+    limit: Machine | None = None,
 ) -> RunConfig:
     """The configuration that `recipe(depth, machine)` makes for the speed of this machine.
 
     FLOP/s depend on the size that is timed (twice as many at depth 4 as at depth 2, docs/LOG.md, 2026-11-22). So the
-    recipe's guess is timed, and another size only where it is two layers deeper, or less than half as deep: compiling
-    takes longer than one layer is worth, and a machine that is slow while it is timed may be fast afterwards.
+    recipe's guess, from the `limit` that is known of this machine, is timed, and another size only where it is two
+    layers deeper, or less than half as deep: compiling takes longer than one layer is worth, and a machine that is slow
+    while it is timed may be fast afterwards.
     """
-    config = recipe(depth, None)
+    config = recipe(depth, limit)
     for _ in range(MAX_SIZES_TIMED):
         machine = measure(config)
         sized = recipe(depth, machine)

@@ -140,9 +140,19 @@ def _configured(attempt: Attempt, request: RunRequest) -> tuple[RunConfig, Machi
     if not attempt.group.is_main:
         return _configured_as_on_rank_0(attempt, request)
     measured: list[Machine] = []
-    config = request.config(lambda config: _timed(config, attempt, measured))
+    config = request.config(
+        lambda config: _timed(config, attempt, measured), lambda config: _limit(config, attempt, measured)
+    )
     attempt.group.broadcast("machine", [asdict(machine) for machine in measured])
     return config, measured[-1] if measured else None
+
+
+def _limit(config: RunConfig, attempt: Attempt, measured: list[Machine]) -> Machine:
+    """This machine with what its steps can reach at most; also appended to `measured`."""
+    from gptlab.bench.training_rate import limited_machine
+
+    measured.append(limited_machine(config, attempt.group.world))
+    return measured[-1]
 
 
 def _timed(config: RunConfig, attempt: Attempt, measured: list[Machine]) -> Machine:
@@ -162,5 +172,6 @@ def _configured_as_on_rank_0(attempt: Attempt, request: RunRequest) -> tuple[Run
     measured = [Machine(**values) for values in attempt.group.broadcast("machine")]
     # A rank that was started with another recipe may ask for more; `require_same_run` then refuses it.
     replayed = iter(measured)
-    config = request.config(lambda _: next(replayed, Machine(device="unknown", flops_per_second=None)))
+    unknown = Machine(device="unknown", flops_per_second=None)
+    config = request.config(lambda _: next(replayed, unknown), lambda _: next(replayed, unknown))
     return config, measured[-1] if measured else None

@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
     require_positive("--bench-seconds", seconds)
 
     from gptlab.bench.measure import measure
-    from gptlab.bench.training_rate import timed_machine
+    from gptlab.bench.training_rate import limited_machine, timed_machine
     from gptlab.runtime.hardware.memory import memory_errors_explained, what_to_lower
     from gptlab.runtime.processes.distributed import World
     from gptlab.runtime.records.console import Console
@@ -59,7 +59,7 @@ def main(argv: list[str]) -> int:
     with Console(stream=sys.stderr) as console:
         # `measure` warns, once, of what is wrong with a compiler.
         silent = functools.partial(timed_machine, world=World(), warn=lambda text: None, show=console.live)
-        config = request.config(silent)
+        config = request.config(silent, limited_machine)
         try:
             with memory_errors_explained(lambda error: what_to_lower(error, config, None)):
                 bench = measure(config, console, steps=steps, seconds=seconds)

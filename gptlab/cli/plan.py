@@ -9,7 +9,7 @@ import torch
 
 from gptlab.app.run_request import RunArguments
 from gptlab.bench.plan import RunPlan, figures, make_plan, model_text, step_text
-from gptlab.bench.training_rate import remembered_rate
+from gptlab.bench.training_rate import limited_machine, remembered_rate
 from gptlab.cli.arguments.parser import read_request
 from gptlab.config.run import RunConfig
 from gptlab.config.scaling import Machine
@@ -28,7 +28,7 @@ class PlanArguments(RunArguments):
 
 def main(argv: list[str]) -> int:
     request = read_request(argv, PlanArguments, prog="gptlab plan", description=DESCRIPTION)
-    config = request.config(_remembered)
+    config = request.config(_remembered, limited_machine)
     place = place_of(config)
     plan, memory = make_plan(config, place, remembered_rate(config, place)), _device_memory(place.device)
     as_json = request.options.get("json")

@@ -26,6 +26,8 @@ class Machine:
     device: str
     flops_per_second: float | None
     """FLOP/s of timed training steps, forward and backward, over all processes. None: no step was timed."""
+    most_flops_per_second: float | None = None
+    """What its steps can reach at most, by the rate of its matrix products. None: unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

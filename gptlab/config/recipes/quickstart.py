@@ -136,4 +136,6 @@ def why_quickstart_size(config: RunConfig, machine: Machine) -> str | None:
 
 def _flops_per_second(machine: Machine | None) -> float:
     """FLOP/s of timed training steps on `machine`, or the assumed rate."""
-    return (machine.flops_per_second if machine is not None else None) or ASSUMED_FLOPS_PER_SECOND
+    if machine is None:
+        return ASSUMED_FLOPS_PER_SECOND
+    return machine.flops_per_second or min(ASSUMED_FLOPS_PER_SECOND, machine.most_flops_per_second or math.inf)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from gptlab.app.run_request import sized_by_measurement
+from gptlab.bench.training_rate import PRODUCTS_SHARE
 from gptlab.config.errors import ConfigError
 from gptlab.config.load import apply_overrides
 from gptlab.config.recipes import RECIPES, applied_scaling, configure, quickstart, shakespeare_char
@@ -109,6 +110,26 @@ class TestSizedByMeasurement:
         config = self.sized(rate)
         assert (config.model.n_layer, config.batch.total_tokens, config.batch.micro_sequences) == (4, 4096, 8)
         assert timed[0] == 4
+
+    def test_slow_products_make_the_first_size_small(self) -> None:
+        """AVX2 without bfloat16 (docs/LOG.md, 2026-11-22): products at 181 GFLOP/s, steps at 110 with depth 4, at 94
+        with depth 2. In three minutes depth 2 reaches 1.45 bits per byte and depth 4 1.52: it is timed at once."""
+        timed: list[int] = []
+
+        def recipe(depth: int | None, machine: Machine | None) -> RunConfig:
+            return quickstart(depth=depth, machine=machine)
+
+        def measure(config: RunConfig) -> Machine:
+            timed.append(config.model.n_layer)
+            return machine({2: 94e9, 4: 110e9}[config.model.n_layer])
+
+        def limit(products: float) -> Machine:
+            return Machine(device="cpu", flops_per_second=None, most_flops_per_second=PRODUCTS_SHARE * products)
+
+        config = sized_by_measurement(recipe, None, measure, limit(181e9))
+        assert (config.model.n_layer, timed) == (2, [2])
+        for fast in (670e9, 2e12, 989e12):  # two cores with AMX, slow and fast; an H100: as without a limit
+            assert quickstart(machine=limit(fast)) == quickstart()
 
     @pytest.mark.parametrize("slowdown", [0.003, 0.03, 0.3, 0.5, 1.0, 2.0, 20.0, 2000.0])
     @pytest.mark.parametrize("length", [1, 3, 10])
