@@ -6,6 +6,7 @@ import functools
 import gc
 import os
 import re
+import stat
 import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -49,6 +50,21 @@ def _libraries_stay_frozen() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gc, "unfreeze", stay_frozen)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_power_is_lost() -> Iterator[None]:
+    """Files of tests do not have to reach the disk, which takes a millisecond for each of tens of thousands. Whether
+    gptlab asks for it, and what it does where that fails, tests see by functions of their own in the place of this."""
+    real = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            real(descriptor)  # where it may be refused
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", fsync)
         yield
 
 

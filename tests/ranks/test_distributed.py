@@ -29,10 +29,10 @@ from gptlab.training.checkpoint.load import checksum, load_checkpoint
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="gloo on loopback is tried on Linux")
 
 FLAGS = {
-    "model.n_layer": 2, "steps": 4, "batch.total_tokens": 8 * 4 * 32, "eval.every_steps": 2,
+    "model.n_layer": 2, "steps": 4, "batch.total_tokens": 4 * 4 * 32, "eval.every_steps": 2,
     "checkpoint.every_steps": None, "runtime.dtype": "float64", "sample.every_steps": None, "eval.micro_sequences": 4,
 }  # fmt: skip
-"""Eight micro-batches a step: 3 ranks take 3, 3 and 2 of them. Dropout is on, gradients are clipped. In float64, since
+"""Four micro-batches a step: 3 ranks take 2, 1 and 1 of them. Dropout is on, gradients are clipped. In float64, since
 Adam's first steps make a whole step of the sign of a gradient that is only rounding."""
 
 # Gradients are the same numbers added in another order: float64 rounds at 1e-16, of which divisions by small moments
@@ -93,7 +93,7 @@ def assert_same_run(run: Path, other: Path) -> None:
 
 class TestWorldSizes:
     def test_train_the_same_run(self, played: Path) -> None:
-        """Three, between which eight micro-batches do not divide. Two and three resume it below."""
+        """Three, between which four micro-batches do not divide. Two and three resume it below."""
         assert_same_run(played / "three", played / "one")
 
     def test_more_ranks_than_micro_batches_and_than_matrices(self, played: Path) -> None:

@@ -49,7 +49,7 @@ def scenes(folder: Path) -> list[dict[str, Any]]:
         train("not-borne", 2, {**REFUSED, "steps": [4, 8]}, **bear),
         train("not-begun", 2, {**REFUSED, "rank": 0, "where": "begin_save", "call": "mkdir"}, **bear),
         # Rank 1 is still at work on step 4 when the run goes back to it.
-        train("rewound", 2, {**slow, "steps": [2, 4, 6], "seconds": 1.0}, **spikes) | {"spike": 5},
+        train("rewound", 2, {**slow, "steps": [4], "seconds": 1.0}, **spikes) | {"spike": 5},
         train("signalled", 2, {**slow, "steps": [2]}) | {"signal": ["SIGTERM", 1, 3]},
         # The last one: rank 1 does not come back.
         train("died", 3, {"rank": 1, "steps": [4], "how": "die"}),

@@ -155,20 +155,20 @@ def play_scenes(folder: Path, scenes: list[dict[str, Any]], imports: Sequence[st
     """Plays them in processes of this one's, which leave SCENE-RANK.json there. What the processes themselves said, and
     as the last line their exit codes by rank. `imports`: modules that some scenes need and that take seconds."""
     (folder / "scenes.json").write_text(json.dumps(scenes, default=str))
-    process = Forked(lambda: _direct(folder, imports), GLOO_SOCKET_IFNAME="lo")
+    for name in imports:  # here, where later tests find them too
+        importlib.import_module(name)
+    process = Forked(lambda: _direct(folder), GLOO_SOCKET_IFNAME="lo")
     output, _ = process.communicate(timeout=280)
     assert process.returncode == 0, output
     return output
 
 
-def _direct(folder: Path, imports: Sequence[str]) -> None:
+def _direct(folder: Path) -> None:
     scenes = json.loads((folder / "scenes.json").read_text())
     ports = free_ports(len(scenes))
     # Before the processes part, so that what is found out once (the machine's speed) is found out once.
     assert scenes[0]["ranks"] == 1
     play_all(folder, scenes[:1], ports[:1], 0)
-    for name in imports:
-        importlib.import_module(name)
     freeze_libraries()
     children = []
     for rank in range(max(scene["ranks"] for scene in scenes)):

@@ -219,6 +219,7 @@ def play_scene(folder: Path, scene: Mapping[str, Any]) -> None:
 def play_lanes(folder: Path, lanes: dict[str, list[Any]]) -> None:
     """Plays them in processes of this one's, the commands of the lane "first" before all others."""
     (folder / "scenes.json").write_text(json.dumps(lanes))
+    importlib.import_module("torch._inductor.compile_fx")  # for the compiled scenes, and for later tests
     process = Forked(lambda: _direct(folder), GLOO_SOCKET_IFNAME="lo")
     output, _ = process.communicate(timeout=280)
     assert process.returncode == 0, output
@@ -229,7 +230,6 @@ def _direct(folder: Path) -> None:
     # Before the processes part, so that what is found out once (the machine's speed) is found out once.
     for argv in lanes.pop("first"):
         assert main(argv) == 0
-    importlib.import_module("torch._inductor.compile_fx")  # for the compiled scenes
     freeze_libraries()
     children = []
     for lane in lanes.values():
