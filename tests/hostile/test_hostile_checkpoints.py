@@ -126,9 +126,9 @@ def test_a_hostile_file_in_a_checkpoint(tmp_path: Path, kind: str) -> None:
         assert str(hostile) in line
         assert name in line
     warnings: list[str] = []
-    assert load_newest(tmp_path, warnings.append).path.name == "step-00000010"
-    assert load_newest(tmp_path, warnings.append).step == 10
-    assert [str(hostile) in line for line in warnings] == [True, True]
+    newest = load_newest(tmp_path, warnings.append)
+    assert (newest.path.name, newest.step) == ("step-00000010", 10)
+    assert [str(hostile) in line for line in warnings] == [True]
 
 
 def test_a_header_that_claims_a_terabyte_takes_no_memory(tmp_path: Path) -> None:
