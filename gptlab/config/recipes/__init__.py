@@ -119,16 +119,23 @@ def applied_scaling(config: RunConfig, machine: Machine | None) -> list[str]:
     if own.model.n_embd != config.model.n_embd:
         return []
     rules, width, tokens = list[str](), own.model.n_embd, own.batch.total_tokens
-    of_batch = f"(batch of {tokens:,} tokens, tuned at {REFERENCE_BATCH_TOKENS:,})"
     if config.optim.embedding == own.optim.embedding:
         rules.append(f"AdamW rates x {adamw_lr_scale_for_width(width):.3g} (width {width}, tuned at {REFERENCE_WIDTH})")
         if own.recipe == "quickstart":
-            rules.append(f"AdamW rates x {quickstart_adamw_scale(tokens):.3g} {of_batch}")
-    if own.recipe.startswith("nanochat"):
-        if config.optim == own.optim and tokens != REFERENCE_BATCH_TOKENS:
-            rules.append(f"all rates x {lr_scale_for_batch(tokens):.3g} {of_batch}")
-        if (decay := config.optim.muon.weight_decay) == own.optim.muon.weight_decay:
-            unscaled = given.get("weight_decay", FULL.weight_decay)
-            depth = f"(depth {own.model.n_layer}, tuned at {REFERENCE_DEPTH})"
-            rules.append(f"weight decay {unscaled:g} -> {decay:.3g} {depth}")
+            rules.append(f"AdamW rates x {quickstart_adamw_scale(tokens):.3g} {_of_batch(tokens)}")
+    return rules + (_scaling_of_nanochat(config, own, given) if own.recipe.startswith("nanochat") else [])
+
+
+def _scaling_of_nanochat(config: RunConfig, own: RunConfig, given: Mapping[str, Any]) -> list[str]:
+    rules, tokens = list[str](), own.batch.total_tokens
+    if config.optim == own.optim and tokens != REFERENCE_BATCH_TOKENS:
+        rules.append(f"all rates x {lr_scale_for_batch(tokens):.3g} {_of_batch(tokens)}")
+    if (decay := config.optim.muon.weight_decay) == own.optim.muon.weight_decay:
+        unscaled = given.get("weight_decay", FULL.weight_decay)
+        depth = f"(depth {own.model.n_layer}, tuned at {REFERENCE_DEPTH})"
+        rules.append(f"weight decay {unscaled:g} -> {decay:.3g} {depth}")
     return rules
+
+
+def _of_batch(tokens: int) -> str:
+    return f"(batch of {tokens:,} tokens, tuned at {REFERENCE_BATCH_TOKENS:,})"

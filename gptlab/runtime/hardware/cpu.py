@@ -40,16 +40,22 @@ def cpu_model() -> str:
     """The processor's name as its maker gives it, or the architecture if the system does not say."""
     name = ""
     with suppress(OSError, subprocess.SubprocessError):
-        if sys.platform == "linux":  # x86 says "model name"; ARM kernels mostly give only numbers
-            lines = _CPU_INFO.read_text(errors="replace").splitlines()
-            name = next((line.partition(":")[2] for line in lines if line.startswith("model name")), "")
-        elif sys.platform == "darwin":
-            command = ["sysctl", "-n", "machdep.cpu.brand_string"]
-            answer = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, timeout=10, check=True)
-            name = answer.stdout.decode(errors="replace")
-        else:
-            name = platform.processor()
+        name = _linux_cpu_model() if sys.platform == "linux" else _other_cpu_model()
     return name.strip() or platform.machine()
+
+
+def _linux_cpu_model() -> str:
+    """x86 says "model name"; ARM kernels mostly give only numbers."""
+    lines = _CPU_INFO.read_text(errors="replace").splitlines()
+    return next((line.partition(":")[2] for line in lines if line.startswith("model name")), "")
+
+
+def _other_cpu_model() -> str:
+    if sys.platform != "darwin":
+        return platform.processor()
+    command = ["sysctl", "-n", "machdep.cpu.brand_string"]
+    answer = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, timeout=10, check=True)
+    return answer.stdout.decode(errors="replace")
 
 
 def limit_spinning(environment: MutableMapping[str, str] = os.environ) -> None:
