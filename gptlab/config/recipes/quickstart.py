@@ -39,6 +39,9 @@ QUICKSTART_TOKENS_PER_PARAM = 2.5
 # of 8,192 reach 1.11; and in one slow minute, 300 steps of 2,048 reach no more than 180 of 4,096 (docs/LOG.md,
 # 2026-11-22).
 QUICKSTART_MIN_STEPS = 350
+# A narrower model gains more from steps than from tokens: two layers of width 64 reach 1.504 with 351 steps of 16,384
+# tokens, 1.449 with 720 of 8,192, 1.418 with 1,300 of 4,096 (docs/LOG.md, 2026-11-22).
+QUICKSTART_MIN_STEPS_NARROW = 700
 
 
 def quickstart(*, depth: int | None = None, horizon: Horizon = minutes(3), machine: Machine | None = None) -> RunConfig:
@@ -94,8 +97,8 @@ def quickstart_adamw_scale(total_tokens: int) -> float:
 def _quickstart_size(
     depth: int | None, horizon: Horizon, machine: Machine | None, *, vocab_size: int, seq_len: int
 ) -> tuple[Shape, int]:
-    """Depth and width, and tokens a step: the largest power of two that leaves QUICKSTART_MIN_STEPS steps, between 8
-    rows and 2^19."""
+    """Depth and width, and tokens a step: the largest power of two that leaves `_min_steps`, between 8 rows and
+    2^19."""
     size = {"aspect": QUICKSTART_ASPECT, "head_dim": 64, "vocab_size": vocab_size, "seq_len": seq_len}
     amount, rate = horizon.amount, _flops_per_second(machine)
     if depth is not None:
@@ -112,7 +115,11 @@ def _quickstart_size(
         "tokens_per_param": amount * shape.scaling_params,
         "seconds": amount * rate / shape.flops_per_token,
     }[horizon.unit]
-    return shape, 2 ** math.floor(math.log2(min(max(tokens / QUICKSTART_MIN_STEPS, 8 * seq_len), 2**19)))
+    return shape, 2 ** math.floor(math.log2(min(max(tokens / _min_steps(shape.n_embd), 8 * seq_len), 2**19)))
+
+
+def _min_steps(n_embd: int) -> int:
+    return QUICKSTART_MIN_STEPS if n_embd >= 128 else QUICKSTART_MIN_STEPS_NARROW
 
 
 def why_quickstart_size(config: RunConfig, machine: Machine) -> str | None:
@@ -131,7 +138,7 @@ def why_quickstart_size(config: RunConfig, machine: Machine) -> str | None:
             f"{config.horizon.amount:g} s x {rate / 1e9:,.0f} GFLOP/s ({how}) = {config.horizon.amount * rate:.2g} FLOP"
         )
     ratio = f"{QUICKSTART_TOKENS_PER_PARAM:g} tokens per parameter"
-    return f"{compute}: at least {ratio} and {QUICKSTART_MIN_STEPS} steps"
+    return f"{compute}: at least {ratio} and {_min_steps(model.n_embd)} steps"
 
 
 def _flops_per_second(machine: Machine | None) -> float:
