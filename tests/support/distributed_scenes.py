@@ -18,6 +18,7 @@ import pkgutil
 import random
 import signal
 import socket
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ import gptlab.training.compilation  # noqa: F401 -- before `gradients` is replac
 from gptlab.cli.main import main
 from gptlab.data.loader import StepBatch
 from gptlab.optim import muon
+from gptlab.runtime.processes import torch_group
+from gptlab.runtime.processes.distributed import World
 from gptlab.training import step as step_module
 from gptlab.training.checkpoint.load import checksum
 from gptlab.training.parallel.agreement import Agreement
@@ -116,10 +119,38 @@ def free_ports(n: int) -> list[int]:
     return found
 
 
+def hurry_meetings(folder: Path) -> None:
+    """To be called before ranks are forked: they look for messages more often, and rank 0 notes that it keeps the store
+    of its world, for `wait_for_store`."""
+    torch_group._LATER_LOOK_SECONDS = 0.02
+    stores = torch_group._stores
+
+    def noting_stores(world: World, hosts: bool) -> tuple[Any, Any]:
+        opened = stores(world, hosts)
+        if hosts:
+            store_note(folder, int(os.environ["MASTER_PORT"])).touch()
+        return opened
+
+    torch_group._stores = noting_stores
+
+
+def store_note(folder: Path, port: int) -> Path:
+    return folder / f"store-{port}"
+
+
+def wait_for_store(folder: Path, port: int, ended: Path) -> None:
+    """Until there is a store at this port, or rank 0 has ended without (then there is `ended`). A rank that asks for it
+    too early asks again half a second later."""
+    while not store_note(folder, port).exists() and not ended.exists():
+        time.sleep(0.005)
+
+
 def play_all(folder: Path, scenes: list[dict[str, Any]], ports: list[int], rank: int) -> None:
     """A scene's `play` names another function that does it."""
     for scene, port in zip(scenes, ports, strict=True):
         if rank < scene["ranks"]:
+            if rank > 0:
+                wait_for_store(folder, port, folder / f"{scene['name']}-0.json")
             play_it = pkgutil.resolve_name(scene["play"]) if "play" in scene else play
             played = play_it(scene, port, rank)
             (folder / f"{scene['name']}-{rank}.json").write_text(json.dumps(played))
@@ -165,6 +196,7 @@ def play_scenes(folder: Path, scenes: list[dict[str, Any]], imports: Sequence[st
 
 def _direct(folder: Path) -> None:
     scenes = json.loads((folder / "scenes.json").read_text())
+    hurry_meetings(folder)
     ports = free_ports(len(scenes))
     # Before the processes part, so that what is found out once (the machine's speed) is found out once.
     assert scenes[0]["ranks"] == 1

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from distributed_scenes import free_ports, freeze_libraries
+from distributed_scenes import free_ports, freeze_libraries, hurry_meetings, store_note, wait_for_store
 from forked import Forked
 from torch import Tensor
 
@@ -156,6 +156,8 @@ def start_rank(folder: Path, scene: Mapping[str, Any], rank: int, attempt: int, 
     os.environ |= {name: str(value) for name, value in world.items()}
     code = 99
     try:
+        if rank > 0 or job:
+            wait_for_store(folder, port, folder / f"{scene['name']}-{attempt}-0.json")
         played = play(scene, rank, attempt)
         code = played["code"]
         (folder / f"{scene['name']}-{attempt}-{rank}.json").write_text(json.dumps(played))
@@ -203,6 +205,7 @@ def play_scene(folder: Path, scene: Mapping[str, Any]) -> None:
     (port,), store = free_ports(1), None
     if "attempts" in scene and (store := os.fork()) == 0:
         kept = dist.TCPStore("127.0.0.1", port, None, True, wait_for_workers=False)
+        store_note(folder, port).touch()
         while kept is not None:
             time.sleep(1.0)
     codes = []
@@ -227,6 +230,7 @@ def play_lanes(folder: Path, lanes: dict[str, list[Any]]) -> None:
 
 def _direct(folder: Path) -> None:
     lanes = json.loads((folder / "scenes.json").read_text())
+    hurry_meetings(folder)
     # Before the processes part, so that what is found out once (the machine's speed) is found out once.
     for argv in lanes.pop("first"):
         assert main(argv) == 0
