@@ -26,9 +26,9 @@ from gptlab.runtime.processes.distributed import World
 
 _ALONE = World()
 
-# Steps of quickstart reach 0.55 to 0.6 of the products' peak where these are slow (float32 with AVX2, docs/LOG.md,
-# 2026-11-22) and a fifth of it where they are fast (AMX).
-PRODUCTS_SHARE = 0.6
+# Steps of quickstart reach 0.55 of the products' peak where these are slow (float32 with AVX2, docs/LOG.md, 2026-11-22)
+# and a fifth of it where they are fast (AMX).
+PRODUCTS_SHARE = 0.55
 
 ASSUMED_CHARACTERS = 128
 """A char tokenizer's entries before the corpus is read: ASCII. (tinyshakespeare has 65.)"""

@@ -34,14 +34,12 @@ ASSUMED_FLOPS_PER_SECOND = 235e9
 # nanochat's 10.5 tokens per parameter: three minutes end long before a small model stops learning.
 QUICKSTART_ASPECT = 32
 QUICKSTART_TOKENS_PER_PARAM = 2.5
-# Half a step is worth as much as a whole one at half the number: in the same three minutes, 540 steps of 4,096 tokens
-# reach 1.394 bits per byte and 300 of 8,192 reach 1.388. A larger one is not: 228 steps of 16,384 reach 1.28 where 430
-# of 8,192 reach 1.11; and in one slow minute, 300 steps of 2,048 reach no more than 180 of 4,096 (docs/LOG.md,
-# 2026-11-22).
-QUICKSTART_MIN_STEPS = 350
-# A narrower model gains more from steps than from tokens: two layers of width 64 reach 1.504 with 351 steps of 16,384
-# tokens, 1.449 with 720 of 8,192, 1.418 with 1,300 of 4,096 (docs/LOG.md, 2026-11-22).
-QUICKSTART_MIN_STEPS_NARROW = 700
+# The more tokens a run sees, the more of them a step may have: their square root. With four layers of width 128, 4,096
+# a step are best for 1.6 million tokens, 4,096 and 8,192 are alike for 2.4, 8,192 is best for 3.5 (1.106 bits per byte;
+# 16,384 reach 1.278) and for 7.7 (0.902 against 0.936). Two layers of width 64 want half as many: of 5.5 million
+# tokens, 4,096 a step make 1.418, 8,192 1.449 and 16,384 1.504 (docs/LOG.md, 2026-11-22).
+QUICKSTART_STEP_TOKENS_PER_ROOT = 4.6
+QUICKSTART_STEP_TOKENS_PER_ROOT_NARROW = 2.3
 
 
 def quickstart(*, depth: int | None = None, horizon: Horizon = minutes(3), machine: Machine | None = None) -> RunConfig:
@@ -97,8 +95,7 @@ def quickstart_adamw_scale(total_tokens: int) -> float:
 def _quickstart_size(
     depth: int | None, horizon: Horizon, machine: Machine | None, *, vocab_size: int, seq_len: int
 ) -> tuple[Shape, int]:
-    """Depth and width, and tokens a step: the largest power of two that leaves `_min_steps`, between 8 rows and
-    2^19."""
+    """Depth and width, and tokens a step: a power of two between 8 rows and 2^19."""
     size = {"aspect": QUICKSTART_ASPECT, "head_dim": 64, "vocab_size": vocab_size, "seq_len": seq_len}
     amount, rate = horizon.amount, _flops_per_second(machine)
     if depth is not None:
@@ -115,11 +112,12 @@ def _quickstart_size(
         "tokens_per_param": amount * shape.scaling_params,
         "seconds": amount * rate / shape.flops_per_token,
     }[horizon.unit]
-    return shape, 2 ** math.floor(math.log2(min(max(tokens / _min_steps(shape.n_embd), 8 * seq_len), 2**19)))
+    most = _step_tokens_per_root(shape.n_embd) * math.sqrt(tokens)
+    return shape, 2 ** math.floor(math.log2(min(max(most, 8 * seq_len), 2**19)))
 
 
-def _min_steps(n_embd: int) -> int:
-    return QUICKSTART_MIN_STEPS if n_embd >= 128 else QUICKSTART_MIN_STEPS_NARROW
+def _step_tokens_per_root(n_embd: int) -> float:
+    return QUICKSTART_STEP_TOKENS_PER_ROOT if n_embd >= 128 else QUICKSTART_STEP_TOKENS_PER_ROOT_NARROW
 
 
 def why_quickstart_size(config: RunConfig, machine: Machine) -> str | None:
@@ -138,7 +136,7 @@ def why_quickstart_size(config: RunConfig, machine: Machine) -> str | None:
             f"{config.horizon.amount:g} s x {rate / 1e9:,.0f} GFLOP/s ({how}) = {config.horizon.amount * rate:.2g} FLOP"
         )
     ratio = f"{QUICKSTART_TOKENS_PER_PARAM:g} tokens per parameter"
-    return f"{compute}: at least {ratio} and {_min_steps(model.n_embd)} steps"
+    return f"{compute}: at least {ratio}, at most {_step_tokens_per_root(model.n_embd):g} sqrt(tokens) a step"
 
 
 def _flops_per_second(machine: Machine | None) -> float:

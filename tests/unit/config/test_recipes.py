@@ -12,7 +12,7 @@ from gptlab.bench.training_rate import PRODUCTS_SHARE
 from gptlab.config.errors import ConfigError
 from gptlab.config.load import apply_overrides
 from gptlab.config.recipes import RECIPES, applied_scaling, configure, quickstart, shakespeare_char
-from gptlab.config.recipes.quickstart import QUICKSTART_MIN_STEPS, QUICKSTART_TOKENS_PER_PARAM, why_quickstart_size
+from gptlab.config.recipes.quickstart import QUICKSTART_TOKENS_PER_PARAM, why_quickstart_size
 from gptlab.config.run import Horizon, RunConfig, minutes
 from gptlab.config.scaling import (
     Machine,
@@ -56,17 +56,17 @@ def test_quickstart_grows_with_the_machine_and_the_time() -> None:
 
 
 @pytest.mark.parametrize("rate", RATES)
-def test_quickstart_makes_no_fewer_steps_than_it_says(rate: float) -> None:
+def test_a_step_has_as_many_tokens_as_their_root_allows(rate: float) -> None:
     config = quickstart(machine=machine(rate))
     shape = shape_for_depth(config.model.n_layer, aspect=32, head_dim=64, vocab_size=4096, seq_len=512)
     tokens = rate * 180 / shape.flops_per_token
     batch = config.batch.total_tokens
     assert batch == 2 ** round(math.log2(batch))
     assert 8 * 512 <= batch <= 2**19
-    least = 350 if config.model.n_embd >= 128 else 700
-    assert tokens / batch >= least or batch == 8 * config.model.seq_len
-    if batch < 2**19:  # the next power of two would make too few
-        assert tokens / batch < 2 * least
+    most = (4.6 if config.model.n_embd >= 128 else 2.3) * math.sqrt(tokens)
+    assert batch <= most or batch == 8 * config.model.seq_len
+    if batch < 2**19:  # the next power of two would be more
+        assert 2 * batch > most
 
 
 class TestSizedByMeasurement:
@@ -88,9 +88,9 @@ class TestSizedByMeasurement:
         assert 1 <= len(timed) <= 3  # each is compiled first, which takes longer than a third of such a run
         model = config.model
         flops = shape_for_depth(model.n_layer, aspect=32, head_dim=64, vocab_size=4096, seq_len=512).flops_per_token
-        steps = length * 60 * rate(config) / flops / config.batch.total_tokens
+        tokens = length * 60 * rate(config) / flops
         # The depth that follows from the third is not timed itself; a deeper one reaches more.
-        assert steps >= 0.7 * QUICKSTART_MIN_STEPS or config.batch.total_tokens == 8 * config.model.seq_len
+        assert config.batch.total_tokens <= max(1.3 * 4.6 * math.sqrt(tokens), 8 * model.seq_len)
         return config
 
     def test_a_fast_machine_gets_as_many_steps_as_a_slow_one(self) -> None:
@@ -128,7 +128,7 @@ class TestSizedByMeasurement:
             return Machine(device="cpu", flops_per_second=None, most_flops_per_second=PRODUCTS_SHARE * products)
 
         config = sized_by_measurement(recipe, None, measure, limit(181e9))
-        assert (config.model.n_layer, config.batch.total_tokens, timed) == (2, 8192, [2])
+        assert (config.model.n_layer, config.batch.total_tokens, timed) == (2, 4096, [2])
         for fast in (670e9, 2e12, 989e12):  # two cores with AMX, slow and fast; an H100: as without a limit
             assert quickstart(machine=limit(fast)) == quickstart()
 
@@ -184,7 +184,7 @@ def test_the_size_is_explained_where_the_recipe_chose_it() -> None:
     reason = why_quickstart_size(quickstart(machine=here), here)
     assert reason is not None
     assert "180 s x 240 GFLOP/s (timed) = 4.3e+13 FLOP" in reason
-    assert f"{QUICKSTART_TOKENS_PER_PARAM:g} tokens per parameter and {QUICKSTART_MIN_STEPS} steps" in reason
+    assert f"{QUICKSTART_TOKENS_PER_PARAM:g} tokens per parameter, at most 4.6 sqrt(tokens) a step" in reason
     assert why_quickstart_size(quickstart(depth=9, machine=here), here) is None
     assert why_quickstart_size(quickstart(horizon=Horizon(amount=10, unit="steps")), here) is None
     assert why_quickstart_size(shakespeare_char(), here) is None
