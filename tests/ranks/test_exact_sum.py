@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections import defaultdict
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +81,8 @@ def terms_of(micro_batches: int) -> tuple[list[list[Tensor]], list[Tensor]]:
 
 def add_up(size: int, gradients: list[list[Tensor]], losses: list[Tensor]) -> list[tuple[list[Tensor], Tensor, int]]:
     """On each of `size` ranks: gradients and loss of the step, and the most sums of gradients that it held at once."""
-    wires: dict[tuple[int, int], queue.Queue[Tensor]] = defaultdict(queue.Queue)
+    # All of them before any thread begins: of two threads that ask a defaultdict, each may get a queue of its own.
+    wires: dict[tuple[int, int], queue.Queue[Tensor]] = {pair: queue.Queue() for pair in product(range(size), repeat=2)}
     found: dict[int, tuple[list[Tensor], Tensor, int]] = {}
 
     def one_rank(rank: int) -> None:
