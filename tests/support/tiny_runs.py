@@ -7,7 +7,6 @@ import hashlib
 import io
 import json
 import pkgutil
-import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -155,19 +154,6 @@ def start(argv: Sequence[object], *, prelude: str = "") -> Forked:
         return main([str(word) for word in argv])
 
     return Forked(work)
-
-
-def read_to_step(process: Forked, step: int, *, after: str = "") -> None:
-    """Wait until `process` says that it has trained `step`, or a later one (not every step has its line), `after` a
-    line that begins with this."""
-    said: list[str] = []
-    for line in process.stdout:
-        said.append(line)
-        if line.startswith(after):
-            after = ""
-        if not after and (found := re.match(r"step (\d+) \(", line)) and int(found[1]) >= step:
-            return
-    pytest.fail("".join(said))
 
 
 @contextlib.contextmanager
