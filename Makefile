@@ -3,9 +3,10 @@
 VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?= quickstart
-# Test processes. Each computes with one thread: more would fight over the same cores. A file's tests stay in one
-# process, so that what they share is made once; files are handed out in the order of tests/, unit tests last.
-WORKERS ?= 2
+# Test processes, one more than two cores: scenes of several ranks wait for much of their time (docs/LOG.md, 2026-11-22).
+# Each computes with one thread: more would fight over the same cores. A file's tests stay in one process, so that what
+# they share is made once; files are handed out in the order of tests/, unit tests last.
+WORKERS ?= 3
 PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # Only the plugins that are used: pytest rewrites all of hypothesis otherwise, in each process. And byte code is kept,
 # whatever the environment says, since dozens of tests start a process.
@@ -20,7 +21,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c const
 train: $(VENV)/.installed  ## set up and train the quickstart recipe (ARGS="quickstart --minutes 1" for another run)
 	$(BIN)/gptlab train $(ARGS)
 
-test: $(VENV)/.installed-dev  ## set up and run the tests (WORKERS=2 processes)
+test: $(VENV)/.installed-dev  ## set up and run the tests (WORKERS=3 processes)
 	$(PYTEST) $(PARALLEL)
 
 test-gpu: $(VENV)/.installed-dev  ## only the tests that need a CUDA device
