@@ -75,7 +75,7 @@ def exit_code(error: BaseException, *, interrupted: int = 130) -> int:
 
 @contextmanager
 def rank_0_first(what: str, group: Group) -> Iterator[None]:
-    """Rank 0 goes through the context, then the others: they find in the cache what rank 0 built."""
+    """Rank 0 runs the context first, then the others, which find in the cache what rank 0 built."""
     if not group.is_main:
         group.barrier(what)
     yield

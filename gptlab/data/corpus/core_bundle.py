@@ -54,7 +54,7 @@ def prepare_core(root: Path, console: Console) -> Path:
 
 
 def unpack(archive: Path, folder: Path) -> None:
-    """The bundle's files to `folder`, without the folder that holds them all.
+    """Unpack the bundle's files into `folder`, without the folder that contains them all.
 
     UserError for an archive that is damaged (each file has a CRC), lacks one of the tasks that its core.yaml names,
     or holds what no bundle does: links, encrypted files, paths that lead elsewhere.

@@ -70,7 +70,7 @@ class Shard:
 
     Not memory-mapped: the kernel ends a process that touches a page which is gone (SIGBUS) when somebody cuts the file
     short, or its disk fails. Reading gives an error instead, and costs 2 microseconds a piece. A file that is deleted
-    or replaced is read on as it was; one that is written to is a UserError.
+    or replaced is still read as it was; one that is written to is a UserError.
     """
 
     KEPT_OPEN = 256

@@ -115,7 +115,7 @@ def _cpu_is_faster_in_bfloat16() -> bool:
 
     They alone are no answer. On one Xeon, products in bfloat16 run at 2.4 times the rate of float32 with AMX, 0.65
     times with AVX512-BF16 alone (a virtual machine may hide AMX), 0.01 times where ONEDNN_MAX_CPU_ISA allows only AVX2,
-    and training at 1.5, 0.7 and 0.05 times (docs/LOG.md, 2026-11-22).
+    and uncompiled training at 1.2, 0.7 and 0.05 times (docs/LOG.md, 2026-11-22).
     """
     if not _cpu_has_bfloat16():
         return False
