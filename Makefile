@@ -3,7 +3,7 @@
 VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?= quickstart
-# Test processes, one more than two cores have: scenes of several ranks wait for much of their time (docs/LOG.md, 2026-11-22).
+# Test processes: on two cores three, since those that wait for several ranks leave a core free (docs/LOG.md, 2026-11-22).
 # Each computes with one thread: more would fight over the same cores. A file's tests stay in one process, so that what
 # they share is made once; files are handed out in the order of tests/, unit tests last.
 WORKERS ?= 3

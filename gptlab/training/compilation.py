@@ -43,7 +43,7 @@ _VECTOR_OPTIONS = (
     "-mfma", "-mf16c", "-mavx2", "-mavx512f", "-mavx512dq", "-mavx512vl", "-mavx512bw", "-mavx512vnni", "-mavx512bf16",
     "-mamx-tile", "-mamx-bf16", "-mamx-int8",
 )  # fmt: skip
-"""Of every x86 instruction set that Inductor (torch 2.11 to 2.13) generates code for."""
+"""Of every x86 instruction set that Inductor (torch 2.13) generates code for."""
 
 
 @dataclass(slots=True)
@@ -142,13 +142,13 @@ def _skip_vector_probes() -> None:
     Otherwise Inductor compiles a program with ATen's headers for each and loads it in a process of its own: 21.9 s of a
     cold start and 3.0 s of a later one, instead of 0.6, to choose the same set (docs/LOG.md, 2026-11-22).
     """
-    compiler = cxx_compiler()
-    if compiler is None or sys.platform != "linux" or platform.machine() != "x86_64":
+    compiler, is_x86 = cxx_compiler(), sys.platform == "linux" and platform.machine() == "x86_64"
+    if compiler is None or not is_x86 or "TORCHINDUCTOR_VEC_ISA_OK" in os.environ:
         return
     command = [compiler, *_VECTOR_OPTIONS, "-fsyntax-only", "-x", "c++", os.devnull]
     with suppress(OSError, subprocess.SubprocessError):  # an older compiler: Inductor finds out what it can do
         subprocess.run(command, check=True, capture_output=True, timeout=60)
-        os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+        os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"
 
 
 def _is_short_step(state: TrainState, config: RunConfig) -> bool:

@@ -43,7 +43,7 @@ MUTATIONS = [
         ["test_device.py::test_auto_dtype_on_a_cpu_is_the_faster_one"],
     ),
     Mutation(
-        "a resumed run times its dtype anew", "app/earlier_run.py",
+        "a resumed run times its dtype again", "app/earlier_run.py",
         "found = recorded_dtype(self.run, runtime.dtype, resolve_device(runtime.device))", "found = runtime.dtype",
         ["test_resume.py::test_the_dtype_that_was_timed_stays"],
     ),

@@ -124,7 +124,7 @@ def test_killed_twice_whatever_is_trained(folder: Path, variant: str) -> None:
 
 def test_the_dtype_that_was_timed_stays(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`auto` is the dtype of the faster products. Where they are about as fast, a second timing could find the other:
-    whoever goes on with the run computes as it did."""
+    a run keeps its dtype when it is resumed, repeated or evaluated."""
 
     def time(bfloat16_is_faster: bool) -> None:
         monkeypatch.setattr(place_module, "_cpu_is_faster_in_bfloat16", lambda: bfloat16_is_faster)
@@ -142,7 +142,7 @@ def test_the_dtype_that_was_timed_stays(folder: Path, monkeypatch: pytest.Monkey
     assert differences(expected, outcome(folder / "again")) == []
     val_bpb = json.loads((folder / "timed/summary.json").read_text())["val_bpb"]
     assert json.loads(command(["eval", folder / "timed", "--json"])[1])["val_bpb"] == val_bpb
-    # Elsewhere it is timed anew.
+    # Another kind of processor times its own.
     record = json.loads((folder / "timed/run.json").read_text())
     (folder / "timed/run.json").write_text(json.dumps(record | {"cpu": "another", "resumes": []}))
     assert json.loads(command(["eval", folder / "timed", "--json"])[1])["val_bpb"] != val_bpb

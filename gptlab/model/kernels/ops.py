@@ -49,6 +49,7 @@ def attention(
 
 
 def _attention_by_torch(q: Tensor, k: Tensor, v: Tensor, window: int | None, dropout: float) -> Tensor:
+    """`attention` without the C++ kernel."""
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     if window is None and q.device.type != "cpu":
         grouped = q.shape[1] != k.shape[1]

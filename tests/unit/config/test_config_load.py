@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gptlab.config.errors import ConfigError, UserError
@@ -46,7 +46,6 @@ def test_every_recipe_survives_json_exactly(name: str) -> None:
     prompts=st.lists(st.text(), max_size=3),
     amount=st.floats(1e-300, 1e300),
 )
-@settings(max_examples=20)
 def test_every_bit_survives_json(lr: float, seed: int, prompts: list[str], amount: float) -> None:
     values = {"optim.head.lr": lr, "seed": seed, "sample.prompts": prompts, "horizon.amount": amount}
     config = apply_overrides(RunConfig(), values)

@@ -114,7 +114,7 @@ class TestSizedByMeasurement:
 
     def test_slow_products_make_the_first_size_small(self) -> None:
         """AVX2 without bfloat16 (docs/LOG.md, 2026-11-22): products at 181 GFLOP/s, steps at 110 with depth 4, at 94
-        with depth 2. In three minutes depth 2 reaches 1.45 bits per byte and depth 4 1.52: it is timed at once."""
+        with depth 2. In three minutes depth 2 reaches 1.42 bits per byte and depth 4 1.52: it is timed first."""
         timed: list[int] = []
 
         def recipe(depth: int | None, machine: Machine | None) -> RunConfig:

@@ -77,14 +77,14 @@ def recompute(
 @pytest.mark.parametrize("prompt_tokens", [1, 16, 40])
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
 def test_equals_full_recompute(name: str, prompt_tokens: int, temperature: float) -> None:
-    """20 tokens with a context of 16: the context is cut on the way. float64, so no tie is broken."""
+    """30 tokens with a context of 16: the context is cut several times on the way. float64, so no tie is broken."""
     model = shaken(CONFIGS[name]).eval()
     prompt = torch.randint(0, 29, (prompt_tokens,), generator=torch.Generator().manual_seed(4)).tolist()
-    expected = recompute(model, prompt, 20, temperature=temperature)
-    assert temperature == 0 or len(set(expected)) > 8  # a constant continuation would prove little
-    assert list(generate(model, prompt, max_tokens=20, temperature=temperature, seed=11)) == expected
+    expected = recompute(model, prompt, 30, temperature=temperature)
+    assert temperature == 0 or len(set(expected)) > 10  # a constant continuation would prove little
+    assert list(generate(model, prompt, max_tokens=30, temperature=temperature, seed=11)) == expected
     if temperature == 0:
-        assert list(generate(model, prompt, max_tokens=20, temperature=0.7, top_k=1)) == expected
+        assert list(generate(model, prompt, max_tokens=30, temperature=0.7, top_k=1)) == expected
 
 
 def test_a_cut_context_starts_with_bos_again() -> None:
@@ -127,22 +127,22 @@ class TestDraws:
     probabilities = (0.5, 0.25, 0.125, 0.0625, 0.0625)
 
     def frequencies(self, **settings: object) -> np.ndarray:
-        drawn = list(generate(constant(self.probabilities), [0], max_tokens=400, **settings))  # type: ignore[arg-type]
-        return np.bincount(drawn, minlength=5) / 400
+        drawn = list(generate(constant(self.probabilities), [0], max_tokens=800, **settings))  # type: ignore[arg-type]
+        return np.bincount(drawn, minlength=5) / 800
 
-    # A frequency of 400 draws has a standard error of at most 0.025; 0.1 is four of them.
+    # A frequency of 800 draws has a standard error of at most 0.018; 0.07 is about four of them.
 
     def test_follow_the_distribution(self) -> None:
-        np.testing.assert_allclose(self.frequencies(temperature=1.0), self.probabilities, atol=0.1)
+        np.testing.assert_allclose(self.frequencies(temperature=1.0), self.probabilities, atol=0.07)
 
     def test_temperature_by_hand(self) -> None:
         """At temperature 0.5 probabilities are squared: 64, 16, 4, 1, 1 parts of 86."""
-        np.testing.assert_allclose(self.frequencies(temperature=0.5), np.array([64, 16, 4, 1, 1]) / 86, atol=0.1)
+        np.testing.assert_allclose(self.frequencies(temperature=0.5), np.array([64, 16, 4, 1, 1]) / 86, atol=0.07)
 
     def test_top_k_by_hand(self) -> None:
         """The two likeliest, renormalized: 2/3 and 1/3."""
         frequencies = self.frequencies(temperature=1.0, top_k=2)
-        np.testing.assert_allclose(frequencies, [2 / 3, 1 / 3, 0, 0, 0], atol=0.1)
+        np.testing.assert_allclose(frequencies, [2 / 3, 1 / 3, 0, 0, 0], atol=0.07)
         assert frequencies[2:].sum() == 0
 
     def test_ties_at_the_edge_do_not_widen_top_k(self) -> None:
