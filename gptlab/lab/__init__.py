@@ -1,0 +1,1 @@
+"""Many runs: statistics, comparison, sweeps, and the judge of experiments."""

@@ -1,0 +1,124 @@
+"""What a run folder says of a run: its fields, how it ended, and its validation curve."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gptlab.config.errors import UserError, cannot
+from gptlab.config.load import flatten
+from gptlab.runtime.files.plain_file import open_plain, read_json_object
+from gptlab.runtime.records.run_directory import RunDirectory
+
+Axis = Literal["steps", "tokens", "seconds", "flops"]
+AXES: tuple[Axis, ...] = ("steps", "tokens", "seconds", "flops")
+"""What runs can be compared at: optimizer steps, tokens, seconds of the training clock, FLOPs of the training."""
+
+NOT_COMPARED = frozenset({"schema_version", "run_dir", "seed"})
+"""Fields in which repetitions of one experiment differ."""
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """The validations of a run, in the order of its steps. Every array has the shape (validations,)."""
+
+    at: Mapping[Axis, NDArray[np.float64]]
+    """Where each was made. NaN where it is unknown (FLOPs of a run that logged no training step)."""
+    bpb: NDArray[np.float64]
+    """Validation bits per byte; NaN or infinity where the weights were broken."""
+
+    def __len__(self) -> int:
+        return len(self.bpb)
+
+    def value(self, axis: Axis, amount: float) -> float | None:
+        """Bits per byte at `amount`, interpolated linearly between the two validations around it. None outside of what
+        was validated: a curve is never extrapolated."""
+        at = self.at[axis]
+        if not len(self) or not at[0] <= amount <= at[-1]:
+            return None
+        return float(np.interp(amount, at, self.bpb))
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """A run as its folder records it. What is large is read when it is asked for."""
+
+    directory: RunDirectory
+    fields: Mapping[str, Any]
+    """{dotted name: value} of config.json."""
+
+    @property
+    def path(self) -> Path:
+        return self.directory.path
+
+    @property
+    def seed(self) -> int:
+        return int(self.fields["seed"])
+
+    @cached_property
+    def provenance(self) -> dict[str, Any]:
+        """run.json; empty if it is lost or damaged."""
+        return self.directory.recorded()
+
+    @property
+    def status(self) -> str:
+        """running | finished | preempted | failed, as recorded: a killed run says that it is running."""
+        return str(self.provenance.get("status", "unknown"))
+
+    @cached_property
+    def summary(self) -> dict[str, Any]:
+        """summary.json; empty unless the run has finished."""
+        path = self.directory.summary_path
+        return read_json_object(path) if self.status == "finished" and path.exists() else {}
+
+    @cached_property
+    def curve(self) -> Curve:
+        """UserError if metrics.jsonl is damaged."""
+        lines = _lines(self.directory.metrics_path)
+        found = [line for line in lines if line.get("kind") == "eval"]
+        trained = next((line for line in reversed(lines) if line.get("kind") == "train"), {"tokens": 1})
+        flops_per_token = float(trained.get("total_flops", "nan")) / trained["tokens"]
+        tokens = _numbers(found, "tokens")
+        at: dict[Axis, NDArray[np.float64]] = {
+            "steps": _numbers(found, "step"),
+            "tokens": tokens,
+            "seconds": _numbers(found, "train_seconds"),
+            "flops": tokens * flops_per_token,
+        }
+        return Curve(at, _numbers(found, "val_bpb"))
+
+
+def read_run(path: str | Path) -> RunRecord:
+    """The run in the folder `path`. UserError where there is none, or its config.json is damaged."""
+    directory = RunDirectory.open(Path(path))
+    return RunRecord(directory, flatten(directory.read_config()))
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    """The validations of a metrics.jsonl, and its last training step; of a run without one, none.
+
+    A long run has a hundred training lines for each validation, so the others are not parsed. An incomplete last line,
+    as a killed run leaves it, is dropped.
+    """
+    if not path.exists():
+        return []
+    with cannot(f"read {path}"), open_plain(path) as file:
+        lines = file.read().split(b"\n")[:-1]
+    wanted = [line for line in lines if b'"kind": "eval"' in line]
+    wanted += [line for line in reversed(lines) if b'"kind": "train"' in line][:1]
+    try:
+        return [json.loads(line) for line in wanted]
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is damaged: a line is no JSON object ({error})") from None
+
+
+def _numbers(lines: list[dict[str, Any]], key: str) -> NDArray[np.float64]:
+    """The values of one key as floats; `"nan"` and `"inf"` are read as such, and a missing one as NaN."""
+    return np.array([float(line.get(key, "nan")) for line in lines], dtype=np.float64)

@@ -1,0 +1,58 @@
+"""What is read of run folders."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from tiny_runs import lines_of, train, write_corpus
+from written_runs import FLOPS_PER_TOKEN, write_run
+
+from gptlab.config.errors import UserError
+from gptlab.lab.run_record import read_run
+
+
+def test_a_trained_run_is_read_as_its_files_say(tmp_path: Path) -> None:
+    write_corpus(tmp_path / "corpus")
+    run = read_run(train(tmp_path, "run", sample__prompts=(), seed=5))
+    evals, last = lines_of(run.path, "eval"), lines_of(run.path, "train")[-1]
+    assert (run.status, run.seed, run.fields["model.n_embd"]) == ("finished", 5, 32)
+    assert run.summary["val_bpb"] == run.curve.bpb[-1]
+    assert run.curve.bpb.tolist() == [line["val_bpb"] for line in evals]
+    assert run.curve.at["steps"].tolist() == [0, 3, 6, 9, 12]
+    assert run.curve.at["seconds"].tolist() == [line["train_seconds"] for line in evals]
+    assert run.curve.at["flops"][-1] == pytest.approx(last["total_flops"], rel=1e-12)
+
+
+def test_between_two_validations_the_curve_is_a_line_and_outside_it_is_unknown(tmp_path: Path) -> None:
+    curve = read_run(write_run(tmp_path / "run", [4.0, 2.0, 1.0])).curve
+    assert [curve.value("steps", at) for at in (-1, 0, 5, 10, 15, 20, 20.001)] == [None, 4.0, 3.0, 2.0, 1.5, 1.0, None]
+    assert curve.value("flops", 5_000 * FLOPS_PER_TOKEN) == 3.0
+
+
+def test_a_run_that_was_killed(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", [4.0, 2.0], status="running")
+    with (path / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "eval", "step": 2')
+    run = read_run(path)
+    assert (run.status, run.summary, len(run.curve)) == ("running", {}, 2)
+    (path / "metrics.jsonl").unlink()
+    assert len(read_run(path).curve) == 0
+    assert read_run(path).curve.value("steps", 0) is None
+
+
+def test_broken_values_are_read_as_such(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", [4.0, math.nan])
+    assert math.isnan(read_run(path).curve.bpb[1])
+    lines = (path / "metrics.jsonl").read_text().splitlines()
+    (path / "metrics.jsonl").write_text("\n".join(line for line in lines if json.loads(line)["kind"] == "eval") + "\n")
+    assert math.isnan(read_run(path).curve.at["flops"][1])  # no training step says how many
+
+
+def test_a_damaged_line_is_refused(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", [4.0, 2.0])
+    (path / "metrics.jsonl").write_text('{"kind": "eval", "step"\n')
+    with pytest.raises(UserError, match=r"metrics\.jsonl is damaged"):
+        read_run(path).curve  # noqa: B018
