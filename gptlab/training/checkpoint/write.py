@@ -46,7 +46,7 @@ from gptlab.training.checkpoint.format import (
     parse_manifest,
     record_fields,
     step_of,
-    whole_slices,
+    tensor_fields,
 )
 
 
@@ -66,10 +66,16 @@ def save_checkpoint(
     not JSON data or not a plain tensor.
     """
     text = _state_text(state)
-    slices = {"model": whole_slices(model), "optimizer": whole_slices(optimizer)}
-    temporary = begin_save(checkpoints_dir, step, needed_bytes=_data_bytes(slices))
+    tables: dict[str, dict[str, Any]] = {"files": {}}
+    needed_bytes = sum(tensor.nbytes for tensor in (*model.values(), *optimizer.values()))
+    temporary = begin_save(checkpoints_dir, step, needed_bytes=needed_bytes)
     try:
-        return _complete(temporary, text, _write_files(temporary, slices, 0, 1))
+        with _refusals(temporary, needed_bytes):
+            for kind, tensors in (("model", model), ("optimizer", optimizer)):
+                file = file_name(kind, 0, 1)
+                tables["files"][file] = record_fields(write_tensors(temporary / file, tensors))
+                tables[kind] = {n: tensor_fields(t.dtype, t.shape, [[file, 0, t.numel()]]) for n, t in tensors.items()}
+        return _complete(temporary, step, text, tables)
     except BaseException:
         remove_tree(temporary)
         raise
@@ -78,7 +84,7 @@ def save_checkpoint(
 def begin_save(checkpoints_dir: Path, step: int, *, needed_bytes: int) -> Path:
     """Make the hidden folder for a checkpoint of `step`, which will take about `needed_bytes`. For one rank, when no
     earlier save is still being written. CheckpointError if the file system refuses."""
-    temporary = temporary_path(checkpoint_path(checkpoints_dir, step))
+    temporary = checkpoints_dir / f".{checkpoint_path(checkpoints_dir, step).name}.tmp-{os.getpid()}"
     with _refusals(temporary, needed_bytes):
         checkpoints_dir.mkdir(parents=True, exist_ok=True)
         if checkpoints_dir.is_symlink():
@@ -96,7 +102,15 @@ def write_part(
 ) -> None:
     """Write this rank's slices, flushed to disk when this returns. The slices of all ranks must tile every tensor.
     CheckpointError if the file system refuses; what was written stays, for the rank that began to remove."""
-    part = _write_files(temporary, {"model": model, "optimizer": optimizer}, rank, size)
+    part: dict[str, dict[str, Any]] = {"files": {}}
+    with _refusals(temporary, sum(one.tensor.nbytes for one in (*model, *optimizer))):
+        for kind, slices in (("model", model), ("optimizer", optimizer)):
+            name = file_name(kind, rank, size)
+            tensors = {one.key: one.tensor.reshape(one.shape if one.is_whole else (-1,)) for one in slices}
+            if len(tensors) != len(slices):
+                raise ValueError(f"two slices of {kind} begin at the same element of the same tensor")
+            part["files"][name] = record_fields(write_tensors(temporary / name, tensors))
+            part[kind] = index_fields(slices, name)
     with _refusals(temporary, 0):
         _part_path(temporary, rank).write_text(json.dumps(part))
 
@@ -115,32 +129,15 @@ def complete_save(temporary: Path, state: dict[str, Any], *, size: int = 1) -> P
                 _part_path(temporary, rank).unlink()
         whole = {kind: merged_index([part[kind] for part in parts]) for kind in KINDS}
         whole["files"] = {name: record for part in parts for name, record in part["files"].items()}
-        return _complete(temporary, text, whole, check=True)
+        return _complete(temporary, step_of_temporary(temporary), text, whole, check=True)
     except BaseException:
         remove_tree(temporary)
         raise
 
 
-def _write_files(
-    temporary: Path, slices: Mapping[str, Sequence[TensorSlice]], rank: int, size: int
-) -> dict[str, dict[str, Any]]:
-    """Write a rank's files, and return what the manifest will say of them."""
-    part: dict[str, dict[str, Any]] = {"files": {}}
-    with _refusals(temporary, _data_bytes(slices)):
-        for kind in KINDS:
-            name = file_name(kind, rank, size)
-            tensors = {s.key: s.tensor.reshape(s.shape if s.is_whole else (-1,)) for s in slices[kind]}
-            if len(tensors) != len(slices[kind]):
-                raise ValueError(f"two slices of {kind} begin at the same element of the same tensor")
-            part["files"][name] = record_fields(write_tensors(temporary / name, tensors))
-            part[kind] = index_fields(slices[kind], name)
-    return part
-
-
-def _complete(temporary: Path, state: bytes, whole: dict[str, dict[str, Any]], *, check: bool = False) -> Path:
+def _complete(temporary: Path, step: int, state: bytes, whole: dict[str, Any], *, check: bool = False) -> Path:
     """`state`: the content of state.json. `whole`: what the manifest says of all files. `check`: ValueError if the
     slices do not tile their tensors."""
-    step = step_of_temporary(temporary)
     final = checkpoint_path(temporary.parent, step)
     with _refusals(temporary, sum(record["bytes"] for record in whole["files"].values())):
         whole["files"][STATE] = record_fields(write_bytes(temporary / STATE, state))
@@ -164,10 +161,6 @@ def _part_path(temporary: Path, rank: int) -> Path:
     return temporary / f".part-{rank + 1:05d}.json"
 
 
-def _data_bytes(slices: Mapping[str, Sequence[TensorSlice]]) -> int:
-    return sum(part.tensor.nbytes for of_kind in slices.values() for part in of_kind)
-
-
 def _state_text(state: dict[str, Any]) -> bytes:
     """state.json. ValueError for what would not read back as the same value."""
     try:
@@ -182,13 +175,8 @@ def _state_text(state: dict[str, Any]) -> bytes:
 # --- how a folder appears and goes, in atomic steps; format.py lists the names
 
 
-def temporary_path(final: Path) -> Path:
-    """Where a checkpoint is written before `publish`."""
-    return final.with_name(f".{final.name}.tmp-{os.getpid()}")
-
-
 def step_of_temporary(path: Path) -> int:
-    """The step of the checkpoint that is written at a `temporary_path`."""
+    """The step of the checkpoint that is written in this folder, which `begin_save` made."""
     match = LEFTOVER_NAME.fullmatch(path.name)
     assert match is not None
     return int(match[1])
@@ -197,14 +185,12 @@ def step_of_temporary(path: Path) -> int:
 def publish(temporary: Path, final: Path) -> None:
     """Make a complete and flushed `temporary` the checkpoint `final`, replacing an earlier one of the same step."""
     sync_directory(temporary)
-    if os.path.lexists(final):
-        _replace(final, temporary)
-    else:
-        os.rename(temporary, final)
+    rename = _replace if os.path.lexists(final) else os.rename
+    rename(temporary, final)
     sync_directory(final.parent)
 
 
-def _replace(final: Path, temporary: Path) -> None:
+def _replace(temporary: Path, final: Path) -> None:
     """A folder cannot be renamed onto a filled one, so the former checkpoint is first renamed to a `replaced` name,
     under which it still counts; `settle` removes it after its successor is durable."""
     names = (final.with_name(f".{final.name}.replaced-{number}") for number in count())
@@ -221,13 +207,16 @@ def settle(checkpoints_dir: Path) -> None:
     """After a `publish`: remove replaced checkpoints, or give back their name if no successor came."""
     for path in reversed(candidates(checkpoints_dir)):
         if match := REPLACED_NAME.fullmatch(path.name):
-            final = checkpoints_dir / f"step-{match[1]}"
-            # What cannot be renamed or removed now is found again by the next save.
-            with contextlib.suppress(OSError):
-                if os.path.lexists(final):
-                    discard(path)
-                else:
-                    os.rename(path, final)
+            _settle(path, checkpoints_dir / f"step-{match[1]}")
+
+
+def _settle(replaced: Path, final: Path) -> None:
+    # What cannot be renamed or removed now is found again by the next save.
+    with contextlib.suppress(OSError):
+        if os.path.lexists(final):
+            discard(replaced)
+        else:
+            os.rename(replaced, final)
 
 
 def sweep(checkpoints_dir: Path) -> None:
