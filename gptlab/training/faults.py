@@ -24,14 +24,13 @@ class TrainingFailed(Exception):  # noqa: N818 -- the name of a run's end (statu
         self.loss = loss
 
 
-def check_loss(loss: float, max_loss: float) -> None:
-    """TrainingFailed for a loss (nats/token) above `max_loss` (autoresearch: above 100)."""
-    if loss > max_loss:
-        raise TrainingFailed(
-            f"the training loss exploded to {loss:.4g} nats/token, above runtime.max_loss = {max_loss:g}: "
-            f"often a learning rate that is too high",
-            loss=loss,
-        )
+def exploded(loss: float, max_loss: float) -> TrainingFailed:
+    """The end of a run at a loss (nats/token) above `max_loss` (autoresearch: above 100)."""
+    return TrainingFailed(
+        f"the training loss exploded to {loss:.4g} nats/token, above runtime.max_loss = {max_loss:g}: "
+        f"often a learning rate that is too high",
+        loss=loss,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +88,8 @@ class FaultRecord:
     def skip(self, fault: Fault, step: int, config: RunConfig) -> None:
         """Count a skipped update in step number `step`. TrainingFailed, with nothing counted, over the limits and for a
         loss above runtime.max_loss, where the weights are the cause and not the batch."""
-        if fault.reason == "spike":
-            check_loss(fault.value, config.runtime.max_loss)
+        if fault.reason == "spike" and fault.value > config.runtime.max_loss:
+            raise exploded(fault.value, config.runtime.max_loss)
         if too_many := self._too_many(config.faults):
             reason = f"{fault} in step {step}, {too_many}: often a learning rate that is too high"
             raise TrainingFailed(reason, step=step, loss=fault.loss)
@@ -113,10 +112,16 @@ def loss_fault(loss: float, record: FaultRecord, config: RunConfig) -> Fault | N
     """
     if not math.isfinite(loss):
         return Fault("loss", loss)
-    factor, window = config.faults.spike_factor, config.faults.spike_window
-    if factor is not None and len(record.losses) >= window:
-        median = statistics.median(record.losses)
-        if loss > factor * median:
-            return Fault("spike", loss, median)
-    check_loss(loss, config.runtime.max_loss)
+    if config.faults.spike_factor is not None and (spike := _spike(loss, record.losses, config.faults)) is not None:
+        return spike
+    if loss > config.runtime.max_loss:
+        raise exploded(loss, config.runtime.max_loss)
     return None
+
+
+def _spike(loss: float, losses: list[float], config: FaultsConfig) -> Fault | None:
+    """The fault of a loss far above the median of the recent ones; None while these are too few."""
+    if config.spike_factor is None or len(losses) < config.spike_window:
+        return None
+    median = statistics.median(losses)
+    return Fault("spike", loss, median) if loss > config.spike_factor * median else None

@@ -255,7 +255,7 @@ MUTATIONS = [
     # --- watching over it
     Mutation(
         "a loss above the limit goes on", "training/faults.py",
-        "    if loss > max_loss:", "    if loss > max_loss and not math.isfinite(loss):",
+        "    if loss > config.runtime.max_loss:", "    if loss > config.runtime.max_loss and not math.isfinite(loss):",
         ["test_train.py::TestBrokenTraining::test_exploding_loss",
          "test_watchdog.py::test_a_broken_loss_ends_training_with_one_line"],
     ),
