@@ -90,32 +90,33 @@ class Recorder(RunOutput):
         )  # fmt: skip
         done = self.finish.progress(state.step, state.train_seconds)
         mfu = "unknown" if speed.mfu is None else f"{100 * speed.mfu:.1f}%"
-        step_avg = 1000 * state.train_seconds / state.step
         left = self.throughput.remaining_seconds(self.finish, state)
         figures = (
             f"step {state.step:05d} ({100 * done:.1f}%)",
             f"loss: {state.loss_ema.value:.6f}",
             f"lrm: {updated.lr_scale:.2f}",
             f"dt: {1000 * step_seconds:.0f}ms",
-            f"step_avg: {step_avg:.0f}ms",
+            f"step_avg: {1000 * state.train_seconds / state.step:.0f}ms",
             f"tok/sec: {speed.tokens_per_second:,.0f}",
             f"mfu: {mfu}",
             f"epoch: {batch.epoch:.2f}",
             f"train_time: {state.train_seconds:.0f}s",
             f"remaining: {left:.0f}s",
         )
-        # A terminal shows as many as fit, in this order; 80 columns hold all but, in long runs, the last.
-        parts = (
+        self.console.live(" | ".join(figures), lambda: self._terminal_figures(state, speed, done, left))
+
+    def _terminal_figures(self, state: TrainState, speed: Speed, done: float, left: float) -> list[str]:
+        """A terminal shows as many as fit, in this order; 80 columns hold all but, in long runs, the last."""
+        return [
             f"{clock_text(left)} left",
             f"{100 * done:.0f}%",
             f"step {state.step}",
             f"loss {state.loss_ema.value:.3f}",
             f"time {clock_text(state.train_seconds)}",
-            f"avg {step_avg:.0f}ms",
+            f"avg {1000 * state.train_seconds / state.step:.0f}ms",
             f"{short_number(speed.tokens_per_second)} tok/s",
             *([] if speed.mfu is None else [f"mfu {100 * speed.mfu:.0f}%"]),
-        )
-        self.console.live(" | ".join(figures), parts)
+        ]
 
     def evaluation(self, state: TrainState, train_loss: float | None, seconds: float) -> None:
         self.off_clock.evaluation_seconds += seconds

@@ -83,6 +83,10 @@ def cached_folder(
     """
     with suppress(DamagedFolderError):
         return _intact_manifest(folder)["info"]
+    return _built(folder, build, what, console)
+
+
+def _built(folder: Path, build: Callable[[Path], dict[str, Any]], what: str, console: Console | None) -> dict[str, Any]:
     with cannot(f"keep the {what} in {folder.parent}"):
         folder.parent.mkdir(parents=True, exist_ok=True)
         with locked(folder, what, console):  # while this process waited, another one may have built it

@@ -230,13 +230,15 @@ def peak_flops_per_second(device: torch.device, dtype: torch.dtype) -> Peak:
 
 def measure_matmul_flops(device: torch.device, dtype: torch.dtype, *, seconds: float = 0.5) -> float:
     """FLOP/s of the best square matrix product seen within about `seconds`; random data, not a global generator's.
+    Best, not mean: other processes slow some tries down."""
+    several = device.type == "cpu" and torch.get_num_threads() > 1
+    return (_flops_of_threads if several else _best_flops)(device, dtype, seconds)
 
-    Best, not mean: other processes slow some tries down. If they slow all down, the peak of a CPU is that of one
-    thread, which waits for no other, times the number of threads.
-    """
-    threads = torch.get_num_threads() if device.type == "cpu" else 1
-    if threads == 1:
-        return _best_flops(device, dtype, seconds)
+
+def _flops_of_threads(device: torch.device, dtype: torch.dtype, seconds: float) -> float:
+    """The same of a CPU's threads. If other processes slow all tries down, it is that of one thread, which waits for no
+    other, times the number of threads."""
+    threads = torch.get_num_threads()
 
     def alone() -> float:
         with _one_thread():
@@ -258,7 +260,8 @@ def _one_thread() -> Iterator[None]:
 
 
 def _best_flops(device: torch.device, dtype: torch.dtype, seconds: float) -> float:
-    """The same of all threads in force. Large products are faster, and a slow machine must not pay for an 8192."""
+    """The same of all threads in force together. Large products are faster, and a slow machine must not pay for an
+    8192."""
     deadline, best = time.perf_counter() + seconds, 0.0
     for size in (256, 512, 1024, 2048, 4096, 8192):
         until = min(deadline, time.perf_counter() + seconds / 10)

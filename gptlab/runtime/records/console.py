@@ -43,7 +43,7 @@ class PlainDisplay:
         self._stream.write(text + "\n")
         self._stream.flush()
 
-    def live(self, text: str, parts: Sequence[str]) -> None:
+    def live(self, text: str, parts: Callable[[], Sequence[str]]) -> None:
         self._pending = text
         if time.monotonic() - self._live_at >= self.progress_seconds:
             self.settle()
@@ -122,14 +122,14 @@ class Console:
         with suppress(OSError, ValueError):
             print(f"gptlab: error: {_plain(text)}", file=sys.stderr, flush=True)
 
-    def live(self, text: str, parts: Sequence[str] = ()) -> None:
+    def live(self, text: str, parts: Callable[[], Sequence[str]] = tuple) -> None:
         """Log, and show in place of the last live text; without a terminal, print every few seconds.
 
-        A terminal shows `parts` instead, where they are given: as many, from the first on, as fit its width.
+        A terminal shows instead what `parts` returns, if anything: as many, from the first on, as fit its width.
         """
         self._record(_plain(text))
         if not self._quiet:
-            self._show(self._display.live, self._printable(text), [self._printable(part) for part in parts])
+            self._show(self._display.live, self._printable(text), lambda: [self._printable(part) for part in parts()])
 
     def settle(self) -> None:
         """Make the latest live text an ordinary line, and remove a bar."""
@@ -210,10 +210,13 @@ class Console:
             try:
                 draw(*arguments)
             except OSError:
-                self._lost = True
-                # What the stream still buffers would raise again when Python flushes it at exit.
-                with suppress(OSError, ValueError), open(os.devnull, "wb") as nowhere:
-                    os.dup2(nowhere.fileno(), self._stream.fileno())
+                self._lose_stream()
+
+    def _lose_stream(self) -> None:
+        self._lost = True
+        # What the stream still buffers would raise again when Python flushes it at exit.
+        with suppress(OSError, ValueError), open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), self._stream.fileno())
 
     def _printable(self, text: str) -> str:
         """`_plain`, with "?" for what the stream cannot encode (Windows code pages, lone surrogates)."""

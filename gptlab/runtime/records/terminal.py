@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TextIO
 
 from rich.console import Console as RichConsole
@@ -32,8 +32,8 @@ class TerminalDisplay:
     def line(self, text: str, warning: bool = False) -> None:
         self._console.print(Text(text, style="yellow" if warning else ""), soft_wrap=True)
 
-    def live(self, text: str, parts: Sequence[str]) -> None:
-        self._text = (_fitting(parts, self._console.width) or text).replace("\n", " ")
+    def live(self, text: str, parts: Callable[[], Sequence[str]]) -> None:
+        self._text = (_fitting(parts(), self._console.width) or text).replace("\n", " ")
         if time.monotonic() - self._drawn_at >= _REDRAW_SECONDS:
             self._draw(_cropped(self._text))
 

@@ -91,7 +91,7 @@ def test_a_pipe_gets_a_live_line_every_few_seconds_and_the_log_all(
     stream = io.StringIO()
     with logged(tmp_path, stream=stream) as console:
         for step in range(13):
-            console.live(f"step {step}", ["for terminals"])
+            console.live(f"step {step}", lambda: pytest.fail("made for a terminal"))
             clock.now += 1.0
         console.settle()
         console.settle()
@@ -102,9 +102,9 @@ def test_a_pipe_gets_a_live_line_every_few_seconds_and_the_log_all(
 
 def test_a_terminal_shows_as_many_parts_as_it_has_room_for(terminal: FakeTerminal, tmp_path: Path) -> None:
     with logged(tmp_path, stream=terminal) as console:
-        console.live("step 9 | all of it", ["0:07 left", "x" * 27, "3", "45"])
+        console.live("step 9 | all of it", lambda: ["0:07 left", "x" * 27, "3", "45"])
         assert visible(terminal.getvalue()) == ["0:07 left  " + "x" * 27]  # and "3" after two spaces makes 41
-        console.live("step 10 | all of it", ["y" * 50, "3"])
+        console.live("step 10 | all of it", lambda: ["y" * 50, "3"])
     assert [row for row in visible(terminal.getvalue()) if row] == ["y" * 40, "y" * 10]
     assert (tmp_path / "log.txt").read_text() == "step 9 | all of it\nstep 10 | all of it\n"
 
@@ -296,7 +296,7 @@ def test_a_terminal_that_is_gone_ends_the_printing_whatever_it_showed(terminal: 
         stream = HungUp()
         stream.left = writes
         with logged(tmp_path / str(writes), stream=stream) as console:
-            console.live("step 1", ["step 1"])
+            console.live("step 1", lambda: ["step 1"])
             with console.busy("validating"):
                 console.line("between")
             with console.progress("encoding", 2, "documents") as progress:
