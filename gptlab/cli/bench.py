@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from gptlab.app.run_request import RunArguments
 from gptlab.cli.arguments.parser import read_request
-from gptlab.cli.table import table
 from gptlab.config.errors import UserError, require_positive
+from gptlab.runtime.records.table import table
 
 if TYPE_CHECKING:
     from gptlab.bench.measure import Bench

@@ -13,7 +13,6 @@ from typing import Any, get_args
 import numpy as np
 
 from gptlab.cli.arguments.parser import Positional, parse, run_subcommand
-from gptlab.cli.table import table
 from gptlab.config.errors import UserError, nearest_name
 from gptlab.config.run import DataConfig, LongDocuments, Rows, Split, TokenizerConfig, TokenizerKind
 from gptlab.data.corpus.core_bundle import core_folder, prepare_core
@@ -25,6 +24,7 @@ from gptlab.data.tokens.shards import TokenSplit
 from gptlab.runtime.files.cache import cache_root, damage, read_info
 from gptlab.runtime.files.plain_file import to_json
 from gptlab.runtime.records.console import Console
+from gptlab.runtime.records.table import table
 
 USAGE = """\
 usage: gptlab data list | prepare | inspect [ARGUMENTS]
