@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -81,42 +82,56 @@ class RunRecord:
     @cached_property
     def curve(self) -> Curve:
         """UserError if metrics.jsonl is damaged."""
-        lines = _lines(self.directory.metrics_path)
-        found = [line for line in lines if line.get("kind") == "eval"]
-        trained = next((line for line in reversed(lines) if line.get("kind") == "train"), {"tokens": 1})
-        flops_per_token = float(trained.get("total_flops", "nan")) / trained["tokens"]
-        tokens = _numbers(found, "tokens")
-        at: dict[Axis, NDArray[np.float64]] = {
-            "steps": _numbers(found, "step"),
-            "tokens": tokens,
-            "seconds": _numbers(found, "train_seconds"),
-            "flops": tokens * flops_per_token,
-        }
-        return Curve(at, _numbers(found, "val_bpb"))
+        path = self.directory.metrics_path
+        try:
+            validations, trained = _lines(path)
+            at: dict[Axis, NDArray[np.float64]] = {
+                "steps": _numbers(validations, "step"),
+                "tokens": _numbers(validations, "tokens"),
+                "seconds": _numbers(validations, "train_seconds"),
+            }
+            if not all(np.all(np.isfinite(amounts)) and np.all(np.diff(amounts) >= 0) for amounts in at.values()):
+                raise ValueError("steps, tokens or seconds are missing, or not in order")
+            at["flops"] = at["tokens"] * (float(trained["total_flops"]) / trained["tokens"] if trained else math.nan)
+            return Curve(at, _numbers(validations, "val_bpb"))
+        except (ValueError, TypeError, KeyError, ArithmeticError, RecursionError) as error:
+            raise UserError(f"{path} is damaged: {error or type(error).__name__}") from None
 
 
 def read_run(path: str | Path) -> RunRecord:
     """The run in the folder `path`. UserError where there is none, or its config.json is damaged."""
     directory = RunDirectory.open(Path(path))
-    return RunRecord(directory, flatten(directory.read_config()))
+    fields = flatten(directory.read_config())
+    if type(fields.get("seed")) is not int:
+        raise UserError(f"{directory.config_path} is damaged: it has no seed")
+    return RunRecord(directory, fields)
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
-    """The validations of a metrics.jsonl, and its last training step; of a run without one, none.
+def _lines(path: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The validations of a metrics.jsonl, and its last training step; both empty where it has none, or does not exist.
 
     A long run has a hundred training lines for each validation, so the others are not parsed. An incomplete last line,
-    as a killed run leaves it, is dropped.
+    as a killed run leaves it, is dropped. So are validations that a rewind has undone: those of a step that a later
+    one is not beyond. ValueError, TypeError or RecursionError where a line is not what a run writes.
     """
     if not path.exists():
-        return []
+        return [], {}
     with cannot(f"read {path}"), open_plain(path) as file:
         lines = file.read().split(b"\n")[:-1]
-    wanted = [line for line in lines if b'"kind": "eval"' in line]
-    wanted += [line for line in reversed(lines) if b'"kind": "train"' in line][:1]
-    try:
-        return [json.loads(line) for line in wanted]
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is damaged: a line is no JSON object ({error})") from None
+    lines.reverse()
+    validations, first = list[dict[str, Any]](), math.inf
+    for line in map(_object, (line for line in lines if b'"kind": "eval"' in line)):
+        if not (step := float(line.get("step", "nan"))) >= first:
+            validations.append(line)
+            first = step
+    return validations[::-1], next((_object(line) for line in lines if b'"kind": "train"' in line), {})
+
+
+def _object(line: bytes) -> dict[str, Any]:
+    value = json.loads(line)
+    if not isinstance(value, dict):
+        raise ValueError("a line is no JSON object")
+    return value
 
 
 def _numbers(lines: list[dict[str, Any]], key: str) -> NDArray[np.float64]:

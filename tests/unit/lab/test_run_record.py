@@ -56,3 +56,40 @@ def test_a_damaged_line_is_refused(tmp_path: Path) -> None:
     (path / "metrics.jsonl").write_text('{"kind": "eval", "step"\n')
     with pytest.raises(UserError, match=r"metrics\.jsonl is damaged"):
         read_run(path).curve  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '[{"kind": "eval"}]', '{"kind": "eval"}', '{"kind": "eval", "step": "x", "tokens": 1, "train_seconds": 1}',
+        '{"kind": "eval", "step": 1, "tokens": 1, "train_seconds": 1, "val_bpb": null}',
+        '{"kind": "eval", "step": 1' + "0" * 400 + ', "tokens": 1, "train_seconds": 1, "val_bpb": 1}',
+        '{"kind": "eval", "step": 11, "tokens": "nan", "train_seconds": 1, "val_bpb": 1}',
+        '{"kind": "eval", "step": 11, "tokens": 20000, "train_seconds": 1, "val_bpb": 1}',
+        '{"kind": "train", "tokens": 0, "total_flops": 1}', '{"kind": "train"}', "[" * 10**5 + '"kind": "eval"',
+    ],
+)  # fmt: skip
+def test_a_line_that_no_run_writes_is_refused(tmp_path: Path, line: str) -> None:
+    path = write_run(tmp_path / "run", [4.0, 2.0])
+    with (path / "metrics.jsonl").open("a") as file:
+        file.write(line + "\n")
+    with pytest.raises(UserError, match=r"metrics\.jsonl is damaged"):
+        read_run(path).curve  # noqa: B018
+
+
+def test_validations_that_a_rewind_has_undone_do_not_count(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", [4.0, 3.0, 9.0])
+    with (path / "metrics.jsonl").open("a") as file:
+        for step, bpb in ((15, 2.5), (20, 2.0)):
+            line = {"kind": "eval", "step": step, "tokens": 1000 * step, "train_seconds": step + 10, "val_bpb": bpb}
+            file.write(json.dumps(line) + "\n")
+    curve = read_run(path).curve
+    assert (curve.at["steps"].tolist(), curve.bpb.tolist()) == ([0, 10, 15, 20], [4.0, 3.0, 2.5, 2.0])
+    assert curve.at["seconds"].tolist() == [0, 10, 25, 30]
+
+
+def test_a_configuration_without_a_seed_is_refused(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", [4.0, 2.0])
+    (path / "config.json").write_text('{"seed": "5"}')
+    with pytest.raises(UserError, match="has no seed"):
+        read_run(path)
