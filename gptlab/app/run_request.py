@@ -54,6 +54,8 @@ ALIASES = {
 MAX_SIZES_TIMED = 3
 
 Measure = Callable[[RunConfig], Machine]
+Recipe = Callable[[int | None, Machine | None], RunConfig]
+"""(depth or None, machine or None) -> a configuration."""
 
 GIVEN_NAMES = {"sources": "data", "from_run": "from"}
 """Attribute -> flag, where they cannot be the same: `data` is a group, `from` a keyword."""
@@ -146,14 +148,12 @@ class RunRequest:
 
         # Recipes are pure and cheap: one that gives the same for machines a billion times apart needs no measurement.
         slow, fast = (recipe(self.depth, Machine(device="cpu", flops_per_second=flops)) for flops in (1e9, 1e18))
-        if slow != fast:
-            slow = sized_by_measurement(
-                recipe,
-                self.depth,
-                lambda config: measure(self._with_fields(config)),
-                None if limit is None else limit(self._with_fields(recipe(self.depth, None))),
-            )
-        return self._with_fields(slow)
+        return self._with_fields(slow if slow == fast else self._sized(recipe, measure, limit))
+
+    def _sized(self, recipe: Recipe, measure: Measure, limit: Measure | None) -> RunConfig:
+        """The recipe's configuration, sized by this machine. What is timed has the requested fields."""
+        known = None if limit is None else limit(self._with_fields(recipe(self.depth, None)))
+        return sized_by_measurement(recipe, self.depth, lambda config: measure(self._with_fields(config)), known)
 
     def _with_fields(self, config: RunConfig) -> RunConfig:
         """A recipe's configuration with the requested fields and initial weights."""
@@ -207,10 +207,7 @@ class RunRequest:
 
 
 def sized_by_measurement(
-    recipe: Callable[[int | None, Machine | None], RunConfig],
-    depth: int | None,
-    measure: Measure,
-    limit: Machine | None = None,
+    recipe: Recipe, depth: int | None, measure: Measure, limit: Machine | None = None
 ) -> RunConfig:
     """The configuration that `recipe(depth, machine)` makes for the speed of this machine.
 

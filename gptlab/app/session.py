@@ -99,9 +99,8 @@ class Session:
         others = {
             "from": from_run, "world_size": self.group.size, "data_fingerprint": self.data.fingerprint,
             "tokenizer_fingerprint": self.data.tokenizer.fingerprint,
+            **({} if self.start is None else {"init_from_fingerprint": self.start.fingerprint}),
         }  # fmt: skip
-        if self.start is not None:
-            others["init_from_fingerprint"] = self.start.fingerprint
         return provenance(argv, code, self.place, others)
 
 
