@@ -74,7 +74,10 @@ def save_checkpoint(
             for kind, tensors in (("model", model), ("optimizer", optimizer)):
                 file = file_name(kind, 0, 1)
                 tables["files"][file] = record_fields(write_tensors(temporary / file, tensors))
-                tables[kind] = {n: tensor_fields(t.dtype, t.shape, [[file, 0, t.numel()]]) for n, t in tensors.items()}
+                tables[kind] = {
+                    name: tensor_fields(tensor.dtype, tensor.shape, [[file, 0, tensor.numel()]])
+                    for name, tensor in tensors.items()
+                }
         return _complete(temporary, step, text, tables)
     except BaseException:
         remove_tree(temporary)
