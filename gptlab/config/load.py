@@ -99,11 +99,13 @@ def rebuild(value: T, overrides: Mapping[str, Any], prefix: str = "") -> T:
     try:
         return dataclasses.replace(value, **own)  # type: ignore[type-var]
     except ConfigError as error:
-        # A dataclass that is used several times (AdamWConfig) does not know its dotted name.
-        field = error.field.rpartition(".")[2]
-        if not hasattr(value, field):
-            raise
-        raise ConfigError(prefix + field, error.value, error.reason, error.nearest) from None
+        raise _of_owner(error, value, prefix) from None
+
+
+def _of_owner(error: ConfigError, owner: object, prefix: str) -> ConfigError:
+    """The error by the owner's dotted name: a dataclass that is used several times (AdamWConfig) does not know it."""
+    field = error.field.rpartition(".")[2]
+    return ConfigError(prefix + field, error.value, error.reason, error.nearest) if hasattr(owner, field) else error
 
 
 def differences(a: RunConfig, b: RunConfig) -> list[str]:

@@ -84,15 +84,15 @@ class ModelConfig:
         for name, most in _MOST.items():
             value = getattr(self, name)
             require(value is None or value <= most, f"model.{name}", value, "is more than any model has", most)
-        for name, heads, whole, what in (
-            ("n_head", self.n_head, self.n_embd, "heads must divide the width n_embd"),
-            ("n_kv_head", self.kv_heads, self.n_head, "key-value heads must divide n_head"),
-        ):
-            if whole % heads:
-                raise ConfigError(f"model.{name}", heads, f"{what} = {whole}", _nearest_divisor(whole, heads))
-        even = self.position != "rope" or self.head_dim % 2 == 0
-        reason = f"rotary positions need an even head width, this gives {self.head_dim}"
-        require(even, "model.n_head", self.n_head, reason)
+        _require_divisor("model.n_head", self.n_head, self.n_embd, "heads must divide the width n_embd")
+        _require_divisor("model.n_kv_head", self.kv_heads, self.n_head, "key-value heads must divide n_head")
+        if self.position == "rope" and self.head_dim % 2:
+            reason = f"rotary positions need an even head width, this gives {self.head_dim}"
+            raise ConfigError("model.n_head", self.n_head, reason)
+        if self.window_pattern != "L" or self.window_tokens is not None:
+            self._check_windows()
+
+    def _check_windows(self) -> None:
         known = bool(self.window_pattern) and set(self.window_pattern) <= set("SL")
         nearest = "".join(letter for letter in self.window_pattern.upper() if letter in "SL") or "L"
         reason = "only the letters S (window) and L (full) are known"
@@ -136,8 +136,10 @@ class ModelConfig:
         return self.value_embeddings and layer % 2 == (self.n_layer - 1) % 2
 
 
-def _nearest_divisor(whole: int, wanted: int) -> int:
-    return min((d for d in range(1, whole + 1) if whole % d == 0), key=lambda d: abs(d - wanted))
+def _require_divisor(field: str, heads: int, whole: int, what: str) -> None:
+    if whole % heads:
+        nearest = min((d for d in range(1, whole + 1) if whole % d == 0), key=lambda d: abs(d - heads))
+        raise ConfigError(field, heads, f"{what} = {whole}", nearest)
 
 
 # Heads are 64 wide in all four. They have biases and GELU by tanh; nanoGPT's own runs have neither.

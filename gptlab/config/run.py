@@ -308,11 +308,20 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         require(0 <= self.seed < 2**63, "seed", self.seed, "must be between 0 and 2^63 - 1")
+        if self.batch.total_tokens % self.micro_tokens:
+            raise self._indivisible_batch()
+        if self.faults.spike_factor or self.horizon.until_val_loss or self.parallel.exact_any_world_size:
+            self._check_dependent_options()
+
+    def _indivisible_batch(self) -> ConfigError:
         tokens, micro_tokens = self.batch.total_tokens, self.micro_tokens
-        if self.batch.total_tokens % micro_tokens:
-            rows, seq_len = self.batch.micro_sequences, self.model.seq_len
-            reason = f"must be a multiple of micro_sequences * seq_len = {rows} * {seq_len} = {micro_tokens}"
-            raise ConfigError("batch.total_tokens", tokens, reason, max(1, round(tokens / micro_tokens)) * micro_tokens)
+        rows, seq_len = self.batch.micro_sequences, self.model.seq_len
+        reason = f"must be a multiple of micro_sequences * seq_len = {rows} * {seq_len} = {micro_tokens}"
+        nearest = max(1, round(tokens / micro_tokens)) * micro_tokens
+        return ConfigError("batch.total_tokens", tokens, reason, nearest)
+
+    def _check_dependent_options(self) -> None:
+        """ConfigError for an option whose precondition is not met."""
         spike_factor, saves = self.faults.spike_factor, self.checkpoint
         if spike_factor is not None and not (saves.every_steps or saves.every_seconds or saves.save_best):
             reason = "a run that saves nothing before its end cannot rewind: give checkpoint.every_steps too"

@@ -191,7 +191,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a step that is no whole number of micro-batches is taken", "config/run.py",
-        "if self.batch.total_tokens % micro_tokens:", "if self.batch.total_tokens < micro_tokens:",
+        "if self.batch.total_tokens % self.micro_tokens:", "if self.batch.total_tokens < self.micro_tokens:",
         ["test_config.py::test_the_impossible_is_refused_by_name"],
         ["The batch must divide into device batches", "`--device-batch-size`, `--total-batch-size`",
          "2^19 tokens a step from micro-batches"],

@@ -45,7 +45,10 @@ QUICKSTART_STEP_TOKENS_PER_ROOT_NARROW = 2.3
 def quickstart(*, depth: int | None = None, horizon: Horizon = minutes(3), machine: Machine | None = None) -> RunConfig:
     """A small modern GPT on Python's sources, sized to this machine."""
     seq_len, vocab_size = 512, 4096
-    shape, total_tokens = _quickstart_size(depth, horizon, machine, vocab_size=vocab_size, seq_len=seq_len)
+    flops_per_second = _flops_per_second(machine)
+    size = {"aspect": QUICKSTART_ASPECT, "head_dim": 64, "vocab_size": vocab_size, "seq_len": seq_len}
+    shape = shape_for_depth(depth, **size) if depth is not None else _shape_for(horizon, flops_per_second, size)
+    total_tokens = 2**13 if horizon.unit == "steps" else _step_tokens(shape, horizon, flops_per_second, 8 * seq_len)
     # On a CPU 16 rows are no faster than 8 (docs/LOG.md, 2026-11-22), and 8 serve every batch: what was compiled to be
     # timed is what trains. A GPU needs more to be busy.
     rows = 8 if machine is None or machine.device == "cpu" else 32
@@ -92,28 +95,23 @@ def quickstart_adamw_scale(total_tokens: int) -> float:
     return (total_tokens / REFERENCE_BATCH_TOKENS) ** (1 / 6)
 
 
-def _quickstart_size(
-    depth: int | None, horizon: Horizon, machine: Machine | None, *, vocab_size: int, seq_len: int
-) -> tuple[Shape, int]:
-    """Depth and width, and tokens a step: a power of two between 8 rows and 2^19."""
-    size = {"aspect": QUICKSTART_ASPECT, "head_dim": 64, "vocab_size": vocab_size, "seq_len": seq_len}
-    amount, rate = horizon.amount, _flops_per_second(machine)
-    if depth is not None:
-        shape = shape_for_depth(depth, **size)
-    else:
-        # A length in steps or tokens implies no compute. The shape is that for three minutes, on any machine.
-        total_flops = {"flops": amount, "seconds": amount * rate}.get(horizon.unit, 180.0 * ASSUMED_FLOPS_PER_SECOND)
-        shape = shape_for_compute(total_flops, tokens_per_param=QUICKSTART_TOKENS_PER_PARAM, **size)
-    if horizon.unit == "steps":
-        return shape, 2**13
+def _shape_for(horizon: Horizon, flops_per_second: float, size: dict[str, int]) -> Shape:
+    """Depth and width for the compute of the horizon, or of three minutes where it implies none (steps, tokens)."""
+    amount, assumed = horizon.amount, 180.0 * ASSUMED_FLOPS_PER_SECOND
+    total_flops = {"flops": amount, "seconds": amount * flops_per_second}.get(horizon.unit, assumed)
+    return shape_for_compute(total_flops, tokens_per_param=QUICKSTART_TOKENS_PER_PARAM, **size)
+
+
+def _step_tokens(shape: Shape, horizon: Horizon, flops_per_second: float, least: int) -> int:
+    """Tokens a step: a power of two between `least` and 2^19."""
     tokens = {
-        "tokens": amount,
-        "flops": amount / shape.flops_per_token,
-        "tokens_per_param": amount * shape.scaling_params,
-        "seconds": amount * rate / shape.flops_per_token,
+        "tokens": horizon.amount,
+        "flops": horizon.amount / shape.flops_per_token,
+        "tokens_per_param": horizon.amount * shape.scaling_params,
+        "seconds": horizon.amount * flops_per_second / shape.flops_per_token,
     }[horizon.unit]
     most = _step_tokens_per_root(shape.n_embd) * math.sqrt(tokens)
-    return shape, 2 ** math.floor(math.log2(min(max(most, 8 * seq_len), 2**19)))
+    return 2 ** math.floor(math.log2(min(max(most, least), 2**19)))
 
 
 def _step_tokens_per_root(n_embd: int) -> float:
