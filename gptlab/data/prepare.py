@@ -76,10 +76,7 @@ def prepare(data: DataConfig, tokenizer: TokenizerConfig, *, console: Console | 
         split=data.split, val_fraction=data.val_fraction,
     )  # fmt: skip
     if corpus.split != data.split and console is not None:
-        console.line(
-            f"split     tail: {corpus.name} is one document, so its last {data.val_fraction:.0%} validate "
-            "(hash needs two documents)"
-        )
+        console.line(_divided_document(corpus.name, data.val_fraction))
     source = corpus.fingerprint()
     encoder = _ready_tokenizer(tokenizer) or _trained_tokenizer(corpus, data, tokenizer, source, root, console)
     fingerprint = _fingerprint({**source, "tokenizer": encoder.fingerprint, "version": TOKENS_VERSION})
@@ -93,6 +90,10 @@ def prepare(data: DataConfig, tokenizer: TokenizerConfig, *, console: Console | 
         TokenSplit.open(folder, side, n_shards=counts[side]["shards"], n_bytes=counts[side]["bytes"]) for side in SIDES
     )
     return PreparedData(folder, encoder, train, val, fingerprint, corpus.split, statistics)
+
+
+def _divided_document(name: str, val_fraction: float) -> str:
+    return f"split     tail: {name} is one document, so its last {val_fraction:.0%} validate (hash needs two documents)"
 
 
 def _prepare_tokens(

@@ -86,11 +86,8 @@ class Shard:
             with open_plain(path) as file:
                 header, status = file.read(HEADER_BYTES), os.fstat(file.fileno())
             self._offset = 0 if raw else HEADER_BYTES
-            self.dtype = UINT16.dtype if raw else _dtype(path, header, status.st_size)
-            self._n_tokens, odd = divmod(status.st_size - self._offset, self.dtype.itemsize)
-            if odd:
-                size = f"tokens are two bytes each (uint16), and {status.st_size:,} bytes are odd"
-                raise UserError(f"{path} is not nanoGPT data: {size}")
+            self.dtype = _raw_dtype(path, status.st_size) if raw else _dtype(path, header, status.st_size)
+            self._n_tokens = (status.st_size - self._offset) // self.dtype.itemsize
             self.stamp = file_stamp(status)
             if Shard._n_open < Shard.KEPT_OPEN:
                 self._file = open_plain(path)
@@ -130,17 +127,33 @@ def _dtype(path: Path, header: bytes, n_bytes: int) -> np.dtype[Any]:
     magic, version, n_tokens = np.frombuffer(header[:12].ljust(12, b"\0"), dtype="<i4").tolist()
     kind = next((kind for kind in (UINT16, UINT32) if (kind.magic, kind.version) == (magic, version)), None)
     if kind is None:
-        raise UserError(
-            f"{path} is not a token shard: it begins with {magic}, version {version}, and llm.c's shards with "
-            f"{UINT16.magic}, version {UINT16.version} (uint16) or {UINT32.magic}, version {UINT32.version} (uint32); "
-            "name nanoGPT's train.bin by its folder"
-        )
+        raise UserError(_no_shard(path, magic, version))
     if n_bytes != HEADER_BYTES + n_tokens * kind.dtype.itemsize:
-        raise UserError(
-            f"{path} is damaged: its header says {n_tokens:,} tokens of {kind.dtype.itemsize} bytes, and after it are "
-            f"{max(0, n_bytes - HEADER_BYTES):,} bytes"
-        )
+        raise UserError(_wrong_size(path, kind, n_tokens, n_bytes))
     return kind.dtype
+
+
+def _no_shard(path: Path, magic: int, version: int) -> str:
+    return (
+        f"{path} is not a token shard: it begins with {magic}, version {version}, and llm.c's shards with "
+        f"{UINT16.magic}, version {UINT16.version} (uint16) or {UINT32.magic}, version {UINT32.version} (uint32); "
+        "name nanoGPT's train.bin by its folder"
+    )
+
+
+def _wrong_size(path: Path, kind: ShardKind, n_tokens: int, n_bytes: int) -> str:
+    return (
+        f"{path} is damaged: its header says {n_tokens:,} tokens of {kind.dtype.itemsize} bytes, and after it are "
+        f"{max(0, n_bytes - HEADER_BYTES):,} bytes"
+    )
+
+
+def _raw_dtype(path: Path, n_bytes: int) -> np.dtype[Any]:
+    """Of nanoGPT's tokens, which have no header. UserError for an odd number of bytes."""
+    if n_bytes % UINT16.dtype.itemsize:
+        size = f"tokens are two bytes each (uint16), and {n_bytes:,} bytes are odd"
+        raise UserError(f"{path} is not nanoGPT data: {size}")
+    return UINT16.dtype
 
 
 def file_stamp(status: os.stat_result) -> tuple[int, ...]:
