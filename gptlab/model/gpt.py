@@ -81,11 +81,8 @@ class Attention(nn.Module):
         self.qkv = Linear(config.n_embd, rows, bias=config.bias)
         self.out = Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.qk_norm = RMSNorm(config.rmsnorm_eps) if config.qk_norm else None
-        self.value_gate = (
-            Linear(min(GATE_CHANNELS, config.n_embd), self.n_kv_head, bias=False)
-            if config.has_value_embedding(layer)
-            else None
-        )
+        gated = config.has_value_embedding(layer)
+        self.value_gate = Linear(min(GATE_CHANNELS, config.n_embd), self.n_kv_head, bias=False) if gated else None
 
     def forward(
         self, x: Tensor, value: Tensor | None, rotary: tuple[Tensor, Tensor] | None, cache: KVCache | None

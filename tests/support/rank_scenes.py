@@ -86,7 +86,7 @@ def make_trouble(trouble: Mapping[str, Any]) -> None:
         take = provenance.take_code
         provenance.take_code = lambda folder: take(Path(trouble["code"]))
     if "kernels" in trouble:  # that could not be built
-        attention_kernel.attention_kernel_available = lambda: False
+        attention_kernel.load_attention_kernel = lambda: None
         ops.missing_kernels = lambda device, dtype: trouble["kernels"]
     if "backend" in trouble:  # of torch.compile
         torch.compile = functools.partial(torch.compile, backend=trouble["backend"])

@@ -18,7 +18,7 @@ _UNLIMITED = 2**62
 
 def attention_by_kernel(heads: Tensor, n_head: int, window: int | None) -> Tensor:
     """heads: (B, T, n_head + 2 n_kv_head, D), float32: queries, keys and values of each token. Each query sees itself
-    and the `window - 1` tokens before it (None: all). Returns (B, T, n_head, D). Needs `attention_kernel_available`.
+    and the `window - 1` tokens before it (None: all). Returns (B, T, n_head, D). Needs `load_attention_kernel`.
     """
     return _Attention.apply(heads, n_head, _UNLIMITED if window is None else window)
 
@@ -37,16 +37,15 @@ class _Attention(torch.autograd.Function):
 
 
 @functools.cache
-def attention_kernel_available() -> bool:
-    """Build or load the library; whether that succeeded."""
-    if not isinstance(kernel_library(), Library):
-        return False
-    torch.library.register_fake("gptlab::attention_forward", _forward_shapes)
-    torch.library.register_fake("gptlab::attention_backward", _backward_shapes)
-    # For torch's FlopCounterMode, with its convention for attention, which counts what causality hides.
-    register_flop_formula(torch.ops.gptlab.attention_forward)(_forward_flops)
-    register_flop_formula(torch.ops.gptlab.attention_backward)(_backward_flops)
-    return True
+def load_attention_kernel() -> Library | str | None:
+    """The library with this kernel, built if necessary; where there is none, why, as `kernel_library` says it."""
+    if isinstance(library := kernel_library(), Library):
+        torch.library.register_fake("gptlab::attention_forward", _forward_shapes)
+        torch.library.register_fake("gptlab::attention_backward", _backward_shapes)
+        # For torch's FlopCounterMode, with its convention for attention, which counts what causality hides.
+        register_flop_formula(torch.ops.gptlab.attention_forward)(_forward_flops)
+        register_flop_formula(torch.ops.gptlab.attention_backward)(_backward_flops)
+    return library
 
 
 def _forward_shapes(heads: Tensor, n_head: int, window: int) -> tuple[Tensor, Tensor]:

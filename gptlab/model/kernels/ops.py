@@ -10,6 +10,7 @@ Shapes: B sequences, T positions, H query heads, G key-value heads, D head width
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,9 @@ from torch import Tensor
 
 from gptlab.config.model import Activation
 from gptlab.model.attention import blocked_attention
+
+if TYPE_CHECKING:
+    from gptlab.model.kernels.library import Library
 
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "relu2": lambda x: F.relu(x).square(),
@@ -27,6 +31,8 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 _attention_kernel: Callable[[Tensor, int, int | None], Tensor] | None = None
 """The C++ kernel of this process, once `load_kernels` has loaded it. Not a cached function: torch.compile would trace
 the loading."""
+_library: Library | str | None = None
+"""What `load_kernels` found: the library of that kernel, or why there is none."""
 
 
 def attention(
@@ -69,22 +75,19 @@ def load_kernels(device: torch.device, dtype: torch.dtype) -> None:
 
     Call it before the model computes or is compiled. Where they cannot be built, PyTorch computes: `missing_kernels`.
     """
-    global _attention_kernel
+    global _attention_kernel, _library
     if suits_kernels(device, dtype):
-        from gptlab.model.kernels.attention_kernel import attention_by_kernel, attention_kernel_available
+        from gptlab.model.kernels.attention_kernel import attention_by_kernel, load_attention_kernel
 
-        _attention_kernel = attention_by_kernel if attention_kernel_available() else None
+        _library = load_attention_kernel()
+        _attention_kernel = None if isinstance(_library, str | None) else attention_by_kernel
 
 
 def missing_kernels(device: torch.device, dtype: torch.dtype) -> str | None:
     """A warning with the reason, if the C++ kernels suit but could not be built; otherwise None."""
-    if _attention_kernel is not None or not suits_kernels(device, dtype):
+    if not (suits_kernels(device, dtype) and isinstance(_library, str)):
         return None
-    from gptlab.model.kernels.library import kernel_library
-
-    if not isinstance(problem := kernel_library(), str):
-        return None
-    return f"attention is computed without gptlab's C++ kernel, which is slower: {problem}"
+    return f"attention is computed without gptlab's C++ kernel, which is slower: {_library}"
 
 
 def implementations(device: torch.device, dtype: torch.dtype) -> dict[str, str]:
@@ -94,12 +97,8 @@ def implementations(device: torch.device, dtype: torch.dtype) -> dict[str, str]:
     2026-11-22 may have recorded kernels. On a CPU, `vectors` is the instruction set of PyTorch's own kernels.
     """
     found = {"attention": "torch", "linear": "torch"}
-    if suits_kernels(device, dtype) and _attention_kernel is not None:
-        from gptlab.model.kernels.library import Library, kernel_library
-
-        library = kernel_library()
-        assert isinstance(library, Library)
-        found["attention"] = f"kernels {library.sha256}"
+    if suits_kernels(device, dtype) and not isinstance(_library, str | None):
+        found["attention"] = f"kernels {_library.sha256}"
     if device.type == "cpu":
         found["vectors"] = torch.backends.cpu.get_cpu_capability()
     return found

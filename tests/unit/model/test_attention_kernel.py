@@ -16,7 +16,8 @@ from torch import Tensor
 from gptlab.config.model import ModelConfig
 from gptlab.model.gpt import build_model
 from gptlab.model.kernels import ops
-from gptlab.model.kernels.attention_kernel import attention_by_kernel, attention_kernel_available
+from gptlab.model.kernels.attention_kernel import attention_by_kernel, load_attention_kernel
+from gptlab.model.kernels.library import Library
 from gptlab.runtime.hardware.device import compiler_available
 
 CPU = torch.device("cpu")
@@ -25,7 +26,7 @@ needs_compiler = pytest.mark.skipif(not compiler_available(CPU), reason="no C++ 
 
 @pytest.fixture(autouse=True)
 def _kernel() -> None:
-    attention_kernel_available()
+    load_attention_kernel()
 
 
 def brute_force(heads: Tensor, n_head: int, window: int | None) -> Tensor:
@@ -49,7 +50,7 @@ def both_ways(heads: Tensor, n_head: int, window: int | None, weight: Tensor) ->
 
 @needs_compiler
 def test_a_machine_that_compiles_has_the_kernel() -> None:
-    assert attention_kernel_available()
+    assert isinstance(load_attention_kernel(), Library)
 
 
 @needs_compiler

@@ -29,7 +29,7 @@ NOT_BIT_FOR_BIT = "close to, not bit for bit"
 @pytest.fixture
 def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Models are built as on a machine where the library cannot be."""
-    monkeypatch.setattr(attention_kernel, "attention_kernel_available", lambda: False)
+    monkeypatch.setattr(attention_kernel, "load_attention_kernel", lambda: None)
 
 
 def recorded(run: Path) -> dict[str, str]:

@@ -14,7 +14,7 @@ import gptlab
 from gptlab.config.model import ModelConfig
 from gptlab.model.gpt import build_model
 from gptlab.model.kernels import library, ops
-from gptlab.model.kernels.attention_kernel import attention_kernel_available
+from gptlab.model.kernels.attention_kernel import load_attention_kernel
 from gptlab.runtime.hardware.device import compiler_available, cxx_compiler
 
 CPU = torch.device("cpu")
@@ -118,7 +118,7 @@ def test_without_them_models_compute_all_the_same_and_say_why(tmp_path: Path, la
         for name in {"CXX", "TORCHINDUCTOR_CACHE_DIR"} - variables.keys():
             os.environ.pop(name, None)
         library.kernel_library.cache_clear()
-        attention_kernel_available.cache_clear()
+        load_attention_kernel.cache_clear()
         config = ModelConfig(n_layer=1, n_embd=16, n_head=1, seq_len=64, vocab_size=5)
         model = build_model(config, device=CPU, compute_dtype=torch.float32, seed=1)
         logits = model(torch.zeros(1, 64, dtype=torch.int64))
