@@ -1,0 +1,223 @@
+"""The sides of a comparison: runs found, grouped by what differs, and whether they can be compared at all."""
+
+from __future__ import annotations
+
+import glob
+import itertools
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from string import ascii_uppercase
+from typing import Any
+
+from gptlab.config.errors import UserError
+from gptlab.config.load import flatten
+from gptlab.lab.run_record import NOT_COMPARED, RunRecord, read_run
+
+Sides = Mapping[str, Sequence[RunRecord]]
+"""{name: its runs}. The first is the baseline."""
+
+_TEXT = ("data.source", "data.hub_files", "data.split", "data.val_fraction", "data.text_column")
+"""Fields that decide which text validates where `data.val_source` is not given."""
+_OWN_TEXT = ("data.val_source", "data.text_column")
+
+_FACTS = {
+    "code_fingerprint": "the code",
+    "implementations.attention": "the attention kernel",
+    "implementations.compile": "torch.compile",
+    "implementations.vectors": "the instruction set",
+    "device": "the device",
+    "device_name": "the device's name",
+    "threads": "the number of threads",
+    "dtype": "the dtype",
+    "world_size": "the number of processes",
+    "torch_version": "torch's version",
+    "own_parts": "a Python caller's own parts",
+    "data_fingerprint": "the data (its fingerprint covers training text, validation text and tokenizer)",
+}
+"""Facts of run.json by which runs may differ although their fields do not: {key: in words}."""
+
+
+@dataclass(frozen=True, slots=True)
+class FieldDifference:
+    name: str
+    values: Mapping[str, Sequence[Any]]
+    """{side: its distinct values}."""
+
+
+def find_runs(words: Iterable[str]) -> list[RunRecord]:
+    """The runs that run folders, folders of runs, and patterns (`runs/base-*`) name, each once. UserError where one
+    names none, or a run is damaged."""
+    found: dict[Path, RunRecord] = {}
+    for word in words:
+        folders = [Path(word)] if Path(word).exists() else [Path(name) for name in sorted(glob.glob(word))]
+        if len(folders) == 1 and not _is_run(folders[0]) and folders[0].is_dir():
+            folders = sorted(folder for folder in folders[0].iterdir())
+        runs = [folder for folder in folders if _is_run(folder)]
+        if not runs:
+            raise UserError(f"there is no run in {word}: name run folders, folders of runs, or a pattern of them")
+        for folder in runs:
+            if (key := folder.resolve()) not in found:
+                found[key] = read_run(folder)
+    return list(found.values())
+
+
+def _is_run(folder: Path) -> bool:
+    return (folder / "config.json").is_file()
+
+
+def group_by_seed(runs: Sequence[RunRecord]) -> dict[str, list[RunRecord]]:
+    """Runs that differ by seed alone, together, as A, B, ... in the order of their first runs. UserError for fewer than
+    two groups."""
+    groups = _grouped(runs, lambda run: [(name, run.fields[name]) for name in run.fields if name not in NOT_COMPARED])
+    if len(groups) < 2:
+        raise UserError(
+            f"{_count(runs)} that differ by seed alone: name runs with another field too, or two sides with --a and --b"
+        )
+    return dict(zip(_names(), groups.values(), strict=False))
+
+
+def _names() -> Iterator[str]:
+    """A to Z, AA to ZZ, ..."""
+    for length in itertools.count(1):
+        yield from map("".join, itertools.product(ascii_uppercase, repeat=length))
+
+
+def field_differences(sides: Sides) -> list[FieldDifference]:
+    """The fields that differ between the sides, in the order of config.json; the folder and the seed never do."""
+    names = dict.fromkeys(name for run in _all(sides) for name in run.fields if name not in NOT_COMPARED)
+    found = []
+    for name in names:
+        values = {side: _distinct(run.fields.get(name) for run in runs) for side, runs in sides.items()}
+        if len({_text(sorted(map(_text, own))) for own in values.values()}) > 1:
+            found.append(FieldDifference(name, values))
+    return found
+
+
+def require_comparable(sides: Sides) -> None:
+    """UserError unless every side has runs, no run is on two of them, and all have validated on the same text.
+
+    Bits per byte are comparable between tokenizers. As run.json has one fingerprint for training text, validation text
+    and tokenizer, two runs with different ones must have what explains the difference among their fields, and the same
+    fields for the validation text.
+    """
+    if len(sides) < 2 or not all(sides.values()):
+        raise UserError("a comparison needs two sides with at least one run each")
+    side_of: dict[str, str] = {}
+    for side, runs in sides.items():
+        for run in runs:
+            if side_of.setdefault(_identity(run), side) != side:
+                raise UserError(f"{run.path} is on two sides, {side_of[_identity(run)]} and {side}")
+    first, *others = _all(sides)
+    for run in (first, *others):
+        if not len(run.curve):
+            raise UserError(f"{run.path} has no validation to compare (its status is {run.status})")
+    for run in others:
+        if reason := _other_text(first, run):
+            raise UserError(f"{first.path} and {run.path} cannot be compared: {reason}")
+
+
+def _identity(run: RunRecord) -> str:
+    return str(run.provenance.get("run_id") or run.path.resolve())
+
+
+def _other_text(a: RunRecord, b: RunRecord) -> str | None:
+    """Why two runs may have validated on different text; None where they have not."""
+    tokens = [run.fields.get("eval.tokens") for run in (a, b)]
+    if tokens[0] != tokens[1]:
+        return f"eval.tokens, of which they validate, is {tokens[0]} and {tokens[1]}"
+    data, tokenizers = ([run.provenance.get(f"{what}_fingerprint") for run in (a, b)] for what in ("data", "tokenizer"))
+    if None not in data and data[0] == data[1]:
+        return None
+    for name in _OWN_TEXT if a.fields.get("data.val_source") else _TEXT:
+        values = [run.fields.get(name) for run in (a, b)]
+        if values[0] != values[1]:
+            return f"their validation text differs: {name} is {_text(values[0])} and {_text(values[1])}"
+    same_tokenizer = None not in tokenizers and tokenizers[0] == tokenizers[1]
+    if tokens[0] is not None and not same_tokenizer:
+        return f"their tokenizers differ, so that eval.tokens = {tokens[0]} is not the same text"
+    explained = not same_tokenizer or any(a.fields.get(name) != b.fields.get(name) for name in ("data.rows", *_TEXT))
+    if None not in data and not explained:
+        return "they have the same fields and tokenizer, but other data (data_fingerprint in run.json)"
+    return None
+
+
+def warnings_of(sides: Sides) -> list[str]:
+    """What else than the fields may make the difference, one line each."""
+    return [*_about_runs(sides), *_about_repetitions(sides), *_about_facts(sides)]
+
+
+def _about_runs(sides: Sides) -> Iterator[str]:
+    for run in _all(sides):
+        if not run.provenance:
+            yield f"{run.path} has no run.json that can be read: its code, machine, data and status are unknown"
+        elif run.status != "finished":
+            last = run.curve.at["steps"][-1]
+            yield f"{run.path} has not finished (its status is {run.status}): it last validated at step {last:,.0f}"
+        if run.provenance.get("config_changes"):
+            yield f"{run.path} has another length than it started with: it followed two schedules, one after the other"
+
+
+def _about_repetitions(sides: Sides) -> Iterator[str]:
+    """Runs of one side and size that differ by more than the seed, or not even by that."""
+    for side, runs in sides.items():
+        for same_size in _grouped(runs, size_of).values():
+            names = dict.fromkeys(name for run in same_size for name in run.fields if name not in NOT_COMPARED)
+            mixed = [name for name in names if len(_distinct(run.fields.get(name) for run in same_size)) > 1]
+            if mixed:
+                yield f"the runs of {side} differ by more than their seed: in {', '.join(mixed)}"
+            for same in _grouped(same_size, lambda run: run.seed).values():
+                if len(same) > 1:
+                    yield f"{side}: {_count(same)} have seed {same[0].seed}; their mean counts as one value"
+
+
+def size_of(run: RunRecord) -> tuple[Any, Any]:
+    """(layers, width), by which the sizes of a ladder differ."""
+    return run.fields.get("model.n_layer"), run.fields.get("model.n_embd")
+
+
+def _about_facts(sides: Sides) -> Iterator[str]:
+    for key, words in _FACTS.items():
+        values = {side: _distinct(_recorded(run, key) for run in runs) for side, runs in sides.items()}
+        mixed = [side for side, own in values.items() if len(own) > 1]
+        if mixed or len({_text(own) for own in values.values()}) > 1:
+            where = f"within {', '.join(mixed)}" if mixed else "between the sides"
+            listed = "; ".join(f"{side} {', '.join(map(_short, own))}" for side, own in values.items())
+            yield f"{words} differs {where}: {listed}"
+
+
+def _recorded(run: RunRecord, key: str) -> Any:
+    """A fact of run.json, with those of the processes that resumed the run where they differ; None if unknown."""
+    resumes = run.provenance.get("resumes")
+    starts = [run.provenance, *(one for one in (resumes if isinstance(resumes, list) else []) if isinstance(one, dict))]
+    values = _distinct(facts[key] for facts in map(flatten, starts) if key in facts)
+    return values if len(values) > 1 else next(iter(values), None)
+
+
+def _short(value: Any) -> str:
+    text = value if isinstance(value, str) else _text(value)
+    return "unknown" if value is None else text[:12]
+
+
+def _distinct(values: Iterable[Any]) -> list[Any]:
+    return list({_text(value): value for value in values}.values())
+
+
+def _grouped(runs: Iterable[RunRecord], key: Callable[[RunRecord], Any]) -> dict[str, list[RunRecord]]:
+    groups: dict[str, list[RunRecord]] = {}
+    for run in runs:
+        groups.setdefault(_text(key(run)), []).append(run)
+    return groups
+
+
+def _all(sides: Sides) -> list[RunRecord]:
+    return [run for runs in sides.values() for run in runs]
+
+
+def _count(runs: Sequence[RunRecord]) -> str:
+    return f"{len(runs)} run{'s' * (len(runs) != 1)}"
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, sort_keys=True)
