@@ -1,0 +1,43 @@
+"""`python -m gptlab.app.answers RUN`: a trained run answers the judge, tokens in and logits out (`lab/judge/protocol`).
+
+It runs the candidate's code, in a process of its own. It sees the run's weights, configuration and tokenizer, and the
+tokens that it is asked about.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from gptlab.app.loaded_run import load_run
+from gptlab.lab.judge.protocol import serve
+from gptlab.model.gpt import build_model
+from gptlab.runtime.records.console import Console
+
+
+def main(run: str) -> None:
+    """Answer until the input ends. UserError where the run cannot be loaded."""
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what any code prints is no answer
+    loaded = load_run(run, console=Console(stream=sys.stderr))
+
+    @torch.no_grad()
+    def answer(tokens: NDArray[np.int32]) -> NDArray[np.float32]:
+        rows = torch.from_numpy(tokens.astype(np.int64)).to(loaded.device)
+        return loaded.model(rows).float().cpu().numpy()
+
+    def initial(seed: int) -> Iterator[tuple[str, NDArray[np.float32]]]:
+        model = build_model(loaded.config.model, device=torch.device("cpu"), compute_dtype=torch.float32, seed=seed)
+        for name, values in model.named_parameters():
+            yield name, values.detach().numpy()
+
+    serve(sys.stdin.buffer, answers, answer, initial)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

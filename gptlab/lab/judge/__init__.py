@@ -1,0 +1,1 @@
+"""The judge of experiments: candidates run in processes of their own, answer tokens with logits, and are audited."""

@@ -1,0 +1,226 @@
+"""A candidate's process under limits: what it used, and what it left behind. `guard.py` does the work."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from gptlab.config.errors import UserError, cannot
+from gptlab.lab.judge.rules import Broken, Rule
+
+GUARD = Path(__file__).with_name("guard.py")
+GUARD_SECONDS = 30.0
+"""How much longer than its limit a guard is waited for: it kills for 10 s at most."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """For a process with all of its descendants."""
+
+    wall_seconds: float
+    cpu_seconds: float
+    memory_bytes: int
+    """Resident; what several processes share counts once."""
+    output_bytes: int = 2**32
+    """Of one file, and of everything below `writable` together."""
+    processes: int = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """How a supervised process ended."""
+
+    exit_code: int
+    """Negative: the signal that ended it."""
+    wall_seconds: float
+    cpu_seconds: float
+    """Of the process and all of its descendants."""
+    peak_bytes: int
+    output_bytes: int
+    """By which what is below `writable` grew."""
+    broken: str | None
+    """The field of Limits for which it was killed."""
+    left: tuple[str, ...]
+    """Processes that were still there a second after it had ended, each as `PID: COMMAND`. They were killed."""
+    opened: tuple[str, ...]
+    """Hidden files that were opened. Unknown (empty) without namespaces."""
+    isolated: bool
+    """Whether it had namespaces of its own."""
+
+    @property
+    def timed_out(self) -> bool:
+        return self.broken in ("wall_seconds", "cpu_seconds")
+
+    @property
+    def out_of_memory(self) -> bool:
+        return self.broken == "memory_bytes"
+
+    def require_lawful(self, what: str) -> None:
+        """Broken for a limit that was exceeded, a process left behind, a hidden file opened. `what` ran, in words."""
+        if self.broken is not None:
+            rule, amount = _LIMIT_RULES[self.broken]
+            raise Broken(rule, f"{what} was stopped: {amount}")
+        if self.opened:
+            raise Broken("private-files", f"{what} opened {', '.join(self.opened)}")
+        if self.left:
+            raise Broken("left-behind", f"{what} left {len(self.left)} running: {', '.join(self.left)}")
+
+
+_LIMIT_RULES: Mapping[str, tuple[Rule, str]] = {
+    "wall_seconds": ("wall-clock", "it took longer than its limit"),
+    "cpu_seconds": ("cpu-time", "it used more CPU seconds than its limit"),
+    "memory_bytes": ("memory", "it used more memory than its limit"),
+    "output_bytes": ("output-size", "it wrote more than its limit"),
+    "processes": ("processes", "it had more processes than its limit"),
+}
+
+
+def supervise(
+    argv: Sequence[str | Path],
+    *,
+    cwd: Path,
+    environment: Mapping[str, str],
+    limits: Limits,
+    log: Path,
+    hidden: Iterable[Path] = (),
+    readable: Iterable[Path] = (),
+    writable: Iterable[Path] = (),
+    isolate: bool | None = None,
+) -> Finished:
+    """Run `argv` to its end with its output appended to `log`. Afterwards none of its processes is left.
+
+    In namespaces (`isolate`; None: where the kernel allows them) there is no network, the file system is read-only
+    except for `writable`, TMPDIR and /dev/shm (both empty, and gone afterwards), and `hidden` folders hold empty files
+    with the names of theirs. `readable` and `writable` are seen even inside of `hidden`. All paths must exist.
+    UserError where the process cannot be started.
+    """
+    with cannot(f"write {log}"), log.open("ab") as output, start(
+        argv, cwd=cwd, environment=environment, limits=limits, hidden=hidden, readable=readable, writable=writable,
+        isolate=isolate, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+    ) as running:  # fmt: skip
+        return running.finish()
+
+
+class Supervised:
+    """A supervised process that runs."""
+
+    def __init__(self, guard: subprocess.Popen[bytes], report: int, life: int, wall_seconds: float) -> None:
+        self._guard, self._report, self._life, self._wall_seconds = guard, report, life, wall_seconds
+        self._finished: Finished | None = None
+
+    @property
+    def stdin(self) -> IO[bytes]:
+        assert self._guard.stdin is not None
+        return self._guard.stdin
+
+    @property
+    def stdout(self) -> IO[bytes]:
+        assert self._guard.stdout is not None
+        return self._guard.stdout
+
+    def stop(self) -> None:
+        """Have it killed with all of its descendants."""
+        if self._life >= 0:
+            os.close(self._life)
+            self._life = -1
+
+    def finish(self) -> Finished:
+        """Wait for its end. UserError where the guard itself failed."""
+        if self._finished is None:
+            try:
+                self._guard.wait(self._wall_seconds + GUARD_SECONDS)
+            except subprocess.TimeoutExpired:
+                self._guard.kill()
+                self._guard.wait()
+            with open(self._report, "rb", closefd=False) as file:
+                found = _report_of(file.read())
+            if found is None or "error" in found:
+                reason = f"exit code {self._guard.returncode}" if found is None else found["error"]
+                raise UserError(f"cannot supervise a process: its guard failed ({reason})")
+            self._finished = Finished(**{**found, "left": tuple(found["left"]), "opened": tuple(found["opened"])})
+        return self._finished
+
+
+def _report_of(text: bytes) -> dict[str, Any] | None:
+    try:
+        return dict(json.loads(text))
+    except ValueError:
+        return None
+
+
+@contextmanager
+def start(
+    argv: Sequence[str | Path],
+    *,
+    cwd: Path,
+    environment: Mapping[str, str],
+    limits: Limits,
+    hidden: Iterable[Path] = (),
+    readable: Iterable[Path] = (),
+    writable: Iterable[Path] = (),
+    isolate: bool | None = None,
+    stdin: int | IO[bytes] = subprocess.PIPE,
+    stdout: int | IO[bytes] = subprocess.PIPE,
+    stderr: int | IO[bytes] = subprocess.DEVNULL,
+) -> Iterator[Supervised]:
+    """The same as `supervise`, within the context, with pipes. At the end of the context it is killed if it runs."""
+    isolate = why_not_isolated() is None if isolate is None else isolate
+    with tempfile.TemporaryDirectory(prefix="gptlab-judge-") as temporary:
+        spec = {
+            "argv": [str(word) for word in argv],
+            "cwd": str(cwd.resolve()),
+            "environment": {**environment, "TMPDIR": temporary},
+            "limits": asdict(limits),
+            "output_bytes": limits.output_bytes,
+            "hidden": [str(path.resolve()) for path in hidden],
+            "readable": [str(path.resolve()) for path in readable],
+            "writable": [str(path.resolve()) for path in writable],
+            "temporary": temporary,
+            "isolate": isolate,
+        }
+        report, report_end = os.pipe()
+        life_end, life = os.pipe()
+        command = [sys.executable, "-I", "-S", "-B", str(GUARD), json.dumps(spec), str(report_end), str(life_end)]
+        try:
+            guard = subprocess.Popen(
+                command, stdin=stdin, stdout=stdout, stderr=stderr, pass_fds=(report_end, life_end), close_fds=True,
+                start_new_session=True, bufsize=0,
+            )  # fmt: skip
+        finally:
+            os.close(report_end)
+            os.close(life_end)
+        running = Supervised(guard, report, life, limits.wall_seconds)
+        try:
+            with guard:
+                try:
+                    yield running
+                finally:
+                    running.stop()
+                    running.finish()
+        finally:
+            os.close(report)
+
+
+@functools.cache
+def why_not_isolated() -> str | None:
+    """None where an unprivileged process can have namespaces of its own here; otherwise why not. Tried once, with all
+    that a candidate's process needs."""
+    limits = Limits(wall_seconds=10, cpu_seconds=10, memory_bytes=2**30)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            started = start([sys.executable, "-I", "-S", "-c", ""], cwd=Path(folder), environment={}, limits=limits,
+                            hidden=[Path(folder)], readable=[Path(folder)], isolate=True)  # fmt: skip
+            with started as running:
+                code = running.finish().exit_code
+                return None if code == 0 else f"exit code {code}"
+    except (UserError, OSError) as error:
+        return str(error)

@@ -1,0 +1,201 @@
+"""Which code and which fields a proposal may change.
+
+Code: `config/`, `model/`, `optim/` and `training/`, except for what saves and reports. These rules are no wall (changed
+code can replace any function at run time, in its own process); they keep the meaning of every number that is recorded,
+keep weights from coming with the code, and make a proposal readable as a diff. The judge does not run this code.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import io
+import os
+import stat
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from gptlab.config.errors import UserError, cannot
+from gptlab.lab.judge.rules import Broken
+
+PROTECTED = {
+    "__init__.py": "what is imported first",
+    "__main__.py": "what is imported first",
+    "app/": "how a run is put together, and how it answers the judge",
+    "bench/": "how fast a step is",
+    "cli/": "which commands there are",
+    "data/": "which text trains and validates, its tokens, their bytes and their order",
+    "eval/": "how a model is scored",
+    "lab/": "the judge",
+    "runtime/": "clock, records, files, devices and random generators",
+    "training/checkpoint/": "which weights are saved",
+    "training/recorder.py": "what a run reports",
+}
+"""{path below gptlab/: what it decides, which is the same for both sides of a comparison}."""
+
+FIXED_FIELDS = {
+    "recipe": "it names the baseline",
+    "recipe_arguments": "they size the baseline",
+    "run_dir": "the lab keeps the runs",
+    "seed": "both sides share it",
+    "init_from": "every run begins with weights that its seed draws",
+    "data.": "both sides read the same text in the same order",
+    "tokenizer.": "bits per byte count its bytes",
+    "eval.": "the judge evaluates",
+    "sample.": "samples take time and change nothing",
+    "horizon.": "the lab makes time equal",
+    "checkpoint.": "the lab decides what is saved and judged",
+    "parallel.": "the lab decides how many processes train",
+    "model.seq_len": "both sides see the same context",
+    "model.vocab_size": "it is the tokenizer's",
+    "runtime.device": "both sides run on the same device",
+    "runtime.threads": "both sides have the same threads",
+    "runtime.log_every_steps": "the lab reads the log",
+    "runtime.max_loss": "it decides which run fails",
+    "runtime.process_timeout_seconds": "the lab limits time",
+}
+"""{field, or section with its dot: why a proposal cannot change it}."""
+
+SOURCES = (".py", ".cpp", ".h")
+MAX_FILE_BYTES = 200_000
+"""Ten times the longest source of the package."""
+MAX_ADDED_BYTES = 16_384
+"""Of all added lines together, compressed, which bounds the information in them whatever its form: 1,200 lines of
+ordinary code (gptlab's own take 12 to 15 bytes a line), and the weights of no model that is worth training."""
+MAX_LITERAL_CHARACTERS = 1_000
+"""Of a string or of a number, docstrings apart: gptlab's longest is a text of 707."""
+MAX_LITERAL_ITEMS = 128
+"""Constants in one list, tuple, set, dictionary or call: gptlab's longest is a table of 118."""
+
+
+@dataclass(frozen=True, slots=True)
+class TreeChange:
+    """A changed package that keeps the rules, as it was when it was read."""
+
+    files: Mapping[str, bytes]
+    """{path below gptlab/: content} of the whole package."""
+    changed: tuple[str, ...]
+    """Paths that were changed, added or removed, sorted."""
+    patch: str
+    """A unified diff that `git apply` takes, with paths from the folder that holds gptlab/."""
+
+    def write(self, folder: Path) -> None:
+        """Write the package as `folder`/gptlab, which must not exist: what was checked, whatever its source has become.
+        UserError where the disk refuses."""
+        for name, content in self.files.items():
+            path = folder / "gptlab" / name
+            with cannot(f"write {path}"):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with path.open("xb") as file:
+                    file.write(content)
+
+
+def check_tree(base: Path, changed: Path) -> TreeChange:
+    """The change from the package in `base`/gptlab to that in `changed`/gptlab. Nothing beside gptlab/ is taken.
+
+    Broken (tree, protected, shipped-data) for one that a proposal may not make; UserError where `base` cannot be read.
+    """
+    try:
+        before = read_package(base)
+    except Broken as broken:
+        raise UserError(f"the baseline's code in {base} cannot be used: {broken.what}") from None
+    after = read_package(changed)
+    names = sorted(name for name in {*before, *after} if before.get(name) != after.get(name))
+    for name in names:
+        for part, why in PROTECTED.items():
+            if name == part or (part.endswith("/") and name.startswith(part)):
+                raise Broken("protected", f"gptlab/{name} was changed: gptlab/{part} decides {why}")
+    for name in names:
+        if name in after:
+            _check_source(name, after[name], before.get(name, b""))
+    patch = "".join(_diff(name, before.get(name), after.get(name)) for name in names)
+    added = "".join(line[1:] for line in _lines(patch) if line[0] == "+" and line[:4] != "+++ ")
+    if (size := len(zlib.compress(added.encode(), 9))) > MAX_ADDED_BYTES:
+        raise Broken("shipped-data", f"the added lines are {size:,} bytes compressed, more than {MAX_ADDED_BYTES:,}")
+    return TreeChange(after, tuple(names), patch)
+
+
+def check_fields(names: Iterable[str]) -> None:
+    """Broken (field) if a proposal may not change one of these fields, given by their dotted names."""
+    for name in names:
+        for fixed, why in FIXED_FIELDS.items():
+            if name == fixed or (fixed.endswith(".") and name.startswith(fixed)):
+                raise Broken("field", f"{name} cannot be changed: {why}")
+
+
+def read_package(tree: Path) -> dict[str, bytes]:
+    """{path below gptlab/: content} of `tree`/gptlab without its byte code. Broken (tree) for links, special files and
+    a folder that is no package."""
+    root = tree / "gptlab"
+    if root.is_symlink() or not (root / "__init__.py").is_file():
+        raise Broken("tree", f"{tree} holds no package gptlab")
+    found: dict[str, bytes] = {}
+    for folder, folders, files in os.walk(root):
+        folders[:] = sorted(name for name in folders if name != "__pycache__")
+        for path in (Path(folder, name) for name in (*folders, *sorted(files))):
+            name, status = path.relative_to(root).as_posix(), path.lstat()
+            if stat.S_ISDIR(status.st_mode):
+                continue
+            if not stat.S_ISREG(status.st_mode):
+                raise Broken("tree", f"gptlab/{name} is a link or no plain file")
+            if status.st_size > MAX_FILE_BYTES and name.endswith(SOURCES):
+                raise Broken("shipped-data", f"gptlab/{name} has {status.st_size:,} bytes")
+            with cannot(f"read {path}"):
+                found[name] = path.read_bytes()
+    return found
+
+
+def _check_source(name: str, content: bytes, before: bytes) -> None:
+    if not name.endswith(SOURCES):
+        raise Broken("shipped-data", f"gptlab/{name} is no source file ({', '.join(SOURCES)})")
+    try:
+        text = content.decode()
+        if not name.endswith(".py"):
+            return
+        tree, own = ast.parse(text), set(map(ast.dump, _literals(ast.parse(before))))
+    except (SyntaxError, ValueError, RecursionError) as error:
+        raise Broken("tree", f"gptlab/{name} is not Python: {error}") from None
+    for node in _literals(tree):
+        if (why := _too_large(node)) is not None and ast.dump(node) not in own:
+            raise Broken("shipped-data", f"gptlab/{name} line {node.lineno} has {why}")
+
+
+def _literals(tree: ast.AST) -> Iterator[ast.expr]:
+    """Constants and displays of them, docstrings left out."""
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    kinds = (ast.Constant, ast.List, ast.Tuple, ast.Set, ast.Dict, ast.Call, ast.BinOp, ast.JoinedStr)
+    return (node for node in ast.walk(tree) if isinstance(node, kinds) and id(node) not in docstrings)
+
+
+def _too_large(node: ast.expr) -> str | None:
+    if isinstance(node, ast.Constant):
+        # An integer by its bits, since Python refuses to write down more than 4,300 digits.
+        value, characters = node.value, 0
+        if isinstance(value, str | bytes):
+            characters = len(value)
+        elif isinstance(value, int):
+            characters = value.bit_length() // 3
+        return f"a literal of {characters:,} characters" if characters > MAX_LITERAL_CHARACTERS else None
+    items = sum(isinstance(one, ast.Constant) for one in ast.walk(node))
+    return f"an expression of {items:,} constants" if items > MAX_LITERAL_ITEMS else None
+
+
+def _lines(text: str) -> list[str]:
+    """With their ends; only a line feed ends a line, as for git."""
+    return io.StringIO(text, newline="\n").readlines()
+
+
+def _diff(name: str, before: bytes | None, after: bytes | None) -> str:
+    """In the form that `git apply` takes. A file that is not UTF-8 cannot be changed, only removed: it is named."""
+    try:
+        old, new = (_lines((content or b"").decode()) for content in (before, after))
+    except UnicodeDecodeError:
+        return f"Binary files a/gptlab/{name} and /dev/null differ\n"
+    sides = (
+        "/dev/null" if before is None else f"a/gptlab/{name}",
+        "/dev/null" if after is None else f"b/gptlab/{name}",
+    )
+    lines = difflib.unified_diff(old, new, *sides)
+    return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
