@@ -14,7 +14,7 @@ from gptlab.lab.sides import FieldDifference, Sides, field_differences, require_
 from gptlab.lab.statistics import MAX_SEEDS, Difference, holm
 from gptlab.runtime.records.table import table
 
-_NAMES = {"steps": "steps", "tokens": "tokens", "seconds": "seconds", "flops": "FLOPs", "end": "their ends"}
+NAMES = {"steps": "steps", "tokens": "tokens", "seconds": "seconds", "flops": "FLOPs", "end": "their ends"}
 MAX_VALUE_CHARACTERS = 24
 MAX_SIDE_CHARACTERS = 9
 """Longer names of sides are not the headings of columns, which 80 characters have to hold."""
@@ -60,7 +60,7 @@ def sentence(contrast: Contrast) -> str:
     row, name, base = contrast.judged, contrast.candidate, contrast.baseline
     found, verdict = row.difference, contrast.verdict
     size = f"{contrast.size}: " if contrast.size else ""
-    where = "at the end" if row.at == END else f"at equal {_NAMES[row.at]}"
+    where = "at the end" if row.at == END else f"at equal {NAMES[row.at]}"
     if found is None:
         return f"{size}{name} against {base} is unknown {where}: {row.unknown}"
     if verdict == "broken":
@@ -133,10 +133,10 @@ def _rows_text(contrast: Contrast) -> str:
         lines.insert(
             0, f"{contrast.candidate} against {contrast.baseline}{f', {contrast.size}' if contrast.size else ''}"
         )
-    lines += [f"{_NAMES[row.at]}: ? since {row.unknown}" for row in contrast.rows if row.unknown]
+    lines += [f"{NAMES[row.at]}: ? since {row.unknown}" for row in contrast.rows if row.unknown]
     before: dict[tuple[str, ...], list[str]] = {}
     for row in contrast.rows:
-        before.setdefault(row.before_end, []).append(_NAMES[row.at])
+        before.setdefault(row.before_end, []).append(NAMES[row.at])
     lines += [
         f"{', '.join(axes)}: runs of {' and '.join(sides)} train beyond this, so their learning rate had not decayed"
         for sides, axes in before.items()
@@ -148,11 +148,11 @@ def _rows_text(contrast: Contrast) -> str:
 def _row_text(row: Row) -> tuple[str, ...]:
     amount = "" if row.at == END else "?" if row.amount is None else _amount_text(row.at, row.amount)
     if row.difference is None:
-        return _NAMES[row.at], amount, "?", "?", "?", "?"
+        return NAMES[row.at], amount, "?", "?", "?", "?"
     means = (f"{mean:.4f}" if math.isfinite(mean) else "broken" for mean in (row.baseline_bpb, row.candidate_bpb))
     found = row.difference
     difference = f"{_signed(found)} ± {_width(found)}" if math.isfinite(found.mean) else "?"
-    return _NAMES[row.at], amount, *means, difference, _p_text(found.p_value)
+    return NAMES[row.at], amount, *means, difference, _p_text(found.p_value)
 
 
 def _amount_text(at: At, amount: float) -> str:

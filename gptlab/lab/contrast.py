@@ -56,6 +56,8 @@ class Contrast:
     candidate: str
     size: str | None
     """Layers and width, where the sides have several sizes."""
+    baseline_runs: Runs
+    candidate_runs: Runs
     rows: Sequence[Row]
     judged: Row
     """The one of `rows` that the verdict is of."""
@@ -115,7 +117,8 @@ def contrasts_of(baseline: Side, candidate: Side, at: At) -> list[Contrast]:
         rows = {where: _row(where, (baseline[0], a), (candidate[0], b)) for where in (*AXES, END)}
         found.append(
             Contrast(
-                baseline=baseline[0], candidate=candidate[0], size=size, rows=[*rows.values()], judged=rows[at]
+                baseline=baseline[0], candidate=candidate[0], size=size, baseline_runs=a, candidate_runs=b,
+                rows=[*rows.values()], judged=rows[at],
             )
         )  # fmt: skip
     return found
@@ -131,11 +134,14 @@ def _sizes(runs: Runs) -> dict[str, list[RunRecord]]:
 
 
 def _row(at: At, baseline: Side, candidate: Side) -> Row:
+    amount, unknown = _largest_amount(at, [run for run in (*baseline[1], *candidate[1]) if not is_broken(run)])
+    return row_at(at, amount, baseline, candidate) if unknown is None else Row(at=at, amount=amount, unknown=unknown)
+
+
+def row_at(at: At, amount: float | None, baseline: Side, candidate: Side) -> Row:
+    """Of sides of which all runs that are not broken have validated before `amount` and after it, or at it."""
     runs = (*baseline[1], *candidate[1])
-    amount, unknown = _largest_amount(at, [run for run in runs if not is_broken(run)])
-    if unknown is not None:
-        return Row(at=at, amount=amount, unknown=unknown)
-    values = {run.path: _bpb(run, at, amount) for run in runs}
+    values = {run.path: bpb_at(run, at, amount) for run in runs}
     a, b = (_by_seed(side, values) for _, side in (baseline, candidate))
     common = sorted(a.keys() & b.keys())
     if _are_paired(len(a), len(b), len(common)):
@@ -185,7 +191,7 @@ def _by_seed(runs: Runs, values: Mapping[Path, float]) -> dict[int, float]:
     return {seed: float(np.mean(own)) for seed, own in seeds.items()}
 
 
-def _bpb(run: RunRecord, at: At, amount: float | None) -> float:
+def bpb_at(run: RunRecord, at: At, amount: float | None) -> float:
     """Infinite where it is broken.
 
     Within one step of the run's last validation, that is the value: a run of 180 seconds ends with the first step
@@ -246,7 +252,7 @@ Ends = dict[int, tuple[float, float]]
 def _ends(runs: Runs) -> Ends:
     finished = [run for run in runs if run.status == "finished" or is_broken(run)]
     flops = _by_seed(finished, {run.path: float(run.curve.at["flops"][-1]) for run in finished})
-    bpb = _by_seed(finished, {run.path: _bpb(run, END, None) for run in finished})
+    bpb = _by_seed(finished, {run.path: bpb_at(run, END, None) for run in finished})
     return {seed: (flops[seed], bpb[seed]) for seed in flops}
 
 

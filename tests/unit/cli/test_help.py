@@ -20,7 +20,7 @@ from gptlab.config.recipes import RECIPES
 ROOT = Path(__file__).parents[3]
 
 LEAVES = [
-    ["train"], ["plan"], ["eval"], ["sample"], ["export"], ["bench"],
+    ["train"], ["plan"], ["eval"], ["sample"], ["compare"], ["export"], ["bench"],
     ["data", "list"], ["data", "prepare"], ["data", "inspect"], ["tokenizer", "train"], ["tokenizer", "eval"],
     ["import", "hf"], ["import", "nanogpt"],
 ]  # fmt: skip
@@ -85,7 +85,7 @@ def shown(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 def test_help_names_every_argument_with_its_default(leaf: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     out = shown(capsys, *leaf, "--help-all" if leaf[0] in OF_RUNS else "--help")
     assert f"usage: gptlab {' '.join(leaf)}" in out
-    assert re.search(r"--[\w.-]+ \S+ \[\S+\]", out) or leaf == ["data", "list"] or leaf[0] == "import"
+    assert re.search(r"--[\w.-]+ \S+ \[\S+\]", out) or leaf == ["data", "list"] or leaf[0] in ("import", "compare")
     for unit in UNITS.get(leaf[0], ()):
         assert unit in " ".join(out.split()), f"{leaf[0]} --help does not name {unit}"
 

@@ -1,0 +1,69 @@
+"""`gptlab compare RUN RUN ...`: which runs are better, by how much, and whether that may be noise."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from gptlab.cli.arguments.parser import Positional, parse
+from gptlab.config.errors import UserError, cannot, checked_dataclass
+from gptlab.lab.run_record import Axis
+from gptlab.runtime.files.plain_file import to_json
+
+DESCRIPTION = """\
+Compare runs by validation bits per byte: at equal steps, tokens, seconds and FLOPs, with 95% intervals and p-values \
+over seeds. Runs that differ by seed alone are one side, and the first side is the baseline."""
+
+
+@checked_dataclass("--")
+class CompareArguments:
+    runs: Positional[tuple[str, ...]] = ()
+    """Run folders, folders of runs, or quoted patterns ('runs/new-*'), to be grouped by their fields."""
+    a: tuple[str, ...] = ()
+    """The baseline's runs, whatever their fields are. Needs --b."""
+    b: tuple[str, ...] = ()
+    """The candidate's runs."""
+    at: Axis | None = None
+    """The sentence and the plot are of equal steps, tokens, seconds or FLOPs. None: what the runs' length is counted
+    in."""
+    json: bool = False
+    """Print one JSON object, numbers unrounded."""
+    csv: Path | None = None
+    """Write the rows of the tables to this file."""
+    plot: Path | None = None
+    """Draw the curves, and their difference, into this file (.png or .svg). Needs matplotlib."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the comparison on stdout."""
+    arguments = parse(CompareArguments, argv, prog="gptlab compare", description=DESCRIPTION)
+    if bool(arguments.runs) == bool(arguments.a or arguments.b) or bool(arguments.a) != bool(arguments.b):
+        raise UserError("name runs (gptlab compare RUN RUN ...), or two sides with --a and --b")
+    # Imported here: scipy takes a second, which --help and wrong usage need not wait for.
+    from gptlab.lab.compare import compare_runs, describe, figures, rows_of
+    from gptlab.lab.plot import plot_comparison, require_plot
+    from gptlab.lab.sides import find_runs, group_by_seed
+
+    if arguments.plot is not None:
+        require_plot(arguments.plot)
+    if arguments.runs:
+        sides = group_by_seed(find_runs(arguments.runs))
+    else:
+        sides = {"A": find_runs(arguments.a), "B": find_runs(arguments.b)}
+    comparison = compare_runs(sides, arguments.at)
+    if arguments.csv is not None:
+        write_csv(arguments.csv, [*rows_of(comparison)])
+    if arguments.plot is not None:
+        plot_comparison(comparison, arguments.plot)
+    print(to_json(figures(comparison), indent=2) if arguments.json else describe(comparison))
+    return 0
+
+
+def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Keys as the first line; an unknown number is an empty cell."""
+    with cannot(f"write {path}"), path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, [*rows[0]] if rows else [])
+        writer.writeheader()
+        writer.writerows(rows)

@@ -1,0 +1,97 @@
+"""A comparison as a picture: the curves, and below them their differences. The only module that imports matplotlib."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gptlab.config.errors import UserError, cannot
+from gptlab.lab.compare import NAMES, Comparison, sentence
+from gptlab.lab.contrast import END, Runs, bpb_at, is_broken, row_at
+from gptlab.lab.run_record import Axis
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Array = NDArray[np.float64]
+SUFFIXES = (".png", ".svg")
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+"""Distinct for color-blind readers too (Okabe and Ito 2008, "Color Universal Design")."""
+STEEP = 0.2
+"""The first share of a run, in which the loss falls so far that nothing later could be seen at its scale. The panels
+are scaled by what comes after it."""
+
+
+def require_plot(path: Path) -> None:
+    """UserError unless a picture can be drawn into a file of this name."""
+    if path.suffix.lower() not in SUFFIXES:
+        raise UserError(f"--plot {path}: name a file that ends with {' or '.join(SUFFIXES)}")
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise UserError("--plot needs matplotlib: pip install 'gptlab[plot]'") from None
+
+
+def plot_comparison(comparison: Comparison, path: Path) -> None:
+    """Mean curves with the range of their runs, and the difference of each candidate from the baseline with its 95%
+    interval, over what the verdicts are of (over steps, where that is the end)."""
+    require_plot(path)
+    from matplotlib.figure import Figure
+
+    axis: Axis = "steps" if comparison.at == END else comparison.at
+    colors = {name: COLORS[place % len(COLORS)] for place, name in enumerate(comparison.sides)}
+    figure = Figure(figsize=(8, 7), layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+    heights: dict[Axes, list[Array]] = {above: [], below: [np.zeros(1)]}
+    curves: dict[tuple[str, str | None], Runs] = {}
+    for contrast in comparison.contrasts:
+        names = contrast.baseline, contrast.candidate
+        sides = (names[0], contrast.baseline_runs), (names[1], contrast.candidate_runs)
+        curves |= {(name, contrast.size): runs for name, runs in sides}
+        amounts = _amounts((*sides[0][1], *sides[1][1]), axis)
+        found = [row_at(axis, amount, *sides).difference for amount in amounts]
+        middle, width = np.array([(one.mean, one.half_width) for one in found if one]).reshape(-1, 2).T
+        label = " ".join(filter(None, (f"{names[1]} - {names[0]}", contrast.size)))
+        band = np.stack([middle - width, middle, middle + width])
+        heights[below].append(_draw(below, amounts, band, colors[names[1]], label))
+    for (name, size), runs in curves.items():
+        amounts = _amounts(runs, axis)
+        values = np.array([[bpb_at(run, axis, amount) for amount in amounts] for run in runs])
+        label = " ".join(filter(None, (name, size, f"({len(runs)} run{'s' * (len(runs) > 1)})")))
+        band = np.stack([values.min(axis=0), values.mean(axis=0), values.max(axis=0)])
+        heights[above].append(_draw(above, amounts, band, colors[name], label))
+    below.axhline(0, color="black", linewidth=0.8)
+    above.set(ylabel="validation bits per byte", title="Mean and range of the runs")
+    said = [sentence(comparison.contrasts[0])] if len(comparison.contrasts) == 1 else []
+    below.set(xlabel=NAMES[axis], ylabel="difference in bits per byte")
+    lines = [line for part in ("Difference and its 95% interval", *said) for line in textwrap.wrap(part, 90)]
+    below.set_title("\n".join(lines), fontsize="medium")
+    for panel, parts in heights.items():
+        panel.legend()
+        panel.grid(alpha=0.3)
+        if (shown := np.concatenate([*parts, np.empty(0)])).size:
+            margin = 0.05 * np.ptp(shown) or 0.01
+            panel.set_ylim(shown.min() - margin, shown.max() + margin)
+    with cannot(f"write {path}"):
+        figure.savefig(path, dpi=150)
+
+
+def _amounts(runs: Runs, axis: Axis) -> Array:
+    """Where any of the runs validated, as far as all of them did that are not broken."""
+    sound = [run.curve.at[axis] for run in runs if not is_broken(run)] or [runs[0].curve.at[axis]]
+    amounts = np.unique(np.concatenate([run.curve.at[axis] for run in runs]))
+    return amounts[(amounts >= max(at[0] for at in sound)) & (amounts <= min(at[-1] for at in sound))]
+
+
+def _draw(panel: Axes, amounts: Array, band: Array, color: str, label: str) -> Array:
+    """A line and the band around it, nothing where they are not finite. `band`: low, middle and high, of the shape
+    (3, amounts). Returns the heights for which the panel should be scaled."""
+    low, middle, high = np.where(np.isfinite(band), band, np.nan)
+    panel.plot(amounts, middle, color=color, label=label, marker="." if len(amounts) < 50 else None)
+    panel.fill_between(amounts, low, high, color=color, alpha=0.2, linewidth=0)
+    late = band[:, amounts >= STEEP * amounts.max(initial=0)]
+    return late[np.isfinite(late)]
