@@ -212,6 +212,22 @@ class RunDirectory:
                 owner.unlink(missing_ok=True)
             lock.release()
 
+    def in_use(self) -> bool:
+        """Whether a process holds the lock, on this machine or, as far as `.lock.json` says, on another one."""
+        lock = self.path / _LOCK
+        if not lock.exists():
+            return False
+        with suppress(UserError):
+            if read_json_object(self.path / _OWNER).get("host") != platform.node():
+                return True
+        try:
+            with FileLock(lock, blocking=False):
+                return False
+        except Timeout:
+            return True
+        except OSError:  # a folder that this user may only read
+            return False
+
     def _in_use(self) -> str:
         by = "another process"
         with suppress(UserError):

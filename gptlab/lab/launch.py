@@ -1,0 +1,144 @@
+"""A run in a process of its own: trained, resumed where it was stopped, skipped where it has finished."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any, Self
+
+import gptlab
+from gptlab.config.errors import cannot
+from gptlab.runtime.records.run_directory import RunDirectory
+
+EXIT_PREEMPTED = 75
+"""The run was stopped by a signal and can be resumed (EX_TEMPFAIL of sysexits.h)."""
+
+# Of a run whose launcher was killed: it finishes its step and saves.
+_RELEASE_SECONDS = 60.0
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+# Standard input is a pipe that only the launcher can write to, and never does: it ends when the launcher does, however
+# that happens and on every system. SIGTERM then makes the run save and end.
+_CHILD = """\
+import os, runpy, signal, threading
+def end_with_launcher():
+    os.read(0, 1)
+    os.kill(os.getpid(), signal.SIGTERM)
+threading.Thread(target=end_with_launcher, daemon=True).start()
+runpy.run_module("gptlab", run_name="__main__", alter_sys=True)
+"""
+
+
+@dataclass
+class Stop:
+    """Within the context, SIGINT and SIGTERM are forwarded to the run that is training, and remembered. Outside of the
+    main thread, where Python can install no handler, they are not."""
+
+    requested: bool = False
+    """Whether a signal came: nothing else should be started."""
+    _process: subprocess.Popen[bytes] | None = None
+    _former: dict[signal.Signals, Any] = field(default_factory=dict)
+
+    def __enter__(self) -> Self:
+        with suppress(ValueError):
+            self._former = {number: signal.signal(number, self._forward) for number in _SIGNALS}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._former.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+    def _forward(self, number: int, frame: FrameType | None) -> None:
+        self.requested = True
+        if self._process is not None:
+            with suppress(ValueError):  # Windows, where the console itself interrupts every process
+                self._process.send_signal(number)
+
+    def wait(self, process: subprocess.Popen[bytes]) -> int:
+        """The exit code of a process that has just been started; 128 + N, as shells report it, for signal N."""
+        self._process = process
+        if self.requested:  # between its start and now
+            process.terminate()
+        try:
+            code = process.wait()
+        finally:
+            self._process = None
+        return code if code >= 0 else 128 - code
+
+
+def launch(
+    folder: Path,
+    arguments: Sequence[str],
+    *,
+    log: Path | None = None,
+    tree: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+    stop: Stop | None = None,
+) -> int:
+    """Train `gptlab train ARGUMENTS` into `folder` and return the exit code as it is (docs/contracts.md): 0 at once if
+    that run has finished, and `--resume` in place of the arguments if it was started.
+
+    `log`: the file to which its output is appended; None: it goes where this process's goes. `tree`: a folder with the
+    package to train with; None: this one. `environment`: variables beside those of this process. `stop`: what forwards
+    signals, if there is more to do than this run.
+
+    The process never outlives this one: it saves and ends when this one is killed.
+    """
+    words = resumed_arguments(folder)
+    if words is None:
+        return 0
+    with ExitStack() as held:
+        stop = stop or held.enter_context(Stop())
+        output = None
+        if log is not None:
+            with cannot(f"write {log}"):
+                log.parent.mkdir(parents=True, exist_ok=True)
+                output = held.enter_context(log.open("ab"))
+        process = subprocess.Popen(
+            # -P: a `gptlab` in the current folder does not hide the tree's.
+            [sys.executable, "-P", "-c", _CHILD, "train", *(words or [*arguments, "--run-dir", str(folder)])],
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=output and subprocess.STDOUT,
+            env=_environment(tree, environment or {}),
+            # Otherwise Ctrl-C reaches the run twice, and it stops in the middle of a step.
+            process_group=0,
+        )
+        with process:
+            try:
+                return stop.wait(process)
+            except BaseException:
+                process.terminate()
+                raise
+
+
+def resumed_arguments(folder: Path) -> list[str] | None:
+    """The arguments that resume the run in `folder`: empty if there is none, None if it has finished. Waits for a
+    process that is still saving it, since its launcher was killed."""
+    run = RunDirectory(folder)
+    until = time.monotonic() + _RELEASE_SECONDS
+    while run.in_use() and time.monotonic() < until:
+        time.sleep(0.1)
+    if not run.config_path.is_file():
+        return []
+    return None if run.recorded().get("status") == "finished" else ["--resume", str(folder)]
+
+
+def _environment(tree: Path | None, changes: Mapping[str, str]) -> dict[str, str]:
+    """The variables of this process with `changes`, in which `gptlab` is that of the tree."""
+    variables = {**os.environ, **changes}
+    own = Path(gptlab.__file__).parents[1]
+    if tree is not None or own != Path(sysconfig.get_path("purelib")):
+        paths = [str((tree or own).resolve()), *filter(None, [variables.get("PYTHONPATH")])]
+        variables["PYTHONPATH"] = os.pathsep.join(paths)
+    return variables
