@@ -23,6 +23,7 @@ COMMANDS = {
     "import": ("gptlab.cli.import_model", "hf | nanogpt: turn a model trained elsewhere into a run folder"),
     "sample": ("gptlab.cli.sample", "continue a text with a trained run"),
     "export": ("gptlab.cli.export", "write a trained model as a folder that transformers loads"),
+    "lab": ("gptlab.cli.lab", "experiments: change something, train, and learn whether it is better"),
     "bench": ("gptlab.cli.bench", "measure this machine: peak FLOP/s, tokens/s, MFU, and the time of each part"),
 }
 

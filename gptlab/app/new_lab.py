@@ -1,0 +1,41 @@
+"""A new lab from a request for a run: its configuration, its data, its folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from gptlab.app.run_request import DEFAULT_RECIPE, RunRequest
+from gptlab.bench.training_rate import limited_machine, timed_machine
+from gptlab.config.errors import UserError
+from gptlab.config.run import RunConfig
+from gptlab.config.scaling import Machine
+from gptlab.data.prepare import prepare
+from gptlab.lab.experiments.folder import Lab, Settings, create
+from gptlab.runtime.processes.distributed import World
+from gptlab.runtime.records.console import Console
+
+
+def new_lab(path: Path, request: RunRequest, console: Console) -> Lab:
+    """A lab in `path` for the run that is requested; nothing is trained yet. `request.options`: seeds, at. UserError
+    where the run, its data or the folder cannot be used."""
+
+    def measure(config: RunConfig) -> Machine:
+        with console.busy("compiling and timing steps, to size the model"):
+            return timed_machine(config, World(), console.warn, lambda text: None)
+
+    config = request.config(measure, limited_machine)
+    horizon = config.horizon
+    if horizon.unit not in ("seconds", "steps"):
+        raise UserError("a lab needs a length in --minutes or --steps: its candidates train for the same time")
+    if config.init_from is not None:
+        raise UserError("a lab trains from the weights that its seeds draw: leave init_from out")
+    settings = Settings(
+        name=path.name,
+        recipe=request.recipe or DEFAULT_RECIPE,
+        seconds=horizon.amount if horizon.unit == "seconds" else None,
+        steps=int(horizon.amount) if horizon.unit == "steps" else None,
+        at=request.options.get("at", "time"),
+        seeds=request.options.get("seeds", 3),
+        validation_bytes={},
+    )
+    return create(path, config, prepare(config.data, config.tokenizer, console=console), settings)

@@ -1,0 +1,85 @@
+"""`python -m gptlab.app.step_timer ARGUMENTS`: a run whose steps are made one at a time, when they are asked for. The
+lab times two programs in turn with it (`lab/experiments/equal_time.py`). It writes no run folder.
+
+ARGUMENTS are those of `gptlab.train()`, as one JSON object. On standard output comes one JSON object a line: first
+`{"config": ...}`, when data, model and compilation are ready; then, for each line that is read from standard input,
+`{"step": N}` after one more step. The end of standard input ends it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from typing import Any
+
+from gptlab.app.attempt import Attempt, Result
+from gptlab.app.earlier_run import open_earlier
+from gptlab.app.run_request import RunRequest, request_from_values
+from gptlab.app.session import Session, open_session
+from gptlab.config.errors import UserError
+from gptlab.config.load import config_to_json
+from gptlab.runtime.files.plain_file import to_json
+from gptlab.runtime.hardware.cpu import limit_spinning
+from gptlab.runtime.hardware.place import place_of
+from gptlab.runtime.records.console import QuietConsole
+from gptlab.training.compilation import warm_up
+from gptlab.training.faults import Fault
+from gptlab.training.step import collect_garbage, quiet_garbage, train_step
+
+
+def main(argv: list[str]) -> int:
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # What libraries print must not come between the replies.
+    limit_spinning()
+    try:
+        values = json.loads(argv[0])
+        recipe = values.pop("recipe", None)
+        session = _open(request_from_values(recipe, values))
+        print(to_json(_description(session)), file=replies, flush=True)
+        with session.state.loader, quiet_garbage():
+            for _ in sys.stdin:
+                print(to_json({"step": _step(session)}), file=replies, flush=True)
+    except UserError as error:
+        print(f"gptlab: error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _open(request: RunRequest) -> Session:
+    """The run as `train` would begin it, compiled. UserError where it could not."""
+    console = QuietConsole()
+    attempt = Attempt(console, [], time.perf_counter())
+    earlier = open_earlier(request, attempt)
+    if isinstance(earlier, Result):
+        raise UserError("a finished run has no steps to time")
+    assert attempt.config is not None
+    session = open_session(attempt.config, place_of(earlier.in_recorded_dtype(attempt.config)), console)
+    warm_up(session.state, session.passes, session.config, session.eval_sequences, console.warn)
+    return session
+
+
+def _description(session: Session) -> dict[str, Any]:
+    tokens = session.config.batch.total_tokens
+    return {
+        "config": config_to_json(session.config),
+        "tokens_per_step": tokens,
+        "flops_per_step": tokens * session.flops.total,
+    }
+
+
+def _step(session: Session) -> int:
+    """Train one step, as the run's schedule begins; the number of steps made."""
+    state, finish = session.state, session.finish
+    progress = finish.progress(state.step, state.train_seconds)
+    step = train_step(state, session.passes.loss_sum, session.config, progress, finish.step_fraction)
+    if isinstance(step.result, Fault):
+        raise UserError(f"the steps cannot be timed: {step.result}")
+    state.passed(step.loss, session.config.faults)
+    collect_garbage(state.step)
+    return state.step
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,295 @@
+"""`gptlab lab ...`: experiments against a baseline, judged."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from gptlab.app.run_request import RunArguments, RunRequest
+from gptlab.cli.arguments.help import HELP_FLAGS
+from gptlab.cli.arguments.parser import Positional, parse, read_request, run_subcommand
+from gptlab.config.errors import Positive, UserError, checked_dataclass
+from gptlab.runtime.files.plain_file import to_json
+from gptlab.runtime.records.table import table
+
+At = Literal["time", "steps", "tokens", "flops"]
+
+if TYPE_CHECKING:
+    from gptlab.lab.experiments.folder import Lab
+    from gptlab.lab.experiments.ledger import Experiment
+
+ROOT = "labs"
+
+EXIT_CODES = {
+    "keep": 0, "discard": 10, "inconclusive": 11, "no-op": 12, "invalid": 13, "crashed": 14, "timed-out": 15,
+}  # fmt: skip
+"""Of `try`, by verdict."""
+
+USAGE = """\
+usage: gptlab lab COMMAND NAME [ARGUMENTS]
+
+Experiments against a baseline: trained with the same seeds for the same time, and judged from outside.
+
+commands:
+  new NAME RECIPE [--FIELD VALUE ...] --minutes 3 --seeds 3
+                        train the baseline and measure its noise; the same command again continues
+  try NAME [--FIELD VALUE ...] [--tree PATH] --why "..." [--expect -0.01]
+                        judge one change of fields or code; the exit code is the verdict
+  run NAME --agent 'COMMAND' [--experiments 100] [--until 8h]
+                        a night: a command proposes, the lab judges
+  status NAME           the baseline and how many were tried
+  log NAME              every experiment in a line
+  show NAME N           one experiment
+  best NAME             how to train the best so far
+  search NAME WORDS     was this tried before, and with which result?
+
+NAME is a folder below labs/, or a path. Every command but run takes --json.
+
+exit codes of try: 0 keep, 10 discard, 11 inconclusive, 12 no-op, 13 invalid, 14 crashed, 15 timed-out
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    commands = {
+        "new": _new, "try": _try, "run": _run, "status": _status, "log": _log, "show": _show, "best": _best,
+        "search": _search,
+    }  # fmt: skip
+    return run_subcommand(argv, commands, prog="gptlab lab", usage=USAGE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewArguments(RunArguments):
+    seeds: Positive[int] = 3
+    """Seeds with which the noise is measured."""
+    at: At = "time"
+    """What candidate and baseline have in common."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TryOptions:
+    name: Positional[str]
+    """The lab."""
+    tree: str | None = None
+    """A folder with a changed copy of the package, TREE/gptlab. None: the baseline's code."""
+    why: str = ""
+    """The hypothesis, in a sentence."""
+    expect: float | None = None
+    """The predicted difference in bits per byte; negative is better."""
+    json: bool = False
+    """Print one JSON object."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TryArguments(RunArguments, TryOptions):
+    name: str = ""
+
+
+TRY_DESCRIPTION = """\
+Judge one change against the baseline: fields of `gptlab train --help-all`, given as --FIELD VALUE, or changed code, or
+both. The exit code is the verdict: 0 keep, 10 discard, 11 inconclusive, 12 no-op, 13 invalid, 14 crashed, 15 timed-out.
+"""
+
+
+def _new(argv: list[str]) -> int:
+    name, rest = _named(argv, "new")
+    request = read_request(
+        rest, NewArguments, prog="gptlab lab new NAME", description="Train a baseline, and measure its noise."
+    )
+    from gptlab.app.new_lab import new_lab
+    from gptlab.lab.experiments.folder import Lab
+    from gptlab.lab.experiments.overview import status_lines
+    from gptlab.lab.experiments.trial import measure_baseline
+    from gptlab.runtime.records.console import Console
+
+    path = _path(name)
+    with Console() as console:
+        lab = Lab.open(path) if (path / "lab.json").is_file() else new_lab(path, request, console)
+        measure_baseline(lab, console.line)
+    print("\n".join(status_lines(lab)))
+    return 0
+
+
+def _try(argv: list[str]) -> int:
+    if {*HELP_FLAGS} & set(argv):
+        parse(TryOptions, ["--help"], prog="gptlab lab try", description=TRY_DESCRIPTION)
+    name, rest = _named(argv, "try")
+    request = read_request(rest, TryArguments, prog="gptlab lab try NAME", description="")
+    from gptlab.lab.experiments.folder import Lab
+    from gptlab.lab.experiments.overview import as_json
+    from gptlab.lab.experiments.proposal import Proposal, submit
+    from gptlab.lab.experiments.trial import finish
+
+    lab, options = Lab.open(_path(name)), request.options
+    tree = options.get("tree")
+    proposal = Proposal(
+        _fields(request), None if tree is None else Path(tree), options.get("why", ""), options.get("expect"),
+        by=os.environ.get("USER", ""),
+    )  # fmt: skip
+    if not proposal.fields and tree is None:
+        raise UserError("nothing is changed: give --FIELD VALUE, or --tree PATH with a changed copy of the package")
+    one = finish(lab, submit(lab, proposal), _on_stderr)
+    print(to_json(as_json(one), indent=2) if options.get("json") else answer(one))
+    return EXIT_CODES[one.says]
+
+
+def answer(one: Experiment) -> str:
+    """A verdict in a line."""
+    from gptlab.lab.experiments.overview import difference_text, edit_text
+
+    verdict = one.verdict or {}
+    rule = f" [{verdict['rule']}]" if verdict.get("rule") else ""
+    measured = f" {difference_text(one)} bpb," if difference_text(one) else ""
+    return f"{one.number:04} {one.says}{rule}:{measured} {verdict.get('reason', '')} ({edit_text(one)})"
+
+
+@checked_dataclass("--")
+class RunNightArguments:
+    name: Positional[str]
+    """The lab."""
+    agent: str | None = None
+    """The command that proposes; see docs/lab.md."""
+    experiments: Positive[int] | None = None
+    """Stop when the lab has so many experiments."""
+    until: str | None = None
+    """Stop after this time: 8h, 30m or 90s. An experiment that has begun is finished."""
+    agent_minutes: Positive[float] = 30.0
+    """The longest that the command may think about one proposal."""
+
+
+def _run(argv: list[str]) -> int:
+    given = parse(RunNightArguments, argv, prog="gptlab lab run", description="A night of experiments.")
+    if given.agent is None:
+        raise UserError("give --agent 'COMMAND', the program that proposes")
+    from gptlab.lab.experiments.folder import Lab
+    from gptlab.lab.experiments.night import agent, run_night
+
+    lab = Lab.open(_path(given.name))
+    propose = agent(given.agent, 60.0 * given.agent_minutes)
+    seconds = None if given.until is None else _seconds(given.until)
+    run_night(
+        lab, propose, experiments=given.experiments, seconds=seconds, say=_on_stderr,
+        judged=lambda one: print(answer(one), flush=True),
+    )  # fmt: skip
+    return 0
+
+
+@checked_dataclass("--")
+class LabArguments:
+    name: Positional[str]
+    """The lab."""
+    json: bool = False
+    """Print one JSON object, numbers unrounded."""
+
+
+@checked_dataclass("--")
+class ShowArguments(LabArguments):
+    number: Positional[int]
+    """The experiment."""
+
+
+@checked_dataclass("--")
+class SearchArguments(LabArguments):
+    words: Positional[tuple[str, ...]]
+    """All of them must occur."""
+
+
+def _status(argv: list[str]) -> int:
+    given = parse(LabArguments, argv, prog="gptlab lab status", description="The baseline, and how many were tried.")
+    from gptlab.lab.experiments.overview import state, status_lines
+
+    lab = _opened(given)
+    print(to_json(state(lab), indent=2) if given.json else "\n".join(status_lines(lab)))
+    return 0
+
+
+def _log(argv: list[str]) -> int:
+    given = parse(LabArguments, argv, prog="gptlab lab log", description="Every experiment in a line.")
+    from gptlab.lab.experiments.overview import proposals
+
+    _print_experiments(proposals(_opened(given).ledger.experiments()), given.json)
+    return 0
+
+
+def _search(argv: list[str]) -> int:
+    given = parse(SearchArguments, argv, prog="gptlab lab search", description="Experiments that mention all words.")
+    from gptlab.lab.experiments.overview import search
+
+    _print_experiments(search(_opened(given).ledger.experiments(), given.words), given.json)
+    return 0
+
+
+def _print_experiments(found: Sequence[Experiment], as_json: bool) -> None:
+    from gptlab.lab.experiments import overview
+
+    if as_json:
+        print(to_json([overview.as_json(one) for one in found], indent=2))
+    elif found:
+        print(table(overview.log_rows(found), ">><><<"))
+    else:
+        print("no experiment")
+
+
+def _show(argv: list[str]) -> int:
+    given = parse(ShowArguments, argv, prog="gptlab lab show", description="One experiment.")
+    from gptlab.lab.experiments.overview import as_json, details
+
+    lab = _opened(given)
+    one = lab.ledger.experiments().get(given.number)
+    if one is None:
+        raise UserError(f"there is no experiment {given.number} in {lab.path}")
+    print(to_json(as_json(one), indent=2) if given.json else "\n".join(details(lab, one)))
+    return 0
+
+
+def _best(argv: list[str]) -> int:
+    given = parse(LabArguments, argv, prog="gptlab lab best", description="How to train the best so far.")
+    from gptlab.lab.experiments.overview import best
+
+    found = best(_opened(given))
+    print(to_json(found, indent=2) if given.json else "\n".join(f"{key:<9} {value}" for key, value in found.items()))
+    return 0
+
+
+def _opened(given: LabArguments) -> Lab:
+    from gptlab.lab.experiments.folder import Lab
+
+    return Lab.open(_path(given.name))
+
+
+def _named(argv: list[str], command: str) -> tuple[str, list[str]]:
+    """The name of the lab, which comes first, and the other words."""
+    if {*HELP_FLAGS} & set(argv):
+        return "NAME", argv
+    if not argv or argv[0].startswith("-"):
+        raise UserError(f"gptlab lab {command} needs NAME first, the name of a lab (see gptlab lab --help)")
+    return argv[0], argv[1:]
+
+
+def _path(name: str) -> Path:
+    """A name is a folder below labs/; anything with a separator is a path."""
+    return Path(name) if os.sep in name or Path(name, "lab.json").is_file() else Path(ROOT, name)
+
+
+def _fields(request: RunRequest) -> dict[str, object]:
+    """The fields that are proposed. UserError for arguments that say what to train, or for how long."""
+    if request.recipe is not None or request.horizon is not None or request.recipe_arguments:
+        raise UserError("the lab decides recipe and length: propose fields, such as --optim.muon.lr 0.03")
+    depth = {} if request.depth is None else {"depth": request.depth}
+    return depth | dict(request.overrides)
+
+
+def _seconds(text: str) -> float:
+    """8h, 30m, 90s."""
+    units = {"h": 3600.0, "m": 60.0, "s": 1.0}
+    try:
+        return float(text[:-1]) * units[text[-1:]]
+    except (KeyError, ValueError):
+        raise UserError(f"--until {text}: give a time with its unit, such as 8h, 30m or 90s") from None
+
+
+def _on_stderr(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

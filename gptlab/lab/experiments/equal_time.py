@@ -1,0 +1,158 @@
+"""Equal time without luck of the clock: how many steps a candidate makes in the time of the baseline's.
+
+Both programs make steps of real training, one at a time and in turn, so that whatever else the machine does slows both
+alike. The candidate then trains (baseline's steps x speed) steps. Its result no longer depends on the load of the
+machine, and repeats bit for bit.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from select import select
+from typing import Any
+
+import numpy as np
+from scipy.special import bdtrik
+
+from gptlab.config.errors import UserError
+from gptlab.lab.judge.supervise import Supervised
+
+WARM_STEPS = 3
+"""Untimed: caches are filled, batches are made ahead."""
+MIN_ROUNDS, MAX_ROUNDS = 12, 600
+"""A round is one step of each program. Twelve are the fewest whose third-smallest and third-largest ratio enclose the
+median with a probability of 96% (order statistics of the binomial distribution)."""
+MAX_REPLY = 1 << 20
+
+ENOUGH = 0.005
+"""Half the width of the interval, relative, at which timing ends: half a percent of the time is worth less than the
+noise between seeds."""
+
+
+class StepsFailedError(Exception):
+    """A program that could not be timed; the message is the last of what it printed."""
+
+    def __init__(self, what: str, *, timed_out: bool = False) -> None:
+        super().__init__(what)
+        self.timed_out = timed_out
+
+
+class StepProcess:
+    """`gptlab.app.step_timer` in a supervised process: it makes one step of training whenever it is asked."""
+
+    def __init__(self, running: Supervised, log: Path, timeout: float) -> None:
+        """`log`: where its errors go. `timeout`: seconds that a step may take, the first with compilation."""
+        self._running, self._log, self._timeout, self._buffer = running, log, timeout, b""
+
+    def ready(self) -> Mapping[str, Any]:
+        """Wait until it can make steps; config, tokens_per_step, flops_per_step. StepsFailedError if it cannot."""
+        return self._reply()
+
+    def step(self) -> float:
+        """Make one step; seconds from the question to the answer, by this process's clock."""
+        started = time.perf_counter()
+        try:
+            self._running.stdin.write(b"step\n")
+        except OSError:
+            raise StepsFailedError(self._last_words()) from None
+        self._reply()
+        return time.perf_counter() - started
+
+    def _reply(self) -> dict[str, Any]:
+        """The next line that it prints. StepsFailedError where it ends, says something else, or takes too long."""
+        descriptor, deadline = self._running.stdout.fileno(), time.monotonic() + self._timeout
+        while b"\n" not in self._buffer:
+            if not select([descriptor], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                raise StepsFailedError(f"no step within {self._timeout:.0f} s", timed_out=True)
+            piece = os.read(descriptor, 1 << 16)
+            self._buffer += piece
+            if not piece or len(self._buffer) > MAX_REPLY:
+                raise StepsFailedError(self._last_words())
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        with suppress(ValueError):
+            if isinstance(reply := json.loads(line), dict):
+                return reply
+        raise StepsFailedError("it answered with something that is no JSON object")
+
+    def _last_words(self) -> str:
+        lines = self._log.read_text(errors="replace").strip().splitlines() if self._log.exists() else []
+        return lines[-1].removeprefix("gptlab: error: ")[:500] if lines else "it ended without a message"
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """Steps per second of a candidate over those of the baseline."""
+
+    ratio: float
+    """The median over rounds."""
+    low: float
+    high: float
+    """A 95% interval of the median."""
+    rounds: int
+    baseline_seconds: float
+    """Median seconds of a step of the baseline, in these rounds."""
+
+    @property
+    def settled(self) -> float:
+        """The ratio that steps follow from: 1 where the interval holds 1, so that an edit which changes no speed is
+        paired with the baseline step by step; else in whole percents, so that another timing gives the same."""
+        return 1.0 if self.low <= 1.0 <= self.high else round(self.ratio, 2)
+
+
+def compare_speed(baseline: StepProcess, candidate: StepProcess, *, max_seconds: float) -> Speed:
+    """Time steps of both in turn, the first of each round alternating, until the ratio is known well enough, or for
+    `max_seconds`."""
+    for _ in range(WARM_STEPS):
+        baseline.step()
+        candidate.step()
+    seconds: list[tuple[float, float]] = []
+    deadline = time.monotonic() + max_seconds
+    while True:
+        if len(seconds) % 2:
+            second = candidate.step()
+            seconds.append((baseline.step(), second))
+        else:
+            seconds.append((baseline.step(), candidate.step()))
+        speed = speed_of(seconds)
+        width = (speed.high - speed.low) / speed.ratio / 2
+        over = len(seconds) >= MAX_ROUNDS or time.monotonic() > deadline
+        if len(seconds) >= MIN_ROUNDS and (over or width <= ENOUGH):
+            return speed
+
+
+def time_alone(process: StepProcess, *, max_seconds: float) -> float:
+    """Median seconds of a step."""
+    seconds: list[float] = []
+    deadline = time.monotonic() + max_seconds
+    for _ in range(WARM_STEPS):
+        process.step()
+    while len(seconds) < MIN_ROUNDS or (len(seconds) < MAX_ROUNDS and time.monotonic() < deadline):
+        seconds.append(process.step())
+    return float(np.median(seconds))
+
+
+def speed_of(seconds: Sequence[tuple[float, float]]) -> Speed:
+    """From the seconds of (baseline, candidate) in each round. The interval is that of order statistics, which assumes
+    nothing of how the ratios are distributed (Conover, Practical Nonparametric Statistics, 3rd ed., section 3.2)."""
+    times = np.array(seconds)
+    ratios = np.sort(times[:, 0] / times[:, 1])
+    number = len(ratios)
+    outside = max(0, math.ceil(bdtrik(0.025, number, 0.5)) - 1)  # left out at each end
+    return Speed(
+        float(np.median(ratios)), float(ratios[outside]), float(ratios[number - 1 - outside]), number,
+        float(np.median(times[:, 0])),
+    )  # fmt: skip
+
+
+def require_positive_steps(steps: float) -> int:
+    """Whole steps, at least one. UserError where the time is not enough for one step."""
+    if steps < 1:
+        raise UserError("the time is not enough for one step: give --minutes more")
+    return round(steps)

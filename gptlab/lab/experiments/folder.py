@@ -1,0 +1,199 @@
+"""A lab's folder.
+
+lab.json          what is compared and how: `Settings`
+program.md        instructions for whoever proposes, a person or a program
+ledger.jsonl      everything that was done (`ledger.py`)
+results.tsv       the same in autoresearch's columns
+baseline/         the configuration that every run repeats (`gptlab train --from`)
+code/gptlab/      the package that experiment 0 ran
+data/             what candidates may read: training tokens and the tokenizer
+private/          what only the judge reads: two slices of the validation text
+experiments/0007/ the proposal, its runs, and what the judge said
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+import gptlab
+from gptlab.config.errors import UserError, cannot
+from gptlab.config.load import config_to_json, flatten
+from gptlab.config.run import CheckpointConfig, EvalConfig, RunConfig, SampleConfig
+from gptlab.data.prepare import PreparedData
+from gptlab.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from gptlab.data.tokens.shards import SplitWriter, TokenSplit
+from gptlab.lab.experiments.ledger import Ledger, Slice
+from gptlab.lab.experiments.program import PROGRAM
+from gptlab.runtime.files.plain_file import read_json_object, write_json_atomic
+from gptlab.runtime.files.staged_folder import staged_folder
+from gptlab.runtime.records.provenance import take_code
+from gptlab.runtime.records.run_directory import RunDirectory
+
+At = Literal["time", "steps", "tokens", "flops"]
+
+BLOCK_TOKENS = 1 << 22
+STAND_IN_TOKENS = 65_536
+"""Of the training text, in the place of validation text that candidates may not see. Nothing is measured on it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """lab.json."""
+
+    name: str
+    recipe: str
+    seconds: float | None
+    """Training time of the baseline. None: `steps` are given."""
+    steps: int | None
+    """Optimizer steps of the baseline. None: as many as it makes in `seconds`."""
+    at: At = "time"
+    """What baseline and candidate have in common."""
+    seeds: int = 3
+    """Seeds with which the noise is measured before the first experiment."""
+    first_seed: int = 1
+    code_fingerprint: str = ""
+    """Of code/gptlab, which also judges."""
+    data_fingerprint: str = ""
+    tokenizer_fingerprint: str = ""
+    validation_bytes: Mapping[str, int]
+    """UTF-8 bytes of each slice of the validation text."""
+    version: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Lab:
+    path: Path
+    settings: Settings
+
+    @classmethod
+    def open(cls, path: str | Path) -> Lab:
+        """UserError where there is no lab, or lab.json is damaged."""
+        path = Path(path)
+        if not (path / "lab.json").is_file():
+            raise UserError(f"there is no lab in {path}; `gptlab lab new NAME RECIPE` makes one")
+        values = read_json_object(path / "lab.json")
+        try:
+            return cls(path.resolve(), Settings(**values))  # type: ignore[arg-type]
+        except TypeError as error:
+            raise UserError(f"{path / 'lab.json'} cannot be used: {error}") from None
+
+    @property
+    def ledger(self) -> Ledger:
+        return Ledger(self.path / "ledger.jsonl")
+
+    @property
+    def private(self) -> Path:
+        return self.path / "private"
+
+    def experiment(self, number: int) -> Path:
+        """The folder of an experiment."""
+        return self.path / "experiments" / f"{number:04}"
+
+    def tokenizer(self) -> Tokenizer:
+        return load_tokenizer(self.path / "data" / "tokenizer")
+
+    def slice(self, name: Slice) -> TokenSplit:
+        """A part of the validation text, for the judge."""
+        return TokenSplit.open(self.private / name, "val", n_shards=1, n_bytes=self.settings.validation_bytes[name])
+
+    @property
+    def budget(self) -> str:
+        """How long the baseline trains, in words."""
+        own = self.settings
+        return f"{own.steps:,} steps" if own.seconds is None else f"{own.seconds:g} s"
+
+    def baseline_config(self) -> dict[str, Any]:
+        """{dotted name: value} of the configuration that every run repeats. UserError where it is damaged."""
+        return flatten(read_json_object(self.path / "baseline" / "config.json"))
+
+    def places(self) -> dict[str, Any]:
+        """Fields of every run that say where things are, so that a lab may be moved."""
+        return {
+            "data.source": (str(self.path / "data" / "tokens"),),
+            "tokenizer.path": str(self.path / "data" / "tokenizer"),
+        }
+
+
+def create(path: Path, config: RunConfig, data: PreparedData, settings: Settings) -> Lab:
+    """A new lab in `path`, whole or not at all. `data`: the tokens of `config`; `settings`: what the caller chooses.
+
+    UserError where the folder is not free, or the validation text is too short to be divided.
+    """
+    with staged_folder(path) as folder, cannot(f"write {path}"):
+        package = Path(gptlab.__file__).parent
+        shutil.copytree(package, folder / "code" / "gptlab", ignore=shutil.ignore_patterns("__pycache__"))
+        data.tokenizer.save(folder / "data" / "tokenizer")
+        _write_training_tokens(data, folder / "data" / "tokens")
+        validation_bytes = _write_slices(data, folder / "private")
+        settings = replace(
+            settings, code_fingerprint=take_code(folder / "code" / "gptlab").fingerprint,
+            data_fingerprint=data.fingerprint, tokenizer_fingerprint=data.tokenizer.fingerprint,
+            validation_bytes=validation_bytes,
+        )  # fmt: skip
+        RunDirectory.create(folder / "baseline", config_to_json(_only_training(config)), {"argv": []})
+        (folder / "program.md").write_text(program_text(settings), encoding="utf-8")
+        write_json_atomic(folder / "lab.json", asdict(settings))
+    return Lab.open(path)
+
+
+def program_text(settings: Settings) -> str:
+    """program.md of a new lab."""
+    length = f"{settings.steps:,} steps" if settings.seconds is None else f"{settings.seconds:g} seconds"
+    return PROGRAM.format(name=settings.name, length=length, recipe=settings.recipe)
+
+
+def _only_training(config: RunConfig) -> RunConfig:
+    """`config` without what the judge does itself, and without checkpoints before the last."""
+    return replace(
+        config, run_dir=None, eval=EvalConfig(at_end=False, tokens=config.eval.tokens), sample=SampleConfig(),
+        checkpoint=CheckpointConfig(every_seconds=60.0, keep_last=1, keep_best=False),
+    )  # fmt: skip
+
+
+def _write_training_tokens(data: PreparedData, folder: Path) -> None:
+    """The training text as token shards, in its order, and a stand-in for the validation text."""
+    folder.mkdir(parents=True)
+    size = data.tokenizer.vocab_size
+    writer = SplitWriter(folder, "train", size, None)
+    for first in range(0, data.train.n_tokens, BLOCK_TOKENS):
+        _add(writer, data.train.read(first, min(BLOCK_TOKENS, data.train.n_tokens - first)))
+    writer.close()
+    stand_in = SplitWriter(folder, "val", size, None)
+    _add(stand_in, data.train.read(0, min(STAND_IN_TOKENS, data.train.n_tokens)))
+    stand_in.close()
+    for index in folder.glob("*.npy"):  # A candidate finds documents by BOS.
+        index.unlink()
+
+
+def _write_slices(data: PreparedData, folder: Path) -> dict[str, int]:
+    """The validation text in two halves, by whole documents where there are several; {slice: UTF-8 bytes}."""
+    text, starts = data.val, data.val.document_starts
+    middle = int(starts[np.argmin(np.abs(starts - text.n_tokens // 2))])
+    if not 0 < middle < text.n_tokens:
+        middle = text.n_tokens // 2
+    n_bytes = {}
+    for name, first, end in (("validation", 0, middle), ("promotion", middle, text.n_tokens)):
+        inner = starts[(starts > first) & (starts < end)]
+        (folder / name).mkdir(parents=True)
+        writer = SplitWriter(folder / name, "val", data.tokenizer.vocab_size, None)
+        for start, stop in zip((first, *inner), (*inner, end), strict=True):
+            document = int(np.searchsorted(starts, start, side="right")) - 1
+            _add(writer, text.read(int(start), int(stop - start)), int(text.content_hashes[document]))
+        writer.close()
+        n_bytes[name] = int(data.tokenizer.token_bytes[text.read(first, end - first)].sum())
+        if n_bytes[name] == 0:
+            raise UserError("the validation text is too short to be divided into one part to judge, one to confirm")
+    for private in (folder, *(folder / name for name in n_bytes)):
+        os.chmod(private, 0o700)
+    return n_bytes
+
+
+def _add(writer: SplitWriter, tokens: np.ndarray, content_hash: int = 0) -> None:
+    writer.add(tokens, n_bytes=0, content_hash=content_hash)

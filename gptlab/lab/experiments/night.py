@@ -1,0 +1,116 @@
+"""Many experiments in a row: a command proposes, the lab judges and keeps, until the time or the number is reached.
+
+The command is any program. It is started for each experiment in a folder of its own with a copy of the baseline's
+package, and proposes by changing that copy, by writing proposal.json, or both:
+
+    gptlab/          the baseline's package, to be changed
+    program.md       the instructions of the lab
+    state.json       the baseline and every experiment so far, with verdicts (`overview.state`)
+    proposal.json    written by the command: {"fields": {"optim.muon.lr": 0.03}, "why": "...", "expect": -0.01}
+
+A command that exits with an error, or proposes nothing, is asked again; after `MAX_FAILURES` in a row the night ends.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from gptlab.config.errors import UserError, cannot
+from gptlab.lab.experiments.folder import Lab
+from gptlab.lab.experiments.ledger import Experiment, baseline_of
+from gptlab.lab.experiments.overview import proposals, state
+from gptlab.lab.experiments.proposal import Proposal, changed_files, code_of, copy_package, read_proposal, submit
+from gptlab.lab.experiments.trial import finish, in_flight
+from gptlab.runtime.files.plain_file import write_json_atomic
+
+MAX_FAILURES = 3
+AGENT_SECONDS = 1800.0
+"""The longest that a command may think about one proposal."""
+
+Say = Callable[[str], None]
+
+
+def run_night(
+    lab: Lab,
+    propose: Callable[[Lab], Proposal],
+    *,
+    experiments: int | None = None,
+    seconds: float | None = None,
+    say: Say,
+    judged: Callable[[Experiment], None],
+) -> None:
+    """Try what `propose` proposes until there are `experiments` in the lab, or `seconds` have passed. What a killed
+    night left in flight is finished first. `judged`: called with each experiment that has its verdict.
+
+    UserError where nothing that can be tried is proposed `MAX_FAILURES` times in a row.
+    """
+    deadline = None if seconds is None else time.monotonic() + seconds
+    failures = 0
+    for number in in_flight(lab):
+        judged(finish(lab, number, say))
+    while deadline is None or time.monotonic() < deadline:
+        if experiments is not None and len(proposals(lab.ledger.experiments())) >= experiments:
+            break
+        try:
+            number = submit(lab, propose(lab))
+        except UserError as error:
+            failures += 1
+            say(f"no proposal: {error}")
+            if failures == MAX_FAILURES:
+                raise UserError(f"nothing to try, {MAX_FAILURES} times in a row; the last time: {error}") from None
+            continue
+        failures = 0
+        judged(finish(lab, number, say))
+
+
+def agent(command: str, timeout: float = AGENT_SECONDS) -> Callable[[Lab], Proposal]:
+    """What `command` proposes. Its words are split as a shell does; those that name a file here are made absolute,
+    since it runs in another folder. UserError where it has no word."""
+    words = [os.path.abspath(word) if os.path.isfile(word) else word for word in shlex.split(command)]
+    if not words:
+        raise UserError("--agent needs a command")
+
+    def propose(lab: Lab) -> Proposal:
+        experiments = lab.ledger.experiments()
+        base = code_of(lab, baseline_of(experiments), experiments)
+        folder = lab.path / "work" / str(os.getpid())
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        copy_package(base, folder)
+        shutil.copyfile(lab.path / "program.md", folder / "program.md")
+        write_json_atomic(folder / "state.json", state(lab))
+        _run(words, folder, timeout)
+        tree = folder if changed_files(base, folder) else None
+        proposal = read_proposal(folder / "proposal.json", tree, by=Path(words[0]).name)
+        if tree is None and not proposal.fields:
+            raise UserError("the command changed nothing and wrote no fields to proposal.json")
+        return proposal
+
+    return propose
+
+
+def _run(words: Sequence[str], folder: Path, timeout: float) -> None:
+    """UserError where the command fails or takes too long; all that it started ends with it."""
+    log = folder.with_name(f"{folder.name}.log")
+    with cannot(f"run {words[0]}"), log.open("ab") as output:
+        process = subprocess.Popen(
+            words, cwd=folder, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+        )  # fmt: skip
+        try:
+            code = process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            raise UserError(f"the command did not propose anything within {timeout:.0f} s") from None
+        finally:
+            with suppress(OSError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    if code:
+        raise UserError(f"the command failed with exit code {code}; {log} has its output")

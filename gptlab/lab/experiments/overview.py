@@ -1,0 +1,171 @@
+"""What a lab has found, from its ledger: the state of things, the log, one experiment, earlier ones like it, and
+results.tsv."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import shlex
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from gptlab.config.errors import UserError
+from gptlab.lab.experiments.folder import Lab
+from gptlab.lab.experiments.ledger import NOTHING, VERDICTS, Experiment, all_fields, baseline_of
+from gptlab.lab.experiments.proposal import code_of
+
+Experiments = Mapping[int, Experiment]
+
+TSV_HEADER = "commit\tval_bpb\tmemory_gb\tstatus\tdescription"
+"""The columns of autoresearch's results.tsv."""
+
+
+def proposals(experiments: Experiments) -> list[Experiment]:
+    """Those that somebody proposed: without the baseline and the edit that measures the noise."""
+    return [one for one in experiments.values() if one.number > 0 and one.why != NOTHING]
+
+
+def mean_bpb(experiment: Experiment) -> float | None:
+    """Mean validation bits per byte over its seeds; None before its first run was judged."""
+    values = [bpb for (where, _), bpb in experiment.bpb.items() if where == "validation"]
+    return sum(values) / len(values) if values else None
+
+
+def edit_text(experiment: Experiment) -> str:
+    """What it changes: `model.activation=gelu`, or the names of the changed files."""
+    parts = [f"{name}={value}" for name, value in experiment.fields.items()]
+    return " ".join([*parts, *experiment.files]) or "no change"
+
+
+def difference_text(experiment: Experiment) -> str:
+    """`-0.0120 +- 0.0040`: candidate less baseline, in bits per byte, with half its interval. Empty if not measured."""
+    verdict = experiment.verdict or {}
+    if (difference := verdict.get("difference")) is None:
+        return ""
+    half = verdict.get("half_width")
+    return f"{float(difference):+.4f}" + ("" if half is None else f" ± {float(half):.4f}")
+
+
+def log_rows(experiments: Sequence[Experiment]) -> Iterator[tuple[str, ...]]:
+    """A row an experiment: number, verdict, difference, pairs, what it changes, and why."""
+    yield ("", "verdict", "difference", "pairs", "change", "why")
+    for one in experiments:
+        pairs = str((one.verdict or {}).get("pairs", ""))
+        yield (str(one.number), one.says or "in flight", difference_text(one), pairs, edit_text(one), one.why)
+
+
+def state(lab: Lab) -> dict[str, Any]:
+    """What a program that proposes needs to know, as JSON: the baseline, its noise, and every experiment so far."""
+    experiments = lab.ledger.experiments()
+    if 0 not in experiments:
+        return {"lab": lab.settings.name, "experiments": []}
+    baseline = baseline_of(experiments)
+    return {
+        "lab": lab.settings.name,
+        "recipe": lab.settings.recipe,
+        "length": lab.budget,
+        "baseline": {
+            "experiment": baseline.number, "bpb": mean_bpb(baseline), "steps": baseline.steps,
+            "fields": all_fields(baseline, experiments), "files": list(baseline.files),
+        },
+        "experiments": [as_json(one) for one in proposals(experiments)],
+    }  # fmt: skip
+
+
+def as_json(one: Experiment) -> dict[str, Any]:
+    """One experiment: its proposal, verdict, and what was measured."""
+    verdict = one.verdict or {}
+    kept = ("difference", "half_width", "pairs", "reason", "rule")
+    return {
+        "experiment": one.number, "fields": dict(one.fields), "files": list(one.files), "why": one.why,
+        "expect": one.expect, "by": one.by, "against": one.against, "verdict": one.says or None,
+        **{name: verdict.get(name) for name in kept}, "bpb": mean_bpb(one), "speed": one.speed, "steps": one.steps,
+    }  # fmt: skip
+
+
+def status_lines(lab: Lab) -> Iterator[str]:
+    """The lab in a few lines."""
+    experiments, settings = lab.ledger.experiments(), lab.settings
+    yield f"lab        {settings.name}: {settings.recipe}, {lab.budget} of training, equal {settings.at}"
+    if 0 not in experiments:
+        yield "baseline   not trained yet: `gptlab lab new` was stopped; the same command continues"
+        return
+    baseline, tried = baseline_of(experiments), proposals(experiments)
+    first, now = mean_bpb(experiments[0]), mean_bpb(baseline)
+    if first is not None and now is not None:
+        since = "" if baseline.number == 0 else f" (began with {first:.4f})"
+        yield f"baseline   experiment {baseline.number}: {now:.4f} bits per byte, {baseline.steps} steps{since}"
+    counts = Counter(one.says or "in flight" for one in tried)
+    named = [f"{counts[name]} {name}" for name in (*VERDICTS, "in flight") if counts[name]]
+    yield f"tried      {len(tried)}" + (f": {', '.join(named)}" if named else "")
+
+
+def details(lab: Lab, one: Experiment) -> Iterator[str]:
+    """One experiment, a fact a line."""
+    verdict = one.verdict or {}
+    yield f"experiment  {one.number}, against {one.against}, by {one.by or 'unknown'}, {one.time}"
+    yield f"change      {edit_text(one)}"
+    yield f"why         {one.why or 'no reason given'}"
+    if one.expect is not None:
+        yield f"expected    {one.expect:+.4f} bpb"
+    if one.steps is not None:
+        yield f"training    {one.steps:,} steps, {one.speed:.3f} of the baseline's speed"
+    for (where, seed), bpb in one.bpb.items():
+        yield f"  seed {seed:<5} {bpb:.6f} bpb ({where})"
+    rule = f" [{verdict['rule']}]" if verdict.get("rule") else ""
+    yield f"verdict     {one.says or 'in flight'}{rule} {difference_text(one)}".rstrip()
+    if verdict.get("reason"):
+        yield f"reason      {verdict['reason']}"
+    yield f"folder      {lab.experiment(one.number)}"
+
+
+def best(lab: Lab) -> dict[str, Any]:
+    """The baseline as it is now, and the command that trains it."""
+    experiments = lab.ledger.experiments()
+    if 0 not in experiments:
+        raise UserError(f"{lab.path} has no baseline yet: `gptlab lab new` with the same arguments finishes it")
+    now = baseline_of(experiments)
+    code = code_of(lab, now, experiments)
+    words = ["gptlab", "train", "--from", str(lab.path / "baseline"), "--steps", str(now.steps)]
+    for name, value in all_fields(now, experiments).items():
+        values = value if isinstance(value, list | tuple) else [value]
+        words += [f"--{name.replace('_', '-')}", *(shlex.quote(str(one)) for one in values)]
+    prefix = "" if code == lab.path / "code" else f"PYTHONPATH={shlex.quote(str(code))} python -m "
+    return {"experiment": now.number, "bpb": mean_bpb(now), "command": prefix + " ".join(words)}
+
+
+def search(experiments: Experiments, words: Sequence[str]) -> list[Experiment]:
+    """Experiments that mention all of `words`, in change, reason or verdict; those with the most mentions first."""
+    found = []
+    for one in proposals(experiments):
+        text = f"{edit_text(one)} {one.why} {one.says} {(one.verdict or {}).get('reason', '')}".lower()
+        mentions = [len(re.findall(re.escape(word.lower()), text)) for word in words]
+        if all(mentions):
+            found.append((-sum(mentions), one.number, one))
+    return [one for _, _, one in sorted(found, key=lambda entry: entry[:2])]
+
+
+def write_results(lab: Lab) -> None:
+    """results.tsv, whole: experiments in autoresearch's columns. `commit` is the experiment's number; what has no
+    result has 0.0, as there."""
+    experiments = lab.ledger.experiments()
+    lines = [TSV_HEADER]
+    for one in (experiments[0], *proposals(experiments)) if experiments else ():
+        status = "keep" if one.number == 0 else _tsv_status(one)
+        bpb, memory = mean_bpb(one), max((float(cost.get("peak_mb") or 0.0) for cost in one.costs), default=0.0)
+        shown = 0.0 if bpb is None or not math.isfinite(bpb) else bpb
+        text = re.sub(r"\s+", " ", "baseline" if one.number == 0 else f"{one.why} ({edit_text(one)})").strip()
+        lines.append(f"{one.number:04}\t{shown:.6f}\t{memory / 1024:.1f}\t{status}\t{text}")
+    temporary = Path(f"{lab.path / 'results.tsv'}.{os.getpid()}.tmp")
+    temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    temporary.replace(lab.path / "results.tsv")
+
+
+def _tsv_status(one: Experiment) -> str:
+    """keep | discard | crash: autoresearch has no others."""
+    if one.is_kept:
+        return "keep"
+    return "crash" if one.says in ("crashed", "timed-out", "invalid") else "discard"

@@ -1,0 +1,214 @@
+"""The processes of an experiment: runs, and steps one at a time, each supervised and with a cache of its own."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from gptlab.config.errors import UserError
+from gptlab.config.load import config_from_json
+from gptlab.data.rows import validation_rows
+from gptlab.lab.experiments.equal_time import StepProcess
+from gptlab.lab.experiments.folder import Lab
+from gptlab.lab.experiments.ledger import Experiment, Slice, all_fields
+from gptlab.lab.experiments.proposal import code_of
+from gptlab.lab.judge.judging import Baseline, Judged, judge_run
+from gptlab.lab.judge.questions import Questions
+from gptlab.lab.judge.supervise import Finished, Limits, start, supervise
+from gptlab.runtime.files.plain_file import to_json
+from gptlab.runtime.records.run_directory import RunDirectory
+
+START_SECONDS = 900.0
+"""The longest that reading data and compiling may take. A cold compilation takes two minutes on one slow core."""
+SLOWER = 4.0
+"""A run may take this many times the seconds that its steps took when they were timed: the machine may be busy."""
+MEMORY_SHARE = 0.9
+LAST_WORDS = 500
+
+_PASSED_ON = re.compile(
+    r"PATH|HOME|LANG|LC_\w+|TZ|LD_LIBRARY_PATH|CC|CXX|PYTHONDONTWRITEBYTECODE"
+    r"|(OMP|KMP|GOMP|MKL|ONEDNN|ATEN|CUDA|NVIDIA|HIP|ROCR|TORCH|TORCHINDUCTOR|TRITON|PYTORCH)_\w+"
+)
+"""Variables that a candidate's process gets: what computing needs, and no secrets."""
+
+
+class CrashedError(Exception):
+    """A candidate's process that ended with an error; the message is the last of what it printed."""
+
+
+class TimedOutError(Exception):
+    """A candidate's process that took longer than its limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """What is trained: a baseline or a candidate."""
+
+    number: int
+    fields: Mapping[str, Any]
+    """On top of the lab's baseline configuration."""
+    code: Path
+    """The folder with its package."""
+    steps: int | None
+    step_seconds: float | None = None
+    """Seconds of one of its steps, when they were timed."""
+
+
+def variant_of(lab: Lab, experiment: Experiment, experiments: Mapping[int, Experiment]) -> Variant:
+    code = code_of(lab, experiment, experiments)
+    return Variant(
+        experiment.number, all_fields(experiment, experiments), code, experiment.steps, experiment.step_seconds
+    )
+
+
+def run_folder(lab: Lab, number: int, seed: int) -> Path:
+    return lab.experiment(number) / "runs" / f"seed-{seed}"
+
+
+def train(lab: Lab, variant: Variant, seed: int) -> tuple[Path, Finished | None]:
+    """The finished run of `variant` with `seed`, and how its process ended; None where it was finished already, or
+    stopped before and now resumed.
+
+    CrashedError, TimedOutError, Broken where it does not finish; a loss that broke is a
+    CrashedError too.
+    """
+    run = run_folder(lab, variant.number, seed)
+    if not (run / "config.json").is_file():
+        return run, _train(lab, variant, run, _words_for(lab, variant, run, seed))
+    if RunDirectory(run).recorded().get("status") == "finished":
+        return run, None
+    _train(lab, variant, run, ["train", "--resume", str(run), "--quiet"])
+    return run, None
+
+
+def train_again(lab: Lab, variant: Variant, seed: int) -> Finished:
+    """Train a baseline that is trained already, only to see what it costs now."""
+    run = run_folder(lab, variant.number, seed).with_name("again")
+    try:
+        return _train(lab, variant, run, _words_for(lab, variant, run, seed))
+    finally:
+        shutil.rmtree(run, ignore_errors=True)
+
+
+def _words_for(lab: Lab, variant: Variant, run: Path, seed: int) -> list[str]:
+    assert variant.steps is not None
+    given = arguments(lab, variant, seed=seed, steps=variant.steps) | {"run_dir": str(run)}
+    return ["train", *_words(given), "--quiet"]
+
+
+def _train(lab: Lab, variant: Variant, run: Path, words: Sequence[str]) -> Finished:
+    assert variant.steps is not None
+    if words[1] != "--resume":
+        shutil.rmtree(run, ignore_errors=True)
+    log = run.with_name(f"{run.name}.log")
+    seconds = START_SECONDS + SLOWER * variant.steps * (variant.step_seconds or 1.0)
+    finished = supervise(
+        [sys.executable, "-m", "gptlab", *words], **_process(lab, variant, seconds), log=log, limits=limits(seconds)
+    )
+    if finished.timed_out:
+        raise TimedOutError(f"training took longer than {seconds:.0f} s")
+    finished.require_lawful("training")
+    if finished.exit_code != 0:
+        raise CrashedError(last_words(log) or f"training ended with exit code {finished.exit_code}")
+    return finished
+
+
+def judge(lab: Lab, variant: Variant, run: Path, where: Slice, *, against: Path) -> Judged:
+    """What the judge finds of a finished run. `against`: the baseline's run with the same seed. Broken for a rule that
+    the run breaks."""
+    config = config_from_json(RunDirectory(against).read_config())
+    tokenizer, text, limit = lab.tokenizer(), lab.slice(where), config.eval.tokens
+    rows = validation_rows(text, config.model.seq_len, tokenizer.bos_id, limit)
+    questions = Questions(rows, tokenizer, config.model.seq_len, f"{where} of {lab.settings.data_fingerprint}", limit)
+    baseline = Baseline(config=RunDirectory(against).read_config(), model=config.model)
+    return judge_run(
+        run, questions, tree=variant.code, limits=limits(START_SECONDS), baseline=baseline, hidden=[lab.path],
+        log=run.with_name(f"{run.name}.answers.log"),
+    )  # fmt: skip
+
+
+@contextmanager
+def steps_of(lab: Lab, variant: Variant, steps: int) -> Iterator[StepProcess]:
+    """Within the context, a process that makes steps of the variant when it is asked. Its schedule is that of a run of
+    `steps` steps."""
+    folder = lab.experiment(variant.number)
+    process = _process(lab, variant, START_SECONDS)
+    log = folder / "timing.log"
+    given = arguments(lab, variant, seed=lab.settings.first_seed, steps=steps)
+    argv = [sys.executable, "-m", "gptlab.app.step_timer", to_json(given)]
+    limit = limits(2 * START_SECONDS)
+    with log.open("ab") as errors, start(argv, **process, limits=limit, stderr=errors) as running:
+        yield StepProcess(running, log, START_SECONDS)
+
+
+def arguments(lab: Lab, variant: Variant, *, seed: int, steps: int) -> dict[str, Any]:
+    """The arguments of `gptlab.train()` for a run of the variant."""
+    given = {"from": str(lab.path / "baseline"), "steps": steps, "seed": seed}
+    return given | lab.places() | dict(variant.fields)
+
+
+def limits(seconds: float) -> Limits:
+    """Those of a process that may take so many seconds on this machine."""
+    memory = int(MEMORY_SHARE * psutil.virtual_memory().total)
+    return Limits(wall_seconds=seconds, cpu_seconds=seconds * (os.cpu_count() or 1), memory_bytes=memory)
+
+
+def last_words(log: Path) -> str:
+    """The last line that a process printed, without the name of the program, shortened: data from untrusted code."""
+    lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
+    line = next((line for line in reversed(lines) if "error" in line.lower()), lines[-1] if lines else "")
+    return "".join(c for c in line.removeprefix("gptlab: error: ") if c.isprintable())[:LAST_WORDS]
+
+
+def forget(lab: Lab, number: int) -> None:
+    """Remove what an experiment that was not kept needs no more: weights, its cache and its copy of the package."""
+    folder = lab.experiment(number)
+    for path in (folder / "cache", folder / "tree", *folder.glob("runs/*/checkpoints")):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _process(lab: Lab, variant: Variant, seconds: float) -> dict[str, Any]:
+    """Where a process of the variant runs and what it may see: its own folder, training data, its code."""
+    folder = lab.experiment(variant.number)
+    cache = folder / "cache"
+    if not cache.exists():
+        _new_cache(lab, cache)
+    (folder / "runs").mkdir(parents=True, exist_ok=True)
+    environment = {name: value for name, value in os.environ.items() if _PASSED_ON.fullmatch(name)}
+    return {
+        "cwd": folder / "runs",
+        "environment": environment | {"PYTHONPATH": str(variant.code), "GPTLAB_CACHE": str(cache)},
+        "hidden": [lab.path],
+        "readable": [lab.path / "baseline", lab.path / "data", variant.code],
+        "writable": [folder / "runs", cache],
+    }
+
+
+def _new_cache(lab: Lab, cache: Path) -> None:
+    """A copy of the first baseline's: compiled code need not be compiled again, and no candidate's cache serves
+    another."""
+    first = lab.experiment(0) / "cache"
+    cache.parent.mkdir(parents=True, exist_ok=True)
+    if first.exists():
+        shutil.copytree(first, cache, symlinks=True)
+    else:
+        cache.mkdir()
+
+
+def _words(given: Mapping[str, Any]) -> Iterator[str]:
+    """The arguments as words of a command line."""
+    for name, value in given.items():
+        values = value if isinstance(value, list | tuple) else [value]
+        if not values:
+            raise UserError(f"{name}: an empty list cannot be proposed")
+        yield f"--{name.replace('_', '-')}"
+        yield from (str(one).lower() if isinstance(one, bool) else str(one) for one in values)

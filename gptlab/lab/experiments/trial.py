@@ -1,0 +1,302 @@
+"""One experiment from its proposal to its verdict: rules, equal time, pairs of runs, the judge, the ledger.
+
+Every part that takes time ends with a line in the ledger, and a part that has its line is not done again: an experiment
+that was killed continues where it was.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from gptlab.config.errors import UserError
+from gptlab.lab.experiments import runs
+from gptlab.lab.experiments.equal_time import StepsFailedError, compare_speed, require_positive_steps, time_alone
+from gptlab.lab.experiments.folder import Lab
+from gptlab.lab.experiments.ledger import NOTHING, Experiment, Slice, Verdict
+from gptlab.lab.experiments.overview import write_results
+from gptlab.lab.experiments.runs import CrashedError, TimedOutError, Variant, run_folder, variant_of
+from gptlab.lab.experiments.same_program import same_program
+from gptlab.lab.judge.audits import Expected, check_time, unchanged
+from gptlab.lab.judge.rules import Broken
+from gptlab.lab.judge.supervise import Finished
+from gptlab.lab.judge.tree_rules import check_fields, check_tree
+from gptlab.lab.racing import RaceRules, decide, level_of_next
+from gptlab.lab.statistics import paired_difference
+from gptlab.runtime.files.plain_file import read_json_object, write_json_atomic
+from gptlab.training.checkpoint.format import MANIFEST, list_checkpoints
+
+Say = Callable[[str], None]
+
+FIRST = 2
+"""The number of the first experiment that is proposed: 0 is the baseline, 1 measures the noise."""
+RULES = RaceRules()
+NUDGE = 1 + 2**-20
+"""What the edit that measures the noise multiplies a learning rate with: other bits from the first step on, and no
+other quality."""
+TIMING_SHARE = 0.1
+"""The part of a run's seconds that timing may take."""
+MAX_TIMING_SECONDS = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ruling:
+    """A verdict before it is written."""
+
+    verdict: Verdict
+    reason: str
+    rule: str | None = None
+    evidence: float | None = None
+    """The e-value of the improvement, where pairs were raced."""
+
+
+def measure_baseline(lab: Lab, say: Say) -> None:
+    """Time and train the baseline, and measure the noise: between seeds, and between the baseline and an edit that
+    changes bits and nothing else. What is done already is not done again.
+
+    UserError where the baseline cannot be trained.
+    """
+    ledger, settings = lab.ledger, lab.settings
+    nudged = {"optim.embedding.lr": lab.baseline_config()["optim.embedding.lr"] * NUDGE}
+    for number, fields, why in ((0, {}, "baseline"), (1, nudged, NOTHING)):
+        if number not in ledger.experiments():
+            ledger.append(
+                "proposed", experiment=number, fields=fields, files=[], why=why, expect=None, by="lab", against=0
+            )
+    try:
+        with _locked(lab, 0):
+            if ledger.experiments()[0].steps is None:
+                _time_baseline(lab, say)
+            baseline = ledger.experiments()[0]
+            if ledger.experiments()[1].steps is None:
+                ledger.append(
+                    "timed", experiment=1, speed=1.0, step_seconds=baseline.step_seconds, steps=baseline.steps
+                )
+            for seed in range(settings.first_seed, settings.first_seed + settings.seeds):
+                for number in (0, 1):
+                    measure(lab, number, seed, "validation", say)
+            runs.forget(lab, 1)
+    except (CrashedError, TimedOutError, StepsFailedError, Broken) as error:
+        raise UserError(f"the baseline cannot be trained: {error}") from None
+    write_results(lab)
+
+
+def _time_baseline(lab: Lab, say: Say) -> None:
+    say("timing the baseline's steps")
+    variant = Variant(0, {}, lab.path / "code", None)
+    settings = lab.settings
+    with runs.steps_of(lab, variant, steps=settings.steps or 1_000) as process:
+        process.ready()
+        seconds = time_alone(process, max_seconds=MAX_TIMING_SECONDS)
+    steps = settings.steps or require_positive_steps((settings.seconds or 0.0) / seconds)
+    lab.ledger.append("timed", experiment=0, speed=1.0, step_seconds=seconds, steps=steps)
+    say(f"the baseline trains {steps:,} steps of {seconds * 1000:,.1f} ms")
+
+
+def noise(experiments: Mapping[int, Experiment]) -> list[float]:
+    """The paired differences, in bits per byte, of the edit that changes bits and nothing else."""
+    base, nudged = experiments[0].bpb, experiments[1].bpb
+    return [base[key] - value for key, value in nudged.items() if key in base]
+
+
+def in_flight(lab: Lab) -> list[int]:
+    """Numbers of the experiments without a verdict, in their order."""
+    return [one.number for one in lab.ledger.experiments().values() if one.number >= FIRST and one.verdict is None]
+
+
+def finish(lab: Lab, number: int, say: Say) -> Experiment:
+    """Judge the experiment, and record its verdict. Does nothing where it has one. UserError where the lab itself
+    cannot work (a full disk, a damaged ledger), or another process judges this experiment."""
+    with _locked(lab, number):
+        if lab.ledger.experiments()[number].verdict is None:
+            ruling = _judge(lab, number, say)
+            experiments = lab.ledger.experiments()
+            values = _measured(experiments[number], experiments) | {
+                "verdict": ruling.verdict, "reason": ruling.reason, "rule": ruling.rule, "evidence": ruling.evidence,
+            }  # fmt: skip
+            lab.ledger.append("verdict", experiment=number, **values)
+            write_json_atomic(lab.experiment(number) / "verdict.json", values)
+            if ruling.verdict != "keep":
+                runs.forget(lab, number)
+            write_results(lab)
+    return lab.ledger.experiments()[number]
+
+
+def _judge(lab: Lab, number: int, say: Say) -> Ruling:
+    """The verdict of an experiment. Whatever the candidate does ends in one."""
+    try:
+        if (nothing := _require_lawful(lab, number)) is not None:
+            return nothing
+        if lab.ledger.experiments()[number].steps is None and (nothing := _time(lab, number, say)) is not None:
+            return nothing
+        return _race(lab, number, say)
+    except Broken as error:
+        return Ruling("invalid", error.what, error.rule)
+    except StepsFailedError as error:
+        return Ruling("timed-out" if error.timed_out else "crashed", str(error))
+    except CrashedError as error:
+        return Ruling("crashed", str(error))
+    except TimedOutError as error:
+        return Ruling("timed-out", str(error))
+
+
+def _require_lawful(lab: Lab, number: int) -> Ruling | None:
+    """Broken for fields or code that may not change; a Ruling where nothing that is computed does."""
+    experiments = lab.ledger.experiments()
+    one = experiments[number]
+    check_fields(one.fields)
+    if not one.files:
+        return None
+    base = variant_of(lab, experiments[one.against], experiments).code
+    tree = lab.experiment(number) / "tree"
+    change = check_tree(base, tree)
+    (lab.experiment(number) / "changes.patch").write_text(change.patch, encoding="utf-8")
+    if not one.fields and same_program(base, tree, one.files):
+        return Ruling("no-op", "only comments, docstrings or layout changed")
+    return None
+
+
+def _time(lab: Lab, number: int, say: Say) -> Ruling | None:
+    """Find out how many steps the candidate trains. A Ruling where it computes what the baseline does."""
+    experiments = lab.ledger.experiments()
+    candidate = variant_of(lab, experiments[number], experiments)
+    baseline = variant_of(lab, experiments[experiments[number].against], experiments)
+    assert baseline.steps is not None
+    assert baseline.step_seconds is not None
+    budget = min(MAX_TIMING_SECONDS, TIMING_SHARE * baseline.steps * baseline.step_seconds)
+    with (
+        runs.steps_of(lab, baseline, baseline.steps) as base,
+        runs.steps_of(lab, candidate, baseline.steps) as new,
+    ):
+        is_now, was = new.ready(), base.ready()
+        if is_now["config"] == was["config"] and not experiments[number].files:
+            return Ruling("no-op", "the baseline has these values already")
+        speed = compare_speed(base, new, max_seconds=budget)
+    ratio = {
+        "time": speed.settled, "steps": 1.0,
+        "tokens": was["tokens_per_step"] / is_now["tokens_per_step"],
+        "flops": was["flops_per_step"] / is_now["flops_per_step"],
+    }[lab.settings.at]  # fmt: skip
+    steps = require_positive_steps(baseline.steps * ratio)
+    lab.ledger.append(
+        "timed", experiment=number, speed=speed.ratio, step_seconds=speed.baseline_seconds / speed.ratio, steps=steps
+    )
+    say(f"{number:04}: {speed.ratio:.3f} of the baseline's speed, {steps:,} steps")
+    return None
+
+
+def _race(lab: Lab, number: int, say: Say) -> Ruling:
+    """Train pairs of baseline and candidate until they decide."""
+    differences: list[float] = []
+    while True:
+        experiments = lab.ledger.experiments()
+        against = experiments[number].against
+        seed = lab.settings.first_seed + len(differences)
+        base, new = (measure(lab, one, seed, "validation", say) for one in (against, number))
+        if not differences and base == new and _weights(lab, against, seed) == _weights(lab, number, seed):
+            return Ruling("no-op", "the trained weights are the baseline's, bit for bit")
+        differences.append(base - new)
+        say(f"{number:04}: seed {seed}, {new:.6f} bpb, the baseline {base:.6f}")
+        found = decide(differences, noise(experiments), level_of_next(number - FIRST, RULES), RULES)
+        if found.verdict != "another pair":
+            evidence = f"{found.evidence:.3g} to 1, and keeping takes {found.threshold:,.0f} to 1"
+            reason = {
+                "keep": f"an improvement is {evidence}",
+                "discard": "an improvement that is worth finding is unlikely",
+                "inconclusive": f"after {RULES.most_pairs} pairs an improvement is {evidence}",
+            }[found.verdict]
+            return Ruling(found.verdict, reason, evidence=found.evidence)
+
+
+def measure(lab: Lab, number: int, seed: int, where: Slice, say: Say) -> float:
+    """Bits per byte of one run, trained and judged unless the ledger has them."""
+    experiments = lab.ledger.experiments()
+    if (known := experiments[number].bpb.get((where, seed))) is not None:
+        return known
+    one = experiments[number]
+    variant = variant_of(lab, one, experiments)
+    say(f"{number:04}: training with seed {seed}")
+    with unchanged([lab.private, lab.path / "data", lab.path / "baseline"]):
+        run, finished = runs.train(lab, variant, seed)
+        if finished is not None and number != one.against:
+            _check_time(lab, experiments, number, seed, finished)
+        judged = runs.judge(lab, variant, run, where, against=run_folder(lab, one.against, seed))
+    costs = {} if finished is None else {
+        "wall_seconds": finished.wall_seconds, "cpu_seconds": finished.cpu_seconds,
+        "peak_mb": finished.peak_bytes / 2**20,
+    }  # fmt: skip
+    lab.ledger.append(
+        "measured", experiment=number, seed=seed, slice=where, bpb=judged.val_bpb, steps=variant.steps,
+        parameters=judged.parameters, **costs,
+    )  # fmt: skip
+    return judged.val_bpb
+
+
+def _check_time(lab: Lab, experiments: Mapping[int, Experiment], number: int, seed: int, finished: Finished) -> None:
+    """Broken where training took more than the baseline's with this seed: it trained off the clock.
+
+    Where it seems so, the baseline trains once more, now: the machine may be busier than when it trained first.
+    """
+    one, base = experiments[number], experiments[experiments[number].against]
+    share = _step_time(one) / _step_time(base)
+    cost = next((cost for cost in base.costs if cost["seed"] == seed and "cpu_seconds" in cost), None)
+    try:
+        if cost is not None:
+            check_time(finished, _expected(share, cost["cpu_seconds"], cost["wall_seconds"]))
+            return
+    except Broken:
+        pass
+    again = runs.train_again(lab, variant_of(lab, base, experiments), seed)
+    check_time(finished, _expected(share, again.cpu_seconds, again.wall_seconds))
+
+
+def _step_time(one: Experiment) -> float:
+    assert one.steps is not None
+    assert one.step_seconds is not None
+    return one.steps * one.step_seconds
+
+
+def _expected(share: float, cpu_seconds: float, wall_seconds: float) -> Expected:
+    return Expected(cpu_seconds=max(1.0, share) * cpu_seconds, wall_seconds=max(1.0, share) * wall_seconds)
+
+
+def _weights(lab: Lab, number: int, seed: int) -> object:
+    """What says which weights a finished run ended with, to the bit."""
+    checkpoint = list_checkpoints(run_folder(lab, number, seed) / "checkpoints")[-1]
+    return {
+        name: record
+        for name, record in read_json_object(checkpoint / MANIFEST)["files"].items()  # type: ignore[attr-defined]
+        if name.startswith("model")
+    }
+
+
+def _measured(one: Experiment, experiments: Mapping[int, Experiment]) -> dict[str, Any]:
+    """The mean difference to the baseline over the seeds that both have, with its interval: negative is better."""
+    base = experiments[one.against].bpb
+    pairs = [(base[key], bpb) for key, bpb in one.bpb.items() if key in base]
+    if not pairs:
+        return {"pairs": 0, "difference": None, "half_width": None}
+    found = paired_difference(*zip(*pairs, strict=True))
+    half = found.half_width if math.isfinite(found.half_width) else None
+    return {"pairs": len(pairs), "difference": found.mean, "half_width": half}
+
+
+@contextmanager
+def _locked(lab: Lab, number: int) -> Iterator[None]:
+    """Within the context, no other process works on this experiment. UserError where one does."""
+    folder = lab.experiment(number)
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / ".lock", thread_local=False)
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        raise UserError(f"experiment {number} is being judged by another process") from None
+    try:
+        yield
+    finally:
+        lock.release()

@@ -1,0 +1,105 @@
+"""A lab whose runs are numbers: training and judging take no time and follow a formula, everything else is the lab's
+own code."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tiny_runs import make_config, write_corpus
+
+from gptlab.data.prepare import prepare
+from gptlab.lab.experiments import runs
+from gptlab.lab.experiments.folder import Lab, Settings, create
+from gptlab.lab.experiments.ledger import Experiment
+from gptlab.lab.experiments.proposal import Proposal
+from gptlab.lab.experiments.runs import CrashedError, Variant
+from gptlab.lab.judge.supervise import Finished
+
+SPEED = {"batch.micro_sequences": 1.25}
+"""Fields that make steps faster, and by how much."""
+PAIRED_SD = 0.001
+
+
+def new_lab(folder: Path, **changes: Any) -> Lab:
+    """A lab on a small corpus, with nothing trained."""
+    if not (folder / "corpus").exists():
+        write_corpus(folder / "corpus", documents=60)
+    config = make_config(folder, "never", sample__prompts=())
+    settings = Settings(
+        **({"name": "lab", "recipe": "quickstart", "seconds": None, "steps": 100, "validation_bytes": {}} | changes)
+    )
+    return create(folder / "lab", config, prepare(config.data, config.tokenizer), settings)
+
+
+def bpb_of(fields: Mapping[str, Any], seed: int) -> float:
+    """1.5, less what `optim.head.lr` is worth (0.01 a unit), and noise: of the seed, and of fields and seed."""
+    worth = 0.01 * float(fields.get("optim.head.lr", 0.0))
+    return 1.5 - worth + 0.01 * _noise("seed", seed) + PAIRED_SD * _noise(json.dumps(sorted(fields.items())), seed)
+
+
+def _noise(what: str, seed: int) -> float:
+    """About standard normal: the sum of twelve uniform numbers."""
+    draws = hashlib.sha256(f"{what} {seed}".encode()).digest()[:12]
+    return sum(draw / 255 for draw in draws) - 6
+
+
+@contextlib.contextmanager
+def formula(trained: list[tuple[int, int]] | None = None) -> Iterator[None]:
+    """Within the context, runs follow `bpb_of`. `trained`: gets (experiment, seed) of each that is trained."""
+
+    def train(lab: Lab, variant: Variant, seed: int) -> tuple[Path, Finished | None]:
+        run = runs.run_folder(lab, variant.number, seed)
+        if variant.fields.get("model.activation") == "crash":
+            raise CrashedError("no such activation")
+        checkpoint = run / "checkpoints" / "step-00000100"
+        checkpoint.mkdir(parents=True, exist_ok=True)
+        weights = "same" if variant.fields.get("same_weights") else repr(sorted(variant.fields.items()))
+        manifest = {"files": {"model.safetensors": {"sha256": weights if variant.fields else "same"}}}
+        (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+        if trained is not None:
+            trained.append((variant.number, seed))
+        return run, Finished(0, 10.0, 10.0, 2**20, 0, None, (), (), True)
+
+    def judge(lab: Lab, variant: Variant, run: Path, where: str, *, against: Path) -> Any:
+        seed = int(run.name.removeprefix("seed-"))
+        fields = {name: value for name, value in variant.fields.items() if name != "same_weights"}
+        return SimpleNamespace(val_bpb=bpb_of(fields, seed), parameters=1000)
+
+    @contextlib.contextmanager
+    def steps_of(lab: Lab, variant: Variant, steps: int) -> Iterator[Any]:
+        seconds = 0.1
+        for name in variant.fields:
+            seconds /= SPEED.get(name, 1.0)
+        known = {"config": dict(variant.fields), "tokens_per_step": 100, "flops_per_step": 100}
+        yield SimpleNamespace(ready=lambda: known, step=lambda: seconds)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runs, "train", train)
+        patch.setattr(runs, "judge", judge)
+        patch.setattr(runs, "steps_of", steps_of)
+        yield
+
+
+def in_order(*proposals: Proposal) -> Any:
+    """A program that proposes these, one after the other, by how many the lab has."""
+
+    def propose(lab: Lab) -> Proposal:
+        return proposals[max(lab.ledger.experiments()) - 1]
+
+    return propose
+
+
+def told(experiment: Experiment) -> dict[str, Any]:
+    """What an experiment came to, without times."""
+    verdict = {name: value for name, value in (experiment.verdict or {}).items() if name != "time"}
+    return {
+        "fields": dict(experiment.fields), "files": experiment.files, "steps": experiment.steps,
+        "bpb": experiment.bpb, "verdict": verdict, "against": experiment.against,
+    }  # fmt: skip

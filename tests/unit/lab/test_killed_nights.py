@@ -1,0 +1,85 @@
+"""A night that is killed at any file operation, and continued, ends with the ledger of one that nobody disturbed."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from failpoints import Failpoints, changes_files, spread
+from forked import Forked
+from lab_world import formula, in_order, new_lab, told
+
+from gptlab.lab.experiments.folder import Lab
+from gptlab.lab.experiments.night import run_night
+from gptlab.lab.experiments.proposal import Proposal
+from gptlab.lab.experiments.trial import measure_baseline
+
+NIGHT = (
+    Proposal({"optim.head.lr": -1.0}, why="worse"),
+    Proposal({"optim.head.lr": 2.0}, why="better"),
+    Proposal({"data.source": ["x"]}, why="not allowed"),
+)
+
+
+def night(folder: Path) -> None:
+    """The baseline with one seed, then three experiments: discarded, kept, refused."""
+
+    def quiet(text: str) -> None:
+        pass
+
+    with formula():
+        lab = Lab.open(folder / "lab")
+        measure_baseline(lab, quiet)
+        run_night(lab, in_order(*NIGHT), experiments=len(NIGHT), say=quiet, judged=lambda one: None)
+
+
+def outcome(folder: Path) -> tuple[list[dict[str, Any]], str]:
+    lab = Lab.open(folder / "lab")
+    return [told(one) for one in lab.ledger.experiments().values()], (lab.path / "results.tsv").read_text()
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("template")
+    new_lab(folder, seeds=1)
+    return folder
+
+
+def killed_nights(template: Path, tmp_path: Path, chosen: Any) -> None:
+    undisturbed = Path(shutil.copytree(template, tmp_path / "undisturbed"))
+    points = Failpoints(undisturbed / "lab")
+    with points.installed():
+        night(undisturbed)
+    wanted = outcome(undisturbed)
+    assert [one["verdict"].get("verdict") for one in wanted[0]] == [None, None, "discard", "keep", "invalid"]
+    for number, point in enumerate(chosen(points.reached)):
+        folder = Path(shutil.copytree(template, tmp_path / f"killed-{number}"))
+        report = tmp_path / f"report-{number}"
+
+        def until_killed(folder: Path = folder, point: str = point, report: Path = report) -> None:
+            with Failpoints(folder / "lab", point, report).installed():
+                night(folder)
+
+        process = Forked(until_killed)
+        process.communicate()
+        assert process.returncode == -signal.SIGKILL, f"{point} was never reached"
+        night(folder)
+        assert outcome(folder) == wanted, point
+        lines = Lab.open(folder / "lab").ledger.path.read_text().splitlines()
+        measured = Counter(line.split('"bpb"')[0].split('"experiment"')[1] for line in lines if '"measured"' in line)
+        assert max(measured.values()) == 1, point
+        shutil.rmtree(folder)
+
+
+def test_at_one_file_operation_of_each_kind(template: Path, tmp_path: Path) -> None:
+    killed_nights(template, tmp_path, lambda points: spread(filter(changes_files, points)))
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(1800)
+def test_at_every_file_operation_that_leaves_a_trace(template: Path, tmp_path: Path) -> None:
+    killed_nights(template, tmp_path, lambda points: list(filter(changes_files, points)))

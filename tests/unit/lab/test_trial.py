@@ -1,0 +1,185 @@
+"""From a proposal to its verdict, with runs that are formulas (support/lab_world.py)."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from lab_world import PAIRED_SD, bpb_of, formula, in_order, new_lab, told
+
+from gptlab.config.errors import UserError
+from gptlab.lab.experiments.folder import Lab
+from gptlab.lab.experiments.ledger import baseline_of
+from gptlab.lab.experiments.night import run_night
+from gptlab.lab.experiments.proposal import Proposal, submit
+from gptlab.lab.experiments.trial import finish, measure_baseline, noise
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a lab whose baseline is measured with five seeds."""
+    folder = tmp_path_factory.mktemp("labs")
+    lab = new_lab(folder, seeds=5)
+    with formula():
+        measure_baseline(lab, quiet)
+    return folder
+
+
+@pytest.fixture
+def lab(measured: Path, tmp_path: Path) -> Lab:
+    return Lab.open(shutil.copytree(measured / "lab", tmp_path / "lab"))
+
+
+def quiet(text: str) -> None:
+    pass
+
+
+def tried(lab: Lab, **proposal: object) -> dict[str, object]:
+    """The verdict of one proposal."""
+    with formula():
+        one = finish(lab, submit(lab, Proposal(**proposal)), quiet)  # type: ignore[arg-type]
+    assert one.verdict is not None
+    return dict(one.verdict)
+
+
+def test_the_baseline_and_its_noise(lab: Lab) -> None:
+    experiments = lab.ledger.experiments()
+    assert experiments[0].steps == 100
+    assert list(experiments[0].bpb) == [("validation", seed) for seed in range(1, 6)]
+    differences = noise(experiments)
+    nudged = dict(experiments[1].fields)
+    assert differences == [bpb_of({}, seed) - bpb_of(nudged, seed) for seed in range(1, 6)]
+    assert 0.2 < np.std(differences) / (np.sqrt(2) * PAIRED_SD) < 3
+
+
+def test_measuring_the_baseline_again_trains_nothing(lab: Lab) -> None:
+    trained: list[tuple[int, int]] = []
+    with formula(trained):
+        measure_baseline(lab, quiet)
+    assert trained == []
+
+
+def test_an_improvement_is_kept_and_becomes_the_baseline(lab: Lab) -> None:
+    verdict = tried(lab, fields={"optim.head.lr": 1.0}, why="better", expect=-0.01)
+    assert verdict["verdict"] == "keep"
+    assert verdict["difference"] == pytest.approx(-0.01, abs=0.002)
+    experiments = lab.ledger.experiments()
+    assert baseline_of(experiments).number == 2
+    assert tried(lab, fields={"optim.head.lr": 1.0})["verdict"] == "no-op"
+    assert lab.ledger.experiments()[3].against == 2
+
+
+def test_a_harm_is_discarded_after_one_pair(lab: Lab) -> None:
+    verdict = tried(lab, fields={"optim.head.lr": -1.0})
+    assert (verdict["verdict"], verdict["pairs"]) == ("discard", 1)
+    assert not list(lab.experiment(2).glob("runs/*/checkpoints"))
+
+
+def test_runs_of_the_baseline_are_shared(lab: Lab) -> None:
+    trained: list[tuple[int, int]] = []
+    with formula(trained):
+        finish(lab, submit(lab, Proposal({"optim.head.lr": -1.0})), quiet)
+        finish(lab, submit(lab, Proposal({"optim.head.lr": -2.0})), quiet)
+    assert trained == [(2, 1), (3, 1)]
+
+
+def test_equal_time_gives_a_faster_candidate_more_steps(lab: Lab) -> None:
+    tried(lab, fields={"batch.micro_sequences": 8})
+    one = lab.ledger.experiments()[2]
+    assert (one.steps, one.speed) == (125, pytest.approx(1.25))
+
+
+def test_fields_that_the_judge_needs_cannot_be_proposed(lab: Lab) -> None:
+    verdict = tried(lab, fields={"data.source": ["mine"]})
+    assert (verdict["verdict"], verdict["rule"]) == ("invalid", "field")
+
+
+def test_what_crashes(lab: Lab) -> None:
+    verdict = tried(lab, fields={"model.activation": "crash"})
+    assert (verdict["verdict"], verdict["reason"]) == ("crashed", "no such activation")
+
+
+def test_weights_equal_to_the_bit_are_a_no_op(lab: Lab) -> None:
+    """A field that changes the configuration and nothing that is computed."""
+    verdict = tried(lab, fields={"same_weights": True})
+    assert (verdict["verdict"], verdict["pairs"]) == ("no-op", 1)
+
+
+class TestCode:
+    def changed(self, lab: Lab, tmp_path: Path, name: str, old: str, new: str) -> Path:
+        tree = tmp_path / "tree"
+        shutil.copytree(lab.path / "code", tree)
+        path = tree / "gptlab" / name
+        text = path.read_text()
+        assert old in text
+        path.write_text(text.replace(old, new))
+        return tree
+
+    def test_the_diff_is_kept_of_what_is_discarded_too(self, lab: Lab, tmp_path: Path) -> None:
+        tree = self.changed(lab, tmp_path, "optim/schedule.py", "def lr_scale(", "EXTRA = 1\n\n\ndef lr_scale(")
+        tried(lab, tree=tree, fields={"optim.head.lr": -1.0})
+        one = lab.ledger.experiments()[2]
+        assert (one.says, one.files) == ("discard", ("gptlab/optim/schedule.py",))
+        assert "+EXTRA = 1" in (lab.experiment(2) / "changes.patch").read_text()
+        assert not (lab.experiment(2) / "tree").exists()
+
+    def test_of_a_kept_one_the_code_stays_and_is_the_next_baselines(self, lab: Lab, tmp_path: Path) -> None:
+        tree = self.changed(lab, tmp_path, "optim/schedule.py", "def lr_scale(", "EXTRA = 1\n\n\ndef lr_scale(")
+        assert tried(lab, tree=tree, fields={"optim.head.lr": 1.0})["verdict"] == "keep"
+        assert "EXTRA" in (lab.experiment(2) / "tree/gptlab/optim/schedule.py").read_text()
+        same = tried(lab, tree=lab.experiment(2) / "tree", fields={"optim.head.lr": -3.0})
+        assert same["verdict"] == "discard"
+        assert lab.ledger.experiments()[3].files == ()
+
+    def test_comments_are_a_no_op(self, lab: Lab, tmp_path: Path) -> None:
+        tree = self.changed(lab, tmp_path, "optim/schedule.py", "def lr_scale(", "# slower\n\n\ndef lr_scale(")
+        assert tried(lab, tree=tree)["verdict"] == "no-op"
+
+    def test_the_judge_cannot_be_changed(self, lab: Lab, tmp_path: Path) -> None:
+        tree = self.changed(lab, tmp_path, "eval/bits_per_byte.py", "def evaluate(", "BETTER = 1\n\n\ndef evaluate(")
+        verdict = tried(lab, tree=tree)
+        assert (verdict["verdict"], verdict["rule"]) == ("invalid", "protected")
+
+    def test_a_folder_without_a_package(self, lab: Lab, tmp_path: Path) -> None:
+        with pytest.raises(UserError, match="has no gptlab/"):
+            submit(lab, Proposal(tree=tmp_path))
+
+
+NIGHT = (
+    Proposal({"optim.head.lr": -1.0}, why="worse"),
+    Proposal({"optim.head.lr": 2.0}, why="better"),
+    Proposal({"data.source": ["x"]}, why="not allowed"),
+    Proposal({"batch.micro_sequences": 8}, why="faster, no better"),
+)
+
+
+def test_a_night_ends_at_its_number(lab: Lab) -> None:
+    judged: list[str] = []
+    with formula():
+        run_night(lab, in_order(*NIGHT), experiments=4, say=quiet, judged=lambda one: judged.append(one.says))
+    assert judged[:3] == ["discard", "keep", "invalid"]
+    assert len(judged) == 4
+    assert lab.ledger.experiments()[5].against == 3
+
+
+def test_a_program_that_proposes_nothing_ends_the_night(lab: Lab) -> None:
+    def nothing(lab: Lab) -> Proposal:
+        raise UserError("no idea")
+
+    with pytest.raises(UserError, match="3 times in a row; the last time: no idea"):
+        run_night(lab, nothing, experiments=4, say=quiet, judged=lambda one: None)
+    assert max(lab.ledger.experiments()) == 1
+
+
+def test_results_in_autoresearchs_columns(lab: Lab) -> None:
+    with formula():
+        run_night(lab, in_order(*NIGHT), experiments=3, say=quiet, judged=lambda one: None)
+    header, *rows = (line.split("\t") for line in (lab.path / "results.tsv").read_text().splitlines())
+    assert header == ["commit", "val_bpb", "memory_gb", "status", "description"]
+    assert [(row[0], row[3]) for row in rows] == [
+        ("0000", "keep"), ("0002", "discard"), ("0003", "keep"), ("0004", "crash"),
+    ]  # fmt: skip
+    assert float(rows[0][1]) == pytest.approx(1.5, abs=0.02)
+    assert told(lab.ledger.experiments()[3])["fields"] == {"optim.head.lr": 2.0}
