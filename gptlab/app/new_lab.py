@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
 from gptlab.app.run_request import DEFAULT_RECIPE, RunRequest
@@ -15,9 +17,18 @@ from gptlab.runtime.processes.distributed import World
 from gptlab.runtime.records.console import Console
 
 
-def new_lab(path: Path, request: RunRequest, console: Console) -> Lab:
-    """A lab in `path` for the run that is requested; nothing is trained yet. `request.options`: seeds, at. UserError
-    where the run, its data or the folder cannot be used."""
+def new_lab(path: Path, request: RunRequest, asked: Sequence[str], console: Console) -> Lab:
+    """A lab in `path` for the run that is requested, by the words `asked`; nothing is trained yet. If there is one that
+    was made by the same words, that one. `request.options`: seeds, at.
+
+    UserError where the run, its data or the folder cannot be used.
+    """
+    if (path / "lab.json").is_file():
+        lab = Lab.open(path)
+        if asked and list(asked) != list(lab.settings.asked):
+            made_by = " ".join(map(shlex.quote, lab.settings.asked))
+            raise UserError(f"{path} is a lab already, made by `gptlab lab new {lab.settings.name} {made_by}`")
+        return lab
 
     def measure(config: RunConfig) -> Machine:
         with console.busy("compiling and timing steps, to size the model"):
@@ -37,5 +48,6 @@ def new_lab(path: Path, request: RunRequest, console: Console) -> Lab:
         at=request.options.get("at", "time"),
         seeds=request.options.get("seeds", 3),
         validation_bytes={},
+        asked=tuple(asked),
     )
     return create(path, config, prepare(config.data, config.tokenizer, console=console), settings)

@@ -100,14 +100,13 @@ def _new(argv: list[str]) -> int:
         rest, NewArguments, prog="gptlab lab new NAME", description="Train a baseline, and measure its noise."
     )
     from gptlab.app.new_lab import new_lab
-    from gptlab.lab.experiments.folder import Lab
     from gptlab.lab.experiments.overview import status_lines
     from gptlab.lab.experiments.trial import measure_baseline
     from gptlab.runtime.records.console import Console
 
     path = _path(name)
     with Console() as console:
-        lab = Lab.open(path) if (path / "lab.json").is_file() else new_lab(path, request, console)
+        lab = new_lab(path, request, rest, console)
         measure_baseline(lab, console.line)
     print("\n".join(status_lines(lab)))
     return 0

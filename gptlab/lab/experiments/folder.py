@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -24,7 +24,7 @@ import numpy as np
 
 import gptlab
 from gptlab.config.errors import UserError, cannot
-from gptlab.config.load import config_to_json, flatten
+from gptlab.config.load import apply_overrides, config_from_json, config_to_json, flatten
 from gptlab.config.run import CheckpointConfig, EvalConfig, RunConfig, SampleConfig
 from gptlab.data.prepare import PreparedData
 from gptlab.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
@@ -64,6 +64,8 @@ class Settings:
     tokenizer_fingerprint: str = ""
     validation_bytes: Mapping[str, int]
     """UTF-8 bytes of each slice of the validation text."""
+    asked: Sequence[str] = ()
+    """The words of `gptlab lab new` after the name."""
     version: int = 1
 
 
@@ -112,6 +114,11 @@ class Lab:
     def baseline_config(self) -> dict[str, Any]:
         """{dotted name: value} of the configuration that every run repeats. UserError where it is damaged."""
         return flatten(read_json_object(self.path / "baseline" / "config.json"))
+
+    def run_config(self, seed: int, vocab_size: int) -> RunConfig:
+        """The configuration of the first baseline's runs, apart from their length and folder."""
+        values = {"seed": seed, "model.vocab_size": vocab_size, **self.places()}
+        return apply_overrides(config_from_json(read_json_object(self.path / "baseline" / "config.json")), values)
 
     def places(self) -> dict[str, Any]:
         """Fields of every run that say where things are, so that a lab may be moved."""

@@ -4,18 +4,17 @@ results.tsv."""
 from __future__ import annotations
 
 import math
-import os
 import re
 import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from gptlab.config.errors import UserError
 from gptlab.lab.experiments.folder import Lab
 from gptlab.lab.experiments.ledger import NOTHING, VERDICTS, Experiment, all_fields, baseline_of
 from gptlab.lab.experiments.proposal import code_of
+from gptlab.runtime.files.plain_file import write_text_atomic
 
 Experiments = Mapping[int, Experiment]
 
@@ -159,9 +158,7 @@ def write_results(lab: Lab) -> None:
         shown = 0.0 if bpb is None or not math.isfinite(bpb) else bpb
         text = re.sub(r"\s+", " ", "baseline" if one.number == 0 else f"{one.why} ({edit_text(one)})").strip()
         lines.append(f"{one.number:04}\t{shown:.6f}\t{memory / 1024:.1f}\t{status}\t{text}")
-    temporary = Path(f"{lab.path / 'results.tsv'}.{os.getpid()}.tmp")
-    temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    temporary.replace(lab.path / "results.tsv")
+    write_text_atomic(lab.path / "results.tsv", "\n".join(lines) + "\n")
 
 
 def _tsv_status(one: Experiment) -> str:

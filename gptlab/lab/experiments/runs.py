@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 
 from gptlab.config.errors import UserError
-from gptlab.config.load import config_from_json
+from gptlab.config.load import config_to_json
 from gptlab.data.rows import validation_rows
 from gptlab.lab.experiments.equal_time import StepProcess
 from gptlab.lab.experiments.folder import Lab
@@ -122,16 +122,16 @@ def _train(lab: Lab, variant: Variant, run: Path, words: Sequence[str]) -> Finis
     return finished
 
 
-def judge(lab: Lab, variant: Variant, run: Path, where: Slice, *, against: Path) -> Judged:
-    """What the judge finds of a finished run. `against`: the baseline's run with the same seed. Broken for a rule that
-    the run breaks."""
-    config = config_from_json(RunDirectory(against).read_config())
-    tokenizer, text, limit = lab.tokenizer(), lab.slice(where), config.eval.tokens
+def judge(lab: Lab, variant: Variant, run: Path, where: Slice, seed: int) -> Judged:
+    """What the judge finds of the finished run of `variant` with `seed`. Broken for a rule that the run breaks."""
+    tokenizer, text = lab.tokenizer(), lab.slice(where)
+    config = lab.run_config(seed, tokenizer.vocab_size)
+    limit = config.eval.tokens
     rows = validation_rows(text, config.model.seq_len, tokenizer.bos_id, limit)
     questions = Questions(rows, tokenizer, config.model.seq_len, f"{where} of {lab.settings.data_fingerprint}", limit)
-    baseline = Baseline(config=RunDirectory(against).read_config(), model=config.model)
     return judge_run(
-        run, questions, tree=variant.code, limits=limits(START_SECONDS), baseline=baseline, hidden=[lab.path],
+        run, questions, tree=variant.code, limits=limits(START_SECONDS), hidden=[lab.path],
+        baseline=Baseline(config=config_to_json(config), model=config.model),
         log=run.with_name(f"{run.name}.answers.log"),
     )  # fmt: skip
 

@@ -89,11 +89,15 @@ def _spell_non_finite(value: object) -> object:
 
 
 def write_json_atomic(path: Path, value: object) -> None:
-    """Replace `path` by `value` as indented JSON; after a crash at any moment it holds the old text or the new.
+    """Replace `path` by `value` as indented JSON, as `write_text_atomic` does."""
+    write_text_atomic(path, to_json(value, indent=2) + "\n")
+
+
+def write_text_atomic(path: Path, text: str) -> None:
+    """Replace `path` by `text`; after a crash at any moment it holds the old text or the new.
 
     UserError if the disk is full or the folder cannot be written; the old file is then untouched.
     """
-    text = to_json(value, indent=2) + "\n"
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with cannot(f"write {path}"):

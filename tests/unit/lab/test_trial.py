@@ -10,6 +10,7 @@ import pytest
 from lab_world import PAIRED_SD, bpb_of, formula, in_order, new_lab, told
 
 from gptlab.config.errors import UserError
+from gptlab.lab.experiments import runs, trial
 from gptlab.lab.experiments.folder import Lab
 from gptlab.lab.experiments.ledger import baseline_of
 from gptlab.lab.experiments.night import run_night
@@ -105,6 +106,26 @@ def test_weights_equal_to_the_bit_are_a_no_op(lab: Lab) -> None:
     """A field that changes the configuration and nothing that is computed."""
     verdict = tried(lab, fields={"same_weights": True})
     assert (verdict["verdict"], verdict["pairs"]) == ("no-op", 1)
+
+
+@pytest.mark.parametrize("what", ["ledger.jsonl", "private/validation/val_000000.bin", "code/gptlab/model/gpt.py"])
+def test_files_of_the_lab_that_change_without_namespaces(lab: Lab, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A candidate that cannot be kept from writing, which writes while it trains."""
+    monkeypatch.setattr(trial, "why_not_isolated", lambda: "no namespaces here")
+    path = lab.path / what
+    with formula():
+        honest = runs.train
+
+        def train(*arguments: object) -> object:
+            line = b'{"kind": "verdict", "experiment": 2, "verdict": "keep"}\n' if path.suffix == ".jsonl" else b"x"
+            path.write_bytes(path.read_bytes() + line)
+            return honest(*arguments)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(runs, "train", train)
+        one = finish(lab, submit(lab, Proposal({"optim.head.lr": 1.0})), quiet)
+    assert one.verdict is not None
+    assert (one.says, one.verdict["rule"]) == ("invalid", "private-files")
+    assert baseline_of(lab.ledger.experiments()).number == 0
 
 
 class TestCode:
