@@ -129,7 +129,7 @@ def _sizes(runs: Runs) -> dict[str, list[RunRecord]]:
     sizes: dict[str, list[RunRecord]] = {}
     for run in runs:
         layers, width = size_of(run)
-        sizes.setdefault(f"{layers} layers, width {width}", []).append(run)
+        sizes.setdefault(f"{layers} layer{'s' * (layers != 1)}, width {width}", []).append(run)
     return sizes
 
 

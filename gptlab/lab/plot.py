@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +22,8 @@ Array = NDArray[np.float64]
 SUFFIXES = (".png", ".svg")
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 """Distinct for color-blind readers too (Okabe and Ito 2008, "Color Universal Design")."""
+STYLES = ("-", "--", ":", "-.")
+"""Of the sizes."""
 STEEP = 0.2
 """The first share of a run, in which the loss falls so far that nothing later could be seen at its scale. The panels
 are scaled by what comes after it."""
@@ -48,6 +51,8 @@ def plot_comparison(comparison: Comparison, path: Path) -> None:
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     heights: dict[Axes, list[Array]] = {above: [], below: [np.zeros(1)]}
     curves: dict[tuple[str, str | None], Runs] = {}
+    sizes = dict.fromkeys(contrast.size for contrast in comparison.contrasts)
+    styles = dict(zip(sizes, itertools.cycle(STYLES), strict=False))
     for contrast in comparison.contrasts:
         names = contrast.baseline, contrast.candidate
         sides = (names[0], contrast.baseline_runs), (names[1], contrast.candidate_runs)
@@ -55,15 +60,15 @@ def plot_comparison(comparison: Comparison, path: Path) -> None:
         amounts = _amounts((*sides[0][1], *sides[1][1]), axis)
         found = [row_at(axis, amount, *sides).difference for amount in amounts]
         middle, width = np.array([(one.mean, one.half_width) for one in found if one]).reshape(-1, 2).T
-        label = " ".join(filter(None, (f"{names[1]} - {names[0]}", contrast.size)))
+        label = ", ".join(filter(None, (f"{names[1]} - {names[0]}", contrast.size)))
         band = np.stack([middle - width, middle, middle + width])
-        heights[below].append(_draw(below, amounts, band, colors[names[1]], label))
+        heights[below].append(_draw(below, amounts, band, colors[names[1]], styles[contrast.size], label))
     for (name, size), runs in curves.items():
         amounts = _amounts(runs, axis)
         values = np.array([[bpb_at(run, axis, amount) for amount in amounts] for run in runs])
-        label = " ".join(filter(None, (name, size, f"({len(runs)} run{'s' * (len(runs) > 1)})")))
+        label = ", ".join(filter(None, (name, size, f"{len(runs)} run{'s' * (len(runs) > 1)}")))
         band = np.stack([values.min(axis=0), values.mean(axis=0), values.max(axis=0)])
-        heights[above].append(_draw(above, amounts, band, colors[name], label))
+        heights[above].append(_draw(above, amounts, band, colors[name], styles[size], label))
     below.axhline(0, color="black", linewidth=0.8)
     above.set(ylabel="validation bits per byte", title="Mean and range of the runs")
     said = [sentence(comparison.contrasts[0])] if len(comparison.contrasts) == 1 else []
@@ -87,11 +92,11 @@ def _amounts(runs: Runs, axis: Axis) -> Array:
     return amounts[(amounts >= max(at[0] for at in sound)) & (amounts <= min(at[-1] for at in sound))]
 
 
-def _draw(panel: Axes, amounts: Array, band: Array, color: str, label: str) -> Array:
+def _draw(panel: Axes, amounts: Array, band: Array, color: str, style: str, label: str) -> Array:
     """A line and the band around it, nothing where they are not finite. `band`: low, middle and high, of the shape
     (3, amounts). Returns the heights for which the panel should be scaled."""
     low, middle, high = np.where(np.isfinite(band), band, np.nan)
-    panel.plot(amounts, middle, color=color, label=label, marker="." if len(amounts) < 50 else None)
+    panel.plot(amounts, middle, style, color=color, label=label, marker="." if len(amounts) < 50 else None)
     panel.fill_between(amounts, low, high, color=color, alpha=0.2, linewidth=0)
     late = band[:, amounts >= STEEP * amounts.max(initial=0)]
     return late[np.isfinite(late)]

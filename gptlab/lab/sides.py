@@ -90,7 +90,7 @@ def field_differences(sides: Sides) -> list[FieldDifference]:
     found = []
     for name in names:
         values = {side: _distinct(run.fields.get(name) for run in runs) for side, runs in sides.items()}
-        if len({_text(sorted(map(_text, own))) for own in values.values()}) > 1:
+        if not _alike(values.values()):
             found.append(FieldDifference(name, values))
     return found
 
@@ -181,7 +181,7 @@ def _about_facts(sides: Sides) -> Iterator[str]:
     for key, words in _FACTS.items():
         values = {side: _distinct(_recorded(run, key) for run in runs) for side, runs in sides.items()}
         mixed = [side for side, own in values.items() if len(own) > 1]
-        if mixed or len({_text(own) for own in values.values()}) > 1:
+        if mixed or not _alike(values.values()):
             where = f"within {', '.join(mixed)}" if mixed else "between the sides"
             listed = "; ".join(f"{side} {', '.join(map(_short, own))}" for side, own in values.items())
             yield f"{words} differs {where}: {listed}"
@@ -201,7 +201,18 @@ def _short(value: Any) -> str:
 
 
 def _distinct(values: Iterable[Any]) -> list[Any]:
-    return list({_text(value): value for value in values}.values())
+    """Each once, by equality: lists have no hash."""
+    found: list[Any] = []
+    for value in values:
+        if value not in found:
+            found.append(value)
+    return found
+
+
+def _alike(sides: Iterable[Sequence[Any]]) -> bool:
+    """Whether all have the same values, in any order."""
+    first, *others = sides
+    return all(len(own) == len(first) and all(value in first for value in own) for own in others)
 
 
 def _grouped(runs: Iterable[RunRecord], key: Callable[[RunRecord], Any]) -> dict[str, list[RunRecord]]:
