@@ -37,8 +37,8 @@ def compare_runs(sides: Sides, axis: Axis | None = None) -> Comparison:
     """The first side is the baseline. The verdicts are of equal amounts of `axis`; None: of what the horizon of all
     runs is counted in, or of their ends where that is none of the axes. UserError where runs cannot be compared."""
     require_comparable(sides)
-    units = {run.fields.get("horizon.unit") for runs in sides.values() for run in runs}
-    at: At = axis or next((axis for axis in AXES if units == {axis}), None) or END
+    units = [run.fields.get("horizon.unit") for runs in sides.values() for run in runs]
+    at: At = axis or next((axis for axis in AXES if units.count(axis) == len(units)), None) or END
     baseline, *candidates = sides.items()
     contrasts = [contrast for candidate in candidates for contrast in contrasts_of(baseline, candidate, at)]
     p_values = [c.judged.difference.p_value if c.judged.difference else math.nan for c in contrasts]

@@ -60,13 +60,14 @@ def plot_comparison(comparison: Comparison, path: Path) -> None:
         amounts = _amounts((*sides[0][1], *sides[1][1]), axis)
         found = [row_at(axis, amount, *sides).difference for amount in amounts]
         middle, width = np.array([(one.mean, one.half_width) for one in found if one]).reshape(-1, 2).T
-        label = ", ".join(filter(None, (f"{names[1]} - {names[0]}", contrast.size)))
-        band = np.stack([middle - width, middle, middle + width])
+        label = _label(f"{names[1]} - {names[0]}", contrast.size)
+        with np.errstate(invalid="ignore"):  # broken runs are infinite
+            band = np.stack([middle - width, middle, middle + width])
         heights[below].append(_draw(below, amounts, band, colors[names[1]], styles[contrast.size], label))
     for (name, size), runs in curves.items():
         amounts = _amounts(runs, axis)
         values = np.array([[bpb_at(run, axis, amount) for amount in amounts] for run in runs])
-        label = ", ".join(filter(None, (name, size, f"{len(runs)} run{'s' * (len(runs) > 1)}")))
+        label = _label(name, size, f"{len(runs)} run{'s' * (len(runs) > 1)}")
         band = np.stack([values.min(axis=0), values.mean(axis=0), values.max(axis=0)])
         heights[above].append(_draw(above, amounts, band, colors[name], styles[size], label))
     below.axhline(0, color="black", linewidth=0.8)
@@ -74,7 +75,7 @@ def plot_comparison(comparison: Comparison, path: Path) -> None:
     said = [sentence(comparison.contrasts[0])] if len(comparison.contrasts) == 1 else []
     below.set(xlabel=NAMES[axis], ylabel="difference in bits per byte")
     lines = [line for part in ("Difference and its 95% interval", *said) for line in textwrap.wrap(part, 90)]
-    below.set_title("\n".join(lines), fontsize="medium")
+    below.set_title(_label("\n".join(lines)), fontsize="medium")
     for panel, parts in heights.items():
         panel.legend()
         panel.grid(alpha=0.3)
@@ -83,6 +84,11 @@ def plot_comparison(comparison: Comparison, path: Path) -> None:
             panel.set_ylim(shown.min() - margin, shown.max() + margin)
     with cannot(f"write {path}"):
         figure.savefig(path, dpi=150)
+
+
+def _label(*parts: str | None) -> str:
+    """Dollars would enclose mathematics."""
+    return ", ".join(part for part in parts if part).replace("$", r"\$")
 
 
 def _amounts(runs: Runs, axis: Axis) -> Array:
