@@ -7,7 +7,7 @@ the wrong way round, a factor left out), not one that breaks whatever runs.
 
 from __future__ import annotations
 
-from . import config, data, evaluation, interface, model, optim, processes, runtime, train
+from . import comparison, config, data, evaluation, interface, model, optim, processes, runtime, train
 from .mutation import Mutation
 
 __all__ = ["MUTATIONS", "Mutation"]
@@ -22,4 +22,5 @@ MUTATIONS: list[Mutation] = [
     *train.MUTATIONS,
     *processes.MUTATIONS,
     *interface.MUTATIONS,
+    *comparison.MUTATIONS,
 ]

@@ -1,0 +1,44 @@
+"""Runs compared: statistics, sides, contrasts."""
+
+from __future__ import annotations
+
+from .mutation import Mutation
+
+MUTATIONS = [
+    Mutation(
+        "the interval is that of a one-sided test", "lab/statistics.py",
+        "1 - alpha / 2", "1 - alpha",
+        ["test_statistics.py::test_paired_is_that_of_scipy", "test_statistics.py::test_paired_by_hand"],
+    ),
+    Mutation(
+        "the smallest p-value is not adjusted more than the largest", "lab/statistics.py",
+        "(len(order) - rank) * p", "len(order) * p",
+        ["test_statistics.py::TestHolm::test_by_hand",
+         "test_compare.py::test_several_candidates_are_adjusted_by_holm"],
+    ),
+    Mutation(
+        "a pair or two of many runs are all that is compared", "lab/contrast.py",
+        " and 2 * common >= min(a, b)", "",
+        ["test_compare.py::TestSeeds::test_that_match_are_paired"],
+    ),
+    Mutation(
+        "runs that end within a step of one another are compared on the line before it", "lab/contrast.py",
+        "last - last / max(steps, 1)", "last",
+        ["test_compare.py::TestAmounts::test_of_runs_that_end_within_one_step_are_their_final_values"],
+    ),
+    Mutation(
+        "a run that exploded has its last value", "lab/contrast.py",
+        "return exploded or not", "return not",
+        ["test_compare.py::TestBrokenRuns::test_that_exploded_earlier_do_not_hold_up_the_others"],
+    ),
+    Mutation(
+        "a compute multiplier is extrapolated by the baseline's largest size", "lab/contrast.py",
+        "bpb[-1] <= own_bpb <= bpb[0]", "own_bpb <= bpb[0]",
+        ["test_compare.py::TestComputeMultiplier::test_of_power_laws"],
+    ),
+    Mutation(
+        "a part of the validation text is compared between tokenizers by tokens", "lab/sides.py",
+        "tokens[0] is not None and not same_tokenizer", "False",
+        ["test_sides.py::TestComparable::test_other_text"],
+    ),
+]  # fmt: skip
