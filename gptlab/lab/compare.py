@@ -14,7 +14,7 @@ from gptlab.lab.sides import FieldDifference, Sides, field_differences, require_
 from gptlab.lab.statistics import MAX_SEEDS, Difference, holm
 from gptlab.runtime.records.table import table
 
-NAMES = {"steps": "steps", "tokens": "tokens", "seconds": "seconds", "flops": "FLOPs", "end": "their ends"}
+NAMES = {"steps": "steps", "tokens": "tokens", "seconds": "seconds", "flops": "FLOPs", "end": "the end"}
 MAX_VALUE_CHARACTERS = 24
 MAX_SIDE_CHARACTERS = 9
 """Longer names of sides are not the headings of columns, which 80 characters have to hold."""
@@ -64,7 +64,9 @@ def sentence(contrast: Contrast) -> str:
     if found is None:
         return f"{size}{name} against {base} is unknown {where}: {row.unknown}"
     if verdict == "broken":
-        return f"{size}no mean {where}: broken runs are worse than all others, and there are {', '.join(row.broken)}"
+        sides = (base, contrast.baseline_runs), (name, contrast.candidate_runs)
+        counts = [f"{sum(str(r.path) in row.broken for r in runs)} of {len(runs)} runs of {of}" for of, runs in sides]
+        return f"{size}no mean {where}, since {' and '.join(counts)} broke: {', '.join(row.broken)}"
     if not math.isfinite(found.half_width):
         few = "a side" if row.seeds == (1, 1) else f"of {base if row.seeds[0] == 1 else name}"
         return f"{size}one run {few} says nothing about noise: {name} - {base} is {_signed(found)} bpb {where}"

@@ -64,15 +64,23 @@ def test_three_pairs_by_hand(tmp_path: Path) -> None:
         "field             A        B",
         'model.activation  "relu2"  "gelu"',
         "",
-        "at equal     amount       A       B   difference, 95%      p",
-        "steps            20  1.2200  1.2033  -0.0167 ± 0.0143  0.038",
-        "tokens       20,000  1.2200  1.2033  -0.0167 ± 0.0143  0.038",
-        "seconds        20.0  1.2200  1.2033  -0.0167 ± 0.0143  0.038",
-        "FLOPs       1.2e+08  1.2200  1.2033  -0.0167 ± 0.0143  0.038",
-        "their ends           1.2200  1.2033  -0.0167 ± 0.0143  0.038",
+        "at equal   amount       A       B   difference, 95%      p",
+        "steps          20  1.2200  1.2033  -0.0167 ± 0.0143  0.038",
+        "tokens     20,000  1.2200  1.2033  -0.0167 ± 0.0143  0.038",
+        "seconds      20.0  1.2200  1.2033  -0.0167 ± 0.0143  0.038",
+        "FLOPs     1.2e+08  1.2200  1.2033  -0.0167 ± 0.0143  0.038",
+        "the end            1.2200  1.2033  -0.0167 ± 0.0143  0.038",
         "",
         sentence(contrast),
     ]
+
+
+def test_long_names_of_sides_are_no_headings(tmp_path: Path) -> None:
+    names = {"a": "model.activation=relu2", "b": "model.activation=gelu"}
+    comparison = compare_runs({long: side(tmp_path, name, {1: 1.2, 2: 1.1}) for name, long in names.items()})
+    lines = describe(comparison).splitlines()
+    place = lines.index(f"{names['b']} against {names['a']}")
+    assert lines[place + 1].split() == ["at", "equal", "amount", "baseline", "candidate", "difference,", "95%", "p"]
 
 
 class TestAmounts:
@@ -212,9 +220,8 @@ class TestBrokenRuns:
         contrast = only(comparison)
         assert (contrast.verdict, contrast.judged.candidate_bpb) == ("broken", math.inf)
         assert sentence(contrast) == (
-            "no mean at equal steps: broken runs are worse than all others, and there are "
-            f"{sides['B'][1].path}"
-        )  # fmt: skip
+            f"no mean at equal steps, since 0 of 3 runs of A and 1 of 3 runs of B broke: {sides['B'][1].path}"
+        )
         assert "broken" in describe(comparison)
         assert rows_of(comparison).__next__()["p_value"] is None
         assert only(compare_runs({"A": sides["B"], "B": sides["A"]})).verdict == "broken"
