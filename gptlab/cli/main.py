@@ -20,6 +20,8 @@ COMMANDS = {
     "tokenizer": ("gptlab.cli.tokenizer", "train | eval a tokenizer"),
     "eval": ("gptlab.cli.eval", "measure a run: validation loss (nats/token) and bits per byte, or CORE"),
     "compare": ("gptlab.cli.compare", "which of several runs is better, by how much, and whether that may be noise"),
+    "sweep": ("gptlab.cli.sweep", "train variants of a run, each with several seeds, and compare them"),
+    "ladder": ("gptlab.cli.ladder", "train a recipe at several depths, and fit a power law"),
     "import": ("gptlab.cli.import_model", "hf | nanogpt: turn a model trained elsewhere into a run folder"),
     "sample": ("gptlab.cli.sample", "continue a text with a trained run"),
     "export": ("gptlab.cli.export", "write a trained model as a folder that transformers loads"),

@@ -7,7 +7,7 @@ the wrong way round, a factor left out), not one that breaks whatever runs.
 
 from __future__ import annotations
 
-from . import comparison, config, data, evaluation, interface, model, optim, processes, runtime, train
+from . import comparison, config, data, evaluation, interface, many_runs, model, optim, processes, runtime, train
 from .mutation import Mutation
 
 __all__ = ["MUTATIONS", "Mutation"]
@@ -23,4 +23,5 @@ MUTATIONS: list[Mutation] = [
     *processes.MUTATIONS,
     *interface.MUTATIONS,
     *comparison.MUTATIONS,
+    *many_runs.MUTATIONS,
 ]
