@@ -41,6 +41,8 @@ commands:
                         judge one change of fields or code; the exit code is the verdict
   run NAME --agent 'COMMAND' [--experiments 100] [--until 8h]
                         a night: a command proposes, the lab judges
+  run NAME --search SPACE.toml [--experiments 100] [--until 8h]
+                        the same, and Optuna proposes values of fields
   status NAME           the baseline and how many were tried
   log NAME              every experiment in a line
   show NAME N           one experiment
@@ -151,6 +153,8 @@ class RunNightArguments:
     """The lab."""
     agent: str | None = None
     """The command that proposes; see docs/lab.md."""
+    search: Path | None = None
+    """A TOML file of fields with ranges or choices, from which Optuna proposes; see docs/lab.md."""
     experiments: Positive[int] | None = None
     """Stop when the lab has so many experiments."""
     until: str | None = None
@@ -161,16 +165,21 @@ class RunNightArguments:
 
 def _run(argv: list[str]) -> int:
     given = parse(RunNightArguments, argv, prog="gptlab lab run", description="A night of experiments.")
-    if given.agent is None:
-        raise UserError("give --agent 'COMMAND', the program that proposes")
+    if (given.agent is None) == (given.search is None):
+        raise UserError("who proposes? Give --agent 'COMMAND', or --search SPACE.toml")
     from gptlab.lab.experiments.folder import Lab
     from gptlab.lab.experiments.night import agent, run_night
 
     lab = Lab.open(_path(given.name))
-    propose = agent(given.agent, 60.0 * given.agent_minutes)
+    if given.search is None:
+        propose = agent(str(given.agent), 60.0 * given.agent_minutes)
+    else:
+        from gptlab.lab.experiments.search import read_space, search
+
+        propose = search(read_space(given.search))
     seconds = None if given.until is None else _seconds(given.until)
     run_night(
-        lab, propose, experiments=given.experiments, seconds=seconds, say=_on_stderr,
+        lab, propose, at_once=given.search is not None, experiments=given.experiments, seconds=seconds, say=_on_stderr,
         judged=lambda one: print(answer(one), flush=True),
     )  # fmt: skip
     return 0

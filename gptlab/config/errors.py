@@ -156,10 +156,14 @@ def _limited_fields(cls: type) -> list[tuple[str, tuple[str, ...], list[Limit]]]
     found = []
     for name, annotation in get_type_hints(cls, include_extras=True).items():
         leaf, _ = bare(annotation)
-        parts = (annotation, *get_args(annotation))  # of `Positive[int] | None` too
-        limits = [item for part in parts for item in getattr(part, "__metadata__", ()) if isinstance(item, Limit)]
-        found.append((name, get_args(leaf) if get_origin(leaf) is Literal else (), limits))
+        found.append((name, get_args(leaf) if get_origin(leaf) is Literal else (), limits_of(annotation)))
     return [one for one in found if one[1] or one[2]]
+
+
+def limits_of(annotation: Any) -> list[Limit]:
+    """Those of an Annotated type, and of `Positive[int] | None` too."""
+    parts = (annotation, *get_args(annotation))
+    return [item for part in parts for item in getattr(part, "__metadata__", ()) if isinstance(item, Limit)]
 
 
 def bare(annotation: Any) -> tuple[Any, bool]:

@@ -20,7 +20,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 from gptlab.config.errors import UserError, cannot
@@ -36,19 +36,27 @@ AGENT_SECONDS = 1800.0
 """The longest that a command may think about one proposal."""
 
 Say = Callable[[str], None]
+Propose = Callable[[Lab], Proposal | None]
 
 
 def run_night(
     lab: Lab,
-    propose: Callable[[Lab], Proposal],
+    propose: Propose,
     *,
+    at_once: bool = False,
     experiments: int | None = None,
     seconds: float | None = None,
     say: Say,
     judged: Callable[[Experiment], None],
 ) -> None:
     """Try what `propose` proposes until there are `experiments` in the lab, or `seconds` have passed. What a killed
-    night left in flight is finished first. `judged`: called with each experiment that has its verdict.
+    night left in flight is finished first.
+
+    Args:
+        propose: The next proposal; None ends the night: there is nothing left to try.
+        at_once: Proposing takes no time, so it is done under the ledger's lock: what one worker proposes depends on
+            everything that the others have proposed.
+        judged: Called with each experiment that has its verdict.
 
     UserError where nothing that can be tried is proposed `MAX_FAILURES` times in a row.
     """
@@ -60,7 +68,11 @@ def run_night(
         if experiments is not None and len(proposals(lab.ledger.experiments())) >= experiments:
             break
         try:
-            number = submit(lab, propose(lab))
+            with lab.ledger.locked() if at_once else nullcontext():
+                if (proposal := propose(lab)) is None:
+                    say("nothing is left to try")
+                    break
+                number = submit(lab, proposal)
         except UserError as error:
             failures += 1
             say(f"no proposal: {error}")
@@ -71,7 +83,7 @@ def run_night(
         judged(finish(lab, number, say))
 
 
-def agent(command: str, timeout: float = AGENT_SECONDS) -> Callable[[Lab], Proposal]:
+def agent(command: str, timeout: float = AGENT_SECONDS) -> Propose:
     """What `command` proposes. Its words are split as a shell does; those that name a file here are made absolute,
     since it runs in another folder. UserError where it has no word."""
     words = [os.path.abspath(word) if os.path.isfile(word) else word for word in shlex.split(command)]

@@ -33,6 +33,18 @@ def mean_bpb(experiment: Experiment) -> float | None:
     return sum(values) / len(values) if values else None
 
 
+def comparable_bpb(one: Experiment, experiments: Experiments) -> float | None:
+    """Validation bits per byte as if measured with the seeds of the first baseline: its mean, and the paired
+    differences from there on, so that experiments with other seeds and other baselines can be compared. None where
+    nothing was measured."""
+    if one.number == 0:
+        return mean_bpb(one)
+    verdict = one.verdict or {}
+    difference = 0.0 if one.says == "no-op" else verdict.get("difference")
+    before = comparable_bpb(experiments[one.against], experiments)
+    return None if difference is None or before is None else before + float(difference)
+
+
 def edit_text(experiment: Experiment) -> str:
     """What it changes: `model.activation=gelu`, or the names of the changed files."""
     parts = [f"{name}={value}" for name, value in experiment.fields.items()]
