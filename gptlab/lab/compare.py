@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from gptlab.lab.contrast import END, At, Contrast, Multiplier, Row, contrasts_of, multipliers_of
+from gptlab.lab.contrast import END, At, Contrast, Multiplier, Row, contrasts_of, multipliers_of, sizes_of
 from gptlab.lab.run_record import AXES, Axis, RunRecord
 from gptlab.lab.sides import FieldDifference, Sides, field_differences, require_comparable, warnings_of
 from gptlab.lab.statistics import MAX_SEEDS, Difference, holm
@@ -46,13 +46,22 @@ def compare_runs(sides: Sides, axis: Axis | None = None) -> Comparison:
         sides=sides,
         at=at,
         fields=field_differences(sides),
-        warnings=warnings_of(sides),
+        warnings=[*warnings_of(sides), *_sizes_alone(sides)],
         contrasts=[
             replace(contrast, p_adjusted=p, contrasts=len(contrasts))
             for contrast, p in zip(contrasts, holm(p_values), strict=True)
         ],
         multipliers=[one for candidate in candidates for one in multipliers_of(baseline, candidate)],
     )
+
+
+def _sizes_alone(sides: Sides) -> Iterator[str]:
+    """Sizes that only one side has, where sizes are compared one by one."""
+    (baseline, base), *candidates = ((name, [*sizes_of(runs)]) for name, runs in sides.items())
+    for name, own in candidates:
+        alone = [size for size in (*base, *own) if (size in base) != (size in own)]
+        if alone and len(base) + len(own) > 2:
+            yield f"only one of {baseline} and {name} has {'; '.join(alone)}: sizes are compared one by one"
 
 
 def sentence(contrast: Contrast) -> str:
@@ -136,15 +145,20 @@ def _rows_text(contrast: Contrast) -> str:
             0, f"{contrast.candidate} against {contrast.baseline}{f', {contrast.size}' if contrast.size else ''}"
         )
     lines += [f"{NAMES[row.at]}: ? since {row.unknown}" for row in contrast.rows if row.unknown]
-    before: dict[tuple[str, ...], list[str]] = {}
-    for row in contrast.rows:
-        before.setdefault(row.before_end, []).append(NAMES[row.at])
-    lines += [
-        f"{', '.join(axes)}: runs of {' and '.join(sides)} train beyond this, so their learning rate had not decayed"
-        for sides, axes in before.items()
-        if sides
-    ]
+    lines += _notes(contrast, "interpolated", "values of {} are interpolated between two validations")
+    lines += _notes(contrast, "before_end", "runs of {} train beyond this, so their learning rate had not decayed")
+    found = contrast.judged.difference
+    if found and found.pairs and (alone := sum(contrast.judged.seeds) - 2 * found.pairs):
+        lines.append(f"{alone} seed{'s' * (alone > 1)} without a partner on the other side: not compared")
     return "\n".join(lines)
+
+
+def _notes(contrast: Contrast, attribute: str, text: str) -> Iterator[str]:
+    """A line for all rows that are alike in this attribute, a tuple of sides."""
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for row in contrast.rows:
+        alike.setdefault(getattr(row, attribute), []).append(NAMES[row.at])
+    yield from (f"{', '.join(axes)}: {text.format(' and '.join(sides))}" for sides, axes in alike.items() if sides)
 
 
 def _row_text(row: Row) -> tuple[str, ...]:
@@ -218,6 +232,7 @@ def rows_of(comparison: Comparison) -> Iterator[dict[str, Any]]:
                 "pairs": found and found.pairs,
                 "baseline_seeds": row.seeds[0],
                 "candidate_seeds": row.seeds[1],
+                "interpolated": " ".join(row.interpolated),
                 "before_end": " ".join(row.before_end),
                 "unknown": row.unknown,
             }

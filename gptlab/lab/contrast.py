@@ -41,7 +41,9 @@ class Row:
     difference: Difference | None = None
     """Candidate minus baseline, in bits per byte; None where unknown."""
     seeds: tuple[int, int] = (0, 0)
-    """How many seeds of baseline and candidate count; where they are paired, both are the number of pairs."""
+    """How many seeds baseline and candidate have. Where they are paired, those without a partner do not count."""
+    interpolated: tuple[str, ...] = ()
+    """Sides with a value between two validations."""
     before_end: tuple[str, ...] = ()
     """Sides with a run that trains beyond `amount`: its learning rate had not decayed there."""
     broken: tuple[str, ...] = ()
@@ -105,9 +107,18 @@ class Multiplier:
     """Why there is no multiplier; None where there is one."""
 
 
+def sizes_of(runs: Runs) -> dict[str, list[RunRecord]]:
+    """{layers and width: runs}."""
+    sizes: dict[str, list[RunRecord]] = {}
+    for run in runs:
+        layers, width = size_of(run)
+        sizes.setdefault(f"{layers} layer{'s' * (layers != 1)}, width {width}", []).append(run)
+    return sizes
+
+
 def contrasts_of(baseline: Side, candidate: Side, at: At) -> list[Contrast]:
     """One; where a side has several sizes, one for each size that both have. p-values are not adjusted yet."""
-    sizes_a, sizes_b = _sizes(baseline[1]), _sizes(candidate[1])
+    sizes_a, sizes_b = sizes_of(baseline[1]), sizes_of(candidate[1])
     sizes: list[str | None] = [size for size in sizes_a if size in sizes_b]
     if len(sizes_a) == len(sizes_b) == 1:
         sizes = [None]
@@ -124,27 +135,20 @@ def contrasts_of(baseline: Side, candidate: Side, at: At) -> list[Contrast]:
     return found
 
 
-def _sizes(runs: Runs) -> dict[str, list[RunRecord]]:
-    """{layers and width: runs}."""
-    sizes: dict[str, list[RunRecord]] = {}
-    for run in runs:
-        layers, width = size_of(run)
-        sizes.setdefault(f"{layers} layer{'s' * (layers != 1)}, width {width}", []).append(run)
-    return sizes
-
-
 def _row(at: At, baseline: Side, candidate: Side) -> Row:
-    amount, unknown = _largest_amount(at, [run for run in (*baseline[1], *candidate[1]) if not is_broken(run)])
+    amount, unknown = _largest_amount(at, (*baseline[1], *candidate[1]))
     return row_at(at, amount, baseline, candidate) if unknown is None else Row(at=at, amount=amount, unknown=unknown)
 
 
 def row_at(at: At, amount: float | None, baseline: Side, candidate: Side) -> Row:
     """Of sides of which all runs that are not broken have validated before `amount` and after it, or at it."""
-    runs = (*baseline[1], *candidate[1])
+    sides, runs = (baseline, candidate), (*baseline[1], *candidate[1])
     values = {run.path: bpb_at(run, at, amount) for run in runs}
-    a, b = (_by_seed(side, values) for _, side in (baseline, candidate))
+    a, b = (_by_seed(side, values) for _, side in sides)
+    seeds = len(a), len(b)
     common = sorted(a.keys() & b.keys())
-    if _are_paired(len(a), len(b), len(common)):
+    alone_and_broken = any(math.isinf(own[seed]) for own in (a, b) for seed in own.keys() - set(common))
+    if _are_paired(*seeds, len(common)) and not alone_and_broken:
         a, b = ({seed: own[seed] for seed in common} for own in (a, b))
         difference = paired_difference([*a.values()], [*b.values()])
     else:
@@ -155,16 +159,16 @@ def row_at(at: At, amount: float | None, baseline: Side, candidate: Side) -> Row
         baseline_bpb=float(np.mean([*a.values()])),
         candidate_bpb=float(np.mean([*b.values()])),
         difference=difference,
-        seeds=(len(a), len(b)),
-        before_end=tuple(
-            name for name, side in (baseline, candidate) if any(_goes_on(run, at, amount) for run in side)
-        ),
+        seeds=seeds,
+        interpolated=tuple(name for name, own in sides if any(_is_between(run, at, amount) for run in own)),
+        before_end=tuple(name for name, own in sides if any(_goes_on(run, at, amount) for run in own)),
         broken=tuple(str(run.path) for run in runs if math.isinf(values[run.path])),
     )
 
 
-def _largest_amount(at: At, sound: Runs) -> tuple[float | None, str | None]:
-    """What all runs that are not broken have reached, and why no value is known there (None where all are)."""
+def _largest_amount(at: At, runs: Runs) -> tuple[float | None, str | None]:
+    """What all runs that are not broken have reached, and why a value there is unknown (None where none is)."""
+    sound = [run for run in runs if not is_broken(run)]
     if at == END:
         unfinished = [run for run in sound if run.status != "finished"]
         return None, f"{_paths(unfinished)} has not finished" if unfinished else None
@@ -173,8 +177,20 @@ def _largest_amount(at: At, sound: Runs) -> tuple[float | None, str | None]:
     if unlogged := [run for run in sound if math.isnan(run.curve.at[at][-1])]:
         return None, f"{_paths(unlogged)} logged no training step"
     amount = float(min(run.curve.at[at][-1] for run in sound))
-    late = [run for run in sound if run.curve.at[at][0] > amount]
-    return amount, f"{_paths(late)} has not validated so early" if late else None
+    late = [run for run in runs if _is_between(run, at, amount) and amount < first_amount(run, at)]
+    return amount, f"{_paths(late)} has not validated between its start and this" if late else None
+
+
+def first_amount(run: RunRecord, axis: Axis) -> float:
+    """From where on a curve is interpolated: its first validation after a step. No line leads to it from the weights
+    that no step has trained."""
+    at, steps = run.curve.at[axis], run.curve.at["steps"]
+    return float(at[np.argmax(steps > 0)])
+
+
+def _is_between(run: RunRecord, at: At, amount: float | None) -> bool:
+    """Whether the run has no validation at `amount` itself."""
+    return at != END and amount is not None and not _at_last(run, at, amount) and amount not in run.curve.at[at]
 
 
 def _are_paired(a: int, b: int, common: int) -> bool:
@@ -227,7 +243,7 @@ def _paths(runs: Runs) -> str:
 
 def multipliers_of(baseline: Side, candidate: Side) -> list[Multiplier]:
     """One for each size of the candidate; none unless both sides have two sizes or more."""
-    base, sizes = _sizes(baseline[1]), _sizes(candidate[1])
+    base, sizes = sizes_of(baseline[1]), sizes_of(candidate[1])
     if min(len(base), len(sizes)) < 2:
         return []
     found = []

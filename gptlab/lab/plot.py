@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from gptlab.config.errors import UserError, cannot
 from gptlab.lab.compare import NAMES, Comparison, sentence
-from gptlab.lab.contrast import END, Runs, bpb_at, is_broken, row_at
+from gptlab.lab.contrast import END, Runs, bpb_at, first_amount, is_broken, row_at
 from gptlab.lab.run_record import Axis
 
 if TYPE_CHECKING:
@@ -93,9 +93,10 @@ def _label(*parts: str | None) -> str:
 
 def _amounts(runs: Runs, axis: Axis) -> Array:
     """Where any of the runs validated, as far as all of them did that are not broken."""
-    sound = [run.curve.at[axis] for run in runs if not is_broken(run)] or [runs[0].curve.at[axis]]
+    sound = [run for run in runs if not is_broken(run)] or runs[:1]
+    first, last = max(first_amount(run, axis) for run in sound), min(run.curve.at[axis][-1] for run in sound)
     amounts = np.unique(np.concatenate([run.curve.at[axis] for run in runs]))
-    return amounts[(amounts >= max(at[0] for at in sound)) & (amounts <= min(at[-1] for at in sound))]
+    return amounts[(amounts >= first) & (amounts <= last)]
 
 
 def _draw(panel: Axes, amounts: Array, band: Array, color: str, style: str, label: str) -> Array:

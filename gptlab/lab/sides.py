@@ -70,7 +70,7 @@ def _is_run(folder: Path) -> bool:
 def group_by_seed(runs: Sequence[RunRecord]) -> dict[str, list[RunRecord]]:
     """Runs that differ by seed alone, together, as A, B, ... in the order of their first runs. UserError for fewer than
     two groups."""
-    groups = _grouped(runs, lambda run: [(name, run.fields[name]) for name in run.fields if name not in NOT_COMPARED])
+    groups = _grouped(runs, lambda run: {name: run.fields[name] for name in run.fields if name not in NOT_COMPARED})
     if len(groups) < 2:
         raise UserError(
             f"{_count(runs)} that differ by seed alone: name runs with another field too, or two sides with --a and --b"

@@ -97,8 +97,10 @@ class TestAmounts:
         assert row(comparison, "steps").candidate_bpb == 1.2
         assert row(comparison, "end").candidate_bpb == 1.1
         assert [one.before_end for one in only(comparison).rows] == [("B",)] * 4 + [()]
-        text = "steps, tokens, seconds, FLOPs: runs of B train beyond this, so their learning rate had not decayed"
-        assert text in describe(comparison)
+        assert [one.interpolated for one in only(comparison).rows] == [(), (), ("B",), (), ()]
+        text = describe(comparison)
+        assert "\nseconds: values of B are interpolated between two validations\n" in text
+        assert "\nsteps, tokens, seconds, FLOPs: runs of B train beyond this, so their learning rate" in text
 
     def test_of_runs_that_end_within_one_step_are_their_final_values(self, tmp_path: Path) -> None:
         """21 and 20.2 seconds: a line from the validation at 10 steps would give A 1.04 at 20.2 seconds."""
@@ -128,7 +130,20 @@ class TestAmounts:
         lines = (b.path / "metrics.jsonl").read_text().splitlines(keepends=True)
         (b.path / "metrics.jsonl").write_text("".join(line for line in lines if '"step": 30' in line))
         steps = row(compare_runs({"A": [a], "B": [b]}), "steps")
-        assert (steps.amount, steps.difference, steps.unknown) == (10, None, f"{b.path} has not validated so early")
+        assert (steps.amount, steps.difference, steps.unknown) == (
+            10,
+            None,
+            f"{b.path} has not validated between its start and this",
+        )
+
+    def test_no_line_is_drawn_from_weights_that_were_not_trained(self, tmp_path: Path) -> None:
+        """A line from 4.0 to 1.0 would make B worse by 1.5 in the middle of its run."""
+        a, b = run(tmp_path / "a", [4.0, 1.0]), run(tmp_path / "b", [4.0, 1.0], every_steps=20)
+        steps = row(compare_runs({"A": [a], "B": [b]}), "steps")
+        assert (steps.amount, steps.difference) == (10, None)
+        assert steps.unknown == f"{b.path} has not validated between its start and this"
+        started = run(tmp_path / "started", [4.0], status="running")
+        assert row(compare_runs({"A": [started], "B": [b]}), "steps").candidate_bpb == 4.0
 
     def test_a_run_that_has_not_finished_has_no_end(self, tmp_path: Path) -> None:
         a = run(tmp_path / "a", [4.0, 2.0, 1.0])
@@ -171,7 +186,11 @@ class TestSeeds:
         assert judged.difference is not None
         assert judged.difference.pairs == pairs
         assert repr(judged.difference) == repr(expected)  # NaN is equal to itself there
-        assert judged.seeds == ((pairs, pairs) if pairs else (len(a), len(b)))
+        assert judged.seeds == (len(a), len(b))
+
+    def test_without_a_partner_are_mentioned(self, tmp_path: Path) -> None:
+        sides = {"A": side(tmp_path, "a", {1: 1.2, 2: 1.1, 3: 1.0}), "B": side(tmp_path, "b", {1: 1.2, 2: 1.0})}
+        assert "\n1 seed without a partner on the other side: not compared\n" in describe(compare_runs(sides))
 
     def test_repeated_within_a_side_are_one_value(self, tmp_path: Path) -> None:
         a = side(tmp_path, "a", {1: 1.0, 2: 1.2}) + side(tmp_path, "again", {1: 1.1})
@@ -235,6 +254,14 @@ class TestBrokenRuns:
         comparison = compare_runs(sides)
         assert (row(comparison, "steps").amount, row(comparison, "end").candidate_bpb) == (20, math.inf)
         assert only(comparison).judged.broken == (str(exploded),)
+
+    def test_count_where_their_seed_has_no_partner(self, tmp_path: Path) -> None:
+        sides = {
+            "A": side(tmp_path, "a", {1: 1.2, 2: 1.3}),
+            "B": side(tmp_path, "b", {1: 1.0, 2: 1.1, 3: math.nan}),
+        }
+        contrast = only(compare_runs(sides))
+        assert (contrast.verdict, contrast.judged.candidate_bpb) == ("broken", math.inf)
 
     def test_count_until_they_break(self, tmp_path: Path) -> None:
         a = [run(tmp_path / "a", [4.0, 3.0], horizon__amount=10)]
@@ -336,7 +363,10 @@ class TestComputeMultiplier:
         assert why(worse, b) == "with seed 1, the baseline does not get better with every size"
         assert why(broken, b) == "with seed 1, a run is broken, or its FLOPs are unknown"
         assert why(b, a) is not None  # B's smallest size is worse than all of A's
-        assert compare_runs({"A": a, "B": b[:1]}).multipliers == []
+        one = compare_runs({"A": a, "B": b[:1]})
+        assert (one.multipliers, one.contrasts[0].size) == ([], "1 layer, width 256")
+        alone = "2 layers, width 256; 4 layers, width 256; 8 layers, width 256"
+        assert f"only one of A and B has {alone}: sizes are compared one by one" in one.warnings
 
     def test_needs_no_common_size(self, tmp_path: Path) -> None:
         a, b = ladder(tmp_path, "a", {1: 8.0}), ladder(tmp_path, "b", {1: 7.6}, model__n_embd=128)
