@@ -16,7 +16,7 @@ PYTEST := PYTHONDONTWRITEBYTECODE= PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 OMP_NUM_THRE
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
 .DELETE_ON_ERROR:
-.PHONY: train test test-gpu test-faults test-timing test-mutations check format clean help
+.PHONY: train test test-gpu test-faults test-timing test-racing test-mutations check format clean help
 
 train: $(VENV)/.installed  ## set up and train the quickstart recipe (ARGS="quickstart --minutes 1" for another run)
 	$(BIN)/gptlab train $(ARGS)
@@ -34,6 +34,9 @@ test-faults: $(VENV)/.installed-dev  ## the long tests of kills and damage (docs
 
 test-timing: $(VENV)/.installed-dev  ## the promises in seconds, on a machine that does nothing else
 	GPTLAB_TEST_TIMING=1 $(PYTEST) tests/hostile tests/unit/cli/test_help.py
+
+test-racing: $(VENV)/.installed-dev  ## the lab's error rates in simulated nights: the tables of docs/lab.md
+	OMP_NUM_THREADS=1 $(BIN)/python tests/support/racing_nights.py
 
 test-mutations: $(VENV)/.installed-dev  ## whether the tests notice each defect of tests/mutations/
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutations --processes $(WORKERS)

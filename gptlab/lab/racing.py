@@ -8,7 +8,7 @@ normal with an unknown standard deviation (SD). Without an improvement it ever r
 at most `level` (Ville's inequality), however often it is looked at. It uses the experiment's own differences and
 nothing else, because a change of the model may vary more between seeds than the do-nothing edit did. This is the
 sequential t-test (Rushton 1950, Biometrika 37), as a mixture of two effects (Robbins 1970, Annals of Mathematical
-Statistics 41); for why it is an e-value see Perez-Ortiz, Lardy, de Heide and Grunwald (2024, Annals of Statistics 52).
+Statistics 41); for why it is an e-value see Pérez-Ortiz, Lardy, de Heide and Grünwald (2024, Annals of Statistics 52).
 
 *Is it still worth a pair?* The promise is the same ratio for the smallest effect that is looked for. It also uses the
 differences of the do-nothing edit, so that one pair can be enough to discard. A wrong promise costs pairs or misses an

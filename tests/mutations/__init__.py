@@ -7,7 +7,20 @@ the wrong way round, a factor left out), not one that breaks whatever runs.
 
 from __future__ import annotations
 
-from . import comparison, config, data, evaluation, interface, many_runs, model, optim, processes, runtime, train
+from . import (
+    comparison,
+    config,
+    data,
+    evaluation,
+    interface,
+    many_runs,
+    model,
+    optim,
+    processes,
+    racing,
+    runtime,
+    train,
+)
 from .mutation import Mutation
 
 __all__ = ["MUTATIONS", "Mutation"]
@@ -24,4 +37,5 @@ MUTATIONS: list[Mutation] = [
     *interface.MUTATIONS,
     *comparison.MUTATIONS,
     *many_runs.MUTATIONS,
+    *racing.MUTATIONS,
 ]
