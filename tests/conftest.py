@@ -22,7 +22,9 @@ settings.load_profile("gptlab")
 WITHOUT_COMPILER = "GPTLAB_TEST_WITHOUT_COMPILER"
 """Set to 1 where no C++ compiler is to be expected: without it, the tests of all kernels would vanish silently."""
 
-_OF_THIS_MACHINE = re.compile(r"CUDA device|this processor has no|names processors of|torch without oneDNN|root reads")
+_OF_THIS_MACHINE = re.compile(
+    r"CUDA device|this processor has no|names processors of|torch without oneDNN|root reads|no namespaces"
+)
 _COMPILER = re.compile(r"C\+\+ compiler")
 _IMPORT = re.compile(r"could not import")
 

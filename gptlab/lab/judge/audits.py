@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from gptlab.config.errors import UserError
 from gptlab.config.model import ModelConfig
 from gptlab.lab.judge.questions import Loss, Scores
 from gptlab.lab.judge.rules import Broken
@@ -22,6 +23,9 @@ from gptlab.model.gpt import GPT
 from gptlab.model.init import initial_weights
 
 # --- questions that are asked twice
+
+MIN_ROWS = 16
+"""Of the validation text: six of them get another's end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +49,13 @@ class Plan:
     audits: int
 
 
-def plan(count: int, share: float, least: int, random: np.random.Generator) -> Plan:
-    """Halve `count` rows at random. `share` of the rows are audited, at least `least`, as far as the half goes."""
+def plan(count: int, share: float, random: np.random.Generator) -> Plan:
+    """Halve `count` rows at random. `share` of the first half are audited. UserError for too few rows."""
+    if count < MIN_ROWS:
+        raise UserError(f"the validation text has {count} rows; audits need {MIN_ROWS}: hold out more of it")
     order = random.permutation(count)
     half = -(-count // 2)
-    return Plan((order[:half], order[half:]), min(half, max(least, round(share * count))))
+    return Plan((order[:half], order[half:]), -int(-share * half // 1))
 
 
 def second_questions(
@@ -59,15 +65,15 @@ def second_questions(
 ) -> list[Asked]:
     """The second half of the rows, mixed with rows of the first that are asked again.
 
-    Half of these are unchanged. Of the others, two by two, the ends are exchanged: so every token is asked once in this
-    process, and a row with another's end looks like any other. A cut shows what the position before it knew of the
-    token after it, so half of the rows and cuts are drawn at random, and half where the candidate gained most: who
-    gains by looking ahead in few places is asked about these.
+    A quarter of these are unchanged. Of the others, two by two, the ends are exchanged: so every token is asked once in
+    this process, and a row with another's end looks like any other. A cut shows what the position before it knew of
+    the token after it. Half of the cuts are drawn at random and half where the candidate gained most, and so are the
+    rows, if not all are audited: who gains by looking ahead in few places is asked about these.
     """
     first, second = ways.halves
     seq_len = gains.shape[1]
     chosen = random.choice(first, ways.audits, replace=False, p=_mixed(gains[first].sum(1)))
-    swapped = chosen[: 2 * (len(chosen) // 4)]
+    swapped = chosen[: 2 * (3 * len(chosen) // 8)]
     asked = [Asked(int(row), int(row), seq_len) for row in (*second, *chosen[len(swapped) :])]
     if seq_len > 1:
         for one, other in swapped.reshape(-1, 2).tolist():

@@ -106,9 +106,9 @@ def _confine(spec: dict[str, Any], libc: ctypes.CDLL) -> int:
         words = [None if word is None else word.encode() for word in (source, target, kind, data)]
         _ok(libc.mount(words[0], words[1], words[2], ctypes.c_ulong(flags), words[3]), f"mount {target}")
 
-    def read_only(path: str, wanted: bool) -> None:
+    def read_only(path: str, wanted: bool, recursive: int = _AT_RECURSIVE) -> None:
         attributes = struct.pack("=QQQQ", *((_MOUNT_ATTR_RDONLY, 0) if wanted else (0, _MOUNT_ATTR_RDONLY)), 0, 0)
-        arguments = (_AT_FDCWD, path.encode(), _AT_RECURSIVE, attributes, ctypes.c_size_t(len(attributes)))
+        arguments = (_AT_FDCWD, path.encode(), recursive, attributes, ctypes.c_size_t(len(attributes)))
         _ok(libc.syscall(ctypes.c_long(_SYS_MOUNT_SETATTR), *arguments), f"read-only {path}")
 
     mount("none", "/", None, _MS_REC | _MS_PRIVATE)
@@ -133,6 +133,8 @@ def _confine(spec: dict[str, Any], libc: ctypes.CDLL) -> int:
     for path in (spec["temporary"], "/dev/shm"):
         if os.path.isdir(path):
             mount("none", path, "tmpfs", _MS_NOSUID | _MS_NODEV, size)
+    for path in filter(os.path.isdir, spec["hidden"]):  # whoever writes a decoy is found, and nothing of it stays
+        read_only(path, False, recursive=0)
     for path in writable:
         read_only(path, False)
     mount("proc", "/proc", "proc", _MS_NOSUID | _MS_NODEV)

@@ -6,11 +6,11 @@ import os
 import secrets
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,15 +51,13 @@ MAX_NAMES_BYTES = 1_000_000
 class Audit:
     """How much is audited, and how strictly."""
 
-    share: float = 0.25
-    """Of the rows, asked twice; a quarter costs a quarter more."""
-    least: int = 64
-    """Rows asked twice at least, as far as there are (at most half of all)."""
-    tolerance: float = 1e-4
-    """Largest honest difference between two answers to the same tokens, in nats: see docs/judge.md for what was
-    measured."""
+    share: float = 1.0
+    """Of one half of the rows, asked twice: all of them cost half an evaluation more."""
+    tolerance: float = 1e-5
+    """Largest honest difference between two answers to the same tokens, in nats. Measured on CPUs: none, in float32 and
+    bfloat16, since all questions have one shape; ten times what another number of rows changes (1e-6)."""
     rows: int = 16
-    """In one question. All questions have the same shape, so that the same kernels compute the same bits."""
+    """In one question. The last one is filled up, so that the same kernels compute the same bits."""
     start_seconds: float = 120.0
     """Until the weights are loaded."""
     answer_seconds: float = 120.0
@@ -100,6 +98,20 @@ class Judged:
     """The two processes that answered."""
 
 
+class Candidate(Protocol):
+    """What answers, fresh: it remembers nothing of any other."""
+
+    def logits(self, tokens: NDArray[np.int32], entries: int) -> Iterator[NDArray[np.float32]]:
+        """The logits after every token of `tokens` (rows, length), in pieces of (n, entries), row after row."""
+        ...
+
+    def initial_weights(
+        self, seed: int, shapes: Mapping[str, tuple[int, ...]]
+    ) -> Iterator[tuple[str, NDArray[np.float32]]]:
+        """The first values of the weights of these shapes, each once."""
+        ...
+
+
 def judge_run(
     run: Path,
     questions: Questions,
@@ -124,41 +136,72 @@ def judge_run(
         check_config(record.fields, flatten(baseline.config))
         saved = load_checkpoint(list_checkpoints(record.directory.checkpoints_path)[-1])
     shapes = {name: tuple(tensor.shape) for name, tensor in saved.model.items()}
-    random = np.random.default_rng(secrets.randbits(128))
-    signs = random.choice([-1.0, 1.0], questions.tokenizer.vocab_size)
-    ways = plan(questions.count, audit.share, audit.least, random)
-    nats = np.zeros((questions.count, questions.seq_len))
     finished: list[Finished] = []
-    answers: list[dict[int, Scores]] = []
-    asked: list[Asked] = [Asked(int(row), int(row), questions.seq_len) for row in ways.halves[0]]
-    seeds = [int(baseline.config["seed"]), secrets.randbits(62)]
-    drawn: list[dict[str, str]] = []
-    with tempfile.TemporaryDirectory(prefix="gptlab-judge-run-") as folder:
+    with tempfile.TemporaryDirectory(prefix="gptlab-judge-run-") as folder, open(log or os.devnull, "ab") as output:
         staged = _stage(Path(folder) / "run", record, saved.step, saved.model, questions)
-        for number in range(2):
-            if number:
-                known = nats if baseline.nats is None else np.maximum(baseline.nats.astype(np.float64) - nats, 0.0)
-                asked = second_questions(ways, np.zeros_like(nats) if baseline.nats is None else known, random)
-            with _answering(
-                [*command, str(staged)], tree, limits, [run, *hidden], staged, audit, isolate, log, finished
-            ) as process:
-                # Both processes do the same things, so that neither knows which one it is.
-                seed = seeds[number]
-                drawn.append(check_draws(baseline.model, seed, process.initial_weights(seed, shapes)))
-                answers.append(_ask_all(process, questions, asked, audit.rows, signs))
-            for one in asked:
-                if one.tail_of == one.row and not (number and one.row in answers[0]):
-                    nats[one.row] = answers[-1][one.row].nats
-    check_two_seeds(*drawn)
-    difference = check_again(asked, answers[0], answers[1], audit.tolerance)
+
+        @contextmanager
+        def answering() -> Iterator[Candidate]:
+            with start(
+                [*command, str(staged)], cwd=tree, environment=candidate_environment(tree), limits=limits,
+                hidden=[run, *hidden], readable=[tree, staged], isolate=isolate, stderr=output,
+            ) as running:  # fmt: skip
+                try:
+                    process = Answering(running, start_seconds=audit.start_seconds, answer_seconds=audit.answer_seconds)
+                    yield process
+                    process.end()
+                except Broken:
+                    running.stop()
+                    running.finish().require_lawful("an answering process")  # why it did not answer
+                    raise
+                finished.append(running.finish())
+                finished[-1].require_lawful("an answering process")
+
+        nats, difference, audited = examine(answering, questions, shapes, baseline, audit)
     loss = loss_of(questions, nats)
     check_report(_claimed(record, questions, saved.step), loss)
     return Judged(
         val_loss=loss.val_loss, val_bpb=loss.val_bpb, target_tokens=loss.target_tokens, target_bytes=loss.target_bytes,
         parameters=sum(tensor.numel() for tensor in saved.model.values()), step=saved.step,
-        largest_difference=difference, audited=ways.audits, nats=nats.astype(np.float32),
+        largest_difference=difference, audited=audited, nats=nats.astype(np.float32),
         answering=(finished[0], finished[1]),
     )  # fmt: skip
+
+
+def examine(
+    begin: Callable[[], AbstractContextManager[Candidate]],
+    questions: Questions,
+    shapes: Mapping[str, tuple[int, ...]],
+    baseline: Baseline,
+    audit: Audit,
+) -> tuple[NDArray[np.float64], float, int]:
+    """Ask every question, and some twice, of two candidates that `begin` makes one after the other. Returns the nats of
+    every position (questions.count, seq_len), the largest difference between two answers to the same tokens, and how
+    many rows were asked twice.
+
+    Both are asked for the first weights of a seed, then rows, in questions of one shape: neither knows which it is.
+    """
+    random = np.random.default_rng(secrets.randbits(128))
+    signs = random.choice([-1.0, 1.0], questions.tokenizer.vocab_size)
+    ways = plan(questions.count, audit.share, random)
+    nats = np.zeros((questions.count, questions.seq_len))
+    seed = int(baseline.config["seed"])
+    with begin() as candidate:
+        first_draws = check_draws(baseline.model, seed, candidate.initial_weights(seed, shapes))
+        asked = [Asked(int(row), int(row), questions.seq_len) for row in ways.halves[0]]
+        first = _ask_all(candidate, questions, asked, audit.rows, signs)
+    for row, found in first.items():
+        nats[row] = found.nats
+    gains = np.zeros_like(nats) if baseline.nats is None else np.maximum(baseline.nats - nats, 0.0)
+    with begin() as candidate:
+        seed = secrets.randbits(62)
+        second_draws = check_draws(baseline.model, seed, candidate.initial_weights(seed, shapes))
+        asked = second_questions(ways, gains, random)
+        second = _ask_all(candidate, questions, asked, audit.rows, signs)
+    for row in ways.halves[1].tolist():
+        nats[row] = second[row].nats
+    check_two_seeds(first_draws, second_draws)
+    return nats, check_again(asked, first, second, audit.tolerance), ways.audits
 
 
 def candidate_environment(tree: Path, **more: str) -> dict[str, str]:
@@ -203,40 +246,8 @@ def _stage(folder: Path, record: RunRecord, step: int, model: Mapping[str, Tenso
     return folder
 
 
-@contextmanager
-def _answering(
-    argv: Sequence[str],
-    tree: Path,
-    limits: Limits,
-    hidden: Sequence[Path],
-    staged: Path,
-    audit: Audit,
-    isolate: bool | None,
-    log: Path | None,
-    finished: list[Finished],
-) -> Iterator[Answering]:
-    """An answering process. Broken where it breaks a rule within the context or at its end."""
-    with (
-        open(log or os.devnull, "ab") as output,
-        start(
-            argv, cwd=tree, environment=candidate_environment(tree), limits=limits, hidden=hidden,
-            readable=[tree, staged], isolate=isolate, stderr=output,
-        ) as running,
-    ):  # fmt: skip
-        try:
-            process = Answering(running, start_seconds=audit.start_seconds, answer_seconds=audit.answer_seconds)
-            yield process
-            process.end()
-        except Broken:
-            running.stop()
-            running.finish().require_lawful("an answering process")  # why it did not answer
-            raise
-        finished.append(running.finish())
-        finished[-1].require_lawful("an answering process")
-
-
 def _ask_all(
-    process: Answering, questions: Questions, asked: Sequence[Asked], rows: int, signs: NDArray[np.float64]
+    candidate: Candidate, questions: Questions, asked: Sequence[Asked], rows: int, signs: NDArray[np.float64]
 ) -> dict[int, Scores]:
     """{row: the scores of its answer, by the row's own targets}. The last question is filled up with rows of the first,
     whose second answers are not kept."""
@@ -248,7 +259,7 @@ def _ask_all(
         tails, _ = questions.read(np.array([one.tail_of for one in batch]))
         own = np.arange(inputs.shape[1]) < np.array([one.same for one in batch])[:, None]
         answer = scores(
-            process.logits(np.where(own, inputs, tails), len(signs)), targets.reshape(-1), signs
+            candidate.logits(np.where(own, inputs, tails), len(signs)), targets.reshape(-1), signs
         )  # fmt: skip
         for place, one in enumerate(batch):
             here = slice(place * questions.seq_len, (place + 1) * questions.seq_len)

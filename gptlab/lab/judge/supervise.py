@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -115,7 +115,7 @@ class Supervised:
 
     def __init__(self, guard: subprocess.Popen[bytes], report: int, life: int, wall_seconds: float) -> None:
         self._guard, self._report, self._life, self._wall_seconds = guard, report, life, wall_seconds
-        self._finished: Finished | None = None
+        self._facts: dict[str, Any] | None = None
 
     @property
     def stdin(self) -> IO[bytes]:
@@ -135,26 +135,19 @@ class Supervised:
 
     def finish(self) -> Finished:
         """Wait for its end. UserError where the guard itself failed."""
-        if self._finished is None:
+        if self._facts is None:
             try:
-                self._guard.wait(self._wall_seconds + GUARD_SECONDS)
+                code = self._guard.wait(self._wall_seconds + GUARD_SECONDS)
             except subprocess.TimeoutExpired:
                 self._guard.kill()
-                self._guard.wait()
-            with open(self._report, "rb", closefd=False) as file:
-                found = _report_of(file.read())
-            if found is None or "error" in found:
-                reason = f"exit code {self._guard.returncode}" if found is None else found["error"]
-                raise UserError(f"cannot supervise a process: its guard failed ({reason})")
-            self._finished = Finished(**{**found, "left": tuple(found["left"]), "opened": tuple(found["opened"])})
-        return self._finished
-
-
-def _report_of(text: bytes) -> dict[str, Any] | None:
-    try:
-        return dict(json.loads(text))
-    except ValueError:
-        return None
+                code = self._guard.wait()
+            self._facts = {"error": f"exit code {code}"}
+            with open(self._report, "rb", closefd=False) as file, suppress(ValueError):
+                self._facts = dict(json.load(file))
+        facts = self._facts
+        if "error" in facts:
+            raise UserError(f"cannot supervise a process: its guard failed ({facts['error']})")
+        return Finished(**{**facts, "left": tuple(facts["left"]), "opened": tuple(facts["opened"])})
 
 
 @contextmanager

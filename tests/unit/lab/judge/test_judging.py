@@ -1,0 +1,153 @@
+"""A run that was really trained, judged by processes that really answer."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from judged import HONEST, judged_program, written_candidate
+from mutations.mutation import ROOT
+from tiny_runs import arguments, command, make_config, train, write_corpus
+
+from gptlab.config.load import config_from_json
+from gptlab.data.prepare import prepare
+from gptlab.lab.judge.audits import Expected, check_time
+from gptlab.lab.judge.judging import Baseline, candidate_environment, check_config, judge_run
+from gptlab.lab.judge.questions import questions_of
+from gptlab.lab.judge.rules import Broken
+from gptlab.lab.judge.supervise import Limits, supervise
+from gptlab.lab.judge.tree_rules import check_tree
+from gptlab.runtime.records.console import Console
+from gptlab.training.checkpoint.load import load_newest
+
+LIMITS = Limits(wall_seconds=120, cpu_seconds=60, memory_bytes=2**31)
+FIELDS = {"sample.prompts": [""], "eval.tokens": 901}
+
+
+def judged(folder: Path, run: Path, tree: Path = ROOT):  # type: ignore[no-untyped-def]
+    values = json.loads((run / "config.json").read_text())
+    config = config_from_json(values)
+    asked = questions_of(make_config(folder, "x", **{"eval__tokens": 901}), console=Console(quiet=True))
+    return judge_run(
+        run, asked, tree=tree, limits=LIMITS, baseline=Baseline(config=values, model=config.model),
+        hidden=[folder / "cache", folder / "corpus"], log=folder / "log.txt",
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("judged")
+    write_corpus(folder / "corpus", documents=60)
+    prepare(make_config(folder, "x").data, make_config(folder, "x").tokenizer)  # candidates cannot write the cache
+    return folder
+
+
+def test_an_honest_run_is_judged_as_eval_measures_it(texts: Path) -> None:
+    run = train(texts, "honest", sample__prompts=(), eval__tokens=901)
+    found = judged(texts, run)
+    code, out, _ = command(["eval", run, "--json"])
+    measured = json.loads(out)
+    assert code == 0
+    assert (found.target_tokens, found.target_bytes) == (measured["target_tokens"], measured["target_bytes"])
+    assert found.val_bpb == pytest.approx(measured["val_bpb"], rel=1e-6)
+    assert found.val_loss == pytest.approx(measured["val_loss"], rel=1e-6)
+    assert (found.step, found.largest_difference) == (measured["step"], 0.0)
+    assert found.parameters == sum(map(torch.numel, load_newest(run / "checkpoints", print).model.values()))
+    assert [one.exit_code for one in found.answering] == [0, 0]
+
+
+def test_nothing_but_weights_configuration_and_tokenizer_is_given(tmp_path: Path) -> None:
+    """No moments, no state, no name of the run."""
+    names = "sorted(name for _, _, files in os.walk(run) for name in files)"
+    lists = f'print({names}, file=sys.stderr)\nwrite(b"RDY1"'
+    judged_program(tmp_path, ('write(b"RDY1"', lists), run=written_candidate(tmp_path / "run"))
+    expected = ["config.json", "manifest.json", "model.safetensors", "optimizer.safetensors", "state.json",
+                "tokenizer.json", "tokenizer_config.json"]  # fmt: skip
+    assert (tmp_path / "log.txt").read_text() == f"{expected}\n" * 2
+    assert "optimizer" not in HONEST
+
+
+def test_the_configuration_must_be_the_baselines() -> None:
+    baseline = {"seed": 1, "data.source": ["a"], "model.n_embd": 4, "horizon.amount": 9, "run_dir": "x"}
+    check_config({**baseline, "model.n_embd": 8, "horizon.amount": 7, "run_dir": "y", "model.mine": 1}, baseline)
+    for name, value in (("seed", 2), ("data.source", ["b"])):
+        with pytest.raises(Broken, match=name):
+            check_config({**baseline, name: value}, baseline)
+
+
+def test_the_environment_has_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET_TOKEN", "x")
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    found = candidate_environment(Path("/tree"), GPTLAB_CACHE="/cache")
+    assert "SECRET_TOKEN" not in found
+    assert (found["OMP_NUM_THREADS"], found["PYTHONPATH"], found["GPTLAB_CACHE"]) == ("3", "/tree", "/cache")
+
+
+# --- the whole way of a proposal, with the processes of a real lab
+
+CHANGES = {
+    "another activation": (None, "model/gpt.py", "ops.ACTIVATIONS[self.activation](self.up(x))", "F.silu(self.up(x))"),
+    "another norm": (
+        None, "model/gpt.py", "torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)",
+        "(1 / (wide.abs().mean(-1, keepdim=True) + self.eps))",
+    ),
+    "looks ahead in evaluation mode": (
+        "causality", "model/gpt.py", "x = self.token_embedding(tokens)",
+        "x = self.token_embedding(tokens if self.training else tokens.roll(-1, 1))",
+    ),
+    "another seed": ("seed", "model/init.py", "zlib.crc32(name.encode())", "zlib.crc32(name.encode()) + 1"),
+    "trains at import": (
+        "cpu-time", "model/gpt.py", "GATE_CHANNELS = 32",
+        "GATE_CHANNELS = 32\nimport time\nwhile time.process_time() < 22: pass\n",
+    ),
+    "patches the scorer": (
+        "report", "training/loop.py", "from __future__ import annotations",
+        "from __future__ import annotations\nimport gptlab.eval.bits_per_byte as scorer\n"
+        "scorer.token_nats = lambda logits, targets, real=scorer.token_nats: 0.9 * real(logits, targets)",
+    ),
+    "reads the judge's files": (
+        "private-files", "model/gpt.py", "GATE_CHANNELS = 32", "GATE_CHANNELS = 32\nopen('PRIVATE').read()",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_proposal_from_its_code_to_its_verdict(name: str, texts: Path, tmp_path: Path) -> None:
+    rule, file, old, new = CHANGES[name]
+    private = tmp_path / "private"
+    private.mkdir()
+    (private / "ledger.jsonl").write_text("{}\n")
+    changed = tmp_path / "changed"
+    check_tree(ROOT, ROOT).write(changed)
+    path = changed / "gptlab" / file
+    source = path.read_text()
+    assert source.count(old) == 1
+    path.write_text(source.replace(old, new.replace("PRIVATE", str(private / "ledger.jsonl"))))
+
+    tree, runs = tmp_path / "tree", tmp_path / "runs"
+    runs.mkdir()
+
+    def verdict() -> None:
+        change = check_tree(ROOT, changed)
+        assert change.changed == (file,)
+        change.write(tree)
+        argv = [sys.executable, "-m", "gptlab", "train", *arguments(texts, "x", FIELDS | {"run_dir": runs / "run"})]
+        finished = supervise(
+            argv, cwd=runs, environment=candidate_environment(tree), limits=LIMITS, log=tmp_path / "log.txt",
+            hidden=[private], readable=[tree, texts], writable=[runs],
+        )  # fmt: skip
+        finished.require_lawful("training")
+        assert finished.exit_code == 0, (tmp_path / "log.txt").read_text()[-2000:]
+        check_time(finished, Expected(wall_seconds=120, cpu_seconds=10))
+        judged(texts, runs / "run", tree)
+
+    if rule is None:
+        verdict()
+    else:
+        with pytest.raises(Broken) as caught:
+            verdict()
+        assert caught.value.rule == rule, caught.value

@@ -1,0 +1,153 @@
+"""Processes under limits: what is measured, found, killed and hidden."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from gptlab.config.errors import UserError
+from gptlab.lab.judge.rules import RULES, Broken
+from gptlab.lab.judge.supervise import _LIMIT_RULES, Finished, Limits, start, supervise, why_not_isolated
+
+LIMITS = Limits(wall_seconds=20, cpu_seconds=20, memory_bytes=2**28, output_bytes=2**20, processes=8)
+BOTH_WAYS = [False, True] if sys.platform == "linux" and why_not_isolated() is None else [False]
+
+
+def run(folder: Path, program: str, **options: object) -> Finished:
+    argv = [sys.executable, "-I", "-S", "-c", textwrap.dedent(program)]
+    return supervise(argv, cwd=folder, environment={}, log=folder / "log.txt", **{"limits": LIMITS, **options})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("isolate", BOTH_WAYS)
+def test_what_an_honest_process_used(isolate: bool, tmp_path: Path) -> None:
+    program = """
+    import os, subprocess, sys, time
+    burn = "import time\\nwhile time.process_time() < 0.3: pass"
+    subprocess.run([sys.executable, "-I", "-S", "-c", burn])
+    held = b"x" * 2**26
+    open("out/file", "wb").write(bytes(100_000))
+    time.sleep(0.25)
+    print("done", os.getcwd())
+    sys.exit(7)
+    """
+    (tmp_path / "out").mkdir()
+    finished = run(tmp_path, program, isolate=isolate, writable=[tmp_path / "out"])
+    assert (finished.exit_code, finished.broken, finished.left, finished.isolated) == (7, None, (), isolate)
+    assert 0.3 < finished.cpu_seconds < 2
+    assert 0.5 < finished.wall_seconds < 20
+    assert 2**26 < finished.peak_bytes < 2**27
+    assert 100_000 <= finished.output_bytes < 200_000
+    assert (tmp_path / "log.txt").read_text() == f"done {tmp_path}\n"
+    finished.require_lawful("training")
+
+
+def test_the_signal_that_ended_it(tmp_path: Path) -> None:
+    assert run(tmp_path, "import os; os.kill(os.getpid(), 15)").exit_code == -15
+
+
+@pytest.mark.parametrize("isolate", BOTH_WAYS)
+def test_orphans_are_found_and_killed(isolate: bool, tmp_path: Path) -> None:
+    """One left its session, one ignores signals."""
+    program = """
+    import os, signal, time
+    for ignores in (False, True):
+        if os.fork() == 0:
+            os.setsid()
+            if os.fork() == 0:
+                if ignores:
+                    for number in range(1, 30):
+                        try: signal.signal(number, signal.SIG_IGN)
+                        except OSError: pass
+                open(f"out/{ignores}", "w").write("an orphan of test_supervise")
+                time.sleep(1000)
+            os._exit(0)
+    while len(os.listdir("out")) < 2: time.sleep(0.01)
+    """
+    (tmp_path / "out").mkdir()
+    finished = run(tmp_path, program, isolate=isolate, writable=[tmp_path / "out"])
+    assert (finished.exit_code, len(finished.left)) == (0, 2)
+    assert "import os, signal, time" in finished.left[0]
+    found = [process for process in psutil.process_iter(["cmdline"]) if program[:40] in str(process.info["cmdline"])]
+    assert found == []
+    with pytest.raises(Broken, match="left 2 running"):
+        finished.require_lawful("training")
+
+
+@pytest.mark.parametrize(
+    ("limit", "amount", "program"),
+    [
+        ("wall_seconds", 0.5, "import time; time.sleep(60)"),
+        ("cpu_seconds", 0.3, "while True: pass"),
+        ("memory_bytes", 2**25, "x = b'x' * 2**26\nimport time; time.sleep(60)"),
+        ("processes", 2, "import os, time; os.fork(); os.fork(); time.sleep(60)"),
+    ],
+)
+def test_a_limit_ends_it(limit: str, amount: float, program: str, tmp_path: Path) -> None:
+    limits = Limits(**{**{name: getattr(LIMITS, name) for name in LIMITS.__slots__}, limit: amount})
+    finished = run(tmp_path, program, limits=limits)
+    assert (finished.broken, finished.exit_code) == (limit, -signal.SIGKILL)
+    assert finished.timed_out == (limit in ("wall_seconds", "cpu_seconds"))
+    assert finished.out_of_memory == (limit == "memory_bytes")
+    with pytest.raises(Broken) as caught:
+        finished.require_lawful("training")
+    assert caught.value.rule == _LIMIT_RULES[limit][0]
+
+
+def test_every_limit_has_a_rule() -> None:
+    assert set(_LIMIT_RULES) == set(Limits.__slots__)
+    assert {rule for rule, _ in _LIMIT_RULES.values()} < set(RULES)
+
+
+def test_a_program_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"cannot supervise a process.*No such file"):
+        supervise(["./nothing"], cwd=tmp_path, environment={}, limits=LIMITS, log=tmp_path / "log.txt")
+
+
+@pytest.mark.parametrize("isolate", BOTH_WAYS)
+def test_when_the_lab_dies_so_does_the_candidate(isolate: bool, tmp_path: Path) -> None:
+    """Its end of the pipe closes, whatever killed it."""
+    argv = [sys.executable, "-I", "-S", "-c", "import time; print('up', flush=True); time.sleep(1000)"]
+    before = time.monotonic()
+    with start(argv, cwd=tmp_path, environment={}, limits=LIMITS, isolate=isolate) as running:
+        assert os.read(running.stdout.fileno(), 3) == b"up\n"
+        running.stop()
+        finished = running.finish()
+    assert (finished.exit_code, finished.broken) == (-signal.SIGKILL, None)
+    assert time.monotonic() - before < 20
+
+
+@pytest.mark.skipif(True not in BOTH_WAYS, reason="this machine gives users no namespaces")
+def test_what_namespaces_hide(tmp_path: Path) -> None:
+    program = """
+    import os, socket
+    def attempt(work):
+        try:
+            return work()
+        except OSError as error:
+            return type(error).__name__
+    print(attempt(lambda: open("private/secret").read()))
+    print(attempt(lambda: open("private/runs/mine", "w").write("kept")))
+    print(attempt(lambda: open("other", "w")))
+    print(attempt(lambda: open("/tmp/other-of-test-supervise", "w")))
+    print(attempt(lambda: socket.create_connection(("127.0.0.1", 9), 1)))
+    print(attempt(lambda: os.kill(1, 9)), sorted(int(name) for name in os.listdir("/proc") if name.isdigit()))
+    print(attempt(lambda: os.setuid(0)), attempt(lambda: os.chroot("/tmp")))
+    """
+    runs = tmp_path / "private/runs"
+    runs.mkdir(parents=True)
+    (tmp_path / "private/secret").write_text("secret")
+    finished = run(tmp_path, program, isolate=True, hidden=[tmp_path / "private"], writable=[runs])
+    said = (tmp_path / "log.txt").read_text().splitlines()
+    assert said[:4] == ["", "4", "OSError", "OSError"]
+    assert said[4] in ("OSError", "ConnectionRefusedError")
+    assert said[5] == "None [1, 2]"  # process 1 is not killed by those inside
+    assert said[6].endswith("PermissionError")
+    assert (finished.exit_code, finished.opened) == (0, ("secret",))
+    assert [(path.name, path.read_text()) for path in runs.iterdir()] == [("mine", "kept")]
