@@ -76,12 +76,14 @@ def sentence(contrast: Contrast) -> str:
         sides = (base, contrast.baseline_runs), (name, contrast.candidate_runs)
         counts = [f"{sum(str(r.path) in row.broken for r in runs)} of {len(runs)} runs of {of}" for of, runs in sides]
         return f"{size}no mean {where}, since {' and '.join(counts)} broke: {', '.join(row.broken)}"
+    seeds = f"{row.seeds[0]} and {row.seeds[1]} seeds, not paired"
+    if found.pairs:
+        seeds = f"{found.pairs} paired seed{'s' * (found.pairs > 1)}"
+    if verdict == "identical":
+        return f"{size}{name} and {base} have the same bpb {where}, to the last bit ({seeds})"
     if not math.isfinite(found.half_width):
         few = "a side" if row.seeds == (1, 1) else f"of {base if row.seeds[0] == 1 else name}"
         return f"{size}one run {few} says nothing about noise: {name} - {base} is {_signed(found)} bpb {where}"
-    seeds = f"{found.pairs} paired seeds" if found.pairs else f"{row.seeds[0]} and {row.seeds[1]} seeds, not paired"
-    if verdict == "identical":
-        return f"{size}{name} and {base} have the same bpb {where}, to the last bit ({seeds})"
     adjusted = f" after Holm for {contrast.contrasts} comparisons" if contrast.contrasts > 1 else ""
     basis = f"bpb {where} ({seeds}, {_p_text(contrast.p_adjusted, 'p ')}{adjusted})"
     if verdict != "undecided":

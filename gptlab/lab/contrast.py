@@ -76,7 +76,7 @@ class Contrast:
             return "unknown"
         if not math.isfinite(found.mean):
             return "broken"
-        if found.mean == found.half_width == 0:
+        if found.mean == 0 and (found.half_width == 0 or found.pairs == 1):
             return "identical"
         if self.p_adjusted < ALPHA:
             return "better" if found.mean < 0 else "worse"

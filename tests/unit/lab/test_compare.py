@@ -226,6 +226,10 @@ class TestSeeds:
         contrast = only(compare_runs({"A": side(tmp_path, "a", finals), "B": side(tmp_path, "b", finals)}))
         assert contrast.verdict == "identical"
         assert sentence(contrast) == "B and A have the same bpb at equal steps, to the last bit (2 paired seeds)"
+        one = only(compare_runs({"A": side(tmp_path, "c", {1: 1.2}), "B": side(tmp_path, "d", {1: 1.2})}))
+        assert sentence(one) == "B and A have the same bpb at equal steps, to the last bit (1 paired seed)"
+        other = only(compare_runs({"A": side(tmp_path, "e", {1: 1.2}), "B": side(tmp_path, "f", {2: 1.2})}))
+        assert other.verdict == "undecided"
 
 
 class TestBrokenRuns:
