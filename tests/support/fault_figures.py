@@ -34,6 +34,8 @@ ROWS = {
     "steps-2": "resume from each of 40 steps, 2 processes",
     "flips": "one bit of a checkpoint's files turned over",
     "damage": "a checkpoint's file cut, filled with zeros, longer, gone, or of another checkpoint",
+    "lab-failpoints": "SIGKILL at every file operation of a lab's night that leaves a trace",
+    "lab-kills": "SIGKILL of a lab's night at a random moment, with real runs",
     "parts": "a part of a checkpoint missing, or as it was at the start",
 }
 """What is done in each row."""

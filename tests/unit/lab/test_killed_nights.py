@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import shutil
 import signal
+import time
 from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import fault_figures
 import pytest
 from failpoints import Failpoints, changes_files, spread
 from forked import Forked
@@ -49,14 +52,16 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def killed_nights(template: Path, tmp_path: Path, chosen: Any) -> None:
+def killed_nights(template: Path, tmp_path: Path, chosen: Callable[[Iterable[str]], Sequence[str]]) -> int:
+    """How many nights were killed, each at one of the `chosen` points, and ended as they should."""
     undisturbed = Path(shutil.copytree(template, tmp_path / "undisturbed"))
     points = Failpoints(undisturbed / "lab")
     with points.installed():
         night(undisturbed)
     wanted = outcome(undisturbed)
     assert [one["verdict"].get("verdict") for one in wanted[0]] == [None, None, "discard", "keep", "invalid"]
-    for number, point in enumerate(chosen(points.reached)):
+    victims = chosen(points.reached)
+    for number, point in enumerate(victims):
         folder = Path(shutil.copytree(template, tmp_path / f"killed-{number}"))
         report = tmp_path / f"report-{number}"
 
@@ -73,13 +78,16 @@ def killed_nights(template: Path, tmp_path: Path, chosen: Any) -> None:
         measured = Counter(line.split('"bpb"')[0].split('"experiment"')[1] for line in lines if '"measured"' in line)
         assert max(measured.values()) == 1, point
         shutil.rmtree(folder)
+    return len(victims)
 
 
 def test_at_one_file_operation_of_each_kind(template: Path, tmp_path: Path) -> None:
-    killed_nights(template, tmp_path, lambda points: spread(filter(changes_files, points)))
+    assert killed_nights(template, tmp_path, lambda points: spread(filter(changes_files, points))) > 10
 
 
 @pytest.mark.faults
 @pytest.mark.timeout(1800)
 def test_at_every_file_operation_that_leaves_a_trace(template: Path, tmp_path: Path) -> None:
-    killed_nights(template, tmp_path, lambda points: list(filter(changes_files, points)))
+    started = time.perf_counter()
+    done = killed_nights(template, tmp_path, lambda points: list(filter(changes_files, points)))
+    fault_figures.note("lab-failpoints", done=done, problems=[], started=started)
