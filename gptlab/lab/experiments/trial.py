@@ -26,7 +26,7 @@ from gptlab.lab.judge.audits import Expected, check_time, unchanged
 from gptlab.lab.judge.rules import Broken
 from gptlab.lab.judge.supervise import Finished, why_not_isolated
 from gptlab.lab.judge.tree_rules import check_fields, check_tree
-from gptlab.lab.racing import RaceRules, decide, level_of_next
+from gptlab.lab.racing import RaceRules, decide, level_of_next, seed_order
 from gptlab.lab.statistics import paired_difference
 from gptlab.runtime.files.plain_file import read_json_object, write_json_atomic, write_text_atomic
 from gptlab.training.checkpoint.format import MANIFEST, list_checkpoints
@@ -196,7 +196,7 @@ def _race(lab: Lab, number: int, say: Say) -> Ruling:
     while True:
         experiments = lab.ledger.experiments()
         against = experiments[number].against
-        seed = lab.settings.first_seed + len(differences)
+        seed = lab.settings.first_seed + seed_order(number - FIRST, RULES)[len(differences)]
         base, new = (measure(lab, one, seed, "validation", say) for one in (against, number))
         if not differences and base == new and _weights(lab, against, seed) == _weights(lab, number, seed):
             return Ruling("no-op", "the trained weights are the baseline's, bit for bit")
