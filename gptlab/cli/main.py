@@ -19,7 +19,7 @@ COMMANDS = {
     "data": ("gptlab.cli.data", "list | prepare | inspect a corpus"),
     "tokenizer": ("gptlab.cli.tokenizer", "train | eval a tokenizer"),
     "eval": ("gptlab.cli.eval", "measure a run: validation loss (nats/token) and bits per byte, or CORE"),
-    "compare": ("gptlab.cli.compare", "which of several runs is better, by how much, and whether that may be noise"),
+    "compare": ("gptlab.cli.compare", "which runs are better, by how much, and whether it may be noise"),
     "sweep": ("gptlab.cli.sweep", "train variants of a run, each with several seeds, and compare them"),
     "ladder": ("gptlab.cli.ladder", "train a recipe at several depths, and fit a power law"),
     "import": ("gptlab.cli.import_model", "hf | nanogpt: turn a model trained elsewhere into a run folder"),

@@ -246,7 +246,7 @@ class TestBrokenRuns:
             f"no mean at equal steps, since 0 of 3 runs of A and 1 of 3 runs of B broke: {sides['B'][1].path}"
         )
         assert "broken" in describe(comparison)
-        assert rows_of(comparison).__next__()["p_value"] is None
+        assert next(rows_of(comparison))["p_value"] is None
         assert only(compare_runs({"A": sides["B"], "B": sides["A"]})).verdict == "broken"
 
     def test_that_exploded_earlier_do_not_hold_up_the_others(self, tmp_path: Path) -> None:
