@@ -106,11 +106,11 @@ def power(difference: Difference, seeds: int, *, alpha: float = ALPHA) -> float:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Adjusted p-values, in the given order: rejecting below `ALPHA` has a family-wise error of at most `ALPHA`. NaN,
-    of a test that could not be made, stays NaN and does not count."""
+    """Adjusted p-values, in the given order: rejecting below `ALPHA` has a family-wise error of at most `ALPHA`. NaN, of
+    a test that was planned and could not be made (a run broke), counts like the others and stays NaN."""
     adjusted, largest = [math.nan] * len(p_values), 0.0
     order = sorted((p, place) for place, p in enumerate(p_values) if not math.isnan(p))
     for rank, (p, place) in enumerate(order):
-        largest = max(largest, min(1.0, (len(order) - rank) * p))
+        largest = max(largest, min(1.0, (len(p_values) - rank) * p))
         adjusted[place] = largest
     return adjusted

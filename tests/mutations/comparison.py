@@ -12,7 +12,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the smallest p-value is not adjusted more than the largest", "lab/statistics.py",
-        "(len(order) - rank) * p", "len(order) * p",
+        "(len(p_values) - rank) * p", "len(p_values) * p",
         ["test_statistics.py::TestHolm::test_by_hand",
          "test_compare.py::test_several_candidates_are_adjusted_by_holm"],
     ),
