@@ -67,7 +67,8 @@ def plot_comparison(comparison: Comparison, path: Path) -> None:
     for (name, size), runs in curves.items():
         amounts = _amounts(runs, axis)
         values = np.array([[bpb_at(run, axis, amount) for amount in amounts] for run in runs])
-        label = _label(name, size, f"{len(runs)} run{'s' * (len(runs) > 1)}")
+        broken = sum(map(is_broken, runs))
+        label = _label(name, size, f"{len(runs)} run{'s' * (len(runs) > 1)}", f"{broken} broken" if broken else None)
         band = np.stack([values.min(axis=0), values.mean(axis=0), values.max(axis=0)])
         heights[above].append(_draw(above, amounts, band, colors[name], styles[size], label))
     below.axhline(0, color="black", linewidth=0.8)

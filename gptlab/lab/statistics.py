@@ -106,8 +106,8 @@ def power(difference: Difference, seeds: int, *, alpha: float = ALPHA) -> float:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Adjusted p-values, in the given order: rejecting below `ALPHA` has a family-wise error of at most `ALPHA`. NaN, of
-    a test that was planned and could not be made (a run broke), counts like the others and stays NaN."""
+    """Adjusted p-values, in the given order: rejecting below `ALPHA` has a family-wise error of at most `ALPHA`. NaN,
+    of a test that was planned and could not be made (a run broke), counts like the others and stays NaN."""
     adjusted, largest = [math.nan] * len(p_values), 0.0
     order = sorted((p, place) for place, p in enumerate(p_values) if not math.isnan(p))
     for rank, (p, place) in enumerate(order):
