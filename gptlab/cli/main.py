@@ -22,6 +22,7 @@ COMMANDS = {
     "compare": ("gptlab.cli.compare", "which runs are better, by how much, and whether it may be noise"),
     "sweep": ("gptlab.cli.sweep", "train variants of a run, each with several seeds, and compare them"),
     "ladder": ("gptlab.cli.ladder", "train a recipe at several depths, and fit a power law"),
+    "runs": ("gptlab.cli.runs", "list run folders, or delete some or their checkpoints (runs prune)"),
     "import": ("gptlab.cli.import_model", "hf | nanogpt: turn a model trained elsewhere into a run folder"),
     "sample": ("gptlab.cli.sample", "continue a text with a trained run"),
     "export": ("gptlab.cli.export", "write a trained model as a folder that transformers loads"),

@@ -25,4 +25,19 @@ MUTATIONS = [
         "stats.t.ppf((1 + _LEVEL) / 2, freedom) * math.sqrt(variance)", "math.sqrt(variance)",
         ["test_ladder.py::test_its_interval_holds_the_true_term_19_times_in_20"],
     ),
+    Mutation(
+        "a run that was killed is listed as running", "lab/run_list.py",
+        '"running" and (held or not directory.in_use())', '"running" and held',
+        ["test_run_list.py::TestListing::test_unfinished_runs_are_read_from_their_last_lines"],
+    ),
+    Mutation(
+        "runs on other data compete for being the best", "lab/run_list.py",
+        "best.setdefault(run.data_fingerprint, [])", "best.setdefault(None, [])",
+        ["test_run_list.py::TestPruning::test_what_is_chosen"],
+    ),
+    Mutation(
+        "prune deletes what came into a folder after it was listed", "lab/run_list.py",
+        "if not same or (removal.whole and now.has_checkpoint != removal.run.has_checkpoint):", "if False:",
+        ["test_run_list.py::TestPruning::test_what_changed_since_it_was_listed_stays"],
+    ),
 ]  # fmt: skip

@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[3]
 
 LEAVES = [
     ["train"], ["plan"], ["eval"], ["sample"], ["compare"], ["sweep"], ["ladder"], ["export"], ["bench"],
+    ["runs"], ["runs", "prune"],
     ["data", "list"], ["data", "prepare"], ["data", "inspect"], ["tokenizer", "train"], ["tokenizer", "eval"],
     ["import", "hf"], ["import", "nanogpt"], ["lab", "try"], ["lab", "run"], ["lab", "status"], ["lab", "show"],
 ]  # fmt: skip
@@ -86,7 +87,9 @@ def test_help_names_every_argument_with_its_default(leaf: list[str], capsys: pyt
     out = shown(capsys, *leaf, "--help-all" if leaf[0] in OF_RUNS else "--help")
     assert f"usage: gptlab {' '.join(leaf)}" in out
     assert (
-        re.search(r"--[\w.-]+ \S+ \[\S+\]", out) or leaf == ["data", "list"] or leaf[0] in ("import", "compare", "lab")
+        re.search(r"--[\w.-]+ \S+ \[\S+\]", out)
+        or leaf == ["data", "list"]
+        or leaf[0] in ("import", "compare", "runs", "lab")
     )
     for unit in UNITS.get(leaf[0], ()):
         assert unit in " ".join(out.split()), f"{leaf[0]} --help does not name {unit}"

@@ -1,0 +1,337 @@
+"""The runs in a folder: how each ended, in what it differs from its recipe, what it reached, the space it takes; and
+which of them, or of their checkpoints, can be deleted."""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import json
+import math
+import mmap
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from gptlab.config.errors import UserError, cannot, one_line, require_choice
+from gptlab.config.load import config_to_json, flatten, leaf_fields, unknown_field, value_from_text
+from gptlab.config.recipes import configure, recorded_arguments
+from gptlab.config.run import Horizon, HorizonUnit, RunConfig
+from gptlab.config.scaling import Machine
+from gptlab.runtime.files.plain_file import open_plain, parse_json, read_json_object
+from gptlab.runtime.records.run_directory import RunDirectory
+
+_NOT_A_CHANGE = ("run_dir", "recipe", "model.n_layer", "model.vocab_size", "horizon.amount", "horizon.unit")
+"""Fields that the recipe is called with, or that follow from data and place."""
+
+_MARKS = {"run.json", "metrics.jsonl", "checkpoints"}
+"""A folder with a config.json and one of these is a run; other programs write a config.json too."""
+_OWN = re.compile(
+    r"config\.json|run\.json(\.damaged)?|code|environment\.txt|gpu\.txt|metrics\.jsonl|log\.txt|tokenizer|checkpoints"
+    r"|summary\.json|set-aside-\d+|\.lock(\.json)?|\..+\.tmp"
+)
+"""What gptlab writes into a run folder."""
+_CHECKPOINT = re.compile(r"step-\d+")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListedRun:
+    path: Path
+    status: str = "damaged"
+    """running | finished | preempted | failed | killed (recorded as running, but no process holds it) | damaged |
+    unknown (run.json is lost)."""
+    problem: str | None = None
+    """Why it is damaged."""
+    start: str = ""
+    """UTC."""
+    recipe: str | None = None
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    """{dotted name: value} of its configuration."""
+    changes: Mapping[str, Any] | None = None
+    """{field: value} where it is not the recipe's for that depth and horizon; None where the recipe is unknown."""
+    val_bpb: float | None = None
+    """Of the final weights; of a run that has not finished, its last validation."""
+    tokens: int | None = None
+    training_seconds: float | None = None
+    data_fingerprint: str | None = None
+    disk_bytes: int = 0
+    checkpoint_bytes: int = 0
+    has_checkpoint: bool = False
+    is_own: bool = False
+    """Whether it was trained, and all in its folder was written, by gptlab."""
+
+
+COLUMNS: Mapping[str, Callable[[ListedRun], Any]] = {
+    "run": lambda run: str(run.path),
+    "status": lambda run: run.status,
+    "val_bpb": lambda run: run.val_bpb,
+    "tokens": lambda run: run.tokens,
+    "seconds": lambda run: run.training_seconds,
+    "disk": lambda run: run.disk_bytes,
+    "recipe": lambda run: run.recipe,
+    "start": lambda run: run.start,
+}
+"""What runs can be sorted and selected by."""
+_NUMBERS = ("val_bpb", "tokens", "seconds", "disk")
+
+
+def list_runs(folders: Iterable[Path]) -> list[ListedRun]:
+    """All runs in and below the folders, newest first. Links are not followed. UserError for a missing folder."""
+    found: dict[Path, ListedRun] = {}
+    for folder in folders:
+        if not folder.is_dir():
+            raise UserError(f"there is no folder {folder}: name one that holds runs")
+        for path in _run_folders(folder):
+            found.setdefault(path.resolve(), _listed(path))
+    return sorted(found.values(), key=lambda run: run.start, reverse=True)
+
+
+def sort_runs(runs: Iterable[ListedRun], column: str, *, reverse: bool = False) -> list[ListedRun]:
+    """By a column, ascending; runs without a value last."""
+    require_choice("--sort", column, COLUMNS)
+    value = COLUMNS[column]
+
+    def known(run: ListedRun) -> bool:
+        return value(run) is not None and value(run) == value(run)
+
+    listed = [*runs]
+    rest = [run for run in listed if not known(run)]
+    return sorted(filter(known, listed), key=value, reverse=reverse) + rest
+
+
+def select_runs(runs: Iterable[ListedRun], conditions: Sequence[str]) -> list[ListedRun]:
+    """Those for which every condition FIELD=VALUE holds: of a column, or of a field of the configuration. Text may have
+    the wildcards of a shell."""
+    tests = [_condition(text) for text in conditions]
+    return [run for run in runs if all(test(run) for test in tests)]
+
+
+def _condition(text: str) -> Callable[[ListedRun], bool]:
+    name, equals, wanted = text.partition("=")
+    name = name.replace("-", "_")
+    if not equals:
+        raise UserError(f"--where {text}: it takes FIELD=VALUE, such as status=finished")
+    kinds = leaf_fields(RunConfig)
+    of: Callable[[ListedRun], Any]
+    if name in COLUMNS:
+        of, expected = COLUMNS[name], value_from_text(float, wanted, name) if name in _NUMBERS else wanted
+    elif name in kinds:
+        of = lambda run: run.fields.get(name, run)  # noqa: E731, nothing equals a run
+        expected = json.loads(json.dumps(value_from_text(kinds[name], wanted, name)))
+    else:
+        raise unknown_field(name, wanted, also=COLUMNS)
+
+    def holds(run: ListedRun) -> bool:
+        value = of(run)
+        as_text = isinstance(value, str) and isinstance(expected, str)
+        return fnmatch.fnmatchcase(value, expected) if as_text else value == expected
+
+    return holds
+
+
+def _run_folders(folder: Path) -> Iterator[Path]:
+    with suppress(OSError):
+        with os.scandir(folder) as entries:
+            found = {entry.name: entry for entry in entries}
+        if "config.json" in found and _MARKS & found.keys():
+            yield folder
+            return
+        for name in sorted(found):
+            if found[name].is_dir(follow_symlinks=False) and not name.startswith("."):
+                yield from _run_folders(folder / name)
+
+
+def _listed(path: Path, *, held: bool = False) -> ListedRun:
+    """What is wrong with a run is its `problem`, not an error. `held`: whether this process holds its lock."""
+    directory, found = RunDirectory(path), ListedRun(path=path)
+    try:
+        found = replace(found, disk_bytes=_bytes(path))
+        weights = _weight_folders(path)
+        record, fields = directory.recorded(), flatten(directory.read_config())
+        start = record.get("start")
+        found = replace(found, start=start[:25] if isinstance(start, str) else "")
+        if type(fields.pop("schema_version", None)) is not int or not isinstance(fields.get("recipe"), str):
+            raise UserError(f"{directory.config_path} is not the configuration of a run")
+        status = str(record.get("status", "unknown"))[:20]
+        if status == "running" and (held or not directory.in_use()):
+            status = "killed"
+        reached = _reached(directory, status)
+    except (UserError, OSError) as error:
+        return replace(found, problem=one_line(error))
+    data = record.get("data_fingerprint")
+    return replace(
+        found,
+        status=status,
+        checkpoint_bytes=sum(map(_bytes, weights)),
+        has_checkpoint=any(_CHECKPOINT.fullmatch(name) for folder in weights for name in os.listdir(folder)),
+        recipe=fields["recipe"],
+        fields=fields,
+        changes=_changes(fields, record),
+        data_fingerprint=data if isinstance(data, str) else None,
+        is_own=isinstance(record.get("run_id"), str)
+        and "imported" not in record
+        and all(map(_OWN.fullmatch, os.listdir(path))),
+        **reached,
+    )
+
+
+def _bytes(folder: Path | str) -> int:
+    """Bytes of all files below a folder. UserError for a link."""
+    total = 0
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_symlink():
+                raise UserError(f"{entry.path} is a link, and a run folder holds no links")
+            with suppress(FileNotFoundError):  # a temporary file of a run that is training
+                is_folder = entry.is_dir(follow_symlinks=False)
+                total += _bytes(entry.path) if is_folder else entry.stat(follow_symlinks=False).st_size
+    return total
+
+
+def _weight_folders(path: Path) -> list[Path]:
+    """The folders that hold checkpoints: of the run, and of those that were set aside."""
+    return [folder for folder in (path / "checkpoints", *path.glob("set-aside-*/checkpoints")) if folder.is_dir()]
+
+
+def _reached(run: RunDirectory, status: str) -> dict[str, Any]:
+    """What a run reached: by summary.json where it has finished, else by the last lines of metrics.jsonl."""
+    if status == "finished" and run.summary_path.exists():
+        summary = read_json_object(run.summary_path)
+        bpb, seconds, millions = (summary.get(key) for key in ("val_bpb", "training_seconds", "total_tokens_M"))
+        tokens = None if (number := _number(millions)) is None else 1e6 * number
+    else:
+        evaluated, trained = _last_lines(run.metrics_path, "eval", "train")
+        bpb, seconds, tokens = evaluated.get("val_bpb"), trained.get("train_seconds"), _number(trained.get("tokens"))
+    known = tokens is not None and math.isfinite(tokens)
+    return {
+        "val_bpb": _number(bpb),
+        "tokens": round(tokens or 0) if known else None,
+        "training_seconds": _number(seconds),
+    }
+
+
+def _number(value: Any) -> float | None:
+    """A number of a run's files, in which texts are numbers too ("nan"); None for anything else."""
+    with suppress(TypeError, ValueError, OverflowError):
+        return None if isinstance(value, bool) else float(value)
+    return None
+
+
+def _last_lines(path: Path, *kinds: str) -> list[dict[str, Any]]:
+    """The last complete line of each kind in a metrics.jsonl, which may have a hundred thousand; empty if there is
+    none. UserError where it is damaged."""
+    if not path.exists():
+        return [{} for _ in kinds]
+    found = []
+    with cannot(f"read {path}"), open_plain(path) as file:
+        if not os.fstat(file.fileno()).st_size:
+            return [{} for _ in kinds]
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
+            for kind in kinds:
+                at = text.rfind(b'"kind": "%s"' % kind.encode(), 0, text.rfind(b"\n") + 1)
+                line = text[text.rfind(b"\n", 0, at) + 1 : text.find(b"\n", at)] if at >= 0 else b"{}"
+                try:
+                    found.append(dict(parse_json(line)))
+                except (ValueError, TypeError) as error:
+                    raise UserError(f"{path} is damaged: a line is no JSON object ({error})") from None
+    return found
+
+
+def _changes(fields: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, Any] | None:
+    """{field: value} where a configuration is not its recipe's for the same depth and horizon; None where the recipe is
+    unknown. Of a run that began with trained weights, these decide the model."""
+    begun = fields.get("init_from") is not None
+    try:
+        of_recipe = _recipe_fields(
+            fields["recipe"],
+            None if begun else fields["model.n_layer"],
+            (fields["horizon.amount"], fields["horizon.unit"]),
+            (str(record.get("device", "cpu")), _number(record.get("training_flops_per_second"))),
+            tuple(fields.get("recipe_arguments", ())),
+        )
+    except (UserError, ArithmeticError, KeyError, TypeError, ValueError):
+        return None
+    skipped = ("model.", *_NOT_A_CHANGE) if begun else _NOT_A_CHANGE
+    return {
+        name: value
+        for name, value in fields.items()
+        if value != of_recipe.get(name, value) and not name.startswith(skipped)
+    }
+
+
+@functools.lru_cache(maxsize=256)
+def _recipe_fields(
+    recipe: str,
+    depth: int | None,
+    length: tuple[float, HorizonUnit],
+    machine: tuple[str, float | None],
+    recipe_arguments: tuple[str, ...],
+) -> dict[str, Any]:
+    """Every field of what a recipe makes of these, as in config.json. KeyError for an unknown recipe."""
+    own = recorded_arguments(replace(RunConfig(), recipe=recipe, recipe_arguments=recipe_arguments))
+    horizon = Horizon(amount=length[0], unit=length[1])
+    on = Machine(device=machine[0], flops_per_second=machine[1])
+    return flatten(config_to_json(configure(recipe, depth=depth, horizon=horizon, machine=on, own=own)))
+
+
+@dataclass(frozen=True, slots=True)
+class Removal:
+    run: ListedRun
+    whole: bool
+    """The folder, not its checkpoints alone."""
+    reason: str
+
+    @property
+    def bytes(self) -> int:
+        return self.run.disk_bytes if self.whole else self.run.checkpoint_bytes
+
+
+def removals(
+    runs: Sequence[ListedRun], *, keep_best: int | None = None, failed: bool = False, checkpoints: bool = False
+) -> list[Removal]:
+    """What can be deleted, by what was asked for.
+
+    `keep_best`: runs that have finished, but the N with the lowest bits per byte on the same data; with `checkpoints`,
+    only their checkpoints (N: 1 where it is None). `failed`: runs that ended before their first checkpoint. What can be
+    resumed from a checkpoint is kept, and so are imported models and folders with files that gptlab did not write.
+    """
+    chosen: list[Removal] = []
+    best: dict[str | None, list[float]] = {}
+    ranked = [run for run in runs if run.status == "finished" and run.val_bpb is not None and run.is_own]
+    kept = 1 if keep_best is None else keep_best
+    for run in sorted(ranked, key=lambda run: (math.isnan(run.val_bpb or 0), run.val_bpb, run.start)):
+        better = best.setdefault(run.data_fingerprint, [])
+        if len(better) < kept:
+            better.append(run.val_bpb or 0)
+        elif (checkpoints or keep_best is not None) and (not checkpoints or run.checkpoint_bytes):
+            worst = f"; kept to {better[-1]:.4f}" if better else ""
+            chosen.append(Removal(run, not checkpoints, f"val_bpb {run.val_bpb:.4f}{worst}"))
+    for run in runs:
+        if failed and run.is_own and run.status in ("failed", "killed", "preempted") and not run.has_checkpoint:
+            chosen.append(Removal(run, True, f"{run.status} before its first checkpoint"))
+    return chosen
+
+
+def remove(removal: Removal) -> None:
+    """Delete it. UserError, before anything is deleted, where a process uses the run or it is not what was listed."""
+    path = removal.run.path
+    with RunDirectory(path).lock():
+        now = _listed(path, held=True)
+        same = (now.is_own, now.status, now.start) == (True, removal.run.status, removal.run.start)
+        if not same or (removal.whole and now.has_checkpoint != removal.run.has_checkpoint):
+            raise UserError(f"{path} is no longer what was listed: nothing of it was deleted")
+        with cannot(f"delete {path}"):
+            if not removal.whole:
+                for folder in _weight_folders(path):
+                    shutil.rmtree(folder)
+                return
+            # What makes the folder a run goes last, so that what is left of a killed process can be listed.
+            last = ("run.json", "config.json", ".lock")
+            for name in (*sorted({*os.listdir(path)} - {*last}), *last):
+                shutil.rmtree(path / name) if (path / name).is_dir() else (path / name).unlink(missing_ok=True)
+    with suppress(OSError):
+        path.rmdir()
