@@ -403,9 +403,9 @@ class TestFalsePositives:
         return found / comparisons
 
     def test_are_one_in_twenty(self) -> None:
-        """Of 1,000 comparisons, the share has a standard deviation of 0.0069, of which 0.028 is four."""
-        assert self.rate(1_000, first_seeds=(0, 0)) == pytest.approx(0.05, abs=0.028)
+        """Of 500 comparisons, the share has a standard deviation of 0.0097, of which 0.035 is 3.6."""
+        assert self.rate(500, first_seeds=(0, 0)) == pytest.approx(0.05, abs=0.035)
 
     def test_are_rarer_where_pairs_are_not_known(self) -> None:
         """What the two sides share makes them more alike than Welch's test expects."""
-        assert self.rate(200, first_seeds=(0, 9)) < 0.05
+        assert self.rate(100, first_seeds=(0, 9)) < 0.05
