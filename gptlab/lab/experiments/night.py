@@ -14,6 +14,7 @@ A command that exits with an error, or proposes nothing, is asked again; after `
 from __future__ import annotations
 
 import os
+import platform
 import shlex
 import shutil
 import signal
@@ -21,6 +22,7 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 
 from gptlab.config.errors import UserError, cannot
@@ -28,7 +30,7 @@ from gptlab.lab.experiments.folder import Lab
 from gptlab.lab.experiments.ledger import Experiment, baseline_of
 from gptlab.lab.experiments.overview import proposals, state
 from gptlab.lab.experiments.proposal import Proposal, changed_files, code_of, copy_package, read_proposal, submit
-from gptlab.lab.experiments.trial import finish, in_flight
+from gptlab.lab.experiments.trial import BusyError, finish, in_flight
 from gptlab.runtime.files.plain_file import write_json_atomic
 
 MAX_FAILURES = 3
@@ -49,8 +51,8 @@ def run_night(
     say: Say,
     judged: Callable[[Experiment], None],
 ) -> None:
-    """Try what `propose` proposes until there are `experiments` in the lab, or `seconds` have passed. What a killed
-    night left in flight is finished first.
+    """Try what `propose` proposes until there are `experiments` in the lab, or `seconds` have passed. What is in flight
+    and held by no other worker, because a night was killed, is finished first. Any number of processes may do this.
 
     Args:
         propose: The next proposal; None ends the night: there is nothing left to try.
@@ -62,17 +64,29 @@ def run_night(
     """
     deadline = None if seconds is None else time.monotonic() + seconds
     failures = 0
-    for number in in_flight(lab):
-        judged(finish(lab, number, say))
+
+    def finished(number: int) -> bool:
+        """False where another worker judges the experiment."""
+        try:
+            judged(finish(lab, number, say))
+        except BusyError:
+            return False
+        return True
+
     while deadline is None or time.monotonic() < deadline:
-        if experiments is not None and len(proposals(lab.ledger.experiments())) >= experiments:
+        if any(finished(number) for number in in_flight(lab)):
+            continue  # There may be more by now.
+        if _is_full(lab, experiments):
             break
         try:
             with lab.ledger.locked() if at_once else nullcontext():
                 if (proposal := propose(lab)) is None:
                     say("nothing is left to try")
                     break
-                number = submit(lab, proposal)
+                with lab.ledger.locked():
+                    if _is_full(lab, experiments):  # by other workers, while this one thought
+                        break
+                    number = submit(lab, proposal)
         except UserError as error:
             failures += 1
             say(f"no proposal: {error}")
@@ -80,7 +94,11 @@ def run_night(
                 raise UserError(f"nothing to try, {MAX_FAILURES} times in a row; the last time: {error}") from None
             continue
         failures = 0
-        judged(finish(lab, number, say))
+        finished(number)
+
+
+def _is_full(lab: Lab, experiments: int | None) -> bool:
+    return experiments is not None and len(proposals(lab.ledger.experiments())) >= experiments
 
 
 def agent(command: str, timeout: float = AGENT_SECONDS) -> Propose:
@@ -92,8 +110,9 @@ def agent(command: str, timeout: float = AGENT_SECONDS) -> Propose:
 
     def propose(lab: Lab) -> Proposal:
         experiments = lab.ledger.experiments()
-        base = code_of(lab, baseline_of(experiments), experiments)
-        folder = lab.path / "work" / str(os.getpid())
+        baseline = baseline_of(experiments)  # Another worker may replace it while the command thinks.
+        base = code_of(lab, baseline, experiments)
+        folder = lab.path / "work" / f"{platform.node()}-{os.getpid()}"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         copy_package(base, folder)
@@ -104,7 +123,7 @@ def agent(command: str, timeout: float = AGENT_SECONDS) -> Propose:
         proposal = read_proposal(folder / "proposal.json", tree, by=Path(words[0]).name)
         if tree is None and not proposal.fields:
             raise UserError("the command changed nothing and wrote no fields to proposal.json")
-        return proposal
+        return replace(proposal, against=baseline.number)
 
     return propose
 

@@ -162,15 +162,16 @@ def search(experiments: Experiments, words: Sequence[str]) -> list[Experiment]:
 def write_results(lab: Lab) -> None:
     """results.tsv, whole: experiments in autoresearch's columns. `commit` is the experiment's number; what has no
     result has 0.0, as there."""
-    experiments = lab.ledger.experiments()
-    lines = [TSV_HEADER]
-    for one in (experiments[0], *proposals(experiments)) if experiments else ():
-        status = "keep" if one.number == 0 else _tsv_status(one)
-        bpb, memory = mean_bpb(one), max((float(cost.get("peak_mb") or 0.0) for cost in one.costs), default=0.0)
-        shown = 0.0 if bpb is None or not math.isfinite(bpb) else bpb
-        text = re.sub(r"\s+", " ", "baseline" if one.number == 0 else f"{one.why} ({edit_text(one)})").strip()
-        lines.append(f"{one.number:04}\t{shown:.6f}\t{memory / 1024:.1f}\t{status}\t{text}")
-    write_text_atomic(lab.path / "results.tsv", "\n".join(lines) + "\n")
+    with lab.ledger.locked():  # so that no worker replaces it with an older one
+        experiments = lab.ledger.experiments()
+        lines = [TSV_HEADER]
+        for one in (experiments[0], *proposals(experiments)) if experiments else ():
+            status = "keep" if one.number == 0 else _tsv_status(one)
+            bpb, memory = mean_bpb(one), max((float(cost.get("peak_mb") or 0.0) for cost in one.costs), default=0.0)
+            shown = 0.0 if bpb is None or not math.isfinite(bpb) else bpb
+            text = re.sub(r"\s+", " ", "baseline" if one.number == 0 else f"{one.why} ({edit_text(one)})").strip()
+            lines.append(f"{one.number:04}\t{shown:.6f}\t{memory / 1024:.1f}\t{status}\t{text}")
+        write_text_atomic(lab.path / "results.tsv", "\n".join(lines) + "\n")
 
 
 def _tsv_status(one: Experiment) -> str:

@@ -30,6 +30,8 @@ class Proposal:
     """The predicted difference in bits per byte: negative is better."""
     by: str = ""
     """Who proposes: a person, or the name of a program."""
+    against: int | None = None
+    """The experiment whose code `tree` changes. None: the baseline as it is now."""
 
 
 def submit(lab: Lab, proposal: Proposal) -> int:
@@ -37,7 +39,7 @@ def submit(lab: Lab, proposal: Proposal) -> int:
     experiments = lab.ledger.experiments()
     if 0 not in experiments:
         raise UserError(f"{lab.path} has no baseline yet: `gptlab lab new` with the same arguments finishes it")
-    baseline = baseline_of(experiments)
+    baseline = baseline_of(experiments) if proposal.against is None else experiments[proposal.against]
     files: tuple[str, ...] = ()
     if proposal.tree is not None:
         files = changed_files(code_of(lab, baseline, experiments), proposal.tree)

@@ -7,7 +7,7 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,9 +90,9 @@ def train(lab: Lab, variant: Variant, seed: int) -> tuple[Path, Finished | None]
     return run, None
 
 
-def train_again(lab: Lab, variant: Variant, seed: int) -> Finished:
-    """Train a baseline that is trained already, only to see what it costs now."""
-    run = run_folder(lab, variant.number, seed).with_name("again")
+def train_again(lab: Lab, variant: Variant, seed: int, *, candidate: int) -> Finished:
+    """Train a baseline that is trained already, only to see what it costs now, for the check of one candidate."""
+    run = run_folder(lab, variant.number, seed).with_name(f"again-for-{candidate}")
     try:
         return _train(lab, variant, run, _words_for(lab, variant, run, seed))
     finally:
@@ -198,10 +198,10 @@ def _new_cache(lab: Lab, cache: Path) -> None:
     another."""
     first = lab.experiment(0) / "cache"
     cache.parent.mkdir(parents=True, exist_ok=True)
+    cache.mkdir(exist_ok=True)
     if first.exists():
-        shutil.copytree(first, cache, symlinks=True)
-    else:
-        cache.mkdir()
+        with suppress(shutil.Error):  # files that another worker's compiler renamed meanwhile
+            shutil.copytree(first, cache, symlinks=True, dirs_exist_ok=True)
 
 
 def _words(given: Mapping[str, Any]) -> Iterator[str]:

@@ -9,16 +9,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from filelock import FileLock, Timeout
 
 from gptlab.config.errors import UserError
 from gptlab.lab.experiments import runs
+from gptlab.lab.experiments.again import propose_again
 from gptlab.lab.experiments.equal_time import StepsFailedError, compare_speed, require_positive_steps, time_alone
 from gptlab.lab.experiments.folder import Lab
-from gptlab.lab.experiments.ledger import NOTHING, Experiment, Slice, Verdict
+from gptlab.lab.experiments.ledger import NOTHING, Experiment, Slice, Verdict, baseline_of
 from gptlab.lab.experiments.overview import write_results
 from gptlab.lab.experiments.runs import CrashedError, TimedOutError, Variant, run_folder, variant_of
 from gptlab.lab.experiments.same_program import same_program
@@ -42,6 +43,10 @@ other quality."""
 TIMING_SHARE = 0.1
 """The part of a run's seconds that timing may take."""
 MAX_TIMING_SECONDS = 20.0
+
+
+class BusyError(UserError):
+    """Another process judges the experiment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,21 +115,30 @@ def in_flight(lab: Lab) -> list[int]:
 
 
 def finish(lab: Lab, number: int, say: Say) -> Experiment:
-    """Judge the experiment, and record its verdict. Does nothing where it has one. UserError where the lab itself
-    cannot work (a full disk, a damaged ledger), or another process judges this experiment."""
+    """Judge the experiment, and record its verdict. Does nothing where it has one. BusyError where another process
+    judges it, UserError where the lab itself cannot work (a full disk, a damaged ledger)."""
     with _locked(lab, number):
         if lab.ledger.experiments()[number].verdict is None:
-            ruling = _judge(lab, number, say)
-            experiments = lab.ledger.experiments()
-            values = _measured(experiments[number], experiments) | {
-                "verdict": ruling.verdict, "reason": ruling.reason, "rule": ruling.rule, "evidence": ruling.evidence,
-            }  # fmt: skip
-            lab.ledger.append("verdict", experiment=number, **values)
-            write_json_atomic(lab.experiment(number) / "verdict.json", values)
-            if ruling.verdict != "keep":
-                runs.forget(lab, number)
-            write_results(lab)
+            _record(lab, number, _judge(lab, number, say))
     return lab.ledger.experiments()[number]
+
+
+def _record(lab: Lab, number: int, ruling: Ruling) -> None:
+    """Write the verdict. One is kept only if it was compared with the baseline as it is now."""
+    with lab.ledger.locked():
+        experiments = lab.ledger.experiments()
+        against, now = experiments[number].against, baseline_of(experiments).number
+        if ruling.verdict == "keep" and against != now:
+            reason = f"better than {against}, but the baseline is {now} since: {propose_again(lab, number)}"
+            ruling = replace(ruling, verdict="inconclusive", reason=reason)
+        values = _measured(experiments[number], experiments) | {
+            "verdict": ruling.verdict, "reason": ruling.reason, "rule": ruling.rule, "evidence": ruling.evidence,
+        }  # fmt: skip
+        lab.ledger.append("verdict", experiment=number, **values)
+    write_json_atomic(lab.experiment(number) / "verdict.json", values)
+    if ruling.verdict != "keep":
+        runs.forget(lab, number)
+    write_results(lab)
 
 
 def _judge(lab: Lab, number: int, say: Say) -> Ruling:
@@ -214,10 +228,15 @@ def _race(lab: Lab, number: int, say: Say) -> Ruling:
 
 
 def measure(lab: Lab, number: int, seed: int, where: Slice, say: Say) -> float:
-    """Bits per byte of one run, trained and judged unless the ledger has them."""
+    """Bits per byte of one run, trained and judged unless the ledger has them. Where another worker trains it (a
+    baseline with this seed), this waits for its result."""
+    with _locked(lab, number, seed, wait=lambda: say(f"{number:04}: waiting for seed {seed} of another worker")):
+        known = lab.ledger.experiments()[number].bpb.get((where, seed))
+        return _measure(lab, number, seed, where, say) if known is None else known
+
+
+def _measure(lab: Lab, number: int, seed: int, where: Slice, say: Say) -> float:
     experiments = lab.ledger.experiments()
-    if (known := experiments[number].bpb.get((where, seed))) is not None:
-        return known
     one = experiments[number]
     variant = variant_of(lab, one, experiments)
     say(f"{number:04}: training with seed {seed}")
@@ -251,7 +270,7 @@ def _check_time(lab: Lab, experiments: Mapping[int, Experiment], number: int, se
             return
     except Broken:
         pass
-    again = runs.train_again(lab, variant_of(lab, base, experiments), seed)
+    again = runs.train_again(lab, variant_of(lab, base, experiments), seed, candidate=number)
     check_time(finished, _expected(share, again.cpu_seconds, again.wall_seconds))
 
 
@@ -262,12 +281,13 @@ def _undisturbed(lab: Lab, number: int) -> Iterator[None]:
     if why_not_isolated() is None:
         yield
         return
-    before = lab.ledger.path.read_bytes()
+    before, one = lab.ledger.path.read_bytes(), lab.ledger.experiments()[number]
+    is_new = number >= FIRST and one.verdict is None
     with unchanged([lab.private, lab.path / "data", lab.path / "baseline", lab.path / "code"]):
         yield
     after = lab.ledger.path.read_bytes()
-    new = after[len(before) :]  # Other workers may have written of other experiments.
-    if not after.startswith(before) or f'"experiment": {number},'.encode() in new:
+    new = after[len(before) :]  # Other workers write of other experiments, and of a baseline's other seeds.
+    if not after.startswith(before) or (is_new and f'"experiment": {number},'.encode() in new):
         write_text_atomic(lab.ledger.path, before.decode())
         raise Broken("private-files", "the ledger was changed while the candidate ran")
 
@@ -304,15 +324,21 @@ def _measured(one: Experiment, experiments: Mapping[int, Experiment]) -> dict[st
 
 
 @contextmanager
-def _locked(lab: Lab, number: int) -> Iterator[None]:
-    """Within the context, no other process works on this experiment. UserError where one does."""
+def _locked(
+    lab: Lab, number: int, seed: int | None = None, *, wait: Callable[[], None] | None = None
+) -> Iterator[None]:
+    """Within the context, no other process works on this experiment, or on its run with `seed`. Where one does:
+    BusyError, or with `wait`, which is called first, this waits. The system frees the lock of a killed process."""
     folder = lab.experiment(number)
     folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / ".lock", thread_local=False)
+    lock = FileLock(folder / (".lock" if seed is None else f".seed-{seed}.lock"), thread_local=False)
     try:
         lock.acquire(blocking=False)
     except Timeout:
-        raise UserError(f"experiment {number} is being judged by another process") from None
+        if wait is None:
+            raise BusyError(f"experiment {number} is being judged by another process") from None
+        wait()
+        lock.acquire()
     try:
         yield
     finally:
