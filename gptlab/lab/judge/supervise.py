@@ -174,7 +174,7 @@ def start(
             "environment": {**environment, "TMPDIR": temporary},
             "limits": asdict(limits),
             "output_bytes": limits.output_bytes,
-            "hidden": [str(path.resolve()) for path in hidden],
+            "hidden": _outermost(hidden),
             "readable": [str(path.resolve()) for path in readable],
             "writable": [str(path.resolve()) for path in writable],
             "temporary": temporary,
@@ -201,6 +201,12 @@ def start(
                     running.finish()
         finally:
             os.close(report)
+
+
+def _outermost(paths: Iterable[Path]) -> list[str]:
+    """Those that are not inside of another one, which hides them already."""
+    found = {path.resolve() for path in paths}
+    return sorted(str(path) for path in found if not found & set(path.parents))
 
 
 @functools.cache

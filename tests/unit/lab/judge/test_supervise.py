@@ -151,3 +151,20 @@ def test_what_namespaces_hide(tmp_path: Path) -> None:
     assert said[6].endswith("PermissionError")
     assert (finished.exit_code, finished.opened) == (0, ("secret",))
     assert [(path.name, path.read_text()) for path in runs.iterdir()] == [("mine", "kept")]
+
+
+@pytest.mark.skipif(True not in BOTH_WAYS, reason="this machine gives users no namespaces")
+def test_a_hidden_folder_inside_of_a_hidden_one(tmp_path: Path) -> None:
+    """As the folder of a run, in the lab that it is a part of; what is readable inside of both is seen."""
+    inner = tmp_path / "lab" / "runs" / "seed-1"
+    (inner / "shown").mkdir(parents=True)
+    for path in (tmp_path / "lab" / "ledger", inner / "weights", inner / "shown" / "config"):
+        path.write_text("content")
+    program = f"""
+    from pathlib import Path
+    lab, inner = Path({str(tmp_path / "lab")!r}), Path({str(inner)!r})
+    print(sum(len(path.read_text()) for path in (lab / "ledger", inner / "weights")), (inner / "shown/config").read_text())
+    """
+    finished = run(tmp_path, program, isolate=True, hidden=[inner, tmp_path / "lab"], readable=[inner / "shown"])
+    assert (tmp_path / "log.txt").read_text() == "0 content\n"
+    assert finished.exit_code == 0
