@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from gptlab.config.errors import UserError, cannot
 from gptlab.config.load import flatten
-from gptlab.runtime.files.plain_file import open_plain, read_json_object
+from gptlab.runtime.files.plain_file import MAX_JSON_BYTES, open_plain, read_json_object
 from gptlab.runtime.records.run_directory import RunDirectory
 
 Axis = Literal["steps", "tokens", "seconds", "flops"]
@@ -116,15 +116,21 @@ def _lines(path: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """
     if not path.exists():
         return [], {}
+    validated, trained = list[bytes](), b""
     with cannot(f"read {path}"), open_plain(path) as file:
-        lines = file.read().split(b"\n")[:-1]
-    lines.reverse()
+        while (line := file.readline(MAX_JSON_BYTES)).endswith(b"\n"):
+            if b'"kind": "train"' in line:
+                trained = line
+            elif b'"kind": "eval"' in line:
+                validated.append(line)
+    if len(line) == MAX_JSON_BYTES:
+        raise ValueError(f"a line has more than {MAX_JSON_BYTES:,} bytes")
     validations, first = list[dict[str, Any]](), math.inf
-    for line in map(_object, (line for line in lines if b'"kind": "eval"' in line)):
-        if not (step := float(line.get("step", "nan"))) >= first:
-            validations.append(line)
+    for found in map(_object, reversed(validated)):
+        if not (step := float(found.get("step", "nan"))) >= first:
+            validations.append(found)
             first = step
-    return validations[::-1], next((_object(line) for line in lines if b'"kind": "train"' in line), {})
+    return validations[::-1], _object(trained or b"{}")
 
 
 def _object(line: bytes) -> dict[str, Any]:
