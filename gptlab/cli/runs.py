@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +145,8 @@ def _lines(runs: Sequence[ListedRun], width: int) -> Iterator[str]:
         for run in runs
     ]
     lines = table(rows, "<<>>>>").splitlines()
-    about = ["recipe, and what differs from it", *(_cut(_about(run), _MAX_ABOUT_CHARACTERS) for run in runs)]
+    common = set.intersection(*(set(_changes(run)) for run in runs))
+    about = ["recipe, and what differs from it", *(_cut(_about(run, common), _MAX_ABOUT_CHARACTERS) for run in runs)]
     longest = max(map(len, lines))
     on_one_line = longest + 2 + max(map(len, about)) <= width
     for number, (line, text) in enumerate(zip(lines, about, strict=True)):
@@ -155,16 +156,21 @@ def _lines(runs: Sequence[ListedRun], width: int) -> Iterator[str]:
             yield f"{line}\n    {_cut(text, max(width - 4, 40))}" if number else line
 
 
-def _about(run: ListedRun) -> str:
-    """Recipe, depth, length, and what else decides what is trained; --json has every field."""
+def _about(run: ListedRun, common: Collection[str]) -> str:
+    """Recipe, depth, length, and the changes that decide what is trained: last those that all listed runs have."""
     if run.problem is not None:
         return run.problem
     length = f"{run.fields.get('horizon.unit')}={_value(run.fields.get('horizon.amount'))}"
     words = [f"{run.recipe} depth={run.fields.get('model.n_layer')} {length}"]
     if run.changes is None:
         words.append("(an unknown recipe)")
-    shown = {name: value for name, value in (run.changes or {}).items() if not name.startswith(_NOT_SHOWN)}
-    return " ".join([*words, *(f"{name}={_value(value)}" for name, value in shown.items())])
+    return " ".join([*words, *sorted(_changes(run), key=lambda change: change in common)])
+
+
+def _changes(run: ListedRun) -> list[str]:
+    """FIELD=VALUE, without what decides only how a run is watched, saved and computed; --json has all."""
+    changes = run.changes or {}
+    return [f"{name}={_value(value)}" for name, value in changes.items() if not name.startswith(_NOT_SHOWN)]
 
 
 def _cut(text: str, characters: int) -> str:

@@ -191,7 +191,7 @@ def _train(sweep: Sweep, stop: Stop, retry_failed: bool, console: Any) -> None:
     """Train, and show the progress."""
     variants, number = variants_of(sweep.vary), {run.name: n for n, run in enumerate(sweep.runs, start=1)}
     done = sum(sweep.status(run) == "finished" for run in sweep.runs)
-    finished = f", of which {done} have finished" if done else ""
+    finished = f", {done} finished already" if done else ""
     counts = f"{_count(len(variants), 'variant')} x {_count(len(sweep.seeds), 'seed')} = {len(sweep.runs)} runs"
     print(f"{sweep.folder}: {counts}{finished}", file=console, flush=True)
     seconds, width, began = list[float](), max(map(len, number)), 0.0

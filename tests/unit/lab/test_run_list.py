@@ -240,6 +240,11 @@ class TestCommand:
         assert max(map(len, lines)) <= 80
         assert lines[2] == "    quickstart depth=4 steps=50 seed=7 model.activation=gelu"
         assert len([*_lines(runs, 200)]) == 2
+        of_recipe(tmp_path / "other", seed=7, model__activation="gelu_tanh")
+        both = [*_lines(list_runs([tmp_path]), 1000)]
+        assert sorted(line.partition("steps=50 ")[2] for line in both) == [
+            "", "model.activation=gelu seed=7", "model.activation=gelu_tanh seed=7"  # what all have comes last
+        ]  # fmt: skip
 
     def test_pruning_asks(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         path = write_run(tmp_path / "runs" / "a", [4.0], status="failed")

@@ -229,6 +229,39 @@ class TestTraining:
         assert (launches.names, sweep.failures()) == (["depth-2-seed-1"], {})
 
 
+class TestCommand:
+    WORDS = ("sweep", "quickstart", "--steps", 20, "--vary", "depth=2,3", "--seeds", 1, "--name", "s")
+
+    def test_progress_results_and_exit_codes(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
+        launches = Launches(monkeypatch, depth_2_seed_1337=3, depth_3_seed_1337=130)
+        code, out, err = command(self.WORDS)
+        assert code == 75
+        assert "stopped: 1 of 2 runs have ended; continue with" in err
+        lines = out.splitlines()
+        assert lines[0] == "sweeps/s: 2 variants x 1 seed = 2 runs"
+        assert lines[1].startswith("[1/2] depth-2-seed-1337  failed with 3: ")
+        assert lines[2].startswith("[2/2] depth-3-seed-1337  stopped (")
+        launches.codes.clear()
+        code, out, err = command(["sweep", "--resume", "sweeps/s"])
+        assert (code, err) == (0, "")
+        assert out.splitlines()[1].startswith("[2/2] depth-3-seed-1337  val_bpb ")
+        assert out.splitlines()[-1] == "depth-2-seed-1337: failed"
+        assert launches.names == ["depth-2-seed-1337", "depth-3-seed-1337", "depth-3-seed-1337"]
+
+    def test_a_dry_run_trains_and_writes_nothing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
+        code, out, _ = command([*self.WORDS, "--dry-run"])
+        first, second = (line.partition(" train ")[2] for line in out.splitlines())
+        assert code == 0
+        assert first == "quickstart --steps=20 --depth=2 --seed=1337 --run-dir sweeps/s/depth-2-seed-1337"
+        assert second == "--from=sweeps/s/depth-2-seed-1337 --depth=3 --seed=1337 --run-dir sweeps/s/depth-3-seed-1337"
+        assert [run["status"] for run in json.loads(command([*self.WORDS, "--dry-run", "--json"])[1])["runs"]] == [
+            "waiting", "waiting"
+        ]  # fmt: skip
+        assert [*tmp_path.iterdir()] == []
+
+
 def in_this_process(folder: Path, words: Sequence[str], *, log: Path, stop: Stop) -> int:
     """Stands for `launch`: a process would import torch."""
     resumed = resumed_arguments(folder)
