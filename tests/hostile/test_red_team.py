@@ -158,8 +158,9 @@ if os.fork() == 0:
     ),
     "makes weights that the checkpoint lacks": ("checkpoint", 'name = b"table"', 'name = b"more"'),
     "draws the same weights for every seed": (
-        "seed", "random.Random(str((rows, length)))", "globals().setdefault('r', random.Random(7))",
+        "seed", "random.Random(str((rows, length)))", "random.Random(7)",
     ),
+    "draws other weights in every process": ("seed", "random.Random(str((rows, length)))", "random.Random()"),
 }  # fmt: skip
 
 
@@ -226,6 +227,12 @@ def test_the_checkpoint_is_not_what_was_saved(tmp_path: Path) -> None:
     refused("checkpoint", lambda: judged_program(tmp_path, run=run))
     shutil.rmtree(run / "checkpoints")
     refused("checkpoint", lambda: judged_program(tmp_path, run=run))
+
+
+def test_the_runs_metrics_are_no_metrics(tmp_path: Path) -> None:
+    run = written_candidate(tmp_path / "run", data_fingerprint="f" * 24)
+    (run / "metrics.jsonl").write_text('{"kind": "eval", "step": "ten", "val_bpb": [1]}\n')
+    refused("report", lambda: judged_program(tmp_path, run=run))
 
 
 def test_the_run_was_trained_with_other_fields(tmp_path: Path) -> None:

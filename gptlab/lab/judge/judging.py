@@ -30,7 +30,7 @@ from gptlab.lab.judge.audits import (
     second_questions,
 )
 from gptlab.lab.judge.questions import Questions, Scores, loss_of, scores
-from gptlab.lab.judge.rules import Broken
+from gptlab.lab.judge.rules import Broken, Rule
 from gptlab.lab.judge.supervise import Finished, Limits, start
 from gptlab.lab.judge.tree_rules import FIXED_FIELDS
 from gptlab.lab.run_record import RunRecord, read_run
@@ -131,7 +131,7 @@ def judge_run(
     of each of them; `hidden`: see `supervise`; what they print goes to `log`. Broken names the rule that was broken.
     """
     audit = audit or Audit()
-    with _damage_is_broken():
+    with _damage_breaks("checkpoint"):
         record = read_run(run)
         check_config(record.fields, flatten(baseline.config))
         saved = load_checkpoint(list_checkpoints(record.directory.checkpoints_path)[-1])
@@ -179,29 +179,37 @@ def examine(
     every position (questions.count, seq_len), the largest difference between two answers to the same tokens, and how
     many rows were asked twice.
 
-    Both are asked for the first weights of a seed, then rows, in questions of one shape: neither knows which it is.
+    Both are asked for the first weights of two seeds, then rows, in questions of one shape: neither knows which it is.
     """
     random = np.random.default_rng(secrets.randbits(128))
     signs = random.choice([-1.0, 1.0], questions.tokenizer.vocab_size)
     ways = plan(questions.count, audit.share, random)
     nats = np.zeros((questions.count, questions.seq_len))
-    seed = int(baseline.config["seed"])
     with begin() as candidate:
-        first_draws = check_draws(baseline.model, seed, candidate.initial_weights(seed, shapes))
+        first_draws = _checked_draws(candidate, shapes, baseline)
         asked = [Asked(int(row), int(row), questions.seq_len) for row in ways.halves[0]]
         first = _ask_all(candidate, questions, asked, audit.rows, signs)
     for row, found in first.items():
         nats[row] = found.nats
     gains = np.zeros_like(nats) if baseline.nats is None else np.maximum(baseline.nats - nats, 0.0)
     with begin() as candidate:
-        seed = secrets.randbits(62)
-        second_draws = check_draws(baseline.model, seed, candidate.initial_weights(seed, shapes))
+        second_draws = _checked_draws(candidate, shapes, baseline)
         asked = second_questions(ways, gains, random)
         second = _ask_all(candidate, questions, asked, audit.rows, signs)
     for row in ways.halves[1].tolist():
         nats[row] = second[row].nats
-    check_two_seeds(first_draws, second_draws)
+    if first_draws != second_draws:
+        raise Broken("seed", "the first values of the weights differ from process to process")
     return nats, check_again(asked, first, second, audit.tolerance), ways.audits
+
+
+def _checked_draws(candidate: Candidate, shapes: Mapping[str, tuple[int, ...]], baseline: Baseline) -> dict[str, str]:
+    """{name: hash} of the first weights of the run's seed, which are what they must be, as are those of another."""
+    own, other = int(baseline.config["seed"]), secrets.randbits(62)
+    order = (own, other) if secrets.randbits(1) else (other, own)
+    drawn = {seed: check_draws(baseline.model, seed, candidate.initial_weights(seed, shapes)) for seed in order}
+    check_two_seeds(drawn[own], drawn[other])
+    return drawn[own]
 
 
 def candidate_environment(tree: Path, **more: str) -> dict[str, str]:
@@ -224,18 +232,17 @@ def check_config(fields: Mapping[str, Any], baseline: Mapping[str, Any]) -> None
 
 
 @contextmanager
-def _damage_is_broken() -> Iterator[None]:
+def _damage_breaks(rule: Rule) -> Iterator[None]:
+    """The files of a run may hold anything."""
     try:
         yield
-    except IndexError:
-        raise Broken("checkpoint", "the run has no checkpoint") from None
-    except UserError as error:
-        raise Broken("checkpoint", str(error)) from None
+    except (UserError, ValueError, TypeError, LookupError, RecursionError) as error:
+        raise Broken(rule, f"the run's folder is damaged: {error}") from None
 
 
 def _stage(folder: Path, record: RunRecord, step: int, model: Mapping[str, Tensor], questions: Questions) -> Path:
     """A run folder with nothing but what an answer may depend on: weights, configuration, tokenizer. No moments, and
-    nothing of state.json, where more weights could hide."""
+    nothing else of state.json and run.json, where more weights could hide."""
     if record.directory.config_path.stat().st_size > MAX_CONFIG_BYTES:
         raise Broken("checkpoint", f"config.json has more than {MAX_CONFIG_BYTES:,} bytes")
     if sum(map(len, model)) > MAX_NAMES_BYTES:
@@ -243,6 +250,8 @@ def _stage(folder: Path, record: RunRecord, step: int, model: Mapping[str, Tenso
     questions.tokenizer.save(folder / "tokenizer")
     save_checkpoint(folder / "checkpoints", step, model=model, optimizer={}, state={})
     write_json_atomic(folder / "config.json", record.directory.read_config())
+    computed = {name: str(record.provenance.get(name))[:200] for name in ("device", "cpu", "dtype")}
+    write_json_atomic(folder / "run.json", computed)  # what dtype = auto was in training
     return folder
 
 
@@ -273,7 +282,7 @@ def _claimed(record: RunRecord, questions: Questions, step: int) -> float | None
         return None
     if record.fields.get("eval.tokens") != questions.max_tokens:
         return None
-    with _damage_is_broken():
+    with _damage_breaks("report"):
         curve = record.curve
     found = np.flatnonzero(curve.at["steps"] == step)
     return float(curve.bpb[found[-1]]) if len(found) else None

@@ -134,17 +134,19 @@ class Supervised:
             self._life = -1
 
     def finish(self) -> Finished:
-        """Wait for its end. UserError where the guard itself failed."""
+        """Wait for its end. UserError where the guard could not start it, Broken where the guard was killed."""
         if self._facts is None:
             try:
                 code = self._guard.wait(self._wall_seconds + GUARD_SECONDS)
             except subprocess.TimeoutExpired:
                 self._guard.kill()
                 code = self._guard.wait()
-            self._facts = {"error": f"exit code {code}"}
+            self._facts = {"error": f"exit code {code}", "killed": code < 0}
             with open(self._report, "rb", closefd=False) as file, suppress(ValueError):
                 self._facts = dict(json.load(file))
         facts = self._facts
+        if facts.get("killed"):  # without namespaces, a process of the same user can
+            raise Broken("left-behind", "its guard was killed: what it used and left is unknown")
         if "error" in facts:
             raise UserError(f"cannot supervise a process: its guard failed ({facts['error']})")
         return Finished(**{**facts, "left": tuple(facts["left"]), "opened": tuple(facts["opened"])})

@@ -64,7 +64,7 @@ def test_nothing_but_weights_configuration_and_tokenizer_is_given(tmp_path: Path
     names = "sorted(name for _, _, files in os.walk(run) for name in files)"
     lists = f'print({names}, file=sys.stderr)\nwrite(b"RDY1"'
     judged_program(tmp_path, ('write(b"RDY1"', lists), run=written_candidate(tmp_path / "run"))
-    expected = ["config.json", "manifest.json", "model.safetensors", "optimizer.safetensors", "state.json",
+    expected = ["config.json", "manifest.json", "model.safetensors", "optimizer.safetensors", "run.json", "state.json",
                 "tokenizer.json", "tokenizer_config.json"]  # fmt: skip
     assert (tmp_path / "log.txt").read_text() == f"{expected}\n" * 2
     assert "optimizer" not in HONEST

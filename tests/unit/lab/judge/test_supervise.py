@@ -123,6 +123,12 @@ def test_when_the_lab_dies_so_does_the_candidate(isolate: bool, tmp_path: Path) 
     assert time.monotonic() - before < 20
 
 
+def test_a_guard_that_is_killed(tmp_path: Path) -> None:
+    """Without namespaces, its candidate can."""
+    with pytest.raises(Broken, match="its guard was killed"):
+        run(tmp_path, "import os, signal; os.kill(os.getppid(), signal.SIGKILL)", isolate=False)
+
+
 @pytest.mark.skipif(True not in BOTH_WAYS, reason="this machine gives users no namespaces")
 def test_what_namespaces_hide(tmp_path: Path) -> None:
     program = """
