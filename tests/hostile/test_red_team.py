@@ -131,6 +131,9 @@ PROGRAMS: dict[str, tuple[Rule, str, str]] = {
         "protocol", ANSWER, 'write(b"LGT1", number, rows - 1, length, struct.pack("<I", ENTRIES) + logits)',
     ),
     "answers too much": ("protocol", ANSWER, ANSWER.replace("+ logits)", "+ logits + b'more')")),
+    "writes more after the last answer": (
+        "protocol", READY, f"import atexit; atexit.register(write, b'LGT1', 0, 0, 0, b''); {READY}",
+    ),
     "answers before it is asked": ("protocol", READY, READY + '; write(b"LGT1", 0, 8, 32, b"")'),
     "repeats an earlier answer's number": (
         "protocol", ANSWER, ANSWER.replace("number", "globals().setdefault('first', number)"),

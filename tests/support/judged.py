@@ -127,7 +127,8 @@ write(b"RDY1", 0, 0, 0, b"")
 while header := source.read(HEADER.size):
     kind, number, rows, length = HEADER.unpack(header)
     if kind == b"DRW1":
-        values = array.array("f", (random.Random(str((rows, length))).gauss(0, 1) for _ in range(512)))
+        draws = random.Random(str((rows, length)))
+        values = array.array("f", (draws.gauss(0, 1) for _ in range(512)))
         name = b"table"
         write(b"TNS1", number, len(name), 1, name + struct.pack("<I", 512) + values.tobytes())
         write(b"END1", number, 0, 0, b"")

@@ -31,7 +31,7 @@ from gptlab.lab.judge.audits import (
 )
 from gptlab.lab.judge.questions import Questions, Scores, loss_of, scores
 from gptlab.lab.judge.rules import Broken, Rule
-from gptlab.lab.judge.supervise import Finished, Limits, start
+from gptlab.lab.judge.supervise import Finished, Limits, start, texts_in_cache
 from gptlab.lab.judge.tree_rules import FIXED_FIELDS
 from gptlab.lab.run_record import RunRecord, read_run
 from gptlab.runtime.files.plain_file import write_json_atomic
@@ -128,7 +128,8 @@ def judge_run(
     """Judge the last checkpoint of the finished run in `run`, which the code in `tree`/gptlab has trained.
 
     The answering processes see a copy of the run's weights, its config.json and the lab's tokenizer. `limits` are those
-    of each of them; `hidden`: see `supervise`; what they print goes to `log`. Broken names the rule that was broken.
+    of each of them. `hidden`: see `supervise`; texts in the user's cache are hidden too. What they print goes to `log`.
+    Broken names the rule that was broken.
     """
     audit = audit or Audit()
     with _damage_breaks("checkpoint"):
@@ -144,7 +145,7 @@ def judge_run(
         def answering() -> Iterator[Candidate]:
             with start(
                 [*command, str(staged)], cwd=tree, environment=candidate_environment(tree), limits=limits,
-                hidden=[run, *hidden], readable=[tree, staged], isolate=isolate, stderr=output,
+                hidden=[run, *texts_in_cache(), *hidden], readable=[tree, staged], isolate=isolate, stderr=output,
             ) as running:  # fmt: skip
                 try:
                     process = Answering(running, start_seconds=audit.start_seconds, answer_seconds=audit.answer_seconds)

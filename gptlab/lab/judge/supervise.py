@@ -16,6 +16,7 @@ from typing import IO, Any
 
 from gptlab.config.errors import UserError, cannot
 from gptlab.lab.judge.rules import Broken, Rule
+from gptlab.runtime.files.cache import cache_root
 
 GUARD = Path(__file__).with_name("guard.py")
 GUARD_SECONDS = 30.0
@@ -209,6 +210,12 @@ def _outermost(paths: Iterable[Path]) -> list[str]:
     """Those that are not inside of another one, which hides them already."""
     found = {path.resolve() for path in paths}
     return sorted(str(path) for path in found if not found & set(path.parents))
+
+
+def texts_in_cache() -> list[Path]:
+    """Folders of the user's cache that may hold validation text: to be hidden from candidates."""
+    folders = (cache_root(None) / name for name in ("tokens", "hub", "downloads"))
+    return [folder for folder in folders if folder.is_dir()]
 
 
 @functools.cache

@@ -1,0 +1,35 @@
+"""The judge of experiments: answers, audits, rules."""
+
+from __future__ import annotations
+
+from .mutation import Mutation
+
+MUTATIONS = [
+    Mutation(
+        "an audit does not see the last position before the cut", "lab/judge/audits.py",
+        "apart = apart[: one.same]", "apart = apart[: one.same - 1]",
+        ["test_red_team.py::test_a_model_that_cheats",
+         "test_questions.py::test_who_looks_ahead_in_few_places_is_asked_there"],
+    ),
+    Mutation(
+        "cuts are drawn without regard to what was gained", "lab/judge/audits.py",
+        "0.5 * uniform + 0.5 * weights / total", "uniform",
+        ["test_questions.py::test_half_of_the_cuts_are_where_the_candidate_gains"],
+    ),
+    Mutation(
+        "children that nobody waited for cost nothing", "lab/judge/guard.py",
+        "max(_reaped_seconds() + self._alive_seconds(alive), sum(self._cpu.values()))",
+        "_reaped_seconds() + self._alive_seconds(alive)",
+        ["test_red_team.py::test_training_off_the_clock"],
+    ),
+    Mutation(
+        "after the last answer anything may come", "lab/judge/answering.py",
+        "self._seconds\n        if self._some(1):", "self._seconds\n        if False:",
+        ["test_red_team.py::test_a_program_that_cheats"],
+    ),
+    Mutation(
+        "BOS counts among the bytes' bits", "lab/judge/questions.py",
+        "text += math.fsum(nats[rows][lengths > 0])", "text += math.fsum(nats[rows][counted])",
+        ["test_questions.py::test_the_loss_by_hand"],
+    ),
+]  # fmt: skip
