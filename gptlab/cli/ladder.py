@@ -44,8 +44,7 @@ def main(argv: Sequence[str]) -> int:
             _write_csv(Path(path), rows)
         amounts = [row.flops for row in rows], [row.bpb for row in rows]
         laws = [law for law in (power_law(*amounts), power_law_with_term(*amounts)) if law is not None]
-        ended = {run.path for runs in sides.values() for run in runs if run.summary}
-        missing = [f"{run.name}: {sweep.status(run)}" for run in sweep.runs if run.path not in ended]
+        missing = [f"{name}: {status}" for name, status in sweep.statuses().items() if status != "finished"]
         figures = {"depths": [asdict(row) for row in rows], "laws": [asdict(law) for law in laws]}
         return "\n".join([_describe(rows, laws), *missing]), figures
 

@@ -35,6 +35,7 @@ from gptlab.lab.sweep import (
     EXIT_TRAINING_FAILED,
     EXIT_USAGE,
     Kind,
+    Status,
     Sweep,
     SweepRun,
     Values,
@@ -63,6 +64,7 @@ _NOT_VARIED = {
     "run_dir": "the folders are those of the sweep (--name)",
 }
 _SEEDS = 3
+_UNFINISHED = ("stopped", "waiting")
 ROOTS: Mapping[Kind, str] = {"sweep": "sweeps", "ladder": "ladders"}
 
 
@@ -176,6 +178,8 @@ def train_and_show(sweep: Sweep, options: Mapping[str, Any], result: Any) -> int
     """Train, and print what `result` makes of the runs: (its text, its part of the JSON object)."""
     as_json = options.get("json", False)
     if options.get("dry_run", False):
+        if sweep.file.exists():
+            begin_sweep(sweep)  # finds that it is the same
         print(to_json(_ledger(sweep), indent=2) if as_json else "\n".join(_commands(sweep)))
         return 0
     console = sys.stderr if as_json else sys.stdout
@@ -184,13 +188,13 @@ def train_and_show(sweep: Sweep, options: Mapping[str, Any], result: Any) -> int
         _train(sweep, stop, options.get("retry_failed", False), console)
     text, figures = result(sweep, sides_of(sweep))
     print(to_json({**_ledger(sweep), **figures}, indent=2) if as_json else f"\n{text}")
-    return _exit_code(sweep, stop)
+    return _exit_code(sweep)
 
 
 def _train(sweep: Sweep, stop: Stop, retry_failed: bool, console: Any) -> None:
     """Train, and show the progress."""
     variants, number = variants_of(sweep.vary), {run.name: n for n, run in enumerate(sweep.runs, start=1)}
-    done = sum(sweep.status(run) == "finished" for run in sweep.runs)
+    done = list(sweep.statuses().values()).count("finished")
     finished = f", {done} finished already" if done else ""
     counts = f"{_count(len(variants), 'variant')} x {_count(len(sweep.seeds), 'seed')} = {len(sweep.runs)} runs"
     print(f"{sweep.folder}: {counts}{finished}", file=console, flush=True)
@@ -201,13 +205,13 @@ def _train(sweep: Sweep, stop: Stop, retry_failed: bool, console: Any) -> None:
             print(f"[{number[run.name]}/{len(number)}] {run.name:<{width}}  ", end="", file=console, flush=True)
             continue
         seconds.append(time.monotonic() - began)
-        waiting = sum(sweep.status(other) in ("waiting", "stopped") for other in sweep.runs)
+        statuses = sweep.statuses()
+        waiting = sum(status in _UNFINISHED for status in statuses.values())
         left = f", {_duration(waiting * sum(seconds) / len(seconds))} left" if waiting else ""
-        print(f"{_ended(sweep, run, code)} ({_duration(seconds[-1])}{left})", file=console, flush=True)
+        print(f"{_ended(run, statuses[run.name], code)} ({_duration(seconds[-1])}{left})", file=console, flush=True)
 
 
-def _ended(sweep: Sweep, run: SweepRun, code: int) -> str:
-    status = sweep.status(run)
+def _ended(run: SweepRun, status: Status, code: int) -> str:
     if status == "finished":
         return f"val_bpb {_bpb(run)}"
     return f"failed with {code}: {why_failed(run)}" if status == "failed" else "stopped"
@@ -236,12 +240,11 @@ def _duration(seconds: float) -> str:
 
 def _ledger(sweep: Sweep) -> dict[str, Any]:
     """The runs of a sweep for --json."""
-    failures = sweep.failures() if sweep.file.exists() else {}
+    failures, statuses = sweep.failures(), sweep.statuses()
     runs = [
         {
             "name": run.name, "path": str(run.path), "variant": run.variant, "seed": run.seed,
-            "status": sweep.status(run) if sweep.file.exists() else "waiting",
-            "exit_code": 0 if run.finished else failures.get(run.name), **_figures(run),
+            "status": statuses[run.name], "exit_code": 0 if run.finished else failures.get(run.name), **_figures(run),
         }
         for run in sweep.runs
     ]  # fmt: skip
@@ -250,24 +253,24 @@ def _ledger(sweep: Sweep) -> dict[str, Any]:
 
 def _commands(sweep: Sweep) -> Iterator[str]:
     """What --dry-run shows."""
-    first = sweep.first_started or sweep.runs[0]
+    first, statuses = sweep.first_started or sweep.runs[0], sweep.statuses()
     for run in sweep.runs:
-        status = sweep.status(run) if sweep.file.exists() else "waiting"
         words = ["--resume", str(run.path)]
         if not run.started:
             words = [*sweep.arguments(run, None if run is first else first), "--run-dir", str(run.path)]
-        yield f"{status:<8}  {program()} train {shlex.join(words)}"
+        yield f"{statuses[run.name]:<8}  {program()} train {shlex.join(words)}"
 
 
-def _exit_code(sweep: Sweep, stop: Stop) -> int:
+def _exit_code(sweep: Sweep) -> int:
     """A run whose training failed is a result; one that could not be trained is an error."""
-    unfinished = [run.name for run in sweep.runs if sweep.status(run) in ("waiting", "stopped")]
-    if unfinished:
-        ended = f"{len(sweep.runs) - len(unfinished)} of {len(sweep.runs)} runs have ended"
+    statuses = sweep.statuses()
+    ended = sum(status not in _UNFINISHED for status in statuses.values())
+    if ended < len(statuses):
         again = f"{program()} {sweep.kind} --resume {shlex.quote(str(sweep.folder))}"
-        print(f"stopped: {ended}; continue with {again}", file=sys.stderr)
+        print(f"stopped: {ended} of {len(statuses)} runs have ended; continue with {again}", file=sys.stderr)
         return EXIT_PREEMPTED
-    errors = {name: code for name, code in sweep.failures().items() if code != EXIT_TRAINING_FAILED}
+    codes = {name: code for name, code in sweep.failures().items() if statuses[name] == "failed"}
+    errors = {name: code for name, code in codes.items() if code != EXIT_TRAINING_FAILED}
     for name, code in errors.items():
         print(f"gptlab: error: {name} ended with {code}: see {sweep.folder / name}.log", file=sys.stderr)
     return EXIT_USAGE if errors else 0
@@ -277,8 +280,7 @@ def _comparison(sweep: Sweep, sides: Mapping[str, Sequence[RunRecord]]) -> tuple
     """compare's text and figures; each run's bits per byte where there is nothing to compare."""
     from gptlab.lab.compare import compare_runs, describe, figures
 
-    missing = [run for run in sweep.runs if not run.finished]
-    notes = [f"{run.name}: {sweep.status(run)}" for run in missing]
+    notes = [f"{name}: {status}" for name, status in sweep.statuses().items() if status != "finished"]
     try:
         comparison = compare_runs(sides)
     except UserError as error:

@@ -105,16 +105,22 @@ class Sweep:
         return words_of({"from": str(repeated.path), **run.changes})
 
     def failures(self) -> dict[str, int]:
-        """{run that failed for a reason of its own: exit code}."""
+        """{run that failed for a reason of its own: exit code}, as sweep.json has it; empty before there is one."""
+        if not self.file.exists():
+            return {}
         codes = _table(read_json_object(self.file), "failed")
-        return {run.name: codes[run.name] for run in self.runs if type(codes.get(run.name)) is int and not run.finished}
+        return {run.name: codes[run.name] for run in self.runs if type(codes.get(run.name)) is int}
 
-    def status(self, run: SweepRun) -> Status:
-        if run.finished:
-            return "finished"
-        if run.name in self.failures():
-            return "failed"
-        return "stopped" if run.started else "waiting"
+    def statuses(self) -> dict[str, Status]:
+        """{run: status}, in the order of training."""
+        failed = self.failures()
+
+        def status(run: SweepRun) -> Status:
+            if run.finished:
+                return "finished"
+            return "failed" if run.name in failed else "stopped" if run.started else "waiting"
+
+        return {run.name: status(run) for run in self.runs}
 
 
 def variants_of(vary: Mapping[str, Sequence[Any]]) -> dict[str, Values]:

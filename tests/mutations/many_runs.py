@@ -6,6 +6,11 @@ from .mutation import Mutation
 
 MUTATIONS = [
     Mutation(
+        "Ctrl-C reaches a launched run as SIGTERM", "lab/launch.py",
+        "self._process.send_signal(number)", "self._process.terminate()",
+        ["test_launch.py::test_signals_are_forwarded_and_the_end_is_awaited"],
+    ),
+    Mutation(
         "every seed of a sweep begins with the same variant", "lab/sweep.py",
         "variants[turn % len(variants) :] + variants[: turn % len(variants)]", "variants",
         ["test_sweep.py::TestPlan::test_every_seed_takes_the_variants_in_another_order"],

@@ -197,7 +197,7 @@ class TestTraining:
         launches = Launches(monkeypatch, depth_3_seed_1=3, depth_4_seed_1=2)
         assert train(sweep) == [("depth-2-seed-1", 0), ("depth-3-seed-1", 3), ("depth-4-seed-1", 2)]
         assert sweep.failures() == {"depth-3-seed-1": 3, "depth-4-seed-1": 2}
-        assert [sweep.status(run) for run in sweep.runs] == ["finished", "failed", "failed"]
+        assert [*sweep.statuses().values()] == ["finished", "failed", "failed"]
         assert sweeping.why_failed(sweep.runs[2]) == "no such corpus"
         assert {name: len(runs) for name, runs in sides_of(sweep).items()} == {"depth-2": 1, "depth-3": 1}
         assert train(sweep) == []
@@ -210,7 +210,7 @@ class TestTraining:
         sweep = make_sweep(tmp_path, seeds=[1], depth=[2, 3, 4])
         launches = Launches(monkeypatch, depth_3_seed_1=130)
         assert train(sweep) == [("depth-2-seed-1", 0), ("depth-3-seed-1", 130)]
-        assert [sweep.status(run) for run in sweep.runs] == ["finished", "stopped", "waiting"]
+        assert [*sweep.statuses().values()] == ["finished", "stopped", "waiting"]
         launches.codes.clear()
         assert train(sweep) == [("depth-3-seed-1", 0), ("depth-4-seed-1", 0)]
         assert launches.seen[2][1].startswith("--resume")
