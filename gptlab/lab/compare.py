@@ -106,7 +106,7 @@ def describe(comparison: Comparison) -> str:
         *(f"{_rows_text(contrast)}\n\n{sentence(contrast)}" for contrast in comparison.contrasts),
     ]
     if not comparison.contrasts:
-        parts.append("no size is on both sides, so only their compute can be compared")
+        parts.append("no size is on both sides; a compute multiplier needs two sizes or more on each")
     if len(comparison.contrasts) > 1:
         parts.append("p-values of the tables are not adjusted; those of the sentences are.")
     parts.append(_multipliers_text(comparison.multipliers))
@@ -126,14 +126,13 @@ def _fields_text(comparison: Comparison) -> str:
     if not comparison.fields:
         return "no field differs between the sides"
     rows = [
-        (field.name, *(", ".join(map(_value_text, values)) for values in field.values.values()))
+        (field.name, *(_shortened(", ".join(map(json.dumps, values))) for values in field.values.values()))
         for field in comparison.fields
     ]
     return table([("field", *comparison.sides), *rows], "<" * (1 + len(comparison.sides)))
 
 
-def _value_text(value: Any) -> str:
-    text = json.dumps(value)
+def _shortened(text: str) -> str:
     return text if len(text) <= MAX_VALUE_CHARACTERS else f"{text[: MAX_VALUE_CHARACTERS - 3]}..."
 
 

@@ -43,6 +43,8 @@ def plot_comparison(comparison: Comparison, path: Path) -> None:
     """Mean curves with the range of their runs, and the difference of each candidate from the baseline with its 95%
     interval, over what the verdicts are of (over steps, where that is the end)."""
     require_plot(path)
+    if not comparison.contrasts:
+        raise UserError(f"--plot {path}: no size is on both sides, so there is no difference to draw")
     from matplotlib.figure import Figure
 
     axis: Axis = "steps" if comparison.at == END else comparison.at

@@ -91,6 +91,8 @@ def test_json_of_multipliers_has_the_documented_keys(tmp_path: Path) -> None:
     found = answer("--a", tmp_path / "a*", "--b", tmp_path / "b*")
     row = re.search(r"`multipliers`: a list of (.*) \|$", CONTRACTS, re.MULTILINE)
     assert row is not None
+    write_run(tmp_path / "wide", [4.0, 1.0], model__n_embd=128)
+    assert "no size is on both sides" in refused("--a", tmp_path / "a*", "--b", tmp_path / "wide", "--plot", "x.png")
     inside, outside = found["multipliers"]
     assert set(inside) == set(outside) == set(re.findall(r"`(\w+)`", row[1]))
     assert inside["multiplier"] == pytest.approx(2**0.1)
