@@ -30,6 +30,7 @@ POLL_SECONDS = 0.02
 """How late an exit is noticed."""
 MEASURE_SECONDS = 0.1
 """Time between two looks at all processes; at 5 GB/s, the fastest that memory fills, 0.5 GB above the limit."""
+SHARED_SECONDS = 1.0
 OUTPUT_SECONDS = 1.0
 GRACE_SECONDS = 1.0
 """For helpers (torch's compile workers, multiprocessing's resource tracker) that end when their parent has ended."""
@@ -187,10 +188,12 @@ def _opened(watch: int | None) -> list[str]:
 class _Tree:
     """The processes of the candidate."""
 
-    def __init__(self, only_mine: bool) -> None:
+    def __init__(self, only_mine: bool, memory_bytes: int) -> None:
         self._all = only_mine  # in a PID namespace of its own, every process but this one
         self._cpu: dict[tuple[int, int], float] = {}
-        self.peak_bytes = 0
+        self.peak_bytes, self._limit = 0, memory_bytes
+        self._shared_at = (0, 0.0, 0)
+        """Resident bytes when shared pages were last counted, when that was, and how much too many they were."""
         self._tick = 1 / os.sysconf("SC_CLK_TCK")
         self._page = os.sysconf("SC_PAGE_SIZE")
 
@@ -216,7 +219,7 @@ class _Tree:
         alive = self.processes()
         for pid, fields in alive.items():
             self._cpu[pid, int(fields[19])] = (int(fields[11]) + int(fields[12])) * self._tick
-        used = sum(self._bytes(pid, fields, alone=len(alive) == 1) for pid, fields in alive.items())
+        used = self._memory(alive)
         self.peak_bytes = max(self.peak_bytes, used)
         # The kernel's sum lacks children that nobody waits for, the other what lived between two looks.
         return len(alive), max(_reaped_seconds() + self._alive_seconds(alive), sum(self._cpu.values())), used
@@ -224,12 +227,21 @@ class _Tree:
     def _alive_seconds(self, alive: dict[int, list[str]]) -> float:
         return sum(sum(map(int, fields[11:15])) * self._tick for fields in alive.values())
 
-    def _bytes(self, pid: int, fields: list[str], *, alone: bool) -> int:
-        """Resident memory; of several processes, a page that n of them share counts 1/n for each."""
-        if not alone:
-            with contextlib.suppress(OSError, ValueError, IndexError):
-                return 1024 * int(_read(f"/proc/{pid}/smaps_rollup").split("\nPss:")[1].split()[0])
-        return int(fields[21]) * self._page
+    def _memory(self, alive: dict[int, list[str]]) -> int:
+        """Resident bytes. Of several processes, a page that n of them share counts 1/n for each: the kernel looks at
+        every page for that, so it is asked when they grow, when they may be above the limit, and once a second."""
+        resident = {pid: int(fields[21]) * self._page for pid, fields in alive.items()}
+        total, now = sum(resident.values()), time.monotonic()
+        known, since, _ = self._shared_at
+        if len(alive) > 1 and (total > min(known, self._limit) or now - since > SHARED_SECONDS):
+            parts = 0
+            for pid, alone in resident.items():
+                try:
+                    parts += 1024 * int(_read(f"/proc/{pid}/smaps_rollup").split("\nPss:")[1].split()[0])
+                except (OSError, ValueError, IndexError):  # it has ended, or the kernel is older than 4.14
+                    parts += alone
+            self._shared_at = (total, now, total - parts)
+        return total if len(alive) < 2 else max(0, total - self._shared_at[2])
 
 
 def _read(path: str) -> str:
@@ -264,7 +276,7 @@ def _supervise(spec: dict[str, Any], life: int, libc: ctypes.CDLL, watch: int | 
     for descriptor in (0, 1, 2):  # the candidate's alone: what reads its output must see the end of it
         os.close(descriptor)
         os.open(os.devnull, os.O_RDWR)
-    tree, code, broken, opened, left = _Tree(isolated), None, None, [], []
+    tree, code, broken, opened, left = _Tree(isolated, limits["memory_bytes"]), None, None, [], []
     next_measure = next_size = 0.0
     ended = written = cpu = 0.0
     while True:
@@ -314,6 +326,9 @@ def _kill_all(tree: _Tree, candidate: int) -> int | None:
     """Kill what is left, until nothing is: stopped first, so that nothing forks faster than it is killed. Returns the
     exit code of the candidate, if it was still running."""
     code, until = None, time.monotonic() + 10
+    if sys.platform != "linux":  # without /proc, those of its session are all that is known
+        with contextlib.suppress(OSError):
+            os.killpg(candidate, signal.SIGKILL)
     while time.monotonic() < until:
         alive = tree.processes()
         for number in (signal.SIGSTOP, signal.SIGKILL):

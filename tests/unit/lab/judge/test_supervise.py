@@ -7,6 +7,7 @@ import signal
 import sys
 import textwrap
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -46,6 +47,24 @@ def test_what_an_honest_process_used(isolate: bool, tmp_path: Path) -> None:
     assert 100_000 <= finished.output_bytes < 200_000
     assert (tmp_path / "log.txt").read_text() == f"done {tmp_path}\n"
     finished.require_lawful("training")
+
+
+def test_shared_pages_count_once(tmp_path: Path) -> None:
+    """Three processes share 64 MiB; then each writes its own."""
+    program = """
+    import os, time
+    held = bytearray(b"x" * 2**26)
+    for _ in range(2):
+        if os.fork() == 0:
+            time.sleep(0.5 if SHARES else 0.0)
+            for place in range(0, 0 if SHARES else 2**26, 4096): held[place] = 1
+            time.sleep(0.0 if SHARES else 1.5)
+            os._exit(0)
+    os.wait(), os.wait()
+    """
+    limits = replace(LIMITS, memory_bytes=2**30)
+    assert run(tmp_path, program.replace("SHARES", "True"), limits=limits).peak_bytes < 2**27
+    assert run(tmp_path, program.replace("SHARES", "False"), limits=limits).peak_bytes > 2.5 * 2**26
 
 
 def test_the_signal_that_ended_it(tmp_path: Path) -> None:
@@ -90,7 +109,7 @@ def test_orphans_are_found_and_killed(isolate: bool, tmp_path: Path) -> None:
     ],
 )
 def test_a_limit_ends_it(limit: str, amount: float, program: str, tmp_path: Path) -> None:
-    limits = Limits(**{**{name: getattr(LIMITS, name) for name in LIMITS.__slots__}, limit: amount})
+    limits = replace(LIMITS, **{limit: amount})
     finished = run(tmp_path, program, limits=limits)
     assert (finished.broken, finished.exit_code) == (limit, -signal.SIGKILL)
     assert finished.timed_out == (limit in ("wall_seconds", "cpu_seconds"))
