@@ -159,11 +159,14 @@ def program_text(settings: Settings) -> str:
 def _only_training(config: RunConfig) -> RunConfig:
     """`config` without what the judge does itself, without checkpoints before the last, and without what names other
     places than the lab's (`Lab.places`)."""
-    data = replace(config.data, val_source=(), hub_files=None, cache_dir=None)
     return replace(
-        config, run_dir=None, data=data, eval=EvalConfig(at_end=False, tokens=config.eval.tokens), sample=SampleConfig(),
+        config,
+        run_dir=None,
+        data=replace(config.data, val_source=(), hub_files=None, cache_dir=None),
+        eval=EvalConfig(at_end=False, tokens=config.eval.tokens),
+        sample=SampleConfig(),
         checkpoint=CheckpointConfig(every_seconds=60.0, keep_last=1, keep_best=False),
-    )  # fmt: skip
+    )
 
 
 def _write_training_tokens(data: PreparedData, folder: Path) -> None:
