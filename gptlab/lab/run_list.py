@@ -308,8 +308,8 @@ def removals(
         if len(better) < kept:
             better.append(run.val_bpb or 0)
         elif (checkpoints or keep_best is not None) and (not checkpoints or run.checkpoint_bytes):
-            worst = f"; kept to {better[-1]:.4f}" if better else ""
-            chosen.append(Removal(run, not checkpoints, f"val_bpb {run.val_bpb:.4f}{worst}"))
+            kept_bpb = f"; the worst that stays has {better[-1]:.4f}" if better else ""
+            chosen.append(Removal(run, not checkpoints, f"val_bpb {run.val_bpb:.4f}{kept_bpb}"))
     for run in runs:
         if failed and run.is_own and run.status in ("failed", "killed", "preempted") and not run.has_checkpoint:
             chosen.append(Removal(run, True, f"{run.status} before its first checkpoint"))
