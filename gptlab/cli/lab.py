@@ -29,6 +29,9 @@ EXIT_CODES = {
 }  # fmt: skip
 """Of `try`, by verdict."""
 
+NOT_CONFIRMED = 10
+"""The exit code of `promote`."""
+
 USAGE = """\
 usage: gptlab lab COMMAND NAME [ARGUMENTS]
 
@@ -47,18 +50,21 @@ commands:
   log NAME              every experiment in a line
   show NAME N           one experiment
   best NAME             how to train the best so far
+  promote NAME [N] [--seeds 5] [--depth D]
+                        confirm the best, or experiment N, with fresh seeds on unread text, at a second size
   search NAME WORDS     was this tried before, and with which result?
 
 NAME is a folder below labs/, or a path. Every command but run takes --json.
 
 exit codes of try: 0 keep, 10 discard, 11 inconclusive, 12 no-op, 13 invalid, 14 crashed, 15 timed-out
+exit codes of promote: 0 confirmed, 10 not confirmed
 """
 
 
 def main(argv: Sequence[str]) -> int:
     commands = {
         "new": _new, "try": _try, "run": _run, "status": _status, "log": _log, "show": _show, "best": _best,
-        "search": _search,
+        "search": _search, "promote": _promote,
     }  # fmt: skip
     return run_subcommand(argv, commands, prog="gptlab lab", usage=USAGE)
 
@@ -260,6 +266,30 @@ def _best(argv: list[str]) -> int:
     found = best(_opened(given))
     print(to_json(found, indent=2) if given.json else "\n".join(f"{key:<9} {value}" for key, value in found.items()))
     return 0
+
+
+@checked_dataclass("--")
+class PromoteArguments(LabArguments):
+    number: Positional[int | None] = None
+    """The experiment. None: the baseline as it is now."""
+    seeds: Positive[int] = 5
+    """Pairs of runs, at most. More may be added later: the evidence is valid whenever it is looked at."""
+    depth: Positive[int] | None = None
+    """Confirm it with this depth, too."""
+
+
+def _promote(argv: list[str]) -> int:
+    given = parse(
+        PromoteArguments, argv, prog="gptlab lab promote",
+        description="Confirm an experiment against experiment 0: fresh seeds, and text that nothing else reads.",
+    )  # fmt: skip
+    from gptlab.lab.experiments.promote import promote, sentence
+
+    answers = promote(_opened(given), given.number, seeds=given.seeds, depth=given.depth, say=_on_stderr)
+    confirmed = all(answer["confirmed"] for answer in answers)
+    result = {"confirmed": confirmed, "answers": answers, "sentence": sentence(answers)}
+    print(to_json(result, indent=2) if given.json else sentence(answers))
+    return 0 if confirmed else NOT_CONFIRMED
 
 
 def _opened(given: LabArguments) -> Lab:

@@ -169,6 +169,8 @@ def limits_of(annotation: Any) -> list[Limit]:
 def bare(annotation: Any) -> tuple[Any, bool]:
     """(the type without Annotated and None, whether None is allowed)."""
     optional = False
+    if get_origin(annotation) is Annotated:  # Positional[int | None]
+        annotation = get_args(annotation)[0]
     if get_origin(annotation) in (Union, types.UnionType):
         optional = type(None) in get_args(annotation)
         annotation = next(part for part in get_args(annotation) if part is not type(None))

@@ -4,6 +4,7 @@
     timed      experiment, speed (its steps per second over the baseline's), step_seconds, steps (what it trains)
     measured   experiment, seed, slice (validation | promotion), bpb, and what the run cost
     verdict    experiment, verdict, reason, and the difference with its evidence
+    promotion  experiment, depth (null: the lab's own), confirmed, and the difference with its evidence
 
 Experiment 0 is the baseline as the lab began. A line is written whole and made durable before anything follows from it,
 so a lab that was killed at any moment knows what it has done: what is not in the ledger is done again.
@@ -35,6 +36,10 @@ NOTHING = "nothing"
 """The name, in `why`, of the edit that changes bits and nothing else: experiment 1, which measures the noise."""
 
 
+SECOND_SIZE = "gptlab lab promote"
+"""Who proposes, in `by`, an experiment that is another one at a second depth. It has no verdict of its own."""
+
+
 @dataclass(slots=True)
 class Experiment:
     """What the ledger says of one experiment."""
@@ -63,6 +68,8 @@ class Experiment:
     """Of each run, the fields of its `measured` line."""
     verdict: Mapping[str, Any] | None = None
     """The fields of its `verdict` line. None: in flight, or the baseline."""
+    promotions: list[Mapping[str, Any]] = field(default_factory=list)
+    """The answers of its `promotion` lines."""
 
     @property
     def is_kept(self) -> bool:
@@ -130,6 +137,8 @@ def fold(lines: Iterable[Mapping[str, Any]]) -> dict[int, Experiment]:
                 found[number].costs.append(line)
             elif kind == "verdict":
                 found[number].verdict = line
+            elif kind == "promotion":
+                found[number].promotions.append({key: line[key] for key in line if key not in ("kind", "time")})
     except (LookupError, TypeError, ValueError) as error:
         raise UserError(f"the ledger is damaged: {type(error).__name__}: {error}") from None
     return dict(sorted(found.items()))

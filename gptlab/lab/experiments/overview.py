@@ -12,7 +12,7 @@ from typing import Any
 
 from gptlab.config.errors import UserError
 from gptlab.lab.experiments.folder import Lab
-from gptlab.lab.experiments.ledger import NOTHING, VERDICTS, Experiment, all_fields, baseline_of
+from gptlab.lab.experiments.ledger import NOTHING, SECOND_SIZE, VERDICTS, Experiment, all_fields, baseline_of
 from gptlab.lab.experiments.proposal import code_of
 from gptlab.runtime.files.plain_file import write_text_atomic
 
@@ -23,8 +23,8 @@ TSV_HEADER = "commit\tval_bpb\tmemory_gb\tstatus\tdescription"
 
 
 def proposals(experiments: Experiments) -> list[Experiment]:
-    """Those that somebody proposed: without the baseline and the edit that measures the noise."""
-    return [one for one in experiments.values() if one.number > 0 and one.why != NOTHING]
+    """Those that somebody proposed: without the baseline, the edit that measures the noise, and second sizes."""
+    return [one for one in experiments.values() if one.number > 0 and one.why != NOTHING and one.by != SECOND_SIZE]
 
 
 def mean_bpb(experiment: Experiment) -> float | None:

@@ -20,8 +20,8 @@ from gptlab.lab.experiments.again import propose_again
 from gptlab.lab.experiments.equal_time import StepsFailedError, compare_speed, require_positive_steps, time_alone
 from gptlab.lab.experiments.folder import Lab
 from gptlab.lab.experiments.ledger import NOTHING, Experiment, Slice, Verdict, baseline_of
-from gptlab.lab.experiments.overview import write_results
-from gptlab.lab.experiments.runs import CrashedError, TimedOutError, Variant, run_folder, variant_of
+from gptlab.lab.experiments.overview import proposals, write_results
+from gptlab.lab.experiments.runs import CrashedError, TimedOutError, run_folder, variant_of
 from gptlab.lab.experiments.same_program import same_program
 from gptlab.lab.judge.audits import Expected, check_time, unchanged
 from gptlab.lab.judge.rules import Broken
@@ -76,7 +76,7 @@ def measure_baseline(lab: Lab, say: Say) -> None:
     try:
         with _locked(lab, 0):
             if ledger.experiments()[0].steps is None:
-                _time_baseline(lab, say)
+                time_baseline(lab, 0, say)
             baseline = ledger.experiments()[0]
             if ledger.experiments()[1].steps is None:
                 ledger.append(
@@ -91,15 +91,16 @@ def measure_baseline(lab: Lab, say: Say) -> None:
     write_results(lab)
 
 
-def _time_baseline(lab: Lab, say: Say) -> None:
-    say("timing the baseline's steps")
-    variant = Variant(0, {}, lab.path / "code", None)
-    settings = lab.settings
+def time_baseline(lab: Lab, number: int, say: Say) -> None:
+    """Find out how many steps experiment 0, or the same at another depth, trains in the lab's length."""
+    say(f"{number:04}: timing the baseline's steps")
+    experiments, settings = lab.ledger.experiments(), lab.settings
+    variant = variant_of(lab, experiments[number], experiments)
     with runs.steps_of(lab, variant, steps=settings.steps or 1_000) as process:
         process.ready()
         seconds = time_alone(process, max_seconds=MAX_TIMING_SECONDS)
     steps = settings.steps or require_positive_steps((settings.seconds or 0.0) / seconds)
-    lab.ledger.append("timed", experiment=0, speed=1.0, step_seconds=seconds, steps=steps)
+    lab.ledger.append("timed", experiment=number, speed=1.0, step_seconds=seconds, steps=steps)
     say(f"the baseline trains {steps:,} steps of {seconds * 1000:,.1f} ms")
 
 
@@ -111,7 +112,7 @@ def noise(experiments: Mapping[int, Experiment]) -> list[float]:
 
 def in_flight(lab: Lab) -> list[int]:
     """Numbers of the experiments without a verdict, in their order."""
-    return [one.number for one in lab.ledger.experiments().values() if one.number >= FIRST and one.verdict is None]
+    return [one.number for one in proposals(lab.ledger.experiments()) if one.verdict is None]
 
 
 def finish(lab: Lab, number: int, say: Say) -> Experiment:
@@ -146,7 +147,7 @@ def _judge(lab: Lab, number: int, say: Say) -> Ruling:
     try:
         if (nothing := _require_lawful(lab, number)) is not None:
             return nothing
-        if lab.ledger.experiments()[number].steps is None and (nothing := _time(lab, number, say)) is not None:
+        if lab.ledger.experiments()[number].steps is None and (nothing := time_candidate(lab, number, say)) is not None:
             return nothing
         return _race(lab, number, say)
     except Broken as error:
@@ -175,11 +176,13 @@ def _require_lawful(lab: Lab, number: int) -> Ruling | None:
     return None
 
 
-def _time(lab: Lab, number: int, say: Say) -> Ruling | None:
-    """Find out how many steps the candidate trains. A Ruling where it computes what the baseline does."""
+def time_candidate(lab: Lab, number: int, say: Say, *, against: int | None = None) -> Ruling | None:
+    """Find out how many steps the candidate trains. A Ruling where it computes what the baseline does. `against`: the
+    baseline, where it is not that of the proposal."""
     experiments = lab.ledger.experiments()
     candidate = variant_of(lab, experiments[number], experiments)
-    baseline = variant_of(lab, experiments[experiments[number].against], experiments)
+    base_number = experiments[number].against if against is None else against
+    baseline = variant_of(lab, experiments[base_number], experiments)
     assert baseline.steps is not None
     assert baseline.step_seconds is not None
     budget = min(MAX_TIMING_SECONDS, TIMING_SHARE * baseline.steps * baseline.step_seconds)
@@ -188,7 +191,7 @@ def _time(lab: Lab, number: int, say: Say) -> Ruling | None:
         runs.steps_of(lab, candidate, baseline.steps) as new,
     ):
         is_now, was = new.ready(), base.ready()
-        if is_now["config"] == was["config"] and not experiments[number].files:
+        if is_now["config"] == was["config"] and candidate.code == baseline.code:
             return Ruling("no-op", "the baseline has these values already")
         speed = compare_speed(base, new, max_seconds=budget)
     ratio = {
