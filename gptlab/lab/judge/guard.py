@@ -23,6 +23,7 @@ import struct
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -99,9 +100,31 @@ def _ok(result: int, what: str) -> int:
 # --- what a candidate can see and write
 
 
-def _confine(spec: dict[str, Any], libc: ctypes.CDLL) -> int:
+@dataclass
+class _Watch:
+    """Who opens a decoy is reported by inotify."""
+
+    descriptor: int
+    paths: dict[int, str]
+    """{watch: the folder or file that it watches}."""
+
+    def opened(self) -> list[str]:
+        """Decoys that were opened since the last call."""
+        found: list[str] = []
+        with contextlib.suppress(BlockingIOError):
+            while events := os.read(self.descriptor, 65536):
+                while events:
+                    number, mask, _, length = struct.unpack_from("iIII", events)
+                    name = events[16 : 16 + length].rstrip(b"\0").decode(errors="replace")
+                    events = events[16 + length :]
+                    if not mask & _IN_ISDIR:
+                        found.append(os.path.join(self.paths.get(number, ""), name) if name else self.paths[number])
+        return found
+
+
+def _confine(spec: dict[str, Any], libc: ctypes.CDLL) -> _Watch:
     """Everything read-only but `writable`, decoys in the place of `hidden`, an empty TMPDIR and /dev/shm, a /proc of
-    these processes only. Returns an inotify descriptor that reports which decoys are opened."""
+    these processes only. Returns a watch over the decoys."""
 
     def mount(source: str, target: str, kind: str | None, flags: int, data: str | None = None) -> None:
         words = [None if word is None else word.encode() for word in (source, target, kind, data)]
@@ -117,15 +140,18 @@ def _confine(spec: dict[str, Any], libc: ctypes.CDLL) -> int:
     # By descriptor, since some are inside of what is hidden.
     shown = [(path, os.open(path, os.O_PATH | os.O_CLOEXEC)) for path in [*spec["readable"], *writable]]
     size = f"size={spec['output_bytes']},mode=0700"
-    watch = _ok(libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC), "inotify")
-    for path in spec["hidden"]:
+    watch = _Watch(_ok(libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC), "inotify"), {})
+    mount("none", spec["temporary"], "tmpfs", _MS_NOSUID | _MS_NODEV, "size=1m,mode=0700")
+    for number, path in enumerate(spec["hidden"]):
         if os.path.isdir(path):
             names = _tree_of(path)
             mount("none", path, "tmpfs", _MS_NOSUID | _MS_NODEV, "size=16m,mode=0700")
             for name, is_folder in names:
                 _make(os.path.join(path, name), is_folder)
         else:
-            mount("/dev/null", path, None, _MS_BIND)
+            decoy = os.path.join(spec["temporary"], str(number))
+            _make(decoy, False)
+            mount(decoy, path, None, _MS_BIND)
     for path, descriptor in shown:
         _make(path, os.path.isdir(f"/proc/self/fd/{descriptor}"))
         mount(f"/proc/self/fd/{descriptor}", path, None, _MS_BIND | _MS_REC)
@@ -141,23 +167,22 @@ def _confine(spec: dict[str, Any], libc: ctypes.CDLL) -> int:
     mount("proc", "/proc", "proc", _MS_NOSUID | _MS_NODEV)
     inside = [path for path, _ in shown]
     for path in spec["hidden"]:
-        for folder in (path, *(os.path.join(path, name) for name, is_folder in _tree_of(path, inside) if is_folder)):
-            _ok(libc.inotify_add_watch(watch, folder.encode(), _IN_OPEN), f"watch {folder}")
+        for place in (path, *(os.path.join(path, name) for name, is_folder in _tree_of(path, inside) if is_folder)):
+            number = _ok(libc.inotify_add_watch(watch.descriptor, place.encode(), _IN_OPEN), f"watch {place}")
+            watch.paths[number] = place
     return watch
 
 
 def _tree_of(root: str, without: list[str] | None = None) -> list[tuple[str, bool]]:
-    """(path below `root`, whether it is a folder) of up to MAX_DECOYS entries, folders before what is in them. Nothing
-    at or below a path of `without`."""
+    """(path below `root`, whether it is a folder) of up to MAX_DECOYS entries, those nearest to the root. Nothing at or
+    below a path of `without`."""
     found: list[tuple[str, bool]] = []
     for folder, folders, files in os.walk(root):
         folders[:] = [name for name in folders if os.path.join(folder, name) not in (without or ())]
         below = os.path.relpath(folder, root)
         found += [(os.path.normpath(os.path.join(below, name)), True) for name in folders]
         found += [(os.path.normpath(os.path.join(below, name)), False) for name in files]
-        if len(found) > MAX_DECOYS:
-            break
-    return found[:MAX_DECOYS]
+    return sorted(found, key=lambda entry: entry[0].count(os.sep))[:MAX_DECOYS]
 
 
 def _make(path: str, folder: bool) -> None:
@@ -166,20 +191,6 @@ def _make(path: str, folder: bool) -> None:
         os.makedirs(path if folder else os.path.dirname(path))
     if not folder and not os.path.exists(path):
         os.close(os.open(path, os.O_CREAT | os.O_WRONLY, 0o600))
-
-
-def _opened(watch: int | None) -> list[str]:
-    """Names of decoys that were opened since the last call."""
-    names: list[str] = []
-    with contextlib.suppress(BlockingIOError):
-        while watch is not None and (events := os.read(watch, 65536)):
-            while events:
-                _, mask, _, length = struct.unpack_from("iIII", events)
-                name = events[16 : 16 + length].rstrip(b"\0").decode(errors="replace")
-                events = events[16 + length :]
-                if not mask & _IN_ISDIR:
-                    names.append(name or "a file")
-    return names
 
 
 # --- what it may use
@@ -267,7 +278,7 @@ def _size(paths: list[str]) -> int:
     return total
 
 
-def _supervise(spec: dict[str, Any], life: int, libc: ctypes.CDLL, watch: int | None) -> dict[str, Any]:
+def _supervise(spec: dict[str, Any], life: int, libc: ctypes.CDLL, watch: _Watch | None) -> dict[str, Any]:
     limits, isolated = spec["limits"], watch is not None
     outputs = [*spec["writable"], *([] if isolated else [spec["temporary"]])]
     size_before = _size(outputs)
@@ -295,7 +306,7 @@ def _supervise(spec: dict[str, Any], life: int, libc: ctypes.CDLL, watch: int | 
             if code is not None and (not number or now - ended >= GRACE_SECONDS):
                 break
         broken = broken or _over(limits, wall_seconds=now)
-        opened += _opened(watch)
+        opened += [] if watch is None else watch.opened()
         if broken or select.select([life], [], [], POLL_SECONDS)[0]:
             ended = ended or now
             break
@@ -307,7 +318,7 @@ def _supervise(spec: dict[str, Any], life: int, libc: ctypes.CDLL, watch: int | 
     return {
         "exit_code": code, "wall_seconds": ended, "cpu_seconds": cpu, "peak_bytes": tree.peak_bytes,
         "output_bytes": max(0, int(written)), "broken": broken, "left": left[:20],
-        "opened": sorted({*opened, *_opened(watch)})[:20], "isolated": isolated,
+        "opened": sorted({*opened, *([] if watch is None else watch.opened())})[:20], "isolated": isolated,
     }  # fmt: skip
 
 

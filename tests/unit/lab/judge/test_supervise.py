@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from gptlab.config.errors import UserError
+from gptlab.lab.judge.guard import MAX_DECOYS, _tree_of
 from gptlab.lab.judge.rules import RULES, Broken
 from gptlab.lab.judge.supervise import _LIMIT_RULES, Finished, Limits, start, supervise, why_not_isolated
 
@@ -53,12 +54,14 @@ def test_shared_pages_count_once(tmp_path: Path) -> None:
     """Three processes share 64 MiB; then each writes its own."""
     program = """
     import os, time
-    held = bytearray(b"x" * 2**26)
+    held = bytearray(2**26)
+    def write():
+        for place in range(0, 2**26, 4096): held[place] += 1
+    write()
     for _ in range(2):
         if os.fork() == 0:
-            time.sleep(0.5 if SHARES else 0.0)
-            for place in range(0, 0 if SHARES else 2**26, 4096): held[place] = 1
-            time.sleep(0.0 if SHARES else 1.5)
+            if not SHARES: write()
+            time.sleep(0.5 if SHARES else 1.5)
             os._exit(0)
     os.wait(), os.wait()
     """
@@ -174,8 +177,32 @@ def test_what_namespaces_hide(tmp_path: Path) -> None:
     assert said[4] in ("OSError", "ConnectionRefusedError")
     assert said[5] == "None [1, 2]"  # process 1 is not killed by those inside
     assert said[6].endswith("PermissionError")
-    assert (finished.exit_code, finished.opened) == (0, ("secret",))
+    assert (finished.exit_code, finished.opened) == (0, (str(tmp_path / "private/secret"),))
     assert [(path.name, path.read_text()) for path in runs.iterdir()] == [("mine", "kept")]
+
+
+@pytest.mark.skipif(True not in BOTH_WAYS, reason="this machine gives users no namespaces")
+def test_a_hidden_file(tmp_path: Path) -> None:
+    """What others open meanwhile, such as the null device, is not reported."""
+    (tmp_path / "secret").write_text("secret")
+    program = "import sys\nopen('/dev/null').close()\nif {opens}: print(repr(open('secret').read()))"
+    for opens in (False, True):
+        finished = run(tmp_path, program.format(opens=opens), isolate=True, hidden=[tmp_path / "secret"])
+        assert (finished.exit_code, finished.opened) == (0, (str(tmp_path / "secret"),) * opens)
+    assert (tmp_path / "log.txt").read_text() == "''\n"
+
+
+def test_of_many_files_those_near_the_root_have_decoys(tmp_path: Path) -> None:
+    """The validation text is near it, the experiments of a long night are not."""
+    (tmp_path / "a/b").mkdir(parents=True)
+    (tmp_path / "z").mkdir()
+    for number in range(MAX_DECOYS):
+        (tmp_path / f"a/b/{number}").touch()
+    (tmp_path / "z/val.bin").touch()
+    found = _tree_of(str(tmp_path))
+    assert len(found) == MAX_DECOYS
+    assert found[:2] in ([("a", True), ("z", True)], [("z", True), ("a", True)])
+    assert ("z/val.bin", False) in found
 
 
 @pytest.mark.skipif(True not in BOTH_WAYS, reason="this machine gives users no namespaces")
