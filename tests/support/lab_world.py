@@ -67,7 +67,7 @@ def formula(trained: list[tuple[int, int]] | None = None) -> Iterator[None]:
             trained.append((variant.number, seed))
         return run, Finished(0, 10.0, 10.0, 2**20, 0, None, (), (), True)
 
-    def judge(lab: Lab, variant: Variant, run: Path, where: str, seed: int) -> Any:
+    def judge(lab: Lab, variant: Variant, run: Path, where: str, seed: int, against: int) -> Any:
         fields = {name: value for name, value in variant.fields.items() if name != "same_weights"}
         return SimpleNamespace(val_bpb=bpb_of(fields, seed), parameters=1000)
 

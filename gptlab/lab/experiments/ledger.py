@@ -30,6 +30,7 @@ Verdict = Literal["keep", "discard", "inconclusive", "no-op", "invalid", "crashe
 VERDICTS: tuple[Verdict, ...] = ("keep", "discard", "inconclusive", "no-op", "invalid", "crashed", "timed-out")
 
 Slice = Literal["validation", "promotion"]
+SLICES: tuple[Slice, ...] = ("validation", "promotion")
 """Which part of the validation text: promotion is only read to confirm what is about to be kept."""
 
 NOTHING = "nothing"

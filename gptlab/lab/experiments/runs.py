@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 
 from gptlab.config.errors import UserError
@@ -122,18 +123,32 @@ def _train(lab: Lab, variant: Variant, run: Path, words: Sequence[str]) -> Finis
     return finished
 
 
-def judge(lab: Lab, variant: Variant, run: Path, where: Slice, seed: int) -> Judged:
-    """What the judge finds of the finished run of `variant` with `seed`. Broken for a rule that the run breaks."""
+def judge(lab: Lab, variant: Variant, run: Path, where: Slice, seed: int, against: int) -> Judged:
+    """What the judge finds of the finished run of `variant` with `seed`. Audits look where it gained over the run of
+    `against`, the experiment that is its baseline. Broken for a rule that the run breaks."""
     tokenizer, text = lab.tokenizer(), lab.slice(where)
     config = lab.run_config(seed, tokenizer.vocab_size)
     limit = config.eval.tokens
     rows = validation_rows(text, config.model.seq_len, tokenizer.bos_id, limit)
     questions = Questions(rows, tokenizer, config.model.seq_len, f"{where} of {lab.settings.data_fingerprint}", limit)
-    return judge_run(
-        run, questions, tree=variant.code, limits=limits(START_SECONDS), hidden=[lab.path],
-        baseline=Baseline(config=config_to_json(config), model=config.model),
+    theirs = _nats_path(lab, against, where, seed)
+    baseline = Baseline(
+        config=config_to_json(config), model=config.model,
+        nats=np.load(theirs, allow_pickle=False) if theirs.exists() else None,
+    )  # fmt: skip
+    judged = judge_run(
+        run, questions, tree=variant.code, limits=limits(START_SECONDS), baseline=baseline, hidden=[lab.path],
         log=run.with_name(f"{run.name}.answers.log"),
     )  # fmt: skip
+    own = _nats_path(lab, variant.number, where, seed)
+    own.parent.mkdir(exist_ok=True)
+    np.save(own, judged.nats)
+    return judged
+
+
+def _nats_path(lab: Lab, number: int, where: Slice, seed: int) -> Path:
+    """The nats of every target of a judged run."""
+    return lab.private / "nats" / f"{number:04}-{where}-{seed}.npy"
 
 
 @contextmanager
@@ -174,6 +189,8 @@ def forget(lab: Lab, number: int) -> None:
     folder = lab.experiment(number)
     for path in (folder / "cache", folder / "tree", *folder.glob("runs/*/checkpoints")):
         shutil.rmtree(path, ignore_errors=True)
+    for path in (lab.private / "nats").glob(f"{number:04}-*.npy"):
+        path.unlink(missing_ok=True)
 
 
 def _process(lab: Lab, variant: Variant, seconds: float) -> dict[str, Any]:

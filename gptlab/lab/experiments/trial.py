@@ -19,7 +19,7 @@ from gptlab.lab.experiments import runs
 from gptlab.lab.experiments.again import propose_again
 from gptlab.lab.experiments.equal_time import StepsFailedError, compare_speed, require_positive_steps, time_alone
 from gptlab.lab.experiments.folder import Lab
-from gptlab.lab.experiments.ledger import NOTHING, Experiment, Slice, Verdict, baseline_of
+from gptlab.lab.experiments.ledger import NOTHING, SLICES, Experiment, Slice, Verdict, baseline_of
 from gptlab.lab.experiments.overview import proposals, write_results
 from gptlab.lab.experiments.runs import CrashedError, TimedOutError, run_folder, variant_of
 from gptlab.lab.experiments.same_program import same_program
@@ -247,7 +247,7 @@ def _measure(lab: Lab, number: int, seed: int, where: Slice, say: Say) -> float:
         run, finished = runs.train(lab, variant, seed)
         if finished is not None and number != one.against:
             _check_time(lab, experiments, number, seed, finished)
-        judged = runs.judge(lab, variant, run, where, seed)
+        judged = runs.judge(lab, variant, run, where, seed, one.against)
     costs = {} if finished is None else {
         "wall_seconds": finished.wall_seconds, "cpu_seconds": finished.cpu_seconds,
         "peak_mb": finished.peak_bytes / 2**20,
@@ -286,7 +286,9 @@ def _undisturbed(lab: Lab, number: int) -> Iterator[None]:
         return
     before, one = lab.ledger.path.read_bytes(), lab.ledger.experiments()[number]
     is_new = number >= FIRST and one.verdict is None
-    with unchanged([lab.private, lab.path / "data", lab.path / "baseline", lab.path / "code"]):
+    with unchanged(
+        [*(lab.private / name for name in SLICES), lab.path / "data", lab.path / "baseline", lab.path / "code"]
+    ):
         yield
     after = lab.ledger.path.read_bytes()
     new = after[len(before) :]  # Other workers write of other experiments, and of a baseline's other seeds.
