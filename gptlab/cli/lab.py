@@ -48,6 +48,8 @@ commands:
                         the same, and Optuna proposes values of fields
   status NAME           the baseline and how many were tried
   log NAME              every experiment in a line
+  report NAME [--plot FILE.png]
+                        the frontier, what was tried by kind, what failed, what it cost
   show NAME N           one experiment
   best NAME             how to train the best so far
   promote NAME [N] [--seeds 5] [--depth D]
@@ -64,7 +66,7 @@ exit codes of promote: 0 confirmed, 10 not confirmed
 def main(argv: Sequence[str]) -> int:
     commands = {
         "new": _new, "try": _try, "run": _run, "status": _status, "log": _log, "show": _show, "best": _best,
-        "search": _search, "promote": _promote,
+        "search": _search, "report": _report, "promote": _promote,
     }  # fmt: skip
     return run_subcommand(argv, commands, prog="gptlab lab", usage=USAGE)
 
@@ -265,6 +267,27 @@ def _best(argv: list[str]) -> int:
 
     found = best(_opened(given))
     print(to_json(found, indent=2) if given.json else "\n".join(f"{key:<9} {value}" for key, value in found.items()))
+    return 0
+
+
+@checked_dataclass("--")
+class ReportArguments(LabArguments):
+    plot: Path | None = None
+    """Draw the frontier into this file (.png or .svg). Needs matplotlib."""
+
+
+def _report(argv: list[str]) -> int:
+    given = parse(ReportArguments, argv, prog="gptlab lab report", description="What the lab has found, in one page.")
+    from gptlab.lab.experiments.report import describe, report
+
+    lab = _opened(given)
+    figures = report(lab)
+    if given.plot is not None:
+        from gptlab.lab.plot import plot_frontier, require_plot
+
+        require_plot(given.plot)
+        plot_frontier(figures, given.plot)
+    print(to_json(figures, indent=2) if given.json else "\n".join(describe(lab, figures)))
     return 0
 
 

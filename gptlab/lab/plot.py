@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import math
 import textwrap
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +26,7 @@ COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#00
 """Distinct for color-blind readers too (Okabe and Ito 2008, "Color Universal Design")."""
 STYLES = ("-", "--", ":", "-.")
 """Of the sizes."""
+FAILED = ("crashed", "timed-out", "invalid")
 STEEP = 0.2
 """The first share of a run, in which the loss falls so far that nothing later could be seen at its scale. The panels
 are scaled by what comes after it."""
@@ -92,6 +95,56 @@ def plot_comparison(comparison: Comparison, path: Path) -> None:
 def _label(*parts: str | None) -> str:
     """Dollars would enclose mathematics."""
     return ", ".join(part for part in parts if part).replace("$", r"\$")
+
+
+def plot_frontier(figures: Mapping[str, Any], path: Path) -> None:
+    """The best bits per byte over experiments, as a stair, with every experiment that was measured; `figures`: those of
+    `gptlab lab report`. The scale is that of what was kept: what is far worse is drawn at the upper edge."""
+    require_plot(path)
+    from matplotlib.figure import Figure
+
+    rows = figures["frontier"]
+    numbers = np.array([row["experiment"] for row in rows])
+    best = np.array([row["best_bpb"] for row in rows], dtype=np.float64)
+    bpb = np.array([math.nan if row["bpb"] is None else row["bpb"] for row in rows], dtype=np.float64)
+    half = np.array([row["half_width"] or 0.0 for row in rows], dtype=np.float64)
+    kept = np.array([row["verdict"] == "keep" or row["experiment"] == 0 for row in rows])
+    fall = float(best.max() - best.min()) or 0.01
+    top, bottom = best.max() + 0.75 * fall, best.min() - 0.25 * fall
+    figure = Figure(figsize=(9, 5), layout="constrained")
+    panel = figure.subplots()
+    panel.step(numbers, best, where="post", color=COLORS[0], label="best so far")
+    for chosen, color, name in ((~kept, "#999999", "not kept"), (kept, COLORS[0], "kept")):
+        inside = chosen & (bpb <= top)
+        panel.errorbar(
+            numbers[inside], bpb[inside], half[inside], fmt="o", color=color, markersize=5, elinewidth=0.8, label=name
+        )  # fmt: skip
+    above = ~kept & (bpb > top)
+    if above.any():
+        height = np.full(above.sum(), top)
+        label = f"worse than {top:.3f}"
+        panel.plot(numbers[above], height, "^", color="#999999", markersize=6, label=label, clip_on=False)
+    failed = np.isnan(bpb) & np.array([row["verdict"] in FAILED for row in rows])
+    if failed.any():
+        label = "crashed, timed out or invalid"
+        panel.plot(numbers[failed], np.full(failed.sum(), bottom), "x", color=COLORS[1], label=label, clip_on=False)
+    for row in rows:
+        if row["verdict"] == "keep":
+            # Nothing is below the stair on its left, where there is room for a text.
+            side, align = (-5, "right") if row["experiment"] > 0.3 * numbers[-1] else (5, "left")
+            panel.annotate(
+                textwrap.shorten(row["change"], 40, placeholder=" ..."), (row["experiment"], row["best_bpb"]),
+                (side, -5), textcoords="offset points", fontsize=7, va="top", ha=align, parse_math=False,
+            )  # fmt: skip
+    panel.set(xlabel="experiment", ylabel="validation bits per byte", ylim=(bottom, top))
+    gain = figures["best_bpb"] - figures["first_bpb"]
+    tried, number_kept = len(rows) - 1, int(kept.sum()) - 1
+    said = f"{tried} experiments, {number_kept} kept, {gain:+.4f} bits per byte"
+    panel.set_title(f"{figures['lab']}: {said}", parse_math=False)
+    panel.grid(alpha=0.3)
+    panel.legend(loc="upper right")
+    with cannot(f"write {path}"):
+        figure.savefig(path, dpi=150)
 
 
 def _amounts(runs: Runs, axis: Axis) -> Array:

@@ -16,6 +16,7 @@ from . import (
     judge,
     many_runs,
     model,
+    night,
     optim,
     processes,
     racing,
@@ -40,4 +41,5 @@ MUTATIONS: list[Mutation] = [
     *comparison.MUTATIONS,
     *many_runs.MUTATIONS,
     *racing.MUTATIONS,
+    *night.MUTATIONS,
 ]

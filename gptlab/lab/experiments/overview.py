@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from gptlab.config.errors import UserError
+from gptlab.config.errors import UserError, one_line
 from gptlab.lab.experiments.folder import Lab
 from gptlab.lab.experiments.ledger import NOTHING, SECOND_SIZE, VERDICTS, Experiment, all_fields, baseline_of
 from gptlab.lab.experiments.proposal import code_of
@@ -18,6 +18,8 @@ from gptlab.runtime.files.plain_file import write_text_atomic
 
 Experiments = Mapping[int, Experiment]
 
+MAX_SHOWN = 2_000
+"""Characters of a text that somebody proposed, where it is shown alone."""
 TSV_HEADER = "commit\tval_bpb\tmemory_gb\tstatus\tdescription"
 """The columns of autoresearch's results.tsv."""
 
@@ -65,7 +67,14 @@ def log_rows(experiments: Sequence[Experiment]) -> Iterator[tuple[str, ...]]:
     yield ("", "verdict", "difference", "pairs", "change", "why")
     for one in experiments:
         pairs = str((one.verdict or {}).get("pairs", ""))
-        yield (str(one.number), one.says or "in flight", difference_text(one), pairs, edit_text(one), one.why)
+        change, why = shown(edit_text(one)), shown(one.why)
+        yield (str(one.number), one.says or "in flight", difference_text(one), pairs, change, why)
+
+
+def shown(text: str, most: int = 60) -> str:
+    """A text that somebody proposed, on one line, printable, and of at most so many characters."""
+    text = one_line(UserError(text))
+    return text if len(text) <= most else f"{text[: most - 4]} ..."
 
 
 def state(lab: Lab) -> dict[str, Any]:
@@ -87,13 +96,16 @@ def state(lab: Lab) -> dict[str, Any]:
 
 
 def as_json(one: Experiment) -> dict[str, Any]:
-    """One experiment: its proposal, verdict, and what was measured."""
+    """One experiment: its proposal, verdict, and what was measured. What a program printed is `output_of_run`."""
     verdict = one.verdict or {}
-    kept = ("difference", "half_width", "pairs", "reason", "rule")
+    kept = ("difference", "half_width", "pairs", "rule")
+    reason = verdict.get("reason")
+    texts = {"reason": None, "output_of_run": reason} if one.says == "crashed" else {"reason": reason}
     return {
         "experiment": one.number, "fields": dict(one.fields), "files": list(one.files), "why": one.why,
         "expect": one.expect, "by": one.by, "against": one.against, "verdict": one.says or None,
-        **{name: verdict.get(name) for name in kept}, "bpb": mean_bpb(one), "speed": one.speed, "steps": one.steps,
+        **{name: verdict.get(name) for name in kept}, **texts, "bpb": mean_bpb(one), "speed": one.speed,
+        "steps": one.steps,
     }  # fmt: skip
 
 
@@ -117,9 +129,9 @@ def status_lines(lab: Lab) -> Iterator[str]:
 def details(lab: Lab, one: Experiment) -> Iterator[str]:
     """One experiment, a fact a line."""
     verdict = one.verdict or {}
-    yield f"experiment  {one.number}, against {one.against}, by {one.by or 'unknown'}, {one.time}"
-    yield f"change      {edit_text(one)}"
-    yield f"why         {one.why or 'no reason given'}"
+    yield f"experiment  {one.number}, against {one.against}, by {shown(one.by) or 'unknown'}, {one.time}"
+    yield f"change      {shown(edit_text(one), MAX_SHOWN)}"
+    yield f"why         {shown(one.why, MAX_SHOWN) or 'no reason given'}"
     if one.expect is not None:
         yield f"expected    {one.expect:+.4f} bpb"
     if one.steps is not None:

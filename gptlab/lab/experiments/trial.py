@@ -14,7 +14,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from gptlab.config.errors import UserError
+from gptlab.config.errors import UserError, one_line
 from gptlab.lab.experiments import runs
 from gptlab.lab.experiments.again import propose_again
 from gptlab.lab.experiments.equal_time import StepsFailedError, compare_speed, require_positive_steps, time_alone
@@ -132,8 +132,9 @@ def _record(lab: Lab, number: int, ruling: Ruling) -> None:
         if ruling.verdict == "keep" and against != now:
             reason = f"better than {against}, but the baseline is {now} since: {propose_again(lab, number)}"
             ruling = replace(ruling, verdict="inconclusive", reason=reason)
+        reason = one_line(ValueError(ruling.reason))[: runs.LAST_WORDS]  # Untrusted code may have written it.
         values = _measured(experiments[number], experiments) | {
-            "verdict": ruling.verdict, "reason": ruling.reason, "rule": ruling.rule, "evidence": ruling.evidence,
+            "verdict": ruling.verdict, "reason": reason, "rule": ruling.rule, "evidence": ruling.evidence,
         }  # fmt: skip
         lab.ledger.append("verdict", experiment=number, **values)
     write_json_atomic(lab.experiment(number) / "verdict.json", values)

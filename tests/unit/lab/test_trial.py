@@ -102,6 +102,19 @@ def test_what_crashes(lab: Lab) -> None:
     assert (verdict["verdict"], verdict["reason"]) == ("crashed", "no such activation")
 
 
+def test_what_a_run_prints_is_shortened_and_printable(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    def judge(*arguments: object) -> object:
+        raise runs.CrashedError("\x1b[2Jno\nsuch" * 1000)
+
+    number = submit(lab, Proposal({"optim.head.lr": 1.0}))
+    with formula():
+        monkeypatch.setattr(runs, "judge", judge)
+        verdict = finish(lab, number, quiet).verdict
+    assert verdict is not None
+    assert len(verdict["reason"]) == 500
+    assert verdict["reason"].isprintable()
+
+
 def test_weights_equal_to_the_bit_are_a_no_op(lab: Lab) -> None:
     """A field that changes the configuration and nothing that is computed."""
     verdict = tried(lab, fields={"same_weights": True})

@@ -1,0 +1,39 @@
+"""Nights: search, several workers, promotion, report."""
+
+from __future__ import annotations
+
+from .mutation import Mutation
+
+MUTATIONS = [
+    Mutation(
+        "the search learns means over whichever seeds were raced", "lab/experiments/overview.py",
+        "return None if difference is None or before is None else before + float(difference)",
+        "return mean_bpb(one)",
+        ["test_search.py::test_values_are_comparable_whatever_the_seeds_and_the_baseline"],
+    ),
+    Mutation(
+        "a search that is continued draws its first points again", "lab/experiments/search.py",
+        "TPESampler(seed=SEED + len(trials)", "TPESampler(seed=None",
+        ["test_search.py::test_a_stopped_search_continues_as_if_it_had_not_been"],
+    ),
+    Mutation(
+        "an improvement on a replaced baseline becomes the baseline", "lab/experiments/trial.py",
+        'if ruling.verdict == "keep" and against != now:', "if False:",
+        ["test_workers.py::test_an_improvement_on_a_replaced_baseline_is_proposed_again"],
+    ),
+    Mutation(
+        "two workers train one seed of the baseline", "lab/experiments/trial.py",
+        "        wait()\n        lock.acquire()", "        wait()",
+        ["test_workers.py::test_a_seed_of_the_baseline_is_waited_for"],
+    ),
+    Mutation(
+        "promotion is judged on the text that chose the experiment", "lab/experiments/promote.py",
+        'measure(lab, one, seed, "promotion", say)', 'measure(lab, one, seed, "validation", say)',
+        ["test_promote.py::test_the_best_is_confirmed_against_the_first_baseline"],
+    ),
+    Mutation(
+        "what a run printed is given to programs as words of the lab", "lab/experiments/overview.py",
+        'if one.says == "crashed" else', 'if one.says == "never" else',
+        ["test_report.py::test_output_of_runs_is_named_as_such"],
+    ),
+]  # fmt: skip
