@@ -24,7 +24,7 @@ from gptlab.lab.experiments.ledger import Experiment, Slice, all_fields
 from gptlab.lab.experiments.proposal import code_of
 from gptlab.lab.judge.judging import Baseline, Judged, judge_run
 from gptlab.lab.judge.questions import Questions
-from gptlab.lab.judge.supervise import Finished, Limits, start, supervise
+from gptlab.lab.judge.supervise import Finished, Limits, start, supervise, texts_in_cache
 from gptlab.runtime.files.plain_file import to_json
 from gptlab.runtime.records.run_directory import RunDirectory
 
@@ -204,7 +204,7 @@ def _process(lab: Lab, variant: Variant, seconds: float) -> dict[str, Any]:
     return {
         "cwd": folder / "runs",
         "environment": environment | {"PYTHONPATH": str(variant.code), "GPTLAB_CACHE": str(cache)},
-        "hidden": [lab.path],
+        "hidden": [lab.path, *texts_in_cache()],
         "readable": [lab.path / "baseline", lab.path / "data", variant.code],
         "writable": [folder / "runs", cache],
     }
