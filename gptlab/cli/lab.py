@@ -169,6 +169,12 @@ class RunNightArguments:
     """Stop after this time: 8h, 30m or 90s. An experiment that has begun is finished."""
     agent_minutes: Positive[float] = 30.0
     """The longest that the command may think about one proposal."""
+    launcher: Literal["here", "slurm"] = "here"
+    """slurm: submit workers as jobs that do this on the same folder, and end."""
+    workers: Positive[int] = 1
+    """Jobs that --launcher slurm submits."""
+    slurm: tuple[str, ...] = ()
+    """Options of each job as NAME=VALUE: partition=gpu gpus_per_node=1 timeout_min=480."""
 
 
 def _run(argv: list[str]) -> int:
@@ -179,6 +185,8 @@ def _run(argv: list[str]) -> int:
     from gptlab.lab.experiments.night import agent, run_night
 
     lab = Lab.open(_path(given.name))
+    if given.launcher == "slurm":
+        return _submit(lab, given)
     if given.search is None:
         propose = agent(str(given.agent), 60.0 * given.agent_minutes)
     else:
@@ -190,6 +198,26 @@ def _run(argv: list[str]) -> int:
         lab, propose, at_once=given.search is not None, experiments=given.experiments, seconds=seconds, say=_on_stderr,
         judged=lambda one: print(answer(one), flush=True),
     )  # fmt: skip
+    return 0
+
+
+def _submit(lab: Lab, given: RunNightArguments) -> int:
+    """Submit jobs that run the same command without --launcher."""
+    from gptlab.lab.experiments import slurm
+
+    if given.search is not None:
+        from gptlab.lab.experiments.search import read_space
+
+        read_space(given.search)  # A wrong one is refused now, not in the queue.
+    command = [sys.executable, "-m", "gptlab", "lab", "run", str(lab.path)]
+    for name in ("agent", "search", "experiments", "until", "agent_minutes"):
+        if (value := getattr(given, name)) is not None:
+            command += [f"--{name.replace('_', '-')}", str(value)]
+    logs = lab.path / "work" / "jobs"
+    jobs = slurm.submit_workers(command, given.workers, logs=logs, options=slurm.read_options(given.slurm))
+    for job in jobs:
+        print(f"job {job.job_id}")
+    print(f"their output is in {logs}; gptlab lab status {given.name} shows how far they are")
     return 0
 
 
