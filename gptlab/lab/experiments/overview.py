@@ -142,6 +142,10 @@ def details(lab: Lab, one: Experiment) -> Iterator[str]:
     yield f"verdict     {one.says or 'in flight'}{rule} {difference_text(one)}".rstrip()
     if verdict.get("reason"):
         yield f"reason      {verdict['reason']}"
+    for answer in one.promotions:
+        size = "" if answer["depth"] is None else f" at depth {answer['depth']}"
+        said = "confirmed" if answer["confirmed"] else "not confirmed"
+        yield f"promotion   {said}{size}: {answer['difference']:+.4f} bpb against experiment 0, {answer['pairs']} pairs"
     yield f"folder      {lab.experiment(one.number)}"
 
 

@@ -12,7 +12,7 @@ from lab_world import formula, new_lab
 from gptlab.cli import lab as command
 from gptlab.config.errors import UserError
 from gptlab.lab.experiments.folder import Lab
-from gptlab.lab.experiments.overview import proposals
+from gptlab.lab.experiments.overview import details, proposals, state
 from gptlab.lab.experiments.promote import promote, sentence
 from gptlab.lab.experiments.proposal import Proposal, submit
 from gptlab.lab.experiments.trial import finish, in_flight, measure_baseline
@@ -58,6 +58,11 @@ def test_the_best_is_confirmed_against_the_first_baseline(lab: Lab) -> None:
     assert answer["evidence"] == float(e_value(differences, (2.0, 8.0))) >= 20
     assert experiments[BETTER_STILL].promotions == [answer]
     assert sentence([answer]).startswith("experiment 3 is confirmed against experiment 0: -0.02")
+    [line] = [line for line in details(lab, experiments[BETTER_STILL]) if line.startswith("promotion")]
+    assert line.startswith("promotion   confirmed: -0.02")
+    told = json.dumps(state(lab))
+    assert "confirmed" not in told  # Whoever proposes would learn from the second text.
+    assert "10001" not in told
 
 
 def test_nothing_is_trained_twice_and_said_once(lab: Lab) -> None:
