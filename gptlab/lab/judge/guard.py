@@ -283,7 +283,8 @@ def _supervise(spec: dict[str, Any], life: int, libc: ctypes.CDLL, watch: _Watch
     outputs = [*spec["writable"], *([] if isolated else [spec["temporary"]])]
     size_before = _size(outputs)
     began = time.monotonic()
-    candidate = _begin(spec, libc, isolated)
+    process = _begin(spec, libc, isolated)  # kept: subprocess reaps a process that nobody refers to
+    candidate = process.pid
     for descriptor in (0, 1, 2):  # the candidate's alone: what reads its output must see the end of it
         os.close(descriptor)
         os.open(os.devnull, os.O_RDWR)
@@ -357,8 +358,8 @@ def _kill_all(tree: _Tree, candidate: int) -> int | None:
     return code
 
 
-def _begin(spec: dict[str, Any], libc: ctypes.CDLL, isolated: bool) -> int:
-    """Start the candidate, in a session of its own. Returns its process."""
+def _begin(spec: dict[str, Any], libc: ctypes.CDLL, isolated: bool) -> subprocess.Popen[bytes]:
+    """Start the candidate, in a session of its own."""
 
     def confine() -> None:
         if sys.platform == "linux":
@@ -377,7 +378,7 @@ def _begin(spec: dict[str, Any], libc: ctypes.CDLL, isolated: bool) -> int:
 
     return subprocess.Popen(
         spec["argv"], cwd=spec["cwd"], env=spec["environment"], preexec_fn=confine, start_new_session=True
-    ).pid
+    )
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ def test_exit_codes_come_back_as_they_are(child: Callable[[str], None], tmp_path
 
 
 def test_words_and_output_of_a_new_and_of_a_stopped_run(child: Callable[[str], None], tmp_path: Path) -> None:
-    child("print(sys.argv[1:]); print('and this', file=sys.stderr)")
+    child("print(sys.argv[1:], flush=True); print('and this', file=sys.stderr)")
     run, log = tmp_path / "run", tmp_path / "logs" / "run.log"
     launch(run, ["quickstart", "--seed=3"], log=log)
     launch(write_run(run, [4.0], status="preempted"), ["quickstart", "--seed=3"], log=log)

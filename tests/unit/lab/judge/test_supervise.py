@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import ctypes
+import json
 import os
 import signal
+import subprocess
 import sys
 import textwrap
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+from forked import Forked
 
 from gptlab.config.errors import UserError
+from gptlab.lab.judge import guard
 from gptlab.lab.judge.guard import MAX_DECOYS, _tree_of
 from gptlab.lab.judge.rules import RULES, Broken
 from gptlab.lab.judge.supervise import _LIMIT_RULES, Finished, Limits, start, supervise, why_not_isolated
@@ -149,6 +155,35 @@ def test_a_guard_that_is_killed(tmp_path: Path) -> None:
     """Without namespaces, its candidate can."""
     with pytest.raises(Broken, match="its guard was killed"):
         run(tmp_path, "import os, signal; os.kill(os.getppid(), signal.SIGKILL)", isolate=False)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs waitid")
+def test_a_process_that_ends_before_its_guard_has_looked(tmp_path: Path) -> None:
+    """Its exit code is the guard's to read, whatever subprocess does with an object that is not used any more."""
+    limits = {**asdict(LIMITS), "wall_seconds": 2.0}
+    spec = {
+        "argv": [sys.executable, "-I", "-S", "-c", "raise SystemExit(7)"], "cwd": str(tmp_path), "environment": {},
+        "limits": limits, "writable": [], "temporary": str(tmp_path), "isolate": False,
+    }  # fmt: skip
+    report = tmp_path / "report.json"
+
+    class Ended(subprocess.Popen[bytes]):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+
+    def work() -> None:
+        life, end = os.pipe()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(subprocess, "Popen", Ended)
+            facts = guard._supervise(spec, life, ctypes.CDLL(None, use_errno=True), None)
+        report.write_text(json.dumps(facts))
+        os.close(end)
+
+    process = Forked(work)
+    process.communicate(timeout=30)
+    facts = json.loads(report.read_text())
+    assert (facts["exit_code"], facts["broken"]) == (7, None)
 
 
 @pytest.mark.skipif(True not in BOTH_WAYS, reason="this machine gives users no namespaces")
