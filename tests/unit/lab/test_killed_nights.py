@@ -81,8 +81,9 @@ def killed_nights(template: Path, tmp_path: Path, chosen: Callable[[Iterable[str
     return len(victims)
 
 
-def test_at_one_file_operation_of_each_kind(template: Path, tmp_path: Path) -> None:
-    assert killed_nights(template, tmp_path, lambda points: spread(filter(changes_files, points))) > 10
+def test_at_file_operations_of_many_kinds(template: Path, tmp_path: Path) -> None:
+    """One operation of every third kind; all of them: `make test-faults`."""
+    assert killed_nights(template, tmp_path, lambda points: spread(filter(changes_files, points))[::3]) > 6
 
 
 @pytest.mark.faults
