@@ -2,8 +2,8 @@
 lab times two programs in turn with it (`lab/experiments/equal_time.py`). It writes no run folder.
 
 ARGUMENTS are those of `gptlab.train()`, as one JSON object. On standard output comes one JSON object a line: first
-`{"config": ...}`, when data, model and compilation are ready; then, for each line that is read from standard input,
-`{"step": N}` after one more step. The end of standard input ends it.
+`{"config": ..., "tokens_per_step": ..., "flops_per_step": ...}`, when data, model and compilation are ready; then, for
+each line that is read from standard input, `{"step": N}` after one more step. The end of standard input ends it.
 """
 
 from __future__ import annotations

@@ -102,3 +102,7 @@ def told(experiment: Experiment) -> dict[str, Any]:
         "fields": dict(experiment.fields), "files": experiment.files, "steps": experiment.steps,
         "bpb": experiment.bpb, "verdict": verdict, "against": experiment.against,
     }  # fmt: skip
+
+
+def quiet(text: str) -> None:
+    """What a lab says, unheard."""

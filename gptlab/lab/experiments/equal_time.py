@@ -144,7 +144,7 @@ def speed_of(seconds: Sequence[tuple[float, float]]) -> Speed:
     times = np.array(seconds)
     ratios = np.sort(times[:, 0] / times[:, 1])
     number = len(ratios)
-    outside = max(0, math.ceil(bdtrik(0.025, number, 0.5)) - 1)  # left out at each end
+    outside = max(0, math.ceil(bdtrik(0.025, number, 0.5)) - 1)  # excluded at each end
     return Speed(
         float(np.median(ratios)), float(ratios[outside]), float(ratios[number - 1 - outside]), number,
         float(np.median(times[:, 0])),

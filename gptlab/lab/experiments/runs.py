@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import psutil
 
-from gptlab.config.errors import UserError
 from gptlab.config.load import config_to_json
 from gptlab.data.rows import validation_rows
 from gptlab.lab.experiments.equal_time import StepProcess
@@ -25,6 +24,7 @@ from gptlab.lab.experiments.proposal import code_of
 from gptlab.lab.judge.judging import Baseline, Judged, judge_run
 from gptlab.lab.judge.questions import Questions
 from gptlab.lab.judge.supervise import Finished, Limits, start, supervise, texts_in_cache
+from gptlab.lab.sweep import words_of
 from gptlab.runtime.files.plain_file import to_json
 from gptlab.runtime.records.run_directory import RunDirectory
 
@@ -103,7 +103,7 @@ def train_again(lab: Lab, variant: Variant, seed: int, *, candidate: int) -> Fin
 def _words_for(lab: Lab, variant: Variant, run: Path, seed: int) -> list[str]:
     assert variant.steps is not None
     given = arguments(lab, variant, seed=seed, steps=variant.steps) | {"run_dir": str(run)}
-    return ["train", *_words(given), "--quiet"]
+    return ["train", *words_of(given), "--quiet"]
 
 
 def _train(lab: Lab, variant: Variant, run: Path, words: Sequence[str]) -> Finished:
@@ -219,13 +219,3 @@ def _new_cache(lab: Lab, cache: Path) -> None:
     if first.exists():
         with suppress(shutil.Error):  # files that another worker's compiler renamed meanwhile
             shutil.copytree(first, cache, symlinks=True, dirs_exist_ok=True)
-
-
-def _words(given: Mapping[str, Any]) -> Iterator[str]:
-    """The arguments as words of a command line."""
-    for name, value in given.items():
-        values = value if isinstance(value, list | tuple) else [value]
-        if not values:
-            raise UserError(f"{name}: an empty list cannot be proposed")
-        yield f"--{name.replace('_', '-')}"
-        yield from (str(one).lower() if isinstance(one, bool) else str(one) for one in values)

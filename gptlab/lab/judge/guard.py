@@ -209,7 +209,7 @@ class _Tree:
         self._page = os.sysconf("SC_PAGE_SIZE")
 
     def processes(self) -> dict[int, list[str]]:
-        """{process: the fields of its stat line after the name}, zombies left out."""
+        """{process: the fields of its stat line after the name}, without zombies."""
         found: dict[int, list[str]] = {}
         with contextlib.suppress(OSError):
             for name in os.listdir("/proc"):

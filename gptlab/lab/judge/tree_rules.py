@@ -163,7 +163,7 @@ def _check_source(name: str, content: bytes, before: bytes) -> None:
 
 
 def _literals(tree: ast.AST) -> Iterator[ast.expr]:
-    """Constants and displays of them, docstrings left out."""
+    """Constants and displays of them, without docstrings."""
     docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     kinds = (ast.Constant, ast.List, ast.Tuple, ast.Set, ast.Dict, ast.Call, ast.BinOp, ast.JoinedStr)
     return (node for node in ast.walk(tree) if isinstance(node, kinds) and id(node) not in docstrings)

@@ -14,7 +14,7 @@ import fault_figures
 import pytest
 from failpoints import Failpoints, changes_files, spread
 from forked import Forked
-from lab_world import formula, in_order, new_lab, told
+from lab_world import formula, in_order, new_lab, quiet, told
 
 from gptlab.lab.experiments.folder import Lab
 from gptlab.lab.experiments.night import run_night
@@ -30,9 +30,6 @@ NIGHT = (
 
 def night(folder: Path) -> None:
     """The baseline with one seed, then three experiments: discarded, kept, refused."""
-
-    def quiet(text: str) -> None:
-        pass
 
     with formula():
         lab = Lab.open(folder / "lab")

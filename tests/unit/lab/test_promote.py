@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from lab_world import formula, new_lab
+from lab_world import formula, new_lab, quiet
 
 from gptlab.cli import lab as command
 from gptlab.config.errors import UserError
@@ -37,10 +37,6 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def lab(measured: Path, tmp_path: Path) -> Lab:
     return Lab.open(shutil.copytree(measured, tmp_path / "lab"))
-
-
-def quiet(text: str) -> None:
-    pass
 
 
 def test_the_best_is_confirmed_against_the_first_baseline(lab: Lab) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from lab_world import bpb_of, formula, new_lab
+from lab_world import bpb_of, formula, new_lab, quiet
 
 from gptlab.config.errors import UserError
 from gptlab.lab.experiments.folder import Lab
@@ -32,10 +32,6 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def lab(measured: Path, tmp_path: Path) -> Lab:
     return Lab.open(shutil.copytree(measured, tmp_path / "lab"))
-
-
-def quiet(text: str) -> None:
-    pass
 
 
 def night(lab: Lab, experiments: int, text: str, tmp_path: Path) -> list[Experiment]:

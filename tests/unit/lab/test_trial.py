@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from lab_world import PAIRED_SD, bpb_of, formula, in_order, new_lab, told
+from lab_world import PAIRED_SD, bpb_of, formula, in_order, new_lab, quiet, told
 
 from gptlab.config.errors import UserError
 from gptlab.lab.experiments import runs, trial
@@ -31,10 +31,6 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def lab(measured: Path, tmp_path: Path) -> Lab:
     return Lab.open(shutil.copytree(measured / "lab", tmp_path / "lab"))
-
-
-def quiet(text: str) -> None:
-    pass
 
 
 def tried(lab: Lab, **proposal: object) -> dict[str, object]:

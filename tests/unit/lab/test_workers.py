@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from forked import Forked
-from lab_world import formula, new_lab
+from lab_world import formula, new_lab, quiet
 
 from gptlab.lab.experiments import runs
 from gptlab.lab.experiments.folder import Lab
@@ -34,10 +34,6 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def lab(measured: Path, tmp_path: Path) -> Lab:
     return Lab.open(shutil.copytree(measured, tmp_path / "lab"))
-
-
-def quiet(text: str) -> None:
-    pass
 
 
 def next_of_night(lab: Lab) -> Proposal | None:
