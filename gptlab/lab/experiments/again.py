@@ -3,8 +3,10 @@ on top of the new baseline. So no gain is dropped, and nothing becomes the basel
 
 from __future__ import annotations
 
+import re
 import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 from gptlab.lab.experiments.folder import Lab
@@ -27,6 +29,12 @@ def propose_again(lab: Lab, number: int) -> str:
     with tempfile.TemporaryDirectory(dir=lab.path, prefix=".again-") as folder:
         tree = _on_top(lab, one, new, Path(folder)) if one.files else None
         return f"proposed again as {submit(lab, Proposal(one.fields, tree, one.why, one.expect, by))}"
+
+
+def earlier_races(experiments: Mapping[int, Experiment], one: Experiment) -> int:
+    """How often the same proposal was raced before, against earlier baselines."""
+    before = re.fullmatch(r"experiment (\d+) again", one.by)
+    return 0 if before is None else 1 + earlier_races(experiments, experiments[int(before[1])])
 
 
 def _on_top(lab: Lab, one: Experiment, base: Path, folder: Path) -> Path:

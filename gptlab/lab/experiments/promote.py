@@ -18,7 +18,7 @@ from gptlab.lab.experiments.equal_time import StepsFailedError
 from gptlab.lab.experiments.folder import Lab
 from gptlab.lab.experiments.ledger import SECOND_SIZE, Experiment, baseline_of
 from gptlab.lab.experiments.proposal import code_of
-from gptlab.lab.experiments.runs import CrashedError, TimedOutError
+from gptlab.lab.experiments.runs import CrashedError, TimedOutError, forget_promotion
 from gptlab.lab.experiments.trial import measure, time_baseline, time_candidate
 from gptlab.lab.judge.rules import Broken
 from gptlab.lab.racing import PROMOTION, PROMOTION_LEVEL, decide
@@ -105,6 +105,8 @@ def _promote(
     }  # fmt: skip
     if answer not in lab.ledger.experiments()[number].promotions:
         lab.ledger.append("promotion", **answer)
+    for one in pair:
+        forget_promotion(lab, one)
     return answer
 
 

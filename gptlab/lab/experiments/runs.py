@@ -193,6 +193,14 @@ def forget(lab: Lab, number: int) -> None:
         path.unlink(missing_ok=True)
 
 
+def forget_promotion(lab: Lab, number: int) -> None:
+    """Remove the weights of the experiment's runs that a promotion trained. What the judge kept of them stays: the
+    audits of later promotions look where a candidate gained over them."""
+    for where, seed in lab.ledger.experiments()[number].bpb:
+        if where == "promotion":
+            shutil.rmtree(run_folder(lab, number, seed) / "checkpoints", ignore_errors=True)
+
+
 def _process(lab: Lab, variant: Variant, seconds: float) -> dict[str, Any]:
     """Where a process of the variant runs and what it may see: its own folder, training data, its code."""
     folder = lab.experiment(variant.number)

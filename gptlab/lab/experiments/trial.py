@@ -16,7 +16,7 @@ from filelock import FileLock, Timeout
 
 from gptlab.config.errors import UserError, one_line
 from gptlab.lab.experiments import runs
-from gptlab.lab.experiments.again import propose_again
+from gptlab.lab.experiments.again import earlier_races, propose_again
 from gptlab.lab.experiments.equal_time import StepsFailedError, compare_speed, require_positive_steps, time_alone
 from gptlab.lab.experiments.folder import Lab
 from gptlab.lab.experiments.ledger import NOTHING, SLICES, Experiment, Slice, Verdict, baseline_of
@@ -210,13 +210,17 @@ def time_candidate(lab: Lab, number: int, say: Say, *, against: int | None = Non
 
 def _race(lab: Lab, number: int, say: Say) -> Ruling:
     """Train pairs of baseline and candidate until they decide."""
-    differences: list[float] = []
-    while True:
-        experiments = lab.ledger.experiments()
-        against = experiments[number].against
-        seed = lab.settings.first_seed + seed_order(number - FIRST, RULES)[len(differences)]
-        base, new = (measure(lab, one, seed, "validation", say) for one in (against, number))
-        if not differences and base == new and _weights(lab, against, seed) == _weights(lab, number, seed):
+    experiments = lab.ledger.experiments()
+    one, differences = experiments[number], list[float]()
+    # A proposal that is raced again was good with its seeds: with the same ones it would be good by selection.
+    first_seed = lab.settings.first_seed + RULES.most_pairs * earlier_races(experiments, one)
+    for seed in (first_seed + place for place in seed_order(number - FIRST, RULES)):
+        try:
+            base = measure(lab, one.against, seed, "validation", say)
+        except (CrashedError, TimedOutError, Broken) as error:  # not the candidate's fault
+            return Ruling("inconclusive", f"the baseline failed with seed {seed}: {error}")
+        new = measure(lab, number, seed, "validation", say)
+        if not differences and base == new and _weights(lab, one.against, seed) == _weights(lab, number, seed):
             return Ruling("no-op", "the trained weights are the baseline's, bit for bit")
         differences.append(base - new)
         say(f"{number:04}: seed {seed}, {new:.6f} bpb, the baseline {base:.6f}")
@@ -229,6 +233,7 @@ def _race(lab: Lab, number: int, say: Say) -> Ruling:
                 "inconclusive": f"after {RULES.most_pairs} pairs an improvement is {evidence}",
             }[found.verdict]
             return Ruling(found.verdict, reason, evidence=found.evidence)
+    raise AssertionError("a race ends with its last seed")
 
 
 def measure(lab: Lab, number: int, seed: int, where: Slice, say: Say) -> float:

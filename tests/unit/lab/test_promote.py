@@ -71,6 +71,15 @@ def test_nothing_is_trained_twice_and_said_once(lab: Lab) -> None:
     assert len(lab.ledger.experiments()[BETTER].promotions) == 1
 
 
+def test_weights_of_fresh_seeds_are_removed_and_others_stay(lab: Lab) -> None:
+    with formula():
+        promote(lab, BETTER, seeds=5, depth=None, say=quiet)
+    for number in (0, BETTER):
+        runs = {path.parent.name for path in lab.experiment(number).glob("runs/*/checkpoints")}
+        assert "seed-1" in runs
+        assert not [name for name in runs if name.startswith("seed-100")]
+
+
 def test_what_does_nothing_is_not_confirmed(lab: Lab) -> None:
     """With as many fresh seeds as are allowed."""
     with formula():

@@ -15,6 +15,7 @@ from gptlab.lab.experiments.folder import Lab
 from gptlab.lab.experiments.ledger import baseline_of
 from gptlab.lab.experiments.night import run_night
 from gptlab.lab.experiments.proposal import Proposal, submit
+from gptlab.lab.experiments.runs import Variant
 from gptlab.lab.experiments.trial import finish, measure_baseline, noise
 
 
@@ -96,6 +97,25 @@ def test_fields_that_the_judge_needs_cannot_be_proposed(lab: Lab) -> None:
 def test_what_crashes(lab: Lab) -> None:
     verdict = tried(lab, fields={"model.activation": "crash"})
     assert (verdict["verdict"], verdict["reason"]) == ("crashed", "no such activation")
+
+
+def test_a_baseline_that_fails_with_a_new_seed_is_not_the_candidates_fault(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    number = submit(lab, Proposal({"optim.head.lr": 0.3}))
+    with formula():
+        honest = runs.train
+
+        def train(lab: Lab, variant: Variant, seed: int) -> object:
+            if variant.number == 0:
+                raise runs.CrashedError("the loss is not finite")
+            return honest(lab, variant, seed)
+
+        monkeypatch.setattr(runs, "train", train)
+        verdict = finish(lab, number, quiet).verdict
+    assert verdict is not None
+    assert (verdict["verdict"], verdict["pairs"]) == ("inconclusive", 5)  # the baseline has seeds 1 to 5
+    assert verdict["reason"] == "the baseline failed with seed 6: the loss is not finite"
 
 
 def test_what_a_run_prints_is_shortened_and_printable(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:

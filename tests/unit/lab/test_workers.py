@@ -102,6 +102,10 @@ def test_an_improvement_on_a_replaced_baseline_is_proposed_again(lab: Lab) -> No
     again = lab.ledger.experiments()[4]
     assert (again.fields, again.against, again.why) == ({"optim.head.lr": 2.0}, small, "more")
     assert again.by == "experiment 3 again"
+    # It was better with the seeds of its first race: the second one has others.
+    first, second = ({seed for _, seed in lab.ledger.experiments()[number].bpb} for number in (large, 4))
+    assert first <= {*range(1, 21)}
+    assert second <= {*range(21, 41)}
 
 
 class TestCode:
