@@ -22,6 +22,21 @@ MUTATIONS = [
         ["test_workers.py::test_an_improvement_on_a_replaced_baseline_is_proposed_again"],
     ),
     Mutation(
+        "what is proposed again races with the seeds that selected it", "lab/experiments/trial.py",
+        "RULES.most_pairs * earlier_races(experiments, one)", "0",
+        ["test_workers.py::test_an_improvement_on_a_replaced_baseline_is_proposed_again"],
+    ),
+    Mutation(
+        "the judge is shown the candidate's own nats as the baseline's", "lab/experiments/runs.py",
+        "theirs = _nats_path(lab, against, where, seed)", "theirs = _nats_path(lab, variant.number, where, seed)",
+        ["test_experiment_runs.py::test_the_judge_is_shown_where_the_baseline_stands"],
+    ),
+    Mutation(
+        "a candidate's process gets every variable of the environment", "lab/experiments/runs.py",
+        "if _PASSED_ON.fullmatch(name)}", "}",
+        ["test_experiment_runs.py::TestTraining::test_it_sees_training_data_and_code_and_no_secrets"],
+    ),
+    Mutation(
         "two workers train one seed of the baseline", "lab/experiments/trial.py",
         "        wait()\n        lock.acquire()", "        wait()",
         ["test_workers.py::test_a_seed_of_the_baseline_is_waited_for"],

@@ -1,0 +1,131 @@
+"""What an experiment's processes are told and shown, and what the judge gets of the baseline. The processes are not
+started: `make test-faults` (test_killed_labs) does that."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from lab_world import formula, new_lab, quiet
+
+from gptlab.lab.experiments import runs
+from gptlab.lab.experiments.folder import Lab
+from gptlab.lab.experiments.proposal import Proposal, submit
+from gptlab.lab.experiments.runs import CrashedError, TimedOutError, Variant, variant_of
+from gptlab.lab.experiments.trial import measure_baseline
+from gptlab.lab.judge.supervise import Finished
+
+CANDIDATE = 2
+
+
+@pytest.fixture
+def lab(tmp_path: Path) -> Lab:
+    """A lab with a measured baseline and one proposal that was timed."""
+    lab = new_lab(tmp_path, seeds=1)
+    with formula():
+        measure_baseline(lab, quiet)
+    submit(lab, Proposal({"model.activation": "gelu"}))
+    lab.ledger.append("timed", experiment=CANDIDATE, speed=1.0, step_seconds=0.5, steps=80)
+    return lab
+
+
+def candidate(lab: Lab) -> Variant:
+    experiments = lab.ledger.experiments()
+    return variant_of(lab, experiments[CANDIDATE], experiments)
+
+
+class Processes:
+    """In the place of `supervise`: notes what is started, and ends as it is told."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, exit_code: int = 0, *, timed_out: bool = False) -> None:
+        self.started: list[dict[str, Any]] = []
+        monkeypatch.setattr(runs, "supervise", self._supervise)
+        self._ended = Finished(exit_code, 1.0, 1.0, 2**20, 0, "wall_seconds" if timed_out else None, (), (), True)
+
+    def _supervise(self, argv: list[str], *, log: Path, **process: Any) -> Finished:
+        self.started.append({"argv": argv, **process})
+        log.write_text("step 1\ngptlab: error: out of luck\n")
+        return self._ended
+
+
+class TestTraining:
+    def test_the_command(self, lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The baseline's configuration, the lab's data, this seed and length, and the fields of the proposal."""
+        processes = Processes(monkeypatch)
+        runs.train(lab, candidate(lab), seed=7)
+        [process] = processes.started
+        words = process["argv"][3:]
+        assert words[0] == "train"
+        given = dict(word.split("=", 1) for word in words if "=" in word)
+        assert given == {
+            "--from": str(lab.path / "baseline"), "--steps": "80", "--seed": "7", "--model.activation": "gelu",
+            "--data.source": str(lab.path / "data/tokens"), "--tokenizer.path": str(lab.path / "data/tokenizer"),
+            "--run-dir": str(lab.experiment(CANDIDATE) / "runs/seed-7"),
+        }  # fmt: skip
+        assert process["limits"].wall_seconds == runs.START_SECONDS + runs.SLOWER * 80 * 0.5
+
+    def test_it_sees_training_data_and_code_and_no_secrets(self, lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("SOMEBODYS_TOKEN", "secret")
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")
+        processes = Processes(monkeypatch)
+        runs.train(lab, candidate(lab), seed=7)
+        [process] = processes.started
+        folder = lab.experiment(CANDIDATE)
+        assert lab.path in process["hidden"]
+        assert process["readable"] == [lab.path / "baseline", lab.path / "data", lab.path / "code"]
+        assert process["writable"] == [folder / "runs", folder / "cache"]
+        assert process["environment"]["PYTHONPATH"] == str(lab.path / "code")
+        assert process["environment"]["GPTLAB_CACHE"] == str(folder / "cache")
+        assert process["environment"]["OMP_NUM_THREADS"] == "1"
+        assert "SOMEBODYS_TOKEN" not in process["environment"]
+
+    def test_one_that_was_stopped_is_resumed_and_a_finished_one_left_alone(
+        self, lab: Lab, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        processes = Processes(monkeypatch)
+        run = runs.run_folder(lab, CANDIDATE, 7)
+        run.mkdir(parents=True)
+        (run / "config.json").write_text("{}")
+        (run / "run.json").write_text(json.dumps({"status": "preempted"}))
+        runs.train(lab, candidate(lab), seed=7)
+        assert processes.started[0]["argv"][3:] == ["train", "--resume", str(run), "--quiet"]
+        (run / "run.json").write_text(json.dumps({"status": "finished"}))
+        assert runs.train(lab, candidate(lab), seed=7) == (run, None)
+        assert len(processes.started) == 1
+
+    def test_how_it_may_end(self, lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+        Processes(monkeypatch, exit_code=3)
+        with pytest.raises(CrashedError, match=r"^out of luck$"):
+            runs.train(lab, candidate(lab), seed=7)
+        Processes(monkeypatch, exit_code=-9, timed_out=True)
+        with pytest.raises(TimedOutError, match="longer than 1060 s"):
+            runs.train(lab, candidate(lab), seed=7)
+
+
+def test_the_judge_is_shown_where_the_baseline_stands(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The nats of the baseline's run with the same seed and text, which audits look for gains over; and what it finds
+    of this run is kept for the next."""
+    asked: list[dict[str, Any]] = []
+
+    def judge_run(run: Path, questions: Any, **given: Any) -> Any:
+        asked.append({"run": run, "questions": questions, **given})
+        return SimpleNamespace(nats=np.full(3, len(asked), np.float32))
+
+    monkeypatch.setattr(runs, "judge_run", judge_run)
+    experiments = lab.ledger.experiments()
+    base = variant_of(lab, experiments[0], experiments)
+    for variant, seed in ((base, 1), (candidate(lab), 1), (candidate(lab), 2)):
+        run = runs.run_folder(lab, variant.number, seed)
+        runs.judge(lab, variant, run, "validation", seed, against=0)
+    first, second, third = asked
+    assert first["baseline"].nats is None
+    assert second["baseline"].nats.tolist() == [1.0, 1.0, 1.0]
+    assert third["baseline"].nats is None, "the baseline has not run with seed 2"
+    assert second["hidden"] == [lab.path]
+    assert second["tree"] == lab.path / "code"
+    _, targets = second["questions"].read(np.arange(second["questions"].count))
+    assert (targets >= 0).sum() == lab.settings.validation_bytes["validation"]  # a byte a token
