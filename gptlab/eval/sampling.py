@@ -61,12 +61,19 @@ def generate(
     def draw(logits: Tensor) -> int:  # (V,) on the CPU
         if temperature == 0 or top_k == 1:
             return int(logits.argmax())
-        values, tokens = logits.double().topk(len(logits) if top_k is None else min(top_k, len(logits)))
-        # Shifted by the largest first, so that a tiny temperature gives 0 and -inf, never inf - inf.
-        probabilities = ((values - values[0]) / temperature).softmax(0)
+        probabilities, tokens = likeliest(logits, temperature, top_k)
         return int(tokens[torch.multinomial(probabilities, 1, generator=generator)])
 
     return _generate(model, list(tokens), max_tokens, draw, bos_id, bos_id if stop_at_bos else None)
+
+
+def likeliest(logits: Tensor, temperature: float, top_k: int | None) -> tuple[Tensor, Tensor]:
+    """Of logits (..., V): probabilities (..., K) in float64 at a temperature above 0, the largest first, and their
+    tokens (..., K). top_k None: of all."""
+    n_entries = logits.shape[-1]
+    values, tokens = logits.double().topk(n_entries if top_k is None else min(top_k, n_entries))
+    # Shifted by the largest first, so that a tiny temperature gives 0 and -inf, never inf - inf.
+    return ((values - values[..., :1]) / temperature).softmax(-1), tokens
 
 
 def sample_text(model: GPT, tokenizer: Tokenizer, prompt: str, *, seed: int = 0, **settings: Any) -> Iterator[str]:
@@ -76,15 +83,24 @@ def sample_text(model: GPT, tokenizer: Tokenizer, prompt: str, *, seed: int = 0,
     A character whose bytes are spread over several tokens is yielded whole; an incomplete one at the end is dropped.
     Bytes that are not UTF-8 become U+FFFD.
     """
-    bos_id = tokenizer.bos_id
+    bos_id, tokens = tokenizer.bos_id, prompt_tokens(tokenizer, prompt)
+    drawn = generate(model, tokens, seed=prompt_seed(seed, prompt), bos_id=bos_id, **settings)
+    return utf8_pieces(tokenizer.decode_bytes([token]) for token in drawn)
+
+
+def prompt_tokens(tokenizer: Tokenizer, prompt: str) -> list[int]:
+    """The prompt after BOS, where there is one. UserError where that leaves no token to start from."""
     tokens = [int(token) for token in tokenizer.encode(prompt)]
-    if bos_id is not None:
-        tokens.insert(0, bos_id)
+    if tokenizer.bos_id is not None:
+        tokens.insert(0, tokenizer.bos_id)
     elif not tokens:
         raise UserError("the prompt is empty, and this tokenizer has no BOS to start from: give a --prompt")
-    # With one sequence of draws for all prompts, a weak model would continue all of them with the same words.
-    own_seed = fold_seed(seed, zlib.crc32(prompt.encode()))
-    return _text_pieces(tokenizer, generate(model, tokens, seed=own_seed, bos_id=bos_id, **settings))
+    return tokens
+
+
+def prompt_seed(seed: int, prompt: str) -> int:
+    """With one sequence of draws for all prompts, a weak model would continue all of them with the same words."""
+    return fold_seed(seed, zlib.crc32(prompt.encode()))
 
 
 def sample_texts(
@@ -98,8 +114,8 @@ def sample_texts(
     stop_at_bos: bool = True,
     timed: bool = False,
 ) -> Sequence[Iterable[str]]:
-    """The pieces of each prompt's continuation: all set up at once, drawn as they are read. Several processes share the
-    drawing: rank r draws texts r, r+W, ..., and each process gets all. `timed`: see `Group.gather`."""
+    """The pieces of each prompt's continuation: all set up at once, drawn as they are read or, by several processes,
+    `shared`. `timed`: see `Group.gather`."""
     streams = [
         sample_text(
             model, tokenizer, prompt, max_tokens=settings.max_tokens, temperature=settings.temperature,
@@ -107,6 +123,11 @@ def sample_texts(
         )
         for prompt in prompts
     ]  # fmt: skip
+    return shared(streams, group, timed=timed)
+
+
+def shared(streams: Sequence[Iterable[str]], group: Group, *, timed: bool = False) -> Sequence[Iterable[str]]:
+    """The same texts in every process of the group: rank r draws texts r, r+W, ... Alone, they are drawn when read."""
     if group.size == 1:
         return streams
     texts = [""] * len(streams)
@@ -131,7 +152,7 @@ def _generate(
     fresh = tokens
     for _ in range(max_tokens):
         if len(tokens) > seq_len:
-            cache, fresh = None, _last_half(tokens, seq_len, bos_id)
+            cache, fresh = None, last_half(tokens, seq_len, bos_id)
             tokens = list(fresh)
         if cache is None:
             cache = KVCache(model.config, 1, seq_len, device, model.compute_dtype)
@@ -145,16 +166,18 @@ def _generate(
         fresh = [token]
 
 
-def _last_half(tokens: list[int], seq_len: int, bos_id: int | None) -> list[int]:
+def last_half(tokens: list[int], seq_len: int, bos_id: int | None) -> list[int]:
+    """What a context that is full is cut to."""
     kept = tokens[-max(1, seq_len // 2) :]
     starts_document = bos_id is not None and tokens[0] == bos_id and seq_len > 1
     return [tokens[0], *kept] if starts_document else kept
 
 
-def _text_pieces(tokenizer: Tokenizer, tokens: Iterator[int]) -> Iterator[str]:
+def utf8_pieces(parts: Iterable[bytes]) -> Iterator[str]:
+    """Text of bytes as they come: a character is yielded whole, an incomplete one at the end is dropped."""
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    for token in tokens:
-        if piece := decoder.decode(tokenizer.decode_bytes([token])):
+    for part in parts:
+        if piece := decoder.decode(part):
             yield piece
 
 

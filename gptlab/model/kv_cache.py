@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import Tensor
 
@@ -34,3 +36,16 @@ class KVCache:
 
     def advance(self, n_tokens: int) -> None:
         self.length += n_tokens
+
+    def filled(self) -> Tensor:
+        """Keys and values so far, (layers, 2, B, G, length, D): a view."""
+        return self._store[..., : self.length, :]
+
+    def repeated(self, batch_size: int, more_tokens: int) -> KVCache:
+        """A cache of `batch_size` sequences that each hold what the only one here holds, with room for more."""
+        layers, pair, _, heads, _, width = self._store.shape
+        other = copy.copy(self)
+        other.max_tokens = self.length + more_tokens
+        other._store = self._store.new_zeros(layers, pair, batch_size, heads, other.max_tokens, width)
+        other.filled()[:] = self.filled()
+        return other

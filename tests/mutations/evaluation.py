@@ -91,20 +91,20 @@ MUTATIONS = [
     # --- samples
     Mutation(
         "BOS follows the prompt", "eval/sampling.py",
-        "tokens.insert(0, bos_id)", "tokens.append(bos_id)",
+        "tokens.insert(0, tokenizer.bos_id)", "tokens.append(tokenizer.bos_id)",
         ["test_sampling.py::test_prompts_start_with_bos_where_there_is_one"],
         ["Samples every 2000 steps"],
     ),
     Mutation(
         "a temperature multiplies the logits", "eval/sampling.py",
-        "((values - values[0]) / temperature)", "((values - values[0]) * temperature)",
+        "((values - values[..., :1]) / temperature)", "((values - values[..., :1]) * temperature)",
         ["test_sampling.py::TestDraws::test_temperature_by_hand",
          "test_sampling.py::TestDraws::test_a_tiny_temperature_is_greedy"],
         ["Samples every 2000 steps"],
     ),
     Mutation(
         "all prompts share their draws", "eval/sampling.py",
-        "own_seed = fold_seed(seed, zlib.crc32(prompt.encode()))", "own_seed = seed",
+        "return fold_seed(seed, zlib.crc32(prompt.encode()))", "return seed",
         ["test_sampling.py::test_prompts_draw_apart_and_each_the_same_again"],
     ),
 ]  # fmt: skip

@@ -69,6 +69,11 @@ class Tokenizer:
         """Changes with anything that changes an id."""
 
     @property
+    def tokens(self) -> tuple[bytes, ...]:
+        """The bytes that each id stands for; b"" for BOS."""
+        return self._tokens
+
+    @property
     def bos_token(self) -> str | None:
         """The name of BOS, where there is one: <|bos|>, or <|endoftext|> of GPT-2."""
         return None if self.bos_id is None else self.bos_name
