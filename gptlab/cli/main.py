@@ -23,6 +23,7 @@ COMMANDS = {
     "sweep": ("gptlab.cli.sweep", "train variants of a run, each with several seeds, and compare them"),
     "ladder": ("gptlab.cli.ladder", "train a recipe at several depths, and fit a power law"),
     "runs": ("gptlab.cli.runs", "list run folders, or delete some or their checkpoints (runs prune)"),
+    "report": ("gptlab.cli.report", "write what a run did: report.html (curves, samples, provenance) and report.md"),
     "import": ("gptlab.cli.import_model", "hf | nanogpt: turn a model trained elsewhere into a run folder"),
     "sample": ("gptlab.cli.sample", "continue a text with a trained run"),
     "export": ("gptlab.cli.export", "write a trained model as a folder that transformers loads"),

@@ -32,7 +32,7 @@ _MARKS = {"run.json", "metrics.jsonl", "checkpoints"}
 """A folder with a config.json and one of these is a run; other programs write a config.json too."""
 _OWN = re.compile(
     r"config\.json|run\.json(\.damaged)?|code|environment\.txt|gpu\.txt|metrics\.jsonl|log\.txt|tokenizer|checkpoints"
-    r"|summary\.json|set-aside-\d+|\.lock(\.json)?|\..+\.tmp"
+    r"|summary\.json|report\.(html|md)|set-aside-\d+|\.lock(\.json)?|\..+\.tmp"
 )
 """What gptlab writes into a run folder."""
 _CHECKPOINT = re.compile(r"step-\d+")
@@ -170,7 +170,7 @@ def _listed(path: Path, *, held: bool = False) -> ListedRun:
         has_checkpoint=any(_CHECKPOINT.fullmatch(name) for folder in weights for name in os.listdir(folder)),
         recipe=fields["recipe"],
         fields=fields,
-        changes=_changes(fields, record),
+        changes=changes_from_recipe(fields, record),
         data_fingerprint=data if isinstance(data, str) else None,
         is_own=isinstance(record.get("run_id"), str)
         and "imported" not in record
@@ -241,26 +241,32 @@ def _last_lines(path: Path, *kinds: str) -> list[dict[str, Any]]:
     return found
 
 
-def _changes(fields: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, Any] | None:
+def changes_from_recipe(fields: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, Any] | None:
     """{field: value} where a configuration is not its recipe's for the same depth and horizon; None where the recipe is
-    unknown. Of a run that began with trained weights, these decide the model."""
-    begun = fields.get("init_from") is not None
-    try:
-        of_recipe = _recipe_fields(
-            fields["recipe"],
-            None if begun else fields["model.n_layer"],
-            (fields["horizon.amount"], fields["horizon.unit"]),
-            (str(record.get("device", "cpu")), _number(record.get("training_flops_per_second"))),
-            tuple(fields.get("recipe_arguments", ())),
-        )
-    except (UserError, ArithmeticError, KeyError, TypeError, ValueError):
+    unknown. `record`: run.json. Of a run that began with trained weights, these decide the model."""
+    if (of_recipe := recipe_fields(fields, record)) is None:
         return None
+    begun = fields.get("init_from") is not None
     skipped = ("model.", *_NOT_A_CHANGE) if begun else _NOT_A_CHANGE
     return {
         name: value
         for name, value in fields.items()
         if value != of_recipe.get(name, value) and not name.startswith(skipped)
     }
+
+
+def recipe_fields(fields: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, Any] | None:
+    """{field: value} of what a run's recipe makes of its depth, horizon and machine; None where it is unknown."""
+    try:
+        return _recipe_fields(
+            fields["recipe"],
+            None if fields.get("init_from") is not None else fields["model.n_layer"],
+            (fields["horizon.amount"], fields["horizon.unit"]),
+            (str(record.get("device", "cpu")), _number(record.get("training_flops_per_second"))),
+            tuple(fields.get("recipe_arguments", ())),
+        )
+    except (UserError, ArithmeticError, KeyError, TypeError, ValueError):
+        return None
 
 
 @functools.lru_cache(maxsize=256)

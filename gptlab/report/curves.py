@@ -1,0 +1,261 @@
+"""The metrics of a run as columns, and as the JSON value that `assets/charts.js` draws.
+
+    {"version": 1,
+     "runs": [{"name": "quickstart-20261122-170807",
+               "group": "activation=gelu", its configuration: runs of one group differ by seed alone; or null
+               "seed": 1337,
+               "status": "finished",
+               "tokens_per_step": 4096,    null where the run logged no step
+               "flops_per_step": 4.5e10,   forward and backward; null as above
+               "mean_steps": 7,            how many logged steps `loss_mean` is the mean of
+               "train": {"step": [...], "seconds": [...], "loss": [...], "loss_mean": [...], "lr_scale": [...],
+                         "grad_norm": [...], "tokens_per_second": [...], "mfu": [...]},
+               "val": {"step": [...], "seconds": [...], "loss": [...], "bpb": [...]},
+               "marks": [{"step": 120, "text": "update skipped"}]}]}
+
+All lists of "train" have one length, and so have those of "val". Seconds are those of the training clock, losses are
+nats per token, mfu is 1 at the peak. An unknown number, and one that is not finite, is null. Numbers but `step` have
+six digits.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gptlab.config.errors import UserError, cannot
+from gptlab.runtime.files.plain_file import MAX_JSON_BYTES, open_plain
+
+Column = NDArray[np.float64]
+Columns = dict[str, Column]
+
+TRAIN = (
+    "step", "tokens", "total_flops", "train_seconds", "loss", "lr_scale", "grad_norm", "tokens_per_second", "mfu",
+)  # fmt: skip
+VALIDATION = ("step", "tokens", "train_seconds", "val_loss", "val_bpb", "train_loss")
+
+MAX_BUCKETS = 400
+"""A chart is at most about 1,200 pixels wide: three to a bucket, of which two hold its minimum and maximum."""
+_POINTS_OF_ALL_RUNS = 4000
+_MIN_BUCKETS = 60
+
+_SPIKY = ("loss", "grad_norm", "tokens_per_second")
+"""Columns whose extremes must be seen. The learning rate has none, and MFU is proportional to the speed."""
+_MEAN_SHARE = 0.01
+"""`loss_mean` is over this share of the logged steps: enough to hide the noise of batches, too few to hide a bend."""
+
+_BLOCK_BYTES = 1 << 20
+
+
+@dataclass
+class Metrics:
+    """The lines of a metrics.jsonl, in their order; more can be added while a run trains."""
+
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    events: list[dict[str, Any]] = field(default_factory=list)
+    core: list[dict[str, Any]] = field(default_factory=list)
+    _train: list[NDArray[np.float64]] = field(default_factory=list)
+    _validations: list[NDArray[np.float64]] = field(default_factory=list)
+
+    def add(self, lines: Sequence[bytes]) -> None:
+        """Complete lines, without their newlines. ValueError, and nothing is added, where one is not what a run
+        writes."""
+        by_kind: dict[str, list[dict[str, Any]]] = {kind: [] for kind in ("train", "eval", "sample", "event", "core")}
+        for line in _objects(lines):
+            if (kind := line.get("kind")) in by_kind:
+                by_kind[kind].append(line)
+        train, validations = _table(by_kind["train"], TRAIN), _table(by_kind["eval"], VALIDATION)
+        self._train.append(train)
+        self._validations.append(validations)
+        for lines_of_kind, known in ((by_kind["sample"], self.samples), (by_kind["event"], self.events),
+                                     (by_kind["core"], self.core)):  # fmt: skip
+            known += lines_of_kind
+
+    @property
+    def train(self) -> Columns:
+        """Each of `TRAIN`, shape (logged steps,); NaN where a line has no such number."""
+        return _columns(self._train, TRAIN)
+
+    @property
+    def validations(self) -> Columns:
+        """Each of `VALIDATION`, shape (validations,); NaN where a line has no such number."""
+        return _columns(self._validations, VALIDATION)
+
+
+def read_metrics_file(path: Path) -> Metrics:
+    """The metrics of a run so far; empty where the file does not exist. An incomplete last line is dropped, as a killed
+    run leaves it. UserError where the file is damaged."""
+    metrics = Metrics()
+    if not path.exists():
+        return metrics
+    try:
+        for lines in _blocks_of_lines(path):
+            metrics.add(lines)
+    except ValueError as error:
+        raise UserError(f"{path} is damaged: {error}") from None
+    return metrics
+
+
+def chart_run(
+    name: str, metrics: Metrics, *, group: str | None = None, seed: int | None = None, status: str = "unknown",
+    buckets: int = MAX_BUCKETS,
+) -> dict[str, Any]:  # fmt: skip
+    """A run as the module's JSON has it, thinned to about `buckets` places without losing a spike."""
+    train, validations = metrics.train, metrics.validations
+    kept = thinned([train[name] for name in _SPIKY], buckets)
+    mean, mean_steps = _centered_mean(train["loss"])
+    drawn = {
+        "seconds": train["train_seconds"], "loss": train["loss"], "loss_mean": mean,
+        **{column: train[column] for column in ("lr_scale", "grad_norm", "tokens_per_second", "mfu")},
+    }  # fmt: skip
+    named = {"seconds": "train_seconds", "loss": "val_loss", "bpb": "val_bpb"}
+    tokens, flops = (_per_step(train["step"], train[what]) for what in ("tokens", "total_flops"))
+    if tokens is None:
+        tokens = _per_step(validations["step"], validations["tokens"])
+    return {
+        "name": name,
+        "group": group,
+        "seed": seed,
+        "status": status,
+        "tokens_per_step": tokens,
+        "flops_per_step": flops,
+        "mean_steps": mean_steps,
+        "train": {"step": _whole(train["step"][kept])} | {key: _numbers(drawn[key][kept]) for key in drawn},
+        "val": {"step": _whole(validations["step"])} | {key: _numbers(validations[of]) for key, of in named.items()},
+        "marks": [*_marks(metrics.events)],
+    }
+
+
+def chart_data(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The JSON value of the module, from `chart_run` of each run."""
+    return {"version": 1, "runs": [*runs]}
+
+
+def buckets_for(runs: int) -> int:
+    """Places of each of so many runs on one page."""
+    return max(_MIN_BUCKETS, min(MAX_BUCKETS, _POINTS_OF_ALL_RUNS // max(1, runs)))
+
+
+def thinned(columns: Sequence[Column], buckets: int) -> NDArray[np.intp]:
+    """Which rows to draw: the first, the last, and in each of `buckets` equal parts the minimum and the maximum of each
+    column. NaN is neither. All rows, where they are no more than that would be."""
+    rows = len(columns[0])
+    if rows <= 2 * buckets:
+        return np.arange(rows)
+    size = -(-rows // buckets)
+    kept = [np.array([0, rows - 1])]
+    for column in columns:
+        for sign in (1, -1):
+            values = np.full(size * buckets, np.inf)
+            values[:rows] = np.where(np.isnan(column), np.inf, sign * column)
+            kept.append(values.reshape(buckets, size).argmin(axis=1) + size * np.arange(buckets))
+    indices = np.unique(np.concatenate(kept))
+    return indices[indices < rows]
+
+
+def latest_of_each_step(steps: Column) -> NDArray[np.bool_]:
+    """Which lines count: after a rewind, a run repeats steps, and their earlier lines were undone."""
+    if not len(steps):
+        return np.ones(0, dtype=np.bool_)
+    lowest_after = np.minimum.accumulate(steps[::-1])[::-1]
+    return np.append(steps[:-1] < lowest_after[1:], True)
+
+
+def _blocks_of_lines(path: Path) -> Iterator[list[bytes]]:
+    """The complete lines of a file, about a megabyte at a time. ValueError for a line that no run writes."""
+    rest = b""
+    with cannot(f"read {path}"), open_plain(path) as file:
+        while block := file.read(_BLOCK_BYTES):
+            *lines, rest = (rest + block).split(b"\n")
+            yield lines
+            if len(rest) > MAX_JSON_BYTES:
+                raise ValueError(f"a line has more than {MAX_JSON_BYTES:,} bytes")
+
+
+def _objects(lines: Sequence[bytes]) -> list[dict[str, Any]]:
+    """The lines as JSON objects. One call parses all: a call for each takes a third longer."""
+    try:
+        values = json.loads(b"[" + b",".join(lines) + b"]")
+    except (ValueError, RecursionError):
+        values = []
+    if len(values) == len(lines) and all(type(value) is dict for value in values):
+        return values
+    return [_object(line) for line in lines if line]
+
+
+def _object(line: bytes) -> dict[str, Any]:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise ValueError("a line is no JSON object")
+    return value
+
+
+def _table(lines: Sequence[dict[str, Any]], names: Iterable[str]) -> NDArray[np.float64]:
+    """Shape (names, lines). Texts that are numbers ("nan", "inf") are read as such; null is NaN."""
+    try:
+        rows = [[line.get(name) for line in lines] for name in names]
+        return np.array(rows, dtype=np.float64).reshape(len(rows), len(lines))
+    except (ValueError, TypeError, OverflowError):
+        raise ValueError("a line has something else where a number should be") from None
+
+
+def _columns(tables: list[NDArray[np.float64]], names: Sequence[str]) -> Columns:
+    """The tables as one, without undone lines and those that name no step."""
+    if not tables:
+        return {name: np.zeros(0) for name in names}
+    if len(tables) > 1:  # the next call finds one
+        tables[:] = [np.concatenate(tables, axis=1)]
+    table = tables[0]
+    table = table[:, np.isfinite(table[0])]
+    return dict(zip(names, table[:, latest_of_each_step(table[0])], strict=True))
+
+
+def _centered_mean(values: Column) -> tuple[Column, int]:
+    """The mean of each value and its neighbors, over `_MEAN_SHARE` of all, and how many that is. Nearer to an end it is
+    over fewer, as many on both sides, so that a falling curve is not raised there. What is not finite is not counted;
+    NaN where nothing is."""
+    half = max(1, round(_MEAN_SHARE * len(values) / 2))
+    at = np.arange(len(values))
+    reach = np.minimum(half, np.minimum(at, len(values) - 1 - at))
+    finite = np.isfinite(values)
+    sums = np.append(0.0, np.cumsum(np.where(finite, values, 0.0)))
+    counts = np.append(0, np.cumsum(finite))
+    counted = counts[at + reach + 1] - counts[at - reach]
+    total = sums[at + reach + 1] - sums[at - reach]
+    return np.where(counted > 0, total / np.maximum(counted, 1), np.nan), 2 * half + 1
+
+
+def _per_step(steps: Column, amounts: Column) -> float | None:
+    """Of something that grows by the same amount with every step; None where it is unknown."""
+    known = np.flatnonzero((steps > 0) & np.isfinite(amounts))
+    return _number(amounts[known[-1]] / steps[known[-1]]) if len(known) else None
+
+
+def _marks(events: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    texts = {"skipped": "update skipped", "rewound": "rewound", "failed": "failed"}
+    for event in events:
+        step, text = event.get("step"), texts.get(str(event.get("what")))
+        if text is not None and isinstance(step, int):
+            yield {"step": step, "text": text}
+
+
+def _numbers(values: Column) -> list[float | None]:
+    return [_number(value) for value in values.tolist()]
+
+
+def _number(value: float) -> float | None:
+    return float(f"{value:.6g}") if math.isfinite(value) else None
+
+
+def _whole(values: Column) -> list[int]:
+    return [int(value) for value in values.tolist()]

@@ -1,0 +1,298 @@
+"""What a report says of one run: sentences, figures and tables as plain texts, for HTML and for Markdown alike.
+
+Everything comes from the run's folder, which may be anybody's: whatever is not of the kind that gptlab writes is left
+out, and whoever shows a text escapes it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from gptlab.config.load import flatten
+from gptlab.lab.run_list import changes_from_recipe, recipe_fields
+from gptlab.lab.run_record import RunRecord, read_run
+from gptlab.report.curves import Metrics, read_metrics_file
+
+MAX_SAMPLE_STEPS = 6
+"""Steps whose samples are shown: the first, the last, and those between them that lie evenly."""
+MAX_PROMPTS = 4
+MAX_TEXT_CHARACTERS = 4000
+MAX_EVENTS = 100
+
+_TIME = {
+    "training_seconds": "training", "startup_seconds": "start-up", "compile_seconds": "compilation",
+    "evaluation_seconds": "evaluation", "checkpoint_seconds": "waiting for checkpoints",
+}  # fmt: skip
+_PROVENANCE = (
+    "status", "start", "end", "device_name", "device", "cpu", "world_size", "threads", "dtype", "peak_flops_per_second",
+    "peak_source", "platform", "python_version", "torch_version", "cuda_version", "gptlab_version", "git_commit",
+    "git_dirty", "code_fingerprint", "data_fingerprint", "tokenizer_fingerprint", "run_id", "from", "implementations",
+)  # fmt: skip
+
+
+class Figure(NamedTuple):
+    label: str
+    value: str
+
+
+class Validation(NamedTuple):
+    step: int
+    tokens: float
+    seconds: float
+    loss: float
+    bpb: float
+
+
+class Sample(NamedTuple):
+    step: int
+    prompt: str
+    text: str
+    """What follows the prompt."""
+
+
+class Task(NamedTuple):
+    name: str
+    accuracy: float
+    centered: float
+    """Corrected for guessing: 0 is guessing, 1 is perfect."""
+
+
+class Change(NamedTuple):
+    field: str
+    value: str
+    of_recipe: str
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    record: RunRecord
+    metrics: Metrics
+
+    @property
+    def name(self) -> str:
+        return self.record.path.resolve().name
+
+    @cached_property
+    def status(self) -> str:
+        """As run.json has it, but `killed` where it says `running` and no process holds the run."""
+        status = self.record.status
+        return "killed" if status == "running" and not self.record.directory.in_use() else status
+
+    @cached_property
+    def validations(self) -> list[Validation]:
+        columns = self.metrics.validations
+        rows = (columns[name].tolist() for name in ("step", "tokens", "train_seconds", "val_loss", "val_bpb"))
+        return [Validation(int(step), *rest) for step, *rest in zip(*rows, strict=True)]
+
+    @cached_property
+    def bpb(self) -> float | None:
+        """Of the final weights; of a run that has not finished, its last validation."""
+        last = self.validations[-1].bpb if self.validations else None
+        return number(self.record.summary.get("val_bpb")) if self.record.summary else last
+
+    def sentence(self) -> str:
+        """What the run is, and what became of it."""
+        field = self.record.fields
+        millions = number(self.record.summary.get("num_params_M"))
+        model = f"A GPT of {plain(field.get('model.n_layer'))} layers and width {plain(field.get('model.n_embd'))}"
+        size = "" if millions is None else f" ({millions:.2f}M parameters)"
+        trained = "was imported" if "imported" in self.record.provenance else self._trained()
+        return f"{model}{size} {trained}; it {self._end()}."
+
+    def _trained(self) -> str:
+        field = self.record.fields
+        source = field.get("data.source")
+        text = ", ".join(map(plain, source)) if isinstance(source, list) else plain(source)
+        amount, unit = number(field.get("horizon.amount")), plain(field.get("horizon.unit")).replace("_", " ")
+        length = f"{duration(amount)}" if unit == "seconds" and amount is not None else f"{plain(amount)} {unit}"
+        return f"trained by {plain(field.get('recipe'))} on {text} for {length}"
+
+    def _end(self) -> str:
+        reached = "" if self.bpb is None else f"{self.bpb:.4f} bits per byte"
+        failure = self.record.provenance.get("failure")
+        if self.status == "failed" and isinstance(failure, Mapping):
+            return f"failed at step {plain(failure.get('step'))}: {plain(failure.get('reason'))}"
+        if self.status == "finished":
+            return f"reached {reached}" if reached else "has finished without a validation"
+        states = {"running": "is training", "preempted": "was stopped and can be resumed", "failed": "failed"}
+        state = states.get(self.status, "was killed" if self.status == "killed" else "has an unknown status")
+        return f"{state}; at its last validation it had {reached}" if reached else state
+
+    def figures(self) -> list[Figure]:
+        """The final numbers, bits per byte first; unknown ones are left out."""
+        summary, train, found = self.record.summary, self.metrics.train, []
+        best = min((one.bpb for one in self.validations if math.isfinite(one.bpb)), default=None)
+        last = {name: float(column[-1]) if len(column) else None for name, column in train.items()}
+        seconds = number(summary.get("training_seconds")) or last["train_seconds"]
+        tokens, steps, flops = last["tokens"], last["step"], number(summary.get("total_flops")) or last["total_flops"]
+        if summary:
+            millions, steps = number(summary.get("total_tokens_M")), number(summary.get("num_steps"))
+            tokens = None if millions is None else 1e6 * millions
+        speed = tokens / seconds if tokens and seconds else None
+        mfu, memory = number(summary.get("mfu_percent")), number(summary.get("peak_vram_mb"))
+        core, total = number(summary.get("core_metric")), number(summary.get("total_seconds"))
+        for label, value, text in (
+            ("bits per byte", self.bpb, lambda value: f"{value:.4f}"),
+            ("lowest", best if best != self.bpb else None, lambda value: f"{value:.4f}"),
+            ("CORE", core, lambda value: f"{value:.4f}"),
+            ("validation loss", number(summary.get("val_loss")), lambda value: f"{value:.4f}"),
+            ("training", seconds, duration),
+            ("in all", total, duration),
+            ("steps", steps, lambda value: f"{value:,.0f}"),
+            ("tokens", tokens, short),
+            ("FLOPs", flops, lambda value: f"{value:.3g}"),
+            ("tokens a second", speed, short),
+            ("MFU", mfu, lambda value: f"{value:.1f}%"),
+            ("peak memory", memory, lambda value: f"{value / 1024:.2f} GiB"),
+        ):
+            if value is not None and math.isfinite(value):
+                found.append(Figure(label, text(value)))
+        return found
+
+    def time(self) -> list[tuple[str, float]]:
+        """(part, seconds) of the whole run; what is left is sampling, CORE's loading and writing. Empty where the run
+        has not finished."""
+        known = {text: number(self.record.summary.get(name)) for name, text in _TIME.items()}
+        total = number(self.record.summary.get("total_seconds"))
+        if total is None or not math.isfinite(total) or total <= 0:
+            return []
+        parts = [(text, seconds) for text, seconds in known.items() if seconds is not None and 0 <= seconds <= total]
+        return [*parts, ("sampling and the rest", max(0.0, total - sum(seconds for _, seconds in parts)))]
+
+    def samples(self) -> dict[str, list[Sample]]:
+        """{prompt: what the model made of it, step by step}, of the first prompts and a few steps."""
+        found: dict[str, dict[int, Sample]] = {}
+        for line in self.metrics.samples:
+            step, prompt, text = (line.get(key) for key in ("step", "prompt", "text"))
+            if isinstance(step, int) and isinstance(prompt, str) and isinstance(text, str):
+                rest = text.removeprefix(prompt)[:MAX_TEXT_CHARACTERS]
+                found.setdefault(prompt[:MAX_TEXT_CHARACTERS], {})[step] = Sample(step, prompt, rest)
+        chosen = {}
+        for prompt, by_step in [*found.items()][:MAX_PROMPTS]:
+            steps, count = sorted(by_step), min(len(by_step), MAX_SAMPLE_STEPS)
+            places = {round(i * (len(steps) - 1) / max(1, count - 1)) for i in range(count)}
+            chosen[prompt] = [by_step[steps[place]] for place in sorted(places)]
+        return chosen
+
+    def core(self) -> list[Task]:
+        """The tasks of the last measurement of CORE; empty where there is none."""
+        last = self.metrics.core[-1] if self.metrics.core else {}
+        accuracy, centered = last.get("tasks"), last.get("centered")
+        if not isinstance(accuracy, dict) or not isinstance(centered, dict):
+            return []
+        rows = [(plain(name), number(accuracy[name]), number(centered.get(name))) for name in accuracy]
+        return [Task(name, a, c) for name, a, c in rows if a is not None and c is not None]
+
+    def events(self) -> list[tuple[str, str]]:
+        """(when, what) of everything that did not go as planned, in the order of its steps; at most MAX_EVENTS."""
+        return [*self._events()][:MAX_EVENTS]
+
+    def _events(self) -> Iterator[tuple[str, str]]:
+        causes = {"loss": "its loss was not finite", "gradient": "its gradient was not finite", "spike": "a loss spike"}
+        resumes, changes = (self.record.provenance.get(key) for key in ("resumes", "config_changes"))
+        for resume in resumes if isinstance(resumes, list) else ():
+            if isinstance(resume, dict):
+                yield plain(resume.get("start")), f"resumed on {plain(resume.get('device_name'))}"
+        for change in changes if isinstance(changes, list) else ():
+            if isinstance(change, dict) and isinstance(change.get("fields"), dict):
+                yield f"step {plain(change.get('step'))}", f"configuration changed: {', '.join(change['fields'])}"
+        for event in self.metrics.events:
+            when, reason = f"step {plain(event.get('step'))}", plain(event.get("reason"))
+            cause = causes.get(reason, reason)
+            match event.get("what"):
+                case "skipped":
+                    yield when, f"update skipped: {cause} ({plain(event.get('value'))})"
+                case "rewound":
+                    to = f"rewound to step {plain(event.get('to_step'))}"
+                    yield when, f"{to}: {cause} ({plain(event.get('value'))})"
+                case "failed":
+                    yield when, f"failed: {reason}"
+
+    def changes(self) -> list[Change] | None:
+        """Where the configuration is not its recipe's; None where the recipe is unknown."""
+        changed = changes_from_recipe(self.record.fields, self.record.provenance)
+        if changed is None:
+            return None
+        of_recipe = recipe_fields(self.record.fields, self.record.provenance) or {}
+        return [Change(name, plain(value), plain(of_recipe.get(name))) for name, value in changed.items()]
+
+    def configuration(self) -> dict[str, str]:
+        return {name: plain(value) for name, value in self.record.fields.items()}
+
+    def provenance(self) -> dict[str, str]:
+        """Where the numbers come from, by the keys of run.json."""
+        facts = flatten({key: self.record.provenance[key] for key in _PROVENANCE if key in self.record.provenance})
+        return {key: plain(value) for key, value in facts.items() if value is not None}
+
+    def commands(self) -> list[tuple[str, str]]:
+        """(what it does, command): the run again, its code, its environment, its model."""
+        run, argv = shlex.quote(self.name), self.record.provenance.get("argv")
+        commit, folder = self.record.provenance.get("git_commit"), f"runs/{run}"
+        found = []
+        if isinstance(argv, list) and all(isinstance(word, str) for word in argv):
+            found.append(("what was typed", f"gptlab {shlex.join(argv)}"))
+        found.append(("the same again, in a new folder", f"gptlab train --from {folder}"))
+        found.append(("the same with another seed", f"gptlab train --from {folder} --seed {self.record.seed + 1}"))
+        if isinstance(commit, str) and re.fullmatch(r"[0-9a-f]{7,64}", commit):
+            patch = (self.record.directory.code_path / "changes.patch").is_file()
+            apply = f" && git apply {folder}/code/changes.patch" if patch else ""
+            found.append(("the code that ran", f"git checkout {commit}{apply}"))
+        if self.record.directory.environment_path.is_file():
+            found.append(("the libraries that it ran with", f"pip install -r {folder}/environment.txt"))
+        if self.record.directory.checkpoints_path.is_dir():
+            found.append(("sample from it", f"gptlab sample {folder}"))
+        return found
+
+
+def read_facts(path: str | Path) -> RunFacts:
+    """UserError, one line, where the folder is no run, or damaged."""
+    record = read_run(path)
+    return RunFacts(record, read_metrics_file(record.directory.metrics_path))
+
+
+def number(value: Any) -> float | None:
+    """A number of a run's files, in which "nan" and "inf" are texts; None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    try:
+        return float(value)
+    except (ValueError, OverflowError):
+        return None
+
+
+def plain(value: Any) -> str:
+    """A value of a run's files as text of bounded length."""
+    if isinstance(value, list):
+        text = ", ".join(map(plain, value[:100])) or "()"
+    elif isinstance(value, float):
+        text = f"{value:.10g}"
+    elif isinstance(value, bool):
+        text = str(value).lower()
+    else:
+        text = "none" if value is None else str(value)
+    return text if len(text) <= MAX_TEXT_CHARACTERS else f"{text[:MAX_TEXT_CHARACTERS]} ..."
+
+
+def short(value: float) -> str:
+    """With three digits: 950, 23.5k, 1.21M, 3.28B."""
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= size:
+            return f"{value / size:.3g}{unit}"
+    return f"{value:.3g}"
+
+
+def duration(seconds: float) -> str:
+    """42 s, 3 min 20 s, 2 h 5 min."""
+    if seconds < 100:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, left = divmod(minutes, 60)
+    parts = [(hours, "h"), (left, "min")] if hours else [(minutes, "min"), (rest, "s")]
+    return " ".join(f"{amount} {unit}" for amount, unit in parts if amount) or "0 s"
