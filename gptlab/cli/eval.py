@@ -1,15 +1,16 @@
-"""`gptlab eval RUN`: validation loss and bits per byte of a trained run, or CORE."""
+"""`gptlab eval RUN`: validation loss and bits per byte of a trained run, CORE, or the bits per byte of any text."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gptlab.cli.arguments.load_arguments import LoadArguments
 from gptlab.cli.arguments.parser import parse
-from gptlab.config.errors import NotNegative, Positive, checked_dataclass
-from gptlab.runtime.files.plain_file import to_json
+from gptlab.config.errors import NotNegative, Positive, UserError, cannot, checked_dataclass
+from gptlab.runtime.files.plain_file import read_plain, to_json, write_text_atomic
 
 if TYPE_CHECKING:
     from gptlab.app.loaded_run import LoadedRun
@@ -17,10 +18,18 @@ if TYPE_CHECKING:
     from gptlab.runtime.records.console import Console
 
 
+MAX_TEXT_BYTES = 64 * 2**20
+"""Minutes of a GPU: longer texts are corpora, for --data.val-source."""
+
+
 @checked_dataclass("--")
 class EvalArguments(LoadArguments):
+    text: str | None = None
+    """Measure this text file (UTF-8) instead of the validation set."""
+    html: str | None = None
+    """With --text: a page to write, with each token colored by the bits that it took."""
     tokens: Positive[int] | None = None
-    """Maximum target tokens of the validation set; always the same ones. None: as in the run's configuration."""
+    """Maximum target tokens, always the same ones. None: as in the run's configuration; of a text, all."""
     micro_sequences: Positive[int] | None = None
     """Rows in one pass. It changes the speed, not the result. None: as in the run's configuration."""
     core: bool = False
@@ -32,6 +41,12 @@ class EvalArguments(LoadArguments):
     json: bool = False
     """Print one JSON object, numbers unrounded."""
 
+    def __post_init__(self) -> None:
+        if self.html is not None and self.text is None:
+            raise UserError("--html shows a text of your own: give it with --text FILE")
+        if self.text is not None and self.core:
+            raise UserError("--text and --core measure different things: give one of them")
+
 
 def main(argv: Sequence[str]) -> int:
     """Print `key: value` lines on stdout; everything else goes to stderr."""
@@ -39,18 +54,22 @@ def main(argv: Sequence[str]) -> int:
         EvalArguments,
         argv,
         prog="gptlab eval",
-        description="Measure a run on its validation set: loss (nats/token) and bits per byte; or on CORE.",
+        description="Measure a run on its validation set: loss (nats/token) and bits per byte. Or on a text of your "
+        "own, or on CORE.",
     )
     from gptlab.app.ranks import together
     from gptlab.runtime.hardware.memory import fewer_rows, memory_errors_explained, smaller_model
 
+    text = None if arguments.text is None else _read_text(Path(arguments.text))
     with together() as (group, console):
         with memory_errors_explained(smaller_model):
             run = arguments.load(console, group)
-        measure = _core if arguments.core else _validation
         rows = arguments.micro_sequences or run.config.eval_sequences
         with memory_errors_explained(lambda error: fewer_rows(error, rows)):
-            figures = measure(run, arguments, console, group)
+            if text is not None:
+                figures = _text(run, arguments, text, rows, group)
+            else:
+                figures = (_core if arguments.core else _validation)(run, arguments, console, group)
     if not group.is_main:
         return 0
     figures = {"run": str(run.directory.path), "step": run.step} | figures
@@ -79,6 +98,38 @@ def _validation(run: LoadedRun, arguments: EvalArguments, console: Console, grou
         run, tokens=arguments.tokens, micro_sequences=arguments.micro_sequences, console=console, group=group
     )
     return {name: value for name, value in asdict(result).items() if value is not None}
+
+
+def _read_text(path: Path) -> str:
+    with cannot(f"read {path}"):
+        content = read_plain(path, MAX_TEXT_BYTES)
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is no text in UTF-8: {error.reason} at byte {error.start:,}") from None
+
+
+def _text(run: LoadedRun, arguments: EvalArguments, text: str, rows: int, group: Group) -> dict[str, Any]:
+    """The surprise of a text, and its page if one is asked for."""
+    from gptlab.eval.surprise import measure_text, pieces
+    from gptlab.eval.surprise_page import surprise_page
+
+    found = measure_text(
+        run.model, run.tokenizer, text, seq_len=run.config.model.seq_len, device=run.device, micro_sequences=rows,
+        max_tokens=arguments.tokens, group=group,
+    )  # fmt: skip
+    figures = {
+        "text": arguments.text, "loss": found.loss, "bpb": found.bpb, "target_tokens": found.target_tokens,
+        "target_bytes": found.target_bytes,
+    }  # fmt: skip
+    if arguments.html is None or not group.is_main:
+        return figures
+    facts = {"run": str(run.directory.path), "step": f"{run.step:,}", "tokens": f"{found.target_tokens:,}",
+             "bytes": f"{found.target_bytes:,}", "nats per token": f"{found.loss:.4f}"}  # fmt: skip
+    title = Path(str(arguments.text)).name
+    page = surprise_page(pieces(found, run.tokenizer), title=title, bpb=found.bpb, facts=facts)
+    write_text_atomic(Path(arguments.html), "".join(page))
+    return figures | {"html": arguments.html}
 
 
 def _core(run: LoadedRun, arguments: EvalArguments, console: Console, group: Group) -> dict[str, Any]:

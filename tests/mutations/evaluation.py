@@ -107,4 +107,20 @@ MUTATIONS = [
         "return fold_seed(seed, zlib.crc32(prompt.encode()))", "return seed",
         ["test_sampling.py::test_prompts_draw_apart_and_each_the_same_again"],
     ),
+    Mutation(
+        "windows over a long text overlap by a token less than half", "eval/surprise.py",
+        "max(1, seq_len // 2)", "max(1, seq_len // 2 + 1)",
+        ["test_surprise.py::test_every_token_is_a_target_once_with_half_a_context",
+         "test_surprise.py::test_each_token_is_predicted_from_its_window"],
+    ),
+    Mutation(
+        "later windows of a text begin without BOS", "eval/surprise.py",
+        "if bos_id is not None and seq_len > 1:", "if bos_id is None and seq_len > 1:",
+        ["test_surprise.py::test_each_token_is_predicted_from_its_window"],
+    ),
+    Mutation(
+        "a colored text is not escaped", "eval/surprise_page.py",
+        "escape(_visible(piece.text))", "_visible(piece.text)",
+        ["test_surprise.py::test_page_shows_text_as_text"],
+    ),
 ]  # fmt: skip

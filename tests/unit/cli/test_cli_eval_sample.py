@@ -187,6 +187,49 @@ class TestEval:
         assert {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()} == before
 
 
+class TestText:
+    """A text of the user's own."""
+
+    def test_prints_what_the_text_says(self, run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        """A text that fits the context, against the model's own loss of it."""
+        mine, page = tmp_path / "mine.txt", tmp_path / "page.html"
+        mine.write_text("Noël naps", encoding="utf-8")
+        words = ("eval", run.path, "--text", mine, "--checkpoint", 20)
+        out = figures(printed(capsys, *words))
+        ids = torch.from_numpy(run.tokenizer.encode("Noël naps").astype(np.int64))
+        row = torch.cat([torch.tensor([run.tokenizer.bos_id]), ids])[None]
+        with torch.no_grad():
+            nats = float(run.models[20].eval()(row[:, :-1]).log_softmax(-1).gather(2, row[:, 1:, None]).neg().sum())
+        assert (out["text"], out["step"], out["target_tokens"], out["target_bytes"]) == (str(mine), "20", "10", "10")
+        assert float(out["bpb"]) == pytest.approx(nats / math.log(2) / 10, abs=2e-6)  # six decimals
+        assert float(out["loss"]) == pytest.approx(nats / 10, abs=2e-6)
+        assert not page.exists()
+
+        as_json = json.loads(printed(capsys, *words, "--html", page, "--json"))
+        assert as_json["html"] == str(page)
+        assert as_json["bpb"] == pytest.approx(nats / math.log(2) / 10, rel=1e-6)
+        assert f"{as_json['bpb']:.4f} <small>" in page.read_text(encoding="utf-8")
+
+    def test_of_which_a_part_is_measured(self, run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        mine = tmp_path / "mine.txt"
+        mine.write_text("the quick brown fox", encoding="utf-8")
+        assert figures(printed(capsys, "eval", run.path, "--text", mine, "--tokens", 9))["target_tokens"] == "9"
+
+    def test_that_cannot_be_measured(self, run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        binary, page = tmp_path / "binary", tmp_path / "page.html"
+        binary.write_bytes(b"ab\xff")
+        empty = tmp_path / "empty"
+        empty.write_text("")
+        assert "no text in UTF-8: invalid start byte at byte 2" in refusal(capsys, "eval", run.path, "--text", binary)
+        assert "too short" not in refusal(capsys, "eval", run.path, "--text", tmp_path / "nowhere")
+        assert "too short" in refusal(capsys, "eval", run.path, "--text", empty)
+        assert "give it with --text" in refusal(capsys, "eval", run.path, "--html", page)
+        assert "give one of them" in refusal(capsys, "eval", run.path, "--text", empty, "--core")
+        binary.write_text("fox")
+        nowhere = tmp_path / "no" / "page.html"
+        assert "cannot write" in refusal(capsys, "eval", run.path, "--text", binary, "--html", nowhere)
+
+
 class TestSample:
     def test_prints_prompt_and_continuation(self, run: Run, capsys: pytest.CaptureFixture[str]) -> None:
         settings = ("--max-tokens", 20, "--temperature", 0.9, "--top-k", 5, "--seed", 3)
