@@ -37,6 +37,16 @@ MUTATIONS = [
         ["test_experiment_runs.py::TestTraining::test_it_sees_training_data_and_code_and_no_secrets"],
     ),
     Mutation(
+        "one edit in 40 gets more steps by the luck of its timing", "lab/experiments/equal_time.py",
+        "OUTSIDE = 0.00025", "OUTSIDE = 0.025",
+        ["test_equal_time.py::test_an_edit_of_the_baselines_speed_gets_no_step_too_many"],
+    ),
+    Mutation(
+        "a field that changes what a step does is not timed", "lab/experiments/equal_time.py",
+        'name.startswith(("optim.", "schedule."))', "True",
+        ["test_equal_time.py::TestSameWork::test_what_may_take_another_time"],
+    ),
+    Mutation(
         "two workers train one seed of the baseline", "lab/experiments/trial.py",
         "        wait()\n        lock.acquire()", "        wait()",
         ["test_workers.py::test_a_seed_of_the_baseline_is_waited_for"],

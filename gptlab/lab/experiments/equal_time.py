@@ -3,6 +3,9 @@
 Both programs make steps of real training, one at a time and in turn, so that whatever else the machine does slows both
 alike. The candidate then trains (baseline's steps x speed) steps. Its result no longer depends on the load of the
 machine, and repeats bit for bit.
+
+A ratio above the true one gives steps that nobody paid for, and a race cannot tell them from an improvement. So a speed
+other than the baseline's has to be as certain as what is kept; and where both do the same work, nothing is timed.
 """
 
 from __future__ import annotations
@@ -27,13 +30,18 @@ from gptlab.lab.judge.supervise import Supervised
 WARM_STEPS = 3
 """Untimed: caches are filled, batches are made ahead."""
 MIN_ROUNDS, MAX_ROUNDS = 12, 600
-"""A round is one step of each program. Twelve are the fewest whose third-smallest and third-largest ratio enclose the
-median with a probability of 96% (order statistics of the binomial distribution)."""
+"""A round is one step of each program. All ratios of twelve are on one side of their median with a probability of 2^-12
+a side, which is that of `OUTSIDE`."""
+OUTSIDE = 0.00025
+"""Probability, at most, that the true ratio is above the interval of a timing, and that it is below. So in one night in
+40, one of 100 edits that cost what the baseline costs gets steps too many; with 95% intervals two do in every night. On
+two cores with load 8, 1 was outside of the 95% interval in 3 of 40 timings of a program against itself (at 0.95, 1.10
+and 1.20), and outside of this one in none (docs/LOG.md, 2026-11-22)."""
 MAX_REPLY = 1 << 20
 
-ENOUGH = 0.005
-"""Half the width of the interval, relative, at which timing ends: half a percent of the time is worth less than the
-noise between seeds."""
+ENOUGH = 0.01
+"""Half the width of the interval, relative, at which timing ends: the ratio is then within half a percent in 19 of 20
+timings, and half a percent of the time is worth less than the noise between seeds."""
 
 
 class StepsFailedError(Exception):
@@ -94,7 +102,7 @@ class Speed:
     """The median over rounds."""
     low: float
     high: float
-    """A 95% interval of the median."""
+    """The interval of the median in which it is but for OUTSIDE on each side."""
     rounds: int
     baseline_seconds: float
     """Median seconds of a step of the baseline, in these rounds."""
@@ -104,6 +112,18 @@ class Speed:
         """The ratio that steps follow from: 1 where the interval holds 1, so that an edit which changes no speed is
         paired with the baseline step by step; else in whole percents, so that another timing gives the same."""
         return 1.0 if self.low <= 1.0 <= self.high else round(self.ratio, 2)
+
+
+def same_work(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
+    """Whether steps of two configurations, {dotted name: value}, make the same computation with other numbers: only
+    rates, decays and the like of optimizer and schedule differ, and none of them is or becomes 0, which may be
+    skipped."""
+    changed = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
+    return all(
+        name.startswith(("optim.", "schedule."))
+        and all(isinstance(values.get(name), float) and values[name] != 0 for values in (before, after))
+        for name in changed
+    )
 
 
 def compare_speed(baseline: StepProcess, candidate: StepProcess, *, max_seconds: float) -> Speed:
@@ -144,7 +164,7 @@ def speed_of(seconds: Sequence[tuple[float, float]]) -> Speed:
     times = np.array(seconds)
     ratios = np.sort(times[:, 0] / times[:, 1])
     number = len(ratios)
-    outside = max(0, math.ceil(bdtrik(0.025, number, 0.5)) - 1)  # excluded at each end
+    outside = max(0, math.ceil(bdtrik(OUTSIDE, number, 0.5)) - 1)  # excluded at each end
     return Speed(
         float(np.median(ratios)), float(ratios[outside]), float(ratios[number - 1 - outside]), number,
         float(np.median(times[:, 0])),

@@ -1,7 +1,8 @@
 """ledger.jsonl: everything that a lab did, in order, one JSON object a line. It is the lab's only state.
 
     proposed   experiment, fields, files (changed ones), why, expect, by
-    timed      experiment, speed (its steps per second over the baseline's), step_seconds, steps (what it trains)
+    timed      experiment, speed (its steps per second over the baseline's) with its interval low and high where it was
+               timed, step_seconds, steps (what it trains)
     measured   experiment, seed, slice (validation | promotion), bpb, and what the run cost
     verdict    experiment, verdict, reason, and the difference with its evidence
     promotion  experiment, depth (null: the lab's own), confirmed, and the difference with its evidence
@@ -61,6 +62,8 @@ class Experiment:
     """Optimizer steps at equal time. None: not timed yet."""
     speed: float = 1.0
     """Steps per second, over the baseline's."""
+    speed_interval: tuple[float, float] | None = None
+    """That of `speed`. None: nothing was timed, the work of a step is the baseline's."""
     step_seconds: float | None = None
     """Of one step, when steps were timed."""
     bpb: dict[tuple[Slice, int], float] = field(default_factory=dict)
@@ -133,6 +136,8 @@ def fold(lines: Iterable[Mapping[str, Any]]) -> dict[int, Experiment]:
             elif kind == "timed":
                 found[number].steps, found[number].speed = int(line["steps"]), float(line["speed"])
                 found[number].step_seconds = float(line["step_seconds"])
+                if "low" in line:
+                    found[number].speed_interval = float(line["low"]), float(line["high"])
             elif kind == "measured":
                 found[number].bpb[line["slice"], int(line["seed"])] = float(line["bpb"])
                 found[number].costs.append(line)

@@ -135,7 +135,8 @@ def details(lab: Lab, one: Experiment) -> Iterator[str]:
     if one.expect is not None:
         yield f"expected    {one.expect:+.4f} bpb"
     if one.steps is not None:
-        yield f"training    {one.steps:,} steps, {one.speed:.3f} of the baseline's speed"
+        timed = "" if one.speed_interval is None else " ({:.3f} to {:.3f})".format(*one.speed_interval)
+        yield f"training    {one.steps:,} steps, {one.speed:.3f} of the baseline's speed{timed}"
     for (where, seed), bpb in one.bpb.items():
         yield f"  seed {seed:<5} {bpb:.6f} bpb ({where})"
     rule = f" [{verdict['rule']}]" if verdict.get("rule") else ""

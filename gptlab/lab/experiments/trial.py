@@ -17,7 +17,13 @@ from filelock import FileLock, Timeout
 from gptlab.config.errors import UserError, one_line
 from gptlab.lab.experiments import runs
 from gptlab.lab.experiments.again import earlier_races, propose_again
-from gptlab.lab.experiments.equal_time import StepsFailedError, compare_speed, require_positive_steps, time_alone
+from gptlab.lab.experiments.equal_time import (
+    StepsFailedError,
+    compare_speed,
+    require_positive_steps,
+    same_work,
+    time_alone,
+)
 from gptlab.lab.experiments.folder import Lab
 from gptlab.lab.experiments.ledger import NOTHING, SLICES, Experiment, Slice, Verdict, baseline_of
 from gptlab.lab.experiments.overview import proposals, write_results
@@ -42,7 +48,10 @@ NUDGE = 1 + 2**-20
 other quality."""
 TIMING_SHARE = 0.1
 """The part of a run's seconds that timing may take."""
-MAX_TIMING_SECONDS = 20.0
+MIN_TIMING_SECONDS, MAX_TIMING_SECONDS = 10.0, 60.0
+"""What it may take of a short run and of a long one. On an idle machine it ends sooner (`equal_time.ENOUGH`)."""
+BASELINE_SECONDS = 20.0
+"""For the baseline's own steps, which are timed once."""
 
 
 class BusyError(UserError):
@@ -98,7 +107,7 @@ def time_baseline(lab: Lab, number: int, say: Say) -> None:
     variant = variant_of(lab, experiments[number], experiments)
     with runs.steps_of(lab, variant, steps=settings.steps or 1_000) as process:
         process.ready()
-        seconds = time_alone(process, max_seconds=MAX_TIMING_SECONDS)
+        seconds = time_alone(process, max_seconds=BASELINE_SECONDS)
     steps = settings.steps or require_positive_steps((settings.seconds or 0.0) / seconds)
     lab.ledger.append("timed", experiment=number, speed=1.0, step_seconds=seconds, steps=steps)
     say(f"the baseline trains {steps:,} steps of {seconds * 1000:,.1f} ms")
@@ -186,7 +195,14 @@ def time_candidate(lab: Lab, number: int, say: Say, *, against: int | None = Non
     baseline = variant_of(lab, experiments[base_number], experiments)
     assert baseline.steps is not None
     assert baseline.step_seconds is not None
-    budget = min(MAX_TIMING_SECONDS, TIMING_SHARE * baseline.steps * baseline.step_seconds)
+    fields = [lab.baseline_config() | dict(variant.fields) for variant in (baseline, candidate)]
+    if candidate.code == baseline.code and fields[0] != fields[1] and same_work(*fields):
+        lab.ledger.append(
+            "timed", experiment=number, speed=1.0, step_seconds=baseline.step_seconds, steps=baseline.steps
+        )
+        return None
+    budget = TIMING_SHARE * baseline.steps * baseline.step_seconds
+    budget = min(max(budget, MIN_TIMING_SECONDS), MAX_TIMING_SECONDS)
     with (
         runs.steps_of(lab, baseline, baseline.steps) as base,
         runs.steps_of(lab, candidate, baseline.steps) as new,
@@ -202,9 +218,12 @@ def time_candidate(lab: Lab, number: int, say: Say, *, against: int | None = Non
     }[lab.settings.at]  # fmt: skip
     steps = require_positive_steps(baseline.steps * ratio)
     lab.ledger.append(
-        "timed", experiment=number, speed=speed.ratio, step_seconds=speed.baseline_seconds / speed.ratio, steps=steps
+        "timed", experiment=number, speed=speed.ratio, low=speed.low, high=speed.high,
+        step_seconds=speed.baseline_seconds / speed.ratio, steps=steps,
+    )  # fmt: skip
+    say(
+        f"{number:04}: {speed.ratio:.3f} of the baseline's speed ({speed.low:.3f} to {speed.high:.3f}), {steps:,} steps"
     )
-    say(f"{number:04}: {speed.ratio:.3f} of the baseline's speed, {steps:,} steps")
     return None
 
 

@@ -14,6 +14,7 @@ from gptlab.lab.experiments import runs, trial
 from gptlab.lab.experiments.folder import Lab
 from gptlab.lab.experiments.ledger import baseline_of
 from gptlab.lab.experiments.night import run_night
+from gptlab.lab.experiments.overview import details
 from gptlab.lab.experiments.proposal import Proposal, submit
 from gptlab.lab.experiments.runs import Variant
 from gptlab.lab.experiments.trial import finish, measure_baseline, noise
@@ -87,6 +88,19 @@ def test_equal_time_gives_a_faster_candidate_more_steps(lab: Lab) -> None:
     tried(lab, fields={"batch.micro_sequences": 8})
     one = lab.ledger.experiments()[2]
     assert (one.steps, one.speed) == (125, pytest.approx(1.25))
+    [line] = [line for line in details(lab, one) if line.startswith("training")]
+    assert line == "training    125 steps, 1.250 of the baseline's speed (1.250 to 1.250)"
+
+
+def test_another_rate_is_not_timed(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step does the same work, so that it takes the same time."""
+    rate = lab.baseline_config()["optim.muon.lr"]
+    number = submit(lab, Proposal({"optim.muon.lr": 2 * rate}))
+    with formula():
+        monkeypatch.setattr(runs, "steps_of", None)
+        one = finish(lab, number, quiet)
+    assert (one.steps, one.speed, one.speed_interval) == (100, 1.0, None)
+    assert one.says == "discard"
 
 
 def test_fields_that_the_judge_needs_cannot_be_proposed(lab: Lab) -> None:
