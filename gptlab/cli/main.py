@@ -24,6 +24,7 @@ COMMANDS = {
     "ladder": ("gptlab.cli.ladder", "train a recipe at several depths, and fit a power law"),
     "runs": ("gptlab.cli.runs", "list run folders, or delete some or their checkpoints (runs prune)"),
     "report": ("gptlab.cli.report", "write what a run did: report.html (curves, samples, provenance) and report.md"),
+    "dash": ("gptlab.cli.dash", "show runs as a live page on this machine, with a box to prompt them"),
     "import": ("gptlab.cli.import_model", "hf | nanogpt: turn a model trained elsewhere into a run folder"),
     "sample": ("gptlab.cli.sample", "continue a text with a trained run"),
     "export": ("gptlab.cli.export", "write a trained model as a folder that transformers loads"),

@@ -10,6 +10,7 @@ from __future__ import annotations
 from . import (
     comparison,
     config,
+    dashboard,
     data,
     evaluation,
     interface,
@@ -42,4 +43,5 @@ MUTATIONS: list[Mutation] = [
     *many_runs.MUTATIONS,
     *racing.MUTATIONS,
     *night.MUTATIONS,
+    *dashboard.MUTATIONS,
 ]

@@ -1,0 +1,201 @@
+"""One run as a row of the dashboard's list: read once, then kept up to date by what its files gained."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import stat
+import time
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from gptlab.config.errors import UserError, one_line
+from gptlab.config.load import config_to_json, flatten
+from gptlab.config.run import RunConfig
+from gptlab.lab.run_list import changes_from_recipe
+from gptlab.lab.run_record import NOT_COMPARED
+from gptlab.report.dashboard.bounds import Signature, cut, json_object, number, require_file, short, signature
+from gptlab.report.dashboard.tail import Tail
+from gptlab.runtime.files.plain_file import parse_json
+from gptlab.runtime.records.run_directory import RunDirectory
+
+QUIET_SECONDS = 10.0
+"""A run that says it is running may have been killed if its files have not changed for so long. Asking its lock takes
+it for a moment, so it is asked no more often than this."""
+SPARK_POINTS = 32
+
+_AMOUNTS = {"steps": "step", "tokens": "tokens", "seconds": "train_seconds", "flops": "total_flops"}
+"""{unit of a horizon: the key of a training line that counts it}."""
+_DAMAGE = (UserError, OSError, ValueError, TypeError, LookupError, ArithmeticError, RecursionError)
+"""What values raise that gptlab did not write."""
+
+
+class WatchedRun:
+    """A run folder below the folder of the dashboard."""
+
+    def __init__(self, path: Path, name: str) -> None:
+        self.path = path
+        self.id = hashlib.sha256(name.encode("utf-8", "surrogateescape")).hexdigest()[:16]
+        """What requests call the run: they never name a path."""
+        self.row: dict[str, Any] = {}
+        """What the list shows, as JSON."""
+        self._name = cut(name)
+        self._signatures: tuple[Signature, ...] = ()
+        self._asked = 0.0
+        self._facts: dict[str, Any] = {}
+        """What the small files say, as fields of the row."""
+        self._forget()
+
+    def refresh(self) -> bool:
+        """Read what changed; whether the row did. Whatever is wrong with the folder is the row's `problem`."""
+        run = RunDirectory(self.path)
+        small = (run.config_path, run.provenance_path, run.summary_path, run.checkpoints_path)
+        before, self._signatures = self._signatures, tuple(map(signature, (*small, run.metrics_path)))
+        if before == self._signatures and not (self._facts.get("status") == "running" and self._is_quiet()):
+            return False
+        row: dict[str, Any] = {"id": self.id, "name": self._name, "status": "damaged", "problem": None}
+        try:
+            if not self._facts or before[:-1] != self._signatures[:-1]:
+                self._facts = _facts(run)
+            self._read_metrics()
+            row |= self._facts | self._progress()
+            if row["status"] == "running" and self._is_quiet():
+                self._asked = time.time()
+                row["status"] = "running" if _is_held(run) else "killed"
+        except _DAMAGE as error:
+            row["problem"] = cut(one_line(error) or type(error).__name__)
+            self._forget()
+        changed, self.row = row != self.row, row
+        return changed
+
+    def _forget(self) -> None:
+        self._facts = {}
+        self._tail, self._restarts = Tail(self.path / "metrics.jsonl"), 0
+        self._validations: list[tuple[float, float]] = []
+        """(step, bits per byte), in the order of steps."""
+        self._trained: Mapping[str, Any] = {}
+        """The last training line."""
+
+    def _read_metrics(self) -> None:
+        trained = b""
+        for block in self._tail.blocks():
+            self._drop_undone()
+            for line in lines_of_kind(block, "eval"):
+                found = parse_json(line)
+                step = float(found["step"])
+                # A rewind repeats steps: the later line counts.
+                while self._validations and self._validations[-1][0] >= step:
+                    self._validations.pop()
+                self._validations.append((step, float(found.get("val_bpb", math.nan))))
+            trained = last_line_of_kind(block, "train") or trained
+        self._drop_undone()
+        if trained:
+            self._trained = dict(parse_json(trained))
+
+    def _drop_undone(self) -> None:
+        """Forget lines of a file that was truncated or replaced."""
+        if self._restarts != self._tail.restarts:
+            self._restarts = self._tail.restarts
+            self._validations, self._trained = [], {}
+
+    def _progress(self) -> dict[str, Any]:
+        """How far the run is and how good, by its metrics; what its summary says comes first."""
+        trained, facts = self._trained, self._facts
+        bpb = [value for _, value in self._validations]
+        reached = {"val_bpb": bpb[-1] if bpb else None, "tokens": number(trained.get("tokens"))}
+        reached["seconds"] = number(trained.get("train_seconds"))
+        reached = {name: value if facts[name] is None else facts[name] for name, value in reached.items()}
+        amount, unit = facts["horizon"]
+        done = number(trained.get(_AMOUNTS.get(unit, "")))
+        return {
+            **reached,
+            "step": number(trained.get("step")),
+            "share": min(1.0, done / amount) if amount and done is not None else None,
+            "spark": [round(value, 5) for value in _thin(bpb)],
+        }
+
+    def _is_quiet(self) -> bool:
+        newest = max((found[-1] / 1e9 for found in self._signatures if found), default=0.0)
+        return time.time() - max(newest, self._asked) > QUIET_SECONDS
+
+
+def lines_of_kind(block: bytes, kind: str) -> Iterator[bytes]:
+    """The lines of one kind among the whole lines of a metrics.jsonl. The others, a hundred times as many, are neither
+    parsed nor split."""
+    mark, text = b'\n{"kind": "%s"' % kind.encode(), b"\n" + block
+    at = text.find(mark)
+    while at >= 0:
+        end = text.find(b"\n", at + 1)
+        yield text[at + 1 : end]
+        at = text.find(mark, end)
+
+
+def last_line_of_kind(block: bytes, kind: str) -> bytes:
+    """The last such line; empty where there is none."""
+    mark = b'{"kind": "%s"' % kind.encode()
+    at = block.rfind(b"\n" + mark) + 1
+    return block[at : block.find(b"\n", at)] if at or block.startswith(mark) else b""
+
+
+def _facts(run: RunDirectory) -> dict[str, Any]:
+    """What the small files of a run say, as fields of its row. UserError, or what damaged values raise."""
+    fields = flatten(json_object(run.config_path))
+    if not isinstance(fields.get("recipe"), str):
+        raise UserError(f"{run.config_path} is not the configuration of a run")
+    record = json_object(run.provenance_path) if os.path.lexists(run.provenance_path) else {}
+    status, start = record.get("status", "unknown"), record.get("start")
+    finished = status == "finished" and os.path.lexists(run.summary_path)
+    summary = json_object(run.summary_path) if finished else {}
+    millions = number(summary.get("total_tokens_M"))
+    base, changes = default_fields(), changes_from_recipe(fields, record)
+    configuration = json.dumps({name: fields[name] for name in sorted(fields) if name not in NOT_COMPARED})
+    return {
+        "status": cut(str(status), 20),
+        "start": cut(start, 40) if isinstance(start, str) else None,
+        "recipe": cut(fields["recipe"]),
+        "seed": short(fields.get("seed")),
+        "changes": None if changes is None else [[name, short(value)] for name, value in changes.items()],
+        # Only fields that gptlab knows, and only where they differ: a thousand rows are sent at once.
+        "fields": {name: short(fields[name]) for name in base if fields.get(name, base[name]) != base[name]},
+        "group": hashlib.sha256(configuration.encode()).hexdigest()[:16],
+        "val_bpb": number(summary.get("val_bpb")),
+        "tokens": None if millions is None else 1e6 * millions,
+        "seconds": number(summary.get("training_seconds")),
+        "horizon": [number(fields.get("horizon.amount")), cut(str(fields.get("horizon.unit")), 20)],
+        "has_checkpoint": _has_checkpoint(run.checkpoints_path),
+    }
+
+
+@cache
+def default_fields() -> dict[str, Any]:
+    """{dotted name: value} of a configuration that nobody changed, as in config.json."""
+    return flatten(config_to_json(RunConfig()))
+
+
+def _has_checkpoint(folder: Path) -> bool:
+    if not os.path.lexists(folder):
+        return False
+    if not stat.S_ISDIR(os.lstat(folder).st_mode):
+        raise UserError(f"{folder} is no folder")
+    return any(name.startswith("step-") for name in os.listdir(folder))
+
+
+def _is_held(run: RunDirectory) -> bool:
+    """Whether a process trains the run, as far as its lock says."""
+    for name in (".lock", ".lock.json"):
+        if os.path.lexists(run.path / name):
+            require_file(run.path / name)
+    return run.in_use()
+
+
+def _thin(values: list[float]) -> list[float]:
+    """At most `SPARK_POINTS` of the finite values, evenly spread, the last one among them."""
+    finite = [value for value in values if math.isfinite(value)]
+    if len(finite) <= SPARK_POINTS:
+        return finite
+    last = len(finite) - 1
+    return [finite[round(number * last / (SPARK_POINTS - 1))] for number in range(SPARK_POINTS)]

@@ -1,0 +1,28 @@
+"""The live page of runs."""
+
+from __future__ import annotations
+
+from .mutation import Mutation
+
+MUTATIONS = [
+    Mutation(
+        "a site that gives its name the address 127.0.0.1 is answered", "report/dashboard/guard.py",
+        'if len(values["Host"]) != 1 or values["Host"][0].lower() not in hosts:', 'if len(values["Host"]) != 1:',
+        ["test_guard.py::test_other_hosts_are_refused", "test_server.py::test_other_sites_are_refused_everywhere"],
+    ),
+    Mutation(
+        "prompts need no token", "report/dashboard/guard.py",
+        "given = list(headers.get_all(TOKEN_HEADER) or [])", "given = [token]",
+        ["test_guard.py::test_what_computes_needs_the_token"],
+    ),
+    Mutation(
+        "a resumed run that has passed its old end is read on from there", "report/dashboard/tail.py",
+        "or file.read(len(self._anchor)) != self._anchor:", "or not file.read(len(self._anchor)):",
+        ["test_tail.py::test_a_file_that_grew_past_its_old_size_after_it_was_truncated_is_read_again"],
+    ),
+    Mutation(
+        "a prompt whose page was closed keeps the model", "report/dashboard/model_process.py",
+        "            self._turn.release()\n\n    def close", "            pass\n\n    def close",
+        ["test_model_process.py::test_an_answer_that_nobody_reads_ends"],
+    ),
+]  # fmt: skip

@@ -1,0 +1,224 @@
+"""The dashboard and the report as a person sees them, in headless Chromium: one browser for all tests."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tiny_runs import train, write_corpus
+from written_runs import write_run
+
+from gptlab.report.dashboard import index as index_module
+from gptlab.report.dashboard.server import Dashboard
+from gptlab.runtime.records.metrics import MetricsLog
+from gptlab.runtime.records.run_directory import RunDirectory
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, BrowserContext, Page
+
+CURVE = (3.5, 2.0, 1.5, 1.25)
+HOSTILE = "<img src=x onerror=alert(1)>"
+ARGUMENTS = (
+    "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update", "--disable-sync",
+    "--no-first-run",
+)  # fmt: skip
+TIMEOUT = 20_000.0
+"""Milliseconds, for machines that run other tests meanwhile; every wait ends as soon as there is what it waits for."""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if chromium is None:
+        pytest.skip("no Chromium on the path")  # a failure in CI: tests/conftest.py
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=[*ARGUMENTS])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def context(browser: Browser) -> Iterator[BrowserContext]:
+    """A fresh profile. What the pages print to the console, raise or show as a dialog fails the test."""
+    context = browser.new_context(viewport={"width": 1200, "height": 900})
+    context.set_default_timeout(TIMEOUT)
+    problems: list[str] = []
+    context.on("console", lambda message: problems.append(f"{message.type}: {message.text}"))
+    context.on("weberror", lambda error: problems.append(str(error.error)))
+    context.on("dialog", lambda dialog: (problems.append(f"dialog: {dialog.message}"), dialog.dismiss()))
+    yield context
+    context.close()
+    assert problems == []
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dashboard]:
+    """A dashboard of a real run of half a second, three seeds, a run that trains, and hostile ones."""
+    folder = tmp_path_factory.mktemp("pages")
+    runs = folder / "runs"
+    write_corpus(folder / "corpus")
+    train(folder, "runs/real", sample__prompts=("the ",))
+    for seed in (1, 2):
+        write_run(runs / f"seed-{seed}", [value + 0.01 * seed for value in CURVE], seed=seed)
+    write_run(runs / "training", CURVE, status="running")
+    hostile = write_run(runs / HOSTILE, CURVE, recipe=HOSTILE)
+    with MetricsLog(hostile / "metrics.jsonl") as metrics:
+        metrics.write("sample", step=30, prompt="<script>alert(2)</script>", text="</pre><script>alert(3)</script>")
+        metrics.write("event", step=30, what=HOSTILE, value=None)
+    (runs / "damaged").mkdir()
+    (runs / "damaged/config.json").write_text("{")
+    (runs / "damaged/run.json").write_text("{")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(index_module, "POLL_SECONDS", 0.05)
+        with Dashboard(runs, 0) as server:
+            serving = threading.Thread(target=server.serve_forever, args=(0.02,))
+            serving.start()
+            with RunDirectory(runs / "training").lock():
+                yield server
+            server.shutdown()
+            serving.join()
+
+
+@pytest.fixture
+def page(world: Dashboard, context: BrowserContext) -> Page:
+    """The dashboard, with the runs that are chosen by themselves drawn."""
+    page = context.new_page()
+    page.goto(world.url)
+    page.wait_for_selector("#charts[data-drawn]")
+    return page
+
+
+def row(page: Page, name: str) -> Any:
+    return page.locator("#rows tr").filter(has=page.get_by_text(name, exact=True))
+
+
+def choose_only(page: Page, *names: str) -> None:
+    for box in page.locator("#rows input:checked").all():
+        box.uncheck()
+    for name in names:
+        row(page, name).locator("input").check()
+    page.wait_for_function("count => document.querySelector('#charts').dataset.drawn === count", arg=str(len(names)))
+
+
+def test_curves_move_while_a_run_trains(world: Dashboard, page: Page) -> None:
+    """The run that trains is chosen by itself; a thread appends to it; nothing is reloaded."""
+    page.evaluate("window.kept = true")
+    assert row(page, "training").locator("input").is_checked()
+    assert row(page, "training").locator(".bpb").inner_text() == "1.2500"
+    assert page.locator("#charts").get_attribute("data-points") == "4"
+    metrics = world.index.folder / "training/metrics.jsonl"
+    size = metrics.stat().st_size
+
+    def append() -> None:
+        with MetricsLog(metrics) as log:
+            for step in (40, 50, 60):
+                log.write("train", step=step, tokens=step * 1000, loss=1.0, train_seconds=1.0 * step)
+                log.write("eval", step=step, val_loss=1.0, val_bpb=1.1, train_seconds=1.0 * step, tokens=step * 1000)
+                time.sleep(0.02)
+
+    appending = threading.Thread(target=append)
+    appending.start()
+    page.wait_for_selector("#charts[data-points='7']")
+    appending.join()
+    assert row(page, "training").locator(".bpb").inner_text() == "1.1000"
+    assert row(page, "training").locator(".tokens").inner_text() == "60.0k"
+    os.truncate(metrics, size)
+    page.wait_for_selector("#charts[data-points='4']")
+    assert page.evaluate("window.kept") is True
+
+
+def test_chosen_runs_overlay_and_seeds_are_a_band(page: Page) -> None:
+    choose_only(page, "seed-1", "seed-2", "real")
+    chips = page.locator(".legend .chip").all_inner_texts()
+    assert [chip.strip() for chip in chips] == ["A (2 runs)", "real"]
+    page.get_by_label("seeds as bands").uncheck()
+    assert len(page.locator(".legend .chip").all()) == 3
+    assert page.locator(".chart-bpb canvas").is_visible()
+    page.reload()
+    page.wait_for_selector("#charts[data-drawn='3']")
+
+
+def test_the_list_is_filtered_sorted_and_grouped(page: Page) -> None:
+    def names() -> list[str]:
+        return page.locator("#rows td.name b").all_inner_texts()
+
+    def listed(text: str, count: int) -> list[str]:
+        page.fill("#filter", text)
+        page.wait_for_function("count => document.querySelectorAll('#rows tr').length === count", arg=count)
+        return names()
+
+    assert listed("status=running", 1) == ["training"]
+    assert listed("seed-* seed", 0) == []
+    assert sorted(listed("run=seed-*", 2)) == ["seed-1", "seed-2"]
+    assert listed("model.seq-len=32", 1) == ["real"]
+    assert listed("val_bpb<1.2605 run=seed-*", 1) == ["seed-1"]
+    assert listed("status!=finished", 2) in (["training", "damaged"], ["damaged", "training"])
+    listed("model.n_leyer=3", 0)
+    assert page.locator("#hint").inner_text() == "There is no column or field model.n_leyer."
+    listed("run=seed-*", 2)
+    page.locator("th[data-column=val_bpb] button").click()
+    page.wait_for_function("() => document.querySelector('th[data-column=val_bpb]').ariaSort === 'ascending'")
+    assert names() == ["seed-1", "seed-2"]
+    page.locator("th[data-column=val_bpb] button").click()
+    page.wait_for_function("() => document.querySelector('th[data-column=val_bpb]').ariaSort === 'descending'")
+    assert names() == ["seed-2", "seed-1"]
+    page.get_by_label("group seeds").check()
+    page.wait_for_function("() => document.querySelectorAll('#rows tr').length === 1")
+    assert page.locator("#rows .bpb").inner_text() == "1.2650 ± 0.0071"
+    page.locator("#rows button").click()
+    page.wait_for_function("() => document.querySelectorAll('#rows tr').length === 3")
+
+
+def test_a_prompt_is_answered(page: Page) -> None:
+    """By a real run, in a process of its own."""
+    page.select_option("#model", label="real")
+    page.fill("#prompt", "the quick")
+    page.fill("#max-tokens", "5")
+    page.fill("#top-k", "3")
+    page.fill("#seed", "1")
+    page.click("#go")
+    page.wait_for_function("() => document.querySelector('#go').textContent === 'Continue'", timeout=60_000)
+    assert page.locator("#answering").inner_text().startswith("Step 12, ")
+    assert page.locator("#text .prompt").inner_text() == "the quick"
+    tokens = page.locator("#text .t")
+    assert 1 <= tokens.count() <= 5
+    first = page.locator("#text").inner_text()
+    tokens.first.hover()
+    explained = page.locator("#token").inner_text()
+    assert "had a probability of" in explained
+    shares = [float(cell.rstrip("%")) for cell in page.locator("#token td.n").all_inner_texts()]
+    assert len(shares) >= 8
+    assert shares[:8] == sorted(shares[:8], reverse=True)
+    assert 0 < sum(shares[:8]) <= 100.5
+    page.click("#go")
+    page.wait_for_function("() => document.querySelector('#go').textContent === 'Continue'", timeout=60_000)
+    assert page.locator("#text").inner_text() == first
+
+
+def test_hostile_names_and_samples_stay_text(page: Page) -> None:
+    """A dialog or a message on the console would fail this test (`context`)."""
+    choose_only(page, HOSTILE)
+    assert row(page, "damaged").locator(".problem").inner_text().count("config.json is damaged: it is no JSON")
+    page.wait_for_function("() => document.querySelector('#details h2')?.textContent.startsWith('<img')")
+    shown = page.locator("#details").inner_text()
+    assert "</pre><script>alert(3)</script>" in shown
+    assert HOSTILE in shown
+    assert page.locator("#rows img, #details img, #details script, #model img, .legend img").count() == 0
+
+
+@pytest.mark.parametrize(("scheme", "width"), [("light", 1200), ("dark", 400)])
+def test_the_page_fits_its_window(world: Dashboard, browser: Browser, scheme: Any, width: int) -> None:
+    page = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
+    page.goto(world.url)
+    page.wait_for_selector("#charts[data-drawn]", timeout=TIMEOUT)
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    colors = page.evaluate("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)")
+    assert (sum(colors) > 600) == (scheme == "light")
+    page.close()
