@@ -178,9 +178,10 @@ class RunRequest:
             raise UserError(f"--target-param-data-ratio and {other} both say how long to train: give one of them")
 
     def resumed(self, stored: RunConfig) -> RunConfig:
-        """A stored run's configuration, with the parallel.mode that is requested: how weights are sharded does not
-        change what is trained, and checkpoints of all modes are alike."""
-        return apply_overrides(stored, {name: v for name, v in self.overrides.items() if name == "parallel.mode"})
+        """A stored run's configuration, with the parallel.mode and log.to that are requested: how weights are sharded
+        and where metrics go does not change what is trained, and checkpoints of all modes are alike."""
+        free = ("parallel.mode", "log.to")
+        return apply_overrides(stored, {name: value for name, value in self.overrides.items() if name in free})
 
     def with_length(self, stored: RunConfig) -> RunConfig:
         """A stored run's configuration with the requested length."""

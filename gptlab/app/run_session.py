@@ -159,7 +159,8 @@ def run_session(session: Session, attempt: Attempt, earlier: EarlierRun | None) 
             if group.size > 1:
                 group.barrier("first step")
                 group.start_collectives(session.place.device, timeout_seconds=config.runtime.process_timeout_seconds)
-            ended = (evaluate_only if config.eval.only else fit)(state, session, record)
+            with _mirrored(session, run, console) if config.log.to else nullcontext():
+                ended = (evaluate_only if config.eval.only else fit)(state, session, record)
             if ended == "finished":
                 saved = bool(list_checkpoints(run.checkpoints_path))
                 summary = record.finish_run(state, next_steps(run.path, config, session.prompts, trained=saved))
@@ -172,6 +173,15 @@ def run_session(session: Session, attempt: Attempt, earlier: EarlierRun | None) 
         return Result(0, run.path, summary)
     attempt.job.ends(EXIT_PREEMPTED, "a signal asked it to stop")
     return Result(EXIT_PREEMPTED, run.path, {})
+
+
+def _mirrored(session: Session, run: RunDirectory, console: Console) -> AbstractContextManager[None]:
+    """Within it, metrics.jsonl is mirrored, by rank 0."""
+    if not session.group.is_main:
+        return nullcontext()
+    from gptlab.runtime.records.mirrors import mirrored
+
+    return mirrored(session.config.log.to, run, run.read_config(), console)
 
 
 def _saver(session: Session, output: RunOutput) -> AbstractContextManager[CheckpointSaver]:

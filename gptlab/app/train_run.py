@@ -84,6 +84,10 @@ def _prepare_and_train(attempt: Attempt, request: RunRequest) -> Result:
         attempt.held.enter_context(_deterministic(config))
     if group.is_main and attempt.run is None and config.run_dir is not None:
         RunDirectory(Path(config.run_dir)).require_free()  # said now, not after the data is prepared
+    if group.is_main and config.log.to:
+        from gptlab.runtime.records.mirrors import require_mirrors
+
+        require_mirrors(config.log.to)
 
     # Data, model, optimizer.
     restored = earlier is not None and earlier.checkpoint is not None

@@ -23,7 +23,7 @@ PRUNE = """\
 Delete runs, or their checkpoints, to free disk space. Shows what it would delete, and asks. Runs that can be resumed, \
 imported models and folders with other files are kept."""
 
-_NOT_SHOWN = ("runtime.", "checkpoint.", "sample.", "eval.", "faults.", "data.cache_dir")
+_NOT_SHOWN = ("runtime.", "checkpoint.", "sample.", "eval.", "faults.", "log.", "data.cache_dir")
 _MAX_VALUE_CHARACTERS = 40
 _MAX_ABOUT_CHARACTERS = 160
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-_WANDB = "nothing is uploaded, and every number is in the run folder's metrics.jsonl"
+_WANDB = "--log.to wandb sends the metrics there; without it they are in the run folder's metrics.jsonl alone"
 _ADAMW = "each group of weights has its own: --optim.matrix.{0}, --optim.embedding.{0}, --optim.head.{0}, ..."
 _ITERS = "a share of the run, not steps: "
 

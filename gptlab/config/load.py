@@ -24,7 +24,9 @@ MAX_INT = 2**63 - 1
 _MAY_HOLD_NUL = ("sample.prompts", "prompt")
 """Texts that a model continues. Other texts become paths or messages, which cannot contain a NUL."""
 
-_LATER = ("parallel", "recipe_arguments", "eval.at_end", "runtime.coordinate_descent_tuning", "runtime.allocator")
+_LATER = (
+    "parallel", "recipe_arguments", "eval.at_end", "runtime.coordinate_descent_tuning", "runtime.allocator", "log",
+)  # fmt: skip
 """Fields, and groups of fields, that older files of version 1 lack. Their defaults are the earlier behavior."""
 
 
@@ -183,7 +185,9 @@ def value_from_text(annotation: Any, text: str, field: str) -> Any:
     if optional and text.lower() == "none":
         return None
     if get_origin(leaf) is tuple:
-        return (value_from_text(get_args(leaf)[0], text, field),)
+        inner = get_args(leaf)[0]
+        parts = text.split(",") if get_origin(inner) is Literal else [text]  # no choice has a comma
+        return tuple(value_from_text(inner, part, field) for part in parts)
     value: Any = text
     if leaf is bool:
         value = {"true": True, "on": True, "false": False, "off": False}.get(text.lower(), text)

@@ -19,6 +19,7 @@ DType = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 Compile = Literal["auto", "on", "off"]
 OnSaveFailure = Literal["stop", "continue"]
 ParallelMode = Literal["data", "sharded"]
+Mirror = Literal["tensorboard", "wandb", "trackio"]
 
 _NO_SPIKE = "must be greater than 1, or every step would be a spike"
 
@@ -247,6 +248,13 @@ class ParallelConfig:
             raise ConfigError("parallel.exact_any_world_size", True, reason, False)
 
 
+@checked_dataclass("log.")
+class LogConfig:
+    to: tuple[Mirror, ...] = ()
+    """Where else the metrics go, as A,B: tensorboard (event files in the run folder), wandb (offline without a login),
+    trackio (local). Each needs its library, and none can slow or stop the run."""
+
+
 @checked_dataclass("runtime.")
 class RuntimeConfig:
     device: str = "auto"
@@ -305,6 +313,7 @@ class RunConfig:
     faults: FaultsConfig = field(default_factory=FaultsConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+    log: LogConfig = field(default_factory=LogConfig)
 
     def __post_init__(self) -> None:
         require(0 <= self.seed < 2**63, "seed", self.seed, "must be between 0 and 2^63 - 1")

@@ -32,7 +32,7 @@ _MARKS = {"run.json", "metrics.jsonl", "checkpoints"}
 """A folder with a config.json and one of these is a run; other programs write a config.json too."""
 _OWN = re.compile(
     r"config\.json|run\.json(\.damaged)?|code|environment\.txt|gpu\.txt|metrics\.jsonl|log\.txt|tokenizer|checkpoints"
-    r"|summary\.json|report\.(html|md)|set-aside-\d+|\.lock(\.json)?|\..+\.tmp"
+    r"|tensorboard|summary\.json|report\.(html|md)|set-aside-\d+|\.lock(\.json)?|\..+\.tmp"
 )
 """What gptlab writes into a run folder."""
 _CHECKPOINT = re.compile(r"step-\d+")

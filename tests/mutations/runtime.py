@@ -6,6 +6,21 @@ from .mutation import Mutation
 
 MUTATIONS = [
     Mutation(
+        "the end of a run waits for a mirror that hangs", "runtime/records/mirrors.py",
+        "self.process.wait(max(0.0, deadline - time.monotonic()))", "self.process.wait(30)",
+        ["test_mirrors.py::test_one_that_hangs_is_stopped"],
+    ),
+    Mutation(
+        "a mirror's MFU is a share, not in percent", "runtime/records/mirror_process.py",
+        'found["train/mfu"] *= 100', 'found["train/mfu"] *= 1',
+        ["test_mirrors.py::test_lines_arrive_by_nanochats_names"],
+    ),
+    Mutation(
+        "a mirror gets a line before it is whole", "runtime/records/mirror_process.py",
+        'if lines and not lines[-1].endswith(b"\\n"):', 'if lines and not lines[-1].endswith(b""):',
+        ["test_mirrors.py::test_follows_a_file_that_grows_by_pieces"],
+    ),
+    Mutation(
         "auto never finds the CPU", "runtime/hardware/device.py",
         '"mps" if torch.backends.mps.is_available() else "cpu"', '"mps"',
         ["test_device.py::test_auto_falls_back_to_the_cpu"],

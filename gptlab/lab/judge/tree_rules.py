@@ -48,6 +48,7 @@ FIXED_FIELDS = {
     "horizon.": "the lab makes time equal",
     "checkpoint.": "the lab decides what is saved and judged",
     "parallel.": "the lab decides how many processes train",
+    "log.": "the lab reads the log",
     "model.seq_len": "both sides see the same context",
     "model.vocab_size": "it is the tokenizer's",
     "runtime.device": "both sides run on the same device",

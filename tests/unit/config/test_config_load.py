@@ -18,6 +18,7 @@ from gptlab.config.load import (
     config_to_json,
     differences,
     leaf_fields,
+    value_from_text,
 )
 from gptlab.config.model import ModelConfig
 from gptlab.config.recipes import RECIPES, configure
@@ -236,3 +237,12 @@ class TestToml:
                 load_toml(path)
             assert str(path) in str(caught.value)
             assert "\n" not in str(caught.value)
+
+
+def test_choices_are_separated_by_commas_too() -> None:
+    """`--log.to a,b`; texts keep their commas."""
+    kinds = leaf_fields(RunConfig)
+    assert value_from_text(kinds["log.to"], "wandb,trackio", "log.to") == ("wandb", "trackio")
+    assert value_from_text(kinds["sample.prompts"], "a,b", "sample.prompts") == ("a,b",)
+    with pytest.raises(ConfigError, match="tensorboard, wandb, trackio"):
+        value_from_text(kinds["log.to"], "wandb,wanbd", "log.to")
