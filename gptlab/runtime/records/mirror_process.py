@@ -145,7 +145,7 @@ def main(name: str) -> int:
         about, ended = json.loads(sys.stdin.readline()), threading.Event()
         threading.Thread(target=_end_with_run, args=(ended,), daemon=True).start()
         mirror = OPEN[name](about)
-        report(line=mirror.where)
+        report(opened=mirror.where)
         for lines, offset in follow(Path(about["run"], "metrics.jsonl"), about["offset"], ended):
             for record in map(json.loads, lines):
                 if values := scalars(record):

@@ -30,6 +30,8 @@ from gptlab.runtime.records.run_directory import RunDirectory, recorded_id
 
 IMPORT_SECONDS = 60.0
 """The longest that a run waits for imports before its first step, so that they take no time of its training."""
+OPEN_SECONDS = 5.0
+"""The longest that it waits for a mirror to be open, which takes a second of computing, or minutes without a server."""
 FINISH_SECONDS = 10.0
 """The longest that a run waits for mirrors at its end; what they still have to send is then lost to them."""
 
@@ -56,13 +58,17 @@ def mirrored(names: Sequence[str], run: RunDirectory, config: Mapping[str, Any],
     mirrors = [_Mirror(name, console) for name in names]
     deadline = time.monotonic() + IMPORT_SECONDS
     for mirror in mirrors:
-        mirror.begin(about, deadline)
+        mirror.imported.wait(max(0.0, deadline - time.monotonic()))
+        mirror.write(to_json(about) + "\n")
+    deadline = time.monotonic() + OPEN_SECONDS
+    for mirror in mirrors:
+        mirror.opened.wait(max(0.0, deadline - time.monotonic()))
     try:
         yield
     finally:
         with console.busy("finishing " + ", ".join(names)):
             for mirror in mirrors:
-                mirror.close_input()
+                mirror.write(None)
             deadline = time.monotonic() + FINISH_SECONDS
             for mirror in mirrors:
                 mirror.finish(run, offset, deadline)
@@ -75,22 +81,17 @@ class _Mirror:
         self.name, self.console = name, console
         self.read_bytes = 0
         """How much of metrics.jsonl it has sent."""
-        self.imported = threading.Event()
+        self.imported, self.opened = threading.Event(), threading.Event()
         self.warned = False
         self.process = subprocess.Popen(
             [sys.executable, "-m", "gptlab.runtime.records.mirror_process", name],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-            env=os.environ | {"OMP_NUM_THREADS": "1"}, start_new_session=True,  # a Ctrl-C is for the run
+            # A Ctrl-C is for the run. No session of its own: Linux shares the processor equally among sessions,
+            # whatever the priorities in them (sched_autogroup).
+            env=os.environ | {"OMP_NUM_THREADS": "1"}, process_group=0 if os.name != "nt" else None,
         )  # fmt: skip
         self.reader = threading.Thread(target=self._read, name=f"gptlab-{name}", daemon=True)
         self.reader.start()
-
-    def begin(self, about: Mapping[str, Any], deadline: float) -> None:
-        self.imported.wait(max(0.0, deadline - time.monotonic()))
-        self._write(to_json(about) + "\n")
-
-    def close_input(self) -> None:
-        self._write(None)
 
     def finish(self, run: RunDirectory, offset: int, deadline: float) -> None:
         """Wait until it has sent everything, or kill it at the deadline."""
@@ -108,7 +109,8 @@ class _Mirror:
         if self.process.returncode:
             self._warn(f"its process ended with exit code {self.process.returncode}: off")
 
-    def _write(self, text: str | None) -> None:
+    def write(self, text: str | None) -> None:
+        """To its input; None: the end."""
         assert self.process.stdin is not None
         with suppress(OSError, ValueError):  # it has ended, which `_read` reports
             if text is None:
@@ -126,11 +128,13 @@ class _Mirror:
                         self.read_bytes = count
                     case {"imported": True}:
                         self.imported.set()
-                    case {"line": str(text)}:
+                    case {"opened": str(text)}:
+                        self.opened.set()
                         self.console.line(f"{self.name}: {one_line(Exception(text))}")
                     case {"warning": str(text)}:
                         self._warn(f"{text}: off")
-        self.imported.set()  # or it never will be
+        self.imported.set()  # it never will be
+        self.opened.set()
 
     def _warn(self, text: str) -> None:
         """Only the first reason, which is the closest to the cause."""

@@ -89,7 +89,7 @@ def test_help_names_every_argument_with_its_default(leaf: list[str], capsys: pyt
     assert (
         re.search(r"--[\w.-]+ \S+ \[\S+\]", out)
         or leaf == ["data", "list"]
-        or leaf[0] in ("import", "compare", "runs", "lab")
+        or leaf[0] in ("import", "compare", "runs", "lab", "report", "dash")
     )
     for unit in UNITS.get(leaf[0], ()):
         assert unit in " ".join(out.split()), f"{leaf[0]} --help does not name {unit}"
