@@ -14,9 +14,10 @@ from gptlab.report.dashboard.labs import WatchedLabs
 from gptlab.report.dashboard.watched_run import WatchedRun
 
 POLL_SECONDS = 1.0
-"""Between two looks at the files of all runs: four calls of stat for each, 10 ms for a thousand."""
-SCAN_SECONDS = 3.0
-"""Between two looks for new runs."""
+"""Between two looks at the files of the runs that train."""
+SCAN_SECONDS = 5.0
+"""Between two looks for new runs, and at the files of all: for a thousand 0.1 s of computing, which should not be taken
+from whoever trains."""
 MAX_DEPTH = 5
 """Folders between the dashboard's folder and a run; labs/NAME/experiments/0007/runs/NAME takes five."""
 MAX_RUNS = 20_000
@@ -45,12 +46,16 @@ class RunIndex:
 
     def refresh(self) -> None:
         """Look for new runs, and read what is new of each. Only one thread may call this."""
-        if time.monotonic() - self._scanned >= SCAN_SECONDS:
+        looks_at_all = time.monotonic() - self._scanned >= SCAN_SECONDS
+        if looks_at_all:
             self._scan()
         for run in self._runs.values():
-            if run.refresh():
+            if (looks_at_all or run.row.get("status") == "running") and run.refresh():
                 self._publish(run.id)
-        labs_changed = self._labs.refresh()
+        for run in self._runs.values():
+            if run.compare_with_recipe():
+                self._publish(run.id)
+        labs_changed = looks_at_all and self._labs.refresh()
         if labs_changed or not self._loaded:
             with self._changed:
                 self._loaded = True

@@ -20,7 +20,6 @@ from gptlab.lab.run_list import changes_from_recipe
 from gptlab.lab.run_record import NOT_COMPARED
 from gptlab.report.dashboard.bounds import Signature, cut, json_object, number, require_file, short, signature
 from gptlab.report.dashboard.tail import Tail
-from gptlab.runtime.files.plain_file import parse_json
 from gptlab.runtime.records.run_directory import RunDirectory
 
 QUIET_SECONDS = 10.0
@@ -30,7 +29,7 @@ SPARK_POINTS = 32
 
 _AMOUNTS = {"steps": "step", "tokens": "tokens", "seconds": "train_seconds", "flops": "total_flops"}
 """{unit of a horizon: the key of a training line that counts it}."""
-_DAMAGE = (UserError, OSError, ValueError, TypeError, LookupError, ArithmeticError, RecursionError)
+_DAMAGE = (UserError, OSError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RecursionError)
 """What values raise that gptlab did not write."""
 
 
@@ -48,6 +47,8 @@ class WatchedRun:
         self._asked = 0.0
         self._facts: dict[str, Any] = {}
         """What the small files say, as fields of the row."""
+        self._small: tuple[dict[str, Any], dict[str, Any]] | None = None
+        """Configuration and run.json, until they are compared with the recipe."""
         self._forget()
 
     def refresh(self) -> bool:
@@ -60,7 +61,8 @@ class WatchedRun:
         row: dict[str, Any] = {"id": self.id, "name": self._name, "status": "damaged", "problem": None}
         try:
             if not self._facts or before[:-1] != self._signatures[:-1]:
-                self._facts = _facts(run)
+                self._small = _small_files(run)
+                self._facts = _facts(run, *self._small)
             self._read_metrics()
             row |= self._facts | self._progress()
             if row["status"] == "running" and self._is_quiet():
@@ -72,8 +74,23 @@ class WatchedRun:
         changed, self.row = row != self.row, row
         return changed
 
+    def compare_with_recipe(self) -> bool:
+        """Add to the row in what the run differs from its recipe, unless it is there; whether it was added. Making a
+        recipe's configuration takes as long as all else, so the rows of all runs come first."""
+        if self._small is None or not self._facts:
+            return False
+        (fields, record), self._small = self._small, None
+        try:
+            changes = changes_from_recipe(fields, record)
+        except _DAMAGE:
+            changes = None
+        listed = None if changes is None else [[name, short(value)] for name, value in changes.items()]
+        self._facts["changes"] = listed
+        self.row = self.row | {"changes": listed}
+        return True
+
     def _forget(self) -> None:
-        self._facts = {}
+        self._facts, self._small = {}, None
         self._tail, self._restarts = Tail(self.path / "metrics.jsonl"), 0
         self._validations: list[tuple[float, float]] = []
         """(step, bits per byte), in the order of steps."""
@@ -85,7 +102,7 @@ class WatchedRun:
         for block in self._tail.blocks():
             self._drop_undone()
             for line in lines_of_kind(block, "eval"):
-                found = parse_json(line)
+                found = json.loads(line)
                 step = float(found["step"])
                 # A rewind repeats steps: the later line counts.
                 while self._validations and self._validations[-1][0] >= step:
@@ -94,7 +111,7 @@ class WatchedRun:
             trained = last_line_of_kind(block, "train") or trained
         self._drop_undone()
         if trained:
-            self._trained = dict(parse_json(trained))
+            self._trained = dict(json.loads(trained))
 
     def _drop_undone(self) -> None:
         """Forget lines of a file that was truncated or replaced."""
@@ -126,12 +143,13 @@ class WatchedRun:
 def lines_of_kind(block: bytes, kind: str) -> Iterator[bytes]:
     """The lines of one kind among the whole lines of a metrics.jsonl. The others, a hundred times as many, are neither
     parsed nor split."""
-    mark, text = b'\n{"kind": "%s"' % kind.encode(), b"\n" + block
-    at = text.find(mark)
-    while at >= 0:
-        end = text.find(b"\n", at + 1)
-        yield text[at + 1 : end]
-        at = text.find(mark, end)
+    mark, end = b'\n{"kind": "%s"' % kind.encode(), 0
+    if block.startswith(mark[1:]):
+        end = block.find(b"\n")
+        yield block[:end]
+    while (at := block.find(mark, end)) >= 0:
+        end = block.find(b"\n", at + 1)
+        yield block[at + 1 : end]
 
 
 def last_line_of_kind(block: bytes, kind: str) -> bytes:
@@ -141,24 +159,27 @@ def last_line_of_kind(block: bytes, kind: str) -> bytes:
     return block[at : block.find(b"\n", at)] if at or block.startswith(mark) else b""
 
 
-def _facts(run: RunDirectory) -> dict[str, Any]:
-    """What the small files of a run say, as fields of its row. UserError, or what damaged values raise."""
+def _small_files(run: RunDirectory) -> tuple[dict[str, Any], dict[str, Any]]:
+    """{dotted name: value} of config.json, and run.json, which may be lost. UserError where one is damaged."""
     fields = flatten(json_object(run.config_path))
     if not isinstance(fields.get("recipe"), str):
         raise UserError(f"{run.config_path} is not the configuration of a run")
-    record = json_object(run.provenance_path) if os.path.lexists(run.provenance_path) else {}
+    return fields, json_object(run.provenance_path) if os.path.lexists(run.provenance_path) else {}
+
+
+def _facts(run: RunDirectory, fields: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
+    """What the small files of a run say, as fields of its row. UserError, or what damaged values raise."""
     status, start = record.get("status", "unknown"), record.get("start")
     finished = status == "finished" and os.path.lexists(run.summary_path)
     summary = json_object(run.summary_path) if finished else {}
     millions = number(summary.get("total_tokens_M"))
-    base, changes = default_fields(), changes_from_recipe(fields, record)
-    configuration = json.dumps({name: fields[name] for name in sorted(fields) if name not in NOT_COMPARED})
+    base = default_fields()
+    configuration = repr([(name, fields[name]) for name in sorted(fields) if name not in NOT_COMPARED])
     return {
         "status": cut(str(status), 20),
         "start": cut(start, 40) if isinstance(start, str) else None,
         "recipe": cut(fields["recipe"]),
         "seed": short(fields.get("seed")),
-        "changes": None if changes is None else [[name, short(value)] for name, value in changes.items()],
         # Only fields that gptlab knows, and only where they differ: a thousand rows are sent at once.
         "fields": {name: short(fields[name]) for name in base if fields.get(name, base[name]) != base[name]},
         "group": hashlib.sha256(configuration.encode()).hexdigest()[:16],

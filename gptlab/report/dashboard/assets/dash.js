@@ -2,6 +2,7 @@
 
 import { byId, el, post } from "./dom.js";
 import { showDetails } from "./details.js";
+import { sharedName } from "./filter.js";
 import { showLabs } from "./labs.js";
 import { runList } from "./list.js";
 import { promptBox } from "./talk.js";
@@ -108,6 +109,7 @@ async function drawCharts(chosenNow) {
   const problems = "error" in data ? [data.error] : Object.values(data.problems);
   byId("problems").replaceChildren(...problems.map((problem) => el("li", {}, problem)));
   if (!("error" in data)) {
+    nameGroups(data.runs);
     state.drawn = data.runs;
     if (charts) charts.update(data);
     else charts = gptlabCharts.draw(byId("charts"), data);
@@ -115,6 +117,17 @@ async function drawCharts(chosenNow) {
     colorRows();
   }
   showDetails(state.chosen.has(state.last) ? state.rows.get(state.last) : null);
+}
+
+/** Groups by what the names of their runs have in common; by their letter where another group has that name. */
+function nameGroups(runs) {
+  const names = new Map();
+  for (const letter of new Set(runs.map((run) => run.group))) {
+    if (letter === null) continue;
+    const name = sharedName(runs.filter((run) => run.group === letter));
+    names.set(letter, [...names.values()].includes(name) ? letter : name);
+  }
+  for (const run of runs) run.group = names.get(run.group) ?? null;
 }
 
 /** The colors of charts.js: one for each run, or for the runs of a group that are drawn as a band. */

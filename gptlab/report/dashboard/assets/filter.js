@@ -90,6 +90,14 @@ export function sorted(rows, column, descending) {
   });
 }
 
+/** What the names of several runs begin with: `sweep/gelu` for sweep/gelu-seed-1 and sweep/gelu-seed-2. */
+export function sharedName(rows) {
+  const [first, ...others] = rows.map((row) => row.name);
+  let length = 0;
+  while (length < first.length && others.every((name) => name[length] === first[length])) length++;
+  return first.slice(0, length).replace(/[-_./ ]*(seed)?[-_./= ]*$/, "") || first;
+}
+
 /** Rows as [{key, rows}], in the order of their first; runs that differ by seed alone are together. */
 export function grouped(rows) {
   const groups = new Map();

@@ -20,7 +20,7 @@ function card(lab) {
   const spent = `${count(lab.runs)} runs, ${duration(lab.train_seconds)} of training`;
   return el("article", { class: "card" }, head,
     el("p", {}, el("b", {}, said), el("br"), el("span", { class: "muted" }, `${lab.recipe}, ${lab.length} of training each. ${verdicts ? `Tried: ${verdicts}. ` : ""}${spent}.`)),
-    frontier(lab.frontier), kept(lab.frontier));
+    frontier(lab.frontier), el("p", { class: "legend-text" }, "Each dot is an experiment; those that were kept are green, and the line is the best so far."), kept(lab.frontier));
 }
 
 function frontier(rows) {

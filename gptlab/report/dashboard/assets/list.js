@@ -1,7 +1,7 @@
 // The list of runs. Rows are made once and kept until their run changes; only as many as fit a page are made at once.
 
 import { ago, bpb, byId, count, duration, el, number, sparkline } from "./dom.js";
-import { field, grouped, readFilter, sorted } from "./filter.js";
+import { field, grouped, readFilter, sharedName, sorted } from "./filter.js";
 
 const PAGE = 200;
 const HEADINGS = [
@@ -15,7 +15,8 @@ const NOT_SHOWN = ["runtime.", "checkpoint.", "sample.", "eval.", "faults.", "lo
 export function runList(state, onChoose) {
   const view = { sort: "start", descending: true, limit: PAGE, open: new Set() };
   let made = new WeakMap(); // row -> its element: a run that changes has another row
-  let common = new Set(); // changes that all runs have, which say least
+  let known = null; // how many rows say in what they differ from their recipe
+  let frequency = new Map(); // change -> how many runs have it: the rarest say most
   let queued = false;
 
   byId("columns").append(...HEADINGS.map(([title, column]) => {
@@ -40,8 +41,7 @@ export function runList(state, onChoose) {
   }
 
   function drawNow() {
-    const shared = sharedChanges([...state.rows.values()]);
-    if ([...shared].join() !== [...common].join()) [common, made] = [shared, new WeakMap()];
+    countChanges();
     const filter = readFilter(byId("filter").value, state.defaults);
     const all = [...state.rows.values()];
     const rows = sorted(all.filter(filter.test), view.sort, view.descending);
@@ -68,6 +68,13 @@ export function runList(state, onChoose) {
       const sort = head.dataset.column === view.sort ? (view.descending ? "descending" : "ascending") : "none";
       if (head.dataset.column) head.setAttribute("aria-sort", sort);
     }
+  }
+
+  function countChanges() {
+    const rows = [...state.rows.values()].filter((row) => row.changes);
+    if (rows.length === known) return;
+    [known, frequency, made] = [rows.length, new Map(), new WeakMap()];
+    for (const change of rows.flatMap((row) => row.changes.map(String))) frequency.set(change, (frequency.get(change) ?? 0) + 1);
   }
 
   function runLine(row, indented) {
@@ -113,7 +120,7 @@ export function runList(state, onChoose) {
     const about = row.problem !== null
       ? el("span", { class: "problem" }, row.problem)
       : el("span", { class: "about" }, aboutText(row), " ", ...chips(row.changes));
-    const status = [el("span", { class: `badge ${known(row.status)}` }, row.status)];
+    const status = [el("span", { class: `badge ${badge(row.status)}` }, row.status)];
     if (row.status === "running" && row.share !== null) {
       status.push(el("progress", { max: 1, value: row.share, "aria-label": "share of the run that is done" }));
     }
@@ -138,11 +145,11 @@ export function runList(state, onChoose) {
     const toggle = el("button", {
       type: "button", class: "quiet", "aria-expanded": String(open),
       onclick: () => { if (!view.open.delete(group.key)) view.open.add(group.key); draw(); },
-    }, `${open ? "▾" : "▸"} ${group.rows.length} seeds`);
+    }, `${open ? "▾" : "▸"} ${sharedName(group.rows)} (${group.rows.length} seeds)`);
     const statuses = [...new Set(group.rows.map((row) => row.status))];
     const made = line(group.rows, `${group.rows.length} seeds of ${first.name}`, first.status, [
-      el("td", { class: "name" }, el("b", {}, toggle), el("span", { class: "about" }, aboutText(first), " ", ...chips(first.changes))),
-      el("td", { class: "status" }, ...statuses.map((status) => el("span", { class: `badge ${known(status)}` }, status))),
+      el("td", { class: "name" }, el("b", {}, toggle), el("span", { class: "about" }, aboutText(first, false), " ", ...chips(first.changes))),
+      el("td", { class: "status" }, ...statuses.map((status) => el("span", { class: `badge ${badge(status)}` }, status))),
       el("td", { class: "bpb n" }, values.length ? mean.toFixed(4) : "",
         values.length > 1 ? el("small", { title: "standard deviation over the seeds" }, ` ± ${spread.toFixed(4)}`) : null),
       el("td", { class: "curve" }, sparkline(first.spark ?? [])),
@@ -155,36 +162,28 @@ export function runList(state, onChoose) {
     return made;
   }
 
-  function aboutText(row) {
+  function aboutText(row, withSeed = true) {
     const depth = field(row, "model.n_layer", state.defaults);
     const [amount, unit] = row.horizon ?? [null, ""];
-    const length = amount === null ? "" : unit === "seconds" ? duration(amount) : `${count(amount)} ${unit.replaceAll("_", " ")}`;
-    const seed = typeof row.seed === "number" ? `seed ${row.seed}` : "";
+    const length = amount === null ? "" : unit === "seconds" ? duration(amount) : `${amount < 1e5 ? amount.toLocaleString("en") : count(amount)} ${unit.replaceAll("_", " ")}`;
+    const seed = withSeed && typeof row.seed === "number" ? `seed ${row.seed}` : "";
     return [row.recipe, `depth ${depth}`, length, seed].filter(Boolean).join(" · ");
   }
 
   function chips(changes) {
-    if (changes === null || changes === undefined) return [el("i", { class: "change" }, "an unknown recipe")];
+    if (changes === undefined) return []; // not compared with the recipe yet
+    if (changes === null) return [el("i", { class: "change" }, "an unknown recipe")];
     const told = changes.filter(([name]) => !NOT_SHOWN.some((prefix) => name.startsWith(prefix)) && name !== "seed");
-    const own = told.filter((change) => !common.has(String(change)));
-    const rest = told.filter((change) => common.has(String(change)));
-    return [...own, ...rest].slice(0, MAX_CHANGES).map(([name, value]) => el("i", { class: "change" }, `${name}=${text(value)}`));
+    told.sort((a, b) => frequency.get(String(a)) - frequency.get(String(b)));
+    return told.slice(0, MAX_CHANGES).map(([name, value]) => el("i", { class: "change" }, `${name}=${text(value)}`));
   }
 
   return { draw };
 }
 
-/** The changes from their recipes that all runs have in common, as texts. */
-function sharedChanges(rows) {
-  const known = rows.filter((row) => row.changes);
-  const counts = new Map();
-  for (const change of known.flatMap((row) => row.changes.map(String))) counts.set(change, (counts.get(change) ?? 0) + 1);
-  return new Set([...counts].filter(([, many]) => many === known.length && many > 1).map(([change]) => change));
-}
-
 const STATUSES = ["running", "finished", "preempted", "failed", "killed", "damaged"];
 
 /** Statuses come from run.json: only known ones become the name of a class. */
-const known = (status) => (STATUSES.includes(status) ? `is-${status}` : "");
+const badge = (status) => (STATUSES.includes(status) ? `is-${status}` : "");
 
 const text = (value) => (value === null ? "none" : String(value));

@@ -89,7 +89,8 @@ export function promptBox(state) {
 
   function tokenSpan(token) {
     const surprise = Math.min(1, -Math.log2(Math.max(token.probability, 1e-9)) / 10);
-    const span = el("span", { class: "t" }, token.text);
+    const parts = token.text.split("\n").flatMap((part, at) => (at ? [el("i", { class: "line" }), `\n${part}`] : [part]));
+    const span = el("span", { class: "t" }, ...parts);
     span.style.setProperty("--surprise", `${Math.round(55 * surprise)}%`);
     span.token = token;
     return span;

@@ -27,6 +27,8 @@ CURVE = (3.5, 2.0, 1.5, 1.25)
 def row_of(run: Path) -> dict[str, Any]:
     watched = WatchedRun(run, run.name)
     assert watched.refresh()
+    assert watched.compare_with_recipe()
+    assert not watched.compare_with_recipe()
     return watched.row
 
 

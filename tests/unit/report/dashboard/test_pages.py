@@ -7,10 +7,11 @@ import shutil
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tiny_runs import train, write_corpus
+from tiny_runs import command, train, write_corpus
 from written_runs import write_run
 
 from gptlab.report.dashboard import index as index_module
@@ -66,7 +67,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dashboard]:
     write_corpus(folder / "corpus")
     train(folder, "runs/real", sample__prompts=("the ",))
     for seed in (1, 2):
-        write_run(runs / f"seed-{seed}", [value + 0.01 * seed for value in CURVE], seed=seed)
+        write_run(runs / f"gelu-seed-{seed}", [value + 0.01 * seed for value in CURVE], seed=seed)
     write_run(runs / "training", CURVE, status="running")
     hostile = write_run(runs / HOSTILE, CURVE, recipe=HOSTILE)
     with MetricsLog(hostile / "metrics.jsonl") as metrics:
@@ -135,9 +136,9 @@ def test_curves_move_while_a_run_trains(world: Dashboard, page: Page) -> None:
 
 
 def test_chosen_runs_overlay_and_seeds_are_a_band(page: Page) -> None:
-    choose_only(page, "seed-1", "seed-2", "real")
+    choose_only(page, "gelu-seed-1", "gelu-seed-2", "real")
     chips = page.locator(".legend .chip").all_inner_texts()
-    assert [chip.strip() for chip in chips] == ["A (2 runs)", "real"]
+    assert [chip.strip() for chip in chips] == ["gelu (2 runs)", "real"]
     page.get_by_label("seeds as bands").uncheck()
     assert len(page.locator(".legend .chip").all()) == 3
     assert page.locator(".chart-bpb canvas").is_visible()
@@ -155,20 +156,20 @@ def test_the_list_is_filtered_sorted_and_grouped(page: Page) -> None:
         return names()
 
     assert listed("status=running", 1) == ["training"]
-    assert listed("seed-* seed", 0) == []
-    assert sorted(listed("run=seed-*", 2)) == ["seed-1", "seed-2"]
+    assert listed("gelu-* seed", 0) == []
+    assert sorted(listed("run=gelu-*", 2)) == ["gelu-seed-1", "gelu-seed-2"]
     assert listed("model.seq-len=32", 1) == ["real"]
-    assert listed("val_bpb<1.2605 run=seed-*", 1) == ["seed-1"]
+    assert listed("val_bpb<1.2605 run=gelu-*", 1) == ["gelu-seed-1"]
     assert listed("status!=finished", 2) in (["training", "damaged"], ["damaged", "training"])
     listed("model.n_leyer=3", 0)
     assert page.locator("#hint").inner_text() == "There is no column or field model.n_leyer."
-    listed("run=seed-*", 2)
+    listed("run=gelu-*", 2)
     page.locator("th[data-column=val_bpb] button").click()
     page.wait_for_function("() => document.querySelector('th[data-column=val_bpb]').ariaSort === 'ascending'")
-    assert names() == ["seed-1", "seed-2"]
+    assert names() == ["gelu-seed-1", "gelu-seed-2"]
     page.locator("th[data-column=val_bpb] button").click()
     page.wait_for_function("() => document.querySelector('th[data-column=val_bpb]').ariaSort === 'descending'")
-    assert names() == ["seed-2", "seed-1"]
+    assert names() == ["gelu-seed-2", "gelu-seed-1"]
     page.get_by_label("group seeds").check()
     page.wait_for_function("() => document.querySelectorAll('#rows tr').length === 1")
     assert page.locator("#rows .bpb").inner_text() == "1.2650 ± 0.0071"
@@ -213,12 +214,41 @@ def test_hostile_names_and_samples_stay_text(page: Page) -> None:
     assert page.locator("#rows img, #details img, #details script, #model img, .legend img").count() == 0
 
 
-@pytest.mark.parametrize(("scheme", "width"), [("light", 1200), ("dark", 400)])
-def test_the_page_fits_its_window(world: Dashboard, browser: Browser, scheme: Any, width: int) -> None:
-    page = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
-    page.goto(world.url)
-    page.wait_for_selector("#charts[data-drawn]", timeout=TIMEOUT)
-    assert page.evaluate("document.documentElement.scrollWidth") <= width
-    colors = page.evaluate("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)")
-    assert (sum(colors) > 600) == (scheme == "light")
-    page.close()
+def background(page: Page) -> str:
+    """light | dark, by the sum of its red, green and blue."""
+    color = page.evaluate("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)")
+    return "light" if sum(color[:3]) > 600 else "dark"
+
+
+def test_a_report_draws_its_charts_and_switches_colors(
+    world: Dashboard, context: BrowserContext, tmp_path: Path
+) -> None:
+    """Of a real run, and of a hostile one beside others, from the disk and without a server."""
+    runs = world.index.folder
+    one, several = tmp_path / "one.html", tmp_path / "several.html"
+    assert command(["report", runs / "real", "--out", one])[0] == 0
+    assert command(["report", *(runs / name for name in ("real", "gelu-seed-1", HOSTILE)), "--out", several])[0] == 0
+    page = context.new_page()
+    for path in (one, several):
+        page.goto(path.as_uri())
+        page.wait_for_selector("#charts[data-drawn]")
+        assert page.locator("canvas").count() >= 2
+        for scheme in ("light", "dark"):
+            page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
+            assert background(page) == scheme
+        for theme in ("light", "dark", "system"):
+            button = page.locator("#theme")
+            button.click()
+            assert button.inner_text() == f"colors: {theme}"
+            assert background(page) == ("dark" if theme == "system" else theme)
+        page.get_by_role("button", name="tokens", exact=True).click()
+        assert page.locator('button[data-axis="tokens"]').get_attribute("aria-pressed") == "true"
+        assert page.locator("img").count() == 0
+
+
+def test_the_page_fits_its_window(page: Page) -> None:
+    for scheme, width in (("light", 1200), ("dark", 400)):
+        page.set_viewport_size({"width": width, "height": 800})
+        page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
+        page.wait_for_function("() => document.documentElement.scrollWidth <= innerWidth")
+        assert background(page) == scheme
