@@ -129,6 +129,11 @@ class Recorder(RunOutput):
         self.console.line(
             f"step {state.step:05d} | {'' if train_loss is None else f'train loss: {train_loss:.4f} | '}"
             f"validation loss: {state.val_loss:.4f} | bpb: {state.val_bpb:.4f}{best} | {seconds:.1f}s off the clock"
+            + (
+                ""
+                if state.step
+                else "\n(bpb: bits per byte of text not trained on; lower is better, 8 is no knowledge)"
+            )
         )
 
     def core(

@@ -119,6 +119,11 @@ MUTATIONS = [
         ["test_surprise.py::test_each_token_is_predicted_from_its_window"],
     ),
     Mutation(
+        "a context that is cut loses its BOS", "app/lm_eval_model.py",
+        "starts = [bos_id] if bos_id is not None", "starts = [] if bos_id is not None",
+        ["test_lm_eval_model.py::test_a_long_context_loses_its_beginning_but_not_bos"],
+    ),
+    Mutation(
         "a colored text is not escaped", "eval/surprise_page.py",
         "escape(_visible(piece.text))", "_visible(piece.text)",
         ["test_surprise.py::test_page_shows_text_as_text"],

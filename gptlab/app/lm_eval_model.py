@@ -1,0 +1,162 @@
+"""A trained run as a model of lm-eval (EleutherAI's lm-evaluation-harness), without conversion.
+
+    python -m gptlab.app.lm_eval_model --model gptlab --model_args run=runs/NAME --tasks hellaswag
+
+takes every argument of `lm_eval`. `model_args` may also have checkpoint, device and dtype, as `gptlab eval` has them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from gptlab.app.loaded_run import load_run
+from gptlab.config.errors import UserError
+from gptlab.data.packing import IGNORED
+from gptlab.eval.bits_per_byte import evaluation_mode, token_nats
+from gptlab.eval.continuation import Drawing, continue_text, text_of
+from gptlab.model.gpt import GPT
+from gptlab.runtime.records.console import Console
+
+try:
+    from lm_eval.api.model import TemplateLM
+except ImportError:  # `log_likelihoods` goes without
+    TemplateLM = object
+
+GENERATED_TOKENS = 256
+"""Of a request that gives no limit, as lm-eval's models for transformers."""
+
+
+class GptlabLM(TemplateLM):
+    """What lm-eval asks of a model. It encodes context and continuation together, as for other causal models."""
+
+    def __init__(
+        self,
+        run: str,
+        checkpoint: str = "latest",
+        device: str | None = None,
+        dtype: str | None = None,
+        batch_size: int | str | None = None,
+        max_batch_size: int | None = None,
+    ) -> None:
+        super().__init__()
+        console = Console(stream=sys.stderr)
+        self.run = load_run(run, checkpoint=str(checkpoint), device=device, dtype=dtype, console=console)
+        given = str(batch_size).isdigit() and int(str(batch_size))
+        self.rows = given or self.run.config.eval_sequences
+
+    @property
+    def eot_token_id(self) -> int:
+        if (bos_id := self.run.tokenizer.bos_id) is None:
+            raise UserError(f"{self.run.directory.path} has a tokenizer without BOS: it cannot begin with nothing")
+        return bos_id
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        """Ids, after BOS, if there is one."""
+        ids = self.run.tokenizer.encode(string).tolist()
+        bos_id = self.run.tokenizer.bos_id
+        return ids if bos_id is None or add_special_tokens is False else [bos_id, *ids]
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
+    ) -> list[tuple[float, bool]]:
+        pairs = [(context, continuation) for _, context, continuation in requests]
+        return log_likelihoods(self.run.model, pairs, rows=self.rows, bos_id=self.run.tokenizer.bos_id)
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        """Of whole texts, in windows that do not overlap: lm-eval's definition, which `gptlab eval` does not share."""
+        from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+        seq_len, found = self.run.config.model.seq_len, []
+        for request in requests:
+            ids = self.tok_encode(request.args[0], add_special_tokens=False)
+            windows = get_rolling_token_windows(ids, self.eot_token_id, max_seq_len=seq_len, context_len=1)
+            parts = self._loglikelihood_tokens([(None, *make_disjoint_window(window)) for window in windows])
+            found.append(sum(likelihood for likelihood, _ in parts))
+        return found
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        return [self._generate(*request.args) for request in requests]
+
+    def _generate(self, context: str, settings: dict[str, Any]) -> str:
+        """The continuation, up to the first of its stops. Greedy unless `do_sample` is set."""
+        stops = settings.get("until") or []
+        stops = [stops] if isinstance(stops, str) else stops
+        drawing = Drawing(
+            max_tokens=int(settings.get("max_gen_toks", GENERATED_TOKENS)),
+            temperature=float(settings.get("temperature", 1.0)) if settings.get("do_sample") else 0.0,
+            top_k=settings.get("top_k") or None,
+            top_p=float(settings.get("top_p", 1.0)),
+        )
+        text = ""
+        (stream,) = continue_text(self.run.model, self.run.tokenizer, context, drawing, seed=self.run.config.seed)
+        for piece in text_of(stream):
+            text += piece
+            if places := [text.index(stop) for stop in stops if stop and stop in text]:
+                return text[: min(places)]
+        return text
+
+
+def log_likelihoods(
+    model: GPT, pairs: Sequence[tuple[list[int], list[int]]], *, rows: int, bos_id: int | None
+) -> list[tuple[float, bool]]:
+    """For each (context, continuation), both of token ids, none empty: the sum over the continuation's tokens of their
+    log-probability in nats, and whether each is the likeliest one.
+
+    A context that is too long loses its beginning, but not its BOS. UserError for a continuation that is longer than
+    the model's context. `rows`: how many are computed at once, which changes the speed only.
+    """
+    seq_len, device = model.config.seq_len, next(model.parameters()).device
+    found: list[tuple[float, bool]] = [(0.0, False)] * len(pairs)
+    with evaluation_mode(model):
+        for numbers in _by_length(pairs, rows):
+            cut = [_cut(*pairs[number], seq_len, bos_id) for number in numbers]
+            longest = max(len(inputs) for inputs, _ in cut)
+            # Padding after a row, which no prediction sees.
+            inputs, targets = (
+                np.array([np.pad(one[part], (0, longest - len(one[part])), constant_values=fill) for one in cut])
+                for part, fill in ((0, 0), (1, IGNORED))
+            )
+            logits, wanted = model(torch.from_numpy(inputs).to(device)), torch.from_numpy(targets).to(device)
+            sums = -token_nats(logits, wanted).double().sum(1)
+            greedy = ((logits.argmax(-1) == wanted) | (wanted == IGNORED)).all(1)
+            for number, total, likeliest in zip(numbers, sums.tolist(), greedy.tolist(), strict=True):
+                found[number] = (total, likeliest)
+    return found
+
+
+def _by_length(pairs: Sequence[tuple[list[int], list[int]]], rows: int) -> Iterator[list[int]]:
+    """Numbers of pairs, `rows` at a time, the longest first, so that memory runs out at once or not at all."""
+    order = sorted(range(len(pairs)), key=lambda number: -len(pairs[number][0]) - len(pairs[number][1]))
+    for start in range(0, len(order), rows):
+        yield order[start : start + rows]
+
+
+def _cut(context: list[int], continuation: list[int], seq_len: int, bos_id: int | None) -> tuple[list[int], list[int]]:
+    """Inputs and targets of one row, at most `seq_len` each."""
+    if len(continuation) > seq_len:
+        raise UserError(f"a continuation of {len(continuation)} tokens is longer than the model's context of {seq_len}")
+    inputs = [*context, *continuation][:-1]
+    if len(inputs) > seq_len:
+        starts = [bos_id] if bos_id is not None and context[0] == bos_id and len(continuation) < seq_len else []
+        inputs = [*starts, *inputs[len(inputs) - seq_len + len(starts) :]]
+    return inputs, [*[IGNORED] * (len(inputs) - len(continuation)), *continuation]
+
+
+def main() -> None:
+    """`lm_eval` with gptlab among its models."""
+    if TemplateLM is object:
+        raise SystemExit("gptlab: error: lm-eval is not installed: pip install lm-eval")
+    from lm_eval.__main__ import cli_evaluate
+    from lm_eval.api.registry import register_model
+
+    register_model("gptlab")(GptlabLM)
+    cli_evaluate()
+
+
+if __name__ == "__main__":
+    main()

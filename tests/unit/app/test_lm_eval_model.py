@@ -1,0 +1,98 @@
+"""Log-likelihoods for lm-eval against the model's logits by hand, and the adapter with the library, where it is."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tiny_runs import train
+
+from gptlab.app.lm_eval_model import GptlabLM, log_likelihoods
+from gptlab.config.errors import UserError
+from gptlab.config.model import ModelConfig
+from gptlab.model.gpt import GPT, build_model
+
+SEQ_LEN, BOS = 8, 20
+
+
+@pytest.fixture(scope="module")
+def model() -> GPT:
+    config = ModelConfig(n_layer=1, n_embd=16, n_head=2, seq_len=SEQ_LEN, vocab_size=21, vocab_multiple=7)
+    model = build_model(config, device=torch.device("cpu"), compute_dtype=torch.float32, seed=3)
+    generator = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
+    return model.eval()
+
+
+def by_hand(model: GPT, context: list[int], continuation: list[int]) -> tuple[float, bool]:
+    """One token after the other."""
+    total, greedy = 0.0, True
+    for number, token in enumerate(continuation):
+        with torch.no_grad():
+            logits = model(torch.tensor([[*context, *continuation[:number]]]))[0, -1].double()
+        total += float(logits[token] - logits.logsumexp(0))
+        greedy &= int(logits.argmax()) == token
+    return total, greedy
+
+
+@pytest.mark.parametrize("rows", [1, 2, 16])
+def test_likelihoods_are_those_of_the_logits(model: GPT, rows: int) -> None:
+    """In the order of the requests, whatever their lengths; float32 sums in another shape, to 1e-5 nats of about 10."""
+    pairs = [([BOS], [3]), ([BOS, 4, 5], [6, 7]), ([1], [2, 3, 4, 5, 6, 7, 8]), ([BOS, 1, 2, 3, 4, 5], [6, 7, 8])]
+    greedy = [BOS, 2]
+    for _ in range(3):
+        with torch.no_grad():
+            greedy.append(int(model(torch.tensor([greedy]))[0, -1].argmax()))
+    pairs.append((greedy[:2], greedy[2:]))
+    found = log_likelihoods(model, pairs, rows=rows, bos_id=BOS)
+    for (total, likeliest), pair in zip(found, pairs, strict=True):
+        expected = by_hand(model, *pair)
+        assert total == pytest.approx(expected[0], abs=1e-5)
+        assert likeliest is expected[1]
+    assert found[-1][1]
+
+
+def test_a_long_context_loses_its_beginning_but_not_bos(model: GPT) -> None:
+    context, continuation = [BOS, *range(12)], [3, 4]
+    row = [BOS, *range(6, 12), 3]  # as many inputs as the context has room for
+    (found,) = log_likelihoods(model, [(context, continuation)], rows=1, bos_id=BOS)
+    with torch.no_grad():
+        logs = model(torch.tensor([row]))[0].double().log_softmax(-1)
+    assert found[0] == pytest.approx(float(logs[-2, 3] + logs[-1, 4]), abs=1e-5)
+    with pytest.raises(UserError, match="9 tokens is longer than the model's context of 8"):
+        log_likelihoods(model, [([BOS], [1] * 9)], rows=1, bos_id=BOS)
+
+
+if importlib.util.find_spec("lm_eval") is not None:
+
+    def test_with_the_library(folder: Path) -> None:
+        """What the harness asks, of a trained run: texts in, numbers and texts out."""
+        run = train(folder, "asked", steps=4, sample__prompts=[])
+        lm = GptlabLM.create_from_arg_obj({"run": str(run)}, {"batch_size": 3, "device": "cpu"})
+        loaded, bos = lm.run, lm.run.tokenizer.bos_id
+
+        def ids(text: str) -> list[int]:
+            return loaded.tokenizer.encode(text).tolist()
+
+        asked = [SimpleNamespace(args=pair) for pair in (("the ", "fox"), ("", "fox"), ("a quick", " dog"))]
+        found = lm.loglikelihood(asked, disable_tqdm=True)
+        for (total, _), text, rest in zip(found, ("the", "", "a quick"), (" fox", "fox", " dog"), strict=True):
+            assert total == pytest.approx(by_hand(loaded.model, [bos, *ids(text)], ids(rest))[0], abs=1e-4)
+
+        text = "the quick brown fox jumps over the lazy dog while naps"  # longer than a context of 32
+        (rolled,) = lm.loglikelihood_rolling([SimpleNamespace(args=(text,))], disable_tqdm=True)
+        first, rest = ids(text)[:32], ids(text)[32:]
+        expected = by_hand(loaded.model, [bos], first)[0] + by_hand(loaded.model, first[-1:], rest)[0]
+        assert rolled == pytest.approx(expected, abs=1e-4)
+
+        settings = {"until": ["e"], "max_gen_toks": 12, "do_sample": False}
+        (made,) = lm.generate_until([SimpleNamespace(args=("the quick", settings))], disable_tqdm=True)
+        assert "e" not in made
+        assert len(made.encode()) <= 12
+        assert math.isfinite(rolled)
