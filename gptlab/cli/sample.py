@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, TextIO
+from itertools import chain
+from typing import TYPE_CHECKING, Annotated, TextIO
 
 from gptlab.cli.arguments.load_arguments import LoadArguments
 from gptlab.cli.arguments.parser import parse
-from gptlab.config.errors import NotNegative, Positive, checked_dataclass, require
+from gptlab.config.errors import BelowOne, Limit, NotNegative, Positive, UserError, checked_dataclass, require
 from gptlab.config.run import SampleConfig
 from gptlab.runtime.files.plain_file import to_json
 from gptlab.runtime.records.console import CONTROLS
 
 if TYPE_CHECKING:
     from gptlab.app.loaded_run import LoadedRun
+    from gptlab.eval.continuation import Drawing
 
 
 @checked_dataclass("--")
@@ -23,35 +24,54 @@ class SampleArguments(LoadArguments):
     prompt: tuple[str, ...] = ()
     """Text to continue. Several: "A" "B", or repeat the flag; with a leading dash: --prompt="-x". None: the prompts of
     the run, else the start of a document."""
+    samples: Positive[int] = 1
+    """Continuations of each prompt, drawn as one batch. The first N of M samples are those of N."""
     max_tokens: Positive[int] | None = None
     """Maximum tokens to generate for each prompt. None: as in the run's configuration."""
     temperature: NotNegative[float] | None = None
     """Softmax temperature. 0: always the likeliest token (greedy). None: as in the run's configuration."""
     top_k: NotNegative[int] | None = None
     """Sample from the N likeliest tokens. 0: all. None: as in the run's configuration."""
+    top_p: Annotated[float, Limit(lambda p: 0 < p <= 1, "must be in (0, 1]", 1.0)] = 1.0
+    """Of these, sample from the fewest tokens whose probabilities sum to at least P. 1: all."""
+    min_p: BelowOne = 0.0
+    """Of these, sample from tokens with at least P times the likeliest one's probability. 0: all."""
     seed: int | None = None
     """Random seed, combined with the prompt. None: the run's seed."""
     stop: bool = True
     """Stop where the model starts a new document."""
+    heal: bool = True
+    """Continue the prompt's bytes: its last tokens may be drawn anew, as others that begin with the same bytes. With
+    --no-heal its tokens stay as they are."""
+    interactive: bool = False
+    """Read prompts from the terminal, and continue each; /help lists what can be changed in between."""
     json: bool = False
     """Print one JSON object once all texts are sampled."""
 
     def __post_init__(self) -> None:
         require(self.seed is None or 0 <= self.seed < 2**63, "--seed", self.seed, "must be between 0 and 2^63 - 1", 0)
 
-    def over(self, configured: SampleConfig, sampled: Sequence[str]) -> SampleConfig:
-        """The run's sample settings, with those given here. `sampled`: the prompts that the run sampled itself."""
-        return replace(
-            configured,
-            prompts=self.prompt or configured.prompts or tuple(sampled) or ("",),
+    def prompts(self, configured: SampleConfig, sampled: Sequence[str]) -> tuple[str, ...]:
+        """`sampled`: the prompts that the run sampled itself."""
+        return self.prompt or configured.prompts or tuple(sampled) or ("",)
+
+    def drawing(self, configured: SampleConfig) -> Drawing:
+        """The run's sample settings, with those given here."""
+        from gptlab.eval.continuation import Drawing
+
+        return Drawing(
             max_tokens=configured.max_tokens if self.max_tokens is None else self.max_tokens,
             temperature=configured.temperature if self.temperature is None else self.temperature,
             top_k=configured.top_k if self.top_k is None else self.top_k or None,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            stop_at_bos=self.stop,
+            heal=self.heal,
         )
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print each prompt with its continuation on stdout, as it is sampled; with several processes, once all are."""
+    """Print each prompt with its continuations on stdout, as they are sampled; with several processes, once all are."""
     arguments = parse(
         SampleArguments,
         argv,
@@ -59,23 +79,34 @@ def main(argv: Sequence[str]) -> int:
         description="Continue a text with a trained run, token by token.",
     )
     from gptlab.app.ranks import together
-    from gptlab.eval.sampling import sample_texts
+    from gptlab.eval.continuation import continue_text, text_of
+    from gptlab.eval.sampling import shared
     from gptlab.runtime.hardware.memory import memory_errors_explained, smaller_model
 
     with together() as (group, console), memory_errors_explained(smaller_model):
         run = arguments.load(console, group)
-        settings = arguments.over(run.config.sample, sampled_prompts(run))
-        # All are set up before the first is printed, so that a prompt that cannot be encoded leaves no partial output.
+        drawing = arguments.drawing(run.config.sample)
         seed = run.config.seed if arguments.seed is None else arguments.seed
-        texts = sample_texts(
-            run.model, run.tokenizer, settings.prompts, settings, seed=seed, group=group, stop_at_bos=arguments.stop
-        )
+        if arguments.interactive:
+            if group.size > 1 or arguments.json:
+                raise UserError("--interactive is for one process at a terminal: leave out torchrun and --json")
+            from gptlab.cli.interactive import converse
+
+            return converse(run, drawing, samples=arguments.samples, seed=seed)
+        prompts = arguments.prompts(run.config.sample, sampled_prompts(run))
+        # All are set up before the first is printed, so that a prompt that cannot be encoded leaves no partial output.
+        batches = [
+            continue_text(run.model, run.tokenizer, prompt, drawing, samples=arguments.samples, seed=seed)
+            for prompt in prompts
+        ]
+        texts = shared([text_of(tokens) for tokens in chain(*batches)], group)
+    of_text = [prompt for prompt in prompts for _ in range(arguments.samples)]
     if group.is_main:
         with memory_errors_explained(smaller_model):
             if arguments.json:
-                print(to_json(_samples(run, settings.prompts, texts), indent=2))
+                print(to_json(_samples(run, of_text, texts), indent=2))
             else:
-                _show(settings.prompts, texts)
+                show(of_text, texts)
     return 0
 
 
@@ -94,7 +125,7 @@ def sampled_prompts(run: LoadedRun) -> list[str]:
     return list(dict.fromkeys(str(line.get("prompt", "")) for line in lines if line.get("kind") == "sample"))
 
 
-def _show(prompts: Sequence[str], texts: Sequence[Iterable[str]]) -> None:
+def show(prompts: Sequence[str], texts: Sequence[Iterable[str]]) -> None:
     for number, (prompt, pieces) in enumerate(zip(prompts, texts, strict=True)):
         write_stream(sys.stdout, (*(["---\n"] if number else []), prompt))
         write_stream(sys.stdout, pieces)

@@ -29,7 +29,9 @@ from gptlab.model.gpt import GPT
 from gptlab.model.kv_cache import KVCache
 
 BACK_UP = 4
-"""Tokens to take back."""
+"""Tokens to take back. Of 20,000 texts cut at a random character, the tokens before the last one, two, three and four
+are those of the whole text in 84.9%, 97.2%, 99.7% and all but one in 20,000 (BPE of 4,096 entries; GPT-2's: 90.3%,
+99.3%, 99.98%, all): docs/LOG.md, 2026-11-22. Where they are, no likely tokenization is missed."""
 TOLERANCE = 1e-3
 """The search ends once all covers that it has not found have at most this share of the probability of those it has.
 It bounds the error of every probability, and lies far below what a sample shows."""
