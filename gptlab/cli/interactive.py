@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gptlab.cli.sample import show
 from gptlab.config.errors import UserError, nearest_name, one_line
 from gptlab.config.load import value_from_text
 from gptlab.runtime.files.cache import cache_root
@@ -17,6 +16,9 @@ from gptlab.runtime.files.cache import cache_root
 if TYPE_CHECKING:
     from gptlab.app.loaded_run import LoadedRun
     from gptlab.eval.continuation import Drawing
+
+Show = Callable[[Sequence[str], Sequence[Iterable[str]]], None]
+"""Prints each prompt with its continuation."""
 
 FENCE = '"""'
 HISTORY_LINES = 1000
@@ -42,7 +44,7 @@ Enter a text, and the model continues it.
 """
 
 
-def converse(run: LoadedRun, drawing: Drawing, *, samples: int, seed: int) -> int:
+def converse(run: LoadedRun, drawing: Drawing, show: Show, *, samples: int, seed: int) -> int:
     """Read prompts until the end of input; return the exit code. On a terminal, lines can be edited and are kept."""
     from gptlab.eval.continuation import continue_text, text_of
 

@@ -92,7 +92,7 @@ def main(argv: Sequence[str]) -> int:
                 raise UserError("--interactive is for one process at a terminal: leave out torchrun and --json")
             from gptlab.cli.interactive import converse
 
-            return converse(run, drawing, samples=arguments.samples, seed=seed)
+            return converse(run, drawing, show, samples=arguments.samples, seed=seed)
         prompts = arguments.prompts(run.config.sample, sampled_prompts(run))
         # All are set up before the first is printed, so that a prompt that cannot be encoded leaves no partial output.
         batches = [

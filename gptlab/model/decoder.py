@@ -42,9 +42,17 @@ class Decoder:
             self._cos, self._sin = torch.cat((model.cos, model.cos), 1), torch.cat((model.sin, -model.sin), 1)
         columns = config.seq_len + SPARE_COLUMNS
         shape = (config.n_layer, 2, rows, config.kv_heads, columns, config.head_dim)
-        self._cache = torch.zeros(shape, device=self._head.device, dtype=model.compute_dtype)
+        by_kernel = ops.decodes_by_kernel(self._head.device, model.compute_dtype)
+        dtype = torch.float32 if by_kernel else model.compute_dtype
+        self._cache = torch.zeros(shape, device=self._head.device, dtype=dtype)
         self._column = config.seq_len  # the next one to be written
         self._starts = [self._column] * rows
+        self._kernel = None
+        if by_kernel:
+            from gptlab.model.kernels.decode_kernel import DecodeKernel
+
+            rotary = (self._cos, self._sin) if config.position == "rope" else None
+            self._kernel = DecodeKernel(model, self._layers, self._head, self._cache, rotary)
 
     def length(self, row: int) -> int:
         """How many tokens the row holds: at most seq_len."""
@@ -70,29 +78,34 @@ class Decoder:
         """
         if self._column == self._cache.shape[4]:
             self._move_to_front()
-        model, config, first = self.model, self.model.config, min(self._starts)
-        ids = torch.tensor(tokens, device=self._head.device)
-        x = F.embedding(ids, self._embedding)  # (B, C)
-        last = config.seq_len - 1
-        positions = [min(self._column - start, last) for start in self._starts]
+        config = self.model.config
+        positions = [min(self._column - start, config.seq_len - 1) for start in self._starts]
+        if self._kernel is not None:
+            logits = self._kernel.step(tokens, positions, self._starts, self._column)
+        else:
+            logits = self._step_by_torch(torch.tensor(tokens, device=self._head.device), positions)
+        self._column += 1
+        return softcap(logits.to(torch.promote_types(logits.dtype, torch.float32)), config.logit_softcap)
+
+    def _step_by_torch(self, ids: Tensor, positions: list[int]) -> Tensor:
+        first, device = min(self._starts), ids.device
         where: slice | Tensor = slice(positions[0], positions[0] + 1)
         seen = None
         if max(self._starts) > first:  # rows of different lengths
-            where = torch.tensor(positions, device=ids.device)
-            columns = torch.arange(first, self._column + 1, device=ids.device)
-            seen = (columns >= torch.tensor(self._starts, device=ids.device)[:, None])[:, None, None]  # (B, 1, 1, S)
+            where = torch.tensor(positions, device=device)
+            columns = torch.arange(first, self._column + 1, device=device)
+            seen = (columns >= torch.tensor(self._starts, device=device)[:, None])[:, None, None]  # (B, 1, 1, S)
+        x = F.embedding(ids, self._embedding)  # (B, C)
         if self._positions is not None:
             x = x + self._positions[where]
-        x = x.to(model.compute_dtype)
+        x = x.to(self.model.compute_dtype)
         if self._embedding_norm is not None:
             x = self._embedding_norm(x)
-        rotary = (self._cos[where, None], self._sin[where, None]) if config.position == "rope" else None
+        rotary = (self._cos[where, None], self._sin[where, None]) if self._positions is None else None
         x0 = x
         for layer, cache in zip(self._layers, self._cache, strict=True):
             x = layer.step(x, x0, ids, rotary, cache, first, self._column, seen)
-        self._column += 1
-        logits = F.linear(self._final_norm(x), self._head)
-        return softcap(logits.to(torch.promote_types(logits.dtype, torch.float32)), config.logit_softcap)
+        return F.linear(self._final_norm(x), self._head)
 
     def _move_to_front(self) -> None:
         """Keep the last seq_len columns: no row that is in use has more."""

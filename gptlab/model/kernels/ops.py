@@ -3,6 +3,7 @@
     ACTIVATIONS   PyTorch; a new activation is one entry
     attention     the C++ kernel (float32 on a CPU, without dropout), scaled_dot_product_attention (full attention on a
                   GPU), or blocks of queries (everything else)
+    one token     a C++ kernel (float32 and bfloat16 on a CPU), or PyTorch (`model/decoder.py`)
 
 Shapes: B sequences, T positions, H query heads, G key-value heads, D head width.
 """
@@ -81,6 +82,15 @@ def load_kernels(device: torch.device, dtype: torch.dtype) -> None:
 
         _library = load_attention_kernel()
         _attention_kernel = None if isinstance(_library, str | None) else attention_by_kernel
+
+
+def decodes_by_kernel(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a C++ kernel computes single tokens (`model/decoder.py`). The first call builds it: three seconds."""
+    if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
+        return False
+    from gptlab.model.kernels.decode_kernel import load_decode_kernel
+
+    return load_decode_kernel() is not None
 
 
 def missing_kernels(device: torch.device, dtype: torch.dtype) -> str | None:

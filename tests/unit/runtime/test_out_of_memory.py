@@ -192,7 +192,7 @@ class TestOtherCommands:
             assert "--micro-sequences" not in alone
             assert "another --device" in alone
         with monkeypatch.context() as patch:
-            patch.setattr("gptlab.eval.sampling.sample_text", self.exhausted)
+            patch.setattr("gptlab.eval.continuation.continue_text", self.exhausted)
             assert "another --device" in self.line_of(["sample", run, "--prompt", "the "])
         with monkeypatch.context() as patch:
             patch.setattr("gptlab.app.loaded_run.build_model", self.exhausted)
