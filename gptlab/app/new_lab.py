@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from gptlab.app.run_request import DEFAULT_RECIPE, RunRequest
 from gptlab.bench.training_rate import limited_machine, timed_machine
 from gptlab.config.errors import UserError
-from gptlab.config.run import RunConfig
+from gptlab.config.run import LogConfig, RunConfig
 from gptlab.config.scaling import Machine
 from gptlab.data.prepare import prepare
 from gptlab.lab.experiments.folder import Lab, Settings, create
@@ -34,7 +35,8 @@ def new_lab(path: Path, request: RunRequest, asked: Sequence[str], console: Cons
         with console.busy("compiling and timing steps, to size the model"):
             return timed_machine(config, World(), console.warn, lambda text: None)
 
-    config = request.config(measure, limited_machine)
+    # A lab has its own report, and a night of runs should not start as many processes.
+    config = replace(request.config(measure, limited_machine), log=LogConfig(report=False))
     horizon = config.horizon
     if horizon.unit not in ("seconds", "steps"):
         raise UserError("a lab needs a length in --minutes or --steps: its candidates train for the same time")

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import shlex
+import subprocess
+import sys
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -10,6 +13,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import gptlab
 from gptlab.app.attempt import EXIT_PREEMPTED, Attempt, Result
 from gptlab.app.ranks import require_same_implementations
 from gptlab.app.run_request import next_steps, resume_command
@@ -35,7 +39,7 @@ from gptlab.training.checkpoint.saver import CheckpointSaver, RunOutput
 from gptlab.training.compilation import warm_up
 from gptlab.training.faults import TrainingFailed
 from gptlab.training.loop import evaluate_only, fit
-from gptlab.training.recorder import Recorder, Throughput, short_number
+from gptlab.training.recorder import Recorder, Throughput, short_number, show_closing_block
 from gptlab.training.signals import Signals
 from gptlab.training.state import OffClock
 
@@ -162,14 +166,19 @@ def run_session(session: Session, attempt: Attempt, earlier: EarlierRun | None) 
             with _mirrored(session, run, console) if config.log.to else nullcontext():
                 ended = (evaluate_only if config.eval.only else fit)(state, session, record)
             if ended == "finished":
-                saved = bool(list_checkpoints(run.checkpoints_path))
-                summary = record.finish_run(state, next_steps(run.path, config, session.prompts, trained=saved))
+                summary = record.finish_run(state)
         except BaseException as error:
             _record_failure(error, session, record)
             raise
         if group.is_main:
             run.set_status(ended)
     if ended == "finished":
+        if group.is_main and config.log.report:
+            write_report(run.path, console)
+        saved = bool(list_checkpoints(run.checkpoints_path))
+        for line in next_steps(run.path, config, session.prompts, trained=saved):
+            console.line(line)
+        show_closing_block(summary, console)
         return Result(0, run.path, summary)
     attempt.job.ends(EXIT_PREEMPTED, "a signal asked it to stop")
     return Result(EXIT_PREEMPTED, run.path, {})
@@ -182,6 +191,29 @@ def _mirrored(session: Session, run: RunDirectory, console: Console) -> Abstract
     from gptlab.runtime.records.mirrors import mirrored
 
     return mirrored(session.config.log.to, run, run.read_config(), console)
+
+
+def write_report(run: Path, console: Console) -> None:
+    """Write the run's report and show its curve. Another process does it, without torch: whatever goes wrong there is
+    one warning here."""
+    program = "import runpy, sys; root = sys.argv.pop(1); sys.path[:0] = [root] * (root not in sys.path); "
+    program += "runpy.run_module('gptlab', run_name='__main__', alter_sys=True)"
+    argv = [sys.executable, "-P", "-c", program, str(Path(gptlab.__file__).parents[1]), "report", str(run)]
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    alone = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    try:
+        done = subprocess.run(
+            argv, env=alone | {"PYTHONIOENCODING": encoding}, encoding=encoding, errors="replace", timeout=60,
+            stdin=subprocess.DEVNULL, capture_output=True, process_group=0,
+        )  # fmt: skip
+        written, problem = done.returncode == 0, done.stderr.strip().rpartition("\n")[2]
+    except (OSError, subprocess.SubprocessError) as error:
+        written, problem = False, str(error)
+    if written:
+        console.line(done.stdout.rstrip())
+    else:
+        reason = problem.removeprefix("gptlab: error: ")
+        console.warn(f"no report was written ({reason}); gptlab report {shlex.quote(str(run))} tries again")
 
 
 def _saver(session: Session, output: RunOutput) -> AbstractContextManager[CheckpointSaver]:

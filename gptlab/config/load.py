@@ -25,7 +25,8 @@ _MAY_HOLD_NUL = ("sample.prompts", "prompt")
 """Texts that a model continues. Other texts become paths or messages, which cannot contain a NUL."""
 
 _LATER = (
-    "parallel", "recipe_arguments", "eval.at_end", "runtime.coordinate_descent_tuning", "runtime.allocator", "log",
+    "parallel", "recipe_arguments", "eval.at_end", "runtime.coordinate_descent_tuning", "runtime.allocator",
+    "log.to", "log.report",
 )  # fmt: skip
 """Fields, and groups of fields, that older files of version 1 lack. Their defaults are the earlier behavior."""
 

@@ -253,6 +253,9 @@ class LogConfig:
     to: tuple[Mirror, ...] = ()
     """Where else the metrics go, as A,B: tensorboard (event files in the run folder), wandb (offline without a login),
     trackio (local). Each needs its library, and none can slow or stop the run."""
+    report: bool = True
+    """Write report.html and report.md into the run folder once the run has finished, and show the curve of validation
+    bits per byte. Another process does it, within a second."""
 
 
 @checked_dataclass("runtime.")

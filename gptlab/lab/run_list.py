@@ -25,8 +25,8 @@ from gptlab.config.scaling import Machine
 from gptlab.runtime.files.plain_file import open_plain, parse_json, read_json_object
 from gptlab.runtime.records.run_directory import RunDirectory
 
-_NOT_A_CHANGE = ("run_dir", "recipe", "model.n_layer", "model.vocab_size", "horizon.amount", "horizon.unit")
-"""Fields that the recipe is called with, or that follow from data and place."""
+_NOT_A_CHANGE = ("run_dir", "recipe", "model.n_layer", "model.vocab_size", "horizon.amount", "horizon.unit", "log.")
+"""Fields that the recipe is called with, that follow from data and place, or that decide nothing of a run."""
 
 _MARKS = {"run.json", "metrics.jsonl", "checkpoints"}
 """A folder with a config.json and one of these is a run; other programs write a config.json too."""

@@ -41,6 +41,8 @@ _FILE, _LOCK = "sweep.json", ".lock"
 _FORMAT = 1
 _PLAIN_WORD = re.compile(r"(?!(?:true|false|none|on|off|auto)$)[A-Za-z].*", re.IGNORECASE)
 _MAX_NAME_CHARACTERS = 100
+_NO_REPORT = "--log.report=false"
+"""`gptlab report` draws all runs of a sweep on one page; --log.report true, given to the sweep, overrides this."""
 _LOG_TAIL_BYTES = 1 << 16
 
 
@@ -234,7 +236,7 @@ def train_sweep(sweep: Sweep, stop: Stop, *, retry_failed: bool = False) -> Iter
             return
         yield run, None
         repeated = sweep.first_started
-        code = launch(run.path, sweep.arguments(run, repeated), log=run.log, stop=stop)
+        code = launch(run.path, [_NO_REPORT, *sweep.arguments(run, repeated)], log=run.log, stop=stop)
         if code == EXIT_USAGE and repeated is None and not run.started:
             raise UserError(f"{run.name} cannot start: {why_failed(run)}")
         _record(sweep, run, None if code == 0 or code in _STOPPED or stop.requested else code)

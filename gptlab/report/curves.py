@@ -22,7 +22,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,9 +37,7 @@ from gptlab.runtime.files.plain_file import MAX_JSON_BYTES, open_plain
 Column = NDArray[np.float64]
 Columns = dict[str, Column]
 
-TRAIN = (
-    "step", "tokens", "total_flops", "train_seconds", "loss", "lr_scale", "grad_norm", "tokens_per_second", "mfu",
-)  # fmt: skip
+TRAIN = ("step", "loss", "lr_scale", "grad_norm", "train_seconds", "tokens_per_second", "mfu")
 VALIDATION = ("step", "tokens", "train_seconds", "val_loss", "val_bpb", "train_loss")
 
 MAX_BUCKETS = 400
@@ -48,10 +47,22 @@ _MIN_BUCKETS = 60
 
 _SPIKY = ("loss", "grad_norm", "tokens_per_second")
 """Columns whose extremes must be seen. The learning rate has none, and MFU is proportional to the speed."""
-_MEAN_SHARE = 0.01
-"""`loss_mean` is over this share of the logged steps: enough to hide the noise of batches, too few to hide a bend."""
+_MEAN_SHARE, _MEAN_STEPS, _LARGEST_MEAN_SHARE = 0.01, 20, 0.05
+"""`loss_mean` is over a hundredth of the logged steps, but over 20 in a run of less than 2,000, and never over more
+than a twentieth: enough to hide the noise of batches, too few to hide a bend."""
 
 _BLOCK_BYTES = 1 << 20
+
+# A training line as the recorder writes it. JSON of a hundred thousand of them takes a second, this and the seven
+# numbers that are drawn half of that.
+_NUMBER, _SKIPPED = rb"([-+.0-9e]+)", rb"[-+.0-9e]+"
+_TRAIN_START = b'{"kind": "train", '
+_TRAIN_LINE = re.compile(
+    rb'^\{"kind": "train", "step": %b, "tokens": %b, "total_flops": %b, "epoch": %b, "loss": %b, "loss_ema": %b, '
+    rb'"lr_scale": %b, "grad_norm": %b, "step_seconds": %b, "train_seconds": %b, "tokens_per_second": %b, '
+    rb'"mfu": (?:null|%b)\}$' % (_NUMBER, *[_SKIPPED] * 3, _NUMBER, _SKIPPED, *[_NUMBER] * 2, _SKIPPED, *[_NUMBER] * 3),
+    re.MULTILINE,
+)
 
 
 @dataclass
@@ -61,22 +72,29 @@ class Metrics:
     samples: list[dict[str, Any]] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
     core: list[dict[str, Any]] = field(default_factory=list)
+    last_step: dict[str, Any] = field(default_factory=dict)
+    """The last training line."""
     _train: list[NDArray[np.float64]] = field(default_factory=list)
     _validations: list[NDArray[np.float64]] = field(default_factory=list)
 
     def add(self, lines: Sequence[bytes]) -> None:
         """Complete lines, without their newlines. ValueError, and nothing is added, where one is not what a run
         writes."""
-        by_kind: dict[str, list[dict[str, Any]]] = {kind: [] for kind in ("train", "eval", "sample", "event", "core")}
-        for line in _objects(lines):
-            if (kind := line.get("kind")) in by_kind:
-                by_kind[kind].append(line)
-        train, validations = _table(by_kind["train"], TRAIN), _table(by_kind["eval"], VALIDATION)
+        steps = [line for line in lines if line.startswith(_TRAIN_START)]
+        rows = _TRAIN_LINE.findall(b"\n".join(steps))
+        by_kind = _by_kind(line for line in lines if not line.startswith(_TRAIN_START))
+        if len(rows) == len(steps) and not by_kind["train"]:
+            train, by_kind["train"] = _table_of_rows(rows), _objects(steps[-1:])
+        else:
+            by_kind = _by_kind(lines)
+            train = _table(by_kind["train"], TRAIN)
+        validations = _table(by_kind["eval"], VALIDATION)
         self._train.append(train)
         self._validations.append(validations)
-        for lines_of_kind, known in ((by_kind["sample"], self.samples), (by_kind["event"], self.events),
-                                     (by_kind["core"], self.core)):  # fmt: skip
-            known += lines_of_kind
+        self.last_step = by_kind["train"][-1] if by_kind["train"] else self.last_step
+        self.samples += by_kind["sample"]
+        self.events += by_kind["event"]
+        self.core += by_kind["core"]
 
     @property
     def train(self) -> Columns:
@@ -116,9 +134,9 @@ def chart_run(
         **{column: train[column] for column in ("lr_scale", "grad_norm", "tokens_per_second", "mfu")},
     }  # fmt: skip
     named = {"seconds": "train_seconds", "loss": "val_loss", "bpb": "val_bpb"}
-    tokens, flops = (_per_step(train["step"], train[what]) for what in ("tokens", "total_flops"))
-    if tokens is None:
-        tokens = _per_step(validations["step"], validations["tokens"])
+    tokens, flops = (_per_step(metrics.last_step, what) for what in ("tokens", "total_flops"))
+    if tokens is None and len(validations["step"]):
+        tokens = _per_step({name: column[-1] for name, column in validations.items()}, "tokens")
     return {
         "name": name,
         "group": group,
@@ -179,6 +197,14 @@ def _blocks_of_lines(path: Path) -> Iterator[list[bytes]]:
                 raise ValueError(f"a line has more than {MAX_JSON_BYTES:,} bytes")
 
 
+def _by_kind(lines: Iterable[bytes]) -> dict[str, list[dict[str, Any]]]:
+    found: dict[str, list[dict[str, Any]]] = {kind: [] for kind in ("train", "eval", "sample", "event", "core")}
+    for line in _objects([*lines]):
+        if (kind := line.get("kind")) in found:
+            found[kind].append(line)
+    return found
+
+
 def _objects(lines: Sequence[bytes]) -> list[dict[str, Any]]:
     """The lines as JSON objects. One call parses all: a call for each takes a third longer."""
     try:
@@ -198,6 +224,15 @@ def _object(line: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError("a line is no JSON object")
     return value
+
+
+def _table_of_rows(rows: list[tuple[bytes, ...]]) -> NDArray[np.float64]:
+    """Shape (TRAIN, rows), of what `_TRAIN_LINE` finds; an empty text (null) is NaN. ValueError for no number."""
+    found = [
+        [float(text or b"nan") for text in column] if b"" in column else [*map(float, column)]
+        for column in zip(*rows, strict=True)
+    ]
+    return np.array(found, dtype=np.float64).reshape(len(TRAIN), len(rows))
 
 
 def _table(lines: Sequence[dict[str, Any]], names: Iterable[str]) -> NDArray[np.float64]:
@@ -221,10 +256,11 @@ def _columns(tables: list[NDArray[np.float64]], names: Sequence[str]) -> Columns
 
 
 def _centered_mean(values: Column) -> tuple[Column, int]:
-    """The mean of each value and its neighbors, over `_MEAN_SHARE` of all, and how many that is. Nearer to an end it is
+    """The mean of each value and its neighbors, and of how many it is (see `_MEAN_SHARE`). Nearer to an end it is
     over fewer, as many on both sides, so that a falling curve is not raised there. What is not finite is not counted;
     NaN where nothing is."""
-    half = max(1, round(_MEAN_SHARE * len(values) / 2))
+    steps = max(_MEAN_SHARE * len(values), min(_MEAN_STEPS, _LARGEST_MEAN_SHARE * len(values)))
+    half = max(1, round(steps / 2))
     at = np.arange(len(values))
     reach = np.minimum(half, np.minimum(at, len(values) - 1 - at))
     finite = np.isfinite(values)
@@ -235,10 +271,10 @@ def _centered_mean(values: Column) -> tuple[Column, int]:
     return np.where(counted > 0, total / np.maximum(counted, 1), np.nan), 2 * half + 1
 
 
-def _per_step(steps: Column, amounts: Column) -> float | None:
-    """Of something that grows by the same amount with every step; None where it is unknown."""
-    known = np.flatnonzero((steps > 0) & np.isfinite(amounts))
-    return _number(amounts[known[-1]] / steps[known[-1]]) if len(known) else None
+def _per_step(line: Mapping[str, Any], name: str) -> float | None:
+    """Of something that grows by the same amount with every step, in a line; None where it is unknown."""
+    amount, step = (float(value) if isinstance(value := line.get(key), int | float) else 0.0 for key in (name, "step"))
+    return _number(amount / step) if step > 0 and amount > 0 else None
 
 
 def _marks(events: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:

@@ -112,7 +112,7 @@ class RunFacts:
         text = ", ".join(map(plain, source)) if isinstance(source, list) else plain(source)
         amount, unit = number(field.get("horizon.amount")), plain(field.get("horizon.unit")).replace("_", " ")
         length = f"{duration(amount)}" if unit == "seconds" and amount is not None else f"{plain(amount)} {unit}"
-        return f"trained by {plain(field.get('recipe'))} on {text} for {length}"
+        return f"trained with the recipe {plain(field.get('recipe'))} on {text} for {length}"
 
     def _end(self) -> str:
         reached = "" if self.bpb is None else f"{self.bpb:.4f} bits per byte"
@@ -129,9 +129,10 @@ class RunFacts:
         """The final numbers, bits per byte first; unknown ones are left out."""
         summary, train, found = self.record.summary, self.metrics.train, []
         best = min((one.bpb for one in self.validations if math.isfinite(one.bpb)), default=None)
-        last = {name: float(column[-1]) if len(column) else None for name, column in train.items()}
-        seconds = number(summary.get("training_seconds")) or last["train_seconds"]
-        tokens, steps, flops = last["tokens"], last["step"], number(summary.get("total_flops")) or last["total_flops"]
+        seconds = number(summary.get("training_seconds")) or (
+            train["train_seconds"][-1] if len(train["step"]) else None
+        )
+        steps, tokens, flops = (number(self.metrics.last_step.get(name)) for name in ("step", "tokens", "total_flops"))
         if summary:
             millions, steps = number(summary.get("total_tokens_M")), number(summary.get("num_steps"))
             tokens = None if millions is None else 1e6 * millions

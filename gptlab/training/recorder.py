@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -249,8 +249,8 @@ class Recorder(RunOutput):
             **{name: seconds for name, seconds in self.off_clock.so_far().items() if name != "total_seconds"},
         }
 
-    def finish_run(self, state: TrainState, next_steps: Sequence[str] = ()) -> dict[str, Any]:
-        """Write summary.json, and show what can be done next and the closing block. Returns the summary."""
+    def finish_run(self, state: TrainState) -> dict[str, Any]:
+        """Write summary.json and return it."""
         summary = self.summary(state)
         if self.config.checkpoint.save_best and state.best != state.best_saved:
             self._warn_of_unsaved_best(state)
@@ -259,9 +259,6 @@ class Recorder(RunOutput):
         self.console.settle()
         if state.min_val_bpb is not None:
             self.console.line(f"minimum val_bpb: {state.min_val_bpb:.6f}")
-        for line in next_steps:
-            self.console.line(line)
-        show_closing_block(summary, self.console)
         return summary
 
     def _warn_of_unsaved_best(self, state: TrainState) -> None:

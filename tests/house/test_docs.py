@@ -209,7 +209,9 @@ class TestContracts:
             "code/",
             "gpu.txt",
             "tensorboard/",
-        }  # of a changed tree, of a machine with a GPU, with log.to
+            "report.html",
+            "report.md",
+        }  # of a changed tree, of a machine with a GPU, with log.to, with log.report
 
     def test_provenance(self, run: Path) -> None:
         section = CONTRACTS.partition("### run.json")[2].partition("###")[0]

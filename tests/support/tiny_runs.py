@@ -42,7 +42,7 @@ FLAGS: Flags = {
     "eval.micro_sequences": 20,
     "checkpoint.every_steps": 4, "checkpoint.every_seconds": None, "sample.prompts": ["the ", "fox"],
     "sample.every_steps": 6, "sample.max_tokens": 3, "runtime.device": "cpu", "runtime.dtype": "float32",
-    "runtime.compile": "off", "runtime.threads": 1,
+    "runtime.compile": "off", "runtime.threads": 1, "log.report": False,
 }  # fmt: skip
 """Two micro-batches a step, about eight steps an epoch, dropout on; at step 12 everything is due at once. One layer:
 tests in which layers matter take two."""

@@ -152,7 +152,7 @@ const gptlabCharts = (() => {
           const own = u.over.matches(":hover");
           box.hidden = !own || left < 0 || idx === null || idx === undefined;
           if (box.hidden) return;
-          box.replaceChildren(tag("div", "tip-x", `${short(u.posToVal(left, "x"))} ${unit}`));
+          box.replaceChildren(tag("div", "tip-x", `${short(u.data[0][idx])} ${unit}`));
           u.series.forEach((one, number) => {
             const at = idxs && idxs[number];
             if (number === 0 || !one.label || at === null || at === undefined) return;

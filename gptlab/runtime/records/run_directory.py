@@ -42,6 +42,7 @@ FREE_FIELDS = frozenset({
     "run_dir", "init_from", "data.source", "data.val_source", "data.cache_dir", "tokenizer.path", "eval.core_dir",
     # How the work is done. A resume on another kind of machine says that it is not bit for bit.
     "parallel.mode", "runtime.device", "runtime.compile", "runtime.process_timeout_seconds", "log.to",
+    "log.report",
     # What is kept, which a full disk may force a user to change.
     "checkpoint.keep_last", "checkpoint.keep_every_steps", "checkpoint.keep_best", "checkpoint.background",
     "checkpoint.on_failure",

@@ -122,7 +122,7 @@ def test_the_mean_is_over_as_many_steps_on_both_sides() -> None:
     losses[500] = math.nan
     run = chart_run("a", metrics_of(*(train_line(step + 1, loss=str(loss)) for step, loss in enumerate(losses))))
     half = run["mean_steps"] // 2
-    assert half == 5
+    assert half == 10
     for place, step in enumerate(run["train"]["step"]):
         at = step - 1
         reach = min(half, at, len(losses) - 1 - at)

@@ -1,0 +1,70 @@
+"""The report that a run writes at its end, in another process."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+from tiny_runs import make_config, write_corpus
+
+import gptlab
+from gptlab.app import run_session
+from gptlab.runtime.records.console import Console
+
+PACKAGE = Path(gptlab.__file__).parent
+FIELDS = {"log__report": True, "steps": 4, "eval__every_steps": 2, "sample__every_steps": 4}
+
+
+def test_a_run_writes_its_report_and_shows_its_curve(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_corpus(tmp_path / "corpus")
+    assert gptlab.train(make_config(tmp_path, "run", **FIELDS)).exit_code == 0
+    page, text = (tmp_path / "run" / name for name in ("report.html", "report.md"))
+    assert "<title>run" in page.read_text(encoding="utf-8")
+    assert "# `run`" in text.read_text(encoding="utf-8")
+    shown = capsys.readouterr().out
+    curve, _, rest = shown.partition("validation bits per byte\n")[2].partition("report: ")
+    assert "4 steps" in curve
+    assert rest.startswith(str(page))
+    assert rest.rpartition("---\n")[2].startswith("val_bpb:"), "the closing block stays the last"
+
+
+def test_training_does_without_the_package_that_reports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_corpus(tmp_path / "corpus")
+    without = tmp_path / "tree" / "gptlab"
+    without.mkdir(parents=True)
+    for entry in PACKAGE.iterdir():
+        if entry.name not in ("report", "__pycache__"):
+            (without / entry.name).symlink_to(entry)
+    monkeypatch.setattr(gptlab, "__file__", str(without / "__init__.py"))
+    for name in [name for name in sys.modules if name.startswith("gptlab.report")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "gptlab.report", None)  # an import of it fails
+    result = gptlab.train(make_config(tmp_path, "run", **FIELDS))
+    assert (result.exit_code, result.summary["num_steps"]) == (0, 4)
+    warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: no report")]
+    assert len(warnings) == 1
+    assert "No module named 'gptlab.report'" in warnings[0]
+
+
+def test_a_process_that_cannot_start_is_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "no-python"))
+    run_session.write_report(tmp_path / "run", Console())
+    assert "warning: no report was written (" in capsys.readouterr().out
+
+
+def test_nothing_that_trains_imports_it() -> None:
+    importers = {
+        path.relative_to(PACKAGE).as_posix()
+        for path in PACKAGE.rglob("*.py")
+        if not path.is_relative_to(PACKAGE / "report") and "gptlab.report" in path.read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("gptlab.report")
+    }
+    assert {name for name in importers if not name.startswith("cli/")} <= {"app/attempt.py"}
+    assert "cli/train.py" not in importers
