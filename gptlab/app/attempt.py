@@ -33,6 +33,15 @@ class Result:
     summary: dict[str, object]
     """The contents of summary.json; empty for a run that was preempted or failed."""
 
+    def _repr_html_(self) -> str | None:
+        """What a notebook shows: the final numbers and the curve of validation bits per byte."""
+        from gptlab.report.page import notebook_html
+
+        try:
+            return notebook_html(self.run_dir)
+        except UserError:  # of a folder that is gone or damaged; the notebook then shows the text form
+            return None
+
 
 @dataclass(slots=True)
 class Attempt:

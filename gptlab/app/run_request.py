@@ -178,9 +178,9 @@ class RunRequest:
             raise UserError(f"--target-param-data-ratio and {other} both say how long to train: give one of them")
 
     def resumed(self, stored: RunConfig) -> RunConfig:
-        """A stored run's configuration, with the parallel.mode and log.to that are requested: how weights are sharded
-        and where metrics go does not change what is trained, and checkpoints of all modes are alike."""
-        free = ("parallel.mode", "log.to")
+        """A stored run's configuration, with the parallel.mode and log fields that are requested: how weights are
+        sharded and what is written does not change what is trained, and checkpoints of all modes are alike."""
+        free = ("parallel.mode", "log.to", "log.report")
         return apply_overrides(stored, {name: value for name, value in self.overrides.items() if name in free})
 
     def with_length(self, stored: RunConfig) -> RunConfig:

@@ -14,6 +14,7 @@ from gptlab.cli.arguments.parser import Positional, parse
 from gptlab.config.errors import NotNegative, UserError, checked_dataclass
 from gptlab.lab.run_list import ListedRun, Removal, list_runs, removals, remove, select_runs, sort_runs
 from gptlab.runtime.files.plain_file import to_json
+from gptlab.runtime.records.run_directory import RunDirectory
 from gptlab.runtime.records.table import table
 
 LIST = """\
@@ -26,6 +27,8 @@ imported models and folders with other files are kept."""
 _NOT_SHOWN = ("runtime.", "checkpoint.", "sample.", "eval.", "faults.", "log.", "data.cache_dir")
 _MAX_VALUE_CHARACTERS = 40
 _MAX_ABOUT_CHARACTERS = 160
+_CURVE = 10
+"""Characters of the curve of bits per byte."""
 
 
 @checked_dataclass("--")
@@ -73,7 +76,7 @@ def main(argv: Sequence[str]) -> int:
         print(to_json({"runs": [_figures(run) for run in runs]}, indent=2))
     else:
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 10_000
-        print(_printable("\n".join(_lines(runs, width)) or "no runs"))
+        print(_printable("\n".join(_lines(runs, width, curves=_encodes_blocks())) or "no runs"))
     return 0
 
 
@@ -124,12 +127,18 @@ def _remove(chosen: Sequence[Removal]) -> tuple[int, list[str]]:
     return freed, kept
 
 
+def _encodes_blocks() -> bool:
+    """Whether standard output can show the characters of a curve."""
+    return (sys.stdout.encoding or "").lower().startswith("utf")
+
+
 def _folders(given: Sequence[str]) -> list[Path]:
     return [Path(folder) for folder in given or ("runs",)]
 
 
-def _lines(runs: Sequence[ListedRun], width: int) -> Iterator[str]:
-    """A table; where it is wider than the terminal, what a run is has a line of its own."""
+def _lines(runs: Sequence[ListedRun], width: int, *, curves: bool = False) -> Iterator[str]:
+    """A table; where it is wider than the terminal, what a run is has a line of its own. `curves`: with one of bits per
+    byte before it."""
     if not runs:
         return
     rows = [("run", "status", "val_bpb", "tokens", "seconds", "disk")]
@@ -147,6 +156,12 @@ def _lines(runs: Sequence[ListedRun], width: int) -> Iterator[str]:
     lines = table(rows, "<<>>>>").splitlines()
     common = set.intersection(*(set(_changes(run)) for run in runs))
     about = ["recipe, and what differs from it", *(_cut(_about(run, common), _MAX_ABOUT_CHARACTERS) for run in runs)]
+    if curves:
+        from gptlab.report.curves import bpb_history
+        from gptlab.report.text_curves import sparkline
+
+        shown = ["val_bpb", *(sparkline(bpb_history(RunDirectory(run.path).metrics_path), _CURVE) for run in runs)]
+        about = [f"{curve:<{_CURVE}}  {text}" for curve, text in zip(shown, about, strict=True)]
     longest = max(map(len, lines))
     on_one_line = longest + 2 + max(map(len, about)) <= width
     for number, (line, text) in enumerate(zip(lines, about, strict=True)):

@@ -13,10 +13,12 @@ import math
 from collections.abc import Iterable, Sequence
 from html import escape
 from importlib import resources
+from pathlib import Path
 
 from gptlab.report.curves import MAX_BUCKETS, buckets_for, chart_data, chart_run
 from gptlab.report.overlay import Overlay
-from gptlab.report.run_facts import RunFacts, Sample, duration, short
+from gptlab.report.run_facts import RunFacts, Sample, duration, read_facts, short
+from gptlab.report.text_curves import svg_curve
 
 BPB = "Bits per byte of the validation text: lower is better, and 8 is no knowledge at all."
 
@@ -63,9 +65,18 @@ def overlay_page(overlay: Overlay) -> str:
         "<h2>Curves</h2>" + _charts(),
         _section("Configurations", _table(overlay.GROUP_COLUMNS, overlay.group_rows(), numbers=(1, 2, 3, 4))),
         _section("Runs", _table(overlay.RUN_COLUMNS, overlay.run_rows(), numbers=(3, 4, 5, 6, 7))),
-        _section("The same prompt, at the end", "".join(samples)),
+        _section("The same prompt, at the end", _details(f"{len(samples)} samples", "".join(samples))),
     ]
     return _page(overlay.title, body, chart_data(runs))
+
+
+def notebook_html(run: Path) -> str:
+    """A run's final numbers and its curve, as an element without scripts and styles. UserError for a damaged run."""
+    facts = read_facts(run)
+    rows = "".join(f"<tr><th>{escape(label)}</th><td>{escape(value)}</td></tr>" for label, value in facts.figures())
+    steps, bpb = (facts.metrics.validations[name].tolist() for name in ("step", "val_bpb"))
+    curve = svg_curve(steps, bpb, title="steps, validation bits per byte")
+    return f"<div><p>{escape(facts.sentence())}</p>{curve}<table>{rows}</table><p>{escape(str(run))}</p></div>"
 
 
 def _page(title: str, body: Iterable[str], data: object) -> str:

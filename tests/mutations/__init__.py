@@ -21,6 +21,7 @@ from . import (
     optim,
     processes,
     racing,
+    reports,
     runtime,
     train,
 )
@@ -43,5 +44,6 @@ MUTATIONS: list[Mutation] = [
     *many_runs.MUTATIONS,
     *racing.MUTATIONS,
     *night.MUTATIONS,
+    *reports.MUTATIONS,
     *dashboard.MUTATIONS,
 ]

@@ -47,7 +47,6 @@ FIXED_FIELDS = {
     "sample.": "samples take time and change nothing",
     "horizon.": "the lab makes time equal",
     "checkpoint.": "the lab decides what is saved and judged",
-    "log.": "it decides nothing of what is trained",
     "parallel.": "the lab decides how many processes train",
     "log.": "the lab reads the log",
     "model.seq_len": "both sides see the same context",

@@ -16,6 +16,7 @@ const gptlabCharts = (() => {
   ];
   const COLORS = 8; // --c0 ... --c7 in report.css
   const GRID_POINTS = 200; // of a band
+  const START_SHARE = 0.1; // of a chart's width, left out of its vertical range by "fit the end"
   let drawings = 0;
 
   const tag = (name, className, text) => {
@@ -30,10 +31,8 @@ const gptlabCharts = (() => {
   function short(value) {
     if (!finite(value)) return "–";
     const size = Math.abs(value);
-    if (size >= 1e3) {
-      for (const [unit, one] of [["E", 1e18], ["P", 1e15], ["T", 1e12], ["G", 1e9], ["M", 1e6], ["k", 1e3]])
-        if (size >= one) return `${+(value / one).toPrecision(4)}${unit}`;
-    }
+    for (const [unit, one] of [["E", 1e18], ["P", 1e15], ["T", 1e12], ["G", 1e9], ["M", 1e6], ["k", 1e3]])
+      if (size >= one) return `${+(value / one).toPrecision(4)}${unit}`;
     return size !== 0 && size < 1e-3 ? value.toExponential(2) : `${+value.toPrecision(5)}`;
   }
 
@@ -141,6 +140,21 @@ const gptlabCharts = (() => {
     return xs[index] - xs[low] <= xs[high] - xs[index] ? low : high;
   }
 
+  // The vertical range of what is drawn after the start, where every run falls alike and far.
+  function endRange(u, min, max) {
+    const xs = u.data[0], { min: from, max: to } = u.scales.x;
+    let low = Infinity, high = -Infinity;
+    u.data.forEach((ys, number) => {
+      if (number > 0)
+        for (let i = 0; i < xs.length; i++)
+          if (finite(ys[i]) && xs[i] >= from + START_SHARE * (to - from) && xs[i] <= to) {
+            low = Math.min(low, ys[i]);
+            high = Math.max(high, ys[i]);
+          }
+    });
+    return low < high ? [low - 0.05 * (high - low), high + 0.05 * (high - low)] : uPlot.rangeNum(min, max, 0.1, true);
+  }
+
   function tooltip(unit) {
     const box = tag("div", "tip");
     box.hidden = true;
@@ -149,13 +163,12 @@ const gptlabCharts = (() => {
         init: (u) => u.over.appendChild(box),
         setCursor: (u) => {
           const { left, top, idx, idxs } = u.cursor;
-          const own = u.over.matches(":hover");
-          box.hidden = !own || left < 0 || idx === null || idx === undefined;
+          box.hidden = !u.over.matches(":hover") || left < 0 || !finite(idx);
           if (box.hidden) return;
           box.replaceChildren(tag("div", "tip-x", `${short(u.data[0][idx])} ${unit}`));
           u.series.forEach((one, number) => {
             const at = idxs && idxs[number];
-            if (number === 0 || !one.label || at === null || at === undefined) return;
+            if (number === 0 || !one.label || !finite(at)) return;
             const row = tag("div", "tip-row"), mark = tag("i");
             mark.style.background = typeof one.stroke === "function" ? one.stroke(u, number) : one.stroke;
             row.append(mark, tag("b", "", short(u.data[number][at])), tag("span", "", one.label));
@@ -202,8 +215,7 @@ const gptlabCharts = (() => {
     for (const run of shown.flatMap((entry) => entry.runs))
       for (const [part, y] of parts)
         run[part].step.forEach((step, i) => {
-          const of = (one) => (finite(one) ? step * one : "");
-          const plain = (value) => (finite(value) ? value : "");
+          const plain = (value) => (finite(value) ? value : ""), of = (one) => plain(one && step * one);
           const known = [step, of(run.tokens_per_step), plain(run[part].seconds[i]), of(run.flops_per_step), plain(run[part][y][i])];
           rows.push([quoted(run.name), part, ...known].join(","));
         });
@@ -220,13 +232,13 @@ const gptlabCharts = (() => {
 
   function draw(root, data) {
     const sync = `gptlab-${drawings++}`;
-    const view = { axis: "step", logX: false, logY: false, banded: true, off: new Set() };
+    const several = data.runs.length > 1;
+    const view = { axis: "step", logX: false, logY: false, fitEnd: several, banded: true, off: new Set() };
     const plots = new Map(); // chart id -> { cell, plot, place }
     let runs = data.runs, shown = [];
 
     const bar = tag("div", "bar"), legend = tag("div", "legend"), grid = tag("div", "charts");
     root.replaceChildren(bar, legend, grid);
-
     const axes = tag("div", "switch");
     axes.setAttribute("role", "group");
     axes.setAttribute("aria-label", "horizontal axis");
@@ -238,7 +250,7 @@ const gptlabCharts = (() => {
       axes.append(button);
     }
     bar.append(tag("span", "bar-label", "against"), axes);
-    const boxes = { logX: "log x", logY: "log loss", banded: "seeds as bands" };
+    const boxes = { logX: "log x", logY: "log loss", fitEnd: "fit the end", banded: "seeds as bands" };
     for (const [name, label] of Object.entries(boxes)) {
       const box = tag("label", "check"), input = tag("input");
       input.type = "checkbox";
@@ -283,6 +295,8 @@ const gptlabCharts = (() => {
     }
 
     function options(chart, width, found, unit) {
+      const range = chart.fromZero ? (u, min, max) => [Math.min(0, min), max > 0 ? max * 1.08 : 1]
+        : chart.logY && view.fitEnd && !view.logY ? endRange : undefined;
       const axis = { stroke: css("--muted"), font: "12px system-ui, sans-serif", grid: { stroke: css("--grid"), width: 1 }, ticks: { show: false } };
       const values = (u, splits) => splits.map((value) => (value === null ? "" : short(value)));
       return {
@@ -291,7 +305,7 @@ const gptlabCharts = (() => {
         padding: [8, 14, 0, 0],
         scales: {
           x: { time: false, distr: view.logX ? 3 : 1 },
-          y: { distr: view.logY && chart.logY ? 3 : 1, ...(chart.fromZero ? { range: (u, min, max) => [Math.min(0, min), max > 0 ? max * 1.08 : 1] } : {}) },
+          y: { distr: view.logY && chart.logY ? 3 : 1, ...(range ? { range } : {}) },
         },
         axes: [
           { ...axis, values, label: unit, labelSize: 20, labelFont: axis.font, size: 30, space: 64 },
@@ -315,14 +329,13 @@ const gptlabCharts = (() => {
       for (const chart of CHARTS) {
         const found = layers(chart, shown, view);
         const known = found.tables.some(([, ...rest]) => rest.some((ys) => ys.some(finite)));
-        let own = plots.get(chart.id);
-        if (own && own.plot) own.plot.destroy();
-        if (!known) {
-          if (own) { own.plot = null; own.cell.hidden = true; }
-          continue;
-        }
-        if (!own) plots.set(chart.id, (own = cellOf(chart)));
-        own.cell.hidden = false;
+        if (!known && !plots.has(chart.id)) continue;
+        if (!plots.has(chart.id)) plots.set(chart.id, cellOf(chart));
+        const own = plots.get(chart.id);
+        if (own.plot) own.plot.destroy();
+        own.plot = null;
+        own.cell.hidden = !known;
+        if (!known) continue;
         const joined = found.tables.length > 1 ? uPlot.join(found.tables) : found.tables[0];
         own.plot = new uPlot(options(chart, own.place.clientWidth || 500, found, unit), joined, own.place);
       }
@@ -357,8 +370,7 @@ const gptlabCharts = (() => {
     build();
 
     function destroy() {
-      resized.disconnect();
-      themed.disconnect();
+      for (const observer of [resized, themed]) observer.disconnect();
       dark.removeEventListener("change", build);
       for (const { plot } of plots.values()) if (plot) plot.destroy();
       root.replaceChildren();
@@ -366,7 +378,7 @@ const gptlabCharts = (() => {
     return { update, destroy };
   }
 
-  // A button that goes from the system's colors to light, dark and back; the choice is kept where the browser allows it.
+  // A button: the colors of the system, light, dark; the choice is kept where the browser allows it.
   function themeSwitch(button) {
     const themes = ["system", "light", "dark"];
     const show = (theme) => {
@@ -374,10 +386,9 @@ const gptlabCharts = (() => {
       else document.documentElement.dataset.theme = theme;
       button.textContent = `colors: ${theme}`;
     };
-    let theme = "system";
-    try { theme = localStorage.getItem("gptlab-theme") || theme; } catch (error) { /* a file without storage */ }
-    if (!themes.includes(theme)) theme = "system";
-    show(theme);
+    let theme = null;
+    try { theme = localStorage.getItem("gptlab-theme"); } catch (error) { /* a file without storage */ }
+    show((theme = themes.includes(theme) ? theme : "system"));
     button.addEventListener("click", () => {
       theme = themes[(themes.indexOf(theme) + 1) % themes.length];
       show(theme);

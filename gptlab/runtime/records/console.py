@@ -59,6 +59,35 @@ class PlainDisplay:
             self.line(f"{description}: {figures}")
 
 
+class NotebookDisplay(PlainDisplay):
+    """For the output of a notebook cell, which keeps every line but obeys a carriage return: one live line, and where
+    another line comes, it takes the live one's place."""
+
+    progress_seconds = 0.5
+    _drawn_characters = 0
+    """Of the live line that is shown."""
+
+    def line(self, text: str, warning: bool = False) -> None:
+        self._draw(text)
+        self._drawn_characters = 0
+        super().line("")
+
+    def live(self, text: str, parts: Callable[[], Sequence[str]]) -> None:
+        self._pending = "  ".join(parts()) or text
+        if time.monotonic() - self._live_at >= self.progress_seconds:
+            self._live_at = time.monotonic()
+            self._draw(self._pending)
+
+    def progress(self, description: str, share: float | None, figures: str) -> None:
+        self._draw(f"{description}: {figures}")
+
+    def _draw(self, text: str) -> None:
+        start = "\r" * bool(self._drawn_characters)
+        self._stream.write(f"{start}{text:<{self._drawn_characters}}")
+        self._stream.flush()
+        self._drawn_characters = len(text)
+
+
 class Console:
     """Prints for a person and keeps log.txt; where the stream is closed (a pipe), logging continues.
 
@@ -74,6 +103,8 @@ class Console:
             from gptlab.runtime.records.terminal import TerminalDisplay  # rich takes 60 ms to import
 
             self._display = TerminalDisplay(self._stream)
+        elif type(self._stream).__module__.startswith("ipykernel."):
+            self._display = NotebookDisplay(self._stream)
         self._lost = False
         """The stream refused a text: a pipe without a reader, a terminal that is gone."""
         self._log: AppendFile | None = None

@@ -437,3 +437,20 @@ def test_a_real_terminal_that_hangs_up_does_not_end_the_run(tmp_path: Path) -> N
         console.live("step 2")
         console.close()
     assert (tmp_path / "log.txt").read_text() == "step 1\neval\nstep 2\n"
+
+
+def test_a_notebook_has_one_live_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = _Clock(monkeypatch)
+    notebook = type("OutStream", (io.StringIO,), {"__module__": "ipykernel.iostream"})()
+    console = Console(stream=notebook)
+    for step in range(100):
+        clock.now += 0.1
+        console.live(f"step {step} in full", lambda step=step: [f"step {step}", "loss 2"])
+    console.line("validated")
+    console.live("step 100 in full", lambda: ["step 100"])
+    console.settle()
+    written = notebook.getvalue()
+    assert written.count("\r") <= 100 * 0.1 / 0.5 + 3, "drawn twice a second"
+    shown = [line.rpartition("\r")[2].rstrip() for line in written.split("\n")]
+    assert shown == ["validated", "step 100", ""]
+    assert "step 0  loss 2\r" in written

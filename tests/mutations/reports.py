@@ -1,0 +1,28 @@
+"""Reports: metrics thinned, pages of untrusted text."""
+
+from __future__ import annotations
+
+from .mutation import Mutation
+
+MUTATIONS = [
+    Mutation(
+        "a chart has no dips, only peaks", "report/curves.py",
+        "for sign in (1, -1):", "for sign in (-1, -1):",
+        ["test_curves.py::TestThinning::test_keeps_first_last_and_every_extreme"],
+    ),
+    Mutation(
+        "steps that a rewind has undone are drawn", "report/curves.py",
+        "steps[:-1] < lowest_after[1:]", "steps[:-1] < np.inf",
+        ["test_curves.py::TestReading::test_of_a_step_that_was_repeated_the_later_line_counts"],
+    ),
+    Mutation(
+        "the charts' JSON can end its script", "report/page.py",
+        '.replace("<", "\\\\u003c")', "",
+        ["test_report_pages.py::TestUntrusted::test_is_text_in_the_page"],
+    ),
+    Mutation(
+        "a prompt is HTML", "report/page.py",
+        '{escape(prompt)}</span>', "{prompt}</span>",
+        ["test_report_pages.py::TestUntrusted::test_is_text_in_the_page"],
+    ),
+]  # fmt: skip

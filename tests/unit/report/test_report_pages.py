@@ -1,0 +1,259 @@
+"""report.html and report.md: what they say, and that nothing of a run is more than text in them."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_runs import command
+from written_runs import write_run
+
+from gptlab.app.attempt import Result
+from gptlab.report.markdown import code, fenced, run_text
+from gptlab.report.overlay import Overlay
+from gptlab.report.page import overlay_page, run_page
+from gptlab.report.run_facts import duration, read_facts, short
+from gptlab.runtime.files.plain_file import write_json_atomic
+from gptlab.runtime.records.metrics import MetricsLog
+from gptlab.runtime.records.run_directory import RunDirectory
+
+HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'`|\x1b]0;x\x07{{}}&lt;"
+
+
+class Page(HTMLParser):
+    """The elements of a page, and what stands in its scripts and styles."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str]] = []
+        self.raw: dict[str, list[str]] = {"script": [], "style": []}
+        self.text = ""
+        self._inside = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += [(name, value or "") for name, value in attrs]
+        self._inside = tag if tag in self.raw else ""
+        if self._inside:
+            self.raw[tag].append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        self._inside = ""
+
+    def handle_data(self, data: str) -> None:
+        if self._inside:
+            self.raw[self._inside][-1] += data
+        else:
+            self.text += data
+
+
+def policy_hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def add_lines(run: Path, *lines: dict[str, Any]) -> Path:
+    with MetricsLog(run / "metrics.jsonl") as log:
+        for line in lines:
+            log.write(line["kind"], **{key: value for key, value in line.items() if key != "kind"})
+    return run
+
+
+def change(path: Path, **values: Any) -> None:
+    write_json_atomic(path, {**json.loads(path.read_text()), **values})
+
+
+@pytest.fixture
+def rich(tmp_path: Path) -> Path:
+    """A finished run with everything that a report shows."""
+    run = add_lines(
+        write_run(tmp_path / "rich", [4.0, 3.0, 2.5], recipe="quickstart", model__n_layer=4),
+        {"kind": "sample", "step": 10, "prompt": "The ", "text": "The cat"},
+        {"kind": "sample", "step": 20, "prompt": "The ", "text": "The dog sat"},
+        {"kind": "core", "step": 20, "core_metric": 0.1, "tasks": {"lambada": 0.25}, "centered": {"lambada": 0.25}},
+        {"kind": "event", "step": 15, "what": "skipped", "value": "nan", "reason": "loss", "data_step": 14},
+        {"kind": "event", "step": 17, "what": "rewound", "value": 9.0, "reason": "spike", "to_step": 10},
+    )  # fmt: skip
+    change(run / "summary.json", total_seconds=100.0, training_seconds=60.0, evaluation_seconds=30.0)
+    change(run / "run.json", argv=["train", "quickstart", "--data", "my notes"], git_commit="ab" * 20)
+    return run
+
+
+class TestWhatItSays:
+    def test_facts(self, rich: Path) -> None:
+        facts = read_facts(rich)
+        assert facts.sentence().endswith("on stdlib for 3 min; it reached 2.5000 bits per byte.")
+        assert facts.figures()[0] == ("bits per byte", "2.5000")
+        assert facts.time() == [("training", 60), ("evaluation", 30), ("sampling and the rest", 10)]
+        assert [(one.step, one.text) for one in facts.samples()["The "]] == [(10, "cat"), (20, "dog sat")]
+        assert facts.events() == [
+            ("step 15", "update skipped: its loss was not finite (nan)"),
+            ("step 17", "rewound to step 10: a loss spike (9)"),
+        ]
+        commands = dict(facts.commands())
+        assert commands["what was typed"] == "gptlab train quickstart --data 'my notes'"
+        assert commands["the code that ran"] == f"git checkout {'ab' * 20}"
+
+    def test_page_and_text_show_them(self, rich: Path) -> None:
+        shown, text = Page(run_page(read_facts(rich))), run_text(read_facts(rich))
+        for words in ("2.5000", "dog sat", "lambada", "rewound to step 10", "git checkout", "Where the time went"):
+            assert words in shown.text, words
+            assert words in text, words
+        assert "60.0%" in shown.text
+        assert "⣀" in text, "the curve"
+
+    def test_what_differs_from_the_recipe_comes_first(self, rich: Path) -> None:
+        change(rich / "config.json", seed=5)
+        changes = {field: (value, of_recipe) for field, value, of_recipe in read_facts(rich).changes() or ()}
+        assert changes["seed"] == ("5", "1337")
+        assert Page(run_page(read_facts(rich))).text.index("What differs") < len(run_page(read_facts(rich)))
+
+    def test_of_a_run_that_failed_or_was_killed(self, tmp_path: Path) -> None:
+        failed = write_run(tmp_path / "failed", [4.0, 3.0], status="failed")
+        change(failed / "run.json", failure={"reason": "loss exploded", "step": 12, "loss": "nan"})
+        assert read_facts(failed).sentence().endswith("it failed at step 12: loss exploded.")
+        killed = write_run(tmp_path / "killed", [4.0, 3.0], status="running")
+        assert "was killed; at its last validation it had 3.0000" in read_facts(killed).sentence()
+        with RunDirectory(killed).lock():
+            assert "is training" in read_facts(killed).sentence()
+
+    def test_of_a_run_with_nothing_in_it(self, tmp_path: Path) -> None:
+        run = write_run(tmp_path / "run", [4.0], status="running")
+        for name in ("metrics.jsonl", "run.json"):
+            (run / name).unlink()
+        assert "has an unknown status" in Page(run_page(read_facts(run))).text
+        assert run_text(read_facts(run)).startswith("# `run`")
+
+    def test_texts(self) -> None:
+        assert [duration(one) for one in (0.5, 42, 200, 3600, 7530)] == [
+            "0.5 s",
+            "42 s",
+            "3 min 20 s",
+            "1 h",
+            "2 h 5 min",
+        ]
+        assert [short(one) for one in (950, 23_500, 1_210_000, 3.28e9)] == ["950", "23.5k", "1.21M", "3.28B"]
+
+
+class TestUntrusted:
+    @pytest.fixture
+    def hostile(self, tmp_path: Path) -> Path:
+        run = add_lines(
+            write_run(tmp_path / HOSTILE.replace("/", "_"), [4.0, 3.0], status="failed", recipe=HOSTILE),
+            {"kind": "sample", "step": 1, "prompt": HOSTILE, "text": f"{HOSTILE}```\n{HOSTILE}"},
+            {"kind": "core", "step": 1, "tasks": {HOSTILE: 0.5}, "centered": {HOSTILE: "nan"}},
+            {"kind": "event", "step": HOSTILE, "what": "skipped", "reason": HOSTILE},
+        )
+        facts = {"failure": {"reason": HOSTILE, "step": HOSTILE}, "cpu": HOSTILE, "argv": ["train", HOSTILE]}
+        change(run / "run.json", **facts, config_changes=[{"step": HOSTILE, "fields": {HOSTILE: 1}}], status=HOSTILE)
+        return run
+
+    def test_is_text_in_the_page(self, hostile: Path, rich: Path) -> None:
+        for page in (run_page(read_facts(hostile)), overlay_page(Overlay([read_facts(hostile), read_facts(rich)]))):
+            found = Page(page)
+            assert found.tags.count("script") == 4
+            assert not {"img", "iframe", "a", "object", "link", "form"} & {*found.tags}
+            names = {name for name, _ in found.attributes}
+            assert not {name for name in names if name.startswith("on") or name in ("style", "src", "href")}
+            data = json.loads(found.raw["script"][0])
+            assert data["runs"][0]["name"] == hostile.name
+            assert hostile.name in found.text
+
+    def test_scripts_and_styles_are_those_that_the_policy_names(self, hostile: Path) -> None:
+        found = Page(run_page(read_facts(hostile)))
+        (policy,) = [value for _, value in found.attributes if value.startswith("default-src 'none'")]
+        allowed = set(re.findall(r"'sha256-[^']+'", policy))
+        _, *scripts = found.raw["script"]
+        assert {policy_hash(text) for text in (*scripts, *found.raw["style"])} == allowed
+        assert "unsafe" not in policy
+
+    def test_is_code_in_the_text(self, hostile: Path) -> None:
+        text = run_text(read_facts(hostile))
+        assert "\x1b" not in text
+        assert "\x07" not in text
+        # Outside of code, a bracket that could begin an element is escaped.
+        prose = re.sub(r"(`{3,})\n.*?\n\1|(`+)[^`].*?\2", "", text, flags=re.S)
+        assert not re.search(r"(?<!\\)<", prose)
+
+    def test_fences_are_longer_than_what_they_hold(self) -> None:
+        assert fenced("a\n```\nb") == "````\na\n```\nb\n````"
+        assert code("a ``b` c") == "```a ``b` c```"
+        assert code("`") == "`` ` ``"
+
+    @pytest.mark.parametrize("name", ["config.json", "summary.json", "metrics.jsonl"])
+    def test_a_damaged_file_is_one_line(self, rich: Path, name: str) -> None:
+        (rich / name).write_text("[" * 200_000 + "\n")
+        code, out, err = command(["report", rich])
+        assert (code, out) == (2, "")
+        assert re.fullmatch(rf"gptlab: error: .*{name}.*\n", err)
+
+    @pytest.mark.parametrize(
+        "facts",
+        [{"summary.json": {"total_seconds": [], "val_bpb": {}, "total_tokens_M": "nan", "mfu_percent": True}},
+         {"run.json": {"argv": 3, "resumes": [1], "config_changes": {}, "failure": [], "status": ["x"], "start": {}}},
+         {"config.json": {"recipe": 4, "data": [], "horizon": 5, "model": {}}}],
+    )  # fmt: skip
+    def test_values_of_other_kinds_are_left_out(self, rich: Path, facts: dict[str, dict[str, Any]]) -> None:
+        for name, values in facts.items():
+            change(rich / name, **values)
+        assert command(["report", rich])[0] == 0
+
+
+class TestOverlay:
+    def test_seeds_of_one_configuration_are_a_group(self, tmp_path: Path) -> None:
+        for seed in (1, 2):
+            for lr, gain in ((0.02, 0.0), (0.04, 0.5)):
+                write_run(tmp_path / f"{lr}-{seed}", [4.0, 3.0 - gain + seed / 10], seed=seed, optim__muon__lr=lr)
+        overlay = Overlay([read_facts(path) for path in sorted(tmp_path.iterdir())])
+        assert {name: [run.record.seed for run in runs] for name, runs in overlay.groups.items()} == {
+            "lr=0.02": [1, 2], "lr=0.04": [1, 2],
+        }  # fmt: skip
+        assert overlay.group_rows()[0] == ("lr=0.04", "2", "2.6500", "2.6000", "2.7000")
+        assert [row[0] for row in overlay.run_rows()] == ["0.04-1", "0.04-2", "0.02-1", "0.02-2"]
+        assert overlay.sentence().endswith("in 2 configurations; the lowest bits per byte are 2.6000, of 0.04-1.")
+        data = json.loads(Page(overlay_page(overlay)).raw["script"][0])
+        assert [run["group"] for run in data["runs"]] == ["lr=0.02", "lr=0.02", "lr=0.04", "lr=0.04"]
+
+
+class TestCommand:
+    def test_one_run_is_reported_in_its_folder(self, rich: Path) -> None:
+        code, out, _ = command(["report", rich])
+        assert (code, out.splitlines()[-1]) == (0, f"report: {rich / 'report.html'}")
+        assert out.startswith("validation bits per byte\n")
+        assert (rich / "report.md").read_text(encoding="utf-8").startswith("# `rich`")
+
+    def test_several_runs_where_it_is_asked_for(self, rich: Path, tmp_path: Path) -> None:
+        write_run(tmp_path / "other", [4.0, 3.5])
+        code, out, _ = command(["report", tmp_path, "--out", tmp_path / "both.html", "--json"])
+        assert code == 0
+        assert json.loads(out) == {
+            "runs": [str(tmp_path / "other"), str(rich)],
+            "html": str(tmp_path / "both.html"),
+            "markdown": str(tmp_path / "both.md"),
+        }
+        assert "<title>2 runs" in (tmp_path / "both.html").read_text(encoding="utf-8")
+        assert not (rich / "report.html").exists()
+
+    def test_wrong_usage_is_one_line(self, rich: Path) -> None:
+        assert command(["report"])[2] == "gptlab: error: name a run, or several: gptlab report runs/NAME\n"
+        assert "names the page, such as x.html" in command(["report", rich, "--out", "x.md"])[2]
+
+    def test_a_reported_run_can_be_pruned(self, rich: Path) -> None:
+        command(["report", rich])
+        assert command(["runs", "prune", rich, "--keep-best", 0, "--yes"])[0] == 0
+        assert not rich.exists()
+
+
+def test_a_notebook_shows_numbers_and_a_curve(rich: Path) -> None:
+    shown = Result(0, rich, {})._repr_html_()
+    assert shown is not None
+    assert {"svg", "polyline", "table"} <= {*Page(shown).tags}
+    assert "2.5000" in Page(shown).text
+    assert Result(0, rich / "gone", {})._repr_html_() is None
