@@ -128,4 +128,19 @@ MUTATIONS = [
         "escape(_visible(piece.text))", "_visible(piece.text)",
         ["test_surprise.py::test_page_shows_text_as_text"],
     ),
+    Mutation(
+        "a cover has the probability of its last token alone", "eval/healing.py",
+        "weights = weight + log_probabilities[ends]", "weights = log_probabilities[ends]",
+        ["test_healing.py::test_all_covers_with_their_probabilities"],
+    ),
+    Mutation(
+        "covers are tokens that end with the removed bytes only", "eval/healing.py",
+        "return self._sorted_ids[first:last]", "return self._sorted_ids[first : first + 1]",
+        ["test_healing.py::test_all_covers_with_their_probabilities"],
+    ),
+    Mutation(
+        "top-p drops the token that reaches it", "eval/continuation.py",
+        "before = probabilities.cumsum(-1) - probabilities", "before = probabilities.cumsum(-1)",
+        ["test_continuation.py::TestTruncation::test_by_hand"],
+    ),
 ]  # fmt: skip
