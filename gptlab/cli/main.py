@@ -29,6 +29,7 @@ COMMANDS = {
     "sample": ("gptlab.cli.sample", "continue a text with a trained run"),
     "export": ("gptlab.cli.export", "write a trained model as a folder that transformers loads"),
     "lab": ("gptlab.cli.lab", "experiments: change something, train, and learn whether it is better"),
+    "completion": ("gptlab.cli.completion", "bash | zsh | fish: a script that completes commands and arguments"),
     "bench": ("gptlab.cli.bench", "measure this machine: peak FLOP/s, tokens/s, MFU, and the time of each part"),
 }
 

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import psutil
-import torch
 
 from gptlab.app.run_request import RunArguments
-from gptlab.bench.plan import RunPlan, figures, make_plan, model_text, step_text
-from gptlab.bench.training_rate import limited_machine, remembered_rate
 from gptlab.cli.arguments.parser import read_request
 from gptlab.config.run import RunConfig
 from gptlab.config.scaling import Machine
 from gptlab.runtime.files.plain_file import to_json
-from gptlab.runtime.hardware.device import device_name
-from gptlab.runtime.hardware.place import Peak, place_of
+
+if TYPE_CHECKING:
+    import torch
+
+    from gptlab.bench.plan import RunPlan
+    from gptlab.runtime.hardware.place import Peak
 
 DESCRIPTION = "Size up a run without training: parameters, FLOPs, memory, steps and hours. Reads no data."
 
@@ -28,6 +30,11 @@ class PlanArguments(RunArguments):
 
 def main(argv: list[str]) -> int:
     request = read_request(argv, PlanArguments, prog="gptlab plan", description=DESCRIPTION)
+    # Imported here, since torch takes a second: help and completion go without.
+    from gptlab.bench.plan import figures, make_plan
+    from gptlab.bench.training_rate import limited_machine, remembered_rate
+    from gptlab.runtime.hardware.place import place_of
+
     config = request.config(_remembered, limited_machine)
     place = place_of(config)
     plan, memory = make_plan(config, place, remembered_rate(config, place)), _device_memory(place.device)
@@ -38,6 +45,9 @@ def main(argv: list[str]) -> int:
 
 def _remembered(config: RunConfig) -> Machine:
     """This machine with the rate that `train` or `bench` timed; without a rate if neither did."""
+    from gptlab.bench.training_rate import remembered_rate
+    from gptlab.runtime.hardware.place import place_of
+
     place = place_of(config)
     rate = remembered_rate(config, place)
     return Machine(device=str(place.device), flops_per_second=None if rate is None else rate.flops_per_second)
@@ -45,6 +55,9 @@ def _remembered(config: RunConfig) -> Machine:
 
 def describe(plan: RunPlan, *, device_memory: int | None = None) -> str:
     """The plan as text, one fact a line, units named."""
+    from gptlab.bench.plan import model_text, step_text
+    from gptlab.runtime.hardware.device import device_name
+
     config, model, place = plan.config, plan.config.model, plan.place
     rows = [
         ("recipe", config.recipe),
@@ -59,7 +72,7 @@ def describe(plan: RunPlan, *, device_memory: int | None = None) -> str:
         ("horizon", str(config.horizon)),
         *_length(plan),
         ("memory", _bytes(plan.memory_bytes) + _fits(plan.memory_bytes, device_memory)),
-        ("  weights", f"{_bytes(plan.memory.weights)} float{64 if place.dtype == torch.float64 else 32}"),
+        ("  weights", f"{_bytes(plan.memory.weights)} float{64 if '64' in str(place.dtype) else 32}"),
         ("  gradients", _bytes(plan.memory.gradients)),
         ("  optimizer", f"{_bytes(plan.memory.optimizer)} of moments"),
         ("  activations", f"{_bytes(plan.memory.activations)} kept for the backward pass of a micro-batch in "
@@ -138,6 +151,8 @@ def _bytes(count: int) -> str:
 
 def _device_memory(device: torch.device) -> int | None:
     """Total memory of the device in bytes; None if unknown."""
+    import torch
+
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return psutil.virtual_memory().total  # Also Apple's GPUs, which share it.

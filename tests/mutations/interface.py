@@ -28,6 +28,17 @@ MUTATIONS = [
         ["Tokens and shards of both loaders"],
     ),
     Mutation(
+        "further words of a command are not completed", "cli/completion.py",
+        "for command in further:", "for command in further[:1]:",
+        ["test_completion.py::test_bash_completes"],
+    ),
+    Mutation(
+        "values are offered after no flag", "cli/completion.py",
+        "found.fields.items()}\n    return words | {place: choices for place, choices in values.items() if choices}",
+        "found.fields.items()}\n    return words",
+        ["test_completion.py::test_bash_completes"],
+    ),
+    Mutation(
         "True and False with capitals are no values of a flag", "cli/arguments/parser.py",
         "given[0].lower() not in TRUTH_WORDS", "given[0] not in TRUTH_WORDS",
         ["test_cli_arguments.py::TestParse::test_more_than_tyro_takes"],

@@ -32,6 +32,19 @@ TRUTH_WORDS = ("true", "false", "on", "off")
 _IMPLIED = {"compile": "on"}
 """Values of other flags that are given without one."""
 
+DESCRIBE = "--describe-arguments"
+"""For `gptlab completion`: as the last word, a command raises DescribedError instead of running."""
+
+
+class DescribedError(Exception):
+    """What a command reads: its further commands, or else its fields and which of them are given by position."""
+
+    def __init__(
+        self, fields: Mapping[str, Any], positionals: Sequence[str] = (), commands: Sequence[str] | None = None
+    ) -> None:
+        self.fields, self.positionals, self.commands = fields, positionals, commands
+
+
 Unknown = Callable[[str, object], UserError]
 """The error for a flag of no field: its name, and what follows it or None."""
 
@@ -43,6 +56,8 @@ def parse(cls: type[T], argv: Sequence[str], *, prog: str, description: str) -> 
     """
     fields = leaf_fields(cls)
     positionals = [name for name, annotation in fields.items() if _is_positional(annotation)]
+    if DESCRIBE in argv:
+        raise DescribedError(fields, positionals)
     if {"-h", "--help"} & set(argv):
         print(command_help(cls, prog=prog, description=description, positionals=positionals))
         raise SystemExit(0)
@@ -60,6 +75,8 @@ def read_request(argv: Sequence[str], arguments: type[RunArguments], *, prog: st
 
         show_help(argv, arguments, prog=prog, description=description)
     names = argument_types(arguments)
+    if DESCRIBE in argv:
+        raise DescribedError(names | OWN_TYPES, ["recipe"])
     given = read_words(argv, names | OWN_TYPES, positionals=["recipe"], unknown=lambda n, v: _unknown_flag(n, v, names))
     return request_of(given.pop("recipe", None), given)
 
@@ -78,6 +95,8 @@ def run_subcommand(
 ) -> int:
     """Run the command that the first word names; without one, or for --help, print the usage. None counts as 0."""
     name = argv[0] if argv else "--help"
+    if name == DESCRIBE:
+        raise DescribedError({}, commands=[*commands])
     if name in ("-h", "--help", "help"):
         print(usage)
         return 0
