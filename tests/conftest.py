@@ -24,6 +24,7 @@ WITHOUT_COMPILER = "GPTLAB_TEST_WITHOUT_COMPILER"
 
 _OF_THIS_MACHINE = re.compile(
     r"CUDA device|this processor has no|names processors of|torch without oneDNN|root reads|no namespaces"
+    r"|no Docker daemon"
 )
 _COMPILER = re.compile(r"C\+\+ compiler")
 _CHROMIUM = re.compile(r"no Chromium")

@@ -1,0 +1,25 @@
+# gptlab on a CPU:
+#
+#   docker build -t gptlab . && docker run --rm -it -v "$PWD/runs:/work/runs" gptlab train
+#
+# GPUs: build with --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cu130 and run with --gpus all.
+FROM python:3.12-slim
+
+# torch.compile and the attention kernel need a C++ compiler.
+RUN apt-get update && apt-get install --no-install-recommends -y g++ git && rm -rf /var/lib/apt/lists/*
+
+ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+COPY constraints.txt /tmp/
+RUN pip install --no-cache-dir -c /tmp/constraints.txt torch --index-url "$TORCH_INDEX"
+
+COPY pyproject.toml README.md LICENSE /src/
+COPY gptlab /src/gptlab
+RUN pip install --no-cache-dir -c /tmp/constraints.txt /src
+
+# No root: run folders that are mounted belong to this user (`docker run --user "$(id -u)"` for another).
+RUN useradd --create-home --uid 1000 gptlab && mkdir /work && chown gptlab /work
+USER gptlab
+WORKDIR /work
+ENV GPTLAB_CACHE=/home/gptlab/.cache/gptlab
+ENTRYPOINT ["gptlab"]
+CMD ["--help"]
