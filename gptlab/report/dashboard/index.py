@@ -52,9 +52,6 @@ class RunIndex:
         for run in self._runs.values():
             if (looks_at_all or run.row.get("status") == "running") and run.refresh():
                 self._publish(run.id)
-        for run in self._runs.values():
-            if run.compare_with_recipe():
-                self._publish(run.id)
         labs_changed = looks_at_all and self._labs.refresh()
         if labs_changed or not self._loaded:
             with self._changed:
@@ -62,6 +59,9 @@ class RunIndex:
                 self._version += 1
                 self._labs_version = self._version
                 self._changed.notify_all()
+        for run in self._runs.values():
+            if run.compare_with_recipe():
+                self._publish(run.id)
 
     def _scan(self) -> None:
         self._scanned = time.monotonic()

@@ -33,6 +33,8 @@ ADDRESS = "127.0.0.1"
 DEFAULT_PORT = 8327
 KEEP_ALIVE_SECONDS = 10.0
 """Between two signs of life in a stream of events, which is how the server learns that a page was closed."""
+BATCH_SECONDS = 0.2
+"""Between two events: a thousand runs that are read one after the other are a few messages, not a thousand."""
 MAX_CONNECTIONS = 64
 MAX_CHOSEN = 50
 """Runs whose curves one request may ask for."""
@@ -172,6 +174,7 @@ class _Handler(BaseHTTPRequestHandler):
                 else:
                     since = found["version"]
                     self._write_event(found)
+                    self.server.stopping.wait(BATCH_SECONDS)
 
     def _write_event(self, value: object) -> None:
         self.wfile.write(b"data: %s\n\n" % to_json(value).encode())
