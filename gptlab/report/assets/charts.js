@@ -16,6 +16,7 @@ const gptlabCharts = (() => {
   ];
   const COLORS = 8; // --c0 ... --c7 in report.css
   const GRID_POINTS = 200; // of a band
+  const MAX_POINTS = 60; // dots of more validations would hide their line
   const START_SHARE = 0.1; // of a chart's width, left out of its vertical range by "fit the end"
   let drawings = 0;
 
@@ -99,28 +100,29 @@ const gptlabCharts = (() => {
     const add = (table, ...ones) => { tables.push(table); series.push(...ones); };
     for (const entry of shown) {
       const stroke = css(entry.color), label = entry.label;
-      const line = { label, stroke, width: 2, dash: entry.dash, points: { show: Boolean(chart.points), size: 6, fill: stroke } };
-      const hidden = { label: null, stroke: "transparent", width: 0, points: { show: false } };
+      const line = { label, stroke, width: 2, dash: entry.dash, points: { show: false } };
+      const hidden = { silent: true, stroke: "transparent", width: 0, points: { show: false } };
       const curves = entry.runs.map((run) => points(run, chart.part, chart.y, view.axis, view.logX));
       if (curves.length > 1) {
         const [xs, low, high, mean] = band(curves);
         const first = series.length + 1;
-        add([xs, high, low, mean], hidden, hidden, { ...line, label: `${label} (mean)`, points: { show: false } });
+        add([xs, high, low, mean], hidden, hidden, { ...line, label: `${label} (mean)` });
         bands.push({ series: [first, first + 1], fill: `${stroke}33` });
         continue;
       }
-      const [run] = entry.runs;
+      const run = entry.runs[0];
       if (chart.faint && shown.length <= 3) {
         const raw = points(run, chart.part, chart.faint, view.axis, view.logX);
-        add(raw, { ...hidden, label: shown.length === 1 ? "a step" : null, stroke: `${stroke}55`, width: 1 });
+        add(raw, { ...hidden, label: "a step", silent: shown.length > 1, stroke: `${stroke}55`, width: 1 });
       }
       const own = chart.also && shown.length === 1 ? `training, mean of ${run.mean_steps} steps` : label;
-      add(curves[0], { ...line, label: own });
+      const dots = { show: Boolean(chart.points) && curves[0][0].length <= MAX_POINTS, size: 6, fill: stroke };
+      add(curves[0], { ...line, label: own, points: dots });
       if (chart.also && shown.length <= 3) {
         const validated = points(run, "val", chart.also, view.axis, view.logX);
         const color = shown.length === 1 ? css("--c1") : stroke;
         const name = shown.length === 1 ? "validation" : `${label}, validation`;
-        add(validated, { ...line, label: name, stroke: color, dash: [4, 4], points: { show: true, size: 6, fill: color } });
+        add(validated, { ...line, label: name, stroke: color, dash: [4, 4], points: { show: validated[0].length <= MAX_POINTS, size: 6, fill: color } });
       }
     }
     const factor = chart.percent ? 100 : 1;
@@ -142,7 +144,8 @@ const gptlabCharts = (() => {
 
   // The vertical range of what is drawn after the start, where every run falls alike and far.
   function endRange(u, min, max) {
-    const xs = u.data[0], { min: from, max: to } = u.scales.x;
+    const xs = u.data[0], from = xs[0], to = xs[xs.length - 1], { min: left, max: right } = u.scales.x;
+    if (finite(left) && finite(right) && (left > from || right < to)) return uPlot.rangeNum(min, max, 0.1, true); // zoomed: all that is seen
     let low = Infinity, high = -Infinity;
     u.data.forEach((ys, number) => {
       if (number > 0)
@@ -168,7 +171,7 @@ const gptlabCharts = (() => {
           box.replaceChildren(tag("div", "tip-x", `${short(u.data[0][idx])} ${unit}`));
           u.series.forEach((one, number) => {
             const at = idxs && idxs[number];
-            if (number === 0 || !one.label || !finite(at)) return;
+            if (number === 0 || one.silent || !finite(at)) return;
             const row = tag("div", "tip-row"), mark = tag("i");
             mark.style.background = typeof one.stroke === "function" ? one.stroke(u, number) : one.stroke;
             row.append(mark, tag("b", "", short(u.data[number][at])), tag("span", "", one.label));
@@ -189,8 +192,7 @@ const gptlabCharts = (() => {
       const { ctx, bbox } = u;
       ctx.save();
       ctx.setLineDash([3, 4]);
-      ctx.lineWidth = devicePixelRatio;
-      ctx.strokeStyle = css("--bad");
+      Object.assign(ctx, { lineWidth: devicePixelRatio, strokeStyle: css("--bad") });
       for (const run of shown.flatMap((entry) => entry.runs))
         for (const mark of run.marks) {
           const at = points({ ...run, val: { step: [mark.step], seconds: [secondsAt(run, mark.step)] } }, "val", "step", view.axis, view.logX);
@@ -238,8 +240,8 @@ const gptlabCharts = (() => {
     let runs = data.runs, shown = [];
 
     const bar = tag("div", "bar"), legend = tag("div", "legend"), grid = tag("div", "charts");
-    root.replaceChildren(bar, legend, grid);
     const axes = tag("div", "switch");
+    root.replaceChildren(bar, legend, grid);
     axes.setAttribute("role", "group");
     axes.setAttribute("aria-label", "horizontal axis");
     for (const [axis, label] of Object.entries(AXES)) {
@@ -285,12 +287,10 @@ const gptlabCharts = (() => {
     function cellOf(chart) {
       const cell = tag("figure", `chart chart-${chart.id}`), head = tag("figcaption");
       const button = tag("button", "quiet", "CSV"), place = tag("div", "plot");
-      button.type = "button";
       button.title = `Save the data of “${chart.title}” as CSV`;
       button.addEventListener("click", () => save(`${chart.id}.csv`, csv(chart, shown)));
       head.append(tag("span", "", chart.title), button);
-      cell.append(head, place);
-      grid.append(cell);
+      cell.append(head, place), grid.append(cell);
       return { cell, place, plot: null };
     }
 
