@@ -8,7 +8,7 @@ const gptlabCharts = (() => {
   const AXES = { step: "steps", tokens: "tokens", seconds: "seconds", flops: "FLOPs" };
   const CHARTS = [
     { id: "bpb", title: "Validation bits per byte", part: "val", y: "bpb", points: true, logY: true },
-    { id: "loss", title: "Loss, nats per token", part: "train", y: "loss_mean", faint: "loss", also: "loss", logY: true },
+    { id: "loss", title: "Loss, nats per token (dashed: validation)", part: "train", y: "loss_mean", faint: "loss", also: "loss", logY: true },
     { id: "lr", title: "Learning rate, share of its peak", part: "train", y: "lr_scale", fromZero: true },
     { id: "norm", title: "Gradient norm, before clipping", part: "train", y: "grad_norm" },
     { id: "speed", title: "Tokens per second", part: "train", y: "tokens_per_second", fromZero: true },
