@@ -46,11 +46,14 @@ def may_skip(reason: str) -> bool:
 
 @pytest.fixture(scope="session", autouse=True)
 def _libraries_stay_frozen() -> Iterator[None]:
-    """Objects that a run froze stay frozen after it.
+    """What the tests import is out of the garbage collector's sight from the first test on, and objects that a run
+    froze stay frozen after it.
 
     Each run collects garbage before its first step. With torch and the libraries of the tests in memory, that takes a
     third of a second, in each of hundreds of runs.
     """
+    gc.collect()
+    gc.freeze()
 
     @functools.wraps(gc.unfreeze)
     def stay_frozen() -> None: ...
@@ -78,13 +81,14 @@ def _no_power_is_lost() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def _found_out_once() -> Iterator[None]:
     """The runs of one process, and of those forked from it, share what each of hundreds would find out for itself: the
-    snapshot of the code (every source hashed, git asked four times), the peak of the machine, which is also measured
-    in a hundredth of a second instead of half a second. Devices that are not there are not seeded: torch notes for
-    each the whole stack of who asked, in every micro-batch."""
+    snapshot of the code (every source hashed, git asked four times), the packages that are installed, the peak of the
+    machine, which is also measured in a hundredth of a second instead of half a second. Devices that are not there are
+    not seeded: torch notes for each the whole stack of who asked, in every micro-batch."""
     from gptlab.runtime.records import provenance
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(provenance, "take_code", functools.cache(provenance.take_code))
+        for name in ("take_code", "installed_distributions"):
+            patch.setattr(provenance, name, functools.cache(getattr(provenance, name)))
         if "torch" in sys.modules:  # as soon as a test needs it
             import torch
 

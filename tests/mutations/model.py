@@ -63,7 +63,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a tied head is untied by the move to the device", "model/gpt.py",
-        "    if config.tied_head:  # to_empty gives every module a tensor of its own\n"
+        "    if config.tied_head:  # every module has been given a tensor of its own\n"
         "        model.head.weight = model.token_embedding.weight\n", "",
         ["test_model.py::test_a_tied_head_is_the_embedding"],
         ["AdamW at 0.0036 with betas"],

@@ -24,6 +24,8 @@ from gptlab.config.errors import UserError, cannot
 BOS = "<|bos|>"
 """Begins a document (nanochat's name). It is an id and never text: no text encodes to it, and it decodes to nothing."""
 FILE, CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
+_MAX_IN_LINES = 10_000
+"""Entries of a vocabulary that tokenizer.json has a line for each of: Python writes the lines of GPT-2's in 0.3 s."""
 MODEL: dict[str, Any] = {
     "type": "BPE",
     "dropout": None,
@@ -110,12 +112,13 @@ class Tokenizer:
         if self.bos_token is not None:
             # One token separates documents: it begins one and ends the one before.
             config |= {"bos_token": self.bos_token, "eos_token": self.bos_token, "split_special_tokens": True}
+        indent = 1 if self.vocab_size < _MAX_IN_LINES else None
         with cannot(f"write the tokenizer to {folder}"):
             folder.mkdir(parents=True, exist_ok=True)
             for name, values in ((FILE, content), (CONFIG_FILE, config | more_config)):
                 temporary = folder / f".{name}.{os.getpid()}"
                 try:
-                    temporary.write_text(json.dumps(values, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+                    temporary.write_text(json.dumps(values, indent=indent, ensure_ascii=False) + "\n", encoding="utf-8")
                     os.replace(temporary, folder / name)
                 finally:
                     temporary.unlink(missing_ok=True)

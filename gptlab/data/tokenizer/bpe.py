@@ -161,10 +161,10 @@ class ByteLevelBpe(Tokenizer):
         yield self._encoding, text[start:]
 
     def to_json(self) -> dict[str, Any]:
-        merges = [[_written(left), _written(right)] for left, right in self.merges]
+        written = {token: _written(token) for token in self._tokens[:-1]}
         return document(
-            [*map(_written, self._tokens[:-1]), self.bos_name],
-            merges=merges,
+            [*written.values(), self.bos_name],
+            merges=[[written[left], written[right]] for left, right in self.merges],
             pre_tokenizer=self.pre_tokenizer.as_json,
             decoder=byte_level(),
         )

@@ -46,6 +46,7 @@ _RELEVANT = re.compile(
     r"(OMP|KMP|GOMP|MKL|OPENBLAS|VECLIB|BLIS|DNNL|ONEDNN|ATEN|GPTLAB|CUDA|CUBLAS|CUDNN|NVIDIA|NCCL|HIP|ROCR|HSA|MIOPEN"
     r"|PYTORCH|TORCH|TORCHINDUCTOR|TRITON|MALLOC)_\w+|(LOCAL_)?(RANK|WORLD_SIZE)|PYTHONHASHSEED|LD_PRELOAD|CXX|CC"
 )
+_NAME_OR_VERSION = re.compile(r"^(Name|Version):(.*)", re.MULTILINE)
 _SECRET = re.compile(r"TOKEN|KEY|SECRET|PASS|CREDENTIAL|AUTH", re.IGNORECASE)
 
 _TOOL_SECONDS = 10.0
@@ -217,12 +218,7 @@ def _output(command: list[str], folder: Path, environment: Mapping[str, str] | N
 
 def environment_text(variables: Mapping[str, str]) -> str:
     """A pip requirements file, with comments for what pip cannot install; `variables`: of the process's environment."""
-    installed: dict[str, str] = {}  # names in pip's normal form; of two with one name, the one that is imported
-    for distribution in importlib.metadata.distributions():
-        with suppress(OSError, KeyError, ValueError):  # a half-removed one
-            name, version = distribution.metadata["Name"], distribution.metadata["Version"]
-            if name and version:
-                installed.setdefault(re.sub(r"[-_.]+", "-", name).lower(), version)
+    installed = dict(installed_distributions())
     own = installed.pop("gptlab", None)
     lines = [
         f"# gptlab {own or 'from a source tree that is not installed'}",
@@ -234,6 +230,26 @@ def environment_text(variables: Mapping[str, str]) -> str:
             lines.append(f"# {name}={_anonymous(value)}")
     lines += [f"{name}=={version}" for name, version in sorted(installed.items())]
     return "\n".join(lines) + "\n"
+
+
+def installed_distributions() -> Mapping[str, str]:
+    """{name in pip's normal form: version}; of two with one name, the one that is imported."""
+    installed: dict[str, str] = {}
+    for distribution in importlib.metadata.distributions():
+        with suppress(OSError, KeyError, ValueError):  # a half-removed one
+            found = {name: value.strip() for name, value in _NAME_OR_VERSION.findall(_headers(distribution))}
+            if found.get("Name") and found.get("Version"):
+                installed.setdefault(re.sub(r"[-_.]+", "-", found["Name"]).lower(), found["Version"])
+    return installed
+
+
+def _headers(distribution: importlib.metadata.Distribution) -> str:
+    """Of its metadata. `distribution.metadata` parses the description after them too, a thousand lines of it, as an
+    e-mail: three times as long for all."""
+    for name in ("METADATA", "PKG-INFO", ""):  # of a wheel, of an egg, and of an egg that is a file
+        if text := distribution.read_text(name):
+            return re.split(r"\r?\n\r?\n", text, maxsplit=1)[0]
+    return ""
 
 
 def gpu_report() -> str | None:

@@ -167,7 +167,7 @@ def whole_optimizer(model: GPT, config: RunConfig) -> CombinedOptimizer:
 def optimizer_layout(model: GPT, config: RunConfig) -> CombinedOptimizer:
     """`whole_optimizer` on the meta device: names, shapes and types of the whole state, without its memory."""
     parameters = [
-        (name, Parameter(torch.empty_like(parameter, device="meta")), role)
+        (name, Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")), role)
         for name, parameter, role in named_roles(model)
     ]
     return build_optimizer(parameters, config.optim, compute_dtype=model.compute_dtype, row_splits=fused_rows(model))
