@@ -68,7 +68,7 @@ class GptlabLM(TemplateLM):
         return log_likelihoods(self.run.model, pairs, rows=self.rows, bos_id=self.run.tokenizer.bos_id)
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """Of whole texts, in windows that do not overlap: lm-eval's definition, which `gptlab eval` does not share."""
+        """Of whole texts, in lm-eval's windows, which overlap by one token; those of `gptlab eval` by half."""
         from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
         seq_len, found = self.run.config.model.seq_len, []

@@ -42,6 +42,7 @@ def completed(script: Path, *line: str) -> list[str]:
     [
         (["ev"], ["eval"]),
         (["data", "pre"], ["prepare"]),
+        (["data", "inspect", "--seq"], ["--seq-len"]),
         (["runs", "prune", "--che"], ["--checkpoints"]),
         (["train", "--dtype", "b"], ["bfloat16"]),
         (["train", "quickstart", "--log.to", "w"], ["wandb"]),

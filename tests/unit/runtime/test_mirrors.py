@@ -126,7 +126,9 @@ def test_one_that_hangs_is_stopped(notes: Path, tmp_path: Path, monkeypatch: pyt
     """It keeps no line waiting, and the end of the run only so long. Lines that it did not get are counted."""
     monkeypatch.setenv("FAULT", "hangs")
     monkeypatch.setattr(mirrors, "FINISH_SECONDS", 0.2)
+    began = time.monotonic()
     said = run_mirrored(tmp_path / "run", wait_for=notes)
+    assert time.monotonic() - began < 20  # 0.2 s, and the start of a Python on a busy machine
     assert "stopped, with 3 lines not sent; the run is not affected" in said
     assert not [child for child in psutil.Process().children() if "mirror_process" in " ".join(child.cmdline())]
 
