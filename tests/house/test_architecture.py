@@ -154,7 +154,7 @@ for name in {list(MODULES)!r}:
 for was, now in zip(before, state()):
     assert was == now, (str(was)[:300], str(now)[:300])
 """
-    path = {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
+    path = {"PYTHONPATH": str(ROOT)}
     inherited = {k: v for k, v in os.environ.items() if k not in path}
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=tmp_path, env=inherited | path, capture_output=True, text=True, timeout=120

@@ -49,7 +49,8 @@ other quality."""
 TIMING_SHARE = 0.1
 """The part of a run's seconds that timing may take."""
 MIN_TIMING_SECONDS, MAX_TIMING_SECONDS = 10.0, 60.0
-"""What it may take of a short run and of a long one. On an idle machine it ends sooner (`equal_time.ENOUGH`)."""
+"""What it usually takes of a short run at most, and what it may take on a busy machine. On an idle one it ends sooner
+(`equal_time.ENOUGH`)."""
 BASELINE_SECONDS = 20.0
 """For the baseline's own steps, which are timed once."""
 
@@ -201,8 +202,7 @@ def time_candidate(lab: Lab, number: int, say: Say, *, against: int | None = Non
             "timed", experiment=number, speed=1.0, step_seconds=baseline.step_seconds, steps=baseline.steps
         )
         return None
-    budget = TIMING_SHARE * baseline.steps * baseline.step_seconds
-    budget = min(max(budget, MIN_TIMING_SECONDS), MAX_TIMING_SECONDS)
+    usual = min(max(TIMING_SHARE * baseline.steps * baseline.step_seconds, MIN_TIMING_SECONDS), MAX_TIMING_SECONDS)
     with (
         runs.steps_of(lab, baseline, baseline.steps) as base,
         runs.steps_of(lab, candidate, baseline.steps) as new,
@@ -210,7 +210,7 @@ def time_candidate(lab: Lab, number: int, say: Say, *, against: int | None = Non
         is_now, was = new.ready(), base.ready()
         if is_now["config"] == was["config"] and candidate.code == baseline.code:
             return Ruling("no-op", "the baseline has these values already")
-        speed = compare_speed(base, new, max_seconds=budget)
+        speed = compare_speed(base, new, usual_seconds=usual, max_seconds=MAX_TIMING_SECONDS)
     ratio = {
         "time": speed.settled, "steps": 1.0,
         "tokens": was["tokens_per_step"] / is_now["tokens_per_step"],

@@ -94,13 +94,19 @@ class Steps:
 
 def test_steps_are_made_in_turn_until_the_ratio_is_known() -> None:
     calls: list[str] = []
-    quiet = compare_speed(Steps(1.0, 1e-4, calls, "a"), Steps(0.5, 1e-4, calls, "bb"), max_seconds=60)  # type: ignore[arg-type]
+    quiet = compare_speed(Steps(1.0, 1e-4, calls, "a"), Steps(0.5, 1e-4, calls, "bb"), usual_seconds=60, max_seconds=60)  # type: ignore[arg-type]
     assert quiet.rounds == equal_time.MIN_ROUNDS
     assert quiet.settled == 2.0
     warm = 2 * equal_time.WARM_STEPS
     rounds = [tuple(calls[n : n + 2]) for n in range(warm, len(calls), 2)]
     assert set(rounds) == {("a", "bb"), ("bb", "a")}  # neither is always the one after the other
-    noisy = compare_speed(Steps(1.0, 0.3, calls, "a"), Steps(0.5, 0.3, calls, "bb"), max_seconds=60)  # type: ignore[arg-type]
+    noisy = compare_speed(Steps(1.0, 0.3, calls, "a"), Steps(0.5, 0.3, calls, "bb"), usual_seconds=60, max_seconds=60)  # type: ignore[arg-type]
     assert noisy.rounds == equal_time.MAX_ROUNDS
-    late = compare_speed(Steps(1.0, 0.3, calls, "a"), Steps(0.5, 0.3, calls, "bb"), max_seconds=0)  # type: ignore[arg-type]
+    late = compare_speed(Steps(1.0, 0.3, calls, "a"), Steps(0.5, 0.3, calls, "bb"), usual_seconds=0, max_seconds=0)  # type: ignore[arg-type]
     assert late.rounds == equal_time.MIN_ROUNDS
+    # The usual time is over at once, so that 5% are enough.
+    rough = compare_speed(Steps(1.0, 0.02, calls, "a"), Steps(0.5, 0.02, calls, "bb"), usual_seconds=0, max_seconds=60)  # type: ignore[arg-type]
+    fine = compare_speed(Steps(1.0, 0.02, calls, "a"), Steps(0.5, 0.02, calls, "bb"), usual_seconds=60, max_seconds=60)  # type: ignore[arg-type]
+    assert rough.rounds < fine.rounds
+    assert (rough.high - rough.low) / rough.ratio / 2 <= 0.05
+    assert (fine.high - fine.low) / fine.ratio / 2 <= 0.01
