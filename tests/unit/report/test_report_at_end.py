@@ -43,6 +43,8 @@ def test_without_the_package_that_reports_there_is_one_warning(
     for entry in PACKAGE.iterdir():
         if entry.name not in ("report", "__pycache__"):
             (without / entry.name).symlink_to(entry)
+    # In its place something that cannot be imported: the finder of an editable installation would find the real one.
+    (without / "report.py").write_text("raise ModuleNotFoundError(\"No module named 'gptlab.report'\")\n")
     monkeypatch.setattr(gptlab, "__file__", str(without / "__init__.py"))
     run_session.write_report(tmp_path / "run", Console())
     (warning,) = capsys.readouterr().out.splitlines()
