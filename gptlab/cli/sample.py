@@ -41,7 +41,7 @@ class SampleArguments(LoadArguments):
     stop: bool = True
     """Stop where the model starts a new document."""
     heal: bool = True
-    """Continue the prompt's bytes: its last tokens may be drawn anew, as others that begin with the same bytes. With
+    """Continue the prompt's bytes: its last tokens may be drawn again, as others that begin with the same bytes. With
     --no-heal its tokens stay as they are."""
     interactive: bool = False
     """Read prompts from the terminal, and continue each; /help lists what can be changed in between."""

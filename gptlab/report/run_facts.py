@@ -126,7 +126,7 @@ class RunFacts:
         return f"{state}; at its last validation it had {reached}" if reached else state
 
     def figures(self) -> list[Figure]:
-        """The final numbers, bits per byte first; unknown ones are left out."""
+        """The final numbers, bits per byte first; unknown ones are skipped."""
         summary, train, found = self.record.summary, self.metrics.train, []
         best = min((one.bpb for one in self.validations if math.isfinite(one.bpb)), default=None)
         seconds = number(summary.get("training_seconds")) or (

@@ -51,7 +51,7 @@ class Mirror(NamedTuple):
 
 
 def scalars(line: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a line by their names elsewhere; empty for lines without any. Unknown numbers are left out."""
+    """The numbers of a line by their names elsewhere; empty for lines without any. Unknown numbers are skipped."""
     names = NAMES.get(str(line.get("kind")), {})
     found = {name: float(line[key]) for key, name in names.items() if line.get(key) is not None}
     if "train/mfu" in found:
