@@ -13,7 +13,7 @@ from gptlab.app.ranks import agreed_place, rank_0_first
 from gptlab.config.errors import ConfigError, UserError
 from gptlab.config.run import EXACT_WORLD_SIZES, RunConfig
 from gptlab.data.corpus.core_bundle import core_folder
-from gptlab.data.prepare import PreparedData, prepare
+from gptlab.data.prepare import SIDES, PreparedData, prepare
 from gptlab.data.rows import RowSource, make_rows, validation_rows
 from gptlab.data.tokenizer.tokenizer import Tokenizer
 from gptlab.eval.bits_per_byte import Evaluation, evaluate
@@ -99,6 +99,7 @@ class Session:
         others = {
             "from": from_run, "world_size": self.group.size, "data_fingerprint": self.data.fingerprint,
             "tokenizer_fingerprint": self.data.tokenizer.fingerprint,
+            "corpus": {side: self.data.statistics[side] for side in SIDES} | {"rows_per_epoch": self.rows_per_epoch},
             **({} if self.start is None else {"init_from_fingerprint": self.start.fingerprint}),
         }  # fmt: skip
         return provenance(argv, code, self.place, others)

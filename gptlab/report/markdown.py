@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from gptlab.report.overlay import Overlay
 from gptlab.report.run_facts import RunFacts, duration, short
 from gptlab.report.text_curves import text_curve
+from gptlab.report.token_fate import token_fate
 
 MAX_VALIDATIONS = 40
 
@@ -32,6 +33,8 @@ def run_text(facts: RunFacts) -> str:
     if tasks := facts.core():
         rows = [(task.name, f"{task.accuracy:.3f}", f"{task.centered:.3f}") for task in tasks]
         parts += ["## CORE by task", _table(("task", "accuracy", "corrected for guessing"), rows)]
+    if tokens := token_fate(facts):
+        parts += ["## Tokens", _table(("", ""), tokens)]
     if events := facts.events():
         parts += ["## Events", _table(("when", "what"), events)]
     if changes := facts.changes():

@@ -19,6 +19,7 @@ from gptlab.report.curves import MAX_BUCKETS, buckets_for, chart_data, chart_run
 from gptlab.report.overlay import Overlay
 from gptlab.report.run_facts import RunFacts, Sample, duration, read_facts, short
 from gptlab.report.text_curves import svg_curve
+from gptlab.report.token_fate import token_fate
 
 BPB = "Bits per byte of the validation text: lower is better, and 8 is no knowledge at all."
 
@@ -39,6 +40,7 @@ def run_page(facts: RunFacts) -> str:
         _section("Where the time went", _time(facts)),
         _section("Samples", _samples(facts)),
         _section("CORE by task", _core(facts)),
+        _section("Tokens", _table(("", ""), token_fate(facts))),
         _section("Events", _table(("when", "what"), facts.events())),
         _section("Configuration", _configuration(facts)),
         _section("Provenance", _table(("", ""), facts.provenance().items())),

@@ -21,6 +21,12 @@ MUTATIONS = [
         ["test_report_pages.py::TestUntrusted::test_is_text_in_the_page"],
     ),
     Mutation(
+        "skipped steps count as trained on", "report/token_fate.py",
+        "f\"{(steps - skipped) * step_tokens:,}: {steps - skipped:,} steps of {step_tokens:,}\"",
+        "f\"{steps * step_tokens:,}: {steps:,} steps of {step_tokens:,}\"",
+        ["test_token_fate.py::test_of_several_epochs_and_skipped_steps"],
+    ),
+    Mutation(
         "a prompt is HTML", "report/page.py",
         '{escape(prompt)}</span>', "{prompt}</span>",
         ["test_report_pages.py::TestUntrusted::test_is_text_in_the_page"],

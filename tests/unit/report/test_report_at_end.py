@@ -28,6 +28,7 @@ def test_a_run_writes_its_report_and_shows_its_curve(
     page, text = (tmp_path / "run" / name for name in ("report.html", "report.md"))
     assert "<title>run" in page.read_text(encoding="utf-8")
     assert "# `run`" in text.read_text(encoding="utf-8")
+    assert "| trained on " in text.read_text(encoding="utf-8"), "run.json counts the tokens of the corpus"
     shown = capsys.readouterr().out
     curve, _, rest = shown.partition("validation bits per byte\n")[2].partition("report: ")
     assert "4 steps" in curve

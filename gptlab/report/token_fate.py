@@ -1,0 +1,71 @@
+"""What became of the tokens of a run's corpus: how many were trained on, how often, and how many its rows dropped."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from gptlab.report.run_facts import RunFacts, number
+
+
+def token_fate(facts: RunFacts) -> list[tuple[str, str]]:
+    """(what, how many), for a table; empty where run.json does not count the tokens of the corpus, or the run has not
+    trained yet."""
+    field, corpus = facts.record.fields, facts.record.provenance.get("corpus")
+    corpus = corpus if isinstance(corpus, dict) else {}
+    text, validation = (_counts(corpus.get(side)) for side in ("train", "val"))
+    rows, seq_len = _count(corpus.get("rows_per_epoch")), _count(field.get("model.seq_len"))
+    steps, step_tokens = _count(facts.metrics.last_step.get("step")), _count(field.get("batch.total_tokens"))
+    if not (text and rows and seq_len and steps and step_tokens):
+        return []
+    epoch_tokens, skipped = rows * seq_len, _count(facts.record.summary.get("skipped_updates"))
+    epochs = steps * step_tokens / epoch_tokens
+    found = [
+        ("training text", _text(text)),
+        ("validation text", _text(validation)),
+        ("one epoch", f"{rows:,} rows of {seq_len:,} tokens: {epoch_tokens:,}"),
+        ("dropped in an epoch", _dropped(facts, text["tokens"], rows, seq_len)),
+        ("trained on", f"{(steps - skipped) * step_tokens:,}: {steps - skipped:,} steps of {step_tokens:,}"),
+        ("skipped", f"{skipped * step_tokens:,}: {skipped:,} steps without an update" if skipped else ""),
+        ("epochs", _passes(epochs, rows, at_random=field.get("data.rows") == "random")),
+    ]
+    return [(what, amount) for what, amount in found if amount]
+
+
+def _dropped(facts: RunFacts, tokens: int, rows: int, seq_len: int) -> str:
+    """Tokens that are in no row of an epoch, by how rows are made (data/rows.py)."""
+    kind, crops = facts.record.fields.get("data.rows"), facts.record.fields.get("data.long_documents") == "crop"
+    if kind == "packed" and not crops:
+        return "none: long documents are cut, and continue in another row"
+    if kind == "packed":  # How many depends on which documents an epoch takes, which only the packing knows.
+        return "what does not fit into a row: `gptlab data inspect` counts it"
+    if kind == "sequential":
+        return f"{max(0, tokens - 1 - rows * seq_len):,}: the last ones, which fill no row"
+    return ""
+
+
+def _passes(epochs: float, rows: int, *, at_random: bool) -> str:
+    if at_random:
+        # So many independent windows leave out a token with the probability of a Poisson variable that is zero.
+        return f"{epochs:.2f}; windows are drawn with replacement: about {math.exp(-epochs):.1%} of tokens were in none"
+    if epochs < 1:
+        return f"{epochs:.2f}: {rows - round(rows * epochs):,} rows ({1 - epochs:.0%}) were not reached"
+    fewest, whole = math.floor(epochs), epochs == math.floor(epochs)
+    return f"{epochs:.2f}: each row was read {fewest}{'' if whole else f' or {fewest + 1}'} times"
+
+
+def _text(counts: dict[str, int]) -> str:
+    parts = (f"{counts[name]:,} {name}" for name in ("tokens", "bytes", "documents") if counts.get(name))
+    return ", ".join(parts)
+
+
+def _counts(value: Any) -> dict[str, int]:
+    """Empty unless there are tokens to count."""
+    known = {name: _count(count) for name, count in value.items()} if isinstance(value, dict) else {}
+    return known if known.get("tokens") else {}
+
+
+def _count(value: Any) -> int:
+    """0 for what is no natural number."""
+    known = number(value)
+    return int(known) if known is not None and math.isfinite(known) and known > 0 else 0
