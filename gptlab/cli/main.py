@@ -23,6 +23,7 @@ COMMANDS = {
     "sweep": ("gptlab.cli.sweep", "train variants of a run, each with several seeds, and compare them"),
     "ladder": ("gptlab.cli.ladder", "train a recipe at several depths, and fit a power law"),
     "runs": ("gptlab.cli.runs", "list run folders, or delete some or their checkpoints (runs prune)"),
+    "clean": ("gptlab.cli.clean", "free disk space: what the cache and old checkpoints hold, and what can go"),
     "report": ("gptlab.cli.report", "write what a run did: report.html (curves, samples, provenance) and report.md"),
     "dash": ("gptlab.cli.dash", "show runs as a live page on this machine, with a box to prompt them"),
     "import": ("gptlab.cli.import_model", "hf | nanogpt: turn a model trained elsewhere into a run folder"),

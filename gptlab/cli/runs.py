@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from gptlab.cli.arguments.help import default_text
 from gptlab.cli.arguments.parser import Positional, parse
 from gptlab.config.errors import NotNegative, UserError, checked_dataclass
-from gptlab.lab.run_list import ListedRun, Removal, list_runs, removals, remove, select_runs, sort_runs
+from gptlab.lab.removals import Removal, removals, remove
+from gptlab.lab.run_list import ListedRun, list_runs, select_runs, sort_runs
+from gptlab.runtime.files.cache_contents import Item
 from gptlab.runtime.files.plain_file import to_json
 from gptlab.runtime.records.run_directory import RunDirectory
 from gptlab.runtime.records.table import table
@@ -23,6 +25,8 @@ training, disk space, and what differs from its recipe. `gptlab runs prune` dele
 PRUNE = """\
 Delete runs, or their checkpoints, to free disk space. Shows what it would delete, and asks. Runs that can be resumed, \
 imported models and folders with other files are kept."""
+
+Removable = TypeVar("Removable", Removal, Item)
 
 _NOT_SHOWN = ("runtime.", "checkpoint.", "sample.", "eval.", "faults.", "log.", "data.cache_dir")
 _MAX_VALUE_CHARACTERS = 40
@@ -76,7 +80,7 @@ def main(argv: Sequence[str]) -> int:
         print(to_json({"runs": [_figures(run) for run in runs]}, indent=2))
     else:
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 10_000
-        print(_printable("\n".join(_lines(runs, width, curves=_encodes_blocks())) or "no runs"))
+        print(printable("\n".join(_lines(runs, width, curves=_encodes_blocks())) or "no runs"))
     return 0
 
 
@@ -96,32 +100,34 @@ def prune(argv: Sequence[str]) -> int:
     rows = [
         (str(one.run.path), "all" if one.whole else "checkpoints", disk_text(one.bytes), one.reason) for one in chosen
     ]
-    print(_printable(table([("run", "delete", "disk", "why"), *rows], "<<><")))
+    print(printable(table([("run", "delete", "disk", "why"), *rows], "<<><")))
     total = f"{disk_text(sum(one.bytes for one in chosen))} of {len(chosen)} run{'s' * (len(chosen) != 1)}"
-    if not (arguments.yes or _confirmed(f"delete {total}? [y/N] ")):
+    if not (arguments.yes or confirmed(f"delete {total}? [y/N] ")):
         print("nothing was deleted")
         return 0
-    freed, kept = _remove(chosen)
+    freed, kept = deleted(chosen, remove)
     print(f"deleted {disk_text(freed)}")
     for problem in kept:
-        print(_printable(f"gptlab: error: {problem}"), file=sys.stderr)
+        print(printable(f"gptlab: error: {problem}"), file=sys.stderr)
     return 2 if kept else 0
 
 
-def _confirmed(question: str) -> bool:
+def confirmed(question: str) -> bool:
+    """Ask at the terminal. UserError where there is none."""
     if not sys.stdin.isatty():
         raise UserError("nothing was deleted: there is no terminal to ask; --yes deletes without asking")
     print(question, end="", flush=True)
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
-def _remove(chosen: Sequence[Removal]) -> tuple[int, list[str]]:
+def deleted(chosen: Sequence[Removable], delete: Callable[[Removable], None]) -> tuple[int, list[str]]:
     """Bytes that were deleted, and why others were not."""
     freed, kept = 0, []
     for one in chosen:
+        size = one.bytes
         try:
-            remove(one)
-            freed += one.bytes
+            delete(one)
+            freed += size
         except UserError as error:
             kept.append(str(error))
     return freed, kept
@@ -207,7 +213,7 @@ def disk_text(count: int) -> str:
     return next((f"{count / size:.1f} {unit}" for size, unit in units if count >= size), f"{count / 1e3:.0f} kB")
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
     """Names and values come from folders that may be anybody's, and must not control the terminal."""
     return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
 

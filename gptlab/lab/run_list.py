@@ -1,5 +1,4 @@
-"""The runs in a folder: how each ended, in what it differs from its recipe, what it reached, the space it takes; and
-which of them, or of their checkpoints, can be deleted."""
+"""The runs in a folder: how each ended, in what it differs from its recipe, what it reached, the space it takes."""
 
 from __future__ import annotations
 
@@ -10,7 +9,6 @@ import math
 import mmap
 import os
 import re
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -86,7 +84,7 @@ def list_runs(folders: Iterable[Path]) -> list[ListedRun]:
         if not folder.is_dir():
             raise UserError(f"there is no folder {folder}: name one that holds runs")
         for path in _run_folders(folder):
-            found.setdefault(path.resolve(), _listed(path))
+            found.setdefault(path.resolve(), listed(path))
     return sorted(found.values(), key=lambda run: run.start, reverse=True)
 
 
@@ -98,9 +96,9 @@ def sort_runs(runs: Iterable[ListedRun], column: str, *, reverse: bool = False) 
     def known(run: ListedRun) -> bool:
         return value(run) is not None and value(run) == value(run)
 
-    listed = [*runs]
-    rest = [run for run in listed if not known(run)]
-    return sorted(filter(known, listed), key=value, reverse=reverse) + rest
+    every = [*runs]
+    rest = [run for run in every if not known(run)]
+    return sorted(filter(known, every), key=value, reverse=reverse) + rest
 
 
 def select_runs(runs: Iterable[ListedRun], conditions: Sequence[str]) -> list[ListedRun]:
@@ -145,12 +143,13 @@ def _run_folders(folder: Path) -> Iterator[Path]:
                 yield from _run_folders(folder / name)
 
 
-def _listed(path: Path, *, held: bool = False) -> ListedRun:
-    """What is wrong with a run is its `problem`, not an error. `held`: whether this process holds its lock."""
+def listed(path: Path, *, held: bool = False) -> ListedRun:
+    """The run in a folder. What is wrong with it is its `problem`, not an error. `held`: whether this process holds its
+    lock."""
     directory, found = RunDirectory(path), ListedRun(path=path)
     try:
-        found = replace(found, disk_bytes=_bytes(path))
-        weights = _weight_folders(path)
+        found = replace(found, disk_bytes=bytes_below(path))
+        weights = weight_folders(path)
         record, fields = directory.recorded(), flatten(directory.read_config())
         start = record.get("start")
         found = replace(found, start=start[:25] if isinstance(start, str) else "")
@@ -166,7 +165,7 @@ def _listed(path: Path, *, held: bool = False) -> ListedRun:
     return replace(
         found,
         status=status,
-        checkpoint_bytes=sum(map(_bytes, weights)),
+        checkpoint_bytes=sum(map(bytes_below, weights)),
         has_checkpoint=any(_CHECKPOINT.fullmatch(name) for folder in weights for name in os.listdir(folder)),
         recipe=fields["recipe"],
         fields=fields,
@@ -179,7 +178,7 @@ def _listed(path: Path, *, held: bool = False) -> ListedRun:
     )
 
 
-def _bytes(folder: Path | str) -> int:
+def bytes_below(folder: Path | str) -> int:
     """Bytes of all files below a folder. UserError for a link."""
     total = 0
     with os.scandir(folder) as entries:
@@ -188,11 +187,11 @@ def _bytes(folder: Path | str) -> int:
                 raise UserError(f"{entry.path} is a link, and a run folder holds no links")
             with suppress(FileNotFoundError):  # a temporary file of a run that is training
                 is_folder = entry.is_dir(follow_symlinks=False)
-                total += _bytes(entry.path) if is_folder else entry.stat(follow_symlinks=False).st_size
+                total += bytes_below(entry.path) if is_folder else entry.stat(follow_symlinks=False).st_size
     return total
 
 
-def _weight_folders(path: Path) -> list[Path]:
+def weight_folders(path: Path) -> list[Path]:
     """The folders that hold checkpoints: of the run, and of those that were set aside."""
     return [folder for folder in (path / "checkpoints", *path.glob("set-aside-*/checkpoints")) if folder.is_dir()]
 
@@ -282,62 +281,3 @@ def _recipe_fields(
     horizon = Horizon(amount=length[0], unit=length[1])
     on = Machine(device=machine[0], flops_per_second=machine[1])
     return flatten(config_to_json(configure(recipe, depth=depth, horizon=horizon, machine=on, own=own)))
-
-
-@dataclass(frozen=True, slots=True)
-class Removal:
-    run: ListedRun
-    whole: bool
-    """The folder, not its checkpoints alone."""
-    reason: str
-
-    @property
-    def bytes(self) -> int:
-        return self.run.disk_bytes if self.whole else self.run.checkpoint_bytes
-
-
-def removals(
-    runs: Sequence[ListedRun], *, keep_best: int | None = None, failed: bool = False, checkpoints: bool = False
-) -> list[Removal]:
-    """What can be deleted, by what was asked for.
-
-    `keep_best`: runs that have finished, but the N with the lowest bits per byte on the same data; with `checkpoints`,
-    only their checkpoints (N: 1 where it is None). `failed`: runs that ended before their first checkpoint. What can be
-    resumed from a checkpoint is kept, and so are imported models and folders with files that gptlab did not write.
-    """
-    chosen: list[Removal] = []
-    best: dict[str | None, list[float]] = {}
-    ranked = [run for run in runs if run.status == "finished" and run.val_bpb is not None and run.is_own]
-    kept = 1 if keep_best is None else keep_best
-    for run in sorted(ranked, key=lambda run: (math.isnan(run.val_bpb or 0), run.val_bpb, run.start)):
-        better = best.setdefault(run.data_fingerprint, [])
-        if len(better) < kept:
-            better.append(run.val_bpb or 0)
-        elif (checkpoints or keep_best is not None) and (not checkpoints or run.checkpoint_bytes):
-            kept_bpb = f"; the worst that stays has {better[-1]:.4f}" if better else ""
-            chosen.append(Removal(run, not checkpoints, f"val_bpb {run.val_bpb:.4f}{kept_bpb}"))
-    for run in runs:
-        if failed and run.is_own and run.status in ("failed", "killed", "preempted") and not run.has_checkpoint:
-            chosen.append(Removal(run, True, f"{run.status} before its first checkpoint"))
-    return chosen
-
-
-def remove(removal: Removal) -> None:
-    """Delete it. UserError, before anything is deleted, where a process uses the run or it is not what was listed."""
-    path = removal.run.path
-    with RunDirectory(path).lock():
-        now = _listed(path, held=True)
-        same = (now.is_own, now.status, now.start) == (True, removal.run.status, removal.run.start)
-        if not same or (removal.whole and now.has_checkpoint != removal.run.has_checkpoint):
-            raise UserError(f"{path} is no longer what was listed: nothing of it was deleted")
-        with cannot(f"delete {path}"):
-            if not removal.whole:
-                for folder in _weight_folders(path):
-                    shutil.rmtree(folder)
-                return
-            # What makes the folder a run goes last, so that what is left of a killed process can be listed.
-            last = ("run.json", "config.json", ".lock")
-            for name in (*sorted({*os.listdir(path)} - {*last}), *last):
-                shutil.rmtree(path / name) if (path / name).is_dir() else (path / name).unlink(missing_ok=True)
-    with suppress(OSError):
-        path.rmdir()

@@ -84,7 +84,7 @@ class RunRecord:
         """UserError if metrics.jsonl is damaged."""
         path = self.directory.metrics_path
         try:
-            validations, trained = _lines(path)
+            validations, trained = read_validations(path)
             at: dict[Axis, NDArray[np.float64]] = {
                 "steps": _numbers(validations, "step"),
                 "tokens": _numbers(validations, "tokens"),
@@ -107,7 +107,7 @@ def read_run(path: str | Path) -> RunRecord:
     return RunRecord(directory, fields)
 
 
-def _lines(path: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def read_validations(path: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The validations of a metrics.jsonl, and its last training step; both empty where it has none, or does not exist.
 
     A long run has a hundred training lines for each validation, so the others are not parsed. An incomplete last line,

@@ -36,13 +36,29 @@ MUTATIONS = [
         ["test_run_list.py::TestListing::test_unfinished_runs_are_read_from_their_last_lines"],
     ),
     Mutation(
-        "runs on other data compete for being the best", "lab/run_list.py",
+        "runs on other data compete for being the best", "lab/removals.py",
         "best.setdefault(run.data_fingerprint, [])", "best.setdefault(None, [])",
         ["test_run_list.py::TestPruning::test_what_is_chosen"],
     ),
     Mutation(
-        "prune deletes what came into a folder after it was listed", "lab/run_list.py",
+        "prune deletes what came into a folder after it was listed", "lab/removals.py",
         "if not same or (removal.whole and now.has_checkpoint != removal.run.has_checkpoint):", "if False:",
         ["test_run_list.py::TestPruning::test_what_changed_since_it_was_listed_stays"],
+    ),
+    Mutation(
+        "clean deletes what a process has open", "runtime/files/cache_contents.py",
+        "    if is_used(path, used):", "    if False:",
+        ["test_clean.py::TestCache::test_what_is_used_stays",
+         "test_clean.py::TestCache::test_what_began_to_be_used_after_it_was_listed_stays"],
+    ),
+    Mutation(
+        "clean deletes the checkpoint that is the best by loss", "lab/removals.py",
+        'for number in ("val_loss", "val_bpb"):', 'for number in ("val_bpb",):',
+        ["test_clean.py::TestOldCheckpoints::test_the_best_the_last_and_those_of_the_configuration_stay"],
+    ),
+    Mutation(
+        "clean deletes older checkpoints though the last is damaged", "lab/removals.py",
+        'if hashlib.file_digest(file, "sha256").hexdigest() != recorded["sha256"]:', "if False:",
+        ["test_clean.py::TestOldCheckpoints::test_nothing_goes_where_the_last_is_damaged_or_the_run_changed"],
     ),
 ]  # fmt: skip

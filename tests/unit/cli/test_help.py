@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[3]
 
 LEAVES = [
     ["train"], ["plan"], ["eval"], ["sample"], ["compare"], ["sweep"], ["ladder"], ["export"], ["bench"],
-    ["runs"], ["runs", "prune"], ["report"], ["dash"], ["completion"],
+    ["runs"], ["runs", "prune"], ["clean"], ["report"], ["dash"], ["completion"],
     ["data", "list"], ["data", "prepare"], ["data", "inspect"], ["tokenizer", "train"], ["tokenizer", "eval"],
     ["import", "hf"], ["import", "nanogpt"], ["lab", "try"], ["lab", "run"], ["lab", "status"], ["lab", "show"],
 ]  # fmt: skip

@@ -19,7 +19,8 @@ from gptlab.config.load import config_to_json
 from gptlab.config.recipes import configure
 from gptlab.config.run import minutes, steps
 from gptlab.config.scaling import Machine
-from gptlab.lab.run_list import list_runs, removals, remove, select_runs, sort_runs
+from gptlab.lab.removals import removals, remove
+from gptlab.lab.run_list import list_runs, select_runs, sort_runs
 from gptlab.runtime.files.plain_file import write_json_atomic
 from gptlab.runtime.records.run_directory import RunDirectory
 
