@@ -19,7 +19,7 @@ from gptlab.config.errors import BelowOne, Limit, NotNegative, Positive, checked
 from gptlab.data.tokenizer.tokenizer import Tokenizer
 from gptlab.eval.bits_per_byte import evaluation_mode
 from gptlab.eval.healing import Covers, cover_prompt
-from gptlab.eval.sampling import last_half, likeliest, prompt_seed, prompt_tokens, utf8_pieces
+from gptlab.eval.sampling import last_half, likeliest, pick, prompt_seed, prompt_tokens, utf8_pieces
 from gptlab.model.decoder import Decoder
 from gptlab.model.gpt import GPT
 from gptlab.runtime.hardware.rng import fold_seed
@@ -186,26 +186,23 @@ def draw(logits: Tensor, drawing: Drawing, generators: Sequence[torch.Generator]
     """One entry of each row of logits (rows, entries), which are on the CPU, each by its own generator."""
     if drawing.temperature == 0 or drawing.top_k == 1:
         return logits.argmax(-1).tolist()
-    probabilities, entries = likeliest(logits, drawing.temperature, drawing.top_k)
-    probabilities = truncated(probabilities, drawing.top_p, drawing.min_p)
-    picks = [
-        int(torch.multinomial(row, 1, generator=generator))
-        for row, generator in zip(probabilities, generators, strict=True)
-    ]
-    return [int(entries[row, pick]) for row, pick in enumerate(picks)]
+    sorted_entries = drawing.top_k or (None if drawing.top_p == 1 else logits.shape[-1])
+    probabilities, entries = likeliest(logits, drawing.temperature, sorted_entries)
+    picks = pick(truncated(probabilities, drawing.top_p, drawing.min_p), *generators)
+    return entries.gather(-1, picks[:, None])[:, 0].tolist()
 
 
 def truncated(probabilities: Tensor, top_p: float, min_p: float) -> Tensor:
-    """`probabilities` (..., K), the largest first, without those that top-p and then min-p drop; they sum to 1 again.
+    """`probabilities` (..., K) without those that top-p and then min-p drop; they sum to 1 again.
 
-    top_p: keep the fewest whose sum reaches it (nucleus sampling, arXiv:1904.09751). min_p: of these, keep those that
-    are at least min_p times the largest (arXiv:2407.01082). The largest always stays.
+    top_p: keep the fewest whose sum reaches it (nucleus sampling, arXiv:1904.09751); below 1 the largest have to come
+    first. min_p: of these, keep those that are at least min_p times the largest (arXiv:2407.01082).
     """
     if top_p == 1 and min_p == 0:
         return probabilities
-    before = probabilities.cumsum(-1) - probabilities
-    dropped = (before >= top_p) | (probabilities < min_p * probabilities[..., :1])
-    dropped[..., 0] = False
+    dropped = probabilities < min_p * probabilities.amax(-1, keepdim=True)
+    if top_p < 1:
+        dropped |= probabilities.cumsum(-1) - probabilities >= top_p
     kept = probabilities.masked_fill(dropped, 0.0)
     return kept / kept.sum(-1, keepdim=True)
 

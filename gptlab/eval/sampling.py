@@ -62,18 +62,32 @@ def generate(
         if temperature == 0 or top_k == 1:
             return int(logits.argmax())
         probabilities, tokens = likeliest(logits, temperature, top_k)
-        return int(tokens[torch.multinomial(probabilities, 1, generator=generator)])
+        return int(tokens[pick(probabilities, generator)])
 
     return _generate(model, list(tokens), max_tokens, draw, bos_id, bos_id if stop_at_bos else None)
 
 
 def likeliest(logits: Tensor, temperature: float, top_k: int | None) -> tuple[Tensor, Tensor]:
     """Of logits (..., V): probabilities (..., K) in float64 at a temperature above 0, the largest first, and their
-    tokens (..., K). top_k None: of all."""
-    n_entries = logits.shape[-1]
-    values, tokens = logits.double().topk(n_entries if top_k is None else min(top_k, n_entries))
+    tokens (..., K). top_k None: of all tokens, in the order of the vocabulary, because to sort them takes longer than
+    all else. UserError for logits without a finite maximum."""
+    values = logits.double()
+    tokens = torch.arange(values.shape[-1]).expand(values.shape)
+    if top_k is not None:
+        values, tokens = values.topk(min(top_k, values.shape[-1]))
+    highest = values.amax(-1, keepdim=True)
+    if not bool(highest.isfinite().all()):
+        raise UserError("the model's logits are not finite: it cannot be sampled (use an earlier checkpoint)")
     # Shifted by the largest first, so that a tiny temperature gives 0 and -inf, never inf - inf.
-    return ((values - values[..., :1]) / temperature).softmax(-1), tokens
+    return ((values - highest) / temperature).softmax(-1), tokens
+
+
+def pick(probabilities: Tensor, *generators: torch.Generator) -> Tensor:
+    """An index of each row of probabilities (..., K), by one uniform number of the row's own generator: the first one
+    at which the cumulative sum exceeds it."""
+    sums = probabilities.cumsum(-1)
+    uniform = torch.cat([torch.rand(1, dtype=sums.dtype, generator=generator) for generator in generators])
+    return torch.searchsorted(sums, uniform.view_as(sums[..., :1]) * sums[..., -1:], right=True)[..., 0]
 
 
 def sample_text(model: GPT, tokenizer: Tokenizer, prompt: str, *, seed: int = 0, **settings: Any) -> Iterator[str]:

@@ -66,46 +66,75 @@ inline float one_weight(const uint16_t* from) {
     return value;
 }
 
-inline float sum(vec v) {
-    float total = 0;
-    for (int i = 0; i < W; ++i) total += v[i];
-    return total;
-}
-
-// The dot products of one row of weights with N rows of x, which lie `inputs` apart.
-template <int N, class T>
-inline void dots(const T* weight, const float* x, long inputs, float* result) {
-    vec even[N] = {}, odd[N] = {};
+// The dot products of O rows of weights with N rows of x, which both lie `inputs` apart. Each is summed in the same order,
+// whatever O and N are. O * N + O + 1 vectors should be no more than the processor has registers.
+template <int O, int N, class T>
+inline void dots(const T* weight, const float* x, long inputs, float (*result)[N]) {
+    vec sums[O][N];
+#pragma GCC unroll 8
+    for (int o = 0; o < O; ++o)
+#pragma GCC unroll 8
+        for (int n = 0; n < N; ++n) sums[o][n] = vec{};
     long i = 0;
-    for (; i + 2 * W <= inputs; i += 2 * W) {
-        const vec a = load_weight(weight + i), b = load_weight(weight + i + W);
+    for (; i + W <= inputs; i += W) {
+        vec weights[O];
+#pragma GCC unroll 8
+        for (int o = 0; o < O; ++o) {
+            weights[o] = load_weight(weight + o * inputs + i);
+            __builtin_prefetch(weight + (o + 2 * O) * inputs + i);  // while rows are computed, memory would wait
+        }
+#pragma GCC unroll 8
         for (int n = 0; n < N; ++n) {
-            even[n] += a * load(x + n * inputs + i);
-            odd[n] += b * load(x + n * inputs + i + W);
+            const vec row = load(x + n * inputs + i);
+#pragma GCC unroll 8
+            for (int o = 0; o < O; ++o) sums[o][n] += weights[o] * row;
         }
     }
-    for (int n = 0; n < N; ++n) {
-        result[n] = sum(even[n] + odd[n]);
-        for (long k = i; k < inputs; ++k) result[n] += one_weight(weight + k) * x[n * inputs + k];
-    }
+#pragma GCC unroll 8
+    for (int o = 0; o < O; ++o)
+#pragma GCC unroll 8
+        for (int n = 0; n < N; ++n) {
+            result[o][n] = sum_of(sums[o][n]);
+            for (long k = i; k < inputs; ++k) result[o][n] += one_weight(weight + o * inputs + k) * x[n * inputs + k];
+        }
+}
+
+template <int O, int N, class T, class Store>
+inline void linear_tile(const Linear& l, const float* x, long row, long output, Store store) {
+    float found[O][N];
+    dots<O, N>(static_cast<const T*>(l.weight) + output * l.inputs, x + row * l.inputs, l.inputs, found);
+    for (int n = 0; n < N; ++n)
+        for (int o = 0; o < O; ++o) store(row + n, output + o, found[o][n] + (l.bias ? l.bias[output + o] : 0));
+}
+
+// All rows of O outputs: their weights are in the fastest cache after the first four rows.
+template <int O, class T, class Store>
+inline void linear_outputs(const Linear& l, const float* x, long rows, long output, Store store) {
+    long row = 0;
+    for (; row + 4 <= rows; row += 4) linear_tile<O, 4, T>(l, x, row, output, store);
+    for (; row < rows; ++row) linear_tile<O, 1, T>(l, x, row, output, store);
 }
 
 // store(row, output, value) for this thread's share of the outputs of each row of x (rows, inputs).
 template <class T, class Store>
-void linear(const Linear& l, const float* x, long rows, Store store) {
+inline void linear(const Linear& l, const float* x, long rows, Store store) {
+    constexpr int O = W == 16 ? 4 : 2;  // with four rows, so many vectors as fit into 32 or 16 registers
     const long threads = omp_get_num_threads(), thread = omp_get_thread_num();
-    const T* weights = static_cast<const T*>(l.weight);
-    for (long o = l.outputs * thread / threads; o < l.outputs * (thread + 1) / threads; ++o) {
-        float found[4];
-        for (long row = 0; row < rows;) {
-            const bool four = row + 4 <= rows;
-            if (four)
-                dots<4>(weights + o * l.inputs, x + row * l.inputs, l.inputs, found);
-            else
-                dots<1>(weights + o * l.inputs, x + row * l.inputs, l.inputs, found);
-            for (long n = 0; n < (four ? 4 : 1); ++n, ++row) store(row, o, found[n] + (l.bias ? l.bias[o] : 0));
-        }
-    }
+    const long end = l.outputs * (thread + 1) / threads;
+    long output = l.outputs * thread / threads;
+    for (; output + O <= end; output += O) linear_outputs<O, T>(l, x, rows, output, store);
+    for (; output < end; ++output) linear_outputs<1, T>(l, x, rows, output, store);
+}
+
+// The sum of term(x[i]) over n elements.
+template <class Term>
+inline float sum_over(const float* x, long n, Term term) {
+    vec sums{};
+    float rest = 0;
+    long i = 0;
+    for (; i + W <= n; i += W) sums += term(load(x + i));
+    for (; i < n; ++i) rest += term(all(x[i]))[0];
+    return sum_of(sums) + rest;
 }
 
 void normalize(const Norm& norm, const float* x, float* y, long n) {
@@ -113,10 +142,9 @@ void normalize(const Norm& norm, const float* x, float* y, long n) {
         std::copy(x, x + n, y);
         return;
     }
-    double mean = 0, square = 0;
-    for (long i = 0; norm.kind == 2 && i < n; ++i) mean += x[i] / n;
-    for (long i = 0; i < n; ++i) square += (x[i] - mean) * (x[i] - mean);
-    const float factor = 1 / std::sqrt(square / n + norm.eps), center = mean;
+    const float center = norm.kind == 2 ? sum_over(x, n, [](vec v) { return v; }) / n : 0;
+    const float square = sum_over(x, n, [&](vec v) { return (v - center) * (v - center); });
+    const float factor = 1 / std::sqrt(square / n + norm.eps);
     for (long i = 0; i < n; ++i) {
         y[i] = (x[i] - center) * factor;
         if (norm.weight) y[i] = y[i] * norm.weight[i] + (norm.bias ? norm.bias[i] : 0);
@@ -155,19 +183,26 @@ void attend(const Model& m, const Layer& layer, long rows, long row, long group,
     }
     const long start = std::max(first, column + 1 - layer.window), count = column + 1 - start;
     std::vector<float> query(m.width), weights(round_up(count, W), -INFINITY);
+    const float root = std::sqrt((float)m.width);
+    float score[4][1];
     for (long h = group * queries; h < (group + 1) * queries; ++h) {
         place(m, layer, heads + h * m.width, position, query.data());
         float highest = -INFINITY, total = 0;
-        for (long s = 0; s < count; ++s) {
-            dots<1>(keys + (start + s) * m.width, query.data(), m.width, &weights[s]);
-            weights[s] /= std::sqrt((float)m.width);
-            highest = std::max(highest, weights[s]);
+        long s = 0;
+        for (; s + 4 <= count; s += 4) {
+            dots<4>(keys + (start + s) * m.width, query.data(), m.width, score);
+            for (int i = 0; i < 4; ++i) weights[s + i] = score[i][0] / root;
         }
-        for (long s = 0; s < (long)weights.size(); s += W)
+        for (; s < count; ++s) {
+            dots<1>(keys + (start + s) * m.width, query.data(), m.width, score);
+            weights[s] = score[0][0] / root;
+        }
+        for (s = 0; s < count; ++s) highest = std::max(highest, weights[s]);
+        for (s = 0; s < (long)weights.size(); s += W)
             store(&weights[s], exponential(load(&weights[s]) - all(highest)));
         float* to = y + h * m.width;
         std::fill(to, to + m.width, 0.0f);
-        for (long s = 0; s < count; ++s) {
+        for (s = 0; s < count; ++s) {
             total += weights[s];
             const float* from = values + (start + s) * m.width;
             for (long i = 0; i < m.width; ++i) to[i] += weights[s] * from[i];

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 import numpy as np
 import pytest
@@ -65,10 +66,10 @@ def recompute(
             logits = model(torch.tensor([context]))[0, -1]
         if temperature == 0:
             drawn.append(int(logits.argmax()))
-        else:  # the likeliest first, as the engine draws
-            values, order = logits.sort(descending=True)
-            chosen = torch.multinomial((values / temperature).softmax(0), 1, generator=generator)
-            drawn.append(int(order[chosen]))
+        else:  # one uniform number a token: the first token at which the cumulative sum exceeds it
+            sums = accumulate((logits / temperature).softmax(0).tolist())
+            uniform = float(torch.rand(1, dtype=torch.float64, generator=generator))
+            drawn.append(next(token for token, total in enumerate(sums) if total > uniform))
         context.append(drawn[-1])
     return drawn
 
@@ -85,6 +86,14 @@ def test_equals_full_recompute(name: str, prompt_tokens: int, temperature: float
     assert list(generate(model, prompt, max_tokens=30, temperature=temperature, seed=11)) == expected
     if temperature == 0:
         assert list(generate(model, prompt, max_tokens=30, temperature=0.7, top_k=1)) == expected
+
+
+def test_logits_that_are_not_finite_are_an_error() -> None:
+    model = shaken()
+    with torch.no_grad():
+        model.head.weight[3] = torch.nan
+    with pytest.raises(UserError, match="not finite"):
+        list(generate(model, [1], max_tokens=1))
 
 
 def test_a_cut_context_starts_with_bos_again() -> None:
