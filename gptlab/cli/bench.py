@@ -1,4 +1,4 @@
-"""`gptlab bench`: how fast this machine trains a run, against its peak and part by part. Reads no text."""
+"""`gptlab bench`: how fast this machine trains a run, against its peak and part by part, or samples. Reads no text."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from gptlab.runtime.records.table import table
 
 if TYPE_CHECKING:
     from gptlab.bench.measure import Bench
+    from gptlab.bench.sampling_rate import SamplingBench
 
 DESCRIPTION = (
     "Measure this machine at training a run: peak FLOP/s, tokens/s, MFU, milliseconds of each part of a step. "
@@ -29,6 +30,8 @@ QUIET_SPREAD = 0.15
 QUIET_SUSTAINED_SHARE = 0.75
 """Beside somebody else, small products keep up less than this share of their best rate (see `sustained_share`)."""
 
+_BOUND = "memory's bound: tokens/s if reading weights, keys and values were all; more where a cache holds them"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchArguments(RunArguments):
@@ -36,6 +39,8 @@ class BenchArguments(RunArguments):
     """Optimizer steps to time as a whole, and as many again part by part."""
     bench_seconds: float = MAX_SECONDS
     """Stop timing steps after so many seconds."""
+    sampling: bool = False
+    """Measure sampling instead of training: tokens/s of one row and of eight, and what memory bandwidth allows."""
     json: bool = False
     """Print JSON: seconds, FLOP/s, and shares of 1."""
 
@@ -47,6 +52,7 @@ def main(argv: list[str]) -> int:
     seconds = request.options.get("bench_seconds", MAX_SECONDS)
     require_positive("--bench-steps", steps)
     require_positive("--bench-seconds", seconds)
+    as_json = request.options.get("json")
 
     from gptlab.bench.measure import measure
     from gptlab.bench.training_rate import limited_machine, timed_machine
@@ -60,6 +66,13 @@ def main(argv: list[str]) -> int:
         # `measure` warns, once, of what is wrong with a compiler.
         silent = functools.partial(timed_machine, world=World(), warn=lambda text: None, show=console.live)
         config = request.config(silent, limited_machine)
+        if request.options.get("sampling"):
+            from gptlab.bench.sampling_rate import measure_sampling
+
+            console.live("sampling")
+            sampled = measure_sampling(config, seconds=seconds)
+            print(json.dumps(sampled.to_json(), indent=2) if as_json else describe_sampling(sampled))
+            return 0
         try:
             with memory_errors_explained(lambda error: what_to_lower(error, config, None)):
                 bench = measure(config, console, steps=steps, seconds=seconds)
@@ -68,13 +81,32 @@ def main(argv: list[str]) -> int:
         console.live(f"measured in {time.perf_counter() - started:.1f} s")
         if (warning := noise(bench)) is not None:
             console.warn(warning)
-    print(json.dumps(bench.to_json(), indent=2) if request.options.get("json") else describe(bench))
+    print(json.dumps(bench.to_json(), indent=2) if as_json else describe(bench))
     return 0
 
 
 def describe(bench: Bench) -> str:
     """The figures as text; units named."""
     return "\n\n".join([_facts(_setting(bench)), _parts(bench), _facts(_speed(bench))])
+
+
+def describe_sampling(bench: SamplingBench) -> str:
+    """The figures as text; units named."""
+    threads = f"{bench.threads} thread{'s' * (bench.threads > 1)}"
+    how = "a token of all rows in one C++ call" if bench.one_call else "a token of all rows by PyTorch's operations"
+    bandwidth = bench.rates[0].bandwidth_bytes_per_second
+    facts = (
+        ("device", f"{bench.device_name} ({bench.device}), {threads}; {how}"),
+        ("memory", f"{bandwidth / 1e9:.1f} GB/s read"),
+        ("model", f"{bench.recipe}: {bench.model}"),
+    )
+    rows: list[tuple[str, ...]] = [("", "rows", "tokens/s", "best", "MB a step", "memory's bound", "of bound")]
+    for rate in bench.rates:
+        bound = rate.bound_tokens_per_second
+        speeds = (f"{tokens:,.0f}" for tokens in (rate.tokens_per_second, rate.rows / rate.best_step_seconds))
+        share = _percent(rate.tokens_per_second / bound)
+        rows.append((rate.dtype, str(rate.rows), *speeds, f"{rate.bytes_per_step / 1e6:,.1f}", f"{bound:,.0f}", share))
+    return f"{_facts(iter(facts))}\n\n{table(rows, '<>>>>>>')}\n{_BOUND}"
 
 
 def noise(bench: Bench) -> str | None:

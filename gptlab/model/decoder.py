@@ -54,6 +54,14 @@ class Decoder:
             rotary = (self._cos, self._sin) if config.position == "rope" else None
             self._kernel = DecodeKernel(model, self._layers, self._head, self._cache, rotary)
 
+    def bytes_per_step(self, columns: int) -> int:
+        """What a step reads where each row holds `columns` tokens: weights of products, keys and values."""
+        seen = sum(min(layer.window or columns, columns) for layer in self._layers)
+        weights = self._head.nbytes
+        for layer in self._layers:
+            weights += layer.heads.nbytes + layer.attention_out.nbytes + layer.up.nbytes + layer.mlp_out.nbytes
+        return weights + seen * self._cache[0, :, :, :, 0].nbytes
+
     def length(self, row: int) -> int:
         """How many tokens the row holds: at most seq_len."""
         return self._column - self._starts[row]

@@ -97,7 +97,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a temperature multiplies the logits", "eval/sampling.py",
-        "((values - values[..., :1]) / temperature)", "((values - values[..., :1]) * temperature)",
+        "((values - highest) / temperature)", "((values - highest) * temperature)",
         ["test_sampling.py::TestDraws::test_temperature_by_hand",
          "test_sampling.py::TestDraws::test_a_tiny_temperature_is_greedy"],
         ["Samples every 2000 steps"],
@@ -140,7 +140,12 @@ MUTATIONS = [
     ),
     Mutation(
         "top-p drops the token that reaches it", "eval/continuation.py",
-        "before = probabilities.cumsum(-1) - probabilities", "before = probabilities.cumsum(-1)",
+        "probabilities.cumsum(-1) - probabilities >=", "probabilities.cumsum(-1) >=",
         ["test_continuation.py::TestTruncation::test_by_hand"],
+    ),
+    Mutation(
+        "top-p without top-k counts tokens in the vocabulary's order", "eval/continuation.py",
+        "(None if drawing.top_p == 1 else logits.shape[-1])", "None",
+        ["test_continuation.py::TestTruncation::test_top_p_takes_the_likeliest_wherever_they_stand"],
     ),
 ]  # fmt: skip

@@ -10,7 +10,7 @@ from test_sampling import CONFIG, PLAIN_HEAD, Bytes, constant, shaken
 
 from gptlab.config.errors import UserError
 from gptlab.data.tokenizer.tokenizer import ByteTokenizer
-from gptlab.eval.continuation import Drawing, DrawnToken, continue_text, text_of, truncated
+from gptlab.eval.continuation import Drawing, DrawnToken, continue_text, draw, text_of, truncated
 from gptlab.eval.sampling import generate, prompt_seed, sample_text
 from gptlab.model.gpt import GPT
 
@@ -107,6 +107,11 @@ class TestTruncation:
         assert set(drawn) == {*b"ab"}
         only = pieces(continue_text(model, tokenizer, "a", replace(drawing, top_p=0.58))[0])  # type: ignore[arg-type]
         assert set(only) == {*b"a"}
+
+    def test_top_p_takes_the_likeliest_wherever_they_stand(self) -> None:
+        logits = torch.tensor([[0.1, 0.2, 0.7]]).log()
+        drawing, generator = Drawing(top_p=0.8), torch.Generator().manual_seed(0)
+        assert {draw(logits, drawing, [generator])[0] for _ in range(100)} == {1, 2}
 
 
 @pytest.mark.parametrize(
