@@ -81,10 +81,13 @@ def main(argv: Sequence[str]) -> int:
     from gptlab.app.ranks import together
     from gptlab.eval.continuation import continue_text, text_of
     from gptlab.eval.sampling import shared
+    from gptlab.model.kernels.ops import missing_decode_kernel
     from gptlab.runtime.hardware.memory import memory_errors_explained, smaller_model
 
     with together() as (group, console), memory_errors_explained(smaller_model):
         run = arguments.load(console, group)
+        if group.is_main and (missing := missing_decode_kernel(run.device, run.model.compute_dtype)) is not None:
+            console.warn(missing)
         drawing = arguments.drawing(run.config.sample)
         seed = run.config.seed if arguments.seed is None else arguments.seed
         if arguments.interactive:

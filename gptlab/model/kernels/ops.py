@@ -86,11 +86,22 @@ def load_kernels(device: torch.device, dtype: torch.dtype) -> None:
 
 def decodes_by_kernel(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether a C++ kernel computes single tokens (`model/decoder.py`). The first call builds it: three seconds."""
-    if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
+    if not _suits_decode_kernel(device, dtype):
         return False
     from gptlab.model.kernels.decode_kernel import load_decode_kernel
 
     return load_decode_kernel() is not None
+
+
+def missing_decode_kernel(device: torch.device, dtype: torch.dtype) -> str | None:
+    """A warning if that kernel suits but could not be built; otherwise None."""
+    if not _suits_decode_kernel(device, dtype) or decodes_by_kernel(device, dtype):
+        return None
+    return "tokens are sampled without gptlab's C++ kernel, half as fast: no C++ compiler here builds it"
+
+
+def _suits_decode_kernel(device: torch.device, dtype: torch.dtype) -> bool:
+    return device.type == "cpu" and dtype in (torch.float32, torch.bfloat16)
 
 
 def missing_kernels(device: torch.device, dtype: torch.dtype) -> str | None:

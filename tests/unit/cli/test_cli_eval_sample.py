@@ -22,6 +22,7 @@ from gptlab.data.rows import validation_rows
 from gptlab.data.tokenizer.tokenizer import CharTokenizer, Tokenizer
 from gptlab.eval.sampling import sample_text
 from gptlab.model.gpt import GPT, build_model
+from gptlab.model.kernels import decode_kernel
 from gptlab.runtime.records.metrics import MetricsLog
 from gptlab.runtime.records.run_directory import RunDirectory
 from gptlab.training.checkpoint.format import checkpoint_path
@@ -238,6 +239,18 @@ class TestSample:
             run.models[30], run.tokenizer, "lazy ", max_tokens=20, temperature=0.9, top_k=5, seed=3
         )  # fmt: skip
         assert out == "lazy " + "".join(pieces) + "\n"
+
+    def test_without_a_compiler_it_is_said_to_be_slow(
+        self, run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        command = ["sample", str(run.path), "--prompt", "lazy "]
+        assert main(command) == 0
+        quick = capsys.readouterr()
+        monkeypatch.setattr(decode_kernel, "load_decode_kernel", lambda: None)
+        assert main(command) == 0
+        slow = capsys.readouterr()
+        assert slow.out == quick.out
+        assert (slow.err.count("half as fast"), quick.err.count("half as fast")) == (1, 0)
 
     def test_seed(self, run: Run, capsys: pytest.CaptureFixture[str]) -> None:
         settings = ("sample", run.path, "--prompt", "the", "--temperature", 2, "--top-k", 0, "--max-tokens", 40)
