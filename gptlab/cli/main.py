@@ -25,6 +25,7 @@ COMMANDS = {
     "runs": ("gptlab.cli.runs", "list run folders, or delete some or their checkpoints (runs prune)"),
     "clean": ("gptlab.cli.clean", "free disk space: what the cache and old checkpoints hold, and what can go"),
     "report": ("gptlab.cli.report", "write what a run did: report.html (curves, samples, provenance) and report.md"),
+    "tour": ("gptlab.cli.tour", "walk through a run, from text to sample: what happens, with its own numbers"),
     "dash": ("gptlab.cli.dash", "show runs as a live page on this machine, with a box to prompt them"),
     "import": ("gptlab.cli.import_model", "hf | nanogpt: turn a model trained elsewhere into a run folder"),
     "sample": ("gptlab.cli.sample", "continue a text with a trained run"),

@@ -291,6 +291,8 @@ def short(value: float) -> str:
 
 def duration(seconds: float) -> str:
     """42 s, 3 min 20 s, 2 h 5 min."""
+    if not math.isfinite(seconds):
+        return "unknown"
     if seconds < 100:
         return f"{seconds:.3g} s"
     minutes, rest = divmod(round(seconds), 60)

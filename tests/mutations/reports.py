@@ -21,6 +21,11 @@ MUTATIONS = [
         ["test_report_pages.py::TestUntrusted::test_is_text_in_the_page"],
     ),
     Mutation(
+        "the tour multiplies nats by ln 2", "report/tour.py",
+        "bits = last.loss / math.log(2)", "bits = last.loss * math.log(2)",
+        ["test_tour.py::test_it_has_the_numbers_of_the_run"],
+    ),
+    Mutation(
         "skipped steps count as trained on", "report/token_fate.py",
         "f\"{(steps - skipped) * step_tokens:,}: {steps - skipped:,} steps of {step_tokens:,}\"",
         "f\"{steps * step_tokens:,}: {steps:,} steps of {step_tokens:,}\"",

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[3]
 
 LEAVES = [
     ["train"], ["plan"], ["eval"], ["sample"], ["compare"], ["sweep"], ["ladder"], ["export"], ["bench"],
-    ["runs"], ["runs", "prune"], ["clean"], ["report"], ["dash"], ["completion"],
+    ["runs"], ["runs", "prune"], ["clean"], ["report"], ["tour"], ["dash"], ["completion"],
     ["data", "list"], ["data", "prepare"], ["data", "inspect"], ["tokenizer", "train"], ["tokenizer", "eval"],
     ["import", "hf"], ["import", "nanogpt"], ["lab", "try"], ["lab", "run"], ["lab", "status"], ["lab", "show"],
 ]  # fmt: skip
@@ -89,7 +89,7 @@ def test_help_names_every_argument_with_its_default(leaf: list[str], capsys: pyt
     assert (
         re.search(r"--[\w.-]+ \S+ \[\S+\]", out)
         or leaf == ["data", "list"]
-        or leaf[0] in ("import", "compare", "runs", "lab", "report", "dash", "completion")
+        or leaf[0] in ("import", "compare", "runs", "lab", "report", "tour", "dash", "completion")
     )
     for unit in UNITS.get(leaf[0], ()):
         assert unit in " ".join(out.split()), f"{leaf[0]} --help does not name {unit}"

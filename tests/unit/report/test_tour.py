@@ -1,0 +1,124 @@
+"""The tour: its template, docs/tour.md, and what it says of runs."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_runs import command
+from written_runs import write_run
+
+from gptlab.config.load import leaf_fields
+from gptlab.config.run import RunConfig
+from gptlab.data.tokenizer.base import ByteTokenizer
+from gptlab.report.run_facts import read_facts
+from gptlab.report.tour import PLACE, Tour, template, tour
+from gptlab.runtime.files.plain_file import write_json_atomic
+from gptlab.runtime.records.metrics import MetricsLog
+
+ROOT = Path(__file__).parents[3]
+HOSTILE = "```\n<script>alert(1)</script>\x1b]0;x\x07{{command}}"
+
+
+def trained(folder: Path, prompt: str = "ab cd", **fields: Any) -> Path:
+    """A finished run of 30 steps with a checkpoint and a sample."""
+    run = write_run(folder, [9.0, 3.0], every_steps=30, tokenizer__kind="byte", model__vocab_size=257, **fields)
+    ByteTokenizer().save(run / "tokenizer")
+    with MetricsLog(run / "metrics.jsonl") as log:
+        log.write("sample", step=30, prompt=prompt, text=f"{prompt}, and so on")
+    saved = run / "checkpoints" / "step-00000030"
+    saved.mkdir(parents=True)
+    weights = {"token_embedding.weight": [257, 8], "blocks.0.mlp.up.weight": [32, 8], "blocks.1.mlp.up.weight": [32, 8],
+               "head.weight": [257, 8]}  # fmt: skip
+    manifest = {"model": {name: {"dtype": "F32", "shape": shape, "pieces": []} for name, shape in weights.items()}}
+    (saved / "manifest.json").write_text(json.dumps(manifest))
+    return run
+
+
+def test_every_place_of_the_template_has_a_value() -> None:
+    fields = leaf_fields(RunConfig)
+    for name in PLACE.findall(template()):
+        assert name in fields if "." in name else isinstance(getattr(Tour, name, None), property), name
+
+
+def test_every_function_that_it_names_is_there() -> None:
+    text = " ".join(template().split())
+    named = re.findall(r"`(\w+)` \(`(gptlab/[\w/]+\.py)`\)", text)
+    assert len(named) == text.count("(`gptlab/") > 25
+    for name, file in named:
+        code = (ROOT / file).read_text(encoding="utf-8")
+        assert re.search(rf"^(def|class) {name}\b", code, re.M), f"{file} has no {name}"
+    for phase in re.split(r"^## \d", template(), flags=re.M)[1:]:
+        assert "**In the code:** `" in phase, phase[:40]
+
+
+def test_the_page_in_docs_is_the_template_with_values() -> None:
+    """`gptlab tour RUN --out docs/tour.md` writes it again."""
+    page = " ".join((ROOT / "docs" / "tour.md").read_text(encoding="utf-8").split())
+    place = 0
+    for words in re.split(PLACE, " ".join(template().split()))[::2]:
+        found = page.find(words.strip(), place)
+        assert found >= 0, f"docs/tour.md lacks: {words}"
+        place = found + len(words.strip())
+    assert "{{" not in page
+
+
+def test_it_has_the_numbers_of_the_run(tmp_path: Path) -> None:
+    page = tour(read_facts(trained(tmp_path / "run")))
+    for words in (
+        "The run is `run`",
+        "ln(257) = 5.5491",
+        "4,624 numbers in all",
+        "layer 0, 1",
+        "input   BOS  a  b  ·  c",
+        "target  a    b  ·  c  d",
+        "3.0000 nats a token, divided by ln 2, are 4.328 bits; a token stands for 1.443 bytes",
+        "ab cd, and so on",
+        "Each of the 256 bytes is a token.",
+    ):
+        assert words in " ".join(page.split()) or words in page, words
+    assert max(map(len, page.splitlines())) <= 120
+
+
+def test_texts_of_a_run_stay_text(tmp_path: Path) -> None:
+    run = trained(tmp_path / "run", prompt=HOSTILE, data__source=(HOSTILE,))
+    path = run / "run.json"
+    write_json_atomic(path, {**json.loads(path.read_text()), "argv": ["train", HOSTILE], "device_name": HOSTILE})
+    page = tour(read_facts(run))
+    assert "\x1b" not in page
+    outside = re.sub(r"^(`{3,})\n.*?^\1$", "", page, flags=re.M | re.S)
+    outside = re.sub(r"(?<!`)(`+)(?!`).*?(?<!`)\1(?!`)", "", outside, flags=re.S)  # code within a sentence
+    assert "script" in outside
+    assert not re.search(r"(?<!\\)<script", outside)
+
+
+def test_of_a_run_that_has_not_trained_or_finished(tmp_path: Path) -> None:
+    untrained = write_run(tmp_path / "untrained", [9.0], status="preempted")
+    code, _, err = command(["tour", untrained])
+    assert (code, err.count("\n")) == (2, 1)
+    assert "no training step" in err
+    stopped = trained(tmp_path / "stopped")
+    (stopped / "summary.json").unlink()
+    path = stopped / "run.json"
+    write_json_atomic(path, {**json.loads(path.read_text()), "status": "preempted"})
+    assert "was stopped and can be resumed" in tour(read_facts(stopped))
+
+
+def test_the_command_takes_the_newest_finished_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert command(["tour"])[::2] == (
+        2,
+        "gptlab: error: there is no finished run in runs/: train one (`gptlab train`), or name one\n",
+    )
+    trained(tmp_path / "runs" / "a")
+    path = trained(tmp_path / "runs" / "b") / "run.json"
+    write_json_atomic(path, {**json.loads(path.read_text()), "start": "2027-01-01"})
+    write_run(tmp_path / "runs" / "c", [9.0], status="running")
+    code, out, err = command(["tour"])
+    assert (code, err) == (0, "")
+    assert "The run is `b`" in out
+    assert command(["tour", "runs/a", "--out", "tour.md"])[:2] == (0, "tour: tour.md\n")
+    assert "The run is `a`" in (tmp_path / "tour.md").read_text(encoding="utf-8")
