@@ -6,6 +6,7 @@ import os
 import shlex
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -49,6 +50,13 @@ if TYPE_CHECKING:
 
 MANY_EPOCHS = 4.0
 """Up to four epochs teach almost as much as fresh text, later ones ever less (Muennighoff et al., arXiv:2305.16264)."""
+
+
+_REPORT = (
+    "import runpy, sys; root = sys.argv.pop(1); sys.path[:0] = [root] * (root not in sys.path); "
+    "runpy.run_module('gptlab', run_name='__main__', alter_sys=True)"
+)
+"""The gptlab that trains, wherever it lies and whatever is installed."""
 
 
 def describe(session: Session, console: Console, machine: Machine | None) -> None:
@@ -180,6 +188,8 @@ def run_session(session: Session, attempt: Attempt, earlier: EarlierRun | None) 
             console.line(line)
         show_closing_block(summary, console)
         return Result(0, run.path, summary)
+    if group.is_main:
+        leave_report(run.path, config)
     attempt.job.ends(EXIT_PREEMPTED, "a signal asked it to stop")
     return Result(EXIT_PREEMPTED, run.path, {})
 
@@ -196,9 +206,7 @@ def _mirrored(session: Session, run: RunDirectory, console: Console) -> Abstract
 def write_report(run: Path, console: Console) -> None:
     """Write the run's report and show its curve. Another process does it, without torch: whatever goes wrong there is
     one warning here."""
-    program = "import runpy, sys; root = sys.argv.pop(1); sys.path[:0] = [root] * (root not in sys.path); "
-    program += "runpy.run_module('gptlab', run_name='__main__', alter_sys=True)"
-    argv = [sys.executable, "-P", "-c", program, str(Path(gptlab.__file__).parents[1]), "report", str(run)]
+    argv = _report_command(run)
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     alone = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     try:
@@ -214,6 +222,24 @@ def write_report(run: Path, console: Console) -> None:
     else:
         reason = problem.removeprefix("gptlab: error: ")
         console.warn(f"no report was written ({reason}); gptlab report {shlex.quote(str(run))} tries again")
+
+
+def leave_report(run: Path, config: RunConfig) -> None:
+    """Start the process that writes the report of a run that ends before its horizon, and do not wait for it: its
+    launcher may wait for the exit code, or kill this process soon."""
+    if not config.log.report:
+        return
+    alone = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    with suppress(OSError):
+        process = subprocess.Popen(
+            _report_command(run), env=alone, start_new_session=True,
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        threading.Thread(target=process.wait, daemon=True).start()  # a caller in Python may live on
+
+
+def _report_command(run: Path) -> list[str]:
+    return [sys.executable, "-P", "-c", _REPORT, str(Path(gptlab.__file__).parents[1]), "report", str(run)]
 
 
 def _saver(session: Session, output: RunOutput) -> AbstractContextManager[CheckpointSaver]:
@@ -262,6 +288,8 @@ def _record_failure(error: BaseException, session: Session, record: Recorder) ->
     record.saves.abandon(session.state, together=isinstance(error, TrainingFailed))
     if isinstance(error, Exception):
         record.failed(session.state, error)
+        if isinstance(error, TrainingFailed) and session.group.is_main:
+            leave_report(record.run.path, session.config)
     elif session.group.is_main:  # a signal before the first step, or an interrupt in a Python program
         with suppress(UserError):
             record.run.set_status("preempted" if isinstance(error, KeyboardInterrupt) else "failed")

@@ -116,14 +116,21 @@ class RunFacts:
 
     def _end(self) -> str:
         reached = "" if self.bpb is None else f"{self.bpb:.4f} bits per byte"
-        failure = self.record.provenance.get("failure")
-        if self.status == "failed" and isinstance(failure, Mapping):
-            return f"failed at step {plain(failure.get('step'))}: {plain(failure.get('reason'))}"
         if self.status == "finished":
             return f"reached {reached}" if reached else "has finished without a validation"
-        states = {"running": "is training", "preempted": "was stopped and can be resumed", "failed": "failed"}
-        state = states.get(self.status, "was killed" if self.status == "killed" else "has an unknown status")
+        step = plain(self.metrics.last_step.get("step", 0))
+        states = {
+            "running": "is training", "failed": self._failed(), "preempted": f"was stopped after step {step}",
+            "killed": f"was killed after step {step} or a later one",
+        }  # fmt: skip
+        state = states.get(self.status, "has an unknown status")
         return f"{state}; at its last validation it had {reached}" if reached else state
+
+    def _failed(self) -> str:
+        failure = self.record.provenance.get("failure")
+        if not isinstance(failure, Mapping):
+            return "failed"
+        return f"failed at step {plain(failure.get('step'))}: {plain(failure.get('reason'))}"
 
     def figures(self) -> list[Figure]:
         """The final numbers, bits per byte first; unknown ones are skipped."""
@@ -239,6 +246,8 @@ class RunFacts:
         found = []
         if isinstance(argv, list) and all(isinstance(word, str) for word in argv):
             found.append(("what was typed", f"gptlab {shlex.join(argv)}"))
+        if self.status in ("preempted", "killed", "failed"):
+            found.append(("continue it from its last checkpoint", f"gptlab train --resume {folder}"))
         found.append(("the same again, in a new folder", f"gptlab train --from {folder}"))
         found.append(("the same with another seed", f"gptlab train --from {folder} --seed {self.record.seed + 1}"))
         if isinstance(commit, str) and re.fullmatch(r"[0-9a-f]{7,64}", commit):

@@ -26,6 +26,11 @@ MUTATIONS = [
         ["test_tour.py::test_it_has_the_numbers_of_the_run"],
     ),
     Mutation(
+        "a run that fails leaves no report", "app/run_session.py",
+        "if isinstance(error, TrainingFailed) and session.group.is_main:", "if False:",
+        ["test_report_at_end.py::test_a_run_that_ends_early_leaves_its_report_to_another_process"],
+    ),
+    Mutation(
         "skipped steps count as trained on", "report/token_fate.py",
         "f\"{(steps - skipped) * step_tokens:,}: {steps - skipped:,} steps of {step_tokens:,}\"",
         "f\"{steps * step_tokens:,}: {steps:,} steps of {step_tokens:,}\"",

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import ast
+import os
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from tiny_runs import make_config, write_corpus
+from tiny_runs import at_line, make_config, write_corpus
+from written_runs import write_run
 
 import gptlab
 from gptlab.app import run_session
+from gptlab.report.markdown import run_text
+from gptlab.report.run_facts import read_facts
 from gptlab.runtime.records.console import Console
+from gptlab.training.faults import TrainingFailed
 
 PACKAGE = Path(gptlab.__file__).parent
 FIELDS = {"log__report": True, "steps": 4, "eval__every_steps": 2, "sample__every_steps": 4}
@@ -34,6 +43,49 @@ def test_a_run_writes_its_report_and_shows_its_curve(
     assert "4 steps" in curve
     assert rest.startswith(str(page))
     assert rest.rpartition("---\n")[2].startswith("val_bpb:"), "the closing block stays the last"
+
+
+@pytest.mark.parametrize("end", ["stopped", "failed"])
+def test_a_run_that_ends_early_leaves_its_report_to_another_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    """It does not wait for it. `leave_report` is called once all that the report shows is written."""
+    write_corpus(tmp_path / "corpus")
+    started: list[list[str]] = []
+
+    class Process:
+        def __init__(self, argv: list[str], **_: object) -> None:
+            started.append(argv)
+            assert read_facts(tmp_path / "run").status == {"stopped": "preempted", "failed": "failed"}[end]
+
+        def wait(self) -> int:
+            return 0
+
+    monkeypatch.setattr(run_session, "subprocess", SimpleNamespace(Popen=Process, DEVNULL=subprocess.DEVNULL))
+    if end == "stopped":
+        with at_line("train", 2, lambda: os.kill(os.getpid(), signal.SIGTERM)):
+            result = gptlab.train(make_config(tmp_path, "run", **FIELDS))
+        assert result.exit_code == 75
+    else:
+        with pytest.raises(TrainingFailed):
+            gptlab.train(make_config(tmp_path, "run", runtime__max_loss=0.1, **FIELDS))
+    (argv,) = started
+    assert argv[-2:] == ["report", str(tmp_path / "run")]
+    text = run_text(read_facts(tmp_path / "run"))
+    assert {"stopped": "was stopped after step 2", "failed": "failed at step 1: "}[end] in text
+    started.clear()
+    run_session.leave_report(tmp_path / "run", make_config(tmp_path, "run"))
+    assert started == [], "log.report = false leaves it out"
+
+
+def test_the_process_that_is_left_writes_it(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", [4.0, 3.0], status="preempted")
+    run_session.leave_report(run, make_config(tmp_path, "run", log__report=True))
+    for _ in range(600):
+        if (run / "report.md").exists():
+            break
+        time.sleep(0.05)
+    assert "was stopped after step 10" in (run / "report.md").read_text(encoding="utf-8")
 
 
 def test_without_the_package_that_reports_there_is_one_warning(

@@ -118,9 +118,16 @@ class TestWhatItSays:
     def test_of_a_run_that_failed_or_was_killed(self, tmp_path: Path) -> None:
         failed = write_run(tmp_path / "failed", [4.0, 3.0], status="failed")
         change(failed / "run.json", failure={"reason": "loss exploded", "step": 12, "loss": "nan"})
-        assert read_facts(failed).sentence().endswith("it failed at step 12: loss exploded.")
+        assert (
+            "it failed at step 12: loss exploded; at its last validation it had 3.0000" in read_facts(failed).sentence()
+        )
         killed = write_run(tmp_path / "killed", [4.0, 3.0], status="running")
-        assert "was killed; at its last validation it had 3.0000" in read_facts(killed).sentence()
+        assert "was killed after step 10 or a later one; at its last" in read_facts(killed).sentence()
+        resume = ("continue it from its last checkpoint", "gptlab train --resume runs/killed")
+        assert resume in read_facts(killed).commands()
+        assert resume[1] in Page(run_page(read_facts(killed))).text
+        stopped = write_run(tmp_path / "stopped", [4.0, 3.0], status="preempted")
+        assert "was stopped after step 10; at its last" in read_facts(stopped).sentence()
         with RunDirectory(killed).lock():
             assert "is training" in read_facts(killed).sentence()
 

@@ -104,7 +104,7 @@ def test_of_a_run_that_has_not_trained_or_finished(tmp_path: Path) -> None:
     (stopped / "summary.json").unlink()
     path = stopped / "run.json"
     write_json_atomic(path, {**json.loads(path.read_text()), "status": "preempted"})
-    assert "was stopped and can be resumed" in tour(read_facts(stopped))
+    assert "was stopped after step 30" in tour(read_facts(stopped))
 
 
 def test_the_command_takes_the_newest_finished_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
