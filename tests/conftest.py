@@ -27,17 +27,17 @@ _OF_THIS_MACHINE = re.compile(
     r"|no Docker daemon"
 )
 _COMPILER = re.compile(r"C\+\+ compiler")
-_CHROMIUM = re.compile(r"no Chromium")
+_INSTALLED_BY_CI = re.compile(r"no (Chromium|zsh|fish)")
 _IMPORT = re.compile(r"could not import")
 
 
 def may_skip(reason: str) -> bool:
     """Whether a test may be skipped for this reason: no CUDA device, another processor, on other systems than Linux
-    (which lacks nothing that a test needs) another platform, no Chromium outside of CI, or, where that is expected, no
-    C++ compiler."""
+    (which lacks nothing that a test needs) another platform, no Chromium or shell outside of CI, or, where that is
+    expected, no C++ compiler."""
     if _COMPILER.search(reason):
         return os.environ.get(WITHOUT_COMPILER) == "1"
-    if _CHROMIUM.search(reason):
+    if _INSTALLED_BY_CI.search(reason):
         return os.environ.get("CI") != "true"
     if _IMPORT.search(reason):  # `make test` installs all of them
         return False

@@ -91,12 +91,15 @@ def _values(kind: Any) -> list[str]:
 
 # A path is the command with its further words: `data prepare`. A value comes right after its flag; names of files and
 # folders complete everywhere, since runs are folders.
-_BASH = """\
+_WORDS = """\
 _gptlab_words() {
   case "$1" in
 @CASES@
   esac
 }
+"""
+
+_BASH = """\
 _gptlab() {
   local cur="${COMP_WORDS[COMP_CWORD]}" prev="${COMP_WORDS[COMP_CWORD-1]}" path="" word found
   for word in "${COMP_WORDS[@]:1:COMP_CWORD-1}"; do
@@ -117,7 +120,25 @@ _gptlab() {
 complete -F _gptlab gptlab
 """
 
-_ZSH = "autoload -Uz compinit bashcompinit\n(( $+functions[compdef] )) || compinit\nbashcompinit\n"
+_ZSH = """\
+_gptlab() {
+  local place= word
+  local -a found
+  for word in $words[2,CURRENT-1]; do
+    [[ $word != -* ]] && _gptlab_words "${place:+$place }$word" >/dev/null || break
+    place="${place:+$place }$word"
+  done
+  if [[ $words[CURRENT-1] == --* ]] && found=($(_gptlab_words "$place $words[CURRENT-1]")); then
+    compadd -a found
+    return
+  fi
+  found=($(_gptlab_words "$place"))
+  compadd -a found
+  [[ $PREFIX == -* || -z $place ]] || _files
+}
+(( $+functions[compdef] )) || { autoload -Uz compinit && compinit }
+compdef _gptlab gptlab
+"""
 
 _FISH = """\
 function __gptlab_words
@@ -146,12 +167,16 @@ complete -c gptlab -f -a '(__gptlab_complete)'
 
 
 def bash_script(words: Words) -> str:
-    cases = [f"    {shlex.quote(place)}) echo {shlex.quote(' '.join(found))};;" for place, found in words.items()]
-    return _BASH.replace("@CASES@", "\n".join([*cases, "    *) return 1;;"]))
+    return _words_function(words) + _BASH
 
 
 def zsh_script(words: Words) -> str:
-    return _ZSH + bash_script(words)
+    return _words_function(words) + _ZSH
+
+
+def _words_function(words: Words) -> str:
+    cases = [f"    {shlex.quote(place)}) echo {shlex.quote(' '.join(found))};;" for place, found in words.items()]
+    return _WORDS.replace("@CASES@", "\n".join([*cases, "    *) return 1;;"]))
 
 
 def fish_script(words: Words) -> str:

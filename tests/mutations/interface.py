@@ -30,13 +30,13 @@ MUTATIONS = [
     Mutation(
         "further words of a command are not completed", "cli/completion.py",
         "for command in further:", "for command in further[:1]:",
-        ["test_completion.py::test_bash_completes"],
+        ["test_completion.py::test_words_and_files_that_fit"],
     ),
     Mutation(
         "values are offered after no flag", "cli/completion.py",
         "found.fields.items()}\n    return words | {place: choices for place, choices in values.items() if choices}",
         "found.fields.items()}\n    return words",
-        ["test_completion.py::test_bash_completes"],
+        ["test_completion.py::test_words_and_files_that_fit"],
     ),
     Mutation(
         "True and False with capitals are no values of a flag", "cli/arguments/parser.py",

@@ -19,22 +19,40 @@ def words() -> dict[str, list[str]]:
     return all_words()
 
 
+# What each shell offers for the last word of a line; zsh would leave it to `compadd` to drop what does not fit.
+CALLS = {
+    "bash": 'source "$0"; COMP_WORDS=(gptlab "$@"); COMP_CWORD=$#; _gptlab; printf "%s\\n" "${COMPREPLY[@]}"',
+    "zsh": """
+        compdef() {}; compadd() { print -rl -- ${(M)${(P)@[-1]}:#$PREFIX*}; }; _files() { print -rl -- $PREFIX*(N); }
+        source "$0"; words=(gptlab "$@"); CURRENT=$#words; PREFIX=$words[-1]; _gptlab""",
+    "fish": 'source $argv[1]; complete -C "gptlab $argv[2..]"',
+}
+
+
+@pytest.fixture(scope="module", params=SCRIPTS)
+def shell(request: pytest.FixtureRequest) -> str:
+    if not shutil.which(request.param):
+        pytest.skip(f"no {request.param} on the path")  # a failure in CI: tests/conftest.py
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def script(words: dict[str, list[str]], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("completion") / "gptlab.bash"
-    path.write_text(SCRIPTS["bash"](words))
+def script(shell: str, words: dict[str, list[str]], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("completion") / f"gptlab.{shell}"
+    path.write_text(SCRIPTS[shell](words))
     (path.parent / "runs").mkdir()
     return path
 
 
-def completed(script: Path, *line: str) -> list[str]:
-    """What bash offers for the last word of the line, in a folder with `runs` in it."""
-    call = 'source "$0"; COMP_WORDS=(gptlab "$@"); COMP_CWORD=$#; _gptlab; printf "%s\\n" "${COMPREPLY[@]}"'
+def completed(shell: str, script: Path, *line: str) -> list[str]:
+    """In a folder with `runs` in it."""
+    quiet = {"zsh": ["-f"], "fish": ["-N"]}.get(shell, [])
     done = subprocess.run(
-        ["bash", "-c", call, str(script), *line], capture_output=True, text=True, cwd=script.parent, check=True
-    )
+        [shell, *quiet, "-c", CALLS[shell], str(script), *line],
+        capture_output=True, text=True, cwd=script.parent, check=True,
+    )  # fmt: skip
     assert done.stderr == ""
-    return done.stdout.split()
+    return [line.partition("\t")[0].rstrip("/") for line in done.stdout.splitlines() if line]
 
 
 @pytest.mark.parametrize(
@@ -50,11 +68,11 @@ def completed(script: Path, *line: str) -> list[str]:
         (["train", "--model.no-b"], ["--model.no-bias"]),
         (["lab", "new", "mine", "--target-param"], ["--target-param-data-ratio"]),
         (["eval", "ru"], ["runs"]),
-        (["nothing", "x"], []),
+        (["nothing", "xyz"], []),
     ],
 )
-def test_bash_completes(line: list[str], offered: list[str], script: Path) -> None:
-    assert completed(script, *line) == offered
+def test_words_and_files_that_fit(line: list[str], offered: list[str], shell: str, script: Path) -> None:
+    assert sorted(completed(shell, script, *line)) == sorted(offered)
 
 
 def test_all_arguments_are_there(words: dict[str, list[str]]) -> None:
@@ -64,13 +82,6 @@ def test_all_arguments_are_there(words: dict[str, list[str]]) -> None:
     assert {"--core", "--html", "--json", "--no-json"} <= {*words["eval"]}
     assert words["completion"][:3] == ["bash", "zsh", "fish"]
     assert [place for place, found in words.items() if found == ["--help"]] == [], "their arguments were not found"
-
-
-@pytest.mark.parametrize("shell", [shell for shell in SCRIPTS if shutil.which(shell)])
-def test_script_is_one_of_its_shell(shell: str, words: dict[str, list[str]], tmp_path: Path) -> None:
-    path = tmp_path / "script"
-    path.write_text(SCRIPTS[shell](words))
-    subprocess.run([shell, "-n", str(path)], check=True)
 
 
 def test_without_torch() -> None:
