@@ -11,7 +11,6 @@ from contextlib import contextmanager, nullcontext, redirect_stdout
 from typing import NoReturn
 
 from gptlab.config.errors import UserError, nearest_name, one_line, paths_of_the_user
-from gptlab.runtime.hardware.cpu import limit_spinning
 
 COMMANDS = {
     "train": ("gptlab.cli.train", "train a GPT, or resume a run (--resume); --list shows the recipes"),
@@ -37,6 +36,9 @@ COMMANDS = {
 
 TOGETHER = ("train", "eval", "sample")
 """Commands that several processes, started by torchrun, run together."""
+
+READERS = ("compare", "runs", "clean", "report", "tour", "completion")
+"""Commands that never load torch, and do without what prepares for it: 40 ms of the 300 that a report takes."""
 
 HELP = f"""\
 usage: gptlab COMMAND [ARGUMENTS]
@@ -130,7 +132,10 @@ def _dispatch(argv: list[str]) -> int:
         return _without_command(name)
     if name not in TOGETHER and os.environ.get("WORLD_SIZE", "1") != "1":
         _refuse_several(name)
-    limit_spinning()
+    if name not in READERS:
+        from gptlab.runtime.hardware.cpu import limit_spinning
+
+        limit_spinning()
     return importlib.import_module(COMMANDS[name][0]).main(argv[1:])
 
 

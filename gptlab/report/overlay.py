@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -75,7 +74,7 @@ class Overlay:
         rows = []
         for name, runs in self.groups.items():
             values = [_bpb(run) for run in runs if math.isfinite(_bpb(run))] or [math.inf]
-            figures = (statistics.fmean(values), min(values), max(values))
+            figures = (math.fsum(values) / len(values), min(values), max(values))
             rows.append((figures[0], (name, str(len(runs)), *(f"{value:.4f}" for value in figures))))
         return [row for _, row in sorted(rows)]
 

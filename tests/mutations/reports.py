@@ -21,6 +21,11 @@ MUTATIONS = [
         ["test_report_pages.py::TestUntrusted::test_is_text_in_the_page"],
     ),
     Mutation(
+        "a field of another name is read as the recorder's", "report/curves.py",
+        "if not lines or (fields == len(_FIELDS) and frame != _FRAME * lines):", "if not lines:",
+        ["test_curves.py::TestReading::test_a_line_that_is_almost_the_recorders_is_not_misread"],
+    ),
+    Mutation(
         "the tour multiplies nats by ln 2", "report/tour.py",
         "bits = last.loss / math.log(2)", "bits = last.loss * math.log(2)",
         ["test_tour.py::test_it_has_the_numbers_of_the_run"],

@@ -75,7 +75,7 @@ class OpenedRun:
                     self._forget()
                 if self._tail.bytes_read > MAX_METRICS_BYTES:
                     raise UserError(f"{self._tail.path} is too long for the dashboard: `gptlab report` draws it")
-                self._metrics.add(block.split(b"\n")[:-1])
+                self._metrics.add(block)
         except (UserError, ValueError, RecursionError) as error:
             self._tail = Tail(self._tail.path)
             self._forget()

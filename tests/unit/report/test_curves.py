@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from gptlab.config.errors import UserError
-from gptlab.report.curves import Metrics, buckets_for, chart_run, read_metrics_file, thinned
+from gptlab.report.curves import Metrics, _table_of_frames, buckets_for, chart_run, read_metrics_file, thinned
 from gptlab.runtime.records.metrics import MetricsLog
 
 TOKENS, FLOPS = 64, 640
@@ -34,7 +34,7 @@ def write(log: MetricsLog, line: dict[str, Any]) -> None:
 
 def metrics_of(*lines: dict[str, Any]) -> Metrics:
     metrics = Metrics()
-    metrics.add([json.dumps(line).encode() for line in lines])
+    metrics.add(b"".join(json.dumps(line).encode() + b"\n" for line in lines))
     return metrics
 
 
@@ -64,9 +64,57 @@ class TestReading:
         lines = [train_line(step, loss=random.Random(step).random()) for step in range(1, 30)]
         together, apart = metrics_of(*lines), Metrics()
         for line in lines:
-            apart.add([json.dumps(line).encode()])
+            apart.add(json.dumps(line).encode() + b"\n")
         assert chart_run("a", apart) == chart_run("a", together)
         assert chart_run("a", apart) == chart_run("a", together), "asking changes nothing"
+
+    @pytest.mark.parametrize("mfu", [0.25, None])
+    def test_lines_of_the_recorder_are_read_as_json_reads_them(self, mfu: float | None) -> None:
+        """Every digit, and lines of other kinds between them. Lines that are not as the recorder writes them are read
+        as JSON: their block has other bytes, and the same values."""
+        draws = random.Random(3)
+        lines = []
+        names = ("loss", "loss_ema", "lr_scale", "grad_norm", "step_seconds", "train_seconds", "tokens_per_second")
+        for step in range(1, 200):
+            line = {
+                "kind": "train",
+                "step": step,
+                "tokens": TOKENS * step,
+                "total_flops": FLOPS * step,
+                "epoch": step / 7,
+            }
+            # Python writes numbers below 1e-4 with an exponent.
+            line |= {name: draws.choice([0.0, 1.0, 1e-4 + draws.random(), 1e5 * draws.random()]) for name in names}
+            lines.append(line | {"mfu": mfu})
+        assert _table_of_frames(b"".join(json.dumps(line).encode() + b"\n" for line in lines)) is not None
+        lines.insert(50, {"kind": "sample", "step": 50, "prompt": 'a\n{"kind": "train", ', "text": "b"})
+        fast, slow = metrics_of(*lines), metrics_of(*lines, {"kind": "train", "step": 1000})
+        assert [line["step"] for line in fast.samples] == [50]
+        assert fast.last_step["step"] == 199
+        for name, column in fast.train.items():
+            # The last bit of a number with 16 or 17 digits may differ.
+            np.testing.assert_allclose(column, slow.train[name][:-1], rtol=3e-16, atol=0)
+
+    @pytest.mark.parametrize(
+        "damage", [("1.5", "1.5.5"), ("1.5", ""), ('"epoch": 1.5, "loss"', '"loss": 1.5, "epoch"'), ("1.5", "1.5e-05")]
+    )
+    def test_a_line_that_is_almost_the_recorders_is_not_misread(self, tmp_path: Path, damage: tuple[str, str]) -> None:
+        names = ("epoch", "loss", "loss_ema", "lr_scale", "grad_norm", "step_seconds", "train_seconds",
+                 "tokens_per_second", "mfu")  # fmt: skip
+        lines = [
+            json.dumps({"kind": "train", "step": step, "tokens": 1, "total_flops": 1, **dict.fromkeys(names, 1.5)})
+            for step in range(1, 4)
+        ]
+        lines[1] = lines[1].replace(*damage, 1)
+        path = tmp_path / "metrics.jsonl"
+        path.write_text("\n".join(lines) + "\n")
+        try:
+            values = [float(json.loads(line)["loss"]) for line in lines]
+        except ValueError:
+            with pytest.raises(UserError, match="is damaged: a line"):
+                read_metrics_file(path)
+        else:
+            assert read_metrics_file(path).train["loss"].tolist() == values
 
     def test_an_incomplete_last_line_is_dropped_and_no_file_is_an_empty_run(self, tmp_path: Path) -> None:
         path = tmp_path / "metrics.jsonl"
