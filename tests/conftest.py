@@ -24,7 +24,7 @@ WITHOUT_COMPILER = "GPTLAB_TEST_WITHOUT_COMPILER"
 
 _OF_THIS_MACHINE = re.compile(
     r"CUDA device|this processor has no|names processors of|torch without oneDNN|root reads|no namespaces"
-    r"|no Docker daemon"
+    r"|no Docker daemon|no ARM processor to emulate"
 )
 _COMPILER = re.compile(r"C\+\+ compiler")
 _INSTALLED_BY_CI = re.compile(r"no (Chromium|zsh|fish)")
@@ -32,9 +32,9 @@ _IMPORT = re.compile(r"could not import")
 
 
 def may_skip(reason: str) -> bool:
-    """Whether a test may be skipped for this reason: no CUDA device, another processor, on other systems than Linux
-    (which lacks nothing that a test needs) another platform, no Chromium or shell outside of CI, or, where that is
-    expected, no C++ compiler."""
+    """Whether a test may be skipped for this reason: no CUDA device, another processor, none to emulate, on other
+    systems than Linux (which lacks nothing that a test needs) another platform, no Chromium or shell outside of CI, or,
+    where that is expected, no C++ compiler."""
     if _COMPILER.search(reason):
         return os.environ.get(WITHOUT_COMPILER) == "1"
     if _INSTALLED_BY_CI.search(reason):

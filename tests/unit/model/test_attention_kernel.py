@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import oracle_model
 import pytest
 import torch
-from narrow_kernels import call, kernels_for
 from torch import Tensor
 
 from gptlab.config.model import ModelConfig
@@ -198,23 +195,3 @@ def test_what_it_is_not_for_is_computed_without_it(monkeypatch: pytest.MonkeyPat
     assert calls == []
     ops.attention(heads, heads, heads, window=None)
     assert calls == [2]
-
-
-@needs_compiler
-@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="names processors of x86-64")
-@pytest.mark.parametrize("processor", ["x86-64", "haswell"])
-def test_built_for_narrower_vectors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processor: str) -> None:
-    """SSE2 and AVX2: tiles of other shapes."""
-    library = kernels_for(processor, tmp_path, monkeypatch)
-    batch, tokens, n_head, n_kv_head, width, window = sizes = 2, 150, 4, 2, 24, 70
-    heads = random_heads(tokens, n_head + 2 * n_kv_head, width)
-    dy, lse = torch.randn(batch, tokens, n_head, width), torch.empty(batch, n_head, tokens)
-    y, dheads = torch.empty_like(dy), torch.empty_like(heads)
-    scratch = torch.empty(library.attention_scratch(tokens, width))
-    call(library.attention_forward, heads, y, lse, scratch, *sizes, 1)
-    call(library.attention_backward, heads, y, lse, dy, dheads, scratch, *sizes, 1)
-    exact = heads.double().requires_grad_()
-    expected = brute_force(exact, n_head, window)
-    (expected * dy).sum().backward()
-    torch.testing.assert_close(y.double(), expected.detach(), rtol=0, atol=5e-6)
-    torch.testing.assert_close(dheads.double(), exact.grad, rtol=0, atol=5e-5)

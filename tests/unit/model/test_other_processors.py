@@ -1,0 +1,59 @@
+"""The C++ kernels built for other processors: narrower vectors, and ARM in an emulator, compute what they do here."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gptlab.model.kernels import library
+from gptlab.runtime.hardware.device import cxx_compiler
+
+ROOT = Path(__file__).parents[3]
+KERNELS = ROOT / "gptlab/model/kernels"
+# Less than -O3, which takes five times as long to compile: what differs is the tiles and lanes in the sources.
+FLAGS = ["-O1", *(flag for flag in library._FLAGS if flag not in ("-O3", "-march=native", "-fPIC")), "-Wno-psabi"]
+
+pytestmark = [
+    pytest.mark.skipif(cxx_compiler() is None, reason="no C++ compiler here"),
+    pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="names processors of x86-64"),
+]
+
+
+def outputs(folder: Path, compiler: str, *flags: str, emulator: tuple[str, ...] = ()) -> np.ndarray:
+    """What kernel_driver.cpp prints."""
+    sources = [ROOT / "tests/support/kernel_driver.cpp", KERNELS / "attention_kernel.cpp"]
+    program = folder / "driver"
+    command = [compiler, *FLAGS, *flags, f"-I{KERNELS}", *map(str, sources), "-o", str(program)]
+    subprocess.run(command, check=True, capture_output=True)
+    printed = subprocess.run([*emulator, str(program)], check=True, capture_output=True, text=True).stdout
+    return np.array(printed.split(), dtype=np.float64)
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> np.ndarray:
+    """With this processor's vectors, which the other tests of the kernels compare with PyTorch."""
+    compiler = cxx_compiler()
+    assert compiler is not None
+    return outputs(tmp_path_factory.mktemp("here"), compiler, "-march=native")
+
+
+@pytest.mark.parametrize("processor", ["x86-64", "haswell", "aarch64"])
+def test_computes_the_same(processor: str, here: np.ndarray, tmp_path: Path) -> None:
+    """SSE2, AVX2 and NEON: sums in other orders, of up to 150 products of numbers below 1."""
+    if processor == "haswell" and "avx2" not in Path("/proc/cpuinfo").read_text(encoding="utf-8"):
+        pytest.skip("this processor has no AVX2")
+    if processor == "aarch64":
+        compiler, emulator = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64")
+        if compiler is None or emulator is None:
+            pytest.skip("no ARM processor to emulate (Debian: g++-aarch64-linux-gnu, qemu-user)")
+        found = outputs(tmp_path, compiler, "-static", emulator=(emulator,))
+    else:
+        found = outputs(tmp_path, str(cxx_compiler()), f"-march={processor}")
+    assert len(found) > 80_000
+    assert np.abs(here).max() > 1
+    np.testing.assert_allclose(found, here, rtol=0, atol=1e-5)
