@@ -96,7 +96,8 @@ class TestReading:
             np.testing.assert_allclose(column, slow.train[name][:-1], rtol=3e-16, atol=0)
 
     @pytest.mark.parametrize(
-        "damage", [("1.5", "1.5.5"), ("1.5", ""), ('"epoch": 1.5, "loss"', '"loss": 1.5, "epoch"'), ("1.5", "1.5e-05")]
+        "damage",
+        [("1.5", "1.5.5"), ("1.5", ""), ('"epoch": 1.5, "loss":', '"loss": 2.5, "epoch":'), ("1.5", "1.5e-05")],
     )
     def test_a_line_that_is_almost_the_recorders_is_not_misread(self, tmp_path: Path, damage: tuple[str, str]) -> None:
         names = ("epoch", "loss", "loss_ema", "lr_scale", "grad_norm", "step_seconds", "train_seconds",
