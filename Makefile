@@ -63,10 +63,12 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP_INSTALL) -e .
 	@touch $@
 
-# Byte code is made where a module is first imported: of the 230 MB of sources that pip would compile, tests use a part.
+# Of the 230 MB of sources that pip would compile, tests use a part: what all of their processes import is compiled once,
+# everything else where it is first imported.
 $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing gptlab, its pinned dependencies and the development tools into $(VENV)"
 	$(PIP_INSTALL) --no-compile -e '.[dev]'
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python tests/support/byte_code.py
 	@touch $(VENV)/.installed $@
 
 # The first interpreter that runs and is new enough; PYTHON=/path/to/python chooses another.

@@ -15,6 +15,9 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+# From here to the first test: the garbage collector would walk over all that is imported, again and again.
+gc.disable()
+
 # How long an example takes says how busy the machine is, and nothing about what is tested.
 settings.register_profile("gptlab", deadline=None, max_examples=50)
 settings.load_profile("gptlab")
@@ -54,6 +57,7 @@ def _libraries_stay_frozen() -> Iterator[None]:
     """
     gc.collect()
     gc.freeze()
+    gc.enable()
 
     @functools.wraps(gc.unfreeze)
     def stay_frozen() -> None: ...

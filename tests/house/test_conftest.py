@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from byte_code import rewrite_test
 from conftest import WITHOUT_COMPILER, may_skip
 
 TESTS = """
@@ -26,8 +27,10 @@ def test_import(): pytest.importorskip("a_library_that_nobody_has")
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere any reason may be that of the platform")
 def test_only_what_the_machine_lacks_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And pytest takes the byte code that byte_code.py made, which it would otherwise have replaced by its own."""
     (tmp_path / "test_it.py").write_text(TESTS)
-    here = {"PYTHONPATH": str(Path(__file__).parents[1]), WITHOUT_COMPILER: "0"}
+    made = rewrite_test(tmp_path / "test_it.py").stat()
+    here = {"PYTHONPATH": str(Path(__file__).parents[1]), WITHOUT_COMPILER: "0", "PYTHONDONTWRITEBYTECODE": ""}
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "conftest", "-p", "no:cacheprovider", "-q", "-rA", "-c", os.devnull,
          "--rootdir", tmp_path, tmp_path],
@@ -38,5 +41,6 @@ def test_only_what_the_machine_lacks_is_skipped(tmp_path: Path, monkeypatch: pyt
     }
     assert failed == {"test_inside", "test_import", "test_kernel"}, done.stdout
     assert done.returncode == 1
+    assert [path.stat().st_ino for path in (tmp_path / "__pycache__").iterdir()] == [made.st_ino]
     monkeypatch.setenv(WITHOUT_COMPILER, "1")
     assert may_skip("no C++ compiler here")

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
+import scipy  # its parts are imported where a test first needs them: `stats` takes a second
 from numpy.typing import NDArray
-from scipy import stats
 
 from gptlab.lab.racing import (
     PROMOTION,
@@ -113,7 +113,7 @@ def t_test_at_the_end(differences: Floats, noise: Floats) -> Floats:
     if pairs < 12:
         return np.ones(len(differences))
     t = differences.mean(axis=1) / differences.std(axis=1, ddof=1) * math.sqrt(pairs)
-    return stats.t.sf(t, pairs - 1)
+    return scipy.stats.t.sf(t, pairs - 1)
 
 
 def any_gain(differences: Floats, noise: Floats) -> Floats:

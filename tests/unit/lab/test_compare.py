@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from scipy import stats
+import scipy  # its parts are imported where a test first needs them: `stats` takes a second
 from written_runs import FLOPS_PER_TOKEN, write_run
 
 from gptlab.lab.compare import Comparison, compare_runs, describe, rows_of, sentence
@@ -292,7 +292,7 @@ def test_several_candidates_are_adjusted_by_holm(tmp_path: Path) -> None:
         for n, (name, own) in enumerate(zip("ABCD", finals, strict=True))
     }
     comparison = compare_runs(sides)
-    p = [stats.ttest_rel(own, finals[0]).pvalue for own in finals[1:]]
+    p = [scipy.stats.ttest_rel(own, finals[0]).pvalue for own in finals[1:]]
     order = np.argsort(p)
     by_hand = np.maximum.accumulate(np.minimum(1, np.array(p)[order] * [3, 2, 1]))
     assert [comparison.contrasts[place].p_adjusted for place in order] == pytest.approx(by_hand)
@@ -327,7 +327,7 @@ class TestComputeMultiplier:
         }
         comparison = compare_runs(sides)
         logs = 10 * np.log([*ratios.values()])
-        half = stats.t.ppf(0.975, 2) * logs.std(ddof=1) / math.sqrt(3)
+        half = scipy.stats.t.ppf(0.975, 2) * logs.std(ddof=1) / math.sqrt(3)
         *inside, largest = comparison.multipliers
         assert [one.size for one in inside] == ["1 layer, width 256", "2 layers, width 256", "4 layers, width 256"]
         for one in inside:

@@ -7,8 +7,8 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import racing_nights
+import scipy  # its parts are imported where a test first needs them: `stats` takes a second
 from racing_nights import CHOSEN, METHODS, Scenario, simulate
-from scipy import integrate, stats
 
 from gptlab.lab.racing import RaceRules, decide, e_value, level_of_next, likelihood_ratio, seed_order
 
@@ -21,8 +21,8 @@ class TestLikelihoodRatio:
     @pytest.mark.parametrize("mean", [0.0, 1.0, 6.0])
     def test_is_noncentral_t_over_central_t(self, pairs: int, effect: float, mean: float) -> None:
         differences = (np.random.default_rng(pairs).standard_normal(pairs) + mean) * 4e-4
-        t = stats.ttest_1samp(differences, 0).statistic
-        expected = stats.nct.pdf(t, pairs - 1, effect * math.sqrt(pairs)) / stats.t.pdf(t, pairs - 1)
+        t = scipy.stats.ttest_1samp(differences, 0).statistic
+        expected = scipy.stats.nct.pdf(t, pairs - 1, effect * math.sqrt(pairs)) / scipy.stats.t.pdf(t, pairs - 1)
         # 1e-7: scipy's noncentral t is a series with that many digits where the density is small
         assert likelihood_ratio(differences, effect) == pytest.approx(expected, rel=1e-7, abs=1e-12)
 
@@ -30,10 +30,12 @@ class TestLikelihoodRatio:
         differences, noise, effect = np.array([0.9, 2.3, -0.2]), np.array([0.4, -1.3]), 2.0
 
         def density(sd: float, effect: float) -> float:
-            at = [*stats.norm.pdf(differences, effect * sd, sd), *stats.norm.pdf(noise, 0, sd)]
+            at = [*scipy.stats.norm.pdf(differences, effect * sd, sd), *scipy.stats.norm.pdf(noise, 0, sd)]
             return math.prod(at) / sd
 
-        marginal = [integrate.quad(density, 0, np.inf, args=(e,), epsabs=0, epsrel=1e-10)[0] for e in (effect, 0.0)]
+        marginal = [
+            scipy.integrate.quad(density, 0, np.inf, args=(e,), epsabs=0, epsrel=1e-10)[0] for e in (effect, 0.0)
+        ]
         ratio = likelihood_ratio(differences * 1e-3, effect, noise * 1e-3)
         assert ratio == pytest.approx(marginal[0] / marginal[1], rel=1e-9)
 
@@ -168,7 +170,7 @@ class TestNights:
     )
     def test_nights_without_effect_keep_nothing(self, scenario: Scenario) -> None:
         nights = simulate(CHOSEN, scenario, self.NIGHTS)
-        assert nights.kept.any(axis=1).sum() <= stats.binom.ppf(0.999, self.NIGHTS, 0.05)
+        assert nights.kept.any(axis=1).sum() <= scipy.stats.binom.ppf(0.999, self.NIGHTS, 0.05)
 
     @pytest.mark.parametrize(("do_nothing_pairs", "most"), [(8, 1.5), (5, 1.5), (3, 1.55)])
     def test_an_edit_without_effect_costs_a_pair_and_a_half(self, do_nothing_pairs: int, most: float) -> None:
@@ -178,7 +180,7 @@ class TestNights:
     def test_improvements_are_kept_and_harms_cost_a_pair(self) -> None:
         nights = simulate(CHOSEN, Scenario(good=(-2, 2), share=0.1), self.NIGHTS)
         improved = nights.kept[nights.effect == 2]
-        assert improved.sum() >= stats.binom.ppf(0.001, improved.size, 0.8)
+        assert improved.sum() >= scipy.stats.binom.ppf(0.001, improved.size, 0.8)
         assert not nights.kept[nights.effect == -2].any()
         assert nights.mean_pairs(-2) < 1.05
         assert nights.false_discovery_rate < 0.05

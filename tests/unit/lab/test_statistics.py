@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from scipy import stats
+import scipy  # its parts are imported where a test first needs them: `stats` takes a second
 
 from gptlab.lab.statistics import (
     ALPHA,
@@ -36,7 +36,7 @@ def test_paired_is_that_of_scipy(pairs: int, scale: float) -> None:
     draws = np.random.default_rng(pairs)
     a = draws.normal(size=pairs) * scale
     b = a + draws.normal(0.3, 0.5, size=pairs) * scale
-    ours, theirs = paired_difference(a, b), stats.ttest_rel(b / scale, a / scale)
+    ours, theirs = paired_difference(a, b), scipy.stats.ttest_rel(b / scale, a / scale)
     low, high = theirs.confidence_interval(CONFIDENCE)
     assert (ours.mean, ours.half_width) == (approx(scale * (low + high) / 2), approx(scale * (high - low) / 2))
     assert (ours.p_value, ours.pairs) == (approx(theirs.pvalue), pairs)
@@ -46,7 +46,7 @@ def test_paired_is_that_of_scipy(pairs: int, scale: float) -> None:
 def test_unpaired_is_welch_of_scipy(n: int, m: int) -> None:
     draws = np.random.default_rng(n * m)
     a, b = draws.normal(0, 1, size=n), draws.normal(0.5, 4, size=m)
-    ours, theirs = unpaired_difference(a, b), stats.ttest_ind(b, a, equal_var=False)
+    ours, theirs = unpaired_difference(a, b), scipy.stats.ttest_ind(b, a, equal_var=False)
     low, high = theirs.confidence_interval(CONFIDENCE)
     assert (ours.mean, ours.half_width) == (approx((low + high) / 2), approx((high - low) / 2))
     assert (ours.p_value, ours.pairs) == (approx(theirs.pvalue), 0)
@@ -99,7 +99,7 @@ class TestPower:
         assert needed is not None
         assert power(difference, needed) >= POWER > power(difference, needed - 1)
         samples = draws.normal(effect, 1, size=(20_000, needed))
-        found = (stats.ttest_1samp(samples, 0, axis=1).pvalue < ALPHA).mean()
+        found = (scipy.stats.ttest_1samp(samples, 0, axis=1).pvalue < ALPHA).mean()
         assert found == pytest.approx(power(difference, needed), abs=0.012)
 
     def test_of_unpaired_sides_is_what_a_simulation_finds(self) -> None:
@@ -108,7 +108,7 @@ class TestPower:
         needed = seeds_needed(difference)
         assert needed is not None
         a, b = draws.normal(0, 1, size=(10_000, needed)), draws.normal(1, 2, size=(10_000, needed))
-        found = (stats.ttest_ind(a, b, axis=1, equal_var=False).pvalue < ALPHA).mean()
+        found = (scipy.stats.ttest_ind(a, b, axis=1, equal_var=False).pvalue < ALPHA).mean()
         assert found == pytest.approx(POWER, abs=0.02)
 
     def test_of_cohens_table(self) -> None:
