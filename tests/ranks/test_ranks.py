@@ -33,6 +33,8 @@ FLAGS = {
     "eval.micro_sequences": 4,
 }  # fmt: skip
 """Four micro-batches a step, dropout on, gradients clipped."""
+BARE = {"eval__every_steps": None, "sample__prompts": []}
+"""Of runs that are not compared with a whole one."""
 KILL = ["SIGKILL"]
 
 
@@ -66,17 +68,17 @@ def write_scenes(script: Script) -> None:
 
     script.lane = "broken"
     nothing = {"data": {"steps": [2, 3], "what": "nothing"}}
-    script.train("never")["trouble"] = [{"0": nothing, "1": nothing}]
+    script.train("never", **BARE)["trouble"] = [{"0": nothing, "1": nothing}]
     loss, gradient = {"steps": [2], "what": "loss"}, {"steps": [3], "what": "gradient"}
-    script.train("nan")["trouble"] = [{"0": {"data": gradient}, "1": {"data": loss}}]
-    limit = script.train("limit", faults__max_skipped_in_a_row=1)
+    script.train("nan", **BARE)["trouble"] = [{"0": {"data": gradient}, "1": {"data": loss}}]
+    limit = script.train("limit", **BARE, faults__max_skipped_in_a_row=1)
     limit["trouble"] = [{"1": {"data": {"steps": [3, 4, 5], "what": "loss"}}}]
-    half = script.train("half", runtime__dtype="float16", model__dropout=0.0)
+    half = script.train("half", **BARE, runtime__dtype="float16", model__dropout=0.0)
     half["trouble"] = [{"1": {"data": {"steps": [3], "what": "gradient", "factor": 1e9}}}]
 
     script.lane = "stopped"
     script.train("saved")["trouble"] = [{str(rank): {"at": 5, "signals": ["SIGTERM", "SIGTERM"]} for rank in range(2)}]
-    script.train("early")["trouble"] = [{"1": {"at": "warming up", "signals": ["SIGTERM"]}}]
+    script.train("early", **BARE)["trouble"] = [{"1": {"at": "warming up", "signals": ["SIGTERM"]}}]
     for run, of_one in (("hurt", None), ("hurt-for-one", "its-own"), ("hurt-for-good", "its-lost")):
         scene = script.resume(run, 2, run)
         scene["copies"] = {run: ["step-00000005/model-00002-of-00002.safetensors"] if of_one is None else []}
@@ -84,16 +86,16 @@ def write_scenes(script: Script) -> None:
             scene["argv"]["1"] = ["train", "--resume", str(folder / of_one)]
             damaged = ["step-00000005/state.json", "step-00000004/optimizer-00001-of-00002.safetensors"]
             scene["copies"][of_one] = damaged + ["step-00000002/manifest.json"] * (of_one == "its-lost")
-    both = script.train("both")
+    both = script.train("both", **BARE)
     both["trouble"] = [{"0": {"at": 3, "signals": ["SIGINT"]}, "1": {"at": 3, "signals": ["SIGTERM", "SIGINT"]}}]
-    hurry = script.train("hurry")
+    hurry = script.train("hurry", **BARE)
     hurry["trouble"] = [{"1": {"at": 3, "signals": ["SIGINT", "SIGINT"], "in_a_hurry": True}}]
 
     script.lane = "unlike"
     script.train("other-code")["trouble"] = [{"1": {"code": str(folder / "changed" / "gptlab")}}]
     script.train("other-data")["trouble"] = [{"1": {"corpus": str(folder / "other-corpus")}}]
     timed = {str(rank): {"bfloat16 is faster": rank == 0} for rank in range(2)}
-    script.train("other-dtype", runtime__dtype="auto", steps=1)["trouble"] = [timed]
+    script.train("other-dtype", runtime__dtype="auto", steps=1, **BARE)["trouble"] = [timed]
     script.train("other-kernels")["trouble"] = [{"1": {"kernels": "error: out of order"}}]
 
     script.lane = "restarts"
@@ -107,19 +109,20 @@ def write_scenes(script: Script) -> None:
 
     first = {"0": {"at": 3, "signals": KILL}}
     script.lane = "more restarts"
-    unnamed = script.train("unnamed", steps=4)
+    unnamed = script.train("unnamed", **BARE, steps=4)
     words = unnamed["argv"]["0"]
     del words[(place := words.index("--run-dir")) : place + 2]  # so that it is called after the time
     unnamed.update(attempts=3, trouble=[first], folder=str(folder / "unnamed"))
     (folder / "unnamed").mkdir()
-    script.train("alone", 1, steps=4).update(attempts=3, trouble=[first])
+    script.train("alone", 1, **BARE, steps=4).update(attempts=3, trouble=[first])
     script.train("stranger", run="one").update(attempts=2, lingers={"1": 0.3})
     asked = script.train("asked")
     asked.update(attempts=2, trouble=[{"1": {"at": 3, "signals": ["SIGTERM"]}}], lingers={"0": 0.3})
     asked_early = script.train("asked-early")
     asked_early.update(attempts=2, trouble=[{"1": {"at": "making the data", "signals": ["SIGTERM"]}}])
     nan = {"1": {"data": {"steps": [3], "what": "loss"}}}
-    script.train("exploded", faults__max_skipped_in_a_row=0).update(attempts=2, trouble=[nan], lingers={"1": 0.3})
+    exploded = script.train("exploded", **BARE, faults__max_skipped_in_a_row=0)
+    exploded.update(attempts=2, trouble=[nan], lingers={"1": 0.3})
     script.resume("asked-on", 2, "asked")
 
     script.lane = "shared"

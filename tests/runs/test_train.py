@@ -900,11 +900,12 @@ def test_what_is_compiled_and_for_one_shape(folder: Path, monkeypatch: pytest.Mo
 @pytest.fixture
 def dropout_as_uncompiled() -> Iterator[None]:
     """Compiled dropout draws otherwise; here it draws as the uncompiled does, so that losses can be compared. And no
-    programs are compiled to try vectors that the processor says it has, no processes are started to compile two."""
+    programs are compiled to try vectors that the processor says it has, no processes are started to compile two, and
+    loops are scalar, which takes a quarter less to compile: that Inductor's vectors add up is for PyTorch to test."""
     from torch._inductor import config
 
     # monkeypatch would take the entries away for good
-    with config.patch({"fallback_random": True, "cpp.vec_isa_ok": True, "compile_threads": 1}):
+    with config.patch({"fallback_random": True, "cpp.vec_isa_ok": True, "cpp.simdlen": 1, "compile_threads": 1}):
         yield
 
 

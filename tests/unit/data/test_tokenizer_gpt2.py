@@ -89,15 +89,19 @@ def published(ours: Gpt2Tokenizer) -> tiktoken.Encoding:
     )  # fmt: skip
 
 
-@pytest.fixture
-def openai_folder(vocabulary: dict[str, int], tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def openai_files(vocabulary: dict[str, int]) -> dict[str, bytes]:
     """encoder.json and vocab.bpe under the names that transformers gives them."""
+    merges = (ROOT / "gptlab" / "data" / "tokenizer" / gpt2.MERGES_FILE).read_bytes()
+    return {"vocab.json": json.dumps(vocabulary).encode(), "merges.txt": gzip.decompress(merges)}
+
+
+@pytest.fixture
+def openai_folder(openai_files: dict[str, bytes], tmp_path: Path) -> Path:
     folder = tmp_path / "openai"
     folder.mkdir()
-    (folder / "vocab.json").write_text(json.dumps(vocabulary))
-    (folder / "merges.txt").write_bytes(
-        gzip.decompress((ROOT / "gptlab" / "data" / "tokenizer" / gpt2.MERGES_FILE).read_bytes())
-    )
+    for name, content in openai_files.items():
+        (folder / name).write_bytes(content)
     return folder
 
 
@@ -155,10 +159,11 @@ def test_merges_are_applied_as_in_the_textbook(ours: Gpt2Tokenizer) -> None:
 
 
 def test_both_engines_know_the_same_unicode(ours: Gpt2Tokenizer, hf: tokenizers.Tokenizer) -> None:
-    """Code points between a letter, a digit and a space: the two regex engines could class one differently."""
-    everything = [*range(0xD800), *range(0xE000, 0x32400), *range(0xE0000, 0xE0200), *range(0x32400, 0x110000, 257)]
-    for start in range(0, len(everything), 1 << 14):
-        text = "".join(f"a{chr(code)}1{chr(code)} " for code in everything[start : start + (1 << 14)])
+    """Code points between a letter, a digit and a space: the two regex engines could class one differently. Every one:
+    test_tokenizer.py, whose engines these are; here an eighth of them, by this pattern."""
+    some = [*range(0, 0xD800, 8), *range(0xE000, 0x32400, 8), *range(0xE0000, 0xE0200)]
+    for start in range(0, len(some), 1 << 14):
+        text = "".join(f"a{chr(code)}1{chr(code)} " for code in some[start : start + (1 << 14)])
         assert ours.encode(text).tolist() == hf.encode_batch_fast([text])[0].ids
 
 
@@ -201,7 +206,7 @@ def test_taking_out_long_blanks_changes_no_id(ours: Gpt2Tokenizer, text: str) ->
 
 @pytest.mark.parametrize(
     "text",
-    ["7" * 1_000_000, " " * 1_000_000, "x" + " \n" * 500_000 + "x\n", "\u3000" * 700_000 + "é"],
+    ["7" * 1_000_000, " " * 1_000_000, "x" + " \n" * 500_000 + "x\n", "\u3000" * 350_000 + "é"],
     ids=["digits", "spaces", "blanks", "wide"],
 )  # fmt: skip
 def test_a_megabyte_without_a_break(ours: Gpt2Tokenizer, hf: tokenizers.Tokenizer, text: str) -> None:
@@ -247,7 +252,8 @@ def test_transformers_folders_load(ours: Gpt2Tokenizer, openai_folder: Path, tmp
     assert load_tokenizer(openai_folder) is ours
 
 
-def hub_form(ours: Gpt2Tokenizer) -> dict[str, Any]:
+@pytest.fixture(scope="module")
+def hub_form(ours: Gpt2Tokenizer) -> str:
     """tokenizer.json as the hub's gpt2 has had it since 2019: merges as lines, parts of today left out."""
     content = ours.to_json()
     model = content["model"]
@@ -257,11 +263,12 @@ def hub_form(ours: Gpt2Tokenizer) -> dict[str, Any]:
         del model[part]
     special = {"id": 50_256, "special": True, "content": "<|endoftext|>", "lstrip": False, "normalized": True}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
-    return content | {"added_tokens": [special], "pre_tokenizer": byte_level, "post_processor": dict(byte_level)}
+    content |= {"added_tokens": [special], "pre_tokenizer": byte_level, "post_processor": dict(byte_level)}
+    return json.dumps(content)
 
 
-def test_the_hubs_file_loads(ours: Gpt2Tokenizer, tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").write_text(json.dumps(hub_form(ours)))
+def test_the_hubs_file_loads(ours: Gpt2Tokenizer, hub_form: str, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(hub_form)
     (tmp_path / "tokenizer_config.json").write_text('{"model_max_length": 1024}')
     assert load_tokenizer(tmp_path) is ours
 
@@ -283,9 +290,9 @@ DAMAGES: dict[str, Callable[[dict[str, Any]], object]] = {
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
 def test_other_vocabularies_are_refused(
-    ours: Gpt2Tokenizer, tmp_path: Path, damage: Callable[[dict[str, Any]], object]
+    hub_form: str, tmp_path: Path, damage: Callable[[dict[str, Any]], object]
 ) -> None:
-    content = hub_form(ours)
+    content = json.loads(hub_form)
     damage(content)
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     with pytest.raises(UserError, match=r"tokenizer\.json is neither a tokenizer that gptlab wrote nor") as caught:
@@ -389,7 +396,8 @@ def test_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_run_trains_with_it(tmp_path: Path) -> None:
     write_corpus(tmp_path / "corpus")
-    run = train(tmp_path, "run", tokenizer__kind="gpt2", steps=2, checkpoint__every_steps=2)
+    few = {"batch__total_tokens": 4 * 32, "eval__micro_sequences": 4, "eval__tokens": 128, "sample__max_tokens": 1}
+    run = train(tmp_path, "run", tokenizer__kind="gpt2", steps=2, checkpoint__every_steps=2, **few)
     assert load_tokenizer(run / "tokenizer") is gpt2_tokenizer()
     assert [line["step"] for line in lines_of(run, "train")] == [1, 2]
     code, shown, error = command(["sample", run, "--prompt", "the fox", "--max-tokens", "3"])

@@ -169,6 +169,7 @@ def test_together_they_do_what_one_does(kind: str, n_ranks: int) -> None:
     one, models = model_of("grouped").double(), [model_of("grouped").double() for _ in range(n_ranks)]
     whole = build_optimizer(named_roles(one), config, compute_dtype=torch.float64, row_splits=fused_rows(one))
     shares = strategies_of(models, config)
+    owner = owners(division_of(one, n_ranks, config).gradients, one)
     for step in range(3):
         set_gradients([one, *models], step)
         whole.step(1.0, 0.9, 1.0)
@@ -177,7 +178,6 @@ def test_together_they_do_what_one_does(kind: str, n_ranks: int) -> None:
             zero.use_local_gradients()
             zero.optimizer.step(1.0, 0.9, 1.0)
             zero.zero_grad()
-            owner = owners(division_of(one, n_ranks, config).gradients, one)
             for name, p in models[rank].named_parameters():
                 others = owner[name].view_as(p) != rank
                 assert torch.equal(p[others], before[name][others]), "what others own is theirs"
@@ -201,7 +201,7 @@ def test_each_matrix_is_orthogonalized_once_in_the_world(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(muon_module, "orthogonalize", counting)
     everything = Counter({(32, 32): 16, (128, 32): 4, (32, 128): 4})
-    for n_ranks in (1, 2, 3, 5, 40):
+    for n_ranks in (1, 2, 3, 5, 25):
         counted.clear()
         models = [model_of("even") for _ in range(n_ranks)]
         set_gradients(models, 0)
@@ -210,7 +210,7 @@ def test_each_matrix_is_orthogonalized_once_in_the_world(monkeypatch: pytest.Mon
             zero.use_local_gradients()
             zero.step(1.0, 0.9, 1.0)
         assert sum(counted, Counter()) == everything
-        if n_ranks in (2, 40):
+        if n_ranks in (2, 25):
             assert max(one.total() for one in counted) == -(-24 // n_ranks)
 
 
