@@ -160,8 +160,8 @@ def test_merges_are_applied_as_in_the_textbook(ours: Gpt2Tokenizer) -> None:
 
 def test_both_engines_know_the_same_unicode(ours: Gpt2Tokenizer, hf: tokenizers.Tokenizer) -> None:
     """Code points between a letter, a digit and a space: the two regex engines could class one differently. Every one:
-    test_tokenizer.py, whose engines these are; here an eighth of them, by this pattern."""
-    some = [*range(0, 0xD800, 8), *range(0xE000, 0x32400, 8), *range(0xE0000, 0xE0200)]
+    test_tokenizer.py, whose engines these are; here a seventh of them, by this pattern."""
+    some = [*range(0, 0xD800, 7), *range(0xE000, 0x32400, 7), *range(0xE0000, 0xE0200)]
     for start in range(0, len(some), 1 << 14):
         text = "".join(f"a{chr(code)}1{chr(code)} " for code in some[start : start + (1 << 14)])
         assert ours.encode(text).tolist() == hf.encode_batch_fast([text])[0].ids
