@@ -180,7 +180,7 @@ class TestDraws:
 
 def test_padding_is_never_drawn() -> None:
     model = shaken(replace(CONFIG, vocab_size=3, vocab_multiple=64))
-    assert set(generate(model, [0], max_tokens=200, temperature=5.0)) <= {0, 1, 2}
+    assert set(generate(model, [0], max_tokens=50, temperature=5.0)) <= {0, 1, 2}
 
 
 def test_training_notices_nothing() -> None:
