@@ -16,12 +16,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from gptlab.app.api import train as train
     from gptlab.app.attempt import Result as Result
+    from gptlab.app.loaded_run import load_run as load_run
     from gptlab.config import recipes as recipes
     from gptlab.config.errors import UserError as UserError
+    from gptlab.eval.continuation import Drawing as Drawing
+    from gptlab.eval.continuation import continue_text as continue_text
 
-__all__ = ["Result", "UserError", "__version__", "recipes", "train"]
+__all__ = ["Drawing", "Result", "UserError", "__version__", "continue_text", "load_run", "recipes", "train"]
 
-_WHERE = {"Result": "gptlab.app.attempt", "UserError": "gptlab.config.errors", "train": "gptlab.app.api"}
+_WHERE = {
+    "Result": "gptlab.app.attempt", "UserError": "gptlab.config.errors", "train": "gptlab.app.api",
+    "load_run": "gptlab.app.loaded_run", "continue_text": "gptlab.eval.continuation",
+    "Drawing": "gptlab.eval.continuation",
+}  # fmt: skip
 
 
 def __dir__() -> list[str]:

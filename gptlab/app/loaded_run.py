@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -66,15 +67,16 @@ def load_run(
     checkpoint: str = "latest",
     device: str | None = None,
     dtype: str | None = None,
-    console: Console,
+    console: Console | None = None,
     group: Group | None = None,
 ) -> LoadedRun:
     """The run in `path` at `checkpoint` (latest | best | a step). `device`, `dtype`: None means as configured.
 
-    Warns on `console` of damaged checkpoints. With several processes (`group`), all load the same weights and may use
-    collectives afterwards. UserError where run, tokenizer, checkpoint or device cannot be used.
+    Warns on `console` (None: standard error) of damaged checkpoints. With several processes (`group`), all load the
+    same weights and may use collectives afterwards. UserError where run, tokenizer, checkpoint or device cannot be
+    used.
     """
-    group = group or Group()
+    group, console = group or Group(), console or Console(stream=sys.stderr)
     directory = RunDirectory.open(Path(path))
     if (change := own_parts_of(directory.recorded()).get("change_model")) is not None:
         raise UserError(f"the model of {path} was changed by change_model={change['name']}, which only Python can call")

@@ -2,7 +2,8 @@
 
 Each line of the input is a question, and gets one line of JSON:
 
-    {"run": FOLDER, "prompt": ..., "temperature": ..., "top_k": ..., "max_tokens": ..., "seed": ...}
+    {"run": FOLDER, "prompt": ..., "temperature": ..., "top_k": ..., "top_p": ..., "min_p": ..., "max_tokens": ...,
+     "seed": ...}
         loads the run, unless it is the one before, and begins a text (top_k 0: all tokens); {"step": its checkpoint's}
     {"next": true}
         draws a token: {"text": what it adds, "name": its bytes, "probability": ..., "alternatives": [[name,
@@ -54,8 +55,9 @@ class Answers:
             self._loaded = which, load_run(asked["run"], console=Console(stream=sys.stderr))
         run = self._loaded[1]
         drawing = Drawing(
-            max_tokens=asked["max_tokens"], temperature=asked["temperature"], top_k=asked["top_k"] or None
-        )
+            max_tokens=asked["max_tokens"], temperature=asked["temperature"], top_k=asked["top_k"] or None,
+            top_p=asked["top_p"], min_p=asked["min_p"],
+        )  # fmt: skip
         (self._tokens,) = continue_text(
             run.model, run.tokenizer, asked["prompt"], drawing, seed=asked["seed"],
             alternatives=min(ALTERNATIVES, run.tokenizer.vocab_size),

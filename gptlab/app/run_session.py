@@ -206,13 +206,12 @@ def _mirrored(session: Session, run: RunDirectory, console: Console) -> Abstract
 def write_report(run: Path, console: Console) -> None:
     """Write the run's report and show its curve. Another process does it, without torch: whatever goes wrong there is
     one warning here."""
-    argv = _report_command(run)
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     alone = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     try:
         done = subprocess.run(
-            argv, env=alone | {"PYTHONIOENCODING": encoding}, encoding=encoding, errors="replace", timeout=60,
-            stdin=subprocess.DEVNULL, capture_output=True, process_group=0,
+            _report_command(run), env=alone | {"PYTHONIOENCODING": encoding}, encoding=encoding, errors="replace",
+            timeout=60, stdin=subprocess.DEVNULL, capture_output=True, process_group=0,
         )  # fmt: skip
         written, problem = done.returncode == 0, done.stderr.strip().rpartition("\n")[2]
     except (OSError, subprocess.SubprocessError) as error:

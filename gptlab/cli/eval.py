@@ -112,7 +112,7 @@ def _read_text(path: Path) -> str:
 def _text(run: LoadedRun, arguments: EvalArguments, text: str, rows: int, group: Group) -> dict[str, Any]:
     """The surprise of a text, and its page if one is asked for."""
     from gptlab.eval.surprise import measure_text, pieces
-    from gptlab.eval.surprise_page import surprise_page
+    from gptlab.report.surprise_page import surprise_page
 
     found = measure_text(
         run.model, run.tokenizer, text, seq_len=run.config.model.seq_len, device=run.device, micro_sequences=rows,

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from gptlab.config.load import flatten
 from gptlab.lab.run_list import changes_from_recipe, recipe_fields
 from gptlab.lab.run_record import RunRecord, read_run
-from gptlab.report.curves import Metrics, read_metrics_file
+from gptlab.report.curves import Metrics, number, read_metrics_file
 
 MAX_SAMPLE_STEPS = 6
 """Steps whose samples are shown: the first, the last, and those between them that lie evenly."""
@@ -265,16 +265,6 @@ def read_facts(path: str | Path) -> RunFacts:
     """UserError, one line, where the folder is no run, or damaged."""
     record = read_run(path)
     return RunFacts(record, read_metrics_file(record.directory.metrics_path))
-
-
-def number(value: Any) -> float | None:
-    """A number of a run's files, in which "nan" and "inf" are texts; None for anything else."""
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        return None
-    try:
-        return float(value)
-    except (ValueError, OverflowError):
-        return None
 
 
 def plain(value: Any) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from gptlab.report.run_facts import RunFacts, number
+from gptlab.report.curves import number
+from gptlab.report.run_facts import RunFacts
 
 
 def token_fate(facts: RunFacts) -> list[tuple[str, str]]:

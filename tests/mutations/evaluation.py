@@ -124,9 +124,9 @@ MUTATIONS = [
         ["test_lm_eval_model.py::test_a_long_context_loses_its_beginning_but_not_bos"],
     ),
     Mutation(
-        "a colored text is not escaped", "eval/surprise_page.py",
+        "a colored text is not escaped", "report/surprise_page.py",
         "escape(_visible(piece.text))", "_visible(piece.text)",
-        ["test_surprise.py::test_page_shows_text_as_text"],
+        ["test_surprise_page.py::test_page_shows_text_as_text"],
     ),
     Mutation(
         "a cover has the probability of its last token alone", "eval/healing.py",

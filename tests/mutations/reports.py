@@ -26,6 +26,11 @@ MUTATIONS = [
         ["test_curves.py::TestReading::test_a_line_that_is_almost_the_recorders_is_not_misread"],
     ),
     Mutation(
+        "the prompt box ignores top-p", "app/prompt_answers.py",
+        'top_p=asked["top_p"], ', "",
+        ["test_prompt_answers.py::test_top_p_and_min_p_are_those_of_the_question"],
+    ),
+    Mutation(
         "the tour multiplies nats by ln 2", "report/tour.py",
         "bits = last.loss / math.log(2)", "bits = last.loss * math.log(2)",
         ["test_tour.py::test_it_has_the_numbers_of_the_run"],

@@ -40,16 +40,6 @@ def json_object(path: Path) -> dict[str, Any]:
     return read_json_object(path)
 
 
-def number(value: Any) -> float | None:
-    """A number of a run's files, in which non-finite ones are texts; None for anything else."""
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        return None
-    try:
-        return float(value)
-    except (ValueError, OverflowError):
-        return None
-
-
 def short(value: Any) -> Any:
     """A JSON value as itself where it is small, else as the beginning of its text."""
     if value is None or isinstance(value, bool | float) or (isinstance(value, int) and abs(value) < 1 << 53):

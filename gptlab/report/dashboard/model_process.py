@@ -31,6 +31,8 @@ MAX_ANSWER_BYTES = 1 << 20
 _LIMITS: Mapping[str, tuple[type, float, float]] = {
     "temperature": (float, 0.0, 100.0),
     "top_k": (int, 0, 1_000_000),
+    "top_p": (float, 0.01, 1.0),
+    "min_p": (float, 0.0, 0.99),
     "max_tokens": (int, 1, 4_096),
     "seed": (int, 0, 2**53),
 }

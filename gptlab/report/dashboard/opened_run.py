@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from gptlab.config.errors import UserError
-from gptlab.report.curves import Metrics, chart_run
-from gptlab.report.dashboard.bounds import cut, json_object, number, short
+from gptlab.report.curves import Metrics, chart_run, number
+from gptlab.report.dashboard.bounds import cut, json_object, short
 from gptlab.report.dashboard.tail import Tail
 
 MAX_METRICS_BYTES = 1 << 30

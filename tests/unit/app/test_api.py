@@ -149,7 +149,9 @@ class TestResult:
 
 class TestDiscovery:
     def test_names(self) -> None:
-        assert dir(gptlab) == ["Result", "UserError", "__version__", "recipes", "train"]
+        assert dir(gptlab) == [
+            "Drawing", "Result", "UserError", "__version__", "continue_text", "load_run", "recipes", "train",
+        ]  # fmt: skip
         assert all(hasattr(gptlab, name) for name in dir(gptlab))
 
     def test_help_is_that_of_the_function(self) -> None:

@@ -15,7 +15,9 @@ from gptlab.config.errors import UserError
 from gptlab.eval.continuation import Drawing, continue_text, text_of
 from gptlab.runtime.records.console import Console
 
-ASKED = {"prompt": "the quick", "temperature": 1.0, "top_k": 0, "max_tokens": 12, "seed": 5}
+ASKED = {
+    "prompt": "the quick", "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "max_tokens": 12, "seed": 5,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +47,19 @@ def test_the_text_is_that_of_continue_text(run: Path) -> None:
         assert sum(shares) <= 1 + 1e-6  # rounding of float32
         own = dict(token["alternatives"]).get(token["name"], token["probability"])
         assert own == token["probability"] <= shares[0]
+
+
+def test_top_p_and_min_p_are_those_of_the_question(run: Path) -> None:
+    """They change the text, to that of the same drawing."""
+    answers, loaded = Answers(), load_run(str(run))
+    answers.answer({"run": str(run), **ASKED})
+    without = "".join(token["text"] for token in tokens(answers))
+    for setting in ({"top_p": 0.02}, {"min_p": 0.9}):
+        answers.answer({"run": str(run), **ASKED, **setting})
+        drawing = Drawing(max_tokens=12, **setting)  # type: ignore[arg-type]
+        (expected,) = continue_text(loaded.model, loaded.tokenizer, "the quick", drawing, seed=5)
+        drawn = "".join(token["text"] for token in tokens(answers))
+        assert drawn == "".join(text_of(expected)) != without
 
 
 def test_a_question_ends_the_text_before_it(run: Path) -> None:

@@ -50,7 +50,7 @@ export function promptBox(state) {
     const seed = byId("seed").value;
     const asked = {
       run: byId("model").value, prompt: byId("prompt").value, temperature: Number(byId("temperature").value),
-      top_k: Number(byId("top-k").value), max_tokens: Number(byId("max-tokens").value),
+      top_k: Number(byId("top-k").value), top_p: Number(byId("top-p").value), min_p: Number(byId("min-p").value), max_tokens: Number(byId("max-tokens").value),
       seed: seed === "" ? Math.floor(Math.random() * 2 ** 31) : Number(seed),
     };
     answering = new AbortController();

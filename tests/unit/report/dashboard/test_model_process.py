@@ -31,7 +31,7 @@ for line in sys.stdin:
         answer = {"end": True} if word is None else {"text": word}
     print(json.dumps(answer), flush=True)
 """
-SETTINGS = {"temperature": 1.0, "top_k": 0, "max_tokens": 9, "seed": 1}
+SETTINGS = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "max_tokens": 9, "seed": 1}
 
 
 @pytest.fixture
@@ -125,7 +125,7 @@ def test_a_process_ends_with_the_server(started: Callable[..., ModelProcess]) ->
         next(answer)
 
 
-GOOD = {"prompt": "a", "temperature": 0.5, "top_k": 0, "max_tokens": 10, "seed": 3}
+GOOD = {"prompt": "a", "temperature": 0.5, "top_k": 0, "top_p": 0.9, "min_p": 0.1, "max_tokens": 10, "seed": 3}
 
 
 def test_settings_are_those_that_were_asked_for() -> None:
@@ -137,7 +137,7 @@ def test_settings_are_those_that_were_asked_for() -> None:
     [
         ("prompt", None), ("prompt", 3), ("temperature", -1), ("temperature", "1"), ("temperature", True),
         ("temperature", float("nan")), ("top_k", 1.5), ("top_k", -1), ("max_tokens", 0), ("max_tokens", 10**9),
-        ("seed", -1), ("seed", None), ("seed", 2**60),
+        ("top_p", 0), ("top_p", 1.5), ("min_p", 1), ("seed", -1), ("seed", None), ("seed", 2**60),
     ],
 )  # fmt: skip
 def test_other_settings_are_refused(name: str, value: object) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import threading
@@ -14,6 +15,7 @@ import pytest
 from tiny_runs import command, train, write_corpus
 from written_runs import write_run
 
+from gptlab.lab.experiments.ledger import Ledger
 from gptlab.report.dashboard import index as index_module
 from gptlab.report.dashboard.server import Dashboard
 from gptlab.runtime.records.metrics import MetricsLog
@@ -59,6 +61,19 @@ def context(browser: Browser) -> Iterator[BrowserContext]:
     assert problems == []
 
 
+def write_lab(folder: Path) -> None:
+    """A baseline of 1.5 bits per byte, and an experiment that improved it by 0.02."""
+    folder.mkdir(parents=True)
+    settings = {"name": "night", "recipe": "quickstart", "seconds": None, "steps": 100, "validation_bytes": {}}
+    (folder / "lab.json").write_text(json.dumps(settings))
+    ledger = Ledger(folder / "ledger.jsonl")
+    about = {"files": [], "why": "", "expect": None, "by": "", "against": 0}
+    ledger.append("proposed", experiment=0, fields={}, **about)
+    ledger.append("measured", experiment=0, seed=1, slice="validation", bpb=1.5, wall_seconds=30.0)
+    ledger.append("proposed", experiment=1, fields={"optim.muon.lr": 0.03, "model.norm": HOSTILE}, **about)
+    ledger.append("verdict", experiment=1, verdict="keep", reason="", difference=-0.02, half_width=None)
+
+
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dashboard]:
     """A dashboard of a real run of half a second, three seeds, a run that trains, and hostile ones."""
@@ -69,6 +84,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dashboard]:
     for seed in (1, 2):
         write_run(runs / f"gelu-seed-{seed}", [value + 0.01 * seed for value in CURVE], seed=seed)
     write_run(runs / "training", CURVE, status="running")
+    write_lab(folder / "labs" / "night")
     hostile = write_run(runs / HOSTILE, CURVE, recipe=HOSTILE)
     with MetricsLog(hostile / "metrics.jsonl") as metrics:
         metrics.write("sample", step=30, prompt="<script>alert(2)</script>", text="</pre><script>alert(3)</script>")
@@ -183,6 +199,7 @@ def test_a_prompt_is_answered(page: Page) -> None:
     page.fill("#prompt", "the quick")
     page.fill("#max-tokens", "5")
     page.fill("#top-k", "3")
+    page.fill("#top-p", "0.9")
     page.fill("#seed", "1")
     page.click("#go")
     page.wait_for_function("() => document.querySelector('#go').textContent === 'Continue'", timeout=60_000)
@@ -244,6 +261,50 @@ def test_a_report_draws_its_charts_and_switches_colors(
         page.get_by_role("button", name="tokens", exact=True).click()
         assert page.locator('button[data-axis="tokens"]').get_attribute("aria-pressed") == "true"
         assert page.locator("img").count() == 0
+
+
+def test_a_chart_explains_its_points_fits_its_end_and_is_saved(
+    world: Dashboard, context: BrowserContext, tmp_path: Path
+) -> None:
+    """On a page of validations 3.51, 2.01, 1.51 and 1.26 at steps 0, 10, 20 and 30."""
+    path = tmp_path / "report.html"
+    assert command(["report", world.index.folder / "gelu-seed-1", "--out", path])[0] == 0
+    page = context.new_page()
+    page.goto(path.as_uri())
+    page.wait_for_selector("#charts[data-drawn]")
+    area, dot = page.locator(".chart-bpb .u-over"), page.locator(".chart-bpb .u-cursor-pt").first
+    size = area.bounding_box()
+    assert size is not None
+
+    def height_at_step_10() -> float:
+        """Of the second point, as a share of the chart: 0 is its top."""
+        page.mouse.move(0, 0)
+        area.hover(position={"x": size["width"] / 3, "y": 5})
+        box = dot.bounding_box()
+        assert box is not None
+        return (box["y"] + box["height"] / 2 - area.bounding_box()["y"]) / size["height"]  # type: ignore[index]
+
+    assert height_at_step_10() > 0.5, "all of the curve is seen: 2.01 is in its lower half"
+    explained = page.locator(".chart-bpb .tip").inner_text().split()
+    assert explained[:2] == ["10", "steps"]
+    assert "2.01" in explained
+    page.get_by_label("fit the end").check()
+    assert height_at_step_10() < 0.2, "2.01 is the highest value after the start"
+    with page.expect_download() as download:
+        page.locator(".chart-bpb").get_by_role("button", name="CSV").click()
+    assert download.value.suggested_filename == "bpb.csv"
+    lines = Path(download.value.path()).read_text(encoding="utf-8").splitlines()
+    assert lines[0] == "run,part,step,tokens,seconds,flops,bpb"
+    assert lines[2] == '"gelu-seed-1",val,10,10000,10,60000000,2.01'
+    assert len(lines) == 1 + len(CURVE)
+
+
+def test_a_lab_beside_the_runs_shows_its_frontier(page: Page) -> None:
+    shown = page.locator("#labs").inner_text()
+    assert "1.4800 bits per byte" in shown
+    assert "1 keep" in shown
+    assert f"model.norm={HOSTILE}" in shown
+    assert page.locator("#labs svg.frontier circle").count() == 2
 
 
 def test_the_page_fits_its_window(page: Page) -> None:

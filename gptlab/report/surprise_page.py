@@ -6,8 +6,10 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from html import escape
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
-from gptlab.eval.surprise import Piece
+if TYPE_CHECKING:  # It imports torch, which nothing else of this package needs.
+    from gptlab.eval.surprise import Piece
 
 LEVELS = (0.5, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0)
 """Bits at which the color changes. Below the first there is none; 8 bits are a byte of which nothing is known."""
