@@ -70,6 +70,7 @@ class TestTraining:
 
     def test_it_sees_training_data_and_code_and_no_secrets(self, lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("SOMEBODYS_TOKEN", "secret")
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/of/everybody")
         monkeypatch.setenv("OMP_NUM_THREADS", "1")
         processes = Processes(monkeypatch)
         runs.train(lab, candidate(lab), seed=7)
@@ -82,6 +83,7 @@ class TestTraining:
         assert process["environment"]["GPTLAB_CACHE"] == str(folder / "cache")
         assert process["environment"]["OMP_NUM_THREADS"] == "1"
         assert "SOMEBODYS_TOKEN" not in process["environment"]
+        assert "TORCHINDUCTOR_CACHE_DIR" not in process["environment"], "compiled code is in its own cache"
 
     def test_one_that_was_stopped_is_resumed_and_a_finished_one_left_alone(
         self, lab: Lab, monkeypatch: pytest.MonkeyPatch
