@@ -39,8 +39,8 @@ _PASSED_ON = re.compile(
     r"PATH|HOME|LANG|LC_\w+|TZ|LD_LIBRARY_PATH|CC|CXX|PYTHONDONTWRITEBYTECODE"
     r"|(OMP|KMP|GOMP|MKL|ONEDNN|ATEN|CUDA|NVIDIA|HIP|ROCR|TORCH|TORCHINDUCTOR|TRITON|PYTORCH)_(?!\w*CACHE_(DIR|PATH))\w+"
 )
-"""Variables that a candidate's process gets: what computing needs, no secrets, and no folder of compiled code that others
-use. Timing a size sets TORCHINDUCTOR_CACHE_DIR; what a baseline compiled there, each candidate compiled again."""
+"""Variables that a candidate's process gets: what computing needs, no secrets, and no folder of compiled code that
+others use. Timing a size sets TORCHINDUCTOR_CACHE_DIR; what a baseline compiled there, a candidate compiled again."""
 
 
 class CrashedError(Exception):
