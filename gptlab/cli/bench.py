@@ -40,7 +40,8 @@ class BenchArguments(RunArguments):
     bench_seconds: float = MAX_SECONDS
     """Stop timing steps after so many seconds."""
     sampling: bool = False
-    """Measure sampling instead of training: tokens/s of one row and of eight, and what memory bandwidth allows."""
+    """Measure sampling instead of training: tokens/s of one row and of eight, and what memory bandwidth allows.
+    --bench-steps has no effect."""
     json: bool = False
     """Print JSON: seconds, FLOP/s, and shares of 1."""
 
@@ -56,7 +57,7 @@ def main(argv: list[str]) -> int:
 
     from gptlab.bench.measure import measure
     from gptlab.bench.training_rate import limited_machine, timed_machine
-    from gptlab.runtime.hardware.memory import memory_errors_explained, what_to_lower
+    from gptlab.runtime.hardware.memory import memory_errors_explained, smaller_model, what_to_lower
     from gptlab.runtime.processes.distributed import World
     from gptlab.runtime.records.console import Console
     from gptlab.training.faults import TrainingFailed
@@ -70,7 +71,8 @@ def main(argv: list[str]) -> int:
             from gptlab.bench.sampling_rate import measure_sampling
 
             console.live("sampling")
-            sampled = measure_sampling(config, seconds=seconds)
+            with memory_errors_explained(smaller_model):
+                sampled = measure_sampling(config, seconds=seconds)
             print(json.dumps(sampled.to_json(), indent=2) if as_json else describe_sampling(sampled))
             return 0
         try:
