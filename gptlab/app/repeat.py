@@ -93,7 +93,7 @@ def what_differs(run: RunDirectory, now: Facts, asked: Mapping[str, Any]) -> Ite
 
 
 def implementations_changed(recorded: object, now: Mapping[str, str]) -> str:
-    """Which implementations differ from `recorded`, as "attention: kernels 0a1b... -> torch". Empty where none differs
+    """Which implementations differ from `recorded`, as "kernels: 0a1b... -> none". Empty where none differs
     or none was recorded."""
     if not isinstance(recorded, dict):
         return ""

@@ -22,7 +22,7 @@ from gptlab.eval.core_tasks import find_bundle, read_tasks
 from gptlab.eval.sampling import sample_texts, validation_prompts
 from gptlab.model.counting import FlopsPerToken, ParameterCounts, flops_per_token, parameter_counts
 from gptlab.model.interop.pretrained import find_pretrained, require_fits
-from gptlab.model.kernels.ops import implementations
+from gptlab.model.kernels.ops import begin_kernels, implementations
 from gptlab.runtime.files.cache import cache_root
 from gptlab.runtime.hardware.place import Place
 from gptlab.runtime.hardware.rng import seed_everything
@@ -92,7 +92,8 @@ class Session:
 
     def implementations(self) -> dict[str, str]:
         """{part of the run: what computes it}. `compile` is final after the warm-up, in which a compiler may fail."""
-        return implementations(self.place.device, self.place.dtype) | {"compile": self.passes.compiler}
+        found = implementations(self.place.device, self.place.dtype, compiled=self.passes.compiled)
+        return found | {"compile": self.passes.compiler}
 
     def provenance(self, argv: Sequence[str], code: CodeSnapshot, from_run: str | None = None) -> dict[str, object]:
         """What run.json says of this process."""
@@ -130,7 +131,7 @@ def open_session(
     seed_everything(config.seed, place.device)
     bundle = None if config.eval.core_every_steps is None else _core_bundle(config, console)
     with rank_0_first("data prepared", group) if group.size > 1 else nullcontext():
-        data = prepare(config.data, config.tokenizer, console=console)
+        data = prepared(config, place, console)
     tokenizer = data.tokenizer
     if pretrained is not None:
         require_tokenizer(tokenizer, pretrained, console.warn)
@@ -161,6 +162,12 @@ def open_session(
         config, place, group, data, state, make_passes(state, config, console.warn), finish, counts, flops,
         rows.rows_per_epoch, held_out, of_training, prompts, tasks, start,
     )  # fmt: skip
+
+
+def prepared(config: RunConfig, place: Place, console: Console) -> PreparedData:
+    """The tokens, made or found in the cache, while another thread builds the C++ kernels."""
+    begin_kernels(place.device, place.dtype)
+    return prepare(config.data, config.tokenizer, console=console)
 
 
 def _completed(config: RunConfig, data: PreparedData, place: Place) -> RunConfig:

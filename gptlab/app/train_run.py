@@ -160,13 +160,18 @@ def _limit(config: RunConfig, attempt: Attempt, measured: list[Machine]) -> Mach
 
 
 def _timed(config: RunConfig, attempt: Attempt, measured: list[Machine]) -> Machine:
-    """This machine, timed on the steps of `config`; also appended to `measured`."""
+    """This machine, timed on the steps of `config`; also appended to `measured`. Data is prepared before, which gives
+    another thread the time to build the C++ kernels."""
+    from gptlab.app.session import prepared
     from gptlab.bench.training_rate import timed_machine
+    from gptlab.runtime.hardware.place import place_of
 
     def silent(text: str) -> None:
         pass  # the run itself will warn, once, of what is wrong with a compiler
 
-    with attempt.console.busy("compiling and timing steps, to size the model"), _deterministic(config):
+    if len(measured) == 1:  # its limit: no size was timed yet
+        prepared(config, place_of(config, attempt.group.world), attempt.console)
+    with attempt.console.busy("timing steps, to size the model"), _deterministic(config):
         measured.append(timed_machine(config, attempt.group.world, silent, silent))
     return measured[-1]
 

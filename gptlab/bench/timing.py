@@ -32,6 +32,10 @@ PARTS = ("data", "forward", "backward", "norm, clip", "muon", "adamw")
 
 # Of made-up text: more than a CPU's caches hold.
 MADE_UP_TOKENS = 4_000_000
+# So many steps in a row that differ by so little are those of a machine that does nothing else: their median is as good
+# as that of twenty (docs/LOG.md, 2026-11-23).
+ALIKE_STEPS = 5
+ALIKE_RATIO = 1.1
 # Where in its schedule a step is timed: full learning rate and weight decay, the usual work.
 _MIDDLE = 0.5
 
@@ -112,19 +116,27 @@ def time_steps(
     max_seconds: float,
     min_steps: int = 1,
     by_parts: bool = True,
+    until_alike: bool = False,
 ) -> StepTimes:
     """Train, and time whole steps, and in turn with them steps by parts: `max_steps` of each, or as many as fit into
-    `max_seconds` in total, at least `min_steps`."""
+    `max_seconds` in total, at least `min_steps`. With `until_alike`, no more once the last whole ones are alike."""
     whole: list[float] = []
     parts: dict[str, list[float]] = {name: [] for name in PARTS}
     with quiet_garbage():
         whole_step(state, loss_sum, config)  # Untimed: caches are filled, batches made ahead.
         deadline = time.perf_counter() + max_seconds
         while len(whole) < min_steps or (len(whole) < max_steps and time.perf_counter() < deadline):
+            if until_alike and _alike(whole[-ALIKE_STEPS:]):
+                break
             whole.append(whole_step(state, loss_sum, config))
             for name, seconds in step_by_parts(state, loss_sum, config).items() if by_parts else ():
                 parts[name].append(seconds)
     return StepTimes(whole, parts)
+
+
+def _alike(seconds: list[float]) -> bool:
+    """Whether these are enough steps, and nothing else slowed some of them down."""
+    return len(seconds) == ALIKE_STEPS and max(seconds) < ALIKE_RATIO * min(seconds)
 
 
 def whole_step(state: TrainState, loss_sum: LossFunction, config: RunConfig) -> float:

@@ -66,7 +66,7 @@ def limited_machine(config: RunConfig, world: World = _ALONE) -> Machine:
 
 
 def time_rate(config: RunConfig, place: Place, warn: Callable[[str], None], show: Callable[[str], None]) -> Rate:
-    """The median step of TIMED_SECONDS, at least three steps, on random tokens. The model is discarded.
+    """The median step of TIMED_SECONDS at most, at least three steps, on random tokens. The model is discarded.
 
     A step has at most two micro-batches here, so that timing a large batch takes no longer; with more of them per
     update, training is slightly faster.
@@ -88,7 +88,7 @@ def time_rate(config: RunConfig, place: Place, warn: Callable[[str], None], show
             try:
                 seconds = time_steps(
                     state, passes.loss_sum, short, max_steps=TIMED_STEPS, max_seconds=TIMED_SECONDS,
-                    min_steps=3, by_parts=False,
+                    min_steps=3, by_parts=False, until_alike=True,
                 ).whole_seconds  # fmt: skip
             except TrainingFailed as error:
                 raise UserError(f"the steps of this configuration cannot be timed: {error}") from None

@@ -265,7 +265,8 @@ class RuntimeConfig:
     dtype: DType = "auto"
     """Type of activations and matrix products; weights are float32. auto: bfloat16 where it is faster."""
     compile: Compile = "auto"
-    """torch.compile: auto (on where there is a compiler) | on | off."""
+    """torch.compile: auto (on where there is a compiler, except for float32 on a CPU, where gptlab's C++ kernels are as
+    fast) | on | off."""
     coordinate_descent_tuning: bool = False
     """Let torch.compile tune the block sizes of its GPU kernels (the speedrun). Compilation takes minutes longer; no
     effect on a CPU."""

@@ -24,7 +24,7 @@ _OWN_TEXT = ("data.val_source", "data.text_column")
 
 _FACTS = {
     "code_fingerprint": "the code",
-    "implementations.attention": "the attention kernel",
+    "implementations.kernels": "the library of C++ kernels",
     "implementations.compile": "torch.compile",
     "implementations.vectors": "the instruction set",
     "device": "the device",

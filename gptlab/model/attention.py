@@ -3,7 +3,7 @@
 Shapes: B sequences, H query heads, G key-value heads (G divides H), T query positions, S key positions, D head width.
 Queries are taken in blocks that each see only the keys they can reach, so time and memory fall with the window. On a
 CPU plain batched matrix products with a fused softmax also beat torch's kernel (bf16, B=16 H=4 T=256 D=64, two Zen 4
-cores: its forward and backward take 30 ms, the products 9 ms). `kernels/ops.py` says where other implementations run.
+cores: its forward and backward take 30 ms, the products 9 ms). `kernels/fused.py` is for CPUs.
 """
 
 from __future__ import annotations

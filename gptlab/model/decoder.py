@@ -16,8 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gptlab.model.gpt import GPT, Block, RMSNorm
-from gptlab.model.head import softcap
-from gptlab.model.kernels import ops
+from gptlab.model.kernels import ops, torch_ops
 from gptlab.model.kv_cache import KVCache
 
 SPARE_COLUMNS = 64
@@ -93,7 +92,8 @@ class Decoder:
         else:
             logits = self._step_by_torch(torch.tensor(tokens, device=self._head.device), positions)
         self._column += 1
-        return softcap(logits.to(torch.promote_types(logits.dtype, torch.float32)), config.logit_softcap)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return logits if config.logit_softcap is None else torch_ops.softcap(logits, config.logit_softcap)
 
     def _step_by_torch(self, ids: Tensor, positions: list[int]) -> Tensor:
         first, device = min(self._starts), ids.device

@@ -14,10 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gptlab.config.model import ModelConfig
-from gptlab.model.attention import apply_rotary, cached_attention, rotary_tables
-from gptlab.model.head import HeadLoss, softcap
+from gptlab.model.attention import cached_attention, rotary_tables
+from gptlab.model.head import HeadLoss
 from gptlab.model.init import initial_weights
-from gptlab.model.kernels import ops
+from gptlab.model.kernels import torch_ops
+from gptlab.model.kernels.ops import ACTIVATIONS, implementation, load_kernels
 from gptlab.model.kv_cache import KVCache
 
 # Channels that a value-embedding gate reads (autoresearch and nanochat: 32).
@@ -46,6 +47,11 @@ class LayerNorm(nn.LayerNorm):
         wide = x.to(self.weight.dtype)
         return F.layer_norm(wide, self.normalized_shape, self.weight, self.bias, 1e-5).to(x.dtype)
 
+    def of_sum(self, x: Tensor, y: Tensor, a: float | Tensor, b: float | Tensor) -> tuple[Tensor, Tensor]:
+        """a x + b y, and its norm."""
+        total = torch_ops.weighted_sum(x, y, a, b)
+        return total, self(total)
+
 
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps) over the last dimension, without a weight (arXiv:1910.07467); in float32 (float64 for
@@ -56,11 +62,14 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+        return implementation(x).rms_norm(x, self.eps)
+
+    def of_sum(self, x: Tensor, y: Tensor, a: float | Tensor, b: float | Tensor) -> tuple[Tensor, Tensor]:
+        """a x + b y, and its norm."""
+        return implementation(x).sum_and_rms_norm(x, y, a, b, self.eps)
 
 
-def make_norm(config: ModelConfig) -> nn.Module:
+def make_norm(config: ModelConfig) -> RMSNorm | LayerNorm:
     return RMSNorm(config.rmsnorm_eps) if config.norm == "rmsnorm" else LayerNorm(config.n_embd, bias=config.bias)
 
 
@@ -90,21 +99,17 @@ class Attention(nn.Module):
         """x: (B, T, C); value: (B, T, G * D), the value embedding of the tokens if this layer has one."""
         batch, n_tokens, _ = x.shape
         heads = self.qkv(x).view(batch, n_tokens, -1, self.head_dim)
-        q, k, v = heads.split((self.n_head, self.n_kv_head, self.n_kv_head), dim=2)  # each (B, T, heads, D)
-        if self.value_gate is not None and value is not None:
-            gate = 2 * torch.sigmoid(self.value_gate(x[..., : self.value_gate.in_features]))
-            v = v + gate.unsqueeze(-1) * value.view_as(v)
-        if rotary is not None:
-            q, k = apply_rotary(q, *rotary), apply_rotary(k, *rotary)
-        if self.qk_norm is not None:
-            q, k = self.qk_norm(q), self.qk_norm(k)
+        gates = None if self.value_gate is None else self.value_gate(x[..., : self.value_gate.in_features])
+        norm_eps = None if self.qk_norm is None else self.qk_norm.eps
+        if not (gates is rotary is norm_eps is None):
+            heads = implementation(x).prepare_heads(heads, self.n_head, gates, value, rotary, norm_eps)
         if cache is None:
             dropout = self.dropout if self.dropout > 0 and self.training else 0.0
-            unchanged = value is None and rotary is None and self.qk_norm is None
-            y = ops.attention(q, k, v, window=self.window, dropout=dropout, packed=heads if unchanged else None)
+            y = implementation(x).attention(heads, self.n_head, self.window, dropout)
         else:
-            k, v = cache.append(self.layer, k.transpose(1, 2), v.transpose(1, 2))
-            y = cached_attention(q.transpose(1, 2), k, v, window=self.window).transpose(1, 2)
+            q, k, v = heads.transpose(1, 2).split((self.n_head, self.n_kv_head, self.n_kv_head), dim=1)
+            k, v = cache.append(self.layer, k, v)
+            y = cached_attention(q, k, v, window=self.window).transpose(1, 2)
         return self.out(y.reshape(batch, n_tokens, -1))
 
 
@@ -116,7 +121,7 @@ class MLP(nn.Module):
         self.out = Linear(config.mlp_width, config.n_embd, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.out(ops.ACTIVATIONS[self.activation](self.up(x)))
+        return self.out(ACTIVATIONS[self.activation](self.up(x)))
 
 
 class Block(nn.Module):
@@ -124,7 +129,8 @@ class Block(nn.Module):
         super().__init__()
         self.attention_norm, self.attention = make_norm(config), Attention(config, layer)
         self.mlp_norm, self.mlp = make_norm(config), MLP(config)
-        self.attention_scale = config.attention_residual_scale
+        scale = config.attention_residual_scale
+        self.attention_scale = 1.0 if scale is None else scale
         self.dropout = make_dropout(config)
 
     def forward(
@@ -137,11 +143,13 @@ class Block(nn.Module):
         cache: KVCache | None = None,
     ) -> Tensor:
         """x, x0: (B, T, C), the residual stream and the embedding; lambdas: their two weights, 0-d."""
-        if lambdas is not None:
-            x = lambdas[0].to(x.dtype) * x + lambdas[1].to(x.dtype) * x0
-        y = self.dropout(self.attention(self.attention_norm(x), value, rotary, cache))
-        x = x + (y if self.attention_scale is None else self.attention_scale * y)
-        return x + self.dropout(self.mlp(self.mlp_norm(x)))
+        if lambdas is None:
+            normed = self.attention_norm(x)
+        else:
+            x, normed = self.attention_norm.of_sum(x, x0, *lambdas)
+        y = self.dropout(self.attention(normed, value, rotary, cache))
+        x, normed = self.mlp_norm.of_sum(x, y, 1.0, self.attention_scale)
+        return x + self.dropout(self.mlp(normed))
 
 
 class GPT(nn.Module):
@@ -219,7 +227,8 @@ class GPT(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., C) after the last block -> (..., V), without the padding of the vocabulary."""
         logits = self.head(self.final_norm(hidden))[..., : self.vocab_size]
-        return softcap(logits.to(torch.promote_types(logits.dtype, torch.float32)), self.config.logit_softcap)
+        logits, cap = logits.to(torch.promote_types(logits.dtype, torch.float32)), self.config.logit_softcap
+        return logits if cap is None else implementation(logits).softcap(logits, cap)
 
     def head_loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """Summed cross-entropy of hidden (B, T, C) against targets (B, T); 0-d."""
@@ -247,7 +256,7 @@ def build_model(config: ModelConfig, *, device: torch.device, compute_dtype: tor
     """A GPT with initial weights on `device`. It is built on the meta device first, so that nothing is allocated twice.
 
     Loads the kernels that suit it: see `ops.load_kernels`."""
-    ops.load_kernels(device, compute_dtype)
+    load_kernels(device, compute_dtype)
     with torch.device("meta"):
         model = GPT(config, compute_dtype)
     if compute_dtype == torch.float64:

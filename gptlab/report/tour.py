@@ -256,12 +256,19 @@ class Tour:
 
     @property
     def compilation(self) -> str:
-        found = self.facts.record.provenance.get("implementations")
-        how = plain(found.get("compile")) if isinstance(found, dict) else "off"
+        recorded = self.facts.record.provenance.get("implementations")
+        found = recorded if isinstance(recorded, dict) else {}
+        how = plain(found.get("compile", "off"))
         seconds = _finite(number(self.facts.record.summary.get("compile_seconds")))
         took = f" in {duration(seconds)} (most of it is cached after the first time)" if seconds else ""
         if how.startswith("inductor"):
             return prose(f"torch.compile turned the model into code for this machine ({how}){took}.")
+        if found.get("kernels", "none") != "none":
+            return prose(
+                "The model was not compiled: PyTorch multiplies its matrices, and what is between the products (norms, "
+                "attention, activations, the loss) is computed by gptlab's own C++ kernels, one pass over memory each. "
+                "They are built once, for all models."
+            )
         return "The model runs as PyTorch executes it, operation by operation: it was not compiled."
 
     @property

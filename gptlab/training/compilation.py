@@ -21,7 +21,7 @@ from gptlab.config.errors import ConfigError
 from gptlab.config.run import RunConfig
 from gptlab.data.loader import StepBatch
 from gptlab.model.counting import flops_per_token
-from gptlab.model.kernels.ops import missing_kernels
+from gptlab.model.kernels.ops import missing_kernels, outrun_compiler
 from gptlab.optim.combined import CombinedOptimizer
 from gptlab.runtime.files.cache import cache_root
 from gptlab.runtime.hardware.device import compiler_available, cxx_compiler, synchronize
@@ -78,10 +78,14 @@ def keep_compiled() -> Path:
 
 def make_passes(state: TrainState, config: RunConfig, warn: Callable[[str], None]) -> Passes:
     """The passes as configured. Without a compiler: ConfigError where compilation is required, else a warning."""
-    if (missing := missing_kernels(state.device, state.model.compute_dtype)) is not None:
+    device, dtype = state.device, state.model.compute_dtype
+    if (missing := missing_kernels(device, dtype)) is not None:
         warn(missing)
     plain = Passes(state.strategy.as_forward(state.model.loss), state.model.__call__)
-    return plain if config.runtime.compile == "off" else _compiled(plain, state, config, warn)
+    wanted = config.runtime.compile
+    if wanted == "off" or (wanted == "auto" and outrun_compiler(device, dtype)):
+        return plain
+    return _compiled(plain, state, config, warn)
 
 
 def _compiled(plain: Passes, state: TrainState, config: RunConfig, warn: Callable[[str], None]) -> Passes:

@@ -94,10 +94,10 @@ def test_a_seed_with_another_meaning(name: str) -> None:
 
 
 HONEST_CHANGES = {
-    "another activation": ("model/gpt.py", "ops.ACTIVATIONS[self.activation](self.up(x))", "F.silu(self.up(x))"),
+    "another activation": ("model/gpt.py", "ACTIVATIONS[self.activation](self.up(x))", "F.silu(self.up(x))"),
     "another norm": (
-        "model/gpt.py", "torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)",
-        "(1 / (wide.abs().mean(-1, keepdim=True) + self.eps))",
+        "model/gpt.py", "return implementation(x).rms_norm(x, self.eps)",
+        "return x / (x.abs().mean(-1, keepdim=True) + self.eps)",
     ),
 }  # fmt: skip
 

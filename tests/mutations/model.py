@@ -8,19 +8,19 @@ ORACLE = "test_model.py::test_logits_loss_and_gradients_equal_the_oracle"
 
 MUTATIONS = [
     Mutation(
-        "the head's gradient forgets the softcap", "model/head.py",
+        "the head's gradient forgets the softcap", "model/kernels/torch_ops.py",
         "gradient if squashed is None else gradient * (1 - squashed * squashed)", "gradient",
         ["test_head.py::test_loss_and_gradients_are_those_of_cross_entropy", ORACLE],
         ["Cross-entropy against the actual next tokens"],
     ),
     Mutation(
-        "targets that do not count are counted", "model/head.py",
+        "targets that do not count are counted", "model/kernels/torch_ops.py",
         "counted = (targets >= 0)[:, None]", "counted = (targets >= -1)[:, None]",
         ["test_head.py::test_loss_and_gradients_are_those_of_cross_entropy", ORACLE],
         ["Cross-entropy against the actual next tokens"],
     ),
     Mutation(
-        "padding of the vocabulary gets probability", "model/head.py",
+        "padding of the vocabulary gets probability", "model/kernels/torch_ops.py",
         "if vocab_size < z.shape[1]:", "if vocab_size < 0:",
         ["test_head.py::test_loss_and_gradients_are_those_of_cross_entropy",
          "test_model.py::test_padding_of_the_vocabulary_is_invisible"],
@@ -41,6 +41,37 @@ MUTATIONS = [
         "        wide = x.dtype\n        total",
         ["test_head.py::test_the_loss_of_bfloat16_is_summed_in_float32"],
         ["bfloat16 by autocast; the final loss in float32"],
+    ),
+    Mutation(
+        "the norm's kernel forgets what its sum is also used for", "model/kernels/fused_kernels.cpp",
+        "if (dmixed) g += load_part(dmixed + at + i, n);", "",
+        ["test_fused_kernels.py::test_sum_and_norm", "test_fused_kernels.py::test_where_only_one_of_the_two_is_used"],
+    ),
+    Mutation(
+        "the heads' kernel rotates gradients the way it rotates heads", "model/kernels/fused_kernels.cpp",
+        "store_part(to + half + i, first * si + second * c, n);",
+        "store_part(to + half + i, second * c - first * si, n);",
+        ["test_fused_kernels.py::test_heads", "test_fused_kernels.py::test_a_model_with_them_is_the_model_without"],
+    ),
+    Mutation(
+        "a negative logit of the kernel has the softcap of a positive one", "model/kernels/fused_kernels.cpp",
+        "with_sign((1.0f - e) / (1.0f + e), x) * cap", "(1.0f - e) / (1.0f + e) * cap",
+        ["test_fused_kernels.py::test_loss"],
+    ),
+    Mutation(
+        "sums over rows are added by thread", "model/kernels/fused_kernels.cpp",
+        "double of_x = 0, of_y = 0;", "double of_x = 1e-3 * omp_get_num_threads(), of_y = 0;",
+        ["test_fused_kernels.py::test_bits_do_not_depend_on_the_number_of_threads"],
+    ),
+    Mutation(
+        "the kernels make a number of what is none", "model/kernels/fused_kernels.cpp",
+        "return select(x < vec{}, vec{}, x);", "return select(x > vec{}, x, vec{});",
+        ["test_fused_kernels.py::test_what_is_no_number_reaches_the_loss"],
+    ),
+    Mutation(
+        "a compiled model calls the kernels", "model/kernels/ops.py",
+        " or torch.compiler.is_compiling()", "",
+        ["test_fused_kernels.py::test_a_compiled_model_does_not_use_them"],
     ),
     Mutation(
         "a fresh head has unit variance", "model/init.py",
@@ -77,18 +108,18 @@ MUTATIONS = [
     ),
     Mutation(
         "the residual lambdas are swapped", "model/gpt.py",
-        "x = lambdas[0].to(x.dtype) * x + lambdas[1].to(x.dtype) * x0",
-        "x = lambdas[1].to(x.dtype) * x + lambdas[0].to(x.dtype) * x0",
+        "of_sum(x, x0, *lambdas)", "of_sum(x, x0, lambdas[1], lambdas[0])",
         [ORACLE],
     ),
     Mutation(
-        "keys are not normalized", "model/gpt.py",
-        "q, k = self.qk_norm(q), self.qk_norm(k)", "q = self.qk_norm(q)",
+        "keys are not normalized", "model/kernels/torch_ops.py",
+        "qk = rms_norm(qk, norm_eps)",
+        "qk = torch.cat((rms_norm(qk[:, :, :n_head], norm_eps), qk[:, :, n_head:]), dim=2)",
         [ORACLE],
     ),
     Mutation(
-        "the value gate is not doubled", "model/gpt.py",
-        "gate = 2 * torch.sigmoid(", "gate = torch.sigmoid(",
+        "the value gate is not doubled", "model/kernels/torch_ops.py",
+        "(2 * torch.sigmoid(gates))", "torch.sigmoid(gates)",
         [ORACLE],
     ),
     Mutation(

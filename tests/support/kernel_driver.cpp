@@ -6,10 +6,21 @@
 #include <deque>
 
 extern "C" {
-long attention_scratch(long tokens, long width);
-void attention_forward(const float*, float*, float*, float*, long, long, long, long, long, long, int);
-void attention_backward(const float*, const float*, const float*, const float*, float*, float*, long, long, long, long,
-                        long, long, int);
+void attention_forward(const float*, float*, float*, long, long, long, long, long, long, long);
+void attention_backward(const float*, const float*, const float*, const float*, float*, long, long, long, long, long,
+                        long, long);
+void norm_forward(long, const void*, const void*, float, float, void*, void*, float*, long, long, float, long);
+void norm_backward(long, const void*, const void*, const void*, const float*, const void*, const void*, float, float,
+                   void*, void*, double*, long, long, long);
+void heads_forward(long, long, long, long, long, long, const void*, const void*, const void*, const float*, const float*,
+                   float, void*, float*, long);
+void heads_backward(long, long, long, long, long, long, const void*, const void*, const float*, const void*, const void*,
+                    const float*, const float*, void*, void*, void*, long);
+void relu2_forward(long, const void*, void*, long, long);
+void relu2_backward(long, const void*, const void*, void*, long, long);
+void softcap_forward(long, const void*, void*, float, long, long);
+void softcap_backward(long, const void*, const void*, void*, float, long, long);
+void loss_and_gradient(long, void*, const int64_t*, long, long, long, float, double*, long);
 }
 
 namespace {
@@ -33,20 +44,68 @@ void attention() {
     const long inputs = batch * tokens * (n_head + 2 * n_kv_head) * width, outputs = batch * tokens * n_head * width;
     const float *heads = numbers(inputs, 1), *dy = numbers(outputs, 1);
     std::vector<float> y(outputs), lse(batch * n_head * tokens), gradient(inputs);
-    std::vector<float> scratch(attention_scratch(tokens, width));
-    attention_forward(heads, y.data(), lse.data(), scratch.data(), batch, tokens, n_head, n_kv_head, width, window, 1);
-    attention_backward(heads, y.data(), lse.data(), dy, gradient.data(), scratch.data(), batch, tokens, n_head,
-                       n_kv_head, width, window, 1);
+    attention_forward(heads, y.data(), lse.data(), batch, tokens, n_head, n_kv_head, width, window, 1);
+    attention_backward(heads, y.data(), lse.data(), dy, gradient.data(), batch, tokens, n_head, n_kv_head, width, window,
+                       1);
     print(y.data(), outputs);
     print(gradient.data(), inputs);
 }
 
+// Elements of an array of either type, whose widths are no whole vectors.
+template <class T>
+struct Array {
+    std::vector<T> elements;
+    explicit Array(long n) : elements(n) {}
+    Array(long n, float size) : elements(n) {
+        const float* from = numbers(n, size);
+        for (long i = 0; i < n; ++i) store_part(&elements[i], all(from[i]), 1);
+    }
+    T* data() { return elements.data(); }
+    void print() {
+        for (T x : elements) std::printf("%.9g\n", wide(x));
+    }
+};
+
+template <class T>
+void fused() {
+    const long narrow = sizeof(T) == 2, rows = 70, width = 37, n_head = 2, n_kv_head = 1, heads = 4, head_width = 22;
+    Array<T> x(rows * width, 2), y(rows * width, 2), dsum(rows * width, 1), dnormed(rows * width, 1);
+    Array<T> sum(rows * width), normed(rows * width), dx(rows * width), dy(rows * width);
+    std::vector<float> inverse(rows * (n_head + n_kv_head));
+    double sums[128];
+    norm_forward(narrow, x.data(), y.data(), 0.9f, 0.3f, sum.data(), normed.data(), inverse.data(), rows, width, 1e-6f, 1);
+    norm_backward(narrow, dsum.data(), dnormed.data(), sum.data(), inverse.data(), x.data(), y.data(), 0.9f, 0.3f,
+                  dx.data(), dy.data(), sums, rows, width, 1);
+    for (auto* one : {&sum, &normed, &dx, &dy}) one->print();
+    for (double one : sums) std::printf("%.9g\n", one);
+    relu2_forward(narrow, x.data(), sum.data(), rows * width, 1);
+    relu2_backward(narrow, x.data(), y.data(), dx.data(), rows * width, 1);
+    sum.print(), dx.print();
+    Array<T> h(rows * heads * head_width, 2), gates(rows, 2), extra(rows * head_width, 2), out(rows * heads * head_width);
+    Array<T> dout(rows * heads * head_width, 1), dh(rows * heads * head_width), dgates(rows), dextra(rows * head_width);
+    const float *cos = numbers(rows * head_width / 2, 1), *sin = numbers(rows * head_width / 2, 1);
+    heads_forward(narrow, rows, rows, n_head, n_kv_head, head_width, h.data(), gates.data(), extra.data(), cos, sin, 1e-6f,
+                  out.data(), inverse.data(), 1);
+    heads_backward(narrow, rows, rows, n_head, n_kv_head, head_width, dout.data(), out.data(), inverse.data(),
+                   gates.data(), extra.data(), cos, sin, dh.data(), dgates.data(), dextra.data(), 1);
+    for (auto* one : {&out, &dh, &dgates, &dextra}) one->print();
+    Array<T> logits(rows * width, 5);
+    std::vector<int64_t> targets(rows);
+    for (long row = 0; row < rows; ++row) targets[row] = row % 31 - 1;
+    loss_and_gradient(narrow, logits.data(), targets.data(), rows, width, 30, 3, sums, 1);
+    std::printf("%.9g\n", sums[0] / rows);
+    logits.print();
+    softcap_forward(narrow, x.data(), y.data(), 1.5f, rows * width, 1);
+    softcap_backward(narrow, x.data(), dnormed.data(), dx.data(), 1.5f, rows * width, 1);
+    y.print(), dx.print();
+}
+
 // Three steps of five rows through two layers, whose widths are no whole vectors.
-void decode(bool bfloat16) {
+void decode(bool narrow) {
     const long c = 40, width = 20, vocabulary = 70, hidden = 90, columns = 8, rows = 5;
     const auto linear = [&](long outputs, long inputs) {
         const float* weight = numbers(outputs * inputs, 0.3f);
-        if (bfloat16) {  // the upper halves of pairs: any bits are weights, but for exponents
+        if (narrow) {  // the upper halves of pairs: any bits are weights, but for exponents
             uint16_t* halves = reinterpret_cast<uint16_t*>(numbers(outputs * inputs, 0.3f));
             for (long i = 0; i < outputs * inputs; ++i) {
                 uint32_t whole;
@@ -62,7 +121,7 @@ void decode(bool bfloat16) {
         layer = {linear(2 * width + 2 * width + 1, c), linear(c, c), linear(hidden, c), linear(c, hidden),
                  {1, 1e-6f, nullptr, nullptr}, {2, 1e-5f, numbers(c, 1), numbers(c, 1)}, {1, 1e-6f, nullptr, nullptr},
                  numbers(vocabulary * width, 1), numbers(2 * rows * columns * width, 1), 2, 0.9f, 0.1f, 0.7f};
-    const Model model = {layers, 2, 2, 1, width, c, columns, bfloat16, 0, numbers(vocabulary * c, 1), nullptr,
+    const Model model = {layers, 2, 2, 1, width, c, columns, narrow, 0, numbers(vocabulary * c, 1), nullptr,
                          numbers(columns * width, 1), numbers(columns * width, 1), {1, 1e-6f, nullptr, nullptr},
                          {1, 1e-6f, nullptr, nullptr}, linear(vocabulary, c)};
     const long starts[rows] = {0, 0, 1, 2, 0};
@@ -79,6 +138,8 @@ void decode(bool bfloat16) {
 
 int main() {
     attention();
+    fused<float>();
+    fused<bfloat16>();
     decode(false);
     decode(true);
 }

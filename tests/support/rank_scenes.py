@@ -32,7 +32,7 @@ from torch import Tensor
 
 from gptlab.app import run_session, session
 from gptlab.cli.main import main
-from gptlab.model.kernels import attention_kernel, ops
+from gptlab.model.kernels import library, ops
 from gptlab.runtime.hardware import place
 from gptlab.runtime.records import provenance
 from gptlab.runtime.records.run_directory import RunDirectory
@@ -86,7 +86,7 @@ def make_trouble(trouble: Mapping[str, Any]) -> None:
         take = provenance.take_code
         provenance.take_code = lambda folder: take(Path(trouble["code"]))
     if "kernels" in trouble:  # that could not be built
-        attention_kernel.load_attention_kernel = lambda: None
+        library.kernel_library = lambda: None
         ops.missing_kernels = lambda device, dtype: trouble["kernels"]
     if "backend" in trouble:  # of torch.compile
         torch.compile = functools.partial(torch.compile, backend=trouble["backend"])

@@ -7,7 +7,6 @@
 // heads   (batch, tokens, n_head + 2 n_kv_head, width): queries, keys, values of each token, contiguous
 // y       (batch, tokens, n_head, width)
 // lse     (batch, n_head, tokens): log of the sum of the exponentials of a query's scaled scores
-// scratch (threads, attention_scratch(...))
 //
 // A task is one key-value head of one sequence with all of its queries, computed by one thread in a fixed order. So the
 // bits depend neither on the number of threads nor on the rest of the batch.
@@ -18,6 +17,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <memory>
 
 namespace {
 
@@ -47,6 +47,8 @@ struct Shape {
     long token() const { return (n_head + 2 * n_kv_head) * width; }
     long group() const { return n_head / n_kv_head; }
     float scale() const { return 1 / std::sqrt((float)width); }
+    // Floats of memory that each thread needs.
+    long scratch() const { return 8 * packed() + 2 * rows() + 2 * BLOCK * BLOCK; }
     // Whether a query of the block at q0 may not see some key of the block at k0.
     bool hides(long q0, long k0) const { return k0 == q0 || k0 + window < q0 + BLOCK; }
 };
@@ -143,19 +145,15 @@ void online_softmax(const Shape& s, bool diagonal, float* scores, float* highest
 
 extern "C" {
 
-// Floats of scratch that each thread needs.
-long attention_scratch(long tokens, long width) {
-    return 8 * round_up(tokens, BLOCK) * round_up(width, NR) + 2 * round_up(tokens, BLOCK) + 2 * BLOCK * BLOCK;
-}
-
-void attention_forward(const float* heads, float* y, float* lse, float* scratch, long batch, long tokens, long n_head,
-                       long n_kv_head, long width, long window, int threads) {
+void attention_forward(const float* heads, float* y, float* lse, long batch, long tokens, long n_head, long n_kv_head,
+                       long width, long window, long threads) {
     const Shape s{batch, tokens, n_head, n_kv_head, width, window};
     const long n = s.packed(), columns = s.columns();
+    const std::unique_ptr<float[]> scratch(new float[threads * s.scratch()]);
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (long task = 0; task < batch * n_kv_head; task++) {
         const long sequence = task / n_kv_head, kv = task % n_kv_head;
-        float* free = scratch + omp_get_thread_num() * attention_scratch(tokens, width);
+        float* free = scratch.get() + omp_get_thread_num() * s.scratch();
         const auto take = [&](long floats) { float* taken = free; free += floats; return taken; };
         float *q = take(n), *kt = take(n), *v = take(n), *out = take(BLOCK * columns);
         float *scores = take(BLOCK * BLOCK), *highest = take(BLOCK), *total = take(BLOCK);
@@ -190,14 +188,14 @@ void attention_forward(const float* heads, float* y, float* lse, float* scratch,
 }
 
 void attention_backward(const float* heads, const float* y, const float* lse, const float* dy, float* dheads,
-                        float* scratch, long batch, long tokens, long n_head, long n_kv_head, long width, long window,
-                        int threads) {
+                        long batch, long tokens, long n_head, long n_kv_head, long width, long window, long threads) {
     const Shape s{batch, tokens, n_head, n_kv_head, width, window};
     const long n = s.packed(), columns = s.columns();
+    const std::unique_ptr<float[]> scratch(new float[threads * s.scratch()]);
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (long task = 0; task < batch * n_kv_head; task++) {
         const long sequence = task / n_kv_head, kv = task % n_kv_head;
-        float* free = scratch + omp_get_thread_num() * attention_scratch(tokens, width);
+        float* free = scratch.get() + omp_get_thread_num() * s.scratch();
         const auto take = [&](long floats) { float* taken = free; free += floats; return taken; };
         float *q = take(n), *k = take(n), *kt = take(n), *vt = take(n), *dout = take(n);
         float *dq = take(n), *dk = take(n), *dv = take(n);

@@ -37,7 +37,7 @@ struct Layer {
 
 struct Model {
     const Layer* layers;
-    long n_layer, n_head, n_kv_head, width, channels, columns, bfloat16, activation;  // 0: relu2, 1: gelu, 2: its tanh
+    long n_layer, n_head, n_kv_head, width, channels, columns, narrow, activation;  // 0: relu2, 1: gelu, 2: its tanh
     const float *embedding, *positions, *cos, *sin;  // positions or cos and sin may be null; cos, sin: (seq_len, width)
     Norm embedding_norm, final_norm;
     Linear head;
@@ -45,26 +45,6 @@ struct Model {
 }
 
 namespace {
-
-typedef uint16_t half_vec __attribute__((vector_size(W * sizeof(uint16_t))));
-typedef uint32_t wide_bits __attribute__((vector_size(W * sizeof(uint32_t))));
-
-inline vec load_weight(const float* from) { return load(from); }
-
-inline vec load_weight(const uint16_t* from) {  // bfloat16 is the upper half of a float32
-    half_vec v;
-    std::memcpy(&v, from, sizeof v);
-    return (vec)(__builtin_convertvector(v, wide_bits) << 16);
-}
-
-inline float one_weight(const float* from) { return *from; }
-
-inline float one_weight(const uint16_t* from) {
-    const uint32_t bits = (uint32_t)*from << 16;
-    float value;
-    std::memcpy(&value, &bits, sizeof value);
-    return value;
-}
 
 // The dot products of O rows of weights with N rows of x, which both lie `inputs` apart. Each is summed in the same order,
 // whatever O and N are. O * N + O + 1 vectors should be no more than the processor has registers.
@@ -80,7 +60,7 @@ inline void dots(const T* weight, const float* x, long inputs, float (*result)[N
         vec weights[O];
 #pragma GCC unroll 8
         for (int o = 0; o < O; ++o) {
-            weights[o] = load_weight(weight + o * inputs + i);
+            weights[o] = load(weight + o * inputs + i);
             __builtin_prefetch(weight + (o + 2 * O) * inputs + i);  // while rows are computed, memory would wait
         }
 #pragma GCC unroll 8
@@ -95,7 +75,7 @@ inline void dots(const T* weight, const float* x, long inputs, float (*result)[N
 #pragma GCC unroll 8
         for (int n = 0; n < N; ++n) {
             result[o][n] = sum_of(sums[o][n]);
-            for (long k = i; k < inputs; ++k) result[o][n] += one_weight(weight + o * inputs + k) * x[n * inputs + k];
+            for (long k = i; k < inputs; ++k) result[o][n] += wide(weight[o * inputs + k]) * x[n * inputs + k];
         }
 }
 
@@ -272,8 +252,8 @@ extern "C" void decode_step(const Model* model, long rows, const long* tokens, c
     for (long l = 0; l < model->n_layer; ++l) most = std::max(most, model->layers[l].heads.outputs);
     std::vector<float> shared(rows * (3 * model->channels + most + model->layers[0].up.outputs));
 #pragma omp parallel num_threads(threads)
-    if (model->bfloat16)
-        step<uint16_t>(*model, rows, tokens, positions, starts, column, logits, shared);
+    if (model->narrow)
+        step<bfloat16>(*model, rows, tokens, positions, starts, column, logits, shared);
     else
         step<float>(*model, rows, tokens, positions, starts, column, logits, shared);
 }

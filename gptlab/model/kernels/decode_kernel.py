@@ -44,7 +44,7 @@ class _Layer(ctypes.Structure):
 class _Model(ctypes.Structure):
     _fields_ = [
         ("layers", ctypes.POINTER(_Layer)),
-        *((name, _LONG) for name in ("n_layer", "n_head", "n_kv_head", "width", "channels", "columns", "bfloat16")),
+        *((name, _LONG) for name in ("n_layer", "n_head", "n_kv_head", "width", "channels", "columns", "narrow")),
         ("activation", _LONG),
         *((name, _POINTER) for name in ("embedding", "positions", "cos", "sin")),
         ("embedding_norm", _Norm), ("final_norm", _Norm), ("head", _Linear),

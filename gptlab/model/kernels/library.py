@@ -1,7 +1,7 @@
-"""The C++ kernels for float32 on CPUs: PyTorch operators in a shared library, built when first needed and cached.
+"""The C++ kernels of training on CPUs: a shared library, built when first needed and cached.
 
-key       SHA-256 over everything that decides the compiler's output: sources, options, its macros, torch's version;
-          nothing that says where torch and gptlab are installed
+key       SHA-256 over everything that decides the compiler's output: sources, options, its macros; nothing that says
+          where gptlab is installed
 file      kernels-KEY-HASH.so; HASH is the SHA-256 of its bytes, which is verified before every load
 build     by one process at a time, into a temporary folder; flushed; one rename
 """
@@ -19,19 +19,20 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from filelock import FileLock
+from torch import Tensor
 
 from gptlab.runtime.files.cache import cache_root
 from gptlab.runtime.hardware.device import cxx_compiler
 
 _FOLDER = Path(__file__).parent
-_SOURCES = (_FOLDER / "attention_kernel.cpp",)
-_OPERATORS = _FOLDER / "operators.cpp"
+_SOURCES = (_FOLDER / "attention_kernel.cpp", _FOLDER / "fused_kernels.cpp")
 _HEADERS = (_FOLDER / "vectors.h",)
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC")
-# For a compiler that hangs. A build takes four seconds of one core. A busy machine may stretch that a hundredfold, and
+# For a compiler that hangs. A build takes five seconds of one core. A busy machine may stretch that a hundredfold, and
 # must still compute with the same kernels.
 _BUILD_TIMEOUT_SECONDS = 600
 _HASH_DIGITS = 32
@@ -47,17 +48,33 @@ class Library:
 
 @functools.cache
 def kernel_library() -> Library | str | None:
-    """The kernels, with torch.ops.gptlab as their operators; the first call in a process builds them unless the cache
-    has them. A line that says why they cannot be built; None on Windows, which is not supported."""
+    """The kernels; the first call in a process builds them unless the cache has them. A line that says why they cannot
+    be built; None on Windows, which is not supported."""
     if sys.platform == "win32":  # its compilers take other options
         return None
     compiler = cxx_compiler()
     if compiler is None:
         return "no C++ compiler (g++ or clang++) was found"
     try:
-        return load_built(compiler, (*_SOURCES, _OPERATORS), _FLAGS)
+        return load_built(compiler, _SOURCES, _FLAGS)
     except (OSError, subprocess.SubprocessError) as error:
         return _reason(error, compiler)
+
+
+def call(name: str, *values: Tensor | float | None) -> None:
+    """Call a function of `kernel_library`: tensors as pointers to their elements, integers as long, other numbers as
+    float, and at last the number of threads."""
+    library = kernel_library()
+    assert isinstance(library, Library)
+    library.functions[name](*map(_as_c, values), ctypes.c_long(torch.get_num_threads()))
+
+
+def _as_c(value: Tensor | float | None) -> Any:
+    if isinstance(value, int):
+        return ctypes.c_long(value)
+    if isinstance(value, float):
+        return ctypes.c_float(value)
+    return ctypes.c_void_p(None if value is None else value.data_ptr())
 
 
 def load_built(compiler: str, sources: Sequence[Path], flags: Sequence[str]) -> Library:
@@ -69,11 +86,11 @@ def load_built(compiler: str, sources: Sequence[Path], flags: Sequence[str]) -> 
 
 
 def library_stem(compiler: str, sources: Sequence[Path], flags: Sequence[str]) -> str:
-    """The first part of a library's name: every environment with the same torch finds one library. The compiler's
-    macros cover what -march=native and its defaults mean."""
+    """The first part of a library's name: every environment finds one library. The compiler's macros cover what
+    -march=native and its defaults mean."""
     macros = _run([compiler, *flags, "-dM", "-E", "-x", "c++", os.devnull])
     texts = [source.read_bytes() for source in (*sources, *_HEADERS)]
-    key = hashlib.sha256(b"\0".join([macros, torch.__version__.encode(), " ".join(flags).encode(), *texts]))
+    key = hashlib.sha256(b"\0".join([macros, " ".join(flags).encode(), *texts]))
     return f"kernels-{key.hexdigest()[:16]}"
 
 
@@ -98,18 +115,14 @@ def _name(stem: str, path: Path) -> str:
 
 def _build(compiler: str, sources: Sequence[Path], flags: Sequence[str], folder: Path, stem: str) -> Library:
     """Build and load it, unless a process that started at the same time has built it."""
-    torch_folder = Path(torch.__file__).parent
     # No path of an installation gets into the library, so that its hash says what it computes and nothing else.
-    maps = (f"-ffile-prefix-map={torch_folder}=torch", f"-ffile-prefix-map={_FOLDER}=gptlab")
-    places = [f"-I{torch_folder / 'include'}", *maps, f"-L{torch_folder / 'lib'}", "-ltorch_cpu"]
-    if sys.platform == "darwin":  # elsewhere the loader takes the libtorch_cpu that is loaded already
-        places.append(f"-Wl,-rpath,{torch_folder / 'lib'}")
+    places = f"-ffile-prefix-map={_FOLDER}=gptlab"
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / f"{stem}.lock"):
         if (found := _load_intact(folder, stem)) is None:
             with tempfile.TemporaryDirectory(dir=folder) as temporary:
                 built = Path(temporary, "built.so")
-                _run([compiler, *flags, "-shared", *map(str, sources), *places, "-o", str(built)])
+                _run([compiler, *flags, "-shared", *map(str, sources), places, "-o", str(built)])
                 with built.open("rb") as file:
                     os.fsync(file.fileno())
                 found = _load(built.replace(folder / _name(stem, built)))

@@ -1,5 +1,5 @@
-// Building blocks of float32 kernels on CPUs: vectors as wide as the processor's, and a tile of a matrix product that
-// stays in its registers.
+// Building blocks of the kernels on CPUs: float32 vectors as wide as the processor's, which float32 and bfloat16 are
+// loaded into, and a tile of a matrix product that stays in its registers.
 
 #pragma once
 
@@ -28,7 +28,39 @@ inline vec load(const float* from) {
 
 inline void store(float* to, vec v) { std::memcpy(to, &v, sizeof v); }
 
-// The first n floats, at most a vector, and zeros after them.
+typedef uint16_t bfloat16;  // the upper half of a float32
+typedef uint16_t half_vec __attribute__((vector_size(W * sizeof(uint16_t))));
+typedef uint32_t wide_bits __attribute__((vector_size(W * sizeof(uint32_t))));
+
+inline vec widen(half_vec v) { return (vec)(__builtin_convertvector(v, wide_bits) << 16); }
+
+// To the nearest, of two the even one; NaN stays NaN.
+inline half_vec narrow(vec v) {
+    const wide_bits given = (wide_bits)v, rounded = given + (0x7fff + (given >> 16 & 1)), is_nan = (wide_bits)(v != v);
+    return __builtin_convertvector(((rounded & ~is_nan) | ((given | 0x400000) & is_nan)) >> 16, half_vec);
+}
+
+inline vec load(const bfloat16* from) {
+    half_vec v;
+    std::memcpy(&v, from, sizeof v);
+    return widen(v);
+}
+
+inline void store(bfloat16* to, vec v) {
+    const half_vec rounded = narrow(v);
+    std::memcpy(to, &rounded, sizeof rounded);
+}
+
+inline float wide(float x) { return x; }
+
+inline float wide(bfloat16 x) {
+    const uint32_t shifted = (uint32_t)x << 16;
+    float value;
+    std::memcpy(&value, &shifted, sizeof value);
+    return value;
+}
+
+// The first n elements, at most a vector, and zeros after them.
 inline vec load_part(const float* from, long n) {
     if (n >= W) return load(from);
     vec v{};
@@ -36,9 +68,31 @@ inline vec load_part(const float* from, long n) {
     return v;
 }
 
+inline vec load_part(const bfloat16* from, long n) {
+    if (n >= W) return load(from);
+    half_vec v{};
+    std::memcpy(&v, from, n * sizeof(bfloat16));
+    return widen(v);
+}
+
+inline void store_part(float* to, vec v, long n) {
+    if (n >= W) return store(to, v);
+    std::memcpy(to, &v, n * sizeof(float));
+}
+
+inline void store_part(bfloat16* to, vec v, long n) {
+    if (n >= W) return store(to, v);
+    const half_vec rounded = narrow(v);
+    std::memcpy(to, &rounded, n * sizeof(bfloat16));
+}
+
 inline vec all(float x) { return x - vec{}; }
 
 inline vec select(bits chosen, vec a, vec b) { return (vec)((chosen & (bits)a) | (~chosen & (bits)b)); }
+
+inline vec magnitude(vec x) { return (vec)((bits)x & 0x7fffffff); }
+
+inline vec with_sign(vec size, vec x) { return (vec)((bits)size | ((bits)x & INT32_MIN)); }
 
 inline long round_up(long n, long to) { return (n + to - 1) / to * to; }
 

@@ -61,7 +61,7 @@ def test_meta_device_counts_what_a_real_pass_keeps(dtype: torch.dtype, monkeypat
     config = tiny()
     model = build_model(on_meta(config).config, device=torch.device("cpu"), compute_dtype=dtype, seed=1)
     by_kernel, counted = kept_for_backward(model, 4, 16), kept_for_backward(on_meta(config, dtype), 4, 16)
-    monkeypatch.setattr(ops, "_attention_kernel", None)
+    monkeypatch.setattr(ops, "_fused", None)
     real = kept_for_backward(model, 4, 16)
     # CPU attention keeps its log-sum-exp in other strides and paddings than its meta version: a few percent.
     assert counted == pytest.approx(real, rel=0.1)

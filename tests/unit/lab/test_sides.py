@@ -155,7 +155,7 @@ class TestWarnings:
                 ("c" * 64, "d" * 64),
                 "the code differs between the sides: A cccccccccccc; B dddddddddddd",
             ),
-            ("implementations", ({"attention": "torch"}, {"attention": "kernels 12"}), "the attention kernel differs"),
+            ("implementations", ({"kernels": "none"}, {"kernels": "12"}), "the library of C++ kernels differs"),
             ("device", ("cpu", "cuda:0"), "the device differs between the sides: A cpu; B cuda:0"),
             ("threads", (1, 2), "the number of threads differs between the sides: A 1; B 2"),
             ("threads", (1, None), "the number of threads differs between the sides: A 1; B unknown"),

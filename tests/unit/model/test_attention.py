@@ -12,21 +12,15 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from gptlab.model.attention import blocked_attention, cached_attention
-from gptlab.model.kernels import ops
+from gptlab.model.kernels import torch_ops
 
 HEADS = [(2, 2), (4, 2), (3, 1)]
 
 
-@pytest.fixture(autouse=True)
-def _without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel has tests of its own."""
-    monkeypatch.setattr(ops, "_attention_kernel", None)
-
-
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, *, window: int | None, dropout: float = 0.0) -> Tensor:
-    """`ops.attention` with heads before tokens."""
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return ops.attention(q, k, v, window=window, dropout=dropout).transpose(1, 2)
+    """`torch_ops.attention` with heads before tokens."""
+    heads = torch.cat((q, k, v), dim=1).transpose(1, 2)
+    return torch_ops.attention(heads, q.shape[1], window, dropout).transpose(1, 2)
 
 
 def random_heads(

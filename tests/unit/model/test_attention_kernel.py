@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import oracle_model
@@ -10,20 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from gptlab.config.model import ModelConfig
-from gptlab.model.gpt import build_model
-from gptlab.model.kernels import ops
-from gptlab.model.kernels.attention_kernel import attention_by_kernel, load_attention_kernel
-from gptlab.model.kernels.library import Library
+from gptlab.model.kernels import fused, library, ops, torch_ops
 from gptlab.runtime.hardware.device import compiler_available
 
 CPU = torch.device("cpu")
 needs_compiler = pytest.mark.skipif(not compiler_available(CPU), reason="no C++ compiler here")
-
-
-@pytest.fixture(autouse=True)
-def _kernel() -> None:
-    load_attention_kernel()
 
 
 def brute_force(heads: Tensor, n_head: int, window: int | None) -> Tensor:
@@ -39,15 +29,10 @@ def random_heads(tokens: int, rows: int, width: int, batch: int = 2) -> Tensor:
 def both_ways(heads: Tensor, n_head: int, window: int | None, weight: Tensor) -> tuple[Tensor, Tensor]:
     """The kernel's output, and the gradient of its sum weighted by `weight`."""
     heads = heads.detach().requires_grad_()
-    y = attention_by_kernel(heads, n_head, window)
+    y = fused.attention(heads, n_head, window, 0.0)
     (y * weight).sum().backward()
     assert heads.grad is not None
     return y.detach(), heads.grad
-
-
-@needs_compiler
-def test_a_machine_that_compiles_has_the_kernel() -> None:
-    assert isinstance(load_attention_kernel(), Library)
 
 
 @needs_compiler
@@ -100,7 +85,7 @@ def test_what_is_no_number_is_not_lost(row: int) -> None:
     before it stays, but for values in the same tile: nothing times NaN is NaN in any product of matrices."""
     heads = random_heads(100, 3, 16)
     heads[0, 70, row, 3] = torch.nan
-    y = attention_by_kernel(heads, 1, None)
+    y = fused.attention(heads, 1, None, 0.0)
     assert y[0, :64].isfinite().all()
     assert y[1].isfinite().all()
     assert not y[0, 70].isfinite().all()
@@ -138,60 +123,29 @@ def test_bits_depend_neither_on_threads_nor_on_the_rest_of_the_batch() -> None:
         assert torch.equal(one, torch.cat(half))
 
 
-def counted(calls: list[int]) -> Callable[[Tensor, int, int | None], Tensor]:
-    def kernel(heads: Tensor, n_head: int, window: int | None) -> Tensor:
-        calls.append(n_head)
-        return attention_by_kernel(heads, n_head, window)
-
-    return kernel
-
-
-MODELS = {
-    "packed": ModelConfig(
-        n_layer=2, n_embd=32, n_head=2, seq_len=80, vocab_size=50, norm="layernorm", position="learned"
-    ),
-    "rope, norms, windows, values": ModelConfig(
-        n_layer=2, n_embd=64, n_head=4, n_kv_head=2, seq_len=80, vocab_size=50, position="rope", qk_norm=True,
-        window_pattern="SL", value_embeddings=True,
-    ),
-}  # fmt: skip
-
-
-@needs_compiler
-@pytest.mark.parametrize(
-    ("kind", "backend"),
-    [*((kind, None) for kind in MODELS), ("rope, norms, windows, values", "aot_eager")],
-)
-def test_a_model_with_it_is_the_model_without(kind: str, backend: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loss and every gradient, to float32's roundings; compiled, with this backend. To a compiler the kernel is one
-    operator; Inductor itself compiles a run in test_train.py."""
-    config = MODELS[kind]
-    tokens = torch.randint(50, (3, 80), generator=torch.Generator().manual_seed(0))
-    gradients = []
-    for by_kernel in (True, False):
-        model = build_model(config, device=CPU, compute_dtype=torch.float32, seed=1)
-        calls: list[int] = []
-        monkeypatch.setattr(ops, "_attention_kernel", counted(calls) if by_kernel else None)
-        loss = torch.compile(model.loss, backend=backend, dynamic=False) if backend and by_kernel else model.loss
-        loss(tokens, tokens.roll(-1, 1)).backward()
-        assert len(calls) == (config.n_layer if by_kernel else 0)
-        gradients.append({name: p.grad for name, p in model.named_parameters()})
-    for name, gradient in gradients[1].items():
-        assert gradient is not None
-        torch.testing.assert_close(
-            gradients[0][name], gradient, rtol=1e-4, atol=2e-4, msg=lambda m, n=name: f"{n}: {m}"
-        )
-
-
 @needs_compiler
 def test_what_it_is_not_for_is_computed_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other types and devices, and dropout: also after a model of float32 has loaded it."""
-    calls: list[int] = []
-    monkeypatch.setattr(ops, "_attention_kernel", counted(calls))
-    heads = torch.randn(1, 4, 2, 8)
-    for other in (heads.double(), heads.bfloat16(), heads.to("meta")):
-        assert ops.attention(other, other, other, window=None).dtype == other.dtype
-    ops.attention(heads, heads, heads, window=None, dropout=0.5)
+    """Other types, and dropout."""
+    ops.load_kernels(CPU, torch.float32)
+    calls: list[str] = []
+
+    def call(name: str, *values: Tensor | float | None) -> None:
+        calls.append(name)
+        library.call(name, *values)
+
+    monkeypatch.setattr(fused, "call", call)
+    heads = torch.randn(1, 4, 6, 8)
+    assert fused.attention(heads.bfloat16(), 2, None, 0.0).dtype == torch.bfloat16
+    fused.attention(heads, 2, None, 0.5)
     assert calls == []
-    ops.attention(heads, heads, heads, window=None)
-    assert calls == [2]
+    fused.attention(heads, 2, None, 0.0)
+    assert calls == ["attention_forward"]
+
+
+@needs_compiler
+def test_which_module_computes() -> None:
+    """Also after a model of float32 has loaded the kernels."""
+    ops.load_kernels(CPU, torch.float32)
+    x = torch.zeros(1)
+    assert {ops.implementation(one) for one in (x, x.bfloat16())} == {fused}
+    assert {ops.implementation(one) for one in (x.double(), x.half(), x.to("meta"))} == {torch_ops}

@@ -11,6 +11,7 @@ from gptlab.config.model import ModelConfig
 from gptlab.config.optim import Role
 from gptlab.model.counting import flops_per_token, parameter_counts
 from gptlab.model.gpt import GPT, build_model
+from gptlab.model.kernels import ops
 
 HAND = ModelConfig(
     n_layer=3, n_embd=64, n_head=4, n_kv_head=2, seq_len=10, vocab_size=100, window_pattern="SL", window_tokens=4
@@ -103,12 +104,13 @@ def test_gpt2_small() -> None:
     assert flops_per_token(model).attention == 12 * 12 * 768 * 1024
 
 
-def test_measured_by_torch_s_own_counter() -> None:
+def test_measured_by_torch_s_own_counter(monkeypatch: pytest.MonkeyPatch) -> None:
     """Second opinion: the FLOPs that torch sees in forward and backward, up to what the conventions leave out."""
     from torch.utils.flop_counter import FlopCounterMode
 
     config = replace(HAND, window_pattern="L", n_kv_head=None)
     model = build_model(config, device=torch.device("cpu"), compute_dtype=torch.float32, seed=0)
+    monkeypatch.setattr(ops, "_fused", None)  # whose work it does not see
     tokens = torch.randint(0, 100, (3, config.seq_len))
     with FlopCounterMode(display=False) as counter:
         model.loss(tokens, tokens).backward()

@@ -14,7 +14,7 @@ import torch
 from tiny_runs import arguments, command, killed_at, train
 
 from gptlab.app.repeat import implementations_changed as changed
-from gptlab.model.kernels import attention_kernel
+from gptlab.model.kernels import library
 from gptlab.model.kernels.library import Library, kernel_library
 from gptlab.model.kernels.ops import implementations
 from gptlab.runtime.hardware.device import compiler_available
@@ -29,7 +29,7 @@ NOT_BIT_FOR_BIT = "close to, not bit for bit"
 @pytest.fixture
 def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Models are built as on a machine where the library cannot be."""
-    monkeypatch.setattr(attention_kernel, "load_attention_kernel", lambda: None)
+    monkeypatch.setattr(library, "kernel_library", lambda: None)
 
 
 def recorded(run: Path) -> dict[str, str]:
@@ -45,11 +45,10 @@ def of_checkpoint(run: Path) -> dict[str, str]:
 @needs_compiler
 def test_run_and_checkpoint_name_the_library_by_its_hash(folder: Path) -> None:
     run = train(folder, "recorded", steps=1)
-    library = kernel_library()
-    assert isinstance(library, Library)
-    sha256 = hashlib.sha256(Path(library.functions._name).read_bytes()).hexdigest()
-    assert recorded(run)["attention"] == f"kernels {sha256[:32]}"
-    assert recorded(run)["linear"] == "torch"
+    built = kernel_library()
+    assert isinstance(built, Library)
+    sha256 = hashlib.sha256(Path(built.functions._name).read_bytes()).hexdigest()
+    assert recorded(run)["kernels"] == sha256[:32]
     assert recorded(run)["vectors"] == torch.backends.cpu.get_cpu_capability()
     assert recorded(run)["compile"] == "off"
     assert of_checkpoint(run) == recorded(run)
@@ -57,12 +56,11 @@ def test_run_and_checkpoint_name_the_library_by_its_hash(folder: Path) -> None:
 
 @pytest.mark.usefixtures("without_kernels")
 def test_without_the_kernels_it_is_torch(folder: Path) -> None:
-    run = train(folder, "torch", steps=1)
-    assert (recorded(run)["attention"], recorded(run)["linear"]) == ("torch", "torch")
+    assert recorded(train(folder, "torch", steps=1))["kernels"] == "none"
 
 
 def test_types_that_the_kernels_are_not_for(folder: Path) -> None:
-    assert recorded(train(folder, "double", steps=1, runtime__dtype="float64"))["attention"] == "torch"
+    assert recorded(train(folder, "double", steps=1, runtime__dtype="float64"))["kernels"] == "none"
 
 
 @needs_compiler
@@ -75,15 +73,15 @@ def test_a_resumed_run_says_what_is_computed_otherwise(folder: Path, request: py
             )
     log = (run / "log.txt").read_text()
     assert NOT_BIT_FOR_BIT not in log, "by the same implementation"
-    kernels = recorded(run)["attention"]
+    kernels = recorded(run)["kernels"]
     request.getfixturevalue("without_kernels")
     code, out, err = command(["train", "--resume", run])
     assert (code, err) == (0, "")
     (warning,) = (line for line in out.splitlines() if NOT_BIT_FOR_BIT in line)
-    assert f"attention: {kernels} -> torch" in warning
+    assert f"kernels: {kernels} -> none" in warning
     record = json.loads((run / "run.json").read_text())
-    assert [resume["implementations"]["attention"] for resume in record["resumes"]] == [kernels, "torch"]
-    assert (record["implementations"]["attention"], of_checkpoint(run)["attention"]) == (kernels, "torch")
+    assert [resume["implementations"]["kernels"] for resume in record["resumes"]] == [kernels, "none"]
+    assert (record["implementations"]["kernels"], of_checkpoint(run)["kernels"]) == (kernels, "none")
 
 
 @needs_compiler
@@ -92,7 +90,7 @@ def test_so_does_one_that_repeats_another(folder: Path, request: pytest.FixtureR
     request.getfixturevalue("without_kernels")
     code, out, _ = command(["train", "--from", origin, "--run-dir", folder / "again"])
     assert code == 0
-    assert any("attention: kernels" in line and NOT_BIT_FOR_BIT in line for line in out.splitlines())
+    assert any(" -> none" in line and NOT_BIT_FOR_BIT in line for line in out.splitlines())
 
 
 def failing_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +109,12 @@ class TestCompilerThatFails:
         """It was a traceback."""
         (tmp_path / "file").touch()
         monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "file"))
-        code, out, err = command(["train", *arguments(folder, "unwritable", {"runtime.compile": "auto", "steps": 1})])
+        code, out, err = command(
+            [
+                "train",
+                *arguments(folder, "unwritable", {"runtime.compile": "auto", "runtime.dtype": "float64", "steps": 1}),
+            ]
+        )
         assert (code, err) == (0, "")
         assert out.count("warning: training without torch.compile, which is slower: torch.compile needs a cache") == 1
         assert f"{tmp_path / 'file'} cannot be written" in out
@@ -120,7 +123,7 @@ class TestCompilerThatFails:
     def test_is_told_of_and_recorded(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """What is there and fails is no compiler: the run is that of one that never asked for it."""
         failing_compiler(monkeypatch)
-        words = arguments(folder, "failing", {"runtime.compile": "auto", "steps": 2})
+        words = arguments(folder, "failing", {"runtime.compile": "auto", "runtime.dtype": "float64", "steps": 2})
         code, out, err = command(["train", *words])
         assert (code, err) == (0, "")
         told = [line for line in out.splitlines() if line.startswith("warning: training without torch.compile")]
@@ -129,7 +132,7 @@ class TestCompilerThatFails:
         assert recorded(folder / "failing")["compile"] == "off"
         losses = [
             json.loads(line)["loss"]
-            for run in (folder / "failing", train(folder, "off", steps=2))
+            for run in (folder / "failing", train(folder, "off", steps=2, runtime__dtype="float64"))
             for line in (run / "metrics.jsonl").read_text().splitlines()
             if json.loads(line)["kind"] == "train"
         ]
@@ -148,18 +151,19 @@ class TestCompilerThatFails:
     ("earlier", "expected"),
     [
         (None, ""),
-        ({"attention": "torch"}, ""),
-        ({"attention": "kernels 12"}, "attention: kernels 12 -> torch"),
-        ({}, "attention: None -> torch"),
-        ({"attention": "torch", "head": "triton"}, "head: triton -> None"),
+        ({"kernels": "none"}, ""),
+        ({"kernels": "12"}, "kernels: 12 -> none"),
+        ({}, "kernels: None -> none"),
+        ({"kernels": "none", "head": "triton"}, "head: triton -> None"),
         ("not a table", ""),
     ],
 )
 def test_what_changed(earlier: object, expected: str) -> None:
-    assert changed(earlier, {"attention": "torch"}) == expected
+    assert changed(earlier, {"kernels": "none"}) == expected
 
 
-def test_the_removed_linear_kernels_are_named_as_a_difference() -> None:
-    """A checkpoint of an older gptlab resumes, with the warning that says what is computed differently."""
+def test_what_an_older_gptlab_recorded_is_named_as_a_difference() -> None:
+    """Its checkpoint resumes, with the warning that says what is computed differently."""
     now = implementations(torch.device("cpu"), torch.float64)
-    assert changed(now | {"linear": "kernels 12"}, now) == "linear: kernels 12 -> torch"
+    earlier = {"attention": "kernels 12", "linear": "torch", "vectors": now["vectors"]}
+    assert changed(earlier, now) == "kernels: None -> none, attention: kernels 12 -> None, linear: torch -> None"

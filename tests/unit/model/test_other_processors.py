@@ -26,7 +26,7 @@ pytestmark = [
 
 def outputs(folder: Path, compiler: str, *flags: str, emulator: tuple[str, ...] = ()) -> np.ndarray:
     """What kernel_driver.cpp prints."""
-    sources = [ROOT / "tests/support/kernel_driver.cpp", KERNELS / "attention_kernel.cpp"]
+    sources = [ROOT / "tests/support/kernel_driver.cpp", *library._SOURCES]
     program = folder / "driver"
     command = [compiler, *FLAGS, *flags, f"-I{KERNELS}", *map(str, sources), "-o", str(program)]
     subprocess.run(command, check=True, capture_output=True)
@@ -54,6 +54,8 @@ def test_computes_the_same(processor: str, here: np.ndarray, tmp_path: Path) -> 
         found = outputs(tmp_path, compiler, "-static", emulator=(emulator,))
     else:
         found = outputs(tmp_path, str(cxx_compiler()), f"-march={processor}")
-    assert len(found) > 80_000
+    assert len(found) > 130_000
     assert np.abs(here).max() > 1
-    np.testing.assert_allclose(found, here, rtol=0, atol=1e-5)
+    # What is rounded to bfloat16 may be the next number of that type, where float32 is close to the middle.
+    np.testing.assert_allclose(found, here, rtol=2**-7, atol=1e-5)
+    assert np.mean(np.abs(found - here) > 1e-5) < 1e-3

@@ -89,10 +89,10 @@ def test_the_environment_has_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None
 # --- the whole way of a proposal, with the processes of a real lab
 
 CHANGES = {
-    "another activation": (None, "model/gpt.py", "ops.ACTIVATIONS[self.activation](self.up(x))", "F.silu(self.up(x))"),
+    "another activation": (None, "model/gpt.py", "ACTIVATIONS[self.activation](self.up(x))", "F.silu(self.up(x))"),
     "another norm": (
-        None, "model/gpt.py", "torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)",
-        "(1 / (wide.abs().mean(-1, keepdim=True) + self.eps))",
+        None, "model/gpt.py", "return implementation(x).rms_norm(x, self.eps)",
+        "return x / (x.abs().mean(-1, keepdim=True) + self.eps)",
     ),
     "looks ahead in evaluation mode": (
         "causality", "model/gpt.py", "x = self.token_embedding(tokens)",

@@ -1,0 +1,169 @@
+"""The functions of `torch_ops` on CPUs, each in one pass over memory: by fused_kernels.cpp and attention_kernel.cpp.
+
+Activations are float32 or bfloat16, and so are their gradients. `ops.load_kernels` must have loaded the library.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gptlab.model.kernels import torch_ops
+from gptlab.model.kernels.library import call
+
+_SUM_CHUNKS = 64
+"""CHUNKS of fused_kernels.cpp."""
+_UNLIMITED = 2**62
+"""The window of full attention."""
+
+
+def rms_norm(x: Tensor, eps: float) -> Tensor:
+    return _SumAndNorm.apply(x, None, 1.0, 0.0, eps)
+
+
+def sum_and_rms_norm(x: Tensor, y: Tensor, a: float | Tensor, b: float | Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return _SumAndNorm.apply(x, y, a, b, eps)
+
+
+def prepare_heads(
+    heads: Tensor, n_head: int, gates: Tensor | None, value: Tensor | None,
+    rotary: tuple[Tensor, Tensor] | None, norm_eps: float | None,
+) -> Tensor:  # fmt: skip
+    return _Heads.apply(heads, gates, value, *(rotary or (None, None)), n_head, norm_eps)
+
+
+def attention(heads: Tensor, n_head: int, window: int | None, dropout: float) -> Tensor:
+    if heads.dtype != torch.float32 or dropout > 0:
+        return torch_ops.attention(heads, n_head, window, dropout)
+    return _Attention.apply(heads, n_head, _UNLIMITED if window is None else window)
+
+
+def relu2(x: Tensor) -> Tensor:
+    return _Elementwise.apply(x, "relu2")
+
+
+def softcap(x: Tensor, cap: float) -> Tensor:
+    return _Elementwise.apply(x, "softcap", cap)
+
+
+def loss_and_gradient(logits: Tensor, targets: Tensor, vocab_size: int, cap: float | None) -> tuple[Tensor, Tensor]:
+    """The loss is float64; the gradient takes the place of the logits, which must be contiguous."""
+    assert logits.is_contiguous()
+    nats = torch.empty((), dtype=torch.float64)
+    call(
+        "loss_and_gradient", _narrow(logits), logits, targets.contiguous(), *logits.shape, vocab_size, cap or 0.0, nats
+    )
+    return nats, logits
+
+
+class _SumAndNorm(torch.autograd.Function):
+    """(a x + b y, its norm); without y, the norm of x alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor | None, a: float | Tensor, b: float | Tensor, eps: float) -> Any:
+        x, y = x.contiguous(), None if y is None else y.contiguous()
+        ctx.weights, ctx.learned = (float(a), float(b)), isinstance(a, Tensor)
+        total, normed = x if y is None else torch.empty_like(x), torch.empty_like(x)
+        inverse = x.new_empty(x.shape[:-1], dtype=torch.float32)
+        sizes = inverse.numel(), x.shape[-1]
+        call("norm_forward", _narrow(x), x, y, *ctx.weights, total, normed, inverse, *sizes, eps)
+        ctx.save_for_backward(total, inverse, *((x, y) if ctx.learned else ()))
+        ctx.set_materialize_grads(False)
+        return normed if y is None else (total, normed)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        total, inverse, *learned = ctx.saved_tensors
+        dtotal, dnormed = (None, *gradients)[-2:]
+        dtotal = None if dtotal is None else dtotal.contiguous()
+        dnormed = torch.zeros_like(total) if dnormed is None else dnormed.contiguous()
+        a, b = ctx.weights
+        dx = torch.empty_like(total)
+        dy = dx if a == b else torch.empty_like(total) if len(gradients) == 2 else None
+        sums = torch.empty(_SUM_CHUNKS, 2, dtype=torch.float64) if ctx.learned else None
+        x, y = learned or (None, None)
+        given = dtotal, dnormed, total, inverse, x, y, a, b
+        call(
+            "norm_backward",
+            _narrow(total),
+            *given,
+            dx,
+            None if dy is dx else dy,
+            sums,
+            inverse.numel(),
+            total.shape[-1],
+        )
+        of_weights = (None, None) if sums is None else sums.sum(0).float().unbind()
+        return dx, dy, *of_weights, None
+
+
+class _Heads(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, heads: Tensor, gates: Tensor | None, value: Tensor | None, cos: Tensor | None, sin: Tensor | None,
+        n_head: int, eps: float | None,
+    ) -> Tensor:  # fmt: skip
+        heads = heads.contiguous()
+        gates, value = (None if one is None else one.contiguous() for one in (gates, value))
+        batch, tokens, rows, width = heads.shape
+        n_kv_head = (rows - n_head) // 2
+        out = torch.empty_like(heads)
+        inverse = None if eps is None else heads.new_empty(batch, tokens, n_head + n_kv_head, dtype=torch.float32)
+        ctx.sizes = batch * tokens, tokens, n_head, n_kv_head, width
+        norm_eps = -1.0 if eps is None else eps
+        call("heads_forward", _narrow(heads), *ctx.sizes, heads, gates, value, cos, sin, norm_eps, out, inverse)
+        ctx.save_for_backward(out, inverse, gates, value, cos, sin)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        out, inverse, gates, value, cos, sin = ctx.saved_tensors
+        given = dout.contiguous(), out, inverse, gates, value, cos, sin
+        gradients = [None if one is None else torch.empty_like(one) for one in (out, gates, value)]
+        call("heads_backward", _narrow(out), *ctx.sizes, *given, *gradients)
+        return *gradients, None, None, None, None
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, heads: Tensor, n_head: int, window: int) -> Tensor:
+        heads = heads.contiguous()
+        batch, tokens, rows, width = heads.shape
+        y, lse = heads.new_empty(batch, tokens, n_head, width), heads.new_empty(batch, n_head, tokens)
+        ctx.sizes = batch, tokens, n_head, (rows - n_head) // 2, width, window
+        call("attention_forward", heads, y, lse, *ctx.sizes)
+        ctx.save_for_backward(heads, y, lse)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        heads, y, lse = ctx.saved_tensors
+        dheads = torch.empty_like(heads)
+        call("attention_backward", heads, y, lse, dy.contiguous(), dheads, *ctx.sizes)
+        return dheads, None, None
+
+
+class _Elementwise(torch.autograd.Function):
+    """The functions NAME_forward and NAME_backward of the library, which take the same constants."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, name: str, *constants: float) -> Tensor:
+        x = x.contiguous()
+        y = torch.empty_like(x)
+        call(f"{name}_forward", _narrow(x), x, y, *constants, x.numel())
+        ctx.save_for_backward(x)
+        ctx.name, ctx.constants = name, constants
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        dx = torch.empty_like(x)
+        call(f"{ctx.name}_backward", _narrow(x), x, dy.contiguous(), dx, *ctx.constants, x.numel())
+        return dx, None, *(None for _ in ctx.constants)
+
+
+def _narrow(x: Tensor) -> bool:
+    return x.dtype == torch.bfloat16

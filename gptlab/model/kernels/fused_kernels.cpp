@@ -1,0 +1,363 @@
+// What a GPT computes between its matrix products, on a CPU: norms with the sums before them, heads with rotation, gates
+// and norms, the squared ReLU, and the loss with its gradient. Each is one pass over memory, forward and backward; as
+// single operations of PyTorch they are three to ten.
+//
+// Activations are float32 or bfloat16; whatever is computed is float32, rounded when it is stored. A row is computed by
+// one thread in a fixed order, and sums over rows in CHUNKS parts: the bits do not depend on the number of threads.
+
+#include "vectors.h"
+
+#include <omp.h>
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+namespace {
+
+constexpr long CHUNKS = 64;
+// Elements below which waking the other threads takes longer than the work.
+constexpr long SMALL = 16384;
+
+// body(i, n) for each vector of `count` elements: those from i on, n of them, which is W but for the last.
+template <class Body>
+inline void vectors(long count, Body body) {
+    long i = 0;
+    for (; i + W <= count; i += W) body(i, std::integral_constant<long, W>());
+    if (i < count) body(i, count - i);
+}
+
+inline int team(long elements, int threads) { return elements < SMALL ? 1 : threads; }
+
+// mixed = a x + b y, or x where there is no y; normed = mixed / rms(mixed); inverse = 1 / rms, one a row.
+template <class T>
+void norm_forward(const T* x, const T* y, float a, float b, T* mixed, T* normed, float* inverse, long rows, long width,
+                  float eps, int threads) {
+#pragma omp parallel for schedule(static) num_threads(team(rows * width, threads))
+    for (long row = 0; row < rows; row++) {
+        const long at = row * width;
+        const T* from = x + at;
+        vec squares{};
+        if (y) {
+            vectors(width, [&](long i, auto n) {
+                store_part(mixed + at + i, load_part(x + at + i, n) * a + load_part(y + at + i, n) * b, n);
+                const vec v = load_part(mixed + at + i, n);  // as it was rounded
+                squares += v * v;
+            });
+            from = mixed + at;
+        } else {
+            vectors(width, [&](long i, auto n) {
+                const vec v = load_part(from + i, n);
+                squares += v * v;
+            });
+        }
+        const float factor = inverse[row] = 1 / std::sqrt(sum_of(squares) / width + eps);
+        vectors(width, [&](long i, auto n) { store_part(normed + at + i, load_part(from + i, n) * factor, n); });
+    }
+}
+
+// dx = a g and dy = b g, for g = dmixed + the gradient through the norm. `sums` (CHUNKS, 2): those of g x and of g y.
+// dmixed, y with dy, and sums may be null.
+template <class T>
+void norm_backward(const T* dmixed, const T* dnormed, const T* mixed, const float* inverse, const T* x, const T* y,
+                   float a, float b, T* dx, T* dy, double* sums, long rows, long width, int threads) {
+#pragma omp parallel for schedule(static) num_threads(team(rows * width, threads))
+    for (long chunk = 0; chunk < CHUNKS; chunk++) {
+        double of_x = 0, of_y = 0;
+        for (long row = rows * chunk / CHUNKS; row < rows * (chunk + 1) / CHUNKS; row++) {
+            const long at = row * width;
+            const float factor = inverse[row];
+            vec products{}, with_x{}, with_y{};
+            vectors(width, [&](long i, auto n) {
+                products += load_part(dnormed + at + i, n) * load_part(mixed + at + i, n);
+            });
+            const float along = sum_of(products) * factor * factor * factor / width;
+            vectors(width, [&](long i, auto n) {
+                vec g = load_part(dnormed + at + i, n) * factor - load_part(mixed + at + i, n) * along;
+                if (dmixed) g += load_part(dmixed + at + i, n);
+                if (sums) {
+                    with_x += g * load_part(x + at + i, n);
+                    with_y += g * load_part(y + at + i, n);
+                }
+                store_part(dx + at + i, g * a, n);
+                if (dy) store_part(dy + at + i, g * b, n);
+            });
+            of_x += sum_of(with_x);
+            of_y += sum_of(with_y);
+        }
+        if (sums) sums[2 * chunk] = of_x, sums[2 * chunk + 1] = of_y;
+    }
+}
+
+struct Heads {
+    long rows, tokens, n_head, n_kv_head, width;  // rows = sequences * tokens; of the tables, row i is that of token i
+    long all() const { return n_head + 2 * n_kv_head; }
+};
+
+inline float sigmoid(float x) { return 1 / (1 + std::exp(-x)); }
+
+// Queries and keys: rotated by cos and sin (tokens, width / 2), where they are not null, then divided by their root mean
+// square, unless eps is negative; inverse (rows, n_head + n_kv_head) is what they were multiplied by. Values: plus
+// 2 sigmoid(gate) times `extra` (rows, n_kv_head, width), where gates (rows, n_kv_head) are not null.
+template <class T>
+void heads_forward(const Heads& s, const T* heads, const T* gates, const T* extra, const float* cos, const float* sin,
+                   float eps, T* out, float* inverse, int threads) {
+    const long half = s.width / 2, rotated = s.n_head + s.n_kv_head;
+#pragma omp parallel num_threads(team(s.rows * s.all() * s.width, threads))
+    {
+        std::vector<float> turned(s.width);
+#pragma omp for schedule(static)
+        for (long row = 0; row < s.rows; row++) {
+            const T* from = heads + row * s.all() * s.width;
+            T* to = out + row * s.all() * s.width;
+            const long table = row % s.tokens * half;
+            for (long head = 0; head < rotated; head++, from += s.width, to += s.width) {
+                if (cos)
+                    vectors(half, [&](long i, auto n) {
+                        const vec c = load_part(cos + table + i, n), si = load_part(sin + table + i, n);
+                        const vec first = load_part(from + i, n), second = load_part(from + half + i, n);
+                        store_part(turned.data() + i, first * c + second * si, n);
+                        store_part(turned.data() + half + i, second * c - first * si, n);
+                    });
+                else
+                    vectors(s.width, [&](long i, auto n) { store_part(turned.data() + i, load_part(from + i, n), n); });
+                float factor = 1;
+                if (eps >= 0) {
+                    vec squares{};
+                    vectors(s.width, [&](long i, auto n) {
+                        const vec v = load_part(turned.data() + i, n);
+                        squares += v * v;
+                    });
+                    factor = inverse[row * rotated + head] = 1 / std::sqrt(sum_of(squares) / s.width + eps);
+                }
+                vectors(s.width,
+                        [&](long i, auto n) { store_part(to + i, load_part(turned.data() + i, n) * factor, n); });
+            }
+            for (long kv = 0; kv < s.n_kv_head; kv++, from += s.width, to += s.width) {
+                const long other = row * s.n_kv_head + kv;
+                const float gate = gates ? 2 * sigmoid(wide(gates[other])) : 0;
+                vectors(s.width, [&](long i, auto n) {
+                    vec v = load_part(from + i, n);
+                    if (gates) v += load_part(extra + other * s.width + i, n) * gate;
+                    store_part(to + i, v, n);
+                });
+            }
+        }
+    }
+}
+
+template <class T>
+void heads_backward(const Heads& s, const T* dout, const T* out, const float* inverse, const T* gates, const T* extra,
+                    const float* cos, const float* sin, T* dheads, T* dgates, T* dextra, int threads) {
+    const long half = s.width / 2, rotated = s.n_head + s.n_kv_head;
+#pragma omp parallel num_threads(team(s.rows * s.all() * s.width, threads))
+    {
+        std::vector<float> turned(s.width);
+#pragma omp for schedule(static)
+        for (long row = 0; row < s.rows; row++) {
+            const long at = row * s.all() * s.width, table = row % s.tokens * half;
+            const T *d = dout + at, *y = out + at;
+            T* to = dheads + at;
+            for (long head = 0; head < rotated; head++, d += s.width, y += s.width, to += s.width) {
+                float factor = 1, along = 0;
+                if (inverse) {
+                    vec products{};
+                    vectors(s.width,
+                            [&](long i, auto n) { products += load_part(d + i, n) * load_part(y + i, n); });
+                    factor = inverse[row * rotated + head];
+                    along = sum_of(products) / s.width * factor;
+                }
+                vectors(s.width, [&](long i, auto n) {
+                    vec g = load_part(d + i, n);
+                    if (inverse) g = g * factor - load_part(y + i, n) * along;
+                    store_part(turned.data() + i, g, n);
+                });
+                if (cos)
+                    vectors(half, [&](long i, auto n) {
+                        const vec c = load_part(cos + table + i, n), si = load_part(sin + table + i, n);
+                        const vec first = load_part(turned.data() + i, n);
+                        const vec second = load_part(turned.data() + half + i, n);
+                        store_part(to + i, first * c - second * si, n);
+                        store_part(to + half + i, first * si + second * c, n);
+                    });
+                else
+                    vectors(s.width, [&](long i, auto n) { store_part(to + i, load_part(turned.data() + i, n), n); });
+            }
+            for (long kv = 0; kv < s.n_kv_head; kv++, d += s.width, to += s.width) {
+                const long other = row * s.n_kv_head + kv;
+                const float share = gates ? sigmoid(wide(gates[other])) : 0;
+                vec products{};
+                vectors(s.width, [&](long i, auto n) {
+                    const vec g = load_part(d + i, n);
+                    store_part(to + i, g, n);
+                    if (gates) {
+                        products += g * load_part(extra + other * s.width + i, n);
+                        store_part(dextra + other * s.width + i, g * (2 * share), n);
+                    }
+                });
+                if (gates) store_part(dgates + other, all(sum_of(products) * 2 * share * (1 - share)), 1);
+            }
+        }
+    }
+}
+
+// Elements in whole vectors, by threads.
+template <class Body>
+void elementwise(long count, int threads, Body body) {
+    const long whole = (count + W - 1) / W;
+#pragma omp parallel for schedule(static) num_threads(team(count, threads))
+    for (long part = 0; part < whole; part++) {
+        if (part * W + W <= count)
+            body(part * W, std::integral_constant<long, W>());
+        else
+            body(part * W, count - part * W);
+    }
+}
+
+inline vec rectified(vec x) { return select(x < vec{}, vec{}, x); }  // NaN stays
+
+// cap tanh(x / cap), by an exponential of what is negative.
+inline vec softcapped(vec x, float cap) {
+    const vec e = exponential(magnitude(x) * (-2 / cap));
+    return with_sign((1.0f - e) / (1.0f + e), x) * cap;
+}
+
+// Each row of z (rows, columns): logits before the softcap; afterwards the gradient of its loss with respect to them.
+// Entries from `vocab` on are padding. A negative target does not count. cap = 0: none. nats: the loss of each row.
+template <class T>
+void loss_rows(T* z, const int64_t* targets, long rows, long columns, long vocab, float cap, double* nats, int threads) {
+#pragma omp parallel num_threads(team(rows * columns, threads))
+    {
+        std::vector<float> capped(round_up(columns, W), -INFINITY), weights(capped.size());
+#pragma omp for schedule(static)
+        for (long row = 0; row < rows; row++) {
+            T* logits = z + row * columns;
+            const long target = targets[row];
+            nats[row] = 0;
+            if (target < 0) {
+                std::fill(logits, logits + columns, T{});
+                continue;
+            }
+            vec top = all(-INFINITY);
+            vectors(columns, [&](long i, auto n) {
+                const vec c = load_part(logits + i, n);
+                store_part(capped.data() + i, cap > 0 ? softcapped(c, cap) : c, n);
+            });
+            std::fill(capped.begin() + vocab, capped.end(), -INFINITY);
+            for (long i = 0; i < columns; i += W) {
+                const vec c = load(capped.data() + i);
+                top = select(c > top, c, top);
+            }
+            const float highest = folded(top, [](vec a, vec b) { return select(b > a, b, a); });
+            vec sums{};
+            for (long i = 0; i < columns; i += W) {
+                const vec w = exponential(load(capped.data() + i) - highest);
+                store(weights.data() + i, w);
+                sums += w;
+            }
+            const float total = sum_of(sums), inverse = 1 / total;
+            nats[row] = (double)highest - capped[target] + std::log((double)total);
+            weights[target] -= total;  // the gradient without the softcap is softmax - onehot
+            vectors(columns, [&](long i, auto n) {
+                vec g = load(weights.data() + i) * inverse;
+                if (cap > 0) {
+                    const vec c = load(capped.data() + i), squashed = c * (1 / cap);
+                    g = select(c == all(-INFINITY), vec{}, g * (1.0f - squashed * squashed));
+                }
+                store_part(logits + i, g, n);
+            });
+        }
+    }
+}
+
+template <class T>
+const T* in(const void* memory) {
+    return static_cast<const T*>(memory);
+}
+
+template <class T>
+T* out(void* memory) {
+    return static_cast<T*>(memory);
+}
+
+}  // namespace
+
+// The same for both types: BODY with T.
+#define BY_TYPE(narrow, ...)      \
+    if (narrow) {                 \
+        using T = bfloat16;       \
+        __VA_ARGS__;              \
+    } else {                      \
+        using T = float;          \
+        __VA_ARGS__;              \
+    }
+
+extern "C" {
+
+void norm_forward(long narrow, const void* x, const void* y, float a, float b, void* mixed, void* normed, float* inverse,
+                  long rows, long width, float eps, long threads) {
+    BY_TYPE(narrow, norm_forward(in<T>(x), in<T>(y), a, b, out<T>(mixed), out<T>(normed), inverse, rows, width, eps,
+                                 threads))
+}
+
+void norm_backward(long narrow, const void* dmixed, const void* dnormed, const void* mixed, const float* inverse,
+                   const void* x, const void* y, float a, float b, void* dx, void* dy, double* sums, long rows,
+                   long width, long threads) {
+    BY_TYPE(narrow, norm_backward(in<T>(dmixed), in<T>(dnormed), in<T>(mixed), inverse, in<T>(x), in<T>(y), a, b,
+                                  out<T>(dx), out<T>(dy), sums, rows, width, threads))
+}
+
+void heads_forward(long narrow, long rows, long tokens, long n_head, long n_kv_head, long width, const void* heads,
+                   const void* gates, const void* extra, const float* cos, const float* sin, float eps, void* y,
+                   float* inverse, long threads) {
+    const Heads s{rows, tokens, n_head, n_kv_head, width};
+    BY_TYPE(narrow, heads_forward(s, in<T>(heads), in<T>(gates), in<T>(extra), cos, sin, eps, out<T>(y), inverse,
+                                  threads))
+}
+
+void heads_backward(long narrow, long rows, long tokens, long n_head, long n_kv_head, long width, const void* dy,
+                    const void* y, const float* inverse, const void* gates, const void* extra, const float* cos,
+                    const float* sin, void* dheads, void* dgates, void* dextra, long threads) {
+    const Heads s{rows, tokens, n_head, n_kv_head, width};
+    BY_TYPE(narrow, heads_backward(s, in<T>(dy), in<T>(y), inverse, in<T>(gates), in<T>(extra), cos, sin,
+                                   out<T>(dheads), out<T>(dgates), out<T>(dextra), threads))
+}
+
+// y = max(x, 0)^2
+void relu2_forward(long narrow, const void* x, void* y, long count, long threads) {
+    BY_TYPE(narrow, elementwise(count, threads, [&](long i, auto n) {
+                const vec v = rectified(load_part(in<T>(x) + i, n));
+                store_part(out<T>(y) + i, v * v, n);
+            }))
+}
+
+void relu2_backward(long narrow, const void* x, const void* dy, void* dx, long count, long threads) {
+    BY_TYPE(narrow, elementwise(count, threads, [&](long i, auto n) {
+                const vec v = rectified(load_part(in<T>(x) + i, n));
+                store_part(out<T>(dx) + i, load_part(in<T>(dy) + i, n) * v * 2.0f, n);
+            }))
+}
+
+// y = cap tanh(x / cap)
+void softcap_forward(long narrow, const void* x, void* y, float cap, long count, long threads) {
+    BY_TYPE(narrow, elementwise(count, threads, [&](long i, auto n) {
+                store_part(out<T>(y) + i, softcapped(load_part(in<T>(x) + i, n), cap), n);
+            }))
+}
+
+void softcap_backward(long narrow, const void* x, const void* dy, void* dx, float cap, long count, long threads) {
+    BY_TYPE(narrow, elementwise(count, threads, [&](long i, auto n) {
+                const vec share = softcapped(load_part(in<T>(x) + i, n), cap) * (1 / cap);
+                store_part(out<T>(dx) + i, load_part(in<T>(dy) + i, n) * (1.0f - share * share), n);
+            }))
+}
+
+// `sum`: the losses of all rows; z becomes the gradient of it.
+void loss_and_gradient(long narrow, void* z, const int64_t* targets, long rows, long columns, long vocab, float cap,
+                       double* sum, long threads) {
+    std::vector<double> nats(rows);
+    BY_TYPE(narrow, loss_rows(out<T>(z), targets, rows, columns, vocab, cap, nats.data(), threads))
+    *sum = 0;
+    for (double row : nats) *sum += row;
+}
+}

@@ -1,0 +1,107 @@
+"""What is between a model's matrix products, by PyTorch: on GPUs, compiled, and wherever there are no C++ kernels.
+
+Shapes: B sequences, T positions, C channels, H query heads, G key-value heads, D head width, P rows of the head.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gptlab.model.attention import apply_rotary, blocked_attention
+
+
+def rms_norm(x: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) over the last dimension, computed in float32 (float64 for float64)."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def sum_and_rms_norm(x: Tensor, y: Tensor, a: float | Tensor, b: float | Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`weighted_sum`, and its `rms_norm`."""
+    total = weighted_sum(x, y, a, b)
+    return total, rms_norm(total, eps)
+
+
+def weighted_sum(x: Tensor, y: Tensor, a: float | Tensor, b: float | Tensor) -> Tensor:
+    """a x + b y. The weights are numbers, or both are 0-d float32 tensors."""
+    return _times(a, x) + _times(b, y)
+
+
+def _times(factor: float | Tensor, x: Tensor) -> Tensor:
+    if isinstance(factor, Tensor):
+        return factor.to(x.dtype) * x
+    return x if factor == 1.0 else factor * x
+
+
+def prepare_heads(
+    heads: Tensor,  # (B, T, H + 2 G, D): queries, keys and values of each token
+    n_head: int,
+    gates: Tensor | None,  # (B, T, G)
+    value: Tensor | None,  # (B, T, G * D), with gates
+    rotary: tuple[Tensor, Tensor] | None,  # each (T, D / 2)
+    norm_eps: float | None,
+) -> Tensor:  # as heads
+    """What attention takes: queries and keys rotated by their positions, then normalized unless norm_eps is None; to
+    the values, `value` is added, 2 sigmoid(gates) times."""
+    n_kv_head = (heads.shape[2] - n_head) // 2
+    qk, v = heads.split((n_head + n_kv_head, n_kv_head), dim=2)
+    if gates is not None and value is not None:
+        v = v + (2 * torch.sigmoid(gates)).unsqueeze(-1) * value.view_as(v)
+    if rotary is not None:
+        qk = apply_rotary(qk, *rotary)
+    if norm_eps is not None:
+        qk = rms_norm(qk, norm_eps)
+    return torch.cat((qk, v), dim=2)
+
+
+def attention(
+    heads: Tensor,  # (B, T, H + 2 G, D)
+    n_head: int,
+    window: int | None,
+    dropout: float,
+) -> Tensor:  # (B, T, H, D)
+    """Causal attention: each query sees itself and the `window - 1` tokens before it (None: all of them)."""
+    n_kv_head = (heads.shape[2] - n_head) // 2
+    q, k, v = (one.transpose(1, 2) for one in heads.split((n_head, n_kv_head, n_kv_head), dim=2))
+    if window is None and q.device.type != "cpu":
+        grouped = n_head != n_kv_head
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout, enable_gqa=grouped)
+    else:
+        y = blocked_attention(q, k, v, window=window, dropout=dropout)
+    return y.transpose(1, 2)
+
+
+def relu2(x: Tensor) -> Tensor:
+    return F.relu(x).square()
+
+
+def softcap(x: Tensor, cap: float) -> Tensor:
+    return cap * torch.tanh(x / cap)
+
+
+def loss_and_gradient(
+    logits: Tensor,  # (n, P), before the softcap; may be overwritten
+    targets: Tensor,  # (n,) int64; negative: not counted
+    vocab_size: int,
+    cap: float | None,
+) -> tuple[Tensor, Tensor]:
+    """Summed cross-entropy in nats, at least float32, and its gradient with respect to the logits, in their type.
+    Entries from `vocab_size` on are padding."""
+    z = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    # tanh through one exponential, to an absolute error of one ulp of 1: a fifth of the head's time less than tanh.
+    squashed = None if cap is None else 1 - 2 / (1 + torch.exp(z * (2 / cap)))
+    capped = z if squashed is None or cap is None else cap * squashed
+    entries = torch.arange(z.shape[1], device=z.device)
+    if vocab_size < z.shape[1]:
+        capped = capped.masked_fill(entries >= vocab_size, -torch.inf)
+    highest = capped.amax(-1, keepdim=True)
+    weights = torch.exp(capped - highest)
+    norm = weights.sum(-1, keepdim=True)
+    counted = (targets >= 0)[:, None]
+    of_target = capped.gather(1, targets.clamp(min=0)[:, None])
+    nats = ((highest + norm.log() - of_target) * counted).sum()
+    gradient = (weights / norm - (entries == targets[:, None]).to(z.dtype)) * counted
+    gradient = gradient if squashed is None else gradient * (1 - squashed * squashed)
+    return nats, gradient.to(logits.dtype)

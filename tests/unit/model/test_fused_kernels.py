@@ -1,0 +1,278 @@
+"""The kernels for what is between matrix products, on CPUs: against PyTorch's own operations in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gptlab.config.model import ModelConfig
+from gptlab.model.gpt import build_model
+from gptlab.model.kernels import fused, ops, torch_ops
+from gptlab.runtime.hardware.device import compiler_available
+
+CPU = torch.device("cpu")
+pytestmark = pytest.mark.skipif(not compiler_available(CPU), reason="no C++ compiler here")
+
+TYPES = [(torch.float32, 3e-6), (torch.bfloat16, 1e-2)]
+"""With the error of what is rounded once (2^-24, 2^-8), relative to the largest element; gradients add a few."""
+WIDTHS = [1, 8, 24, 37, 128]
+"""Less than a vector, whole ones of 4, 8 and 16 elements, and rests."""
+
+
+def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def require_equal(
+    ours: Callable[..., Sequence[Tensor]],
+    exact: Callable[..., Sequence[Tensor]],
+    inputs: Sequence[Tensor],
+    error: float,
+) -> None:
+    """Outputs, and the gradients of their sum with random weights, of the same numbers in float64."""
+    found = []
+    for function, wide in ((ours, False), (exact, True)):
+        given = [(x.double() if wide else x).detach().requires_grad_() for x in inputs]
+        outputs = function(*given)
+        weights = [random(*y.shape, seed=9).to(y.dtype) for y in outputs]
+        sum(((y * w).sum().double() for y, w in zip(outputs, weights, strict=True)), torch.zeros(())).backward()
+        found.append([*(y.detach() for y in outputs), *(x.grad for x in given)])
+    for one, other in zip(*found, strict=True):
+        assert one is not None
+        assert other is not None
+        size = max(1.0, other.abs().max().item())
+        torch.testing.assert_close(one.double(), other, rtol=0, atol=error * size)
+
+
+def rms_norm(x: Tensor, eps: float = 1e-6) -> Tensor:
+    return F.rms_norm(x, x.shape[-1:], eps=eps)
+
+
+@pytest.mark.parametrize(("dtype", "error"), TYPES)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_norm(width: int, dtype: torch.dtype, error: float) -> None:
+    x = random(3, 5, width, dtype=dtype)
+    require_equal(lambda x: [fused.rms_norm(x, 1e-6)], lambda x: [rms_norm(x)], [x], 4 * error)
+
+
+@pytest.mark.parametrize(("dtype", "error"), TYPES)
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("weights", [(1.0, 0.5), (1.0, 1.0)])
+def test_sum_and_norm(width: int, weights: tuple[float, float], dtype: torch.dtype, error: float) -> None:
+    """200 rows: more than the parts in which sums over rows are made."""
+    a, b = weights
+
+    def exact(x: Tensor, y: Tensor) -> list[Tensor]:
+        return [a * x + b * y, rms_norm(a * x + b * y)]
+
+    inputs = [random(2, 100, width, seed=seed, dtype=dtype) for seed in (1, 2)]
+    require_equal(lambda x, y: fused.sum_and_rms_norm(x, y, a, b, 1e-6), exact, inputs, 4 * error)
+
+
+@pytest.mark.parametrize(("dtype", "error"), TYPES)
+def test_learned_weights_of_a_sum(dtype: torch.dtype, error: float) -> None:
+    """Their gradients are sums of 2 * 33 * 40 products: in float32 however the activations are rounded."""
+
+    def exact(x: Tensor, y: Tensor, a: Tensor, b: Tensor) -> list[Tensor]:
+        return [a * x + b * y, rms_norm(a * x + b * y)]
+
+    inputs = [random(2, 33, 40, seed=seed, dtype=dtype) for seed in (1, 2)] + [torch.tensor(0.9), torch.tensor(0.3)]
+    require_equal(lambda x, y, a, b: fused.sum_and_rms_norm(x, y, a, b, 1e-6), exact, inputs, 4 * error)
+
+
+def test_where_only_one_of_the_two_is_used() -> None:
+    x, y = random(2, 7, 24, seed=1), random(2, 7, 24, seed=2)
+    require_equal(
+        lambda x, y: [fused.sum_and_rms_norm(x, y, 1.0, 0.5, 1e-6)[0]], lambda x, y: [x + 0.5 * y], [x, y], 1e-6
+    )
+    require_equal(
+        lambda x, y: [fused.sum_and_rms_norm(x, y, 1.0, 0.5, 1e-6)[1]],
+        lambda x, y: [rms_norm(x + 0.5 * y)],
+        [x, y],
+        1e-5,
+    )
+
+
+@pytest.mark.parametrize(("dtype", "error"), TYPES)
+@pytest.mark.parametrize("width", [2, 16, 40])
+@pytest.mark.parametrize(("rotates", "normalizes", "adds"), [(1, 1, 1), (1, 0, 0), (0, 1, 0), (0, 0, 1)])
+def test_heads(rotates: bool, normalizes: bool, adds: bool, width: int, dtype: torch.dtype, error: float) -> None:
+    """Four query heads and two of keys and values. Against PyTorch's operations one by one, which test_model.py
+    compares with an oracle."""
+    tokens, n_head, n_kv_head = 9, 4, 2
+    heads = random(2, tokens, n_head + 2 * n_kv_head, width, dtype=dtype)
+    extra = [random(2, tokens, n, seed=5, dtype=dtype) for n in (n_kv_head, n_kv_head * width)] if adds else []
+    angles = random(tokens, width // 2, seed=7)
+    rotary = (angles.cos(), angles.sin()) if rotates else None
+
+    def exact(heads: Tensor, gates: Tensor | None = None, value: Tensor | None = None) -> list[Tensor]:
+        tables = None if rotary is None else (rotary[0].double(), rotary[1].double())
+        eps = 1e-6 if normalizes else None
+        return [torch_ops.prepare_heads(heads, n_head, gates, value, tables, eps)]
+
+    def ours(heads: Tensor, gates: Tensor | None = None, value: Tensor | None = None) -> list[Tensor]:
+        return [fused.prepare_heads(heads, n_head, gates, value, rotary, 1e-6 if normalizes else None)]
+
+    # Two numbers have a norm's gradient in which almost everything cancels.
+    require_equal(ours, exact, [heads, *extra], error * (400 if width == 2 else 8))
+
+
+@pytest.mark.parametrize(("dtype", "error"), TYPES)
+def test_softcap(dtype: torch.dtype, error: float) -> None:
+    """Up to twelve times the cap, where it is flat."""
+    x = 12 * random(1003, dtype=dtype)
+    require_equal(lambda x: [fused.softcap(x, 3.0)], lambda x: [3 * torch.tanh(x / 3)], [x], 4 * error)
+
+
+@pytest.mark.parametrize(("dtype", "error"), TYPES)
+@pytest.mark.parametrize("count", [1, 100, 40_000])
+def test_relu2(count: int, dtype: torch.dtype, error: float) -> None:
+    """One by one, and in so many that threads share them, with a rest."""
+    x = random(count + 3, dtype=dtype)
+    require_equal(lambda x: [fused.relu2(x)], lambda x: [F.relu(x).square()], [x], error)
+
+
+@pytest.mark.parametrize(("dtype", "error"), TYPES)
+@pytest.mark.parametrize("cap", [None, 15.0, 2.0])
+@pytest.mark.parametrize(("entries", "padded"), [(11, 16), (50, 50), (64, 64)])
+def test_loss(entries: int, padded: int, cap: float | None, dtype: torch.dtype, error: float) -> None:
+    logits, targets = 3 * random(37, padded, dtype=dtype), torch.arange(37) % entries
+    targets[::5] = -1
+    exact = logits.double().requires_grad_()
+    capped = exact[:, :entries] if cap is None else cap * torch.tanh(exact[:, :entries] / cap)
+    expected = F.cross_entropy(capped, targets, ignore_index=-1, reduction="sum")
+    expected.backward()
+    assert exact.grad is not None
+    nats, gradient = fused.loss_and_gradient(logits.clone(), targets, entries, cap)
+    assert (nats.dtype, gradient.dtype) == (torch.float64, dtype)
+    assert nats.item() == pytest.approx(expected.item(), rel=1e-6)
+    torch.testing.assert_close(gradient.double(), exact.grad, rtol=0, atol=error)
+    assert gradient[:, entries:].eq(0).all()
+    assert gradient[::5].eq(0).all()
+
+
+def test_loss_by_hand() -> None:
+    """Logits 0 and ln 3: probabilities 1/4 and 3/4."""
+    nats, gradient = fused.loss_and_gradient(torch.tensor([[0.0, 3.0]]).log1p().mul(1), torch.tensor([0]), 2, None)
+    assert nats.item() == pytest.approx(1.6094379, abs=1e-6)  # ln 5: log1p makes 0 and ln 4 of 0 and 3
+    assert gradient.flatten().tolist() == pytest.approx([-0.8, 0.8], abs=1e-6)
+
+
+def test_logits_beyond_the_range_of_exp() -> None:
+    """Without a softcap the largest takes all; with one, both ends are flat."""
+    for cap, expected in ((None, 2000.0), (15.0, 30.0)):
+        nats, gradient = fused.loss_and_gradient(torch.tensor([[1000.0, -1000.0]]), torch.tensor([1]), 2, cap)
+        assert nats.item() == pytest.approx(expected, abs=1e-3)
+        assert gradient.flatten().tolist() == ([1.0, -1.0] if cap is None else [0.0, 0.0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_no_number_reaches_the_loss(bad: float, dtype: torch.dtype) -> None:
+    """Where training looks for it. A kernel that compares might lose it."""
+
+    def of(make: Callable[[Tensor], Tensor], *shape: int) -> bool:
+        x = random(*shape).to(dtype)
+        x.view(-1)[3] = bad
+        return bool(make(x).isfinite().all())
+
+    rotary = torch.ones(4, 4), torch.ones(4, 4)
+    assert not of(lambda x: fused.rms_norm(x, 1e-6), 2, 24)
+    assert not of(lambda x: fused.sum_and_rms_norm(x, x, 1.0, 0.5, 1e-6)[0], 2, 24)
+    assert not of(lambda x: fused.prepare_heads(x, 1, None, None, rotary, 1e-6), 1, 4, 3, 8)
+    assert of(fused.relu2, 24) == (bad == -torch.inf)  # of which PyTorch makes 0, too
+    if bad != -torch.inf:  # the logit of an entry that never occurs
+        assert not of(lambda x: fused.loss_and_gradient(x, torch.tensor([1, 2]), 24, None)[0], 2, 24)
+
+
+def test_bits_do_not_depend_on_the_number_of_threads() -> None:
+    """Sums over rows are those of learned weights; everything else belongs to a row."""
+    x, y = random(4, 100, 96, seed=1), random(4, 100, 96, seed=2)
+    logits, targets = random(300, 500), torch.arange(300)
+    found = []
+    threads = torch.get_num_threads()
+    try:
+        for n in (1, 3):
+            torch.set_num_threads(n)
+            given = [one.detach().requires_grad_() for one in (x, y, torch.tensor(0.9), torch.tensor(0.3))]
+            total, normed = fused.sum_and_rms_norm(*given, 1e-6)
+            (fused.relu2(normed) * total).sum().backward()
+            found.append([one.grad for one in given] + list(fused.loss_and_gradient(logits.clone(), targets, 500, 9.0)))
+    finally:
+        torch.set_num_threads(threads)
+    for one, three in zip(*found, strict=True):
+        assert one is not None
+        assert three is not None
+        assert torch.equal(one, three)
+
+
+MODELS = {
+    "nanogpt": ModelConfig(
+        n_layer=2, n_embd=32, n_head=2, seq_len=80, vocab_size=50, norm="layernorm", position="learned", bias=True,
+        qk_norm=False, residual_lambdas=False, activation="gelu", value_embeddings=False, tied_head=True,
+    ),
+    "nanochat": ModelConfig(
+        n_layer=2, n_embd=64, n_head=4, n_kv_head=2, seq_len=80, vocab_size=50, position="rope", qk_norm=True,
+        window_pattern="SL", value_embeddings=True, residual_lambdas=True, logit_softcap=15.0,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_model_with_them_is_the_model_without(kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loss and every gradient against those in float64; the error is at most that of PyTorch's own operations in the
+    same type, and a third more, since both round at random."""
+    config = MODELS[kind]
+    tokens = torch.randint(50, (3, 80), generator=torch.Generator().manual_seed(0))
+    found = []
+    for compute_dtype, by_kernel in ((torch.float64, False), (dtype, False), (dtype, True)):
+        model = build_model(config, device=CPU, compute_dtype=compute_dtype, seed=1)
+        calls: list[str] = []
+        for name in ("rms_norm", "sum_and_rms_norm", "prepare_heads", "attention", "relu2", "loss_and_gradient"):
+            monkeypatch.setattr(fused, name, counted(getattr(fused, name), name, calls))
+        if not by_kernel:
+            monkeypatch.setattr(ops, "_fused", None)
+        with torch.no_grad():
+            for number, weight in enumerate(model.parameters()):  # none is zero, as some are at first
+                weight.add_(0.1 * random(*weight.shape, seed=number))
+        loss = model.loss(tokens, tokens.roll(-1, 1))
+        loss.backward()
+        assert bool(calls) == by_kernel
+        if by_kernel:
+            of_both = {"loss_and_gradient", "attention"}
+            of_one = {"rms_norm", "sum_and_rms_norm", "prepare_heads", "relu2"} if kind == "nanochat" else set()
+            assert set(calls) == of_both | of_one
+        found.append([loss.double()] + [p.grad.double() for p in model.parameters() if p.grad is not None])
+        monkeypatch.undo()
+    exact, plain, ours = found
+    assert len(exact) == len(ours)
+    errors = [
+        sum(((one - true).norm() / true.norm()) ** 2 for one, true in zip(x, exact, strict=True)) for x in (plain, ours)
+    ]
+    assert errors[1] < 1.33**2 * errors[0]
+
+
+def counted(function: Callable[..., Tensor], name: str, calls: list[str]) -> Callable[..., Tensor]:
+    def call(*args: object) -> Tensor:
+        calls.append(name)
+        return function(*args)
+
+    return call
+
+
+def test_a_compiled_model_does_not_use_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.compile fuses what it sees; a kernel would be a break in its graph."""
+    config = replace(MODELS["nanochat"], n_layer=1)
+    model = build_model(config, device=CPU, compute_dtype=torch.float32, seed=1)
+    calls: list[str] = []
+    monkeypatch.setattr(fused, "attention", counted(fused.attention, "attention", calls))
+    tokens = torch.zeros(1, 80, dtype=torch.int64)
+    compiled = torch.compile(model.loss, backend="aot_eager", fullgraph=True, dynamic=False)
+    assert compiled(tokens, tokens).item() == pytest.approx(model.loss(tokens, tokens).item(), rel=1e-5)
+    assert calls == ["attention"], "of the model that is not compiled"
