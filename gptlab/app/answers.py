@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from gptlab.app.loaded_run import load_run
 from gptlab.lab.judge.protocol import serve
 from gptlab.model.gpt import build_model
+from gptlab.runtime.hardware.device import keep_freed_memory
 from gptlab.runtime.records.console import Console
 
 
@@ -24,6 +25,7 @@ def main(run: str) -> None:
     """Answer until the input ends. UserError where the run cannot be loaded."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what any code prints is no answer
+    keep_freed_memory()  # every answer takes the same
     loaded = load_run(run, console=Console(stream=sys.stderr))
 
     @torch.no_grad()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -99,15 +100,26 @@ def scores(
 ) -> Scores:
     """Broken (not-finite) for a logit that is no finite number."""
     nats, prints = np.zeros(len(targets)), np.zeros(len(targets))
-    done = 0
-    for piece in pieces:
-        logits = torch.from_numpy(piece).double()
-        end = done + len(logits)
-        if not torch.isfinite(logits).all():
+    memory, done = torch.empty(0, len(signs), dtype=torch.float64), 0
+    for piece in _read_ahead(pieces):
+        if len(piece) > len(memory):
+            memory = torch.empty(piece.shape, dtype=torch.float64)
+        logits, end = memory[: len(piece)].copy_(torch.from_numpy(piece)), done + len(piece)
+        prints[done:end] = (logits @ torch.from_numpy(signs)).numpy() / math.sqrt(len(signs))
+        if not np.isfinite(prints[done:end]).all():  # as soon as one logit is not, since it is added with a sign
             raise Broken("not-finite", "an answer has a logit that is NaN or infinite")
         counted = torch.from_numpy(targets[done:end].clip(min=0))[:, None]
-        lost = torch.logsumexp(logits, dim=1) - logits.gather(1, counted)[:, 0]
+        of_target, highest = logits.gather(1, counted)[:, 0], logits.amax(1, keepdim=True)
+        lost = highest[:, 0] + logits.sub_(highest).exp_().sum(1).log_() - of_target
         nats[done:end] = np.where(targets[done:end] == IGNORED, 0.0, lost.numpy())
-        prints[done:end] = (logits @ torch.from_numpy(signs)).numpy() / math.sqrt(len(signs))
         done = end
     return Scores(nats, prints)
+
+
+def _read_ahead(pieces: Iterator[NDArray[np.float32]]) -> Iterator[NDArray[np.float32]]:
+    """The pieces, the next of which another thread waits for while one is scored."""
+    with ThreadPoolExecutor(1) as pool:
+        coming = pool.submit(next, pieces, None)
+        while (piece := coming.result()) is not None:
+            coming = pool.submit(next, pieces, None)
+            yield piece
