@@ -6,8 +6,8 @@
 #include <deque>
 
 extern "C" {
-void attention_forward(const float*, float*, float*, long, long, long, long, long, long, long);
-void attention_backward(const float*, const float*, const float*, const float*, float*, long, long, long, long, long,
+void attention_forward(long, const void*, void*, float*, long, long, long, long, long, long, long);
+void attention_backward(long, const void*, const void*, const float*, const void*, void*, long, long, long, long, long,
                         long, long);
 void norm_forward(long, const void*, const void*, float, float, void*, void*, float*, long, long, float, long);
 void norm_backward(long, const void*, const void*, const void*, const float*, const void*, const void*, float, float,
@@ -39,18 +39,6 @@ void print(const float* x, long n) {
     for (long i = 0; i < n; ++i) std::printf("%.9g\n", x[i]);
 }
 
-void attention() {
-    const long batch = 2, tokens = 150, n_head = 4, n_kv_head = 2, width = 24, window = 70;
-    const long inputs = batch * tokens * (n_head + 2 * n_kv_head) * width, outputs = batch * tokens * n_head * width;
-    const float *heads = numbers(inputs, 1), *dy = numbers(outputs, 1);
-    std::vector<float> y(outputs), lse(batch * n_head * tokens), gradient(inputs);
-    attention_forward(heads, y.data(), lse.data(), batch, tokens, n_head, n_kv_head, width, window, 1);
-    attention_backward(heads, y.data(), lse.data(), dy, gradient.data(), batch, tokens, n_head, n_kv_head, width, window,
-                       1);
-    print(y.data(), outputs);
-    print(gradient.data(), inputs);
-}
-
 // Elements of an array of either type, whose widths are no whole vectors.
 template <class T>
 struct Array {
@@ -65,6 +53,18 @@ struct Array {
         for (T x : elements) std::printf("%.9g\n", wide(x));
     }
 };
+
+template <class T>
+void attention() {
+    const long narrow = sizeof(T) == 2, batch = 2, tokens = 150, n_head = 4, n_kv_head = 2, width = 24, window = 70;
+    const long inputs = batch * tokens * (n_head + 2 * n_kv_head) * width, outputs = batch * tokens * n_head * width;
+    Array<T> heads(inputs, 1), dy(outputs, 1), y(outputs), gradient(inputs);
+    std::vector<float> lse(batch * n_head * tokens);
+    attention_forward(narrow, heads.data(), y.data(), lse.data(), batch, tokens, n_head, n_kv_head, width, window, 1);
+    attention_backward(narrow, heads.data(), y.data(), lse.data(), dy.data(), gradient.data(), batch, tokens, n_head,
+                       n_kv_head, width, window, 1);
+    y.print(), gradient.print();
+}
 
 template <class T>
 void fused() {
@@ -137,7 +137,8 @@ void decode(bool narrow) {
 }  // namespace
 
 int main() {
-    attention();
+    attention<float>();
+    attention<bfloat16>();
     fused<float>();
     fused<bfloat16>();
     decode(false);

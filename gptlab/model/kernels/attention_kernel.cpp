@@ -1,4 +1,6 @@
-// Causal attention of float32 heads on a CPU, forward and backward, in one pass over blocks that stay in the cache.
+// Causal attention on a CPU, forward and backward, in one pass over blocks that stay in the cache.
+//
+// Heads are float32 or bfloat16; scores, weights and sums are float32.
 //
 // Scores of 64 queries against 64 keys exist at one time (online softmax, as in FlashAttention, arXiv:2205.14135; the
 // backward pass recomputes them from the log-sum-exp, arXiv:2307.08691). What causality hides is skipped, down to tiles
@@ -55,13 +57,15 @@ struct Shape {
 
 // Prefetch a share of the next sequence's memory: rows of a single head are too far apart for the processor's own
 // prefetcher.
-void prefetch(const float* memory, long floats, long share, long shares) {
-    const long end = floats * (share + 1) / shares;
-    for (long i = floats * share / shares; i < end; i += 16) __builtin_prefetch(memory + i, 0, 2);
+template <class T>
+void prefetch(const T* memory, long elements, long share, long shares) {
+    const long end = elements * (share + 1) / shares, line = 64 / sizeof(T);
+    for (long i = elements * share / shares; i < end; i += line) __builtin_prefetch(memory + i, 0, 2);
 }
 
-// Rows of `width` floats, `stride` apart, times `scale` -> packed.
-void pack(const Shape& s, const float* from, long stride, float scale, float* to) {
+// Rows of `width` elements, `stride` apart, times `scale` -> packed.
+template <class T>
+void pack(const Shape& s, const T* from, long stride, float scale, float* to) {
     const long columns = s.columns();
     for (long t = 0; t < s.tokens; t++)
         for (long d = 0; d < columns; d += W)
@@ -70,7 +74,8 @@ void pack(const Shape& s, const float* from, long stride, float scale, float* to
 }
 
 // The same, each block of BLOCK rows as (columns, BLOCK).
-void pack_transposed(const Shape& s, const float* from, long stride, float* to) {
+template <class T>
+void pack_transposed(const Shape& s, const T* from, long stride, float* to) {
     const long columns = s.columns();
     for (long t = 0; t < s.rows(); t += W)
         for (long d = 0; d < columns; d += W) {
@@ -85,9 +90,11 @@ void pack_transposed(const Shape& s, const float* from, long stride, float* to) 
         }
 }
 
-void unpack(const Shape& s, const float* packed, float scale, float* to, long stride) {
+template <class T>
+void unpack(const Shape& s, const float* packed, float scale, T* to, long stride) {
     for (long t = 0; t < s.tokens; t++)
-        for (long d = 0; d < s.width; d++) to[t * stride + d] = packed[t * s.columns() + d] * scale;
+        for (long d = 0; d < s.width; d += W)
+            store_part(to + t * stride + d, load(packed + t * s.columns() + d) * scale, s.width - d);
 }
 
 // out (BLOCK, BLOCK) = rows of `left` from q0 on times the block of `transposed` at k0. Tiles that no query sees are 0.
@@ -141,11 +148,9 @@ void online_softmax(const Shape& s, bool diagonal, float* scores, float* highest
     }
 }
 
-}  // namespace
 
-extern "C" {
-
-void attention_forward(const float* heads, float* y, float* lse, long batch, long tokens, long n_head, long n_kv_head,
+template <class T>
+void forward(const T* heads, T* y, float* lse, long batch, long tokens, long n_head, long n_kv_head,
                        long width, long window, long threads) {
     const Shape s{batch, tokens, n_head, n_kv_head, width, window};
     const long n = s.packed(), columns = s.columns();
@@ -157,7 +162,7 @@ void attention_forward(const float* heads, float* y, float* lse, long batch, lon
         const auto take = [&](long floats) { float* taken = free; free += floats; return taken; };
         float *q = take(n), *kt = take(n), *v = take(n), *out = take(BLOCK * columns);
         float *scores = take(BLOCK * BLOCK), *highest = take(BLOCK), *total = take(BLOCK);
-        const float* here = heads + sequence * tokens * s.token();
+        const T* here = heads + sequence * tokens * s.token();
         if (sequence + 1 < batch) prefetch(here + tokens * s.token(), tokens * s.token(), kv, n_kv_head);
         pack_transposed(s, here + (n_head + kv) * width, s.token(), kt);
         pack(s, here + (n_head + n_kv_head + kv) * width, s.token(), 1, v);
@@ -177,9 +182,10 @@ void attention_forward(const float* heads, float* y, float* lse, long batch, lon
                                 columns, out + r * columns + d, columns);
                 }
                 for (long r = 0; r < BLOCK && q0 + r < tokens; r++) {
-                    float* to = y + ((sequence * tokens + q0 + r) * n_head + head) * width;
+                    T* to = y + ((sequence * tokens + q0 + r) * n_head + head) * width;
                     const float inverse = 1 / total[r];
-                    for (long d = 0; d < width; d++) to[d] = out[r * columns + d] * inverse;
+                    for (long d = 0; d < width; d += W)
+                        store_part(to + d, load(out + r * columns + d) * inverse, width - d);
                     lse[(sequence * n_head + head) * tokens + q0 + r] = highest[r] + std::log(total[r]);
                 }
             }
@@ -187,7 +193,8 @@ void attention_forward(const float* heads, float* y, float* lse, long batch, lon
     }
 }
 
-void attention_backward(const float* heads, const float* y, const float* lse, const float* dy, float* dheads,
+template <class T>
+void backward(const T* heads, const T* y, const float* lse, const T* dy, T* dheads,
                         long batch, long tokens, long n_head, long n_kv_head, long width, long window, long threads) {
     const Shape s{batch, tokens, n_head, n_kv_head, width, window};
     const long n = s.packed(), columns = s.columns();
@@ -201,8 +208,8 @@ void attention_backward(const float* heads, const float* y, const float* lse, co
         float *dq = take(n), *dk = take(n), *dv = take(n);
         float *weights = take(BLOCK * BLOCK), *dscores = take(BLOCK * BLOCK);
         float *norm = take(s.rows()), *delta = take(s.rows());
-        const float* here = heads + sequence * tokens * s.token();
-        float* dhere = dheads + sequence * tokens * s.token();
+        const T* here = heads + sequence * tokens * s.token();
+        T* dhere = dheads + sequence * tokens * s.token();
         if (sequence + 1 < batch) {
             const long of_y = tokens * n_head * width;
             prefetch(here + tokens * s.token(), tokens * s.token(), kv, n_kv_head);
@@ -222,7 +229,7 @@ void attention_backward(const float* heads, const float* y, const float* lse, co
             pack(s, dy + first, n_head * width, 1, dout);
             std::memset(dq, 0, n * sizeof(float));
             for (long t = 0; t < tokens; t++) {  // sum over keys of weight times its gradient = sum of y dy
-                const float* of_token = y + first + t * n_head * width;
+                const T* of_token = y + first + t * n_head * width;
                 vec sums{};
                 for (long d = 0; d < width; d += W)
                     sums += load_part(of_token + d, width - d) * load(dout + t * columns + d);
@@ -259,5 +266,20 @@ void attention_backward(const float* heads, const float* y, const float* lse, co
         unpack(s, dk, 1, dhere + (n_head + kv) * width, s.token());
         unpack(s, dv, 1, dhere + (n_head + n_kv_head + kv) * width, s.token());
     }
+}
+
+}  // namespace
+
+extern "C" {
+
+void attention_forward(long narrow, const void* heads, void* y, float* lse, long batch, long tokens, long n_head,
+                       long n_kv_head, long width, long window, long threads) {
+    BY_TYPE(narrow, forward(in<T>(heads), out<T>(y), lse, batch, tokens, n_head, n_kv_head, width, window, threads))
+}
+
+void attention_backward(long narrow, const void* heads, const void* y, const float* lse, const void* dy, void* dheads,
+                        long batch, long tokens, long n_head, long n_kv_head, long width, long window, long threads) {
+    BY_TYPE(narrow, backward(in<T>(heads), in<T>(y), lse, in<T>(dy), out<T>(dheads), batch, tokens, n_head, n_kv_head,
+                             width, window, threads))
 }
 }

@@ -35,7 +35,7 @@ def prepare_heads(
 
 
 def attention(heads: Tensor, n_head: int, window: int | None, dropout: float) -> Tensor:
-    if heads.dtype != torch.float32 or dropout > 0:
+    if dropout > 0:
         return torch_ops.attention(heads, n_head, window, dropout)
     return _Attention.apply(heads, n_head, _UNLIMITED if window is None else window)
 
@@ -131,9 +131,10 @@ class _Attention(torch.autograd.Function):
     def forward(ctx: Any, heads: Tensor, n_head: int, window: int) -> Tensor:
         heads = heads.contiguous()
         batch, tokens, rows, width = heads.shape
-        y, lse = heads.new_empty(batch, tokens, n_head, width), heads.new_empty(batch, n_head, tokens)
+        y = heads.new_empty(batch, tokens, n_head, width)
+        lse = heads.new_empty(batch, n_head, tokens, dtype=torch.float32)
         ctx.sizes = batch, tokens, n_head, (rows - n_head) // 2, width, window
-        call("attention_forward", heads, y, lse, *ctx.sizes)
+        call("attention_forward", _narrow(heads), heads, y, lse, *ctx.sizes)
         ctx.save_for_backward(heads, y, lse)
         return y
 
@@ -141,7 +142,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
         heads, y, lse = ctx.saved_tensors
         dheads = torch.empty_like(heads)
-        call("attention_backward", heads, y, lse, dy.contiguous(), dheads, *ctx.sizes)
+        call("attention_backward", _narrow(heads), heads, y, lse, dy.contiguous(), dheads, *ctx.sizes)
         return dheads, None, None
 
 

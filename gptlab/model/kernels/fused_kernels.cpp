@@ -270,27 +270,7 @@ void loss_rows(T* z, const int64_t* targets, long rows, long columns, long vocab
     }
 }
 
-template <class T>
-const T* in(const void* memory) {
-    return static_cast<const T*>(memory);
-}
-
-template <class T>
-T* out(void* memory) {
-    return static_cast<T*>(memory);
-}
-
 }  // namespace
-
-// The same for both types: BODY with T.
-#define BY_TYPE(narrow, ...)      \
-    if (narrow) {                 \
-        using T = bfloat16;       \
-        __VA_ARGS__;              \
-    } else {                      \
-        using T = float;          \
-        __VA_ARGS__;              \
-    }
 
 extern "C" {
 

@@ -189,4 +189,24 @@ inline void transpose_vectors(vec* rows) {
     if constexpr (2 * STEP < W) transpose_vectors<2 * STEP>(rows);
 }
 
+template <class T>
+const T* in(const void* memory) {
+    return static_cast<const T*>(memory);
+}
+
+template <class T>
+T* out(void* memory) {
+    return static_cast<T*>(memory);
+}
+
 }  // namespace
+
+// The same for both types: BODY with T.
+#define BY_TYPE(narrow, ...)      \
+    if (narrow) {                 \
+        using T = bfloat16;       \
+        __VA_ARGS__;              \
+    } else {                      \
+        using T = float;          \
+        __VA_ARGS__;              \
+    }
