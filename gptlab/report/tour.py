@@ -262,7 +262,10 @@ class Tour:
         seconds = _finite(number(self.facts.record.summary.get("compile_seconds")))
         took = f" in {duration(seconds)} (most of it is cached after the first time)" if seconds else ""
         if how.startswith("inductor"):
-            return prose(f"torch.compile turned the model into code for this machine ({how}){took}.")
+            return prose(
+                f"torch.compile turned the model into code for this machine ({how}){took}. A first step on made-up "
+                "tokens made it do so; it was undone to the last bit, and the clock of the training counts none of it."
+            )
         if found.get("kernels", "none") != "none":
             return prose(
                 "The model was not compiled: PyTorch multiplies its matrices, and what is between the products (norms, "
