@@ -8,12 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from gptlab.app.run_request import DEFAULT_RECIPE, RunRequest
+from gptlab.app.session import prepared
 from gptlab.bench.training_rate import limited_machine, timed_machine
 from gptlab.config.errors import UserError
 from gptlab.config.run import LogConfig, RunConfig
 from gptlab.config.scaling import Machine
 from gptlab.data.prepare import prepare
 from gptlab.lab.experiments.folder import Lab, Settings, create
+from gptlab.runtime.hardware.place import place_of
 from gptlab.runtime.processes.distributed import World
 from gptlab.runtime.records.console import Console
 
@@ -32,7 +34,8 @@ def new_lab(path: Path, request: RunRequest, asked: Sequence[str], console: Cons
         return lab
 
     def measure(config: RunConfig) -> Machine:
-        with console.busy("compiling and timing steps, to size the model"):
+        prepared(config, place_of(config), console)
+        with console.busy("timing steps, to size the model"):
             return timed_machine(config, World(), console.warn, lambda text: None)
 
     # A lab has its own report, and a night of runs should not start as many processes.

@@ -165,10 +165,8 @@ def run_session(session: Session, attempt: Attempt, earlier: EarlierRun | None) 
             startup_seconds = time.perf_counter() - off_clock.started - compile_seconds
             off_clock.compile_seconds += compile_seconds
             off_clock.startup_seconds += startup_seconds
-            console.line(
-                f"run folder {run.path} | start-up {startup_seconds:.1f}s"
-                f" | {'compiled' if session.passes.compiled else 'warmed up'} in {compile_seconds:.1f}s"
-            )
+            compiled = f" | compiled in {compile_seconds:.1f}s" if session.passes.compiled else ""
+            console.line(f"run folder {run.path} | start-up {startup_seconds:.1f}s{compiled}")
             if group.size > 1:
                 group.barrier("first step")
                 group.start_collectives(session.place.device, timeout_seconds=config.runtime.process_timeout_seconds)

@@ -130,9 +130,8 @@ def _setting(bench: Bench) -> Iterator[tuple[str, str]]:
     yield "model", f"{bench.recipe}: {bench.model}"
     yield "", f"{bench.parameters:,} parameters, {bench.flops_per_token.total:,} FLOP a token"
     yield "step", bench.shape
-    how = {"off": "warmed up", "cold": "compiled", "cached": "compiled"}[bench.compiled]
-    where = {"off": "not compiled", "cold": "new to its cache", "cached": "from its cache"}[bench.compiled]
-    yield how, f"in {bench.compile_seconds:.1f} s ({where})"
+    where = {"off": "no", "cold": "in {:.1f} s (new to its cache)", "cached": "in {:.1f} s (from its cache)"}
+    yield "compiled", where[bench.compiled].format(bench.compile_seconds)
 
 
 def _peak(bench: Bench) -> str:

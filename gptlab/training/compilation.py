@@ -85,6 +85,8 @@ def make_passes(state: TrainState, config: RunConfig, warn: Callable[[str], None
     wanted = config.runtime.compile
     if wanted == "off" or (wanted == "auto" and outrun_compiler(device, dtype)):
         return plain
+    if wanted == "auto" and missing is not None and cxx_compiler() is None:
+        return plain  # of which the warning about the kernels has told
     return _compiled(plain, state, config, warn)
 
 
@@ -165,7 +167,7 @@ def warm_up(
     state: TrainState, passes: Passes, config: RunConfig, eval_sequences: int, warn: Callable[[str], None]
 ) -> float:
     """Compile: run a forward, a backward, an update and a validation pass on made-up tokens, then put back weights,
-    moments and generators. Returns the seconds it took.
+    moments and generators. Returns the seconds it took: none for uncompiled passes on a CPU, which are ready.
 
     Where the compiler fails or compiles nothing, `passes` become the plain ones, and `warn` is called; ConfigError
     where compilation is required, or where weights are sharded, since the other ranks are then in the middle of a pass.
@@ -173,8 +175,8 @@ def warm_up(
     started = time.perf_counter()
     if passes.compiled:
         _compile(state, passes, config, eval_sequences, warn)
-    else:
-        _run_once(state, passes, config, eval_sequences)
+    elif state.device.type != "cpu" or state.strategy.is_sharded:
+        run_once(state, passes, config, eval_sequences)
     return time.perf_counter() - started
 
 
@@ -185,14 +187,14 @@ def _compile(
     from torch._dynamo.utils import counters
 
     try:
-        _run_once(state, passes, config, eval_sequences)
+        run_once(state, passes, config, eval_sequences)
     except (TorchDynamoException, OSError) as error:
         problem = f"torch.compile failed: {_what_failed(error)}"
         if config.runtime.compile == "on" or state.strategy.is_sharded:
             raise ConfigError("runtime.compile", config.runtime.compile, problem, "off") from error
         passes.give_up_compiling()
         warn(f"training without torch.compile, which is slower: {problem}")
-        _run_once(state, passes, config, eval_sequences)
+        run_once(state, passes, config, eval_sequences)
     else:
         if counters["stats"]["unique_graphs"] > 0:  # of this process: a second model may find those of the first
             passes.compiler = _compiler(state.device)
@@ -216,7 +218,8 @@ def _what_failed(error: Exception) -> str:
     return next((line for line in lines if "error" in line.lower()), lines[0] if lines else type(error).__name__)[:300]
 
 
-def _run_once(state: TrainState, passes: Passes, config: RunConfig, eval_sequences: int) -> None:
+def run_once(state: TrainState, passes: Passes, config: RunConfig, eval_sequences: int) -> None:
+    """What `warm_up` runs."""
     rng, strategy = capture_rng(state.device), state.strategy
     kept = [*(p.detach() for p in strategy.updated_weights()), *state.optimizer.state_tensors().values()]
     copies = [tensor.to("cpu", copy=True) for tensor in kept]

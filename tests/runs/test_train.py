@@ -65,7 +65,7 @@ from gptlab.training.checkpoint import saver as saver_module
 from gptlab.training.checkpoint.format import CheckpointError, list_checkpoints
 from gptlab.training.checkpoint.load import load_checkpoint, verify_checkpoint
 from gptlab.training.checkpoint.write import save_checkpoint
-from gptlab.training.compilation import warm_up
+from gptlab.training.compilation import run_once
 from gptlab.training.faults import TrainingFailed
 from gptlab.training.loop import fit
 from gptlab.training.step import gradients, update
@@ -524,7 +524,7 @@ def test_warm_up_leaves_no_trace(folder: Path, changes: dict[str, Any]) -> None:
         warmed.append(True)
         return state.model.loss(tokens, targets)
 
-    warm_up(state, replace(opened.passes, loss_sum=loss_sum), opened.config, opened.eval_sequences, pytest.fail)
+    run_once(state, replace(opened.passes, loss_sum=loss_sum), opened.config, opened.eval_sequences)
     after = everything()
     assert warmed == [True]
     assert before.keys() == after.keys()

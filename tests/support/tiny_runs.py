@@ -204,8 +204,12 @@ class FakeClock:
             clock._charge(patch, "gptlab.app.session.evaluate", cls.EVALUATION)
             clock._charge(patch, "gptlab.eval.sampling.sample_text", cls.SAMPLE)
             clock._charge(patch, "gptlab.training.checkpoint.saver.save_checkpoint", cls.SAVE)
-            clock._charge(patch, "gptlab.training.compilation.gradients", cls.WARM_UP)
+            patch.setattr("gptlab.app.run_session.warm_up", clock._warm_up)
             yield clock
+
+    def _warm_up(self, *of_run: Any) -> float:
+        self.now += self.WARM_UP
+        return self.WARM_UP
 
     def _charge(self, patch: pytest.MonkeyPatch, name: str, seconds: float) -> None:
         work = pkgutil.resolve_name(name)

@@ -84,17 +84,8 @@ class _SumAndNorm(torch.autograd.Function):
         dy = dx if a == b else torch.empty_like(total) if len(gradients) == 2 else None
         sums = torch.empty(_SUM_CHUNKS, 2, dtype=torch.float64) if ctx.learned else None
         x, y = learned or (None, None)
-        given = dtotal, dnormed, total, inverse, x, y, a, b
-        call(
-            "norm_backward",
-            _narrow(total),
-            *given,
-            dx,
-            None if dy is dx else dy,
-            sums,
-            inverse.numel(),
-            total.shape[-1],
-        )
+        given, made = (dtotal, dnormed, total, inverse, x, y, a, b), (dx, None if dy is dx else dy, sums)
+        call("norm_backward", _narrow(total), *given, *made, inverse.numel(), total.shape[-1])
         of_weights = (None, None) if sums is None else sums.sum(0).float().unbind()
         return dx, dy, *of_weights, None
 

@@ -93,6 +93,16 @@ def test_so_does_one_that_repeats_another(folder: Path, request: pytest.FixtureR
     assert any(" -> none" in line and NOT_BIT_FOR_BIT in line for line in out.splitlines())
 
 
+def test_a_machine_without_a_compiler_says_so_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both the kernels and torch.compile need one."""
+    monkeypatch.setattr(library, "kernel_library", lambda: "no C++ compiler (g++ or clang++) was found")
+    monkeypatch.setattr("gptlab.training.compilation.cxx_compiler", lambda: None)
+    code, out, err = command(["train", *arguments(folder, "no compiler", {"runtime.compile": "auto", "steps": 1})])
+    assert (code, err) == (0, "")
+    (warning,) = (line for line in out.splitlines() if "slower" in line)
+    assert "no C++ compiler (g++ or clang++) was found" in warning
+
+
 def failing_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     def backend(graph: object, inputs: object, **options: object) -> Callable[..., Any]:
         raise RuntimeError("c++: error: out of order\nand more")
