@@ -165,6 +165,16 @@ class TestDisagreement:
 
 
 class TestLostRanks:
+    def test_a_rank_that_stops_before_its_first_beat_is_known_to_the_others(self) -> None:
+        """Half a second after it began. Until torch's own limit, a minute later, nobody missed it."""
+        store = torch.distributed.HashStore()
+        liveness = Liveness(1, 2, store)
+        liveness.start([])
+        try:
+            assert store.check(["beat/1"])
+        finally:
+            liveness.close()
+
     def test_a_stopped_rank_ends_the_others_by_name(self, played: Path) -> None:
         output = (played / "output.txt").read_text()
         for rank in (0, 1):

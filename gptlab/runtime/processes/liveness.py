@@ -82,6 +82,8 @@ class Liveness:
             for rank, who in enumerate(everybody)
             if who["host"] == _host() and rank != self._rank
         }
+        with suppress(RuntimeError):  # the others miss only who was there; without a store, the thread says so
+            self._beat(0)
         self._thread.start()
 
     def close(self) -> None:
@@ -164,13 +166,16 @@ class Liveness:
         if self.failure is None and self._store.check(["failure"]):
             self.failure = Failure(**json.loads(self._store.get("failure")))
 
+    def _beat(self, number: int) -> None:
+        self._store.set(f"beat/{self._rank}", json.dumps([number, self._collectives]))
+
     def _run(self) -> None:
         beats, tries = 0, 0
         failed_at: float | None = None
         while not self._over.wait(BEAT_SECONDS):
             try:
                 beats += 1
-                self._store.set(f"beat/{self._rank}", json.dumps([beats, self._collectives]))
+                self._beat(beats)
                 self._read_failure()
                 if self.failure is None and (lost := self._lost()) is not None:
                     self._record(lost)
