@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from gptlab.model.kernels import torch_ops
 from gptlab.model.kernels.library import call
@@ -49,8 +50,12 @@ def softcap(x: Tensor, cap: float) -> Tensor:
 
 
 def loss_and_gradient(logits: Tensor, targets: Tensor, vocab_size: int, cap: float | None) -> tuple[Tensor, Tensor]:
-    """The loss is float64; the gradient takes the place of the logits, which must be contiguous."""
+    """The loss is float64; the gradient takes the place of the logits, which must be contiguous. IndexError for a
+    target that is no entry."""
     assert logits.is_contiguous()
+    assert targets.dtype == torch.int64
+    if int(targets.max()) >= vocab_size:
+        raise IndexError(f"target {int(targets.max())} is out of bounds for {vocab_size} entries")
     nats = torch.empty((), dtype=torch.float64)
     call(
         "loss_and_gradient", _narrow(logits), logits, targets.contiguous(), *logits.shape, vocab_size, cap or 0.0, nats
@@ -74,6 +79,7 @@ class _SumAndNorm(torch.autograd.Function):
         return normed if y is None else (total, normed)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         total, inverse, *learned = ctx.saved_tensors
         dtotal, dnormed = (None, *gradients)[-2:]
@@ -109,6 +115,7 @@ class _Heads(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         out, inverse, gates, value, cos, sin = ctx.saved_tensors
         given = dout.contiguous(), out, inverse, gates, value, cos, sin
@@ -130,6 +137,7 @@ class _Attention(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
         heads, y, lse = ctx.saved_tensors
         dheads = torch.empty_like(heads)
@@ -150,6 +158,7 @@ class _Elementwise(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
         dx = torch.empty_like(x)

@@ -163,6 +163,12 @@ def test_loss_by_hand() -> None:
     assert gradient.flatten().tolist() == pytest.approx([-0.8, 0.8], abs=1e-6)
 
 
+def test_a_target_that_is_no_entry() -> None:
+    """The kernel would write beyond its memory."""
+    with pytest.raises(IndexError, match="target 9 is out of bounds for 7 entries"):
+        fused.loss_and_gradient(torch.zeros(3, 8), torch.tensor([0, 9, -1]), 7, None)
+
+
 def test_logits_beyond_the_range_of_exp() -> None:
     """Without a softcap the largest takes all; with one, both ends are flat."""
     for cap, expected in ((None, 2000.0), (15.0, 30.0)):
@@ -256,6 +262,25 @@ def test_a_model_with_them_is_the_model_without(kind: str, dtype: torch.dtype, m
         sum(((one - true).norm() / true.norm()) ** 2 for one, true in zip(x, exact, strict=True)) for x in (plain, ours)
     ]
     assert errors[1] < 1.33**2 * errors[0]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: fused.rms_norm(x, 1e-6),
+        lambda x: fused.sum_and_rms_norm(x, x, 1.0, 0.5, 1e-6)[0],
+        lambda x: fused.prepare_heads(x, 1, None, None, None, 1e-6),
+        lambda x: fused.attention(x, 1, None, 0.0),
+        fused.relu2,
+        lambda x: fused.softcap(x, 2.0),
+    ],
+)
+def test_a_second_derivative_is_an_error(function: Callable[[Tensor], Tensor]) -> None:
+    """It would be wrong without a word: gradients come from C++, which autograd does not see."""
+    x = random(1, 4, 3, 8).requires_grad_()
+    (gradient,) = torch.autograd.grad(function(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
 
 
 def counted(function: Callable[..., Tensor], name: str, calls: list[str]) -> Callable[..., Tensor]:
