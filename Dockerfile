@@ -5,7 +5,7 @@
 # GPUs: build with --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cu130 and run with --gpus all.
 FROM python:3.12-slim
 
-# torch.compile and the attention kernel need a C++ compiler.
+# gptlab's kernels and torch.compile need a C++ compiler.
 RUN apt-get update && apt-get install --no-install-recommends -y g++ git && rm -rf /var/lib/apt/lists/*
 
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
