@@ -32,8 +32,8 @@ PARTS = ("data", "forward", "backward", "norm, clip", "muon", "adamw")
 
 # Of made-up text: more than a CPU's caches hold.
 MADE_UP_TOKENS = 4_000_000
-# So many steps in a row that differ by so little are those of a machine that does nothing else: their median is as good
-# as that of twenty (docs/LOG.md, 2026-11-23).
+# So many steps in a row that differ by so little are those of a machine that does nothing else. Beside other programs,
+# steps of quickstart differ by half and more (docs/LOG.md, 2026-11-22), and are timed for as long as was asked.
 ALIKE_STEPS = 5
 ALIKE_RATIO = 1.1
 # Where in its schedule a step is timed: full learning rate and weight decay, the usual work.

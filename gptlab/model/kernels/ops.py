@@ -93,7 +93,7 @@ def missing_kernels(device: torch.device, dtype: torch.dtype) -> str | None:
 
 def outrun_compiler(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the C++ kernels, which need no compilation for each model, are there and as fast as torch.compile: for
-    float32 (quickstart of 2 and 4 layers on two Zen 3 cores: 1.09 and 1.02 times, docs/LOG.md, 2026-11-23)."""
+    float32 (1.01 to 1.09 times on two Zen 3 cores, docs/LOG.md, 2026-11-23)."""
     return _fused is not None and device.type == "cpu" and dtype == torch.float32
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,14 @@ import torch
 from forked import run_forked
 
 import gptlab
+from gptlab.app.session import prepared
 from gptlab.config.model import ModelConfig
+from gptlab.config.recipes import configure
 from gptlab.model.gpt import build_model
 from gptlab.model.kernels import library, ops
 from gptlab.runtime.hardware.device import compiler_available, cxx_compiler
+from gptlab.runtime.hardware.place import Peak, Place
+from gptlab.runtime.records.console import QuietConsole
 
 CPU = torch.device("cpu")
 needs_compiler = pytest.mark.skipif(not compiler_available(CPU), reason="no C++ compiler here")
@@ -131,3 +136,23 @@ def test_without_them_models_compute_all_the_same_and_say_why(tmp_path: Path, la
     assert computed == "none True"
     assert problem in why
     assert of_float64 == "None", "which the kernels are not for"
+
+
+def test_they_are_built_while_data_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each waits for the other to begin: one after the other, neither would end."""
+    building, preparing = threading.Event(), threading.Event()
+
+    def build() -> None:
+        building.set()
+        assert preparing.wait(30)
+
+    def prepare(*of_run: object, **more: object) -> str:
+        preparing.set()
+        assert building.wait(30), "the kernels were not begun"
+        return "tokens"
+
+    monkeypatch.setattr(library, "kernel_library", build)
+    monkeypatch.setattr("gptlab.app.session.prepare", prepare)
+    place = Place(CPU, torch.float32, 1, Peak(None, "unknown"))
+    config = configure("quickstart", depth=2, horizon=None, machine=None, own={})
+    assert prepared(config, place, QuietConsole()) == "tokens"
