@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
+from typing import cast
 
 import torch
 
@@ -13,6 +14,7 @@ from gptlab.config.model import ModelConfig
 from gptlab.config.run import RunConfig
 from gptlab.model.counting import FlopsPerToken, ParameterCounts, flops_per_token, parameter_counts
 from gptlab.model.gpt import GPT
+from gptlab.runtime.hardware.device import Platform
 from gptlab.runtime.hardware.place import Place
 
 
@@ -47,7 +49,7 @@ def make_plan(config: RunConfig, place: Place, rate: Rate | None = None) -> RunP
     vocab_size, vocab_source = assumed_vocab_size(config)
     config = replace(config, model=replace(config.model, vocab_size=vocab_size))
     with torch.device("meta"):
-        model = GPT(config.model, place.dtype)
+        model = GPT(config.model, place.dtype, cast(Platform, place.device.type))
     if place.dtype == torch.float64:
         model = model.double()
     counts, flops = parameter_counts(model), flops_per_token(model)

@@ -8,6 +8,7 @@ where it is used, so that precision is visible in the code, without an autocast 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -18,8 +19,9 @@ from gptlab.model.attention import cached_attention, rotary_tables
 from gptlab.model.head import HeadLoss
 from gptlab.model.init import initial_weights
 from gptlab.model.kernels import torch_ops
-from gptlab.model.kernels.ops import ACTIVATIONS, implementation, load_kernels
+from gptlab.model.kernels.ops import ACTIVATIONS, attention, implementation, load_kernels
 from gptlab.model.kv_cache import KVCache
+from gptlab.runtime.hardware.device import Platform
 
 # Channels that a value-embedding gate reads (autoresearch and nanochat: 32).
 GATE_CHANNELS = 32
@@ -79,9 +81,9 @@ def make_dropout(config: ModelConfig) -> nn.Module:
 
 
 class Attention(nn.Module):
-    def __init__(self, config: ModelConfig, layer: int) -> None:
+    def __init__(self, config: ModelConfig, layer: int, platform: Platform) -> None:
         super().__init__()
-        self.layer = layer
+        self.layer, self.platform = layer, platform
         self.head_dim = config.head_dim
         self.n_head, self.n_kv_head = config.n_head, config.kv_heads
         self.window = config.layer_windows()[layer]
@@ -105,7 +107,7 @@ class Attention(nn.Module):
             heads = implementation(x).prepare_heads(heads, self.n_head, gates, value, rotary, norm_eps)
         if cache is None:
             dropout = self.dropout if self.dropout > 0 and self.training else 0.0
-            y = implementation(x).attention(heads, self.n_head, self.window, dropout)
+            y = attention(heads, self.n_head, self.window, dropout, self.platform)
         else:
             q, k, v = heads.transpose(1, 2).split((self.n_head, self.n_kv_head, self.n_kv_head), dim=1)
             k, v = cache.append(self.layer, k, v)
@@ -125,9 +127,9 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, config: ModelConfig, layer: int) -> None:
+    def __init__(self, config: ModelConfig, layer: int, platform: Platform) -> None:
         super().__init__()
-        self.attention_norm, self.attention = make_norm(config), Attention(config, layer)
+        self.attention_norm, self.attention = make_norm(config), Attention(config, layer, platform)
         self.mlp_norm, self.mlp = make_norm(config), MLP(config)
         scale = config.attention_residual_scale
         self.attention_scale = 1.0 if scale is None else scale
@@ -158,10 +160,13 @@ class GPT(nn.Module):
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, config: ModelConfig, compute_dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, config: ModelConfig, compute_dtype: torch.dtype = torch.float32, platform: Platform = "cpu"
+    ) -> None:
         super().__init__()
         assert config.vocab_size is not None
-        self.config, self.compute_dtype, self.vocab_size = config, compute_dtype, config.vocab_size
+        self.config, self.compute_dtype, self.platform = config, compute_dtype, platform
+        self.vocab_size = config.vocab_size
         rows, width = config.padded_vocab_size, config.n_embd
         value_width = config.kv_heads * config.head_dim
         self.token_embedding = Embedding(rows, width)
@@ -171,7 +176,7 @@ class GPT(nn.Module):
         )
         self.embedding_norm = make_norm(config) if config.embedding_norm else None
         self.dropout = make_dropout(config)
-        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
+        self.blocks = nn.ModuleList(Block(config, layer, platform) for layer in range(config.n_layer))
         if config.residual_lambdas:
             self.residual_lambdas = nn.Parameter(torch.empty(config.n_layer))
             self.x0_lambdas = nn.Parameter(torch.empty(config.n_layer))
@@ -252,13 +257,20 @@ class GPT(nn.Module):
             self.sin.copy_(sin)
 
 
-def build_model(config: ModelConfig, *, device: torch.device, compute_dtype: torch.dtype, seed: int) -> GPT:
+def build_model(
+    config: ModelConfig,
+    *,
+    device: torch.device,
+    compute_dtype: torch.dtype,
+    seed: int,
+    platform: Platform | None = None,
+) -> GPT:
     """A GPT with initial weights on `device`. It is built on the meta device first, so that nothing is allocated twice.
 
-    Loads the kernels that suit it: see `ops.load_kernels`."""
+    Loads the kernels that suit it: see `ops.load_kernels`. platform: the device's type if None."""
     load_kernels(device, compute_dtype)
     with torch.device("meta"):
-        model = GPT(config, compute_dtype)
+        model = GPT(config, compute_dtype, platform or cast(Platform, device.type))
     if compute_dtype == torch.float64:
         model = model.double()
     _allocate(model, device)

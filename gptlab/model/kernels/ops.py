@@ -18,6 +18,7 @@ from torch import Tensor
 
 from gptlab.config.model import Activation
 from gptlab.model.kernels import torch_ops
+from gptlab.runtime.hardware.device import Platform
 
 if TYPE_CHECKING:
     from gptlab.model.kernels.library import Library
@@ -34,6 +35,21 @@ def implementation(x: Tensor) -> ModuleType:
     if _fused is None or not _suit_kernels(x.device, x.dtype) or torch.compiler.is_compiling():
         return torch_ops
     return _fused
+
+
+def attention(
+    heads: Tensor,  # (B, T, H + 2 G, D)
+    n_head: int,
+    window: int | None,
+    dropout: float,
+    platform: Platform,
+) -> Tensor:  # (B, T, H, D)
+    """Causal attention: each query sees itself and the `window - 1` tokens before it (None: all of them)."""
+    if platform == "cpu":
+        return implementation(heads).attention(heads, n_head, window, dropout)
+    from gptlab.model.kernels import gpu_attention
+
+    return gpu_attention.attention(heads, n_head, window, dropout)
 
 
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {

@@ -65,12 +65,7 @@ def attention(
     """Causal attention: each query sees itself and the `window - 1` tokens before it (None: all of them)."""
     n_kv_head = (heads.shape[2] - n_head) // 2
     q, k, v = (one.transpose(1, 2) for one in heads.split((n_head, n_kv_head, n_kv_head), dim=2))
-    if window is None and q.device.type != "cpu":
-        grouped = n_head != n_kv_head
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout, enable_gqa=grouped)
-    else:
-        y = blocked_attention(q, k, v, window=window, dropout=dropout)
-    return y.transpose(1, 2)
+    return blocked_attention(q, k, v, window=window, dropout=dropout).transpose(1, 2)
 
 
 def relu2(x: Tensor) -> Tensor:

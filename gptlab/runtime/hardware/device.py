@@ -11,13 +11,17 @@ import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 import torch
 
 from gptlab.config.errors import ConfigError, require_choice
 from gptlab.runtime.hardware.cpu import cpu_model
+
+Platform = Literal["cpu", "cuda", "mps"]
+"""What a model is computed on. Where code differs between them, it asks for this value and not for a tensor's device,
+so that the meta device takes the path of the platform that is planned for."""
 
 # From glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3

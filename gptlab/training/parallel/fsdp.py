@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from gptlab.model.init import initial_weights
 from gptlab.model.kernels.ops import load_kernels
 from gptlab.optim.adamw import AdamW
 from gptlab.optim.combined import CombinedOptimizer, divide_by_optimizer, sum_of_squares
+from gptlab.runtime.hardware.device import Platform
 from gptlab.runtime.processes.distributed import Group
 from gptlab.training.checkpoint.format import TensorSlice
 from gptlab.training.checkpoint.load import require_same_shapes
@@ -49,7 +50,7 @@ class Fsdp(Strategy):
         """Build a model that no rank ever holds whole: each draws every weight, one at a time in host memory, and keeps
         its rows. The collectives of `group` have started."""
         with torch.device("meta"):
-            model = GPT(config.model, compute_dtype)
+            model = GPT(config.model, compute_dtype, cast(Platform, device.type))
         if compute_dtype == torch.float64:
             model = model.double()
         roles, row_splits = parameter_roles(model), fused_rows(model)

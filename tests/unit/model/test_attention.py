@@ -119,14 +119,3 @@ def test_dropout_drops_weights_and_keeps_their_mean() -> None:
     assert set(first.unique().tolist()) == {0.0, 2.0}
     # 32 x 256 sums of up to 256 weights; their mean has a standard error of about 0.003.
     assert out[..., 0].mean().item() == pytest.approx(1.0, abs=0.02)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize(("n_head", "n_kv_head"), HEADS)
-@pytest.mark.parametrize("window", [None, 1, 37, 300])
-def test_on_a_gpu(n_head: int, n_kv_head: int, window: int | None) -> None:
-    """float64 there too, so the tolerance is that of the CPU."""
-    q, k, v = random_heads(201, n_head, n_kv_head, width=8)
-    out = causal_attention(q.cuda(), k.cuda(), v.cuda(), window=window)
-    torch.testing.assert_close(out.cpu(), oracle_model.attention(q, k, v, window), rtol=1e-10, atol=1e-10)
