@@ -33,7 +33,7 @@ MUTATIONS = [
     ),
     Mutation(
         "tensors of GPUs go through gloo", "runtime/processes/torch_group.py",
-        '"cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"', '"gloo"',
+        '"cpu:gloo,cuda:nccl" if on_cuda else "gloo"', '"gloo"',
         ["test_distributed.py::TestWorld::test_collectives_are_nccls_on_gpus_and_gloos_on_cpus"],
         ["NCCL, ranks, a device each"],
     ),

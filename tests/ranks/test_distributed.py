@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from tiny_runs import CLOCK_FIELDS, arguments, lines_of
 from torch import Tensor
 
 from gptlab.config.errors import UserError
+from gptlab.config.run import RunConfig, RuntimeConfig
+from gptlab.runtime.hardware.place import place_of
 from gptlab.runtime.processes.distributed import Group, Pending, World
 from gptlab.runtime.processes.liveness import Failure, Liveness, PeerFailed
 from gptlab.runtime.processes.torch_group import TorchGroup
@@ -264,17 +267,54 @@ class TestWorld:
     def test_collectives_are_nccls_on_gpus_and_gloos_on_cpus(
         self, device: str, backend: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """What torch is asked for, on a machine without GPUs; each rank computes on its own."""
+        """What torch is asked for, and in which order, on a machine without GPUs: the process's own GPU is the current
+        one before anything else can make a context on the first, and NCCL is given it, so that it connects at once."""
+        calls: list[tuple[str, object]] = []
+
+        def noted(name: str, answer: object) -> Callable[..., object]:
+            return lambda *args, **more: [calls.append((name, args[0] if args else None)), answer][1]
+
+        for name, answer in (
+            ("set_device", None), ("get_device_capability", (9, 0)), ("get_device_name", "NVIDIA H100 80GB HBM3"),
+        ):  # fmt: skip
+            monkeypatch.setattr(torch.cuda, name, noted(name, answer))
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
         asked: dict[str, Any] = {}
-        monkeypatch.setattr(torch.distributed, "init_process_group", lambda name, **more: asked.update(more, name=name))
-        monkeypatch.setattr(torch.cuda, "set_device", lambda device: asked.update(device=device))
-        monkeypatch.setattr(torch, "zeros", lambda *shape, **more: None)
-        monkeypatch.setattr(Group, "sum", lambda group, tensor, what: tensor)
-        store = torch.distributed.HashStore()
-        group = TorchGroup(World(1, 2, 1), Liveness(1, 2, store), store)
-        group.start_collectives(torch.device(device, 1 if device == "cuda" else None), timeout_seconds=60.0)
-        assert (asked["name"], asked["rank"], asked["world_size"]) == (backend, 1, 2)
-        assert asked.get("device") == (torch.device("cuda", 1) if device == "cuda" else None)
+        monkeypatch.setattr(
+            torch.distributed, "init_process_group",
+            lambda name, **more: [calls.append(("init_process_group", name)), asked.update(more)],
+        )  # fmt: skip
+        world, store = World(3, 4, 1, 2), torch.distributed.HashStore()
+        place = place_of(RunConfig(runtime=RuntimeConfig(device=device)), world)
+        TorchGroup(world, Liveness(3, 4, store), store).start_collectives(place.device, timeout_seconds=60.0)
+        assert calls[-1] == ("init_process_group", backend)
+        assert (asked["rank"], asked["world_size"]) == (3, 4)
+        gpu = torch.device("cuda", 1)
+        assert asked["device_id"] == (gpu if device == "cuda" else None)
+        if device == "cuda":
+            assert calls[0] == ("set_device", 1)
+            assert calls[1:-1] == [("get_device_capability", gpu), ("get_device_name", gpu)]
+
+    @pytest.mark.gpu
+    @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices: a CUDA device for each rank")
+    def test_a_rank_makes_no_context_on_another_ranks_gpu(self) -> None:
+        """What the calls above are for: while the second rank has found its place and allocated, the first GPU has as
+        much free memory as before."""
+        code = (
+            "import torch; from gptlab.config.run import RunConfig, RuntimeConfig; "
+            "from gptlab.runtime.hardware.place import place_of; "
+            "from gptlab.runtime.processes.distributed import World; "
+            "place = place_of(RunConfig(runtime=RuntimeConfig(device='cuda')), World(1, 2, 1, 2)); "
+            "torch.ones(1, device=place.device); print('allocated', flush=True); input()"
+        )
+        free = torch.cuda.mem_get_info(0)[0]
+        with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"allocated\n"
+            taken = free - torch.cuda.mem_get_info(0)[0]
+            process.communicate(b"\n")
+        assert taken < 2**26
 
     def test_the_process_group_is_destroyed_at_the_end(self, played: Path) -> None:
         for name, ranks in (("three", 3), ("few-six", 6), ("stopped", 2), ("resumed", 3)):

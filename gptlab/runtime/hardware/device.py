@@ -41,8 +41,8 @@ _DETERMINISTIC_ENVIRONMENT = {
 def resolve_device(name: str, local_rank: int | None = None) -> torch.device:
     """`auto` (cuda, mps or cpu: the first available), `cpu`, `cuda` (the first one), `cuda:N` or `mps`.
 
-    Of several processes on a machine, each takes the CUDA device of its `local_rank` (None: one process alone).
-    ConfigError for an unknown name or a missing device.
+    Of several processes on a machine, each takes the CUDA device of its `local_rank` (None: one process alone),
+    which becomes the current one. ConfigError for an unknown name or a missing device.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
@@ -66,6 +66,9 @@ def _accelerator(name: str, local_rank: int | None) -> torch.device:
     count = torch.cuda.device_count()
     if index >= count:
         raise ConfigError("runtime.device", name, f"this machine has {count} CUDA device(s)", f"cuda:{count - 1}")
+    if local_rank is not None:
+        # Before anything else on CUDA: otherwise each process also has a context, and its memory, on the first GPU.
+        torch.cuda.set_device(index)
     return torch.device("cuda", index)
 
 

@@ -53,17 +53,16 @@ class TorchGroup(Group):
     def start_collectives(self, device: torch.device, *, timeout_seconds: float) -> None:
         if dist.is_initialized():
             return
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
         self._liveness.timeout_seconds = timeout_seconds
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-            store=dist.PrefixStore("collectives", self._store),
-            rank=self.rank, world_size=self.size, timeout=timedelta(seconds=timeout_seconds + _LAST_RESORT_SECONDS),
-        )  # fmt: skip
-        if device.type == "cuda":
-            # NCCL connects in its first collective, which all ranks must join (documentation of batch_isend_irecv).
-            self.sum(torch.zeros(1, device=device), "start")
+        on_cuda = device.type == "cuda"
+        with self._liveness.in_collective("start"), self._explained():
+            # With a `device_id`, NCCL connects here and not in the first collective, which all ranks would have to join
+            # (documentation of batch_isend_irecv).
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if on_cuda else "gloo", device_id=device if on_cuda else None,
+                store=dist.PrefixStore("collectives", self._store),
+                rank=self.rank, world_size=self.size, timeout=timedelta(seconds=timeout_seconds + _LAST_RESORT_SECONDS),
+            )  # fmt: skip
 
     def sum_later(self, tensor: Tensor, what: str) -> Pending:
         return self._begun(partial(dist.all_reduce, tensor, async_op=True), what)
