@@ -451,7 +451,7 @@ def test_who_waits_for_a_word_with_a_limit_ends(monkeypatch: pytest.MonkeyPatch)
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     for what, text in (("samples", "rank 1 kept the others waiting for 6 s (samples) in step 3"), ("", None)):
-        with liveness.waiting_for([0, 1], 7, what):
+        with liveness.waiting_for({"said/7/0": 0, "said/7/1": 1}, what, watched=[1]):
             now[0] += 6.0
             store.set("beat/1", f"[{len(what)}, 0]")
             lost = liveness._lost()

@@ -11,9 +11,10 @@ import os
 import platform
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import psutil
@@ -25,6 +26,8 @@ GRACE_SECONDS = 1.5
 """For the main thread to end by itself after its collective failed; then this thread ends the process. With a beat to
 detect a death and one to learn of it, every rank ends within 3 seconds."""
 _STORE_TRIES = 6
+# Beyond the timeout, for a result that no GPU has though all ranks joined; torch's own limit is 30 s later.
+_UNFINISHED_SECONDS = 30.0
 
 EXIT_LOST = 3
 
@@ -60,12 +63,14 @@ class Liveness:
         self.on_lost: Callable[[Failure], None] = lambda failure: None
         """Called by the thread before it ends the process."""
         self.failure: Failure | None = None
-        self._rank, self._size = rank, size
+        self._rank, self._all = rank, range(size)
         self._store = store
         self._started_at = psutil.Process().create_time()
         self._here: dict[int, tuple[int, float]] = {}
         self._collectives = 0
         self._waiting: _Waiting | None = None
+        self._unfinished: deque[_Waiting] = deque()
+        """Collectives whose results a GPU did not have yet, in its order."""
         self._alarmed = False
         self._leaving = False
         self._seen: dict[int, tuple[int, float]] = {}
@@ -96,27 +101,39 @@ class Liveness:
     def outlast(self) -> None:
         """Wait briefly for the other ranks to leave too: the store of the run ends with this process."""
         until = time.monotonic() + SILENT_SECONDS
-        others = [f"left/{rank}" for rank in range(self._size) if rank != self._rank]
+        others = [f"left/{rank}" for rank in self._all if rank != self._rank]
         while time.monotonic() < until and not self._store.check(others):
             time.sleep(0.02)
 
-    def waiting_for(self, ranks: Sequence[int], place: int, timed_what: str = "") -> AbstractContextManager[None]:
-        """Within the context the main thread waits for messages of these ranks: as long as they live, or, with a
-        `timed_what` for messages, as long as in a collective."""
-        return self._waits(timed_what, {f"said/{place}/{rank}": rank for rank in ranks})
+    def waiting_for(
+        self, keys: Mapping[str, int], timed_what: str = "", *, watched: Sequence[int]
+    ) -> AbstractContextManager[None]:
+        """Within the context the main thread waits for `keys` in the store, each to be written by a rank: as long as
+        those `watched` live, or, with a `timed_what` for messages, as long as in a collective."""
+        return self._waits(_Waiting(timed_what, keys, watched))
 
-    def in_collective(self, what: str) -> AbstractContextManager[None]:
-        """Within the context the main thread waits for all ranks to join the same collective."""
+    def joins_collective(self) -> int:
+        """Count a collective that this rank joins; returns its number, the same on all ranks."""
         self._collectives += 1
-        return self._waits(what, None)
+        return self._collectives
+
+    def in_collective(self, what: str, number: int | None = None) -> AbstractContextManager[None]:
+        """Within the context the main thread waits for all ranks to join the same collective: that of `number`, or a
+        new one."""
+        return self._waits(_Waiting(what, None, self._all, number or self.joins_collective()))
+
+    def until(self, is_done: Callable[[], bool], what: str, number: int) -> None:
+        """A GPU has yet to finish a collective, and the main thread will wait for that wherever it reads what depends
+        on it. `is_done` is called in the other thread."""
+        self._unfinished.append(_Waiting(what, None, self._all, number, is_done))
 
     @contextmanager
-    def _waits(self, what: str, keys: Mapping[str, int] | None) -> Iterator[None]:
-        self._waiting = _Waiting(time.monotonic(), what, keys)
+    def _waits(self, waiting: _Waiting) -> Iterator[None]:
+        outer, self._waiting = self._waiting, waiting
         try:
             yield
         finally:
-            self._waiting = None
+            self._waiting = outer
 
     def raise_if_failed(self) -> None:
         """PeerFailed if a failure is recorded."""
@@ -206,12 +223,14 @@ class Liveness:
     def _lost(self) -> Failure | None:
         if (died := self._died()) is not None:
             return died
-        waiting = self._waiting
-        if waiting is None and not self._alarmed:
+        now, waiting = time.monotonic(), self._longest_wait()
+        seconds = 0.0 if waiting is None else now - waiting.since
+        limit = self.timeout_seconds
+        if not self._alarmed and (waiting is None or (waiting.keys is None and seconds < limit - 2 * SILENT_SECONDS)):
             self._seen.clear()
-            return None
-        beats = self._beats()
-        now = time.monotonic()
+            return None  # a collective that lasts as usual costs the store nothing
+        watched = waiting.watched if waiting is not None and not self._alarmed else self._all
+        beats = self._beats(watched)
         for rank, beat in beats.items():
             if rank not in self._seen or self._seen[rank][0] != beat[0]:
                 self._seen[rank] = (beat[0], now)
@@ -220,28 +239,36 @@ class Liveness:
             silent = [rank for rank, seconds in silence.items() if seconds >= SILENT_SECONDS]
             return self._failure(silent[0], "died, or its machine is gone") if silent else None
         assert waiting is not None
-        seconds = now - waiting.since
+        if seconds < limit:
+            return None
         if waiting.keys is not None:
             missing = [rank for key, rank in waiting.keys.items() if not self._store.check([key])]
-            if waiting.what and missing and seconds >= self.timeout_seconds:
+            if waiting.what and missing:
                 return self._failure(missing[0], f"kept the others waiting for {seconds:.0f} s ({waiting.what})")
-            silent = [rank for rank in missing if silence.get(rank, seconds) >= self.timeout_seconds]
+            silent = [rank for rank in waiting.watched if rank in missing and silence.get(rank, seconds) >= limit]
             return self._failure(silent[0], f"has been silent for {seconds:.0f} s") if silent else None
-        if seconds < self.timeout_seconds:
-            return None
-        behind = [rank for rank, beat in beats.items() if beat[1] < self._collectives]
+        behind = [rank for rank, beat in beats.items() if beat[1] < waiting.number]
         behind += [rank for rank in silence if silence[rank] >= SILENT_SECONDS and rank not in behind]
-        if not behind:
-            return None  # all have joined: torch's own limit decides
-        return self._failure(behind[0], f"kept the others waiting for {seconds:.0f} s ({waiting.what})")
+        if behind:
+            return self._failure(behind[0], f"kept the others waiting for {seconds:.0f} s ({waiting.what})")
+        if waiting.is_done is not None and seconds >= limit + _UNFINISHED_SECONDS:
+            what = f"waited {seconds:.0f} s for a collective that all ranks joined and no GPU finished ({waiting.what})"
+            return self._failure(self._rank, what)
+        return None  # all have joined: torch's own limit decides
+
+    def _longest_wait(self) -> _Waiting | None:
+        while self._unfinished and self._unfinished[0].is_over():
+            self._unfinished.popleft()
+        waits = [*([] if self._waiting is None else [self._waiting]), *list(self._unfinished)[:1]]
+        return min(waits, key=lambda waiting: waiting.since, default=None)
 
     def _failure(self, rank: int, what: str) -> Failure:
         where = f"in step {self.step}" if self.step else "before the first step"
         return Failure(rank, EXIT_LOST, f"rank {rank} {what} {where}", False)
 
-    def _beats(self) -> dict[int, list[int]]:
-        """[beats, collectives] of every other rank that has sent any."""
-        keys = {f"beat/{rank}": rank for rank in range(self._size) if rank != self._rank}
+    def _beats(self, ranks: Sequence[int]) -> dict[int, list[int]]:
+        """[beats, collectives] of each of these that is another rank and has sent any."""
+        keys = {f"beat/{rank}": rank for rank in ranks if rank != self._rank}
         there = [key for key in keys if self._store.check([key])]
         return {keys[key]: json.loads(value) for key, value in zip(there, self._store.multi_get(there), strict=True)}
 
@@ -256,10 +283,22 @@ class Liveness:
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
-    since: float
     what: str
     keys: Mapping[str, int] | None
     """Key in the store -> the rank that must write it; None in a collective."""
+    watched: Sequence[int]
+    """Ranks that this one must see alive. The others are watched by rank 0, which waits for them."""
+    number: int = 0
+    """Of the collective."""
+    is_done: Callable[[], bool] | None = None
+    """Of a collective that a GPU has yet to finish."""
+    since: float = field(default_factory=lambda: time.monotonic())
+
+    def is_over(self) -> bool:
+        try:
+            return self.is_done is not None and self.is_done()
+        except RuntimeError:  # the GPU is lost: the main thread meets that too
+            return True
 
 
 def _lives(pid: int, started: float) -> bool:

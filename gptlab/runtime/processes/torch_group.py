@@ -49,6 +49,9 @@ class TorchGroup(Group):
         self._store = store
         self._messages = 0
         """Sent through the store so far: the key of the next one."""
+        self._mark: Callable[[], Callable[[], bool]] | None = None
+        """Where waiting for a collective does not wait for its result (NCCL): marks the point in the GPU's queue, and
+        returns whether the GPU has come there."""
 
     def start_collectives(self, device: torch.device, *, timeout_seconds: float) -> None:
         if dist.is_initialized():
@@ -63,6 +66,7 @@ class TorchGroup(Group):
                 store=dist.PrefixStore("collectives", self._store),
                 rank=self.rank, world_size=self.size, timeout=timedelta(seconds=timeout_seconds + _LAST_RESORT_SECONDS),
             )  # fmt: skip
+        self._mark = _mark_queue if on_cuda else None
 
     def sum_later(self, tensor: Tensor, what: str) -> Pending:
         return self._begun(partial(dist.all_reduce, tensor, async_op=True), what)
@@ -97,12 +101,14 @@ class TorchGroup(Group):
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
-        with self._liveness.in_collective(what):
+        number = self._liveness.joins_collective()
+        with self._liveness.in_collective(what, number):
             yield
+        self._watch_queue(what, number)
 
     @contextmanager
     def in_passes(self) -> Iterator[None]:
-        with self._liveness.in_collective("weights and gradients"):
+        with self.together("weights and gradients"):
             try:
                 yield
             except RuntimeError as error:
@@ -118,10 +124,23 @@ class TorchGroup(Group):
         return [rank for rank, other in enumerate(numbers.tolist()) if other != numbers[0]]
 
     def broadcast(self, name: str, value: Any = None) -> Any:
-        return self._share(name, value, [0])[0]
+        place = self._next_place(name, value, says=self.is_main)
+        return self._said(place, name, [0], math.inf, "")[0]
 
     def gather(self, name: str, value: Any, *, within_seconds: float = math.inf, timed: bool = False) -> list[Any]:
-        return self._share(name, value, list(range(self.size)), within_seconds, timed=timed)
+        # Through rank 0: if each rank read the values of all, the store would be asked for the square of their number.
+        place = self._next_place(name, value, says=True)
+        collected = f"all/{place}"
+        until, timed_what = time.monotonic() + within_seconds, name if timed else ""
+        # Where rank 0 is somewhere else, it collects nothing.
+        values = self._said(place, name, range(self.size) if self.is_main else [0], until, timed_what)
+        writers = {f"said/{place}/{rank}": rank for rank in range(self.size)} | {collected: 0}
+        with self._explained():
+            if self.is_main:
+                self._store.set(collected, json.dumps(values))
+                return values
+            self._wait_for([collected], writers, until, timed_what)
+            return list(json.loads(self._store.get(collected)))
 
     def when_lost(self, action: Callable[[Failure], None]) -> None:
         self._liveness.on_lost = action
@@ -141,41 +160,65 @@ class TorchGroup(Group):
             raise self._liveness.explained(error) from error
 
     def _begun(self, begin: Callable[[], Any], what: str) -> Pending:
+        number = self._liveness.joins_collective()
         with self._explained():
-            return Pending(partial(self._wait, begin(), what))
+            return Pending(partial(self._wait, begin(), what, number))
 
-    def _wait(self, work: Any, what: str) -> None:
-        with self._liveness.in_collective(what), self._explained():
+    def _wait(self, work: Any, what: str, number: int) -> None:
+        with self._liveness.in_collective(what, number), self._explained():
             work.wait()
+        self._watch_queue(what, number)
 
-    def _share(
-        self, name: str, value: Any, senders: list[int], within_seconds: float = math.inf, *, timed: bool = False
-    ) -> list[Any]:
+    def _watch_queue(self, what: str, number: int) -> None:
+        """Have the result of a collective waited for in the other thread, wherever this one will read it."""
+        if self._mark is not None:
+            self._liveness.until(self._mark(), what, number)
+
+    def _next_place(self, name: str, value: Any, *, says: bool) -> int:
+        """In the order of messages, the same on all ranks; this one `says` its value there."""
         place, self._messages = self._messages, self._messages + 1
-        keys = {rank: f"said/{place}/{rank}" for rank in senders}
-        pause, until = _FIRST_LOOK_SECONDS, time.monotonic() + within_seconds
+        if says:
+            with self._explained():
+                self._store.set(f"said/{place}/{self.rank}", json.dumps({"at": name, "value": value}))
+        return place
+
+    def _said(self, place: int, name: str, senders: Sequence[int], until: float, timed_what: str) -> list[Any]:
+        """The values of `senders`, once all are there. UserError where one of them is somewhere else."""
+        keys = {f"said/{place}/{rank}": rank for rank in senders}
         with self._explained():
-            if self.rank in senders:
-                self._store.set(keys[self.rank], json.dumps({"at": name, "value": value}))
-            with self._liveness.waiting_for(senders, place, name if timed else ""):
-                while not self._store.check(list(keys.values())):
-                    self._liveness.raise_if_failed()
-                    if time.monotonic() > until:
-                        silent = [str(rank) for rank, key in keys.items() if not self._store.check([key])]
-                        raise UserError(
-                            f"rank {', '.join(silent)} is not there after {within_seconds:.0f} s: it died as it "
-                            "started, or nobody started it"
-                        )
-                    time.sleep(pause)
-                    pause = min(2 * pause, _LATER_LOOK_SECONDS)
-            received = {rank: json.loads(self._store.get(key)) for rank, key in keys.items()}
-        for rank, message in received.items():
+            self._wait_for(list(keys), keys, until, timed_what)
+            messages = [json.loads(text) for text in self._store.multi_get(list(keys))]
+        for rank, message in zip(senders, messages, strict=True):
             if message["at"] != name:
                 raise UserError(
                     f"rank {rank} is at {message['at']!r} where rank {self.rank} is at {name!r}: all processes of a "
                     "run must be started by the same command"
                 )
-        return [message["value"] for message in received.values()]
+        return [message["value"] for message in messages]
+
+    def _wait_for(self, keys: list[str], writers: Mapping[str, int], until: float, timed_what: str) -> None:
+        """Until `keys` are in the store. `writers`: these, and others without which they will not come; by rank."""
+        pause, since = _FIRST_LOOK_SECONDS, time.monotonic()
+        watched = range(self.size) if self.is_main else [0]
+        with self._liveness.waiting_for(writers, timed_what, watched=watched):
+            while not self._store.check(keys):
+                self._liveness.raise_if_failed()
+                if time.monotonic() > until:
+                    silent = [str(rank) for key, rank in writers.items() if not self._store.check([key])]
+                    raise UserError(
+                        f"rank {', '.join(dict.fromkeys(silent))} is not there after {time.monotonic() - since:.0f} s: "
+                        "it died as it started, or nobody started it"
+                    )
+                time.sleep(pause)
+                pause = min(2 * pause, _LATER_LOOK_SECONDS)
+
+
+def _mark_queue() -> Callable[[], bool]:
+    """A point in the current GPU's queue; whether the GPU has come there."""
+    event = torch.cuda.Event()
+    event.record()
+    query: Callable[[], bool] = event.query
+    return query
 
 
 @contextmanager
