@@ -48,7 +48,7 @@ class AdamW:
             by_config.setdefault(group.config, {}).update(group.parameters)
         for config, named in by_config.items():
             parameters = list(named.values())
-            first, second = ([torch.zeros_like(p.detach()) for p in parameters] for _ in range(2))
+            first, second = ([p.detach().new_zeros(p.shape) for p in parameters] for _ in range(2))
             steps = torch.zeros(len(parameters), dtype=torch.float32, device=parameters[0].device)
             self._calls.append(_Call(config, parameters, first, second, steps, list(steps.unbind())))
             for name, *state in zip(named, steps.unbind(), first, second, strict=True):

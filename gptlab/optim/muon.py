@@ -142,7 +142,7 @@ class Muon:
         if parameter.ndim != 2:
             raise ValueError(f"Muon updates matrices, but {name} has shape {tuple(parameter.shape)}")
         weight, split, cols = parameter.detach(), self.row_splits[name], parameter.size(1)
-        momentum = self._state[f"{name}.momentum"] = torch.zeros_like(weight)
+        momentum = self._state[f"{name}.momentum"] = weight.new_zeros(weight.shape)
         seconds: list[Tensor | None] = [None] * len(split)
         if self._config.normuon_beta2 is not None:
             sizes = second_moment_sizes(split, cols)
