@@ -82,6 +82,7 @@ class Loader:
         self._thread: ThreadPoolExecutor | None = None
         self._ahead: deque[Future[StepBatch]] = deque()  # steps from the next one on
         self._limit = PREFETCHED_STEPS
+        self._copies: torch.cuda.Stream | None = None
 
     def __iter__(self) -> Iterator[StepBatch]:
         return self
@@ -103,9 +104,16 @@ class Loader:
         return batch if self._device.type == "cpu" else self._on_device(batch)
 
     def _on_device(self, batch: StepBatch) -> StepBatch:
-        # From pinned memory (CUDA) the copies overlap with the kernels in flight; it is kept until they are done.
-        pinned = self._device.type == "cuda"
-        inputs, targets = (t.to(self._device, non_blocking=pinned) for t in (batch.inputs, batch.targets))
+        if self._device.type != "cuda":
+            return replace(batch, inputs=batch.inputs.to(self._device), targets=batch.targets.to(self._device))
+        # On a stream of their own and from pinned memory, the copies do not wait for the kernels in flight.
+        self._copies = self._copies or torch.cuda.Stream(self._device)
+        training = torch.cuda.current_stream(self._device)
+        with torch.cuda.stream(self._copies):
+            inputs, targets = (t.to(self._device, non_blocking=True) for t in (batch.inputs, batch.targets))
+        training.wait_stream(self._copies)
+        for tensor in (inputs, targets):
+            tensor.record_stream(training)  # its memory is used again only once training has read it
         return replace(batch, inputs=inputs, targets=targets)
 
     def state_dict(self) -> dict[str, int]:

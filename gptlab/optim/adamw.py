@@ -56,10 +56,12 @@ class AdamW:
                 self._state |= {f"{name}.{kind}": tensor for kind, tensor in zip(kinds, state, strict=True)}
 
     @torch.no_grad()
-    def step(self, lr_scale: float) -> None:
+    def step(self, lr_scale: float, made: Tensor | None = None) -> None:
+        """`made`: as for `CombinedOptimizer.step`."""
+        broken = None if made is None else (~made).to(torch.float32)
         for call in self._calls:
             config = call.config
-            call.steps.add_(1)
+            call.steps.add_(1 if made is None else made)
             torch._fused_adamw_(
                 cast(list[Tensor], call.parameters),
                 [cast(Tensor, p.grad) for p in call.parameters],
@@ -74,6 +76,7 @@ class AdamW:
                 eps=config.eps,
                 amsgrad=False,
                 maximize=False,
+                found_inf=broken,
             )
 
     def state_tensors(self) -> dict[str, Tensor]:

@@ -28,7 +28,7 @@ class MatrixOptimizer(Protocol):
     parameters: dict[str, Parameter]
     row_splits: dict[str, tuple[int, ...]]
 
-    def step(self, lr_scale: float, momentum: float, weight_decay_scale: float) -> None: ...
+    def step(self, lr_scale: float, momentum: float, weight_decay_scale: float, made: Tensor | None = None) -> None: ...
     def state_tensors(self) -> dict[str, Tensor]: ...
 
 
@@ -40,14 +40,15 @@ class CombinedOptimizer:
         self.adamw = adamw
         self.parameters = (muon.parameters if muon else {}) | (adamw.parameters if adamw else {})
 
-    def step(self, lr_scale: float, momentum: float, weight_decay_scale: float) -> None:
+    def step(self, lr_scale: float, momentum: float, weight_decay_scale: float, made: Tensor | None = None) -> None:
         """One update. `lr_scale` is a factor on every peak learning rate, `weight_decay_scale` one on Muon's decay;
-        AdamW's is constant. RuntimeError, with nothing changed, when a parameter has no gradient."""
+        AdamW's is constant. `made` (0-d bool, on the device): where False, weights and state stay as they are, whatever
+        the gradients. RuntimeError, with nothing changed, when a parameter has no gradient."""
         self.require_gradients()
         if self.muon is not None:
-            self.muon.step(lr_scale, momentum, weight_decay_scale)
+            self.muon.step(lr_scale, momentum, weight_decay_scale, made)
         if self.adamw is not None:
-            self.adamw.step(lr_scale)
+            self.adamw.step(lr_scale, made)
 
     def require_gradients(self) -> None:
         for name, parameter in self.parameters.items():

@@ -16,8 +16,8 @@ multiplies it too, as in nanochat and autoresearch.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -69,33 +69,74 @@ def cautious(weight: Tensor, update: Tensor) -> Tensor:
     return (update * weight).ge_(0.0).mul_(weight)
 
 
-def directions(means: list[Tensor], gradients: list[Tensor], momentum: float, nesterov: bool) -> list[Tensor]:
-    """Update the running means of the gradients in place and return what is to be orthogonalized. Elementwise: the
-    tensors may be any parts of the matrices."""
-    torch._foreach_lerp_(means, gradients, 1.0 - momentum)
-    return list(torch._foreach_lerp(gradients, means, momentum)) if nesterov else means
+Number = float | Tensor
+"""A 0-d tensor where torch.compile must not make a constant of it."""
+
+
+def direction(mean: Tensor, gradient: Tensor, momentum: Number, nesterov: bool) -> tuple[Tensor, Tensor]:
+    """The next running mean of the gradients, and what is to be orthogonalized. Elementwise: the tensors may be any
+    parts of the matrices."""
+    mean = torch.lerp(mean, gradient, 1.0 - momentum)
+    return mean, torch.lerp(gradient, mean, momentum) if nesterov else mean
 
 
 def orthogonal_update(
-    stack: Tensor, second_moments: list[Tensor], config: MuonConfig, compute_dtype: torch.dtype
+    stack: Tensor, second_moments: Tensor | None, config: MuonConfig, compute_dtype: torch.dtype
 ) -> Tensor:
     """The update U of each direction of a stack (n, rows, cols), times `shape_scale`. NorMuon takes one second moment
-    for each direction, (rows, 1) or (1, cols), and updates it in place."""
+    for each direction, (n, rows, 1) or (n, 1, cols), and updates them in place."""
     update = orthogonalize(stack, config.orthogonalizer, config.iterations, dtype=compute_dtype)
     scale = shape_scale(config.update_scale, *update.shape[-2:])
-    if config.normuon_beta2 is None:
+    if second_moments is None or config.normuon_beta2 is None:
         return update.mul_(scale)
-    moments = torch.stack(second_moments)
-    update.mul_(neuron_scale(update, moments, config.normuon_beta2) * scale)
-    torch._foreach_copy_(second_moments, moments.unbind(0))
-    return update
+    return update.mul_(neuron_scale(update, second_moments, config.normuon_beta2) * scale)
 
 
-def add_decay(update: Tensor, weight: Tensor, weight_decay: float, config: MuonConfig, rows: int, cols: int) -> None:
-    """Add the weight decay to the update in place. Elementwise: `update` and `weight` may be any part of a matrix
-    (rows, cols)."""
+def with_decay(
+    update: Tensor, weight: Tensor, weight_decay: Number, config: MuonConfig, rows: int, cols: int
+) -> Tensor:
+    """The update with its weight decay. Elementwise: `update` and `weight` may be any part of a matrix (rows, cols)."""
     decay = weight_decay * shape_scale(config.update_scale, rows, cols) if config.scaled_decay else weight_decay
-    update.add_(cautious(weight, update) if config.cautious_decay else weight, alpha=decay)
+    return _sum(update, cautious(weight, update) if config.cautious_decay else weight, decay)
+
+
+def _sum(x: Tensor, y: Tensor, factor: Number) -> Tensor:
+    """x + factor y"""
+    return torch.addcmul(x, y, factor) if isinstance(factor, Tensor) else torch.add(x, y, alpha=factor)
+
+
+def kept_unless(made: Tensor | None, new: Tensor, old: Tensor) -> Tensor:
+    """`new`; `old` where `made` (0-d bool) is False, whatever `new` is."""
+    return new if made is None else torch.where(made, new, old)
+
+
+class Stack(NamedTuple):
+    """Weights, running means and second moments of n matrices of one shape."""
+
+    weights: Tensor
+    """(n, rows, cols)"""
+    means: Tensor
+    """(n, rows, cols)"""
+    second_moments: Tensor | None
+    """(n, rows, 1) or (n, 1, cols); None without NorMuon."""
+
+
+def updated(
+    stack: Stack, gradients: Tensor, rates: Sequence[Number], config: MuonConfig, compute_dtype: torch.dtype,
+    made: Tensor | None,
+) -> Stack:  # fmt: skip
+    """The next stack. `rates`: learning rate, momentum, weight decay. `made` (0-d bool): where False, the stack as it
+    is."""
+    lr, momentum, weight_decay = rates
+    weights, second_moments = stack.weights, None if stack.second_moments is None else stack.second_moments.clone()
+    # A mean that moves towards itself stays, and what follows is finite.
+    gradients = kept_unless(made, gradients, stack.means)
+    means, to_orthogonalize = direction(stack.means, gradients, momentum, config.nesterov)
+    update = orthogonal_update(to_orthogonalize, second_moments, config, compute_dtype)
+    if config.weight_decay > 0.0:
+        update = with_decay(update, weights, weight_decay, config, *weights.shape[1:])
+    moments = None if second_moments is None else kept_unless(made, second_moments, cast(Tensor, stack.second_moments))
+    return Stack(kept_unless(made, _sum(weights, update, -lr), weights), means, moments)
 
 
 class Matrix(NamedTuple):
@@ -131,6 +172,7 @@ class Muon:
         self.row_splits = {name: given.get(name, (len(p),)) for name, p in parameters.items()}
         self._config = config
         self._compute_dtype = compute_dtype
+        self._updated: Callable[..., Stack] = updated
         self._state: dict[str, Tensor] = {}
         self._stacks: dict[tuple[int, int], list[Matrix]] = {}
         """By shape."""
@@ -154,25 +196,39 @@ class Muon:
             self._stacks.setdefault((rows, cols), []).append(Matrix(parameter, first_row, w, m, second))
             first_row += rows
 
-    def step(self, lr_scale: float, momentum: float, weight_decay_scale: float) -> None:
+    def step(self, lr_scale: float, momentum: float, weight_decay_scale: float, made: Tensor | None = None) -> None:
+        """`made`: as for `CombinedOptimizer.step`."""
         for shape in self._stacks:
-            self.step_stack(shape, lr_scale, momentum, weight_decay_scale)
+            self.step_stack(shape, lr_scale, momentum, weight_decay_scale, made)
 
     @torch.no_grad()
-    def step_stack(self, shape: tuple[int, int], lr_scale: float, momentum: float, weight_decay_scale: float) -> None:
+    def step_stack(
+        self, shape: tuple[int, int], lr_scale: float, momentum: float, weight_decay_scale: float,
+        made: Tensor | None = None,
+    ) -> None:  # fmt: skip
         """Update the matrices of one shape (rows, cols), if there are any."""
         matrices, config = self._stacks.get(shape, []), self._config
         if not matrices:
             return
-        lr = self._config.lr * lr_scale
-        weight_decay = config.weight_decay * weight_decay_scale
-        weights, means = [one.weight for one in matrices], [one.momentum for one in matrices]
-        second_moments = [one.second_moment for one in matrices if one.second_moment is not None]
-        stack = torch.stack(directions(means, [one.gradient for one in matrices], momentum, config.nesterov))
-        update = orthogonal_update(stack, second_moments, config, self._compute_dtype)
-        if weight_decay > 0.0:
-            add_decay(update, torch.stack(weights), weight_decay, config, *shape)
-        torch._foreach_add_(weights, update.unbind(0), alpha=-lr)
+        old = [one.weight for one in matrices], [one.momentum for one in matrices]
+        seconds = [one.second_moment for one in matrices if one.second_moment is not None]
+        stack = Stack(torch.stack(old[0]), torch.stack(old[1]), torch.stack(seconds) if seconds else None)
+        rates = config.lr * lr_scale, momentum, config.weight_decay * weight_decay_scale
+        gradients = torch.stack([one.gradient for one in matrices])
+        new = self._updated(stack, gradients, rates, config, self._compute_dtype, made)
+        for live, stacked in zip((*old, seconds), new, strict=True):
+            if stacked is not None:
+                torch._foreach_copy_(live, stacked.unbind(0))
+
+    def compile(self, compiled: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Fuse the update of a stack. Its rates then are 0-d tensors, so that nothing is compiled again as they
+        move."""
+        function = compiled(updated)
+
+        def with_tensors(stack: Stack, gradients: Tensor, rates: Sequence[float], *others: Any) -> Stack:
+            return Stack(*function(stack, gradients, [gradients.new_full((), rate) for rate in rates], *others))
+
+        self._updated = with_tensors
 
     def state_tensors(self) -> dict[str, Tensor]:
         """The live tensors, by PARAMETER.MOMENT. They do not depend on how the matrices are stacked."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal, Protocol
 
 from gptlab.config.errors import UserError
@@ -55,6 +56,7 @@ def fit(state: TrainState, work: Work, record: Recorder) -> Ended:
     finish, agenda = work.finish, Agenda(work.config, work.finish)
     with quiet_garbage(), record.signals.training(record.stopping):
         stop = _agreed(state, work, record)
+        due = partial(_is_due, agenda, stop, record)
         stop.listen()
         while True:
             record.saves.poll(state)
@@ -78,16 +80,32 @@ def fit(state: TrainState, work: Work, record: Recorder) -> Ended:
             if finish.reached(state):
                 return "finished"
 
-            progress = finish.progress(state.step, state.train_seconds)
-            step = train_step(state, work.passes.loss_sum, work.config, progress, finish.step_fraction)
-            seconds = stop.step(step.seconds, state.step + 1)
-            state.train_seconds += seconds
-            if isinstance(step.result, Fault):
-                recover(state, step, replace(step.result, loss=step.loss), work, record)
-                continue
-            state.passed(step.loss, work.config.faults)
-            record.step(state, step.batch, step.loss, step.result, seconds)
-            collect_garbage(state.step)
+            for step in next_steps(state, work, due):
+                seconds = stop.step(step.seconds, state.step + 1)
+                state.train_seconds += seconds
+                if isinstance(step.result, Fault):
+                    recover(state, step, replace(step.result, loss=step.loss), work, record)
+                    continue
+                state.passed(step.loss, work.config.faults)
+                record.step(state, step.batch, step.loss, step.result, seconds)
+                collect_garbage(state.step)
+
+
+def next_steps(state: TrainState, work: Work, due: Callable[[TrainState], bool]) -> Iterable[TrainStep]:
+    """One step; on a GPU, as many as there are until something else is `due` (`queued_steps`)."""
+    loss_sum, config, finish = work.passes.loss_sum, work.config, work.finish
+    # A spike is found on the host, and torch's GradScaler (float16) waits for the GPU.
+    if state.model.platform == "cuda" and not (config.faults.spike_factor or state.scaler.is_enabled()):
+        from gptlab.training.queued_steps import queued_steps
+
+        return queued_steps(state, loss_sum, config, finish, due)
+    progress = finish.progress(state.step, state.train_seconds)
+    return [train_step(state, loss_sum, config, progress, finish.step_fraction)]
+
+
+def _is_due(agenda: Agenda, stop: Signals | Agreement, record: Recorder, state: TrainState) -> bool:
+    """Whether the loop has more to do than the next step."""
+    return stop.requested or record.saves.in_progress or agenda.any_due(state)
 
 
 def evaluate_only(state: TrainState, work: Work, record: Recorder) -> Ended:
@@ -120,7 +138,7 @@ def preempted(state: TrainState, stop: Signals | Agreement, record: Recorder) ->
 
 def recover(state: TrainState, step: TrainStep, fault: Fault, work: Work, record: Recorder) -> None:
     """Skip the update, or rewind to before a spike. TrainingFailed over the limits."""
-    broken = state.strategy.first_broken_gradient()
+    broken = state.strategy.first_broken_gradient(step.finite)
     state.strategy.zero_grad()
     number = state.step + 1
     if state.faults.calls_for_rewind(fault, work.config.faults):
@@ -202,6 +220,11 @@ class Agenda:
             (wanted.at_start and state.step == 0 and state.evaluated is None)
             or self._due(state, state.evaluated, wanted.every_steps, wanted.every_seconds)
         )
+
+    def any_due(self, state: TrainState) -> bool:
+        """Or the end of the run."""
+        every = (self.evaluate, self.measure_core, self.sample, self.save)
+        return self.finish.reached(state) or any(due(state) for due in every)
 
     def measure_core(self, state: TrainState) -> bool:
         return self._due(state, state.core_measured, self.config.eval.core_every_steps)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -48,6 +48,25 @@ class TrainStep:
     """Mean over the targets of the step, before the update; nats/token."""
     result: Update | Fault
     seconds: float
+    finite: list[bool] | None = None
+    """Whether the gradient of each of `strategy.updated_weights()` was, where they are freed already."""
+
+
+class Rates(NamedTuple):
+    """What an update depends on beside the gradients: the arguments of `Strategy.step`."""
+
+    lr_scale: float
+    momentum: float
+    weight_decay_scale: float
+
+
+def rates_of_step(config: RunConfig, step: int, progress: float, step_fraction: float) -> Rates:
+    """Of the step after `step` steps, at a `progress` of the run in [0, 1], of which a step is `step_fraction`."""
+    return Rates(
+        lr_scale(config.schedule, progress, step_fraction),
+        muon_momentum(config.optim.muon, step),
+        weight_decay_scale(config.schedule, progress),
+    )
 
 
 def train_step(
@@ -76,7 +95,7 @@ def gradients(
         state.model.train()
     strategy = state.strategy
     # Apple's GPUs have no float64.
-    total = torch.zeros((), dtype=torch.float32 if state.device.type == "mps" else torch.float64)
+    total = torch.zeros((), dtype=torch.float32 if state.device.type == "mps" else torch.float64, device=state.device)
     share: Tensor | None = None
     places = strategy.order(batch.micro_indices)
     with strategy.in_passes():
@@ -92,11 +111,11 @@ def gradients(
                 # an argument of `backward`, torch imports sympy: 0.9 s of every start.)
                 share = state.scaler.scale(loss.detach().new_full((), 1 / max(batch.target_tokens, 1)))
             (loss * share).backward()
-            total = total.to(loss.device) + loss.detach()
+            total = total + loss.detach()
             if reduce:
                 total = strategy.after_micro_batch(index, total)
     if reduce:
-        total = strategy.finish_reduction(total.to(state.device))
+        total = strategy.finish_reduction(total)
     if config.model.dropout > 0:
         # After the step the generator is where it would be with any number of ranks, and so is its saved state.
         torch.manual_seed(fold_seed(config.seed, batch.step, config.micro_batches))
@@ -118,12 +137,11 @@ def update(state: TrainState, config: RunConfig, progress: float, step_fraction:
     if not math.isfinite(norm) and state.scaler.get_scale() <= 1.0:
         state.scaler.update()
         return Fault("gradient", norm)
-    scale = lr_scale(config.schedule, progress, step_fraction)
-    momentum = muon_momentum(config.optim.muon, state.step)
-    state.scaler.step(optimizer, scale, momentum, weight_decay_scale(config.schedule, progress))
+    rates = rates_of_step(config, state.step, progress, step_fraction)
+    state.scaler.step(optimizer, *rates)
     state.scaler.update()
     strategy.zero_grad()
-    return Update(scale, norm)
+    return Update(rates.lr_scale, norm)
 
 
 @contextmanager

@@ -168,7 +168,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the copy to the GPU waits", "data/loader.py",
-        "t.to(self._device, non_blocking=pinned)", "t.to(self._device)",
+        "t.to(self._device, non_blocking=True)", "t.to(self._device)",
         ["test_loader.py::test_batches_for_a_gpu_are_pinned_and_copied_asynchronously"],
     ),
     Mutation(

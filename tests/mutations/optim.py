@@ -122,7 +122,7 @@ MUTATIONS = [
     # --- Muon
     Mutation(
         "Muon's rate ignores the schedule", "optim/muon.py",
-        "lr = self._config.lr * lr_scale", "lr = self._config.lr",
+        "rates = config.lr * lr_scale, momentum", "rates = config.lr, momentum",
         ["test_combined_optimizer.py::test_against_the_rules_of_autoresearch_and_nanochat",
          "test_muon.py::test_against_modded_nanogpt"],
     ),
@@ -204,8 +204,8 @@ MUTATIONS = [
     ),
     Mutation(
         "AdamW is left out of a step", "optim/combined.py",
-        "        if self.adamw is not None:\n            self.adamw.step(lr_scale)\n",
-        "        if self.muon is None and self.adamw is not None:\n            self.adamw.step(lr_scale)\n",
+        "        if self.adamw is not None:\n            self.adamw.step(lr_scale, made)\n",
+        "        if self.muon is None and self.adamw is not None:\n            self.adamw.step(lr_scale, made)\n",
         ["test_combined_optimizer.py::test_against_the_rules_of_autoresearch_and_nanochat",
          "test_combined_optimizer.py::test_two_steps_by_hand"],
         ["Muon and AdamW as one optimizer"],

@@ -47,7 +47,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the loss scale is never updated", "training/step.py",
-        "progress))\n    state.scaler.update()", "progress))",
+        "*rates)\n    state.scaler.update()", "*rates)",
         ["test_float16.py::test_an_overflow_leaves_the_update_out_and_halves_the_scale"],
         ["The loss is scaled for float16"],
     ),
@@ -144,6 +144,21 @@ MUTATIONS = [
         "    synchronize(state.device)\n", "",
         ["test_train.py::TestClock::test_the_device_is_waited_for_within_the_step"],
         ["The step's time lies between"],
+    ),
+    Mutation(
+        "a GPU makes updates from gradients that are not finite", "training/queued_steps.py",
+        "strategy.step(*rates, made)", "strategy.step(*rates)",
+        ["test_queued_steps.py::TestTheSameRun::test_skips_the_same_updates_and_names_the_same_weight"],
+    ),
+    Mutation(
+        "a GPU evaluates while a step is under way", "training/queued_steps.py",
+        "None if due(latest) else", "",
+        ["test_queued_steps.py::test_one_step_ahead_until_something_is_due"],
+    ),
+    Mutation(
+        "a GPU begins a step beyond the budget in seconds", "training/queued_steps.py",
+        "train_seconds=after.train_seconds + seconds", "train_seconds=state.train_seconds",
+        ["test_queued_steps.py::test_a_budget_in_seconds"],
     ),
     Mutation(
         "the best is whatever was validated last", "training/state.py",

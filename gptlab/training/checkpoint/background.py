@@ -187,6 +187,10 @@ class ConcurrentSaver(CheckpointSaver):
     """The save in progress."""
     _abandoned: bool = False
 
+    @property
+    def in_progress(self) -> bool:
+        return self.pending is not None
+
     def checkpoint(self, state: TrainState, *, scheduled: bool = True) -> None:
         """Waits for an earlier save that is still in progress. UserError also if that one fails."""
         if self.pending is not None:

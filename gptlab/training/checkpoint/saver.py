@@ -81,6 +81,11 @@ class CheckpointSaver(RunOutput):
         finally:
             self.off_clock.checkpoint_seconds += time.perf_counter() - started
 
+    @property
+    def in_progress(self) -> bool:
+        """Whether `poll` has something to wait for; the same on every rank."""
+        return False
+
     def reserve(self, state: TrainState) -> None:
         """Called before the first step, to allocate memory for copies of the state."""
 

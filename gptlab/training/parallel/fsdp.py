@@ -102,10 +102,6 @@ class Fsdp(Strategy):
                 parameter.grad = None if parameter.grad is None else part.view_as(parameter)
         return self.group.sum(loss.clone(), "loss")
 
-    def named_gradients(self) -> Iterator[tuple[str, Tensor | None]]:
-        for name, shard in self.shards.items():
-            yield name, shard.here.grad
-
     def total_norm(self, gradients: list[Tensor]) -> Tensor:
         cut = sum(shard.is_cut for shard in self.shards.values())
         counted = gradients if self.group.is_main else gradients[:cut]  # replicated gradients count once
@@ -115,13 +111,16 @@ class Fsdp(Strategy):
 
     def updated_weights(self) -> list[Parameter]:
         """Those that are cut come first."""
-        return [shard.here for shard in sorted(self.shards.values(), key=lambda shard: not shard.is_cut)]
+        return [self.shards[name].here for name in self.updated_names()]
 
-    def step(self, lr_scale: float, momentum: float, weight_decay_scale: float) -> None:
+    def updated_names(self) -> list[str]:
+        return sorted(self.shards, key=lambda name: not self.shards[name].is_cut)
+
+    def step(self, lr_scale: float, momentum: float, weight_decay_scale: float, made: Tensor | None = None) -> None:
         self.optimizer.require_gradients()
-        finish = self._muon.begin_step(lr_scale, momentum, weight_decay_scale) if self._muon else lambda: None
+        finish = self._muon.begin_step(lr_scale, momentum, weight_decay_scale, made) if self._muon else lambda: None
         if self.optimizer.adamw is not None:
-            self.optimizer.adamw.step(lr_scale)
+            self.optimizer.adamw.step(lr_scale, made)
         finish()
 
     # --- weights and moments

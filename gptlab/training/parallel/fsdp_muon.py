@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from gptlab.config.optim import MuonConfig
-from gptlab.optim.muon import add_decay, directions, neuron_dim, orthogonal_update, second_moment_sizes
+from gptlab.optim.muon import direction, kept_unless, neuron_dim, orthogonal_update, second_moment_sizes, with_decay
 from gptlab.runtime.processes.distributed import Group
 from gptlab.training.parallel.division import multiplications
 
@@ -86,23 +86,26 @@ class ShardedMuon:
         self._second_moment: dict[str, Tensor] = {}
         self._rounds = self._make_rounds(matrices)
 
-    def step(self, lr_scale: float, momentum: float, weight_decay_scale: float) -> None:
-        self.begin_step(lr_scale, momentum, weight_decay_scale)()
+    def step(self, lr_scale: float, momentum: float, weight_decay_scale: float, made: Tensor | None = None) -> None:
+        self.begin_step(lr_scale, momentum, weight_decay_scale, made)()
 
     @torch.no_grad()
-    def begin_step(self, lr_scale: float, momentum: float, weight_decay_scale: float) -> Callable[[], None]:
-        """Do everything except wait for the last updates. The returned function waits and updates the weights."""
+    def begin_step(
+        self, lr_scale: float, momentum: float, weight_decay_scale: float, made: Tensor | None = None
+    ) -> Callable[[], None]:
+        """Do everything except wait for the last updates. The returned function waits and updates the weights.
+        Arguments as for `CombinedOptimizer.step`."""
         updates = []
-        gathered = [self._gather(one, momentum) for one in self._rounds[:1]]
+        gathered = [self._gather(one, momentum, made) for one in self._rounds[:1]]
         for number, one in enumerate(self._rounds):
-            gathered += [self._gather(following, momentum) for following in self._rounds[number + 1 : number + 2]]
-            updates.append(self._scatter(one, self._updates(one, gathered[number]())))
+            gathered += [self._gather(following, momentum, made) for following in self._rounds[number + 1 : number + 2]]
+            updates.append(self._scatter(one, self._updates(one, gathered[number](), made)))
 
         def finish() -> None:
             lr = self._config.lr * lr_scale
             weight_decay = self._config.weight_decay * weight_decay_scale
             for one, update in zip(self._rounds, updates, strict=True):
-                self._apply(one, update(), lr, weight_decay)
+                self._apply(one, update(), lr, weight_decay, made)
 
         return finish
 
@@ -111,20 +114,22 @@ class ShardedMuon:
         momentum = {f"{name}.momentum": tensor for name, tensor in self._momentum.items() if tensor.numel()}
         return momentum | {f"{name}.second_moment": tensor for name, tensor in self._second_moment.items()}
 
-    def _gather(self, one: _Round, momentum: float) -> Callable[[], Tensor]:
+    def _gather(self, one: _Round, momentum: float, made: Tensor | None) -> Callable[[], Tensor]:
         """Begin to send rows of the directions to the owners."""
         flat = one.matrices[0].parameter.new_zeros(0, requires_grad=False)
         if one.rows[self._group.rank] > 0:
             means = [self._momentum[m.name] for m in one.matrices]
-            gradients = [cast(Tensor, m.parameter.grad) for m in one.matrices]
-            ours = directions(means, gradients, momentum, self._config.nesterov)
-            flat = torch.stack(ours).view(-1)
+            old, gradients = torch.stack(means), torch.stack([cast(Tensor, m.parameter.grad) for m in one.matrices])
+            # A mean that moves towards itself stays.
+            new, ours = direction(old, kept_unless(made, gradients, old), momentum, self._config.nesterov)
+            torch._foreach_copy_(means, new.unbind(0))
+            flat = ours.view(-1)
         rank = self._group.rank
         send = [count * one.rows[rank] * one.cols for count in one.counts]
         receive = [one.counts[rank] * rows * one.cols for rows in one.rows]
         return self._group.all_to_all_later(flat, send, receive)
 
-    def _updates(self, one: _Round, received: Tensor) -> Tensor:
+    def _updates(self, one: _Round, received: Tensor, made: Tensor | None) -> Tensor:
         """The updates (n, rows, cols) of this rank's own matrices, from the rows that all ranks sent."""
         own = one.counts[self._group.rank]
         if own == 0:
@@ -132,10 +137,12 @@ class ShardedMuon:
         places = received.split([own * rows * one.cols for rows in one.rows])
         stack = torch.cat([p.view(own, rows, one.cols) for p, rows in zip(places, one.rows, strict=True)], dim=1)
         moments = one.second_moments or [[] for _ in one.row_split]
-        parts = [
-            orthogonal_update(part.contiguous(), moment, self._config, self._compute_dtype)
-            for part, moment in zip(stack.split(one.row_split, dim=1), moments, strict=True)
-        ]
+        parts = []
+        for part, moment in zip(stack.split(one.row_split, dim=1), moments, strict=True):
+            new = torch.stack(moment) if moment else None
+            parts.append(orthogonal_update(part.contiguous(), new, self._config, self._compute_dtype))
+            if new is not None:
+                torch._foreach_copy_(moment, kept_unless(made, new, torch.stack(moment)).unbind(0))
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def _scatter(self, one: _Round, update: Tensor) -> Callable[[], Tensor]:
@@ -147,7 +154,7 @@ class ShardedMuon:
         receive = [count * one.rows[rank] * one.cols for count in one.counts]
         return self._group.all_to_all_later(flat, send, receive)
 
-    def _apply(self, one: _Round, updates: Tensor, lr: float, weight_decay: float) -> None:
+    def _apply(self, one: _Round, updates: Tensor, lr: float, weight_decay: float, made: Tensor | None) -> None:
         rank = self._group.rank
         if one.rows[rank] == 0:
             return
@@ -158,7 +165,10 @@ class ShardedMuon:
             stacked = torch.stack(weights)
             for start, stop in pairwise(accumulate(one.row_split, initial=0)):
                 here = slice(max(start - first, 0), max(stop - first, 0))  # this part's rows among those of this rank
-                add_decay(update[:, here], stacked[:, here], weight_decay, self._config, stop - start, one.cols)
+                update[:, here] = with_decay(
+                    update[:, here], stacked[:, here], weight_decay, self._config, stop - start, one.cols
+                )
+        update = kept_unless(made, update, torch.zeros_like(update))
         torch._foreach_add_(weights, update.unbind(0), alpha=-lr)
 
     def _make_rounds(self, matrices: Sequence[ShardedMatrix]) -> list[_Round]:

@@ -10,7 +10,7 @@ The model, the optimizer, the step, the loop and the checkpoint format read as i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ParamSpec, TypeVar
 
@@ -67,17 +67,18 @@ class Strategy:
     def use_local_gradients(self) -> None:
         """For a warm-up: give `updated_weights` the gradients of this process alone, without the other ranks."""
 
-    def named_gradients(self) -> Iterator[tuple[str, Tensor | None]]:
-        """The gradients that this rank holds after the reduction, by weight; parts of one weight may follow each
-        other."""
-        for name, parameter in self.model.named_parameters():
-            yield name, parameter.grad
+    def updated_names(self) -> list[str]:
+        """The weight of the model that each of `updated_weights` is, or is a part of."""
+        return list(self.optimizer.parameters)
 
-    def first_broken_gradient(self) -> str | None:
-        """The first weight, in the model's order, whose gradient is not finite on some rank."""
+    def first_broken_gradient(self, finite: Iterable[bool] | None = None) -> str | None:
+        """The first weight, in the model's order, whose gradient is not finite on some rank. `finite`: whether that of
+        each of `updated_weights` was, where they are freed."""
+        if finite is None:
+            finite = (p.grad is None or bool(p.grad.isfinite().all()) for p in self.updated_weights())
         broken = {name: 0 for name, _ in self.model.named_parameters()}
-        for name, gradient in self.named_gradients():
-            broken[name] += gradient is not None and not bool(gradient.isfinite().all())
+        for name, one_is_finite in zip(self.updated_names(), finite, strict=True):
+            broken[name] += not one_is_finite
         counts = self.group.sum(torch.tensor(list(broken.values()), dtype=torch.int64), "broken gradients").tolist()
         return next((name for name, count in zip(broken, counts, strict=True) if count), None)
 
@@ -96,10 +97,10 @@ class Strategy:
         """What this rank updates: parameters, or parts of them."""
         return list(self.optimizer.parameters.values())
 
-    def step(self, lr_scale: float, momentum: float, weight_decay_scale: float) -> None:
+    def step(self, lr_scale: float, momentum: float, weight_decay_scale: float, made: Tensor | None = None) -> None:
         """Update the weights; afterwards every rank has all the new weights that it holds. Arguments as for
         `CombinedOptimizer.step`."""
-        self.optimizer.step(lr_scale, momentum, weight_decay_scale)
+        self.optimizer.step(lr_scale, momentum, weight_decay_scale, made)
 
     def zero_grad(self) -> None:
         """Free the gradients."""

@@ -111,9 +111,8 @@ class Zero(Strategy):
             gradient = self._parameters[one.name].grad
             self._leaf(one).grad = None if gradient is None else one.of(gradient)
 
-    def named_gradients(self) -> Iterator[tuple[str, Tensor | None]]:
-        for one in self.owned.values():
-            yield one.name, self._leaf(one).grad
+    def updated_names(self) -> list[str]:
+        return [self.owned[key].name for key in self.optimizer.parameters]
 
     def total_norm(self, gradients: list[Tensor]) -> Tensor:
         return self.group.sum(sum_of_squares(gradients, self._device), "gradient norm").sqrt()
@@ -171,14 +170,14 @@ class Zero(Strategy):
         flag = [] if self._overflow_flag is None else [self._overflow_flag]
         return [{"params": [*self.updated_weights(), *flag]}]
 
-    def step(self, lr_scale: float, momentum: float, weight_decay_scale: float) -> None:
+    def step(self, lr_scale: float, momentum: float, weight_decay_scale: float, made: Tensor | None = None) -> None:
         self.optimizer.require_gradients()
         if self.optimizer.adamw is not None:
-            self.optimizer.adamw.step(lr_scale)
+            self.optimizer.adamw.step(lr_scale, made)
         sent = [self._send_weights(bucket) for bucket in self.division.rest]
         for shape, bucket in self.division.stacks.items():
             if self._muon is not None:
-                self._muon.step_stack(shape, lr_scale, momentum, weight_decay_scale)
+                self._muon.step_stack(shape, lr_scale, momentum, weight_decay_scale, made)
             sent.append(self._send_weights(bucket))
         for one in sent:
             self._receive_weights(*one)

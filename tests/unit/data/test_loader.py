@@ -5,6 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -245,25 +248,39 @@ def test_ranks_without_a_micro_batch_get_empty_tensors() -> None:
 
 
 def test_batches_for_a_gpu_are_pinned_and_copied_asynchronously(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a GPU: what is asked of torch. Only from pinned memory does a copy overlap with the work of the GPU."""
+    """Without a GPU: what is asked of torch. Only from pinned memory, on a stream of its own, does a copy overlap with
+    the work of the GPU; its memory is not used again before training has read it."""
     pinned: list[int] = []
-    copied: list[tuple[int, str, bool]] = []
+    copied: list[tuple[int, str, bool, str]] = []
+    on, kept = ["training"], []
+    streams = SimpleNamespace(wait_stream=lambda other: kept.append(f"training waits for {other}"))
+
+    @contextmanager
+    def stream(name: str) -> Iterator[None]:
+        on.append(name)
+        yield
+        on.pop()
 
     def pin_memory(tensor: torch.Tensor) -> torch.Tensor:
         pinned.append(tensor.data_ptr())
         return tensor
 
     def to(tensor: torch.Tensor, device: torch.device, *, non_blocking: bool = False) -> torch.Tensor:
-        copied.append((tensor.data_ptr(), device.type, non_blocking))
+        copied.append((tensor.data_ptr(), device.type, non_blocking, on[-1]))
         return tensor
 
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
     monkeypatch.setattr(torch.Tensor, "to", to)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda _, used_by: kept.append(used_by))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: "copies")
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams)
     with Loader(rows_of("packed"), micro_sequences=3, micro_batches=2, device="cuda") as loader:
         batch = next(loader)
-    assert [place for place, _, _ in copied] == [batch.inputs.data_ptr(), batch.targets.data_ptr()]
-    assert {place for place, _, _ in copied} <= set(pinned)
-    assert [(device, asynchronous) for _, device, asynchronous in copied] == [("cuda", True)] * 2
+    assert [place for place, *_ in copied] == [batch.inputs.data_ptr(), batch.targets.data_ptr()]
+    assert {place for place, *_ in copied} <= set(pinned)
+    assert [how for _, *how in copied] == [["cuda", True, "copies"]] * 2
+    assert kept == ["training waits for copies", streams, streams]
 
 
 @pytest.mark.gpu

@@ -83,7 +83,10 @@ def matrices(rank: int, size: int) -> list[ShardedMatrix]:
     return found
 
 
-def train_shards(size: int, steps: int, config: MuonConfig) -> tuple[list[ShardedMuon], Post]:
+def train_shards(
+    size: int, steps: int, config: MuonConfig, *, broken_last: bool = False
+) -> tuple[list[ShardedMuon], Post]:
+    """`broken_last`: then a step without finite gradients, whose update is not made."""
     post = Post(size)
 
     def train(rank: int) -> ShardedMuon:
@@ -93,7 +96,11 @@ def train_shards(size: int, steps: int, config: MuonConfig) -> tuple[list[Sharde
         for step in range(steps):
             for name, gradient in values(1 + step).items():
                 muon.parameters[name].grad = gradient[rows_on(rank, size, len(gradient))].clone()
-            muon.step(1.0 - step / 10, 0.9, 1.0)
+            muon.step(1.0 - step / 10, 0.9, 1.0, torch.tensor(True) if step == 1 else None)
+        if broken_last:
+            for parameter in muon.parameters.values():
+                parameter.grad = torch.full_like(parameter, torch.nan)
+            muon.step(1.0, 0.9, 1.0, torch.tensor(False))
         return muon
 
     with ThreadPoolExecutor(size) as threads:
@@ -125,7 +132,7 @@ def test_weights_and_state_are_those_of_whole_matrices(size: int, settings: dict
     float64 rounds at 1e-16 and five polynomials magnify a little."""
     config = MuonConfig(**{"lr": 0.1, **settings})
     whole = train_whole(3, config)
-    shards, _ = train_shards(size, 3, config)
+    shards, _ = train_shards(size, 3, config, broken_last=True)
     for name, weight in whole.parameters.items():
         together = torch.cat([shard.parameters[name].detach() for shard in shards])
         torch.testing.assert_close(together, weight.detach(), rtol=1e-10, atol=1e-12)

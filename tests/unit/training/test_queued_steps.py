@@ -1,0 +1,181 @@
+"""The steps of a GPU, queued one ahead: on the CPU they make the run that waits for each, bit for bit; on the meta
+device, which has no values, none of their operations asks for one."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from tiny_runs import FakeClock, arguments, at_line, command, differences, lines_of, make_config, outcome, train
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import gptlab
+from gptlab.config.recipes import configure
+from gptlab.data.loader import StepBatch
+from gptlab.model.gpt import GPT, build_model
+from gptlab.runtime.hardware.place import place_of
+from gptlab.runtime.processes.distributed import Group
+from gptlab.runtime.records.metrics import MetricsLog
+from gptlab.training import queued_steps as queued_module
+from gptlab.training import step as step_module
+from gptlab.training.faults import TrainingFailed
+from gptlab.training.parallel.strategy import Strategy, whole_optimizer
+from gptlab.training.queued_steps import queued_update
+from gptlab.training.state import TrainState
+from gptlab.training.step import gradients, rates_of_step
+
+QUIET: dict[str, Any] = {"sample__prompts": [], "eval__every_steps": 6, "checkpoint__background": False}
+BROKEN_GRADIENT = "blocks.0.mlp.up.weight"
+
+
+@pytest.fixture
+def queued(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop takes the path of a GPU, while the model computes as on a CPU."""
+
+    def build(*args: Any, **kwargs: Any) -> GPT:
+        model = build_model(*args, **kwargs)
+        model.platform = "cuda"
+        return model
+
+    monkeypatch.setattr("gptlab.training.state.build_model", build)
+
+
+@pytest.fixture
+def broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss of data step 2 is NaN, the gradient of one weight in step 6 and the loss in step 7 infinite."""
+
+    def spoilt(state: TrainState, batch: StepBatch, *args: Any) -> Tensor:
+        loss = gradients(state, batch, *args)
+        if batch.step in (2, 7):
+            for parameter in state.model.parameters():
+                parameter.grad = parameter.grad * math.nan  # type: ignore[operator]
+            return loss * (math.nan if batch.step == 2 else math.inf)
+        if batch.step == 6:
+            gradient = dict(state.model.named_parameters())[BROKEN_GRADIENT].grad
+            assert gradient is not None
+            gradient.view(-1)[3] = math.inf
+        return loss
+
+    for module in (step_module, queued_module):
+        monkeypatch.setattr(module, "gradients", spoilt)
+
+
+class TestTheSameRun:
+    """As one that waits for each step."""
+
+    def test_with_everything_due(self, folder: Path, request: pytest.FixtureRequest) -> None:
+        waits = train(folder, "waits")
+        request.getfixturevalue("queued")
+        assert differences(outcome(waits), outcome(train(folder, "queues"))) == []
+
+    def test_skips_the_same_updates_and_names_the_same_weight(
+        self, folder: Path, broken: None, request: pytest.FixtureRequest
+    ) -> None:
+        warnings = []
+        for name in ("broken-waits", "broken-queues"):
+            if name == "broken-queues":
+                request.getfixturevalue("queued")
+            code, out, _ = command(["train", *arguments(folder, name)])
+            assert code == 0
+            warnings.append([line for line in out.splitlines() if line.startswith("warning")])
+        assert differences(*(outcome(folder / name) for name in ("broken-waits", "broken-queues"))) == []
+        assert warnings[0] == warnings[1]
+        assert [line.rpartition("gradient: ")[2] for line in warnings[1] if BROKEN_GRADIENT in line] == [
+            BROKEN_GRADIENT
+        ]
+
+    def test_stopped_by_a_signal_and_resumed(self, folder: Path, request: pytest.FixtureRequest) -> None:
+        whole = train(folder, "whole", **QUIET)
+        request.getfixturevalue("queued")
+        with at_line("train", 10, lambda: os.kill(os.getpid(), signal.SIGTERM)):
+            assert gptlab.train(make_config(folder, "stopped", **QUIET)).exit_code == 75
+        # Step 11 was under way when the signal came.
+        assert [line["step"] for line in lines_of(folder / "stopped", "train")] == [*range(1, 12)]
+        gptlab.train(resume=folder / "stopped")
+        assert differences(outcome(whole), outcome(folder / "stopped")) == []
+
+    def test_too_many_broken_steps_end_it(self, folder: Path, broken: None, queued: None) -> None:
+        with pytest.raises(TrainingFailed, match="in step 8, after 1 consecutive skipped updates"):
+            train(folder, "failed", faults__max_skipped_in_a_row=1, **QUIET)
+        events = [(line["step"], line["what"]) for line in lines_of(folder / "failed", "event")]
+        assert events == [(3, "skipped"), (7, "skipped"), (8, "failed")]
+
+
+def test_one_step_ahead_until_something_is_due(folder: Path, queued: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checkpoints are due after steps 4, 8 and 12, evaluations after 6 and 12."""
+    order: list[str] = []
+
+    def noted(state: TrainState, batch: StepBatch, *args: Any) -> Tensor:
+        order.append(f"queue {batch.step + 1}")
+        return gradients(state, batch, *args)
+
+    monkeypatch.setattr(queued_module, "gradients", noted)
+    write = MetricsLog.write
+
+    def written(log: MetricsLog, kind: Any, /, **line: Any) -> None:
+        order.append(f"{kind} {line['step']}")
+        write(log, kind, **line)
+
+    monkeypatch.setattr(MetricsLog, "write", written)
+    train(folder, "order", steps=7, **QUIET)
+    assert order == [
+        "eval 0",
+        "queue 1", "queue 2", "train 1", "queue 3", "train 2", "queue 4", "train 3", "train 4", "checkpoint 4",
+        "queue 5", "queue 6", "train 5", "train 6", "eval 6",
+        "queue 7", "train 7", "eval 7", "checkpoint 7",
+    ]  # fmt: skip
+
+
+def test_a_budget_in_seconds(folder: Path, queued: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of one second, in which the host waits for the GPU: nine of them are a budget of nine seconds, and no tenth
+    is begun."""
+    place_of(make_config(folder, "never-made"))  # by the true clock
+    with FakeClock.running() as clock:
+        clock._charge(monkeypatch, "gptlab.training.queued_steps._figures", 1.0)
+        run = train(folder, "budget", minutes=0.15, **QUIET)
+    assert [line["step_seconds"] for line in lines_of(run, "train")] == [1.0] * 9
+
+
+class Dispatched(TorchDispatchMode):
+    """Notes each operation, and each copy to another device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(function))
+        result = function(*args, **(kwargs or {}))
+        devices = {one.device for one in (*args, result) if isinstance(one, Tensor) and one.ndim}
+        assert len(devices) <= 1, f"{function} copies between {devices}"
+        return result
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    ["quickstart", "nanogpt/gpt2-124m-tiny", "speedrun/muon-2024-10-tiny", "autoresearch-tiny", "nanochat-tiny"],
+)
+def test_a_step_asks_the_device_for_nothing(recipe: str) -> None:
+    """Forward, backward, norm, clipping, update of every lineage on the meta device, as on a GPU in bfloat16. Tensors
+    there have no values: reading one raises an error."""
+    config = configure(recipe)
+    config = replace(config, model=replace(config.model, vocab_size=512, dropout=0.0))
+    with torch.device("meta"):
+        model = GPT(config.model, torch.bfloat16, "cuda")
+        tokens = torch.empty(2, 2, config.model.seq_len, dtype=torch.int64)
+    strategy = Strategy(model, whole_optimizer(model, config), Group())
+    scaler = torch.amp.GradScaler("cuda", enabled=False)
+    state = TrainState(model, strategy.optimizer, strategy, cast(Any, None), scaler, torch.device("meta"))
+    with Dispatched() as dispatched:
+        loss = gradients(state, StepBatch(0, 0.0, tokens, tokens, (0, 1), tokens.numel()), model.loss, config)
+        norms = queued_update(state, config, loss, rates_of_step(config, 0, 0.0, 0.1))
+    assert norms.shape == (1 + len(strategy.updated_weights()),)
+    assert "aten._local_scalar_dense.default" not in dispatched.names
+    assert "aten._fused_adamw_.default" in dispatched.names
