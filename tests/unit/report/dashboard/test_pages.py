@@ -22,7 +22,7 @@ from gptlab.runtime.records.metrics import MetricsLog
 from gptlab.runtime.records.run_directory import RunDirectory
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, BrowserContext, Page
+    from playwright.sync_api import Browser, Page
 
 CURVE = (3.5, 2.0, 1.5, 1.25)
 HOSTILE = "<img src=x onerror=alert(1)>"
@@ -47,17 +47,28 @@ def browser() -> Iterator[Browser]:
         browser.close()
 
 
-@pytest.fixture
-def context(browser: Browser) -> Iterator[BrowserContext]:
-    """A fresh profile. What the pages print to the console, raise or show as a dialog fails the test."""
-    context = browser.new_context(viewport={"width": 1200, "height": 900})
+@pytest.fixture(scope="module")
+def watched(browser: Browser) -> tuple[Page, list[str]]:
+    """One page for all tests, since a new one takes a second of computing, and what its contents print to the console,
+    raise or show as a dialog."""
+    context = browser.new_context()
     context.set_default_timeout(TIMEOUT)
     problems: list[str] = []
     context.on("console", lambda message: problems.append(f"{message.type}: {message.text}"))
     context.on("weberror", lambda error: problems.append(str(error.error)))
     context.on("dialog", lambda dialog: (problems.append(f"dialog: {dialog.message}"), dialog.dismiss()))
-    yield context
-    context.close()
+    return context.new_page(), problems
+
+
+@pytest.fixture
+def blank(watched: tuple[Page, list[str]]) -> Iterator[Page]:
+    """An empty page. Whatever it reports during a test fails the test."""
+    page, problems = watched
+    problems.clear()
+    page.set_viewport_size({"width": 1200, "height": 900})
+    page.emulate_media(color_scheme="light")
+    yield page
+    page.goto("about:blank")
     assert problems == []
 
 
@@ -104,12 +115,11 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dashboard]:
 
 
 @pytest.fixture
-def page(world: Dashboard, context: BrowserContext) -> Page:
+def page(world: Dashboard, blank: Page) -> Page:
     """The dashboard, with the runs that are chosen by themselves drawn."""
-    page = context.new_page()
-    page.goto(world.url)
-    page.wait_for_selector("#charts[data-drawn]")
-    return page
+    blank.goto(world.url)
+    blank.wait_for_selector("#charts[data-drawn]")
+    return blank
 
 
 def row(page: Page, name: str) -> Any:
@@ -221,7 +231,7 @@ def test_a_prompt_is_answered(page: Page) -> None:
 
 
 def test_hostile_names_and_samples_stay_text(page: Page) -> None:
-    """A dialog or a message on the console would fail this test (`context`)."""
+    """A dialog or a message on the console would fail this test (`blank`)."""
     choose_only(page, HOSTILE)
     assert row(page, "damaged").locator(".problem").inner_text().count("config.json is damaged: it is no JSON")
     page.wait_for_function("() => document.querySelector('#details h2')?.textContent.startsWith('<img')")
@@ -237,61 +247,55 @@ def background(page: Page) -> str:
     return "light" if sum(color[:3]) > 600 else "dark"
 
 
-def test_a_report_draws_its_charts_and_switches_colors(
-    world: Dashboard, context: BrowserContext, tmp_path: Path
-) -> None:
+def test_a_report_draws_its_charts_and_switches_colors(world: Dashboard, blank: Page, tmp_path: Path) -> None:
     """Of a real run, and of a hostile one beside others, from the disk and without a server."""
     runs = world.index.folder
     one, several = tmp_path / "one.html", tmp_path / "several.html"
     assert command(["report", runs / "real", "--out", one])[0] == 0
     assert command(["report", *(runs / name for name in ("real", "gelu-seed-1", HOSTILE)), "--out", several])[0] == 0
-    page = context.new_page()
     for path in (one, several):
-        page.goto(path.as_uri())
-        page.wait_for_selector("#charts[data-drawn]")
-        assert page.locator("canvas").count() >= 2
+        blank.goto(path.as_uri())
+        blank.wait_for_selector("#charts[data-drawn]")
+        assert blank.locator("canvas").count() >= 2
         for scheme in ("light", "dark"):
-            page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
-            assert background(page) == scheme
+            blank.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
+            assert background(blank) == scheme
         for theme in ("light", "dark", "system"):
-            button = page.locator("#theme")
+            button = blank.locator("#theme")
             button.click()
             assert button.inner_text() == f"colors: {theme}"
-            assert background(page) == ("dark" if theme == "system" else theme)
-        page.get_by_role("button", name="tokens", exact=True).click()
-        assert page.locator('button[data-axis="tokens"]').get_attribute("aria-pressed") == "true"
-        assert page.locator("img").count() == 0
+            assert background(blank) == ("dark" if theme == "system" else theme)
+        blank.get_by_role("button", name="tokens", exact=True).click()
+        assert blank.locator('button[data-axis="tokens"]').get_attribute("aria-pressed") == "true"
+        assert blank.locator("img").count() == 0
 
 
-def test_a_chart_explains_its_points_fits_its_end_and_is_saved(
-    world: Dashboard, context: BrowserContext, tmp_path: Path
-) -> None:
+def test_a_chart_explains_its_points_fits_its_end_and_is_saved(world: Dashboard, blank: Page, tmp_path: Path) -> None:
     """On a page of validations 3.51, 2.01, 1.51 and 1.26 at steps 0, 10, 20 and 30."""
     path = tmp_path / "report.html"
     assert command(["report", world.index.folder / "gelu-seed-1", "--out", path])[0] == 0
-    page = context.new_page()
-    page.goto(path.as_uri())
-    page.wait_for_selector("#charts[data-drawn]")
-    area, dot = page.locator(".chart-bpb .u-over"), page.locator(".chart-bpb .u-cursor-pt").first
+    blank.goto(path.as_uri())
+    blank.wait_for_selector("#charts[data-drawn]")
+    area, dot = blank.locator(".chart-bpb .u-over"), blank.locator(".chart-bpb .u-cursor-pt").first
     size = area.bounding_box()
     assert size is not None
 
     def height_at_step_10() -> float:
         """Of the second point, as a share of the chart: 0 is its top."""
-        page.mouse.move(0, 0)
+        blank.mouse.move(0, 0)
         area.hover(position={"x": size["width"] / 3, "y": 5})
         box = dot.bounding_box()
         assert box is not None
         return (box["y"] + box["height"] / 2 - area.bounding_box()["y"]) / size["height"]  # type: ignore[index]
 
     assert height_at_step_10() > 0.5, "all of the curve is seen: 2.01 is in its lower half"
-    explained = page.locator(".chart-bpb .tip").inner_text().split()
+    explained = blank.locator(".chart-bpb .tip").inner_text().split()
     assert explained[:2] == ["10", "steps"]
     assert "2.01" in explained
-    page.get_by_label("fit the end").check()
+    blank.get_by_label("fit the end").check()
     assert height_at_step_10() < 0.2, "2.01 is the highest value after the start"
-    with page.expect_download() as download:
-        page.locator(".chart-bpb").get_by_role("button", name="CSV").click()
+    with blank.expect_download() as download:
+        blank.locator(".chart-bpb").get_by_role("button", name="CSV").click()
     assert download.value.suggested_filename == "bpb.csv"
     lines = Path(download.value.path()).read_text(encoding="utf-8").splitlines()
     assert lines[0] == "run,part,step,tokens,seconds,flops,bpb"
