@@ -24,7 +24,7 @@ from gptlab.config.load import config_to_json
 from gptlab.config.recipes import applied_scaling
 from gptlab.config.recipes.quickstart import why_quickstart_size
 from gptlab.config.run import RunConfig
-from gptlab.config.scaling import Machine
+from gptlab.config.scaling import MANY_EPOCHS, Machine
 from gptlab.runtime.hardware.cpu import MachineLoad
 from gptlab.runtime.hardware.device import device_name
 from gptlab.runtime.records.console import Console
@@ -47,10 +47,6 @@ from gptlab.training.state import OffClock
 if TYPE_CHECKING:
     from gptlab.app.earlier_run import EarlierRun
     from gptlab.runtime.processes.distributed import Group
-
-
-MANY_EPOCHS = 4.0
-"""Up to four epochs teach almost as much as fresh text, later ones ever less (Muennighoff et al., arXiv:2305.16264)."""
 
 
 _REPORT = (
@@ -102,7 +98,7 @@ def describe(session: Session, console: Console, machine: Machine | None) -> Non
     if machine is not None and (reason := why_quickstart_size(config, machine)):
         console.line(f"size      {reason}")
     # Random windows are drawn with replacement from small texts on purpose (nanoGPT): those have no epochs to count.
-    if epochs > MANY_EPOCHS and config.data.rows != "random" and not config.eval.only:
+    if round(epochs) > MANY_EPOCHS and config.data.rows != "random" and not config.eval.only:
         _warn_of_repeated_text(f"{about}{epochs:.0f}", config, console)
 
 
@@ -110,7 +106,7 @@ def _warn_of_repeated_text(passes: str, config: RunConfig, console: Console) -> 
     files = config.data.hub_files
     more = "--data PATH" if files is None else f"--data.hub-files above {files}, or --data PATH"
     console.warn(
-        f"{passes} passes over the training data: beyond {MANY_EPOCHS:.0f}, repeated text "
+        f"{passes} passes over the training data: beyond {MANY_EPOCHS}, repeated text "
         f"teaches less and less (arXiv:2305.16264); more data helps, {more}"
     )
 

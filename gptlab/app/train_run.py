@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -169,10 +169,12 @@ def _timed(config: RunConfig, attempt: Attempt, measured: list[Machine]) -> Mach
     def silent(text: str) -> None:
         pass  # the run itself will warn, once, of what is wrong with a compiler
 
+    tokens = measured[-1].training_tokens
     if len(measured) == 1:  # its limit: no size was timed yet
-        prepared(config, place_of(config, attempt.group.world), attempt.console)
+        tokens = prepared(config, place_of(config, attempt.group.world), attempt.console).train.n_tokens
     with attempt.console.busy("timing steps, to size the model"), _deterministic(config):
-        measured.append(timed_machine(config, attempt.group.world, silent, silent))
+        timed = timed_machine(config, attempt.group.world, silent, silent)
+    measured.append(replace(timed, training_tokens=tokens))
     return measured[-1]
 
 

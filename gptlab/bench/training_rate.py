@@ -33,6 +33,9 @@ PRODUCTS_SHARE = 0.55
 ASSUMED_CHARACTERS = 128
 """A char tokenizer's entries before the corpus is read: ASCII. (tinyshakespeare has 65.)"""
 
+STDLIB_TOKENS = 8_600_000
+"""Training tokens of `stdlib` in quickstart's vocabulary, about: each Python has its own (README: 8,635,921)."""
+
 # Eight steps of quickstart's default size on two cores: one slow step does not move their median.
 TIMED_SECONDS = 3.0
 TIMED_STEPS = 20
@@ -54,7 +57,7 @@ def timed_machine(config: RunConfig, world: World, warn: Callable[[str], None], 
     UserError where the steps cannot run."""
     place = place_of(config, world)
     rate = time_rate(config, place, warn, show)
-    return Machine(device=str(place.device), flops_per_second=world.size * rate.flops_per_second)
+    return machine_at(config, place, world, world.size * rate.flops_per_second)
 
 
 def limited_machine(config: RunConfig, world: World = _ALONE) -> Machine:
@@ -62,7 +65,17 @@ def limited_machine(config: RunConfig, world: World = _ALONE) -> Machine:
     place = place_of(config, world)
     peak = place.peak.flops_per_second
     most = None if peak is None else PRODUCTS_SHARE * peak * world.size
-    return Machine(device=str(place.device), flops_per_second=None, most_flops_per_second=most)
+    return replace(machine_at(config, place, world, None), most_flops_per_second=most)
+
+
+def machine_at(config: RunConfig, place: Place, world: World, flops_per_second: float | None) -> Machine:
+    """This machine at a rate, with the tokens of the text as far as they are known before it is read."""
+    return Machine(
+        device=str(place.device),
+        flops_per_second=flops_per_second,
+        training_tokens=STDLIB_TOKENS if config.data.source == ("stdlib",) else None,
+        processes=world.size,
+    )
 
 
 def time_rate(config: RunConfig, place: Place, warn: Callable[[str], None], show: Callable[[str], None]) -> Rate:

@@ -45,12 +45,13 @@ def main(argv: list[str]) -> int:
 
 def _remembered(config: RunConfig) -> Machine:
     """This machine with the rate that `train` or `bench` timed; without a rate if neither did."""
-    from gptlab.bench.training_rate import remembered_rate
+    from gptlab.bench.training_rate import machine_at, remembered_rate
     from gptlab.runtime.hardware.place import place_of
+    from gptlab.runtime.processes.distributed import World
 
     place = place_of(config)
     rate = remembered_rate(config, place)
-    return Machine(device=str(place.device), flops_per_second=None if rate is None else rate.flops_per_second)
+    return machine_at(config, place, World(), None if rate is None else rate.flops_per_second)
 
 
 def describe(plan: RunPlan, *, device_memory: int | None = None) -> str:

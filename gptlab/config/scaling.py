@@ -18,16 +18,22 @@ REFERENCE_WIDTH = 768
 REFERENCE_BATCH_TOKENS = 2**19
 REFERENCE_DEPTH = 12
 
+MANY_EPOCHS = 4
+"""Up to four epochs teach almost as much as fresh text, later ones ever less (Muennighoff et al., arXiv:2305.16264)."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What a recipe may use to size itself to the machine."""
+    """What a recipe may use to size itself: the machine, and how much text there is."""
 
     device: str
     flops_per_second: float | None
     """FLOP/s of timed training steps, forward and backward, over all processes. None: no step was timed."""
     most_flops_per_second: float | None = None
     """What its steps can reach at most, by the rate of its matrix products. None: unknown."""
+    training_tokens: int | None = None
+    """Of the text, each counted once. None: unknown."""
+    processes: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

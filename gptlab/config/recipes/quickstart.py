@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from gptlab.config.model import ModelConfig
+from gptlab.config.recipes import quickstart_on_gpu
 from gptlab.config.run import (
     BatchConfig,
     CheckpointConfig,
@@ -42,25 +43,39 @@ QUICKSTART_STEP_TOKENS_PER_ROOT = 4.6
 QUICKSTART_STEP_TOKENS_PER_ROOT_NARROW = 2.3
 
 
-def quickstart(*, depth: int | None = None, horizon: Horizon = minutes(3), machine: Machine | None = None) -> RunConfig:
-    """A small modern GPT on Python's sources, sized to this machine."""
-    seq_len, vocab_size = 512, 4096
-    flops_per_second = _flops_per_second(machine)
+def quickstart(
+    *, depth: int | None = None, horizon: Horizon | None = None, machine: Machine | None = None
+) -> RunConfig:
+    """A small modern GPT on Python's sources, sized to this machine.
+
+    `horizon`: three minutes by default, or on a GPU the few epochs that it reads in less.
+    """
+    seq_len, vocab_size, flops_per_second = 512, 4096, _flops_per_second(machine)
+    gpu = machine if machine is not None and machine.device.startswith(("cuda", "mps")) else None
+    by_default, horizon = horizon is None, horizon or minutes(3)
     size = {"aspect": QUICKSTART_ASPECT, "head_dim": 64, "vocab_size": vocab_size, "seq_len": seq_len}
     shape = shape_for_depth(depth, **size) if depth is not None else _shape_for(horizon, flops_per_second, size)
+    if gpu is not None and by_default:
+        shape, horizon = quickstart_on_gpu.within_the_text(
+            gpu, shape, horizon, flops_per_second, QUICKSTART_TOKENS_PER_PARAM, size, least_depth=depth or 1
+        )
     total_tokens = 2**13 if horizon.unit == "steps" else _step_tokens(shape, horizon, flops_per_second, 8 * seq_len)
     # On a CPU 16 rows are no faster than 8 (docs/LOG.md, 2026-11-22), and 8 serve every batch: what was compiled to be
-    # timed is what trains. A GPU needs more to be busy.
-    rows = 8 if machine is None or machine.device == "cpu" else 32
+    # timed is what trains.
+    rows = 8 if gpu is None else quickstart_on_gpu.micro_rows(gpu, total_tokens // seq_len)
     return RunConfig(
         recipe="quickstart",
         model=ModelConfig(n_layer=shape.n_layer, n_embd=shape.n_embd, n_head=shape.n_head, seq_len=seq_len),
         tokenizer=TokenizerConfig(kind="bpe", vocab_size=vocab_size),
         data=DataConfig(source=("stdlib",), rows="packed"),
-        batch=BatchConfig(total_tokens=total_tokens, micro_sequences=min(rows, total_tokens // seq_len)),
+        batch=BatchConfig(total_tokens=total_tokens, micro_sequences=rows),
         horizon=horizon,
         optim=muon_and_adamw(shape.n_embd, adamw_scale=quickstart_adamw_scale(total_tokens), scaled_decay=False),
-        eval=EvalConfig(every_seconds=horizon.amount / 4 if horizon.unit == "seconds" else None, tokens=131_072),
+        eval=EvalConfig(
+            every_seconds=horizon.amount / 4 if horizon.unit == "seconds" else None,
+            every_steps=math.ceil(horizon.amount / total_tokens / 4) if horizon.unit == "tokens" else None,
+            tokens=131_072,
+        ),
         sample=SampleConfig(from_validation=4, max_tokens=96, temperature=0.7, top_k=40),
         checkpoint=CheckpointConfig(every_seconds=60.0),
     )
@@ -120,6 +135,8 @@ def _step_tokens_per_root(n_embd: int) -> float:
 
 def why_quickstart_size(config: RunConfig, machine: Machine) -> str | None:
     """How the size was chosen, in one line; None where another recipe, --depth or a field decided it."""
+    if config.recipe == "quickstart" and config.horizon.amount == quickstart_on_gpu.most_tokens(machine):
+        return quickstart_on_gpu.why_so_short(machine)
     if config.recipe != "quickstart" or config.horizon.unit not in ("seconds", "flops"):
         return None
     model, own = config.model, quickstart(horizon=config.horizon, machine=machine).model
@@ -141,4 +158,6 @@ def _flops_per_second(machine: Machine | None) -> float:
     """FLOP/s of timed training steps on `machine`, or the assumed rate."""
     if machine is None:
         return ASSUMED_FLOPS_PER_SECOND
+    if machine.flops_per_second is None and machine.device.startswith(("cuda", "mps")):
+        return quickstart_on_gpu.assumed_flops_per_second(machine) or ASSUMED_FLOPS_PER_SECOND
     return machine.flops_per_second or min(ASSUMED_FLOPS_PER_SECOND, machine.most_flops_per_second or math.inf)

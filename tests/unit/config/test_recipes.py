@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import ClassVar
 
 import pytest
 
@@ -159,6 +160,86 @@ class TestSizedByMeasurement:
 
         assert sized_by_measurement(recipe, None, measure).model.n_layer == 4
         assert timed == [4]
+
+
+class TestQuickstartOnAGpu:
+    """8,635,921 training tokens, and steps as fast as a third of what such a device is said to multiply."""
+
+    TOKENS = 8_635_921
+    DEVICES: ClassVar = {  # FLOP/s -> layers, width, tokens a step, rows; by hand from the rules of quickstart
+        "Apple M2": ("mps", 1e12, (5, 192, 8192, 16)),
+        "RTX 3060": ("cuda:0", 8e12, (8, 256, 16384, 32)),
+        "RTX 4090": ("cuda:0", 5e13, (10, 320, 16384, 32)),
+        "A100": ("cuda:0", 1.2e14, (10, 320, 16384, 32)),
+        "H100": ("cuda:0", 3e14, (10, 320, 16384, 32)),
+    }
+
+    @pytest.mark.parametrize("name", DEVICES)
+    def test_sizes_and_no_more_than_four_epochs(self, name: str) -> None:
+        device, rate, expected = self.DEVICES[name]
+        here = Machine(device=device, flops_per_second=rate, training_tokens=self.TOKENS)
+        config = quickstart(machine=here)
+        model, batch = config.model, config.batch
+        assert (model.n_layer, model.n_embd, batch.total_tokens, batch.micro_sequences) == expected
+        shape = shape_for_depth(model.n_layer, aspect=32, head_dim=64, vocab_size=4096, seq_len=512)
+        tokens = config.horizon.amount
+        if config.horizon.unit == "seconds":
+            assert config.horizon == minutes(3)
+            tokens *= rate / shape.flops_per_token
+        assert 0.5 * self.TOKENS < tokens <= 4 * self.TOKENS
+        assert tokens >= QUICKSTART_TOKENS_PER_PARAM * shape.scaling_params
+        assert (config.horizon.unit == "tokens") == (rate * 180 > 4 * self.TOKENS * shape.flops_per_token)
+        assert ("epochs" in (why_quickstart_size(config, here) or "")) == (config.horizon.unit == "tokens")
+
+    def test_a_larger_text_takes_the_three_minutes(self) -> None:
+        here = Machine(device="cuda:0", flops_per_second=3e14, training_tokens=280_000_000)
+        config = quickstart(machine=here)
+        assert config.horizon == minutes(3)
+        assert (config.model.n_layer, config.model.n_embd, config.batch.total_tokens) == (16, 512, 32768)
+        assert config.batch.micro_sequences == 64
+
+    def test_a_length_that_was_asked_for_stays(self) -> None:
+        here = Machine(device="cuda:0", flops_per_second=3e14, training_tokens=self.TOKENS)
+        assert quickstart(machine=here, horizon=minutes(3)).horizon == minutes(3)
+        assert "epochs" not in (why_quickstart_size(quickstart(machine=here, horizon=minutes(3)), here) or "")
+
+    def test_a_cpu_repeats_a_small_text(self) -> None:
+        assert quickstart(machine=Machine(device="cpu", flops_per_second=2e11, training_tokens=1000)) == quickstart(
+            machine=machine(2e11)
+        )
+
+    def test_the_end_is_validated_as_often_as_by_the_clock(self) -> None:
+        config = quickstart(machine=Machine(device="cuda:0", flops_per_second=3e14, training_tokens=self.TOKENS))
+        steps = config.horizon.total_steps(tokens_per_step=16384, flops_per_token=1.0, scaling_params=1)
+        assert steps == 2108
+        assert config.eval.every_steps == 528  # validates at 528, 1056, 1584 and the end
+
+    @pytest.mark.parametrize("processes", [1, 2, 3, 4, 8, 64])
+    def test_every_process_has_a_micro_batch(self, processes: int) -> None:
+        here = Machine(
+            device="cuda:0", flops_per_second=3e14 * processes, training_tokens=self.TOKENS, processes=processes
+        )
+        config = quickstart(machine=here)  # which refuses rows that do not divide a step
+        assert config.micro_batches >= min(processes, config.batch.total_tokens // 512)
+
+    def test_the_first_size_that_is_timed_is_the_last(self) -> None:
+        """An H100's table peak of 989.5 TFLOP/s: the assumed share gives the depth that steps at a third confirm."""
+        timed: list[RunConfig] = []
+
+        def recipe(depth: int | None, machine: Machine | None) -> RunConfig:
+            return quickstart(depth=depth, machine=machine)
+
+        def measure(config: RunConfig) -> Machine:
+            timed.append(config)
+            return Machine(device="cuda:0", flops_per_second=8e13, training_tokens=self.TOKENS)
+
+        most = Machine(
+            device="cuda:0", flops_per_second=None, most_flops_per_second=PRODUCTS_SHARE * 989.5e12,
+            training_tokens=8_600_000,
+        )  # fmt: skip
+        config = sized_by_measurement(recipe, None, measure, most)
+        assert [(c.model, c.batch) for c in timed] == [(config.model, config.batch)]
+        assert config.horizon == Horizon(amount=4.0 * self.TOKENS, unit="tokens")
 
 
 def test_quickstart_without_a_measurement_is_that_of_two_ordinary_cores() -> None:

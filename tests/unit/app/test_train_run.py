@@ -1,0 +1,39 @@
+"""A run that sizes itself counts the tokens of its own text, once, before it times a step."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from gptlab.app import session
+from gptlab.app.attempt import Attempt
+from gptlab.app.run_request import RunRequest
+from gptlab.app.train_run import _configured
+from gptlab.bench import training_rate
+from gptlab.config.run import RunConfig
+from gptlab.config.scaling import Machine
+from gptlab.runtime.hardware import place
+from gptlab.runtime.records.console import Console
+
+
+def test_a_gpu_trains_four_epochs_of_the_text_that_was_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared: list[RunConfig] = []
+
+    def prepare(config: RunConfig, *rest: object) -> Any:
+        prepared.append(config)
+        return SimpleNamespace(train=SimpleNamespace(n_tokens=10_000_000))
+
+    def timed(config: RunConfig, *rest: object) -> Machine:  # the text is known to be Python's, about
+        return Machine(device="cuda:0", flops_per_second=3e14, training_tokens=8_600_000)
+
+    monkeypatch.setattr(session, "prepared", prepare)
+    monkeypatch.setattr(training_rate, "timed_machine", timed)
+    monkeypatch.setattr(training_rate, "limited_machine", lambda *_: Machine(device="cuda:0", flops_per_second=None))
+    monkeypatch.setattr(place, "place_of", lambda *_: None)
+    with Console() as console:
+        config, machine = _configured(Attempt(console, ["gptlab"], 0.0), RunRequest())
+    assert len(prepared) == 1
+    assert machine == Machine(device="cuda:0", flops_per_second=3e14, training_tokens=10_000_000)
+    assert (config.horizon.amount, config.horizon.unit) == (40_000_000, "tokens")
