@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from io import BufferedReader
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,25 @@ def verify_tensors(path: Path, expected: FileRecord, layout: Layout | None = Non
         _, found = _read_header(file, expected.size_bytes)
     if layout is not None:
         _require_layout(found, layout)
+
+
+def data_positions(path: Path, expected: FileRecord, layout: Layout) -> dict[str, int]:
+    """Where in a file the data of each tensor begins: name -> bytes before it. DamagedFileError if the file does not
+    hold exactly the tensors of `layout`; their data is not verified."""
+    with open_plain(path) as file:
+        _require_size(file, expected)
+        header, found = _read_header(file, expected.size_bytes)
+    _require_layout(found, layout)
+    sizes = (math.prod(shape) * dtype.itemsize for dtype, shape in found.values())
+    return dict(zip(found, accumulate(sizes, initial=len(header)), strict=False))
+
+
+def read_at(path: Path, expected: FileRecord, position: int, into: Tensor) -> None:
+    """Fill a contiguous CPU tensor with the bytes from `position` on, of a file that was verified before."""
+    with open_plain(path) as file:
+        _require_size(file, expected)
+        file.seek(position)
+        _read_into(file, _raw(into))
 
 
 def write_bytes(path: Path, content: bytes) -> FileRecord:

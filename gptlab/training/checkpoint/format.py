@@ -65,10 +65,12 @@ class CheckpointError(UserError):
 class DamagedCheckpointError(CheckpointError):
     """A folder that is not an intact checkpoint."""
 
-    def __init__(self, path: Path, reason: str) -> None:
+    def __init__(self, path: Path, reason: str, lines: Sequence[str] = ()) -> None:
+        """`lines`: what several ranks find, where that is not the same."""
         self.path = path
         self.reason = reason
         super().__init__(f"checkpoint {path} is damaged: {reason}")
+        self.lines = lines or [str(self)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -7,9 +7,10 @@ number of processes reads what any other number wrote. Nothing here deletes a ch
 
 from __future__ import annotations
 
+import hashlib
 import os
 import stat
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -56,7 +57,8 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A verified checkpoint; its tensors are on the CPU and share no memory."""
+    """A verified checkpoint; its tensors are on the CPU and share no memory. For one of several ranks they are on disk
+    until they are used (pieces.py)."""
 
     step: int
     model: dict[str, Tensor]
@@ -89,8 +91,8 @@ def verify_checkpoint(path: Path) -> None:
 def load_newest(
     folder: Path, on_damage: OnDamage, group: Group | None = None, *, up_to: int | None = None
 ) -> Checkpoint:
-    """The newest checkpoint in `folder`, up to step `up_to`, that every rank reads whole and with rank 0's weights. All
-    ranks fall back together from one that is damaged or unreadable for any of them.
+    """The newest checkpoint in `folder`, up to step `up_to`, that is intact for every rank and has rank 0's weights.
+    All ranks fall back together from one that is damaged or unreadable for any of them.
 
     `on_damage` is called for each that is passed over. UserError, on all ranks alike, where none is left.
     """
@@ -98,30 +100,74 @@ def load_newest(
     present = [path.name for path in reversed(candidates(folder)) if up_to is None or (step_of(path) or 0) <= up_to]
     wrong = []
     for name in group.broadcast("checkpoints", present):
-        checkpoint = None
-        said = {"weights": 0, "error": "", "reason": ""}
         try:
-            checkpoint = load_checkpoint(folder / name)
-            said["weights"] = checksum(checkpoint.model.values()) if group.size > 1 else 0
+            return load_checkpoint(folder / name) if group.size == 1 else _load_together(folder / name, group)
         except DamagedCheckpointError as error:
-            said |= {"error": str(error), "reason": error.reason}
-        read = group.gather("checkpoint", said)
-        for one in read:
-            if not one["error"] and not read[0]["error"] and one["weights"] != read[0]["weights"]:
-                one["reason"] = "holds other weights than for rank 0"
-                one["error"] = f"checkpoint {folder / name} {one['reason']}"
-        if checkpoint is not None and not any(one["error"] for one in read):
-            return checkpoint
-        errors = {rank: one["error"] for rank, one in enumerate(read) if one["error"]}
-        if len(errors) == group.size and len(set(errors.values())) == 1:
-            on_damage(errors[0])
-        else:
-            for rank, text in errors.items():
-                on_damage(f"rank {rank}: {text}")
-        wrong.append(f"{name}: {next(one['reason'] for one in read if one['error'])}")
+            for line in error.lines:
+                on_damage(line)
+            wrong.append(f"{name}: {error.reason}")
     if not wrong:
         raise UserError(f"no checkpoint in {folder}: none has been saved there")
     raise UserError(f"no intact checkpoint in {folder}: {'; '.join(wrong)}")
+
+
+def _load_together(path: Path, group: Group) -> Checkpoint:
+    """`load_checkpoint` on several ranks, each of which reads of the tensors what it then uses. Ranks that see the same
+    files verify a share of them each. DamagedCheckpointError on all ranks if any of them finds something wrong."""
+    from gptlab.training.checkpoint.pieces import saved_tensors, shares
+
+    manifest, state, problem = None, {}, None
+    found = {"files": str(group.rank), "weights": ""}
+    try:
+        manifest = read_manifest(path)
+        # A copy of a file has other numbers and times. Where a network disk gives each machine its own, each reads all.
+        seen = [(name, one.st_ino, one.st_ctime_ns) for name in manifest.files for one in [os.stat(path / name)]]
+        weights = [manifest.files[name].sha256 for name in manifest.files_of("model")]
+        found = {"files": _digest(seen), "weights": _digest(weights)}
+    except DamagedCheckpointError as error:
+        problem = error
+    everybody = group.gather("checkpoint", found)
+    alike = [rank for rank, one in enumerate(everybody) if one["files"] == found["files"]]
+    if manifest is not None:
+        sizes = {name: manifest.files[name].size_bytes for kind in KINDS for name in manifest.files_of(kind)}
+        try:
+            for name in shares(sizes, len(alike))[alike.index(group.rank)]:
+                _checked(path, name, manifest, partial(verify_tensors, layout=manifest.layout(name)))
+            state = _read_state(path, manifest)
+        except DamagedCheckpointError as error:
+            problem = error
+    said = {"error": str(problem or ""), "reason": problem.reason if problem else ""}
+    _require_intact(path, everybody, group.gather("checkpoint verified", said))
+    assert manifest is not None
+    if manifest.index is None:
+        return load_checkpoint(path)
+    model, optimizer = (saved_tensors(path, manifest, kind, _checked) for kind in KINDS)
+    return Checkpoint(manifest.step, model, optimizer, state, path)
+
+
+def _require_intact(path: Path, found: Sequence[Mapping[str, str]], said: Sequence[Mapping[str, str]]) -> None:
+    """DamagedCheckpointError, on all ranks alike, unless no rank finds anything wrong, in its share or in another's of
+    the same files, and all have rank 0's weights. `found`, `said`: by rank, see `_load_together`."""
+    wrong = {one["files"]: its for one, its in reversed(list(zip(found, said, strict=True))) if its["error"]}
+    other = {"reason": "holds other weights than for rank 0"}
+    other["error"] = f"checkpoint {path} {other['reason']}"
+    problems = {
+        rank: wrong.get(one["files"], other)
+        for rank, one in enumerate(found)
+        if one["files"] in wrong or (one["weights"] != found[0]["weights"] and found[0]["files"] not in wrong)
+    }
+    if not problems:
+        return
+    errors = {rank: problem["error"] for rank, problem in problems.items()}
+    if len(errors) == len(found) and len(set(errors.values())) == 1:
+        lines = [errors[0]]
+    else:
+        lines = [f"rank {rank}: {text}" for rank, text in errors.items()]
+    raise DamagedCheckpointError(path, next(iter(problems.values()))["reason"], lines)
+
+
+def _digest(facts: object) -> str:
+    return hashlib.sha256(repr(facts).encode()).hexdigest()
 
 
 def select_checkpoint(checkpoints_dir: Path, which: str, *, best_step: int | None = None) -> Path:
