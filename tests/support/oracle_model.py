@@ -1,4 +1,4 @@
-"""The model again, slow and obvious: float64, one sequence, one head, one position at a time, from the papers.
+"""The model again, slow and obvious: float64, one sequence, one position at a time, from the papers.
 
 Nothing here calls the model's code; weights come in by name. Plain tensor operations, so that autograd gives the
 oracle's gradients too.
@@ -27,16 +27,14 @@ def visible(position: int, window: int | None) -> range:
 
 def attention(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
     """q (B, H, T, D), k and v (B, G, T, D): softmax(q . k / sqrt(D)) over what is visible, one query at a time."""
-    n_batch, n_head, n_tokens, width = q.shape
-    group = n_head // k.shape[1]  # query heads 0..group-1 share key-value head 0, and so on
+    group = q.shape[1] // k.shape[1]  # query heads 0..group-1 share key-value head 0, and so on
+    k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
     rows = []
-    for b in range(n_batch):
-        for h in range(n_head):
-            for t in range(n_tokens):
-                seen = list(visible(t, window))
-                scores = k[b, h // group, seen] @ q[b, h, t] / math.sqrt(width)
-                rows.append(torch.softmax(scores, 0) @ v[b, h // group, seen])
-    return torch.stack(rows).reshape(n_batch, n_head, n_tokens, width)
+    for t in range(q.shape[2]):
+        seen = slice(visible(t, window).start, t + 1)
+        scores = (k[:, :, seen] * q[:, :, t : t + 1]).sum(-1) / math.sqrt(q.shape[3])  # (B, H, keys)
+        rows.append((torch.softmax(scores, 2)[..., None] * v[:, :, seen]).sum(2))
+    return torch.stack(rows, dim=2)
 
 
 def rotate(x: Tensor, base: float) -> Tensor:
@@ -44,12 +42,9 @@ def rotate(x: Tensor, base: float) -> Tensor:
     n_tokens, width = x.shape
     half = width // 2
     pairs = torch.complex(x[:, :half], x[:, half:])
-    turned = [
-        torch.stack([pairs[t, i] * complex_exp(ROTATION_SIGN * t * base ** (-2 * i / width)) for i in range(half)])
-        for t in range(n_tokens)
-    ]
-    stacked = torch.stack(turned)
-    return torch.cat((stacked.real, stacked.imag), dim=1)
+    angles = [[ROTATION_SIGN * t * base ** (-2 * i / width) for i in range(half)] for t in range(n_tokens)]
+    turned = pairs * torch.tensor([[complex_exp(angle) for angle in row] for row in angles], dtype=torch.complex128)
+    return torch.cat((turned.real, turned.imag), dim=1)
 
 
 def complex_exp(angle: float) -> complex:

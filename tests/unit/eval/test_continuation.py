@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 import torch
-from test_sampling import CONFIG, PLAIN_HEAD, Bytes, constant, shaken
+from test_sampling import CONFIG, Bytes, shaken
 
 from gptlab.config.errors import UserError
+from gptlab.config.model import ModelConfig
 from gptlab.data.tokenizer.tokenizer import ByteTokenizer
 from gptlab.eval.continuation import Drawing, DrawnToken, continue_text, draw, text_of, truncated
 from gptlab.eval.sampling import generate, prompt_seed, sample_text
-from gptlab.model.gpt import GPT
+from gptlab.model.gpt import GPT, build_model
 
 TOKENIZER = ByteTokenizer()
 
@@ -20,6 +22,23 @@ TOKENIZER = ByteTokenizer()
 @pytest.fixture(scope="module")
 def model() -> GPT:
     return shaken(replace(CONFIG, vocab_size=257))
+
+
+def constant(probabilities: Sequence[float]) -> GPT:
+    """A model that gives every next token the same distribution, whatever the context."""
+    config = replace(PLAIN_HEAD, vocab_size=len(probabilities))
+    model = build_model(config, device=torch.device("cpu"), compute_dtype=torch.float64, seed=0)
+    with torch.no_grad():
+        model.final_norm.weight.zero_()
+        model.final_norm.bias.fill_(1.0)
+        model.head.weight.zero_()
+        model.head.weight[: len(probabilities), 0] = torch.tensor(probabilities, dtype=torch.float64).log()
+    return model
+
+
+PLAIN_HEAD = ModelConfig(
+    n_layer=1, n_embd=4, n_head=1, seq_len=8, norm="layernorm", bias=True, logit_softcap=None, value_embeddings=False
+)
 
 
 def pieces(tokens: object) -> bytes:
@@ -102,7 +121,7 @@ class TestTruncation:
         model, tokenizer = constant([4 / 7, 2 / 7, 1 / 7]), Bytes(None)
         tokenizer.tokens = (b"a", b"b", b"c")  # type: ignore[attr-defined]
         tokenizer.encode = lambda text: torch.tensor([0])  # type: ignore[method-assign, assignment, return-value]
-        drawing = Drawing(max_tokens=300, temperature=2.0, top_k=2, top_p=0.59)
+        drawing = Drawing(max_tokens=60, temperature=2.0, top_k=2, top_p=0.59)
         drawn = pieces(continue_text(model, tokenizer, "a", drawing)[0])  # type: ignore[arg-type]
         assert set(drawn) == {*b"ab"}
         only = pieces(continue_text(model, tokenizer, "a", replace(drawing, top_p=0.58))[0])  # type: ignore[arg-type]
@@ -142,4 +161,3 @@ def test_training_notices_nothing(model: GPT) -> None:
     list(stream)
     assert torch.equal(torch.get_rng_state(), state)
     training.loss(torch.zeros(1, 4, dtype=torch.int64), torch.zeros(1, 4, dtype=torch.int64)).backward()
-    assert PLAIN_HEAD.n_layer == 1

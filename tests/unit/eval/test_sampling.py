@@ -17,7 +17,7 @@ from gptlab.model.gpt import GPT, build_model
 from gptlab.model.kv_cache import KVCache
 
 CONFIG = ModelConfig(
-    n_layer=4, n_embd=32, n_head=4, n_kv_head=2, seq_len=16, vocab_size=29, window_pattern="SSSL", window_tokens=5
+    n_layer=2, n_embd=32, n_head=4, n_kv_head=2, seq_len=16, vocab_size=29, window_pattern="SL", window_tokens=5
 )
 CONFIGS = {
     "modern": CONFIG,
@@ -36,21 +36,17 @@ def shaken(config: ModelConfig = CONFIG, dtype: torch.dtype = torch.float64) -> 
     return model
 
 
-def constant(probabilities: Sequence[float]) -> GPT:
-    """A model that gives every next token the same distribution, whatever the context."""
-    config = replace(PLAIN_HEAD, vocab_size=len(probabilities))
-    model = build_model(config, device=torch.device("cpu"), compute_dtype=torch.float64, seed=0)
-    with torch.no_grad():
-        model.final_norm.weight.zero_()
-        model.final_norm.bias.fill_(1.0)
-        model.head.weight.zero_()
-        model.head.weight[: len(probabilities), 0] = torch.tensor(probabilities, dtype=torch.float64).log()
-    return model
+class Constant(torch.nn.Module):
+    """Stands in for a model: gives every next token the same distribution, whatever the context."""
 
+    def __init__(self, probabilities: Sequence[float]) -> None:
+        super().__init__()
+        self.logits = torch.nn.Parameter(torch.tensor(probabilities, dtype=torch.float64).log())
+        self.config = replace(CONFIG, vocab_size=len(probabilities))
+        self.compute_dtype = torch.float64
 
-PLAIN_HEAD = ModelConfig(
-    n_layer=1, n_embd=4, n_head=1, seq_len=8, norm="layernorm", bias=True, logit_softcap=None, value_embeddings=False
-)
+    def forward(self, tokens: torch.Tensor, cache: KVCache) -> torch.Tensor:
+        return self.logits.expand(*tokens.shape, -1)
 
 
 def recompute(
@@ -142,7 +138,7 @@ class TestDraws:
     probabilities = (0.5, 0.25, 0.125, 0.0625, 0.0625)
 
     def frequencies(self, **settings: object) -> np.ndarray:
-        drawn = list(generate(constant(self.probabilities), [0], max_tokens=800, **settings))  # type: ignore[arg-type]
+        drawn = list(generate(Constant(self.probabilities), [0], max_tokens=800, **settings))  # type: ignore[arg-type]
         return np.bincount(drawn, minlength=5) / 800
 
     # A frequency of 800 draws has a standard error of at most 0.018; 0.07 is about four of them.
@@ -164,12 +160,12 @@ class TestDraws:
         assert np.count_nonzero(self.frequencies(temperature=1.0, top_k=4)) == 4
 
     def test_top_k_beyond_the_vocabulary_is_all(self) -> None:
-        model = constant(self.probabilities)
+        model = Constant(self.probabilities)
         assert list(generate(model, [0], max_tokens=50, top_k=99)) == list(generate(model, [0], max_tokens=50))
 
     def test_a_tiny_temperature_is_greedy(self) -> None:
         for temperature in (1e-3, 1e-45, 1e-320):
-            assert set(generate(constant(self.probabilities), [0], max_tokens=50, temperature=temperature)) == {0}
+            assert set(generate(Constant(self.probabilities), [0], max_tokens=50, temperature=temperature)) == {0}
 
     def test_seed(self) -> None:
         model = shaken()
@@ -215,7 +211,7 @@ def test_a_model_can_train_after_it_generated() -> None:
 
 
 def test_ends_at_bos_unless_told_otherwise() -> None:
-    model = constant([0.5, 0.5])
+    model = Constant([0.5, 0.5])
     drawn = list(generate(model, [1, 0], max_tokens=200, seed=3, bos_id=1))
     endless = list(generate(model, [1, 0], max_tokens=200, seed=3, bos_id=1, stop_at_bos=False))
     assert len(drawn) < 30
@@ -305,7 +301,7 @@ def test_an_empty_prompt_without_bos_is_a_clear_error() -> None:
 
 def test_prompts_draw_apart_and_each_the_same_again() -> None:
     """With one sequence of draws, this model would continue every prompt with the same bytes."""
-    model = constant([1 / 257] * 257)
+    model = Constant([1 / 257] * 257)
     drawn = ["".join(sample_text(model, Bytes(None), prompt, max_tokens=20, seed=1)) for prompt in "aba"]
     assert drawn[0] == drawn[2]
     assert drawn[0] != drawn[1]

@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from gptlab.config.model import ModelConfig
-from gptlab.model.decoder import SPARE_COLUMNS, Decoder
+from gptlab.model import decoder as decoder_module
+from gptlab.model.decoder import Decoder
 from gptlab.model.gpt import GPT, build_model
 
 SEQ_LEN = 12
 MODERN = ModelConfig(
-    n_layer=4, n_embd=32, n_head=4, n_kv_head=2, seq_len=SEQ_LEN, vocab_size=29, window_pattern="SSSL", window_tokens=5
+    n_layer=3, n_embd=32, n_head=4, n_kv_head=2, seq_len=SEQ_LEN, vocab_size=29, window_pattern="SSL", window_tokens=5
 )
 CONFIGS = {
     "modern": MODERN,
@@ -87,14 +88,15 @@ def test_the_kernel_is_the_same(name: str, lengths: list[int]) -> None:
 
 
 @pytest.mark.parametrize("lengths", [[4, 4], [1, 12]], ids=["same length", "other lengths"])
-def test_past_the_spare_columns(lengths: list[int]) -> None:
+def test_past_the_spare_columns(lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """The cache is moved to its front."""
-    for found, expected in both_ways(shaken(MODERN), lengths, SPARE_COLUMNS + SEQ_LEN):
+    monkeypatch.setattr(decoder_module, "SPARE_COLUMNS", 8)
+    for found, expected in both_ways(shaken(MODERN), lengths, 8 + SEQ_LEN):
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 
 def test_types() -> None:
-    """float32 rounds to 6e-8 of values near 1, through four layers; bfloat16 to 4e-3, and the decoder rounds a gate,
+    """float32 rounds to 6e-8 of values near 1, through three layers; bfloat16 to 4e-3, and the decoder rounds a gate,
     a norm and a sum less often than the model. Logits are capped at 15, and of size 5."""
     for dtype, tolerance in ((torch.float32, 1e-4), (torch.bfloat16, 0.5)):
         for found, expected in both_ways(shaken(MODERN, dtype), [3, 5], 8):
