@@ -198,36 +198,45 @@ class GPT(nn.Module):
             cache.advance(tokens.shape[1])
         return logits
 
-    def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Sum of the cross-entropy in nats over all targets that are not -1; tokens and targets are (B, T)."""
-        return self.head_loss(self.hidden(tokens), targets)
+    def loss(self, tokens: Tensor, targets: Tensor, scale: Tensor | None = None) -> Tensor:
+        """Sum of the cross-entropy in nats over all targets that are not -1; tokens and targets are (B, T). `scale` as
+        for `HeadLoss`."""
+        return self.head_loss(self.hidden(tokens), targets, scale)
 
     def hidden(
-        self, tokens: Tensor, blocks: Sequence[Callable[..., Tensor]] | None = None, cache: KVCache | None = None
+        self,
+        tokens: Tensor,
+        blocks: Sequence[Callable[..., Tensor]] | None = None,
+        embed: Callable[..., tuple[Tensor, dict[str, Tensor]]] | None = None,
+        cache: KVCache | None = None,
     ) -> Tensor:
         """The residual stream after the last block, (B, T, C) in compute_dtype.
 
-        `blocks` replace the model's own: the same ones, compiled.
+        `blocks` and `embed` replace the model's own: the same ones, compiled.
         """
         start = 0 if cache is None else cache.length
         stop = start + tokens.shape[1]
         if stop > self.config.seq_len:
             raise ValueError(f"{stop} positions, but the model has a context of {self.config.seq_len}")
-        x = self.token_embedding(tokens)
-        if self.position_embedding is not None:
-            x = x + self.position_embedding.weight[start:stop]
-        x = x.to(self.compute_dtype)
-        if self.embedding_norm is not None:
-            x = self.embedding_norm(x)
-        x0 = self.dropout(x)
+        x0, values = (embed or self.embed)(tokens, start)
         x = x0.view_as(x0)  # another object, or torch.compile would compile the first block twice, for `x is x0`
         rotary = (self.cos[start:stop], self.sin[start:stop]) if self.config.position == "rope" else None
         for layer, block in enumerate(blocks or list(self.blocks)):
             lambdas = (self.residual_lambdas[layer], self.x0_lambdas[layer]) if self.config.residual_lambdas else None
-            tables, name = self.value_embeddings, str(layer)
-            value = tables[name](tokens).to(x.dtype) if name in tables else None
-            x = block(x, x0, lambdas, value, rotary, cache)
+            x = block(x, x0, lambdas, values.get(str(layer)), rotary, cache)
         return x
+
+    def embed(self, tokens: Tensor, start: int = 0) -> tuple[Tensor, dict[str, Tensor]]:
+        """The residual stream before the first block, (B, T, C), of tokens at the positions from `start` on; and the
+        value embeddings by layer, each (B, T, G * D)."""
+        x = self.token_embedding(tokens)
+        if self.position_embedding is not None:
+            x = x + self.position_embedding.weight[start : start + tokens.shape[1]]
+        x = x.to(self.compute_dtype)
+        if self.embedding_norm is not None:
+            x = self.embedding_norm(x)
+        values = {layer: table(tokens).to(x.dtype) for layer, table in self.value_embeddings.items()}
+        return self.dropout(x), values
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., C) after the last block -> (..., V), without the padding of the vocabulary."""
@@ -235,11 +244,11 @@ class GPT(nn.Module):
         logits, cap = logits.to(torch.promote_types(logits.dtype, torch.float32)), self.config.logit_softcap
         return logits if cap is None else implementation(logits).softcap(logits, cap)
 
-    def head_loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
+    def head_loss(self, hidden: Tensor, targets: Tensor, scale: Tensor | None = None) -> Tensor:
         """Summed cross-entropy of hidden (B, T, C) against targets (B, T); 0-d."""
         x = self.final_norm(hidden.flatten(0, 1))
         weight = self.head.weight.to(x.dtype)
-        return HeadLoss.apply(x, weight, targets.flatten(), self.vocab_size, self.config.logit_softcap)
+        return HeadLoss.apply(x, weight, targets.flatten(), self.vocab_size, self.config.logit_softcap, scale)
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:

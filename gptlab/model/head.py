@@ -25,18 +25,28 @@ MAX_SLICES = 16
 class HeadLoss(torch.autograd.Function):
     """Sum of the cross-entropy in nats of softcap(x @ weight.T) over all targets >= 0; differentiable once.
 
-    x: (N, C) and weight: (P, C) in the compute type; targets: (N,); entries from `vocab_size` on are padding.
+    x: (N, C) and weight: (P, C) in the compute type; targets: (N,); entries from `vocab_size` on are padding. `scale`
+    (0-d float32), for float16: a factor on the gradients and not on the loss, from before they are rounded.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, cap: float | None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, cap: float | None,
+        scale: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         wide = torch.promote_types(x.dtype, torch.float32)
         total = torch.zeros((), dtype=wide, device=x.device)
         x_gradients = []
         weight_gradient = torch.zeros(weight.shape, dtype=wide, device=weight.device)
         positions = max(SLICE_LOGITS // len(weight), -(-len(x) // MAX_SLICES))
         for xs, ys in zip(x.split(positions), targets.split(positions), strict=True):
-            nats, dz = implementation(x).loss_and_gradient(xs @ weight.t(), ys, vocab_size, cap)
+            logits = xs @ weight.t()
+            if scale is None:
+                nats, dz = implementation(x).loss_and_gradient(logits, ys, vocab_size, cap)
+            else:
+                # The gradient of an entry is its probability, and float16 makes 0 of all that is below 3e-8.
+                nats, dz = implementation(x).loss_and_gradient(logits.to(wide), ys, vocab_size, cap)
+                dz = (dz * scale).to(x.dtype)
             total = total + nats
             x_gradients.append(dz @ weight)
             if x.dtype == wide:
@@ -47,7 +57,7 @@ class HeadLoss(torch.autograd.Function):
         return total.to(wide)
 
     @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
         x_gradient, weight_gradient = ctx.saved_tensors
         x_scaled = (x_gradient * upstream).to(x_gradient.dtype)
-        return x_scaled, (weight_gradient * upstream).to(x_gradient.dtype), None, None, None
+        return x_scaled, (weight_gradient * upstream).to(x_gradient.dtype), None, None, None, None

@@ -225,8 +225,13 @@ class Muon:
         move."""
         function = compiled(updated)
 
-        def with_tensors(stack: Stack, gradients: Tensor, rates: Sequence[float], *others: Any) -> Stack:
-            return Stack(*function(stack, gradients, [gradients.new_full((), rate) for rate in rates], *others))
+        def with_tensors(
+            stack: Stack, gradients: Tensor, rates: Sequence[float], config: MuonConfig, dtype: torch.dtype,
+            made: Tensor | None,
+        ) -> Stack:  # fmt: skip
+            numbers = [gradients.new_full((), rate) for rate in rates]
+            made = gradients.new_ones((), dtype=torch.bool) if made is None else made
+            return Stack(*function(stack, gradients, numbers, config, dtype, made))
 
         self._updated = with_tensors
 

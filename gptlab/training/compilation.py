@@ -23,6 +23,7 @@ from gptlab.data.loader import StepBatch
 from gptlab.model.counting import flops_per_token
 from gptlab.model.kernels.ops import missing_kernels, outrun_compiler
 from gptlab.optim.combined import CombinedOptimizer
+from gptlab.optim.muon import Muon
 from gptlab.runtime.files.cache import cache_root
 from gptlab.runtime.hardware.device import compiler_available, cxx_compiler, synchronize
 from gptlab.runtime.hardware.rng import capture_rng, restore_rng
@@ -30,7 +31,7 @@ from gptlab.training.state import TrainState
 from gptlab.training.step import LossFunction, gradients
 
 Logits = Callable[[Tensor], Tensor]
-F = TypeVar("F", bound=Callable[..., Tensor])
+F = TypeVar("F", bound=Callable[..., Any])
 
 # Models whose micro-batch takes less than this (50 ms at 200 GFLOP/s) are compiled whole: nanoGPT's CPU example then
 # takes 30.5 ms a step instead of 31.7, uncompiled 34.8 (docs/LOG.md, 2026-11-20) ...
@@ -106,6 +107,11 @@ def _compiled(plain: Passes, state: TrainState, config: RunConfig, warn: Callabl
             options["coordinate_descent_tuning"] = True
         return cast(F, torch.compile(function, dynamic=False, options=options))
 
+    if model.platform == "cuda" and isinstance(state.optimizer.muon, Muon):
+        state.optimizer.muon.compile(compiled)
+    # Several GPUs compile block by block, or all gradients would leave together at the end of the backward pass.
+    if model.platform == "cuda" and state.strategy.group.size == 1:
+        return Passes(compiled(model.loss), compiled(model.forward), "inductor", plain)
     if _is_short_step(state, config) and not state.strategy.is_sharded:
         return Passes(compiled(model.loss), model.__call__, "inductor", plain)
 
@@ -113,14 +119,15 @@ def _compiled(plain: Passes, state: TrainState, config: RunConfig, warn: Callabl
     # 38 s cold instead of 51 s for the whole model, at the same speed (docs/LOG.md).
     blocks = state.strategy.compiled_blocks(compiled)
     head_loss, head_logits = compiled(model.head_loss), compiled(model.logits)
+    embed = compiled(model.embed) if model.platform == "cuda" else None
 
-    def loss_sum(tokens: Tensor, targets: Tensor) -> Tensor:
-        return head_loss(model.hidden(tokens, blocks), targets)
+    def loss_sum(tokens: Tensor, targets: Tensor, scale: Tensor | None = None) -> Tensor:
+        return head_loss(model.hidden(tokens, blocks, embed), targets, scale)
 
     def logits(tokens: Tensor) -> Tensor:
         # Gradients on, so that validation uses the blocks that training compiled instead of compiling its own.
         with torch.enable_grad():
-            hidden = model.hidden(tokens, blocks).detach()
+            hidden = model.hidden(tokens, blocks, embed).detach()
         return head_logits(hidden)
 
     return Passes(state.strategy.as_forward(loss_sum), state.strategy.as_forward(logits), "inductor", plain)

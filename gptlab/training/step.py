@@ -26,8 +26,9 @@ from gptlab.training.state import TrainState
 # steps.
 _COLLECT_EVERY_STEPS = 5000
 
-LossFunction = Callable[[Tensor, Tensor], Tensor]
-"""(tokens (B, T), targets (B, T)) -> summed loss; `model.loss`, or what torch.compile made of it."""
+LossFunction = Callable[..., Tensor]
+"""(tokens (B, T), targets (B, T)) -> summed loss; `model.loss`, or what torch.compile made of it. With float16, `scale`
+is a third argument."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,21 +97,22 @@ def gradients(
     strategy = state.strategy
     # Apple's GPUs have no float64.
     total = torch.zeros((), dtype=torch.float32 if state.device.type == "mps" else torch.float64, device=state.device)
-    share: Tensor | None = None
+    # The mean's gradient for each sum, part of its graph instead of a division to follow. (For the same as an argument
+    # of `backward`, torch imports sympy: 0.9 s of every start.) float16 needs it before a gradient is rounded.
+    dtype = torch.promote_types(state.model.compute_dtype, torch.float32)
+    mean = torch.full((), 1 / max(batch.target_tokens, 1), dtype=dtype, device=state.device)
+    share = state.scaler.scale(mean)
+    scale = (share,) if state.scaler.is_enabled() else ()
     places = strategy.order(batch.micro_indices)
     with strategy.in_passes():
         for place in places:
             index = batch.micro_indices[place]
             if config.model.dropout > 0:
                 torch.manual_seed(fold_seed(config.seed, batch.step, index))
-            loss = loss_sum(batch.inputs[place], batch.targets[place])
+            loss = loss_sum(batch.inputs[place], batch.targets[place], *scale)
             if reduce and place == places[-1]:
                 strategy.start_reduction()
-            if share is None:
-                # The mean's gradient for each sum, part of its graph instead of a division to follow. (For the same as
-                # an argument of `backward`, torch imports sympy: 0.9 s of every start.)
-                share = state.scaler.scale(loss.detach().new_full((), 1 / max(batch.target_tokens, 1)))
-            (loss * share).backward()
+            (loss if scale else loss * share).backward()
             total = total + loss.detach()
             if reduce:
                 total = strategy.after_micro_batch(index, total)

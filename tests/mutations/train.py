@@ -10,13 +10,13 @@ MUTATIONS = [
     # --- one step
     Mutation(
         "the gradient is that of the sum", "training/step.py",
-        "1 / max(batch.target_tokens, 1))", "1.0)",
+        "1 / max(batch.target_tokens, 1)", "1.0",
         ["test_train.py::TestLoss::test_accumulated_gradients_are_those_of_one_batch"],
     ),
     Mutation(
         "only the first micro-batch's gradient counts", "training/step.py",
-        "            (loss * share).backward()\n",
-        "            if place == places[0]:\n                (loss * share).backward()\n",
+        "            (loss if scale else loss * share).backward()\n",
+        "            if place == places[0]:\n                (loss if scale else loss * share).backward()\n",
         ["test_train.py::TestLoss::test_accumulated_gradients_are_those_of_one_batch",
          "test_train.py::TestLoss::test_the_cut_into_micro_batches_does_not_matter_to_a_run"],
         ["`--device-batch-size`, `--total-batch-size`"],
@@ -37,6 +37,12 @@ MUTATIONS = [
         "the loss of float16 is not scaled", "training/step.py",
         "share = state.scaler.scale(", "share = (",
         ["test_float16.py::test_losses_and_norms_are_those_of_float32"],
+        ["The loss is scaled for float16"],
+    ),
+    Mutation(
+        "the loss of float16 is scaled after its gradient is rounded", "model/head.py",
+        "loss_and_gradient(logits.to(wide), ys", "loss_and_gradient(logits, ys",
+        ["test_float16.py::test_small_probabilities_have_gradients"],
         ["The loss is scaled for float16"],
     ),
     Mutation(
@@ -152,7 +158,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a GPU evaluates while a step is under way", "training/queued_steps.py",
-        "None if due(latest) else", "",
+        "None if due(latest) else", "None if due(state) else",
         ["test_queued_steps.py::test_one_step_ahead_until_something_is_due"],
     ),
     Mutation(
@@ -237,7 +243,7 @@ MUTATIONS = [
     ),
     Mutation(
         "validation runs uncompiled blocks", "training/compilation.py",
-        "hidden = model.hidden(tokens, blocks).detach()", "hidden = model.hidden(tokens).detach()",
+        "hidden = model.hidden(tokens, blocks, embed).detach()", "hidden = model.hidden(tokens).detach()",
         ["test_train.py::test_what_is_compiled_and_for_one_shape"],
         ["Autocast to bfloat16, but not in validation"],
     ),

@@ -112,8 +112,8 @@ def break_data(steps: Sequence[int], what: str, factor: float = float("nan")) ->
         if what == "nothing":
             return next(state.model.parameters()).new_tensor(float("nan"))
 
-        def loss(tokens: Tensor, targets: Tensor) -> Tensor:
-            value = loss_sum(tokens, targets)
+        def loss(*args: Tensor) -> Tensor:
+            value = loss_sum(*args)
             if what == "gradient":
                 value.register_hook(lambda gradient: gradient * factor)
             return value * factor if what == "loss" else value

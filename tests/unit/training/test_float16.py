@@ -10,6 +10,7 @@ import torch
 from tiny_runs import lines_of, make_config, train, weights_of
 
 from gptlab.app.session import open_session
+from gptlab.model.head import HeadLoss
 from gptlab.runtime.hardware.place import place_of
 from gptlab.runtime.records.console import Console
 from gptlab.training.checkpoint.format import list_checkpoints
@@ -61,3 +62,18 @@ def test_an_overflow_leaves_the_update_out_and_halves_the_scale(folder: Path) ->
     changed = [name for name, value in weights_of(state).items() if not torch.equal(value, before[name])]
     assert math.isfinite(norms[-1]), "the scale never came down to one that fits"
     assert changed
+
+
+def test_small_probabilities_have_gradients() -> None:
+    """The gradient of an entry is its probability, here 1e-8 to 3e-8, which float16 rounds to 0; times the loss scale
+    it is a number that float16 has. By hand, of logits z = x w with x = 1: softmax(z) of what is no target."""
+    x = torch.ones(1, 1, dtype=torch.float16)
+    weight = torch.tensor([[18.0], [0.0], [0.5]], dtype=torch.float16, requires_grad=True)
+    loss = HeadLoss.apply(x, weight, torch.tensor([0]), 3, None, torch.tensor(2.0**16))
+    loss.backward()
+    expected = torch.softmax(weight.detach().double().flatten(), 0)[1:]
+    assert 1e-8 < float(expected[0]) < float(expected[1]) < 3e-8
+    assert weight.grad is not None
+    # float16 keeps 11 bits of the gradient.
+    torch.testing.assert_close(weight.grad.double().flatten()[1:] / 2**16, expected, rtol=1e-3, atol=0)
+    assert float(loss.detach()) < 1e-6, "the loss is not scaled"
