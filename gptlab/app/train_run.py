@@ -64,6 +64,7 @@ def _prepare_and_train(attempt: Attempt, request: RunRequest) -> Result:
     from gptlab.app.ranks import require_same_implementations, require_same_run
     from gptlab.app.run_session import describe, make_run_directory, run_session
     from gptlab.app.session import open_session
+    from gptlab.runtime.hardware.device import unused_gpu
     from gptlab.runtime.hardware.place import place_of
     from gptlab.training.faults import TrainingFailed
 
@@ -77,6 +78,9 @@ def _prepare_and_train(attempt: Attempt, request: RunRequest) -> Result:
         if isinstance(found, Result):
             return found
         earlier = found
+    asked = request.overrides.get("runtime.device", "auto") if attempt.config is None else attempt.config.runtime.device
+    if (unused := unused_gpu(asked, group.world.local_rank)) is not None:
+        console.warn(unused)
     if attempt.config is None:
         attempt.config, machine = _configured(attempt, request)
     config = attempt.config

@@ -57,6 +57,7 @@ def main(argv: list[str]) -> int:
 
     from gptlab.bench.measure import measure
     from gptlab.bench.training_rate import limited_machine, timed_machine
+    from gptlab.runtime.hardware.device import unused_gpu
     from gptlab.runtime.hardware.memory import memory_errors_explained, smaller_model, what_to_lower
     from gptlab.runtime.processes.distributed import World
     from gptlab.runtime.records.console import Console
@@ -66,6 +67,8 @@ def main(argv: list[str]) -> int:
     with Console(stream=sys.stderr) as console:
         # `measure` warns, once, of what is wrong with a compiler.
         silent = functools.partial(timed_machine, world=World(), warn=lambda text: None, show=console.live)
+        if (unused := unused_gpu(request.overrides.get("runtime.device", "auto"))) is not None:
+            console.warn(unused)
         config = request.config(silent, limited_machine)
         if request.options.get("sampling"):
             from gptlab.bench.sampling_rate import measure_sampling

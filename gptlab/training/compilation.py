@@ -96,7 +96,8 @@ def _compiled(plain: Passes, state: TrainState, config: RunConfig, warn: Callabl
     if (problem := _cannot_compile(state.device)) is not None:
         if config.runtime.compile == "on":
             raise ConfigError("runtime.compile", "on", problem, "auto")
-        warn(f"training without torch.compile, which is slower: {problem}")
+        slower = "" if state.device.type == "mps" else ", which is slower"
+        warn(f"training without torch.compile{slower}: {problem}")
         return plain
 
     def compiled(function: F) -> F:
@@ -135,6 +136,8 @@ def _compiled(plain: Passes, state: TrainState, config: RunConfig, warn: Callabl
 
 def _cannot_compile(device: torch.device) -> str | None:
     """Why torch.compile is not available, as far as is known without trying; None where it seems to be."""
+    if device.type == "mps":
+        return "for Apple GPUs it is a prototype (https://github.com/pytorch/pytorch/issues/150121)"
     if not compiler_available(device):
         needed = "Triton" if device.type == "cuda" else "a C++ compiler (g++ or clang++)"
         return f"torch.compile needs {needed}, and none was found"

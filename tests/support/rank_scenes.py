@@ -92,7 +92,7 @@ def make_trouble(trouble: Mapping[str, Any]) -> None:
         torch.compile = functools.partial(torch.compile, backend=trouble["backend"])
         around(run_session, "fit", lambda *args: torch.compiler.set_stance("fail_on_recompile"))
     if "bfloat16 is faster" in trouble:  # as this rank times it
-        place._cpu_is_faster_in_bfloat16 = lambda: trouble["bfloat16 is faster"]
+        place._is_faster_in_bfloat16 = lambda device: trouble["bfloat16 is faster"]
     if "corpus" in trouble:  # another text where rank 0 finds its own
         prepare = session.prepare
 

@@ -8,6 +8,7 @@ import os
 import shutil
 import sys
 import sysconfig
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +30,9 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 _LARGEST_HEAP_BLOCK_BYTES = 1 << 30
 _HEAP_GROWTH_BYTES = 64 << 20
 
+# What NVIDIA's driver makes on Linux (also in a container that was given a GPU), in WSL and on Windows.
+_NVIDIA_SIGNS = ("/dev/nvidiactl", "/usr/lib/wsl/lib/nvidia-smi", r"C:\Windows\System32\nvidia-smi.exe")
+
 _DETERMINISTIC_ENVIRONMENT = {
     # A workspace of its own for every stream (cuBLAS documentation, "Results Reproducibility"); torch insists on it.
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
@@ -45,8 +49,29 @@ def resolve_device(name: str, local_rank: int | None = None) -> torch.device:
     which becomes the current one. ConfigError for an unknown name or a missing device.
     """
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+        works = torch.cuda.is_available() and _cuda_problem(local_rank or 0) is None
+        name = "cuda" if works else "mps" if torch.backends.mps.is_available() else "cpu"
     return torch.device("cpu") if name == "cpu" else _accelerator(name, local_rank)
+
+
+def unused_gpu(name: str, index: int = 0) -> str | None:
+    """A warning, if `name` (auto, cpu, cuda, ...) will mean the CPU although the machine has an NVIDIA GPU."""
+    if name != "auto" or not _has_nvidia_gpu() or (problem := _cuda_problem(index)) is None:
+        return None
+    return f"this machine has an NVIDIA GPU, which will not be used: {problem}"
+
+
+def _has_nvidia_gpu() -> bool:
+    """Whether the driver shows one that the environment does not hide, whatever torch says. Takes microseconds."""
+    return any(map(os.path.exists, _NVIDIA_SIGNS)) and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1")
+
+
+def _cuda_problem(index: int) -> str | None:
+    from gptlab.runtime.hardware.unused_gpu import cuda_problem
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, of many lines
+        return cuda_problem(index)
 
 
 def _accelerator(name: str, local_rank: int | None) -> torch.device:
@@ -61,11 +86,13 @@ def _accelerator(name: str, local_rank: int | None) -> torch.device:
     if kind == "mps":
         return torch.device("mps")
     index = int(number or local_rank or 0)
-    if not torch.cuda.is_available():
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count == 0 and not _has_nvidia_gpu():
         raise ConfigError("runtime.device", name, f"torch {torch.__version__} sees no CUDA device here", "cpu")
-    count = torch.cuda.device_count()
-    if index >= count:
+    if index >= count > 0:
         raise ConfigError("runtime.device", name, f"this machine has {count} CUDA device(s)", f"cuda:{count - 1}")
+    if (problem := _cuda_problem(index)) is not None:
+        raise ConfigError("runtime.device", name, problem, "cpu")
     if local_rank is not None:
         # Before anything else on CUDA: otherwise each process also has a context, and its memory, on the first GPU.
         torch.cuda.set_device(index)
@@ -148,7 +175,7 @@ def deterministic_kernels(device_name: str) -> Iterator[None]:
 
 def compiler_available(device: torch.device) -> bool:
     """Can torch.compile build code here? On the CPU it needs a C++ compiler and Python's headers, on CUDA Triton,
-    which builds its launchers with a C compiler. On Apple GPUs its backend is a prototype, so: no.
+    which builds its launchers with a C compiler. On Apple GPUs it is a prototype (pytorch issue 150121), so: no.
     """
     if device.type == "cuda":
         has_triton = importlib.util.find_spec("triton") is not None

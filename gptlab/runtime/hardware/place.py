@@ -100,8 +100,7 @@ def _best_dtype(device: torch.device) -> torch.dtype:
         if capability >= (8, 0):
             return torch.bfloat16
         return torch.float16 if capability >= (7, 0) else torch.float32
-    fast = _cpu_is_faster_in_bfloat16() if device.type == "cpu" else _mps_has_bfloat16()
-    return torch.bfloat16 if fast else torch.float32
+    return torch.bfloat16 if _is_faster_in_bfloat16(device) else torch.float32
 
 
 def _mps_has_bfloat16() -> bool:
@@ -109,21 +108,21 @@ def _mps_has_bfloat16() -> bool:
 
 
 @functools.cache
-def _cpu_is_faster_in_bfloat16() -> bool:
-    """Whether a product of two bfloat16 matrices takes less time than one of float32, in one thread, which waits for no
-    other. Measured only where the processor has the instructions.
+def _is_faster_in_bfloat16(device: torch.device) -> bool:
+    """Whether a product of two bfloat16 matrices takes less time than one of float32: on a CPU in one thread, which
+    waits for no other; on an Apple GPU of matrices that keep it busy. Measured only where the device has the type.
 
-    They alone are no answer. On one Xeon, products in bfloat16 run at 2.4 times the rate of float32 with AMX, 0.65
-    times with AVX512-BF16 alone (a virtual machine may hide AMX), 0.01 times where ONEDNN_MAX_CPU_ISA allows only AVX2,
-    and uncompiled training at 1.2, 0.7 and 0.05 times (docs/LOG.md, 2026-11-22).
+    A CPU's instructions alone are no answer. On one Xeon, products in bfloat16 run at 2.4 times the rate of float32
+    with AMX, 0.65 times with AVX512-BF16 alone (a virtual machine may hide AMX), 0.01 times where ONEDNN_MAX_CPU_ISA
+    allows only AVX2, and uncompiled training at 1.2, 0.7 and 0.05 times (docs/LOG.md, 2026-11-22).
     """
-    if not _cpu_has_bfloat16():
+    if not (_cpu_has_bfloat16() if device.type == "cpu" else _mps_has_bfloat16()):
         return False
-    cpu, fastest = torch.device("cpu"), {torch.float32: math.inf, torch.bfloat16: math.inf}
+    size, fastest = 256 if device.type == "cpu" else 2048, {torch.float32: math.inf, torch.bfloat16: math.inf}
     with _one_thread():
         for _ in range(3):  # by turns: another program slows both down
             for dtype, time_seen in fastest.items():
-                fastest[dtype] = min(time_seen, *_product_times(256, cpu, dtype, 0))
+                fastest[dtype] = min(time_seen, *_product_times(size, device, dtype, 0))
     return fastest[torch.bfloat16] < fastest[torch.float32]
 
 

@@ -1,11 +1,14 @@
-"""A run that sizes itself counts the tokens of its own text, once, before it times a step."""
+"""What happens before data is prepared: the GPU that will not be used, the size."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tiny_runs as tiny
+import torch
 
 from gptlab.app import session
 from gptlab.app.attempt import Attempt
@@ -14,7 +17,7 @@ from gptlab.app.train_run import _configured
 from gptlab.bench import training_rate
 from gptlab.config.run import RunConfig
 from gptlab.config.scaling import Machine
-from gptlab.runtime.hardware import place
+from gptlab.runtime.hardware import device, place
 from gptlab.runtime.records.console import Console
 
 
@@ -37,3 +40,19 @@ def test_a_gpu_trains_four_epochs_of_the_text_that_was_prepared(monkeypatch: pyt
     assert len(prepared) == 1
     assert machine == Machine(device="cuda:0", flops_per_second=3e14, training_tokens=10_000_000)
     assert (config.horizon.amount, config.horizon.unit) == (40_000_000, "tokens")
+
+
+def test_a_gpu_that_torch_cannot_use_is_named_before_anything_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "_NVIDIA_SIGNS", (str(tmp_path),))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").touch()
+    taken = ["train", "quickstart", "--depth", "1", "--steps", "1", "--run-dir", tmp_path / "run"]
+    code, out, err = tiny.command(taken)
+    assert (code, out.count("warning: this machine has an NVIDIA GPU, which will not be used: torch")) == (2, 1), err
+    code, out, err = tiny.command([*taken, "--device", "cpu"])
+    assert (code, out.count("NVIDIA")) == (2, 0), err

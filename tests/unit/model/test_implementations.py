@@ -7,6 +7,7 @@ import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,10 +15,14 @@ import torch
 from tiny_runs import arguments, command, killed_at, train
 
 from gptlab.app.repeat import implementations_changed as changed
+from gptlab.config.errors import ConfigError
+from gptlab.config.load import apply_overrides
+from gptlab.config.run import RunConfig
 from gptlab.model.kernels import library
 from gptlab.model.kernels.library import Library, kernel_library
 from gptlab.model.kernels.ops import implementations
 from gptlab.runtime.hardware.device import compiler_available
+from gptlab.training import compilation
 from gptlab.training.checkpoint.format import list_checkpoints
 from gptlab.training.checkpoint.load import load_checkpoint
 
@@ -129,6 +134,18 @@ class TestCompilerThatFails:
         assert out.count("warning: training without torch.compile, which is slower: torch.compile needs a cache") == 1
         assert f"{tmp_path / 'file'} cannot be written" in out
         assert recorded(folder / "unwritable")["compile"] == "off"
+
+    def test_on_an_apple_gpu_no_compiler_is_missed(self) -> None:
+        """It was said to need a C++ compiler. Inductor writes Metal, as a prototype, and nobody measured it here."""
+        state: Any = SimpleNamespace(device=torch.device("mps"), model=None)
+        plain: Any = object()
+        told: list[str] = []
+        assert compilation._compiled(plain, state, RunConfig(), told.append) is plain
+        assert len(told) == 1
+        assert told[0].startswith("training without torch.compile: for Apple GPUs it is a prototype (https://github.")
+        on = apply_overrides(RunConfig(), {"runtime.compile": "on"})
+        with pytest.raises(ConfigError, match="prototype"):
+            compilation._compiled(plain, state, on, told.append)
 
     def test_is_told_of_and_recorded(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """What is there and fails is no compiler: the run is that of one that never asked for it."""

@@ -7,6 +7,7 @@ import platform
 import subprocess
 import sys
 import types
+import warnings
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ from gptlab.runtime.hardware.device import (
     peak_memory_mb,
     resolve_device,
     synchronize,
+    unused_gpu,
 )
 from gptlab.runtime.hardware.place import Peak, place_of, resolve_dtype
 
@@ -79,6 +81,94 @@ def test_a_gpu_beyond_the_last_names_the_last() -> None:
         resolve_device("cuda:7")
 
 
+class TestAGpuThatTorchCannotUse:
+    """One warning where the device is chosen, an error where it was asked for, both with the reason."""
+
+    OLD_DRIVER = (
+        "The NVIDIA driver on your system is too old (found version 11040). Please update your GPU driver by "
+        "downloading and installing a new version.\nTraceback"
+    )
+
+    @pytest.fixture
+    def driver(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+        (tmp_path / "nvidiactl").touch()
+        monkeypatch.setattr(device_module, "_NVIDIA_SIGNS", (str(tmp_path / "absent"), str(tmp_path / "nvidiactl")))
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        return tmp_path / "nvidiactl"
+
+    def check(self, *words: str) -> None:
+        """Of both ways to ask."""
+        assert resolve_device("auto") == CPU
+        warning = unused_gpu("auto")
+        assert warning is not None
+        with pytest.raises(UserError, match=r"runtime\.device") as refused:
+            resolve_device("cuda")
+        for text in (warning, str(refused.value)):
+            assert "\n" not in text
+            assert all(word in text for word in (*words, "pytorch.org")), text
+
+    @pytest.mark.usefixtures("no_gpu", "driver")
+    def test_the_wheel_is_for_cpus(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.version, "cuda", None)
+        self.check(f"torch {torch.__version__} is a build without CUDA")
+
+    @pytest.mark.usefixtures("no_gpu", "driver")
+    def test_the_driver_is_too_old(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def init() -> None:
+            raise RuntimeError(self.OLD_DRIVER)
+
+        monkeypatch.setattr(torch.version, "cuda", "13.0")
+        monkeypatch.setattr(torch.cuda, "init", init)
+        self.check("CUDA 13.0", "too old (found version 11040); update the driver")
+
+    @pytest.mark.usefixtures("two_gpus", "driver")
+    @pytest.mark.filterwarnings("error")
+    @pytest.mark.parametrize(
+        ("built", "capability", "runs"),
+        [
+            ("sm_75 sm_80 sm_86 sm_90 sm_100 sm_120", (6, 1), False),  # a GTX 1080 on torch 2.13 for CUDA 13
+            ("sm_75 sm_80 sm_86 sm_90 sm_100 sm_120", (8, 9), True),  # an RTX 4090: binaries of 8.6 run on 8.9
+            ("sm_50 sm_60 sm_70 sm_75 sm_80 sm_86 sm_90", (12, 0), False),  # an RTX 5090 on torch for CUDA 12.6
+            ("sm_80 sm_90 compute_90", (12, 0), True),  # by the driver's compiler
+            ("sm_86", (8, 0), False),  # an A100: binaries of 8.6 are not for 8.0
+            ("sm_90a", (9, 0), True),
+            ("", (6, 1), True),  # nothing is known
+        ],
+    )
+    def test_the_build_lacks_its_kernels(
+        self, built: str, capability: tuple[int, int], runs: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def asked(index: int) -> tuple[int, int]:
+            assert index < 2
+            warnings.warn("torch's own lines", stacklevel=2)
+            return capability
+
+        monkeypatch.setattr(torch.version, "cuda", "13.0")
+        monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: built.split())
+        monkeypatch.setattr(torch.cuda, "get_device_capability", asked)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA Chip")
+        if runs:
+            assert resolve_device("auto") == resolve_device("cuda") == torch.device("cuda", 0)
+            assert unused_gpu("auto") is None
+            assert unused_gpu("auto", 2) is None  # resolve_device refuses it
+        else:
+            self.check(f"built for {built}", f"NVIDIA Chip has compute capability {capability[0]}.{capability[1]}")
+
+    @pytest.mark.usefixtures("no_gpu")
+    def test_says_nothing_where_there_is_none_or_it_was_not_wanted(
+        self, driver: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        assert unused_gpu("auto") is not None
+        assert unused_gpu("cpu") is None
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+        assert unused_gpu("auto") is None
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+        driver.unlink()
+        assert unused_gpu("auto") is None
+        with pytest.raises(UserError, match="sees no CUDA device here"):
+            resolve_device("cuda")
+
+
 @pytest.mark.parametrize(
     ("capability", "expected"),
     [
@@ -125,11 +215,11 @@ def test_auto_dtype_on_a_cpu_is_the_faster_one(
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
     monkeypatch.setattr(place_module, "_product_times", products)
-    place_module._cpu_is_faster_in_bfloat16.cache_clear()
+    place_module._is_faster_in_bfloat16.cache_clear()
     try:
         assert resolve_dtype("auto", CPU) == expected
     finally:
-        place_module._cpu_is_faster_in_bfloat16.cache_clear()
+        place_module._is_faster_in_bfloat16.cache_clear()
 
 
 @pytest.mark.skipif(platform.machine().lower() not in ("x86_64", "amd64"), reason="the variables are those of x86")
@@ -179,11 +269,34 @@ def test_named_dtypes_and_their_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="double"):
         resolve_dtype("float64", mps)
     monkeypatch.setattr(torch.backends.mps, "is_macos_or_newer", lambda major, minor: False, raising=False)
+    place_module._is_faster_in_bfloat16.cache_clear()
     assert resolve_dtype("auto", mps) == torch.float32
+    place_module._is_faster_in_bfloat16.cache_clear()
     with pytest.raises(UserError, match="macOS 14"):
         resolve_dtype("bfloat16", mps)
     monkeypatch.setattr(torch.backends.mps, "is_macos_or_newer", lambda major, minor: True, raising=False)
-    assert resolve_dtype("auto", mps) == torch.bfloat16
+    assert resolve_dtype("bfloat16", mps) == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"), [(BFLOAT16_IS_FASTER, torch.bfloat16), (BFLOAT16_IS_SLOWER, torch.float32)]
+)
+def test_auto_dtype_on_an_apple_gpu_is_the_faster_one(
+    seconds: dict[torch.dtype, float], expected: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first of them have no bfloat16 units. Matrices of 256 would time how fast kernels are started."""
+
+    def products(size: int, device: torch.device, dtype: torch.dtype, deadline: float) -> list[float]:
+        assert (size, device.type) == (2048, "mps")
+        return [seconds[dtype]]
+
+    monkeypatch.setattr(torch.backends.mps, "is_macos_or_newer", lambda major, minor: True, raising=False)
+    monkeypatch.setattr(place_module, "_product_times", products)
+    place_module._is_faster_in_bfloat16.cache_clear()
+    try:
+        assert resolve_dtype("auto", torch.device("mps")) == expected
+    finally:
+        place_module._is_faster_in_bfloat16.cache_clear()
 
 
 def test_device_name_is_a_product_not_a_kind() -> None:
