@@ -266,6 +266,7 @@ def _warm_up(session: Session, record: Recorder, earlier: EarlierRun | None) -> 
         seconds = warm_up(session.state, passes, session.config, session.eval_sequences, console.warn)
     found = session.implementations()
     if group.size > 1:  # again, since a compiler may be there and fail
+        found |= session.state.strategy.after_warm_up()
         require_same_implementations(found, session.place, group)
     record.saves.about_run["implementations"] = found
     if earlier is not None:

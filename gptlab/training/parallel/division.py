@@ -4,8 +4,9 @@ Every matrix has one owner, which keeps its moments and orthogonalizes it. Matri
 of one per rank, so that all ranks multiply and send equally much. What is left over of all shapes goes, the most
 expensive first, to the rank with the least work. What AdamW updates is cut by elements.
 
-Gradients travel in buckets in the order in which a backward pass completes them, new weights in buckets of what is
-updated together. A bucket has one chunk for each rank: the slices that this rank owns, end to end.
+Gradients travel in buckets in the order in which a backward pass completes them: as the model's order suggests, or as a
+warm-up has measured. Who owns what does not depend on it. New weights travel in buckets of what is updated together. A
+bucket has one chunk for each rank: the slices that this rank owns, end to end.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
+from gptlab.runtime.hardware.device import Platform
 from gptlab.training.checkpoint.format import TensorSlice, even_slices
 
 T = TypeVar("T")
@@ -23,6 +25,26 @@ T = TypeVar("T")
 # Small buckets pay their latency often; large ones begin late, and the last one, which nothing hides, is long.
 # torch's DistributedDataParallel takes 25 MiB too (Li et al., VLDB 2020, found 10 to 25 MB best on 16 and 32 GPUs).
 BUCKET_BYTES = 25 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """How gradients and new weights travel."""
+
+    bucket_bytes: int = BUCKET_BYTES
+    """Of gradients."""
+    measured_order: bool = False
+    """Whether buckets leave in the order in which the warm-up's backward pass completed the gradients, instead of that
+    of the model from its last parameter to its first. Sums over more than two ranks may then have other bits."""
+    bfloat16_tables: bool = False
+    """Whether tables of which the model reads only the bfloat16 rounding travel in it. Their owners keep float32, and
+    save it, so that no bit of a run changes."""
+
+
+# Fast links (NVLink, InfiniBand) need larger buckets to be busy: Megatron-LM takes 40 million elements or more. Less
+# here, since nothing hides the last bucket; not measured yet.
+WIRES: Mapping[Platform, Wire] = {"cuda": Wire(64 * 2**20, measured_order=True, bfloat16_tables=True)}
+"""By the platform that a model is planned for; `Wire()` for the others."""
 
 Dealt = Sequence[Sequence[TensorSlice]]
 """The slices of each rank."""
@@ -49,7 +71,7 @@ class Bucket:
 @dataclass(frozen=True, slots=True)
 class Division:
     gradients: tuple[Bucket, ...]
-    """In the order in which a backward pass completes them: from the last parameter to the first."""
+    """In the order in which a backward pass completes them."""
     stacks: Mapping[tuple[int, int], Bucket]
     """New weights of Muon's matrices, by shape."""
     rest: tuple[Bucket, ...]
@@ -67,6 +89,7 @@ def divide(
     n_ranks: int,
     *,
     bucket_bytes: int = BUCKET_BYTES,
+    order: Sequence[str] | None = None,
 ) -> Division:
     """Divide all parameters among `n_ranks`.
 
@@ -75,6 +98,7 @@ def divide(
         matrices: all that Muon updates, each as a slice of shape (rows, cols).
         adamw_groups: names of parameters with the same settings.
         bucket_bytes: size of a bucket of gradients; one round of matrices may be larger.
+        order: of the parameters, as a backward pass completes their gradients. None: from the last to the first.
     """
     place = {name: number for number, name in enumerate(parameters)}
     most = bucket_bytes // next(iter(parameters.values())).element_size()
@@ -92,8 +116,9 @@ def divide(
             for matrix in owned:
                 stacks[_shape(matrix)][rank].append(matrix)
     units = [*(Bucket.of(dealt) for dealt in rounds), *runs]
-    # A bucket is complete with the first of its parameters, the last to get its gradient.
-    units.sort(key=lambda unit: min(place[name] for name in unit.names), reverse=True)
+    # A bucket is complete with the last of its gradients.
+    turn = {name: number for number, name in enumerate(order or reversed(place))}
+    units.sort(key=lambda unit: max(turn[name] for name in unit.names))
     packed = consecutive(units, lambda unit: unit.chunk * n_ranks, most)
     return Division(
         tuple(_joined(buckets, n_ranks) for buckets in packed),

@@ -48,6 +48,11 @@ class Strategy:
 
     # --- gradients
 
+    def after_warm_up(self) -> dict[str, str]:
+        """Of several ranks, called after a warm-up, in which each computed gradients of its own. Returns what it found
+        there that may show in the bits of a run, for the implementations in run.json."""
+        return {}
+
     def order(self, micro_indices: Sequence[int]) -> Sequence[int]:
         """The positions of this rank's micro-batches in the order in which they are computed."""
         return range(len(micro_indices))
@@ -108,7 +113,7 @@ class Strategy:
 
     # --- weights and moments
 
-    def replicated_weights(self) -> list[Parameter]:
+    def replicated_weights(self) -> Iterable[Tensor]:
         """The weights that all ranks hold, with the same bits on each."""
         return list(self.model.parameters())
 

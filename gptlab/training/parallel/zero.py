@@ -11,6 +11,7 @@ division.py says who owns what.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from gptlab.config.optim import Role
 from gptlab.config.run import RunConfig
 from gptlab.model.gpt import GPT
 from gptlab.optim.adamw import AdamW
@@ -28,7 +30,7 @@ from gptlab.optim.combined import CombinedOptimizer, divide_by_optimizer, sum_of
 from gptlab.optim.muon import Muon, second_moment_sizes
 from gptlab.runtime.processes.distributed import Group, Pending
 from gptlab.training.checkpoint.format import TensorSlice, even_slices
-from gptlab.training.parallel.division import BUCKET_BYTES, Bucket, Division, divide
+from gptlab.training.parallel.division import BUCKET_BYTES, WIRES, Bucket, Division, Wire, divide
 from gptlab.training.parallel.strategy import Strategy, named_roles, optimizer_layout
 
 
@@ -45,10 +47,13 @@ class _Gradients:
 
 
 class Zero(Strategy):
-    def __init__(self, model: GPT, config: RunConfig, group: Group, *, bucket_bytes: int = BUCKET_BYTES) -> None:
+    def __init__(self, model: GPT, config: RunConfig, group: Group, *, wire: Wire | None = None) -> None:
+        """`wire`: None for that of the platform that the model is planned for."""
         self._parameters = dict(model.named_parameters())
         self._layout = optimizer_layout(model, config)
-        self.division = divide_model(model, config, group.size, bucket_bytes=bucket_bytes)
+        wire = WIRES.get(model.platform, Wire()) if wire is None else wire
+        self._divide = partial(divide_model, model, config, group.size, bucket_bytes=wire.bucket_bytes)
+        self.division = self._divide()
         position = {name: number for number, name in enumerate(self._parameters)}
         mine = sorted(self.division.share(group.rank), key=lambda one: (position[one.name], one.start))
         roles = {name: role for name, _, role in named_roles(model)}
@@ -66,8 +71,12 @@ class Zero(Strategy):
         """A parameter beside those of the model, through which the loss scaler sees an overflow on another rank."""
         if model.compute_dtype == torch.float16:
             self._overflow_flag = Parameter(torch.zeros(1, device=self._device))
-        self._buckets = [_Gradients(bucket) for bucket in self.division.gradients]
-        self._buckets_of = {name: [b for b in self._buckets if name in b.bucket.names] for name in self._parameters}
+        rounded = rounded_tables(model) if wire.bfloat16_tables else set()
+        self._narrow = {name for bucket in self.division.rest if bucket.names <= rounded for name in bucket.names}
+        """Weights that travel in bfloat16: only their owners have them in float32."""
+        self._arrived: dict[str, None] | None = {} if wire.measured_order else None
+        """Parameters in the order in which the warm-up completes their gradients, until that is used."""
+        self._make_buckets()
         self._unsent: dict[str, int] = {}
         """Buckets that still need a parameter's gradient."""
         self._next = 0
@@ -77,7 +86,21 @@ class Zero(Strategy):
         for name, parameter in self._parameters.items():
             parameter.register_post_accumulate_grad_hook(partial(self._complete, name))
 
+    def _make_buckets(self) -> None:
+        self._buckets = [_Gradients(bucket) for bucket in self.division.gradients]
+        self._buckets_of = {name: [b for b in self._buckets if name in b.bucket.names] for name in self._parameters}
+
     # --- gradients
+
+    def after_warm_up(self) -> dict[str, str]:
+        """From here on buckets leave in the order that rank 0 measured, if that is wanted."""
+        if self._arrived is None:
+            return {}
+        measured, self._arrived = self.group.broadcast("order of gradients", list(self._arrived)), None
+        order = [*measured, *(name for name in reversed(self._parameters) if name not in set(measured))]
+        self.division = self._divide(order=order)
+        self._make_buckets()
+        return {"gradients": hashlib.sha256("\n".join(order).encode()).hexdigest()[:32]}
 
     def start_reduction(self) -> None:
         self._armed = True
@@ -131,6 +154,9 @@ class Zero(Strategy):
 
     def _complete(self, name: str, _: Tensor) -> None:
         if not self._armed:
+            if self._arrived is not None:
+                self._arrived.pop(name, None)  # an earlier pass, whose compilation may have failed
+                self._arrived[name] = None
             return
         for sent in self._buckets_of[name]:
             sent.waiting -= 1
@@ -191,6 +217,8 @@ class Zero(Strategy):
     def _send_weights(self, bucket: Bucket) -> tuple[Bucket, Tensor, Tensor, Pending]:
         owned = bucket.slices[self.group.rank]
         own = torch.cat([*(one.tensor.reshape(-1) for one in owned), *self._padding(bucket, owned)])
+        if bucket.names <= self._narrow:
+            own = own.bfloat16()
         flat = own.new_empty(self.group.size * bucket.chunk)
         return bucket, own, flat, self.group.all_gather_later(flat, own, "weights")
 
@@ -210,9 +238,14 @@ class Zero(Strategy):
 
     # --- weights and moments
 
+    def replicated_weights(self) -> Iterator[Tensor]:
+        for name, parameter in self._parameters.items():
+            yield parameter.detach().bfloat16() if name in self._narrow else parameter
+
     def weight_slices(self) -> list[TensorSlice]:
-        weights = {name: parameter.detach() for name, parameter in self._parameters.items()}
-        return even_slices(weights, self.group.rank, self.group.size)
+        weights = {name: p.detach() for name, p in self._parameters.items() if name not in self._narrow}
+        owned = [one for one in self.owned.values() if one.name in self._narrow]
+        return even_slices(weights, self.group.rank, self.group.size) + owned
 
     def moment_slices(self) -> list[TensorSlice]:
         """The count of steps of a parameter is saved by the rank that owns its first element."""
@@ -252,8 +285,20 @@ class Zero(Strategy):
         return sum(size for first_row, size in sizes if first_row * cols < matrix.start)
 
 
-def divide_model(model: GPT, config: RunConfig, n_ranks: int, *, bucket_bytes: int = BUCKET_BYTES) -> Division:
-    """What each of `n_ranks` updates."""
+def rounded_tables(model: GPT) -> set[str]:
+    """Tables of which a model in bfloat16 reads nothing but the bfloat16 rounding of rows. Not one to whose rows
+    positions are added in float32, nor one that is the head too."""
+    if model.compute_dtype != torch.bfloat16:
+        return set()
+    is_alone = model.position_embedding is None and not model.config.tied_head
+    roles = {Role.VALUE_EMBEDDING, Role.EMBEDDING} if is_alone else {Role.VALUE_EMBEDDING}
+    return {name for name, _, role in named_roles(model) if role in roles}
+
+
+def divide_model(
+    model: GPT, config: RunConfig, n_ranks: int, *, bucket_bytes: int = BUCKET_BYTES, order: Sequence[str] | None = None
+) -> Division:
+    """What each of `n_ranks` updates. `order`: see `divide`."""
     roles = named_roles(model)
     _, groups = divide_by_optimizer(roles, config.optim)
     layout = optimizer_layout(model, config)
@@ -269,4 +314,5 @@ def divide_model(model: GPT, config: RunConfig, n_ranks: int, *, bucket_bytes: i
         [list(group.parameters) for group in groups],
         n_ranks,
         bucket_bytes=bucket_bytes,
+        order=order,
     )

@@ -29,7 +29,7 @@ from gptlab.runtime.records.console import Console
 from gptlab.training.checkpoint.format import TensorSlice
 from gptlab.training.checkpoint.load import load_checkpoint
 from gptlab.training.checkpoint.write import begin_save, complete_save, write_part
-from gptlab.training.parallel.division import Bucket, Division, divide
+from gptlab.training.parallel.division import Bucket, Division, Wire, divide
 from gptlab.training.parallel.strategy import named_roles
 from gptlab.training.parallel.zero import Zero, divide_model
 from gptlab.training.state import build_state
@@ -64,7 +64,7 @@ class Alone(Group):
 def strategies_of(models: Sequence[Any], config: OptimConfig) -> list[Zero]:
     """One for each rank, on a model of its own, with the gradients of the model."""
     run = RunConfig(optim=config)
-    return [Zero(model, run, Alone(World(rank, len(models))), bucket_bytes=20_000) for rank, model in enumerate(models)]
+    return [Zero(model, run, Alone(World(rank, len(models))), wire=Wire(20_000)) for rank, model in enumerate(models)]
 
 
 # --- who owns what ----------------------------------------------------------------------------------------------------
@@ -303,7 +303,7 @@ class TestGradients:
 
     def zero(self, rank: int) -> tuple[Zero, Echo]:
         group = Echo(rank)
-        return Zero(self.model, RunConfig(), group, bucket_bytes=20_000), group
+        return Zero(self.model, RunConfig(), group, wire=Wire(20_000)), group
 
     def backward(self) -> None:
         self.model.loss(self.tokens, self.tokens).backward()
