@@ -19,7 +19,7 @@ from hypothesis import settings
 gc.disable()
 
 # How long an example takes says how busy the machine is, and nothing about what is tested.
-settings.register_profile("gptlab", deadline=None, max_examples=50)
+settings.register_profile("gptlab", deadline=None, max_examples=30)
 settings.load_profile("gptlab")
 
 WITHOUT_COMPILER = "GPTLAB_TEST_WITHOUT_COMPILER"
@@ -45,6 +45,26 @@ def may_skip(reason: str) -> bool:
     if _IMPORT.search(reason):  # `make test` installs all of them
         return False
     return sys.platform != "linux" or _OF_THIS_MACHINE.search(reason) is not None
+
+
+WITH_TRANSFORMERS = (
+    "data/test_tokenizer.py", "data/test_tokenizer_gpt2.py", "model/test_export.py", "model/test_gpt2_weights.py",
+    "model/test_import.py", "model/test_init_from.py",
+)  # fmt: skip
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Hands out files, as `--dist loadfile` does, but all that import transformers to one process: with its models it
+    takes 5 s of computing to import."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return "transformers" if file.endswith(WITH_TRANSFORMERS) else file
+
+    return Scheduling(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -206,10 +206,10 @@ def test_taking_out_long_blanks_changes_no_id(ours: Gpt2Tokenizer, text: str) ->
 
 @pytest.mark.parametrize(
     "text",
-    ["7" * 1_000_000, " " * 1_000_000, "x" + " \n" * 500_000 + "x\n", "\u3000" * 350_000 + "é"],
+    ["7" * 200_000, " " * 1_000_000, "x" + " \n" * 500_000 + "x\n", "\u3000" * 350_000 + "é"],
     ids=["digits", "spaces", "blanks", "wide"],
 )  # fmt: skip
-def test_a_megabyte_without_a_break(ours: Gpt2Tokenizer, hf: tokenizers.Tokenizer, text: str) -> None:
+def test_long_texts_without_a_break(ours: Gpt2Tokenizer, hf: tokenizers.Tokenizer, text: str) -> None:
     """tiktoken's regex gives up on some of these. More of them: test_tokenizer.py, by the same engine."""
     ids = ours.encode(text)
     assert ours.decode_bytes(ids) == text.encode()

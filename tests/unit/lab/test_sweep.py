@@ -288,7 +288,7 @@ def killed_at_step(step: int, time: int) -> Callable[[], None]:
 
 def test_a_killed_sweep_ends_as_one_that_was_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_corpus(tmp_path / "corpus")
-    words = arguments(tmp_path, "unused", {"sample.prompts": []})
+    words = arguments(tmp_path, "unused", {"steps": 8, "sample.prompts": []})
     del words[words.index("--run-dir") : words.index("--run-dir") + 2]
     sweep = ["sweep", *words, "--vary", "model.activation=relu2,gelu", "--seeds", "1", "--json"]
     monkeypatch.setattr(sweeping, "launch", in_this_process)

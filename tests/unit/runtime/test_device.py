@@ -224,7 +224,9 @@ def test_auto_dtype_on_a_cpu_is_the_faster_one(
 
 @pytest.mark.skipif(platform.machine().lower() not in ("x86_64", "amd64"), reason="the variables are those of x86")
 def test_instructions_that_torch_may_not_use_do_not_count() -> None:
-    """The processor's flags still name AMX and AVX512-BF16, where it has them; products would take 100 times longer."""
+    """The processor's flags still name AMX and AVX512-BF16; products would take 100 times longer."""
+    if not place_module._cpuinfo_has_bfloat16(Path("/proc/cpuinfo")):
+        pytest.skip("this processor has no bfloat16 to lose")
     limits = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "DNNL_MAX_CPU_ISA": "AVX2"}
     code = (
         "import torch; from gptlab.runtime.hardware.place import resolve_dtype; "

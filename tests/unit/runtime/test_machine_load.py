@@ -103,12 +103,15 @@ class TestSpinning:
             "import gptlab, contextlib\nwith contextlib.suppress(Exception): gptlab.train(resume='no such run')",
         ],
     )
-    def test_is_limited_before_torch_loads_its_runtime(self, start: str) -> None:
+    def test_is_limited_before_torch_loads_its_runtime(self, start: str, tmp_path: Path) -> None:
         """As the runtime itself reports when torch loads it, by the command line and from Python."""
         variables = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
         variables["OMP_DISPLAY_ENV"] = "verbose"
-        # Alone, where it can be found: all of torch takes seconds.
+        # Alone, where it can be found, and without torch, whose import takes seconds.
         runtime = next(Path(torch.__file__).parent.glob("lib/libgomp*"), None)
+        if runtime is not None:
+            (tmp_path / "torch.py").write_text("raise ImportError")
+            variables["PYTHONPATH"] = str(tmp_path)
         script = f"{start}\nimport " + (f"ctypes\nctypes.CDLL({str(runtime)!r})" if runtime else "torch")
         done = subprocess.run([sys.executable, "-c", script], env=variables, capture_output=True, text=True)
         assert "GOMP_SPINCOUNT = '10000'" in done.stderr
