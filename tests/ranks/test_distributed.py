@@ -56,7 +56,7 @@ def scenes(folder: Path) -> list[dict[str, Any]]:
         train("one", 1, **core),
         train("three", 3, **core),
         train("few-one", 1, **few),
-        train("few-six", 6, **few),
+        train("few-six", 6, **few) | {"queued": True},
         train("stopped", 2, **core) | {"signal": ["SIGTERM", 1, 1]},
         {"name": "resumed", "ranks": 3, "signal": ["SIGINT", 2, 3], **resume},
         {"name": "ended", "ranks": 1, **resume},

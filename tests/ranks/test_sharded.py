@@ -74,7 +74,7 @@ def scenes(folder: Path) -> list[dict[str, Any]]:
         resume("stopped", "shared", 2, "sharded") | {"signal": ["SIGTERM", 0, 3]},
         resume("stopped", "alone", 1, "sharded"),
         train("broken-one", 1, "data", steps=3) | {"in_pass": ["nan", 0, 2]},
-        train("broken", 3, steps=3) | {"in_pass": ["nan", 2, 2]},
+        train("broken", 3, steps=3) | {"in_pass": ["nan", 2, 2], "queued": True},
         train("compiled", 2, runtime__compile="on", **small) | {"compiler": "aot_eager"},
         train("eager", 2, "data", **small),
         train("begun", 2, init_from=folder / "one", eval__only=True),

@@ -19,10 +19,11 @@ import random
 import signal
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from forked import Forked
 from torch import Tensor
@@ -30,9 +31,11 @@ from torch import Tensor
 import gptlab.training.compilation  # noqa: F401 -- before `gradients` is replaced: its warm-up keeps the real ones
 from gptlab.cli.main import main
 from gptlab.data.loader import StepBatch
+from gptlab.model.gpt import GPT
 from gptlab.optim import muon
 from gptlab.runtime.processes import torch_group
 from gptlab.runtime.processes.distributed import World
+from gptlab.training import queued_steps
 from gptlab.training import step as step_module
 from gptlab.training.checkpoint.load import checksum
 from gptlab.training.parallel.agreement import Agreement
@@ -49,12 +52,7 @@ def play(scene: dict[str, Any], port: int, rank: int) -> dict[str, Any]:
     weights: list[int] = []
     matrices: list[int] = []
     stopping = Agreement if scene["ranks"] > 1 else Signals
-    gradients, update, step, orthogonalize = (
-        step_module.gradients,
-        step_module.update,
-        stopping.step,
-        muon.orthogonalize,
-    )
+    gradients, step, orthogonalize = step_module.gradients, stopping.step, muon.orthogonalize
 
     def broken_gradients(state: TrainState, batch: StepBatch, loss_sum: LossFunction, *rest: Any) -> Tensor:
         what, wanted_rank, wanted_step = scene.get("in_pass", ("", -1, 0))
@@ -70,12 +68,19 @@ def play(scene: dict[str, Any], port: int, rank: int) -> dict[str, Any]:
 
         return gradients(state, batch, broken_loss, *rest)
 
-    def noting_update(state: TrainState, *args: Any) -> Any:
-        done = update(state, *args)
-        # Sharded moments differ from rank to rank.
-        moments = [] if isinstance(state.strategy, Zero) else state.optimizer.state_tensors().values()
-        weights.append(checksum([*state.strategy.replicated_weights(), *moments]))
-        return done
+    def noting(update: Callable[..., Any]) -> Callable[..., Any]:
+        def noting_update(state: TrainState, *args: Any) -> Any:
+            done = update(state, *args)
+            # Sharded moments differ from rank to rank.
+            moments = [] if isinstance(state.strategy, Zero) else state.optimizer.state_tensors().values()
+            weights.append(checksum([*state.strategy.replicated_weights(), *moments]))
+            return done
+
+        return noting_update
+
+    def queued(model: GPT, *args: Any, **kwargs: Any) -> None:
+        make_model(model, *args, **kwargs)
+        model.platform = "cuda"
 
     def counting(stack: Tensor, *args: Any, **options: Any) -> Tensor:
         matrices.append(len(stack))
@@ -87,19 +92,20 @@ def play(scene: dict[str, Any], port: int, rank: int) -> dict[str, Any]:
             os.kill(os.getpid(), signal.Signals[number])
         return step(agreed, step_seconds, at)
 
-    compile_ = torch.compile
-    if "compiler" in scene:
-        torch.compile = functools.partial(compile_, backend=scene["compiler"])
-    out, err = io.StringIO(), io.StringIO()
-    step_module.update, stopping.step = noting_update, signalled_step  # type: ignore[method-assign]
-    step_module.gradients, muon.orthogonalize = broken_gradients, counting
-    try:
+    out, err, make_model = io.StringIO(), io.StringIO(), GPT.__init__
+    with pytest.MonkeyPatch.context() as patch:
+        if "compiler" in scene:
+            patch.setattr(torch, "compile", functools.partial(torch.compile, backend=scene["compiler"]))
+        if scene.get("queued"):  # the loop takes the path of a GPU
+            patch.setattr(GPT, "__init__", queued)
+        patch.setattr(stopping, "step", signalled_step)
+        patch.setattr(muon, "orthogonalize", counting)
+        patch.setattr(step_module, "update", noting(step_module.update))
+        patch.setattr(queued_steps, "queued_update", noting(queued_steps.queued_update))
+        for module in (step_module, queued_steps):
+            patch.setattr(module, "gradients", broken_gradients)
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             code = main([*scene["argv"], *scene.get("more", {}).get(str(rank), [])])
-    finally:
-        torch.compile = compile_
-        step_module.update, stopping.step = update, step  # type: ignore[method-assign]
-        step_module.gradients, muon.orthogonalize = gradients, orthogonalize
     return {
         "code": code, "out": out.getvalue(), "err": err.getvalue(), "weights": weights, "matrices": sum(matrices),
         "left_a_group": torch.distributed.is_initialized(),
