@@ -22,7 +22,7 @@ import gptlab
 from gptlab.cli.main import main
 from gptlab.config.errors import UserError
 from gptlab.config.run import BatchConfig, EvalConfig, RunConfig
-from gptlab.runtime.hardware.memory import memory_errors_explained, ran_out_of_memory, what_to_lower
+from gptlab.runtime.hardware.memory import memory_errors_explained, ran_out_of_memory, smaller_model, what_to_lower
 
 # As torch 2.13 words them.
 CUDA = (
@@ -209,3 +209,11 @@ class TestOtherCommands:
     def test_another_error_is_left_alone(self, folder: Path) -> None:
         with pytest.raises(ValueError, match="a bug"), memory_errors_explained(str):
             raise ValueError("a bug")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_real_gpu_says_it_in_these_words() -> None:
+    expected = r"^out of memory \(the last [\d.]+ GiB were not there\)"
+    with pytest.raises(UserError, match=expected), memory_errors_explained(smaller_model):
+        torch.empty(2**40, device="cuda")
