@@ -100,6 +100,8 @@ def load_run(
     require_weights_of(config.model, saved.model)
     model = build_model(config.model, device=where, compute_dtype=compute_dtype, seed=config.seed)
     load_weights(model, saved.model)
+    if config.data.mask_documents and tokenizer.bos_id is not None:
+        model.mask_documents(tokenizer.bos_id)
     if (missing := missing_kernels(where, compute_dtype)) is not None:
         console.warn(missing)
     group.start_collectives(where, timeout_seconds=config.runtime.process_timeout_seconds)

@@ -269,6 +269,8 @@ def _warm_up(session: Session, record: Recorder, earlier: EarlierRun | None) -> 
         found |= session.state.strategy.after_warm_up()
         require_same_implementations(found, session.place, group)
     record.saves.about_run["implementations"] = found
+    if "attention" in found:
+        console.line(f"attention: {found['attention']}")
     if earlier is not None:
         earlier.record_implementations(found, record.run if group.is_main else None, console)
     elif group.is_main:

@@ -13,6 +13,7 @@ from gptlab.app.ranks import agreed_place, rank_0_first
 from gptlab.config.errors import ConfigError, UserError
 from gptlab.config.run import EXACT_WORLD_SIZES, RunConfig
 from gptlab.data.corpus.core_bundle import core_folder
+from gptlab.data.documents import DocumentRoom
 from gptlab.data.prepare import SIDES, PreparedData, prepare
 from gptlab.data.rows import RowSource, make_rows, validation_rows
 from gptlab.data.tokenizer.tokenizer import Tokenizer
@@ -93,7 +94,15 @@ class Session:
     def implementations(self) -> dict[str, str]:
         """{part of the run: what computes it}. `compile` is final after the warm-up, in which a compiler may fail."""
         found = implementations(self.place.device, self.place.dtype, compiled=self.passes.compiled)
+        if self.place.device.type != "cpu" or self.config.data.mask_documents:
+            found["attention"] = self._attention()
         return found | {"compile": self.passes.compiler}
+
+    def _attention(self) -> str:
+        from gptlab.model.kernels.torch_attention import described
+
+        model = self.state.model
+        return described(model.config, model.compute_dtype, model.platform, model.document_mask)
 
     def provenance(self, argv: Sequence[str], code: CodeSnapshot, from_run: str | None = None) -> dict[str, object]:
         """What run.json says of this process."""
@@ -158,10 +167,25 @@ def open_session(
     counts, flops = parameter_counts(state.model), flops_per_token(state.model)
     finish = Finish.of(config, flops_per_token=flops.total, scaling_params=counts.scaling)
     tasks = [] if bundle is None else encode_tasks(read_tasks(bundle, config.eval.core_examples), tokenizer, seq_len)
-    return Session(
+    session = Session(
         config, place, group, data, state, make_passes(state, config, console.warn), finish, counts, flops,
         rows.rows_per_epoch, held_out, of_training, prompts, tasks, start,
     )  # fmt: skip
+    return _with_masks(session) if config.data.mask_documents else session
+
+
+def _with_masks(session: Session) -> Session:
+    """Have the model mask documents, and every row counted before the model sees it."""
+    config, bos_id = session.config, session.data.tokenizer.bos_id
+    assert bos_id is not None  # packed rows begin with it
+    rows = max(config.batch.micro_sequences, session.eval_sequences)
+    room = DocumentRoom(bos_id, rows, config.model.seq_len)
+    session.state.loader.rows = room.counted(session.state.loader.rows)
+    session.held_out = room.counted(session.held_out)
+    if session.of_training is not None:
+        session.of_training = room.counted(session.of_training)
+    session.state.model.mask_documents(bos_id, room)
+    return session
 
 
 def prepared(config: RunConfig, place: Place, console: Console) -> PreparedData:

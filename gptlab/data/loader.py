@@ -73,7 +73,7 @@ class Loader:
         start_step: int = 0,
         fill: bool = False,
     ) -> None:
-        self._rows = rows
+        self.rows = rows
         self._micro_sequences, self._micro_batches = micro_sequences, micro_batches
         self._device = torch.device(device)
         end = -(-micro_batches // world_size) * world_size if fill else micro_batches
@@ -142,17 +142,17 @@ class Loader:
         per_step = self._micro_batches * self._micro_sequences
         everywhere = step * per_step + np.arange(per_step).reshape(self._micro_batches, self._micro_sequences)
         mine = np.array(self._micro_indices, dtype=np.int64)
-        epochs, indices = np.divmod(everywhere[np.minimum(mine, self._micro_batches - 1)], self._rows.rows_per_epoch)
+        epochs, indices = np.divmod(everywhere[np.minimum(mine, self._micro_batches - 1)], self.rows.rows_per_epoch)
         # int64 for numpy to widen to: a torch operation in this thread would start a second pool of OpenMP threads.
-        inputs, targets = np.empty((2, *epochs.shape, self._rows.seq_len), dtype=np.int64)
+        inputs, targets = np.empty((2, *epochs.shape, self.rows.seq_len), dtype=np.int64)
         for epoch in np.unique(epochs):  # a step may straddle epochs
             here = epochs == epoch
-            inputs[here], targets[here] = self._rows.read(int(epoch), indices[here])
+            inputs[here], targets[here] = self.rows.read(int(epoch), indices[here])
         targets[mine >= self._micro_batches] = IGNORED
         all_here = self._micro_indices == tuple(range(self._micro_batches))
         return StepBatch(
             step=step,
-            epoch=(step + 1) * per_step / self._rows.rows_per_epoch,
+            epoch=(step + 1) * per_step / self.rows.rows_per_epoch,
             inputs=self._tensor(inputs),
             targets=self._tensor(targets),
             micro_indices=self._micro_indices,
@@ -168,8 +168,8 @@ class Loader:
 
     def _target_tokens(self, everywhere: np.ndarray) -> int:
         """Of a whole step, from its global rows."""
-        epochs, indices = np.divmod(everywhere, self._rows.rows_per_epoch)
-        counts = (self._rows.target_counts(int(epoch), indices[epochs == epoch]) for epoch in np.unique(epochs))
+        epochs, indices = np.divmod(everywhere, self.rows.rows_per_epoch)
+        counts = (self.rows.target_counts(int(epoch), indices[epochs == epoch]) for epoch in np.unique(epochs))
         return sum(int(count.sum()) for count in counts)
 
     def _tensor(self, rows: np.ndarray) -> Tensor:

@@ -26,6 +26,7 @@ _FACTS = {
     "code_fingerprint": "the code",
     "implementations.kernels": "the library of C++ kernels",
     "implementations.compile": "torch.compile",
+    "implementations.attention": "what computes attention",
     "implementations.vectors": "the instruction set",
     "device": "the device",
     "device_name": "the device's name",

@@ -36,11 +36,21 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos + second * sin, second * cos - first * sin), dim=-1).to(x.dtype)
 
 
-def blocked_attention(q: Tensor, k: Tensor, v: Tensor, *, window: int | None, dropout: float = 0.0) -> Tensor:
+def blocked_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    window: int | None,
+    dropout: float = 0.0,
+    first_seen: Tensor | None = None,
+    key_multiple: int = 1,
+) -> Tensor:
     """Causal attention by blocks of queries, each against the slice of keys that it can see.
 
     q: (B, H, T, D); k, v: (B, G, T, D). Returns (B, H, T, D). Each query sees itself and the `window - 1` tokens
-    before it (all of them if window is None).
+    before it (all of them if window is None), but none before `first_seen` (B, T), where that is given. Slices of keys
+    begin at multiples of `key_multiple`.
     """
     n_tokens = q.shape[2]
     reach = n_tokens if window is None else window
@@ -48,13 +58,15 @@ def blocked_attention(q: Tensor, k: Tensor, v: Tensor, *, window: int | None, dr
     q = q * q.shape[-1] ** -0.5
     outputs = []
     for start, stop in _query_blocks(n_tokens, reach):
-        first_key = max(0, start - reach + 1)
+        first_key = max(0, start - reach + 1) // key_multiple * key_multiple
         scores = q[:, :, start:stop] @ k[:, :, first_key:stop].transpose(2, 3)  # (B, H, block, keys)
         queries = torch.arange(start, stop, device=q.device)[:, None]
         keys = torch.arange(first_key, stop, device=q.device)[None, :]
         hidden = keys > queries
         if first_key > 0 or stop > reach:
             hidden = hidden | (keys <= queries - reach)
+        if first_seen is not None:
+            hidden = hidden | (keys < first_seen[:, None, start:stop, None])
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32)).masked_fill(hidden, -torch.inf)
         weights = F.softmax(scores, dim=-1).to(v.dtype)
         weights = F.dropout(weights, dropout) if dropout > 0 else weights

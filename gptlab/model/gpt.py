@@ -8,7 +8,8 @@ where it is used, so that precision is visible in the code, without an autocast 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import cast
+from functools import partial
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.nn.functional as F
@@ -19,12 +20,19 @@ from gptlab.model.attention import cached_attention, rotary_tables
 from gptlab.model.head import HeadLoss
 from gptlab.model.init import initial_weights
 from gptlab.model.kernels import torch_ops
-from gptlab.model.kernels.ops import ACTIVATIONS, attention, implementation, load_kernels
+from gptlab.model.kernels.ops import ACTIVATIONS, implementation, load_kernels
 from gptlab.model.kv_cache import KVCache
 from gptlab.runtime.hardware.device import Platform
 
+if TYPE_CHECKING:
+    from gptlab.data.documents import DocumentRoom
+    from gptlab.model.kernels.torch_attention import DocumentMask
+
 # Channels that a value-embedding gate reads (autoresearch and nanochat: 32).
 GATE_CHANNELS = 32
+
+Rotary = tuple[Tensor, Tensor]
+"""Cosines and sines, each (T, D / 2)."""
 
 
 class Linear(nn.Linear):
@@ -81,9 +89,10 @@ def make_dropout(config: ModelConfig) -> nn.Module:
 
 
 class Attention(nn.Module):
-    def __init__(self, config: ModelConfig, layer: int, platform: Platform) -> None:
+    def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        self.layer, self.platform = layer, platform
+        self.layer = layer
+        self.attend: Callable[..., Tensor] | None = None  # None: as `implementation` does
         self.head_dim = config.head_dim
         self.n_head, self.n_kv_head = config.n_head, config.kv_heads
         self.window = config.layer_windows()[layer]
@@ -96,9 +105,9 @@ class Attention(nn.Module):
         self.value_gate = Linear(min(GATE_CHANNELS, config.n_embd), self.n_kv_head, bias=False) if gated else None
 
     def forward(
-        self, x: Tensor, value: Tensor | None, rotary: tuple[Tensor, Tensor] | None, cache: KVCache | None
+        self, x: Tensor, value: Tensor | None, rotary: Rotary | None, cache: KVCache | None, documents: Tensor | None
     ) -> Tensor:
-        """x: (B, T, C); value: (B, T, G * D), the value embedding of the tokens if this layer has one."""
+        """x: (B, T, C); value: (B, T, G * D), the value embedding of the tokens; documents: see `DocumentMask`."""
         batch, n_tokens, _ = x.shape
         heads = self.qkv(x).view(batch, n_tokens, -1, self.head_dim)
         gates = None if self.value_gate is None else self.value_gate(x[..., : self.value_gate.in_features])
@@ -107,7 +116,10 @@ class Attention(nn.Module):
             heads = implementation(x).prepare_heads(heads, self.n_head, gates, value, rotary, norm_eps)
         if cache is None:
             dropout = self.dropout if self.dropout > 0 and self.training else 0.0
-            y = attention(heads, self.n_head, self.window, dropout, self.platform)
+            if self.attend is None:
+                y = implementation(x).attention(heads, self.n_head, self.window, dropout)
+            else:
+                y = self.attend(heads, self.n_head, self.window, dropout, documents)
         else:
             q, k, v = heads.transpose(1, 2).split((self.n_head, self.n_kv_head, self.n_kv_head), dim=1)
             k, v = cache.append(self.layer, k, v)
@@ -127,29 +139,24 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, config: ModelConfig, layer: int, platform: Platform) -> None:
+    def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        self.attention_norm, self.attention = make_norm(config), Attention(config, layer, platform)
+        self.attention_norm, self.attention = make_norm(config), Attention(config, layer)
         self.mlp_norm, self.mlp = make_norm(config), MLP(config)
         scale = config.attention_residual_scale
         self.attention_scale = 1.0 if scale is None else scale
         self.dropout = make_dropout(config)
 
     def forward(
-        self,
-        x: Tensor,
-        x0: Tensor,
-        lambdas: tuple[Tensor, Tensor] | None,
-        value: Tensor | None,
-        rotary: tuple[Tensor, Tensor] | None,
-        cache: KVCache | None = None,
-    ) -> Tensor:
+        self, x: Tensor, x0: Tensor, lambdas: tuple[Tensor, Tensor] | None, value: Tensor | None,
+        rotary: Rotary | None, cache: KVCache | None = None, documents: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """x, x0: (B, T, C), the residual stream and the embedding; lambdas: their two weights, 0-d."""
         if lambdas is None:
             normed = self.attention_norm(x)
         else:
             x, normed = self.attention_norm.of_sum(x, x0, *lambdas)
-        y = self.dropout(self.attention(normed, value, rotary, cache))
+        y = self.dropout(self.attention(normed, value, rotary, cache, documents))
         x, normed = self.mlp_norm.of_sum(x, y, 1.0, self.attention_scale)
         return x + self.dropout(self.mlp(normed))
 
@@ -165,8 +172,9 @@ class GPT(nn.Module):
     ) -> None:
         super().__init__()
         assert config.vocab_size is not None
-        self.config, self.compute_dtype, self.platform = config, compute_dtype, platform
-        self.vocab_size = config.vocab_size
+        self.config, self.compute_dtype, self.vocab_size = config, compute_dtype, config.vocab_size
+        self.platform = platform
+        self.document_mask: DocumentMask | None = None
         rows, width = config.padded_vocab_size, config.n_embd
         value_width = config.kv_heads * config.head_dim
         self.token_embedding = Embedding(rows, width)
@@ -176,7 +184,7 @@ class GPT(nn.Module):
         )
         self.embedding_norm = make_norm(config) if config.embedding_norm else None
         self.dropout = make_dropout(config)
-        self.blocks = nn.ModuleList(Block(config, layer, platform) for layer in range(config.n_layer))
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         if config.residual_lambdas:
             self.residual_lambdas = nn.Parameter(torch.empty(config.n_layer))
             self.x0_lambdas = nn.Parameter(torch.empty(config.n_layer))
@@ -187,6 +195,8 @@ class GPT(nn.Module):
         if config.position == "rope":
             self.register_buffer("cos", torch.empty(config.seq_len, config.head_dim // 2), persistent=False)
             self.register_buffer("sin", torch.empty(config.seq_len, config.head_dim // 2), persistent=False)
+        if platform != "cpu":
+            self.attend_by_torch()
 
     def forward(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
         """tokens (B, T) int64 -> logits (B, T, V) in float32 (float64 when that is the compute type).
@@ -221,9 +231,10 @@ class GPT(nn.Module):
         x0, values = (embed or self.embed)(tokens, start)
         x = x0.view_as(x0)  # another object, or torch.compile would compile the first block twice, for `x is x0`
         rotary = (self.cos[start:stop], self.sin[start:stop]) if self.config.position == "rope" else None
+        documents = None if self.document_mask is None or cache is not None else self.document_mask.bounds(tokens)
         for layer, block in enumerate(blocks or list(self.blocks)):
             lambdas = (self.residual_lambdas[layer], self.x0_lambdas[layer]) if self.config.residual_lambdas else None
-            x = block(x, x0, lambdas, values.get(str(layer)), rotary, cache)
+            x = block(x, x0, lambdas, values.get(str(layer)), rotary, cache, documents)
         return x
 
     def embed(self, tokens: Tensor, start: int = 0) -> tuple[Tensor, dict[str, Tensor]]:
@@ -237,6 +248,22 @@ class GPT(nn.Module):
             x = self.embedding_norm(x)
         values = {layer: table(tokens).to(x.dtype) for layer, table in self.value_embeddings.items()}
         return self.dropout(x), values
+
+    def mask_documents(self, bos_id: int, room: DocumentRoom | None = None) -> None:
+        """From here on, tokens attend only to their own document, which begins with BOS, except with a cache."""
+        from gptlab.model.kernels.torch_attention import DocumentMask
+
+        self.document_mask = DocumentMask(self.attend_by_torch(), bos_id, room)
+
+    def attend_by_torch(self) -> str:
+        """Compute attention as `torch_attention` chooses, which it returns."""
+        from gptlab.model.kernels import torch_attention
+
+        by = torch_attention.choose(self.config, self.compute_dtype, self.platform)
+        for module in self.modules():
+            if isinstance(module, Attention):
+                module.attend = partial(torch_attention.attention, by)
+        return by
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., C) after the last block -> (..., V), without the padding of the vocabulary."""
@@ -267,13 +294,9 @@ class GPT(nn.Module):
 
 
 def build_model(
-    config: ModelConfig,
-    *,
-    device: torch.device,
-    compute_dtype: torch.dtype,
-    seed: int,
+    config: ModelConfig, *, device: torch.device, compute_dtype: torch.dtype, seed: int,
     platform: Platform | None = None,
-) -> GPT:
+) -> GPT:  # fmt: skip
     """A GPT with initial weights on `device`. It is built on the meta device first, so that nothing is allocated twice.
 
     Loads the kernels that suit it: see `ops.load_kernels`. platform: the device's type if None."""

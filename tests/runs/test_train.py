@@ -213,7 +213,7 @@ class TestMetrics:
         config = make_config(folder, "whole")
         opened = open_tiny(folder)
         rows_per_step = TOKENS_PER_STEP // FLAGS["model.seq_len"]
-        rows_per_epoch = opened.state.loader._rows.rows_per_epoch
+        rows_per_epoch = opened.state.loader.rows.rows_per_epoch
         peak = opened.place.peak.flops_per_second
         train_seconds = mean = 0.0
         for line in lines:

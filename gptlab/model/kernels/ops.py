@@ -2,6 +2,7 @@
 
 between matrix products   `fused` (float32 and bfloat16 on a CPU, not compiled), or `torch_ops`
 ACTIVATIONS               the same, or PyTorch; a new activation is one entry
+attention                 the same on a CPU; `torch_attention` on GPUs and with document masks
 one token                 a C++ kernel (float32 and bfloat16 on a CPU), or PyTorch (`model/decoder.py`)
 """
 
@@ -18,7 +19,6 @@ from torch import Tensor
 
 from gptlab.config.model import Activation
 from gptlab.model.kernels import torch_ops
-from gptlab.runtime.hardware.device import Platform
 
 if TYPE_CHECKING:
     from gptlab.model.kernels.library import Library
@@ -35,21 +35,6 @@ def implementation(x: Tensor) -> ModuleType:
     if _fused is None or not _suit_kernels(x.device, x.dtype) or torch.compiler.is_compiling():
         return torch_ops
     return _fused
-
-
-def attention(
-    heads: Tensor,  # (B, T, H + 2 G, D)
-    n_head: int,
-    window: int | None,
-    dropout: float,
-    platform: Platform,
-) -> Tensor:  # (B, T, H, D)
-    """Causal attention: each query sees itself and the `window - 1` tokens before it (None: all of them)."""
-    if platform == "cpu":
-        return implementation(heads).attention(heads, n_head, window, dropout)
-    from gptlab.model.kernels import gpu_attention
-
-    return gpu_attention.attention(heads, n_head, window, dropout)
 
 
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {

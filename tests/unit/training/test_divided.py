@@ -238,7 +238,7 @@ def rows_and_config(tmp_path_factory: pytest.TempPathFactory) -> tuple[RowSource
     config = make_config(folder, "never-made")
     with Console() as console:
         session = open_session(config, place_of(config), console)
-    return session.state.loader._rows, session.config
+    return session.state.loader.rows, session.config
 
 
 def states_of(rows: RowSource, config: RunConfig, n_ranks: int) -> list[Any]:
