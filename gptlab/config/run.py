@@ -278,7 +278,7 @@ class RuntimeConfig:
     effect on a CPU."""
     allocator: str | None = None
     """Settings of the GPU memory allocator, in the form of $PYTORCH_ALLOC_CONF (expandable_segments:True), which takes
-    precedence. None: PyTorch's defaults."""
+    precedence. None: expandable segments on NVIDIA GPUs under Linux, else PyTorch's defaults."""
     threads: Positive[int] | None = None
     """CPU threads for computation. None: one per physical core. With parallel.exact_any_world_size, a resumed run keeps
     the number of its first start."""

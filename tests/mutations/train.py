@@ -192,7 +192,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the GPU allocator is not told", "runtime/hardware/place.py",
-        'os.environ.setdefault("PYTORCH_ALLOC_CONF", runtime.allocator)', "pass",
+        "set_gpu_allocator(runtime.allocator)", "pass",
         ["test_train.py::test_settings_of_the_compiler_and_the_gpu_allocator_are_passed_on"],
         ["Expandable segments in the CUDA allocator"],
     ),

@@ -41,6 +41,9 @@ _DETERMINISTIC_ENVIRONMENT = {
     "TORCHINDUCTOR_DETERMINISTIC": "1",
 }
 
+_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+"""Torch 2.11 to 2.13 read the first that is set; the other two are deprecated."""
+
 
 def resolve_device(name: str, local_rank: int | None = None) -> torch.device:
     """`auto` (cuda, mps or cpu: the first available), `cpu`, `cuda` (the first one), `cuda:N` or `mps`.
@@ -97,6 +100,16 @@ def _accelerator(name: str, local_rank: int | None) -> torch.device:
         # Before anything else on CUDA: otherwise each process also has a context, and its memory, on the first GPU.
         torch.cuda.set_device(index)
     return torch.device("cuda", index)
+
+
+def set_gpu_allocator(settings: str | None) -> None:
+    """Pass `runtime.allocator` to torch, which reads it before the first tensor is put on a GPU. The environment takes
+    precedence. None: expandable segments on an NVIDIA GPU under Linux, so that blocks of changing sizes leave no gaps.
+    """
+    if settings is None and torch.cuda.is_available() and torch.version.cuda and sys.platform == "linux":
+        settings = "expandable_segments:True"
+    if settings is not None and not any(name in os.environ for name in _ALLOCATOR_VARIABLES):
+        os.environ[_ALLOCATOR_VARIABLES[0]] = settings
 
 
 def synchronize(device: torch.device) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 import re
 import sys
 import time
@@ -26,6 +25,7 @@ from gptlab.runtime.hardware.device import (
     device_name,
     keep_freed_memory,
     resolve_device,
+    set_gpu_allocator,
     synchronize,
 )
 from gptlab.runtime.processes.distributed import World
@@ -55,8 +55,7 @@ class Place:
 def place_of(config: RunConfig, world: World = _ALONE) -> Place:
     """The place that a configuration selects. UserError where this machine does not have it."""
     runtime = config.runtime
-    if runtime.allocator is not None:  # torch reads it when the first tensor is put on a GPU; the user's own stays
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", runtime.allocator)
+    set_gpu_allocator(runtime.allocator)
     device = resolve_device(runtime.device, world.local_rank if world.size > 1 else None)
     dtype = resolve_dtype(runtime.dtype, device)
     if device.type == "cpu":

@@ -24,6 +24,7 @@ from gptlab.runtime.hardware.device import (
     device_name,
     peak_memory_mb,
     resolve_device,
+    set_gpu_allocator,
     synchronize,
     unused_gpu,
 )
@@ -436,3 +437,45 @@ def test_the_tightest_cgroup_quota_counts(tmp_path: Path) -> None:
     (job / "cpu.cfs_quota_us").write_text("300000\n")
     assert cpu_module._cgroup_quota(tmp_path, membership) == 3.0
     assert cpu_module._cgroup_quota(tmp_path, tmp_path / "missing") is None
+
+
+class TestAllocator:
+    @pytest.fixture(autouse=True)
+    def _an_nvidia_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.version, "cuda", "13.0")
+        monkeypatch.setattr(sys, "platform", "linux")
+        for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"):
+            monkeypatch.setenv(name, "")  # so that monkeypatch puts back what there was
+            monkeypatch.delenv(name)
+
+    def test_expandable_segments_unless_something_else_is_asked_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        set_gpu_allocator(None)
+        assert os.environ.pop("PYTORCH_ALLOC_CONF") == "expandable_segments:True"
+        set_gpu_allocator("max_split_size_mb:64")
+        assert os.environ.pop("PYTORCH_ALLOC_CONF") == "max_split_size_mb:64"
+        monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync")
+        set_gpu_allocator(None)
+        set_gpu_allocator("max_split_size_mb:64")
+        assert "PYTORCH_ALLOC_CONF" not in os.environ
+
+    @pytest.mark.parametrize("missing", ["a GPU", "CUDA", "Linux"])
+    def test_torchs_defaults_elsewhere(self, missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        changed = {
+            "a GPU": (torch.cuda, "is_available", lambda: False), "CUDA": (torch.version, "cuda", None),
+            "Linux": (sys, "platform", "win32"),
+        }  # fmt: skip
+        monkeypatch.setattr(*changed[missing])
+        set_gpu_allocator(None)
+        assert "PYTORCH_ALLOC_CONF" not in os.environ
+
+    @pytest.mark.gpu
+    @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+    def test_torch_reads_the_variable(self) -> None:
+        """In a process of its own, since torch reads it once."""
+        program = (
+            "import torch; from gptlab.runtime.hardware.device import set_gpu_allocator; set_gpu_allocator(None); "
+            "x = torch.zeros(1, device='cuda'); print(torch.cuda.memory_snapshot()[0]['is_expandable'])"
+        )
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+        assert done.stdout.strip() == "True"
