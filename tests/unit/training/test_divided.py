@@ -328,6 +328,24 @@ class TestGradients:
             assert leaf.grad is not None
             torch.testing.assert_close(leaf.grad, zero.owned[key].of(expected[zero.owned[key].name]))
 
+    def test_in_the_measured_order_no_bucket_waits_for_another(self) -> None:
+        """Whatever the order, each leaves with the last of its gradients."""
+        names = [name for name, _ in self.model.named_parameters()]
+        order = [names[place] for place in torch.randperm(len(names), generator=torch.Generator().manual_seed(5))]
+        group = Echo()
+        zero = Zero(self.model, RunConfig(), group, wire=Wire(20_000, measured_order=True))
+        parameters = dict(self.model.named_parameters())
+        for name in order:
+            zero._complete(name, parameters[name])
+        zero.after_warm_up()
+        zero.start_reduction()
+        for number, name in enumerate(order):
+            parameters[name].grad = torch.ones_like(parameters[name])
+            zero._complete(name, parameters[name])
+            complete = [bucket for bucket in zero.division.gradients if bucket.names <= set(order[: number + 1])]
+            assert len(group.sent) == len(complete)
+        assert len(group.sent) == len(zero.division.gradients) >= 5
+
     def test_a_rank_without_micro_batches_adds_zeros(self) -> None:
         zero, _ = self.zero(1)
         zero.finish_reduction(torch.zeros(()))
