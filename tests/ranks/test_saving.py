@@ -20,7 +20,7 @@ from gptlab.training.checkpoint.load import load_checkpoint, verify_checkpoint
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="gloo on loopback is tried on Linux")
 
 FLAGS = {
-    "steps": 8, "batch.total_tokens": 4 * 4 * 32, "eval.every_steps": None, "eval.at_start": False,
+    "steps": 8, "batch.total_tokens": 3 * 4 * 32, "eval.every_steps": None, "eval.at_start": False,
     "checkpoint.every_steps": 2, "checkpoint.keep_last": 9, "sample.every_steps": None, "sample.prompts": [],
 }  # fmt: skip
 SPIKES = {"faults.spike_factor": 3.0, "faults.spike_window": 2}

@@ -222,7 +222,7 @@ def play_scene(folder: Path, scene: Mapping[str, Any]) -> None:
 def play_lanes(folder: Path, lanes: dict[str, list[Any]]) -> None:
     """Plays them in processes of this one's, the commands of the lane "first" before all others."""
     (folder / "scenes.json").write_text(json.dumps(lanes))
-    importlib.import_module("torch._inductor.compile_fx")  # for the compiled scenes, and for later tests
+    importlib.import_module("torch._dynamo")  # for the compiled scenes, and for later tests
     process = Forked(lambda: _direct(folder), GLOO_SOCKET_IFNAME="lo")
     output, _ = process.communicate(timeout=280)
     assert process.returncode == 0, output
