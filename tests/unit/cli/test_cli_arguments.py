@@ -12,7 +12,7 @@ from typing import Any, Literal, cast
 
 import pytest
 import tyro
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gptlab.app import run_request
@@ -89,6 +89,7 @@ class TestParse:
         with pytest.raises(UserError, match="'False' is one word too many"):
             read("r", "--no-other", "False")
 
+    @settings(max_examples=15)  # tyro takes 0.03 s for each
     @given(
         run=st.text("abc./", min_size=1),
         number=st.integers(-(2**62), 2**62),

@@ -226,9 +226,9 @@ def test_where_the_prompts_own_tokens_are_drawn_nothing_changes() -> None:
     """The draws after the prompt are the same with and without healing."""
     tokenizer = Pieces()
     model = model_of(tokenizer)
-    healed, plain = (drawn_bytes(model, tokenizer, "ab", range(40), heal=heal) for heal in (True, False))
+    healed, plain = (drawn_bytes(model, tokenizer, "ab", range(15), heal=heal) for heal in (True, False))
     same = sum(a == b for a, b in zip(healed, plain, strict=True))
-    assert 5 < same < 40
+    assert 2 < same < 15
 
 
 def test_greedy_takes_the_likeliest_cover() -> None:

@@ -54,19 +54,22 @@ NANOCHAT: dict[str, Any] = {"value_embeddings": False, "residual_lambdas": False
 SPEEDRUN: dict[str, Any] = GPT2 | {"norm": "rmsnorm", "position": "rope", "attention_residual_scale": 8**-0.5}
 
 SHAPES: dict[str, tuple[Form, dict[str, Any]]] = {
-    "nanogpt": ("gpt2", GPT2),
     "nanogpt-bias": ("gpt2", GPT2 | {"bias": True, "dropout": 0.1}),
-    "gpt2-tanh-untied": ("gpt2", GPT2 | {"bias": True, "activation": "gelu_tanh", "tied_head": False, "mlp_ratio": 3}),
     "nanochat-plain": ("nanochat", NANOCHAT | {"rope_base": 100_000.0, "n_kv_head": 2}),
+    "autoresearch": ("gptlab", {"window_pattern": "SSSL", "window_tokens": WINDOW}),
+    "nanogpt": ("gpt2", GPT2),
+    "gpt2-tanh-untied": ("gpt2", GPT2 | {"bias": True, "activation": "gelu_tanh", "tied_head": False, "mlp_ratio": 3}),
     "nanochat-tied": (
         "nanochat",
         NANOCHAT | {"activation": "gelu_tanh", "tied_head": True, "logit_softcap": None, "rmsnorm_eps": 0.01},
     ),
     "speedrun": ("gptlab", SPEEDRUN | {"rmsnorm_eps": 0.01}),
-    "autoresearch": ("gptlab", {"window_pattern": "SSSL", "window_tokens": WINDOW}),
     "nanochat-full": ("gptlab", {"window_pattern": "SL", "window_tokens": 1, "n_kv_head": 2, "rope_base": 1e5}),
     "mixed": ("gptlab", GPT2 | {"bias": True, "activation": "gelu_tanh", "window_pattern": "S", "dropout": 0.1}),
 }
+
+of_each_kind = pytest.mark.parametrize("exported", list(SHAPES)[:4], indirect=True)
+"""Every form with a tokenizer of its own, and both of GPT-2's; first, since pytest sorts by the place in the list."""
 
 
 @functools.cache
@@ -377,6 +380,7 @@ class TestTokenizer:
 
 
 class TestComesBack:
+    @of_each_kind
     def test_as_a_run(self, exported: Exported, tmp_path: Path) -> None:
         """`gptlab import hf` of the folder: the same model, tokenizer and text; weights bit for bit."""
         code, _, err = command(["import", "hf", exported.folder, tmp_path / "run"])
@@ -426,6 +430,7 @@ class TestComesBack:
             from_transformers(load_file(tmp_path / "model.safetensors"), config, exported.form), exported.model
         )
 
+    @of_each_kind
     def test_in_bfloat16_as_rounded(self, exported: Exported, tmp_path: Path) -> None:
         assert command(["export", exported.run, tmp_path / "hf", "--dtype", "bfloat16"])[0] == 0
         tensors = load_file(tmp_path / "hf" / "model.safetensors")

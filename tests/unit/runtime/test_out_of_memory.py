@@ -156,6 +156,7 @@ class TestRun:
             "batch.total_tokens": 2048 * 128,
             "model.seq_len": 128,
             "model.n_embd": 64,
+            "model.dropout": 0.0,
         }
         words = arguments(folder, "r", {**changes, "data.val_fraction": 0.4})
 
