@@ -250,20 +250,20 @@ MUTATIONS = [
     Mutation(
         "a resumed run has fresh moments", "training/state.py",
         '        self.strategy.load_moments(moments, saved["optimizer"])\n', "",
-        ["test_resume.py::test_killed_twice_whatever_is_trained",
+        ["test_resume.py::test_killed_whatever_is_trained",
          "test_resume.py::TestSavedPartsCount::test_nothing_forgotten"],
         ["`init_from='resume'` restores"],
     ),
     Mutation(
         "a resumed run begins its data again", "training/state.py",
         'self.loader.load_state_dict(saved["loader"])', "pass",
-        ["test_resume.py::test_killed_twice_whatever_is_trained"],
+        ["test_resume.py::test_killed_whatever_is_trained"],
         ["`init_from='resume'` restores", "It holds configuration, loop state"],
     ),
     Mutation(
         "the clock of a resumed run begins at zero", "training/state.py",
         'self.step, self.train_seconds = saved["step"], saved["train_seconds"]', 'self.step = saved["step"]',
-        ["test_resume.py::test_killed_twice_whatever_is_trained"],
+        ["test_resume.py::test_killed_whatever_is_trained"],
         ["It holds configuration, loop state"],
     ),
     Mutation(
