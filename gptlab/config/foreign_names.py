@@ -86,7 +86,7 @@ _ANSWERS_BY_NAMES: Mapping[str, str] = {
     # Machine.
     "device_type": "--device cpu, cuda, mps or auto (nanochat: empty)",
     "backend": "chosen by the device: nccl for CUDA, gloo elsewhere",
-    "fp8": "not here: --dtype bfloat16 is the smallest type",
+    "fp8": "--runtime.fp8 true",
     "compile_model": "--compile on, off or auto",
     # Wandb.
     "wandb wandb_log wandb_project": _WANDB,

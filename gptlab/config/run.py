@@ -270,6 +270,9 @@ class RuntimeConfig:
     """auto (the first available of cuda, mps, cpu) | cpu | cuda | cuda:N | mps."""
     dtype: DType = "auto"
     """Type of activations and matrix products; weights are float32. auto: bfloat16 where it is faster."""
+    fp8: bool = False
+    """Multiply matrices in 8-bit floating point while training: large linear layers and the head, on NVIDIA GPUs from
+    Ada and Hopper on (nanochat's --fp8). Evaluation and samples are in bfloat16."""
     compile: Compile = "auto"
     """torch.compile: auto (on where there is a compiler, except for float32 on a CPU, where gptlab's C++ kernels are as
     fast) | on | off."""

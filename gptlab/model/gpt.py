@@ -38,6 +38,8 @@ Rotary = tuple[Tensor, Tensor]
 class Linear(nn.Linear):
     """A linear layer whose master weight is cast to the type of its input."""
 
+    loss = HeadLoss  # of a head
+
     def forward(self, x: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.to(x.dtype)
         return F.linear(x, self.weight.to(x.dtype), bias)
@@ -275,7 +277,7 @@ class GPT(nn.Module):
         """Summed cross-entropy of hidden (B, T, C) against targets (B, T); 0-d."""
         x = self.final_norm(hidden.flatten(0, 1))
         weight = self.head.weight.to(x.dtype)
-        return HeadLoss.apply(x, weight, targets.flatten(), self.vocab_size, self.config.logit_softcap, scale)
+        return self.head.loss.apply(x, weight, targets.flatten(), self.vocab_size, self.config.logit_softcap, scale)
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:

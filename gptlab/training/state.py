@@ -293,12 +293,20 @@ def build_state(
             strategy = _replicated(model, config, group, make_optimizer or whole_optimizer)
         else:
             strategy = Strategy(model, (make_optimizer or whole_optimizer)(model, config), group)
+    if config.runtime.fp8:
+        _multiply_in_fp8(strategy.model)
     loader = Loader(
         rows, micro_sequences=config.batch.micro_sequences, micro_batches=config.micro_batches, device=device,
         rank=group.rank, world_size=group.size, fill=strategy.is_sharded,
     )  # fmt: skip
     scaler = torch.amp.GradScaler(device.type, enabled=compute_dtype == torch.float16)
     return TrainState(strategy.model, strategy.optimizer, strategy, loader, scaler, device)
+
+
+def _multiply_in_fp8(model: GPT) -> None:
+    from gptlab.model.kernels.fp8 import use_fp8
+
+    use_fp8(model)
 
 
 def _change(model: GPT, change: Callable[[GPT], None], seed: int, device: torch.device) -> None:
