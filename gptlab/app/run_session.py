@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,6 +49,9 @@ if TYPE_CHECKING:
     from gptlab.app.earlier_run import EarlierRun
     from gptlab.runtime.processes.distributed import Group
 
+
+MEMORY_RUNS_OUT = ("cuda", "mps")
+"""Devices on which too large a micro-batch is an error of torch. On a CPU, the system kills the process."""
 
 _REPORT = (
     "import runpy, sys; root = sys.argv.pop(1); sys.path[:0] = [root] * (root not in sys.path); "
@@ -153,6 +157,7 @@ def run_session(session: Session, attempt: Attempt, earlier: EarlierRun | None) 
         record = _recorder(session, output, saves, attempt.signals)
         try:
             compile_seconds = _warm_up(session, record, earlier)
+            attempt.config = session.config
             if earlier is None or earlier.checkpoint is None:
                 record.begin(again=earlier is not None)
             else:
@@ -263,7 +268,13 @@ def _warm_up(session: Session, record: Recorder, earlier: EarlierRun | None) -> 
     if passes.compiled:
         console.line("compiling: longest the first time, from the cache after that")
     with console.busy("compiling" if passes.compiled else "warming up"):
-        seconds = warm_up(session.state, passes, session.config, session.eval_sequences, console.warn)
+        if session.place.device.type in MEMORY_RUNS_OUT:
+            from gptlab.app.micro_batch import until_it_fits
+
+            step = 0 if earlier is None or earlier.checkpoint is None else earlier.checkpoint.step
+            seconds = until_it_fits(partial(_warm_up_once, session, console), session, record, step=step)
+        else:
+            seconds = _warm_up_once(session, console)
     found = session.implementations()
     if group.size > 1:  # again, since a compiler may be there and fail
         found |= session.state.strategy.after_warm_up()
@@ -276,6 +287,10 @@ def _warm_up(session: Session, record: Recorder, earlier: EarlierRun | None) -> 
     elif group.is_main:
         record.run.set_status("running", implementations=found)
     return seconds
+
+
+def _warm_up_once(session: Session, console: Console) -> float:
+    return warm_up(session.state, session.passes, session.config, session.eval_sequences, console.warn)
 
 
 def _record_failure(error: BaseException, session: Session, record: Recorder) -> None:

@@ -74,15 +74,21 @@ class Loader:
         fill: bool = False,
     ) -> None:
         self.rows = rows
-        self._micro_sequences, self._micro_batches = micro_sequences, micro_batches
         self._device = torch.device(device)
-        end = -(-micro_batches // world_size) * world_size if fill else micro_batches
-        self._micro_indices = tuple(range(rank, end, world_size))
+        self._rank, self._world_size, self._fill = rank, world_size, fill
         self._next_step = start_step
         self._thread: ThreadPoolExecutor | None = None
         self._ahead: deque[Future[StepBatch]] = deque()  # steps from the next one on
         self._limit = PREFETCHED_STEPS
         self._copies: torch.cuda.Stream | None = None
+        self.cut(micro_sequences, micro_batches)
+
+    def cut(self, micro_sequences: int, micro_batches: int) -> None:
+        """Divide each step, from the next one on, into so many micro-batches of so many rows."""
+        self.close()
+        self._micro_sequences, self._micro_batches = micro_sequences, micro_batches
+        end = -(-micro_batches // self._world_size) * self._world_size if self._fill else micro_batches
+        self._micro_indices = tuple(range(self._rank, end, self._world_size))
 
     def __iter__(self) -> Iterator[StepBatch]:
         return self

@@ -26,6 +26,7 @@ from gptlab.optim.combined import CombinedOptimizer
 from gptlab.optim.muon import Muon
 from gptlab.runtime.files.cache import cache_root
 from gptlab.runtime.hardware.device import compiler_available, cxx_compiler, synchronize
+from gptlab.runtime.hardware.memory import ran_out_of_memory
 from gptlab.runtime.hardware.rng import capture_rng, restore_rng
 from gptlab.training.state import TrainState
 from gptlab.training.step import LossFunction, gradients
@@ -199,6 +200,8 @@ def _compile(
     try:
         run_once(state, passes, config, eval_sequences)
     except (TorchDynamoException, OSError) as error:
+        if state.device.type != "cpu" and ran_out_of_memory(error):
+            raise
         problem = f"torch.compile failed: {_what_failed(error)}"
         if config.runtime.compile == "on" or state.strategy.is_sharded:
             raise ConfigError("runtime.compile", config.runtime.compile, problem, "off") from error
@@ -254,9 +257,12 @@ def run_once(state: TrainState, passes: Passes, config: RunConfig, eval_sequence
 
 
 def _foreign_batch(state: TrainState, config: RunConfig) -> StepBatch:
-    """One micro-batch of made-up tokens in the run's shape."""
+    """Micro-batches of made-up tokens in the run's shape: one, or, where memory may run out, two if a step has as many,
+    since the second needs that of the first one's gradients too."""
     assert config.model.vocab_size is not None
-    shape = (1, config.batch.micro_sequences, config.model.seq_len)
+    is_gpu = state.device.type != "cpu"
+    count = 2 if is_gpu and config.micro_batches > state.strategy.group.size else 1
+    shape = (count, config.batch.micro_sequences, config.model.seq_len)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(config.model.vocab_size, shape, generator=generator).to(state.device)
-    return StepBatch(0, 0.0, tokens, tokens, (0,), tokens.numel())
+    return StepBatch(0, 0.0, tokens, tokens, tuple(range(count)), tokens.numel())

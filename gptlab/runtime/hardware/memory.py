@@ -47,12 +47,16 @@ def smaller_model(error: BaseException) -> str:
     return f"{_beginning(error)}: {_SMALLER}, may have room for it"
 
 
+def fewer_micro_sequences(rows: int) -> int:
+    """Half of `rows`, or the largest number below it that divides them: batch.total_tokens stays a multiple."""
+    return max(divisor for divisor in range(1, rows // 2 + 1) if rows % divisor == 0)
+
+
 def what_to_lower(error: BaseException, config: RunConfig, run: Path | None) -> str:
     """Advice for a run that does not fit: the field to lower, with the value that costs least."""
     rows, seq_len = config.batch.micro_sequences, config.model.seq_len
     if rows > 1:
-        # The largest that divides it keeps batch.total_tokens a multiple.
-        fewer = max(divisor for divisor in range(1, rows // 2 + 1) if rows % divisor == 0)
+        fewer = fewer_micro_sequences(rows)
         again = "the command" if run is None else f"gptlab train --from {run}"
         share = "half" if 2 * fewer == rows else f"1/{rows // fewer}"
         advice = (
