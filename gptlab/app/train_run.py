@@ -12,7 +12,7 @@ from pathlib import Path
 from gptlab.app.attempt import EXIT_PREEMPTED, Attempt, Result
 from gptlab.app.own_parts import OwnParts
 from gptlab.app.run_request import RunRequest
-from gptlab.config.run import RunConfig
+from gptlab.config.run import RunConfig, RuntimeConfig
 from gptlab.config.scaling import Machine
 from gptlab.runtime.hardware.cpu import limit_spinning
 from gptlab.runtime.processes.distributed import Group, World
@@ -78,8 +78,9 @@ def _prepare_and_train(attempt: Attempt, request: RunRequest) -> Result:
         if isinstance(found, Result):
             return found
         earlier = found
-    asked = request.overrides.get("runtime.device", "auto") if attempt.config is None else attempt.config.runtime.device
-    if (unused := unused_gpu(asked, group.world.local_rank)) is not None:
+    runtime = RuntimeConfig() if attempt.config is None else attempt.config.runtime
+    device, allocator = (request.overrides.get(f"runtime.{n}", getattr(runtime, n)) for n in ("device", "allocator"))
+    if (unused := unused_gpu(device, allocator, group.world.local_rank)) is not None:
         console.warn(unused)
     if attempt.config is None:
         attempt.config, machine = _configured(attempt, request)

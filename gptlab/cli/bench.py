@@ -67,7 +67,8 @@ def main(argv: list[str]) -> int:
     with Console(stream=sys.stderr) as console:
         # `measure` warns, once, of what is wrong with a compiler.
         silent = functools.partial(timed_machine, world=World(), warn=lambda text: None, show=console.live)
-        if (unused := unused_gpu(request.overrides.get("runtime.device", "auto"))) is not None:
+        asked = (request.overrides.get("runtime.device", "auto"), request.overrides.get("runtime.allocator"))
+        if (unused := unused_gpu(*asked)) is not None:
             console.warn(unused)
         config = request.config(silent, limited_machine)
         if request.options.get("sampling"):

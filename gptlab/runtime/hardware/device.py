@@ -57,9 +57,13 @@ def resolve_device(name: str, local_rank: int | None = None) -> torch.device:
     return torch.device("cpu") if name == "cpu" else _accelerator(name, local_rank)
 
 
-def unused_gpu(name: str, index: int = 0) -> str | None:
-    """A warning, if `name` (auto, cpu, cuda, ...) will mean the CPU although the machine has an NVIDIA GPU."""
-    if name != "auto" or not _has_nvidia_gpu() or (problem := _cuda_problem(index)) is None:
+def unused_gpu(name: str, allocator: str | None = None, index: int = 0) -> str | None:
+    """A warning, if `name` (auto, cpu, cuda, ...) will mean the CPU although the machine has an NVIDIA GPU.
+    `allocator`: as in runtime.allocator."""
+    if name != "auto" or not _has_nvidia_gpu():
+        return None
+    set_gpu_allocator(allocator)  # torch reads it as soon as it is asked for the device's properties
+    if (problem := _cuda_problem(index)) is None:
         return None
     return f"this machine has an NVIDIA GPU, which will not be used: {problem}"
 

@@ -95,6 +95,8 @@ class TestAGpuThatTorchCannotUse:
         (tmp_path / "nvidiactl").touch()
         monkeypatch.setattr(device_module, "_NVIDIA_SIGNS", (str(tmp_path / "absent"), str(tmp_path / "nvidiactl")))
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")  # so that monkeypatch puts back what there was
+        monkeypatch.delenv("PYTORCH_ALLOC_CONF")
         return tmp_path / "nvidiactl"
 
     def check(self, *words: str) -> None:
@@ -151,9 +153,22 @@ class TestAGpuThatTorchCannotUse:
         if runs:
             assert resolve_device("auto") == resolve_device("cuda") == torch.device("cuda", 0)
             assert unused_gpu("auto") is None
-            assert unused_gpu("auto", 2) is None  # resolve_device refuses it
+            assert unused_gpu("auto", index=2) is None  # resolve_device refuses it
         else:
             self.check(f"built for {built}", f"NVIDIA Chip has compute capability {capability[0]}.{capability[1]}")
+
+    @pytest.mark.usefixtures("two_gpus", "driver")
+    def test_asks_after_the_allocator_is_set(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """CUDA begins with the first question about a device, and torch's allocator reads its settings then."""
+
+        def asked(index: int) -> tuple[int, int]:
+            assert os.environ["PYTORCH_ALLOC_CONF"] == "max_split_size_mb:64"
+            return (9, 0)
+
+        monkeypatch.setattr(torch.version, "cuda", "13.0")
+        monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_90"])
+        monkeypatch.setattr(torch.cuda, "get_device_capability", asked)
+        assert unused_gpu("auto", "max_split_size_mb:64") is None
 
     @pytest.mark.usefixtures("no_gpu")
     def test_says_nothing_where_there_is_none_or_it_was_not_wanted(
