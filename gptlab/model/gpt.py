@@ -219,7 +219,7 @@ class GPT(nn.Module):
         self,
         tokens: Tensor,
         blocks: Sequence[Callable[..., Tensor]] | None = None,
-        embed: Callable[..., tuple[Tensor, dict[str, Tensor]]] | None = None,
+        embed: Callable[..., Tensor] | None = None,
         cache: KVCache | None = None,
     ) -> Tensor:
         """The residual stream after the last block, (B, T, C) in compute_dtype.
@@ -230,26 +230,27 @@ class GPT(nn.Module):
         stop = start + tokens.shape[1]
         if stop > self.config.seq_len:
             raise ValueError(f"{stop} positions, but the model has a context of {self.config.seq_len}")
-        x0, values = (embed or self.embed)(tokens, start)
+        x0 = (embed or self.embed)(tokens, start)
         x = x0.view_as(x0)  # another object, or torch.compile would compile the first block twice, for `x is x0`
         rotary = (self.cos[start:stop], self.sin[start:stop]) if self.config.position == "rope" else None
         documents = None if self.document_mask is None or cache is not None else self.document_mask.bounds(tokens)
         for layer, block in enumerate(blocks or list(self.blocks)):
             lambdas = (self.residual_lambdas[layer], self.x0_lambdas[layer]) if self.config.residual_lambdas else None
-            x = block(x, x0, lambdas, values.get(str(layer)), rotary, cache, documents)
+            # Looked up only here: so a backward pass completes a table's gradient with its block's, and not at its end.
+            tables, name = self.value_embeddings, str(layer)
+            value = tables[name](tokens).to(x.dtype) if name in tables else None
+            x = block(x, x0, lambdas, value, rotary, cache, documents)
         return x
 
-    def embed(self, tokens: Tensor, start: int = 0) -> tuple[Tensor, dict[str, Tensor]]:
-        """The residual stream before the first block, (B, T, C), of tokens at the positions from `start` on; and the
-        value embeddings by layer, each (B, T, G * D)."""
+    def embed(self, tokens: Tensor, start: int = 0) -> Tensor:
+        """The residual stream before the first block, (B, T, C), of tokens at the positions from `start` on."""
         x = self.token_embedding(tokens)
         if self.position_embedding is not None:
             x = x + self.position_embedding.weight[start : start + tokens.shape[1]]
         x = x.to(self.compute_dtype)
         if self.embedding_norm is not None:
             x = self.embedding_norm(x)
-        values = {layer: table(tokens).to(x.dtype) for layer, table in self.value_embeddings.items()}
-        return self.dropout(x), values
+        return self.dropout(x)
 
     def mask_documents(self, bos_id: int, room: DocumentRoom | None = None) -> None:
         """From here on, tokens attend only to their own document, which begins with BOS, except with a cache."""

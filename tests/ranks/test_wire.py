@@ -161,6 +161,18 @@ def test_nccl_does_what_gloo_does(tmp_path: Path) -> None:
     test_tables_take_half_the_bytes((tmp_path, ranks))
 
 
+def test_a_value_table_gets_its_gradient_with_its_block() -> None:
+    """Most weights of nanochat are in these tables: if all their gradients came last, nothing would hide their way."""
+    model, arrived = model_of(), list[str]()
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: arrived.append(name))
+    tokens = tokens_of(1, 0, CPU)
+    model.loss(tokens, tokens).backward()
+    place = arrived.index
+    assert place("blocks.3.mlp.out.weight") < place("value_embeddings.3.weight") < place("blocks.2.mlp.out.weight")
+    assert place("blocks.1.mlp.out.weight") < place("value_embeddings.1.weight") < place("blocks.0.mlp.out.weight")
+
+
 @pytest.mark.parametrize("changes", [{}, {"embedding_norm": False}, {"tied_head": True}, {"position": "learned"}])
 def test_models_read_only_the_rounding_of_these_tables(changes: dict[str, Any]) -> None:
     """Rounded, they give the same bits of loss and gradients; the token table does not where positions are added."""
