@@ -57,8 +57,8 @@ MUTATIONS = [
     ),
     Mutation(
         "ranks draw the same micro-batches", "data/loader.py",
-        "self._micro_indices = tuple(range(rank, end, world_size))",
-        "self._micro_indices = tuple(range(0, end, world_size))",
+        "self._micro_indices = tuple(range(self._rank, end, self._world_size))",
+        "self._micro_indices = tuple(range(0, end, self._world_size))",
         ["test_loader.py::test_any_world_size_gets_the_same_steps",
          "test_distributed.py::TestWorldSizes::test_train_the_same_run"],
         ["Run as a module, or with `torchrun`"],
