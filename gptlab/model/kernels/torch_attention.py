@@ -106,7 +106,9 @@ def attention(
     n_kv_head = (heads.shape[2] - n_head) // 2
     q, k, v = heads.split((n_head, n_kv_head, n_kv_head), dim=2)
     is_full = window is None and documents is None
-    if by == "varlen" and not is_full:
+    # A meta tensor cannot tell scaled_dot_product_attention of the GPU, and would be counted with a score for each pair
+    # of tokens; varlen keeps what the GPU's kernel keeps.
+    if by == "varlen" and (not is_full or q.is_meta):
         return _by_varlen(q, k, v, window, documents)
     q, k, v = (one.transpose(1, 2) for one in (q, k, v))
     if is_full:

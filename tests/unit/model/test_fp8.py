@@ -118,7 +118,7 @@ def small_model(seed: int = 1) -> GPT:
 def gradients(model: GPT, tokens: Tensor) -> tuple[float, Tensor]:
     loss = model.loss(tokens, tokens.roll(-1, 1))
     loss.backward()
-    return float(loss), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    return loss.item(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
 def test_model_trains_in_8_bits_and_is_evaluated_in_16() -> None:
