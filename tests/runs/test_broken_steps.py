@@ -45,7 +45,12 @@ from gptlab.training.state import TrainState
 from gptlab.training.step import Update, gradients, update
 
 STEPS = 12  # of tiny_runs.FLAGS, with checkpoints at 4, 8 and 12
-SMALL: dict[str, Any] = {"model.n_layer": 1, "eval.every_steps": 6, "sample.prompts": []}
+SMALL: dict[str, Any] = {
+    "model.n_layer": 1,
+    "model.value_embeddings": "off",
+    "eval.every_steps": 12,
+    "sample.prompts": [],
+}
 """Runs without what does not matter to a broken step."""
 SPIKES: dict[str, Any] = {"faults__spike_factor": 3.0, "faults__spike_window": 4}
 """The losses of these runs fall from 5.5 to 4: none of their own is a spike."""

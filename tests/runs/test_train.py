@@ -739,7 +739,7 @@ def test_many_passes_over_the_data_are_a_warning(folder: Path) -> None:
     """More than four epochs: eight steps are about one of this corpus."""
     small = {"sample.prompts": [], "model.n_layer": 1, "eval.every_steps": None, "checkpoint.every_steps": None}
     few = command(["train", *arguments(folder, "few-epochs", small | {"steps": 16})])[1]
-    many = command(["train", *arguments(folder, "many-epochs", small | {"steps": 48})])[1]
+    many = command(["train", *arguments(folder, "many-epochs", small | {"steps": 36})])[1]
     assert "passes over the training data" not in few
     assert re.search(r"^warning: \d+ passes over the training data: beyond 4,", many, re.M)
 

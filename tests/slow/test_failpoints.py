@@ -150,7 +150,7 @@ class TestSpread:
             "replace .run.json",
         ):  # fmt: skip
             assert any(re.match(sought, point) for point in points), sought
-        assert victim.of_runs(coarse(points)[::3]) == []
+        assert victim.of_runs(coarse(points)[::4]) == []
         victim.make_template()
         points = victim.points(victim.go_on, copied(victim.template, victim.run))
         assert victim.of_loads(coarse(points)[1::4]) == []
