@@ -8,10 +8,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from gptlab.cli.arguments.parser import read_request
+from gptlab.cli.arguments.parser import read_request, whole_numbers
 from gptlab.cli.sweep import ManyRunsArguments, asked_sweep, train_and_show
 from gptlab.config.errors import UserError, cannot
-from gptlab.config.load import value_from_text
 from gptlab.lab.ladder import PowerLaw, Rung, power_law, power_law_with_term, rungs_of
 from gptlab.lab.run_record import RunRecord
 from gptlab.lab.sweep import Sweep
@@ -30,8 +29,7 @@ class LadderArguments(ManyRunsArguments):
 
 def main(argv: Sequence[str]) -> int:
     request = read_request(argv, LadderArguments, prog="gptlab ladder", description=DESCRIPTION)
-    texts = [text for word in request.options.get("depths", ()) for text in word.split(",") if text]
-    depths = [*dict.fromkeys(value_from_text(int, text, "depths") for text in texts)]
+    depths = whole_numbers(request.options.get("depths", ()), "depths")
     if request.resume is None and len(depths) < 2:
         raise UserError("gptlab ladder needs two depths or more: --depths 2,3,4,6")
     if request.depth is not None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import psutil
 
-from gptlab.app.run_request import RunArguments
-from gptlab.cli.arguments.parser import read_request
+from gptlab.app.run_request import RunArguments, RunRequest
+from gptlab.cli.arguments.parser import read_request, whole_numbers
 from gptlab.config.run import RunConfig
 from gptlab.config.scaling import Machine
 from gptlab.runtime.files.plain_file import to_json
@@ -26,10 +26,18 @@ DESCRIPTION = "Size up a run without training: parameters, FLOPs, memory, steps 
 class PlanArguments(RunArguments):
     json: bool = False
     """Print one JSON object, numbers unrounded."""
+    ranks: tuple[str, ...] = ()
+    """A table for 8,64,1024 GPUs. What each would hold, send and save, counted with fake processes."""
+    depths: tuple[str, ...] = ()
+    """Depths in that table. Not given: the one depth."""
+    gpu_gb: float = 80.0
+    """Memory of a GPU in that table. GB are 1e9 bytes."""
 
 
 def main(argv: list[str]) -> int:
     request = read_request(argv, PlanArguments, prog="gptlab plan", description=DESCRIPTION)
+    if request.options.get("ranks"):
+        return _many_ranks(request)
     # Imported here, since torch takes a second: help and completion go without.
     from gptlab.bench.plan import figures, make_plan
     from gptlab.bench.training_rate import limited_machine, remembered_rate
@@ -40,6 +48,21 @@ def main(argv: list[str]) -> int:
     plan, memory = make_plan(config, place, remembered_rate(config, place)), _device_memory(place.device)
     as_json = request.options.get("json")
     print(to_json(figures(plan, device_memory=memory), indent=2) if as_json else describe(plan, device_memory=memory))
+    return 0
+
+
+def _many_ranks(request: RunRequest) -> int:
+    from gptlab.bench.training_rate import limited_machine
+    from gptlab.cli.plan_ranks import rows, table
+
+    depths = whole_numbers(request.options.get("depths", ()), "depths")
+    sized = [replace(request, depth=depth) for depth in depths] or [request]
+    made = rows(
+        [one.config(_remembered, limited_machine) for one in sized],
+        whole_numbers(request.options["ranks"], "ranks"),
+        gpu_gb=request.options.get("gpu_gb", 80.0),
+    )
+    print(to_json([row.as_json() for row in made], indent=2) if request.options.get("json") else table(made))
     return 0
 
 

@@ -13,7 +13,7 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_origin
 
 from gptlab.cli.arguments.help import HELP_FLAGS, command_help
-from gptlab.config.errors import ConfigError, UserError, bare, nearest_name
+from gptlab.config.errors import ConfigError, UserError, bare, nearest_name, require_positive
 from gptlab.config.foreign_names import answer
 from gptlab.config.load import leaf_fields, rebuild, unknown_field, value_from_text, wanted
 
@@ -88,6 +88,15 @@ def _unknown_flag(name: str, value: object, names: Mapping[str, Any]) -> UserErr
     error = unknown_field(name.lower(), value, also=names)
     nearest = None if error.nearest is None else f"--{str(error.nearest).replace('_', '-')}"
     return ConfigError(flag, value, error.reason, nearest)
+
+
+def whole_numbers(words: Sequence[str], name: str) -> list[int]:
+    """The different numbers of `8,64` or `8 64`, all above zero."""
+    texts = [text for word in words for text in word.split(",") if text]
+    numbers = [*dict.fromkeys(value_from_text(int, text, name) for text in texts)]
+    for number in numbers:
+        require_positive(name, number)
+    return numbers
 
 
 def run_subcommand(

@@ -31,8 +31,8 @@ _library: Library | str | None = None
 
 def implementation(x: Tensor) -> ModuleType:
     """The module whose functions take `x`: `fused` or `torch_ops`, which have the same."""
-    # torch.compile makes kernels of its own of everything that it sees.
-    if _fused is None or not _suit_kernels(x.device, x.dtype) or torch.compiler.is_compiling():
+    # torch.compile makes its own kernels of everything that it sees. Fake tensors, of another type, have no data.
+    if _fused is None or not _suit_kernels(x.device, x.dtype) or torch.compiler.is_compiling() or type(x) is not Tensor:
         return torch_ops
     return _fused
 

@@ -12,6 +12,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import Parameter
 
 from gptlab.config.run import RunConfig
@@ -49,20 +50,11 @@ class Fsdp(Strategy):
     def __init__(self, config: RunConfig, group: Group, *, device: torch.device, compute_dtype: torch.dtype) -> None:
         """Build a model that no rank ever holds whole: each draws every weight, one at a time in host memory, and keeps
         its rows. The collectives of `group` have started."""
-        with torch.device("meta"):
-            model = GPT(config.model, compute_dtype, cast(Platform, device.type))
-        if compute_dtype == torch.float64:
-            model = model.double()
+        model = self._build(config, group.size, device, compute_dtype)
         roles, row_splits = parameter_roles(model), fused_rows(model)
         self._layout = optimizer_layout(model, config)
-        shard_model(model, device, group.size)
-        model.to_empty(device=device)
         self.shards = shards_of(model, group.rank, group.size)
-        with torch.no_grad():
-            for name, values in initial_weights(model, config.model, config.seed):
-                self.shards[name].here.copy_(self.shards[name].slice.of(values))
-            model.init_buffers()
-        load_kernels(device, compute_dtype)
+        self._initialize(model, config)
         by_muon = {} if self._layout.muon is None else self._layout.muon.parameters
         parameters = [
             (name, shard.here, roles[name])
@@ -78,6 +70,22 @@ class Fsdp(Strategy):
             )
         super().__init__(model, CombinedOptimizer(self._muon, AdamW(groups) if groups else None), group)
         self._device = device
+
+    def _build(self, config: RunConfig, n_ranks: int, device: torch.device, compute_dtype: torch.dtype) -> GPT:
+        """The model, cut, without values."""
+        load_kernels(device, compute_dtype)
+        with torch.device("meta"):
+            model = GPT(config.model, compute_dtype, cast(Platform, device.type))
+        if compute_dtype == torch.float64:
+            model = model.double()
+        shard_model(model, init_device_mesh(device.type, (n_ranks,)))
+        return model.to_empty(device=device)
+
+    @torch.no_grad()
+    def _initialize(self, model: GPT, config: RunConfig) -> None:
+        for name, values in initial_weights(model, config.model, config.seed):
+            self.shards[name].here.copy_(self.shards[name].slice.of(values))
+        model.init_buffers()
 
     # --- gradients
 

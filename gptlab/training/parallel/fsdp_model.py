@@ -16,7 +16,7 @@ from typing import ParamSpec, TypeVar, cast
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
@@ -46,9 +46,8 @@ class Shard:
         return self.here is not self.whole
 
 
-def shard_model(model: GPT, device: torch.device, world_size: int) -> None:
+def shard_model(model: GPT, mesh: DeviceMesh) -> None:
     """Cut the weights of a model, which may be on the meta device. All ranks call it, after `start_collectives`."""
-    mesh = init_device_mesh(device.type, (world_size,))
     vectors = {parameter for parameter in model.parameters() if parameter.ndim < 2}
     # Tables are read in float32, which is also what their gradients are added up in; matrices are used in the compute
     # type, and so travel in it: the same numbers as if each rank cast its own copy.

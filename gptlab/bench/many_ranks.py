@@ -1,0 +1,253 @@
+"""What one of many ranks holds, sends and saves: a step of the real strategies on fake tensors, in torch's fake process
+group. Nothing is allocated, and nothing is sent.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools import fake_collectives  # noqa: F401  fake implementations of FSDP2's collectives
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp._fully_shard import _fsdp_param
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gptlab.config.run import RunConfig
+from gptlab.model.gpt import GPT
+from gptlab.runtime.hardware.device import Platform
+from gptlab.runtime.processes.distributed import Group, Pending, World
+from gptlab.training.parallel.fsdp import Fsdp
+from gptlab.training.parallel.fsdp_model import shard_model
+from gptlab.training.parallel.strategy import Strategy, whole_optimizer
+from gptlab.training.parallel.zero import Zero
+
+StrategyName = Literal["single", "zero", "fsdp"]
+STRATEGIES: tuple[StrategyName, ...] = get_args(StrategyName)
+
+# So few that activations do not show: memory.py counts them.
+_COUNTED_TOKENS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPlan:
+    """Of rank 0, in bytes. No rank has more, but for the few elements by which even parts differ."""
+
+    strategy: StrategyName
+    ranks: int
+    weights: int
+    moments: int
+    working: int
+    """The most that a step of one micro-batch holds beside weights, moments and activations: gradients, buckets,
+    gathered weights, and what the update needs."""
+    messages: Mapping[str, int]
+    """Collectives of a step, by what they carry."""
+    sent: Mapping[str, int]
+    """Bytes that leave the rank in them, in rings: (n - 1) / n of a message that is gathered or scattered."""
+    saved: int
+    """Its share of a checkpoint."""
+
+    @property
+    def held(self) -> int:
+        return self.weights + self.moments + self.working
+
+
+def plan_rank(
+    config: RunConfig, strategy: StrategyName, ranks: int, dtype: torch.dtype, platform: Platform
+) -> RankPlan:
+    """Count rank 0 of `ranks`; `config` knows its vocabulary. RuntimeError inside of a process group."""
+    traffic = _Traffic(ranks)
+    with ExitStack() as stack:
+        if strategy == "fsdp":  # FSDP2 refuses the meta device
+            mesh = stack.enter_context(_fake_processes(ranks))
+            stack.enter_context(FakeTensorMode())
+            made: Strategy = _FakeFsdp(config, traffic, dtype, platform, mesh)
+        else:
+            stack.enter_context(torch.device("meta"))  # a tenth of the time that fake tensors take
+            model = GPT(config.model, dtype, platform)
+            made = (
+                Zero(model, config, traffic)
+                if strategy == "zero"
+                else Strategy(model, whole_optimizer(model, config), traffic)
+            )
+        weights = [
+            one.to_local() if isinstance(one, DTensor) else one
+            for one in (*made.model.parameters(), *made.model.buffers())
+        ]
+        moments = list(made.optimizer.state_tensors().values())
+        live = stack.enter_context(_LiveBytes(traffic, resident=[*weights, *moments]))
+        _step(made, config)
+        saved = [one.tensor for one in (*made.weight_slices(), *made.moment_slices())]
+    return RankPlan(
+        strategy=strategy,
+        ranks=ranks,
+        weights=_bytes(weights),
+        moments=_bytes(moments),
+        working=live.peak,
+        messages=dict(traffic.messages),
+        sent=dict(traffic.sent),
+        saved=_bytes(saved),
+    )
+
+
+def _bytes(tensors: Sequence[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def _step(made: Strategy, config: RunConfig) -> None:
+    """As training/step.py, without what only real numbers decide."""
+    tokens = torch.zeros(1, min(_COUNTED_TOKENS, config.model.seq_len), dtype=torch.int64)
+    loss = made.as_forward(made.model.loss)(tokens, tokens)
+    made.start_reduction()
+    loss.backward()
+    made.finish_reduction(loss.detach())
+    made.total_norm([parameter.grad for parameter in made.updated_weights() if parameter.grad is not None])
+    made.step(1.0, config.optim.muon.momentum, 1.0)
+    made.zero_grad()
+
+
+class _FakeFsdp(Fsdp):
+    def __init__(
+        self, config: RunConfig, group: Group, dtype: torch.dtype, platform: Platform, mesh: DeviceMesh
+    ) -> None:
+        self._platform, self._mesh = platform, mesh
+        super().__init__(config, group, device=torch.device("cpu"), compute_dtype=dtype)
+
+    def _build(self, config: RunConfig, n_ranks: int, device: torch.device, compute_dtype: torch.dtype) -> GPT:
+        model = GPT(config.model, compute_dtype, self._platform)  # torch cannot move a fake model from meta
+        shard_model(model, self._mesh)
+        return model
+
+    def _initialize(self, model: GPT, config: RunConfig) -> None:
+        pass
+
+
+@contextmanager
+def _fake_processes(ranks: int) -> Iterator[DeviceMesh]:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        # 1,024 fake parts of every weight would take minutes, of which FSDP2 takes the first.
+        with patch.object(_fsdp_param, "_chunk_with_empty", _first_chunk):
+            yield init_device_mesh("cpu", (ranks,))
+    finally:
+        dist.destroy_process_group()
+
+
+def _first_chunk(tensor: Tensor, n_chunks: int, dim: int) -> list[Tensor]:
+    return [tensor.narrow(dim, 0, -(-tensor.size(dim) // n_chunks))]
+
+
+class _Traffic(Group):
+    """Rank 0 of many, whose collectives are counted."""
+
+    def __init__(self, ranks: int) -> None:
+        super().__init__(World(0, ranks))
+        self.messages: Counter[str] = Counter()
+        self.sent: Counter[str] = Counter()
+
+    def add(self, what: str, sent: int) -> None:
+        if self.size > 1:
+            self.messages[what] += 1
+            self.sent[what] += sent
+
+    def sum_later(self, tensor: Tensor, what: str) -> Pending:
+        self.add(what, 2 * tensor.nbytes * (self.size - 1) // self.size)
+        return Pending()
+
+    def reduce_scatter_later(self, own: Tensor, flat: Tensor, what: str) -> Pending:
+        self.add(what, own.nbytes * (self.size - 1))
+        return Pending()
+
+    def all_gather_later(self, flat: Tensor, own: Tensor, what: str) -> Pending:
+        self.add(what, own.nbytes * (self.size - 1))
+        return Pending()
+
+    def all_to_all_later(self, flat: Tensor, send: Sequence[int], receive: Sequence[int]) -> Callable[[], Tensor]:
+        self.add("updates", (flat.numel() - send[0]) * flat.element_size())
+        received = flat.new_empty(sum(receive))
+        return lambda: received
+
+
+class _LiveBytes(TorchDispatchMode):
+    """Bytes of the storages that are alive and not resident, and the most there were. FSDP2's collectives go into the
+    traffic."""
+
+    def __init__(self, traffic: _Traffic, resident: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.bytes = self.peak = 0
+        self._traffic = traffic
+        self._resident = {tensor.untyped_storage()._cdata for tensor in resident}
+        self._sizes: dict[weakref.ref[torch.UntypedStorage], int] = {}
+        self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._resizes = patch.object(torch.UntypedStorage, "resize_", self._resizing(torch.UntypedStorage.resize_))
+
+    def __enter__(self) -> _LiveBytes:
+        self._resizes.start()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._resizes.stop()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if DTensor in types:
+            return NotImplemented  # its parts come here by themselves
+        result = func(*args, **(kwargs or {}))
+        if func.namespace == "c10d":
+            self._note_collective(func, args)
+        for leaf in result if isinstance(result, list | tuple) else (result,):
+            if isinstance(leaf, Tensor):
+                self._note(leaf.untyped_storage())
+        return result
+
+    def _note_collective(self, func: Any, args: Sequence[Any]) -> None:
+        """FSDP2 gathers weights and scatters gradients: (output, input, ...)."""
+        output, given = (one for one in args[:2])
+        others = self._traffic.size - 1
+        if "allgather" in func.__name__:
+            self._traffic.add("weights", given.nbytes * others)
+        elif "reduce_scatter" in func.__name__:
+            self._traffic.add("gradients", output.nbytes * others)
+        else:
+            raise NotImplementedError(f"{func} is not counted")
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        known = self._known.get(storage._cdata)
+        if storage._cdata in self._resident:
+            return
+        if known is None or known() is not storage:
+            key = self._known[storage._cdata] = weakref.ref(storage, self._freed)
+            self._sizes[key] = 0
+        self._resized(storage)
+
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        key = self._known.get(storage._cdata)
+        if key is not None and key() is storage:
+            self._set(key, storage.nbytes())
+
+    def _set(self, key: weakref.ref[torch.UntypedStorage], size: int) -> None:
+        self.bytes += size - self._sizes[key]
+        self._sizes[key] = size
+        self.peak = max(self.peak, self.bytes)
+
+    def _freed(self, key: weakref.ref[torch.UntypedStorage]) -> None:
+        self.bytes -= self._sizes.pop(key)
+
+    def _resizing(self, resize: Callable[..., Any]) -> Callable[..., Any]:
+        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+            result = resize(storage, size)
+            self._resized(storage)
+            return result
+
+        return resize_

@@ -1,0 +1,110 @@
+"""Memory, traffic and checkpoints of many ranks: by hand where one can, and what all ranks of a small world have."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from gptlab.bench.many_ranks import RankPlan, StrategyName, plan_rank
+from gptlab.cli.plan_ranks import rows, table
+from gptlab.config.load import apply_overrides
+from gptlab.config.recipes import configure
+from gptlab.config.run import RunConfig
+from gptlab.model.gpt import GPT
+from gptlab.training.parallel.zero import divide_model
+
+DOCS = Path(__file__).parents[3] / "docs" / "cluster.md"
+
+
+def tiny(**model: object) -> RunConfig:
+    fields = {"n_layer": 2, "n_embd": 32, "n_head": 2, "seq_len": 16, "vocab_size": 256} | model
+    return apply_overrides(RunConfig(), {f"model.{name}": value for name, value in fields.items()})
+
+
+def planned(strategy: StrategyName, ranks: int, config: RunConfig | None = None) -> RankPlan:
+    return plan_rank(config or tiny(), strategy, ranks, torch.bfloat16, "cuda")
+
+
+def parameters(config: RunConfig) -> dict[str, int]:
+    with torch.device("meta"):
+        return {name: parameter.numel() for name, parameter in GPT(config.model).named_parameters()}
+
+
+def test_one_rank_by_hand() -> None:
+    """With AdamW alone: 4 bytes a weight, 8 of moments and a step count of 4 a tensor. Nothing is sent, all is saved;
+    the step holds at least all gradients."""
+    config = apply_overrides(tiny(), {"optim.matrix_optimizer": "adamw"})
+    sizes = parameters(config)
+    one = planned("single", 1, config)
+    tables = 2 * 16 * (32 // 2 // 2) * 4  # cosines and sines
+    assert one.weights == 4 * sum(sizes.values()) + tables
+    assert one.moments == 8 * sum(sizes.values()) + 4 * len(sizes)
+    assert one.messages == one.sent == {}
+    assert one.saved == one.weights - tables + one.moments
+    assert one.working >= 4 * sum(sizes.values())
+
+
+def test_zero_sends_what_its_division_says() -> None:
+    config, ranks = tiny(), 4
+    plan = plan_rank(config, "zero", ranks, torch.bfloat16, "cpu")
+    with torch.device("meta"):
+        division = divide_model(GPT(config.model), config, ranks)
+    weights = [*division.stacks.values(), *division.rest]
+    assert plan.messages["gradients"] == len(division.gradients)
+    assert plan.messages["weights"] == len(weights)
+    assert plan.sent["gradients"] == sum(4 * bucket.chunk * (ranks - 1) for bucket in division.gradients)
+    assert plan.sent["weights"] == sum(4 * bucket.chunk * (ranks - 1) for bucket in weights)
+    # On GPUs, tables that are read in bfloat16 travel in it.
+    assert plan.sent["weights"] > planned("zero", ranks, config).sent["weights"] > plan.sent["weights"] / 2
+
+
+def test_fsdp_by_hand() -> None:
+    """On two ranks each holds and sends half: weights as they are used (matrices in bfloat16, the blocks' twice, once
+    for each pass; tables in float32), gradients in float32."""
+    config = tiny(value_embeddings=False, residual_lambdas=False)
+    sizes = parameters(config)
+    blocks = sum(count for name, count in sizes.items() if name.startswith("blocks."))
+    plan = planned("fsdp", 2, config)
+    assert plan.weights == 4 * sum(sizes.values()) // 2 + 2 * 16 * (32 // 2 // 2) * 4
+    assert plan.sent["gradients"] == 4 * sum(sizes.values()) // 2
+    gathered = 2 * 2 * blocks + 2 * sizes["head.weight"] + 4 * sizes["token_embedding.weight"]
+    assert plan.sent["weights"] == gathered // 2
+
+
+def test_more_ranks_hold_less_and_save_less() -> None:
+    one, zero, fsdp = planned("single", 1), planned("zero", 2), planned("fsdp", 2)
+    assert zero.weights == one.weights > fsdp.weights
+    assert max(zero.moments, fsdp.moments) < 0.6 * one.moments
+    assert max(zero.saved, fsdp.saved) < 0.6 * one.saved
+
+
+def test_what_does_not_fit_says_what_would() -> None:
+    made = rows([tiny()], [2], gpu_gb=1e-9)
+    assert "does not fit with 1, 2 ranks: fewer tokens" in table(made)
+    sizes = {row.plan.strategy: row.bytes for row in made}
+    between = (sizes["fsdp"] + min(sizes["zero"], sizes["single"])) / 2
+    made = [replace(row, gpu_bytes=between) for row in made]
+    assert "Depth 2 does not fit with 1 rank: fsdp on 2 does." in table(made)
+
+
+@pytest.mark.parametrize("strategy", ["single", "zero", "fsdp"])
+def test_the_table_of_the_docs_is_what_the_command_prints(strategy: StrategyName) -> None:
+    """Its first row of each strategy, to 10%: kernels and buckets change more often than sizes."""
+    found = re.search(rf"^\| 12 \|[^|]*\| (1|8) \| {strategy} \|.*$", DOCS.read_text(encoding="utf-8"), re.MULTILINE)
+    assert found is not None
+    config = apply_overrides(configure("nanochat", depth=12), {"batch.micro_sequences": 1})
+    [row] = rows([config], [int(found[1])], gpu_gb=80.0, strategies=[strategy])
+    for documented, counted in zip(found[0].strip("| ").split(" | "), row.cells(), strict=True):
+        one, other = number(documented), number(counted)
+        assert one == other if isinstance(other, str) else one == pytest.approx(other, rel=0.1)
+
+
+def number(cell: str) -> float | str:
+    try:
+        return float(cell.replace(",", "").rstrip("B"))
+    except ValueError:
+        return cell
