@@ -31,11 +31,7 @@ from gptlab.runtime.hardware.device import device_name
 from gptlab.runtime.records.console import Console
 from gptlab.runtime.records.metrics import MetricsLog
 from gptlab.runtime.records.provenance import Evidence
-from gptlab.runtime.records.run_directory import (
-    RunDirectory,
-    default_run_path,
-    identity_of,
-)
+from gptlab.runtime.records.run_directory import RunDirectory, default_run_path, identity_of
 from gptlab.training.checkpoint.format import list_checkpoints
 from gptlab.training.checkpoint.saver import CheckpointSaver, RunOutput
 from gptlab.training.compilation import warm_up
@@ -129,7 +125,6 @@ def make_run_directory(
     """Make the attempt's run folder, with everything that is known before the first step, and lock it. UserError where
     it cannot be."""
     config = session.config
-    values = config_to_json(config)
     path = Path(config.run_dir or attempt.job.folder() or default_run_path(config.recipe, datetime.now()))
     attempt.job.will_begin(path)
 
@@ -140,7 +135,7 @@ def make_run_directory(
     own = {} if attempt.parts is None else attempt.parts.facts()
     rate = {"training_flops_per_second": None if machine is None else machine.flops_per_second}
     record = {**facts, "job": attempt.job.id, **own, **rate}
-    attempt.run = RunDirectory.create(path, values, record, contents=contents)
+    attempt.run = RunDirectory.create(path, config_to_json(config), record, contents=contents)
     attempt.held.enter_context(attempt.run.lock())
 
 

@@ -133,7 +133,7 @@ def open_session(
     if group.size > 1:
         place = agreed_place(place, config.parallel.mode, group)
     if config.parallel.exact_any_world_size:
-        _require_possible_size(group.size)
+        config = _for_any_world_size(config, place, group)
     pretrained = None if restored or config.init_from is None else find_pretrained(config.init_from)
     if pretrained is not None:
         require_fits(config.model, pretrained.model, pretrained.name)
@@ -144,20 +144,15 @@ def open_session(
     tokenizer = data.tokenizer
     if pretrained is not None:
         require_tokenizer(tokenizer, pretrained, console.warn)
-    config = _completed(config, data, place)
-    seq_len, prompts = config.model.seq_len, config.sample.prompts
-    if prompts:
-        _require_encodable(prompts, tokenizer)
-    elif config.sample.from_validation:
-        prompts = validation_prompts(data.val, tokenizer, config.sample.from_validation)
+    config, seq_len = _completed(config, data), config.model.seq_len
+    prompts = _prompts(config, data) if config.sample.prompts or config.sample.from_validation else ()
     if parts is not None and parts.rows is not None:
         rows = parts.rows(data, config)
     else:
         rows = make_rows(data.train, config.data, seq_len, tokenizer.bos_id, config.seed, data.folder)
     held_out = validation_rows(data.val, seq_len, tokenizer.bos_id, config.eval.tokens)
-    of_training = None
-    if config.eval.train_tokens is not None:
-        of_training = validation_rows(data.train, seq_len, tokenizer.bos_id, config.eval.train_tokens)
+    n_train = config.eval.train_tokens
+    of_training = None if n_train is None else validation_rows(data.train, seq_len, tokenizer.bos_id, n_train)
     state = build_state(
         config, rows, device=place.device, compute_dtype=place.dtype, group=group,
         change_model=None if parts is None else parts.change_model,
@@ -194,26 +189,27 @@ def prepared(config: RunConfig, place: Place, console: Console) -> PreparedData:
     return prepare(config.data, config.tokenizer, console=console)
 
 
-def _completed(config: RunConfig, data: PreparedData, place: Place) -> RunConfig:
-    """The configuration with what follows from data and machine, and must stay so when the run is resumed."""
-    entries, runtime = data.tokenizer.vocab_size, config.runtime
+def _completed(config: RunConfig, data: PreparedData) -> RunConfig:
+    """The configuration with what follows from the data, and must stay so when the run is resumed."""
+    entries = data.tokenizer.vocab_size
     if config.model.vocab_size not in (None, entries):
         raise UserError(
             f"model.vocab_size = {config.model.vocab_size}, but the tokenizer has {entries} entries; "
             "leave model.vocab_size out"
         )
-    if config.parallel.exact_any_world_size:  # the bits of a matrix product depend on the number of threads
-        runtime = replace(runtime, threads=place.threads)
     # A resumed run, a repeated one and `gptlab eval` split the text as this run does.
     split = replace(config.data, split=data.split)
-    return replace(config, model=replace(config.model, vocab_size=entries), data=split, runtime=runtime)
+    return replace(config, model=replace(config.model, vocab_size=entries), data=split)
 
 
-def _require_possible_size(world_size: int) -> None:
-    if world_size not in EXACT_WORLD_SIZES:
+def _for_any_world_size(config: RunConfig, place: Place, group: Group) -> RunConfig:
+    """With the number of threads, on which the bits of a matrix product depend. ConfigError for a number of processes
+    that cannot have the bits of one."""
+    if (world_size := group.size) not in EXACT_WORLD_SIZES:
         sizes, nearest = ", ".join(map(str, EXACT_WORLD_SIZES)), max(n for n in EXACT_WORLD_SIZES if n < world_size)
         reason = f"its order of additions is made for {sizes} processes, not for {world_size}"
         raise ConfigError("parallel.exact_any_world_size", True, reason, f"{nearest} processes")
+    return replace(config, runtime=replace(config.runtime, threads=place.threads))
 
 
 def _core_bundle(config: RunConfig, console: Console) -> Path | None:
@@ -227,6 +223,14 @@ def _core_bundle(config: RunConfig, console: Console) -> Path | None:
             f"is no evaluation bundle in {core_folder(cache)}; `gptlab data prepare core` gets it"
         )
     return bundle
+
+
+def _prompts(config: RunConfig, data: PreparedData) -> Sequence[str]:
+    """What samples continue: the texts that were given, else beginnings of validation documents."""
+    if config.sample.prompts:
+        _require_encodable(config.sample.prompts, data.tokenizer)
+        return config.sample.prompts
+    return validation_prompts(data.val, data.tokenizer, config.sample.from_validation)
 
 
 def _require_encodable(prompts: Sequence[str], tokenizer: Tokenizer) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from gptlab.cli.arguments.parser import Positional, parse, run_subcommand
 from gptlab.config.errors import Positive, UserError, checked_dataclass
-from gptlab.config.run import TokenizerConfig, TokenizerKind
+from gptlab.config.run import DataConfig, TokenizerConfig, TokenizerKind
 from gptlab.data.corpus.documents import Corpus, open_corpus
 from gptlab.data.tokenizer.base import FILE
 from gptlab.data.tokenizer.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
@@ -41,7 +41,8 @@ class TextArguments:
     """Column (Parquet) or key (JSONL) that holds the text."""
 
     def corpus(self) -> Corpus:
-        corpus = open_corpus(self.data, self.text_column, hub_files=self.hub_files)
+        data = DataConfig(source=self.data, text_column=self.text_column, hub_files=self.hub_files, split="tail")
+        corpus = open_corpus(data)
         corpus.probe()
         return corpus
 

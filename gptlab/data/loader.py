@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -51,7 +52,7 @@ def steps_ahead(batch: StepBatch) -> int:
     return min(max(PREFETCHED_STEPS, PREFETCHED_BYTES // max(1, step_bytes)), MAX_PREFETCHED_STEPS)
 
 
-class Loader:
+class Loader(AbstractContextManager["Loader"]):
     """Endless iterator of StepBatch. Rank r of W gets micro-batches r, r + W, ... of each step.
 
     `fill`: every rank gets as many micro-batches as rank 0. Those beyond the step's are repetitions of its last one in
@@ -70,13 +71,12 @@ class Loader:
         device: torch.device | str,
         rank: int = 0,
         world_size: int = 1,
-        start_step: int = 0,
         fill: bool = False,
     ) -> None:
         self.rows = rows
         self._device = torch.device(device)
         self._rank, self._world_size, self._fill = rank, world_size, fill
-        self._next_step = start_step
+        self._next_step = 0
         self._thread: ThreadPoolExecutor | None = None
         self._ahead: deque[Future[StepBatch]] = deque()  # steps from the next one on
         self._limit = PREFETCHED_STEPS
@@ -136,9 +136,6 @@ class Loader:
             self._thread.shutdown(cancel_futures=True)
             self._thread = None
             self._ahead.clear()
-
-    def __enter__(self) -> Loader:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -71,10 +71,7 @@ def prepare(data: DataConfig, tokenizer: TokenizerConfig, *, console: Console | 
         token_files = find_token_files(data.source, val_source, data.hub_files, root)
         if token_files is not None:
             return _prepare_tokens(token_files, data, tokenizer, root, console)
-    corpus = open_corpus(
-        data.source, data.text_column, hub_files=data.hub_files, cache_dir=data.cache_dir, val_sources=val_source,
-        split=data.split, val_fraction=data.val_fraction,
-    )  # fmt: skip
+    corpus = open_corpus(replace(data, val_source=val_source))
     if corpus.split != data.split and console is not None:
         console.line(_divided_document(corpus.name, data.val_fraction))
     source = corpus.fingerprint()

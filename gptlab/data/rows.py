@@ -64,8 +64,7 @@ def make_rows(
     Raises ConfigError where the split is shorter than one row or packed rows have no BOS to begin with.
     """
     if split.n_tokens < seq_len + 1:
-        reason = f"the training text has only {split.n_tokens:,} tokens, and a row needs seq_len + 1 = {seq_len + 1:,}"
-        raise ConfigError("model.seq_len", seq_len, reason, split.n_tokens - 1 if split.n_tokens > 1 else None)
+        raise _too_short(split.n_tokens, seq_len)
     if data.rows != "packed":
         return WindowRows(split, seq_len, seed if data.rows == "random" else None)
     if bos_id is None:
@@ -78,6 +77,11 @@ def make_rows(
         return CroppedRows(split, seq_len, bos_id, data.pack_buffer_documents, cache_folder)
     packing = cut_packing(split, seq_len, data.pack_buffer_documents, cache_folder)
     return PackedRows(split, packing, seq_len, bos_id, seed)
+
+
+def _too_short(n_tokens: int, seq_len: int) -> ConfigError:
+    reason = f"the training text has only {n_tokens:,} tokens, and a row needs seq_len + 1 = {seq_len + 1:,}"
+    return ConfigError("model.seq_len", seq_len, reason, n_tokens - 1 if n_tokens > 1 else None)
 
 
 def validation_rows(

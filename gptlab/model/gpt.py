@@ -296,16 +296,13 @@ class GPT(nn.Module):
             self.sin.copy_(sin)
 
 
-def build_model(
-    config: ModelConfig, *, device: torch.device, compute_dtype: torch.dtype, seed: int,
-    platform: Platform | None = None,
-) -> GPT:  # fmt: skip
+def build_model(config: ModelConfig, *, device: torch.device, compute_dtype: torch.dtype, seed: int) -> GPT:
     """A GPT with initial weights on `device`. It is built on the meta device first, so that nothing is allocated twice.
 
-    Loads the kernels that suit it: see `ops.load_kernels`. platform: the device's type if None."""
+    Loads the kernels that suit it: see `ops.load_kernels`."""
     load_kernels(device, compute_dtype)
     with torch.device("meta"):
-        model = GPT(config, compute_dtype, platform or cast(Platform, device.type))
+        model = GPT(config, compute_dtype, cast(Platform, device.type))
     if compute_dtype == torch.float64:
         model = model.double()
     _allocate(model, device)
@@ -320,7 +317,6 @@ def _allocate(model: nn.Module, device: torch.device) -> None:
     sympy: two thirds of a second of every start."""
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
-            empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-            setattr(module, name, nn.Parameter(empty))
+            setattr(module, name, nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device=device)))
         for name, buffer in list(module.named_buffers(recurse=False)):
             setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype, device=device))

@@ -150,9 +150,7 @@ def joint_norm(gradients: list[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def clip_gradients(
-    parameters: Iterable[Parameter],
-    max_norm: float | None,
-    total_norm: Callable[[list[Tensor]], Tensor] = joint_norm,
+    parameters: Iterable[Parameter], max_norm: float | None, total_norm: Callable[[list[Tensor]], Tensor] = joint_norm
 ) -> float:
     """Scale all gradients so that their joint L2 norm is at most `max_norm` (None: no limit). Returns the norm before
     clipping. Gradients whose norm is not finite are not scaled: they show where it comes from. `total_norm` includes

@@ -33,8 +33,11 @@ class TorchOptimizer:
             raise UserError(f"optimizer must hold every weight of the model: {type(inner).__name__} {what}")
         self._peaks = [float(group["lr"]) for group in inner.param_groups]
 
-    def step(self, lr_scale: float, momentum: float, weight_decay_scale: float) -> None:
-        """One update at `lr_scale` times the peak rates. The schedules of Muon do not apply."""
+    def step(self, lr_scale: float, momentum: float, weight_decay_scale: float, made: Tensor | None = None) -> None:
+        """One update at `lr_scale` times the peak rates. The schedules of Muon do not apply. `made` (0-d bool): no
+        update where False, which the host waits for."""
+        if made is not None and not made:
+            return
         for group, peak in zip(self.inner.param_groups, self._peaks, strict=True):
             group["lr"] = peak * lr_scale
         self.inner.step()

@@ -126,14 +126,11 @@ class Recorder(RunOutput):
             train_seconds=state.train_seconds, tokens=state.step * self.config.batch.total_tokens,
         )  # fmt: skip
         best = " (best)" if state.is_best() else ""
+        hint = "" if state.step else "\n(bpb: bits per byte of text not trained on; lower is better, 8 is no knowledge)"
         self.console.line(
             f"step {state.step:05d} | {'' if train_loss is None else f'train loss: {train_loss:.4f} | '}"
-            f"validation loss: {state.val_loss:.4f} | bpb: {state.val_bpb:.4f}{best} | {seconds:.1f}s off the clock"
-            + (
-                ""
-                if state.step
-                else "\n(bpb: bits per byte of text not trained on; lower is better, 8 is no knowledge)"
-            )
+            f"validation loss: {state.val_loss:.4f} | bpb: {state.val_bpb:.4f}{best} | "
+            f"{seconds:.1f}s off the clock{hint}"
         )
 
     def core(

@@ -15,12 +15,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import tiny_runs as tiny
+from corpora import corpus_of
 
 from gptlab.config.errors import UserError
 from gptlab.config.run import DataConfig, TokenizerConfig
 from gptlab.data import prepare as prepare_module
 from gptlab.data.corpus import documents as corpus_module
-from gptlab.data.corpus.documents import open_corpus
 from gptlab.data.prepare import prepare
 from gptlab.data.tokens.foreign_files import TokenFiles
 from gptlab.data.tokens.shards import Shard, TokenSplit
@@ -124,7 +124,7 @@ def test_a_file_of_a_folder_that_stops_being_text_is_noticed(
 ) -> None:
     for number, text in enumerate(OLD):
         (tmp_path / f"{number:02}.txt").write_text(text)
-    corpus = open_corpus([str(tmp_path)])
+    corpus = corpus_of([tmp_path])
     corpus.fingerprint()
     change(tmp_path / "07.txt")
     with pytest.raises(UserError, match=r"07\.txt changed while it was read"):
@@ -284,6 +284,7 @@ def test_a_run_whose_tokens_change_ends_with_one_line(tmp_path: Path, change: st
     prelude = f"""
 import os
 from gptlab.runtime.records.metrics import MetricsLog
+from tests.support.corpora import corpus_of
 write = MetricsLog.write
 def write_and_change(log, kind, **fields):
     write(log, kind, **fields)

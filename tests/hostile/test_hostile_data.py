@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from corpora import corpus_of
 from hostile_files import ANY_FILE, ANY_JSON, endless, hole, pipe, posix_only, refuse
 from tiny_runs import write_bundle
 
@@ -23,7 +24,6 @@ from gptlab.config.errors import UserError, nearest_name, one_line
 from gptlab.config.load import apply_overrides
 from gptlab.config.run import RunConfig
 from gptlab.data.corpus.core_bundle import unpack
-from gptlab.data.corpus.documents import open_corpus
 from gptlab.data.corpus.known_corpora import (
     HubFiles,
     HubRecord,
@@ -217,7 +217,7 @@ def test_tokens_that_are_no_file(tmp_path: Path, harm: Harm) -> None:
 
 
 def documents(path: Path, **options: Any) -> list[str]:
-    return list(open_corpus([str(path)], **options).texts())
+    return list(corpus_of([path], **options).texts())
 
 
 @pytest.mark.parametrize("name", ["x.txt", "x.jsonl", "x.parquet", "x.txt.gz", "x.jsonl.zst"])
@@ -231,7 +231,7 @@ def test_a_folder_of_pipes_and_devices_is_passed_by(tmp_path: Path) -> None:
     (tmp_path / "good.txt").write_text("text")
     for name, harm in (("a.txt", pipe), ("b.md", endless), ("c.py", pipe)):
         harm(tmp_path / name)
-    corpus = open_corpus([str(tmp_path)])
+    corpus = corpus_of([tmp_path])
     assert list(corpus.texts()) == ["text"]
     assert corpus.last_pass.skipped == {"unreadable": 3}
 

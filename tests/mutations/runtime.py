@@ -142,7 +142,7 @@ MUTATIONS = [
     ),
     Mutation(
         "config.json has another seed than the run", "app/run_session.py",
-        "values = config_to_json(config)", "values = config_to_json(replace(config, seed=0))",
+        "config_to_json(config), record", "config_to_json(replace(config, seed=0)), record",
         ["test_train.py::TestRunFolder::test_config_reproduces_the_run",
          "test_from.py::TestRepeats::test_twice_over_it_is_the_same_run"],
         ["The script reads its own code"],

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Literal
 
 from gptlab.config.errors import UserError, cannot, nearest_name
-from gptlab.config.run import Split
+from gptlab.config.run import DataConfig, Split
 from gptlab.data.corpus.corpus_files import (
     COLUMN_SUFFIXES,
     MAX_DOCUMENT_BYTES,
@@ -204,26 +204,12 @@ class Corpus:
         return UNREADABLE
 
 
-def open_corpus(
-    sources: Sequence[str],
-    text_column: str = "text",
-    *,
-    hub_files: int | None = None,
-    cache_dir: str | None = None,
-    val_sources: Sequence[str] = (),
-    split: Split = "tail",
-    val_fraction: float = 0.1,
-) -> Corpus:
-    """The corpus of `sources`, in their order. `text_column`: the column (Parquet) or key (JSONL) with the text.
-
-    The other arguments: as in DataConfig; nothing is downloaded here.
-    UserError for a source that is missing; for one that cannot be read when its documents are.
-    """
-    if not sources:
-        raise UserError("no corpus: name at least one, such as stdlib, a file, a folder or a glob")
-    root = cache_root(cache_dir)
-    train, val = ([_open(one, text_column, hub_files, root) for one in names] for names in (sources, val_sources))
-    return Corpus(train, val, split, val_fraction, root)
+def open_corpus(data: DataConfig) -> Corpus:
+    """The corpus of `data.source` and `data.val_source`, in their order. Nothing is downloaded here. UserError for a
+    source that is missing; for one that cannot be read when its documents are."""
+    root = cache_root(data.cache_dir)
+    train, val = ([_open(name, data, root) for name in names] for names in (data.source, data.val_source))
+    return Corpus(train, val, data.split, data.val_fraction, root)
 
 
 def is_text_file(source: str) -> bool:
@@ -231,14 +217,14 @@ def is_text_file(source: str) -> bool:
     return source == STDLIB or (os.path.isfile(os.path.expanduser(source)) and not source.endswith(TOKEN_SUFFIX))
 
 
-def _open(source: str, text_column: str, hub_files: int | None, root: Path) -> Source:
+def _open(source: str, data: DataConfig, root: Path) -> Source:
     if source == STDLIB:  # Two versions of Python differ in content.
         return Source(STDLIB, stdlib_files(), "", salt=f"python {platform.python_version()}")
-    path = Path(os.path.expanduser(source))
+    path, text_column = Path(os.path.expanduser(source)), data.text_column
     if os.path.exists(path) and not os.path.isdir(path):  # Unlike Path.exists, False for names that no file can have.
         files = [DocumentFile(path, path.name, lenient=False)]
     else:
-        files, text_column = _several_files(source, path, text_column, hub_files, root)
+        files, text_column = _several_files(source, path, text_column, data.hub_files, root)
     return Source(source, files, text_column)
 
 

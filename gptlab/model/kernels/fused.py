@@ -57,9 +57,7 @@ def loss_and_gradient(logits: Tensor, targets: Tensor, vocab_size: int, cap: flo
     if int(targets.max()) >= vocab_size:
         raise IndexError(f"target {int(targets.max())} is out of bounds for {vocab_size} entries")
     nats = torch.empty((), dtype=torch.float64)
-    call(
-        "loss_and_gradient", _narrow(logits), logits, targets.contiguous(), *logits.shape, vocab_size, cap or 0.0, nats
-    )
+    call("loss_and_gradient", logits.dtype, logits, targets.contiguous(), *logits.shape, vocab_size, cap or 0.0, nats)
     return nats, logits
 
 
@@ -73,7 +71,7 @@ class _SumAndNorm(torch.autograd.Function):
         total, normed = x if y is None else torch.empty_like(x), torch.empty_like(x)
         inverse = x.new_empty(x.shape[:-1], dtype=torch.float32)
         sizes = inverse.numel(), x.shape[-1]
-        call("norm_forward", _narrow(x), x, y, *ctx.weights, total, normed, inverse, *sizes, eps)
+        call("norm_forward", x.dtype, x, y, *ctx.weights, total, normed, inverse, *sizes, eps)
         ctx.save_for_backward(total, inverse, *((x, y) if ctx.learned else ()))
         ctx.set_materialize_grads(False)
         return normed if y is None else (total, normed)
@@ -91,7 +89,7 @@ class _SumAndNorm(torch.autograd.Function):
         sums = torch.empty(_SUM_CHUNKS, 2, dtype=torch.float64) if ctx.learned else None
         x, y = learned or (None, None)
         given, made = (dtotal, dnormed, total, inverse, x, y, a, b), (dx, None if dy is dx else dy, sums)
-        call("norm_backward", _narrow(total), *given, *made, inverse.numel(), total.shape[-1])
+        call("norm_backward", total.dtype, *given, *made, inverse.numel(), total.shape[-1])
         of_weights = (None, None) if sums is None else sums.sum(0).float().unbind()
         return dx, dy, *of_weights, None
 
@@ -110,7 +108,7 @@ class _Heads(torch.autograd.Function):
         inverse = None if eps is None else heads.new_empty(batch, tokens, n_head + n_kv_head, dtype=torch.float32)
         ctx.sizes = batch * tokens, tokens, n_head, n_kv_head, width
         norm_eps = -1.0 if eps is None else eps
-        call("heads_forward", _narrow(heads), *ctx.sizes, heads, gates, value, cos, sin, norm_eps, out, inverse)
+        call("heads_forward", heads.dtype, *ctx.sizes, heads, gates, value, cos, sin, norm_eps, out, inverse)
         ctx.save_for_backward(out, inverse, gates, value, cos, sin)
         return out
 
@@ -120,7 +118,7 @@ class _Heads(torch.autograd.Function):
         out, inverse, gates, value, cos, sin = ctx.saved_tensors
         given = dout.contiguous(), out, inverse, gates, value, cos, sin
         gradients = [None if one is None else torch.empty_like(one) for one in (out, gates, value)]
-        call("heads_backward", _narrow(out), *ctx.sizes, *given, *gradients)
+        call("heads_backward", out.dtype, *ctx.sizes, *given, *gradients)
         return *gradients, None, None, None, None
 
 
@@ -132,7 +130,7 @@ class _Attention(torch.autograd.Function):
         y = heads.new_empty(batch, tokens, n_head, width)
         lse = heads.new_empty(batch, n_head, tokens, dtype=torch.float32)
         ctx.sizes = batch, tokens, n_head, (rows - n_head) // 2, width, window
-        call("attention_forward", _narrow(heads), heads, y, lse, *ctx.sizes)
+        call("attention_forward", heads.dtype, heads, y, lse, *ctx.sizes)
         ctx.save_for_backward(heads, y, lse)
         return y
 
@@ -141,7 +139,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
         heads, y, lse = ctx.saved_tensors
         dheads = torch.empty_like(heads)
-        call("attention_backward", _narrow(heads), heads, y, lse, dy.contiguous(), dheads, *ctx.sizes)
+        call("attention_backward", heads.dtype, heads, y, lse, dy.contiguous(), dheads, *ctx.sizes)
         return dheads, None, None
 
 
@@ -152,7 +150,7 @@ class _Elementwise(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, name: str, *constants: float) -> Tensor:
         x = x.contiguous()
         y = torch.empty_like(x)
-        call(f"{name}_forward", _narrow(x), x, y, *constants, x.numel())
+        call(f"{name}_forward", x.dtype, x, y, *constants, x.numel())
         ctx.save_for_backward(x)
         ctx.name, ctx.constants = name, constants
         return y
@@ -162,9 +160,5 @@ class _Elementwise(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
         dx = torch.empty_like(x)
-        call(f"{ctx.name}_backward", _narrow(x), x, dy.contiguous(), dx, *ctx.constants, x.numel())
+        call(f"{ctx.name}_backward", x.dtype, x, dy.contiguous(), dx, *ctx.constants, x.numel())
         return dx, None, *(None for _ in ctx.constants)
-
-
-def _narrow(x: Tensor) -> bool:
-    return x.dtype == torch.bfloat16

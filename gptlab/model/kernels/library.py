@@ -61,12 +61,13 @@ def kernel_library() -> Library | str | None:
         return _reason(error, compiler)
 
 
-def call(name: str, *values: Tensor | float | None) -> None:
-    """Call a function of `kernel_library`: tensors as pointers to their elements, integers as long, other numbers as
-    float, and at last the number of threads."""
+def call(name: str, dtype: torch.dtype, *values: Tensor | float | None) -> None:
+    """Call a function of `kernel_library` for activations of `dtype`, float32 or bfloat16: tensors as pointers to their
+    elements, integers as long, other numbers as float, and at last the number of threads."""
     library = kernel_library()
     assert isinstance(library, Library)
-    library.functions[name](*map(_as_c, values), ctypes.c_long(torch.get_num_threads()))
+    narrow, threads = ctypes.c_long(dtype == torch.bfloat16), ctypes.c_long(torch.get_num_threads())
+    library.functions[name](narrow, *map(_as_c, values), threads)
 
 
 def _as_c(value: Tensor | float | None) -> Any:

@@ -232,16 +232,25 @@ class ChangedFileError(UserError):
 def file_sha256(path: Path, root: Path) -> bytes:
     """SHA-256 of the bytes in the file; `root` is the cache. OSError for what cannot be read, and ChangedFileError."""
     with open_plain(path) as file:
-        stamp = _stamp(file)
-        large = stamp["size"] > REMEMBERED_BYTES
-        if large and (known := _remembered(_record_of(path, root), stamp)) is not None:
-            return known
-        began = time.time_ns()
-        digest = hashlib.file_digest(file, "sha256").digest()
-        if _stamp(file) != stamp:
-            raise ChangedFileError(path)
-    if large and began - max(stamp["mtime_ns"], stamp["ctime_ns"]) > SETTLED_NS:
-        _remember(_record_of(path, root), stamp, digest)
+        large = os.fstat(file.fileno()).st_size > REMEMBERED_BYTES
+        return _remembered_sha256(file, path, root) if large else _hashed(file, path)
+
+
+def _hashed(file: BufferedReader, path: Path) -> bytes:
+    stamp = _stamp(file)
+    digest = hashlib.file_digest(file, "sha256").digest()
+    if _stamp(file) != stamp:
+        raise ChangedFileError(path)
+    return digest
+
+
+def _remembered_sha256(file: BufferedReader, path: Path, root: Path) -> bytes:
+    stamp, record, began_ns = _stamp(file), _record_of(path, root), time.time_ns()
+    if (known := _remembered(record, stamp)) is not None:
+        return known
+    digest = _hashed(file, path)
+    if began_ns - max(stamp["mtime_ns"], stamp["ctime_ns"]) > SETTLED_NS:
+        _remember(record, stamp, digest)
     return digest
 
 

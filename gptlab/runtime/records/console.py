@@ -9,10 +9,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Self, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from gptlab.runtime.records.metrics import AppendFile
 
@@ -88,7 +88,7 @@ class NotebookDisplay(PlainDisplay):
         self._drawn_characters = len(text)
 
 
-class Console:
+class Console(AbstractContextManager["Console"]):
     """Prints for a person and keeps log.txt; where the stream is closed (a pipe), logging continues.
 
     Escape sequences and control characters are removed from all text. Any thread may use it.
@@ -112,11 +112,8 @@ class Console:
         self._lock = threading.RLock()
 
     def open_log(self, path: Path, *, offset: int | None = None) -> bool:
-        """Log to `path` from now on; what was shown before this goes there first.
-
-        At resume, `offset` cuts off what was logged after the checkpoint. False where the file is not the one that
-        had this offset.
-        """
+        """Log to `path` from now on; what was shown before this goes there first. At resume, `offset` cuts off what was
+        logged after the checkpoint. False where the file is not the one that had this offset."""
         with self._lock:
             self._log = AppendFile(path)
             intact = offset is None or self._log.truncate(offset)
@@ -213,9 +210,6 @@ class Console:
         if self._log is not None:
             self._log.close()
             self._log = None
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()

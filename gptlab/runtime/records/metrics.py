@@ -6,9 +6,9 @@ import json
 import mmap
 import os
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal
 
 from gptlab.config.errors import UserError, cannot
 from gptlab.runtime.files.plain_file import open_plain, to_json
@@ -97,7 +97,7 @@ class AppendFile:
         self._file.truncate(self._size)
 
 
-class MetricsLog(AppendFile):
+class MetricsLog(AppendFile, AbstractContextManager["MetricsLog"]):
     """The metrics of a run, in the order in which they were measured."""
 
     def __init__(self, path: Path, on_line: Callable[[Kind, dict[str, object]], None] | None = None) -> None:
@@ -131,9 +131,6 @@ class MetricsLog(AppendFile):
         if self._held is not None:
             self.release()
         super().close()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()

@@ -18,14 +18,14 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from corpora import corpus_of
 
 from gptlab.config.errors import UserError
 from gptlab.data.corpus import corpus_files as corpus_files_module
-from gptlab.data.corpus.documents import open_corpus
 
 
 def documents(*sources: object, text_column: str = "text") -> list[str]:
-    return list(open_corpus([str(source) for source in sources], text_column).texts())
+    return list(corpus_of(sources, text_column).texts())
 
 
 def refusal(*sources: object, text_column: str = "text") -> str:
@@ -57,7 +57,7 @@ def test_stdlib_is_every_library_source_in_the_order_of_hashed_paths(
         (library / name).parent.mkdir(exist_ok=True)
         (library / name).write_bytes(content)
     monkeypatch.setattr(sysconfig, "get_path", {"stdlib": str(library)}.__getitem__)
-    corpus = open_corpus(["stdlib"])
+    corpus = corpus_of(["stdlib"])
     found = list(corpus.texts())
     expected = {f"asyncio/{path.name}": path.read_bytes().decode() for path in (real / "asyncio").glob("*.py")}
     expected |= {"a.py": "mark = 1", "b.py": "b = 1\r\n"}
@@ -86,7 +86,7 @@ def test_folder_is_read_recursively_in_sorted_order(tmp_path: Path) -> None:
         (tmp_path / left_out).write_text("left out")
     (tmp_path / "binary.txt").write_bytes(b"\x00\x01")
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
-    corpus = open_corpus([str(tmp_path)])
+    corpus = corpus_of([tmp_path])
     assert list(corpus.texts()) == ["c", "z", "b", "d", "e1", "e2", "f1", "f2"]
     assert corpus.last_pass.skipped == {"not UTF-8 text": 2, "empty": 1}
 
@@ -109,7 +109,7 @@ def test_parquet_with_many_row_groups_and_string_types(tmp_path: Path) -> None:
     assert documents(path) == texts
     for kind in (pa.large_string(), pa.dictionary(pa.int32(), pa.string())):
         pq.write_table(pa.table({"body": pa.array(["x", None, "", "y"], pa.string()).cast(kind)}), path)
-        corpus = open_corpus([str(path)], "body")
+        corpus = corpus_of([path], "body")
         assert list(corpus.texts()) == ["x", "y"]
         assert corpus.last_pass.skipped == {"null": 1, "empty": 1}
 
@@ -117,7 +117,7 @@ def test_parquet_with_many_row_groups_and_string_types(tmp_path: Path) -> None:
 def test_jsonl_escapes_and_nulls(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"t": "a\\u0000b"}\n{"t": null}\n{"t": "\\ud800"}\n{"t": "\\ud83d\\ude00"}\n')
-    corpus = open_corpus([str(path)], "t")
+    corpus = corpus_of([path], "t")
     assert list(corpus.texts()) == ["a\0b", "😀"]
     assert corpus.last_pass.skipped == {"null": 1, "lone surrogate": 1}
 
@@ -169,7 +169,7 @@ def test_missing_and_empty_sources(tmp_path: Path) -> None:
     (tmp_path / "a.txt").touch()
     assert "holds no text (1 empty)" in refusal(tmp_path)
     with pytest.raises(UserError, match="name at least one"):
-        open_corpus([])
+        corpus_of([])
 
 
 def test_what_a_files_beginning_shows_is_refused_before_the_first_document(tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_what_a_files_beginning_shows_is_refused_before_the_first_document(tmp_p
     (tmp_path / "c.jsonl").write_text("nothing")
     for name in ("a.txt", "b.parquet", "c.jsonl"):
         with pytest.raises(UserError, match=name):
-            open_corpus([str(tmp_path / "good.txt"), str(tmp_path / name)]).probe()
+            corpus_of([str(tmp_path / "good.txt"), str(tmp_path / name)]).probe()
 
 
 def test_probe_allows_a_character_across_its_end(tmp_path: Path) -> None:
@@ -197,7 +197,7 @@ def test_unreadable_file(tmp_path: Path) -> None:
 
 def test_fingerprint_follows_content_names_and_order(tmp_path: Path) -> None:
     def fingerprint(*sources: object, text_column: str = "text") -> str:
-        return open_corpus([str(source) for source in sources], text_column).fingerprint()
+        return corpus_of(sources, text_column).fingerprint()
 
     one, two = tmp_path / "one", tmp_path / "two"
     for folder in (one, two):
@@ -221,7 +221,7 @@ def test_fingerprint_follows_content_names_and_order(tmp_path: Path) -> None:
 def test_skipped_counts_one_pass(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("x")
     (tmp_path / "b.txt").touch()
-    corpus = open_corpus([str(tmp_path), str(tmp_path)])
+    corpus = corpus_of([str(tmp_path), str(tmp_path)])
     for _ in range(2):
         assert list(corpus.texts()) == ["x", "x"]
         assert corpus.last_pass.skipped == {"empty": 2}
@@ -246,7 +246,7 @@ def test_packed_text_and_jsonl_are_read_as_if_they_were_not(tmp_path: Path, suff
     for name in ("a.jsonl", "b.ndjson", "C.JSONL"):
         path = tmp_path / f"{name}{suffix.upper() if name == 'C.JSONL' else suffix}"
         path.write_bytes(pack(lines))
-        corpus = open_corpus([str(path)])
+        corpus = corpus_of([path])
         assert list(corpus.texts()) == ["one\n", "zwölf"]
         assert corpus.last_pass.skipped == {"null": 1}
     text = "\ufeffline\r\n" + "wörd " * 50_000  # a megabyte of two-byte characters: more than one buffer
@@ -266,7 +266,7 @@ def test_packed_files_are_found_in_folders_and_by_globs(tmp_path: Path, suffix: 
         path.write_bytes(pack(content))
     (tmp_path / f"binary.txt{suffix}").write_bytes(pack(b"\0"))
     (tmp_path / f".hidden.txt{suffix}").write_bytes(pack(b"hidden"))
-    corpus = open_corpus([str(tmp_path)])
+    corpus = corpus_of([tmp_path])
     assert list(corpus.texts()) == ["a", "b"]
     assert corpus.last_pass.skipped == {"not UTF-8 text": 1}
     assert documents(tmp_path / "**" / f"*{suffix}") == ["a", "b"]
@@ -363,7 +363,7 @@ def test_what_unpacks_to_far_more_does_not_fill_memory(
     tracemalloc.start()
     unpacked_before = pa.total_allocated_bytes()
     try:
-        assert sum(len(document) for document in open_corpus([str(lines)]).texts()) == 80_000_000
+        assert sum(len(document) for document in corpus_of([lines]).texts()) == 80_000_000
         assert "bomb.jsonl" in (message := refusal(bomb))
         assert "more than 4,194,304 bytes without a line end" in message
         assert "unpacks to more than 4,194,304 bytes" in refusal(text)
@@ -379,7 +379,7 @@ def test_packed_files_are_closed(tmp_path: Path) -> None:
     path.write_bytes(zst(b'{"text": "x"}\n' * 1000))
     with warnings.catch_warnings():
         warnings.simplefilter("error", ResourceWarning)
-        reader = open_corpus([str(path)]).texts()
+        reader = corpus_of([path]).texts()
         assert next(reader) == "x"
         reader.close()
         gc.collect()
@@ -388,7 +388,7 @@ def test_packed_files_are_closed(tmp_path: Path) -> None:
 def test_fingerprint_of_a_packed_file_follows_the_column(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl.gz"
     path.write_bytes(gzip.compress(b'{"text": "x", "other": "y"}\n', mtime=0))
-    assert open_corpus([str(path)], "text").fingerprint() != open_corpus([str(path)], "other").fingerprint()
+    assert corpus_of([path], "text").fingerprint() != corpus_of([path], "other").fingerprint()
 
 
 # --- Parquet ---
@@ -398,7 +398,7 @@ def test_several_parquet_files_are_read_in_the_order_of_their_names(tmp_path: Pa
     for number in (2, 0, 1):
         texts = [None if row % 5 == 3 else f"{number}-{row}" for row in range(10)]
         write_parquet(tmp_path / f"train-{number:05}.parquet", text=texts, title=["title"] * 10)
-    corpus = open_corpus([str(tmp_path)])
+    corpus = corpus_of([tmp_path])
     assert list(corpus.texts()) == [f"{n}-{row}" for n in range(3) for row in range(10) if row % 5 != 3]
     assert corpus.last_pass.skipped == {"null": 6}
     assert documents(tmp_path / "train-*1.parquet", text_column="title") == ["title"] * 10
@@ -421,7 +421,7 @@ def test_parquet_string_types_across_row_groups(tmp_path: Path, kind: pa.DataTyp
     table = pa.table({"text": pa.chunked_array([pa.array(texts[:3], kind), pa.array(texts[3:], kind)])})
     pq.write_table(table, tmp_path / "a.parquet", row_group_size=2)
     assert pq.ParquetFile(tmp_path / "a.parquet").num_row_groups == 4
-    corpus = open_corpus([str(tmp_path / "a.parquet")])
+    corpus = corpus_of([str(tmp_path / "a.parquet")])
     assert list(corpus.texts()) == ["ä", "b", "b", "ä", "日本"]
     assert corpus.last_pass.skipped == {"null": 2, "empty": 1}
 

@@ -19,13 +19,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import tiny_runs
+from corpora import corpus_of
 from local_hub import COMMIT, LocalHub
 
 from gptlab.cli.main import main
 from gptlab.config.errors import UserError
 from gptlab.data.corpus import hub as module
 from gptlab.data.corpus import known_corpora
-from gptlab.data.corpus.documents import open_corpus
 from gptlab.data.corpus.hub import download_sources, download_web_file
 from gptlab.data.corpus.known_corpora import (
     CORE_BUNDLE,
@@ -95,7 +95,7 @@ def download(root: Path, source: str = SOURCE, hub_files: int | None = None) -> 
 
 
 def texts_of(source: str = SOURCE, hub_files: int | None = None) -> list[str]:
-    return list(open_corpus([source], hub_files=hub_files).texts())
+    return list(corpus_of([source], hub_files=hub_files).texts())
 
 
 # Names
@@ -343,12 +343,12 @@ def test_fingerprint_is_that_of_the_same_files_in_a_folder(hub: LocalHub, root: 
         if "train" in name:
             (tmp_path / "folder" / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / "folder" / name).write_bytes(data)
-    by_name, by_path = open_corpus([SOURCE]), open_corpus([str(tmp_path / "folder")])
+    by_name, by_path = corpus_of([SOURCE]), corpus_of([str(tmp_path / "folder")])
     assert by_name.fingerprint() == by_path.fingerprint()
     # A file that changed since it was verified is read again, not believed.
     (file,) = list((tmp_path / "huggingface").rglob("train-00000.parquet"))
     file.resolve().write_bytes(hub.files["data/train-00001.parquet"])
-    assert open_corpus([SOURCE]).fingerprint() != by_path.fingerprint()
+    assert corpus_of([SOURCE]).fingerprint() != by_path.fingerprint()
 
 
 def test_a_damaged_file_is_downloaded_again(hub: LocalHub, root: Path, tmp_path: Path) -> None:
@@ -537,7 +537,7 @@ def test_tiny_shakespeare_by_name(
 
 def test_core_is_no_corpus(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UserError, match="not text to train on"):
-        open_corpus(["core"])
+        corpus_of(["core"])
     assert main(["data", "prepare", "core", "stdlib"]) == 2
     assert "prepare it alone" in capfd.readouterr().err
     assert CORE_BUNDLE.sha256 is None

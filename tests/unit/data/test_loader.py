@@ -62,7 +62,8 @@ def test_any_world_size_gets_the_same_steps(
         expected = steps(alone, start + 2)[start:]
     parts = []
     for rank in range(world):
-        with Loader(rows, **shape, rank=rank, world_size=world, start_step=start) as loader:  # type: ignore[arg-type]
+        with Loader(rows, **shape, rank=rank, world_size=world) as loader:  # type: ignore[arg-type]
+            loader.load_state_dict({"next_step": start})
             parts.append(steps(loader, 2))
     for number, whole in enumerate(expected):
         assert whole.micro_indices == tuple(range(micro_batches))

@@ -57,7 +57,7 @@ def test_shards_hold_the_corpus(texts: Path, tokenizer: TokenizerConfig, monkeyp
     data = config(texts)
     prepared = prepare(data, tokenizer)
     expected: dict[str, list[str]] = {"train": [], "val": []}
-    for side, text in split_documents(module.open_corpus(data.source), data.split, data.val_fraction):
+    for side, text in split_documents(module.open_corpus(data), data.split, data.val_fraction):
         expected[side].append(text)
     for side, split in (("train", prepared.train), ("val", prepared.val)):
         assert documents_of(prepared, split) == expected[side]
