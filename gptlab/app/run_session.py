@@ -263,13 +263,8 @@ def _warm_up(session: Session, record: Recorder, earlier: EarlierRun | None) -> 
     if passes.compiled:
         console.line("compiling: longest the first time, from the cache after that")
     with console.busy("compiling" if passes.compiled else "warming up"):
-        if session.place.device.type in MEMORY_RUNS_OUT:
-            from gptlab.app.micro_batch import until_it_fits
-
-            step = 0 if earlier is None or earlier.checkpoint is None else earlier.checkpoint.step
-            seconds = until_it_fits(partial(_warm_up_once, session, console), session, record, step=step)
-        else:
-            seconds = _warm_up_once(session, console)
+        may_not_fit = session.place.device.type in MEMORY_RUNS_OUT
+        seconds = _warm_up_that_fits(session, record, earlier) if may_not_fit else _warm_up_once(session, console)
     found = session.implementations()
     if group.size > 1:  # again, since a compiler may be there and fail
         found |= session.state.strategy.after_warm_up()
@@ -282,6 +277,13 @@ def _warm_up(session: Session, record: Recorder, earlier: EarlierRun | None) -> 
     elif group.is_main:
         record.run.set_status("running", implementations=found)
     return seconds
+
+
+def _warm_up_that_fits(session: Session, record: Recorder, earlier: EarlierRun | None) -> float:
+    from gptlab.app.micro_batch import until_it_fits
+
+    step = 0 if earlier is None or earlier.checkpoint is None else earlier.checkpoint.step
+    return until_it_fits(partial(_warm_up_once, session, record.console), session, record, step=step)
 
 
 def _warm_up_once(session: Session, console: Console) -> float:

@@ -116,14 +116,9 @@ class Session:
 
 
 def open_session(
-    config: RunConfig,
-    place: Place,
-    console: Console,
-    *,
-    restored: bool = False,
-    group: Group | None = None,
+    config: RunConfig, place: Place, console: Console, *, restored: bool = False, group: Group | None = None,
     parts: OwnParts | None = None,
-) -> Session:
+) -> Session:  # fmt: skip
     """Prepare the data and build the run. UserError where that is impossible; no file of the run is written yet.
 
     `restored`: a checkpoint will bring the weights, so those of `init_from` are not needed. Of several processes, rank

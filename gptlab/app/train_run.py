@@ -22,14 +22,9 @@ from gptlab.training.signals import Signals
 
 
 def train_run(
-    request: RunRequest,
-    argv: Sequence[str],
-    started: float,
-    *,
-    config: RunConfig | None = None,
-    parts: OwnParts | None = None,
-    catch: bool = True,
-) -> Result:
+    request: RunRequest, argv: Sequence[str], started: float, *, config: RunConfig | None = None,
+    parts: OwnParts | None = None, catch: bool = True,
+) -> Result:  # fmt: skip
     """Train what was asked for, or `config`; each process of a run calls this.
 
     `argv`: the command, for run.json. `started`: time.perf_counter() when the program began. Without `catch`, failed

@@ -93,18 +93,10 @@ def weight_decay_for_depth(weight_decay: float, depth: int) -> float:
 
 
 def muon_and_adamw(
-    n_embd: int,
-    *,
-    matrix_lr: float = 0.02,
-    embedding_lr: float = 0.3,
-    head_lr: float = 0.004,
-    scalar_lr: float = 0.5,
-    beta1: float = 0.8,
-    beta2: float = 0.95,
-    weight_decay: float = 0.2,
-    adamw_scale: float = 1.0,
+    n_embd: int, *, matrix_lr: float = 0.02, embedding_lr: float = 0.3, head_lr: float = 0.004, scalar_lr: float = 0.5,
+    beta1: float = 0.8, beta2: float = 0.95, weight_decay: float = 0.2, adamw_scale: float = 1.0,
     scaled_decay: bool = True,
-) -> OptimConfig:
+) -> OptimConfig:  # fmt: skip
     """Muon and AdamW as in nanochat's and autoresearch's setup_optimizer (defaults: nanochat's learning rates).
 
     AdamW's rates fall with the square root of the width, except those of the lambdas; `adamw_scale` multiplies all of

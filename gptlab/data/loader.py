@@ -63,16 +63,9 @@ class Loader(AbstractContextManager["Loader"]):
     """
 
     def __init__(
-        self,
-        rows: RowSource,
-        *,
-        micro_sequences: int,
-        micro_batches: int,
-        device: torch.device | str,
-        rank: int = 0,
-        world_size: int = 1,
-        fill: bool = False,
-    ) -> None:
+        self, rows: RowSource, *, micro_sequences: int, micro_batches: int, device: torch.device | str,
+        rank: int = 0, world_size: int = 1, fill: bool = False,
+    ) -> None:  # fmt: skip
         self.rows = rows
         self._device = torch.device(device)
         self._rank, self._world_size, self._fill = rank, world_size, fill

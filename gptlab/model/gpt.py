@@ -216,12 +216,9 @@ class GPT(nn.Module):
         return self.head_loss(self.hidden(tokens), targets, scale)
 
     def hidden(
-        self,
-        tokens: Tensor,
-        blocks: Sequence[Callable[..., Tensor]] | None = None,
-        embed: Callable[..., Tensor] | None = None,
-        cache: KVCache | None = None,
-    ) -> Tensor:
+        self, tokens: Tensor, blocks: Sequence[Callable[..., Tensor]] | None = None,
+        embed: Callable[..., Tensor] | None = None, cache: KVCache | None = None,
+    ) -> Tensor:  # fmt: skip
         """The residual stream after the last block, (B, T, C) in compute_dtype.
 
         `blocks` and `embed` replace the model's own: the same ones, compiled.

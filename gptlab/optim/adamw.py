@@ -63,21 +63,11 @@ class AdamW:
             config = call.config
             call.steps.add_(1 if made is None else made)
             torch._fused_adamw_(
-                cast(list[Tensor], call.parameters),
-                [cast(Tensor, p.grad) for p in call.parameters],
-                call.exp_avg,
-                call.exp_avg_sq,
-                [],
-                call.step_of_each,
-                lr=config.lr * lr_scale,
-                beta1=config.beta1,
-                beta2=config.beta2,
-                weight_decay=config.weight_decay,
-                eps=config.eps,
-                amsgrad=False,
-                maximize=False,
-                found_inf=broken,
-            )
+                cast(list[Tensor], call.parameters), [cast(Tensor, p.grad) for p in call.parameters],
+                call.exp_avg, call.exp_avg_sq, [], call.step_of_each,
+                lr=config.lr * lr_scale, beta1=config.beta1, beta2=config.beta2, weight_decay=config.weight_decay,
+                eps=config.eps, amsgrad=False, maximize=False, found_inf=broken,
+            )  # fmt: skip
 
     def state_tensors(self) -> dict[str, Tensor]:
         """The live tensors, by PARAMETER.MOMENT."""

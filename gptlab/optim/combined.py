@@ -101,12 +101,9 @@ Parameters = Iterable[tuple[str, Parameter, Role]]
 
 
 def build_optimizer(
-    parameters: Parameters,
-    config: OptimConfig,
-    *,
-    compute_dtype: torch.dtype,
+    parameters: Parameters, config: OptimConfig, *, compute_dtype: torch.dtype,
     row_splits: Mapping[str, tuple[int, ...]] | None = None,
-) -> CombinedOptimizer:
+) -> CombinedOptimizer:  # fmt: skip
     """One optimizer over all parameters. `compute_dtype`: type of Muon's matrix products. `row_splits`: rows of each
     part of a fused matrix, by parameter name, where Muon treats the parts as matrices of their own. (modded-nanogpt
     splits whatever has three times as many rows as columns, but an MLP of ratio 3 has that shape too.)"""

@@ -160,13 +160,9 @@ class Muon:
     """State of one parameter: NAME.momentum (its shape) and, with NorMuon, NAME.second_moment (flat, all parts)."""
 
     def __init__(
-        self,
-        parameters: Mapping[str, Parameter],
-        config: MuonConfig,
-        *,
-        compute_dtype: torch.dtype,
+        self, parameters: Mapping[str, Parameter], config: MuonConfig, *, compute_dtype: torch.dtype,
         row_splits: Mapping[str, tuple[int, ...]],
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.parameters = dict(parameters)
         given = row_splits if config.split_qkv else {}
         self.row_splits = {name: given.get(name, (len(p),)) for name, p in parameters.items()}

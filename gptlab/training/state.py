@@ -270,15 +270,10 @@ class Finish:
 
 
 def build_state(
-    config: RunConfig,
-    rows: RowSource,
-    *,
-    device: torch.device,
-    compute_dtype: torch.dtype,
-    group: Group | None = None,
+    config: RunConfig, rows: RowSource, *, device: torch.device, compute_dtype: torch.dtype, group: Group | None = None,
     change_model: Callable[[GPT], None] | None = None,
     make_optimizer: Callable[[GPT, RunConfig], CombinedOptimizer] | None = None,
-) -> TrainState:
+) -> TrainState:  # fmt: skip
     """A run before its first step: initial weights, zero moments, the loader at the rank's first rows. `change_model`
     may replace parts of the model, `make_optimizer` builds an optimizer in place of the configuration's: both need a
     strategy in which every rank holds everything."""

@@ -170,8 +170,8 @@ MUTATIONS = [
     ),
     Mutation(
         "AdamW's betas are swapped", "optim/adamw.py",
-        "beta1=config.beta1,\n                beta2=config.beta2,",
-        "beta1=config.beta2,\n                beta2=config.beta1,",
+        "beta1=config.beta1, beta2=config.beta2,",
+        "beta1=config.beta2, beta2=config.beta1,",
         ["test_combined_optimizer.py::test_adamw_against_the_hand_written_loop",
          "test_combined_optimizer.py::test_against_the_rules_of_autoresearch_and_nanochat"],
         ["AdamW: embeddings and value embeddings 0.6", "AdamW at 0.0036 with betas"],

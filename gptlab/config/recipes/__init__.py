@@ -62,13 +62,9 @@ RECIPES: Mapping[str, Callable[..., RunConfig]] = {
 
 
 def configure(
-    recipe: str,
-    *,
-    depth: int | None = None,
-    horizon: Horizon | None = None,
-    machine: Machine | None = None,
+    recipe: str, *, depth: int | None = None, horizon: Horizon | None = None, machine: Machine | None = None,
     own: Mapping[str, Any] | None = None,
-) -> RunConfig:
+) -> RunConfig:  # fmt: skip
     """The configuration that the recipe of this name makes; it is passed what its signature asks for.
 
     None leaves the recipe's default. `own` has arguments of its own that were given. A depth is refused where trained

@@ -79,13 +79,9 @@ class RunDirectory:
 
     @classmethod
     def create(
-        cls,
-        path: Path,
-        config_json: Mapping[str, object],
-        provenance: Mapping[str, object],
-        *,
+        cls, path: Path, config_json: Mapping[str, object], provenance: Mapping[str, object], *,
         contents: Callable[[RunDirectory], None] = lambda run: None,
-    ) -> RunDirectory:
+    ) -> RunDirectory:  # fmt: skip
         """Start a run in `path`, a folder that does not exist yet or is empty; UserError otherwise.
 
         `contents` writes what else a run must have (its tokenizer, the code that it runs). If anything cannot be

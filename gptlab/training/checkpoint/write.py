@@ -51,13 +51,9 @@ from gptlab.training.checkpoint.format import (
 
 
 def save_checkpoint(
-    checkpoints_dir: Path,
-    step: int,
-    *,
-    model: Mapping[str, Tensor],
-    optimizer: Mapping[str, Tensor],
+    checkpoints_dir: Path, step: int, *, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor],
     state: dict[str, Any],
-) -> Path:
+) -> Path:  # fmt: skip
     """Write the checkpoint of `step` from one process. Its folder, which is returned, is then durable. An earlier one
     of the same step is replaced, with no moment in which neither exists.
 
