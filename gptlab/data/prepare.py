@@ -65,13 +65,12 @@ def prepare(data: DataConfig, tokenizer: TokenizerConfig, *, console: Console | 
     """The tokens of `data.source`, made or found in the cache. UserError for a corpus, tokenizer or cache that cannot
     be used."""
     root = cache_root(data.cache_dir)
-    val_source = data.val_source
-    if not all(map(is_text_file, (*data.source, *val_source))):
-        val_source = val_source or fixed_validation(data.source)
-        token_files = find_token_files(data.source, val_source, data.hub_files, root)
+    if not all(map(is_text_file, (*data.source, *data.val_source))):
+        data = replace(data, val_source=data.val_source or fixed_validation(data.source))
+        token_files = find_token_files(data.source, data.val_source, data.hub_files, root)
         if token_files is not None:
             return _prepare_tokens(token_files, data, tokenizer, root, console)
-    corpus = open_corpus(replace(data, val_source=val_source))
+    corpus = open_corpus(data)
     if corpus.split != data.split and console is not None:
         console.line(_divided_document(corpus.name, data.val_fraction))
     source = corpus.fingerprint()
