@@ -112,7 +112,9 @@ MODEL = ModelConfig(n_layer=1, n_embd=128, n_head=2, seq_len=32, vocab_size=300,
 
 def small_model(seed: int = 1) -> GPT:
     """Planned for a GPU, computed on a CPU."""
-    return build_model(MODEL, device=CPU, compute_dtype=torch.bfloat16, seed=seed, platform="cuda")
+    model = GPT(MODEL, torch.bfloat16, "cuda")
+    model.init_weights(seed)
+    return model
 
 
 def gradients(model: GPT, tokens: Tensor) -> tuple[float, Tensor]:
