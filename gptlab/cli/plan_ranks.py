@@ -78,8 +78,12 @@ def rows(
             model = GPT(config.model, DTYPE, PLATFORM)
         # What grows with the rows: copies of weights in the compute type are counted with the step.
         some, more = (
-            kept_for_backward(model, times * config.batch.micro_sequences, config.model.seq_len) for times in (1, 2)
-        )
+            kept_for_backward(
+                model, times * config.batch.micro_sequences, config.model.seq_len,
+                recomputed=config.runtime.activation_checkpointing,
+            )
+            for times in (1, 2)
+        )  # fmt: skip
         for count in dict.fromkeys((1, *ranks)):
             for strategy in strategies:
                 if (strategy == "single") == (count == 1):

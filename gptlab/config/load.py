@@ -26,7 +26,7 @@ _MAY_HOLD_NUL = ("sample.prompts", "prompt")
 
 _LATER = (
     "parallel", "recipe_arguments", "eval.at_end", "runtime.coordinate_descent_tuning", "runtime.allocator",
-    "log.to", "log.report", "data.mask_documents", "runtime.fp8",
+    "log.to", "log.report", "data.mask_documents", "runtime.fp8", "runtime.activation_checkpointing",
 )  # fmt: skip
 """Fields, and groups of fields, that older files of version 1 lack. Their defaults are the earlier behavior."""
 

@@ -276,6 +276,9 @@ class RuntimeConfig:
     compile: Compile = "auto"
     """torch.compile: auto (on where there is a compiler, except for float32 on a CPU, where gptlab's C++ kernels are as
     fast) | on | off."""
+    activation_checkpointing: bool = False
+    """Keep only what goes into each block for the backward pass, which computes the rest again: much less memory, a
+    third more work, the same bits."""
     coordinate_descent_tuning: bool = False
     """Let torch.compile tune the block sizes of its GPU kernels (the speedrun). Compilation takes minutes longer; no
     effect on a CPU."""

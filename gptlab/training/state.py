@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -290,12 +291,21 @@ def build_state(
             strategy = Strategy(model, (make_optimizer or whole_optimizer)(model, config), group)
     if config.runtime.fp8:
         _multiply_in_fp8(strategy.model)
+    if config.runtime.activation_checkpointing:
+        _recompute_blocks(strategy.model)
     loader = Loader(
         rows, micro_sequences=config.batch.micro_sequences, micro_batches=config.micro_batches, device=device,
         rank=group.rank, world_size=group.size, fill=strategy.is_sharded,
     )  # fmt: skip
     scaler = torch.amp.GradScaler(device.type, enabled=compute_dtype == torch.float16)
     return TrainState(strategy.model, strategy.optimizer, strategy, loader, scaler, device)
+
+
+def _recompute_blocks(model: GPT) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    for block in model.blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
 
 def _multiply_in_fp8(model: GPT) -> None:

@@ -99,7 +99,8 @@ def test_json_is_read_strictly(change: Callable[[dict], None], says: str) -> Non
 def test_a_run_from_before_a_field_is_read_with_its_default() -> None:
     values = config_to_json(apply_overrides(RunConfig(), {"seed": 5}))
     later = {
-        "eval": ["at_end"], "data": ["mask_documents"], "runtime": ["allocator", "coordinate_descent_tuning", "fp8"],
+        "eval": ["at_end"], "data": ["mask_documents"],
+        "runtime": ["activation_checkpointing", "allocator", "coordinate_descent_tuning", "fp8"],
     }  # fmt: skip
     for group, names in later.items():
         for name in names:
