@@ -53,7 +53,7 @@ def main(argv: list[str]) -> int:
 
 def _many_ranks(request: RunRequest) -> int:
     from gptlab.bench.training_rate import limited_machine
-    from gptlab.cli.plan_ranks import rows, table
+    from gptlab.cli.plan_ranks import UNITS, rows, table
 
     depths = whole_numbers(request.options.get("depths", ()), "depths")
     sized = [replace(request, depth=depth) for depth in depths] or [request]
@@ -62,7 +62,10 @@ def _many_ranks(request: RunRequest) -> int:
         whole_numbers(request.options["ranks"], "ranks"),
         gpu_gb=request.options.get("gpu_gb", 80.0),
     )
-    print(to_json([row.as_json() for row in made], indent=2) if request.options.get("json") else table(made))
+    if request.options.get("json"):
+        print(to_json([row.as_json() for row in made], indent=2))
+    else:
+        print(f"{table(made)}\n\n{UNITS}")
     return 0
 
 

@@ -99,6 +99,12 @@ def rows(
     return made
 
 
+UNITS = (
+    "GB (10^9 bytes) of one rank: `all` it holds in a step, in a GPU of --gpu-gb; `sent` in `messages` (collectives) a "
+    f"step; `saved` in a checkpoint, in `seconds` at {DISK_BYTES_PER_SECOND / 1e9:g} GB/s."
+)
+
+
 def table(made: Sequence[Row]) -> str:
     """In Markdown, sizes in GB, with a sentence for each depth and number of ranks at which nothing fits."""
     lines = [_HEADINGS, tuple("---" for _ in _HEADINGS), *(row.cells() for row in made)]
