@@ -13,7 +13,6 @@ from gptlab.app.ranks import agreed_place, rank_0_first
 from gptlab.config.errors import ConfigError, UserError
 from gptlab.config.run import EXACT_WORLD_SIZES, RunConfig
 from gptlab.data.corpus.core_bundle import core_folder
-from gptlab.data.documents import DocumentRoom
 from gptlab.data.prepare import SIDES, PreparedData, prepare
 from gptlab.data.rows import RowSource, make_rows, validation_rows
 from gptlab.data.tokenizer.tokenizer import Tokenizer
@@ -166,6 +165,8 @@ def open_session(
 
 def _with_masks(session: Session) -> Session:
     """Have the model mask documents, and every row counted before the model sees it."""
+    from gptlab.data.documents import DocumentRoom
+
     config, bos_id = session.config, session.data.tokenizer.bos_id
     assert bos_id is not None  # packed rows begin with it
     rows = max(config.batch.micro_sequences, session.eval_sequences)

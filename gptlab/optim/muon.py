@@ -216,9 +216,12 @@ class Muon:
             if stacked is not None:
                 torch._foreach_copy_(live, stacked.unbind(0))
 
-    def compile(self, compiled: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        """Fuse the update of a stack. Its rates then are 0-d tensors, so that nothing is compiled again as they
-        move."""
+    def compile(self, compiled: Callable[[Callable[..., Any]], Callable[..., Any]] | None) -> None:
+        """Fuse the update of a stack; None: no longer. Its rates then are 0-d tensors, so that nothing is compiled
+        again as they move."""
+        if compiled is None:
+            self._updated = updated
+            return
         function = compiled(updated)
 
         def with_tensors(

@@ -205,15 +205,21 @@ def _compile(
         problem = f"torch.compile failed: {_what_failed(error)}"
         if config.runtime.compile == "on" or state.strategy.is_sharded:
             raise ConfigError("runtime.compile", config.runtime.compile, problem, "off") from error
-        passes.give_up_compiling()
+        _give_up_compiling(state, passes)
         warn(f"training without torch.compile, which is slower: {problem}")
         run_once(state, passes, config, eval_sequences)
     else:
         if counters["stats"]["unique_graphs"] > 0:  # of this process: a second model may find those of the first
             passes.compiler = _compiler(state.device)
         else:  # TORCHDYNAMO_DISABLE is set
-            passes.give_up_compiling()
+            _give_up_compiling(state, passes)
             warn("training without torch.compile, which is slower: it compiled nothing")
+
+
+def _give_up_compiling(state: TrainState, passes: Passes) -> None:
+    passes.give_up_compiling()
+    if isinstance(state.optimizer.muon, Muon):
+        state.optimizer.muon.compile(None)
 
 
 def _compiler(device: torch.device) -> str:

@@ -36,8 +36,8 @@ class _Queued:
 def queued_steps(
     state: TrainState, loss_sum: LossFunction, config: RunConfig, finish: Finish, due: Callable[[TrainState], bool]
 ) -> Iterator[TrainStep]:
-    """Yield steps in their order until something else is `due` after one, given the state as it is about to be then.
-    The caller counts each, in steps and on the clock, before it takes the next."""
+    """Yield steps in order. A step is the last one if something else is `due` after it, which is called with the state
+    expected then. The caller adds each to the step count and to the clock before it takes the next."""
     started = time.perf_counter()
     queued: _Queued | None = _queue(state, loss_sum, config, finish)
     while queued is not None:

@@ -62,7 +62,7 @@ class Rates(NamedTuple):
 
 
 def rates_of_step(config: RunConfig, step: int, progress: float, step_fraction: float) -> Rates:
-    """Of the step after `step` steps, at a `progress` of the run in [0, 1], of which a step is `step_fraction`."""
+    """The rates of the step that follows `step` steps. Other arguments as for `update`."""
     return Rates(
         lr_scale(config.schedule, progress, step_fraction),
         muon_momentum(config.optim.muon, step),

@@ -15,7 +15,7 @@ from gptlab.runtime.hardware.device import Platform
 from gptlab.runtime.hardware.place import place_of
 from gptlab.runtime.processes.distributed import Group, World
 from gptlab.runtime.records.console import QuietConsole
-from gptlab.training.compilation import make_passes
+from gptlab.training.compilation import make_passes, warm_up
 
 BLOCKS = {"Block": 1, "GPT.head_loss": 1, "GPT.logits": 1}
 
@@ -52,3 +52,25 @@ def test_what_is_compiled(
     tokens = torch.zeros(2, config.model.seq_len, dtype=torch.int64)
     assert torch.equal(passes.loss_sum(tokens, tokens), session.state.model.loss(tokens, tokens))
     assert torch.equal(passes.logits(tokens), session.state.model(tokens))
+
+
+def test_a_gpu_whose_compiler_fails_trains_without_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Muon's update included, which is compiled beside the passes."""
+
+    def broken(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        def fail(*args: Any) -> None:
+            raise OSError("no linker")
+
+        return fail
+
+    config = make_config(folder, "never-made", runtime__dtype="float64", runtime__compile="auto")
+    session = open_session(config, place_of(config), QuietConsole())
+    state = session.state
+    state.model.platform = "cuda"
+    monkeypatch.setattr(torch, "compile", broken)
+    passes = make_passes(state, session.config, pytest.fail)
+    assert passes.compiled
+    warnings: list[str] = []
+    warm_up(state, passes, session.config, session.eval_sequences, warnings.append)
+    assert warnings == ["training without torch.compile, which is slower: torch.compile failed: no linker"]
+    assert not passes.compiled
