@@ -31,7 +31,7 @@ from gptlab.model.interop.pretrained import Pretrained
 from gptlab.model.kernels.ops import missing_kernels
 from gptlab.runtime.files.cache import cache_root
 from gptlab.runtime.hardware.cpu import cpu_model, set_threads
-from gptlab.runtime.hardware.device import resolve_device
+from gptlab.runtime.hardware.device import resolve_device, unused_gpu
 from gptlab.runtime.hardware.place import resolve_dtype
 from gptlab.runtime.processes.distributed import Group
 from gptlab.runtime.records.console import Console
@@ -72,16 +72,19 @@ def load_run(
 ) -> LoadedRun:
     """The run in `path` at `checkpoint` (latest | best | a step). `device`, `dtype`: None means as configured.
 
-    Warns on `console` (None: standard error) of damaged checkpoints. With several processes (`group`), all load the
-    same weights and may use collectives afterwards. UserError where run, tokenizer, checkpoint or device cannot be
-    used.
+    Warns on `console` (None: standard error) of damaged checkpoints, and of a GPU that torch cannot use. With several
+    processes (`group`), all load the same weights and may use collectives afterwards. UserError where run, tokenizer,
+    checkpoint or device cannot be used.
     """
     group, console = group or Group(), console or Console(stream=sys.stderr)
     directory = RunDirectory.open(Path(path))
     if (change := own_parts_of(directory.recorded()).get("change_model")) is not None:
         raise UserError(f"the model of {path} was changed by change_model={change['name']}, which only Python can call")
     config = config_from_json(directory.read_config())
-    where = resolve_device(device or config.runtime.device, None if group.size == 1 else group.world.local_rank)
+    wanted = device or config.runtime.device
+    if (unused := unused_gpu(wanted, config.runtime.allocator, group.world.local_rank)) is not None:
+        console.warn(unused)
+    where = resolve_device(wanted, None if group.size == 1 else group.world.local_rank)
     compute_dtype = resolve_dtype(dtype or recorded_dtype(directory, config.runtime.dtype, where), where)
     if not directory.checkpoints_path.is_dir():
         raise UserError(f"{path} has no checkpoint yet: the run has not reached its first one")

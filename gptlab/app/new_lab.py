@@ -40,9 +40,12 @@ def new_lab(path: Path, request: RunRequest, asked: Sequence[str], console: Cons
 
     # A lab has its own report, and a night of runs should not start as many processes.
     config = replace(request.config(measure, limited_machine), log=LogConfig(report=False))
+    if config.horizon.unit == "tokens":  # also quickstart's default on a fast GPU
+        steps = max(1, int(config.horizon.amount) // config.batch.total_tokens)
+        config = replace(config, horizon=replace(config.horizon, amount=steps, unit="steps"))
     horizon = config.horizon
     if horizon.unit not in ("seconds", "steps"):
-        raise UserError("a lab needs a length in --minutes or --steps: its candidates train for the same time")
+        raise UserError("a lab needs a length in --minutes, --steps or --tokens: its candidates train for the same")
     if config.init_from is not None:
         raise UserError("a lab trains from the weights that its seeds draw: leave init_from out")
     settings = Settings(

@@ -23,6 +23,7 @@ from gptlab.data.tokenizer.tokenizer import CharTokenizer, Tokenizer
 from gptlab.eval.sampling import sample_text
 from gptlab.model.gpt import GPT, build_model
 from gptlab.model.kernels import decode_kernel
+from gptlab.runtime.hardware import device
 from gptlab.runtime.records.metrics import MetricsLog
 from gptlab.runtime.records.run_directory import RunDirectory
 from gptlab.training.checkpoint.format import checkpoint_path
@@ -251,6 +252,15 @@ class TestSample:
         slow = capsys.readouterr()
         assert slow.out == quick.out
         assert (slow.err.count("half as fast"), quick.err.count("half as fast")) == (1, 0)
+
+    def test_a_gpu_that_torch_cannot_use_is_told(
+        self, run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(device, "_has_nvidia_gpu", lambda: True)
+        monkeypatch.setattr(device, "_cuda_problem", lambda index: "the driver is too old")
+        for named, told in ((["--device", "auto"], 1), (["--device", "cpu"], 0)):
+            assert main(["sample", str(run.path), "--prompt", "lazy ", *named]) == 0
+            assert capsys.readouterr().err.count("which will not be used: the driver is too old") == told
 
     def test_seed(self, run: Run, capsys: pytest.CaptureFixture[str]) -> None:
         settings = ("sample", run.path, "--prompt", "the", "--temperature", 2, "--top-k", 0, "--max-tokens", 40)
