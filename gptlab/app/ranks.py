@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 from gptlab.config.errors import UserError
 from gptlab.config.load import config_to_json
-from gptlab.config.run import RunConfig
+from gptlab.config.run import ParallelConfig, RunConfig
 from gptlab.runtime.processes.distributed import Group, World
 from gptlab.runtime.processes.liveness import PeerFailed
 from gptlab.runtime.records.console import Console, QuietConsole
@@ -83,22 +83,25 @@ def rank_0_first(what: str, group: Group) -> Iterator[None]:
         group.barrier(what)
 
 
-def agreed_place(place: Place, mode: str, group: Group) -> Place:
+def agreed_place(place: Place, parallel: ParallelConfig, group: Group) -> Place:
     """`place`, on a CPU with rank 0's dtype: each rank has timed its own, and two alike may differ by chance.
 
-    UserError on rank 0 where another rank has another parallel.mode; the other ranks end with rank 0. To be called
-    before the ranks first wait for each other in the way that the mode demands."""
+    UserError on rank 0 where another rank shares the work in another way, and where so many ranks cannot share it so;
+    the other ranks end with rank 0. To be called before the ranks first wait for each other in that way."""
     import torch
 
-    everybody = group.gather("place", {"mode": mode, "dtype": str(place.dtype).removeprefix("torch.")})
-    first = everybody[0]
-    other = next((rank for rank, theirs in enumerate(everybody) if theirs["mode"] != first["mode"]), None)
+    mine = {"parallel": asdict(parallel), "dtype": str(place.dtype).removeprefix("torch.")}
+    everybody = group.gather("place", mine)
+    ways = [theirs["parallel"] for theirs in everybody]
+    other = next((rank for rank, theirs in enumerate(ways) if theirs != ways[0]), None)
     if other is None:
-        return replace(place, dtype=getattr(torch, first["dtype"])) if place.device.type == "cpu" else place
+        parallel.ranks_per_copy(group.size)
+        dtype = getattr(torch, everybody[0]["dtype"])
+        return replace(place, dtype=dtype) if place.device.type == "cpu" else place
     if not group.is_main:
-        group.barrier("parallel.mode")  # rank 0 never comes: it reports the error
-    theirs = everybody[other]["mode"]
-    raise UserError(f"rank {other} has parallel.mode = {theirs!r}, rank 0 has {first['mode']!r}: {_START_ALIKE}")
+        group.barrier("parallel")  # rank 0 never comes: it reports the error
+    difference = _first_difference(ways[0], ways[other], "parallel")
+    raise UserError(f"rank {other}'s configuration differs from rank 0's ({difference}): {_START_ALIKE}")
 
 
 def require_same_run(config: RunConfig, facts: Mapping[str, object], group: Group) -> None:

@@ -125,7 +125,7 @@ def open_session(
     """
     group = group or Group()
     if group.size > 1:
-        place = agreed_place(place, config.parallel.mode, group)
+        place = agreed_place(place, config.parallel, group)
     if config.parallel.exact_any_world_size:
         config = _for_any_world_size(config, place, group)
     pretrained = None if restored or config.init_from is None else find_pretrained(config.init_from)

@@ -8,7 +8,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 from unittest.mock import patch
 
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools import fake_collectives  # noqa: F401  fake implementations of FSDP2's collectives
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -28,11 +28,11 @@ from gptlab.model.gpt import GPT
 from gptlab.runtime.hardware.device import Platform
 from gptlab.runtime.processes.distributed import Group, Pending, World
 from gptlab.training.parallel.fsdp import Fsdp
-from gptlab.training.parallel.fsdp_model import shard_model
+from gptlab.training.parallel.fsdp_model import make_mesh, shard_model
 from gptlab.training.parallel.strategy import Strategy, whole_optimizer
 from gptlab.training.parallel.zero import Zero
 
-StrategyName = Literal["single", "zero", "fsdp"]
+StrategyName = Literal["single", "zero", "fsdp", "hsdp"]
 STRATEGIES: tuple[StrategyName, ...] = get_args(StrategyName)
 
 # So few that activations do not show: memory.py counts them.
@@ -65,11 +65,16 @@ class RankPlan:
 def plan_rank(
     config: RunConfig, strategy: StrategyName, ranks: int, dtype: torch.dtype, platform: Platform
 ) -> RankPlan:
-    """Count rank 0 of `ranks`; `config` knows its vocabulary. RuntimeError inside of a process group."""
-    traffic = _Traffic(ranks)
+    """Count rank 0 of `ranks`; `config` knows its vocabulary. RuntimeError inside of a process group.
+
+    "hsdp" is "fsdp" with copies of `parallel.shard_ranks`. ConfigError where that does not divide `ranks`."""
+    if strategy != "hsdp":
+        config = replace(config, parallel=replace(config.parallel, shard_ranks=None))
+    per_copy = config.parallel.ranks_per_copy(ranks)
+    traffic = _Traffic(ranks, per_copy)
     with ExitStack() as stack:
-        if strategy == "fsdp":  # FSDP2 refuses the meta device
-            mesh = stack.enter_context(_fake_processes(ranks))
+        if strategy in ("fsdp", "hsdp"):  # FSDP2 refuses the meta device
+            mesh = stack.enter_context(_fake_processes(ranks, per_copy))
             stack.enter_context(FakeTensorMode())
             made: Strategy = _FakeFsdp(config, traffic, dtype, platform, mesh)
         else:
@@ -133,12 +138,12 @@ class _FakeFsdp(Fsdp):
 
 
 @contextmanager
-def _fake_processes(ranks: int) -> Iterator[DeviceMesh]:
+def _fake_processes(ranks: int, per_copy: int) -> Iterator[DeviceMesh]:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
         # 1,024 fake parts of every weight would take minutes, of which FSDP2 takes the first.
         with patch.object(_fsdp_param, "_chunk_with_empty", _first_chunk):
-            yield init_device_mesh("cpu", (ranks,))
+            yield make_mesh("cpu", ranks, per_copy)
     finally:
         dist.destroy_process_group()
 
@@ -150,8 +155,9 @@ def _first_chunk(tensor: Tensor, n_chunks: int, dim: int) -> list[Tensor]:
 class _Traffic(Group):
     """Rank 0 of many, whose collectives are counted."""
 
-    def __init__(self, ranks: int) -> None:
+    def __init__(self, ranks: int, per_copy: int) -> None:
         super().__init__(World(0, ranks))
+        self._per_copy = per_copy
         self.messages: Counter[str] = Counter()
         self.sent: Counter[str] = Counter()
 
@@ -163,6 +169,19 @@ class _Traffic(Group):
     def sum_later(self, tensor: Tensor, what: str) -> Pending:
         self.add(what, 2 * tensor.nbytes * (self.size - 1) // self.size)
         return Pending()
+
+    def note(self, func: Any, args: Sequence[Any]) -> None:
+        """FSDP2 gathers weights (into, from) and scatters gradients (into, from) in a copy, and sums those ([tensor])
+        over copies."""
+        if "allreduce" in func.__name__:
+            copies = self.size // self._per_copy
+            self.add("gradients", 2 * args[0][0].nbytes * (copies - 1) // copies)
+        elif "reduce_scatter" in func.__name__:
+            self.add("gradients", args[0].nbytes * (self._per_copy - 1))
+        elif "allgather" in func.__name__:
+            self.add("weights", args[1].nbytes * (self._per_copy - 1))
+        else:
+            raise NotImplementedError(f"{func} is not counted")
 
     def reduce_scatter_later(self, own: Tensor, flat: Tensor, what: str) -> Pending:
         self.add(what, own.nbytes * (self.size - 1))
@@ -205,22 +224,11 @@ class _LiveBytes(TorchDispatchMode):
             return NotImplemented  # its parts come here by themselves
         result = func(*args, **(kwargs or {}))
         if func.namespace == "c10d":
-            self._note_collective(func, args)
+            self._traffic.note(func, args)
         for leaf in result if isinstance(result, list | tuple) else (result,):
             if isinstance(leaf, Tensor):
                 self._note(leaf.untyped_storage())
         return result
-
-    def _note_collective(self, func: Any, args: Sequence[Any]) -> None:
-        """FSDP2 gathers weights and scatters gradients: (output, input, ...)."""
-        output, given = (one for one in args[:2])
-        others = self._traffic.size - 1
-        if "allgather" in func.__name__:
-            self._traffic.add("weights", given.nbytes * others)
-        elif "reduce_scatter" in func.__name__:
-            self._traffic.add("gradients", output.nbytes * others)
-        else:
-            raise NotImplementedError(f"{func} is not counted")
 
     def _note(self, storage: torch.UntypedStorage) -> None:
         known = self._known.get(storage._cdata)

@@ -70,7 +70,7 @@ def rows(
     gpu_gb: float,
     strategies: Sequence[StrategyName] = STRATEGIES,
 ) -> list[Row]:
-    """A row for one rank alone, and one for each number of ranks and strategy."""
+    """A row for one rank alone, and one for each number of ranks and strategy that it allows."""
     made = []
     for config in configs:
         config = replace(config, model=replace(config.model, vocab_size=assumed_vocab_size(config)[0]))
@@ -85,8 +85,9 @@ def rows(
             for times in (1, 2)
         )  # fmt: skip
         for count in dict.fromkeys((1, *ranks)):
+            several = count > (config.parallel.shard_ranks or count)
             for strategy in strategies:
-                if (strategy == "single") == (count == 1):
+                if (strategy == "single") == (count == 1) and (strategy != "hsdp" or several):
                     made.append(
                         Row(
                             depth=config.model.n_layer,

@@ -23,6 +23,8 @@ Mirror = Literal["tensorboard", "wandb", "trackio"]
 
 _NO_SPIKE = "must be greater than 1, or every step would be a spike"
 
+_NO_SHARD = "one process holds everything in mode data"
+
 _NO_DOCUMENTS = "only packed rows hold documents that begin with BOS: give data.rows packed"
 
 EXACT_WORLD_SIZES = (1, 2, 4, 8)
@@ -243,6 +245,9 @@ class ParallelConfig:
     mode: ParallelMode = "data"
     """data: replicated weights, sharded optimizer | sharded: weights, gradients and optimizer are sharded, and each
     layer is gathered when it computes. One process holds everything either way."""
+    shard_ranks: Annotated[int, Limit(lambda ranks: ranks > 1, _NO_SHARD, 2)] | None = None
+    """In mode sharded, how many processes hold one copy of the weights together, such as those of a machine (HSDP). It
+    divides their number. None: all of them."""
     exact_any_world_size: bool = False
     """Deterministic reduction: gradients are added in an order that does not depend on the number of processes (1, 2, 4
     or 8), so that weights and losses are the same bits for each, even if it changes in mid-run. It costs time and
@@ -252,6 +257,18 @@ class ParallelConfig:
         if self.exact_any_world_size and self.mode == "sharded":
             reason = "sharded gradients are added in an order that depends on the number of processes: use mode data"
             raise ConfigError("parallel.exact_any_world_size", True, reason, False)
+        if self.shard_ranks and self.mode != "sharded":
+            raise ConfigError("parallel.shard_ranks", self.shard_ranks, 'needs parallel.mode = "sharded"')
+
+    def ranks_per_copy(self, n_ranks: int) -> int:
+        """How many of `n_ranks` hold one copy of sharded weights. ConfigError where `shard_ranks` does not divide
+        them."""
+        size = self.shard_ranks or n_ranks
+        if n_ranks % size:
+            nearest = min((n for n in range(2, n_ranks + 1) if n_ranks % n == 0), key=lambda n: abs(n - size))
+            reason = f"does not divide the number of processes, {n_ranks}"
+            raise ConfigError("parallel.shard_ranks", size, reason, nearest)
+        return size
 
 
 @checked_dataclass("log.")

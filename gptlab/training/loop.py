@@ -203,7 +203,7 @@ def sample(state: TrainState, work: Work, record: Recorder) -> None:
 def checkpoint(state: TrainState, work: Work, record: Recorder, *, scheduled: bool = True) -> None:
     """All ranks save, each its slices. TrainingFailed, with nothing saved, where their replicated weights differ."""
     if work.group.size > 1:
-        require_equal_weights(state.strategy.replicated_weights(), work.group, state.step)
+        require_equal_weights(state.strategy, state.step)
     record.saves.checkpoint(state, scheduled=scheduled)
 
 

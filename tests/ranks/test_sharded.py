@@ -26,26 +26,26 @@ SMALL: dict[str, Any] = {
     "log.report": False,
 }  # fmt: skip
 """A recipe's model and optimizer, made small; three micro-batches a step."""
-LINEAGES: dict[str, tuple[int, dict[str, Any]]] = {
+LINEAGES: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
     # Layer norms and biases, a tied table, learned positions, AdamW alone.
-    "nanogpt/gpt2-124m-tiny": (2, {"model.bias": True}),
+    "nanogpt/gpt2-124m-tiny": ((1, 2), {"model.bias": True}),
     # A tied table beside Muon.
-    "speedrun/muon-2024-10-tiny": (2, {}),
+    "speedrun/muon-2024-10-tiny": ((1, 2), {}),
     # Value embeddings, residual lambdas, gates of three rows; a rank without a micro-batch.
-    "autoresearch-tiny": (3, {"batch.total_tokens": 2 * 4 * 32}),
-    # A fused matrix of unequal parts, gates of one row.
-    "nanochat-tiny": (2, {"model.n_kv_head": 1}),
+    "autoresearch-tiny": ((1, 3), {"batch.total_tokens": 2 * 4 * 32}),
+    # A fused matrix of unequal parts, gates of one row; a rank without a micro-batch.
+    "nanochat-tiny": ((2, 2), {"model.n_kv_head": 1}),
 }
-"""Ranks, and what is special."""
+"""Copies of the weights and the ranks of each, and what is special."""
 
 
-def lineage(folder: Path, recipe: str, name: str, ranks: int) -> dict[str, Any]:
+def lineage(folder: Path, recipe: str, name: str, copies: int, shards: int) -> dict[str, Any]:
     flags = SMALL | LINEAGES[recipe][1] | {
         "data.source": folder / "corpus", "data.cache_dir": folder / "cache", "run_dir": folder / name,
-        "parallel.mode": "sharded" if ranks > 1 else "data",
+        "parallel.mode": "sharded", "parallel.shard_ranks": shards if copies > 1 else None,
     }  # fmt: skip
     words = [word for field, value in flags.items() for word in (f"--{field}", str(value))]
-    return {"name": name, "ranks": ranks, "argv": ["train", recipe, *words]}
+    return {"name": name, "ranks": copies * shards, "argv": ["train", recipe, *words]}
 
 
 def scenes(folder: Path) -> list[dict[str, Any]]:
@@ -54,8 +54,9 @@ def scenes(folder: Path) -> list[dict[str, Any]]:
         flags |= {field.replace("__", "."): value for field, value in changes.items()}
         return {"name": name, "ranks": ranks, "argv": ["train", *arguments(folder, name, flags)]}
 
-    def resume(run: str, name: str, ranks: int, mode: str) -> dict[str, Any]:
-        return {"name": name, "ranks": ranks, "argv": ["train", "--resume", str(folder / run), "--parallel.mode", mode]}
+    def resume(run: str, name: str, ranks: int, mode: str, *more: str) -> dict[str, Any]:
+        argv = ["train", "--resume", str(folder / run), "--parallel.mode", mode, *more]
+        return {"name": name, "ranks": ranks, "argv": argv}
 
     core = {"eval__core_every_steps": 4, "eval__core_dir": folder / "bundle"}
     # Few parts, each of which takes time to trace: what counts is that the backward pass finds its weights.
@@ -67,12 +68,12 @@ def scenes(folder: Path) -> list[dict[str, Any]]:
     return [
         train("one", 1, "data", **core),
         train("three", 3, **core),
-        *(lineage(folder, recipe, f"{recipe.replace('/', '-')}-1", 1) for recipe in LINEAGES),
-        *(lineage(folder, recipe, f"{recipe.replace('/', '-')}-n", LINEAGES[recipe][0]) for recipe in LINEAGES),
-        # Written by two ranks that share; read by three that do not, then by two that share, then by one.
+        *(lineage(folder, recipe, f"{recipe.replace('/', '-')}-1", 1, 1) for recipe in LINEAGES),
+        *(lineage(folder, recipe, f"{recipe.replace('/', '-')}-n", *LINEAGES[recipe][0]) for recipe in LINEAGES),
+        # Written by two ranks that share; read by three that do not, then by four with two copies, then by one.
         train("stopped", 2, **core) | {"signal": ["SIGTERM", 1, 1]},
         resume("stopped", "whole", 3, "data") | {"signal": ["SIGINT", 2, 2]},
-        resume("stopped", "shared", 2, "sharded") | {"signal": ["SIGTERM", 0, 3]},
+        resume("stopped", "copies", 4, "sharded", "--parallel.shard_ranks", "2") | {"signal": ["SIGTERM", 0, 3]},
         resume("stopped", "alone", 1, "sharded"),
         train("broken-one", 1, "data", steps=3) | {"in_pass": ["nan", 0, 2]},
         train("broken", 3, steps=3) | {"in_pass": ["nan", 2, 2], "queued": True},
@@ -119,8 +120,8 @@ class TestTheSameRun:
 
 class TestCheckpoints:
     def test_each_mode_and_number_of_ranks_reads_those_of_the_others(self, played: Path) -> None:
-        codes = {name: of(played, name, 0)["code"] for name in ("stopped", "whole", "shared", "alone")}
-        assert codes == {"stopped": 75, "whole": 75, "shared": 75, "alone": 0}
+        codes = {name: of(played, name, 0)["code"] for name in ("stopped", "whole", "copies", "alone")}
+        assert codes == {"stopped": 75, "whole": 75, "copies": 75, "alone": 0}
         assert_same_run(played / "stopped", played / "one")
 
     def test_every_rank_writes_its_share(self, played: Path) -> None:
@@ -129,6 +130,13 @@ class TestCheckpoints:
         for kind in ("model", "optimizer"):
             sizes = [(last / f"{kind}-{rank:05}-of-00003.safetensors").stat().st_size for rank in (1, 2, 3)]
             assert max(sizes) < 0.45 * sum(sizes), kind
+
+    def test_copies_share_it(self, played: Path) -> None:
+        """A quarter each, though every rank holds a half."""
+        saved = played / "stopped" / "checkpoints" / "step-00000003"
+        for kind in ("model", "optimizer"):
+            sizes = [(saved / f"{kind}-{rank:05}-of-00004.safetensors").stat().st_size for rank in (1, 2, 3, 4)]
+            assert max(sizes) < 0.35 * sum(sizes), kind
 
 
 class TestFaults:
@@ -145,10 +153,13 @@ class TestFaults:
 
     def test_ranks_of_two_modes_do_not_wait_for_each_other(self, played: Path) -> None:
         assert {of(played, "unlike", rank)["code"] for rank in range(2)} == {2}
-        assert "rank 1 has parallel.mode = 'data', rank 0 has 'sharded'" in of(played, "unlike", 0)["err"]
+        assert (
+            "rank 1's configuration differs from rank 0's (parallel.mode = 'data', not 'sharded')"
+            in of(played, "unlike", 0)["err"]
+        )
 
     def test_a_rank_that_dies_within_a_pass_is_named(self, played: Path) -> None:
-        assert re.findall(r"CODES (.*)", (played / "output.txt").read_text()) == ["[0, 0, -9]"]
+        assert re.findall(r"CODES (.*)", (played / "output.txt").read_text()) == ["[0, 0, -9, 0]"]
         for rank in (0, 1):
             killed = of(played, "killed", rank)
             assert killed["code"] == 3

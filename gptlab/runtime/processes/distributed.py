@@ -126,8 +126,8 @@ class Group:
         ends it by name."""
         yield
 
-    def all_agree(self, number: int, what: str) -> list[int]:
-        """Ranks whose `number` (0 <= number < 2^62) differs from rank 0's: none if all have the same."""
+    def all_agree(self, number: int, what: str, *, every: int = 1) -> list[int]:
+        """Ranks r whose `number` (0 <= number < 2^62) differs from that of rank r % every, by default rank 0's."""
         return []
 
     def broadcast(self, name: str, value: Any = None) -> Any:

@@ -117,11 +117,11 @@ class TorchGroup(Group):
                     raise self._liveness.explained(error) from error
                 raise
 
-    def all_agree(self, number: int, what: str) -> list[int]:
+    def all_agree(self, number: int, what: str, *, every: int = 1) -> list[int]:
         numbers = torch.zeros(self.size, dtype=torch.int64)
         numbers[self.rank] = number
         self.sum(numbers, what)
-        return [rank for rank, other in enumerate(numbers.tolist()) if other != numbers[0]]
+        return [rank for rank, other in enumerate(numbers.tolist()) if other != numbers[rank % every]]
 
     def broadcast(self, name: str, value: Any = None) -> Any:
         place = self._next_place(name, value, says=self.is_main)

@@ -6,16 +6,15 @@ Every rank then evaluates, saves, stops and lowers its learning rate at the same
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable
 
 import torch
-from torch import Tensor
 
 from gptlab.runtime.processes.distributed import Group
 from gptlab.training.checkpoint.background import ConcurrentSaver
 from gptlab.training.checkpoint.load import checksum
 from gptlab.training.checkpoint.saver import CheckpointSaver
 from gptlab.training.faults import TrainingFailed
+from gptlab.training.parallel.strategy import Strategy
 from gptlab.training.signals import Signals
 
 
@@ -64,9 +63,12 @@ class Agreement:
         return float(seconds)
 
 
-def require_equal_weights(tensors: Iterable[Tensor], group: Group, step: int) -> None:
-    """TrainingFailed where a rank's bits differ from rank 0's: a machine that computes differently, or a bug. One pass
-    over the weights."""
-    different = group.all_agree(checksum(tensors), "checksum")
-    if different:
-        raise TrainingFailed(f"after step {step}, rank {different[0]}'s weights differ from rank 0's", step=step)
+def require_equal_weights(strategy: Strategy, step: int) -> None:
+    """TrainingFailed where a rank's bits differ from those of another rank that should have them: a machine that
+    computes differently, or a bug. One pass over the weights."""
+    for every, tensors in strategy.equal_weights():
+        different = strategy.group.all_agree(checksum(tensors), "checksum", every=every)
+        if different:
+            rank = different[0]
+            what = f"rank {rank}'s weights differ from rank {rank % every}'s"
+            raise TrainingFailed(f"after step {step}, {what}", step=step)

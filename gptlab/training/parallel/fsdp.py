@@ -2,17 +2,19 @@
 
 The optimizer sees this rank's rows as parameters of their own; only Muon communicates (fsdp_muon.py). A checkpoint gets
 each rank's rows as slices and does not depend on the strategy.
+
+With `parallel.shard_ranks`, so many consecutive ranks hold a copy of the weights (HSDP): gradients are summed over all
+ranks, and every copy makes the whole update, with the same bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import Parameter
 
 from gptlab.config.run import RunConfig
@@ -26,8 +28,10 @@ from gptlab.runtime.hardware.device import Platform
 from gptlab.runtime.processes.distributed import Group
 from gptlab.training.checkpoint.format import TensorSlice
 from gptlab.training.checkpoint.load import require_same_shapes
+from gptlab.training.parallel.fsdp_copies import OneCopy
 from gptlab.training.parallel.fsdp_model import (
     as_forward,
+    make_mesh,
     reshard,
     shard_model,
     shards_of,
@@ -50,10 +54,12 @@ class Fsdp(Strategy):
     def __init__(self, config: RunConfig, group: Group, *, device: torch.device, compute_dtype: torch.dtype) -> None:
         """Build a model that no rank ever holds whole: each draws every weight, one at a time in host memory, and keeps
         its rows. The collectives of `group` have started."""
-        model = self._build(config, group.size, device, compute_dtype)
+        self._copy = OneCopy(group, config.parallel.ranks_per_copy(group.size))
+        with group.in_passes():
+            model = self._build(config, group.size, device, compute_dtype)
         roles, row_splits = parameter_roles(model), fused_rows(model)
         self._layout = optimizer_layout(model, config)
-        self.shards = shards_of(model, group.rank, group.size)
+        self.shards = shards_of(model, self._copy.rank, self._copy.size)
         self._initialize(model, config)
         by_muon = {} if self._layout.muon is None else self._layout.muon.parameters
         parameters = [
@@ -66,7 +72,7 @@ class Fsdp(Strategy):
         if matrices:
             sharded = [ShardedMatrix(name, here, self.shards[name].rows) for name, here in matrices.items()]
             self._muon = ShardedMuon(
-                sharded, config.optim.muon, compute_dtype=compute_dtype, row_splits=row_splits, group=group
+                sharded, config.optim.muon, compute_dtype=compute_dtype, row_splits=row_splits, group=self._copy
             )
         super().__init__(model, CombinedOptimizer(self._muon, AdamW(groups) if groups else None), group)
         self._device = device
@@ -78,7 +84,7 @@ class Fsdp(Strategy):
             model = GPT(config.model, compute_dtype, cast(Platform, device.type))
         if compute_dtype == torch.float64:
             model = model.double()
-        shard_model(model, init_device_mesh(device.type, (n_ranks,)))
+        shard_model(model, make_mesh(device.type, n_ranks, self._copy.size))
         return model.to_empty(device=device)
 
     @torch.no_grad()
@@ -112,7 +118,8 @@ class Fsdp(Strategy):
 
     def total_norm(self, gradients: list[Tensor]) -> Tensor:
         cut = sum(shard.is_cut for shard in self.shards.values())
-        counted = gradients if self.group.is_main else gradients[:cut]  # replicated gradients count once
+        # Replicated gradients count once, and so does each copy's.
+        counted = gradients if self.group.is_main else gradients[:cut] if self._copy.number == 0 else []
         return self.group.sum(sum_of_squares(counted, self._device), "gradient norm").sqrt()
 
     # --- the update
@@ -136,19 +143,24 @@ class Fsdp(Strategy):
     def replicated_weights(self) -> list[Parameter]:
         return [shard.whole for shard in self.shards.values() if not shard.is_cut]
 
+    def equal_weights(self) -> Iterator[tuple[int, Iterable[Tensor]]]:
+        yield 1, self.replicated_weights()
+        if self._copy.size < self.group.size:
+            yield self._copy.size, [shard.here for shard in self.shards.values() if shard.is_cut]
+
     def weight_slices(self) -> list[TensorSlice]:
-        return [
+        return self._copy.share([
             shard.slice
             for shard in self.shards.values()
-            if shard.here.numel() and (shard.is_cut or self.group.is_main)
-        ]  # fmt: skip
+            if shard.here.numel() and (shard.is_cut or self._copy.is_main)
+        ])  # fmt: skip
 
     def moment_slices(self) -> list[TensorSlice]:
-        """Second moments are on their owner alone; what all ranks hold is saved by rank 0."""
+        """Second moments are on their owner alone; what all ranks hold is saved by rank 0 of a copy."""
         held = self._held_moments()
-        return [
-            one for one in held if not one.is_whole or self.group.is_main or one.name.endswith(".second_moment")
-        ]  # fmt: skip
+        return self._copy.share([
+            one for one in held if not one.is_whole or self._copy.is_main or one.name.endswith(".second_moment")
+        ])  # fmt: skip
 
     @torch.no_grad()
     def load_weights(self, tensors: Mapping[str, Tensor]) -> None:

@@ -16,7 +16,7 @@ from typing import ParamSpec, TypeVar, cast
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
@@ -46,8 +46,16 @@ class Shard:
         return self.here is not self.whole
 
 
+def make_mesh(device_type: str, n_ranks: int, ranks_per_copy: int) -> DeviceMesh:
+    """Consecutive ranks hold one copy of the weights together. FSDP2 gathers weights and scatters gradients within a
+    copy, and then sums the gradients over copies. All ranks call it, after `start_collectives`."""
+    if ranks_per_copy == n_ranks:
+        return init_device_mesh(device_type, (n_ranks,))
+    return init_device_mesh(device_type, (n_ranks // ranks_per_copy, ranks_per_copy), mesh_dim_names=("copy", "shard"))
+
+
 def shard_model(model: GPT, mesh: DeviceMesh) -> None:
-    """Cut the weights of a model, which may be on the meta device. All ranks call it, after `start_collectives`."""
+    """Cut the weights of a model, which may be on the meta device."""
     vectors = {parameter for parameter in model.parameters() if parameter.ndim < 2}
     # Tables are read in float32, which is also what their gradients are added up in; matrices are used in the compute
     # type, and so travel in it: the same numbers as if each rank cast its own copy.
@@ -79,17 +87,18 @@ def shard_model(model: GPT, mesh: DeviceMesh) -> None:
     synchronize_gradients(model, False)
 
 
-def shards_of(model: GPT, rank: int, world_size: int) -> dict[str, Shard]:
-    """By name, of a model that `shard_model` has cut and that has its memory: these tensors stay the same."""
+def shards_of(model: GPT, rank: int, n_ranks: int) -> dict[str, Shard]:
+    """By name, of a model that `shard_model` has cut and that has its memory: these tensors stay the same. `rank`: of
+    the `n_ranks` that hold one copy."""
     shards = {}
     for name, parameter in model.named_parameters():
         shape = tuple(parameter.shape)
         if not isinstance(parameter, DTensor):
             whole = TensorSlice(name, shape, 0, parameter.detach())
-            shards[name] = Shard(parameter, parameter, (shape[0],) * world_size, whole)
+            shards[name] = Shard(parameter, parameter, (shape[0],) * n_ranks, whole)
             continue
-        most = -(-shape[0] // world_size)
-        rows = tuple(max(0, min(most, shape[0] - most * r)) for r in range(world_size))
+        most = -(-shape[0] // n_ranks)
+        rows = tuple(max(0, min(most, shape[0] - most * r)) for r in range(n_ranks))
         here = parameter.to_local().detach()
         assert len(here) == rows[rank], f"{name}: {len(here)} rows here, of {rows}"
         start = sum(rows[:rank]) * math.prod(shape[1:])

@@ -117,6 +117,10 @@ class Strategy:
         """The weights that all ranks hold, with the same bits on each."""
         return list(self.model.parameters())
 
+    def equal_weights(self) -> Iterable[tuple[int, Iterable[Tensor]]]:
+        """(n, weights): those of rank r have the bits of those of rank r % n."""
+        return [(1, self.replicated_weights())]
+
     def weight_slices(self) -> list[TensorSlice]:
         """The weights that this rank saves: live views. The slices of all ranks tile every weight."""
         return whole_slices({name: parameter.detach() for name, parameter in self.model.named_parameters()})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,7 @@ def tiny(**model: object) -> RunConfig:
     return apply_overrides(RunConfig(), {f"model.{name}": value for name, value in fields.items()})
 
 
+@functools.cache
 def planned(strategy: StrategyName, ranks: int, config: RunConfig | None = None) -> RankPlan:
     return plan_rank(config or tiny(), strategy, ranks, torch.bfloat16, "cuda")
 
@@ -73,6 +75,19 @@ def test_fsdp_by_hand() -> None:
     assert plan.sent["gradients"] == 4 * sum(sizes.values()) // 2
     gathered = 2 * 2 * blocks + 2 * sizes["head.weight"] + 4 * sizes["token_embedding.weight"]
     assert plan.sent["weights"] == gathered // 2
+
+
+def test_hsdp_by_hand() -> None:
+    """Two copies of two ranks: each rank holds and sends what it does in a world of two, and then sums its half of the
+    gradients with the other copy: 2 (n - 1) / n = 1 times their bytes. It saves half of what it holds."""
+    config = tiny(value_embeddings=False, residual_lambdas=False)
+    two = planned("fsdp", 2, config)
+    four = planned("hsdp", 4, apply_overrides(config, {"parallel.mode": "sharded", "parallel.shard_ranks": 2}))
+    assert (four.weights, four.moments, four.working) == (two.weights, two.moments, two.working)
+    assert four.sent["weights"] == two.sent["weights"]
+    assert four.sent["gradients"] == 2 * two.sent["gradients"]
+    assert four.messages["gradients"] == 2 * two.messages["gradients"]
+    assert four.saved == pytest.approx(two.saved / 2, rel=1e-3)
 
 
 def test_more_ranks_hold_less_and_save_less() -> None:

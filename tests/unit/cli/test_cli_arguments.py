@@ -224,6 +224,19 @@ class TestRunRequest:
         assert resolve("--steps 9 --exact-any-world-size").parallel.exact_any_world_size
         assert not resolve("--steps 9 --exact-any-world-size --no-exact-any-world-size").parallel.exact_any_world_size
 
+    def test_a_mode_that_resumes_a_run_brings_its_own_copies(self) -> None:
+        stored = apply_overrides(RunConfig(), {"parallel.mode": "sharded", "parallel.shard_ranks": 8})
+
+        def resumed(**asked: object) -> tuple[str, int | None]:
+            request = RunRequest(overrides={f"parallel.{name}": value for name, value in asked.items()})
+            parallel = request.resumed(stored).parallel
+            return parallel.mode, parallel.shard_ranks
+
+        assert resumed() == ("sharded", 8)
+        assert resumed(shard_ranks=4) == resumed(mode="sharded", shard_ranks=4) == ("sharded", 4)
+        assert resumed(mode="sharded") == ("sharded", None)
+        assert resumed(mode="data") == ("data", None)
+
     @pytest.mark.parametrize(
         ("flag", "horizon"),
         [

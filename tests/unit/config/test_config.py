@@ -70,6 +70,14 @@ IMPOSSIBLE: list[tuple[Callable[[], object], str, str]] = [
         "parallel.exact_any_world_size",
         "nearest valid: False",
     ),
+    (lambda: ParallelConfig(shard_ranks=8), "parallel.shard_ranks", 'parallel.mode = "sharded"'),
+    (lambda: ParallelConfig(mode="sharded", shard_ranks=1), "parallel.shard_ranks", "nearest valid: 2"),
+    (
+        lambda: copies_of(4).ranks_per_copy(30),
+        "parallel.shard_ranks",
+        "divide the number of processes, 30 (nearest valid: 3)",
+    ),
+    (lambda: copies_of(9).ranks_per_copy(8), "parallel.shard_ranks", "nearest valid: 8"),
     (
         lambda: RunConfig(horizon=Horizon(unit="seconds"), parallel=ParallelConfig(exact_any_world_size=True)),
         "parallel.exact_any_world_size",
@@ -89,6 +97,15 @@ def test_the_impossible_is_refused_by_name(build: Callable[[], object], field: s
     assert says in message
     assert "\n" not in message
     assert isinstance(caught.value, UserError)
+
+
+def copies_of(ranks: int) -> ParallelConfig:
+    return ParallelConfig(mode="sharded", shard_ranks=ranks)
+
+
+def test_ranks_per_copy() -> None:
+    assert copies_of(4).ranks_per_copy(8) == copies_of(4).ranks_per_copy(4) == 4
+    assert ParallelConfig(mode="sharded").ranks_per_copy(6) == 6
 
 
 def test_configurations_are_frozen_values() -> None:

@@ -15,6 +15,7 @@ from torch.nn import Parameter
 from gptlab.config.optim import MuonConfig
 from gptlab.optim.muon import Muon
 from gptlab.runtime.processes.distributed import Group, World
+from gptlab.training.parallel.fsdp_copies import OneCopy
 from gptlab.training.parallel.fsdp_muon import ShardedMatrix, ShardedMuon
 
 SHAPES = {
@@ -84,15 +85,15 @@ def matrices(rank: int, size: int) -> list[ShardedMatrix]:
 
 
 def train_shards(
-    size: int, steps: int, config: MuonConfig, *, broken_last: bool = False
+    size: int, steps: int, config: MuonConfig, *, copies: int = 1, broken_last: bool = False
 ) -> tuple[list[ShardedMuon], Post]:
-    """`broken_last`: then a step without finite gradients, whose update is not made."""
-    post = Post(size)
+    """`size`: ranks that hold a copy. `broken_last`: then a step without finite gradients, whose update is not made."""
+    post = Post(copies * size)
 
-    def train(rank: int) -> ShardedMuon:
-        muon = ShardedMuon(
-            matrices(rank, size), config, compute_dtype=torch.float64, row_splits=SPLITS, group=Desk(post, rank)
-        )
+    def train(number: int) -> ShardedMuon:
+        group = OneCopy(Desk(post, number), size)
+        rank = group.rank
+        muon = ShardedMuon(matrices(rank, size), config, compute_dtype=torch.float64, row_splits=SPLITS, group=group)
         for step in range(steps):
             for name, gradient in values(1 + step).items():
                 muon.parameters[name].grad = gradient[rows_on(rank, size, len(gradient))].clone()
@@ -103,8 +104,8 @@ def train_shards(
             muon.step(1.0, 0.9, 1.0, torch.tensor(False))
         return muon
 
-    with ThreadPoolExecutor(size) as threads:
-        return list(threads.map(train, range(size))), post
+    with ThreadPoolExecutor(post.size) as threads:
+        return list(threads.map(train, range(post.size))), post
 
 
 def train_whole(steps: int, config: MuonConfig) -> Muon:
@@ -146,6 +147,15 @@ def test_weights_and_state_are_those_of_whole_matrices(size: int, settings: dict
             assert len(pieces) == 1, "one owner"
         torch.testing.assert_close(torch.cat(pieces), tensor, rtol=1e-10, atol=1e-12)
     assert all(shard.row_splits == whole.row_splits for shard in shards)
+
+
+def test_copies_make_the_same_update() -> None:
+    alone, _ = train_shards(2, 2, MuonConfig())
+    shards, _ = train_shards(2, 2, MuonConfig(), copies=3)
+    for rank, shard in enumerate(shards):
+        ours, theirs = ({**one.parameters, **one.state_tensors()} for one in (shard, alone[rank % 2]))
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 def test_owners_share_the_work() -> None:
