@@ -21,8 +21,9 @@ from gptlab.runtime.hardware.place import Place
 from gptlab.runtime.hardware.rng import seed_everything
 from gptlab.training.compilation import Passes, keep_compiled, make_passes
 from gptlab.training.faults import Fault, TrainingFailed
-from gptlab.training.state import TrainState, build_state
-from gptlab.training.step import LossFunction, gradients, quiet_garbage, train_step, update
+from gptlab.training.loop import next_steps
+from gptlab.training.state import Finish, TrainState, build_state
+from gptlab.training.step import LossFunction, gradients, quiet_garbage, update
 
 R = TypeVar("R")
 
@@ -38,6 +39,8 @@ ALIKE_STEPS = 5
 ALIKE_RATIO = 1.1
 # Where in its schedule a step is timed: full learning rate and weight decay, the usual work.
 _MIDDLE = 0.5
+# On a GPU steps are queued ahead, so that several are timed together; the last of them waits for nothing.
+_QUEUED_STEPS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,12 +126,12 @@ def time_steps(
     whole: list[float] = []
     parts: dict[str, list[float]] = {name: [] for name in PARTS}
     with quiet_garbage():
-        whole_step(state, loss_sum, config)  # Untimed: caches are filled, batches made ahead.
+        whole_steps(state, loss_sum, config, 1)  # Untimed: caches are filled, batches made ahead.
         deadline = time.perf_counter() + max_seconds
         while len(whole) < min_steps or (len(whole) < max_steps and time.perf_counter() < deadline):
             if until_alike and _alike(whole[-ALIKE_STEPS:]):
                 break
-            whole.append(whole_step(state, loss_sum, config))
+            whole += whole_steps(state, loss_sum, config, max_steps - len(whole))
             for name, seconds in step_by_parts(state, loss_sum, config).items() if by_parts else ():
                 parts[name].append(seconds)
     return StepTimes(whole, parts)
@@ -139,13 +142,21 @@ def _alike(seconds: list[float]) -> bool:
     return len(seconds) == ALIKE_STEPS and max(seconds) < ALIKE_RATIO * min(seconds)
 
 
-def whole_step(state: TrainState, loss_sum: LossFunction, config: RunConfig) -> float:
-    """Seconds of one step as in training. TrainingFailed for a broken loss or gradient."""
-    step = train_step(state, loss_sum, config, _MIDDLE, 0.0)
-    if isinstance(step.result, Fault):
-        raise TrainingFailed(str(step.result))
-    state.step += 1
-    return step.seconds
+class _AlwaysInTheMiddle(Finish):
+    def progress(self, step: int, train_seconds: float) -> float:
+        return _MIDDLE
+
+
+def whole_steps(state: TrainState, loss_sum: LossFunction, config: RunConfig, at_most: int) -> list[float]:
+    """Seconds of the next step as in training, or of the next few on a GPU. TrainingFailed for a broken loss or
+    gradient."""
+    end, seconds = state.step + min(at_most, _QUEUED_STEPS), list[float]()
+    for step in next_steps(state, loss_sum, config, _AlwaysInTheMiddle(None, None), lambda after: after.step >= end):
+        if isinstance(step.result, Fault):
+            raise TrainingFailed(str(step.result))
+        state.step += 1
+        seconds.append(step.seconds)
+    return seconds
 
 
 def step_by_parts(state: TrainState, loss_sum: LossFunction, config: RunConfig) -> dict[str, float]:

@@ -22,7 +22,7 @@ from gptlab.training.parallel.agreement import Agreement, require_equal_weights
 from gptlab.training.recorder import Recorder
 from gptlab.training.signals import Signals
 from gptlab.training.state import Best, Finish, Mark, TrainState, better
-from gptlab.training.step import TrainStep, collect_garbage, quiet_garbage, train_step
+from gptlab.training.step import LossFunction, TrainStep, collect_garbage, quiet_garbage, train_step
 
 Ended = Literal["finished", "preempted"]
 
@@ -80,7 +80,7 @@ def fit(state: TrainState, work: Work, record: Recorder) -> Ended:
             if finish.reached(state):
                 return "finished"
 
-            for step in next_steps(state, work, due):
+            for step in next_steps(state, work.passes.loss_sum, work.config, finish, due):
                 seconds = stop.step(step.seconds, state.step + 1)
                 state.train_seconds += seconds
                 if isinstance(step.result, Fault):
@@ -91,9 +91,10 @@ def fit(state: TrainState, work: Work, record: Recorder) -> Ended:
                 collect_garbage(state.step)
 
 
-def next_steps(state: TrainState, work: Work, due: Callable[[TrainState], bool]) -> Iterable[TrainStep]:
+def next_steps(
+    state: TrainState, loss_sum: LossFunction, config: RunConfig, finish: Finish, due: Callable[[TrainState], bool]
+) -> Iterable[TrainStep]:
     """One step; on a GPU, as many as there are until something else is `due` (`queued_steps`)."""
-    loss_sum, config, finish = work.passes.loss_sum, work.config, work.finish
     # A spike is found on the host, and torch's GradScaler (float16) waits for the GPU.
     if state.model.platform == "cuda" and not (config.faults.spike_factor or state.scaler.is_enabled()):
         from gptlab.training.queued_steps import queued_steps

@@ -46,15 +46,15 @@ def test_is_that_of_the_median_step_of_real_training(monkeypatch: pytest.MonkeyP
     """Four steps really run, on two micro-batches of 64 tokens each; by the clock one untimed, then 1, 2 and 9 s."""
     moved: list[bool] = []
     clock = iter([50.0, 1.0, 9.0, 2.0])
-    whole_step = timing.whole_step
+    whole_steps = timing.whole_steps
 
-    def on_the_clock(state: TrainState, loss_sum: LossFunction, config: RunConfig) -> float:
+    def on_the_clock(state: TrainState, loss_sum: LossFunction, config: RunConfig, at_most: int) -> list[float]:
         before = [p.detach().clone() for p in state.model.parameters()]
-        whole_step(state, loss_sum, config)
+        whole_steps(state, loss_sum, config, 1)
         moved.append(any(not torch.equal(a, b) for a, b in zip(before, state.model.parameters(), strict=True)))
-        return next(clock)
+        return [next(clock)]
 
-    monkeypatch.setattr(timing, "whole_step", on_the_clock)
+    monkeypatch.setattr(timing, "whole_steps", on_the_clock)
     monkeypatch.setattr(training_rate, "TIMED_STEPS", 3)
     rate = time_rate(config(), place_of(config()), silent, silent)
     assert moved == [True] * 4
