@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from gptlab.config.run import RunConfig
+from gptlab.data.documents import DocumentRoom
 from gptlab.data.rows import RowSource, make_rows
 from gptlab.data.tokens.shards import TokenSplit, shard_kind
 from gptlab.runtime.hardware.device import synchronize
@@ -107,6 +108,11 @@ def made_up_run(config: RunConfig, place: Place, warn: Callable[[str], None]) ->
     keep_compiled()
     seed_everything(config.seed, place.device)
     state = build_state(config, made_up_rows(config), device=place.device, compute_dtype=place.dtype)
+    if config.data.mask_documents:
+        bos_id = state.model.vocab_size - 1
+        room = DocumentRoom(bos_id, config.batch.micro_sequences, config.model.seq_len)
+        state.loader.rows = room.counted(state.loader.rows)
+        state.model.mask_documents(bos_id, room)
     return state, make_passes(state, config, warn)
 
 
