@@ -46,23 +46,6 @@ def test_otherwise_as_many_as_were_asked_for(monkeypatch: pytest.MonkeyPatch) ->
     assert found.whole_seconds == [1.0] * 20
 
 
-def test_documents_are_masked_where_the_run_masks_them() -> None:
-    """The first loss tells: without masks the model of the same weights sees other documents of the row, too."""
-    sizes = {"model.seq_len": 128, "batch.micro_sequences": 32, "batch.total_tokens": 32 * 128}
-
-    def first_loss(masked: bool) -> float:
-        config = apply_overrides(RunConfig(), FIELDS | sizes | {"data.mask_documents": masked})
-        state, passes = timing.made_up_run(config, place_of(config), print)
-        with state.loader:
-            batch = next(state.loader)
-        torch.manual_seed(0)
-        for weight in state.model.parameters():  # fresh ones make every token alike
-            weight.data.normal_(std=0.5)
-        return float(passes.loss_sum(batch.inputs[0], batch.targets[0]).detach())
-
-    assert first_loss(False) != first_loss(True) == first_loss(True)
-
-
 def test_a_gpu_is_timed_on_steps_that_are_queued_as_in_training(monkeypatch: pytest.MonkeyPatch) -> None:
     """Five at a time, and the rest: the host waits for none but the last before it goes on."""
     config = apply_overrides(RunConfig(), FIELDS)
