@@ -72,7 +72,7 @@ void fused() {
     Array<T> x(rows * width, 2), y(rows * width, 2), dsum(rows * width, 1), dnormed(rows * width, 1);
     Array<T> sum(rows * width), normed(rows * width), dx(rows * width), dy(rows * width);
     std::vector<float> inverse(rows * (n_head + n_kv_head));
-    double sums[128];
+    double sums[2];
     norm_forward(narrow, x.data(), y.data(), 0.9f, 0.3f, sum.data(), normed.data(), inverse.data(), rows, width, 1e-6f, 1);
     norm_backward(narrow, dsum.data(), dnormed.data(), sum.data(), inverse.data(), x.data(), y.data(), 0.9f, 0.3f,
                   dx.data(), dy.data(), sums, rows, width, 1);

@@ -14,8 +14,6 @@ from torch.autograd.function import once_differentiable
 from gptlab.model.kernels import torch_ops
 from gptlab.model.kernels.library import call
 
-_SUM_CHUNKS = 64
-"""CHUNKS of fused_kernels.cpp."""
 _UNLIMITED = 2**62
 """The window of full attention."""
 
@@ -86,11 +84,11 @@ class _SumAndNorm(torch.autograd.Function):
         a, b = ctx.weights
         dx = torch.empty_like(total)
         dy = dx if a == b else torch.empty_like(total) if len(gradients) == 2 else None
-        sums = torch.empty(_SUM_CHUNKS, 2, dtype=torch.float64) if ctx.learned else None
+        sums = torch.empty(2, dtype=torch.float64) if ctx.learned else None
         x, y = learned or (None, None)
         given, made = (dtotal, dnormed, total, inverse, x, y, a, b), (dx, None if dy is dx else dy, sums)
         call("norm_backward", total.dtype, *given, *made, inverse.numel(), total.shape[-1])
-        of_weights = (None, None) if sums is None else sums.sum(0).float().unbind()
+        of_weights = (None, None) if sums is None else sums.float().unbind()
         return dx, dy, *of_weights, None
 
 

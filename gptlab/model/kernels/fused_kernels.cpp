@@ -56,11 +56,12 @@ void norm_forward(const T* x, const T* y, float a, float b, T* mixed, T* normed,
     }
 }
 
-// dx = a g and dy = b g, for g = dmixed + the gradient through the norm. `sums` (CHUNKS, 2): those of g x and of g y.
+// dx = a g and dy = b g, for g = dmixed + the gradient through the norm. `sums` (2): those of g x and of g y.
 // dmixed, y with dy, and sums may be null.
 template <class T>
 void norm_backward(const T* dmixed, const T* dnormed, const T* mixed, const float* inverse, const T* x, const T* y,
                    float a, float b, T* dx, T* dy, double* sums, long rows, long width, int threads) {
+    double parts[CHUNKS][2];
 #pragma omp parallel for schedule(static) num_threads(team(rows * width, threads))
     for (long chunk = 0; chunk < CHUNKS; chunk++) {
         double of_x = 0, of_y = 0;
@@ -85,8 +86,11 @@ void norm_backward(const T* dmixed, const T* dnormed, const T* mixed, const floa
             of_x += sum_of(with_x);
             of_y += sum_of(with_y);
         }
-        if (sums) sums[2 * chunk] = of_x, sums[2 * chunk + 1] = of_y;
+        parts[chunk][0] = of_x, parts[chunk][1] = of_y;
     }
+    if (!sums) return;
+    sums[0] = sums[1] = 0;
+    for (const auto& part : parts) sums[0] += part[0], sums[1] += part[1];
 }
 
 struct Heads {
