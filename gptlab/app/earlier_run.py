@@ -100,10 +100,12 @@ class EarlierRun:
             console.warn(f"not computed as {of} was ({what}): close to, not bit for bit")
 
     def restore(self, state: TrainState, record: Recorder) -> None:
-        """Put the state, the files of the run and its clocks where the checkpoint left them. UserError for the intact
-        checkpoint (of untrusted origin) of a state that gptlab did not write."""
+        """Put the state, the files of the run and its clocks where the checkpoint left them, or begin again where there
+        is none. UserError for the intact checkpoint (of untrusted origin) of a state that gptlab did not write."""
         checkpoint = self.checkpoint
-        assert checkpoint is not None
+        if checkpoint is None:
+            record.begin_again()
+            return
         try:
             state.restore(checkpoint.model, checkpoint.optimizer, checkpoint.state)
             record.rewind(checkpoint)

@@ -63,9 +63,11 @@ class OwnParts:
 
         return call
 
-    @property
-    def make_optimizer(self) -> Callable[[GPT, RunConfig], Any] | None:
-        """As `build_state` takes it."""
+    def of_state(self) -> dict[str, Callable[..., Any] | None]:
+        """The arguments of `build_state` beside the configuration."""
+        return {"change_model": self.change_model, "make_optimizer": self._make_optimizer()}
+
+    def _make_optimizer(self) -> Callable[[GPT, RunConfig], Any] | None:
         if (own := self.optimizer) is None:
             return None
 

@@ -15,15 +15,7 @@ from typing import Any
 
 from gptlab.config.errors import ConfigError, UserError, nearest_name, require_positive
 from gptlab.config.foreign_names import answer, config_file_answer
-from gptlab.config.load import (
-    apply_overrides,
-    checked_value,
-    differences,
-    flatten,
-    leaf_fields,
-    rebuild,
-    unknown_field,
-)
+from gptlab.config.load import apply_overrides, checked_value, differences, flatten, leaf_fields, rebuild, unknown_field
 from gptlab.config.recipes import OWN_TYPES, RECIPES, configure, own_arguments, recorded_arguments
 from gptlab.config.run import Compile, DType, Horizon, HorizonUnit, RunConfig
 from gptlab.config.scaling import Machine
@@ -158,8 +150,9 @@ class RunRequest:
     def _with_fields(self, config: RunConfig) -> RunConfig:
         """A recipe's configuration with the requested fields and initial weights."""
         init_from = self.overrides.get("init_from", config.init_from)
-        if init_from is None:
-            return rebuild(config, self.overrides)
+        return rebuild(config, self.overrides) if init_from is None else self._from_weights(init_from, config)
+
+    def _from_weights(self, init_from: str, config: RunConfig) -> RunConfig:
         from gptlab.model.interop.pretrained import begin_from
 
         asked = {} if self.depth is None else {"model.n_layer": self.depth}

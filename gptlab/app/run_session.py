@@ -153,8 +153,8 @@ def run_session(session: Session, attempt: Attempt, earlier: EarlierRun | None) 
         try:
             compile_seconds = _warm_up(session, record, earlier)
             attempt.config = session.config
-            if earlier is None or earlier.checkpoint is None:
-                record.begin(again=earlier is not None)
+            if earlier is None:
+                console.open_log(run.log_path)
             else:
                 earlier.restore(state, record)
             saves.reserve(state)
@@ -205,16 +205,19 @@ def write_report(run: Path, console: Console) -> None:
     try:
         done = subprocess.run(
             _report_command(run), env=alone | {"PYTHONIOENCODING": encoding}, encoding=encoding, errors="replace",
-            timeout=60, stdin=subprocess.DEVNULL, capture_output=True, process_group=0,
+            timeout=60, stdin=subprocess.DEVNULL, capture_output=True, process_group=0, check=True,
         )  # fmt: skip
-        written, problem = done.returncode == 0, done.stderr.strip().rpartition("\n")[2]
     except (OSError, subprocess.SubprocessError) as error:
-        written, problem = False, str(error)
-    if written:
-        console.line(done.stdout.rstrip())
+        _warn_of_no_report(error, run, console)
     else:
-        reason = problem.removeprefix("gptlab: error: ")
-        console.warn(f"no report was written ({reason}); gptlab report {shlex.quote(str(run))} tries again")
+        console.line(done.stdout.rstrip())
+
+
+def _warn_of_no_report(error: OSError | subprocess.SubprocessError, run: Path, console: Console) -> None:
+    reason = str(error)
+    if isinstance(error, subprocess.CalledProcessError):
+        reason = error.stderr.strip().rpartition("\n")[2].removeprefix("gptlab: error: ")
+    console.warn(f"no report was written ({reason}); gptlab report {shlex.quote(str(run))} tries again")
 
 
 def leave_report(run: Path, config: RunConfig, group: Group) -> None:

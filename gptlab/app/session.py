@@ -21,7 +21,7 @@ from gptlab.eval.core import CoreResult, EncodedTask, encode_tasks, measure_core
 from gptlab.eval.core_tasks import find_bundle, read_tasks
 from gptlab.eval.sampling import sample_texts, validation_prompts
 from gptlab.model.counting import FlopsPerToken, ParameterCounts, flops_per_token, parameter_counts
-from gptlab.model.interop.pretrained import find_pretrained, require_fits
+from gptlab.model.interop.pretrained import Pretrained, find_pretrained, require_fits
 from gptlab.model.kernels.ops import begin_kernels, implementations
 from gptlab.runtime.files.cache import cache_root
 from gptlab.runtime.hardware.place import Place
@@ -128,9 +128,7 @@ def open_session(
         place = agreed_place(place, config.parallel, group)
     if config.parallel.exact_any_world_size:
         config = _for_any_world_size(config, place, group)
-    pretrained = None if restored or config.init_from is None else find_pretrained(config.init_from)
-    if pretrained is not None:
-        require_fits(config.model, pretrained.model, pretrained.name)
+    pretrained = None if restored or config.init_from is None else _pretrained(config.init_from, config)
     seed_everything(config.seed, place.device)
     bundle = None if config.eval.core_every_steps is None else _core_bundle(config, console)
     with rank_0_first("data prepared", group) if group.size > 1 else nullcontext():
@@ -147,11 +145,8 @@ def open_session(
     held_out = validation_rows(data.val, seq_len, tokenizer.bos_id, config.eval.tokens)
     n_train = config.eval.train_tokens
     of_training = None if n_train is None else validation_rows(data.train, seq_len, tokenizer.bos_id, n_train)
-    state = build_state(
-        config, rows, device=place.device, compute_dtype=place.dtype, group=group,
-        change_model=None if parts is None else parts.change_model,
-        make_optimizer=None if parts is None else parts.make_optimizer,
-    )  # fmt: skip
+    own = {} if parts is None else parts.of_state()
+    state = build_state(config, rows, device=place.device, compute_dtype=place.dtype, group=group, **own)
     start = None if pretrained is None else load_start_weights(state, pretrained, console.warn)
     counts, flops = parameter_counts(state.model), flops_per_token(state.model)
     finish = Finish.of(config, flops_per_token=flops.total, scaling_params=counts.scaling)
@@ -161,6 +156,13 @@ def open_session(
         rows.rows_per_epoch, held_out, of_training, prompts, tasks, start,
     )  # fmt: skip
     return _with_masks(session) if config.data.mask_documents else session
+
+
+def _pretrained(name: str, config: RunConfig) -> Pretrained:
+    """The weights that the run starts from. ConfigError where the model does not fit them."""
+    found = find_pretrained(name)
+    require_fits(config.model, found.model, found.name)
+    return found
 
 
 def _with_masks(session: Session) -> Session:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from gptlab.app.attempt import EXIT_PREEMPTED, Attempt, Result
 from gptlab.app.own_parts import OwnParts
@@ -19,6 +21,10 @@ from gptlab.runtime.processes.distributed import Group, World
 from gptlab.runtime.records.console import Console, QuietConsole
 from gptlab.runtime.records.run_directory import RunDirectory
 from gptlab.training.signals import Signals
+
+if TYPE_CHECKING:
+    from gptlab.app.earlier_run import EarlierRun
+    from gptlab.runtime.records.provenance import Evidence
 
 
 def train_run(
@@ -39,7 +45,8 @@ def train_run(
     with attempt.signals, console:
         try:
             with attempt.held:
-                result = _prepare_and_train(attempt, request)
+                joins = world.size > 1 or "TORCHELASTIC_USE_AGENT_STORE" in os.environ
+                result = (_join_and_train if joins else _prepare_and_train)(attempt, request)
                 attempt.signals.too_late()
                 return result
         except BaseException as error:
@@ -48,53 +55,58 @@ def train_run(
 
 
 def _prepare_and_train(attempt: Attempt, request: RunRequest) -> Result:
-    if attempt.group.size > 1 or "TORCHELASTIC_USE_AGENT_STORE" in os.environ:
-        joined = _joined(attempt, request)
-        if isinstance(joined, Result):
-            return joined
-        request = joined
     from gptlab.runtime.records.provenance import begin_evidence
 
-    taking_evidence = begin_evidence()  # before torch is imported, which takes longer
+    evidence = begin_evidence()  # before torch is imported, which takes longer
+    from gptlab.runtime.hardware.device import has_nvidia_gpu
+
+    if request.resume is not None or request.from_run is not None:
+        return _train_earlier(attempt, request, evidence)
+    if has_nvidia_gpu():
+        _warn_of_unused_gpu(attempt, request)
+    machine = None
+    if attempt.config is None:
+        attempt.config, machine = _configured(attempt, request)
+    return _train(attempt, attempt.config, evidence, machine=machine)
+
+
+def _train_earlier(attempt: Attempt, request: RunRequest, evidence: Future[Evidence]) -> Result:
+    """Resume a run, or repeat it. The Result of a run that is finished."""
+    from gptlab.app.earlier_run import open_earlier
+
+    earlier = open_earlier(request, attempt)
+    if isinstance(earlier, Result):
+        return earlier
+    assert attempt.config is not None
+    _warn_of_unused_gpu(attempt, request)
+    return _train(attempt, attempt.config, evidence, earlier=earlier, from_run=request.from_run)
+
+
+def _train(
+    attempt: Attempt, config: RunConfig, taking_evidence: Future[Evidence], *, machine: Machine | None = None,
+    earlier: EarlierRun | None = None, from_run: str | None = None,
+) -> Result:  # fmt: skip
+    """Train `config`, which has been sized by `machine` or is that of an `earlier` run."""
     from gptlab.app.ranks import require_same_implementations, require_same_run
     from gptlab.app.run_session import describe, make_run_directory, run_session
     from gptlab.app.session import open_session
-    from gptlab.runtime.hardware.device import unused_gpu
     from gptlab.runtime.hardware.place import place_of
     from gptlab.training.faults import TrainingFailed
 
     console, group = attempt.console, attempt.group
-    # The configuration: that of a run to resume or to repeat, or one that the recipe makes of this machine.
-    earlier = machine = None
-    if request.resume is not None or request.from_run is not None:
-        from gptlab.app.earlier_run import open_earlier
-
-        found = open_earlier(request, attempt)
-        if isinstance(found, Result):
-            return found
-        earlier = found
-    runtime = RuntimeConfig() if attempt.config is None else attempt.config.runtime
-    device, allocator = (request.overrides.get(f"runtime.{n}", getattr(runtime, n)) for n in ("device", "allocator"))
-    if (unused := unused_gpu(device, allocator, group.world.local_rank)) is not None:
-        console.warn(unused)
-    if attempt.config is None:
-        attempt.config, machine = _configured(attempt, request)
-    config = attempt.config
     if config.parallel.exact_any_world_size:
         attempt.held.enter_context(_deterministic(config))
     if group.is_main and attempt.run is None and config.run_dir is not None:
         RunDirectory(Path(config.run_dir)).require_free()  # said now, not after the data is prepared
     if group.is_main and config.log.to:
-        from gptlab.runtime.records.mirrors import require_mirrors
-
-        require_mirrors(config.log.to)
+        _require_mirrors(config)
 
     # Data, model, optimizer.
     restored = earlier is not None and earlier.checkpoint is not None
     place = place_of(config if earlier is None else earlier.in_recorded_dtype(config), group.world)
     session = open_session(config, place, console, restored=restored, group=group, parts=attempt.parts)
     evidence = taking_evidence.result()
-    facts = session.provenance(attempt.argv, evidence.code, request.from_run)
+    facts = session.provenance(attempt.argv, evidence.code, from_run)
     if earlier is not None:
         earlier.compare(session, facts, console)
     if group.size > 1:
@@ -116,9 +128,9 @@ def _prepare_and_train(attempt: Attempt, request: RunRequest) -> Result:
         return attempt.failed(error)
 
 
-def _joined(attempt: Attempt, request: RunRequest) -> RunRequest | Result:
-    """Join the other processes, and torchrun's job where it started this one; the context `attempt.held` leaves them.
-    Returns what to train, or the Result of an earlier attempt that would only be repeated."""
+def _join_and_train(attempt: Attempt, request: RunRequest) -> Result:
+    """Join the other processes, and torchrun's job where it started this one, and train; the context `attempt.held`
+    leaves them. The Result of an earlier attempt that would only be repeated."""
     from gptlab.app.ranks import exit_code, join
     from gptlab.runtime.processes.torch_group import torchrun_job
 
@@ -129,7 +141,23 @@ def _joined(attempt: Attempt, request: RunRequest) -> RunRequest | Result:
     attempt.group.when_lost(attempt.note_lost)
     if attempt.parts is not None:
         attempt.parts.require_alone(attempt.group.size)
-    return attempt.restarted(request)
+    restarted = attempt.restarted(request)
+    return restarted if isinstance(restarted, Result) else _prepare_and_train(attempt, restarted)
+
+
+def _warn_of_unused_gpu(attempt: Attempt, request: RunRequest) -> None:
+    from gptlab.runtime.hardware.device import unused_gpu
+
+    runtime = RuntimeConfig() if attempt.config is None else attempt.config.runtime
+    device, allocator = (request.overrides.get(f"runtime.{n}", getattr(runtime, n)) for n in ("device", "allocator"))
+    if (unused := unused_gpu(device, allocator, attempt.group.world.local_rank)) is not None:
+        attempt.console.warn(unused)
+
+
+def _require_mirrors(config: RunConfig) -> None:
+    from gptlab.runtime.records.mirrors import require_mirrors
+
+    require_mirrors(config.log.to)
 
 
 def _deterministic(config: RunConfig) -> AbstractContextManager[None]:
@@ -144,14 +172,12 @@ def _configured(attempt: Attempt, request: RunRequest) -> tuple[RunConfig, Machi
     if not attempt.group.is_main:
         return _configured_as_on_rank_0(attempt, request)
     measured: list[Machine] = []
-    config = request.config(
-        lambda config: _timed(config, attempt, measured), lambda config: _limit(config, attempt, measured)
-    )
+    config = request.config(partial(_timed, attempt, measured), partial(_limit, attempt, measured))
     attempt.group.broadcast("machine", [asdict(machine) for machine in measured])
     return config, measured[-1] if measured else None
 
 
-def _limit(config: RunConfig, attempt: Attempt, measured: list[Machine]) -> Machine:
+def _limit(attempt: Attempt, measured: list[Machine], config: RunConfig) -> Machine:
     """This machine with what its steps can reach at most; also appended to `measured`."""
     from gptlab.bench.training_rate import limited_machine
 
@@ -159,7 +185,7 @@ def _limit(config: RunConfig, attempt: Attempt, measured: list[Machine]) -> Mach
     return measured[-1]
 
 
-def _timed(config: RunConfig, attempt: Attempt, measured: list[Machine]) -> Machine:
+def _timed(attempt: Attempt, measured: list[Machine], config: RunConfig) -> Machine:
     """This machine, timed on the steps of `config`; also appended to `measured`. Data is prepared before, which gives
     another thread the time to build the C++ kernels."""
     from gptlab.app.session import prepared

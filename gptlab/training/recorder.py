@@ -194,13 +194,11 @@ class Recorder(RunOutput):
             with suppress(UserError):  # a full disk must not hide what went wrong
                 self.run.set_failed(reason, step=step, loss=loss)
 
-    def begin(self, *, again: bool) -> None:
-        """Open log.txt. `again`: the run was stopped before its first checkpoint, so this file and metrics.jsonl are
-        emptied."""
+    def begin_again(self) -> None:
+        """Empty log.txt and metrics.jsonl of a run that was stopped before its first checkpoint."""
         if self.group.is_main:
-            if again:
-                self.metrics.truncate(0)
-            self.console.open_log(self.run.log_path, offset=0 if again else None)
+            self.metrics.truncate(0)
+            self.console.reopen_log(self.run.log_path, 0)
 
     def rewind(self, checkpoint: Checkpoint) -> None:
         """Cut metrics.jsonl and log.txt to what they were at a checkpoint.
@@ -219,7 +217,7 @@ class Recorder(RunOutput):
         elif saved["scheduled"] and line_bytes == 0:
             # The process was killed between the checkpoint and its line.
             self.saves.log_line(checkpoint.step)
-        self.console.open_log(self.run.log_path, offset=saved["log_bytes"])
+        self.console.reopen_log(self.run.log_path, saved["log_bytes"])
 
     def summary(self, state: TrainState) -> dict[str, Any]:
         """The final numbers, for summary.json: those of the closing block come first."""

@@ -60,7 +60,7 @@ def resolve_device(name: str, local_rank: int | None = None) -> torch.device:
 def unused_gpu(name: str, allocator: str | None = None, index: int = 0) -> str | None:
     """A warning, if `name` (auto, cpu, cuda, ...) will mean the CPU although the machine has an NVIDIA GPU.
     `allocator`: as in runtime.allocator."""
-    if name != "auto" or not _has_nvidia_gpu():
+    if name != "auto" or not has_nvidia_gpu():
         return None
     set_gpu_allocator(allocator)  # torch reads it as soon as it is asked for the device's properties
     if (problem := _cuda_problem(index)) is None:
@@ -68,7 +68,7 @@ def unused_gpu(name: str, allocator: str | None = None, index: int = 0) -> str |
     return f"this machine has an NVIDIA GPU, which will not be used: {problem}"
 
 
-def _has_nvidia_gpu() -> bool:
+def has_nvidia_gpu() -> bool:
     """Whether the driver shows one that the environment does not hide, whatever torch says. Takes microseconds."""
     return any(map(os.path.exists, _NVIDIA_SIGNS)) and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1")
 
@@ -94,7 +94,7 @@ def _accelerator(name: str, local_rank: int | None) -> torch.device:
         return torch.device("mps")
     index = int(number or local_rank or 0)
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if count == 0 and not _has_nvidia_gpu():
+    if count == 0 and not has_nvidia_gpu():
         raise ConfigError("runtime.device", name, f"torch {torch.__version__} sees no CUDA device here", "cpu")
     if index >= count > 0:
         raise ConfigError("runtime.device", name, f"this machine has {count} CUDA device(s)", f"cuda:{count - 1}")

@@ -55,7 +55,8 @@ class Place:
 def place_of(config: RunConfig, world: World = _ALONE) -> Place:
     """The place that a configuration selects. UserError where this machine does not have it."""
     runtime = config.runtime
-    set_gpu_allocator(runtime.allocator)
+    if runtime.allocator is not None or torch.cuda.is_available():
+        set_gpu_allocator(runtime.allocator)
     device = resolve_device(runtime.device, world.local_rank if world.size > 1 else None)
     dtype = resolve_dtype(runtime.dtype, device)
     if device.type == "cpu":

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
@@ -100,9 +100,7 @@ class Console(AbstractContextManager["Console"]):
         self._stream = stream or sys.stdout or open(os.devnull, "w")  # noqa: SIM115 - pythonw has no sys.stdout
         self._display: PlainDisplay | TerminalDisplay = PlainDisplay(self._stream)
         if self._stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown"):
-            from gptlab.runtime.records.terminal import TerminalDisplay  # rich takes 60 ms to import
-
-            self._display = TerminalDisplay(self._stream)
+            self._display = _terminal_display(self._stream)
         elif type(self._stream).__module__.startswith("ipykernel."):
             self._display = NotebookDisplay(self._stream)
         self._lost = False
@@ -111,16 +109,21 @@ class Console(AbstractContextManager["Console"]):
         self._unlogged: list[str] = []
         self._lock = threading.RLock()
 
-    def open_log(self, path: Path, *, offset: int | None = None) -> bool:
-        """Log to `path` from now on; what was shown before this goes there first. At resume, `offset` cuts off what was
-        logged after the checkpoint. False where the file is not the one that had this offset."""
+    def open_log(self, path: Path) -> None:
+        """Log to `path` from now on; what was shown before this goes there first."""
         with self._lock:
             self._log = AppendFile(path)
-            intact = offset is None or self._log.truncate(offset)
             for text in self._unlogged:
                 self._log.append(text)
             self._unlogged.clear()
-            return intact
+
+    def reopen_log(self, path: Path, offset: int) -> bool:
+        """The same at resume: `offset` cuts off what was logged after the checkpoint. False where the file is not the
+        one that had this offset."""
+        with closing(AppendFile(path)) as log:
+            intact = log.truncate(offset)
+        self.open_log(path)
+        return intact
 
     def log_position(self) -> int:
         """Bytes of log.txt so far; 0 without a log. They are durable after `sync_log`."""
@@ -249,14 +252,20 @@ class Console(AbstractContextManager["Console"]):
         return _plain(text).encode(encoding, "replace").decode(encoding)
 
 
+def _terminal_display(stream: TextIO) -> TerminalDisplay:
+    from gptlab.runtime.records.terminal import TerminalDisplay  # rich takes 60 ms to import
+
+    return TerminalDisplay(stream)
+
+
 class QuietConsole(Console):
     """For the ranks other than 0: prints and logs nothing."""
 
     def __init__(self) -> None:
         super().__init__(stream=io.StringIO())
 
-    def open_log(self, path: Path, *, offset: int | None = None) -> bool:
-        return True
+    def open_log(self, path: Path) -> None:
+        pass
 
     def error(self, text: str) -> None:
         pass

@@ -256,7 +256,7 @@ class TestSample:
     def test_a_gpu_that_torch_cannot_use_is_told(
         self, run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(device, "_has_nvidia_gpu", lambda: True)
+        monkeypatch.setattr(device, "has_nvidia_gpu", lambda: True)
         monkeypatch.setattr(device, "_cuda_problem", lambda index: "the driver is too old")
         for named, told in ((["--device", "auto"], 1), (["--device", "cpu"], 0)):
             assert main(["sample", str(run.path), "--prompt", "lazy ", *named]) == 0

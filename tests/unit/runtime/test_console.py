@@ -336,11 +336,11 @@ def test_the_log_is_cut_at_resume(tmp_path: Path) -> None:
         console.line("step 2, lost")
     console = Console(stream=io.StringIO())
     console.line("resuming")
-    assert console.open_log(tmp_path / "log.txt", offset=offset)
+    assert console.reopen_log(tmp_path / "log.txt", offset)
     console.line("step 2")
     console.close()
     assert (tmp_path / "log.txt").read_text() == "step 1\nresuming\nstep 2\n"
-    assert not Console(stream=io.StringIO()).open_log(tmp_path / "log.txt", offset=10**6)
+    assert not Console(stream=io.StringIO()).reopen_log(tmp_path / "log.txt", 10**6)
 
 
 class _Clock:
