@@ -123,10 +123,14 @@ class Attention(nn.Module):
             else:
                 y = self.attend(heads, self.n_head, self.window, dropout, documents)
         else:
-            q, k, v = heads.transpose(1, 2).split((self.n_head, self.n_kv_head, self.n_kv_head), dim=1)
-            k, v = cache.append(self.layer, k, v)
-            y = cached_attention(q, k, v, window=self.window).transpose(1, 2)
+            y = self._attend_cached(heads, cache)
         return self.out(y.reshape(batch, n_tokens, -1))
+
+    def _attend_cached(self, heads: Tensor, cache: KVCache) -> Tensor:
+        """Attention of these tokens to those in the cache too, which then holds them."""
+        q, k, v = heads.transpose(1, 2).split((self.n_head, self.n_kv_head, self.n_kv_head), dim=1)
+        k, v = cache.append(self.layer, k, v)
+        return cached_attention(q, k, v, window=self.window).transpose(1, 2)
 
 
 class MLP(nn.Module):

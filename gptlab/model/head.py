@@ -44,9 +44,7 @@ class HeadLoss(torch.autograd.Function):
             if scale is None:
                 nats, dz = implementation(x).loss_and_gradient(logits, ys, vocab_size, cap)
             else:
-                # The gradient of an entry is its probability, and float16 makes 0 of all that is below 3e-8.
-                nats, dz = implementation(x).loss_and_gradient(logits.to(wide), ys, vocab_size, cap)
-                dz = (dz * scale).to(x.dtype)
+                nats, dz = _loss_and_scaled_gradient(logits, ys, vocab_size, cap, scale)
             total = total + nats
             x_gradients.append(dz @ weight)
             if x.dtype == wide:
@@ -61,3 +59,12 @@ class HeadLoss(torch.autograd.Function):
         x_gradient, weight_gradient = ctx.saved_tensors
         x_scaled = (x_gradient * upstream).to(x_gradient.dtype)
         return x_scaled, (weight_gradient * upstream).to(x_gradient.dtype), None, None, None, None
+
+
+def _loss_and_scaled_gradient(
+    logits: Tensor, targets: Tensor, vocab_size: int, cap: float | None, scale: Tensor
+) -> tuple[Tensor, Tensor]:
+    """For float16, which makes 0 of all that is below 3e-8: the gradient of an entry is its probability."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    nats, gradient = implementation(logits).loss_and_gradient(wide, targets, vocab_size, cap)
+    return nats, (gradient * scale).to(logits.dtype)

@@ -84,16 +84,16 @@ def make_passes(state: TrainState, config: RunConfig, warn: Callable[[str], None
     if (missing := missing_kernels(device, dtype)) is not None:
         warn(missing)
     plain = Passes(state.strategy.as_forward(state.model.loss), state.model.__call__)
-    wanted = config.runtime.compile
-    if wanted == "off" or (wanted == "auto" and outrun_compiler(device, dtype)):
-        return plain
-    if wanted == "auto" and missing is not None and cxx_compiler() is None:
-        return plain  # of which the warning about the kernels has told
-    return _compiled(plain, state, config, warn)
+    return plain if config.runtime.compile == "off" else _compiled(plain, state, config, warn)
 
 
 def _compiled(plain: Passes, state: TrainState, config: RunConfig, warn: Callable[[str], None]) -> Passes:
-    model = state.model
+    """`plain`, compiled; as they are where that is not possible, or not faster."""
+    model, device, dtype = state.model, state.device, state.model.compute_dtype
+    if config.runtime.compile == "auto" and outrun_compiler(device, dtype):
+        return plain
+    if config.runtime.compile == "auto" and missing_kernels(device, dtype) is not None and cxx_compiler() is None:
+        return plain  # of which the warning about the kernels has told
     if (problem := _cannot_compile(state.device)) is not None:
         if config.runtime.compile == "on":
             raise ConfigError("runtime.compile", "on", problem, "auto")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gptlab.config.errors import ConfigError
-from gptlab.config.run import FaultsConfig, RunConfig
+from gptlab.config.run import FaultsConfig, RunConfig, RuntimeConfig
 from gptlab.data.loader import Loader
 from gptlab.data.rows import RowSource
 from gptlab.model.gpt import GPT, build_model
@@ -289,10 +289,8 @@ def build_state(
             strategy = _replicated(model, config, group, make_optimizer or whole_optimizer)
         else:
             strategy = Strategy(model, (make_optimizer or whole_optimizer)(model, config), group)
-    if config.runtime.fp8:
-        _multiply_in_fp8(strategy.model)
-    if config.runtime.activation_checkpointing:
-        _recompute_blocks(strategy.model)
+    if config.runtime.fp8 or config.runtime.activation_checkpointing:
+        _replace_passes(strategy.model, config.runtime)
     loader = Loader(
         rows, micro_sequences=config.batch.micro_sequences, micro_batches=config.micro_batches, device=device,
         rank=group.rank, world_size=group.size, fill=strategy.is_sharded,
@@ -301,17 +299,17 @@ def build_state(
     return TrainState(strategy.model, strategy.optimizer, strategy, loader, scaler, device)
 
 
-def _recompute_blocks(model: GPT) -> None:
-    from torch.utils.checkpoint import checkpoint
+def _replace_passes(model: GPT, runtime: RuntimeConfig) -> None:
+    """Have the model multiply in fp8, and its backward pass compute the blocks again, as the configuration asks."""
+    if runtime.fp8:
+        from gptlab.model.kernels.fp8 import use_fp8
 
-    for block in model.blocks:
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        use_fp8(model)
+    if runtime.activation_checkpointing:
+        from torch.utils.checkpoint import checkpoint
 
-
-def _multiply_in_fp8(model: GPT) -> None:
-    from gptlab.model.kernels.fp8 import use_fp8
-
-    use_fp8(model)
+        for block in model.blocks:
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
 
 def _change(model: GPT, change: Callable[[GPT], None], seed: int, device: torch.device) -> None:

@@ -41,7 +41,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the loss of float16 is scaled after its gradient is rounded", "model/head.py",
-        "loss_and_gradient(logits.to(wide), ys", "loss_and_gradient(logits, ys",
+        "loss_and_gradient(wide, targets", "loss_and_gradient(logits, targets",
         ["test_float16.py::test_small_probabilities_have_gradients"],
     ),
     Mutation(

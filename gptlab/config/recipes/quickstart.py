@@ -158,6 +158,11 @@ def _flops_per_second(machine: Machine | None) -> float:
     """FLOP/s of timed training steps on `machine`, or the assumed rate."""
     if machine is None:
         return ASSUMED_FLOPS_PER_SECOND
-    if machine.flops_per_second is None and machine.device.startswith(("cuda", "mps")):
+    return machine.flops_per_second or _assumed_flops_per_second(machine)
+
+
+def _assumed_flops_per_second(machine: Machine) -> float:
+    """Of a machine on which no step was timed yet: no more than its steps can reach at most."""
+    if machine.device.startswith(("cuda", "mps")):
         return quickstart_on_gpu.assumed_flops_per_second(machine) or ASSUMED_FLOPS_PER_SECOND
-    return machine.flops_per_second or min(ASSUMED_FLOPS_PER_SECOND, machine.most_flops_per_second or math.inf)
+    return min(ASSUMED_FLOPS_PER_SECOND, machine.most_flops_per_second or math.inf)

@@ -137,7 +137,7 @@ class TestCompilerThatFails:
 
     def test_on_an_apple_gpu_no_compiler_is_missed(self) -> None:
         """It was said to need a C++ compiler. Inductor writes Metal, as a prototype, and nobody measured it here."""
-        state: Any = SimpleNamespace(device=torch.device("mps"), model=None)
+        state: Any = SimpleNamespace(device=torch.device("mps"), model=SimpleNamespace(compute_dtype=torch.float32))
         plain: Any = object()
         told: list[str] = []
         assert compilation._compiled(plain, state, RunConfig(), told.append) is plain

@@ -13,8 +13,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from gptlab.bench.memory import kept_for_backward
 from gptlab.config.model import ModelConfig
+from gptlab.config.run import RuntimeConfig
 from gptlab.model.gpt import GPT
-from gptlab.training.state import _recompute_blocks
+from gptlab.training.state import _replace_passes
 
 
 def test_is_the_same_run(folder: Path) -> None:
@@ -39,7 +40,7 @@ def test_each_block_is_computed_again_in_the_backward_pass(monkeypatch: pytest.M
         return counted(*args)
 
     monkeypatch.setattr("gptlab.model.gpt.F.linear", linear)
-    _recompute_blocks(model)
+    _replace_passes(model, RuntimeConfig(activation_checkpointing=True))
     tokens = torch.zeros(2, 16, dtype=torch.int64)
     loss = model.loss(tokens, tokens)
     forward = products
@@ -66,7 +67,7 @@ def test_what_is_kept() -> None:
         seen += tensor.nbytes
         return tensor
 
-    _recompute_blocks(model)
+    _replace_passes(model, RuntimeConfig(activation_checkpointing=True))
     tokens = torch.zeros(4, 16, dtype=torch.int64)
     with saved_tensors_hooks(keep, lambda tensor: tensor):
         model.loss(tokens, tokens)
