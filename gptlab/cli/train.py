@@ -14,10 +14,7 @@ def main(argv: list[str]) -> int:
     started = time.perf_counter()
     request = read_request(argv, TrainArguments, prog="gptlab train", description=DESCRIPTION)
     if request.list_recipes:
-        from gptlab.cli.arguments.run_help import recipe_list
-
-        print(recipe_list())
-        return 0
+        return _list_recipes()
     from gptlab.app.attempt import EXIT_PREEMPTED, stopped_early
     from gptlab.app.ranks import report_peer_failure
     from gptlab.app.train_run import train_run
@@ -31,3 +28,10 @@ def main(argv: list[str]) -> int:
         return EXIT_PREEMPTED
     except PeerFailed as failed:
         return report_peer_failure(failed)
+
+
+def _list_recipes() -> int:
+    from gptlab.cli.arguments.run_help import recipe_list
+
+    print(recipe_list())
+    return 0
