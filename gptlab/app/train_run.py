@@ -16,6 +16,7 @@ from gptlab.app.own_parts import OwnParts
 from gptlab.app.run_request import RunRequest
 from gptlab.config.run import RunConfig, RuntimeConfig
 from gptlab.config.scaling import Machine
+from gptlab.data.corpus.documents import require_known
 from gptlab.runtime.hardware.cpu import limit_spinning
 from gptlab.runtime.processes.distributed import Group, World
 from gptlab.runtime.records.console import Console, QuietConsole
@@ -55,6 +56,10 @@ def train_run(
 
 
 def _prepare_and_train(attempt: Attempt, request: RunRequest) -> Result:
+    if attempt.group.is_main and request.resume is None:
+        for source in request.overrides.get("data.source", ()):
+            if not os.path.exists(os.path.expanduser(source)):
+                require_known(source)  # before torch is imported, which takes seconds
     from gptlab.runtime.records.provenance import begin_evidence
 
     evidence = begin_evidence()  # before torch is imported, which takes longer

@@ -263,6 +263,10 @@ class TestWrongWords:
         ended.changed_nothing()
         assert ended.out == ""
 
+    def test_an_unknown_corpus_is_reported_before_torch_is_imported(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "gptlab.app.session", None)  # imports torch; importing it now fails
+        gptlab("train", "--data", "nowhere").is_refused("no corpus 'nowhere'")
+
 
 class TestCorpus:
     @pytest.mark.parametrize(
@@ -336,8 +340,9 @@ class TestCorpus:
 
 class TestRunFolder:
     def test_that_holds_a_run(self, finished: RunDirectory) -> None:
-        """Refused at once: the corpus, which is not there, has not been looked for."""
-        ended = gptlab(*train(data="nowhere"))
+        """Refused at once: the corpus, which has no text, has not been read."""
+        Path("empty").mkdir()
+        ended = gptlab(*train(data="empty"))
         ended.is_refused("run already holds a run", "--resume run", "another --run-dir")
         ended.changed_nothing()
 

@@ -212,6 +212,23 @@ def open_corpus(data: DataConfig) -> Corpus:
     return Corpus(train, val, data.split, data.val_fraction, root)
 
 
+def require_known(source: str) -> None:
+    """UserError where `source`, which is no path, is no name and no glob either."""
+    may_be = source == STDLIB or source.endswith(TOKEN_SUFFIX) or glob.has_magic(source)
+    if not may_be and named_source(source) is None:
+        raise _no_corpus(source)
+
+
+def _no_corpus(source: str) -> UserError:
+    if source == CORE:
+        return UserError("core is what `gptlab eval RUN --core` asks, not text to train on")
+    path = Path(source)
+    maybe_name = not path.suffix and path.name == source  # A path that is missing is not a misspelt name.
+    nearest = nearest_name(source, [STDLIB, *(known.name for known in CORPORA)]) if maybe_name else None
+    hint = f" (did you mean {nearest}?)" if nearest else "; a corpus is stdlib, a file, a folder, a glob or a name"
+    return UserError(f"no corpus {source!r}: there is no such file or folder{hint}")
+
+
 def is_text_file(source: str) -> bool:
     """Whether `source` can only be text on this machine: no named corpus, and no tokens (`tokens/foreign_files.py`)."""
     return source == STDLIB or (os.path.isfile(os.path.expanduser(source)) and not source.endswith(TOKEN_SUFFIX))
@@ -240,13 +257,8 @@ def _several_files(
         text_column = named.known.text_column if named.known else text_column
     elif glob.has_magic(source):
         files = glob_files(str(path))
-    elif source == CORE:
-        raise UserError("core is what `gptlab eval RUN --core` asks, not text to train on")
     else:
-        maybe_name = not path.suffix and path.name == source  # A path that is missing is not a misspelt name.
-        nearest = nearest_name(source, [STDLIB, *(known.name for known in CORPORA)]) if maybe_name else None
-        hint = f" (did you mean {nearest}?)" if nearest else "; a corpus is stdlib, a file, a folder, a glob or a name"
-        raise UserError(f"no corpus {source!r}: there is no such file or folder{hint}")
+        raise _no_corpus(source)
     if not files:
         raise UserError(
             f"{source!r} has no files to read: gptlab reads text (.txt .md .py ...), .jsonl and "
