@@ -246,7 +246,7 @@ def test_the_run_was_trained_with_other_fields(tmp_path: Path) -> None:
 
 BURN = """\
 import atexit, os, signal, sys, threading, time
-def burn(seconds=0.45):
+def burn(seconds=0.35):
     until = time.thread_time() + seconds
     while time.thread_time() < until:
         pass
@@ -281,7 +281,7 @@ def trained_program(folder: Path, program: str, **options: object) -> Finished:
 def test_training_off_the_clock(name: str, tmp_path: Path) -> None:
     rule, work = OFF_THE_CLOCK[name]
     wall = 0.2 if rule == "wall-clock" else 60.0
-    expected = Expected(wall_seconds=wall, cpu_seconds=0.1, slack_seconds=0.2)
+    expected = Expected(wall_seconds=wall, cpu_seconds=0.1, slack_seconds=0.1)
     finished = trained_program(tmp_path, f"{BURN}\n{work}\n")
 
     def judged() -> None:

@@ -149,14 +149,14 @@ def test_the_dtype_that_was_timed_stays(folder: Path, monkeypatch: pytest.Monkey
 def test_killed_with_everything_due_by_the_clock(folder: Path) -> None:
     """A horizon in seconds is exact too, as far as the clock is: here it is one that the test turns."""
     changes: dict[str, Any] = {
-        "minutes": 0.25, "eval__every_steps": None, "eval__every_seconds": 4.0, "checkpoint__every_steps": None,
+        "minutes": 0.15, "eval__every_steps": None, "eval__every_seconds": 4.0, "checkpoint__every_steps": None,
         "checkpoint__every_seconds": 2.5, "schedule__warmup_fraction": 0.0,
     }  # fmt: skip
 
     place_of(make_config(folder, "clock"))  # The machine is measured by the true clock.
     with FakeClock.running():
         train(folder, "clock-whole", **changes)
-    with FakeClock.running(), killed_at("train", 9):
+    with FakeClock.running(), killed_at("train", 7):
         train(folder, "clock", **changes)
     with FakeClock.running():
         gptlab.train(resume=folder / "clock")
@@ -166,7 +166,7 @@ def test_killed_with_everything_due_by_the_clock(folder: Path) -> None:
     for run, processes in (("clock-whole", 1), ("clock", 2)):
         summary = json.loads((folder / run / "summary.json").read_text())
         parts = [summary[f"{part}_seconds"] for part in ("training", "compile", "evaluation", "checkpoint", "startup")]
-        assert parts[:2] == [15.0, processes * FakeClock.WARM_UP]
+        assert parts[:2] == [9.0, processes * FakeClock.WARM_UP]
         n_samples = sum(line["kind"] == "sample" for line in read_metrics(folder / run / "metrics.jsonl"))
         assert summary["total_seconds"] == sum(parts) + n_samples * FakeClock.SAMPLE
 
@@ -240,7 +240,7 @@ class TestSavedPartsCount:
     cannot matter.
     """
 
-    PLAIN: Mapping[str, Any] = {"model__dropout": 0.0, "model__n_layer": 1, "steps": 9}
+    PLAIN: Mapping[str, Any] = {"model__dropout": 0.0, "model__n_layer": 1, "steps": 5}
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -250,7 +250,7 @@ class TestSavedPartsCount:
     @pytest.fixture(scope="class")
     @classmethod
     def killed(cls, folder: Path) -> Path:
-        with killed_at("train", 9):
+        with killed_at("train", 5):
             train(folder, "parts", **cls.PLAIN)
         return folder / "parts"
 
@@ -279,9 +279,9 @@ class TestSavedPartsCount:
             load_checkpoint(path)
 
     def test_loss_scale(self, folder: Path, tmp_path: Path) -> None:
-        changes = {"runtime__dtype": "float16", "steps": 9, "model__n_layer": 1}
+        changes = {"runtime__dtype": "float16", "steps": 5, "model__n_layer": 1}
         expected = outcome(train(folder, "scale-whole", **changes))
-        with killed_at("train", 9):
+        with killed_at("train", 5):
             train(folder, "scale", **changes)
         assert differences(expected, self.resumed(folder / "scale", tmp_path / "kept")) == []
         assert differences(expected, self.resumed(folder / "scale", tmp_path / "run", entry("scaler", {})))

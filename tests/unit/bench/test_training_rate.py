@@ -106,7 +106,7 @@ def test_train_sizes_itself_by_its_steps_and_plan_says_so(
     monkeypatch.setattr(training_rate, "time_rate", rate)
     words = ["--data", str(tmp_path / "corpus"), "--run-dir", str(tmp_path / "run"), "--minutes", "0.001",
              "--tokenizer.kind", "byte", "--device", "cpu", "--compile", "off", "--runtime.threads", "1",
-             "--eval.tokens", "1024", "--sample.max-tokens", "1"]  # fmt: skip
+             "--eval.tokens", "1024", "--sample.max-tokens", "1", "--log.report", "false"]  # fmt: skip
     assert main(["train", *words]) == 0
     # The size guessed for so short a run also follows from its speed: the shallowest model, the smallest steps.
     assert [(c.model.n_layer, c.batch.micro_sequences) for c in timed] == [(1, 8)]

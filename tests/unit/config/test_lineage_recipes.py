@@ -607,7 +607,7 @@ def train_smaller(folder: Path, name: str, *more: object) -> tuple[int, str, Pat
         "steps": 3, "data": folder / "corpus", "data.cache-dir": folder / "cache", "run-dir": run,
         "tokenizer.vocab-size": 300, "model.seq-len": 32, "batch.micro-sequences": 4, "batch.total-tokens": 256,
         "data.val-fraction": 0.2, "sample.max-tokens": 4,
-        "device": "cpu", "dtype": "float32", "compile": "off", "runtime.threads": 1,
+        "device": "cpu", "dtype": "float32", "compile": "off", "runtime.threads": 1, "log.report": False,
     }  # fmt: skip
     words = [word for field, value in smaller.items() for word in (f"--{field}", value)]
     code, _, error = command(["train", name, *words, *more])
