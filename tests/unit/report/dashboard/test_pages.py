@@ -177,6 +177,7 @@ def test_the_list_is_filtered_sorted_and_grouped(page: Page) -> None:
         return page.locator("#rows td.name b").all_inner_texts()
 
     def listed(text: str, count: int) -> list[str]:
+        """`count`: another than before, or the former list would do."""
         page.fill("#filter", text)
         page.wait_for_function("count => document.querySelectorAll('#rows tr').length === count", arg=count)
         return names()
@@ -185,8 +186,8 @@ def test_the_list_is_filtered_sorted_and_grouped(page: Page) -> None:
     assert listed("gelu-* seed", 0) == []
     assert sorted(listed("run=gelu-*", 2)) == ["gelu-seed-1", "gelu-seed-2"]
     assert listed("model.seq-len=32", 1) == ["real"]
-    assert listed("val_bpb<1.2605 run=gelu-*", 1) == ["gelu-seed-1"]
     assert listed("status!=finished", 2) in (["training", "damaged"], ["damaged", "training"])
+    assert listed("val_bpb<1.2605 run=gelu-*", 1) == ["gelu-seed-1"]
     listed("model.n_leyer=3", 0)
     assert page.locator("#hint").inner_text() == "There is no column or field model.n_leyer."
     listed("run=gelu-*", 2)
