@@ -175,17 +175,21 @@ def run_session(session: Session, attempt: Attempt, earlier: EarlierRun | None) 
             raise
         if group.is_main:
             run.set_status(ended)
-    if ended == "finished":
-        if group.is_main and config.log.report:
-            write_report(run.path, console)
-        saved = bool(list_checkpoints(run.checkpoints_path))
-        for line in next_steps(run.path, config, session.prompts, trained=saved):
-            console.line(line)
-        show_closing_block(summary, console)
-        return Result(0, run.path, summary)
-    leave_report(run.path, config, group)
+    if ended == "preempted":
+        return _preempted(attempt, config, run.path)
+    if group.is_main and config.log.report:
+        write_report(run.path, console)
+    saved = bool(list_checkpoints(run.checkpoints_path))
+    for line in next_steps(run.path, config, session.prompts, trained=saved):
+        console.line(line)
+    show_closing_block(summary, console)
+    return Result(0, run.path, summary)
+
+
+def _preempted(attempt: Attempt, config: RunConfig, run_path: Path) -> Result:
+    leave_report(run_path, config, attempt.group)
     attempt.job.ends(EXIT_PREEMPTED, "a signal asked it to stop")
-    return Result(EXIT_PREEMPTED, run.path, {})
+    return Result(EXIT_PREEMPTED, run_path, {})
 
 
 def _mirrored(session: Session, run: RunDirectory, console: Console) -> AbstractContextManager[None]:

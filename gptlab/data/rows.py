@@ -72,11 +72,17 @@ def make_rows(
     if split.n_documents < KEPT_DOCUMENTS:
         cache_folder = None
     if data.long_documents == "crop":
-        from gptlab.data.cropping import CroppedRows
-
-        return CroppedRows(split, seq_len, bos_id, data.pack_buffer_documents, cache_folder)
+        return _cropped_rows(split, seq_len, bos_id, data.pack_buffer_documents, cache_folder)
     packing = cut_packing(split, seq_len, data.pack_buffer_documents, cache_folder)
     return PackedRows(split, packing, seq_len, bos_id, seed)
+
+
+def _cropped_rows(
+    split: TokenSplit, seq_len: int, bos_id: int, buffer_documents: int, cache_folder: Path | None
+) -> RowSource:
+    from gptlab.data.cropping import CroppedRows
+
+    return CroppedRows(split, seq_len, bos_id, buffer_documents, cache_folder)
 
 
 def _too_short(n_tokens: int, seq_len: int) -> ConfigError:
