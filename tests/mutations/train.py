@@ -187,13 +187,13 @@ MUTATIONS = [
     Mutation(
         "coordinate descent tuning is not passed on", "training/compilation.py",
         'options["coordinate_descent_tuning"] = True', "pass",
-        ["test_train.py::test_settings_of_the_compiler_and_the_gpu_allocator_are_passed_on"],
+        ["test_compiled_run.py::test_settings_of_the_compiler_and_the_gpu_allocator_are_passed_on"],
         ["Inductor's coordinate descent tuning"],
     ),
     Mutation(
         "the GPU allocator is not told", "runtime/hardware/place.py",
         "set_gpu_allocator(runtime.allocator)", "pass",
-        ["test_train.py::test_settings_of_the_compiler_and_the_gpu_allocator_are_passed_on"],
+        ["test_compiled_run.py::test_settings_of_the_compiler_and_the_gpu_allocator_are_passed_on"],
         ["Expandable segments in the CUDA allocator"],
     ),
     Mutation(
@@ -225,25 +225,25 @@ MUTATIONS = [
     Mutation(
         "warming up leaves weights moved", "training/compilation.py",
         "                tensor.copy_(copy)\n", "                pass\n",
-        ["test_train.py::test_warm_up_leaves_no_trace"],
+        ["test_compiled_run.py::test_warm_up_leaves_no_trace"],
         ["The training loader is reset"],
     ),
     Mutation(
         "nothing is compiled", "training/compilation.py",
         "return cast(F, torch.compile(function, dynamic=False, options=options))", "return function",
-        ["test_train.py::test_what_is_compiled_and_for_one_shape"],
+        ["test_compiled_run.py::test_what_is_compiled_and_for_one_shape"],
         ["The model is compiled"],
     ),
     Mutation(
         "the model is compiled for any shape", "training/compilation.py",
         "dynamic=False", "dynamic=True",
-        ["test_train.py::test_what_is_compiled_and_for_one_shape"],
+        ["test_compiled_run.py::test_what_is_compiled_and_for_one_shape"],
         ["The model is compiled for one shape"],
     ),
     Mutation(
         "validation runs uncompiled blocks", "training/compilation.py",
         "hidden = model.hidden(tokens, blocks, embed).detach()", "hidden = model.hidden(tokens).detach()",
-        ["test_train.py::test_what_is_compiled_and_for_one_shape"],
+        ["test_compiled_run.py::test_what_is_compiled_and_for_one_shape"],
         ["Autocast to bfloat16, but not in validation"],
     ),
     # --- what a run remembers
@@ -432,7 +432,7 @@ MUTATIONS = [
         "            passes.logits(torch.zeros(eval_sequences, config.model.seq_len, dtype=torch.int64, "
         "device=state.device))\n",
         "            pass\n",
-        ["test_train.py::test_compiled_run"],
+        ["test_compiled_run.py::test_compiled_run"],
         ["The model is compiled", "The model is compiled for one shape"],
     ),
     Mutation(

@@ -23,6 +23,7 @@ from tiny_runs import (
     killed_at,
     lines_of,
     make_config,
+    open_tiny,
     outcome,
     tensors_of,
     train,
@@ -30,13 +31,10 @@ from tiny_runs import (
 from torch import Tensor
 
 import gptlab
-from gptlab.app.session import open_session
 from gptlab.config.run import CheckpointConfig, FaultsConfig, RunConfig, RuntimeConfig
 from gptlab.data.loader import StepBatch
 from gptlab.data.packing import IGNORED
 from gptlab.optim.combined import clip_gradients
-from gptlab.runtime.hardware.place import place_of
-from gptlab.runtime.records.console import Console
 from gptlab.training import step as step_module
 from gptlab.training.checkpoint.format import list_checkpoints
 from gptlab.training.checkpoint.load import load_checkpoint
@@ -140,10 +138,8 @@ class Result:
 
 @functools.cache
 def _by_hand(folder: Path, data: tuple[int | None, ...], changes: tuple[tuple[str, Any], ...]) -> Result:
-    config = make_config(folder, "never-made", **dict(changes))
-    with Console() as console:
-        session = open_session(config, place_of(config), console)
-    state, finish = session.state, session.finish
+    session = open_tiny(folder, **dict(changes))
+    state, config, finish = session.state, session.config, session.finish
     for step, data_step in enumerate(data):
         if data_step is not None:
             loss = float(gradients(state, state.loader.make(data_step), state.model.loss, config))

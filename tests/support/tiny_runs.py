@@ -23,10 +23,13 @@ from torch import Tensor
 import gptlab
 import gptlab.training.compilation
 from gptlab.app.run_request import TrainArguments
+from gptlab.app.session import Session, open_session
 from gptlab.cli.arguments.parser import read_request
 from gptlab.cli.main import main
 from gptlab.config.run import RunConfig
 from gptlab.config.scaling import Machine
+from gptlab.runtime.hardware.place import place_of
+from gptlab.runtime.records.console import Console
 from gptlab.runtime.records.metrics import MetricsLog, read_metrics
 from gptlab.training.checkpoint.format import list_checkpoints
 from gptlab.training.checkpoint.load import load_checkpoint
@@ -121,6 +124,13 @@ def train(folder: Path, name: str, **changes: Any) -> Path:
     """A finished run from Python; its folder."""
     assert gptlab.train(make_config(folder, name, **changes)).exit_code == 0
     return folder / name
+
+
+def open_tiny(folder: Path, **changes: Any) -> Session:
+    """A session of which no run is made."""
+    config = make_config(folder, "never-made", **changes)
+    with Console() as console:
+        return open_session(config, place_of(config), console)
 
 
 def weights_of(state: TrainState) -> dict[str, Tensor]:
