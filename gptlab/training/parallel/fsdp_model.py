@@ -12,10 +12,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
@@ -70,6 +70,8 @@ def shard_model(model: GPT, mesh: DeviceMesh) -> None:
     if not model.config.tied_head:
         tables.append(model.token_embedding)
     parts = [shard(table, wide) for table in tables]
+    for table in model.value_embeddings.values():
+        _reduce_at_once(table)
     blocks = [shard(block, narrow) for block in model.blocks]
     only_head = not model.config.tied_head and model.position_embedding is None
     root = shard(model, narrow if only_head else wide)
@@ -140,6 +142,33 @@ def reshard(model: GPT) -> None:
     for module in sharded_modules(model):
         module.reshard()
     cast(FSDPModule, model).set_reshard_after_forward(True)
+
+
+class _WithLast(torch.autograd.Function):
+    """`rows` as they are. `last` gets a gradient of zero when they get theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, last: Tensor) -> Tensor:
+        ctx.mark_dirty(rows)  # neither a copy nor a view, of which FSDP2 warns
+        return rows
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        return gradient, gradient.new_zeros(())
+
+
+def _reduce_at_once(table: nn.Module) -> None:
+    """Reduce the gradient of a table as soon as it is complete. FSDP2 waits for the gradients of a module's inputs, and
+    those that have none, as tokens have, wait until the backward pass is over: all tables of a model, whole. So the
+    table gets a second input. Of two gradients that are ready, autograd computes that of the later operation first: the
+    rows', and then the one that FSDP2 waits for."""
+    rows = table.forward
+    table.forward = lambda tokens, last: _WithLast.apply(rows(tokens), last)
+
+    def with_last(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return *inputs, torch.zeros((), device=inputs[0].device, requires_grad=True)
+
+    table.register_forward_pre_hook(with_last, prepend=True)  # before FSDP2 sees the inputs
 
 
 def _policy(gathered: torch.dtype | None, compute: torch.dtype) -> MixedPrecisionPolicy:

@@ -90,6 +90,14 @@ def test_hsdp_by_hand() -> None:
     assert four.saved == pytest.approx(two.saved / 2, rel=1e-3)
 
 
+def test_fsdp_holds_one_table_of_gradients_at_a_time() -> None:
+    """Two more layers have one more value table, whose gradient is large before it is reduced."""
+    table = 4 * 4096 * 32
+    one, three = (planned("fsdp", 64, tiny(n_layer=n_layer, vocab_size=4096)) for n_layer in (1, 3))
+    assert three.weights - one.weights > table / 64
+    assert three.working - one.working < 0.5 * table
+
+
 def test_more_ranks_hold_less_and_save_less() -> None:
     one, zero, fsdp = planned("single", 1), planned("zero", 2), planned("fsdp", 2)
     assert zero.weights == one.weights > fsdp.weights
