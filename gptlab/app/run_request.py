@@ -171,10 +171,10 @@ class RunRequest:
             raise UserError(f"--target-param-data-ratio and {other} both say how long to train: give one of them")
 
     def resumed(self, stored: RunConfig) -> RunConfig:
-        """A stored run's configuration, with the parallel.mode, parallel.shard_ranks and log fields that are requested:
-        how weights are sharded and what is written does not change what is trained, and checkpoints of all modes are
-        alike. A mode comes without the former one's shard_ranks."""
-        free = ("parallel.mode", "parallel.shard_ranks", "log.to", "log.report")
+        """A stored run's configuration, with those of its parallel and log fields that are requested: how weights are
+        sharded and what is written does not change what is trained, and checkpoints of all modes are alike. A mode
+        comes without the former one's shard_ranks."""
+        free = ("parallel.mode", "parallel.shard_ranks", "parallel.reduce_each_micro_batch", "log.to", "log.report")
         asked = {name: value for name, value in self.overrides.items() if name in free}
         if "parallel.mode" in asked:
             asked.setdefault("parallel.shard_ranks", None)

@@ -113,7 +113,7 @@ def _step(made: Strategy, config: RunConfig) -> None:
     """As training/step.py, without what only real numbers decide."""
     tokens = torch.zeros(1, min(_COUNTED_TOKENS, config.model.seq_len), dtype=torch.int64)
     loss = made.as_forward(made.model.loss)(tokens, tokens)
-    made.start_reduction()
+    made.before_backward(True)
     loss.backward()
     made.finish_reduction(loss.detach())
     made.total_norm([parameter.grad for parameter in made.updated_weights() if parameter.grad is not None])

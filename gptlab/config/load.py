@@ -25,9 +25,9 @@ _MAY_HOLD_NUL = ("sample.prompts", "prompt")
 """Texts that a model continues. Other texts become paths or messages, which cannot contain a NUL."""
 
 _LATER = (
-    "parallel", "parallel.shard_ranks", "recipe_arguments", "eval.at_end", "runtime.coordinate_descent_tuning",
-    "runtime.allocator", "log.to", "log.report", "data.mask_documents", "runtime.fp8",
-    "runtime.activation_checkpointing",
+    "parallel", "parallel.shard_ranks", "parallel.reduce_each_micro_batch", "recipe_arguments", "eval.at_end",
+    "runtime.coordinate_descent_tuning", "runtime.allocator", "log.to", "log.report", "data.mask_documents",
+    "runtime.fp8", "runtime.activation_checkpointing",
 )  # fmt: skip
 """Fields, and groups of fields, that older files of version 1 lack. Their defaults are the earlier behavior."""
 

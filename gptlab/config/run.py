@@ -248,14 +248,17 @@ class ParallelConfig:
     shard_ranks: Annotated[int, Limit(lambda ranks: ranks > 1, _NO_SHARD, 2)] | None = None
     """In mode sharded, how many processes hold one copy of the weights together, such as those of a machine (HSDP). It
     divides their number. None: all of them."""
+    reduce_each_micro_batch: bool = False
+    """Sum the gradients of each micro-batch over the processes, not only those of the step. Each process then keeps its
+    share of them between two micro-batches instead of all: less memory, more traffic."""
     exact_any_world_size: bool = False
     """Deterministic reduction: gradients are added in an order that does not depend on the number of processes (1, 2, 4
     or 8), so that weights and losses are the same bits for each, even if it changes in mid-run. It costs time and
     memory."""
 
     def __post_init__(self) -> None:
-        if self.exact_any_world_size and self.mode == "sharded":
-            reason = "sharded gradients are added in an order that depends on the number of processes: use mode data"
+        if self.exact_any_world_size and (self.mode == "sharded" or self.reduce_each_micro_batch):
+            reason = "mode sharded and reduce_each_micro_batch add in an order that depends on the number of processes"
             raise ConfigError("parallel.exact_any_world_size", True, reason, False)
         if self.shard_ranks and self.mode != "sharded":
             raise ConfigError("parallel.shard_ranks", self.shard_ranks, 'needs parallel.mode = "sharded"')

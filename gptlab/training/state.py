@@ -293,7 +293,7 @@ def build_state(
         _replace_passes(strategy.model, config.runtime)
     loader = Loader(
         rows, micro_sequences=config.batch.micro_sequences, micro_batches=config.micro_batches, device=device,
-        rank=group.rank, world_size=group.size, fill=strategy.is_sharded,
+        rank=group.rank, world_size=group.size, fill=strategy.is_sharded or config.parallel.reduce_each_micro_batch,
     )  # fmt: skip
     scaler = torch.amp.GradScaler(device.type, enabled=compute_dtype == torch.float16)
     return TrainState(strategy.model, strategy.optimizer, strategy, loader, scaler, device)

@@ -110,8 +110,8 @@ def gradients(
             if config.model.dropout > 0:
                 torch.manual_seed(fold_seed(config.seed, batch.step, index))
             loss = loss_sum(batch.inputs[place], batch.targets[place], *scale)
-            if reduce and place == places[-1]:
-                strategy.start_reduction()
+            if reduce:
+                strategy.before_backward(place == places[-1])
             (loss if scale else loss * share).backward()
             total = total + loss.detach()
             if reduce:

@@ -9,7 +9,7 @@ SHARES = "test_divided.py::TestGradients::test_each_gets_the_sums_of_what_it_own
 MUTATIONS = [
     Mutation(
         "gradients leave in every backward pass", "training/parallel/zero.py",
-        "        self._armed = False\n        # Registered", "        self.start_reduction()\n        # Registered",
+        "self._armed = is_last or self._reduces_each", "self._armed = True",
         [SHARES],
         ["With DDP, gradients are synchronized"],
     ),

@@ -33,8 +33,11 @@ LINEAGES: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
     "speedrun/muon-2024-10-tiny": ((1, 2), {}),
     # Value embeddings, residual lambdas, gates of three rows; a rank without a micro-batch.
     "autoresearch-tiny": ((1, 3), {"batch.total_tokens": 2 * 4 * 32}),
-    # A fused matrix of unequal parts, gates of one row; a rank without a micro-batch.
-    "nanochat-tiny": ((2, 2), {"model.n_kv_head": 1}),
+    # A fused matrix of unequal parts, gates of one row; five micro-batches, each of which is reduced at once.
+    "nanochat-tiny": (
+        (2, 2),
+        {"model.n_kv_head": 1, "batch.total_tokens": 5 * 4 * 32, "parallel.reduce_each_micro_batch": True},
+    ),
 }
 """Copies of the weights and the ranks of each, and what is special."""
 
@@ -71,7 +74,8 @@ def scenes(folder: Path) -> list[dict[str, Any]]:
         *(lineage(folder, recipe, f"{recipe.replace('/', '-')}-1", 1, 1) for recipe in LINEAGES),
         *(lineage(folder, recipe, f"{recipe.replace('/', '-')}-n", *LINEAGES[recipe][0]) for recipe in LINEAGES),
         # Written by two ranks that share; read by three that do not, then by four with two copies, then by one.
-        train("stopped", 2, **core) | {"signal": ["SIGTERM", 1, 1]},
+        # Each of them reduces the gradients of every micro-batch.
+        train("stopped", 2, **core, parallel__reduce_each_micro_batch=True) | {"signal": ["SIGTERM", 1, 1]},
         resume("stopped", "whole", 3, "data") | {"signal": ["SIGINT", 2, 2]},
         resume("stopped", "copies", 4, "sharded", "--parallel.shard_ranks", "2") | {"signal": ["SIGTERM", 0, 3]},
         resume("stopped", "alone", 1, "sharded"),

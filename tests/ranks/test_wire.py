@@ -66,7 +66,7 @@ def train(wire: Wire, folder: Path, group: Group, device: torch.device) -> dict[
     group.reduce_scatter_later, group.all_gather_later = counting_reduce, counting_gather  # type: ignore[method-assign]
     for step in range(1, 4):
         tokens = tokens_of(step, group.rank, device)
-        zero.start_reduction()
+        zero.before_backward(True)
         loss = model.loss(tokens, tokens)
         loss.backward()
         losses.append(zero.finish_reduction(loss.detach().double()).item().hex())

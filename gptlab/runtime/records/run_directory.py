@@ -41,8 +41,8 @@ FREE_FIELDS = frozenset({
     # Places. What is there has fingerprints of its own.
     "run_dir", "init_from", "data.source", "data.val_source", "data.cache_dir", "tokenizer.path", "eval.core_dir",
     # How the work is done. A resume on another kind of machine says that it is not bit for bit.
-    "parallel.mode", "parallel.shard_ranks", "runtime.device", "runtime.compile", "runtime.process_timeout_seconds",
-    "log.to", "log.report",
+    "parallel.mode", "parallel.shard_ranks", "parallel.reduce_each_micro_batch", "runtime.device", "runtime.compile",
+    "runtime.process_timeout_seconds", "log.to", "log.report",
     # What is kept, which a full disk may force a user to change.
     "checkpoint.keep_last", "checkpoint.keep_every_steps", "checkpoint.keep_best", "checkpoint.background",
     "checkpoint.on_failure",

@@ -76,6 +76,7 @@ class Fsdp(Strategy):
             )
         super().__init__(model, CombinedOptimizer(self._muon, AdamW(groups) if groups else None), group)
         self._device = device
+        self._reduces_each = config.parallel.reduce_each_micro_batch
 
     def _build(self, config: RunConfig, n_ranks: int, device: torch.device, compute_dtype: torch.dtype) -> GPT:
         """The model, cut, without values."""
@@ -95,13 +96,12 @@ class Fsdp(Strategy):
 
     # --- gradients
 
-    def start_reduction(self) -> None:
-        synchronize_gradients(self.model, True)
+    def before_backward(self, is_last: bool) -> None:
+        synchronize_gradients(self.model, within_copies=is_last or self._reduces_each, over_copies=is_last)
 
     def finish_reduction(self, loss: Tensor) -> Tensor:
         """FSDP2 has summed the rows that each rank keeps in the backward pass of the last micro-batch. Vectors follow
         in one collective: the first of the model is the last to get its gradient, so none could leave much earlier."""
-        synchronize_gradients(self.model, False)
         for shard in self.shards.values():
             if shard.is_cut:
                 gradient = shard.whole.grad

@@ -86,7 +86,6 @@ def shard_model(model: GPT, mesh: DeviceMesh) -> None:
         # Sums over ranks, as everywhere in gptlab: micro-batches are divided by the step's token count.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-    synchronize_gradients(model, False)
 
 
 def shards_of(model: GPT, rank: int, n_ranks: int) -> dict[str, Shard]:
@@ -112,10 +111,12 @@ def sharded_modules(model: GPT) -> list[FSDPModule]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
-def synchronize_gradients(model: GPT, on: bool) -> None:
-    """Whether backward passes from here on sum their gradients, and those of earlier passes, over ranks. Until then
-    each rank keeps its own, whole and in float32."""
-    cast(FSDPModule, model).set_requires_gradient_sync(on)
+def synchronize_gradients(model: GPT, *, within_copies: bool, over_copies: bool) -> None:
+    """Whether backward passes from here on sum their gradients, and those of earlier passes, over the ranks of a copy,
+    and these sums over the copies. Until then each rank keeps its own: whole and in float32, or the sums of its rows.
+    """
+    cast(FSDPModule, model).set_requires_gradient_sync(within_copies)
+    cast(FSDPModule, model).set_requires_all_reduce(over_copies)
 
 
 def as_forward(module: nn.Module, function: Callable[P, R]) -> Callable[P, R]:

@@ -57,8 +57,8 @@ class Strategy:
         """The positions of this rank's micro-batches in the order in which they are computed."""
         return range(len(micro_indices))
 
-    def start_reduction(self) -> None:
-        """Called before the backward pass of this rank's last micro-batch."""
+    def before_backward(self, is_last: bool) -> None:
+        """Called before the backward pass of each of this rank's micro-batches."""
 
     def after_micro_batch(self, micro_index: int, loss: Tensor) -> Tensor:
         """Called after each backward pass with the sum of the losses so far (0-d); returns the sum to continue with."""

@@ -82,6 +82,8 @@ class Zero(Strategy):
         self._next = 0
         """Buckets before this one have left."""
         self._armed = False
+        """Whether gradients leave as soon as they are complete."""
+        self._reduces_each = config.parallel.reduce_each_micro_batch
         # Registered once, before anything is compiled, so that the parameters look alike in every step.
         for name, parameter in self._parameters.items():
             parameter.register_post_accumulate_grad_hook(partial(self._complete, name))
@@ -102,32 +104,48 @@ class Zero(Strategy):
         self._make_buckets()
         return {"gradients": hashlib.sha256("\n".join(order).encode()).hexdigest()[:32]}
 
-    def start_reduction(self) -> None:
-        self._armed = True
+    def before_backward(self, is_last: bool) -> None:
+        if self._armed:  # the gradients of the micro-batch before have been on their way during this forward pass
+            self._send_rest(True)
+            self._finish_buckets()
+        self._armed = is_last or self._reduces_each
         for sent in self._buckets:
             sent.waiting = len(sent.bucket.names)
 
     def finish_reduction(self, loss: Tensor) -> Tensor:
         """RuntimeError where a parameter has no gradient though this rank computed."""
         computed, self._armed = self._armed, False
-        while self._next < len(self._buckets):
-            self._send_gradients(self._buckets[self._next], computed)
+        self._send_rest(computed)
         total = loss.clone()
         last = self.group.sum_later(total, "loss")
-        for sent in self._buckets:
-            assert sent.pending is not None
-            assert sent.own is not None
-            sent.pending.wait()
-            start = 0
-            for one in sent.bucket.slices[self.group.rank]:
-                self._leaf(one).grad = sent.own[start : start + one.count].view_as(one.tensor)
-                start += one.count
-            sent.flat = sent.own = sent.pending = None
+        self._finish_buckets()
         last.wait()
-        self._next = 0
-        self._unsent.clear()
         self.share_overflow()
         return total
+
+    def _send_rest(self, computed: bool) -> None:
+        while self._next < len(self._buckets):
+            self._send_gradients(self._buckets[self._next], computed)
+
+    def _finish_buckets(self) -> None:
+        for sent in self._buckets:
+            if sent.pending is not None:
+                self._add_arrived(sent)
+        self._next = 0
+        self._unsent.clear()
+
+    @torch.no_grad()
+    def _add_arrived(self, sent: _Gradients) -> None:
+        """Wait for a bucket, and add this rank's part of it to the gradients of `updated_weights`."""
+        assert sent.pending is not None
+        assert sent.own is not None
+        sent.pending.wait()
+        start = 0
+        for one in sent.bucket.slices[self.group.rank]:
+            leaf, gradient = self._leaf(one), sent.own[start : start + one.count].view_as(one.tensor)
+            leaf.grad = gradient if leaf.grad is None else leaf.grad.add_(gradient)
+            start += one.count
+        sent.flat = sent.own = sent.pending = None
 
     def use_local_gradients(self) -> None:
         for one in self.owned.values():
@@ -184,6 +202,8 @@ class Zero(Strategy):
                 self._parameters[name].grad = None  # its copy is on the way: kept no longer than needed
         sent.pending = self.group.reduce_scatter_later(sent.own, sent.flat, "gradients")
         self._next += 1
+        if self._reduces_each and self._next > 1:  # one is on its way while the next one fills: memory counts here
+            self._add_arrived(self._buckets[self._next - 2])
 
     def _padding(self, bucket: Bucket, owned: Sequence[TensorSlice]) -> list[Tensor]:
         missing = bucket.chunk - sum(one.count for one in owned)

@@ -117,7 +117,8 @@ class TestParse:
             flag = f"--{name.replace('_', '-')}"
             if isinstance(value, bool):
                 stem, _, last = flag.rpartition(".")
-                argv.append(f"{stem}.no-{last}" if value else flag)
+                is_on = value or name == "parallel.reduce_each_micro_batch"  # not with exact_any_world_size
+                argv.append(f"{stem}.no-{last}" if is_on else flag)
             else:
                 argv += [flag, *(value if isinstance(value, tuple) else [texts.get(name, str(value))])]
         ours = apply_overrides(RunConfig(), read_words(argv, leaf_fields(RunConfig)))

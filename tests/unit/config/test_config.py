@@ -70,6 +70,11 @@ IMPOSSIBLE: list[tuple[Callable[[], object], str, str]] = [
         "parallel.exact_any_world_size",
         "nearest valid: False",
     ),
+    (
+        lambda: ParallelConfig(reduce_each_micro_batch=True, exact_any_world_size=True),
+        "parallel.exact_any_world_size",
+        "reduce_each_micro_batch add in an order",
+    ),
     (lambda: ParallelConfig(shard_ranks=8), "parallel.shard_ranks", 'parallel.mode = "sharded"'),
     (lambda: ParallelConfig(mode="sharded", shard_ranks=1), "parallel.shard_ranks", "nearest valid: 2"),
     (

@@ -100,7 +100,7 @@ def test_a_run_from_before_a_field_is_read_with_its_default() -> None:
     values = config_to_json(apply_overrides(RunConfig(), {"seed": 5}))
     later = {
         "eval": ["at_end"], "data": ["mask_documents"],
-        "parallel": ["shard_ranks"],
+        "parallel": ["reduce_each_micro_batch", "shard_ranks"],
         "runtime": ["activation_checkpointing", "allocator", "coordinate_descent_tuning", "fp8"],
     }  # fmt: skip
     for group, names in later.items():

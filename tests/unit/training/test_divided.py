@@ -17,7 +17,7 @@ from torch import Tensor
 from gptlab.app.session import open_session
 from gptlab.config.model import ModelConfig
 from gptlab.config.optim import AdamWConfig, MuonConfig, OptimConfig
-from gptlab.config.run import RunConfig
+from gptlab.config.run import ParallelConfig, RunConfig
 from gptlab.data.rows import RowSource
 from gptlab.model.counting import fused_rows
 from gptlab.model.gpt import build_model
@@ -285,6 +285,7 @@ class Echo(Group):
     def __init__(self, rank: int = 0) -> None:
         super().__init__(World(rank, 2))
         self.sent: list[int] = []
+        self.on_their_way = self.most_at_a_time = 0
 
     def sum_later(self, tensor: Tensor, what: str) -> Pending:
         tensor.mul_(2)
@@ -292,8 +293,13 @@ class Echo(Group):
 
     def reduce_scatter_later(self, own: Tensor, flat: Tensor, what: str) -> Pending:
         self.sent.append(flat.numel())
+        self.on_their_way += 1
+        self.most_at_a_time = max(self.most_at_a_time, self.on_their_way)
         own.copy_(2 * flat.view(2, -1)[self.rank])
-        return Pending()
+        return Pending(self.arrived)
+
+    def arrived(self) -> None:
+        self.on_their_way -= 1
 
 
 class TestGradients:
@@ -301,9 +307,10 @@ class TestGradients:
         self.model = model_of("usual").double()
         self.tokens = torch.arange(32).view(2, 16) % 64
 
-    def zero(self, rank: int) -> tuple[Zero, Echo]:
+    def zero(self, rank: int, **parallel: bool) -> tuple[Zero, Echo]:
         group = Echo(rank)
-        return Zero(self.model, RunConfig(), group, wire=Wire(20_000)), group
+        config = RunConfig(parallel=ParallelConfig(**parallel))
+        return Zero(self.model, config, group, wire=Wire(20_000)), group
 
     def backward(self) -> None:
         self.model.loss(self.tokens, self.tokens).backward()
@@ -315,8 +322,7 @@ class TestGradients:
         self.model.zero_grad()
         zero, group = self.zero(rank)
         for micro_batch in range(3):
-            if micro_batch == 2:
-                zero.start_reduction()
+            zero.before_backward(micro_batch == 2)
             assert group.sent == []
             self.backward()
         before = len(group.sent)
@@ -324,6 +330,27 @@ class TestGradients:
         zero.finish_reduction(torch.zeros(()))
         assert len(group.sent) == before, "all of them"
         assert all(p.grad is None for p in self.model.parameters())
+        for key, leaf in zero.optimizer.parameters.items():
+            assert leaf.grad is not None
+            torch.testing.assert_close(leaf.grad, zero.owned[key].of(expected[zero.owned[key].name]))
+
+    def test_they_leave_after_each_micro_batch_where_that_is_wanted(self) -> None:
+        """Then no rank keeps a whole gradient, and what is sent for one micro-batch is sent for each."""
+        self.backward()
+        expected = {name: 3 * 2 * p.grad.clone() for name, p in self.model.named_parameters()}
+        self.model.zero_grad()
+        zero, group = self.zero(1, reduce_each_micro_batch=True)
+        sent = []
+        for micro_batch in range(3):
+            zero.before_backward(micro_batch == 2)
+            assert all(p.grad is None for p in self.model.parameters())
+            self.backward()
+            sent.append(sum(group.sent))
+        zero.finish_reduction(torch.zeros(()))
+        once = sum(2 * bucket.chunk for bucket in zero.division.gradients)
+        assert 0 < sent[0] <= once < sent[1] <= 2 * once < sent[2]
+        assert sum(group.sent) == 3 * once
+        assert group.most_at_a_time == 2
         for key, leaf in zero.optimizer.parameters.items():
             assert leaf.grad is not None
             torch.testing.assert_close(leaf.grad, zero.owned[key].of(expected[zero.owned[key].name]))
@@ -338,7 +365,7 @@ class TestGradients:
         for name in order:
             zero._complete(name, parameters[name])
         zero.after_warm_up()
-        zero.start_reduction()
+        zero.before_backward(True)
         for number, name in enumerate(order):
             parameters[name].grad = torch.ones_like(parameters[name])
             zero._complete(name, parameters[name])
@@ -353,7 +380,7 @@ class TestGradients:
 
     def test_a_parameter_without_gradient_is_named(self) -> None:
         zero, _ = self.zero(0)
-        zero.start_reduction()
+        zero.before_backward(True)
         self.model.head_loss(torch.zeros(2, 16, 32), self.tokens).backward()
         with pytest.raises(RuntimeError, match="has no gradient"):
             zero.finish_reduction(torch.zeros(()))
