@@ -621,7 +621,8 @@ def test_best_checkpoint_is_kept(
 ) -> None:  # fmt: skip
     prescribe(monkeypatch, [float(loss) for loss in losses])
     run = tmp_path / "run"
-    config = make_config(folder, "best", checkpoint__keep_last=1, sample__prompts=[], **changes)
+    changes = changes | {"checkpoint__keep_last": 1, "sample__prompts": [], "batch__total_tokens": TOKENS_PER_STEP // 2}
+    config = make_config(folder, "best", **changes)
     gptlab.train(replace(config, run_dir=str(run)))
     assert saved_steps(run) == kept
     assert [line["step"] for line in lines_of(run, "checkpoint")] == saved
@@ -665,10 +666,11 @@ def test_a_best_checkpoint_is_not_saved_again_by_the_run_that_resumes_from_it(
 
 
 def test_many_passes_over_the_data_are_a_warning(folder: Path) -> None:
-    """More than four epochs: eight steps are about one of this corpus."""
-    small = {"sample.prompts": [], "model.n_layer": 1, "eval.every_steps": None, "checkpoint.every_steps": None}
-    few = command(["train", *arguments(folder, "few-epochs", small | {"steps": 16})])[1]
-    many = command(["train", *arguments(folder, "many-epochs", small | {"steps": 36})])[1]
+    """More than four epochs: two steps of four times the tokens are about one of this corpus."""
+    small = {"batch.micro_sequences": 16, "batch.total_tokens": 4 * TOKENS_PER_STEP, "sample.prompts": []}
+    small |= {"eval.every_steps": None, "checkpoint.every_steps": None}
+    few = command(["train", *arguments(folder, "few-epochs", small | {"steps": 4})])[1]
+    many = command(["train", *arguments(folder, "many-epochs", small | {"steps": 9})])[1]
     assert "passes over the training data" not in few
     assert re.search(r"^warning: \d+ passes over the training data: beyond 4,", many, re.M)
 
