@@ -1,5 +1,6 @@
-"""A micro-batch that fits into the device's memory: where the warm-up runs out of it, the warm-up is repeated with half
-of the rows. A step has the same rows and the same mean loss, in more micro-batches.
+"""A micro-batch that fits into the device's memory: chosen by an estimate, and where the warm-up still runs out of
+memory, the warm-up is repeated with half of the rows. A step has the same rows and the same mean loss, in more
+micro-batches.
 """
 
 from __future__ import annotations
@@ -12,12 +13,48 @@ from typing import TYPE_CHECKING
 import torch
 
 from gptlab.app.session import Session
+from gptlab.bench.plan import make_plan
 from gptlab.config.load import config_to_json
+from gptlab.config.run import RunConfig
 from gptlab.runtime.hardware.memory import fewer_micro_sequences, ran_out_of_memory
+from gptlab.runtime.hardware.place import Place
+from gptlab.runtime.records.console import Console
 from gptlab.runtime.records.run_directory import change_config, identity_of
 
 if TYPE_CHECKING:
     from gptlab.training.recorder import Recorder
+
+FILLED = 0.95
+"""Of the free memory. The rest is for blocks that PyTorch's allocator rounds up or cannot join: an assumption, since no
+GPU has run this."""
+
+
+def rows_that_fit(config: RunConfig, place: Place, console: Console) -> RunConfig:
+    """`config` with as many rows in a micro-batch as `gptlab plan` finds room for on this GPU: the recipe's, half of
+    them, a quarter, ... One row is tried in any case."""
+    if config.parallel.exact_any_world_size:  # whose bits depend on the rows
+        return config
+    try:
+        return _planned(config, place, console)
+    except Exception as error:  # of torch's private parts on a GPU that nobody tried: the warm-up finds what fits
+        console.warn(f"memory was not planned ({type(error).__name__}: {error}); trying the recipe's rows")
+        return config
+
+
+def _planned(config: RunConfig, place: Place, console: Console) -> RunConfig:
+    free, _ = torch.cuda.mem_get_info(place.device)
+    uncompiled = replace(config, runtime=replace(config.runtime, compile="off"))
+    if make_plan(uncompiled, place).memory_bytes <= FILLED * free:  # a fifth of the time that the graphs take
+        return config
+    rows = config.batch.micro_sequences
+    while (needed := make_plan(config, place).memory_bytes) > FILLED * free and config.batch.micro_sequences > 1:
+        fewer = fewer_micro_sequences(config.batch.micro_sequences)
+        config = replace(config, batch=replace(config.batch, micro_sequences=fewer))
+    console.line(
+        f"memory    {needed / 1e9:.1f} GB of {free / 1e9:.1f} GB free, as planned with batch.micro_sequences = "
+        f"{config.batch.micro_sequences}{f' instead of {rows}' * (rows != config.batch.micro_sequences)}"
+    )
+    return config
 
 
 def until_it_fits(warm_up: Callable[[], float], session: Session, record: Recorder, *, step: int) -> float:

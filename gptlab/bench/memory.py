@@ -25,10 +25,12 @@ class Memory:
     gradients: int
     optimizer: int
     activations: int
-    """What autograd keeps of one micro-batch for its backward pass, uncompiled. torch.compile and the CPU kernels keep
-    less."""
+    """What autograd keeps of one micro-batch for its backward pass, uncompiled. The CPU kernels, and torch.compile on a
+    CPU, keep less. `compiled`: what a pass takes beside weights, gradients and moments, at its peak."""
     snapshot: int
     """Weights and moments once more, in host memory, for checkpoint.background."""
+    compiled: bool = False
+    """Whether the graphs of torch.compile were counted."""
 
     @property
     def device_total(self) -> int:
@@ -41,23 +43,45 @@ class Memory:
         return self.device_total + self.snapshot
 
 
-def count_memory(model: GPT, config: RunConfig) -> Memory:
-    """Bytes of a training process's tensors, counted from a model on the meta device."""
+def count_memory(model: GPT, config: RunConfig, *, compiled: bool = False) -> Memory:
+    """Bytes of a training process's tensors, counted from a model on the meta device.
+
+    `compiled`: by torch.compile, for the model's platform, "cuda". Where that cannot be counted, as uncompiled code.
+    """
     optimizer = whole_optimizer(model, config)
     weights = sum(parameter.nbytes for parameter in model.parameters())
     moments = sum(moment.nbytes for moment in optimizer.state_tensors().values())
+    gradients = weights * (held_sums(config.micro_batches) if config.parallel.exact_any_world_size else 1)
+    rows, recomputed = config.batch.micro_sequences, config.runtime.activation_checkpointing
+    activations = _compiled_activations(model, config, gradients) if compiled else None
     return Memory(
         weights=weights,
-        gradients=weights * (held_sums(config.micro_batches) if config.parallel.exact_any_world_size else 1),
+        gradients=gradients,
         optimizer=moments,
-        activations=kept_for_backward(
-            model,
-            config.batch.micro_sequences,
-            config.model.seq_len,
-            recomputed=config.runtime.activation_checkpointing,
-        ),
+        activations=kept_for_backward(model, rows, config.model.seq_len, recomputed=recomputed)
+        if activations is None
+        else activations,
         snapshot=weights + moments if config.checkpoint.background and not config.eval.only else 0,
+        compiled=activations is not None,
     )
+
+
+def _compiled_activations(model: GPT, config: RunConfig, gradients: int) -> int | None:
+    """What a micro-batch's passes, or those of validation, take beside gradients that are kept anyway. None where this
+    torch, or this model's attention, cannot be asked."""
+    try:
+        from gptlab.bench.compiled_memory import WORKSPACE, pass_memory
+    except ImportError:  # they are private names of torch
+        return None
+    passes = pass_memory(model, config.batch.micro_sequences, recomputed=config.runtime.activation_checkpointing)
+    if passes is None:
+        return None
+    # The first micro-batch's gradients are the sum; those of each other come beside it.
+    earlier = gradients if config.micro_batches > 1 else 0
+    # In validation the gradients are freed, and logits are there in the compute type and in float32.
+    logits = config.eval_sequences * config.model.seq_len * config.model.padded_vocab_size
+    validation = logits * (model.compute_dtype.itemsize + 4)
+    return max(earlier + passes.peak, validation) - gradients + WORKSPACE
 
 
 def kept_for_backward(model: GPT, rows: int, seq_len: int, *, recomputed: bool = False) -> int:

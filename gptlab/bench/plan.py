@@ -14,7 +14,7 @@ from gptlab.config.model import ModelConfig
 from gptlab.config.run import RunConfig
 from gptlab.model.counting import FlopsPerToken, ParameterCounts, flops_per_token, parameter_counts
 from gptlab.model.gpt import GPT
-from gptlab.runtime.hardware.device import Platform
+from gptlab.runtime.hardware.device import Platform, compiler_available
 from gptlab.runtime.hardware.place import Place
 
 
@@ -68,11 +68,17 @@ def make_plan(config: RunConfig, place: Place, rate: Rate | None = None) -> RunP
         place=place,
         parameters=counts,
         flops=flops,
-        memory=count_memory(model, config),
+        memory=count_memory(model, config, compiled=_compiles_for_gpu(config, place)),
         steps=steps,
         seconds=seconds,
         rate=rate,
     )
+
+
+def _compiles_for_gpu(config: RunConfig, place: Place) -> bool:
+    if place.device.type != "cuda" or config.runtime.compile == "off":
+        return False
+    return not torch.cuda.is_available() or compiler_available(place.device)  # planned for one that is not here
 
 
 def figures(plan: RunPlan, *, device_memory: int | None) -> dict[str, object]:
@@ -89,7 +95,8 @@ def figures(plan: RunPlan, *, device_memory: int | None) -> dict[str, object]:
         "total_flops": None if tokens is None else tokens * plan.flops.total,
         "training_seconds": plan.seconds,
         "memory_bytes": plan.memory_bytes,
-        "memory_bytes_by_part": asdict(plan.memory),
+        "memory_bytes_by_part": {name: count for name, count in asdict(plan.memory).items() if name != "compiled"},
+        "memory_counts": "compiled" if plan.memory.compiled else "uncompiled",
         "device": str(place.device),
         "device_memory_bytes": device_memory,
         "dtype": str(place.dtype).removeprefix("torch."),

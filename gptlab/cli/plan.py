@@ -102,8 +102,7 @@ def describe(plan: RunPlan, *, device_memory: int | None = None) -> str:
         ("  weights", f"{_bytes(plan.memory.weights)} float{64 if '64' in str(place.dtype) else 32}"),
         ("  gradients", _bytes(plan.memory.gradients)),
         ("  optimizer", f"{_bytes(plan.memory.optimizer)} of moments"),
-        ("  activations", f"{_bytes(plan.memory.activations)} kept for the backward pass of a micro-batch in "
-                          f"{str(place.dtype).removeprefix('torch.')}; torch.compile keeps less"),
+        ("  activations", f"{_bytes(plan.memory.activations)} {_activations(plan)}"),
         ("  snapshot", _snapshot(plan)),
         ("device", f"{device_name(place.device)} ({place.device})"),
         ("peak", _peak(place.peak)),
@@ -123,6 +122,13 @@ def _length(plan: RunPlan) -> list[tuple[str, str]]:
         ("tokens", f"{about}{tokens:,} ({tokens / plan.parameters.scaling:.3g} per matrix and head parameter)"),
         ("FLOPs", f"{about}{tokens * plan.flops.total:.3g}"),
     ]
+
+
+def _activations(plan: RunPlan) -> str:
+    dtype = str(plan.place.dtype).removeprefix("torch.")
+    if plan.memory.compiled:
+        return f"at the peak of a micro-batch's passes in {dtype}, compiled"
+    return f"kept for the backward pass of a micro-batch in {dtype}; torch.compile keeps less"
 
 
 def _snapshot(plan: RunPlan) -> str:

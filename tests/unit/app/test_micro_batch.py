@@ -1,18 +1,26 @@
-"""Memory that runs out in the warm-up: the run continues with a micro-batch that fits, and records it."""
+"""The micro-batch that is tried first on a GPU, and memory that runs out in the warm-up: the run continues with a
+micro-batch that fits, and records it."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from tiny_runs import arguments, command, lines_of
+from tiny_runs import arguments, command, lines_of, make_config
 
-from gptlab.app import run_session
+from gptlab.app import micro_batch, run_session
+from gptlab.app.attempt import Attempt
+from gptlab.app.run_request import RunRequest
+from gptlab.app.train_run import _with_rows_that_fit
 from gptlab.config.run import RunConfig
+from gptlab.runtime.hardware import device, place
 from gptlab.runtime.hardware.memory import fewer_micro_sequences
+from gptlab.runtime.hardware.place import Peak, Place
+from gptlab.runtime.records.console import Console
 from gptlab.training.state import TrainState
 
 FIELDS = {"model.dropout": 0.0, "steps": 4, "checkpoint.every_steps": 2}
@@ -72,3 +80,63 @@ def test_what_must_not_be_halved_ends_with_the_advice(
 
 def test_steps_stay_whole() -> None:
     assert [fewer_micro_sequences(rows) for rows in (2, 9, 12, 32)] == [1, 3, 6, 16]
+
+
+@pytest.mark.parametrize(
+    ("free", "compile_", "rows", "counted"),
+    [
+        (1000, "on", 4, ["off"]),  # 800 uncompiled
+        (500, "on", 4, ["off", "on"]),  # 400 compiled
+        (400, "on", 2, ["off", "on", "on"]),  # 5% stay free
+        (400, "off", 1, ["off", "off", "off", "off"]),
+        (10, "on", 1, ["off", "on", "on", "on"]),  # the estimate may be wrong: the warm-up will tell
+    ],
+)
+def test_the_first_try_is_the_largest_that_the_plan_has_room_for(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    free: int, compile_: str, rows: int, counted: list[str],
+) -> None:  # fmt: skip
+    """A row takes 100 bytes compiled, 200 uncompiled."""
+    plans: list[str] = []
+
+    def plan(config: RunConfig, _: Place) -> Any:
+        plans.append(config.runtime.compile)
+        return SimpleNamespace(memory_bytes={"on": 100, "off": 200}[plans[-1]] * config.batch.micro_sequences)
+
+    monkeypatch.setattr(micro_batch, "make_plan", plan)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 10_000))
+    on_gpu = Place(torch.device("cuda", 0), torch.bfloat16, 1, Peak(None, "unknown"))
+    config = make_config(folder, "planned", runtime__compile=compile_)
+    with Console() as console:
+        found = micro_batch.rows_that_fit(config, on_gpu, console)
+    assert (found.batch.micro_sequences, plans) == (rows, counted)
+    assert found.batch.total_tokens == config.batch.total_tokens
+    said = f"batch.micro_sequences = {rows}" + (" instead of 4" if rows < 4 else "")
+    assert (said in capsys.readouterr().out) == (len(counted) > 1)
+
+
+def test_a_plan_that_fails_ends_no_run(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: 1 / 0)
+    on_gpu = Place(torch.device("cuda", 0), torch.bfloat16, 1, Peak(None, "unknown"))
+    config = make_config(folder, "unplanned")
+    with Console() as console:
+        assert micro_batch.rows_that_fit(config, on_gpu, console) == config
+    assert "memory was not planned (ZeroDivisionError" in "".join(capsys.readouterr())
+
+
+def test_rows_are_planned_for_a_recipe_and_one_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU has no such plan, and a number of rows that was asked for is tried as it is."""
+    monkeypatch.setattr(device, "has_nvidia_gpu", lambda: True)
+    monkeypatch.setattr(micro_batch, "rows_that_fit", lambda *_: pytest.fail("not asked for"))
+    assert command(["train", *arguments(folder, "cpu", FIELDS)])[0] == 0
+    on_gpu = Place(torch.device("cuda", 0), torch.bfloat16, 1, Peak(None, "unknown"))
+    monkeypatch.setattr(place, "place_of", lambda *_: on_gpu)
+    config = make_config(folder, "on-gpu")
+    with Console() as console:
+        attempt = Attempt(console, ["gptlab"], 0.0)
+        asked = RunRequest(overrides={"batch.micro_sequences": 2})
+        assert _with_rows_that_fit(config, attempt, asked) is config
+        monkeypatch.setattr(micro_batch, "rows_that_fit", lambda config, place, console: (config, place))
+        assert _with_rows_that_fit(config, attempt, RunRequest()) == (config, on_gpu)

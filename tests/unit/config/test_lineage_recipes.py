@@ -240,7 +240,7 @@ def plan(config: RunConfig) -> RunPlan:
     """The plan with a BPE or byte vocabulary of the size asked for, but without its memory, which takes a forward pass
     and is tested by `test_plan.py`."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("gptlab.bench.plan.count_memory", lambda model, config: None)
+        patch.setattr("gptlab.bench.plan.count_memory", lambda *_, **__: None)
         return make_plan(config, Place(torch.device("cpu"), torch.bfloat16, 1, Peak(1e15, "table")))
 
 

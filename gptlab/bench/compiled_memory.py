@@ -1,0 +1,258 @@
+"""Memory of a micro-batch that torch.compile has compiled for a GPU, counted from the graphs of torch's partitioner.
+
+The partitioner decides which tensors the forward pass keeps and what the backward pass computes again. It is asked for
+one block of each kind, on the meta device; the head is counted by hand, since the graph of its slices is larger than
+that of all blocks. Inductor then fuses operations: what only fused operations read is never in memory.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._functorch.aot_autograd import aot_function, make_boxed_compiler
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._ops import OpOverload
+from torch.func import functional_call
+from torch.nn import Module
+
+from gptlab.model.gpt import GPT
+from gptlab.model.head import MAX_SLICES, SLICE_LOGITS
+from gptlab.model.kernels import torch_attention
+
+WORKSPACE = 32 * 2**20
+"""What PyTorch gives cuBLAS on compute capability 9.0; elsewhere 8 MiB (PyTorch's CublasHandlePool.cpp)."""
+_OWN_KERNELS = {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm"}
+"""Of aten, beside attention: they read and write memory. Everything else is fused with what is around it."""
+_REDUCTION = 4
+"""How many times smaller than what it reads the result of a reduction is, for the partitioner and here."""
+_SUMMANDS = 8
+"""How many Inductor adds up in one kernel (torch._inductor.config.realize_acc_reads_threshold)."""
+
+
+@dataclass(frozen=True, slots=True)
+class PassMemory:
+    """Bytes of a forward and a backward pass, beside weights and the sum of earlier micro-batches' gradients."""
+
+    kept: int
+    """By the forward pass for the backward pass."""
+    forward_peak: int
+    """The most at one time."""
+    backward_peak: int
+    """With the gradients of all weights, which are there when the pass ends."""
+
+    @property
+    def peak(self) -> int:
+        return max(self.forward_peak, self.backward_peak)
+
+
+def pass_memory(model: GPT, rows: int, *, recomputed: bool = False) -> PassMemory | None:
+    """Count a micro-batch of `rows` sequences. `model`: on the meta device, built for the platform "cuda". None with
+    FlexAttention, which does not run there.
+
+    `recomputed`: with activation checkpointing.
+    """
+    config, width = model.config, model.compute_dtype.itemsize
+    attends_by = torch_attention.choose(config, model.compute_dtype, model.platform)
+    if attends_by == "flex":
+        return None
+    tokens = rows * config.seq_len
+    stream = tokens * config.n_embd * width  # the residual stream, or its gradient
+    # FlashAttention takes as much memory with a window as without.
+    windows = [None] * config.n_layer if attends_by == "varlen" else config.layer_windows()
+    kinds = [(config.has_value_embedding(layer), window) for layer, window in enumerate(windows)]
+    counted = {kind: _block(model, kinds.index(kind), rows) for kind in dict.fromkeys(kinds)}
+    blocks = [counted[kind] for kind in kinds]
+    kept_by_block = [block.inputs if recomputed else block.kept for block in blocks]
+    if config.residual_lambdas and not recomputed:
+        kept_by_block[0] -= stream  # whose x is x0
+    kept = sum(kept_by_block)
+
+    # The head keeps the input of the final norm, the gradient of its output, and the gradient of its own weights. At
+    # its last slice there are also the norm's output, the weights in the compute type, the slice's logits, over which
+    # their gradient is written, and products of slices that wait to be added up (`model/head.py`).
+    table, wide = model.head.weight.numel(), max(width, 4)
+    positions = min(tokens, max(SLICE_LOGITS // config.padded_vocab_size, -(-tokens // MAX_SLICES)))
+    products = min(-(-tokens // positions), _SUMMANDS)
+    head_kept = 2 * stream + wide * table
+    logits = positions * config.padded_vocab_size * width
+    forward_peak = kept + head_kept + stream + (1 + products) * width * table + logits
+
+    # Backward, the last block first. What the whole pass returns last is the gradient of the embedding's table.
+    backward_peak = stream + sum(weight.nbytes for weight in model.parameters())
+    gradients, before = wide * table, kept
+    for block, its_own in zip(reversed(blocks), reversed(kept_by_block), strict=True):
+        before -= its_own
+        working = max(block.forward_peak, block.backward_peak) if recomputed else block.backward_peak
+        backward_peak = max(backward_peak, before + gradients + working)
+        forward_peak = max(forward_peak, before + block.forward_peak)
+        gradients += block.gradients
+    return PassMemory(kept + head_kept, forward_peak, backward_peak)
+
+
+@dataclass(frozen=True, slots=True)
+class _Passes:
+    """Bytes of a block's two graphs, without its weights."""
+
+    kept: int
+    inputs: int
+    """What activation checkpointing keeps: the residual stream and the value embedding."""
+    forward_peak: int
+    backward_peak: int
+    gradients: int
+    """Of its weights."""
+
+
+class _OneBlock(Module):
+    """The model's pass, of which only one block computes anything."""
+
+    def __init__(self, model: GPT, layer: int) -> None:
+        super().__init__()
+        self.model, self.layer = model, layer
+
+    def forward(self, tokens: Tensor, x: Tensor, x0: Tensor) -> Tensor:
+        block = self.model.blocks[self.layer]
+        earlier: list[Callable[..., Tensor]] = [lambda x, *_: x] * self.layer
+        return self.model.hidden(tokens, [*earlier, lambda _, *rest: block(x, *rest)], lambda *_: x0)
+
+
+def _block(model: GPT, layer: int, rows: int) -> _Passes:
+    config, whole = model.config, _OneBlock(model, layer)
+    own = {
+        name: tensor
+        for name, tensor in (*whole.named_parameters(), *whole.named_buffers())
+        if f"blocks.{layer}." in name or "blocks." not in name
+    }
+    shape = (rows, config.seq_len, config.n_embd)
+    with torch.device("meta"):
+        tokens = torch.zeros(shape[:2], dtype=torch.int64)
+        x, x0 = (torch.zeros(shape, dtype=model.compute_dtype, requires_grad=True) for _ in range(2))
+
+    def run(x: Tensor, *others: Tensor) -> Tensor:
+        *values, tokens, x0 = others
+        return functional_call(whole, dict(zip(own, values, strict=True)), (tokens, x, x0))
+
+    forward, backward = graphs(run, [x, *own.values(), tokens, x0])
+    # Of the arguments, x and x0 count: in the whole model, their sum is kept in the place of x0.
+    resident = {node.name for node in forward.find_nodes(op="placeholder")[1:-1]}
+    value_width = config.kv_heads * config.head_dim if config.has_value_embedding(layer) else 0
+    mine = (f"blocks.{layer}.", f"value_embeddings.{layer}.")
+    return _Passes(
+        kept=kept_bytes(forward, backward, resident),
+        inputs=tokens.numel() * (config.n_embd + value_width) * x.element_size(),
+        forward_peak=peak_bytes(forward, resident),
+        backward_peak=peak_bytes(backward, resident),
+        gradients=sum(weight.nbytes for name, weight in model.named_parameters() if name.startswith(mine)),
+    )
+
+
+def graphs(function: Callable[..., Tensor], arguments: Sequence[Tensor]) -> tuple[fx.Graph, fx.Graph]:
+    """The forward and the backward graph that torch.compile would make of a function of tensors on the meta device."""
+    made: list[fx.Graph] = []
+
+    def partition(*args: Any, **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+        forward, backward = min_cut_rematerialization_partition(*args, **options)
+        made.extend((forward.graph, backward.graph))
+        return forward, backward
+
+    as_they_are = make_boxed_compiler(lambda module, _: module)
+    aot_function(function, as_they_are, as_they_are, partition_fn=partition)(*arguments)
+    forward, backward = made
+    return forward, backward
+
+
+def kept_bytes(forward: fx.Graph, backward: fx.Graph, resident: Container[str]) -> int:
+    """What the backward pass takes from the forward pass, without the arguments that `resident` names."""
+    taken = {node.name for node in backward.find_nodes(op="placeholder")}
+    roots = {_root(node) for node in forward.output_node().all_input_nodes if node.name in taken}
+    return sum(_bytes(root) for root in roots if root.name not in resident)
+
+
+def peak_bytes(graph: fx.Graph, resident: Container[str], *, fused: bool = True) -> int:
+    """The most at one time, without the arguments that `resident` names. Others are freed after their last use.
+
+    `fused`: False where each operation writes its result, as an interpreter of the graph does.
+    """
+    written = {
+        node
+        for node in graph.nodes
+        if _root(node) is node and node.name not in resident and (not fused or _is_written(node))
+    }
+    last_use = {node: node for node in written}
+    for node in graph.nodes:
+        if node in written or node.op == "output":
+            last_use |= dict.fromkeys(_read(node, written), node)
+    live = most = sum(_bytes(node) for node in written if node.op == "placeholder")
+    for node in graph.nodes:
+        if node not in written:
+            continue
+        freed = [_bytes(one) for one in written if last_use[one] is node]
+        added = _bytes(node) if node.op == "call_function" else 0
+        # A fused operation writes over what it is the last to read, if that is as large.
+        in_place = fused and added in freed and not _is_kernel(node)
+        most = max(most, live + (0 if in_place else added))
+        live += added - sum(freed)
+    return most
+
+
+def _read(node: fx.Node, written: Container[fx.Node]) -> set[fx.Node]:
+    """What is in memory of all that leads to a node."""
+    found: set[fx.Node] = set()
+    ahead, seen = [node], set()
+    while ahead:
+        for one in map(_root, ahead.pop().all_input_nodes):
+            if one in written:
+                found.add(one)
+            elif one not in seen:
+                seen.add(one)
+                ahead.append(one)
+    return found
+
+
+def _root(node: fx.Node) -> fx.Node:
+    """The node in whose memory this one lies, itself if it is no view."""
+    while _is_view(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _is_view(node: fx.Node) -> bool:
+    if node.target is operator.getitem:
+        return _is_view(node.all_input_nodes[0])
+    return isinstance(node.target, OpOverload) and (node.target.is_view or node.target._opname == "_unsafe_view")
+
+
+def _is_written(node: fx.Node) -> bool:
+    """Whether its result is in memory after fusion."""
+    if node.op == "placeholder" or _is_kernel(node) or _is_read_from_memory(node):
+        return True
+    return _REDUCTION * _bytes(node) <= max(map(_bytes, node.all_input_nodes), default=0)
+
+
+def _is_read_from_memory(node: fx.Node) -> bool:
+    return any(
+        _is_read_from_memory(user) if _is_view(user) else user.op == "output" or _is_kernel(user) for user in node.users
+    )
+
+
+def _is_kernel(node: fx.Node) -> bool:
+    if node.target is operator.getitem:
+        return _is_kernel(node.all_input_nodes[0])
+    if not isinstance(node.target, OpOverload):
+        return False
+    is_own = node.target.namespace not in ("aten", "prims")
+    return is_own or _name(node) in _OWN_KERNELS or "attention" in _name(node)
+
+
+def _name(node: fx.Node) -> str:
+    return node.target._opname if isinstance(node.target, OpOverload) else ""
+
+
+def _bytes(node: fx.Node) -> int:
+    """Of several results, each is a node of its own."""
+    value = node.meta.get("val")
+    return value.numel() * value.element_size() if isinstance(value, Tensor) else 0

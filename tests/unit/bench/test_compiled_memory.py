@@ -1,0 +1,232 @@
+"""Memory of compiled passes: against whole models, compiled by torch's partitioner and run on the meta device."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, fx
+from torch._functorch.aot_autograd import aot_function
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch.autograd.graph import saved_tensors_hooks
+from torch.func import functional_call
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import Module
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gptlab.bench import compiled_memory
+from gptlab.bench.compiled_memory import WORKSPACE, PassMemory, pass_memory, peak_bytes
+from gptlab.bench.memory import count_memory
+from gptlab.bench.plan import figures, make_plan
+from gptlab.cli.plan import _activations
+from gptlab.config.load import apply_overrides
+from gptlab.config.model import GPT2_SIZES, ModelConfig
+from gptlab.config.recipes import configure
+from gptlab.config.recipes.nanochat import nanochat
+from gptlab.model import head
+from gptlab.model.gpt import GPT
+from gptlab.runtime.hardware.place import Peak, Place
+
+SLICES = 4  # of the head, instead of 16: its graph takes longest
+ROWS = 32
+# Two layers of nanochat's depth 20, and of GPT-2.
+WIDE = replace(nanochat(depth=20).model, n_layer=2, vocab_size=2**15)
+SMALL_GPT2 = replace(GPT2_SIZES["gpt2"], n_layer=2)
+
+
+def on_meta(config: ModelConfig) -> GPT:
+    with torch.device("meta"):
+        return GPT(config, torch.bfloat16, "cuda")
+
+
+class WholeLoss(Module):
+    def __init__(self, model: GPT) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.model.loss(tokens, tokens)
+
+
+class Compiled:
+    """The whole loss, partitioned as torch.compile does it, then run one operation after the other."""
+
+    def __init__(self, model: GPT) -> None:
+        self.tokens = torch.zeros(ROWS, model.config.seq_len, dtype=torch.int64, device="meta")
+        whole = WholeLoss(model)
+        self.own = dict([*whole.named_parameters(), *whole.named_buffers()])
+        self.graphs: list[fx.Graph] = []
+
+        def interpreted(module: fx.GraphModule, _: Any) -> Callable[..., Any]:
+            def run(arguments: list[Any]) -> Any:
+                return fx.Interpreter(module).boxed_run(arguments)  # frees each after its last use
+
+            run._boxed_call = True  # type: ignore[attr-defined]
+            return run
+
+        def loss(values: Sequence[Tensor], tokens: Tensor) -> Tensor:
+            return functional_call(whole, dict(zip(self.own, values, strict=True)), (tokens,))
+
+        def partition(*args: Any, **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+            forward, backward = min_cut_rematerialization_partition(*args, **options)
+            self.graphs += [forward.graph, backward.graph]
+            return forward, backward
+
+        self._compiled = aot_function(loss, interpreted, interpreted, partition_fn=partition)
+        self.loss()
+
+    def loss(self) -> Tensor:
+        loss: Tensor = self._compiled(list(self.own.values()), self.tokens)
+        return loss
+
+    @property
+    def resident(self) -> set[int]:
+        return {tensor.untyped_storage()._cdata for tensor in (*self.own.values(), self.tokens)}
+
+    def kept(self) -> int:
+        storages: dict[int, torch.UntypedStorage] = {}
+
+        def keep(tensor: Tensor) -> Tensor:
+            storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+            return tensor
+
+        with saved_tensors_hooks(keep, lambda tensor: tensor):
+            loss = self.loss()
+        del loss
+        return sum(storage.nbytes() for key, storage in storages.items() if key not in self.resident)
+
+
+class LiveStorages(TorchDispatchMode):
+    """The most bytes in storages that are alive at one time."""
+
+    def __init__(self, resident: set[int]) -> None:
+        super().__init__()
+        self.bytes = self.peak = 0
+        self._resident, self._known = resident, dict[int, weakref.ref[torch.UntypedStorage]]()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for one in result if isinstance(result, list | tuple) else (result,):
+            if isinstance(one, Tensor):
+                self._note(one.untyped_storage())
+        return result
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._resident or (key in self._known and self._known[key]() is storage):
+            return
+        self.bytes += size
+        self.peak = max(self.peak, self.bytes)
+
+        def freed(_: object) -> None:
+            self.bytes -= size
+
+        self._known[key] = weakref.ref(storage, freed)
+
+
+@pytest.fixture(autouse=True)
+def few_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head, "MAX_SLICES", SLICES)
+    monkeypatch.setattr(compiled_memory, "MAX_SLICES", SLICES)
+
+
+@pytest.mark.parametrize(("config", "near"), [(WIDE, 0.01), (SMALL_GPT2, 0.05)], ids=["nanochat", "gpt2"])
+def test_blocks_and_head_make_the_whole_model(config: ModelConfig, near: float) -> None:
+    """Within 10% at the peak; of what is kept, `near`: a residual stream is 2.4% of two layers of nanochat."""
+    model = on_meta(config)
+    memory, compiled = pass_memory(model, ROWS), Compiled(model)
+    assert memory is not None
+    assert memory.kept == pytest.approx(compiled.kept(), rel=near)
+
+    forward, backward = compiled.graphs
+    resident = {node.name for node in forward.find_nodes(op="placeholder")}
+    # The graph of the whole model, by the same rules of fusion.
+    assert memory.forward_peak == pytest.approx(peak_bytes(forward, resident), rel=0.1)
+    assert memory.backward_peak == pytest.approx(peak_bytes(backward, resident), rel=0.1)
+
+    # Not fused, that is what an interpreter of the graphs holds.
+    with LiveStorages(compiled.resident) as live:
+        loss = compiled.loss()
+        of_forward = live.peak
+        live.peak = 0
+        loss.backward()
+    assert peak_bytes(forward, resident, fused=False) == pytest.approx(of_forward, rel=0.01)
+    assert peak_bytes(backward, resident, fused=False) == pytest.approx(live.peak, rel=0.01)
+
+
+def test_peak_by_hand() -> None:
+    """x, w and each result have 8 x 8 float32: 256 bytes. Fused, only the sum and the product are written, the sum over
+    x."""
+
+    def total(x: Tensor) -> Tensor:
+        return x.exp() + x * 2
+
+    def product(x: Tensor, w: Tensor) -> Tensor:
+        return total(x) @ w
+
+    x = w = torch.zeros(8, 8)
+    pointwise = make_fx(total, tracing_mode="fake")(x).graph
+    assert peak_bytes(pointwise, {}, fused=False) == 3 * 256  # x, exp and the multiple
+    assert peak_bytes(pointwise, {}) == 256
+    multiplied = make_fx(product, tracing_mode="fake")(x, w).graph
+    assert peak_bytes(multiplied, {}) == 3 * 256
+    assert peak_bytes(multiplied, {"w_1"}) == 2 * 256
+
+
+def test_memory_of_a_step_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    passes = PassMemory(kept=10**9, forward_peak=2 * 10**9, backward_peak=10**9)
+    monkeypatch.setattr(compiled_memory, "pass_memory", lambda *_, **__: passes)
+    config = configure("nanochat-tiny")
+    config = replace(config, model=replace(config.model, vocab_size=512))
+    assert config.micro_batches > 1
+    model = on_meta(config.model)
+    memory, plain = count_memory(model, config, compiled=True), count_memory(model, config)
+    assert memory.compiled
+    assert not plain.compiled
+    assert replace(memory, activations=0, compiled=False) == replace(plain, activations=0)
+    # A second micro-batch's gradients are there beside the sum.
+    assert memory.activations == passes.peak + WORKSPACE
+    one = replace(config, batch=replace(config.batch, total_tokens=config.micro_tokens))
+    assert count_memory(model, one, compiled=True).activations == memory.activations - memory.gradients
+
+    evaluated = replace(config, eval=replace(config.eval, micro_sequences=4096))
+    logits = 4096 * config.model.seq_len * 512 * (2 + 4)
+    needed = memory.weights + memory.optimizer + logits + WORKSPACE
+    assert count_memory(model, evaluated, compiled=True).device_total == needed
+
+
+def test_recomputed_blocks_keep_what_goes_into_them() -> None:
+    model = on_meta(replace(WIDE, n_layer=1))
+    recomputed = pass_memory(model, ROWS, recomputed=True)
+    stream = ROWS * WIDE.seq_len * WIDE.n_embd * 2
+    assert recomputed is not None
+    # x and the value embedding; of the head, what goes into its norm, the gradient, and the weights' in float32.
+    assert recomputed.kept == 2 * stream + 2 * stream + 4 * model.head.weight.numel()
+    # With one layer, all of it is there again in the backward pass.
+    assert recomputed.backward_peak > 18 * stream
+
+
+def test_a_plan_for_a_gpu_counts_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled_memory, "pass_memory", lambda *_, **__: PassMemory(10**9, 2 * 10**9, 10**9))
+    place = Place(torch.device("cuda", 0), torch.bfloat16, 1, Peak(None, "unknown"))
+    for wanted, counted in (("auto", "compiled"), ("off", "uncompiled")):
+        config = apply_overrides(configure("nanochat-tiny"), {"runtime.compile": wanted})
+        plan = make_plan(config, place)
+        shown = figures(plan, device_memory=None)
+        assert shown["memory_counts"] == counted
+        assert (", compiled" in _activations(plan)) == (counted == "compiled")
+        parts = cast(dict[str, int], shown["memory_bytes_by_part"])
+        assert shown["memory_bytes"] == sum(parts.values()) - parts["snapshot"]
+
+
+def test_without_what_torch_has_now_uncompiled_code_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = configure("nanochat-tiny")
+    config = replace(config, model=replace(config.model, vocab_size=512))
+    model = on_meta(config.model)
+    monkeypatch.setitem(sys.modules, "gptlab.bench.compiled_memory", None)
+    assert count_memory(model, config, compiled=True) == count_memory(model, config)
