@@ -298,6 +298,7 @@ def test_a_compiled_model_does_not_use_them(monkeypatch: pytest.MonkeyPatch) -> 
     calls: list[str] = []
     monkeypatch.setattr(fused, "attention", counted(fused.attention, "attention", calls))
     tokens = torch.zeros(1, 80, dtype=torch.int64)
-    compiled = torch.compile(model.loss, backend="aot_eager", fullgraph=True, dynamic=False)
+    # Only traced: what Inductor makes of a whole graph is another test's.
+    compiled = torch.compile(model.loss, backend="eager", fullgraph=True, dynamic=False)
     assert compiled(tokens, tokens).item() == pytest.approx(model.loss(tokens, tokens).item(), rel=1e-5)
     assert calls == ["attention"], "of the model that is not compiled"
