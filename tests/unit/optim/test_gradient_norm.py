@@ -58,9 +58,9 @@ def sharded(group: Group, of: list[Tensor]) -> float:
     """The first two gradients are cut by rows among the ranks; the others all ranks have."""
     rows = [torch.tensor_split(tensor, group.size)[group.rank] for tensor in of[:2]]
     shards = {str(number): SimpleNamespace(is_cut=number < 2) for number in range(len(of))}
-    strategy = SimpleNamespace(group=group, _device=CPU, shards=shards)
-    from gptlab.training.parallel.fsdp import Fsdp  # not where the tests are only collected: it takes a second
+    from gptlab.training.parallel.fsdp import Fsdp, OneCopy  # not where the tests are only collected: it takes a second
 
+    strategy = SimpleNamespace(group=group, _device=CPU, shards=shards, _copy=OneCopy(group, group.size))
     return float(Fsdp.total_norm(cast(Any, strategy), [*rows, *of[2:]]))
 
 
