@@ -93,7 +93,7 @@ def _compiled(plain: Passes, state: TrainState, config: RunConfig, warn: Callabl
     if config.runtime.compile == "auto" and outrun_compiler(device, dtype):
         return plain
     if config.runtime.compile == "auto" and missing_kernels(device, dtype) is not None and cxx_compiler() is None:
-        return plain  # of which the warning about the kernels has told
+        return plain  # the warning about the kernels says why
     if (problem := _cannot_compile(state.device)) is not None:
         if config.runtime.compile == "on":
             raise ConfigError("runtime.compile", "on", problem, "auto")
