@@ -114,9 +114,10 @@ def play(scene: dict[str, Any], port: int, rank: int) -> dict[str, Any]:
 
 def free_ports(n: int) -> list[int]:
     """Below those that Linux gives away by itself (32768 on): gloo's own sockets, and whatever else runs here, would
-    take one of a later scene now and then."""
+    take one of a later scene now and then. And so would the other test processes, which have ports of their own."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     found: list[int] = []
-    for port in random.sample(range(20_000, 32_000), 1_000):
+    for port in random.sample(range(20_000 + worker % 4, 32_000, 4), 1_000):
         with socket.socket() as one, contextlib.suppress(OSError):
             one.bind(("127.0.0.1", port))
             found.append(port)

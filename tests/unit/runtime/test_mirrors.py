@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
-from tiny_runs import arguments, command, lines_of
+from tiny_runs import arguments, command, lines_of, write_corpus
 from written_runs import write_run
 
 from gptlab.config.errors import UserError
@@ -140,6 +140,7 @@ def test_a_missing_library_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "wandb").mkdir()
     with pytest.raises(UserError, match=r"log.to = wandb: not installed; `pip install wandb`"):
         mirrors.require_mirrors(["wandb"])
+    write_corpus(tmp_path / "corpus")
     code, _, said = command(["train", *arguments(tmp_path, "run", {"log.to": "wandb"})])
     assert code == 2
     assert "pip install wandb" in said
