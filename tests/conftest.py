@@ -106,24 +106,18 @@ def _no_power_is_lost() -> Iterator[None]:
 def _found_out_once() -> Iterator[None]:
     """The runs of one process, and of those forked from it, share what each of hundreds would find out for itself: the
     snapshot of the code (every source hashed, git asked four times), the packages that are installed, the peak of the
-    machine, which is also measured in a hundredth of a second instead of half a second. Devices that are not there are
-    not seeded: torch notes for each the whole stack of who asked, in every micro-batch."""
+    machine, which is also measured in a hundredth of a second instead of half a second."""
     from gptlab.runtime.records import provenance
 
     with pytest.MonkeyPatch.context() as patch:
         for name in ("take_code", "installed_distributions"):
             patch.setattr(provenance, name, functools.cache(getattr(provenance, name)))
         if "torch" in sys.modules:  # as soon as a test needs it
-            import torch
-
             from gptlab.runtime.hardware import place
 
             measure = functools.partial(place.measure_matmul_flops, seconds=0.01)
             patch.setattr(place, "measure_matmul_flops", measure)
             patch.setattr(place, "peak_flops_per_second", functools.cache(place.peak_flops_per_second))
-            for backend in (torch.cuda, torch.xpu, torch.mtia):
-                if not backend.is_available():
-                    patch.setattr(backend, "manual_seed_all", lambda seed: None)
         yield
 
 

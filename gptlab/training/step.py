@@ -18,7 +18,7 @@ from gptlab.data.loader import StepBatch
 from gptlab.optim.combined import clip_gradients
 from gptlab.optim.schedule import lr_scale, muon_momentum, weight_decay_scale
 from gptlab.runtime.hardware.device import synchronize
-from gptlab.runtime.hardware.rng import fold_seed
+from gptlab.runtime.hardware.rng import fold_seed, seed_torch
 from gptlab.training.faults import Fault, loss_fault
 from gptlab.training.state import TrainState
 
@@ -108,7 +108,7 @@ def gradients(
         for place in places:
             index = batch.micro_indices[place]
             if config.model.dropout > 0:
-                torch.manual_seed(fold_seed(config.seed, batch.step, index))
+                seed_torch(fold_seed(config.seed, batch.step, index), state.device)
             loss = loss_sum(batch.inputs[place], batch.targets[place], *scale)
             if reduce:
                 strategy.before_backward(place == places[-1])
@@ -120,7 +120,7 @@ def gradients(
         total = strategy.finish_reduction(total)
     if config.model.dropout > 0:
         # After the step the generator is where it would be with any number of ranks, and so is its saved state.
-        torch.manual_seed(fold_seed(config.seed, batch.step, config.micro_batches))
+        seed_torch(fold_seed(config.seed, batch.step, config.micro_batches), state.device)
     return total / batch.target_tokens
 
 

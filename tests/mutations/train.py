@@ -29,8 +29,8 @@ MUTATIONS = [
     ),
     Mutation(
         "dropout of all micro-batches is the same", "training/step.py",
-        "torch.manual_seed(fold_seed(config.seed, batch.step, index))",
-        "torch.manual_seed(fold_seed(config.seed, batch.step, 0))",
+        "seed_torch(fold_seed(config.seed, batch.step, index), state.device)",
+        "seed_torch(fold_seed(config.seed, batch.step, 0), state.device)",
         ["test_train.py::TestLoss::test_dropout_is_keyed_by_seed_step_and_micro_batch"],
     ),
     Mutation(

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from gptlab.runtime.hardware.rng import capture_rng, fold_seed, restore_rng, seed_everything
+from gptlab.runtime.hardware.rng import capture_rng, fold_seed, restore_rng, seed_everything, seed_torch
 
 CPU = torch.device("cpu")
 
@@ -30,6 +30,17 @@ def draw() -> list[float]:
         float(np.random.rand()), float(np.random.randn()), float(np.random.permutation(1000)[0]),
         *torch.rand(3).tolist(), *torch.randn(17).tolist(),
     ]  # fmt: skip
+
+
+def test_a_cpu_is_seeded_as_torch_seeds_it_and_no_gpu_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds = (0, 5, 2**32 + 1, 2**63 - 1)
+    expected = [torch.rand(3, generator=torch.manual_seed(seed)) for seed in seeds]
+    for backend in (torch.cuda, torch.xpu, torch.mps, torch.mtia):
+        monkeypatch.delattr(backend, "manual_seed_all", raising=False)
+        monkeypatch.delattr(backend, "manual_seed", raising=False)
+    for seed, drawn in zip(seeds, expected, strict=True):
+        seed_torch(seed, CPU)
+        assert torch.equal(torch.rand(3), drawn)
 
 
 @pytest.mark.parametrize("draws_before", [0, 1, 300])
