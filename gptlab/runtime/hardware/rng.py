@@ -23,7 +23,7 @@ def seed_torch(seed: int, device: torch.device) -> None:
     """Seed torch: on a CPU its generator, else every CUDA and MPS generator too.
 
     `torch.manual_seed` formats the call stack for each kind of GPU that is not in use: 0.6 ms of every micro-batch with
-    dropout, of which the generator itself takes 1 microsecond (docs/LOG.md, 2026-11-23).
+    dropout, where seeding takes 1 microsecond (docs/LOG.md, 2026-11-23).
     """
     (torch.default_generator if device.type == "cpu" else torch).manual_seed(seed)
 
