@@ -41,11 +41,13 @@ def new_lab(path: Path, request: RunRequest, asked: Sequence[str], console: Cons
     # A lab has its own report, and a night of runs should not start as many processes.
     config = replace(request.config(measure, limited_machine), log=LogConfig(report=False))
     if config.horizon.unit == "tokens":  # also quickstart's default on a fast GPU
-        steps = max(1, int(config.horizon.amount) // config.batch.total_tokens)
+        tokens_per_step = config.batch.total_tokens
+        steps = config.horizon.total_steps(tokens_per_step=tokens_per_step, flops_per_token=1, scaling_params=1)
+        assert steps is not None
         config = replace(config, horizon=replace(config.horizon, amount=steps, unit="steps"))
     horizon = config.horizon
     if horizon.unit not in ("seconds", "steps"):
-        raise UserError("a lab needs a length in --minutes, --steps or --tokens: its candidates train for the same")
+        raise UserError("a lab needs a length in --minutes, --steps or --tokens, the same for all its candidates")
     if config.init_from is not None:
         raise UserError("a lab trains from the weights that its seeds draw: leave init_from out")
     settings = Settings(

@@ -108,7 +108,7 @@ class _Passes:
 
 
 class _OneBlock(Module):
-    """The model's pass, of which only one block computes anything."""
+    """The model's pass, in which only one block computes anything."""
 
     def __init__(self, model: GPT, layer: int) -> None:
         super().__init__()

@@ -40,7 +40,7 @@ ALIKE_STEPS = 5
 ALIKE_RATIO = 1.1
 # Where in its schedule a step is timed: full learning rate and weight decay, the usual work.
 _MIDDLE = 0.5
-# On a GPU steps are queued ahead, so that several are timed together; the last of them waits for nothing.
+# On a GPU, where steps are queued ahead, so many are timed together, as training makes them.
 _QUEUED_STEPS = 5
 
 

@@ -23,7 +23,7 @@ Mirror = Literal["tensorboard", "wandb", "trackio"]
 
 _NO_SPIKE = "must be greater than 1, or every step would be a spike"
 
-_NO_SHARD = "one process holds everything in mode data"
+_NO_SHARD = "a copy takes two processes or more: in mode data each process holds one"
 
 _NO_DOCUMENTS = "only packed rows hold documents that begin with BOS: give data.rows packed"
 

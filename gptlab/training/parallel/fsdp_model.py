@@ -150,7 +150,7 @@ class _WithLast(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, last: Tensor) -> Tensor:
-        ctx.mark_dirty(rows)  # neither a copy nor a view, of which FSDP2 warns
+        ctx.mark_dirty(rows)  # no copy, and no view, which FSDP2 warns about
         return rows
 
     @staticmethod

@@ -38,7 +38,6 @@ def make(folder: Path, name: str, *length: object) -> Lab:
         (("--minutes", 2), 120.0, None),
         (("--steps", 7), None, 7),
         (("--tokens", 10 * TOKENS_A_STEP + 5), None, 10),  # rounded down, as in a run
-        (("--tokens", 10), None, 1),
     ],
 )
 def test_length(folder: Path, length: tuple[object, ...], seconds: float | None, steps: int | None) -> None:
@@ -48,6 +47,11 @@ def test_length(folder: Path, length: tuple[object, ...], seconds: float | None,
     assert (stored["horizon.unit"], stored["horizon.amount"]) == (
         ("seconds", seconds) if steps is None else ("steps", steps)
     )
+
+
+def test_no_lab_for_less_than_a_step(folder: Path) -> None:
+    with pytest.raises(UserError, match="less than one step of 256 tokens"):
+        make(folder, "short", "--tokens", 10)
 
 
 def test_no_lab_for_a_length_in_flops(folder: Path) -> None:
