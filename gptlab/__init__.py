@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gptlab.app.api import train as train
-    from gptlab.app.attempt import Result as Result
-    from gptlab.app.loaded_run import load_run as load_run
+    from gptlab.app.run.attempt import Result as Result
+    from gptlab.app.run.loaded_run import load_run as load_run
     from gptlab.config import recipes as recipes
     from gptlab.config.errors import UserError as UserError
     from gptlab.eval.continuation import Drawing as Drawing
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 __all__ = ["Drawing", "Result", "UserError", "__version__", "continue_text", "load_run", "recipes", "train"]
 
 _WHERE = {
-    "Result": "gptlab.app.attempt", "UserError": "gptlab.config.errors", "train": "gptlab.app.api",
-    "load_run": "gptlab.app.loaded_run", "continue_text": "gptlab.eval.continuation",
+    "Result": "gptlab.app.run.attempt", "UserError": "gptlab.config.errors", "train": "gptlab.app.api",
+    "load_run": "gptlab.app.run.loaded_run", "continue_text": "gptlab.eval.continuation",
     "Drawing": "gptlab.eval.continuation",
 }  # fmt: skip
 

@@ -1,1 +1,1 @@
-"""Puts a run together from its parts; the Python API; knows no command line."""
+"""What starts runs and uses trained ones: the Python API, and the programs that gptlab itself starts."""

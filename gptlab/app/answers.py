@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gptlab.app.loaded_run import load_run
+from gptlab.app.run.loaded_run import load_run
 from gptlab.lab.judge.protocol import serve
 from gptlab.model.gpt import build_model
 from gptlab.runtime.hardware.device import keep_freed_memory

@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from gptlab.app.attempt import Result
-from gptlab.app.own_parts import OwnParts
-from gptlab.app.run_request import RunRequest, request_from_values
-from gptlab.app.train_run import train_run
+from gptlab.app.run.attempt import Result
+from gptlab.app.run.own_parts import OwnParts
+from gptlab.app.run.run_request import RunRequest, request_from_values
+from gptlab.app.run.train_run import train_run
 from gptlab.config.errors import UserError, paths_of_the_user
 from gptlab.config.load import apply_overrides
 from gptlab.config.run import RunConfig

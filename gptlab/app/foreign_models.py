@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from gptlab.app.loaded_run import LoadedRun, weights_fingerprint
+from gptlab.app.run.loaded_run import LoadedRun, weights_fingerprint
 from gptlab.config.errors import UserError
 from gptlab.config.load import config_to_json
 from gptlab.config.model import ModelConfig

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gptlab.app.loaded_run import load_run
+from gptlab.app.run.loaded_run import load_run
 from gptlab.config.errors import UserError
 from gptlab.data.packing import IGNORED
 from gptlab.eval.bits_per_byte import evaluation_mode, token_nats

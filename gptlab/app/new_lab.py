@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from gptlab.app.run_request import DEFAULT_RECIPE, RunRequest
-from gptlab.app.session import prepared
+from gptlab.app.run.run_request import DEFAULT_RECIPE, RunRequest
+from gptlab.app.run.session import prepared
 from gptlab.bench.training_rate import limited_machine, timed_machine
 from gptlab.config.errors import UserError
 from gptlab.config.run import LogConfig, RunConfig

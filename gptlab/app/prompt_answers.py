@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from gptlab.app.loaded_run import LoadedRun, load_run
+from gptlab.app.run.loaded_run import LoadedRun, load_run
 from gptlab.config.errors import UserError, one_line
 from gptlab.eval.continuation import Drawing, DrawnToken, continue_text
 from gptlab.runtime.files.plain_file import to_json

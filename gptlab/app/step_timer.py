@@ -14,10 +14,10 @@ import sys
 import time
 from typing import Any
 
-from gptlab.app.attempt import Attempt, Result
-from gptlab.app.earlier_run import open_earlier
-from gptlab.app.run_request import RunRequest, request_from_values
-from gptlab.app.session import Session, open_session
+from gptlab.app.run.attempt import Attempt, Result
+from gptlab.app.run.earlier_run import open_earlier
+from gptlab.app.run.run_request import RunRequest, request_from_values
+from gptlab.app.run.session import Session, open_session
 from gptlab.config.errors import UserError
 from gptlab.config.load import config_to_json
 from gptlab.runtime.files.plain_file import to_json

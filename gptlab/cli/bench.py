@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gptlab.app.run_request import RunArguments
+from gptlab.app.run.run_request import RunArguments
 from gptlab.cli.arguments.parser import read_request
 from gptlab.config.errors import UserError, require_positive
 from gptlab.runtime.records.table import table

@@ -13,7 +13,7 @@ from gptlab.config.errors import NotNegative, Positive, UserError, cannot, check
 from gptlab.runtime.files.plain_file import read_plain, to_json, write_text_atomic
 
 if TYPE_CHECKING:
-    from gptlab.app.loaded_run import LoadedRun
+    from gptlab.app.run.loaded_run import LoadedRun
     from gptlab.runtime.processes.distributed import Group
     from gptlab.runtime.records.console import Console
 
@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
         description="Measure a run on its validation set: loss (nats/token) and bits per byte. Or on a text of your "
         "own, or on CORE.",
     )
-    from gptlab.app.ranks import together
+    from gptlab.app.run.ranks import together
     from gptlab.runtime.hardware.memory import fewer_rows, memory_errors_explained, smaller_model
 
     text = None if arguments.text is None else _read_text(Path(arguments.text))
@@ -92,7 +92,7 @@ def _lines(figures: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _validation(run: LoadedRun, arguments: EvalArguments, console: Console, group: Group) -> dict[str, Any]:
-    from gptlab.app.loaded_run import evaluate_run
+    from gptlab.app.run.loaded_run import evaluate_run
 
     result = evaluate_run(
         run, tokens=arguments.tokens, micro_sequences=arguments.micro_sequences, console=console, group=group
@@ -133,7 +133,7 @@ def _text(run: LoadedRun, arguments: EvalArguments, text: str, rows: int, group:
 
 
 def _core(run: LoadedRun, arguments: EvalArguments, console: Console, group: Group) -> dict[str, Any]:
-    from gptlab.app.loaded_run import core_of_run
+    from gptlab.app.run.loaded_run import core_of_run
 
     result = core_of_run(
         run, core_dir=arguments.core_dir, examples=arguments.core_examples,

@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
     target = Path(arguments.folder)
     require_free(target)
     from gptlab.app.foreign_models import export
-    from gptlab.app.loaded_run import load_run
+    from gptlab.app.run.loaded_run import load_run
     from gptlab.runtime.records.console import Console
 
     with Console(stream=sys.stderr) as console:

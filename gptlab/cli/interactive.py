@@ -14,7 +14,7 @@ from gptlab.config.load import value_from_text
 from gptlab.runtime.files.cache import cache_root
 
 if TYPE_CHECKING:
-    from gptlab.app.loaded_run import LoadedRun
+    from gptlab.app.run.loaded_run import LoadedRun
     from gptlab.eval.continuation import Drawing
 
 Show = Callable[[Sequence[str], Sequence[Iterable[str]]], None]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from gptlab.app.run_request import RunArguments, RunRequest
+from gptlab.app.run.run_request import RunArguments, RunRequest
 from gptlab.cli.arguments.help import HELP_FLAGS
 from gptlab.cli.arguments.parser import Positional, parse, read_request, run_subcommand
 from gptlab.config.errors import Positive, UserError, checked_dataclass
@@ -182,7 +182,7 @@ def _run(argv: list[str]) -> int:
     if (given.agent is None) == (given.search is None):
         raise UserError("who proposes? Give --agent 'COMMAND', or --search SPACE.toml")
     from gptlab.lab.experiments.folder import Lab
-    from gptlab.lab.experiments.night import agent, run_night
+    from gptlab.lab.workers.night import agent, run_night
 
     lab = Lab.open(_path(given.name))
     if given.launcher == "slurm":
@@ -190,7 +190,7 @@ def _run(argv: list[str]) -> int:
     if given.search is None:
         propose = agent(str(given.agent), 60.0 * given.agent_minutes)
     else:
-        from gptlab.lab.experiments.search import read_space, search
+        from gptlab.lab.workers.search import read_space, search
 
         propose = search(read_space(given.search))
     seconds = None if given.until is None else _seconds(given.until)
@@ -203,10 +203,10 @@ def _run(argv: list[str]) -> int:
 
 def _submit(lab: Lab, given: RunNightArguments) -> int:
     """Submit jobs that run the same command without --launcher."""
-    from gptlab.lab.experiments import slurm
+    from gptlab.lab.workers import slurm
 
     if given.search is not None:
-        from gptlab.lab.experiments.search import read_space
+        from gptlab.lab.workers.search import read_space
 
         read_space(given.search)  # A wrong one is refused now, not in the queue.
     command = [sys.executable, "-m", "gptlab", "lab", "run", str(lab.path)]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from gptlab.app.run_request import RunArguments, RunRequest
+from gptlab.app.run.run_request import RunArguments, RunRequest
 from gptlab.cli.arguments.parser import read_request, whole_numbers
 from gptlab.config.run import RunConfig
 from gptlab.config.scaling import Machine

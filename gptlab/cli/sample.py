@@ -15,7 +15,7 @@ from gptlab.runtime.files.plain_file import to_json
 from gptlab.runtime.records.console import CONTROLS
 
 if TYPE_CHECKING:
-    from gptlab.app.loaded_run import LoadedRun
+    from gptlab.app.run.loaded_run import LoadedRun
     from gptlab.eval.continuation import Drawing
 
 
@@ -78,7 +78,7 @@ def main(argv: Sequence[str]) -> int:
         prog="gptlab sample",
         description="Continue a text with a trained run, token by token.",
     )
-    from gptlab.app.ranks import together
+    from gptlab.app.run.ranks import together
     from gptlab.eval.continuation import continue_text, text_of
     from gptlab.eval.sampling import shared
     from gptlab.model.kernels.ops import missing_decode_kernel

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gptlab.app.repeat import repeated_config
-from gptlab.app.run_request import (
+from gptlab.app.run.repeat import repeated_config
+from gptlab.app.run.run_request import (
     DEFAULT_RECIPE,
     HORIZONS,
     RunArguments,

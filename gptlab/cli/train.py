@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from gptlab.app.run_request import TrainArguments
+from gptlab.app.run.run_request import TrainArguments
 from gptlab.cli.arguments.parser import read_request
 
 DESCRIPTION = "Train a GPT, or resume a run."
@@ -15,9 +15,9 @@ def main(argv: list[str]) -> int:
     request = read_request(argv, TrainArguments, prog="gptlab train", description=DESCRIPTION)
     if request.list_recipes:
         return _list_recipes()
-    from gptlab.app.attempt import EXIT_PREEMPTED, stopped_early
-    from gptlab.app.ranks import report_peer_failure
-    from gptlab.app.train_run import train_run
+    from gptlab.app.run.attempt import EXIT_PREEMPTED, stopped_early
+    from gptlab.app.run.ranks import report_peer_failure
+    from gptlab.app.run.train_run import train_run
     from gptlab.runtime.processes.liveness import PeerFailed
     from gptlab.training.signals import StoppedEarly
 

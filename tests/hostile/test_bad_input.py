@@ -26,7 +26,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from gptlab.app import session
+from gptlab.app.run import session
 from gptlab.cli.main import main
 from gptlab.config.errors import bare
 from gptlab.config.load import leaf_fields
@@ -264,7 +264,7 @@ class TestWrongWords:
         assert ended.out == ""
 
     def test_an_unknown_corpus_is_reported_before_torch_is_imported(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setitem(sys.modules, "gptlab.app.session", None)  # imports torch; importing it now fails
+        monkeypatch.setitem(sys.modules, "gptlab.app.run.session", None)  # imports torch; importing it now fails
         gptlab("train", "--data", "nowhere").is_refused("no corpus 'nowhere'")
 
 

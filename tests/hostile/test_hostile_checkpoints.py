@@ -19,7 +19,7 @@ from hostile_files import ANY_FILE, ANY_JSON, deep, endless, hole, less_deep, pi
 from oracle_checkpoint import holds, save_small, tree
 from tiny_runs import command, make_config, train, write_corpus
 
-from gptlab.app.repeat import what_differs
+from gptlab.app.run.repeat import what_differs
 from gptlab.config.errors import UserError
 from gptlab.config.load import config_to_json
 from gptlab.data.tokenizer.tokenizer import ByteTokenizer

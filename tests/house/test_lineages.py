@@ -16,7 +16,7 @@ from pathlib import Path
 from mutations import MUTATIONS, Mutation
 from mutations.mutation import file_of_test
 
-from gptlab.app.run_request import TrainArguments
+from gptlab.app.run.run_request import TrainArguments
 from gptlab.config.load import leaf_fields
 from gptlab.config.recipes import OWN_TYPES, RECIPES
 from gptlab.config.run import RunConfig

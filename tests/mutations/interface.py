@@ -22,7 +22,7 @@ MUTATIONS = [
         ["Tokens and shards of both loaders"],
     ),
     Mutation(
-        "gptlab train shows the training tokens for both sides", "app/run_session.py",
+        "gptlab train shows the training tokens for both sides", "app/run/run_session.py",
         "{data.val.n_tokens:,} validation tokens", "{data.train.n_tokens:,} validation tokens",
         ["test_token_files.py::test_data_commands_show_tokens"],
         ["Tokens and shards of both loaders"],

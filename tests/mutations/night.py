@@ -12,7 +12,7 @@ MUTATIONS = [
         ["test_search.py::test_values_are_comparable_whatever_the_seeds_and_the_baseline"],
     ),
     Mutation(
-        "a search that is continued draws its first points again", "lab/experiments/search.py",
+        "a search that is continued draws its first points again", "lab/workers/search.py",
         "TPESampler(seed=SEED + len(trials)", "TPESampler(seed=None",
         ["test_search.py::test_a_stopped_search_continues_as_if_it_had_not_been"],
     ),

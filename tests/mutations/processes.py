@@ -44,7 +44,7 @@ MUTATIONS = [
         ["The process group is destroyed"],
     ),
     Mutation(
-        "every rank writes metrics", "app/run_session.py",
+        "every rank writes metrics", "app/run/run_session.py",
         "run.metrics_path if group.is_main else Path(os.devnull)", "run.metrics_path",
         ["test_distributed.py::TestWorldSizes::test_only_rank_0_speaks_and_writes"],
         ["Only the master process evaluates"],

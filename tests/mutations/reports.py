@@ -36,7 +36,7 @@ MUTATIONS = [
         ["test_tour.py::test_it_has_the_numbers_of_the_run"],
     ),
     Mutation(
-        "a run that fails leaves no report", "app/run_session.py",
+        "a run that fails leaves no report", "app/run/run_session.py",
         "        if isinstance(error, TrainingFailed):\n", "        if False:\n",
         ["test_report_at_end.py::test_a_run_that_ends_early_leaves_its_report_to_another_process"],
     ),

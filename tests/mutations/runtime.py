@@ -58,7 +58,7 @@ MUTATIONS = [
         ["test_device.py::test_auto_dtype_on_a_cpu_is_the_faster_one"],
     ),
     Mutation(
-        "a resumed run times its dtype again", "app/earlier_run.py",
+        "a resumed run times its dtype again", "app/run/earlier_run.py",
         "found = recorded_dtype(self.run, runtime.dtype, resolve_device(runtime.device))", "found = runtime.dtype",
         ["test_resume.py::test_the_dtype_that_was_timed_stays"],
     ),
@@ -117,7 +117,7 @@ MUTATIONS = [
         ["test_run_directory.py::test_default_names"],
     ),
     Mutation(
-        "run.json does not tell the data", "app/session.py",
+        "run.json does not tell the data", "app/run/session.py",
         '"data_fingerprint": self.data.fingerprint', '"data_fingerprint": self.data.tokenizer.fingerprint',
         ["test_train.py::TestRunFolder::test_provenance"],
     ),
@@ -141,7 +141,7 @@ MUTATIONS = [
         ["MFU against 989.5 TFLOP/s"],
     ),
     Mutation(
-        "config.json has another seed than the run", "app/run_session.py",
+        "config.json has another seed than the run", "app/run/run_session.py",
         "config_to_json(config), record", "config_to_json(replace(config, seed=0)), record",
         ["test_train.py::TestRunFolder::test_config_reproduces_the_run",
          "test_from.py::TestRepeats::test_twice_over_it_is_the_same_run"],

@@ -76,7 +76,7 @@ MUTATIONS = [
         ["The loop fits on a screen"],
     ),
     Mutation(
-        "a run that only evaluates trains", "app/run_session.py",
+        "a run that only evaluates trains", "app/run/run_session.py",
         "(evaluate_only if config.eval.only else fit)(", "fit(",
         ["test_train.py::TestEnd::test_evaluation_only",
          "test_init_from.py::test_eval_only_measures_the_weights_and_trains_nothing"],

@@ -15,7 +15,7 @@ from rank_scenes import play_lanes
 from tiny_runs import CLOCK_FIELDS, arguments, lines_of, write_corpus
 
 import gptlab
-from gptlab.app.attempt import begun_folder
+from gptlab.app.run.attempt import begun_folder
 from gptlab.runtime.processes.distributed import Group, World
 from gptlab.runtime.processes.liveness import Liveness
 from gptlab.runtime.processes.torch_group import Ended, TorchrunJob, torchrun_job

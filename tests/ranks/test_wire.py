@@ -17,7 +17,7 @@ from forked import Forked
 from oracle_checkpoint import same_bits
 from torch import Tensor
 
-from gptlab.app.ranks import exit_code
+from gptlab.app.run.ranks import exit_code
 from gptlab.config.model import ModelConfig
 from gptlab.config.run import RunConfig
 from gptlab.model.gpt import GPT, build_model

@@ -16,7 +16,7 @@ import torch
 from tiny_runs import FLAGS, lines_of, open_tiny, tensors_of, train
 from torch import Tensor
 
-from gptlab.app import run_session
+from gptlab.app.run import run_session
 from gptlab.runtime.hardware.device import compiler_available
 from gptlab.training import compilation as compilation_module
 from gptlab.training.compilation import run_once

@@ -25,7 +25,7 @@ from test_broken_steps import broken_loss
 from tiny_runs import FakeClock, arguments, at_line, differences, make_config, outcome
 from torch import Tensor
 
-from gptlab.app.session import open_session
+from gptlab.app.run.session import open_session
 from gptlab.bench.training_rate import Rate
 from gptlab.eval.bits_per_byte import evaluate
 from gptlab.runtime.hardware.place import Peak, place_of
@@ -63,7 +63,7 @@ def getting_worse() -> Iterator[None]:
         return replace(result, val_loss=worse, val_bpb=result.val_bpb * worse / result.val_loss)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("gptlab.app.session.evaluate", turned)
+        patch.setattr("gptlab.app.run.session.evaluate", turned)
         yield
 
 
@@ -202,7 +202,7 @@ def in_scene(*, name: str, rank: int, killed: bool = False) -> Iterator[None]:
         patch.setattr("gptlab.runtime.hardware.place.peak_flops_per_second", lambda device, dtype: peak)
         patch.setattr("gptlab.bench.training_rate.time_rate", lambda *args: Rate(1.0, 1e11, "2026-01-01"))
         clock = stack.enter_context(FakeClock.running())
-        clock._charge(patch, "gptlab.app.session.make_passes", STARTUP)
+        clock._charge(patch, "gptlab.app.run.session.make_passes", STARTUP)
         stack.enter_context(scene.within())
         if killed:
             kind, step = scene.killed_behind

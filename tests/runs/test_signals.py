@@ -89,7 +89,7 @@ class TestBeforeThereIsARun:
     @pytest.mark.parametrize(
         ("number", "moment"),
         [
-            (signal.SIGINT, "here('gptlab.app.run_request.RunRequest.config')"),
+            (signal.SIGINT, "here('gptlab.app.run.run_request.RunRequest.config')"),
             (signal.SIGTERM, f"here('gptlab.data.prepare._write_tokens', {HALF_A_FILE})"),
         ],
         ids=["configuring", "preparing"],
@@ -104,13 +104,16 @@ class TestBeforeThereIsARun:
             assert made.name.endswith(".lock") or damage(made, whole=True) is None, f"{made} is half-made"
 
 
+AT_WARM_UP = "import gptlab.app.run.run_session; here('gptlab.app.run.run_session.warm_up')"
+
+
 @posix
 class TestBeforeTheFirstStep:
     @pytest.mark.parametrize(
         ("number", "moment"),
         [
-            (signal.SIGTERM, "import gptlab.app.run_session; here('gptlab.app.run_session.warm_up')"),
-            (signal.SIGINT, DEEP + GRACE + "import gptlab.app.run_session; here('gptlab.app.run_session.warm_up')"),
+            (signal.SIGTERM, AT_WARM_UP),
+            (signal.SIGINT, DEEP + GRACE + AT_WARM_UP),
         ],
         ids=["compiling", "deep"],
     )
@@ -178,12 +181,12 @@ class TestInThisProcess:
             except BaseException as error:
                 raise ImportError("numpy could not be imported") from error
 
-        monkeypatch.setattr("gptlab.app.session.build_state", translating)
+        monkeypatch.setattr("gptlab.app.run.session.build_state", translating)
         code, out, err = command(["train", *arguments(folder, "translated")])
         assert (code, out.splitlines()[-1], err) == (75, f"SIGTERM: {WITHOUT_RUN}", "")
 
     @pytest.mark.parametrize(
-        "place", ["gptlab.app.session.build_state", "gptlab.data.tokenizer.base.ByteTokenizer.save"]
+        "place", ["gptlab.app.run.session.build_state", "gptlab.data.tokenizer.base.ByteTokenizer.save"]
     )
     def test_while_a_run_is_built_and_its_folder_made(
         self, folder: Path, monkeypatch: pytest.MonkeyPatch, place: str
@@ -213,7 +216,7 @@ class TestInThisProcess:
             return 0.0
 
         with monkeypatch.context() as patch:
-            patch.setattr("gptlab.app.run_session.warm_up", swallowing)
+            patch.setattr("gptlab.app.run.run_session.warm_up", swallowing)
             code, out, _ = command(["train", *arguments(folder, "swallowed", {"steps": 2})])
         assert (code, "SIGINT: stopped before the first step" in out.splitlines()[-1]) == (75, True)
         assert command(["train", "--resume", folder / "swallowed"])[0] == 0
@@ -242,7 +245,7 @@ class TestInThisProcess:
     def test_from_python_it_is_an_interrupt_while_there_is_no_run(
         self, folder: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("gptlab.app.session.build_state", raised(signal.SIGINT))
+        monkeypatch.setattr("gptlab.app.run.session.build_state", raised(signal.SIGINT))
         monkeypatch.setattr(signals.Signals, "_watch", lambda _: pytest.fail("it would end the user's program"))
         with pytest.raises(KeyboardInterrupt):
             gptlab.train(make_config(folder, "python"))

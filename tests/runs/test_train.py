@@ -39,8 +39,8 @@ from tiny_runs import (
 from torch import Tensor
 
 import gptlab
-from gptlab.app import session as session_module
-from gptlab.app.run_request import TrainArguments
+from gptlab.app.run import session as session_module
+from gptlab.app.run.run_request import TrainArguments
 from gptlab.cli.arguments.parser import read_request
 from gptlab.cli.main import main
 from gptlab.config.errors import UserError

@@ -30,7 +30,7 @@ from distributed_scenes import free_ports, freeze_libraries, hurry_meetings, sto
 from forked import Forked
 from torch import Tensor
 
-from gptlab.app import run_session, session
+from gptlab.app.run import run_session, session
 from gptlab.cli.main import main
 from gptlab.model.kernels import library, ops
 from gptlab.runtime.hardware import place

@@ -22,8 +22,8 @@ from torch import Tensor
 
 import gptlab
 import gptlab.training.compilation
-from gptlab.app.run_request import TrainArguments
-from gptlab.app.session import Session, open_session
+from gptlab.app.run.run_request import TrainArguments
+from gptlab.app.run.session import Session, open_session
 from gptlab.cli.arguments.parser import read_request
 from gptlab.cli.main import main
 from gptlab.config.run import RunConfig
@@ -211,10 +211,10 @@ class FakeClock:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(time, "perf_counter", lambda: clock.now)
             clock._charge(patch, "gptlab.training.step.update", 1.0)
-            clock._charge(patch, "gptlab.app.session.evaluate", cls.EVALUATION)
+            clock._charge(patch, "gptlab.app.run.session.evaluate", cls.EVALUATION)
             clock._charge(patch, "gptlab.eval.sampling.sample_text", cls.SAMPLE)
             clock._charge(patch, "gptlab.training.checkpoint.saver.save_checkpoint", cls.SAVE)
-            patch.setattr("gptlab.app.run_session.warm_up", clock._warm_up)
+            patch.setattr("gptlab.app.run.run_session.warm_up", clock._warm_up)
             yield clock
 
     def _warm_up(self, *of_run: Any) -> float:

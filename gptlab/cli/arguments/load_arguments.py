@@ -10,7 +10,7 @@ from gptlab.config.errors import UserError
 from gptlab.config.run import DType
 
 if TYPE_CHECKING:
-    from gptlab.app.loaded_run import LoadedRun
+    from gptlab.app.run.loaded_run import LoadedRun
     from gptlab.runtime.processes.distributed import Group
     from gptlab.runtime.records.console import Console
 
@@ -31,7 +31,7 @@ class LoadArguments:
         everybody = group.gather("arguments", repr(self))
         if group.is_main and (unlike := [rank for rank, one in enumerate(everybody) if one != everybody[0]]):
             raise UserError(f"rank {unlike[0]} was given other arguments than rank 0: start all ranks alike")
-        from gptlab.app.loaded_run import load_run
+        from gptlab.app.run.loaded_run import load_run
 
         return load_run(
             self.run, checkpoint=self.checkpoint, device=self.device, dtype=self.dtype, console=console, group=group

@@ -18,7 +18,7 @@ from gptlab.config.foreign_names import answer
 from gptlab.config.load import leaf_fields, rebuild, unknown_field, value_from_text, wanted
 
 if TYPE_CHECKING:
-    from gptlab.app.run_request import RunArguments, RunRequest
+    from gptlab.app.run.run_request import RunArguments, RunRequest
 
 T = TypeVar("T")
 
@@ -67,7 +67,7 @@ def parse(cls: type[T], argv: Sequence[str], *, prog: str, description: str) -> 
 def read_request(argv: Sequence[str], arguments: type[RunArguments], *, prog: str, description: str) -> RunRequest:
     """Read a command line and the TOML file it may name. UserError for a mistake; SystemExit(0) after --help."""
     # Imported here: commands that take no run do without recipes, and runs without pages of help.
-    from gptlab.app.run_request import argument_types, request_of
+    from gptlab.app.run.run_request import argument_types, request_of
     from gptlab.config.recipes import OWN_TYPES
 
     if DESCRIBE in argv or {word.partition("=")[0] for word in argv} & {*HELP_FLAGS}:
@@ -79,7 +79,7 @@ def read_request(argv: Sequence[str], arguments: type[RunArguments], *, prog: st
 
 def _show_arguments(argv: Sequence[str], arguments: type[RunArguments], prog: str, description: str) -> NoReturn:
     """To a person, as --help, or to `gptlab completion`."""
-    from gptlab.app.run_request import argument_types
+    from gptlab.app.run.run_request import argument_types
     from gptlab.cli.arguments.run_help import show_help
     from gptlab.config.recipes import OWN_TYPES
 

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, get_origin
 
-from gptlab.app.run_request import (
+from gptlab.app.run.run_request import (
     ALIASES,
     DEFAULT_RECIPE,
     GIVEN_NAMES,

@@ -1,1 +1,1 @@
-"""Experiments against a baseline: the lab's folder, its ledger, equal time, verdicts, and whole nights of them."""
+"""Experiments against a baseline: the lab's folder, its ledger, equal time, verdicts."""

@@ -12,8 +12,8 @@ import pytest
 from tiny_runs import Outcome, command, differences, outcome, train
 
 import gptlab
-from gptlab.app.repeat import repeated_config, stored_config, what_differs
-from gptlab.app.run_request import TrainArguments
+from gptlab.app.run.repeat import repeated_config, stored_config, what_differs
+from gptlab.app.run.run_request import TrainArguments
 from gptlab.cli.arguments.parser import read_request
 from gptlab.config.errors import UserError
 from gptlab.config.load import apply_overrides, config_to_json

@@ -12,10 +12,10 @@ import pytest
 import torch
 from tiny_runs import arguments, command, lines_of, make_config
 
-from gptlab.app import micro_batch, run_session
-from gptlab.app.attempt import Attempt
-from gptlab.app.run_request import RunRequest
-from gptlab.app.train_run import _with_rows_that_fit
+from gptlab.app.run import micro_batch, run_session
+from gptlab.app.run.attempt import Attempt
+from gptlab.app.run.run_request import RunRequest
+from gptlab.app.run.train_run import _with_rows_that_fit
 from gptlab.config.run import RunConfig
 from gptlab.runtime.hardware import device, place
 from gptlab.runtime.hardware.memory import fewer_micro_sequences

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from tiny_runs import train
 
-from gptlab.app.loaded_run import load_run
 from gptlab.app.prompt_answers import ALTERNATIVES, Answers
+from gptlab.app.run.loaded_run import load_run
 from gptlab.config.errors import UserError
 from gptlab.eval.continuation import Drawing, continue_text, text_of
 from gptlab.runtime.records.console import Console

@@ -10,10 +10,10 @@ import pytest
 import tiny_runs as tiny
 import torch
 
-from gptlab.app import session
-from gptlab.app.attempt import Attempt
-from gptlab.app.run_request import RunRequest
-from gptlab.app.train_run import _configured
+from gptlab.app.run import session
+from gptlab.app.run.attempt import Attempt
+from gptlab.app.run.run_request import RunRequest
+from gptlab.app.run.train_run import _configured
 from gptlab.bench import training_rate
 from gptlab.config.run import RunConfig
 from gptlab.config.scaling import Machine

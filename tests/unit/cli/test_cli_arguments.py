@@ -15,8 +15,8 @@ import tyro
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gptlab.app import run_request
-from gptlab.app.run_request import RunArguments, RunRequest, TrainArguments
+from gptlab.app.run import run_request
+from gptlab.app.run.run_request import RunArguments, RunRequest, TrainArguments
 from gptlab.cli import main as cli
 from gptlab.cli.arguments.parser import Positional, parse, read_request, read_words
 from gptlab.cli.arguments.run_help import recipe_list

@@ -20,7 +20,7 @@ from tiny_runs import command, lines_of, write_corpus
 from torch import nn
 
 import gptlab
-from gptlab.app.run_request import TrainArguments
+from gptlab.app.run.run_request import TrainArguments
 from gptlab.bench.plan import RunPlan, make_plan
 from gptlab.cli.arguments.parser import read_request
 from gptlab.cli.arguments.run_help import recipe_list

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from gptlab.app.repeat import repeated_config
-from gptlab.app.run_request import RunRequest, TrainArguments
+from gptlab.app.run.repeat import repeated_config
+from gptlab.app.run.run_request import RunRequest, TrainArguments
 from gptlab.cli.arguments.help import field_docs
 from gptlab.cli.arguments.parser import read_request
 from gptlab.config.errors import UserError

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import pytest
 
-from gptlab.app.run_request import sized_by_measurement
+from gptlab.app.run.run_request import sized_by_measurement
 from gptlab.bench.training_rate import PRODUCTS_SHARE
 from gptlab.config.errors import ConfigError
 from gptlab.config.load import apply_overrides

@@ -17,9 +17,9 @@ from forked import Forked
 from lab_world import formula, in_order, new_lab, quiet, told
 
 from gptlab.lab.experiments.folder import Lab
-from gptlab.lab.experiments.night import run_night
 from gptlab.lab.experiments.proposal import Proposal
 from gptlab.lab.experiments.trial import measure_baseline
+from gptlab.lab.workers.night import run_night
 
 NIGHT = (
     Proposal({"optim.head.lr": -1.0}, why="worse"),

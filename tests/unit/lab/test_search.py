@@ -12,11 +12,11 @@ from lab_world import bpb_of, formula, new_lab, quiet
 from gptlab.config.errors import UserError
 from gptlab.lab.experiments.folder import Lab
 from gptlab.lab.experiments.ledger import Experiment, baseline_of
-from gptlab.lab.experiments.night import run_night
 from gptlab.lab.experiments.overview import comparable_bpb
 from gptlab.lab.experiments.proposal import Proposal, submit
-from gptlab.lab.experiments.search import read_space, search
 from gptlab.lab.experiments.trial import finish, measure_baseline
+from gptlab.lab.workers.night import run_night
+from gptlab.lab.workers.search import read_space, search
 
 SPACE = '"optim.head.lr" = {low = 0.001, high = 3.0, log = true}\nmodel.activation = ["relu2", "gelu"]\n'
 
@@ -70,7 +70,7 @@ def test_a_stopped_search_continues_as_if_it_had_not_been(lab: Lab, tmp_path: Pa
 
 def told(lab: Lab, text: str, tmp_path: Path) -> list[tuple[str, dict[str, object], float | None]]:
     """What Optuna learns: (state, values, bits per byte) of each trial."""
-    from gptlab.lab.experiments import search as module
+    from gptlab.lab.workers import search as module
 
     path = tmp_path / "space.toml"
     path.write_text(text)

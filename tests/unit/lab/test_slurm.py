@@ -13,8 +13,8 @@ from lab_world import new_lab
 
 from gptlab.cli import lab as command
 from gptlab.config.errors import UserError
-from gptlab.lab.experiments import slurm
-from gptlab.lab.experiments.slurm import Worker, read_options, submit_workers
+from gptlab.lab.workers import slurm
+from gptlab.lab.workers.slurm import Worker, read_options, submit_workers
 
 
 def test_jobs_run_the_command_each(tmp_path: Path) -> None:

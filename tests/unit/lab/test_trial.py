@@ -13,11 +13,11 @@ from gptlab.config.errors import UserError
 from gptlab.lab.experiments import runs, trial
 from gptlab.lab.experiments.folder import Lab
 from gptlab.lab.experiments.ledger import baseline_of
-from gptlab.lab.experiments.night import run_night
 from gptlab.lab.experiments.overview import details
 from gptlab.lab.experiments.proposal import Proposal, submit
 from gptlab.lab.experiments.runs import Variant
 from gptlab.lab.experiments.trial import finish, measure_baseline, noise
+from gptlab.lab.workers.night import run_night
 
 
 @pytest.fixture(scope="module")

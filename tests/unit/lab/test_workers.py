@@ -15,10 +15,10 @@ from lab_world import formula, new_lab, quiet
 from gptlab.lab.experiments import runs
 from gptlab.lab.experiments.folder import Lab
 from gptlab.lab.experiments.ledger import Experiment, baseline_of
-from gptlab.lab.experiments.night import run_night
 from gptlab.lab.experiments.proposal import Proposal, submit
 from gptlab.lab.experiments.runs import Variant
 from gptlab.lab.experiments.trial import BusyError, finish, measure, measure_baseline
+from gptlab.lab.workers.night import run_night
 
 NIGHT = tuple(Proposal({"optim.head.lr": rate}) for rate in (-1.0, 0.5, 1.5, -2.0, 1.0, 2.5, 2.0, -3.0))
 

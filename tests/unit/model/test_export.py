@@ -19,7 +19,7 @@ from tiny_runs import command, train, write_corpus
 from torch import Tensor
 
 from gptlab.app.foreign_models import modelling_source
-from gptlab.app.loaded_run import load_run
+from gptlab.app.run.loaded_run import load_run
 from gptlab.cli.export import ExportArguments
 from gptlab.config.errors import UserError
 from gptlab.config.load import config_to_json

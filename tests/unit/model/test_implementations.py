@@ -14,7 +14,7 @@ import pytest
 import torch
 from tiny_runs import arguments, command, killed_at, train
 
-from gptlab.app.repeat import implementations_changed as changed
+from gptlab.app.run.repeat import implementations_changed as changed
 from gptlab.config.errors import ConfigError
 from gptlab.config.load import apply_overrides
 from gptlab.config.run import RunConfig

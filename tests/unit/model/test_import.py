@@ -20,7 +20,7 @@ from test_gpt2_weights import random_gpt2
 from tiny_runs import command, start
 from torch import Tensor
 
-from gptlab.app.loaded_run import LoadedRun, load_run
+from gptlab.app.run.loaded_run import LoadedRun, load_run
 from gptlab.data.tokenizer.tokenizer import gpt2_tokenizer
 from gptlab.model.interop.hf_weights import to_transformers
 from gptlab.runtime.records.console import Console

@@ -12,7 +12,7 @@ import torch
 from forked import run_forked
 
 import gptlab
-from gptlab.app.session import prepared
+from gptlab.app.run.session import prepared
 from gptlab.config.model import ModelConfig
 from gptlab.config.recipes import configure
 from gptlab.model.gpt import build_model
@@ -152,7 +152,7 @@ def test_they_are_built_while_data_is_prepared(monkeypatch: pytest.MonkeyPatch) 
         return "tokens"
 
     monkeypatch.setattr(library, "kernel_library", build)
-    monkeypatch.setattr("gptlab.app.session.prepare", prepare)
+    monkeypatch.setattr("gptlab.app.run.session.prepare", prepare)
     place = Place(CPU, torch.float32, 1, Peak(None, "unknown"))
     config = configure("quickstart", depth=2, horizon=None, machine=None, own={})
     assert prepared(config, place, QuietConsole()) == "tokens"

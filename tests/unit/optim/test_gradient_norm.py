@@ -14,7 +14,7 @@ from ranks_in_turn import in_turn
 from tiny_runs import make_config, write_corpus
 from torch import Tensor
 
-from gptlab.app.session import open_session
+from gptlab.app.run.session import open_session
 from gptlab.config.run import RunConfig
 from gptlab.data.rows import RowSource
 from gptlab.optim.combined import clip_gradients, joint_norm

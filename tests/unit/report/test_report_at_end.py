@@ -16,7 +16,7 @@ from tiny_runs import at_line, make_config, write_corpus
 from written_runs import write_run
 
 import gptlab
-from gptlab.app import run_session
+from gptlab.app.run import run_session
 from gptlab.report.markdown import run_text
 from gptlab.report.run_facts import read_facts
 from gptlab.runtime.processes.distributed import Group
@@ -122,5 +122,5 @@ def test_nothing_that_trains_imports_it() -> None:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.ImportFrom) and str(node.module).startswith("gptlab.report")
     }
-    assert {name for name in importers if not name.startswith("cli/")} <= {"app/attempt.py"}
+    assert {name for name in importers if not name.startswith("cli/")} <= {"app/run/attempt.py"}
     assert "cli/train.py" not in importers

@@ -14,7 +14,7 @@ import pytest
 from tiny_runs import command
 from written_runs import write_run
 
-from gptlab.app.attempt import Result
+from gptlab.app.run.attempt import Result
 from gptlab.report.markdown import code, fenced, run_text
 from gptlab.report.overlay import Overlay
 from gptlab.report.page import overlay_page, run_page

@@ -98,7 +98,8 @@ class TestAdvice:
 
 class TestRun:
     @pytest.mark.parametrize(
-        "place", ["gptlab.app.session.build_state", "gptlab.app.run_session.warm_up", "gptlab.training.step.gradients"]
+        "place",
+        ["gptlab.app.run.session.build_state", "gptlab.app.run.run_session.warm_up", "gptlab.training.step.gradients"],
     )
     def test_on_a_gpu(self, folder: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
         def exhausted(*args: object, **kwargs: object) -> None:
@@ -119,7 +120,7 @@ class TestRun:
     def test_what_it_advises_works_and_trains_the_same(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         with monkeypatch.context() as patch:
             patch.setattr(
-                "gptlab.app.run_session.warm_up", lambda *a: (_ for _ in ()).throw(torch.OutOfMemoryError(CUDA))
+                "gptlab.app.run.run_session.warm_up", lambda *a: (_ for _ in ()).throw(torch.OutOfMemoryError(CUDA))
             )
             assert command(["train", *arguments(folder, "r", {"model.dropout": 0.0, "steps": 3})])[0] == 2
         again = folder / "again"
@@ -135,7 +136,7 @@ class TestRun:
         def exhausted(*args: object) -> None:
             raise RuntimeError(CPU)
 
-        monkeypatch.setattr("gptlab.app.run_session.warm_up", exhausted)
+        monkeypatch.setattr("gptlab.app.run.run_session.warm_up", exhausted)
         with pytest.raises(UserError, match="out of memory") as caught:
             gptlab.train(make_config(folder, "r"))
         assert isinstance(caught.value.__cause__, RuntimeError)
@@ -144,7 +145,7 @@ class TestRun:
         def broken(*args: object) -> None:
             raise RuntimeError("a bug")
 
-        monkeypatch.setattr("gptlab.app.run_session.warm_up", broken)
+        monkeypatch.setattr("gptlab.app.run.run_session.warm_up", broken)
         with pytest.raises(RuntimeError, match="a bug"):
             command(["train", *arguments(folder, "r")])
 
@@ -187,7 +188,7 @@ class TestOtherCommands:
     def test_eval_and_sample(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         run = train(folder, "r", steps=2)
         with monkeypatch.context() as patch:
-            patch.setattr("gptlab.app.loaded_run.evaluate", self.exhausted)
+            patch.setattr("gptlab.app.run.loaded_run.evaluate", self.exhausted)
             assert "--micro-sequences 10 instead of 20 gives the same numbers" in self.line_of(["eval", run])
             alone = self.line_of(["eval", run, "--micro-sequences", 1])
             assert "--micro-sequences" not in alone
@@ -196,7 +197,7 @@ class TestOtherCommands:
             patch.setattr("gptlab.eval.continuation.continue_text", self.exhausted)
             assert "another --device" in self.line_of(["sample", run, "--prompt", "the "])
         with monkeypatch.context() as patch:
-            patch.setattr("gptlab.app.loaded_run.build_model", self.exhausted)
+            patch.setattr("gptlab.app.run.loaded_run.build_model", self.exhausted)
             for name in ("eval", "sample"):
                 assert "another --device" in self.line_of([name, run])
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tiny_runs import make_config
 
-from gptlab.app.session import open_session
+from gptlab.app.run.session import open_session
 from gptlab.runtime.hardware.device import Platform
 from gptlab.runtime.hardware.place import place_of
 from gptlab.runtime.processes.distributed import Group, World

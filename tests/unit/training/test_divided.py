@@ -14,7 +14,7 @@ from oracle_checkpoint import same_bits
 from tiny_runs import make_config, write_corpus
 from torch import Tensor
 
-from gptlab.app.session import open_session
+from gptlab.app.run.session import open_session
 from gptlab.config.model import ModelConfig
 from gptlab.config.optim import AdamWConfig, MuonConfig, OptimConfig
 from gptlab.config.run import ParallelConfig, RunConfig

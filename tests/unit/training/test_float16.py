@@ -9,7 +9,7 @@ import pytest
 import torch
 from tiny_runs import lines_of, make_config, train, weights_of
 
-from gptlab.app.session import open_session
+from gptlab.app.run.session import open_session
 from gptlab.model.head import HeadLoss
 from gptlab.runtime.hardware.place import place_of
 from gptlab.runtime.records.console import Console

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gptlab.app.session import Session
+from gptlab.app.run.session import Session
 from gptlab.bench.plan import make_plan
 from gptlab.config.load import config_to_json
 from gptlab.config.run import RunConfig

@@ -9,8 +9,8 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from gptlab.app.own_parts import OwnParts
-from gptlab.app.run_request import RunRequest, resume_command
+from gptlab.app.run.own_parts import OwnParts
+from gptlab.app.run.run_request import RunRequest, resume_command
 from gptlab.config.errors import UserError
 from gptlab.config.run import RunConfig
 from gptlab.runtime.processes.distributed import Group, Job

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from gptlab.app.own_parts import own_parts_of
-from gptlab.app.ranks import rank_0_first, require_same_run
+from gptlab.app.run.own_parts import own_parts_of
+from gptlab.app.run.ranks import rank_0_first, require_same_run
 from gptlab.config.errors import UserError
 from gptlab.config.load import config_from_json
 from gptlab.config.run import DType, RunConfig

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import gptlab
-from gptlab.app.attempt import EXIT_PREEMPTED, Attempt, Result
-from gptlab.app.ranks import require_same_implementations
-from gptlab.app.run_request import next_steps, resume_command
-from gptlab.app.session import Session
+from gptlab.app.run.attempt import EXIT_PREEMPTED, Attempt, Result
+from gptlab.app.run.ranks import require_same_implementations
+from gptlab.app.run.run_request import next_steps, resume_command
+from gptlab.app.run.session import Session
 from gptlab.config.errors import UserError
 from gptlab.config.load import config_to_json
 from gptlab.config.recipes import applied_scaling
@@ -42,7 +42,7 @@ from gptlab.training.signals import Signals
 from gptlab.training.state import OffClock
 
 if TYPE_CHECKING:
-    from gptlab.app.earlier_run import EarlierRun
+    from gptlab.app.run.earlier_run import EarlierRun
     from gptlab.runtime.processes.distributed import Group
 
 
@@ -287,7 +287,7 @@ def _warm_up(session: Session, record: Recorder, earlier: EarlierRun | None) -> 
 
 
 def _warm_up_that_fits(session: Session, record: Recorder, earlier: EarlierRun | None) -> float:
-    from gptlab.app.micro_batch import until_it_fits
+    from gptlab.app.run.micro_batch import until_it_fits
 
     step = 0 if earlier is None or earlier.checkpoint is None else earlier.checkpoint.step
     return until_it_fits(partial(_warm_up_once, session, record.console), session, record, step=step)

@@ -17,12 +17,12 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from gptlab.app.attempt import Attempt, Result
-from gptlab.app.loaded_run import recorded_dtype
-from gptlab.app.own_parts import OwnParts
-from gptlab.app.repeat import Facts, implementations_changed, repeated_config, stored_config, what_differs
-from gptlab.app.run_request import RunRequest, longer_command
-from gptlab.app.session import Session
+from gptlab.app.run.attempt import Attempt, Result
+from gptlab.app.run.loaded_run import recorded_dtype
+from gptlab.app.run.own_parts import OwnParts
+from gptlab.app.run.repeat import Facts, implementations_changed, repeated_config, stored_config, what_differs
+from gptlab.app.run.run_request import RunRequest, longer_command
+from gptlab.app.run.session import Session
 from gptlab.config.errors import UserError
 from gptlab.config.load import config_to_json
 from gptlab.config.run import RunConfig

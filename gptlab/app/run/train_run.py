@@ -11,9 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gptlab.app.attempt import EXIT_PREEMPTED, Attempt, Result
-from gptlab.app.own_parts import OwnParts
-from gptlab.app.run_request import RunRequest
+from gptlab.app.run.attempt import EXIT_PREEMPTED, Attempt, Result
+from gptlab.app.run.own_parts import OwnParts
+from gptlab.app.run.run_request import RunRequest
 from gptlab.config.run import RunConfig, RuntimeConfig
 from gptlab.config.scaling import Machine
 from gptlab.data.corpus.documents import require_known
@@ -24,7 +24,7 @@ from gptlab.runtime.records.run_directory import RunDirectory
 from gptlab.training.signals import Signals
 
 if TYPE_CHECKING:
-    from gptlab.app.earlier_run import EarlierRun
+    from gptlab.app.run.earlier_run import EarlierRun
     from gptlab.runtime.records.provenance import Evidence
 
 
@@ -81,7 +81,7 @@ def _with_rows_that_fit(config: RunConfig, attempt: Attempt, request: RunRequest
     """With fewer rows in a micro-batch than the recipe's where one GPU's memory has no room for them."""
     if attempt.group.size > 1 or "batch.micro_sequences" in request.overrides:
         return config
-    from gptlab.app.micro_batch import rows_that_fit
+    from gptlab.app.run.micro_batch import rows_that_fit
     from gptlab.runtime.hardware.place import place_of
 
     place = place_of(config, attempt.group.world)
@@ -90,7 +90,7 @@ def _with_rows_that_fit(config: RunConfig, attempt: Attempt, request: RunRequest
 
 def _train_earlier(attempt: Attempt, request: RunRequest, evidence: Future[Evidence]) -> Result:
     """Resume a run, or repeat it. The Result of a run that is finished."""
-    from gptlab.app.earlier_run import open_earlier
+    from gptlab.app.run.earlier_run import open_earlier
 
     earlier = open_earlier(request, attempt)
     if isinstance(earlier, Result):
@@ -105,9 +105,9 @@ def _train(
     earlier: EarlierRun | None = None, from_run: str | None = None,
 ) -> Result:  # fmt: skip
     """Train `config`, which has been sized by `machine` or is that of an `earlier` run."""
-    from gptlab.app.ranks import require_same_implementations, require_same_run
-    from gptlab.app.run_session import describe, make_run_directory, run_session
-    from gptlab.app.session import open_session
+    from gptlab.app.run.ranks import require_same_implementations, require_same_run
+    from gptlab.app.run.run_session import describe, make_run_directory, run_session
+    from gptlab.app.run.session import open_session
     from gptlab.runtime.hardware.place import place_of
     from gptlab.training.faults import TrainingFailed
 
@@ -149,7 +149,7 @@ def _train(
 def _join_and_train(attempt: Attempt, request: RunRequest) -> Result:
     """Join the other processes, and torchrun's job where it started this one, and train; the context `attempt.held`
     leaves them. The Result of an earlier attempt that would only be repeated."""
-    from gptlab.app.ranks import exit_code, join
+    from gptlab.app.run.ranks import exit_code, join
     from gptlab.runtime.processes.torch_group import torchrun_job
 
     as_preempted = partial(exit_code, interrupted=EXIT_PREEMPTED)
@@ -206,7 +206,7 @@ def _limit(attempt: Attempt, measured: list[Machine], config: RunConfig) -> Mach
 def _timed(attempt: Attempt, measured: list[Machine], config: RunConfig) -> Machine:
     """This machine, timed on the steps of `config`; also appended to `measured`. Data is prepared before, which gives
     another thread the time to build the C++ kernels."""
-    from gptlab.app.session import prepared
+    from gptlab.app.run.session import prepared
     from gptlab.bench.training_rate import timed_machine
     from gptlab.runtime.hardware.place import place_of
 

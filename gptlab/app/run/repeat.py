@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from gptlab.app.run_request import RunRequest
+from gptlab.app.run.run_request import RunRequest
 from gptlab.config.errors import ConfigError, UserError
 from gptlab.config.load import apply_overrides, config_from_json, flatten
 from gptlab.config.recipes import RECIPES, configure, recorded_arguments

@@ -1,0 +1,1 @@
+"""One run, from what was asked for to its end; trained runs loaded again."""
