@@ -199,7 +199,7 @@ def _compile(
 
     try:
         run_once(state, passes, config, eval_sequences)
-    except (TorchDynamoException, OSError) as error:
+    except (TorchDynamoException, OSError, _NoGradientsError) as error:
         if state.device.type != "cpu" and ran_out_of_memory(error):
             raise
         problem = f"torch.compile failed: {_what_failed(error)}"
@@ -245,6 +245,8 @@ def run_once(state: TrainState, passes: Passes, config: RunConfig, eval_sequence
     scaler = state.scaler.state_dict()
     try:
         gradients(state, _foreign_batch(state, config), passes.loss_sum, config, reduce=strategy.is_sharded)
+        if passes.compiled and not strategy.is_sharded:
+            _require_gradients(state)
         strategy.use_local_gradients()
         if isinstance(state.optimizer, CombinedOptimizer):  # another's state comes to be in its first step
             state.optimizer.step(1.0, config.optim.muon.momentum, 1.0)
@@ -260,6 +262,16 @@ def run_once(state: TrainState, passes: Passes, config: RunConfig, eval_sequence
             state.scaler.load_state_dict(scaler)
         restore_rng(rng, state.device)
         synchronize(state.device)
+
+
+class _NoGradientsError(Exception):
+    pass
+
+
+def _require_gradients(state: TrainState) -> None:
+    """torch 2.11 compiled a backward pass of zeros, without an error, from what 2.12 compiles rightly."""
+    if not any(weight.grad is not None and weight.grad.any() for weight in state.model.parameters()):
+        raise _NoGradientsError(f"torch {torch.__version__} compiled a backward pass whose gradients are all zero")
 
 
 def _foreign_batch(state: TrainState, config: RunConfig) -> StepBatch:

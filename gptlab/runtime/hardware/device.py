@@ -51,6 +51,9 @@ def resolve_device(name: str, local_rank: int | None = None) -> torch.device:
     Of several processes on a machine, each takes the CUDA device of its `local_rank` (None: one process alone),
     which becomes the current one. ConfigError for an unknown name or a missing device.
     """
+    if local_rank is not None and name in ("auto", "cuda") and local_rank < _cuda_devices():
+        # Before anything else on CUDA: otherwise each process also has a context, and its memory, on the first GPU.
+        torch.cuda.set_device(local_rank)
     if name == "auto":
         works = torch.cuda.is_available() and _cuda_problem(local_rank or 0) is None
         name = "cuda" if works else "mps" if torch.backends.mps.is_available() else "cpu"
@@ -93,17 +96,18 @@ def _accelerator(name: str, local_rank: int | None) -> torch.device:
     if kind == "mps":
         return torch.device("mps")
     index = int(number or local_rank or 0)
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    count = _cuda_devices()
     if count == 0 and not has_nvidia_gpu():
         raise ConfigError("runtime.device", name, f"torch {torch.__version__} sees no CUDA device here", "cpu")
     if index >= count > 0:
         raise ConfigError("runtime.device", name, f"this machine has {count} CUDA device(s)", f"cuda:{count - 1}")
     if (problem := _cuda_problem(index)) is not None:
         raise ConfigError("runtime.device", name, problem, "cpu")
-    if local_rank is not None:
-        # Before anything else on CUDA: otherwise each process also has a context, and its memory, on the first GPU.
-        torch.cuda.set_device(index)
     return torch.device("cuda", index)
+
+
+def _cuda_devices() -> int:
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def set_gpu_allocator(settings: str | None) -> None:
