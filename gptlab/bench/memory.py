@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,8 +14,12 @@ from torch.utils.hooks import RemovableHandle
 
 from gptlab.config.run import RunConfig
 from gptlab.model.gpt import GPT
+from gptlab.runtime.hardware.device import Platform
 from gptlab.training.parallel.deterministic import held_sums
 from gptlab.training.parallel.strategy import whole_optimizer
+
+if TYPE_CHECKING:
+    from gptlab.bench.compiled_memory import PassMemory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,22 +71,57 @@ def count_memory(model: GPT, config: RunConfig, *, compiled: bool = False) -> Me
     )
 
 
+def model_on_meta(config: RunConfig, dtype: torch.dtype, platform: Platform) -> GPT:
+    """The model that a run would train, without data. ConfigError where its runtime.fp8 is not possible."""
+    with torch.device("meta"):
+        model = GPT(config.model, dtype, platform)
+    if dtype == torch.float64:
+        model = model.double()
+    if config.runtime.fp8:
+        from gptlab.model.kernels.fp8 import use_fp8
+
+        use_fp8(model)
+    return model
+
+
+def activations_of_rows(model: GPT, config: RunConfig) -> int:
+    """What a micro-batch takes for its rows on one of many GPUs, without what each micro-batch takes: weights in the
+    compute type, gradients. `model`: for the platform "cuda". Compiled, if the run is and it can be counted."""
+
+    def taken(rows: int) -> tuple[int, ...]:
+        passes = None if config.runtime.compile == "off" else _compiled_passes(model, config, rows)
+        if passes is not None:
+            return passes.forward_peak, passes.backward_peak
+        recomputed = config.runtime.activation_checkpointing
+        return (kept_for_backward(model, rows, config.model.seq_len, recomputed=recomputed),)
+
+    rows = config.batch.micro_sequences
+    return max(twice - once for once, twice in zip(taken(rows), taken(2 * rows), strict=True))
+
+
 def _compiled_activations(model: GPT, config: RunConfig, gradients: int) -> int | None:
-    """What a micro-batch's passes, or those of validation, take beside gradients that are kept anyway. None where this
-    torch, or this model's attention, cannot be asked."""
-    try:
-        from gptlab.bench.compiled_memory import WORKSPACE, pass_memory
-    except ImportError:  # they are private names of torch
-        return None
-    passes = pass_memory(model, config.batch.micro_sequences, recomputed=config.runtime.activation_checkpointing)
+    """What a micro-batch's passes, or those of validation, take beside gradients that are kept anyway. None where they
+    cannot be counted."""
+    passes = _compiled_passes(model, config, config.batch.micro_sequences)
     if passes is None:
         return None
+    from gptlab.bench.compiled_memory import WORKSPACE
+
     # The first micro-batch's gradients are the sum; those of each other come beside it.
     earlier = gradients if config.micro_batches > 1 else 0
     # In validation the gradients are freed, and logits are there in the compute type and in float32.
     logits = config.eval_sequences * config.model.seq_len * config.model.padded_vocab_size
     validation = logits * (model.compute_dtype.itemsize + 4)
     return max(earlier + passes.peak, validation) - gradients + WORKSPACE
+
+
+def _compiled_passes(model: GPT, config: RunConfig, rows: int) -> PassMemory | None:
+    """None where this torch, or this model's attention, cannot be asked."""
+    try:
+        from gptlab.bench.compiled_memory import pass_memory
+    except ImportError:  # they are private names of torch
+        return None
+    return pass_memory(model, rows, recomputed=config.runtime.activation_checkpointing)
 
 
 def kept_for_backward(model: GPT, rows: int, seq_len: int, *, recomputed: bool = False) -> int:

@@ -7,13 +7,12 @@ from typing import cast
 
 import torch
 
-from gptlab.bench.memory import Memory, count_memory
+from gptlab.bench.memory import Memory, count_memory, model_on_meta
 from gptlab.bench.training_rate import Rate, assumed_vocab_size
 from gptlab.config.load import config_to_json
 from gptlab.config.model import ModelConfig
 from gptlab.config.run import RunConfig
 from gptlab.model.counting import FlopsPerToken, ParameterCounts, flops_per_token, parameter_counts
-from gptlab.model.gpt import GPT
 from gptlab.runtime.hardware.device import Platform, compiler_available
 from gptlab.runtime.hardware.place import Place
 
@@ -45,13 +44,11 @@ class RunPlan:
 
 
 def make_plan(config: RunConfig, place: Place, rate: Rate | None = None) -> RunPlan:
-    """Count everything for one device. Raises ConfigError when the horizon is shorter than one step."""
+    """Count everything for one device. Raises ConfigError when the horizon is shorter than one step, or the device
+    lacks what the configuration asks for."""
     vocab_size, vocab_source = assumed_vocab_size(config)
     config = replace(config, model=replace(config.model, vocab_size=vocab_size))
-    with torch.device("meta"):
-        model = GPT(config.model, place.dtype, cast(Platform, place.device.type))
-    if place.dtype == torch.float64:
-        model = model.double()
+    model = model_on_meta(config, place.dtype, cast(Platform, place.device.type))
     counts, flops = parameter_counts(model), flops_per_token(model)
     steps = config.horizon.total_steps(
         tokens_per_step=config.batch.total_tokens, flops_per_token=flops.total, scaling_params=counts.scaling

@@ -8,10 +8,9 @@ from dataclasses import asdict, dataclass, replace
 import torch
 
 from gptlab.bench.many_ranks import STRATEGIES, RankPlan, StrategyName, plan_rank
-from gptlab.bench.memory import kept_for_backward
+from gptlab.bench.memory import activations_of_rows, model_on_meta
 from gptlab.bench.training_rate import assumed_vocab_size
 from gptlab.config.run import RunConfig
-from gptlab.model.gpt import GPT
 from gptlab.runtime.hardware.device import Platform
 
 # Those of GPUs that have fast links; the compute type is bfloat16 on all of them.
@@ -74,16 +73,8 @@ def rows(
     made = []
     for config in configs:
         config = replace(config, model=replace(config.model, vocab_size=assumed_vocab_size(config)[0]))
-        with torch.device("meta"):
-            model = GPT(config.model, DTYPE, PLATFORM)
-        # What grows with the rows: copies of weights in the compute type are counted with the step.
-        some, more = (
-            kept_for_backward(
-                model, times * config.batch.micro_sequences, config.model.seq_len,
-                recomputed=config.runtime.activation_checkpointing,
-            )
-            for times in (1, 2)
-        )  # fmt: skip
+        model = model_on_meta(config, DTYPE, PLATFORM)
+        activations = activations_of_rows(model, config)
         for count in dict.fromkeys((1, *ranks)):
             several = count > (config.parallel.shard_ranks or count)
             for strategy in strategies:
@@ -93,7 +84,7 @@ def rows(
                             depth=config.model.n_layer,
                             parameters=sum(parameter.numel() for parameter in model.parameters()),
                             plan=plan_rank(config, strategy, count, DTYPE, PLATFORM),
-                            activations=more - some,
+                            activations=activations,
                             gpu_bytes=gpu_gb * 1e9,
                         )
                     )
