@@ -294,7 +294,10 @@ class TestWorld:
         assert asked["device_id"] == (gpu if device == "cuda" else None)
         if device == "cuda":
             assert calls[0] == ("set_device", 1)
-            assert calls[1:-1] == [("get_device_capability", gpu), ("get_device_name", gpu)]
+            # Builds with CUDA are asked more often, by the GPU's number, whether they have kernels for it.
+            assert set(calls[1:-1]) - {("get_device_capability", 1)} == {
+                ("get_device_capability", gpu), ("get_device_name", gpu),
+            }  # fmt: skip
 
     @pytest.mark.gpu
     @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices: a CUDA device for each rank")
