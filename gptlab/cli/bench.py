@@ -57,7 +57,7 @@ def main(argv: list[str]) -> int:
 
     from gptlab.bench.measure import measure
     from gptlab.bench.training_rate import limited_machine, timed_machine
-    from gptlab.runtime.hardware.device import unused_gpu
+    from gptlab.runtime.hardware.device import has_nvidia_gpu, unused_gpu
     from gptlab.runtime.hardware.memory import memory_errors_explained, smaller_model, what_to_lower
     from gptlab.runtime.processes.distributed import World
     from gptlab.runtime.records.console import Console
@@ -79,6 +79,10 @@ def main(argv: list[str]) -> int:
                 sampled = measure_sampling(config, seconds=seconds)
             print(json.dumps(sampled.to_json(), indent=2) if as_json else describe_sampling(sampled))
             return 0
+        if has_nvidia_gpu():
+            from gptlab.app.run.micro_batch import with_rows_that_fit
+
+            config = with_rows_that_fit(config, request, console, World())
         try:
             with memory_errors_explained(lambda error: what_to_lower(error, config, None)):
                 bench = measure(config, console, steps=steps, seconds=seconds)

@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from gptlab.app.run.run_request import RunRequest
 from gptlab.app.run.session import Session
 from gptlab.bench.plan import make_plan
 from gptlab.config.load import config_to_json
 from gptlab.config.run import RunConfig
 from gptlab.runtime.hardware.memory import fewer_micro_sequences, ran_out_of_memory
-from gptlab.runtime.hardware.place import Place
+from gptlab.runtime.hardware.place import Place, place_of
+from gptlab.runtime.processes.distributed import World
 from gptlab.runtime.records.console import Console
 from gptlab.runtime.records.run_directory import change_config, identity_of
 
@@ -27,6 +29,15 @@ if TYPE_CHECKING:
 FILLED = 0.95
 """Of the free memory. The rest is for blocks that PyTorch's allocator rounds up or cannot join: an assumption, since no
 GPU has run this."""
+
+
+def with_rows_that_fit(config: RunConfig, request: RunRequest, console: Console, world: World) -> RunConfig:
+    """`config` with fewer rows in a micro-batch where one GPU has no room for the recipe's. A number that was asked for
+    stays, and several processes begin with the recipe's."""
+    if world.size > 1 or "batch.micro_sequences" in request.overrides:
+        return config
+    place = place_of(config, world)
+    return rows_that_fit(config, place, console) if place.device.type == "cuda" else config
 
 
 def rows_that_fit(config: RunConfig, place: Place, console: Console) -> RunConfig:

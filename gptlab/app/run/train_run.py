@@ -73,19 +73,10 @@ def _prepare_and_train(attempt: Attempt, request: RunRequest) -> Result:
     if attempt.config is None:
         attempt.config, machine = _configured(attempt, request)
         if has_nvidia_gpu():
-            attempt.config = _with_rows_that_fit(attempt.config, attempt, request)
+            from gptlab.app.run.micro_batch import with_rows_that_fit
+
+            attempt.config = with_rows_that_fit(attempt.config, request, attempt.console, attempt.group.world)
     return _train(attempt, attempt.config, evidence, machine=machine)
-
-
-def _with_rows_that_fit(config: RunConfig, attempt: Attempt, request: RunRequest) -> RunConfig:
-    """With fewer rows in a micro-batch than the recipe's where one GPU's memory has no room for them."""
-    if attempt.group.size > 1 or "batch.micro_sequences" in request.overrides:
-        return config
-    from gptlab.app.run.micro_batch import rows_that_fit
-    from gptlab.runtime.hardware.place import place_of
-
-    place = place_of(config, attempt.group.world)
-    return rows_that_fit(config, place, attempt.console) if place.device.type == "cuda" else config
 
 
 def _train_earlier(attempt: Attempt, request: RunRequest, evidence: Future[Evidence]) -> Result:

@@ -4,6 +4,7 @@ micro-batch that fits, and records it."""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,13 +14,15 @@ import torch
 from tiny_runs import arguments, command, lines_of, make_config
 
 from gptlab.app.run import micro_batch, run_session
-from gptlab.app.run.attempt import Attempt
+from gptlab.app.run.micro_batch import with_rows_that_fit
 from gptlab.app.run.run_request import RunRequest
-from gptlab.app.run.train_run import _with_rows_that_fit
+from gptlab.bench import measure as measure_module
+from gptlab.cli.bench import main as bench
 from gptlab.config.run import RunConfig
-from gptlab.runtime.hardware import device, place
+from gptlab.runtime.hardware import device
 from gptlab.runtime.hardware.memory import fewer_micro_sequences
 from gptlab.runtime.hardware.place import Peak, Place
+from gptlab.runtime.processes.distributed import World
 from gptlab.runtime.records.console import Console
 from gptlab.training.state import TrainState
 
@@ -132,11 +135,28 @@ def test_rows_are_planned_for_a_recipe_and_one_gpu(folder: Path, monkeypatch: py
     monkeypatch.setattr(micro_batch, "rows_that_fit", lambda *_: pytest.fail("not asked for"))
     assert command(["train", *arguments(folder, "cpu", FIELDS)])[0] == 0
     on_gpu = Place(torch.device("cuda", 0), torch.bfloat16, 1, Peak(None, "unknown"))
-    monkeypatch.setattr(place, "place_of", lambda *_: on_gpu)
+    monkeypatch.setattr(micro_batch, "place_of", lambda *_: on_gpu)
     config = make_config(folder, "on-gpu")
     with Console() as console:
-        attempt = Attempt(console, ["gptlab"], 0.0)
         asked = RunRequest(overrides={"batch.micro_sequences": 2})
-        assert _with_rows_that_fit(config, attempt, asked) is config
+        assert with_rows_that_fit(config, asked, console, World()) is config
+        assert with_rows_that_fit(config, RunRequest(), console, World(0, 2)) is config
         monkeypatch.setattr(micro_batch, "rows_that_fit", lambda config, place, console: (config, place))
-        assert _with_rows_that_fit(config, attempt, RunRequest()) == (config, on_gpu)
+        assert with_rows_that_fit(config, RunRequest(), console, World()) == (config, on_gpu)
+
+
+def test_what_is_timed_has_the_rows_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    class TimedError(Exception):
+        pass
+
+    def measured(config: RunConfig, *_: object, **__: object) -> None:
+        raise TimedError(config.batch.micro_sequences)
+
+    monkeypatch.setattr(device, "has_nvidia_gpu", lambda: True)
+    monkeypatch.setattr(
+        micro_batch, "with_rows_that_fit",
+        lambda config, *_: replace(config, batch=replace(config.batch, micro_sequences=1)),
+    )  # fmt: skip
+    monkeypatch.setattr(measure_module, "measure", measured)
+    with pytest.raises(TimedError, match=r"^1$"):
+        bench(["nanochat-tiny", "--device", "cpu"])
