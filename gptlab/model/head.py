@@ -27,6 +27,9 @@ class HeadLoss(torch.autograd.Function):
 
     x: (N, C) and weight: (P, C) in the compute type; targets: (N,); entries from `vocab_size` on are padding. `scale`
     (0-d float32), for float16: a factor on the gradients and not on the loss, from before they are rounded.
+
+    `forward` casts its result only where that changes the type: otherwise it would return an alias, for which torch
+    2.11 compiles a backward pass of zeros.
     """
 
     @staticmethod
@@ -52,9 +55,7 @@ class HeadLoss(torch.autograd.Function):
             else:
                 weight_gradient += dz.t() @ xs
         ctx.save_for_backward(torch.cat(x_gradients), weight_gradient)
-        # The CPU kernels' sum is float64. A cast that changes nothing is an alias, for which torch 2.11 compiles a
-        # backward pass that returns zeros.
-        return total if total.dtype == wide else total.to(wide)
+        return total if total.dtype == wide else total.to(wide)  # float64 by the CPU kernels; see above
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:

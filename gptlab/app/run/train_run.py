@@ -73,10 +73,14 @@ def _prepare_and_train(attempt: Attempt, request: RunRequest) -> Result:
     if attempt.config is None:
         attempt.config, machine = _configured(attempt, request)
         if has_nvidia_gpu():
-            from gptlab.app.run.micro_batch import with_rows_that_fit
-
-            attempt.config = with_rows_that_fit(attempt.config, request, attempt.console, attempt.group.world)
+            attempt.config = _with_rows_that_fit(attempt, attempt.config, request)
     return _train(attempt, attempt.config, evidence, machine=machine)
+
+
+def _with_rows_that_fit(attempt: Attempt, config: RunConfig, request: RunRequest) -> RunConfig:
+    from gptlab.app.run.micro_batch import with_rows_that_fit
+
+    return with_rows_that_fit(config, request, attempt.console, attempt.group.world)
 
 
 def _train_earlier(attempt: Attempt, request: RunRequest, evidence: Future[Evidence]) -> Result:

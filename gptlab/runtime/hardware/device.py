@@ -51,13 +51,18 @@ def resolve_device(name: str, local_rank: int | None = None) -> torch.device:
     Of several processes on a machine, each takes the CUDA device of its `local_rank` (None: one process alone),
     which becomes the current one. ConfigError for an unknown name or a missing device.
     """
-    if local_rank is not None and name in ("auto", "cuda") and local_rank < _cuda_devices():
-        # Before anything else on CUDA: otherwise each process also has a context, and its memory, on the first GPU.
-        torch.cuda.set_device(local_rank)
+    if local_rank is not None:
+        _make_current(name, local_rank)
     if name == "auto":
         works = torch.cuda.is_available() and _cuda_problem(local_rank or 0) is None
         name = "cuda" if works else "mps" if torch.backends.mps.is_available() else "cpu"
     return torch.device("cpu") if name == "cpu" else _accelerator(name, local_rank)
+
+
+def _make_current(name: str, local_rank: int) -> None:
+    """Before anything else on CUDA: otherwise each process also has a context, and its memory, on the first GPU."""
+    if name in ("auto", "cuda") and local_rank < _cuda_devices():
+        torch.cuda.set_device(local_rank)
 
 
 def unused_gpu(name: str, allocator: str | None = None, index: int = 0) -> str | None:
