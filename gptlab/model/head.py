@@ -29,7 +29,7 @@ class HeadLoss(torch.autograd.Function):
     (0-d float32), for float16: a factor on the gradients and not on the loss, from before they are rounded.
 
     `forward` casts its result only where that changes the type: otherwise it would return an alias, for which torch
-    2.11 compiles a backward pass of zeros.
+    2.11 compiles a backward pass of zeros (https://github.com/pytorch/pytorch/issues/180642).
     """
 
     @staticmethod
