@@ -4,7 +4,6 @@ group. Nothing is allocated, and nothing is sent.
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -21,8 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from gptlab.bench.live_bytes import LiveBytes
 from gptlab.config.run import RunConfig
 from gptlab.model.gpt import GPT
 from gptlab.runtime.hardware.device import Platform
@@ -90,7 +89,7 @@ def plan_rank(
             for one in (*made.model.parameters(), *made.model.buffers())
         ]
         moments = list(made.optimizer.state_tensors().values())
-        live = stack.enter_context(_LiveBytes(traffic, resident=[*weights, *moments]))
+        live = stack.enter_context(_Step(traffic, resident=[*weights, *moments]))
         _step(made, config)
         saved = [one.tensor for one in (*made.weight_slices(), *made.moment_slices())]
     return RankPlan(
@@ -197,65 +196,13 @@ class _Traffic(Group):
         return lambda: received
 
 
-class _LiveBytes(TorchDispatchMode):
-    """Bytes of the storages that are alive and not resident, and the most there were. FSDP2's collectives go into the
-    traffic."""
+class _Step(LiveBytes):
+    """FSDP2's collectives go into the traffic."""
 
     def __init__(self, traffic: _Traffic, resident: Sequence[Tensor]) -> None:
-        super().__init__()
-        self.bytes = self.peak = 0
+        super().__init__(resident)
         self._traffic = traffic
-        self._resident = {tensor.untyped_storage()._cdata for tensor in resident}
-        self._sizes: dict[weakref.ref[torch.UntypedStorage], int] = {}
-        self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._resizes = patch.object(torch.UntypedStorage, "resize_", self._resizing(torch.UntypedStorage.resize_))
 
-    def __enter__(self) -> _LiveBytes:
-        self._resizes.start()
-        super().__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._resizes.stop()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if DTensor in types:
-            return NotImplemented  # its parts come here by themselves
-        result = func(*args, **(kwargs or {}))
+    def called(self, func: Any, args: Any) -> None:
         if func.namespace == "c10d":
             self._traffic.note(func, args)
-        for leaf in result if isinstance(result, list | tuple) else (result,):
-            if isinstance(leaf, Tensor):
-                self._note(leaf.untyped_storage())
-        return result
-
-    def _note(self, storage: torch.UntypedStorage) -> None:
-        known = self._known.get(storage._cdata)
-        if storage._cdata in self._resident:
-            return
-        if known is None or known() is not storage:
-            key = self._known[storage._cdata] = weakref.ref(storage, self._freed)
-            self._sizes[key] = 0
-        self._resized(storage)
-
-    def _resized(self, storage: torch.UntypedStorage) -> None:
-        key = self._known.get(storage._cdata)
-        if key is not None and key() is storage:
-            self._set(key, storage.nbytes())
-
-    def _set(self, key: weakref.ref[torch.UntypedStorage], size: int) -> None:
-        self.bytes += size - self._sizes[key]
-        self._sizes[key] = size
-        self.peak = max(self.peak, self.bytes)
-
-    def _freed(self, key: weakref.ref[torch.UntypedStorage]) -> None:
-        self.bytes -= self._sizes.pop(key)
-
-    def _resizing(self, resize: Callable[..., Any]) -> Callable[..., Any]:
-        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
-            result = resize(storage, size)
-            self._resized(storage)
-            return result
-
-        return resize_

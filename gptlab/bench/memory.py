@@ -12,8 +12,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
+from gptlab.bench.live_bytes import LiveBytes
 from gptlab.config.run import RunConfig
 from gptlab.model.gpt import GPT
+from gptlab.optim.combined import CombinedOptimizer
 from gptlab.runtime.hardware.device import Platform
 from gptlab.training.parallel.deterministic import held_sums
 from gptlab.training.parallel.strategy import whole_optimizer
@@ -30,8 +32,10 @@ class Memory:
     gradients: int
     optimizer: int
     activations: int
-    """What autograd keeps of one micro-batch for its backward pass, uncompiled. The CPU kernels, and torch.compile on a
-    CPU, keep less. `compiled`: what a pass takes beside weights, gradients and moments, at its peak."""
+    """On a GPU, what a micro-batch's passes take at their peak beside weights, gradients and moments. On a CPU, what
+    autograd keeps of one for its backward pass, uncompiled; the CPU kernels, and torch.compile, keep less."""
+    update: int
+    """What the update of the weights takes more than the activations, which are freed before it."""
     snapshot: int
     """Weights and moments once more, in host memory, for checkpoint.background."""
     compiled: bool = False
@@ -40,7 +44,7 @@ class Memory:
     @property
     def device_total(self) -> int:
         """On a device with its own memory."""
-        return self.weights + self.gradients + self.optimizer + self.activations
+        return self.weights + self.gradients + self.optimizer + self.activations + self.update
 
     @property
     def total(self) -> int:
@@ -57,17 +61,18 @@ def count_memory(model: GPT, config: RunConfig, *, compiled: bool = False) -> Me
     weights = sum(parameter.nbytes for parameter in model.parameters())
     moments = sum(moment.nbytes for moment in optimizer.state_tensors().values())
     gradients = weights * (held_sums(config.micro_batches) if config.parallel.exact_any_world_size else 1)
-    rows, recomputed = config.batch.micro_sequences, config.runtime.activation_checkpointing
     activations = _compiled_activations(model, config, gradients) if compiled else None
+    of_compiled_code = activations is not None
+    if activations is None:
+        activations = _uncompiled_activations(model, config, gradients)
     return Memory(
         weights=weights,
         gradients=gradients,
         optimizer=moments,
-        activations=kept_for_backward(model, rows, config.model.seq_len, recomputed=recomputed)
-        if activations is None
-        else activations,
+        activations=activations,
+        update=max(0, _update_bytes(model, optimizer, config) - activations),
         snapshot=weights + moments if config.checkpoint.background and not config.eval.only else 0,
-        compiled=activations is not None,
+        compiled=of_compiled_code,
     )
 
 
@@ -113,6 +118,36 @@ def _compiled_activations(model: GPT, config: RunConfig, gradients: int) -> int 
     logits = config.eval_sequences * config.model.seq_len * config.model.padded_vocab_size
     validation = logits * (model.compute_dtype.itemsize + 4)
     return max(earlier + passes.peak, validation) - gradients + WORKSPACE
+
+
+def _uncompiled_activations(model: GPT, config: RunConfig, gradients: int) -> int:
+    rows, seq_len = config.batch.micro_sequences, config.model.seq_len
+    recomputed = config.runtime.activation_checkpointing
+    kept = kept_for_backward(model, rows, seq_len, recomputed=recomputed)
+    if model.platform == "cpu" or recomputed:
+        return kept
+    for weight in model.parameters() if config.micro_batches > 1 else ():
+        weight.grad = torch.empty_like(weight)
+    held = [weight.grad for weight in model.parameters() if weight.grad is not None]
+    tokens = torch.zeros(rows, seq_len, dtype=torch.int64, device="meta")
+    with LiveBytes([*model.parameters(), *model.buffers(), *held]) as live:
+        model.loss(tokens, tokens).backward()
+    model.zero_grad()
+    return max(kept, live.peak if held else live.peak - gradients)
+
+
+def _update_bytes(model: GPT, optimizer: CombinedOptimizer, config: RunConfig) -> int:
+    """What an update takes beside weights, gradients and moments, uncompiled."""
+    for weight in model.parameters():
+        weight.grad = torch.empty_like(weight)
+    moments = optimizer.state_tensors().values()
+    held = [weight.grad for weight in model.parameters() if weight.grad is not None]
+    with torch.device("meta"), LiveBytes([*model.parameters(), *held, *moments]) as live:
+        # On a GPU, whether it is made is known to the GPU alone.
+        made = torch.ones((), dtype=torch.bool) if model.platform == "cuda" else None
+        optimizer.step(1.0, config.optim.muon.momentum, 1.0, made)
+    model.zero_grad()
+    return live.peak
 
 
 def _compiled_passes(model: GPT, config: RunConfig, rows: int) -> PassMemory | None:

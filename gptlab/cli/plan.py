@@ -103,6 +103,7 @@ def describe(plan: RunPlan, *, device_memory: int | None = None) -> str:
         ("  gradients", _bytes(plan.memory.gradients)),
         ("  optimizer", f"{_bytes(plan.memory.optimizer)} of moments"),
         ("  activations", f"{_bytes(plan.memory.activations)} {_activations(plan)}"),
+        ("  update", _update(plan)),
         ("  snapshot", _snapshot(plan)),
         ("device", f"{device_name(place.device)} ({place.device})"),
         ("peak", _peak(place.peak)),
@@ -128,7 +129,14 @@ def _activations(plan: RunPlan) -> str:
     dtype = str(plan.place.dtype).removeprefix("torch.")
     if plan.memory.compiled:
         return f"at the peak of a micro-batch's passes in {dtype}, compiled"
+    if plan.place.device.type == "cuda":
+        return f"at the peak of a micro-batch's passes in {dtype}, uncompiled"
     return f"kept for the backward pass of a micro-batch in {dtype}; torch.compile keeps less"
+
+
+def _update(plan: RunPlan) -> str:
+    more = plan.memory.update
+    return f"{_bytes(more)} more than the activations, which are freed before it" if more else ""
 
 
 def _snapshot(plan: RunPlan) -> str:

@@ -34,6 +34,20 @@ MUTATIONS = [
         ["test_compiled_memory.py::test_memory_of_a_step_by_hand"],
     ),
     Mutation(
+        "a plan forgets the update",
+        "bench/memory.py",
+        "update=max(0, _update_bytes(model, optimizer, config) - activations)",
+        "update=0",
+        ["test_compiled_memory.py::test_a_whole_uncompiled_step"],
+    ),
+    Mutation(
+        "uncompiled passes take what they keep",
+        "bench/memory.py",
+        "return max(kept, live.peak if held else live.peak - gradients)",
+        "return kept",
+        ["test_compiled_memory.py::test_a_whole_uncompiled_step"],
+    ),
+    Mutation(
         "activations of many ranks grow like the smaller pass",
         "bench/memory.py",
         "return max(twice - once",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,11 +18,13 @@ from gptlab.cli.plan import describe
 from gptlab.config.errors import ConfigError
 from gptlab.config.load import apply_overrides
 from gptlab.config.model import ModelConfig
+from gptlab.config.recipes import configure
 from gptlab.config.run import Horizon, HorizonUnit, RunConfig, TokenizerConfig
 from gptlab.model.gpt import GPT, build_model
 from gptlab.model.kernels import ops
 from gptlab.runtime.hardware.place import Peak, Place
 
+GPU_PAGE = Path(__file__).parents[3] / "docs" / "gpu.md"
 PLACE = Place(torch.device("cpu"), torch.float32, 1, Peak(flops_per_second=1e11, source="measured"))
 RATE = Rate(tokens_per_second=6400.0, flops_per_second=5e9, date="2026-11-22")
 
@@ -170,3 +173,14 @@ def test_command_reads_no_data_and_writes_nothing(
     assert list(tmp_path.iterdir()) == []
     assert cli.main(["plan", "--minutes", "-1"]) == 2
     assert cli.main(["plan", "--device", "cuda:99"]) == 2
+
+
+def test_the_table_of_the_docs_is_what_the_command_plans() -> None:
+    """One of its numbers."""
+    found = re.search(
+        r"^\| `--depth 12` \| [^|]* \| ([\d.]+) GB \|", GPU_PAGE.read_text(encoding="utf-8"), re.MULTILINE
+    )
+    assert found is not None
+    place = Place(torch.device("cuda", 0), torch.bfloat16, 1, Peak(None, "unknown"))
+    config = apply_overrides(configure("nanochat", depth=12), {"batch.micro_sequences": 16})
+    assert make_plan(config, place).memory_bytes / 1e9 == pytest.approx(float(found[1]), rel=0.01)
