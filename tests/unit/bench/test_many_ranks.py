@@ -106,7 +106,8 @@ def test_more_ranks_hold_less_and_save_less() -> None:
 
 
 def test_what_does_not_fit_says_what_would() -> None:
-    made = rows([tiny()], [2], gpu_gb=1e-9)
+    uncompiled = apply_overrides(tiny(), {"runtime.compile": "off"})  # which takes less time to count
+    made = rows([uncompiled], [2], gpu_gb=1e-9)
     assert "does not fit with 1, 2 ranks: fewer tokens" in table(made)
     sizes = {row.plan.strategy: row.bytes for row in made}
     between = (sizes["fsdp"] + min(sizes["zero"], sizes["single"])) / 2
@@ -114,17 +115,19 @@ def test_what_does_not_fit_says_what_would() -> None:
     assert "Depth 2 does not fit with 1 rank: fsdp on 2 does." in table(made)
 
 
-@pytest.mark.parametrize("strategy", ["single", "zero", "fsdp"])
-def test_the_table_of_the_docs_is_what_the_command_prints(strategy: StrategyName) -> None:
+def test_the_table_of_the_docs_is_what_the_command_prints() -> None:
     """Its first row of each strategy, to 20%: kernels and buckets change more often than sizes, and a step of FSDP2
     holds 17% more with torch 2.12 than with 2.11, 2.13 and 2.14."""
-    found = re.search(rf"^\| 12 \|[^|]*\| (1|8) \| {strategy} \|.*$", DOCS.read_text(encoding="utf-8"), re.MULTILINE)
-    assert found is not None
     config = apply_overrides(configure("nanochat", depth=12), {"batch.micro_sequences": 1})
-    [row] = rows([config], [int(found[1])], gpu_gb=80.0, strategies=[strategy])
-    for documented, counted in zip(found[0].strip("| ").split(" | "), row.cells(), strict=True):
-        one, other = number(documented), number(counted)
-        assert one == other if isinstance(other, str) else one == pytest.approx(other, rel=0.2)
+    for row in rows([config], [8], gpu_gb=80.0):
+        ranks, strategy = row.plan.ranks, row.plan.strategy
+        found = re.search(
+            rf"^\| 12 \|[^|]*\| {ranks} \| {strategy} \|.*$", DOCS.read_text(encoding="utf-8"), re.MULTILINE
+        )
+        assert found is not None
+        for documented, counted in zip(found[0].strip("| ").split(" | "), row.cells(), strict=True):
+            one, other = number(documented), number(counted)
+            assert one == other if isinstance(other, str) else one == pytest.approx(other, rel=0.2)
 
 
 def number(cell: str) -> float | str:
