@@ -17,7 +17,7 @@ from gptlab.config.errors import UserError
 from gptlab.config.load import flatten
 from gptlab.config.optim import AdamWConfig, OptimConfig, Role
 from gptlab.optim.adamw import AdamW, AdamWGroup
-from gptlab.optim.muon import Muon
+from gptlab.optim.muon import Compile, Muon
 
 _STATE_VERSION = 1
 
@@ -29,6 +29,7 @@ class MatrixOptimizer(Protocol):
     row_splits: dict[str, tuple[int, ...]]
 
     def step(self, lr_scale: float, momentum: float, weight_decay_scale: float, made: Tensor | None = None) -> None: ...
+    def compile(self, compiled: Compile | None) -> None: ...
     def state_tensors(self) -> dict[str, Tensor]: ...
 
 

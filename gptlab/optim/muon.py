@@ -71,6 +71,8 @@ def cautious(weight: Tensor, update: Tensor) -> Tensor:
 
 Number = float | Tensor
 """A 0-d tensor where torch.compile must not make a constant of it."""
+Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
+"""A function -> the same, compiled."""
 
 
 def direction(mean: Tensor, gradient: Tensor, momentum: Number, nesterov: bool) -> tuple[Tensor, Tensor]:
@@ -216,7 +218,7 @@ class Muon:
             if stacked is not None:
                 torch._foreach_copy_(live, stacked.unbind(0))
 
-    def compile(self, compiled: Callable[[Callable[..., Any]], Callable[..., Any]] | None) -> None:
+    def compile(self, compiled: Compile | None) -> None:
         """Fuse the update of a stack; None: no longer. Its rates then are 0-d tensors, so that nothing is compiled
         again as they move."""
         if compiled is None:

@@ -23,7 +23,6 @@ from gptlab.data.loader import StepBatch
 from gptlab.model.counting import flops_per_token
 from gptlab.model.kernels.ops import missing_kernels, outrun_compiler
 from gptlab.optim.combined import CombinedOptimizer
-from gptlab.optim.muon import Muon
 from gptlab.runtime.files.cache import cache_root
 from gptlab.runtime.hardware.device import compiler_available, cxx_compiler, synchronize
 from gptlab.runtime.hardware.memory import ran_out_of_memory
@@ -109,7 +108,7 @@ def _compiled(plain: Passes, state: TrainState, config: RunConfig, warn: Callabl
             options["coordinate_descent_tuning"] = True
         return cast(F, torch.compile(function, dynamic=False, options=options))
 
-    if model.platform == "cuda" and isinstance(state.optimizer.muon, Muon):
+    if model.platform == "cuda" and state.optimizer.muon is not None:
         state.optimizer.muon.compile(compiled)
     # Several GPUs compile block by block, or all gradients would leave together at the end of the backward pass.
     if model.platform == "cuda" and state.strategy.group.size == 1:
@@ -218,7 +217,7 @@ def _compile(
 
 def _give_up_compiling(state: TrainState, passes: Passes) -> None:
     passes.give_up_compiling()
-    if isinstance(state.optimizer.muon, Muon):
+    if state.optimizer.muon is not None:
         state.optimizer.muon.compile(None)
 
 

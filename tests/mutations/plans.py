@@ -87,8 +87,8 @@ MUTATIONS = [
     Mutation(
         "every copy saves the first part",
         "training/parallel/fsdp_copies.py",
-        "self.number, n_copies)",
-        "0, n_copies)",
+        "self.number, self.n_copies)",
+        "0, self.n_copies)",
         ["test_copies.py::test_copies_save_every_element_once"],
     ),
     Mutation(
@@ -118,5 +118,12 @@ MUTATIONS = [
         "            _require_gradients(state)",
         "            pass",
         ["test_compiled_parts.py::test_a_gpu_whose_compiler_fails_trains_without_it"],
+    ),
+    Mutation(
+        "each copy of sharded weights compiles its own update",
+        "training/parallel/fsdp_muon.py",
+        "if compiled is not None and self._group.n_copies == 1:",
+        "if compiled is not None:",
+        ["test_sharded_muon.py::test_copies_make_the_same_update"],
     ),
 ]

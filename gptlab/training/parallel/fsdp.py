@@ -24,6 +24,7 @@ from gptlab.model.init import initial_weights
 from gptlab.model.kernels.ops import load_kernels
 from gptlab.optim.adamw import AdamW
 from gptlab.optim.combined import CombinedOptimizer, divide_by_optimizer, sum_of_squares
+from gptlab.optim.muon import Compile
 from gptlab.runtime.hardware.device import Platform
 from gptlab.runtime.processes.distributed import Group
 from gptlab.training.checkpoint.format import TensorSlice
@@ -39,7 +40,7 @@ from gptlab.training.parallel.fsdp_model import (
     unshard,
 )
 from gptlab.training.parallel.fsdp_muon import ShardedMatrix, ShardedMuon
-from gptlab.training.parallel.strategy import Compile, Strategy, optimizer_layout
+from gptlab.training.parallel.strategy import Strategy, optimizer_layout
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -18,6 +18,7 @@ class OneCopy(Group):
         super().__init__(World(everybody.rank % size, size))
         self.number = everybody.rank // size
         """Of the copy, from 0."""
+        self.n_copies = everybody.size // size
         self._everybody = everybody
 
     def all_to_all_later(self, flat: Tensor, send: Sequence[int], receive: Sequence[int]) -> Callable[[], Tensor]:
@@ -32,8 +33,7 @@ class OneCopy(Group):
     def share(self, held: Sequence[TensorSlice]) -> list[TensorSlice]:
         """What this copy saves of slices that every copy holds: an even part."""
         whole = {one.name: one for one in held}
-        n_copies = self._everybody.size // self.size
-        parts = even_slices({one.name: one.tensor for one in held}, self.number, n_copies)
+        parts = even_slices({one.name: one.tensor for one in held}, self.number, self.n_copies)
         return [
             replace(part, shape=whole[part.name].shape, start=whole[part.name].start + part.start) for part in parts
         ]

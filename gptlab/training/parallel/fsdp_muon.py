@@ -23,9 +23,17 @@ import torch
 from torch import Tensor
 
 from gptlab.config.optim import MuonConfig
-from gptlab.optim.muon import direction, kept_unless, neuron_dim, orthogonal_update, second_moment_sizes, with_decay
-from gptlab.runtime.processes.distributed import Group
+from gptlab.optim.muon import (
+    Compile,
+    direction,
+    kept_unless,
+    neuron_dim,
+    orthogonal_update,
+    second_moment_sizes,
+    with_decay,
+)
 from gptlab.training.parallel.division import multiplications
+from gptlab.training.parallel.fsdp_copies import OneCopy
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +81,7 @@ class ShardedMuon:
         *,
         compute_dtype: torch.dtype,
         row_splits: Mapping[str, tuple[int, ...]],
-        group: Group,
+        group: OneCopy,
     ) -> None:
         """`row_splits` as for `build_optimizer`. Every rank passes the same matrices in the same order."""
         self.parameters = {matrix.name: matrix.parameter for matrix in matrices}
@@ -82,6 +90,7 @@ class ShardedMuon:
         self._config = config
         self._compute_dtype = compute_dtype
         self._group = group
+        self._orthogonal_update: Callable[..., Tensor] = orthogonal_update
         self._momentum = {name: torch.zeros_like(p.detach()) for name, p in self.parameters.items()}
         self._second_moment: dict[str, Tensor] = {}
         self._rounds = self._make_rounds(matrices)
@@ -108,6 +117,13 @@ class ShardedMuon:
                 self._apply(one, update(), lr, weight_decay, made)
 
         return finish
+
+    def compile(self, compiled: Compile | None) -> None:
+        """Fuse what a matrix's owner computes, into which no rate enters; None: no longer. Several copies of the
+        weights need the same bits, and Inductor may choose the order of a sum by timing: they stay uncompiled."""
+        self._orthogonal_update = orthogonal_update
+        if compiled is not None and self._group.n_copies == 1:
+            self._orthogonal_update = compiled(orthogonal_update)
 
     def state_tensors(self) -> dict[str, Tensor]:
         """The live tensors of this rank, by PARAMETER.MOMENT."""
@@ -140,7 +156,7 @@ class ShardedMuon:
         parts = []
         for part, moment in zip(stack.split(one.row_split, dim=1), moments, strict=True):
             new = torch.stack(moment) if moment else None
-            parts.append(orthogonal_update(part.contiguous(), new, self._config, self._compute_dtype))
+            parts.append(self._orthogonal_update(part.contiguous(), new, self._config, self._compute_dtype))
             if new is not None:
                 torch._foreach_copy_(moment, kept_unless(made, new, torch.stack(moment)).unbind(0))
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)

@@ -23,14 +23,13 @@ from gptlab.config.run import RunConfig
 from gptlab.model.counting import fused_rows, parameter_roles
 from gptlab.model.gpt import GPT
 from gptlab.optim.combined import CombinedOptimizer, build_optimizer, joint_norm
+from gptlab.optim.muon import Compile
 from gptlab.runtime.processes.distributed import Group
 from gptlab.training.checkpoint.format import TensorSlice, whole_slices
 from gptlab.training.checkpoint.load import load_weights
 
 P = ParamSpec("P")
 R = TypeVar("R")
-Compile = Callable[[Callable[..., Tensor]], Callable[..., Tensor]]
-"""A function -> the same, compiled."""
 
 
 class Strategy:

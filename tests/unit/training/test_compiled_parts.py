@@ -12,32 +12,52 @@ from tiny_runs import make_config
 from torch import Tensor
 
 from gptlab.app.run.session import open_session
+from gptlab.config.run import RunConfig
 from gptlab.runtime.hardware.device import Platform
 from gptlab.runtime.hardware.place import place_of
 from gptlab.runtime.processes.distributed import Group, World
 from gptlab.runtime.records.console import QuietConsole
 from gptlab.training.compilation import make_passes, warm_up
+from gptlab.training.parallel.fsdp_copies import OneCopy
+from gptlab.training.parallel.fsdp_muon import ShardedMatrix, ShardedMuon
+from gptlab.training.state import TrainState
+
+
+def share_matrices(state: TrainState, config: RunConfig, group: Group) -> None:
+    """Give the optimizer the Muon of fully sharded processes; rank 0 has all rows."""
+    assert state.optimizer.muon is not None
+    nowhere_else = (0,) * (group.size - 1)
+    matrices = [ShardedMatrix(name, p, (len(p), *nowhere_else)) for name, p in state.optimizer.muon.parameters.items()]
+    state.optimizer.muon = ShardedMuon(
+        matrices, config.optim.muon, compute_dtype=torch.float64, row_splits={}, group=OneCopy(group, group.size)
+    )
+
 
 BLOCKS = {"Block": 1, "GPT.head_loss": 1, "GPT.logits": 1}
 
 
 @pytest.mark.parametrize(
-    ("platform", "ranks", "expected"),
+    ("platform", "ranks", "sharded", "expected"),
     [
-        ("cuda", 1, {"updated": 1, "GPT.loss": 1, "GPT.forward": 1}),
-        ("cuda", 2, {"updated": 1, "GPT.embed": 1, **BLOCKS}),
-        ("cpu", 2, BLOCKS),
+        ("cuda", 1, False, {"updated": 1, "GPT.loss": 1, "GPT.forward": 1}),
+        ("cuda", 2, False, {"updated": 1, "GPT.embed": 1, **BLOCKS}),
+        ("cuda", 2, True, {"orthogonal_update": 1, "GPT.embed": 1, **BLOCKS}),
+        ("cpu", 2, False, BLOCKS),
+        ("cpu", 2, True, BLOCKS),
     ],
-    ids=["a GPU", "several GPUs", "a CPU"],
+    ids=["a GPU", "several GPUs", "several GPUs, sharded", "a CPU", "a CPU, sharded"],
 )
 def test_what_is_compiled(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, platform: Platform, ranks: int, expected: dict[str, int]
-) -> None:
-    """A GPU computes nothing but compiled code. Of several, each part of the model is compiled by itself."""
+    folder: Path, monkeypatch: pytest.MonkeyPatch, platform: Platform, ranks: int, sharded: bool,
+    expected: dict[str, int],
+) -> None:  # fmt: skip
+    """On a GPU, all of the model, and Muon. Of several GPUs, each part of the model is compiled by itself."""
     config = make_config(folder, "never-made", runtime__compile="on", model__dropout=0.0)
     session = open_session(config, place_of(config), QuietConsole())
     session.state.model.platform = platform
-    session.state.strategy.group = Group(World(0, ranks))
+    session.state.strategy.group = group = Group(World(0, ranks))
+    if sharded:
+        share_matrices(session.state, session.config, group)
     names: dict[str, int] = {}
 
     def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
@@ -65,14 +85,15 @@ def gives_zeros(loss: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("result", "problem"),
+    ("sharded", "result", "problem"),
     [
-        (fails, "no linker"),
-        (gives_zeros, f"torch {torch.__version__} compiled a backward pass whose gradients are all zero"),
+        (False, fails, "no linker"),
+        (True, fails, "no linker"),
+        (False, gives_zeros, f"torch {torch.__version__} compiled a backward pass whose gradients are all zero"),
     ],
 )
 def test_a_gpu_whose_compiler_fails_trains_without_it(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, result: Callable[..., Any], problem: str
+    folder: Path, monkeypatch: pytest.MonkeyPatch, sharded: bool, result: Callable[..., Any], problem: str
 ) -> None:
     """Muon's update included, which is compiled beside the passes."""
 
@@ -83,6 +104,8 @@ def test_a_gpu_whose_compiler_fails_trains_without_it(
     session = open_session(config, place_of(config), QuietConsole())
     state = session.state
     state.model.platform = "cuda"
+    if sharded:
+        share_matrices(state, session.config, state.strategy.group)
     monkeypatch.setattr(torch, "compile", broken)
     passes = make_passes(state, session.config, pytest.fail)
     assert passes.compiled

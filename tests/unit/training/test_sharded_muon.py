@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from gptlab.config.optim import MuonConfig
-from gptlab.optim.muon import Muon
+from gptlab.optim.muon import Compile, Muon
 from gptlab.runtime.processes.distributed import Group, World
 from gptlab.training.parallel.fsdp_copies import OneCopy
 from gptlab.training.parallel.fsdp_muon import ShardedMatrix, ShardedMuon
@@ -85,8 +85,9 @@ def matrices(rank: int, size: int) -> list[ShardedMatrix]:
 
 
 def train_shards(
-    size: int, steps: int, config: MuonConfig, *, copies: int = 1, broken_last: bool = False
-) -> tuple[list[ShardedMuon], Post]:
+    size: int, steps: int, config: MuonConfig, *, copies: int = 1, broken_last: bool = False,
+    compiled: Compile | None = None,
+) -> tuple[list[ShardedMuon], Post]:  # fmt: skip
     """`size`: ranks that hold a copy. `broken_last`: then a step without finite gradients, whose update is not made."""
     post = Post(copies * size)
 
@@ -94,10 +95,11 @@ def train_shards(
         group = OneCopy(Desk(post, number), size)
         rank = group.rank
         muon = ShardedMuon(matrices(rank, size), config, compute_dtype=torch.float64, row_splits=SPLITS, group=group)
+        muon.compile(compiled)
         for step in range(steps):
             for name, gradient in values(1 + step).items():
                 muon.parameters[name].grad = gradient[rows_on(rank, size, len(gradient))].clone()
-            muon.step(1.0 - step / 10, 0.9, 1.0, torch.tensor(True) if step == 1 else None)
+            muon.step(1.0 - step / 10, 0.9 + step / 100, 1.0, torch.tensor(True) if step == 1 else None)
         if broken_last:
             for parameter in muon.parameters.values():
                 parameter.grad = torch.full_like(parameter, torch.nan)
@@ -114,7 +116,7 @@ def train_whole(steps: int, config: MuonConfig) -> Muon:
     for step in range(steps):
         for name, gradient in values(1 + step).items():
             weights[name].grad = gradient
-        muon.step(1.0 - step / 10, 0.9, 1.0)
+        muon.step(1.0 - step / 10, 0.9 + step / 100, 1.0)
     return muon
 
 
@@ -149,9 +151,29 @@ def test_weights_and_state_are_those_of_whole_matrices(size: int, settings: dict
     assert all(shard.row_splits == whole.row_splits for shard in shards)
 
 
+def test_what_owners_compute_is_compiled_once_whatever_the_rates() -> None:
+    """For each shape, however many parts and parameters have it."""
+    torch.compiler.reset()
+    shapes = []
+
+    def counted(graph: Any, inputs: Sequence[Tensor]) -> Any:
+        shapes.append(tuple(inputs[0].shape))
+        return graph
+
+    def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+        return torch.compile(function, backend=counted, dynamic=False, fullgraph=True)
+
+    (plain,), _ = train_shards(1, 3, MuonConfig(), broken_last=True)
+    (ours,), _ = train_shards(1, 3, MuonConfig(), broken_last=True, compiled=compiled)
+    assert sorted(shapes) == [(1, 2, 8), (3, 4, 8), (3, 8, 8), (3, 21, 8)]
+    expected, found = ({**one.parameters, **one.state_tensors()} for one in (plain, ours))
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+
+
 def test_copies_make_the_same_update() -> None:
+    """Uncompiled, since a compiler that times what it makes may give each copy other bits."""
     alone, _ = train_shards(2, 2, MuonConfig())
-    shards, _ = train_shards(2, 2, MuonConfig(), copies=3)
+    shards, _ = train_shards(2, 2, MuonConfig(), copies=3, compiled=pytest.fail)
     for rank, shard in enumerate(shards):
         ours, theirs = ({**one.parameters, **one.state_tensors()} for one in (shard, alone[rank % 2]))
         assert ours.keys() == theirs.keys()
@@ -176,7 +198,7 @@ def test_owners_share_by_cost_and_not_by_number() -> None:
             for name, (rows, cols) in shapes.items()
         ]
         options: dict[str, Any] = {"compute_dtype": torch.float64, "row_splits": {}}
-        muon = ShardedMuon(halves, MuonConfig(), **options, group=Desk(Post(2), rank))
+        muon = ShardedMuon(halves, MuonConfig(), **options, group=OneCopy(Desk(Post(2), rank), 2))
         owned.append({key.split(".")[0] for key in muon.state_tensors() if key.endswith("second_moment")})
     assert sorted(owned, key=len) == [{"large"}, {"small", "tall", "middle"}]
 
