@@ -33,30 +33,40 @@ def share_matrices(state: TrainState, config: RunConfig, group: Group) -> None:
     )
 
 
+WHOLE = {"updated": 1, "GPT.loss": 1, "GPT.forward": 1}
 BLOCKS = {"Block": 1, "GPT.head_loss": 1, "GPT.logits": 1}
 
 
 @pytest.mark.parametrize(
-    ("platform", "ranks", "sharded", "expected"),
+    ("platform", "ranks", "kind", "expected"),
     [
-        ("cuda", 1, False, {"updated": 1, "GPT.loss": 1, "GPT.forward": 1}),
-        ("cuda", 2, False, {"updated": 1, "GPT.embed": 1, **BLOCKS}),
-        ("cuda", 2, True, {"orthogonal_update": 1, "GPT.embed": 1, **BLOCKS}),
-        ("cpu", 2, False, BLOCKS),
-        ("cpu", 2, True, BLOCKS),
+        ("cuda", 1, "data", WHOLE),
+        ("cuda", 2, "data", {"updated": 1, "GPT.embed": 1, **BLOCKS}),
+        ("cuda", 2, "sharded", {"orthogonal_update": 1, "GPT.embed": 1, **BLOCKS}),
+        ("cuda", 2, "exact", WHOLE),
+        ("cpu", 2, "data", BLOCKS),
+        ("cpu", 2, "sharded", BLOCKS),
     ],
-    ids=["a GPU", "several GPUs", "several GPUs, sharded", "a CPU", "a CPU, sharded"],
+    ids=[
+        "a GPU",
+        "several GPUs",
+        "several GPUs, sharded",
+        "several GPUs with the bits of one",
+        "a CPU",
+        "a CPU, sharded",
+    ],
 )
 def test_what_is_compiled(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, platform: Platform, ranks: int, sharded: bool,
-    expected: dict[str, int],
-) -> None:  # fmt: skip
-    """On a GPU, all of the model, and Muon. Of several GPUs, each part of the model is compiled by itself."""
-    config = make_config(folder, "never-made", runtime__compile="on", model__dropout=0.0)
+    folder: Path, monkeypatch: pytest.MonkeyPatch, platform: Platform, ranks: int, kind: str, expected: dict[str, int]
+) -> None:
+    """On a GPU, all of the model, and Muon. Of several GPUs, each part of the model is compiled by itself, unless their
+    number must not show in the bits."""
+    exact = {"parallel__exact_any_world_size": kind == "exact"}
+    config = make_config(folder, "never-made", runtime__compile="on", model__dropout=0.0, **exact)
     session = open_session(config, place_of(config), QuietConsole())
     session.state.model.platform = platform
     session.state.strategy.group = group = Group(World(0, ranks))
-    if sharded:
+    if kind == "sharded":
         share_matrices(session.state, session.config, group)
     names: dict[str, int] = {}
 
