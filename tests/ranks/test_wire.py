@@ -4,6 +4,8 @@ tables in bfloat16."""
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from collections import Counter
 from functools import partial
@@ -21,7 +23,7 @@ from gptlab.app.run.ranks import exit_code
 from gptlab.config.model import ModelConfig
 from gptlab.config.run import RunConfig
 from gptlab.model.gpt import GPT, build_model
-from gptlab.runtime.hardware.device import resolve_device
+from gptlab.runtime.hardware.device import deterministic_kernels, resolve_device
 from gptlab.runtime.processes.distributed import Group, Pending, World
 from gptlab.runtime.processes.torch_group import TorchGroup, join_others
 from gptlab.training.checkpoint.load import checksum, load_checkpoint
@@ -92,7 +94,7 @@ def work(folder: Path, size: int, rank: int, device_name: str) -> None:
     """Every way to travel, on one rank."""
     world = World(rank, size, rank, size)
     device = resolve_device(device_name, rank)
-    with join_others(world, exit_code) as group:
+    with deterministic_kernels(device_name), join_others(world, exit_code) as group:
         assert isinstance(group, TorchGroup)
         group.start_collectives(device, timeout_seconds=60.0)
         ways = {"plain": PLAIN, "measured": Wire(20_000, measured_order=True), "gpus": GPUS}
@@ -100,11 +102,22 @@ def work(folder: Path, size: int, rank: int, device_name: str) -> None:
         (folder / f"{rank}.json").write_text(json.dumps(found))
 
 
+def start(folder: Path, size: int, rank: int, device: str, job: dict[str, str]) -> Forked | subprocess.Popen[str]:
+    """One rank. On GPUs in an interpreter of its own: a fork of a process that has looked for one cannot use it."""
+    if device == "cpu":
+        return Forked(partial(work, folder, size, rank, device), **job)
+    code = f"import pathlib, test_wire; test_wire.work(pathlib.Path({str(folder)!r}), {size}, {rank}, {device!r})"
+    environment = os.environ | job | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    return subprocess.Popen(
+        [sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
 def play(folder: Path, size: int, device: str = "cpu") -> list[dict[str, Any]]:
     """What each rank found."""
     (port,) = free_ports(1)
     job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
-    ranks = [Forked(partial(work, folder, size, rank, device), **job) for rank in range(size)]
+    ranks = [start(folder, size, rank, device, job) for rank in range(size)]
     for rank in ranks:
         output, _ = rank.communicate(timeout=120)
         assert rank.returncode == 0, output

@@ -17,11 +17,12 @@ from gptlab.app.run import micro_batch, run_session
 from gptlab.app.run.micro_batch import with_rows_that_fit
 from gptlab.app.run.run_request import RunRequest
 from gptlab.bench import measure as measure_module
+from gptlab.bench.plan import make_plan
 from gptlab.cli.bench import main as bench
 from gptlab.config.run import RunConfig
 from gptlab.runtime.hardware import device
 from gptlab.runtime.hardware.memory import fewer_micro_sequences
-from gptlab.runtime.hardware.place import Peak, Place
+from gptlab.runtime.hardware.place import Peak, Place, place_of
 from gptlab.runtime.processes.distributed import World
 from gptlab.runtime.records.console import Console
 from gptlab.training.state import TrainState
@@ -160,3 +161,64 @@ def test_what_is_timed_has_the_rows_of_the_run(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(measure_module, "measure", measured)
     with pytest.raises(TimedError, match=r"^1$"):
         bench(["nanochat-tiny", "--device", "cpu"])
+
+
+ON_GPU: dict[str, Any] = {
+    "model.n_layer": 4, "model.n_embd": 256, "model.n_head": 4, "model.seq_len": 512, "model.dropout": 0.0,
+    "batch.micro_sequences": 64, "batch.total_tokens": 2 * 64 * 512, "eval.micro_sequences": 16, "steps": 4,
+    "runtime.device": "cuda", "runtime.dtype": "bfloat16", "runtime.compile": "on", "sample.prompts": [],
+    "checkpoint.every_steps": "none",
+}  # fmt: skip
+"""What 32 rows of it take is about half of what 64 do."""
+
+
+def bytes_between(config: RunConfig) -> int:
+    """As many as 32 rows need, by their plan, and half of what 64 need beyond that."""
+    plans = (
+        make_plan(replace(config, batch=replace(config.batch, micro_sequences=rows)), place_of(config))
+        for rows in (32, 64)
+    )
+    few, many = (plan.memory_bytes for plan in plans)
+    assert few < 0.65 * many
+    return (few + many) // 2
+
+
+def on_gpu_config(folder: Path, compile_: str) -> RunConfig:
+    fields = {name.replace(".", "__"): value for name, value in ON_GPU.items()}
+    return make_config(folder, "never-made", **fields | {"runtime__compile": compile_})
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_rows_fit_into_what_a_real_gpu_has_free(folder: Path) -> None:
+    """Where all but that is taken, by this program or another one, a run begins with the rows that have room."""
+    config = on_gpu_config(folder, "off")
+    free = bytes_between(config) / micro_batch.FILLED
+    torch.cuda.empty_cache()
+    taken = torch.empty(int(torch.cuda.mem_get_info()[0] - free), dtype=torch.uint8, device="cuda")
+    with Console() as console:
+        found = micro_batch.rows_that_fit(config, place_of(config), console)
+    assert taken.is_cuda
+    assert found.batch.micro_sequences == 32
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_real_gpu_runs_out_of_memory_and_the_run_is_compiled_again(folder: Path) -> None:
+    """A number of rows that was asked for is tried: PyTorch's allocator refuses what goes beyond the limit, the frames
+    of the error let go of their tensors, and half of the rows, compiled for their shape, train."""
+    torch.compiler.reset()
+    limit = bytes_between(on_gpu_config(folder, "on"))
+    torch.cuda.empty_cache()
+    limit += torch.cuda.memory_reserved()  # by earlier runs of this process
+    torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.get_device_properties(0).total_memory)
+    try:
+        code, out, err = command(["train", *arguments(folder, "limited", ON_GPU)])
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert code == 0, err
+    assert "out of memory with batch.micro_sequences = 64: now 32" in out
+    assert "now 16" not in out
+    assert json.loads((folder / "limited" / "config.json").read_text())["batch"]["micro_sequences"] == 32
+    assert json.loads((folder / "limited" / "run.json").read_text())["implementations"]["compile"] == "inductor"
+    assert losses(folder / "limited")[-1] < losses(folder / "limited")[0]

@@ -218,7 +218,7 @@ def test_loss_of_other_models_is_unchanged() -> None:
 def test_on_a_gpu(compiled: bool) -> None:
     """cuBLAS takes these layouts, and its products are those of the CPU: loss and gradients to bfloat16's 8 bits."""
     if torch.cuda.get_device_capability() < fp8.CAPABILITY:
-        pytest.skip("needs compute capability 8.9")
+        pytest.skip("needs a CUDA device of compute capability 8.9")
     here, tokens = small_model(), torch.randint(300, (2, 32))
     there = build_model(MODEL, device=torch.device("cuda"), compute_dtype=torch.bfloat16, seed=1)
     for model in (here, there):

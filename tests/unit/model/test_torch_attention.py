@@ -390,6 +390,19 @@ def test_on_a_gpu(
 
 @gpu
 @needs_gpu
+def test_a_real_gpu_takes_flash_attention_and_says_which() -> None:
+    """Once it is active, the version that run.json names computes a window, forward and backward."""
+    if torch.version.hip is not None or torch.cuda.get_device_capability() < (8, 0):
+        pytest.skip("needs a CUDA device of compute capability 8.0")
+    config = ModelConfig(n_embd=128, n_head=2, window_pattern="SL")
+    described = torch_attention.described(config, torch.bfloat16, "cuda", None)
+    newer = torch_attention._NEWER_FLASH.get(torch.cuda.get_device_capability()[0])
+    assert described in ("varlen FA2", f"varlen {newer}")
+    test_on_a_gpu("varlen", torch.bfloat16, 2e-2, 2, 2, 37, False)
+
+
+@gpu
+@needs_gpu
 @pytest.mark.parametrize("masked", [False, True])
 def test_compiled_on_a_gpu_without_waiting(masked: bool) -> None:
     """A compiled model of windows (and documents) gives the uncompiled loss, and is not compiled again for other

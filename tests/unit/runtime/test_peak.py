@@ -10,7 +10,13 @@ import torch
 
 from gptlab.runtime.hardware import place as peak_module
 from gptlab.runtime.hardware.device import resolve_device, unused_gpu
-from gptlab.runtime.hardware.place import Peak, measure_matmul_flops, peak_flops_per_second, table_peak_flops
+from gptlab.runtime.hardware.place import (
+    Peak,
+    measure_matmul_flops,
+    peak_flops_per_second,
+    resolve_dtype,
+    table_peak_flops,
+)
 
 CPU = torch.device("cpu")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -208,3 +214,24 @@ def test_a_real_gpu_can_be_used_and_reaches_what_its_data_sheet_says() -> None:
     if known is None:
         pytest.skip("no entry for this CUDA device")
     assert 0.45 * known < measure_matmul_flops(gpu, BF16, seconds=2.0) < 1.02 * known
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "device",
+    [
+        pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")),
+        pytest.param(
+            "mps",
+            marks=pytest.mark.skipif(
+                not torch.backends.mps.is_available(), reason="needs an Apple GPU, or a CUDA device"
+            ),
+        ),
+    ],
+)
+def test_the_dtype_that_is_chosen_multiplies_fastest_on_a_real_gpu(device: str) -> None:
+    """By compute capability on CUDA, by a measurement on Apple's. 10% is how much two measurements may differ."""
+    gpu = resolve_device(device)
+    chosen = resolve_dtype("auto", gpu)
+    rates = {dtype: measure_matmul_flops(gpu, dtype, seconds=1.0) for dtype in {FP32, BF16, chosen}}
+    assert rates[chosen] > 0.9 * max(rates.values())

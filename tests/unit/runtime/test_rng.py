@@ -121,9 +121,17 @@ def test_every_cuda_device_is_captured_and_restored(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_cuda_generators_repeat_to_the_bit() -> None:
-    gpu = torch.device("cuda", 0)
+@pytest.mark.parametrize(
+    "device",
+    [
+        pytest.param("cuda:0", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")),
+        pytest.param(
+            "mps", marks=pytest.mark.skipif(not torch.backends.mps.is_available(), reason="no Apple GPU or CUDA device")
+        ),
+    ],
+)
+def test_generators_of_a_gpu_repeat_to_the_bit(device: str) -> None:
+    gpu = torch.device(device)
     seed_everything(7, gpu)
     torch.rand(1000, device=gpu)
     state = capture_rng(gpu)
