@@ -110,8 +110,8 @@ def _compiled(plain: Passes, state: TrainState, config: RunConfig, warn: Callabl
 
     if model.platform == "cuda" and state.optimizer.muon is not None:
         state.optimizer.muon.compile(compiled)
-    # Several GPUs compile block by block, or all gradients would leave together at the end of the backward pass; where
-    # no bit may depend on their number, they do.
+    # Several GPUs compile block by block, or all gradients would leave together at the end of the backward pass. Where
+    # their number must not show in the bits they leave there anyway, and each GPU compiles what one would.
     if model.platform == "cuda" and (state.strategy.group.size == 1 or config.parallel.exact_any_world_size):
         return Passes(compiled(model.loss), compiled(model.forward), "inductor", plain)
     if _is_short_step(state, config) and not state.strategy.is_sharded:
