@@ -174,7 +174,7 @@ def test_a_steady_step_never_waits_for_the_gpu(folder: Path, compiled: str) -> N
 @CUDA
 @pytest.mark.parametrize(("compiled", "recomputed"), [("off", False), ("on", False), ("on", True)])
 def test_the_plan_tells_the_memory_that_a_run_takes(folder: Path, compiled: str, recomputed: bool) -> None:
-    """Against torch.cuda.max_memory_allocated: what autograd keeps of uncompiled code, and the graphs of torch.compile,
+    """Against torch.cuda.max_memory_allocated: uncompiled code on the meta device, and the graphs of torch.compile,
     also with activation checkpointing. Large enough that cuBLAS's workspace (32 MiB on Hopper) does not count. 10% is
     what `plan` promises for the GPU."""
     flags = {
