@@ -32,8 +32,9 @@ class Memory:
     gradients: int
     optimizer: int
     activations: int
-    """On a GPU, what a micro-batch's passes take at their peak beside weights, gradients and moments. On a CPU, what
-    autograd keeps of one for its backward pass, uncompiled; the CPU kernels, and torch.compile, keep less."""
+    """On CUDA, what a micro-batch's passes take at their peak beside weights, gradients and moments. Elsewhere, and of
+    uncompiled code with activation checkpointing, what autograd keeps of one for its backward pass; the CPU kernels
+    and torch.compile keep less."""
     update: int
     """What the update of the weights takes more than the activations, which are freed before it."""
     snapshot: int
@@ -124,7 +125,7 @@ def _uncompiled_activations(model: GPT, config: RunConfig, gradients: int) -> in
     rows, seq_len = config.batch.micro_sequences, config.model.seq_len
     recomputed = config.runtime.activation_checkpointing
     kept = kept_for_backward(model, rows, seq_len, recomputed=recomputed)
-    if model.platform == "cpu" or recomputed:
+    if model.platform != "cuda" or recomputed:
         return kept
     for weight in model.parameters() if config.micro_batches > 1 else ():
         weight.grad = torch.empty_like(weight)

@@ -129,7 +129,7 @@ def _activations(plan: RunPlan) -> str:
     dtype = str(plan.place.dtype).removeprefix("torch.")
     if plan.memory.compiled:
         return f"at the peak of a micro-batch's passes in {dtype}, compiled"
-    if plan.place.device.type == "cuda":
+    if plan.place.device.type == "cuda" and not plan.config.runtime.activation_checkpointing:
         return f"at the peak of a micro-batch's passes in {dtype}, uncompiled"
     return f"kept for the backward pass of a micro-batch in {dtype}; torch.compile keeps less"
 

@@ -269,7 +269,7 @@ class _NoGradientsError(Exception):
 
 
 def _require_gradients(state: TrainState) -> None:
-    """torch 2.11 compiled a backward pass of zeros, without an error, from what 2.12 compiles rightly."""
+    """torch 2.11 compiled backward passes of zeros, without an error, from code that 2.12 compiles correctly."""
     if not any(weight.grad is not None and weight.grad.any() for weight in state.model.parameters()):
         raise _NoGradientsError(f"torch {torch.__version__} compiled a backward pass whose gradients are all zero")
 

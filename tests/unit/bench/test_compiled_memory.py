@@ -210,6 +210,22 @@ def test_memory_of_a_step_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     assert count_memory(model, evaluated, compiled=True).device_total == needed
 
 
+@pytest.mark.parametrize("recipe", ["speedrun/muon-2024-10", "autoresearch"])
+def test_a_layer_more_keeps_what_the_graph_keeps(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the lineages that are not compared above. At the ends their graphs may keep residual streams more."""
+    for module in (head, compiled_memory):
+        monkeypatch.setattr(module, "MAX_SLICES", 1)
+        monkeypatch.setattr(module, "SLICE_LOGITS", 2**40)
+    kept = []
+    for n_layer in (1, 2):
+        model = on_meta(replace(configure(recipe).model, n_layer=n_layer, vocab_size=512))
+        memory = pass_memory(model, ROWS)
+        assert memory is not None
+        kept.append((memory.kept, Compiled(model).kept()))
+    planned, in_graph = (two - one for one, two in zip(*kept, strict=True))
+    assert planned == pytest.approx(in_graph, rel=0.05)
+
+
 @pytest.mark.parametrize(("rows", "larger"), [(1, "update"), (8, "passes")])
 def test_a_whole_uncompiled_step(rows: int, larger: str) -> None:
     """Every storage that is alive in a step on the meta device. With few rows, the update is what takes most."""
