@@ -47,8 +47,10 @@ def prepared(root: Path, key: str = KEYS[0]) -> Path:
 
 @pytest.fixture(autouse=True)
 def own_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Not that of judges at work on this machine."""
+    """Not that of judges at work on this machine. Nor are the runs those of the folder where the tests were started:
+    in a clone after `make train`, they have checkpoints."""
     (tmp_path / "tmp").mkdir()
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     return tmp_path / "tmp"
 
