@@ -7,6 +7,7 @@ import errno
 import functools
 import itertools
 import os
+import re
 import shutil
 import signal
 import stat
@@ -221,26 +222,30 @@ def test_a_real_limit_on_file_sizes(tmp_path: Path) -> None:
 OPERATIONS = ("fsync", "rename", "replace", "mkdir", "rmdir", "unlink", "open")
 
 
-def save_until_killed(folder: Path, step: int, last_call: int) -> None:
-    """Save and retain; this process is killed after the operation of this number, if there are so many."""
-    calls = 0
+def save_with(after: Callable[[int], object], folder: Path, step: int) -> None:
+    """Save and retain; `after` is called with the number of each operation, from 1, once it is done."""
+    calls = itertools.count(1)
 
-    def killing(real: Callable[..., Any]) -> Callable[..., Any]:
+    def noted(real: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **keywords: Any) -> Any:
-            nonlocal calls
-            calls += 1
+            number = next(calls)
             try:
                 return real(*arguments, **keywords)
             finally:
-                if calls == last_call:
-                    os.kill(os.getpid(), signal.SIGKILL)
+                after(number)
 
         return call
 
-    for name in OPERATIONS:
-        setattr(os, name, killing(getattr(os, name)))
-    save_small(folder, step, seed=77)
-    retain(folder, keep_last=1, keep_every_steps=None, best_step=None)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in OPERATIONS:
+            patch.setattr(os, name, noted(getattr(os, name)))
+        save_small(folder, step, seed=77)
+        retain(folder, keep_last=1, keep_every_steps=None, best_step=None)
+
+
+def without_process(folder: Path) -> dict[str, bytes]:
+    """`tree`, without the number of the process in the names of what is not finished."""
+    return {re.sub(r"\.(tmp|removed)-\d+", r".\1", name): content for name, content in tree(folder).items()}
 
 
 @posix_only
@@ -248,23 +253,37 @@ def save_until_killed(folder: Path, step: int, last_call: int) -> None:
 def test_a_kill_at_any_file_operation_leaves_the_former_or_the_new_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resaved: int
 ) -> None:
-    """SIGKILL after every operation of a save and of the retention that follows it. Before the next one, the folder is
-    the same but for bytes that were written meanwhile, and flushing these is an operation."""
-    template = tmp_path / "template"
+    """What is on the disk after every operation of a save and of the retention that follows it. Before the next one,
+    the folder is the same but for bytes that were written meanwhile, and flushing these is an operation. A SIGKILL
+    leaves the same, as every eighth shows; one at every operation of a run: tests/slow/test_failpoints.py."""
+    template, saved, copied = tmp_path / "template", tmp_path / "saved", []
     for step in (10, 20):
         save_small(template, step)
-    for number in itertools.count(1):
-        folder = shutil.copytree(template, tmp_path / f"killed-{number:03d}")
-        code = run_forked(functools.partial(save_until_killed, folder, resaved, number)).returncode
-        if code != -signal.SIGKILL:
-            break
-    assert code == 0, "the save that nobody killed any more"
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # the saves below are checked for their names only
-    folders = sorted(tmp_path.glob("killed-*"))
+    shutil.copytree(template, saved)
+    real = {name: getattr(os, name) for name in OPERATIONS}
+
+    def copy(number: int) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            for name, function in real.items():
+                patch.setattr(os, name, function)
+            copied.append(shutil.copytree(saved, tmp_path / f"killed-{number:03d}"))
+
+    save_with(copy, saved, resaved)
     # Two folders made, six flushes, a rename or two, and one or two checkpoints of four files removed.
-    assert len(folders) > 15
+    assert len(copied) > 15
+    for number in range(8, len(copied) + 1, 8):
+        killed = shutil.copytree(template, tmp_path / "killed")
+
+        def kill(reached: int, last: int = number) -> None:
+            if reached == last:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        assert run_forked(functools.partial(save_with, kill, killed, resaved)).returncode == -signal.SIGKILL
+        assert without_process(killed) == without_process(copied[number - 1])
+        shutil.rmtree(killed)
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # the saves below are checked for their names only
     found = []
-    for folder in folders:
+    for folder in copied:
         newest = load_newest(folder, fail_on_damage).path
         new = holds(newest, 77)
         assert new or holds(newest, 20)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from byte_code import rewrite_test
 from conftest import WITHOUT_COMPILER, may_skip
+from forked import run_forked
 
 TESTS = """
 import pytest
@@ -30,12 +30,13 @@ def test_only_what_the_machine_lacks_is_skipped(tmp_path: Path, monkeypatch: pyt
     """And pytest takes the byte code that byte_code.py made, which it would otherwise have replaced by its own."""
     (tmp_path / "test_it.py").write_text(TESTS)
     made = rewrite_test(tmp_path / "test_it.py").stat()
-    here = {"PYTHONPATH": str(Path(__file__).parents[1]), WITHOUT_COMPILER: "0", "PYTHONDONTWRITEBYTECODE": ""}
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "conftest", "-p", "no:cacheprovider", "-q", "-rA", "-c", os.devnull,
-         "--rootdir", tmp_path, tmp_path],
-        env=os.environ | here, capture_output=True, text=True,
-    )  # fmt: skip
+    words = ["-p", "conftest", "-p", "no:cacheprovider", "-q", "-rA", "-c", os.devnull, "--rootdir", str(tmp_path)]
+
+    def work() -> int:
+        sys.dont_write_bytecode = False
+        return pytest.main([*words, str(tmp_path)])
+
+    done = run_forked(work, **{WITHOUT_COMPILER: "0"})
     failed = {
         line.split("::")[1].split()[0] for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR "))
     }

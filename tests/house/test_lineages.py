@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
@@ -50,12 +50,14 @@ def in_code(text: str) -> list[str]:
 @cache
 def names_in(file: str) -> frozenset[str]:
     """Names as pytest has them after FILE::, without parameters."""
-    body = ast.parse(file_of_test(file).read_text(encoding="utf-8")).body
-    names = {node.name for node in body if isinstance(node, ast.FunctionDef)}
-    for group in body:
-        if isinstance(group, ast.ClassDef):
-            names |= {f"{group.name}::{node.name}" for node in group.body if isinstance(node, ast.FunctionDef)}
-    return frozenset(name for name in names if name.rpartition("::")[2].startswith("test"))
+    names, group = set(), ""
+    source = file_of_test(file).read_text(encoding="utf-8")
+    for kind, indent, name in re.findall(r"^(?:(class)|( {4})?def) (\w+)", source, re.M):
+        if kind:
+            group = name
+        elif name.startswith("test"):
+            names.add(f"{group}::{name}" if indent else name)
+    return frozenset(names)
 
 
 ROWS = rows(PAGE)
@@ -106,11 +108,8 @@ def test_what_is_the_same_has_tests_that_would_notice() -> None:
 
 def misfits(mutation: Mutation) -> Iterator[str]:
     """What keeps a mutation from being made in the code, or from breaking its rows of the page."""
-    source = (ROOT / "gptlab" / mutation.file).read_text(encoding="utf-8")
     if mutation.occurrences() != 1:
         yield f"its text is {mutation.occurrences()} times in {mutation.file}"
-    elif mutation.file.endswith(".py") and not parses(source.replace(mutation.old, mutation.new)):
-        yield "with it the code is not Python"
     if not mutation.tests:
         yield "no test is named"
     yield from (f"there is no {name}" for name in mutation.tests if not exists(name))
@@ -118,6 +117,21 @@ def misfits(mutation: Mutation) -> Iterator[str]:
         tests = {name for row in ROWS if row[0].startswith(start) for name in in_code(row[2])}
         if not tests & set(mutation.tests):
             yield f"no row begins with this and has one of its tests: {start}"
+
+
+def not_python(file: str, mutations: Sequence[Mutation]) -> list[str]:
+    """Defects with which the file is not Python. Those that lie apart are made together, and alone where that fails."""
+    original, problems = (ROOT / "gptlab" / file).read_text(encoding="utf-8"), []
+    while mutations:
+        source, made = original, []
+        for mutation in mutations:
+            if source.count(mutation.old) == 1:
+                source = source.replace(mutation.old, mutation.new)
+                made.append(mutation)
+        if not parses(source):
+            problems += [one.defect for one in made if not parses(original.replace(one.old, one.new))]
+        mutations = [mutation for mutation in mutations if mutation not in made]
+    return problems
 
 
 def parses(source: str) -> bool:
@@ -130,6 +144,8 @@ def parses(source: str) -> bool:
 
 def test_mutations_fit_the_code_and_the_page() -> None:
     assert [f"{mutation.defect}: {problem}" for mutation in MUTATIONS for problem in misfits(mutation)] == []
+    for file in {mutation.file for mutation in MUTATIONS if mutation.file.endswith(".py")}:
+        assert not_python(file, [mutation for mutation in MUTATIONS if mutation.file == file]) == []
 
 
 def test_mutations_have_names_of_their_own() -> None:
@@ -173,3 +189,5 @@ def test_a_wrong_page_would_be_noticed() -> None:
     assert "test_cautious_mask" in names_in("test_muon.py")
     assert "TestEnd::test_evaluation_only" in names_in("test_train.py")
     assert not {"test_x", "random"} & names_in("test_muon.py")
+    fits, breaks = (Mutation(defect, "__main__.py", "entry_point()", defect, ["x"]) for defect in ("pass", "pass)"))
+    assert not_python("__main__.py", [fits, breaks]) == ["pass)"]

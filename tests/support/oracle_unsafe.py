@@ -36,9 +36,10 @@ FORBIDDEN_WORDS = {"shell": False, "trust_remote_code": False, "allow_pickle": F
 
 def unsafe_uses(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """(line, what) for each use; nothing for a source without any."""
-    aliases = _aliases(tree)
-    called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
-    for node in ast.walk(tree):
+    nodes = list(ast.walk(tree))
+    aliases = _aliases(nodes)
+    called = {id(node.func) for node in nodes if isinstance(node, ast.Call)}
+    for node in nodes:
         if isinstance(node, ast.Import | ast.ImportFrom):
             for name in _imported(node):
                 if name.partition(".")[0] in PICKLES | OTHER_MODULES:
@@ -74,10 +75,10 @@ def _is_literally(node: ast.expr, value: object) -> bool:
     return isinstance(node, ast.Constant) and node.value is value
 
 
-def _aliases(tree: ast.AST) -> dict[str, str]:
+def _aliases(nodes: list[ast.AST]) -> dict[str, str]:
     """{name in this source: what it stands for}."""
     found: dict[str, str] = {}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 first = alias.name.partition(".")[0]
