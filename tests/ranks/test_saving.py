@@ -20,7 +20,7 @@ from gptlab.training.checkpoint.load import load_checkpoint, verify_checkpoint
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="gloo on loopback is tried on Linux")
 
 FLAGS = {
-    "steps": 8, "batch.total_tokens": 3 * 4 * 32, "eval.every_steps": None, "eval.at_start": False,
+    "steps": 6, "eval.every_steps": None, "eval.at_start": False,
     "checkpoint.every_steps": 2, "checkpoint.keep_last": 9, "sample.every_steps": None, "sample.prompts": [],
 }  # fmt: skip
 SPIKES = {"faults.spike_factor": 3.0, "faults.spike_window": 2}
@@ -30,7 +30,8 @@ REFUSED = {"rank": 1, "steps": [4], "how": "refuse", "call": "fsync"}
 
 def scenes(folder: Path) -> list[dict[str, Any]]:
     def train(name: str, ranks: int, *harms: dict[str, Any], **changes: Any) -> dict[str, Any]:
-        flags = FLAGS | {field.replace("__", "."): value for field, value in changes.items()}
+        flags = FLAGS | {"batch.total_tokens": ranks * 4 * 32}
+        flags |= {field.replace("__", "."): value for field, value in changes.items()}
         argv = ["train", *arguments(folder, name, flags)]
         return {"name": name, "ranks": ranks, "argv": argv, "harms": harms, "play": "saving_scenes.play_harmed"}
 
@@ -41,12 +42,12 @@ def scenes(folder: Path) -> list[dict[str, Any]]:
     return [
         train("one", 1),
         train("blocking", 3, checkpoint__background=False),
-        train("slow", 3, slow, slower, {**slow, "rank": 0, "steps": [6], "where": "complete_save"}),
+        train("slow", 3, slow, slower, {**slow, "rank": 0, "steps": [2], "where": "complete_save"}),
         train("stops", 2, REFUSED),
         train("stops-blocking", 2, REFUSED, checkpoint__background=False),
         train("borne", 2, REFUSED, **bear),
         train("borne-by-rank-0", 2, {**REFUSED, "rank": 0, "call": "rename", "where": "complete_save"}, **bear),
-        train("not-borne", 2, {**REFUSED, "steps": [4, 8]}, **bear),
+        train("not-borne", 2, {**REFUSED, "steps": [4, 6]}, **bear),
         train("not-begun", 2, {**REFUSED, "rank": 0, "where": "begin_save", "call": "mkdir"}, **bear),
         # Rank 1 is still at work on step 4 when the run goes back to it.
         train("rewound", 2, {**slow, "steps": [4], "seconds": 1.0}, **spikes) | {"spike": 5},
@@ -89,8 +90,8 @@ def test_of_its_own_step_and_the_line_in_its_place(played: Path) -> None:
     assert codes(played, "slow", 3) == {0}
     lines = [(line["kind"], line["step"]) for line in read_metrics(played / "slow/metrics.jsonl")]
     assert lines == [(line["kind"], line["step"]) for line in read_metrics(played / "blocking/metrics.jsonl")]
-    assert saved_lines(played / "slow") == steps(played / "slow") == steps(played / "blocking") == [2, 4, 6, 8]
-    for step in (2, 4, 6, 8):
+    assert saved_lines(played / "slow") == steps(played / "slow") == steps(played / "blocking") == [2, 4, 6]
+    for step in (2, 4, 6):
         slow, then = (
             load_checkpoint(checkpoint_path(played / name / "checkpoints", step)) for name in ("slow", "blocking")
         )
@@ -127,7 +128,7 @@ def test_one_rank_that_cannot_write_stops_all(played: Path, name: str) -> None:
 @pytest.mark.parametrize("name", ["borne", "borne-by-rank-0", "not-begun"])
 def test_a_run_that_is_told_to_bear_it_goes_on(played: Path, name: str) -> None:
     assert codes(played, name, 2) == {0}
-    assert steps(played / name) == saved_lines(played / name) == [2, 6, 8]
+    assert steps(played / name) == saved_lines(played / name) == [2, 6]
     (warning,) = [line for line in of(played, name, 0)["out"].splitlines() if line.startswith("warning")]
     assert "cannot save the checkpoint of step 4" in warning
     assert warning.startswith("warning: rank 1: " if name == "borne" else "warning: cannot")
@@ -136,9 +137,9 @@ def test_a_run_that_is_told_to_bear_it_goes_on(played: Path, name: str) -> None:
 
 def test_no_run_bears_the_loss_of_its_final_weights(played: Path) -> None:
     assert codes(played, "not-borne", 2) == {2}
-    assert of(played, "not-borne", 0)["err"].startswith("gptlab: error: rank 1: cannot save the checkpoint of step 8")
+    assert of(played, "not-borne", 0)["err"].startswith("gptlab: error: rank 1: cannot save the checkpoint of step 6")
     assert "warning: rank 1: cannot save the checkpoint of step 4" in of(played, "not-borne", 0)["out"]
-    assert steps(played / "not-borne") == [2, 6]
+    assert steps(played / "not-borne") == [2]
     assert json.loads((played / "not-borne" / "run.json").read_text())["status"] == "failed"
 
 
@@ -146,7 +147,7 @@ def test_going_back_waits_for_all_ranks(played: Path) -> None:
     assert codes(played, "rewound", 2) == {0}
     (event,) = lines_of(played / "rewound", "event")
     assert (event["step"], event["to_step"]) == (6, 4)
-    assert steps(played / "rewound")[-1] == 8
+    assert steps(played / "rewound")[-1] == 6
     assert "nothing to rewind to" not in of(played, "rewound", 0)["out"]
 
 
@@ -163,7 +164,7 @@ def test_a_rank_that_dies_while_it_saves_leaves_no_checkpoint(played: Path) -> N
         assert not (played / f"died-{rank}.json").exists() or of(played, "died", rank)["code"] == 3
     assert [path.name for path in list_checkpoints(folder)] == ["step-00000002"]
     assert command(["train", "--resume", played / "died"])[0] == 0
-    assert steps(played / "died") == [2, 4, 6, 8]
+    assert steps(played / "died") == [2, 4, 6]
     last, its_last = (load_checkpoint(list_checkpoints(played / name / "checkpoints")[-1]) for name in ("died", "slow"))
     # float32, and another order of additions on the way from step 2.
     for name, tensor in last.model.items():

@@ -124,7 +124,7 @@ def play(folder: Path, size: int, device: str = "cpu") -> list[dict[str, Any]]:
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(size)]
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[3])
 def played(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
     if sys.platform != "linux":
         pytest.skip("gloo on loopback is tried on Linux")

@@ -46,10 +46,13 @@ STEPS = 12  # of tiny_runs.FLAGS, with checkpoints at 4, 8 and 12
 SMALL: dict[str, Any] = {
     "model.n_layer": 1,
     "model.value_embeddings": "off",
+    "batch.total_tokens": 4 * 32,
     "eval.every_steps": 12,
+    "eval.at_start": False,
     "sample.prompts": [],
 }
-"""Runs without what does not matter to a broken step."""
+"""Runs without what does not matter to a broken step, with one micro-batch a step."""
+TWO_MICRO_BATCHES: dict[str, Any] = {"batch__total_tokens": 2 * 4 * 32}
 SPIKES: dict[str, Any] = {"faults__spike_factor": 3.0, "faults__spike_window": 4}
 """The losses of these runs fall from 5.5 to 4: none of their own is a spike."""
 
@@ -67,7 +70,7 @@ class Broken:
     """Data that breaks a step, by its place in the data order (from 0)."""
 
     loss: Mapping[int, float]
-    """Factors on the loss of one of the step's two micro-batches."""
+    """Factors on the loss of the step's last micro-batch."""
     gradient: Mapping[int, float]
     """Factors on its gradient alone, or what `parameter` gets."""
     parameter: str | None = None
@@ -83,9 +86,10 @@ class Broken:
             def loss(*args: Tensor) -> Tensor:
                 value = loss_sum(*args)
                 calls.append(value)
-                if len(calls) == 2 and batch.step in self.loss:
+                is_last = len(calls) == len(batch.micro_indices)
+                if is_last and batch.step in self.loss:
                     value = value * self.loss[batch.step]
-                if len(calls) == 2 and batch.step in self.gradient and self.parameter is None:
+                if is_last and batch.step in self.gradient and self.parameter is None:
                     value.register_hook(lambda gradient: gradient * self.gradient[batch.step])
                 return value
 
@@ -169,9 +173,10 @@ class TestLeftOut:
     )
     def test_as_if_the_batch_had_never_been(self, folder: Path, name: str, broken: Broken, values: list[str]) -> None:
         with broken.in_training():
-            train(folder, name, faults__max_skipped_in_a_row=1)
+            train(folder, name, faults__max_skipped_in_a_row=1, **TWO_MICRO_BATCHES)
         run, steps = folder / name, sorted([*broken.loss, *broken.gradient])
-        assert Result.of_run(run).differences(Result.by_hand(folder, without(*steps))) == []
+        by_hand = Result.by_hand(folder, without(*steps), **TWO_MICRO_BATCHES)
+        assert Result.of_run(run).differences(by_hand) == []
         events = lines_of(run, "event")
         assert [(line["step"], line["data_step"]) for line in events] == [(step + 1, step) for step in steps]
         assert {(line["what"], line["reason"]) for line in events} == {("skipped", name)}
@@ -229,7 +234,6 @@ class TestLimits:
     def test_the_last_good_checkpoint_stands(self, folder: Path) -> None:
         """Saved after each step and only the last kept, so that the good one would go while the run still hopes."""
         changes: dict[str, Any] = {"checkpoint.every_steps": 1, "checkpoint.keep_last": 1, "eval.every_steps": None}
-        changes["eval.at_start"] = False
         run = folder / "limit"
         with broken_loss(*range(6, 30)).in_training():
             code, _, err = command(["train", *arguments(folder, "limit", changes)])
@@ -243,7 +247,7 @@ class TestLimits:
             # The weights of step 6 gave no loss yet that was one: 5 is the last that did.
             assert saved_steps(run) == [5, 9]
             assert command(["train", "--resume", run])[0] == 3
-        by_hand = Result.by_hand(folder, range(5), eval__at_start=False)
+        by_hand = Result.by_hand(folder, range(5))
         assert Result.of_run(run, step=5).differences(by_hand) == []
 
     def test_finite_gradients_of_a_loss_above_max_loss_end_it_at_once(self, folder: Path) -> None:
@@ -292,7 +296,7 @@ SPIKED: dict[str, tuple[Broken, list[int | None], list[tuple[Any, ...]]]] = {
     "too many in a row": (
         broken_loss(8, 9, 10, 11), [*range(4), *range(12, 20)], [(9, None), (10, None), (11, None), (12, 4)],
     ),
-    "no checkpoint yet": (broken_loss(3, factor=20.0), without(3), [(4, None)]),
+    "no checkpoint yet": (broken_loss(3, factor=10.0), without(3), [(4, None)]),
 }  # fmt: skip
 
 
@@ -317,7 +321,7 @@ class TestSpikes:
         assert summary["rewinds"] == len(rewinds)
         assert summary["skipped_updates"] == len(events) - len(rewinds)
         last = lines_of(run, "train")[-1]
-        assert (last["step"], last["tokens"]) == (STEPS, STEPS * 256)
+        assert (last["step"], last["tokens"]) == (STEPS, STEPS * 4 * 32)
         # The seconds of what was done twice were spent.
         seconds = [line["train_seconds"] for line in lines_of(run, "train")]
         assert seconds == sorted(seconds)
