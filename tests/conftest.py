@@ -73,10 +73,12 @@ def _libraries_stay_frozen() -> Iterator[None]:
     froze stay frozen after it.
 
     Each run collects garbage before its first step. With torch and the libraries of the tests in memory, that takes a
-    third of a second, in each of hundreds of runs.
+    third of a second, in each of hundreds of runs. Between runs it is collected rarely, as the command has it
+    (gptlab/cli/main.py): with Python's 700 new objects, a tenth of the computing of tests/unit/data, config and eval.
     """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(100_000)
     gc.enable()
 
     @functools.wraps(gc.unfreeze)

@@ -316,7 +316,7 @@ def test_taking_out_long_blanks_changes_no_id(trained: BpeTokenizer, text: str) 
 
 @pytest.mark.parametrize(
     "text",
-    ["ab" * 100_000, " " * 1_000_000, "x" + " \t" * 500_000 + "x\n", "\n" * 1_000_000, "7" * 200_000, "😀" * 50_000],
+    ["ab" * 100_000, " " * 1_000_000, "x" + " \t" * 500_000 + "x\n", "\n" * 200_000, "7" * 200_000, "😀" * 50_000],
     ids=["pairs", "spaces", "blanks", "newlines", "digits", "emoji"],
 )  # fmt: skip
 def test_long_texts_without_a_break(trained: BpeTokenizer, hf: tokenizers.Tokenizer, text: str) -> None:

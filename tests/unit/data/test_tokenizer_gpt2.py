@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from shutil import copytree
+from shutil import copytree, ignore_patterns
 from typing import Any
 from zipfile import ZipFile
 
@@ -334,7 +334,7 @@ def test_the_merges_and_their_license_are_in_the_wheel(tmp_path: Path) -> None:
     source.mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         (source / name).write_bytes((ROOT / name).read_bytes())
-    copytree(ROOT / "gptlab", source / "gptlab")
+    copytree(ROOT / "gptlab/data", source / "gptlab/data", ignore=ignore_patterns("__pycache__"))
     build = "from setuptools.build_meta import build_wheel; build_wheel('..')"
     done = subprocess.run([sys.executable, "-c", build], cwd=source, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
