@@ -54,6 +54,21 @@ MUTATIONS = [
         ["test_fused_kernels.py::test_heads", "test_fused_kernels.py::test_a_model_with_them_is_the_model_without"],
     ),
     Mutation(
+        "the kernel's backward pass gives dropped values gradients", "model/kernels/attention_kernel.cpp",
+        "if (s.dropout > 0) drop(s, diagonal, query, k0, weights);", "",
+        ["test_attention_kernel.py::test_dropout_equals_brute_force"],
+    ),
+    Mutation(
+        "all queries of the kernel draw the same dropout", "model/kernels/attention_kernel.cpp",
+        "const Dropout dropout(s, query + r);", "const Dropout dropout(s, 0);",
+        ["test_attention_kernel.py::test_dropout_draws_each_weight_alone"],
+    ),
+    Mutation(
+        "dropout of the kernel is drawn once for all steps", "model/kernels/fused.py",
+        "seed = int(torch.randint(2**62, ())) if dropout > 0 else 0", "seed = 0",
+        ["test_attention_kernel.py::test_dropout_takes_its_draws_from_torch"],
+    ),
+    Mutation(
         "a negative logit of the kernel has the softcap of a positive one", "model/kernels/fused_kernels.cpp",
         "with_sign((1.0f - e) / (1.0f + e), x) * cap", "(1.0f - e) / (1.0f + e) * cap",
         ["test_fused_kernels.py::test_loss"],

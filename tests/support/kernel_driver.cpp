@@ -6,9 +6,9 @@
 #include <deque>
 
 extern "C" {
-void attention_forward(long, const void*, void*, float*, long, long, long, long, long, long, long);
+void attention_forward(long, const void*, void*, float*, long, long, long, long, long, long, float, long, long);
 void attention_backward(long, const void*, const void*, const float*, const void*, void*, long, long, long, long, long,
-                        long, long);
+                        long, float, long, long);
 void norm_forward(long, const void*, const void*, float, float, void*, void*, float*, long, long, float, long);
 void norm_backward(long, const void*, const void*, const void*, const float*, const void*, const void*, float, float,
                    void*, void*, double*, long, long, long);
@@ -60,10 +60,13 @@ void attention() {
     const long inputs = batch * tokens * (n_head + 2 * n_kv_head) * width, outputs = batch * tokens * n_head * width;
     Array<T> heads(inputs, 1), dy(outputs, 1), y(outputs), gradient(inputs);
     std::vector<float> lse(batch * n_head * tokens);
-    attention_forward(narrow, heads.data(), y.data(), lse.data(), batch, tokens, n_head, n_kv_head, width, window, 1);
-    attention_backward(narrow, heads.data(), y.data(), lse.data(), dy.data(), gradient.data(), batch, tokens, n_head,
-                       n_kv_head, width, window, 1);
-    y.print(), gradient.print();
+    for (float dropout : {0.0f, 0.3f}) {
+        attention_forward(narrow, heads.data(), y.data(), lse.data(), batch, tokens, n_head, n_kv_head, width, window,
+                          dropout, 1234567890123, 1);
+        attention_backward(narrow, heads.data(), y.data(), lse.data(), dy.data(), gradient.data(), batch, tokens, n_head,
+                           n_kv_head, width, window, dropout, 1234567890123, 1);
+        y.print(), gradient.print();
+    }
 }
 
 template <class T>

@@ -10,6 +10,9 @@
 // y       (batch, tokens, n_head, width)
 // lse     (batch, n_head, tokens): log of the sum of the exponentials of a query's scaled scores
 //
+// Dropout zeroes weights after the softmax. Whether one stays is a hash of the seed, the query and the key, so that the
+// backward pass finds it again.
+//
 // A task is one key-value head of one sequence with all of its queries, computed by one thread in a fixed order. So the
 // bits depend neither on the number of threads nor on the rest of the batch.
 
@@ -43,6 +46,8 @@ inline void add(long from, long to, const float* a, long a_row, long a_column, c
 
 struct Shape {
     long batch, tokens, n_head, n_kv_head, width, window;
+    float dropout;  // the share of weights that become 0
+    uint64_t seed;
     long rows() const { return round_up(tokens, BLOCK); }       // of a packed head: whole blocks, zeros at the end
     long columns() const { return round_up(width, NR); }        // likewise
     long packed() const { return rows() * columns(); }          // floats
@@ -118,6 +123,37 @@ void hide(const Shape& s, long q0, long k0, float* scores) {
     }
 }
 
+// Factors for a query's weights: 0 with the probability of dropout, and otherwise 1 / (1 - dropout).
+class Dropout {
+  public:
+    // query: its number among those of all sequences and heads.
+    Dropout(const Shape& s, uint64_t query) : scale(1 / (1 - s.dropout)), lost((int32_t)(s.dropout * (1 << 24))) {
+        // SplitMix64 (Steele, Lea and Flood, doi.org/10.1145/2714064.2660195) makes of each query two words.
+        uint64_t z = s.seed + (query + 1) * 0x9e3779b97f4a7c15;
+        z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9;
+        z = (z ^ z >> 27) * 0x94d049bb133111eb;
+        z ^= z >> 31;
+        first = (uint32_t)z, second = (uint32_t)(z >> 32);
+        for (int i = 0; i < W; i++) lanes[i] = i;
+    }
+
+    // For a vector of keys. The 32-bit hash is lowbias32 (github.com/skeeto/hash-prospector), with the second word
+    // in its middle: with a single word, some rows of a large batch would share their draws.
+    vec of_keys(long key) const {
+        wide_bits x = (lanes + (uint32_t)key) * 0x9e3779b9u + first;
+        x = (x ^ x >> 16) * 0x21f0aaadu ^ second;
+        x = (x ^ x >> 15) * 0xd35a2d97u;
+        x ^= x >> 15;
+        return select((bits)(x >> 8) < lost, vec{}, all(scale));
+    }
+
+  private:
+    float scale;
+    int32_t lost;  // of 2^24
+    uint32_t first, second;
+    wide_bits lanes;
+};
+
 // Keys of a block that its query r needs: on the diagonal none after its own vector, or tile.
 long keys_needed(long r, bool diagonal) { return diagonal ? round_up(r + 1, std::max(W, MR)) : BLOCK; }
 
@@ -149,10 +185,21 @@ void online_softmax(const Shape& s, bool diagonal, float* scores, float* highest
 }
 
 
+// query: the number of the block's first one, as in `Dropout`.
+void drop(const Shape& s, bool diagonal, uint64_t query, long k0, float* weights) {
+    for (long r = 0; r < BLOCK; r++) {
+        const Dropout dropout(s, query + r);
+        for (long c = 0; c < keys_needed(r, diagonal); c += W) {
+            float* weight = weights + r * BLOCK + c;
+            store(weight, load(weight) * dropout.of_keys(k0 + c));
+        }
+    }
+}
+
 template <class T>
-void forward(const T* heads, T* y, float* lse, long batch, long tokens, long n_head, long n_kv_head,
-                       long width, long window, long threads) {
-    const Shape s{batch, tokens, n_head, n_kv_head, width, window};
+void forward(const T* heads, T* y, float* lse, const Shape& s, long threads) {
+    const long batch = s.batch, tokens = s.tokens, n_head = s.n_head, n_kv_head = s.n_kv_head, width = s.width,
+               window = s.window;
     const long n = s.packed(), columns = s.columns();
     const std::unique_ptr<float[]> scratch(new float[threads * s.scratch()]);
 #pragma omp parallel for num_threads(threads) schedule(static)
@@ -176,6 +223,7 @@ void forward(const T* heads, T* y, float* lse, long batch, long tokens, long n_h
                     products(s, q, kt, q0, k0, scores);
                     if (s.hides(q0, k0)) hide(s, q0, k0, scores);
                     online_softmax(s, k0 == q0, scores, highest, total, out);
+                    if (s.dropout > 0) drop(s, k0 == q0, (sequence * n_head + head) * tokens + q0, k0, scores);
                     for (long r = 0; r < BLOCK; r += MR)
                         for (long d = 0; d < columns; d += NR)
                             add(0, k0 == q0 ? r + MR : BLOCK, scores + r * BLOCK, BLOCK, 1, v + k0 * columns + d,
@@ -194,9 +242,9 @@ void forward(const T* heads, T* y, float* lse, long batch, long tokens, long n_h
 }
 
 template <class T>
-void backward(const T* heads, const T* y, const float* lse, const T* dy, T* dheads,
-                        long batch, long tokens, long n_head, long n_kv_head, long width, long window, long threads) {
-    const Shape s{batch, tokens, n_head, n_kv_head, width, window};
+void backward(const T* heads, const T* y, const float* lse, const T* dy, T* dheads, const Shape& s, long threads) {
+    const long batch = s.batch, tokens = s.tokens, n_head = s.n_head, n_kv_head = s.n_kv_head, width = s.width,
+               window = s.window;
     const long n = s.packed(), columns = s.columns();
     const std::unique_ptr<float[]> scratch(new float[threads * s.scratch()]);
 #pragma omp parallel for num_threads(threads) schedule(static)
@@ -243,6 +291,8 @@ void backward(const T* heads, const T* y, const float* lse, const T* dy, T* dhea
                     products(s, q, kt, q0, k0, weights);
                     if (s.hides(q0, k0)) hide(s, q0, k0, weights);
                     products(s, dout, vt, q0, k0, dscores);
+                    const uint64_t query = (sequence * n_head + head) * tokens + q0;
+                    if (s.dropout > 0) drop(s, diagonal, query, k0, dscores);
                     for (long r = 0; r < BLOCK; r++)
                         for (long c = 0; c < keys_needed(r, diagonal); c += W) {
                             float *weight = weights + r * BLOCK + c, *dscore = dscores + r * BLOCK + c;
@@ -250,6 +300,7 @@ void backward(const T* heads, const T* y, const float* lse, const T* dy, T* dhea
                             store(weight, p);
                             store(dscore, p * (load(dscore) - delta[q0 + r]));
                         }
+                    if (s.dropout > 0) drop(s, diagonal, query, k0, weights);
                     for (long r = 0; r < BLOCK; r += MR)
                         for (long d = 0; d < columns; d += NR) {
                             add(0, diagonal ? r + MR : BLOCK, dscores + r * BLOCK, BLOCK, 1, k + k0 * columns + d,
@@ -272,14 +323,17 @@ void backward(const T* heads, const T* y, const float* lse, const T* dy, T* dhea
 
 extern "C" {
 
+// dropout: in [0, 1]; seed: which weights it zeroes.
 void attention_forward(long narrow, const void* heads, void* y, float* lse, long batch, long tokens, long n_head,
-                       long n_kv_head, long width, long window, long threads) {
-    BY_TYPE(narrow, forward(in<T>(heads), out<T>(y), lse, batch, tokens, n_head, n_kv_head, width, window, threads))
+                       long n_kv_head, long width, long window, float dropout, long seed, long threads) {
+    const Shape s{batch, tokens, n_head, n_kv_head, width, window, dropout, (uint64_t)seed};
+    BY_TYPE(narrow, forward(in<T>(heads), out<T>(y), lse, s, threads))
 }
 
 void attention_backward(long narrow, const void* heads, const void* y, const float* lse, const void* dy, void* dheads,
-                        long batch, long tokens, long n_head, long n_kv_head, long width, long window, long threads) {
-    BY_TYPE(narrow, backward(in<T>(heads), in<T>(y), lse, in<T>(dy), out<T>(dheads), batch, tokens, n_head, n_kv_head,
-                             width, window, threads))
+                        long batch, long tokens, long n_head, long n_kv_head, long width, long window, float dropout,
+                        long seed, long threads) {
+    const Shape s{batch, tokens, n_head, n_kv_head, width, window, dropout, (uint64_t)seed};
+    BY_TYPE(narrow, backward(in<T>(heads), in<T>(y), lse, in<T>(dy), out<T>(dheads), s, threads))
 }
 }

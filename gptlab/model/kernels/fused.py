@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gptlab.model.kernels import torch_ops
 from gptlab.model.kernels.library import call
 
 _UNLIMITED = 2**62
@@ -34,9 +33,8 @@ def prepare_heads(
 
 
 def attention(heads: Tensor, n_head: int, window: int | None, dropout: float) -> Tensor:
-    if dropout > 0:
-        return torch_ops.attention(heads, n_head, window, dropout)
-    return _Attention.apply(heads, n_head, _UNLIMITED if window is None else window)
+    seed = int(torch.randint(2**62, ())) if dropout > 0 else 0
+    return _Attention.apply(heads, n_head, _UNLIMITED if window is None else window, dropout, seed)
 
 
 def relu2(x: Tensor) -> Tensor:
@@ -122,23 +120,23 @@ class _Heads(torch.autograd.Function):
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, heads: Tensor, n_head: int, window: int) -> Tensor:
+    def forward(ctx: Any, heads: Tensor, n_head: int, window: int, dropout: float, seed: int) -> Tensor:
         heads = heads.contiguous()
         batch, tokens, rows, width = heads.shape
         y = heads.new_empty(batch, tokens, n_head, width)
         lse = heads.new_empty(batch, n_head, tokens, dtype=torch.float32)
-        ctx.sizes = batch, tokens, n_head, (rows - n_head) // 2, width, window
+        ctx.sizes = batch, tokens, n_head, (rows - n_head) // 2, width, window, dropout, seed
         call("attention_forward", heads.dtype, heads, y, lse, *ctx.sizes)
         ctx.save_for_backward(heads, y, lse)
         return y
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None, None]:
         heads, y, lse = ctx.saved_tensors
         dheads = torch.empty_like(heads)
         call("attention_backward", heads.dtype, heads, y, lse, dy.contiguous(), dheads, *ctx.sizes)
-        return dheads, None, None
+        return dheads, None, None, None, None
 
 
 class _Elementwise(torch.autograd.Function):

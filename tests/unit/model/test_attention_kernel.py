@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gptlab.model.kernels import fused, library, ops, torch_ops
+from gptlab.model.kernels import fused, ops, torch_ops
 from gptlab.runtime.hardware.device import compiler_available
 
 CPU = torch.device("cpu")
@@ -26,10 +26,12 @@ def random_heads(tokens: int, rows: int, width: int, batch: int = 2) -> Tensor:
     return torch.randn(batch, tokens, rows, width, generator=torch.Generator().manual_seed(tokens))
 
 
-def both_ways(heads: Tensor, n_head: int, window: int | None, weight: Tensor) -> tuple[Tensor, Tensor]:
+def both_ways(
+    heads: Tensor, n_head: int, window: int | None, weight: Tensor, dropout: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """The kernel's output, and the gradient of its sum weighted by `weight`."""
     heads = heads.detach().requires_grad_()
-    y = fused.attention(heads, n_head, window, 0.0)
+    y = fused.attention(heads, n_head, window, dropout)
     (y * weight).sum().backward()
     assert heads.grad is not None
     return y.detach(), heads.grad
@@ -132,22 +134,79 @@ def test_bits_depend_neither_on_threads_nor_on_the_rest_of_the_batch() -> None:
         assert torch.equal(one, torch.cat(half))
 
 
+def kept(batch: int, tokens: int, n_head: int, window: int | None, dropout: float, seed: int) -> Tensor:
+    """The factor of each weight, (batch, n_head, queries, keys), as the kernel draws it: with equal scores and values
+    that are rows of an identity matrix, its output is the weights."""
+    heads = torch.zeros(batch, tokens, 3 * n_head, tokens)
+    heads[:, :, 2 * n_head :] = torch.eye(tokens)[:, None]
+    torch.manual_seed(seed)
+    y = fused.attention(heads, n_head, window, dropout)
+    return y.transpose(1, 2) * torch.arange(1, tokens + 1).clamp(max=window or tokens)[:, None]
+
+
 @needs_compiler
-def test_what_it_is_not_for_is_computed_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dropout."""
-    ops.load_kernels(CPU, torch.float32)
-    calls: list[str] = []
+@pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 5e-5), (torch.bfloat16, 2**-4)])
+@pytest.mark.parametrize(("tokens", "window"), [(5, None), (130, None), (130, 70)])
+def test_dropout_equals_brute_force(tokens: int, window: int | None, dtype: torch.dtype, error: float) -> None:
+    """A softmax over all weights, of which some are then 0 and the others larger, forward and backward."""
+    n_head, n_kv_head, width = 4, 2, 24
+    factors = kept(2, tokens, n_head, window, 0.3, seed=5).double()
+    assert {round(x, 4) for x in factors.unique().tolist()} == {0, 1.4286}
+    heads = random_heads(tokens, n_head + 2 * n_kv_head, width).to(dtype)
+    exact = heads.double().requires_grad_()
+    q, k, v = (x.transpose(1, 2) for x in exact.split((n_head, n_kv_head, n_kv_head), dim=2))
+    k, v = (x.repeat_interleave(2, dim=1) for x in (k, v))
+    positions = torch.arange(tokens)
+    distance = positions[:, None] - positions
+    hidden = (distance < 0) | (distance >= (window or tokens))
+    weights = (q @ k.transpose(2, 3) / width**0.5).masked_fill(hidden, -torch.inf).softmax(-1)
+    expected = ((weights * factors) @ v).transpose(1, 2)
+    weight = torch.randn(2, tokens, n_head, width, generator=torch.Generator().manual_seed(1)).to(dtype)
+    (expected * weight).sum().backward()
+    assert exact.grad is not None
+    torch.manual_seed(5)
+    y, gradient = both_ways(heads, n_head, window, weight, dropout=0.3)
+    torch.testing.assert_close(y.double(), expected.detach(), rtol=0, atol=error)
+    torch.testing.assert_close(gradient.double(), exact.grad, rtol=0, atol=error)
 
-    def call(name: str, *values: Tensor | float | None) -> None:
-        calls.append(name)
-        library.call(name, *values)
 
-    monkeypatch.setattr(fused, "call", call)
-    heads = torch.randn(1, 4, 6, 8)
-    fused.attention(heads, 2, None, 0.5)
-    assert calls == []
-    fused.attention(heads, 2, None, 0.0)
-    assert calls == ["attention_forward"]
+@needs_compiler
+@pytest.mark.parametrize("dropout", [0.1, 0.5])
+def test_dropout_draws_each_weight_alone(dropout: float) -> None:
+    """The share of zeros, and of pairs that are both zero: with the next key, query, head, sequence, and seed. Within
+    five standard deviations."""
+    tokens = 192
+    lost = torch.stack([kept(3, tokens, 3, None, dropout, seed) for seed in range(3)]) == 0
+    seen = torch.ones(tokens, tokens, dtype=torch.bool).tril().expand(lost.shape)
+    centered = (lost.double() - dropout) * seen
+
+    def require_none(products: Tensor, count: Tensor, variance: float) -> None:
+        assert abs(products.sum()) < 5 * (count.sum() * variance).sqrt()
+
+    variance = dropout * (1 - dropout)
+    require_none(centered, seen, variance)
+    for axis in range(5):
+        pairs, of_seen = (x.unfold(axis, 2, 1).unbind(-1) for x in (centered, seen))
+        require_none(pairs[0] * pairs[1], of_seen[0] & of_seen[1], variance**2)
+
+
+@needs_compiler
+def test_dropout_takes_its_draws_from_torch() -> None:
+    """So that a resumed run, which restores torch's generator, repeats them; on any number of threads."""
+    heads, weight = random_heads(100, 9, 16), torch.ones(2, 100, 3, 16)
+    threads = torch.get_num_threads()
+    found = []
+    try:
+        for n in (1, 3):
+            torch.set_num_threads(n)
+            torch.manual_seed(7)
+            found += both_ways(heads, 3, None, weight, dropout=0.2), both_ways(heads, 3, None, weight, dropout=0.2)
+    finally:
+        torch.set_num_threads(threads)
+    first, second, *again = found
+    assert not torch.equal(first[0], second[0])
+    for one, other in zip((*first, *second), (*again[0], *again[1]), strict=True):
+        assert torch.equal(one, other)
 
 
 @needs_compiler
