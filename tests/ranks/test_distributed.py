@@ -33,7 +33,8 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="gloo on loopbac
 
 FLAGS = {
     "model.n_layer": 2, "steps": 4, "batch.total_tokens": 4 * 4 * 32, "eval.every_steps": 2,
-    "checkpoint.every_steps": None, "runtime.dtype": "float64", "sample.every_steps": None, "eval.micro_sequences": 4,
+    "eval.at_start": False, "eval.micro_sequences": 4, "checkpoint.every_steps": None, "sample.every_steps": None,
+    "runtime.dtype": "float64",
 }  # fmt: skip
 """Four micro-batches a step: 3 ranks take 2, 1 and 1 of them. Dropout is on, gradients are clipped. In float64, since
 Adam's first steps make a whole step of the sign of a gradient that is only rounding."""

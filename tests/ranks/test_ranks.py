@@ -28,9 +28,9 @@ from gptlab.training.checkpoint.write import save_checkpoint
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="gloo on loopback is tried on Linux")
 
 FLAGS = {
-    "steps": 6, "batch.total_tokens": 2 * 4 * 32, "eval.every_steps": 3, "checkpoint.every_steps": 2,
-    "checkpoint.keep_last": 3, "sample.every_steps": 3, "sample.prompts": ["the ", "fox", "a lazy"],
-    "eval.micro_sequences": 4,
+    "steps": 6, "batch.total_tokens": 2 * 4 * 32, "eval.every_steps": 3, "eval.at_start": False,
+    "eval.micro_sequences": 4, "checkpoint.every_steps": 2, "checkpoint.keep_last": 3, "sample.every_steps": 3,
+    "sample.prompts": ["the ", "fox", "a lazy"],
 }  # fmt: skip
 """Two micro-batches a step, dropout on, gradients clipped."""
 BARE = {"eval__every_steps": None, "sample__prompts": []}

@@ -21,7 +21,7 @@ SMALL: dict[str, Any] = {
     "model.n_layer": 2, "model.n_embd": 24, "model.n_head": 3, "model.seq_len": 32, "model.vocab_multiple": 32,
     "tokenizer.kind": "byte", "data.val_fraction": 0.15, "batch.micro_sequences": 4,
     "batch.total_tokens": 3 * 4 * 32, "eval.tokens": None, "eval.train_tokens": None, "eval.every_steps": None,
-    "checkpoint.every_steps": None, "sample.prompts": "the", "sample.max_tokens": 3, "steps": 2,
+    "eval.at_start": False, "checkpoint.every_steps": None, "sample.prompts": "the", "sample.max_tokens": 3, "steps": 2,
     "runtime.device": "cpu", "runtime.dtype": "float64", "runtime.compile": "off", "runtime.threads": 1,
     "log.report": False,
 }  # fmt: skip

@@ -686,14 +686,12 @@ class TestPreemption:
         for number, kind, step in [
             (signal.SIGTERM, "eval", 0),
             (signal.SIGINT, "train", 3),  # a validation is due
-            (signal.SIGTERM, "train", 5),
             (signal.SIGTERM, "train", 6),  # validation and samples are due
             (signal.SIGTERM, "eval", 6),  # samples are due
             (signal.SIGTERM, "sample", 6),
             (signal.SIGTERM, "train", 8),  # a checkpoint is due
             (signal.SIGTERM, "checkpoint", 8),
             (signal.SIGINT, "train", 12),  # everything is due, and the run is at its end
-            (signal.SIGTERM, "eval", 12),
             (signal.SIGTERM, "sample", 12),
         ]:
             with at_line(kind, step, lambda number=number: signal.raise_signal(number)):
