@@ -149,19 +149,19 @@ def test_what_is_compiled_and_for_one_shape(folder: Path, monkeypatch: pytest.Mo
 
 
 @pytest.fixture
-def dropout_as_uncompiled() -> Iterator[None]:
-    """Compiled dropout draws otherwise; here it draws as the uncompiled does, so that losses can be compared. And no
-    programs are compiled to try vectors that the processor says it has, no processes are started to compile two, and
-    loops are scalar, which takes a quarter less to compile: that Inductor's vectors add up is for PyTorch to test."""
+def quick_inductor() -> Iterator[None]:
+    """No programs are compiled to try vectors that the processor says it has, no processes are started to compile two,
+    loops are scalar, which takes a quarter less to compile, and no patterns are looked for, which takes a second: that
+    Inductor's vectors add up and its patterns match is for PyTorch to test."""
     from torch._inductor import config
 
     # monkeypatch would take the entries away for good
-    with config.patch({"fallback_random": True, "cpp.vec_isa_ok": True, "cpp.simdlen": 1, "compile_threads": 1}):
+    with config.patch({"pattern_matcher": False, "cpp.vec_isa_ok": True, "cpp.simdlen": 1, "compile_threads": 1}):
         yield
 
 
 @pytest.mark.timeout(600)  # a C++ compiler on a busy machine
-@pytest.mark.usefixtures("dropout_as_uncompiled")
+@pytest.mark.usefixtures("quick_inductor")
 @pytest.mark.parametrize(("way", "backend"), [("whole", "inductor"), ("blocks", "aot_eager")])
 def test_compiled_run(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str, backend: str) -> None:
     """torch.compile changes rounding and speed, nothing else: it is done before the first step."""
@@ -173,9 +173,10 @@ def test_compiled_run(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     changes = {
         "model__n_layer": 1, "model__value_embeddings": "off", "sample__prompts": [], "runtime__dtype": "float64",
     }  # fmt: skip
-    if backend == "inductor":  # few parts: a C++ compiler takes ten seconds of each of the two passes, for few or many
+    if backend == "inductor":  # few parts, since each is compiled, and no dropout, which Inductor draws otherwise
         off = ("model__residual_lambdas", "model__qk_norm", "model__embedding_norm")
         changes |= dict.fromkeys(off, False) | {"model__position": "learned", "model__logit_softcap": None}
+        changes |= {"model__dropout": 0.0}
     plain = train(folder, f"uncompiled-{way}", **changes)
 
     def fit_without_compiling(*parts: Any) -> Any:

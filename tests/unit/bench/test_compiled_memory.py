@@ -31,6 +31,7 @@ from gptlab.config.recipes.nanochat import nanochat
 from gptlab.config.run import BatchConfig
 from gptlab.model import head
 from gptlab.model.gpt import GPT
+from gptlab.model.kernels import fp8
 from gptlab.model.kernels.fp8 import Fp8Linear, use_fp8
 from gptlab.runtime.hardware.place import Peak, Place
 from gptlab.training.parallel.strategy import whole_optimizer
@@ -134,18 +135,19 @@ class LiveStorages(TorchDispatchMode):
 
 @pytest.fixture(autouse=True)
 def few_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head, "MAX_SLICES", SLICES)
-    monkeypatch.setattr(compiled_memory, "MAX_SLICES", SLICES)
+    for module in (head, fp8, compiled_memory):
+        monkeypatch.setattr(module, "MAX_SLICES", SLICES)
 
 
 @pytest.mark.parametrize(
-    ("config", "fp8", "near"), [(WIDE, False, 0.01), (replace(WIDE, n_layer=1), True, 0.01), (SMALL_GPT2, False, 0.05)],
+    ("config", "in_fp8", "near"),
+    [(WIDE, False, 0.01), (replace(WIDE, n_layer=1), True, 0.01), (replace(SMALL_GPT2, n_layer=1), False, 0.05)],
     ids=["nanochat", "fp8", "gpt2"],
-)  # fmt: skip
-def test_blocks_and_head_make_the_whole_model(config: ModelConfig, fp8: bool, near: float) -> None:
+)
+def test_blocks_and_head_make_the_whole_model(config: ModelConfig, in_fp8: bool, near: float) -> None:
     """Within 10% at the peak; of what is kept, `near`: a residual stream is 2.4% of two layers of nanochat."""
     model = on_meta(config)
-    if fp8:
+    if in_fp8:
         use_fp8(model)
     memory, compiled = pass_memory(model, ROWS), Compiled(model)
     assert memory is not None
@@ -157,7 +159,7 @@ def test_blocks_and_head_make_the_whole_model(config: ModelConfig, fp8: bool, ne
     assert memory.forward_peak == pytest.approx(peak_bytes(forward, resident), rel=0.1)
     assert memory.backward_peak == pytest.approx(peak_bytes(backward, resident), rel=0.1)
 
-    if fp8:
+    if in_fp8:
         return
     # Not fused, that is what an interpreter of the graphs holds.
     with LiveStorages(compiled.resident) as live:
@@ -210,15 +212,20 @@ def test_memory_of_a_step_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     assert count_memory(model, evaluated, compiled=True).device_total == needed
 
 
-@pytest.mark.parametrize("recipe", ["speedrun/muon-2024-10", "autoresearch"])
-def test_a_layer_more_keeps_what_the_graph_keeps(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the lineages that are not compared above. At the ends their graphs may keep residual streams more."""
+def test_autoresearch_is_nanochat_in_another_size() -> None:
+    """So the memory of its graphs is compared above."""
+    model, wide = configure("autoresearch").model, nanochat(depth=20).model
+    assert replace(model, n_layer=wide.n_layer, n_embd=wide.n_embd, n_head=wide.n_head) == wide
+
+
+def test_a_layer_more_keeps_what_the_graph_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the lineage that is not compared above. At the ends its graph may keep residual streams more."""
     for module in (head, compiled_memory):
         monkeypatch.setattr(module, "MAX_SLICES", 1)
         monkeypatch.setattr(module, "SLICE_LOGITS", 2**40)
     kept = []
     for n_layer in (1, 2):
-        model = on_meta(replace(configure(recipe).model, n_layer=n_layer, vocab_size=512))
+        model = on_meta(replace(configure("speedrun/muon-2024-10").model, n_layer=n_layer, vocab_size=512))
         memory = pass_memory(model, ROWS)
         assert memory is not None
         kept.append((memory.kept, Compiled(model).kept()))

@@ -151,7 +151,7 @@ class TestRun:
 
     @pytest.mark.skipif(sys.platform != "linux", reason="needs a limit on address space")
     def test_under_a_real_limit(self, folder: Path) -> None:
-        """Half a gibibyte more than the process has, and activations that take several."""
+        """A quarter of a gibibyte more than the process has, and activations that take several gibibytes."""
         changes = {
             "batch.micro_sequences": 2048,
             "batch.total_tokens": 2048 * 128,
@@ -162,7 +162,7 @@ class TestRun:
         words = arguments(folder, "r", {**changes, "data.val_fraction": 0.4})
 
         def work() -> int:
-            limit = psutil.Process().memory_info().vms + 2**29
+            limit = psutil.Process().memory_info().vms + 2**28
             resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
             return main(["train", *words])
 
