@@ -8,7 +8,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -242,23 +242,17 @@ class TestSavedPartsCount:
 
     PLAIN: Mapping[str, Any] = {"model__dropout": 0.0, **SHORT}
 
-    @pytest.fixture(scope="class", autouse=True)
-    @classmethod
-    def _clock(cls, folder: Path) -> Iterator[None]:
-        """Each step takes a second: a forgotten clock shows however busy the machine is."""
-        place_of(make_config(folder, "parts-whole"))  # The machine is measured by the true clock.
-        with FakeClock.running():
-            yield
-
     @pytest.fixture(scope="class")
     @classmethod
     def expected(cls, folder: Path) -> Outcome:
-        return outcome(train(folder, "parts-whole", **cls.PLAIN))
+        place_of(make_config(folder, "parts-whole"))  # The machine is measured by the true clock.
+        with FakeClock.running():  # a forgotten clock shows, however busy the machine is
+            return outcome(train(folder, "parts-whole", **cls.PLAIN))
 
     @pytest.fixture(scope="class")
     @classmethod
     def killed(cls, folder: Path) -> Path:
-        with killed_at("train", 3):
+        with FakeClock.running(), killed_at("train", 3):
             train(folder, "parts", **cls.PLAIN)
         return folder / "parts"
 
@@ -270,11 +264,12 @@ class TestSavedPartsCount:
         return outcome(to)
 
     def test_nothing_forgotten(self, tmp_path: Path, expected: Outcome, killed: Path) -> None:
-        assert differences(expected, self.resumed(killed, tmp_path / "run")) == []
+        with FakeClock.running():
+            assert differences(expected, self.resumed(killed, tmp_path / "run")) == []
 
     @pytest.mark.parametrize("name", PARTS)
     def test_forgotten(self, tmp_path: Path, expected: Outcome, killed: Path, name: str) -> None:
-        with pytest.raises(UserError) if name == "optimizer" else nullcontext():
+        with FakeClock.running(), pytest.raises(UserError) if name == "optimizer" else nullcontext():
             assert differences(expected, self.resumed(killed, tmp_path / "run", PARTS[name]))
 
     def test_another_step(self, killed: Path) -> None:
