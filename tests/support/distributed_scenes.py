@@ -98,6 +98,8 @@ def play(scene: dict[str, Any], port: int, rank: int) -> dict[str, Any]:
             patch.setattr(torch, "compile", stand_in_compiler(scene["compiler"] if rank == 0 else None))
         if scene.get("queued"):  # the loop takes the path of a GPU
             patch.setattr(GPT, "__init__", queued)
+        # A forked process has none of OpenMP's threads, and would wait for them for ever if the first one had some.
+        patch.setattr(torch, "set_num_threads", lambda n: patch.setattr(torch, "get_num_threads", lambda: n))
         patch.setattr(stopping, "step", signalled_step)
         patch.setattr(muon, "orthogonalize", counting)
         patch.setattr(step_module, "update", noting(step_module.update))

@@ -14,6 +14,8 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 
+import psutil
+
 Work = Callable[[], int | None]
 """What the process does; it ends with this exit code (None: 0)."""
 
@@ -56,8 +58,9 @@ class Forked:
         return self.returncode
 
     def communicate(self, timeout: float | None = None) -> tuple[str, None]:
-        """Its output that nobody has read yet, once it has ended; killed after `timeout` seconds."""
-        timer = threading.Timer(timeout or 300.0, self.kill)
+        """Its output that nobody has read yet, once it has ended; after `timeout` seconds, it and its children are
+        killed."""
+        timer = threading.Timer(timeout or 300.0, self._kill_all)
         timer.start()
         try:
             output = self.stdout.read()
@@ -81,6 +84,13 @@ class Forked:
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
+
+    def _kill_all(self) -> None:
+        children = psutil.Process(self.pid).children(recursive=True)
+        self.kill()
+        for child in children:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
 
 
 def _do(work: Work, out: int, err: int, variables: Mapping[str, str]) -> None:
