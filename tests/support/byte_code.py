@@ -39,8 +39,8 @@ def rewrite_test(path: Path) -> Path:
 
 
 def main() -> None:
-    # torch is half of the work, in a process of its own.
-    with subprocess.Popen([sys.executable, "-c", "import torch"]) as torch:
+    # torch is half of the work, in a process of its own; with its tracer and DTensor, which bring sympy and networkx.
+    with subprocess.Popen([sys.executable, "-c", "import torch, torch._dynamo, torch.distributed.tensor"]) as torch:
         for path in (ROOT / "tests").rglob("*.py"):
             if path.name.startswith("test_") or path.name == "conftest.py":
                 rewrite_test(path)
