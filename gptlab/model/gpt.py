@@ -85,9 +85,14 @@ def make_norm(config: ModelConfig) -> RMSNorm | LayerNorm:
     return RMSNorm(config.rmsnorm_eps) if config.norm == "rmsnorm" else LayerNorm(config.n_embd, bias=config.bias)
 
 
+class Dropout(nn.Dropout):
+    def forward(self, x: Tensor) -> Tensor:
+        return implementation(x).dropout(x, self.p) if self.training else x
+
+
 def make_dropout(config: ModelConfig) -> nn.Module:
-    """nn.Dropout, or nothing at all: a compiled block without dropout serves both training and validation."""
-    return nn.Dropout(config.dropout) if config.dropout > 0 else nn.Identity()
+    """Dropout, or nothing at all: a compiled block without dropout serves both training and validation."""
+    return Dropout(config.dropout) if config.dropout > 0 else nn.Identity()
 
 
 class Attention(nn.Module):

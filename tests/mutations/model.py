@@ -60,13 +60,18 @@ MUTATIONS = [
     ),
     Mutation(
         "all queries of the kernel draw the same dropout", "model/kernels/attention_kernel.cpp",
-        "const Dropout dropout(s, query + r);", "const Dropout dropout(s, 0);",
+        "const Dropout dropout(s.dropout, s.seed, query + r);", "const Dropout dropout(s.dropout, s.seed, 0);",
         ["test_attention_kernel.py::test_dropout_draws_each_weight_alone"],
     ),
     Mutation(
         "dropout of the kernel is drawn once for all steps", "model/kernels/fused.py",
-        "seed = int(torch.randint(2**62, ())) if dropout > 0 else 0", "seed = 0",
-        ["test_attention_kernel.py::test_dropout_takes_its_draws_from_torch"],
+        "return int(torch.randint(2**62, ()))", "return 0",
+        ["test_attention_kernel.py::test_dropout_takes_its_draws_from_torch", "test_fused_kernels.py::test_dropout"],
+    ),
+    Mutation(
+        "gradients of activations ignore their dropout", "model/kernels/fused.py",
+        "return _dropped(dy, *ctx.draws), None, None", "return dy, None, None",
+        ["test_fused_kernels.py::test_dropout"],
     ),
     Mutation(
         "a negative logit of the kernel has the softcap of a positive one", "model/kernels/fused_kernels.cpp",

@@ -20,6 +20,7 @@ void relu2_forward(long, const void*, void*, long, long);
 void relu2_backward(long, const void*, const void*, void*, long, long);
 void softcap_forward(long, const void*, void*, float, long, long);
 void softcap_backward(long, const void*, const void*, void*, float, long, long);
+void dropout(long, const void*, void*, long, long, float, long, long);
 void loss_and_gradient(long, void*, const int64_t*, long, long, long, float, double*, long);
 }
 
@@ -84,6 +85,8 @@ void fused() {
     relu2_forward(narrow, x.data(), sum.data(), rows * width, 1);
     relu2_backward(narrow, x.data(), y.data(), dx.data(), rows * width, 1);
     sum.print(), dx.print();
+    dropout(narrow, x.data(), sum.data(), rows, width, 0.3f, 1234567890123, 1);
+    sum.print();
     Array<T> h(rows * heads * head_width, 2), gates(rows, 2), extra(rows * head_width, 2), out(rows * heads * head_width);
     Array<T> dout(rows * heads * head_width, 1), dh(rows * heads * head_width), dgates(rows), dextra(rows * head_width);
     const float *cos = numbers(rows * head_width / 2, 1), *sin = numbers(rows * head_width / 2, 1);

@@ -123,37 +123,6 @@ void hide(const Shape& s, long q0, long k0, float* scores) {
     }
 }
 
-// Factors for a query's weights: 0 with the probability of dropout, and otherwise 1 / (1 - dropout).
-class Dropout {
-  public:
-    // query: its number among those of all sequences and heads.
-    Dropout(const Shape& s, uint64_t query) : scale(1 / (1 - s.dropout)), lost((int32_t)(s.dropout * (1 << 24))) {
-        // SplitMix64 (Steele, Lea and Flood, doi.org/10.1145/2714064.2660195) makes of each query two words.
-        uint64_t z = s.seed + (query + 1) * 0x9e3779b97f4a7c15;
-        z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9;
-        z = (z ^ z >> 27) * 0x94d049bb133111eb;
-        z ^= z >> 31;
-        first = (uint32_t)z, second = (uint32_t)(z >> 32);
-        for (int i = 0; i < W; i++) lanes[i] = i;
-    }
-
-    // For a vector of keys. The 32-bit hash is lowbias32 (github.com/skeeto/hash-prospector), with the second word
-    // in its middle: with a single word, some rows of a large batch would share their draws.
-    vec of_keys(long key) const {
-        wide_bits x = (lanes + (uint32_t)key) * 0x9e3779b9u + first;
-        x = (x ^ x >> 16) * 0x21f0aaadu ^ second;
-        x = (x ^ x >> 15) * 0xd35a2d97u;
-        x ^= x >> 15;
-        return select((bits)(x >> 8) < lost, vec{}, all(scale));
-    }
-
-  private:
-    float scale;
-    int32_t lost;  // of 2^24
-    uint32_t first, second;
-    wide_bits lanes;
-};
-
 // Keys of a block that its query r needs: on the diagonal none after its own vector, or tile.
 long keys_needed(long r, bool diagonal) { return diagonal ? round_up(r + 1, std::max(W, MR)) : BLOCK; }
 
@@ -185,13 +154,13 @@ void online_softmax(const Shape& s, bool diagonal, float* scores, float* highest
 }
 
 
-// query: the number of the block's first one, as in `Dropout`.
+// query: the number of the block's first one among those of all sequences and heads.
 void drop(const Shape& s, bool diagonal, uint64_t query, long k0, float* weights) {
     for (long r = 0; r < BLOCK; r++) {
-        const Dropout dropout(s, query + r);
+        const Dropout dropout(s.dropout, s.seed, query + r);
         for (long c = 0; c < keys_needed(r, diagonal); c += W) {
             float* weight = weights + r * BLOCK + c;
-            store(weight, load(weight) * dropout.of_keys(k0 + c));
+            store(weight, load(weight) * dropout.factors(k0 + c));
         }
     }
 }

@@ -33,8 +33,16 @@ def prepare_heads(
 
 
 def attention(heads: Tensor, n_head: int, window: int | None, dropout: float) -> Tensor:
-    seed = int(torch.randint(2**62, ())) if dropout > 0 else 0
+    seed = _drawn_seed() if dropout > 0 else 0
     return _Attention.apply(heads, n_head, _UNLIMITED if window is None else window, dropout, seed)
+
+
+def dropout(x: Tensor, rate: float) -> Tensor:
+    return _Dropout.apply(x, rate, _drawn_seed())
+
+
+def _drawn_seed() -> int:
+    return int(torch.randint(2**62, ()))
 
 
 def relu2(x: Tensor) -> Tensor:
@@ -137,6 +145,25 @@ class _Attention(torch.autograd.Function):
         dheads = torch.empty_like(heads)
         call("attention_backward", heads.dtype, heads, y, lse, dy.contiguous(), dheads, *ctx.sizes)
         return dheads, None, None, None, None
+
+
+class _Dropout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rate: float, seed: int) -> Tensor:
+        ctx.draws = rate, seed
+        return _dropped(x, *ctx.draws)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        return _dropped(dy, *ctx.draws), None, None
+
+
+def _dropped(x: Tensor, rate: float, seed: int) -> Tensor:
+    x = x.contiguous()
+    y = torch.empty_like(x)
+    call("dropout", x.dtype, x, y, x.shape[:-1].numel(), x.shape[-1], rate, seed)
+    return y
 
 
 class _Elementwise(torch.autograd.Function):

@@ -1,5 +1,5 @@
 // What a GPT computes between its matrix products, on a CPU: norms with the sums before them, heads with rotation, gates
-// and norms, the squared ReLU, and the loss with its gradient. Each is one pass over memory, forward and backward; as
+// and norms, the squared ReLU, dropout, and the loss with its gradient. Each is one pass over memory, forward and backward; as
 // single operations of PyTorch they are three to ten.
 //
 // Activations are float32 or bfloat16; whatever is computed is float32, rounded when it is stored. A row is computed by
@@ -334,6 +334,19 @@ void softcap_backward(long narrow, const void* x, const void* dy, void* dx, floa
                 const vec share = softcapped(load_part(in<T>(x) + i, n), cap) * (1 / cap);
                 store_part(out<T>(dx) + i, load_part(in<T>(dy) + i, n) * (1.0f - share * share), n);
             }))
+}
+
+// y = x times the factors of dropout
+void dropout(long narrow, const void* x, void* y, long rows, long width, float rate, long seed, long threads) {
+    BY_TYPE(narrow, {
+        _Pragma("omp parallel for schedule(static) num_threads(team(rows * width, threads))")
+        for (long row = 0; row < rows; row++) {
+            const Dropout dropout(rate, seed, row);
+            const T* from = in<T>(x) + row * width;
+            T* to = out<T>(y) + row * width;
+            vectors(width, [&](long i, auto n) { store_part(to + i, load_part(from + i, n) * dropout.factors(i), n); });
+        }
+    })
 }
 
 // `sum`: the losses of all rows; z becomes the gradient of it.

@@ -68,6 +68,10 @@ def attention(
     return blocked_attention(q, k, v, window=window, dropout=dropout).transpose(1, 2)
 
 
+def dropout(x: Tensor, rate: float) -> Tensor:
+    return F.dropout(x, rate)
+
+
 def relu2(x: Tensor) -> Tensor:
     return F.relu(x).square()
 

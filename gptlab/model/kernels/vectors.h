@@ -189,6 +189,36 @@ inline void transpose_vectors(vec* rows) {
     if constexpr (2 * STEP < W) transpose_vectors<2 * STEP>(rows);
 }
 
+// The factors of dropout for a row: 0 with the probability `rate`, and otherwise 1 / (1 - rate).
+class Dropout {
+  public:
+    Dropout(float rate, uint64_t seed, uint64_t row) : scale(1 / (1 - rate)), lost((int32_t)(rate * (1 << 24))) {
+        // SplitMix64 (Steele, Lea and Flood, doi.org/10.1145/2714064.2660195) makes two words of each row.
+        uint64_t z = seed + (row + 1) * 0x9e3779b97f4a7c15;
+        z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9;
+        z = (z ^ z >> 27) * 0x94d049bb133111eb;
+        z ^= z >> 31;
+        first = (uint32_t)z, second = (uint32_t)(z >> 32);
+        for (int i = 0; i < W; i++) lanes[i] = i;
+    }
+
+    // Of a vector of columns. The 32-bit hash is lowbias32 (github.com/skeeto/hash-prospector), with the second word
+    // in its middle: with a single word, some of 100,000 rows would share their draws.
+    vec factors(long column) const {
+        wide_bits x = (lanes + (uint32_t)column) * 0x9e3779b9u + first;
+        x = (x ^ x >> 16) * 0x21f0aaadu ^ second;
+        x = (x ^ x >> 15) * 0xd35a2d97u;
+        x ^= x >> 15;
+        return select((bits)(x >> 8) < lost, vec{}, all(scale));
+    }
+
+  private:
+    float scale;
+    int32_t lost;  // of 2^24
+    uint32_t first, second;
+    wide_bits lanes;
+};
+
 template <class T>
 const T* in(const void* memory) {
     return static_cast<const T*>(memory);

@@ -138,6 +138,33 @@ def test_relu2(count: int, dtype: torch.dtype, error: float) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "error"), TYPES)
+@pytest.mark.parametrize("rate", [0.1, 0.5])
+def test_dropout(rate: float, dtype: torch.dtype, error: float) -> None:
+    """The same elements, forward and backward, whatever the number of threads; how many, within five standard
+    deviations. test_attention_kernel.py shows that each is drawn alone."""
+    found = []
+    threads = torch.get_num_threads()
+    try:
+        for n, given in ((1, torch.ones(3, 900, 37, dtype=dtype)), (3, random(3, 900, 37, dtype=dtype))):
+            torch.set_num_threads(n)
+            torch.manual_seed(3)
+            x = given.requires_grad_()
+            y = fused.dropout(x, rate)
+            y.backward(x.detach())
+            assert x.grad is not None
+            assert torch.equal(y, x.grad)
+            found.append(y.detach().double())
+    finally:
+        torch.set_num_threads(threads)
+    factors, dropped = found
+    share = factors.eq(0).double().mean().item()
+    assert abs(share - rate) < 5 * (rate * (1 - rate) / factors.numel()) ** 0.5
+    torch.testing.assert_close(factors[factors > 0].mean().item(), 1 / (1 - rate), rtol=error, atol=0)
+    torch.testing.assert_close(dropped, x.detach().double() * factors, rtol=2 * error, atol=0)
+    assert not torch.equal(fused.dropout(x, rate), y), "the next draws are others"
+
+
+@pytest.mark.parametrize(("dtype", "error"), TYPES)
 @pytest.mark.parametrize("cap", [None, 15.0, 2.0])
 @pytest.mark.parametrize(("entries", "padded"), [(11, 16), (50, 50), (64, 64)])
 def test_loss(entries: int, padded: int, cap: float | None, dtype: torch.dtype, error: float) -> None:
@@ -273,6 +300,7 @@ def test_a_model_with_them_is_the_model_without(kind: str, dtype: torch.dtype, m
         lambda x: fused.attention(x, 1, None, 0.0),
         fused.relu2,
         lambda x: fused.softcap(x, 2.0),
+        lambda x: fused.dropout(x, 0.5),
     ],
 )
 def test_a_second_derivative_is_an_error(function: Callable[[Tensor], Tensor]) -> None:
