@@ -71,7 +71,7 @@ EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
 def entry_point() -> None:
     """The console script."""
     _open_standard_streams()
-    gc.set_threshold(100_000)  # With Python's 700, commands that import torch start 0.4 s later, of 3 to 4.
+    gc.set_threshold(100_000)  # With Python's default of 700, importing torch takes 0.4 s longer.
     code = main(sys.argv[1:])
     gc.freeze()  # Otherwise the interpreter collects the garbage of torch's compiler before it exits: 0.9 s.
     sys.exit(code)

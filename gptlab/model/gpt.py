@@ -86,6 +86,8 @@ def make_norm(config: ModelConfig) -> RMSNorm | LayerNorm:
 
 
 class Dropout(nn.Dropout):
+    """nn.Dropout, computed by a C++ kernel on CPUs."""
+
     def forward(self, x: Tensor) -> Tensor:
         return implementation(x).dropout(x, self.p) if self.training else x
 

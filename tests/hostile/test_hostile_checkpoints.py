@@ -85,7 +85,7 @@ HARMS: dict[str, tuple[str, Harm, str]] = {
     "a hole for the manifest": ("manifest.json", hole, "manifest.json has 1,099,511,627,776 bytes"),
     "a manifest of many tensors": (
         "manifest.json",
-        altered_index(lambda entry: {f"{i}": entry for i in range(6_000)}), "manifest.json",
+        altered_index(lambda entry: {f"{i}": entry for i in range(12_000)}), "manifest.json",
     ),
     "a tensor of many pieces": (
         "manifest.json",
@@ -106,8 +106,8 @@ HARMS: dict[str, tuple[str, Harm, str]] = {
     ),
     "an absurd shape": ("model.safetensors", header({"a": tensor([2**40, 2**40], 0, 8)}, 8), "shape"),
     "a shape of more than there is": ("model.safetensors", header({"a": tensor([2**38], 0, 2**40)}, 8), "cover"),
-    "6,000 empty tensors": (
-        "model.safetensors", header({f"{i}": tensor([0], 0, 0) for i in range(6_000)}, 8), "cover",
+    "12,000 empty tensors": (
+        "model.safetensors", header({f"{i}": tensor([0], 0, 0) for i in range(12_000)}, 8), "cover",
     ),
 }  # fmt: skip
 

@@ -147,7 +147,7 @@ def test_a_file_too_large_for_a_table_is_not_read(tmp_path: Path, monkeypatch: p
 
 # Python's own parser warns of escapes in a text of protocol 0, with the bytes that it met.
 @pytest.mark.filterwarnings("ignore:invalid escape sequence:DeprecationWarning")
-@settings(max_examples=150)
+@settings(max_examples=300)
 @given(st.data())
 def test_whatever_the_bytes_are_the_answer_is_plain_or_a_refusal(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

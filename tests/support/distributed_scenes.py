@@ -95,7 +95,7 @@ def play(scene: dict[str, Any], port: int, rank: int) -> dict[str, Any]:
     out, err, make_model = io.StringIO(), io.StringIO(), GPT.__init__
     with pytest.MonkeyPatch.context() as patch:
         if "compiler" in scene:
-            patch.setattr(torch, "compile", stand_in_compiler(scene["compiler"] if rank == 0 else None))
+            patch.setattr(torch, "compile", functools.partial(torch.compile, backend=scene["compiler"]))
         if scene.get("queued"):  # the loop takes the path of a GPU
             patch.setattr(GPT, "__init__", queued)
         # A forked process has none of OpenMP's threads, and would wait for them for ever if the first one had some.
@@ -112,20 +112,6 @@ def play(scene: dict[str, Any], port: int, rank: int) -> dict[str, Any]:
         "code": code, "out": out.getvalue(), "err": err.getvalue(), "weights": weights, "matrices": sum(matrices),
         "left_a_group": torch.distributed.is_initialized(),
     }  # fmt: skip
-
-
-def stand_in_compiler(backend: str | None) -> Callable[..., Any]:
-    """torch.compile with another backend than Inductor, which calls a C++ compiler for minutes. None: functions stay as
-    they are, and count as compiled. One rank that traces, which takes seconds, shows as much as two."""
-    if backend is not None:
-        return functools.partial(torch.compile, backend=backend)
-    from torch._dynamo.utils import counters
-
-    def as_it_is(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-        counters["stats"]["unique_graphs"] += 1
-        return function
-
-    return as_it_is
 
 
 def free_ports(n: int) -> list[int]:

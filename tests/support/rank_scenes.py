@@ -11,6 +11,7 @@ so many seconds from the end of its command to that of its process, as an interp
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import io
 import json
@@ -25,14 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from distributed_scenes import (
-    free_ports,
-    freeze_libraries,
-    hurry_meetings,
-    stand_in_compiler,
-    store_note,
-    wait_for_store,
-)
+from distributed_scenes import free_ports, freeze_libraries, hurry_meetings, store_note, wait_for_store
 from forked import Forked
 from torch import Tensor
 
@@ -94,8 +88,8 @@ def make_trouble(trouble: Mapping[str, Any]) -> None:
     if "kernels" in trouble:  # that could not be built
         library.kernel_library = lambda: None
         ops.missing_kernels = lambda device, dtype: trouble["kernels"]
-    if "compiler" in trouble:
-        torch.compile = stand_in_compiler(trouble["compiler"])
+    if "backend" in trouble:  # of torch.compile
+        torch.compile = functools.partial(torch.compile, backend=trouble["backend"])
         around(run_session, "fit", lambda *args: torch.compiler.set_stance("fail_on_recompile"))
     if "bfloat16 is faster" in trouble:  # as this rank times it
         place._is_faster_in_bfloat16 = lambda device: trouble["bfloat16 is faster"]

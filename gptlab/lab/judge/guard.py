@@ -1,7 +1,7 @@
 """The process between the lab and a candidate's: it isolates, limits, measures, and ends every process that is left.
 
-It runs as a program (`supervise.py` starts it) and imports little, all of the standard library (dataclasses and pathlib
-would take half as long again): it starts in a thirtieth of a second, and nothing that a candidate may change is
+It runs as a program (`supervise.py` starts it) and imports a few modules of the standard library: it starts in a
+thirtieth of a second (dataclasses and pathlib would add half of that), and nothing that a candidate may change is
 imported before the candidate is confined.
 
     guard       user, mount, PID, network and IPC namespaces, if the kernel lets an unprivileged user have them

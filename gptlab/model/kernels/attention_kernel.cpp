@@ -10,11 +10,11 @@
 // y       (batch, tokens, n_head, width)
 // lse     (batch, n_head, tokens): log of the sum of the exponentials of a query's scaled scores
 //
-// Dropout zeroes weights after the softmax. Whether one stays is a hash of the seed, the query and the key, so that the
-// backward pass finds it again.
+// Dropout zeroes weights after the softmax. A hash of the seed, the query's place in the batch and the key decides which,
+// so that the backward pass zeroes the same ones.
 //
 // A task is one key-value head of one sequence with all of its queries, computed by one thread in a fixed order. So the
-// bits depend neither on the number of threads nor on the rest of the batch.
+// bits depend neither on the number of threads nor, without dropout, on the rest of the batch.
 
 #include "vectors.h"
 
@@ -153,8 +153,8 @@ void online_softmax(const Shape& s, bool diagonal, float* scores, float* highest
     }
 }
 
-
-// query: the number of the block's first one among those of all sequences and heads.
+// Multiplies a block of weights by their factors of dropout. query: the number of the block's first query among those of
+// all sequences and heads.
 void drop(const Shape& s, bool diagonal, uint64_t query, long k0, float* weights) {
     for (long r = 0; r < BLOCK; r++) {
         const Dropout dropout(s.dropout, s.seed, query + r);

@@ -1,6 +1,6 @@
 // What a GPT computes between its matrix products, on a CPU: norms with the sums before them, heads with rotation, gates
-// and norms, the squared ReLU, dropout, and the loss with its gradient. Each is one pass over memory, forward and backward; as
-// single operations of PyTorch they are three to ten.
+// and norms, the squared ReLU, dropout, and the loss with its gradient. Each is one pass over memory, forward and
+// backward; as single operations of PyTorch they are three to ten.
 //
 // Activations are float32 or bfloat16; whatever is computed is float32, rounded when it is stored. A row is computed by
 // one thread in a fixed order, and sums over rows in CHUNKS parts: the bits do not depend on the number of threads.

@@ -148,7 +148,7 @@ def kept(batch: int, tokens: int, n_head: int, window: int | None, dropout: floa
 @pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 5e-5), (torch.bfloat16, 2**-4)])
 @pytest.mark.parametrize(("tokens", "window"), [(5, None), (130, None), (130, 70)])
 def test_dropout_equals_brute_force(tokens: int, window: int | None, dtype: torch.dtype, error: float) -> None:
-    """A softmax over all weights, of which some are then 0 and the others larger, forward and backward."""
+    """Outputs and gradients of (softmax(scores) * factors) @ values in float64."""
     n_head, n_kv_head, width = 4, 2, 24
     factors = kept(2, tokens, n_head, window, 0.3, seed=5).double()
     assert {round(x, 4) for x in factors.unique().tolist()} == {0, 1.4286}
