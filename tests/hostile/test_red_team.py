@@ -256,9 +256,9 @@ OFF_THE_CLOCK: dict[str, tuple[Rule, str]] = {
     "in __del__": ("cpu-time", "type('Late', (), {'__del__': lambda self: burn()})()"),
     "after the last step": ("cpu-time", "atexit.register(burn)"),
     "in a child process": ("cpu-time", "if os.fork() == 0: burn(); os._exit(0)\nos.wait()"),
-    "in a child that the kernel does not count": (
+    "in a child that the kernel does not count": (  # it is looked at every tenth of a second, or later: it burns longer
         "cpu-time",
-        "signal.signal(signal.SIGCHLD, signal.SIG_IGN)\nif os.fork() == 0: burn(); os._exit(0)\n"
+        "signal.signal(signal.SIGCHLD, signal.SIG_IGN)\nif os.fork() == 0: burn(0.5); os._exit(0)\n"
         "try: os.wait()\nexcept ChildProcessError: pass",
     ),
     "in a child that goes on afterwards": ("left-behind", "if os.fork() == 0: os.setsid(); time.sleep(60)"),

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,9 @@ from typing import Any
 import pytest
 from tiny_runs import make_config, write_corpus
 
+import gptlab
 from gptlab.data.prepare import prepare
+from gptlab.lab.experiments import folder as folder_module
 from gptlab.lab.experiments import runs
 from gptlab.lab.experiments.folder import Lab, Settings, create
 from gptlab.lab.experiments.ledger import Experiment
@@ -25,6 +28,8 @@ from gptlab.lab.judge.supervise import Finished
 SPEED = {"batch.micro_sequences": 1.25}
 """Fields that make steps faster, and by how much."""
 PAIRED_SD = 0.001
+SOURCES = ("__init__.py", "eval/bits_per_byte.py", "model/gpt.py", "optim/schedule.py")
+"""The code of labs, none of which runs: that of the whole package would be copied hundreds of times."""
 
 
 def new_lab(folder: Path, **changes: Any) -> Lab:
@@ -35,7 +40,13 @@ def new_lab(folder: Path, **changes: Any) -> Lab:
     settings = Settings(
         **({"name": "lab", "recipe": "quickstart", "seconds": None, "steps": 100, "validation_bytes": {}} | changes)
     )
-    return create(folder / "lab", config, prepare(config.data, config.tokenizer), settings)
+    package, few = Path(gptlab.__file__).parent, folder / "few" / "gptlab"
+    for name in SOURCES:
+        (few / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(package / name, few / name)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(folder_module, "gptlab", SimpleNamespace(__file__=str(few / "__init__.py")))
+        return create(folder / "lab", config, prepare(config.data, config.tokenizer), settings)
 
 
 def bpb_of(fields: Mapping[str, Any], seed: int) -> float:
@@ -51,8 +62,9 @@ def _noise(what: str, seed: int) -> float:
 
 
 @contextlib.contextmanager
-def formula(trained: list[tuple[int, int]] | None = None) -> Iterator[None]:
-    """Within the context, runs follow `bpb_of`. `trained`: gets (experiment, seed) of each that is trained."""
+def formula(trained: list[tuple[int, int]] | None = None) -> Iterator[pytest.MonkeyPatch]:
+    """Within the context, runs follow `bpb_of`, and what its patch changes is as before at the end. `trained`: gets
+    (experiment, seed) of each that is trained."""
 
     def train(lab: Lab, variant: Variant, seed: int) -> tuple[Path, Finished | None]:
         run = runs.run_folder(lab, variant.number, seed)
@@ -83,7 +95,7 @@ def formula(trained: list[tuple[int, int]] | None = None) -> Iterator[None]:
         patch.setattr(runs, "train", train)
         patch.setattr(runs, "judge", judge)
         patch.setattr(runs, "steps_of", steps_of)
-        yield
+        yield patch
 
 
 def in_order(*proposals: Proposal) -> Any:

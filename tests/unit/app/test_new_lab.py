@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 from tiny_runs import arguments, write_corpus
 
+import gptlab
 from gptlab.app.new_lab import new_lab
 from gptlab.cli.arguments.parser import read_request
 from gptlab.cli.lab import NewArguments
 from gptlab.config.errors import UserError
 from gptlab.lab.experiments.folder import Lab
+from gptlab.lab.experiments.proposal import changed_files
 from gptlab.runtime.records.console import Console
 
 TOKENS_A_STEP = 2 * 4 * 32
@@ -43,6 +45,7 @@ def make(folder: Path, name: str, *length: object) -> Lab:
 def test_length(folder: Path, length: tuple[object, ...], seconds: float | None, steps: int | None) -> None:
     lab = make(folder, "-".join(map(str, length)), *length)
     assert (lab.settings.seconds, lab.settings.steps) == (seconds, steps)
+    assert changed_files(Path(gptlab.__file__).parents[1], lab.path / "code") == ()
     stored = lab.baseline_config()
     assert (stored["horizon.unit"], stored["horizon.amount"]) == (
         ("seconds", seconds) if steps is None else ("steps", steps)

@@ -92,12 +92,12 @@ def test_equal_time_gives_a_faster_candidate_more_steps(lab: Lab) -> None:
     assert line == "training    125 steps, 1.250 of the baseline's speed (1.250 to 1.250)"
 
 
-def test_another_rate_is_not_timed(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_rate_is_not_timed(lab: Lab) -> None:
     """A step does the same work, so that it takes the same time."""
     rate = lab.baseline_config()["optim.muon.lr"]
     number = submit(lab, Proposal({"optim.muon.lr": 2 * rate}))
-    with formula():
-        monkeypatch.setattr(runs, "steps_of", None)
+    with formula() as patch:
+        patch.setattr(runs, "steps_of", None)
         one = finish(lab, number, quiet)
     assert (one.steps, one.speed, one.speed_interval) == (100, 1.0, None)
     assert one.says == "discard"
@@ -113,11 +113,9 @@ def test_what_crashes(lab: Lab) -> None:
     assert (verdict["verdict"], verdict["reason"]) == ("crashed", "no such activation")
 
 
-def test_a_baseline_that_fails_with_a_new_seed_is_not_the_candidates_fault(
-    lab: Lab, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_baseline_that_fails_with_a_new_seed_is_not_the_candidates_fault(lab: Lab) -> None:
     number = submit(lab, Proposal({"optim.head.lr": 0.3}))
-    with formula():
+    with formula() as patch:
         honest = runs.train
 
         def train(lab: Lab, variant: Variant, seed: int) -> object:
@@ -125,20 +123,20 @@ def test_a_baseline_that_fails_with_a_new_seed_is_not_the_candidates_fault(
                 raise runs.CrashedError("the loss is not finite")
             return honest(lab, variant, seed)
 
-        monkeypatch.setattr(runs, "train", train)
+        patch.setattr(runs, "train", train)
         verdict = finish(lab, number, quiet).verdict
     assert verdict is not None
     assert (verdict["verdict"], verdict["pairs"]) == ("inconclusive", 5)  # the baseline has seeds 1 to 5
     assert verdict["reason"] == "the baseline failed with seed 6: the loss is not finite"
 
 
-def test_what_a_run_prints_is_shortened_and_printable(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_run_prints_is_shortened_and_printable(lab: Lab) -> None:
     def judge(*arguments: object) -> object:
         raise runs.CrashedError("\x1b[2Jno\nsuch" * 1000)
 
     number = submit(lab, Proposal({"optim.head.lr": 1.0}))
-    with formula():
-        monkeypatch.setattr(runs, "judge", judge)
+    with formula() as patch:
+        patch.setattr(runs, "judge", judge)
         verdict = finish(lab, number, quiet).verdict
     assert verdict is not None
     assert len(verdict["reason"]) == 500
@@ -156,7 +154,7 @@ def test_files_of_the_lab_that_change_without_namespaces(lab: Lab, what: str, mo
     """A candidate that cannot be kept from writing, which writes while it trains."""
     monkeypatch.setattr(trial, "why_not_isolated", lambda: "no namespaces here")
     path = lab.path / what
-    with formula():
+    with formula() as patch:
         honest = runs.train
 
         def train(*arguments: object) -> object:
@@ -164,7 +162,7 @@ def test_files_of_the_lab_that_change_without_namespaces(lab: Lab, what: str, mo
             path.write_bytes(path.read_bytes() + line)
             return honest(*arguments)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(runs, "train", train)
+        patch.setattr(runs, "train", train)
         one = finish(lab, submit(lab, Proposal({"optim.head.lr": 1.0})), quiet)
     assert one.verdict is not None
     assert (one.says, one.verdict["rule"]) == ("invalid", "private-files")

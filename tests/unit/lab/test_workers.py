@@ -43,7 +43,7 @@ def next_of_night(lab: Lab) -> Proposal | None:
 
 def work(lab: Lab, log: Path, *, experiments: int | None, before: Callable[[Variant, int], None] | None = None) -> None:
     """A worker's night. `before`: called before a run is trained. `log`: gets `EXPERIMENT SEED` of each that was."""
-    with formula():
+    with formula() as patch:
         train = runs.train
 
         def logged(lab: Lab, variant: Variant, seed: int) -> object:
@@ -54,11 +54,8 @@ def work(lab: Lab, log: Path, *, experiments: int | None, before: Callable[[Vari
                 file.write(f"{variant.number} {seed}\n")
             return found
 
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(runs, "train", logged)
-            run_night(
-                lab, next_of_night, at_once=True, experiments=experiments, say=quiet, judged=lambda one: None
-            )  # fmt: skip
+        patch.setattr(runs, "train", logged)
+        run_night(lab, next_of_night, at_once=True, experiments=experiments, say=quiet, judged=lambda one: None)
 
 
 def slowly(variant: Variant, seed: int) -> None:
@@ -179,7 +176,7 @@ def test_a_seed_of_the_baseline_is_waited_for(lab: Lab, tmp_path: Path) -> None:
     begun, log, said = tmp_path / "begun", tmp_path / "trained", list[str]()
 
     def other() -> None:
-        with formula():
+        with formula() as patch:
             train = runs.train
 
             def slow(lab: Lab, variant: Variant, seed: int) -> object:
@@ -187,9 +184,8 @@ def test_a_seed_of_the_baseline_is_waited_for(lab: Lab, tmp_path: Path) -> None:
                 time.sleep(0.3)
                 return train(lab, variant, seed)
 
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(runs, "train", slow)
-                measure(lab, 0, 9, "validation", quiet)
+            patch.setattr(runs, "train", slow)
+            measure(lab, 0, 9, "validation", quiet)
 
     worker = Forked(other)
     wait_for(begun)

@@ -55,10 +55,10 @@ def tree(package: Path) -> dict[str, tuple[bytes, bool]]:
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
-    """A copy of this package in a repository of its own, below a folder as somebody may have it."""
+    """Some of this package in a repository of its own, below a folder as somebody may have it."""
     top = tmp_path / "somebody"
-    ignore = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(PACKAGE, top / "code" / "gptlab", ignore=ignore)
+    others = [path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name not in ("cli", "config", "data")]
+    shutil.copytree(PACKAGE, top / "code" / "gptlab", ignore=shutil.ignore_patterns("__pycache__", *others))
     (top / ".gitignore").write_text("__pycache__/\n")
     (top / "code" / "gptlab" / "table.bin").write_bytes(bytes(range(256)) * 4)
     (top / "README.md").write_text("the whole house\n")
