@@ -28,7 +28,7 @@ from gptlab.config.load import apply_overrides
 from gptlab.config.model import GPT2_SIZES, ModelConfig
 from gptlab.config.recipes import configure
 from gptlab.config.recipes.nanochat import nanochat
-from gptlab.config.run import BatchConfig
+from gptlab.config.run import BatchConfig, RunConfig
 from gptlab.model import head
 from gptlab.model.gpt import GPT
 from gptlab.model.kernels import fp8
@@ -41,6 +41,11 @@ ROWS = 32
 # Two layers of nanochat's depth 20, and of GPT-2.
 WIDE = replace(nanochat(depth=20).model, n_layer=2, vocab_size=2**15)
 SMALL_GPT2 = replace(GPT2_SIZES["gpt2"], n_layer=2)
+
+
+def tiny() -> RunConfig:
+    """A run whose memory takes no time to count."""
+    return apply_overrides(configure("nanochat-tiny"), {"model.vocab_size": 512, "model.n_layer": 1})
 
 
 def on_meta(config: ModelConfig) -> GPT:
@@ -193,8 +198,7 @@ def test_peak_by_hand() -> None:
 def test_memory_of_a_step_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     passes = PassMemory(kept=10**9, forward_peak=2 * 10**9, backward_peak=10**9)
     monkeypatch.setattr(compiled_memory, "pass_memory", lambda *_, **__: passes)
-    config = configure("nanochat-tiny")
-    config = replace(config, model=replace(config.model, vocab_size=512))
+    config = tiny()
     assert config.micro_batches > 1
     model = on_meta(config.model)
     memory, plain = count_memory(model, config, compiled=True), count_memory(model, config)
@@ -270,8 +274,7 @@ def test_activations_of_many_ranks_grow_with_the_rows(monkeypatch: pytest.Monkey
         return PassMemory(kept=0, forward_peak=70 + 10 * rows, backward_peak=50 + 30 * rows)
 
     monkeypatch.setattr(compiled_memory, "pass_memory", passes)
-    config = configure("nanochat-tiny")
-    config = replace(config, model=replace(config.model, vocab_size=512))
+    config = tiny()
     rows, model = config.batch.micro_sequences, on_meta(config.model)
     assert activations_of_rows(model, config) == 30 * rows
     uncompiled = activations_of_rows(model, apply_overrides(config, {"runtime.compile": "off"}))
@@ -282,8 +285,7 @@ def test_activations_of_many_ranks_grow_with_the_rows(monkeypatch: pytest.Monkey
 
 def test_a_plan_counts_products_in_8_bits() -> None:
     """Its model is the one that the run would train."""
-    config = apply_overrides(configure("nanochat-tiny"), {"runtime.fp8": True, "model.n_embd": 256, "model.n_head": 2})
-    config = replace(config, model=replace(config.model, vocab_size=512))
+    config = apply_overrides(tiny(), {"runtime.fp8": True, "model.n_embd": 256, "model.n_head": 2})
     assert isinstance(model_on_meta(config, torch.bfloat16, "cuda").head, Fp8Linear)
 
 
@@ -291,7 +293,7 @@ def test_a_plan_for_a_gpu_counts_what_is_compiled(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(compiled_memory, "pass_memory", lambda *_, **__: PassMemory(10**9, 2 * 10**9, 10**9))
     place = Place(torch.device("cuda", 0), torch.bfloat16, 1, Peak(None, "unknown"))
     for wanted, counted in (("auto", "compiled"), ("off", "uncompiled")):
-        config = apply_overrides(configure("nanochat-tiny"), {"runtime.compile": wanted})
+        config = apply_overrides(tiny(), {"runtime.compile": wanted})
         plan = make_plan(config, place)
         shown = figures(plan, device_memory=None)
         assert shown["memory_counts"] == counted
@@ -301,8 +303,7 @@ def test_a_plan_for_a_gpu_counts_what_is_compiled(monkeypatch: pytest.MonkeyPatc
 
 
 def test_without_what_torch_has_now_uncompiled_code_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = configure("nanochat-tiny")
-    config = replace(config, model=replace(config.model, vocab_size=512))
+    config = tiny()
     model = on_meta(config.model)
     monkeypatch.setitem(sys.modules, "gptlab.bench.compiled_memory", None)
     assert count_memory(model, config, compiled=True) == count_memory(model, config)
