@@ -6,23 +6,29 @@ tokens that it is asked about.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
-
-from gptlab.app.run.loaded_run import load_run
-from gptlab.lab.judge.protocol import serve
-from gptlab.model.gpt import build_model
-from gptlab.runtime.hardware.device import keep_freed_memory
-from gptlab.runtime.records.console import Console
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 def main(run: str) -> None:
     """Answer until the input ends. UserError where the run cannot be loaded."""
+    gc.set_threshold(100_000)  # before torch is imported: see gptlab/cli/main.py
+    import numpy as np
+    import torch
+
+    from gptlab.app.run.loaded_run import load_run
+    from gptlab.lab.judge.protocol import serve
+    from gptlab.model.gpt import build_model
+    from gptlab.runtime.hardware.device import keep_freed_memory
+    from gptlab.runtime.records.console import Console
+
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what any code prints is no answer
     keep_freed_memory()  # every answer takes the same
@@ -39,6 +45,7 @@ def main(run: str) -> None:
             yield name, values.detach().numpy()
 
     serve(sys.stdin.buffer, answers, answer, initial)
+    gc.freeze()  # at exit, too
 
 
 if __name__ == "__main__":
