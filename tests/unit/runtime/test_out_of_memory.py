@@ -153,10 +153,10 @@ class TestRun:
     def test_under_a_real_limit(self, folder: Path) -> None:
         """A quarter of a gibibyte more than the process has, and activations that take several gibibytes."""
         changes = {
-            "batch.micro_sequences": 2048,
-            "batch.total_tokens": 2048 * 128,
+            "batch.micro_sequences": 512,
+            "batch.total_tokens": 512 * 128,
             "model.seq_len": 128,
-            "model.n_embd": 64,
+            "model.n_embd": 512,
             "model.dropout": 0.0,
         }
         words = arguments(folder, "r", {**changes, "data.val_fraction": 0.4})
@@ -170,7 +170,7 @@ class TestRun:
         assert done.returncode == 2, done.stderr
         assert done.stderr.startswith("gptlab: error: out of memory"), done.stderr
         assert done.stderr.count("\n") == 1
-        assert "--batch.micro-sequences 1024 needs half" in done.stderr
+        assert "--batch.micro-sequences 256 needs half" in done.stderr
         assert json.loads((folder / "r" / "run.json").read_text())["status"] == "failed"
 
 
