@@ -133,17 +133,17 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return leaves
 
 
-@functools.cache
-def _type_hints(cls: type) -> dict[str, Any]:
-    return get_type_hints(cls, include_extras=True)
-
-
-def leaf_fields(cls: type) -> dict[str, Any]:
+def leaf_fields(cls: type) -> Mapping[str, Any]:
     """{dotted name: annotation} of every field of a dataclass that is not itself a dataclass, in order."""
+    return _leaf_fields(cls)
+
+
+@functools.cache
+def _leaf_fields(cls: type) -> Mapping[str, Any]:
     leaves: dict[str, Any] = {}
-    for name, annotation in _type_hints(cls).items():
+    for name, annotation in get_type_hints(cls, include_extras=True).items():
         if dataclasses.is_dataclass(annotation) and isinstance(annotation, type):
-            leaves |= {f"{name}.{inner}": leaf for inner, leaf in leaf_fields(annotation).items()}
+            leaves |= {f"{name}.{inner}": leaf for inner, leaf in _leaf_fields(annotation).items()}
         elif name in cls.__dataclass_fields__:  # type: ignore[attr-defined]
             leaves[name] = annotation
     return leaves
