@@ -67,7 +67,7 @@ def call(name: str, dtype: torch.dtype, *values: Tensor | float | None) -> None:
     library = kernel_library()
     assert isinstance(library, Library)
     narrow, threads = ctypes.c_long(dtype == torch.bfloat16), ctypes.c_long(torch.get_num_threads())
-    library.functions[name](narrow, *map(_as_c, values), threads)
+    getattr(library.functions, name)(narrow, *map(_as_c, values), threads)
 
 
 def _as_c(value: Tensor | float | None) -> Any:
