@@ -87,7 +87,7 @@ def unpack(archive: Path, folder: Path) -> None:
 
 def _ignored(name: str) -> bool:
     """What macOS adds."""
-    return name.startswith("__MACOSX/") or PurePosixPath(name).name == ".DS_Store"
+    return name.startswith("__MACOSX/") or name.rpartition("/")[2] == ".DS_Store"
 
 
 def _checked_path(member: zipfile.ZipInfo, archive: str) -> PurePosixPath:
