@@ -91,12 +91,13 @@ def _libraries_stay_frozen() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _no_power_is_lost() -> Iterator[None]:
-    """Files of tests do not have to reach the disk, which takes a millisecond for each of tens of thousands. Whether
-    gptlab asks for it, and what it does where that fails, tests see by functions of their own in the place of this."""
+    """Files and folders of tests do not have to reach the disk, which takes a millisecond for each of tens of
+    thousands. Whether gptlab asks for it, and what it does where that fails, tests see by functions of their own in the
+    place of this."""
     real = os.fsync
 
     def fsync(descriptor: int) -> None:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        if stat.S_IFMT(os.fstat(descriptor).st_mode) not in (stat.S_IFREG, stat.S_IFDIR):
             real(descriptor)  # where it may be refused
 
     with pytest.MonkeyPatch.context() as patch:
