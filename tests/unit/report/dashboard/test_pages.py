@@ -61,14 +61,14 @@ def watched(browser: Browser) -> tuple[Page, list[str]]:
 
 
 @pytest.fixture
-def blank(watched: tuple[Page, list[str]]) -> Iterator[Page]:
-    """An empty page. Whatever it reports during a test fails the test."""
+def tab(watched: tuple[Page, list[str]]) -> Iterator[Page]:
+    """The page of all tests. Whatever it reports during a test fails the test."""
     page, problems = watched
     problems.clear()
     page.set_viewport_size({"width": 1200, "height": 900})
     page.emulate_media(color_scheme="light")
     yield page
-    page.goto("about:blank")
+    page.evaluate("0")  # reports come in while an answer is awaited
     assert problems == []
 
 
@@ -115,11 +115,11 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dashboard]:
 
 
 @pytest.fixture
-def page(world: Dashboard, blank: Page) -> Page:
+def page(world: Dashboard, tab: Page) -> Page:
     """The dashboard, with the runs that are chosen by themselves drawn."""
-    blank.goto(world.url)
-    blank.wait_for_selector("#charts[data-drawn]")
-    return blank
+    tab.goto(world.url)
+    tab.wait_for_selector("#charts[data-drawn]")
+    return tab
 
 
 def row(page: Page, name: str) -> Any:
@@ -232,7 +232,7 @@ def test_a_prompt_is_answered(page: Page) -> None:
 
 
 def test_hostile_names_and_samples_stay_text(page: Page) -> None:
-    """A dialog or a message on the console would fail this test (`blank`)."""
+    """A dialog or a message on the console would fail this test (`tab`)."""
     choose_only(page, HOSTILE)
     assert row(page, "damaged").locator(".problem").inner_text().count("config.json is damaged: it is no JSON")
     page.wait_for_function("() => document.querySelector('#details h2')?.textContent.startsWith('<img')")
@@ -248,55 +248,55 @@ def background(page: Page) -> str:
     return "light" if sum(color[:3]) > 600 else "dark"
 
 
-def test_a_report_draws_its_charts_and_switches_colors(world: Dashboard, blank: Page, tmp_path: Path) -> None:
+def test_a_report_draws_its_charts_and_switches_colors(world: Dashboard, tab: Page, tmp_path: Path) -> None:
     """Of a real run, and of a hostile one beside others, from the disk and without a server."""
     runs = world.index.folder
     one, several = tmp_path / "one.html", tmp_path / "several.html"
     assert command(["report", runs / "real", "--out", one])[0] == 0
     assert command(["report", *(runs / name for name in ("real", "gelu-seed-1", HOSTILE)), "--out", several])[0] == 0
     for path in (one, several):
-        blank.goto(path.as_uri())
-        blank.wait_for_selector("#charts[data-drawn]")
-        assert blank.locator("canvas").count() >= 2
+        tab.goto(path.as_uri())
+        tab.wait_for_selector("#charts[data-drawn]")
+        assert tab.locator("canvas").count() >= 2
         for scheme in ("light", "dark"):
-            blank.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
-            assert background(blank) == scheme
+            tab.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
+            assert background(tab) == scheme
         for theme in ("light", "dark", "system"):
-            button = blank.locator("#theme")
+            button = tab.locator("#theme")
             button.click()
             assert button.inner_text() == f"colors: {theme}"
-            assert background(blank) == ("dark" if theme == "system" else theme)
-        blank.get_by_role("button", name="tokens", exact=True).click()
-        assert blank.locator('button[data-axis="tokens"]').get_attribute("aria-pressed") == "true"
-        assert blank.locator("img").count() == 0
+            assert background(tab) == ("dark" if theme == "system" else theme)
+        tab.get_by_role("button", name="tokens", exact=True).click()
+        assert tab.locator('button[data-axis="tokens"]').get_attribute("aria-pressed") == "true"
+        assert tab.locator("img").count() == 0
 
 
-def test_a_chart_explains_its_points_fits_its_end_and_is_saved(world: Dashboard, blank: Page, tmp_path: Path) -> None:
+def test_a_chart_explains_its_points_fits_its_end_and_is_saved(world: Dashboard, tab: Page, tmp_path: Path) -> None:
     """On a page of validations 3.51, 2.01, 1.51 and 1.26 at steps 0, 10, 20 and 30."""
     path = tmp_path / "report.html"
     assert command(["report", world.index.folder / "gelu-seed-1", "--out", path])[0] == 0
-    blank.goto(path.as_uri())
-    blank.wait_for_selector("#charts[data-drawn]")
-    area, dot = blank.locator(".chart-bpb .u-over"), blank.locator(".chart-bpb .u-cursor-pt").first
+    tab.goto(path.as_uri())
+    tab.wait_for_selector("#charts[data-drawn]")
+    area, dot = tab.locator(".chart-bpb .u-over"), tab.locator(".chart-bpb .u-cursor-pt").first
     size = area.bounding_box()
     assert size is not None
 
     def height_at_step_10() -> float:
         """Of the second point, as a share of the chart: 0 is its top."""
-        blank.mouse.move(0, 0)
+        tab.mouse.move(0, 0)
         area.hover(position={"x": size["width"] / 3, "y": 5})
         box = dot.bounding_box()
         assert box is not None
         return (box["y"] + box["height"] / 2 - area.bounding_box()["y"]) / size["height"]  # type: ignore[index]
 
     assert height_at_step_10() > 0.5, "all of the curve is seen: 2.01 is in its lower half"
-    explained = blank.locator(".chart-bpb .tip").inner_text().split()
+    explained = tab.locator(".chart-bpb .tip").inner_text().split()
     assert explained[:2] == ["10", "steps"]
     assert "2.01" in explained
-    blank.get_by_label("fit the end").check()
+    tab.get_by_label("fit the end").check()
     assert height_at_step_10() < 0.2, "2.01 is the highest value after the start"
-    with blank.expect_download() as download:
-        blank.locator(".chart-bpb").get_by_role("button", name="CSV").click()
+    with tab.expect_download() as download:
+        tab.locator(".chart-bpb").get_by_role("button", name="CSV").click()
     assert download.value.suggested_filename == "bpb.csv"
     lines = Path(download.value.path()).read_text(encoding="utf-8").splitlines()
     assert lines[0] == "run,part,step,tokens,seconds,flops,bpb"
