@@ -31,6 +31,7 @@ CONTENTS = {
     "eval_bundle/eval_data/commonsense/copa.jsonl": '{"choices": ["a", "b"]}\n' * 50,
     "eval_bundle/eval_data/world/arc.jsonl": '{"query": "?"}\n',
     "__MACOSX/eval_bundle/._core.yaml": "left by an archiver",
+    "eval_bundle/eval_data/.DS_Store": "left by a file browser",
     "README": "beside the bundle",
 }
 
