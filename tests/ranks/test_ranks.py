@@ -88,8 +88,6 @@ def write_scenes(script: Script) -> None:
             scene["copies"][of_one] = damaged + ["step-00000002/manifest.json"] * (of_one == "its-lost")
     both = script.train("both", **BARE)
     both["trouble"] = [{"0": {"at": 3, "signals": ["SIGINT"]}, "1": {"at": 3, "signals": ["SIGTERM", "SIGINT"]}}]
-    hurry = script.train("hurry", **BARE)
-    hurry["trouble"] = [{"1": {"at": 3, "signals": ["SIGINT", "SIGINT"], "in_a_hurry": True}}]
 
     script.lane = "unlike"
     script.train("other-code")["trouble"] = [{"1": {"code": str(folder / "changed" / "gptlab")}}]
@@ -98,7 +96,7 @@ def write_scenes(script: Script) -> None:
     script.train("other-dtype", runtime__dtype="auto", steps=1, **BARE)["trouble"] = [timed]
     script.train("other-kernels")["trouble"] = [{"1": {"kernels": "error: out of order"}}]
 
-    script.lane = "restarts"
+    script.lane = "jobs"
     moments = [
         {"0": {"at": "making the folder", "signals": KILL}},
         {"0": {"at": "filling the folder", "signals": KILL}},
@@ -106,9 +104,11 @@ def write_scenes(script: Script) -> None:
         {"0": {"at": 4, "signals": KILL}},
     ]
     script.train("killed").update(attempts=6, trouble=moments)
+    hurry = script.train("hurry", **BARE)
+    hurry["trouble"] = [{"1": {"at": 3, "signals": ["SIGINT", "SIGINT"], "in_a_hurry": True}}]
 
     first = {"0": {"at": 3, "signals": KILL}}
-    script.lane = "more restarts"
+    script.lane = "more jobs"
     unnamed = script.train("unnamed", **BARE, steps=4)
     words = unnamed["argv"]["0"]
     del words[(place := words.index("--run-dir")) : place + 2]  # so that it is called after the time
@@ -164,7 +164,9 @@ def played(folder: Path) -> Path:
 
 def codes(folder: Path, scene: str) -> list[list[int]]:
     """By attempt and rank."""
-    return json.loads((folder / f"{scene}.json").read_text())["codes"]
+    if (path := folder / f"{scene}.json").exists():  # of a job
+        return json.loads(path.read_text())
+    return [[said(folder, scene, rank)["code"] for rank in range(len(list(folder.glob(f"{scene}-0-*.json"))))]]
 
 
 def said(folder: Path, scene: str, rank: int = 0, attempt: int = 0) -> dict[str, Any]:

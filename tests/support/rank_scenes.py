@@ -1,11 +1,14 @@
 """What the processes of tests/ranks/test_ranks.py do: commands of gptlab on several ranks, with something going wrong.
 
-Every rank of every scene is forked from the test's process, where torch is imported already. Scenes are in lanes: those
-of a lane are played one after another, the lanes at the same time, since most of a scene is waiting.
+All ranks are forked from the test's process, where torch is imported already. Scenes are in lanes: those of a lane are
+played one after another, the lanes at the same time, since most of a scene is waiting. A lane has as many processes as
+its largest scene has ranks, and they play all of its scenes: a new process takes a tenth of a second of computing, most
+of it to copy the pages that it writes to.
 
-A scene may be a job of several attempts, as torchrun makes them: its store outlives the attempts, a rank that ends has
-the others told by SIGTERM, and they are all started again as long as one of them failed. A rank that `lingers` takes
-so many seconds from the end of its command to that of its process, as an interpreter that has torch to take down does.
+A lane of `jobs` has new processes for each scene. A scene there may be a job of several attempts, as torchrun makes
+them: its store outlives the attempts, a rank that ends has the others told by SIGTERM, and they are all started again
+as long as one of them failed. A rank that `lingers` takes so many seconds from the end of its command to that of its
+process, as an interpreter that has torch to take down does.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import contextlib
 import functools
 import importlib
 import io
+import itertools
 import json
 import os
 import shutil
@@ -24,6 +28,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from distributed_scenes import free_ports, freeze_libraries, hurry_meetings, store_note, wait_for_store
@@ -46,7 +51,7 @@ from gptlab.training.step import Update
 SCENE_SECONDS = 200.0
 
 
-def around(owner: Any, name: str, before: Callable[..., Any]) -> None:
+def around(patch: pytest.MonkeyPatch, owner: Any, name: str, before: Callable[..., Any]) -> None:
     """`before` is called with the arguments of every call, in front of it."""
     work = getattr(owner, name)
 
@@ -54,7 +59,7 @@ def around(owner: Any, name: str, before: Callable[..., Any]) -> None:
         before(*args, **kwargs)
         return work(*args, **kwargs)
 
-    setattr(owner, name, both)
+    patch.setattr(owner, name, both)
 
 
 def send(numbers: Sequence[str]) -> None:
@@ -70,39 +75,39 @@ PLACES: Mapping[str, tuple[Any, str]] = {
 }
 
 
-def make_trouble(trouble: Mapping[str, Any]) -> None:
+def make_trouble(patch: pytest.MonkeyPatch, trouble: Mapping[str, Any]) -> None:
     """What goes wrong on this rank."""
     at = trouble.get("at")
     if trouble.get("in_a_hurry"):  # every further SIGINT counts, as if it came seconds later
-        signals._ECHO_SECONDS = 0.0
+        patch.setattr(signals, "_ECHO_SECONDS", 0.0)
     if at in PLACES:
-        around(*PLACES[at], lambda *args, **kwargs: send(trouble["signals"]))
+        around(patch, *PLACES[at], lambda *args, **kwargs: send(trouble["signals"]))
     elif at is not None:
         for stopping in (signals.Signals, Agreement):
-            around(stopping, "step", lambda stop, seconds, step: send(trouble["signals"]) if step == at else None)
+            around(patch, stopping, "step", lambda *args: send(trouble["signals"]) if args[-1] == at else None)
     if "data" in trouble:
-        break_data(**trouble["data"])
+        break_data(patch, **trouble["data"])
     if "code" in trouble:  # of another gptlab
         take = provenance.take_code
-        provenance.take_code = lambda folder: take(Path(trouble["code"]))
+        patch.setattr(provenance, "take_code", lambda folder: take(Path(trouble["code"])))
     if "kernels" in trouble:  # that could not be built
-        library.kernel_library = lambda: None
-        ops.missing_kernels = lambda device, dtype: trouble["kernels"]
+        patch.setattr(library, "kernel_library", lambda: None)
+        patch.setattr(ops, "missing_kernels", lambda device, dtype: trouble["kernels"])
     if "backend" in trouble:  # of torch.compile
-        torch.compile = functools.partial(torch.compile, backend=trouble["backend"])
-        around(run_session, "fit", lambda *args: torch.compiler.set_stance("fail_on_recompile"))
+        patch.setattr(torch, "compile", functools.partial(torch.compile, backend=trouble["backend"]))
+        around(patch, run_session, "fit", lambda *args: torch.compiler.set_stance("fail_on_recompile"))
     if "bfloat16 is faster" in trouble:  # as this rank times it
-        place._is_faster_in_bfloat16 = lambda device: trouble["bfloat16 is faster"]
+        patch.setattr(place, "_is_faster_in_bfloat16", lambda device: trouble["bfloat16 is faster"])
     if "corpus" in trouble:  # another text where rank 0 finds its own
         prepare = session.prepare
 
         def other(data: Any, *args: Any, **kwargs: Any) -> Any:
             return prepare(replace(data, source=(trouble["corpus"],)), *args, **kwargs)
 
-        session.prepare = other
+        patch.setattr(session, "prepare", other)
 
 
-def break_data(steps: Sequence[int], what: str, factor: float = float("nan")) -> None:
+def break_data(patch: pytest.MonkeyPatch, steps: Sequence[int], what: str, factor: float = float("nan")) -> None:
     """The data of `steps` multiplies the `loss` or the `gradient` of this rank; `nothing`: it is not looked at."""
     gradients = step_module.gradients
 
@@ -120,7 +125,7 @@ def break_data(steps: Sequence[int], what: str, factor: float = float("nan")) ->
 
         return gradients(state, batch, loss, *rest)
 
-    step_module.gradients = broken
+    patch.setattr(step_module, "gradients", broken)
 
 
 def play(scene: Mapping[str, Any], rank: int, attempt: int) -> dict[str, Any]:
@@ -136,31 +141,49 @@ def play(scene: Mapping[str, Any], rank: int, attempt: int) -> dict[str, Any]:
             moments.append(checksum(state.optimizer.state_tensors().values()))
         return done
 
-    step_module.update = noting_update  # type: ignore[assignment]
     troubles = scene.get("trouble", [{}])
-    make_trouble(troubles[attempt].get(str(rank), {}) if attempt < len(troubles) else {})
     os.chdir(scene["folder"])
     out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = main(scene["argv"].get(str(rank), scene["argv"]["0"]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step_module, "update", noting_update)
+        make_trouble(patch, troubles[attempt].get(str(rank), {}) if attempt < len(troubles) else {})
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            code = main(scene["argv"].get(str(rank), scene["argv"]["0"]))
     time.sleep(scene.get("lingers", {}).get(str(rank), 0.0))
     return {"code": code, "out": out.getvalue(), "err": err.getvalue(), "weights": weights, "moments": moments}
 
 
-def start_rank(folder: Path, scene: Mapping[str, Any], rank: int, attempt: int, port: int, job: bool) -> int:
-    """A process; what it has to say is in SCENE-ATTEMPT-RANK.json when it ends by itself."""
-    if (pid := os.fork()) != 0:
-        return pid
+def play_rank(folder: Path, scene: Mapping[str, Any], rank: int, attempt: int, port: int, *, job: bool) -> int:
+    """Leaves SCENE-ATTEMPT-RANK.json when the command comes to its end. Its exit code."""
     world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": scene["ranks"], "MASTER_ADDR": "127.0.0.1"}
     world |= {"MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": job, "TORCHELASTIC_RESTART_COUNT": attempt}
     os.environ |= {name: str(value) for name, value in world.items()}
+    if rank > 0 or job:
+        wait_for_store(folder, port, folder / f"{scene['name']}-{attempt}-0.json")
+    played = play(scene, rank, attempt)
+    (folder / f"{scene['name']}-{attempt}-{rank}.json").write_text(json.dumps(played))
+    return played["code"]
+
+
+def play_lane(folder: Path, scenes: Sequence[Mapping[str, Any]], ports: Sequence[int], rank: int) -> None:
+    """All scenes in which there is such a rank."""
+    for scene, port in zip(scenes, ports, strict=True):
+        if rank == 0:  # the others wait for its store
+            for name, files in scene.get("copies", {}).items():
+                damaged_copy(folder / "saved", folder / name, files)
+        if rank < scene["ranks"]:
+            play_rank(folder, scene, rank, 0, port, job=False)
+        if dist.is_initialized():  # left by an error, to the end of the process
+            dist.destroy_process_group()
+
+
+def start(work: Callable[[], int | None]) -> int:
+    """The number of a process that ends with this exit code."""
+    if (pid := os.fork()) != 0:
+        return pid
     code = 99
     try:
-        if rank > 0 or job:
-            wait_for_store(folder, port, folder / f"{scene['name']}-{attempt}-0.json")
-        played = play(scene, rank, attempt)
-        code = played["code"]
-        (folder / f"{scene['name']}-{attempt}-{rank}.json").write_text(json.dumps(played))
+        code = work() or 0
     finally:
         os._exit(code)
 
@@ -178,7 +201,10 @@ def damaged_copy(run: Path, copy: Path, files: Sequence[str]) -> None:
 def run_attempt(folder: Path, scene: Mapping[str, Any], attempt: int, port: int) -> list[int]:
     """Exit codes by rank; -9 for a rank that was killed."""
     job = "attempts" in scene
-    pids = [start_rank(folder, scene, rank, attempt, port, job) for rank in range(scene["ranks"])]
+    pids = [
+        start(functools.partial(play_rank, folder, scene, rank, attempt, port, job=job))
+        for rank in range(scene["ranks"])
+    ]
     codes: dict[int, int] = {}
     until, told = time.monotonic() + SCENE_SECONDS, False
     while len(codes) < len(pids):
@@ -197,12 +223,14 @@ def run_attempt(folder: Path, scene: Mapping[str, Any], attempt: int, port: int)
     return [codes[rank] for rank in range(len(pids))]
 
 
-def play_scene(folder: Path, scene: Mapping[str, Any]) -> None:
-    """Leaves SCENE.json: the exit codes by attempt and rank, and the seconds that the scene took."""
-    for name, files in scene.get("copies", {}).items():
-        damaged_copy(folder / "saved", folder / name, files)
-    started = time.monotonic()
-    (port,), store = free_ports(1), None
+def play_jobs(folder: Path, scenes: Sequence[Mapping[str, Any]], ports: Sequence[int]) -> None:
+    for scene, port in zip(scenes, ports, strict=True):
+        play_job(folder, scene, port)
+
+
+def play_job(folder: Path, scene: Mapping[str, Any], port: int) -> None:
+    """Leaves SCENE.json: the exit codes by attempt and rank."""
+    store = None
     if "attempts" in scene and (store := os.fork()) == 0:
         kept = dist.TCPStore("127.0.0.1", port, None, True, wait_for_workers=False)
         store_note(folder, port).touch()
@@ -214,15 +242,14 @@ def play_scene(folder: Path, scene: Mapping[str, Any]) -> None:
     if store is not None:
         os.kill(store, signal.SIGKILL)
         os.waitpid(store, 0)
-    seconds = time.monotonic() - started
-    (folder / f"{scene['name']}.json").write_text(json.dumps({"codes": codes, "seconds": seconds}))
-    print(f"{scene['name']}: {codes} in {seconds:.1f} s", flush=True)
+    (folder / f"{scene['name']}.json").write_text(json.dumps(codes))
 
 
 def play_lanes(folder: Path, lanes: dict[str, list[Any]]) -> None:
-    """Plays them in processes of this one's, the commands of the lane "first" before all others."""
+    """Plays them in processes of this one's, the commands of the lane "first" before all others. Lanes of jobs have
+    names that end in "jobs"."""
     (folder / "scenes.json").write_text(json.dumps(lanes))
-    importlib.import_module("torch._dynamo")  # for the compiled scenes, and for later tests
+    importlib.import_module("torch._dynamo.backends.debugging")  # all that torch.compile imports
     process = Forked(lambda: _direct(folder), GLOO_SOCKET_IFNAME="lo")
     output, _ = process.communicate(timeout=280)
     assert process.returncode == 0, output
@@ -231,16 +258,18 @@ def play_lanes(folder: Path, lanes: dict[str, list[Any]]) -> None:
 def _direct(folder: Path) -> None:
     lanes = json.loads((folder / "scenes.json").read_text())
     hurry_meetings(folder)
+    ports = iter(free_ports(sum(map(len, lanes.values()))))  # before a run seeds what draws them
     # Before the processes part, so that what is found out once (the machine's speed) is found out once.
     for argv in lanes.pop("first"):
         assert main(argv) == 0
     freeze_libraries()
     children = []
-    for lane in lanes.values():
-        if (pid := os.fork()) == 0:
-            for scene in lane:
-                play_scene(folder, scene)
-            os._exit(0)
-        children.append(pid)
+    for name, lane in lanes.items():
+        parts = folder, lane, list(itertools.islice(ports, len(lane)))
+        if name.endswith("jobs"):
+            children.append(start(functools.partial(play_jobs, *parts)))
+        else:
+            ranks = range(max(scene["ranks"] for scene in lane))
+            children += [start(functools.partial(play_lane, *parts, rank)) for rank in ranks]
     for pid in children:
         assert os.waitpid(pid, 0)[1] == 0
