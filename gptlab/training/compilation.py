@@ -186,7 +186,7 @@ def warm_up(
     started = time.perf_counter()
     if passes.compiled:
         _compile(state, passes, config, eval_sequences, warn)
-    elif state.device.type != "cpu" or state.strategy.is_sharded:
+    elif state.device.type != "cpu":
         run_once(state, passes, config, eval_sequences)
     return time.perf_counter() - started
 
