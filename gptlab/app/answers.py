@@ -45,7 +45,7 @@ def main(run: str) -> None:
             yield name, values.detach().numpy()
 
     serve(sys.stdin.buffer, answers, answer, initial)
-    gc.freeze()  # at exit, too
+    gc.freeze()  # garbage is collected once more at exit, among all objects of torch
 
 
 if __name__ == "__main__":
