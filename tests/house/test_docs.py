@@ -106,15 +106,17 @@ class TestCommands:
         assert commands(text) == ["gptlab plan --depth 3", "gptlab bench", "gptlab eval x"]
         assert {command.split()[1] for command in commands(README)} == set(COMMANDS)
 
-    @pytest.mark.parametrize("command", COMMAND_LINES)
-    def test_parse(self, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_parse(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(tmp_path)
         (tmp_path / "night.toml").write_text(blocks(README, "toml")[0])
-        words = shlex.split(command)[1:]
-        if words in (["data"], ["tokenizer"]):
-            assert main(words) == 0
-        else:
-            parsed(words, monkeypatch)
+        for command in COMMAND_LINES:
+            print(command)  # pytest shows the last one, which failed
+            words = shlex.split(command)[1:]
+            with monkeypatch.context() as patch:
+                if words in (["data"], ["tokenizer"]):
+                    assert main(words) == 0
+                else:
+                    parsed(words, patch)
 
     def test_that_do_not_parse_would_be_noticed(self, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(Exception, match="no such"):

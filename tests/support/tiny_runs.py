@@ -63,10 +63,11 @@ class Killed(BaseException):
 def write_corpus(folder: Path, *, documents: int = 20) -> Path:
     """Documents of 3 to 40 words, drawn by SHA-256: the same text under every Python."""
     folder.mkdir(parents=True)
-    for number in range(documents):
-        draws = [byte for i in range(2) for byte in hashlib.sha256(f"{number}/{i}".encode()).digest()]
-        words = [_WORDS[draw % len(_WORDS)] for draw in draws[: 3 + draws[-1] % 38]]
-        (folder / f"{number:03}.txt").write_text(" ".join(words) + "\n", encoding="utf-8", newline="\n")
+    with (folder / "documents.jsonl").open("w", encoding="utf-8", newline="\n") as file:
+        for number in range(documents):
+            draws = [byte for i in range(2) for byte in hashlib.sha256(f"{number}/{i}".encode()).digest()]
+            words = [_WORDS[draw % len(_WORDS)] for draw in draws[: 3 + draws[-1] % 38]]
+            file.write(json.dumps({"text": " ".join(words) + "\n"}) + "\n")
     return folder
 
 

@@ -373,7 +373,8 @@ def test_preparing_trains_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert sorted(path.name for path in (tmp_path / "cache").iterdir()) == ["tokens"]
     tokens = prepared.train.read(0, prepared.train.n_tokens)
     assert tokens[0] == 50_256
-    n_bytes = sum(path.stat().st_size for path in corpus.iterdir())
+    lines = (corpus / "documents.jsonl").read_text(encoding="utf-8").splitlines()
+    n_bytes = sum(len(json.loads(line)["text"].encode()) for line in lines)
     assert prepared.train.n_bytes + prepared.val.n_bytes == n_bytes
     assert prepared.statistics["tokenizer"]["vocab_size"] == 50_257
 

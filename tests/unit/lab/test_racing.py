@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import replace
 from fractions import Fraction
@@ -8,11 +9,12 @@ import numpy as np
 import pytest
 import racing_nights
 import scipy  # its parts are imported where a test first needs them: `stats` takes a second
-from racing_nights import CHOSEN, METHODS, Scenario, simulate
+from racing_nights import CHOSEN, METHODS, Scenario
 
 from gptlab.lab.racing import RaceRules, decide, e_value, level_of_next, likelihood_ratio, seed_order
 
 RULES = RaceRules()
+simulate = functools.cache(racing_nights.simulate)
 
 
 class TestLikelihoodRatio:

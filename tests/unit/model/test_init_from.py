@@ -292,7 +292,7 @@ class TestNames:
         [
             ("gpt-2", "nearest valid: gpt2"),
             ("gpt3", "there is no such folder"),
-            ("corpus/000.txt", "gptlab import nanogpt"),
+            ("corpus/documents.jsonl", "gptlab import nanogpt"),
             ("corpus", "config.json"),
         ],
     )

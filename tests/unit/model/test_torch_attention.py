@@ -4,6 +4,7 @@ takes, its windows, and the bytes that it keeps for the backward pass."""
 from __future__ import annotations
 
 import inspect
+import itertools
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -354,9 +355,6 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
 
 @gpu
 @needs_gpu
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("window", [None, 1, 37, 150, 400])
-@pytest.mark.parametrize(("n_head", "n_kv_head"), HEADS)
 @pytest.mark.parametrize(
     ("by", "dtype", "error"),
     [
@@ -367,10 +365,15 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
         ("blocks", torch.float64, 1e-10),
     ],
 )
-def test_on_a_gpu(
+def test_on_a_gpu(by: str, dtype: torch.dtype, error: float) -> None:
+    """FlashAttention, FlexAttention's kernel and the blocks see what they should, forward and backward."""
+    for (n_head, n_kv_head), window, masked in itertools.product(HEADS, [None, 1, 37, 150, 400], [False, True]):
+        assert_sees_what_it_should(by, dtype, error, n_head, n_kv_head, window, masked)
+
+
+def assert_sees_what_it_should(
     by: str, dtype: torch.dtype, error: float, n_head: int, n_kv_head: int, window: int | None, masked: bool
 ) -> None:
-    """FlashAttention, FlexAttention's kernel and the blocks see what they should, forward and backward."""
     exact = torch.randn(2, N_TOKENS, n_head + 2 * n_kv_head, 64, dtype=torch.float64)
     tokens = random_tokens() if masked else None
     outs, gradients = [], []
@@ -385,7 +388,8 @@ def test_on_a_gpu(
         outs.append(y.detach().double().cpu())
         gradients.append(heads.grad.double().cpu())
     for found, expected in ((outs[1], outs[0]), (gradients[1], gradients[0])):
-        assert (found - expected).norm() < error * expected.norm()
+        case = f"{n_head} heads, {n_kv_head} of keys and values, window {window}, masked: {masked}"
+        assert (found - expected).norm() < error * expected.norm(), case
 
 
 @gpu
@@ -398,7 +402,7 @@ def test_a_real_gpu_takes_flash_attention_and_says_which() -> None:
     described = torch_attention.described(config, torch.bfloat16, "cuda", None)
     newer = torch_attention._NEWER_FLASH.get(torch.cuda.get_device_capability()[0])
     assert described in ("varlen FA2", f"varlen {newer}")
-    test_on_a_gpu("varlen", torch.bfloat16, 2e-2, 2, 2, 37, False)
+    assert_sees_what_it_should("varlen", torch.bfloat16, 2e-2, 2, 2, 37, False)
 
 
 @gpu
