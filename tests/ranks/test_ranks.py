@@ -74,7 +74,7 @@ def write_scenes(script: Script) -> None:
     limit = script.train("limit", **BARE, faults__max_skipped_in_a_row=1)
     limit["trouble"] = [{"1": {"data": {"steps": [3, 4, 5], "what": "loss"}}}]
     half = script.train("half", **BARE, steps=4, runtime__dtype="float16", model__dropout=0.0)
-    half["trouble"] = [{"1": {"data": {"steps": [3], "what": "gradient", "factor": 1e9}}}]
+    half["trouble"] = [{"1": {"data": {"steps": [3], "what": "matrix", "factor": 1e38}}}]
 
     script.lane = "stopped"
     script.train("saved")["trouble"] = [{str(rank): {"at": 5, "signals": ["SIGTERM", "SIGTERM"]} for rank in range(2)}]
@@ -208,6 +208,7 @@ class TestBrokenSteps:
         assert json.loads((played / "limit" / "run.json").read_text())["status"] == "failed"
 
     def test_float16_overflows_on_one_rank_halve_the_scale_of_all(self, played: Path) -> None:
+        """In a matrix that one rank owns, so that no other sees it by itself."""
         assert codes(played, "half") == [[0, 0]]
         assert said(played, "half", 0)["weights"] == said(played, "half", 1)["weights"]
         saved = load_checkpoint(list_checkpoints(played / "half" / "checkpoints")[-1])

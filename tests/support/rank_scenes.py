@@ -108,7 +108,8 @@ def make_trouble(patch: pytest.MonkeyPatch, trouble: Mapping[str, Any]) -> None:
 
 
 def break_data(patch: pytest.MonkeyPatch, steps: Sequence[int], what: str, factor: float = float("nan")) -> None:
-    """The data of `steps` multiplies the `loss` or the `gradient` of this rank; `nothing`: it is not looked at."""
+    """The data of `steps` multiplies the `loss` or the `gradient` of this rank, or that of the last `matrix`, which one
+    rank owns; `nothing`: it is not looked at."""
     gradients = step_module.gradients
 
     def broken(state: TrainState, batch: Any, loss_sum: Any, *rest: Any) -> Tensor:
@@ -123,6 +124,13 @@ def break_data(patch: pytest.MonkeyPatch, steps: Sequence[int], what: str, facto
                 value.register_hook(lambda gradient: gradient * factor)
             return value * factor if what == "loss" else value
 
+        if what == "matrix":
+            matrix = [parameter for parameter in state.model.blocks.parameters() if parameter.ndim == 2][-1]
+            hook = matrix.register_hook(lambda gradient: gradient * factor)
+            try:
+                return gradients(state, batch, loss, *rest)
+            finally:
+                hook.remove()
         return gradients(state, batch, loss, *rest)
 
     patch.setattr(step_module, "gradients", broken)
