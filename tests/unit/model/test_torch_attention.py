@@ -365,6 +365,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
         ("blocks", torch.float64, 1e-10),
     ],
 )
+@pytest.mark.timeout(1800)  # FlexAttention's kernel is compiled for each case
 def test_on_a_gpu(by: str, dtype: torch.dtype, error: float) -> None:
     """FlashAttention, FlexAttention's kernel and the blocks see what they should, forward and backward."""
     for (n_head, n_kv_head), window, masked in itertools.product(HEADS, [None, 1, 37, 150, 400], [False, True]):
