@@ -14,7 +14,7 @@ from racing_nights import CHOSEN, METHODS, Scenario
 from gptlab.lab.racing import RaceRules, decide, e_value, level_of_next, likelihood_ratio, seed_order
 
 RULES = RaceRules()
-simulate = functools.cache(racing_nights.simulate)
+simulate = functools.cache(racing_nights.simulate)  # some tests look at the same nights
 
 
 class TestLikelihoodRatio:
