@@ -116,11 +116,20 @@ inline vec exponential(vec x) {
     return select(vanishes, vec{}, p * (vec)power);
 }
 
+// Has v loaded now, and once: compilers would load it again for each product, and two loads take as long as two products.
+inline vec in_register(vec v) {
+#ifdef __x86_64__  // elsewhere no product reads memory
+    asm("" : "+v"(v));
+#endif
+    return v;
+}
+
 // C (M, N vectors) = the sum over k < depth of A(:, k) B(k, :), or what C holds and that sum (ADD). The element A(i, k)
-// is a[i * a_row + k * a_column]. M * N + N + 1 vectors should be no more than the processor has registers.
+// is a[i * a_row + k * a_column]. M * N + N + 1 vectors should be no more than the processor has registers, all of
+// which are free in a function of its own.
 template <int M, int N, bool ADD>
-inline void tile(long depth, const float* a, long a_row, long a_column, const float* b, long b_row, float* c,
-                 long c_row) {
+__attribute__((noinline)) void tile(long depth, const float* a, long a_row, long a_column, const float* b, long b_row,
+                                    float* c, long c_row) {
     vec sum[M][N];
 #pragma GCC unroll 8
     for (int i = 0; i < M; i++)
@@ -129,7 +138,7 @@ inline void tile(long depth, const float* a, long a_row, long a_column, const fl
     for (long k = 0; k < depth; k++) {
         vec row[N];
 #pragma GCC unroll 8
-        for (int j = 0; j < N; j++) row[j] = load(b + k * b_row + j * W);
+        for (int j = 0; j < N; j++) row[j] = in_register(load(b + k * b_row + j * W));
 #pragma GCC unroll 8
         for (int i = 0; i < M; i++) {
             const vec x = all(a[i * a_row + k * a_column]);
