@@ -79,6 +79,11 @@ MUTATIONS = [
         ["test_fused_kernels.py::test_loss"],
     ),
     Mutation(
+        "the gradient of GELU is the probability alone", "model/kernels/fused_kernels.cpp",
+        "at.below + v * at.density, n)", "at.below, n)",
+        ["test_fused_kernels.py::test_gelu", "test_fused_kernels.py::test_gelu_by_hand"],
+    ),
+    Mutation(
         "sums over rows are added by thread", "model/kernels/fused_kernels.cpp",
         "double of_x = 0, of_y = 0;", "double of_x = 1e-3 * omp_get_num_threads(), of_y = 0;",
         ["test_fused_kernels.py::test_bits_do_not_depend_on_the_number_of_threads"],

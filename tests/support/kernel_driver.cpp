@@ -18,6 +18,7 @@ void heads_backward(long, long, long, long, long, long, const void*, const void*
                     const float*, const float*, void*, void*, void*, long);
 void relu2_forward(long, const void*, void*, long, long);
 void relu2_backward(long, const void*, const void*, void*, long, long);
+void gelu(long, const void*, void*, void*, long, long);
 void softcap_forward(long, const void*, void*, float, long, long);
 void softcap_backward(long, const void*, const void*, void*, float, long, long);
 void dropout(long, const void*, void*, long, long, float, long, long);
@@ -84,6 +85,8 @@ void fused() {
     for (double one : sums) std::printf("%.9g\n", one);
     relu2_forward(narrow, x.data(), sum.data(), rows * width, 1);
     relu2_backward(narrow, x.data(), y.data(), dx.data(), rows * width, 1);
+    sum.print(), dx.print();
+    gelu(narrow, x.data(), sum.data(), dx.data(), rows * width, 1);
     sum.print(), dx.print();
     dropout(narrow, x.data(), sum.data(), rows, width, 0.3f, 1234567890123, 1);
     sum.print();

@@ -49,6 +49,10 @@ def relu2(x: Tensor) -> Tensor:
     return _Elementwise.apply(x, "relu2")
 
 
+def gelu(x: Tensor) -> Tensor:
+    return _Gelu.apply(x)
+
+
 def softcap(x: Tensor, cap: float) -> Tensor:
     return _Elementwise.apply(x, "softcap", cap)
 
@@ -164,6 +168,24 @@ def _dropped(x: Tensor, rate: float, seed: int) -> Tensor:
     y = torch.empty_like(x)
     call("dropout", x.dtype, x, y, x.shape[:-1].numel(), x.shape[-1], rate, seed)
     return y
+
+
+class _Gelu(torch.autograd.Function):
+    """Keeps the derivative instead of x: it is nearly free where GELU itself is computed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        y, slope = torch.empty_like(x), torch.empty_like(x) if ctx.needs_input_grad[0] else None
+        call("gelu", x.dtype, x, y, slope, x.numel())
+        ctx.save_for_backward(slope)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        (slope,) = ctx.saved_tensors
+        return dy * slope
 
 
 class _Elementwise(torch.autograd.Function):

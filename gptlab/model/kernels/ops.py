@@ -39,7 +39,7 @@ def implementation(x: Tensor) -> ModuleType:
 
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "relu2": lambda x: implementation(x).relu2(x),
-    "gelu": F.gelu,
+    "gelu": lambda x: implementation(x).gelu(x),
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
 }
 

@@ -76,6 +76,11 @@ def relu2(x: Tensor) -> Tensor:
     return F.relu(x).square()
 
 
+def gelu(x: Tensor) -> Tensor:
+    """x times the probability that a normal variable is at most x: not the approximation by tanh."""
+    return F.gelu(x)
+
+
 def softcap(x: Tensor, cap: float) -> Tensor:
     return cap * torch.tanh(x / cap)
 

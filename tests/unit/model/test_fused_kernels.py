@@ -138,6 +138,24 @@ def test_relu2(count: int, dtype: torch.dtype, error: float) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "error"), TYPES)
+@pytest.mark.parametrize("count", [1, 100, 40_000])
+def test_gelu(count: int, dtype: torch.dtype, error: float) -> None:
+    """From where it is 0 to where it is x."""
+    x = 4 * random(count + 3, dtype=dtype)
+    require_equal(lambda x: [fused.gelu(x)], lambda x: [F.gelu(x)], [x], error)
+
+
+def test_gelu_by_hand() -> None:
+    """A normal variable is at most 1 with probability 0.84134; its density there is 0.24197."""
+    x = torch.tensor([0.0, 1.0, -1.0, 100.0, -100.0], requires_grad=True)
+    y = fused.gelu(x)
+    y.sum().backward()
+    assert y.tolist() == pytest.approx([0.0, 0.8413447, -0.1586553, 100.0, 0.0], abs=1e-6)
+    assert x.grad is not None
+    assert x.grad.tolist() == pytest.approx([0.5, 1.0833155, -0.0833155, 1.0, 0.0], abs=1e-6)
+
+
+@pytest.mark.parametrize(("dtype", "error"), TYPES)
 @pytest.mark.parametrize("rate", [0.1, 0.5])
 def test_dropout(rate: float, dtype: torch.dtype, error: float) -> None:
     """The same elements, forward and backward, whatever the number of threads; how many, within five standard
@@ -218,6 +236,7 @@ def test_what_is_no_number_reaches_the_loss(bad: float, dtype: torch.dtype) -> N
     assert not of(lambda x: fused.rms_norm(x, 1e-6), 2, 24)
     assert not of(lambda x: fused.sum_and_rms_norm(x, x, 1.0, 0.5, 1e-6)[0], 2, 24)
     assert not of(lambda x: fused.prepare_heads(x, 1, None, None, rotary, 1e-6), 1, 4, 3, 8)
+    assert not of(fused.gelu, 24)
     assert of(fused.relu2, 24) == (bad == -torch.inf)  # of which PyTorch makes 0, too
     if bad != -torch.inf:  # the logit of an entry that never occurs
         assert not of(lambda x: fused.loss_and_gradient(x, torch.tensor([1, 2]), 24, None)[0], 2, 24)
@@ -267,7 +286,8 @@ def test_a_model_with_them_is_the_model_without(kind: str, dtype: torch.dtype, m
     for compute_dtype, by_kernel in ((torch.float64, False), (dtype, False), (dtype, True)):
         model = build_model(config, device=CPU, compute_dtype=compute_dtype, seed=1)
         calls: list[str] = []
-        for name in ("rms_norm", "sum_and_rms_norm", "prepare_heads", "attention", "relu2", "loss_and_gradient"):
+        of_either = "sum_and_rms_norm", "prepare_heads", "relu2", "gelu"
+        for name in ("rms_norm", *of_either, "attention", "loss_and_gradient"):
             monkeypatch.setattr(fused, name, counted(getattr(fused, name), name, calls))
         if not by_kernel:
             monkeypatch.setattr(ops, "_fused", None)
@@ -279,7 +299,7 @@ def test_a_model_with_them_is_the_model_without(kind: str, dtype: torch.dtype, m
         assert bool(calls) == by_kernel
         if by_kernel:
             of_both = {"loss_and_gradient", "attention"}
-            of_one = {"rms_norm", "sum_and_rms_norm", "prepare_heads", "relu2"} if kind == "nanochat" else set()
+            of_one = {"rms_norm", "sum_and_rms_norm", "prepare_heads", "relu2"} if kind == "nanochat" else {"gelu"}
             assert set(calls) == of_both | of_one
         found.append([loss.double()] + [p.grad.double() for p in model.parameters() if p.grad is not None])
         monkeypatch.undo()
@@ -299,6 +319,7 @@ def test_a_model_with_them_is_the_model_without(kind: str, dtype: torch.dtype, m
         lambda x: fused.prepare_heads(x, 1, None, None, None, 1e-6),
         lambda x: fused.attention(x, 1, None, 0.0),
         fused.relu2,
+        fused.gelu,
         lambda x: fused.softcap(x, 2.0),
         lambda x: fused.dropout(x, 0.5),
     ],
