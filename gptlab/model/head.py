@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gptlab.model.kernels import torch_ops
 from gptlab.model.kernels.ops import implementation
 
 # Logits that exist at one time, 8 MiB of float32: they stay in the cache. At quickstart's size forward and backward
@@ -20,6 +21,9 @@ from gptlab.model.kernels.ops import implementation
 SLICE_LOGITS = 2**21
 # ... but no more slices than this, since a compiled graph holds each of them.
 MAX_SLICES = 16
+# Entries from which on a C++ kernel computes the whole head in float32 on a CPU: 0.7 to 1.05 of the time of slices, which
+# are as fast with fewer (two Zen 3 cores, docs/LOG.md, 2026-11-24).
+KERNEL_ENTRIES = 1024
 
 
 class HeadLoss(torch.autograd.Function):
@@ -38,6 +42,10 @@ class HeadLoss(torch.autograd.Function):
         scale: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         wide = torch.promote_types(x.dtype, torch.float32)
+        if x.dtype == wide and len(weight) >= KERNEL_ENTRIES and (kernels := implementation(x)) is not torch_ops:
+            total, *gradients = kernels.head_loss(x, weight, targets, vocab_size, cap)
+            ctx.save_for_backward(*gradients)
+            return total.to(wide)
         total = torch.zeros((), dtype=wide, device=x.device)
         x_gradients = []
         weight_gradient = torch.zeros(weight.shape, dtype=wide, device=weight.device)

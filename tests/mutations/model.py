@@ -37,8 +37,8 @@ MUTATIONS = [
     ),
     Mutation(
         "the head sums its loss in the type of the activations", "model/head.py",
-        "        wide = torch.promote_types(x.dtype, torch.float32)\n        total",
-        "        wide = x.dtype\n        total",
+        "        wide = torch.promote_types(x.dtype, torch.float32)\n        if x.dtype == wide and",
+        "        wide = x.dtype\n        if x.dtype == torch.float32 and",
         ["test_head.py::test_the_loss_of_bfloat16_is_summed_in_float32"],
         ["bfloat16 by autocast; the final loss in float32"],
     ),
@@ -74,9 +74,14 @@ MUTATIONS = [
         ["test_fused_kernels.py::test_dropout"],
     ),
     Mutation(
-        "a negative logit of the kernel has the softcap of a positive one", "model/kernels/fused_kernels.cpp",
+        "a negative logit of the kernel has the softcap of a positive one", "model/kernels/vectors.h",
         "with_sign((1.0f - e) / (1.0f + e), x) * cap", "(1.0f - e) / (1.0f + e) * cap",
         ["test_fused_kernels.py::test_loss"],
+    ),
+    Mutation(
+        "the kernel of the head keeps the weights' gradient of the last rows only", "model/kernels/head_kernel.cpp",
+        "tile<MR, NV, true>(n, turned", "tile<MR, NV, false>(n, turned",
+        ["test_fused_kernels.py::test_whole_head"],
     ),
     Mutation(
         "the gradient of GELU is the probability alone", "model/kernels/fused_kernels.cpp",

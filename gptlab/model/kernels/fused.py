@@ -1,4 +1,5 @@
-"""The functions of `torch_ops` on CPUs, each in one pass over memory: by fused_kernels.cpp and attention_kernel.cpp.
+"""The functions of `torch_ops` on CPUs, each in one pass over memory, and the whole head: by attention_kernel.cpp,
+fused_kernels.cpp and head_kernel.cpp.
 
 Activations are float32 or bfloat16, and so are their gradients. `ops.load_kernels` must have loaded the library.
 """
@@ -61,12 +62,31 @@ def loss_and_gradient(logits: Tensor, targets: Tensor, vocab_size: int, cap: flo
     """The loss is float64; the gradient takes the place of the logits, which must be contiguous. IndexError for a
     target that is no entry."""
     assert logits.is_contiguous()
+    targets = _within(targets, vocab_size)
+    nats = torch.empty((), dtype=torch.float64)
+    call("loss_and_gradient", logits.dtype, logits, targets, *logits.shape, vocab_size, cap or 0.0, nats)
+    return nats, logits
+
+
+def head_loss(
+    x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, cap: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`loss_and_gradient` of x @ weight.T in float32: the loss, and its gradients with respect to x (n, C) and weight
+    (P, C)."""
+    assert x.dtype == weight.dtype == torch.float32
+    x, weight, targets = x.contiguous(), weight.contiguous(), _within(targets, vocab_size)
+    nats, dx, dweight = torch.empty((), dtype=torch.float64), torch.empty_like(x), torch.empty_like(weight)
+    sizes = *x.shape, len(weight), vocab_size
+    call("head_loss", x.dtype, x, weight, targets, dx, dweight, nats, *sizes, cap or 0.0)
+    return nats, dx, dweight
+
+
+def _within(targets: Tensor, vocab_size: int) -> Tensor:
+    """As the kernels take them, which would write beyond their memory for others."""
     assert targets.dtype == torch.int64
     if int(targets.max()) >= vocab_size:
         raise IndexError(f"target {int(targets.max())} is out of bounds for {vocab_size} entries")
-    nats = torch.empty((), dtype=torch.float64)
-    call("loss_and_gradient", logits.dtype, logits, targets.contiguous(), *logits.shape, vocab_size, cap or 0.0, nats)
-    return nats, logits
+    return targets.contiguous()
 
 
 class _SumAndNorm(torch.autograd.Function):

@@ -1,6 +1,6 @@
 // What a GPT computes between its matrix products, on a CPU: norms with the sums before them, heads with rotation, gates
-// and norms, the squared ReLU, dropout, and the loss with its gradient. Each is one pass over memory, forward and
-// backward; as single operations of PyTorch they are three to ten.
+// and norms, activations and dropout. Each is one pass over memory, forward and backward; as single operations of PyTorch
+// they are three to ten.
 //
 // Activations are float32 or bfloat16; whatever is computed is float32, rounded when it is stored. A row is computed by
 // one thread in a fixed order, and sums over rows in CHUNKS parts: the bits do not depend on the number of threads.
@@ -16,19 +16,6 @@
 namespace {
 
 constexpr long CHUNKS = 64;
-// Elements below which waking the other threads takes longer than the work.
-constexpr long SMALL = 16384;
-
-// body(i, n) for each vector of `count` elements: those from i on, n of them, which is W but for the last.
-template <class Body>
-inline void vectors(long count, Body body) {
-    long i = 0;
-    for (; i + W <= count; i += W) body(i, std::integral_constant<long, W>());
-    if (i < count) body(i, count - i);
-}
-
-inline int team(long elements, int threads) { return elements < SMALL ? 1 : threads; }
-
 // mixed = a x + b y, or x where there is no y; normed = mixed / rms(mixed); inverse = 1 / rms, one a row.
 template <class T>
 void norm_forward(const T* x, const T* y, float a, float b, T* mixed, T* normed, float* inverse, long rows, long width,
@@ -220,12 +207,6 @@ void elementwise(long count, int threads, Body body) {
 
 inline vec rectified(vec x) { return select(x < vec{}, vec{}, x); }  // NaN stays
 
-// cap tanh(x / cap), by an exponential of what is negative.
-inline vec softcapped(vec x, float cap) {
-    const vec e = exponential(magnitude(x) * (-2 / cap));
-    return with_sign((1.0f - e) / (1.0f + e), x) * cap;
-}
-
 // Of a normal variable: the probability of no more than x, and the density at x.
 struct Normal {
     vec below, density;
@@ -247,54 +228,6 @@ inline Normal normal(vec x) {
     p = p * t + 1.700702209e-5f;
     const vec beyond = p * bell;
     return {select(x < vec{}, beyond, 1.0f - beyond), bell * 0.398942280f};
-}
-
-// Each row of z (rows, columns): logits before the softcap; afterwards the gradient of its loss with respect to them.
-// Entries from `vocab` on are padding. A negative target does not count. cap = 0: none. nats: the loss of each row.
-template <class T>
-void loss_rows(T* z, const int64_t* targets, long rows, long columns, long vocab, float cap, double* nats, int threads) {
-#pragma omp parallel num_threads(team(rows * columns, threads))
-    {
-        std::vector<float> capped(round_up(columns, W), -INFINITY), weights(capped.size());
-#pragma omp for schedule(static)
-        for (long row = 0; row < rows; row++) {
-            T* logits = z + row * columns;
-            const long target = targets[row];
-            nats[row] = 0;
-            if (target < 0) {
-                std::fill(logits, logits + columns, T{});
-                continue;
-            }
-            vec top = all(-INFINITY);
-            vectors(columns, [&](long i, auto n) {
-                const vec c = load_part(logits + i, n);
-                store_part(capped.data() + i, cap > 0 ? softcapped(c, cap) : c, n);
-            });
-            std::fill(capped.begin() + vocab, capped.end(), -INFINITY);
-            for (long i = 0; i < columns; i += W) {
-                const vec c = load(capped.data() + i);
-                top = select(c > top, c, top);
-            }
-            const float highest = folded(top, [](vec a, vec b) { return select(b > a, b, a); });
-            vec sums{};
-            for (long i = 0; i < columns; i += W) {
-                const vec w = exponential(load(capped.data() + i) - highest);
-                store(weights.data() + i, w);
-                sums += w;
-            }
-            const float total = sum_of(sums), inverse = 1 / total;
-            nats[row] = (double)highest - capped[target] + std::log((double)total);
-            weights[target] -= total;  // the gradient without the softcap is softmax - onehot
-            vectors(columns, [&](long i, auto n) {
-                vec g = load(weights.data() + i) * inverse;
-                if (cap > 0) {
-                    const vec c = load(capped.data() + i), squashed = c * (1 / cap);
-                    g = select(c == all(-INFINITY), vec{}, g * (1.0f - squashed * squashed));
-                }
-                store_part(logits + i, g, n);
-            });
-        }
-    }
 }
 
 }  // namespace
@@ -380,14 +313,5 @@ void dropout(long narrow, const void* x, void* y, long rows, long width, float r
             vectors(width, [&](long i, auto n) { store_part(to + i, load_part(from + i, n) * dropout.factors(i), n); });
         }
     })
-}
-
-// `sum`: the losses of all rows; z becomes the gradient of it.
-void loss_and_gradient(long narrow, void* z, const int64_t* targets, long rows, long columns, long vocab, float cap,
-                       double* sum, long threads) {
-    std::vector<double> nats(rows);
-    BY_TYPE(narrow, loss_rows(out<T>(z), targets, rows, columns, vocab, cap, nats.data(), threads))
-    *sum = 0;
-    for (double row : nats) *sum += row;
 }
 }

@@ -116,6 +116,12 @@ inline vec exponential(vec x) {
     return select(vanishes, vec{}, p * (vec)power);
 }
 
+// cap tanh(x / cap), by an exponential of what is negative.
+inline vec softcapped(vec x, float cap) {
+    const vec e = exponential(magnitude(x) * (-2 / cap));
+    return with_sign((1.0f - e) / (1.0f + e), x) * cap;
+}
+
 // Has v loaded now, and once: compilers would load it again for each product, and two loads take as long as two products.
 inline vec in_register(vec v) {
 #ifdef __x86_64__  // elsewhere no product reads memory
@@ -227,6 +233,19 @@ class Dropout {
     uint32_t first, second;
     wide_bits lanes;
 };
+
+// Elements below which waking the other threads takes longer than the work.
+constexpr long SMALL = 16384;
+
+// body(i, n) for each vector of `count` elements: those from i on, n of them, which is W but for the last.
+template <class Body>
+inline void vectors(long count, Body body) {
+    long i = 0;
+    for (; i + W <= count; i += W) body(i, std::integral_constant<long, W>());
+    if (i < count) body(i, count - i);
+}
+
+inline int team(long elements, int threads) { return elements < SMALL ? 1 : threads; }
 
 template <class T>
 const T* in(const void* memory) {

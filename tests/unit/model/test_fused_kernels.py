@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gptlab.config.model import ModelConfig
 from gptlab.model.gpt import build_model
+from gptlab.model.head import KERNEL_ENTRIES, HeadLoss
 from gptlab.model.kernels import fused, ops, torch_ops
 from gptlab.runtime.hardware.device import compiler_available
 
@@ -201,6 +202,51 @@ def test_loss(entries: int, padded: int, cap: float | None, dtype: torch.dtype, 
     assert gradient[::5].eq(0).all()
 
 
+@pytest.mark.parametrize("cap", [None, 2.0])
+@pytest.mark.parametrize(
+    ("rows", "width", "entries", "vocab"),
+    [(1, 1, 1, 1), (37, 24, 50, 45), (130, 300, 70, 70), (530, 20, 8200, 8197)],
+)
+def test_whole_head(rows: int, width: int, entries: int, vocab: int, cap: float | None) -> None:
+    """Rests of tiles and panels, inputs of more than one panel's depth, and two slices and 18 rows. Sums of 8,200
+    products, relative to the largest element."""
+    x, weight = random(rows, width), 3 * random(entries, width, seed=1) / width**0.5
+    targets = torch.arange(rows) % vocab
+    targets[1::5] = -1
+    exact = [one.double().requires_grad_() for one in (x, weight)]
+    logits = (exact[0] @ exact[1].t())[:, :vocab]
+    capped = logits if cap is None else cap * torch.tanh(logits / cap)
+    expected = F.cross_entropy(capped, targets, ignore_index=-1, reduction="sum")
+    expected.backward()
+    nats, *gradients = fused.head_loss(x, weight, targets, vocab, cap)
+    assert nats.item() == pytest.approx(expected.item(), rel=1e-6, abs=1e-6)
+    for found, one in zip(gradients, exact, strict=True):
+        assert one.grad is not None
+        size = one.grad.abs().max().item()
+        torch.testing.assert_close(found.double(), one.grad, rtol=0, atol=3e-6 * size)
+    assert gradients[0][1::5].eq(0).all()
+    assert gradients[1][vocab:].eq(0).all()
+
+
+@pytest.mark.parametrize("entries", [KERNEL_ENTRIES - 1, KERNEL_ENTRIES])
+def test_a_large_vocabulary_takes_the_kernel_of_the_whole_head(entries: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    for name in ("head_loss", "loss_and_gradient"):
+        monkeypatch.setattr(fused, name, counted(getattr(fused, name), name, calls))
+    monkeypatch.setattr(ops, "_fused", fused)
+    x, weight = random(5, 8).requires_grad_(), random(entries, 8, seed=1).requires_grad_()
+    loss = HeadLoss.apply(x, weight, torch.arange(5), entries, 3.0)
+    (loss / 5).backward()
+    assert calls == ["head_loss" if entries == KERNEL_ENTRIES else "loss_and_gradient"]
+    assert loss.dtype == torch.float32
+    exact = [one.detach().double().requires_grad_() for one in (x, weight)]
+    HeadLoss.apply(*exact, torch.arange(5), entries, 3.0).div(5).backward()
+    for ours, theirs in zip((x, weight), exact, strict=True):
+        assert ours.grad is not None
+        assert theirs.grad is not None
+        torch.testing.assert_close(ours.grad.double(), theirs.grad, rtol=0, atol=1e-6)
+
+
 def test_loss_by_hand() -> None:
     """Logits 0 and ln 3: probabilities 1/4 and 3/4."""
     nats, gradient = fused.loss_and_gradient(torch.tensor([[0.0, 3.0]]).log1p().mul(1), torch.tensor([0]), 2, None)
@@ -212,6 +258,8 @@ def test_a_target_that_is_no_entry() -> None:
     """The kernel would write beyond its memory."""
     with pytest.raises(IndexError, match="target 9 is out of bounds for 7 entries"):
         fused.loss_and_gradient(torch.zeros(3, 8), torch.tensor([0, 9, -1]), 7, None)
+    with pytest.raises(IndexError, match="target 7 is out of bounds for 7 entries"):
+        fused.head_loss(torch.zeros(3, 4), torch.zeros(8, 4), torch.tensor([0, 7, -1]), 7, None)
 
 
 def test_logits_beyond_the_range_of_exp() -> None:
@@ -240,6 +288,8 @@ def test_what_is_no_number_reaches_the_loss(bad: float, dtype: torch.dtype) -> N
     assert of(fused.relu2, 24) == (bad == -torch.inf)  # of which PyTorch makes 0, too
     if bad != -torch.inf:  # the logit of an entry that never occurs
         assert not of(lambda x: fused.loss_and_gradient(x, torch.tensor([1, 2]), 24, None)[0], 2, 24)
+        if dtype == torch.float32:
+            assert not of(lambda x: fused.head_loss(x, torch.ones(24, 8), torch.tensor([1, 2]), 24, None)[0], 2, 8)
 
 
 def test_bits_do_not_depend_on_the_number_of_threads() -> None:
@@ -254,7 +304,9 @@ def test_bits_do_not_depend_on_the_number_of_threads() -> None:
             given = [one.detach().requires_grad_() for one in (x, y, torch.tensor(0.9), torch.tensor(0.3))]
             total, normed = fused.sum_and_rms_norm(*given, 1e-6)
             (fused.relu2(normed) * total).sum().backward()
-            found.append([one.grad for one in given] + list(fused.loss_and_gradient(logits.clone(), targets, 500, 9.0)))
+            losses = fused.loss_and_gradient(logits.clone(), targets, 500, 9.0)
+            head = fused.head_loss(logits, random(900, 500, seed=3), targets, 900, None)
+            found.append([*(one.grad for one in given), *losses, *head])
     finally:
         torch.set_num_threads(threads)
     for one, three in zip(*found, strict=True):
