@@ -21,8 +21,8 @@ from gptlab.model.kernels.ops import implementation
 SLICE_LOGITS = 2**21
 # ... but no more slices than this, since a compiled graph holds each of them.
 MAX_SLICES = 16
-# Entries from which on a C++ kernel computes the whole head in float32 on a CPU: 0.7 to 1.05 of the time of slices, which
-# are as fast with fewer (two Zen 3 cores, docs/LOG.md, 2026-11-24).
+# Entries from which on a C++ kernel computes the whole head in float32 on a CPU: in 0.7 to 1.05 of the time of slices,
+# which are as fast with fewer (two Zen 3 cores, docs/LOG.md, 2026-11-24).
 KERNEL_ENTRIES = 1024
 
 
