@@ -305,9 +305,8 @@ class GPT(nn.Module):
 
 
 def build_model(config: ModelConfig, *, device: torch.device, compute_dtype: torch.dtype, seed: int) -> GPT:
-    """A GPT with initial weights on `device`. It is built on the meta device first, so that nothing is allocated twice.
-
-    Loads the kernels that suit it: see `ops.load_kernels`."""
+    """A GPT with initial weights on `device`; loads its kernels. It is built on the meta device first, so that nothing
+    is allocated twice."""
     load_kernels(device, compute_dtype)
     with torch.device("meta"):
         model = GPT(config, compute_dtype, cast(Platform, device.type))

@@ -67,9 +67,8 @@ class HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
-        x_gradient, weight_gradient = ctx.saved_tensors
-        x_scaled = (x_gradient * upstream).to(x_gradient.dtype)
-        return x_scaled, (weight_gradient * upstream).to(x_gradient.dtype), None, None, None, None
+        of_x, of_weight = ctx.saved_tensors
+        return (of_x * upstream).to(of_x.dtype), (of_weight * upstream).to(of_x.dtype), None, None, None, None
 
 
 def _loss_and_scaled_gradient(

@@ -59,8 +59,7 @@ def softcap(x: Tensor, cap: float) -> Tensor:
 
 
 def loss_and_gradient(logits: Tensor, targets: Tensor, vocab_size: int, cap: float | None) -> tuple[Tensor, Tensor]:
-    """The loss is float64; the gradient takes the place of the logits, which must be contiguous. IndexError for a
-    target that is no entry."""
+    """The loss is float64; the gradient takes the place of the logits. IndexError for a target that is no entry."""
     assert logits.is_contiguous()
     targets = _within(targets, vocab_size)
     nats = torch.empty((), dtype=torch.float64)
@@ -82,8 +81,7 @@ def head_loss(
 
 
 def _within(targets: Tensor, vocab_size: int) -> Tensor:
-    """As the kernels take them, which would write beyond their memory for others."""
-    assert targets.dtype == torch.int64
+    """int64 targets as the kernels take them, which would write beyond their memory for others."""
     if int(targets.max()) >= vocab_size:
         raise IndexError(f"target {int(targets.max())} is out of bounds for {vocab_size} entries")
     return targets.contiguous()

@@ -62,12 +62,11 @@ def kernel_library() -> Library | str | None:
 
 
 def call(name: str, dtype: torch.dtype, *values: Tensor | float | None) -> None:
-    """Call a function of `kernel_library` for activations of `dtype`, float32 or bfloat16: tensors as pointers to their
-    elements, integers as long, other numbers as float, and at last the number of threads."""
+    """Call a function for activations of `dtype`, float32 or bfloat16: tensors as pointers, integers as long, other
+    numbers as float, and at last the number of threads."""
     library = kernel_library()
     assert isinstance(library, Library)
-    narrow, threads = ctypes.c_long(dtype == torch.bfloat16), ctypes.c_long(torch.get_num_threads())
-    getattr(library.functions, name)(narrow, *map(_as_c, values), threads)
+    getattr(library.functions, name)(*map(_as_c, (dtype == torch.bfloat16, *values, torch.get_num_threads())))
 
 
 def _as_c(value: Tensor | float | None) -> Any:
