@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import huggingface_hub
+import huggingface_hub.constants
 import pytest
 import torch
 from test_gpt2_weights import random_gpt2
