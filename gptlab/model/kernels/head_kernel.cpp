@@ -28,8 +28,8 @@ constexpr int MR = 6, NV = 2;
 constexpr int MR = 4, NV = 4;
 #endif
 constexpr int NR = W * NV;
-constexpr long DEPTH = 256;           // rows of a panel of NR columns: it stays in the fastest cache, with a tile's rows
-constexpr long TILES = 96 / MR;       // of rows that share panels while they are there
+constexpr long DEPTH = 4096 / NR;       // rows of a panel of NR columns: 16 KiB, which stay in the fastest cache
+constexpr long TILES = 96 / MR;         // tiles of rows that share a panel while it is there
 constexpr long SLICE_LOGITS = 1 << 21;  // 8 MiB, or DEPTH rows of a larger vocabulary
 
 // A row of logits before the softcap becomes the gradient of its loss with respect to them; returns the loss in nats.
@@ -135,10 +135,10 @@ void whole_head(const Head& s, const float* x, const float* weight, const int64_
     const auto turned = zeros(slice * heights);  // the same, transposed: (heights / MR, slice, MR)
     const auto z = room(slice * z_row);          // their logits, then the gradient with respect to those
     const auto sums = zeros(padded * heights);   // the weights' gradient, transposed: (padded / NR, heights, NR)
-#pragma omp parallel num_threads(threads)
+#pragma omp parallel num_threads(team(s.rows * s.entries, threads))
     {
-        const long thread = omp_get_thread_num(), team = omp_get_num_threads();
-        const long p0 = padded / NR * thread / team * NR, p1 = padded / NR * (thread + 1) / team * NR;
+        const long thread = omp_get_thread_num(), n_threads = omp_get_num_threads();
+        const long p0 = padded / NR * thread / n_threads * NR, p1 = padded / NR * (thread + 1) / n_threads * NR;
         const auto capped = room(padded), weights = room(padded), panel = room(DEPTH * NR);
         const auto inputs = room(TILES * MR * columns);  // the gradient of TILES tiles of rows
         for (long p = p0; p < std::min(p1, s.entries); p++)
@@ -150,8 +150,8 @@ void whole_head(const Head& s, const float* x, const float* weight, const int64_
 #pragma omp barrier
         for (long first = 0; first < s.rows; first += slice) {
             const long here = std::min(slice, s.rows - first), tiles = (here + MR - 1) / MR;
-            const long end = tiles * (thread + 1) / team;
-            for (long from = tiles * thread / team; from < end; from += TILES) {
+            const long end = tiles * (thread + 1) / n_threads;
+            for (long from = tiles * thread / n_threads; from < end; from += TILES) {
                 const long n = std::min(TILES, end - from), r0 = from * MR, r1 = r0 + n * MR;
                 for (long r = r0; r < r1; r++) {
                     float* row = rows.get() + r * s.width;

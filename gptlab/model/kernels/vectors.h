@@ -137,24 +137,24 @@ template <int M, int N, bool ADD>
 __attribute__((noinline)) void tile(long depth, const float* a, long a_row, long a_column, const float* b, long b_row,
                                     float* c, long c_row) {
     vec sum[M][N];
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int i = 0; i < M; i++)
-#pragma GCC unroll 8
+#pragma GCC unroll 16
         for (int j = 0; j < N; j++) sum[i][j] = vec{};
     for (long k = 0; k < depth; k++) {
         vec row[N];
-#pragma GCC unroll 8
+#pragma GCC unroll 16
         for (int j = 0; j < N; j++) row[j] = in_register(load(b + k * b_row + j * W));
-#pragma GCC unroll 8
+#pragma GCC unroll 16
         for (int i = 0; i < M; i++) {
             const vec x = all(a[i * a_row + k * a_column]);
-#pragma GCC unroll 8
+#pragma GCC unroll 16
             for (int j = 0; j < N; j++) sum[i][j] += x * row[j];
         }
     }
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int i = 0; i < M; i++)
-#pragma GCC unroll 8
+#pragma GCC unroll 16
         for (int j = 0; j < N; j++) {
             float* to = c + i * c_row + j * W;
             store(to, ADD ? load(to) + sum[i][j] : sum[i][j]);
