@@ -3,6 +3,7 @@
 between matrix products   `fused` (float32 and bfloat16 on a CPU, not compiled), or `torch_ops`
 ACTIVATIONS               the same, or PyTorch; a new activation is one entry
 attention                 the same on a CPU; `torch_attention` on GPUs and with document masks
+the head                  the same in float32 with a large vocabulary; else slices of products (`model/head.py`)
 one token                 a C++ kernel (float32 and bfloat16 on a CPU), or PyTorch (`model/decoder.py`)
 """
 
