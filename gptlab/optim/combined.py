@@ -141,7 +141,7 @@ def sum_of_squares(gradients: list[Tensor], device: torch.device) -> Tensor:
 
 
 def joint_norm(gradients: list[Tensor]) -> Tensor:
-    """The L2 norm of all elements, 0-d, of one device and type. torch's get_total_norm takes five times as long."""
+    """The L2 norm of tensors of one device and type, 0-d. torch's get_total_norm takes five times as long."""
     return sum_of_squares(gradients, gradients[0].device if gradients else torch.device("cpu")).sqrt()
 
 

@@ -28,9 +28,10 @@ constexpr int MR = 6, NV = 2;
 constexpr int MR = 4, NV = 4;
 #endif
 constexpr int NR = W * NV;
-constexpr long DEPTH = 4096 / NR;       // rows of a panel of NR columns: 16 KiB, which stay in the fastest cache
-constexpr long TILES = 96 / MR;         // tiles of rows that share a panel while it is there
-constexpr long SLICE_LOGITS = 1 << 21;  // 8 MiB, or DEPTH rows of a larger vocabulary
+constexpr long DEPTH = 4096 / NR;  // rows of a panel of NR columns: 16 KiB, which stay in the fastest cache
+constexpr long TILES = 96 / MR;    // tiles of rows that share a panel while it is there
+// A slice has so many logits, 8 MiB, or so many rows: for each slice, all of the weights' gradient is read and written.
+constexpr long SLICE_LOGITS = 1 << 21, SLICE_ROWS = 256;
 
 // A row of logits before the softcap becomes the gradient of its loss with respect to them; returns the loss in nats.
 // Entries from `vocab` on are padding. A negative target does not count. cap = 0: none. capped, weights: room for whole
@@ -127,7 +128,7 @@ void whole_head(const Head& s, const float* x, const float* weight, const int64_
                 double* nats, int threads) {
     // Whole tiles and panels: the zeros in them change no sum.
     const long padded = round_up(s.entries, NR), columns = round_up(s.width, NR), heights = round_up(s.width, MR);
-    const long slice = round_up(std::min(s.rows, std::max(SLICE_LOGITS / padded, DEPTH)), MR);
+    const long slice = round_up(std::min(s.rows, std::max(SLICE_LOGITS / padded, SLICE_ROWS)), MR);
     const long z_row = padded + NR;  // rows that are a power of two apart would share few places of the cache
     const auto up = zeros(padded * s.width);     // the transposed weights: (padded / NR, width, NR)
     const auto down = zeros(columns * padded);   // the weights: (columns / NR, padded, NR)
