@@ -61,9 +61,8 @@ def softcap(x: Tensor, cap: float) -> Tensor:
 def loss_and_gradient(logits: Tensor, targets: Tensor, vocab_size: int, cap: float | None) -> tuple[Tensor, Tensor]:
     """The loss is float64; the gradient takes the place of the logits. IndexError for a target that is no entry."""
     assert logits.is_contiguous()
-    targets = _within(targets, vocab_size)
-    nats = torch.empty((), dtype=torch.float64)
-    call("loss_and_gradient", logits.dtype, logits, targets, *logits.shape, vocab_size, cap or 0.0, nats)
+    nats, sizes = torch.empty((), dtype=torch.float64), (*logits.shape, vocab_size)
+    call("loss_and_gradient", logits.dtype, logits, _within(targets, vocab_size), *sizes, cap or 0.0, nats)
     return nats, logits
 
 
@@ -81,7 +80,8 @@ def head_loss(
 
 
 def _within(targets: Tensor, vocab_size: int) -> Tensor:
-    """int64 targets as the kernels take them, which would write beyond their memory for others."""
+    """As the kernels take them, which would write beyond their memory for others."""
+    assert targets.dtype == torch.int64
     if int(targets.max()) >= vocab_size:
         raise IndexError(f"target {int(targets.max())} is out of bounds for {vocab_size} entries")
     return targets.contiguous()
