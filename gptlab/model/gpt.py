@@ -285,8 +285,8 @@ class GPT(nn.Module):
     def head_loss(self, hidden: Tensor, targets: Tensor, scale: Tensor | None = None) -> Tensor:
         """Summed cross-entropy of hidden (B, T, C) against targets (B, T); 0-d."""
         x = self.final_norm(hidden.flatten(0, 1))
-        weight = self.head.weight.to(x.dtype)
-        return self.head.loss.apply(x, weight, targets.flatten(), self.vocab_size, self.config.logit_softcap, scale)
+        weight, cap = self.head.weight, self.config.logit_softcap
+        return self.head.loss.apply(x, weight, targets.flatten(), self.vocab_size, cap, scale)
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:

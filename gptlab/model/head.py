@@ -21,16 +21,17 @@ from gptlab.model.kernels.ops import implementation
 SLICE_LOGITS = 2**21
 # ... but no more slices than this, since a compiled graph holds each of them.
 MAX_SLICES = 16
-# Entries from which on a C++ kernel computes the whole head in float32 on a CPU: in 0.7 to 1.05 of the time of slices,
-# which are as fast with fewer (two Zen 3 cores, docs/LOG.md, 2026-11-24).
+# Entries from which on a C++ kernel computes the whole head on a CPU: in 0.6 to 1.05 of the time of slices, which are
+# as fast with fewer (two cores of Zen 3 in float32, of Zen 4 in bfloat16; docs/LOG.md, 2026-11-24).
 KERNEL_ENTRIES = 1024
 
 
 class HeadLoss(torch.autograd.Function):
     """Sum of the cross-entropy in nats of softcap(x @ weight.T) over all targets >= 0; differentiable once.
 
-    x: (N, C) and weight: (P, C) in the compute type; targets: (N,); entries from `vocab_size` on are padding. `scale`
-    (0-d float32), for float16: a factor on the gradients and not on the loss, from before they are rounded.
+    x: (N, C) in the compute type; weight: (P, C), which is rounded to it; targets: (N,); entries from `vocab_size` on
+    are padding. `scale` (0-d float32), for float16: a factor on the gradients and not on the loss, from before they are
+    rounded.
 
     `forward` casts its result only where that changes the type: otherwise it would return an alias, for which torch
     2.11 compiles a backward pass of zeros (https://github.com/pytorch/pytorch/issues/180642).
@@ -42,12 +43,13 @@ class HeadLoss(torch.autograd.Function):
         scale: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         wide = torch.promote_types(x.dtype, torch.float32)
-        if x.dtype == wide and len(weight) >= KERNEL_ENTRIES and (kernels := implementation(x)) is not torch_ops:
+        ctx.weight_dtype = weight.dtype
+        if len(weight) >= KERNEL_ENTRIES and (kernels := implementation(x)) is not torch_ops:
             total, *gradients = kernels.head_loss(x, weight, targets, vocab_size, cap)
             ctx.save_for_backward(*gradients)
             return total.to(wide)
         total = torch.zeros((), dtype=wide, device=x.device)
-        x_gradients = []
+        x_gradients, weight = [], weight.to(x.dtype)
         weight_gradient = torch.zeros(weight.shape, dtype=wide, device=weight.device)
         positions = max(SLICE_LOGITS // len(weight), -(-len(x) // MAX_SLICES))
         for xs, ys in zip(x.split(positions), targets.split(positions), strict=True):
@@ -68,7 +70,7 @@ class HeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
         of_x, of_weight = ctx.saved_tensors
-        return (of_x * upstream).to(of_x.dtype), (of_weight * upstream).to(of_x.dtype), None, None, None, None
+        return (of_x * upstream).to(of_x.dtype), (of_weight * upstream).to(ctx.weight_dtype), None, None, None, None
 
 
 def _loss_and_scaled_gradient(

@@ -19,7 +19,7 @@ void heads_backward(long, long, long, long, long, long, const void*, const void*
 void relu2_forward(long, const void*, void*, long, long);
 void relu2_backward(long, const void*, const void*, void*, long, long);
 void gelu(long, const void*, void*, void*, long, long);
-void head_loss(long, const float*, const float*, const int64_t*, float*, float*, double*, long, long, long, long, float,
+void head_loss(long, const void*, const float*, const int64_t*, void*, float*, double*, long, long, long, long, float,
                long);
 void softcap_forward(long, const void*, void*, float, long, long);
 void softcap_backward(long, const void*, const void*, void*, float, long, long);
@@ -106,15 +106,14 @@ void fused() {
     loss_and_gradient(narrow, logits.data(), targets.data(), rows, width, 30, 3, sums, 1);
     std::printf("%.9g\n", sums[0] / rows);
     logits.print();
-    if (!narrow) {
-        std::vector<float> dinputs(rows * head_width), dweight(300 * head_width);
-        const float *inputs = numbers(rows * head_width, 1), *weight = numbers(300 * head_width, 1);
-        head_loss(0, inputs, weight, targets.data(), dinputs.data(), dweight.data(), sums, rows, head_width, 300, 295, 3,
-                  1);
-        std::printf("%.9g\n", sums[0] / rows);
-        for (const auto& one : {dinputs, dweight})
-            for (float gradient : one) std::printf("%.9g\n", gradient);
-    }
+    Array<T> inputs(rows * head_width, 1), dinputs(rows * head_width);
+    std::vector<float> dweight(300 * head_width);
+    const float* weight = numbers(300 * head_width, 1);
+    head_loss(narrow, inputs.data(), weight, targets.data(), dinputs.data(), dweight.data(), sums, rows, head_width, 300, 295,
+              3, 1);
+    std::printf("%.9g\n", sums[0] / rows);
+    dinputs.print();
+    for (float gradient : dweight) std::printf("%.9g\n", gradient);
     softcap_forward(narrow, x.data(), y.data(), 1.5f, rows * width, 1);
     softcap_backward(narrow, x.data(), dnormed.data(), dx.data(), 1.5f, rows * width, 1);
     y.print(), dx.print();

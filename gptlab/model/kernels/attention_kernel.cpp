@@ -1,6 +1,6 @@
 // Causal attention on a CPU, forward and backward, in one pass over blocks that stay in the cache.
 //
-// Heads are float32 or bfloat16; scores, weights and sums are float32.
+// Heads are float32 or bfloat16, and so are the operands of all products; scores and sums are float32.
 //
 // Scores of 64 queries against 64 keys exist at one time (online softmax, as in FlashAttention, arXiv:2205.14135; the
 // backward pass recomputes them from the log-sum-exp, arXiv:2307.08691). What causality hides is skipped, down to tiles
@@ -16,7 +16,7 @@
 // A task is one key-value head of one sequence with all of its queries, computed by one thread in a fixed order. So the
 // bits depend neither on the number of threads nor, without dropout, on the rest of the batch.
 
-#include "vectors.h"
+#include "products.h"
 
 #include <omp.h>
 
@@ -38,26 +38,43 @@ constexpr int NR = W * NV;
 constexpr long BLOCK = 64;
 static_assert(BLOCK % NR == 0 && BLOCK % MR == 0 && std::max(W, MR) % std::min(W, MR) == 0, "blocks are whole tiles");
 
-// C += the sum over k in [from, to).
-inline void add(long from, long to, const float* a, long a_row, long a_column, const float* b, long b_row, float* c,
-                long c_row) {
-    tile<MR, NV, true>(to - from, a + from * a_column, a_row, a_column, b + from * b_row, b_row, c, c_row);
-}
-
 struct Shape {
     long batch, tokens, n_head, n_kv_head, width, window;
     float dropout;  // the share of weights that become 0
     uint64_t seed;
     long rows() const { return round_up(tokens, BLOCK); }       // of a packed head: whole blocks, zeros at the end
     long columns() const { return round_up(width, NR); }        // likewise
-    long packed() const { return rows() * columns(); }          // floats
+    long packed() const { return rows() * columns(); }          // numbers
     long token() const { return (n_head + 2 * n_kv_head) * width; }
     long group() const { return n_head / n_kv_head; }
     float scale() const { return 1 / std::sqrt((float)width); }
     // Floats of memory that each thread needs.
-    long scratch() const { return 8 * packed() + 2 * rows() + 2 * BLOCK * BLOCK; }
+    long scratch() const { return 8 * packed() + 2 * rows() + 4 * BLOCK * BLOCK; }
     // Whether a query of the block at q0 may not see some key of the block at k0.
     bool hides(long q0, long k0) const { return k0 == q0 || k0 + window < q0 + BLOCK; }
+};
+
+// A thread's memory, taken in parts.
+class Scratch {
+  public:
+    explicit Scratch(float* memory) : next(memory) {}
+
+    // For `count` numbers of T, an even number of them.
+    template <class T>
+    auto* numbers(long count) {
+        float* taken = next;
+        next += count / PER_UNIT<T>;
+        return reinterpret_cast<T*>(taken);
+    }
+
+    // For the units of `count` numbers of T.
+    template <class T>
+    auto* units(long count) {
+        return reinterpret_cast<Unit<T>*>(numbers<T>(count));
+    }
+
+  private:
+    float* next;
 };
 
 // Prefetch a share of the next sequence's memory: rows of a single head are too far apart for the processor's own
@@ -68,31 +85,37 @@ void prefetch(const T* memory, long elements, long share, long shares) {
     for (long i = elements * share / shares; i < end; i += line) __builtin_prefetch(memory + i, 0, 2);
 }
 
-// Rows of `width` elements, `stride` apart, times `scale` -> packed.
+// Rows of `width` numbers, `stride` apart -> (rows, columns), units along the width.
 template <class T>
-void pack(const Shape& s, const T* from, long stride, float scale, float* to) {
-    const long columns = s.columns();
+void pack(const Shape& s, const T* from, long stride, Unit<T>* to) {
+    const long units = s.columns() / PER_UNIT<T>;
     for (long t = 0; t < s.tokens; t++)
-        for (long d = 0; d < columns; d += W)
-            store(to + t * columns + d, load_part(from + t * stride + d, std::max(0L, s.width - d)) * scale);
-    std::fill(to + s.tokens * columns, to + s.packed(), 0.0f);
+        for (long u = 0; u < units; u += W)
+            store(to + t * units + u, load_units<T>(from + t * stride + u * PER_UNIT<T>, std::max(0L, s.width - u * PER_UNIT<T>)));
+    std::fill(to + s.tokens * units, to + s.rows() * units, Unit<T>());
 }
 
-// The same, each block of BLOCK rows as (columns, BLOCK).
+// The same, each block of BLOCK rows transposed: (columns, BLOCK), units along the columns.
 template <class T>
-void pack_transposed(const Shape& s, const T* from, long stride, float* to) {
-    const long columns = s.columns();
+void pack_transposed(const Shape& s, const T* from, long stride, Unit<T>* to) {
+    const long units = s.columns() / PER_UNIT<T>;
     for (long t = 0; t < s.rows(); t += W)
-        for (long d = 0; d < columns; d += W) {
+        for (long u = 0; u < units; u += W) {
             vec square[W];
-            for (long i = 0; i < W; i++) {
-                const long n = t + i < s.tokens ? std::max(0L, s.width - d) : 0;
-                square[i] = load_part(from + (t + i) * stride + d, n);
-            }
-            transpose_vectors(square);
-            float* corner = to + (t / BLOCK * columns + d) * BLOCK + t % BLOCK;
+            const long d = u * PER_UNIT<T>;
+            load_transposed<T>(from + t * stride + d, stride, s.tokens - t, s.width - d, square);
+            Unit<T>* corner = to + (t / BLOCK * units + u) * BLOCK + t % BLOCK;
             for (long i = 0; i < W; i++) store(corner + i * BLOCK, square[i]);
         }
+}
+
+// The same -> (rows, columns), units along the rows.
+template <class T>
+void pack_along_tokens(const Shape& s, const T* from, long stride, Unit<T>* to) {
+    for (long t = 0; t < s.rows(); t += PER_UNIT<T>)
+        for (long d = 0; d < s.columns(); d += W)
+            store(to + t / PER_UNIT<T> * s.columns() + d,
+                  load_units_down<T>(from + t * stride + d, stride, s.tokens - t, std::max(0L, s.width - d)));
 }
 
 template <class T>
@@ -103,15 +126,23 @@ void unpack(const Shape& s, const float* packed, float scale, T* to, long stride
 }
 
 // out (BLOCK, BLOCK) = rows of `left` from q0 on times the block of `transposed` at k0. Tiles that no query sees are 0.
-void products(const Shape& s, const float* left, const float* transposed, long q0, long k0, float* out) {
-    const long columns = s.columns();
+template <class U>
+void products(long units, const U* left, const U* transposed, long q0, long k0, float* out) {
     for (long r = 0; r < BLOCK; r += MR)
         for (long c = 0; c < BLOCK; c += NR)
             if (k0 + c < q0 + r + MR)
-                tile<MR, NV, false>(columns, left + (q0 + r) * columns, columns, 1, transposed + k0 * columns + c,
-                                    BLOCK, out + r * BLOCK + c, BLOCK);
+                tile<MR, NV, false>(units, left + (q0 + r) * units, units, 1, transposed + k0 * units + c, BLOCK,
+                                    out + r * BLOCK + c, BLOCK);
             else
                 for (long i = r; i < r + MR; i++) std::memset(out + i * BLOCK + c, 0, NR * sizeof(float));
+}
+
+// C += the sum over k in [from, to), numbers of T.
+template <class T>
+inline void add(long from, long to, const Unit<T>* a, long a_row, long a_column, const Unit<T>* b, long b_row, float* c,
+                long c_row) {
+    from /= PER_UNIT<T>, to /= PER_UNIT<T>;
+    tile<MR, NV, true>(to - from, a + from * a_column, a_row, a_column, b + from * b_row, b_row, c, c_row);
 }
 
 void hide(const Shape& s, long q0, long k0, float* scores) {
@@ -126,41 +157,80 @@ void hide(const Shape& s, long q0, long k0, float* scores) {
 // Keys of a block that its query r needs: on the diagonal none after its own vector, or tile.
 long keys_needed(long r, bool diagonal) { return diagonal ? round_up(r + 1, std::max(W, MR)) : BLOCK; }
 
-// Adds a block of scores for each query: updates `highest` and `total`, turns the scores into weights relative to the
-// new highest, and rescales `out` so far.
-void online_softmax(const Shape& s, bool diagonal, float* scores, float* highest, float* total, float* out) {
+// The factors of dropout for query r of a block whose first query is `first` among those of all sequences and heads.
+Dropout dropout_of(const Shape& s, uint64_t first, long r) {
+    return s.dropout > 0 ? Dropout(s.dropout, s.seed, first + r) : Dropout();
+}
+
+// Adds a block of scores for each query: updates `highest` and `total`, makes weights relative to the new highest, and
+// rescales `out` so far. weights: (BLOCK, BLOCK), which may be the memory of the scores.
+template <class T>
+void online_softmax(const Shape& s, bool diagonal, uint64_t first, long k0, const float* scores, T* weights,
+                    float* highest, float* total, float* out) {
+    const float scale = s.scale();
+    float shift[BLOCK], factor[BLOCK];
     for (long r = 0; r < BLOCK; r++) {
-        float* row = scores + r * BLOCK;
-        const long keys = keys_needed(r, diagonal);
+        const float* row = scores + r * BLOCK;
         vec top = load(row);
-        for (long c = W; c < keys; c += W) {
+        for (long c = W; c < keys_needed(r, diagonal); c += W) {
             const vec z = load(row + c);
             top = select(z > top, z, top);
         }
-        const float now = std::max(highest[r], folded(top, [](vec a, vec b) { return select(b > a, b, a); }));
-        const float shift = now == -INFINITY ? 0 : now;  // a row of which the window hides all keys so far
-        const float factor = total[r] == 0 ? 0 : std::exp(highest[r] - shift);
-        vec sums = vec{};
-        for (long c = 0; c < keys; c += W) {
-            const vec weights = exponential(load(row + c) - shift);
-            store(row + c, weights);
-            sums += weights;
+        shift[r] = scale * folded(top, [](vec a, vec b) { return select(b > a, b, a); });
+    }
+    for (long r = 0; r < BLOCK; r += W) {
+        const vec before = load(highest + r), block = load(shift + r), now = select(block > before, block, before);
+        const vec by = select(now == all(-INFINITY), vec{}, now);  // rows of which the window hides all keys so far
+        store(shift + r, by);
+        store(factor + r, exponential(before - by));
+        store(highest + r, now);
+    }
+    for (long r = 0; r < BLOCK; r++) {
+        const Dropout dropout = dropout_of(s, first, r);
+        vec sums{};
+        for (long c = 0; c < keys_needed(r, diagonal); c += W) {
+            vec weight = exponential_of<T>(load(scores + r * BLOCK + c), scale, shift[r]);
+            sums += weight;
+            if (s.dropout > 0) weight *= dropout.factors(k0 + c);
+            store(weights + r * BLOCK + c, weight);
         }
-        total[r] = total[r] * factor + sum_of(sums);
-        highest[r] = now;
+        total[r] = total[r] * factor[r] + sum_of(sums);
         float* so_far = out + r * s.columns();
-        for (long d = 0; d < s.columns(); d += W) store(so_far + d, load(so_far + d) * factor);
+        if (factor[r] != 1)
+            for (long d = 0; d < s.columns(); d += W) store(so_far + d, load(so_far + d) * factor[r]);
     }
 }
 
-// Multiplies a block of weights by their factors of dropout. query: the number of the block's first query among those of
-// all sequences and heads.
-void drop(const Shape& s, bool diagonal, uint64_t query, long k0, float* weights) {
-    for (long r = 0; r < BLOCK; r++) {
-        const Dropout dropout(s.dropout, s.seed, query + r);
+// Turns a block of scores and `dweights`, the gradients of their weights, into weights and the gradients of the scores, in
+// the forms that products take: units along the keys, or "down" along the queries. In float32 that is the same memory.
+template <class T>
+void score_gradients(const Shape& s, bool diagonal, uint64_t first, long k0, const float* lse, const float* delta,
+                     const float* scores, const float* dweights, T* dscores, Unit<T>* dscores_down, Unit<T>* weights_down) {
+    const float scale = s.scale();
+    constexpr long N = PER_UNIT<T>;  // rows at a time
+    for (long r = 0; r < BLOCK; r += N) {
+        Dropout dropout[N];
+        for (long i = 0; i < N; i++) dropout[i] = dropout_of(s, first, r + i);
         for (long c = 0; c < keys_needed(r, diagonal); c += W) {
-            float* weight = weights + r * BLOCK + c;
-            store(weight, load(weight) * dropout.factors(k0 + c));
+            vec weight[N], gradient[N];
+            for (long i = 0; i < N; i++) {
+                const long at = (r + i) * BLOCK + c;
+                const vec p = exponential_of<T>(load(scores + at), scale, lse[r + i]);
+                vec kept = all(1.0f);
+                if (s.dropout > 0) kept = dropout[i].factors(k0 + c);
+                weight[i] = p * kept;
+                gradient[i] = p * (load(dweights + at) * kept - delta[r + i]);
+            }
+            if constexpr (!PAIRS<T>) {
+                store(weights_down + r * BLOCK + c, weight[0]);
+                store(dscores + r * BLOCK + c, gradient[0]);
+            } else {
+                const half_vec g0 = narrow(gradient[0]), g1 = narrow(gradient[1]);
+                std::memcpy(dscores + r * BLOCK + c, &g0, sizeof g0);
+                std::memcpy(dscores + (r + 1) * BLOCK + c, &g1, sizeof g1);
+                store(dscores_down + r / 2 * BLOCK + c, pairs(g0, g1));
+                store(weights_down + r / 2 * BLOCK + c, pairs(narrow(weight[0]), narrow(weight[1])));
+            }
         }
     }
 }
@@ -169,34 +239,36 @@ template <class T>
 void forward(const T* heads, T* y, float* lse, const Shape& s, long threads) {
     const long batch = s.batch, tokens = s.tokens, n_head = s.n_head, n_kv_head = s.n_kv_head, width = s.width,
                window = s.window;
-    const long n = s.packed(), columns = s.columns();
-    const std::unique_ptr<float[]> scratch(new float[threads * s.scratch()]);
+    const long n = s.packed(), columns = s.columns(), units = columns / PER_UNIT<T>, row = BLOCK / PER_UNIT<T>;
+    const std::unique_ptr<float[]> memory(new float[threads * s.scratch()]);
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (long task = 0; task < batch * n_kv_head; task++) {
         const long sequence = task / n_kv_head, kv = task % n_kv_head;
-        float* free = scratch.get() + omp_get_thread_num() * s.scratch();
-        const auto take = [&](long floats) { float* taken = free; free += floats; return taken; };
-        float *q = take(n), *kt = take(n), *v = take(n), *out = take(BLOCK * columns);
-        float *scores = take(BLOCK * BLOCK), *highest = take(BLOCK), *total = take(BLOCK);
+        Scratch scratch(memory.get() + omp_get_thread_num() * s.scratch());
+        auto *q = scratch.units<T>(n), *kt = scratch.units<T>(n), *v = scratch.units<T>(n);
+        auto *out = scratch.numbers<float>(BLOCK * columns), *scores = scratch.numbers<float>(BLOCK * BLOCK);
+        auto *highest = scratch.numbers<float>(BLOCK), *total = scratch.numbers<float>(BLOCK);
+        auto* weights = PAIRS<T> ? scratch.numbers<T>(BLOCK * BLOCK) : (T*)scores;
         const T* here = heads + sequence * tokens * s.token();
         if (sequence + 1 < batch) prefetch(here + tokens * s.token(), tokens * s.token(), kv, n_kv_head);
         pack_transposed(s, here + (n_head + kv) * width, s.token(), kt);
-        pack(s, here + (n_head + n_kv_head + kv) * width, s.token(), 1, v);
+        pack_along_tokens(s, here + (n_head + n_kv_head + kv) * width, s.token(), v);
         for (long head = kv * s.group(); head < (kv + 1) * s.group(); head++) {
-            pack(s, here + head * width, s.token(), s.scale(), q);
+            pack(s, here + head * width, s.token(), q);
             for (long q0 = 0; q0 < s.rows(); q0 += BLOCK) {
                 std::fill(highest, highest + BLOCK, -INFINITY);
                 std::fill(total, total + BLOCK, 0.0f);
                 std::memset(out, 0, BLOCK * columns * sizeof(float));
                 for (long k0 = std::max(0L, q0 - window + 1) / BLOCK * BLOCK; k0 <= q0; k0 += BLOCK) {
-                    products(s, q, kt, q0, k0, scores);
+                    const uint64_t query = (sequence * n_head + head) * tokens + q0;
+                    products(units, q, kt, q0, k0, scores);
                     if (s.hides(q0, k0)) hide(s, q0, k0, scores);
-                    online_softmax(s, k0 == q0, scores, highest, total, out);
-                    if (s.dropout > 0) drop(s, k0 == q0, (sequence * n_head + head) * tokens + q0, k0, scores);
+                    online_softmax(s, k0 == q0, query, k0, scores, weights, highest, total, out);
+                    const auto* a = reinterpret_cast<const Unit<T>*>(weights);
                     for (long r = 0; r < BLOCK; r += MR)
                         for (long d = 0; d < columns; d += NR)
-                            add(0, k0 == q0 ? r + MR : BLOCK, scores + r * BLOCK, BLOCK, 1, v + k0 * columns + d,
-                                columns, out + r * columns + d, columns);
+                            add<T>(0, k0 == q0 ? r + MR : BLOCK, a + r * row, row, 1, v + k0 / PER_UNIT<T> * columns + d,
+                                   columns, out + r * columns + d, columns);
                 }
                 for (long r = 0; r < BLOCK && q0 + r < tokens; r++) {
                     T* to = y + ((sequence * tokens + q0 + r) * n_head + head) * width;
@@ -214,17 +286,24 @@ template <class T>
 void backward(const T* heads, const T* y, const float* lse, const T* dy, T* dheads, const Shape& s, long threads) {
     const long batch = s.batch, tokens = s.tokens, n_head = s.n_head, n_kv_head = s.n_kv_head, width = s.width,
                window = s.window;
-    const long n = s.packed(), columns = s.columns();
-    const std::unique_ptr<float[]> scratch(new float[threads * s.scratch()]);
+    const long n = s.packed(), columns = s.columns(), units = columns / PER_UNIT<T>, row = BLOCK / PER_UNIT<T>;
+    const std::unique_ptr<float[]> memory(new float[threads * s.scratch()]);
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (long task = 0; task < batch * n_kv_head; task++) {
         const long sequence = task / n_kv_head, kv = task % n_kv_head;
-        float* free = scratch.get() + omp_get_thread_num() * s.scratch();
-        const auto take = [&](long floats) { float* taken = free; free += floats; return taken; };
-        float *q = take(n), *k = take(n), *kt = take(n), *vt = take(n), *dout = take(n);
-        float *dq = take(n), *dk = take(n), *dv = take(n);
-        float *weights = take(BLOCK * BLOCK), *dscores = take(BLOCK * BLOCK);
-        float *norm = take(s.rows()), *delta = take(s.rows());
+        Scratch scratch(memory.get() + omp_get_thread_num() * s.scratch());
+        auto *q = scratch.units<T>(n), *dout = scratch.units<T>(n);  // units along the width
+        auto *kt = scratch.units<T>(n), *vt = scratch.units<T>(n);
+        // Units along the tokens; in float32 that is the same.
+        auto *q_down = PAIRS<T> ? scratch.units<T>(n) : q, *dout_down = PAIRS<T> ? scratch.units<T>(n) : dout;
+        auto* k_down = scratch.units<T>(n);
+        auto *dq = scratch.numbers<float>(n), *dk = scratch.numbers<float>(n), *dv = scratch.numbers<float>(n);
+        auto *norm = scratch.numbers<float>(s.rows()), *delta = scratch.numbers<float>(s.rows());
+        auto *scores = scratch.numbers<float>(BLOCK * BLOCK), *dweights = scratch.numbers<float>(BLOCK * BLOCK);
+        auto* dscores = PAIRS<T> ? scratch.numbers<T>(BLOCK * BLOCK) : (T*)dweights;
+        auto* dscores_down = PAIRS<T> ? scratch.units<T>(BLOCK * BLOCK) : (Unit<T>*)dweights;
+        auto* weights_down = PAIRS<T> ? scratch.units<T>(BLOCK * BLOCK) : (Unit<T>*)scores;
+        const auto* dscores_units = reinterpret_cast<const Unit<T>*>(dscores);
         const T* here = heads + sequence * tokens * s.token();
         T* dhere = dheads + sequence * tokens * s.token();
         if (sequence + 1 < batch) {
@@ -233,7 +312,7 @@ void backward(const T* heads, const T* y, const float* lse, const T* dy, T* dhea
             prefetch(y + (sequence + 1) * of_y, of_y, kv, n_kv_head);
             prefetch(dy + (sequence + 1) * of_y, of_y, kv, n_kv_head);
         }
-        pack(s, here + (n_head + kv) * width, s.token(), 1, k);
+        pack_along_tokens(s, here + (n_head + kv) * width, s.token(), k_down);
         pack_transposed(s, here + (n_head + kv) * width, s.token(), kt);
         pack_transposed(s, here + (n_head + n_kv_head + kv) * width, s.token(), vt);
         std::memset(dk, 0, n * sizeof(float));
@@ -242,14 +321,18 @@ void backward(const T* heads, const T* y, const float* lse, const T* dy, T* dhea
         std::memset(delta, 0, s.rows() * sizeof(float));
         for (long head = kv * s.group(); head < (kv + 1) * s.group(); head++) {
             const long first = (sequence * tokens * n_head + head) * width;
-            pack(s, here + head * width, s.token(), s.scale(), q);
-            pack(s, dy + first, n_head * width, 1, dout);
+            pack(s, here + head * width, s.token(), q);
+            pack(s, dy + first, n_head * width, dout);
+            if constexpr (PAIRS<T>) {
+                pack_along_tokens(s, here + head * width, s.token(), q_down);
+                pack_along_tokens(s, dy + first, n_head * width, dout_down);
+            }
             std::memset(dq, 0, n * sizeof(float));
             for (long t = 0; t < tokens; t++) {  // sum over keys of weight times its gradient = sum of y dy
-                const T* of_token = y + first + t * n_head * width;
+                const long of_token = first + t * n_head * width;
                 vec sums{};
                 for (long d = 0; d < width; d += W)
-                    sums += load_part(of_token + d, width - d) * load(dout + t * columns + d);
+                    sums += load_part(y + of_token + d, width - d) * load_part(dy + of_token + d, width - d);
                 delta[t] = sum_of(sums);
                 norm[t] = lse[(sequence * n_head + head) * tokens + t];
             }
@@ -257,33 +340,27 @@ void backward(const T* heads, const T* y, const float* lse, const T* dy, T* dhea
                 const long end = std::min(s.rows(), round_up(std::min(k0 + BLOCK - 1 + window, s.rows()), BLOCK));
                 for (long q0 = k0; q0 < end; q0 += BLOCK) {
                     const bool diagonal = q0 == k0;
-                    products(s, q, kt, q0, k0, weights);
-                    if (s.hides(q0, k0)) hide(s, q0, k0, weights);
-                    products(s, dout, vt, q0, k0, dscores);
                     const uint64_t query = (sequence * n_head + head) * tokens + q0;
-                    if (s.dropout > 0) drop(s, diagonal, query, k0, dscores);
-                    for (long r = 0; r < BLOCK; r++)
-                        for (long c = 0; c < keys_needed(r, diagonal); c += W) {
-                            float *weight = weights + r * BLOCK + c, *dscore = dscores + r * BLOCK + c;
-                            const vec p = exponential(load(weight) - norm[q0 + r]);
-                            store(weight, p);
-                            store(dscore, p * (load(dscore) - delta[q0 + r]));
-                        }
-                    if (s.dropout > 0) drop(s, diagonal, query, k0, weights);
+                    products(units, q, kt, q0, k0, scores);
+                    if (s.hides(q0, k0)) hide(s, q0, k0, scores);
+                    products(units, dout, vt, q0, k0, dweights);
+                    score_gradients(s, diagonal, query, k0, norm + q0, delta + q0, scores, dweights, dscores,
+                                    dscores_down, weights_down);
+                    const long of_q = q0 / PER_UNIT<T> * columns, of_k = k0 / PER_UNIT<T> * columns;
                     for (long r = 0; r < BLOCK; r += MR)
                         for (long d = 0; d < columns; d += NR) {
-                            add(0, diagonal ? r + MR : BLOCK, dscores + r * BLOCK, BLOCK, 1, k + k0 * columns + d,
-                                columns, dq + (q0 + r) * columns + d, columns);
-                            add(diagonal ? r : 0, BLOCK, dscores + r, 1, BLOCK, q + q0 * columns + d, columns,
-                                dk + (k0 + r) * columns + d, columns);
-                            add(diagonal ? r : 0, BLOCK, weights + r, 1, BLOCK, dout + q0 * columns + d, columns,
-                                dv + (k0 + r) * columns + d, columns);
+                            add<T>(0, diagonal ? r + MR : BLOCK, dscores_units + r * row, row, 1, k_down + of_k + d,
+                                   columns, dq + (q0 + r) * columns + d, columns);
+                            add<T>(diagonal ? r : 0, BLOCK, dscores_down + r, 1, BLOCK, q_down + of_q + d, columns,
+                                   dk + (k0 + r) * columns + d, columns);
+                            add<T>(diagonal ? r : 0, BLOCK, weights_down + r, 1, BLOCK, dout_down + of_q + d, columns,
+                                   dv + (k0 + r) * columns + d, columns);
                         }
                 }
             }
             unpack(s, dq, s.scale(), dhere + head * width, s.token());
         }
-        unpack(s, dk, 1, dhere + (n_head + kv) * width, s.token());
+        unpack(s, dk, s.scale(), dhere + (n_head + kv) * width, s.token());
         unpack(s, dv, 1, dhere + (n_head + n_kv_head + kv) * width, s.token());
     }
 }

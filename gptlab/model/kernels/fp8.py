@@ -109,7 +109,8 @@ class Fp8HeadLoss(HeadLoss):
             return HeadLoss.forward(ctx, x, weight, targets, vocab_size, cap)
         total = torch.zeros((), dtype=torch.float32, device=x.device)
         x_gradients, weight_gradient = [], torch.zeros(weight.shape, dtype=torch.float32, device=x.device)
-        weight8 = rounded(weight, E4M3)
+        ctx.weight_dtype = weight.dtype
+        weight8 = rounded(weight.to(x.dtype), E4M3)
         columns = weight8.transposed()
         positions = max(SLICE_LOGITS // len(weight), -(-len(x) // MAX_SLICES))
         positions = -(-positions // MULTIPLE) * MULTIPLE

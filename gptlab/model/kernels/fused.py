@@ -69,10 +69,9 @@ def loss_and_gradient(logits: Tensor, targets: Tensor, vocab_size: int, cap: flo
 def head_loss(
     x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, cap: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`loss_and_gradient` of x @ weight.T in float32: the loss, and its gradients with respect to x (n, C) and weight
-    (P, C)."""
-    assert x.dtype == weight.dtype == torch.float32
-    x, weight, targets = x.contiguous(), weight.contiguous(), _within(targets, vocab_size)
+    """`loss_and_gradient` of x @ weight.T: the loss, and its gradients with respect to x (n, C), in its type, and
+    weight (P, C), in float32."""
+    x, weight, targets = x.contiguous(), weight.float().contiguous(), _within(targets, vocab_size)
     nats, dx, dweight = torch.empty((), dtype=torch.float64), torch.empty_like(x), torch.empty_like(weight)
     sizes = *x.shape, len(weight), vocab_size
     call("head_loss", x.dtype, x, weight, targets, dx, dweight, nats, *sizes, cap or 0.0)

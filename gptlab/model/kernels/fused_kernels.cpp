@@ -291,13 +291,13 @@ void gelu(long narrow, const void* x, void* y, void* slope, long count, long thr
 // y = cap tanh(x / cap)
 void softcap_forward(long narrow, const void* x, void* y, float cap, long count, long threads) {
     BY_TYPE(narrow, elementwise(count, threads, [&](long i, auto n) {
-                store_part(out<T>(y) + i, softcapped(load_part(in<T>(x) + i, n), cap), n);
+                store_part(out<T>(y) + i, softcapped<T>(load_part(in<T>(x) + i, n), cap), n);
             }))
 }
 
 void softcap_backward(long narrow, const void* x, const void* dy, void* dx, float cap, long count, long threads) {
     BY_TYPE(narrow, elementwise(count, threads, [&](long i, auto n) {
-                const vec share = softcapped(load_part(in<T>(x) + i, n), cap) * (1 / cap);
+                const vec share = softcapped<T>(load_part(in<T>(x) + i, n), cap) * (1 / cap);
                 store_part(out<T>(dx) + i, load_part(in<T>(dy) + i, n) * (1.0f - share * share), n);
             }))
 }

@@ -1,11 +1,18 @@
 // Building blocks of the kernels on CPUs: float32 vectors as wide as the processor's, which float32 and bfloat16 are
-// loaded into, and a tile of a matrix product that stays in its registers.
+// loaded into.
 
 #pragma once
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <utility>
+
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#include <arm_neon.h>
+#endif
 
 namespace {
 
@@ -34,8 +41,11 @@ typedef uint32_t wide_bits __attribute__((vector_size(W * sizeof(uint32_t))));
 
 inline vec widen(half_vec v) { return (vec)(__builtin_convertvector(v, wide_bits) << 16); }
 
-// To the nearest, of two the even one; NaN stays NaN.
+// To the nearest, of two the even one; NaN stays NaN. AVX512-BF16's own instruction makes 0 of what is below 1.2e-38.
 inline half_vec narrow(vec v) {
+#ifdef __AVX512BF16__
+    return (half_vec)_mm512_cvtneps_pbh((__m512)v);
+#endif
     const wide_bits given = (wide_bits)v, rounded = given + (0x7fff + (given >> 16 & 1)), is_nan = (wide_bits)(v != v);
     return __builtin_convertvector(((rounded & ~is_nan) | ((given | 0x400000) & is_nan)) >> 16, half_vec);
 }
@@ -90,6 +100,13 @@ inline vec all(float x) { return x - vec{}; }
 
 inline vec select(bits chosen, vec a, vec b) { return (vec)((chosen & (bits)a) | (~chosen & (bits)b)); }
 
+// v with `other` in the lanes from the nth on.
+inline vec first_lanes(vec v, long n, float other) {
+    if (n >= W) return v;
+    for (long i = n; i < W; i++) v[i] = other;
+    return v;
+}
+
 inline vec magnitude(vec x) { return (vec)((bits)x & 0x7fffffff); }
 
 inline vec with_sign(vec size, vec x) { return (vec)((bits)size | ((bits)x & INT32_MIN)); }
@@ -116,49 +133,51 @@ inline vec exponential(vec x) {
     return select(vanishes, vec{}, p * (vec)power);
 }
 
-// cap tanh(x / cap), by an exponential of what is negative.
+// 2^x to 3e-6 of it, for what is rounded to bfloat16: for x up to 0 and a little more, 0 below the smallest normal number,
+// NaN for NaN. The polynomial, of the fraction after rounding down, is fitted by weighted least squares.
+inline vec coarse_power_of_two(vec x) {
+#ifdef __AVX512DQ__
+    const vec r = (vec)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF);
+#else
+    const vec lowest = all(-126.0f);
+    const bits vanishes = x < lowest;
+    x = select(vanishes, lowest, x);
+    const vec to_integer = all(12582912.0f);
+    const vec shifted = x - 0.5f + to_integer, r = x - (shifted - to_integer);
+#endif
+    vec p = all(1.353416058e-2f);
+    p = p * r + 5.201147470e-2f;
+    p = p * r + 2.414427486e-1f;
+    p = p * r + 6.930038360e-1f;
+    p = p * r + 1.000002593f;
+#ifdef __AVX512DQ__
+    return (vec)_mm512_scalef_ps((__m512)p, (__m512)x);
+#else
+    const bits power = ((bits)shifted - (bits)to_integer + 127) << 23;
+    return select(vanishes, vec{}, p * (vec)power);
+#endif
+}
+
+// exp(factor x - shift), as exactly as T holds what is made of it.
+template <class T>
+inline vec exponential_of(vec x, float factor, float shift) {
+    if constexpr (std::is_same_v<T, float>) return exponential(x * factor - shift);
+    constexpr float LOG2_E = 1.44269504f;
+    return coarse_power_of_two(x * (factor * LOG2_E) - shift * LOG2_E);
+}
+
+// cap tanh(x / cap), by an exponential of what is negative; as exactly as for `exponential_of`.
+template <class T>
 inline vec softcapped(vec x, float cap) {
-    const vec e = exponential(magnitude(x) * (-2 / cap));
+    const vec e = exponential_of<T>(magnitude(x), -2 / cap, 0);
     return with_sign((1.0f - e) / (1.0f + e), x) * cap;
 }
 
-// Has v loaded now, and once: compilers would load it again for each product, and two loads take as long as two products.
-inline vec in_register(vec v) {
-#ifdef __x86_64__  // elsewhere no product reads memory
-    asm("" : "+v"(v));
-#endif
-    return v;
-}
+// Two numbers in bfloat16, the first in the lower half.
+typedef uint32_t pair;
 
-// C (M, N vectors) = the sum over k < depth of A(:, k) B(k, :), or what C holds and that sum (ADD). The element A(i, k)
-// is a[i * a_row + k * a_column]. M * N + N + 1 vectors should be no more than the processor has registers, all of
-// which are free in a function of its own.
-template <int M, int N, bool ADD>
-__attribute__((noinline)) void tile(long depth, const float* a, long a_row, long a_column, const float* b, long b_row,
-                                    float* c, long c_row) {
-    vec sum[M][N];
-#pragma GCC unroll 16
-    for (int i = 0; i < M; i++)
-#pragma GCC unroll 16
-        for (int j = 0; j < N; j++) sum[i][j] = vec{};
-    for (long k = 0; k < depth; k++) {
-        vec row[N];
-#pragma GCC unroll 16
-        for (int j = 0; j < N; j++) row[j] = in_register(load(b + k * b_row + j * W));
-#pragma GCC unroll 16
-        for (int i = 0; i < M; i++) {
-            const vec x = all(a[i * a_row + k * a_column]);
-#pragma GCC unroll 16
-            for (int j = 0; j < N; j++) sum[i][j] += x * row[j];
-        }
-    }
-#pragma GCC unroll 16
-    for (int i = 0; i < M; i++)
-#pragma GCC unroll 16
-        for (int j = 0; j < N; j++) {
-            float* to = c + i * c_row + j * W;
-            store(to, ADD ? load(to) + sum[i][j] : sum[i][j]);
-        }
+inline vec pairs(half_vec first, half_vec second) {
+    return (vec)(__builtin_convertvector(first, wide_bits) | __builtin_convertvector(second, wide_bits) << 16);
 }
 
 // Lanes of two vectors by number, those of b counted from W on.
@@ -207,6 +226,8 @@ inline void transpose_vectors(vec* rows) {
 // The factors of dropout for a row: 0 with the probability `rate`, and otherwise 1 / (1 - rate).
 class Dropout {
   public:
+    Dropout() = default;  // no factors yet
+
     Dropout(float rate, uint64_t seed, uint64_t row) : scale(1 / (1 - rate)), lost((int32_t)(rate * (1 << 24))) {
         // SplitMix64 (Steele, Lea and Flood, doi.org/10.1145/2714064.2660195) makes two words of each row.
         uint64_t z = seed + (row + 1) * 0x9e3779b97f4a7c15;

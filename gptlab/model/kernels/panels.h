@@ -1,0 +1,153 @@
+// Larger matrix products on a CPU, of operands that are packed into panels: some columns of an operand, all along its depth,
+// in the order in which a tile takes them.
+//
+// A panel is (depth, NR) for the right operand, (depth, HEIGHT) for a left one whose depth lies down the rows in memory; all
+// in units, with zeros where the matrix ends. Every element of a product is summed by one thread in an order that no number
+// of threads changes.
+
+#pragma once
+
+#include "products.h"
+
+#include <memory>
+#include <new>
+
+namespace {
+
+// Rows and vectors of a tile.
+#if defined(__AVX512F__)
+constexpr int MR = 12, NV = 2;
+#elif defined(__AVX__)
+constexpr int MR = 6, NV = 2;
+#else
+constexpr int MR = 4, NV = 4;
+#endif
+constexpr int NR = W * NV;
+constexpr long DEPTH = 4096 / NR;  // units of a panel that stay in the fastest cache: 16 KiB
+constexpr long HEIGHT = 48;        // rows that share them while they are there
+constexpr long TILES = HEIGHT / MR;
+static_assert(HEIGHT % MR == 0 && HEIGHT % W == 0 && MR % 2 == 0, "tiles are whole, and so are their vectors and units");
+
+struct Free {
+    void operator()(void* memory) const { ::operator delete[](memory, std::align_val_t(64)); }
+};
+
+template <class E>
+using Memory = std::unique_ptr<E[], Free>;
+
+// Beginning with a line of the cache.
+template <class E>
+Memory<E> room(long count) {
+    return Memory<E>(static_cast<E*>(::operator new[](count * sizeof(E), std::align_val_t(64))));
+}
+
+inline long panels_of(long columns) { return (columns + NR - 1) / NR; }
+
+inline long tiles_of(long rows) { return (rows + MR - 1) / MR; }
+
+template <class T>
+long units_of(long numbers) {
+    return (numbers + PER_UNIT<T> - 1) / PER_UNIT<T>;
+}
+
+// A thread's share of a parallel region's work.
+struct Share {
+    long first, last;
+
+    Share(long count, long thread, long threads) : first(count * thread / threads), last(count * (thread + 1) / threads) {}
+};
+
+// The panels `which` of the transposed of a matrix (rows, width) -> (all panels, units_of(width), NR).
+template <class T, class S>
+void pack_transposed(const S* matrix, long rows, long width, Share which, Unit<T>* panels) {
+    const long depth = units_of<T>(width);
+    for (long j = which.first; j < which.last; j++)
+        for (long r = 0; r < NR; r += W)
+            for (long u = 0; u < depth; u += W) {
+                vec square[W];
+                const long row = j * NR + r, column = u * PER_UNIT<T>;
+                load_transposed<T>(matrix + row * width + column, width, rows - row, width - column, square);
+                for (long i = 0; i < std::min<long>(W, depth - u); i++)
+                    store(panels + (j * depth + u + i) * NR + r, square[i]);
+            }
+}
+
+// The units `which` down a matrix (rows, width), whose rows are `stride` apart -> panels of WIDTH of its columns, each of
+// which has `depth` units.
+template <long WIDTH, class T, class S>
+void pack(const S* matrix, long stride, long rows, long width, Share which, long depth, Unit<T>* panels) {
+    constexpr long BLOCK = 16;  // rows of panels whose places in the cache may be the same, but for a few at a time
+    for (long u0 = which.first; u0 < which.last; u0 += BLOCK)
+        for (long c = 0; c < width; c += WIDTH)
+            for (long u = u0; u < std::min(u0 + BLOCK, which.last); u++)
+                for (long i = 0; i < WIDTH; i += W) {
+                    const long row = u * PER_UNIT<T>, n = std::max(0L, width - c - i);
+                    store(panels + (c * depth + u * WIDTH) + i,
+                          load_units_down<T>(matrix + row * stride + c + i, stride, rows - row, n));
+                }
+}
+
+// Rows of a matrix (rows, width) -> whole tiles of them, (tiles * MR, units_of(width)).
+template <class T>
+void pack_rows(const T* matrix, long rows, long width, long tiles, Unit<T>* to) {
+    const long depth = units_of<T>(width), kept = std::min(rows, tiles * MR);
+    if (width % PER_UNIT<T>) std::fill_n(to, kept * depth, Unit<T>());
+    for (long r = 0; r < kept; r++) std::memcpy(to + r * depth, matrix + r * width, width * sizeof(T));
+    std::fill_n(to + kept * depth, (tiles * MR - kept) * depth, Unit<T>());
+}
+
+// c (tiles * MR, NR) = rows (tiles * MR, depth), which are a_row units apart, times a panel.
+template <class U>
+void multiply(long tiles, long depth, const U* rows, long a_row, const U* panel, float* c, long c_row) {
+    for (long k = 0; k < depth; k += DEPTH) {
+        const long n = std::min(DEPTH, depth - k);
+        for (long i = 0; i < tiles; i++) {
+            const U* a = rows + i * MR * a_row + k;
+            float* to = c + i * MR * c_row;
+            if (k == 0)
+                tile<MR, NV, false>(n, a, a_row, 1, panel, NR, to, c_row);
+            else
+                tile<MR, NV, true>(n, a, a_row, 1, panel + k * NR, NR, to, c_row);
+        }
+    }
+}
+
+// The tiles of a result that a thread computes: of a grid of threads, so that none has much more to do than others.
+struct Part {
+    Share tiles, panels;
+};
+
+inline Part part_of(long tiles, long panels, long thread, long threads) {
+    long across = 1, least = tiles * panels + 1;
+    for (long n = 1; n <= threads; n++)
+        if (threads % n == 0) {
+            const long most = ((tiles * n + threads - 1) / threads) * ((panels + n - 1) / n);
+            if (most < least) least = most, across = n;
+        }
+    return {Share(tiles, thread / across, threads / across), Share(panels, thread % across, across)};
+}
+
+// c (outputs, inputs) = the sum over some rows of dy (rows, outputs) x (rows, inputs), added to what it holds unless these
+// are the first ones. dy: panels of HEIGHT columns; x: panels of NR.
+template <class U>
+void add_outer_products(const U* dy, const U* x, long depth, long outputs, long inputs, Part part, bool first, float* c) {
+    for (long t = part.tiles.first; t < part.tiles.last; t++)
+        for (long j = part.panels.first; j < part.panels.last; j++) {
+            const U *a = dy + t / TILES * depth * HEIGHT + t % TILES * MR, *b = x + j * depth * NR;
+            const long height = std::min<long>(MR, outputs - t * MR), width = std::min<long>(NR, inputs - j * NR);
+            float* to = c + t * MR * inputs + j * NR;
+            if (height < MR || width < NR) {
+                float edge[MR * NR];
+                tile<MR, NV, false>(depth, a, 1, HEIGHT, b, NR, edge, NR);
+                for (long i = 0; i < height; i++)
+                    for (long k = 0; k < width; k++)
+                        to[i * inputs + k] = edge[i * NR + k] + (first ? 0 : to[i * inputs + k]);
+            } else if (first) {
+                tile<MR, NV, false>(depth, a, 1, HEIGHT, b, NR, to, inputs);
+            } else {
+                tile<MR, NV, true>(depth, a, 1, HEIGHT, b, NR, to, inputs);
+            }
+        }
+}
+
+}  // namespace

@@ -1,0 +1,119 @@
+// Matrix products on a CPU: a tile that stays in the processor's registers, and how its operands are loaded. Operands are
+// float32 or bfloat16, sums float32.
+//
+// A product takes one "unit" at a time along its depth: a float32 number, or two neighbours in bfloat16. Of a matrix that
+// is stored by rows, units lie along its rows or down its columns.
+
+#pragma once
+
+#include "vectors.h"
+
+#include <algorithm>
+#include <type_traits>
+
+namespace {
+
+template <class T>
+constexpr bool PAIRS = !std::is_same_v<T, float>;
+template <class T>
+using Unit = std::conditional_t<PAIRS<T>, pair, float>;
+template <class T>
+constexpr long PER_UNIT = PAIRS<T> ? 2 : 1;
+
+inline vec load(const pair* from) { return load(reinterpret_cast<const float*>(from)); }
+
+inline void store(pair* to, vec units) { store(reinterpret_cast<float*>(to), units); }
+
+inline vec all(pair x) { return (vec)(x - wide_bits{}); }
+
+inline vec add_products(vec sum, vec a, vec b, float) { return sum + a * b; }
+
+inline vec add_products(vec sum, vec a, vec b, pair) {
+#if defined(__AVX512BF16__)
+    return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+    return (vec)vbfdotq_f32((float32x4_t)sum, (bfloat16x8_t)a, (bfloat16x8_t)b);
+#else
+    const auto first = [](vec v) { return (vec)((bits)v << 16); };
+    const auto second = [](vec v) { return (vec)((bits)v & (int32_t)0xffff0000); };
+    return sum + second(a) * second(b) + first(a) * first(b);
+#endif
+}
+
+// Has v loaded now, and once: compilers would load it again for each product, and two loads take as long as two products.
+inline vec in_register(vec v) {
+#ifdef __x86_64__  // elsewhere no product reads memory
+    asm("" : "+v"(v));
+#endif
+    return v;
+}
+
+// C (M, N vectors) = the sum over k < depth of A(:, k) B(k, :), or what C holds and that sum (ADD). The unit A(i, k) is
+// a[i * a_row + k * a_column]. M * N + N + 1 vectors should be no more than the processor has registers, all of which are
+// free in a function of its own.
+template <int M, int N, bool ADD, class U>
+__attribute__((noinline)) void tile(long depth, const U* a, long a_row, long a_column, const U* b, long b_row, float* c,
+                                    long c_row) {
+    vec sum[M][N];
+#pragma GCC unroll 16
+    for (int i = 0; i < M; i++)
+#pragma GCC unroll 16
+        for (int j = 0; j < N; j++) sum[i][j] = vec{};
+    for (long k = 0; k < depth; k++) {
+        vec row[N];
+#pragma GCC unroll 16
+        for (int j = 0; j < N; j++) row[j] = in_register(load(b + k * b_row + j * W));
+#pragma GCC unroll 16
+        for (int i = 0; i < M; i++) {
+            const vec x = all(a[i * a_row + k * a_column]);
+#pragma GCC unroll 16
+            for (int j = 0; j < N; j++) sum[i][j] = add_products(sum[i][j], x, row[j], U());
+        }
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < M; i++)
+#pragma GCC unroll 16
+        for (int j = 0; j < N; j++) {
+            float* to = c + i * c_row + j * W;
+            store(to, ADD ? load(to) + sum[i][j] : sum[i][j]);
+        }
+}
+
+// The first n numbers of a row as halves of pairs, zeros after them; float32 is rounded.
+inline half_vec load_halves(const float* from, long n) { return narrow(load_part(from, n)); }
+
+inline half_vec load_halves(const bfloat16* from, long n) {
+    half_vec v{};
+    if (n >= W)
+        std::memcpy(&v, from, sizeof v);
+    else
+        std::memcpy(&v, from, n * sizeof(bfloat16));
+    return v;
+}
+
+// Units of T along a row of numbers S, T itself or float32: the first n numbers, zeros after them.
+template <class T, class S>
+inline vec load_units(const S* from, long n) {
+    if constexpr (!PAIRS<T>) return load_part(from, n);
+    const half_vec halves[2] = {load_halves(from, n), n > W ? load_halves(from + W, n - W) : half_vec{}};
+    vec units;
+    std::memcpy(&units, halves, sizeof units);
+    return units;
+}
+
+// Units of T down columns of numbers S, of rows that are `stride` numbers apart: of the first n columns and the first
+// `rows` rows.
+template <class T, class S>
+inline vec load_units_down(const S* from, long stride, long rows, long n) {
+    if constexpr (!PAIRS<T>) return rows > 0 ? load_part(from, n) : vec{};
+    return pairs(rows > 0 ? load_halves(from, n) : half_vec{}, rows > 1 ? load_halves(from + stride, n) : half_vec{});
+}
+
+// square[i]: the ith units along each of W rows, of the first n numbers of the first `rows` rows.
+template <class T, class S>
+inline void load_transposed(const S* from, long stride, long rows, long n, vec* square) {
+    for (long i = 0; i < W; i++) square[i] = i < rows && n > 0 ? load_units<T>(from + i * stride, n) : vec{};
+    transpose_vectors(square);
+}
+
+}  // namespace
