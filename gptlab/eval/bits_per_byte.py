@@ -22,8 +22,10 @@ from gptlab.config.errors import UserError
 from gptlab.data.rows import IGNORED, RowSource
 from gptlab.runtime.processes.distributed import Group
 
-# Logits turned into losses at a time: 2^24 float32 are 64 MiB, which the log-softmax of a chunk allocates.
+# Logits turned into losses at a time: 2^24 float32 are 64 MiB, which the log-softmax of a chunk allocates. On a CPU a
+# chunk stays in the cache, which saves 2 to 5% of an evaluation (docs/LOG.md, 2026-11-25).
 CHUNK_ELEMENTS = 2**24
+CPU_CHUNK_ELEMENTS = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +106,7 @@ def token_nats(
 ) -> Tensor:  # (B, T) float32 (float64 for float64 logits)
     """Negative log-likelihood of each target in nats, 0 where it is IGNORED. Bounds the positions computed at once."""
     vocab_size = logits.shape[-1]
-    positions = max(1, CHUNK_ELEMENTS // vocab_size)
+    positions = max(1, (CPU_CHUNK_ELEMENTS if logits.device.type == "cpu" else CHUNK_ELEMENTS) // vocab_size)
     pieces = zip(logits.reshape(-1, vocab_size).split(positions), targets.reshape(-1).split(positions), strict=True)
     nats = [
         F.cross_entropy(z if z.dtype == torch.float64 else z.float(), y, ignore_index=IGNORED, reduction="none")

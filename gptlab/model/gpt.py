@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from gptlab.config.model import ModelConfig
 from gptlab.model.attention import cached_attention, rotary_tables
-from gptlab.model.head import HeadLoss
+from gptlab.model.head import HeadLoss, capped_logits
 from gptlab.model.init import initial_weights
 from gptlab.model.kernels import torch_ops
 from gptlab.model.kernels.ops import ACTIVATIONS, implementation, load_kernels
@@ -278,9 +278,7 @@ class GPT(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., C) after the last block -> (..., V), without the padding of the vocabulary."""
-        logits = self.head(self.final_norm(hidden))[..., : self.vocab_size]
-        logits, cap = logits.to(torch.promote_types(logits.dtype, torch.float32)), self.config.logit_softcap
-        return logits if cap is None else implementation(logits).softcap(logits, cap)
+        return capped_logits(self.head, self.final_norm(hidden), self.vocab_size, self.config.logit_softcap)
 
     def head_loss(self, hidden: Tensor, targets: Tensor, scale: Tensor | None = None) -> Tensor:
         """Summed cross-entropy of hidden (B, T, C) against targets (B, T); 0-d."""

@@ -83,6 +83,12 @@ MUTATIONS = [
         ["test_fused_kernels.py::test_whole_head"],
     ),
     Mutation(
+        "the kernel's logits have no softcap", "model/kernels/head_kernel.cpp",
+        "s.cap > 0 ? softcapped<float>(logits, s.cap) : logits", "logits",
+        ["test_fused_kernels.py::test_capped_logits",
+         "test_fused_kernels.py::test_many_logits_of_a_large_vocabulary_are_computed_by_a_kernel"],
+    ),
+    Mutation(
         "the second number of a pair is multiplied by the first", "model/kernels/products.h",
         "pairs(rows > 0 ? load_halves(from, n) : half_vec{}, rows > 1 ? load_halves(from + stride, n) : half_vec{})",
         "pairs(rows > 1 ? load_halves(from + stride, n) : half_vec{}, rows > 0 ? load_halves(from, n) : half_vec{})",

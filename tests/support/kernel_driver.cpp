@@ -21,6 +21,7 @@ void relu2_backward(long, const void*, const void*, void*, long, long);
 void gelu(long, const void*, void*, void*, long, long);
 void head_loss(long, const void*, const float*, const int64_t*, void*, float*, double*, long, long, long, long, float,
                long);
+void capped_logits(long, const void*, const float*, float*, long, long, long, float, long);
 void softcap_forward(long, const void*, void*, float, long, long);
 void softcap_backward(long, const void*, const void*, void*, float, long, long);
 void dropout(long, const void*, void*, long, long, float, long, long);
@@ -113,6 +114,9 @@ void fused() {
               3, 1);
     std::printf("%.9g\n", sums[0] / rows);
     dinputs.print();
+    std::vector<float> capped(rows * 295);
+    capped_logits(narrow, inputs.data(), weight, capped.data(), rows, head_width, 295, 3, 1);
+    print(capped.data(), rows * 295);
     for (float gradient : dweight) std::printf("%.9g\n", gradient);
     softcap_forward(narrow, x.data(), y.data(), 1.5f, rows * width, 1);
     softcap_backward(narrow, x.data(), dnormed.data(), dx.data(), 1.5f, rows * width, 1);

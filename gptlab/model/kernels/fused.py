@@ -78,6 +78,14 @@ def head_loss(
     return nats, dx, dweight
 
 
+def capped_logits(x: Tensor, weight: Tensor, vocab_size: int, cap: float | None) -> Tensor:
+    """x (..., C) by weight (P, C): the first V of P logits in float32, after the softcap. Has no gradient."""
+    x, weight = x.contiguous(), weight.float().contiguous()
+    logits = torch.empty(*x.shape[:-1], vocab_size)
+    call("capped_logits", x.dtype, x, weight, logits, x.shape[:-1].numel(), x.shape[-1], vocab_size, cap or 0.0)
+    return logits
+
+
 def _within(targets: Tensor, vocab_size: int) -> Tensor:
     """As the kernels take them, which would write beyond their memory for others."""
     assert targets.dtype == torch.int64

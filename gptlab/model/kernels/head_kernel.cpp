@@ -20,7 +20,7 @@
 namespace {
 
 // A slice has so many logits, or so many rows: for each slice, all of the weights' gradient is read and written.
-constexpr long SLICE_LOGITS = 1 << 21, SLICE_ROWS = 256;
+constexpr long SLICE_LOGITS = 1 << 22, SLICE_ROWS = 256;
 
 // The loss in nats of a row of logits before the softcap, and its gradient with respect to them, which may take their
 // place. Entries from `vocab` on are padding. A negative target does not count. cap = 0: none. room: for `vocab` numbers.
@@ -124,6 +124,35 @@ void whole_head(const Head& s, const T* x, const float* weight, const int64_t* t
     }
 }
 
+// z (rows, vocab): the logits after the softcap.
+template <class T>
+void capped_logits(const Head& s, const T* x, const float* weight, float* z, int threads) {
+    const long width = units_of<T>(s.width), panels = panels_of(s.vocab);
+    const auto up = room<Unit<T>>(panels * width * NR);  // the transposed weights
+#pragma omp parallel num_threads(team(s.rows * s.vocab, threads))
+    {
+        const long thread = omp_get_thread_num(), n_threads = omp_get_num_threads();
+        const auto rows = room<Unit<T>>(HEIGHT * width);
+        pack_transposed<T>(weight, s.vocab, s.width, Share(panels, thread, n_threads), up.get());
+#pragma omp barrier
+        const Share tiles(tiles_of(s.rows), thread, n_threads);
+        for (long from = tiles.first; from < tiles.last; from += TILES) {
+            const long n = std::min(TILES, tiles.last - from), r0 = from * MR, height = std::min(n * MR, s.rows - r0);
+            pack_rows(x + r0 * s.width, height, s.width, n, rows.get());
+            for (long j = 0; j < panels; j++) {
+                float products[HEIGHT * NR];
+                multiply(n, width, rows.get(), width, up.get() + j * width * NR, products, NR);
+                for (long r = 0; r < height; r++)
+                    for (long c = 0; c < std::min<long>(NR, s.vocab - j * NR); c += W) {
+                        const vec logits = load(products + r * NR + c);
+                        store_part(z + (r0 + r) * s.vocab + j * NR + c,
+                                   s.cap > 0 ? softcapped<float>(logits, s.cap) : logits, s.vocab - j * NR - c);
+                    }
+            }
+        }
+    }
+}
+
 double sum_of(const std::vector<double>& nats) {
     double sum = 0;
     for (double one : nats) sum += one;
@@ -149,5 +178,12 @@ void head_loss(long narrow, const void* x, const float* weight, const int64_t* t
     const Head s{rows, width, entries, vocab, cap};
     BY_TYPE(narrow, whole_head(s, in<T>(x), weight, targets, out<T>(dx), dweight, nats.data(), threads))
     *sum = sum_of(nats);
+}
+
+// z (rows, vocab) = the softcap of x weight^T; cap = 0: none.
+void capped_logits(long narrow, const void* x, const float* weight, float* z, long rows, long width, long vocab, float cap,
+                   long threads) {
+    const Head s{rows, width, vocab, vocab, cap};
+    BY_TYPE(narrow, capped_logits(s, in<T>(x), weight, z, threads))
 }
 }

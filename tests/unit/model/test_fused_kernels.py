@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gptlab.config.model import ModelConfig
 from gptlab.model.gpt import build_model
-from gptlab.model.head import KERNEL_ENTRIES, HeadLoss
+from gptlab.model.head import KERNEL_ENTRIES, KERNEL_POSITIONS, HeadLoss, capped_logits
 from gptlab.model.kernels import fused, ops, torch_ops
 from gptlab.runtime.hardware.device import compiler_available
 
@@ -259,6 +259,39 @@ def test_a_large_vocabulary_takes_the_kernel_of_the_whole_head(
         assert theirs.grad is not None
         assert ours.grad.dtype == ours.dtype
         torch.testing.assert_close(ours.grad.double(), theirs.grad, rtol=0, atol=error)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("cap", [None, 2.0])
+@pytest.mark.parametrize(("rows", "width", "vocab", "padded"), [(1, 1, 1, 1), (37, 25, 45, 51), (50, 300, 70, 70)])
+def test_capped_logits(rows: int, width: int, vocab: int, padded: int, cap: float | None, dtype: torch.dtype) -> None:
+    """Of numbers in `dtype`; sums of up to 300 products, up to 60, are float32: eight roundings of the largest."""
+    x, weight = random(1, rows, width, dtype=dtype), random(padded, width, seed=1)
+    exact = (x.double() @ weight.to(dtype).double().t())[..., :vocab]
+    logits = fused.capped_logits(x, weight, vocab, cap)
+    assert logits.dtype == torch.float32
+    capped = exact if cap is None else cap * torch.tanh(exact / cap)
+    torch.testing.assert_close(logits.double(), capped, rtol=0, atol=3e-5)
+
+
+@pytest.mark.parametrize("entries", [KERNEL_ENTRIES - 1, KERNEL_ENTRIES])
+@pytest.mark.parametrize("positions", [KERNEL_POSITIONS - 1, KERNEL_POSITIONS])
+def test_many_logits_of_a_large_vocabulary_are_computed_by_a_kernel(
+    entries: int, positions: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless they need a gradient; and they are the same."""
+    calls: list[str] = []
+    monkeypatch.setattr(fused, "capped_logits", counted(fused.capped_logits, "capped_logits", calls))
+    monkeypatch.setattr(ops, "_fused", fused)
+    head, x = torch.nn.Linear(8, entries, bias=False), random(positions, 8)
+    with torch.no_grad():
+        found = capped_logits(head, x, entries, 3.0)
+    assert bool(calls) == (entries == KERNEL_ENTRIES and positions == KERNEL_POSITIONS)
+    calls.clear()
+    differentiable = capped_logits(head, x, entries, 3.0)
+    assert differentiable.requires_grad
+    assert not calls
+    torch.testing.assert_close(found, differentiable.detach(), rtol=0, atol=1e-5)
 
 
 def test_loss_by_hand() -> None:
