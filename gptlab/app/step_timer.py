@@ -55,7 +55,7 @@ def _open(request: RunRequest) -> Session:
     if isinstance(earlier, Result):
         raise UserError("a finished run has no steps to time")
     assert attempt.config is not None
-    session = open_session(attempt.config, place_of(earlier.in_recorded_dtype(attempt.config)), console)
+    session = open_session(attempt.config, place_of(earlier.as_recorded(attempt.config)), console)
     warm_up(session.state, session.passes, session.config, session.eval_sequences, console.warn)
     return session
 

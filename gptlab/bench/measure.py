@@ -15,6 +15,7 @@ from gptlab.bench.timing import StepTimes, made_up_run, time_steps
 from gptlab.bench.training_rate import assumed_vocab_size, remember_rate, seen_rate
 from gptlab.config.run import RunConfig
 from gptlab.model.counting import FlopsPerToken, flops_per_token, parameter_counts
+from gptlab.model.kernels.choice import ProductTimes, product_times
 from gptlab.runtime.hardware import place as hardware
 from gptlab.runtime.hardware.device import device_name
 from gptlab.runtime.hardware.place import Place, place_of
@@ -49,6 +50,8 @@ class Bench:
     sustained_shares: tuple[float, ...]
     """At the same times: the share of its best rate that a stream of small products sustained; less beside other
     programs."""
+    product_times: ProductTimes | None = None
+    """Of attention and the head by gptlab's kernels and by the library; None where there is nothing to choose."""
     compiled: Compiled
     compile_seconds: float
     """Compilation, or without it the first step and the first validation pass."""
@@ -141,6 +144,7 @@ def measure(config: RunConfig, console: Console, *, steps: int, seconds: float) 
             vendor_peak_flops_per_second=place.peak.flops_per_second if place.peak.source == "table" else None,
             measured_peaks_flops_per_second=tuple(one[0] for one in peaks if one is not None),
             sustained_shares=tuple(one[1] for one in peaks if one is not None),
+            product_times=product_times(state.model.config, place.dtype) if place.device.type == "cpu" else None,
             compiled=compiled,
             compile_seconds=compile_seconds,
             steps=len(times.whole_seconds),

@@ -17,6 +17,8 @@ from gptlab.config.run import RunConfig
 from gptlab.data.documents import DocumentRoom
 from gptlab.data.rows import RowSource, make_rows
 from gptlab.data.tokens.shards import TokenSplit, shard_kind
+from gptlab.model.kernels.choice import faster_products
+from gptlab.model.kernels.ops import multiply_by
 from gptlab.runtime.hardware.device import synchronize
 from gptlab.runtime.hardware.place import Place
 from gptlab.runtime.hardware.rng import seed_everything
@@ -108,6 +110,9 @@ def made_up_run(config: RunConfig, place: Place, warn: Callable[[str], None]) ->
     keep_compiled()
     seed_everything(config.seed, place.device)
     state = build_state(config, made_up_rows(config), device=place.device, compute_dtype=place.dtype)
+    if place.device.type == "cpu":
+        asked = place.products
+        multiply_by(faster_products(state.model.config, place.dtype) if asked == "auto" else asked)
     if config.data.mask_documents:
         bos_id = state.model.vocab_size - 1
         room = DocumentRoom(bos_id, config.batch.micro_sequences, config.model.seq_len)

@@ -138,6 +138,14 @@ def _setting(bench: Bench) -> Iterator[tuple[str, str]]:
     yield "model", f"{bench.recipe}: {bench.model}"
     yield "", f"{bench.parameters:,} parameters, {bench.flops_per_token.total:,} FLOP a token"
     yield "step", bench.shape
+    if (times := bench.product_times) is not None:
+        yield (
+            "products",
+            (
+                f"{times.chosen}: kernels {_ms(times.kernels)} ms, library {_ms(times.library)} ms "
+                "(attention of one layer with a row a thread, head of 512 tokens; forward and backward)"
+            ),
+        )
     where = {"off": "no", "cold": "in {:.1f} s (new to its cache)", "cached": "in {:.1f} s (from its cache)"}
     yield "compiled", where[bench.compiled].format(bench.compile_seconds)
 

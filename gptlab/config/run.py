@@ -17,6 +17,8 @@ LongDocuments = Literal["cut", "crop"]
 HorizonUnit = Literal["steps", "tokens", "flops", "tokens_per_param", "seconds"]
 DType = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 Compile = Literal["auto", "on", "off"]
+Products = Literal["kernels", "library"]
+AutoProducts = Literal["auto", "kernels", "library"]
 OnSaveFailure = Literal["stop", "continue"]
 ParallelMode = Literal["data", "sharded"]
 Mirror = Literal["tensorboard", "wandb", "trackio"]
@@ -294,8 +296,11 @@ class RuntimeConfig:
     """Multiply matrices in 8-bit floating point while training: large linear layers and the head, on NVIDIA GPUs from
     Ada and Hopper on (nanochat's --fp8). Evaluation and samples are in bfloat16."""
     compile: Compile = "auto"
-    """torch.compile: auto (on where there is a compiler, except for float32 on a CPU, where gptlab's C++ kernels are as
-    fast) | on | off."""
+    """torch.compile: auto (on where there is a compiler, except on a CPU with gptlab's C++ kernels, which are faster) |
+    on | off."""
+    products: AutoProducts = "auto"
+    """What multiplies matrices in attention and in the head on a CPU: gptlab's kernels, or the library of torch, which
+    may have instructions that they lack (AMX). auto: the faster one, timed once for a machine and a model."""
     activation_checkpointing: bool = False
     """Keep only what goes into each block for the backward pass, which computes the rest again: much less memory, a
     third more work, the same bits."""

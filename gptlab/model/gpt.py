@@ -20,7 +20,7 @@ from gptlab.model.attention import cached_attention, rotary_tables
 from gptlab.model.head import HeadLoss, capped_logits
 from gptlab.model.init import initial_weights
 from gptlab.model.kernels import torch_ops
-from gptlab.model.kernels.ops import ACTIVATIONS, implementation, load_kernels
+from gptlab.model.kernels.ops import ACTIVATIONS, implementation, load_kernels, multiplication
 from gptlab.model.kv_cache import KVCache
 from gptlab.runtime.hardware.device import Platform
 
@@ -101,7 +101,7 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.layer = layer
-        self.attend: Callable[..., Tensor] | None = None  # None: as `implementation` does
+        self.attend: Callable[..., Tensor] | None = None  # None: as `multiplication` does
         self.head_dim = config.head_dim
         self.n_head, self.n_kv_head = config.n_head, config.kv_heads
         self.window = config.layer_windows()[layer]
@@ -126,7 +126,7 @@ class Attention(nn.Module):
         if cache is None:
             dropout = self.dropout if self.dropout > 0 and self.training else 0.0
             if self.attend is None:
-                y = implementation(x).attention(heads, self.n_head, self.window, dropout)
+                y = multiplication(x).attention(heads, self.n_head, self.window, dropout)
             else:
                 y = self.attend(heads, self.n_head, self.window, dropout, documents)
         else:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from gptlab.model.kernels import torch_ops
-from gptlab.model.kernels.ops import implementation
+from gptlab.model.kernels.ops import implementation, multiplication
 
 # Logits that exist at one time, 8 MiB of float32: they stay in the cache. At quickstart's size forward and backward
 # took 314 ms with slices of this size and 322 with slices four times as large (medians of 10) ...
@@ -31,7 +31,7 @@ KERNEL_POSITIONS = 256
 def capped_logits(head: nn.Linear, x: Tensor, vocab_size: int, cap: float | None) -> Tensor:
     """x (..., C) -> (..., V) after the softcap, at least float32."""
     many = len(head.weight) >= KERNEL_ENTRIES and x.shape[:-1].numel() >= KERNEL_POSITIONS
-    if many and not torch.is_grad_enabled() and (kernels := implementation(x)) is not torch_ops:
+    if many and not torch.is_grad_enabled() and (kernels := multiplication(x)) is not torch_ops:
         return kernels.capped_logits(x, head.weight, vocab_size, cap)
     logits = head(x)[..., :vocab_size]
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -56,7 +56,7 @@ class HeadLoss(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         wide = torch.promote_types(x.dtype, torch.float32)
         ctx.weight_dtype = weight.dtype
-        if len(weight) >= KERNEL_ENTRIES and (kernels := implementation(x)) is not torch_ops:
+        if len(weight) >= KERNEL_ENTRIES and (kernels := multiplication(x)) is not torch_ops:
             total, *gradients = kernels.head_loss(x, weight, targets, vocab_size, cap)
             ctx.save_for_backward(*gradients)
             return total.to(wide)

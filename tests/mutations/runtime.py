@@ -59,8 +59,30 @@ MUTATIONS = [
     ),
     Mutation(
         "a resumed run times its dtype again", "app/run/earlier_run.py",
-        "found = recorded_dtype(self.run, runtime.dtype, resolve_device(runtime.device))", "found = runtime.dtype",
-        ["test_resume.py::test_the_dtype_that_was_timed_stays"],
+        "as_recorded(self.run, config.runtime, resolve_device(config.runtime.device))", "config.runtime",
+        ["test_resume.py::test_the_dtype_that_was_timed_stays",
+         "test_choice.py::test_a_run_keeps_what_it_multiplies_by"],
+    ),
+    Mutation(
+        "the products of a run are timed again when it is evaluated", "app/run/loaded_run.py",
+        'found.setdefault("products", products)', "pass",
+        ["test_choice.py::test_a_run_keeps_what_it_multiplies_by"],
+    ),
+    Mutation(
+        "a library that is a little faster multiplies", "model/kernels/choice.py",
+        "CLEARLY = 0.75", "CLEARLY = 1.0",
+        ["test_choice.py::test_the_library_is_chosen_where_it_is_clearly_faster"],
+    ),
+    Mutation(
+        "products are timed by each run", "model/kernels/choice.py",
+        "if (times := _remembered(path)) is None:", "if True:",
+        ["test_choice.py::test_it_is_timed_once_for_a_model"],
+    ),
+    Mutation(
+        "the head is multiplied by the kernels, whatever was chosen", "model/head.py",
+        "if len(weight) >= KERNEL_ENTRIES and (kernels := multiplication(x))",
+        "if len(weight) >= KERNEL_ENTRIES and (kernels := implementation(x))",
+        ["test_choice.py::test_what_the_library_multiplies"],
     ),
     Mutation(
         "an H100's peak is that of its data sheet with sparsity", "runtime/hardware/place.py",

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from gptlab.app.run.attempt import Attempt, Result
-from gptlab.app.run.loaded_run import recorded_dtype
+from gptlab.app.run.loaded_run import as_recorded
 from gptlab.app.run.own_parts import OwnParts
 from gptlab.app.run.repeat import Facts, implementations_changed, repeated_config, stored_config, what_differs
 from gptlab.app.run.run_request import RunRequest, longer_command
@@ -60,11 +60,9 @@ class EarlierRun:
     asked: Mapping[str, Any] = field(default_factory=dict)
     """{dotted field: value} that the request to repeat it changes."""
 
-    def in_recorded_dtype(self, config: RunConfig) -> RunConfig:
-        """`config` with the dtype that the run computed in, where it is "auto" and this processor like the run's."""
-        runtime = config.runtime
-        found = recorded_dtype(self.run, runtime.dtype, resolve_device(runtime.device))
-        return replace(config, runtime=replace(runtime, dtype=found))
+    def as_recorded(self, config: RunConfig) -> RunConfig:
+        """`config` with what the run computed in and by, where it is "auto" and this processor like the run's."""
+        return replace(config, runtime=as_recorded(self.run, config.runtime, resolve_device(config.runtime.device)))
 
     def compare(self, session: Session, facts: Facts, console: Console) -> None:
         """Warn of what differs today from what the run recorded. UserError for differences with which a run cannot be

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from gptlab.app.run.own_parts import own_parts_of
 from gptlab.app.run.ranks import rank_0_first, require_same_run
 from gptlab.config.errors import UserError
 from gptlab.config.load import config_from_json
-from gptlab.config.run import DType, RunConfig
+from gptlab.config.run import RunConfig, RuntimeConfig
 from gptlab.data.corpus.core_bundle import core_folder
 from gptlab.data.prepare import prepare
 from gptlab.data.rows import validation_rows
@@ -28,7 +29,7 @@ from gptlab.eval.core_tasks import find_bundle, read_tasks
 from gptlab.model.gpt import GPT, build_model
 from gptlab.model.interop.hf_weights import read_hf_weights
 from gptlab.model.interop.pretrained import Pretrained
-from gptlab.model.kernels.ops import missing_kernels
+from gptlab.model.kernels.ops import missing_kernels, multiply_by
 from gptlab.runtime.files.cache import cache_root
 from gptlab.runtime.hardware.cpu import cpu_model, set_threads
 from gptlab.runtime.hardware.device import resolve_device, unused_gpu
@@ -85,7 +86,8 @@ def load_run(
     if (unused := unused_gpu(wanted, config.runtime.allocator, group.world.local_rank)) is not None:
         console.warn(unused)
     where = resolve_device(wanted, None if group.size == 1 else group.world.local_rank)
-    compute_dtype = resolve_dtype(dtype or recorded_dtype(directory, config.runtime.dtype, where), where)
+    runtime = as_recorded(directory, config.runtime, where)
+    compute_dtype = resolve_dtype(dtype or runtime.dtype, where)
     if not directory.checkpoints_path.is_dir():
         raise UserError(f"{path} has no checkpoint yet: the run has not reached its first one")
     set_threads(config.runtime.threads)
@@ -107,24 +109,30 @@ def load_run(
         model.mask_documents(tokenizer.bos_id)
     if (missing := missing_kernels(where, compute_dtype)) is not None:
         console.warn(missing)
+    if runtime.products != "auto":
+        multiply_by(runtime.products)
     group.start_collectives(where, timeout_seconds=config.runtime.process_timeout_seconds)
     if group.size > 1 and (different := group.all_agree(checksum(model.parameters()), "weights")):
         raise UserError(f"rank {different[0]} finds another checkpoint in {path} than rank 0: give all the same folder")
     return LoadedRun(directory, config, tokenizer, model.eval(), saved.step, where)
 
 
-def recorded_dtype(run: RunDirectory, dtype: DType, device: torch.device) -> DType:
-    """`dtype`; for "auto" on a CPU, what a processor like this one computed the run in, if one did: what auto means is
-    timed (`resolve_dtype`), and timed again could be another."""
-    if dtype != "auto" or device.type != "cpu":
-        return dtype
+def as_recorded(run: RunDirectory, runtime: RuntimeConfig, device: torch.device) -> RuntimeConfig:
+    """`runtime`; on a CPU, with the dtype and the products that a processor like this one computed the run in and by,
+    where it says "auto": what that means is timed, and timed again could be another."""
+    if device.type != "cpu":
+        return runtime
     record, cpu = run.recorded(), cpu_model()
     resumes = record.get("resumes")
+    found: dict[str, Any] = {}
     for process in (record, *(resumes if isinstance(resumes, list) else ())):
         match process:
-            case {"device": "cpu", "cpu": str(its), "dtype": "float32" | "bfloat16" as found} if its == cpu:
-                return found
-    return dtype
+            case {"device": "cpu", "cpu": str(its), "dtype": "float32" | "bfloat16" as dtype} if its == cpu:
+                found.setdefault("dtype", dtype)
+                match process.get("implementations"):
+                    case {"products": "kernels" | "library" as products}:
+                        found.setdefault("products", products)
+    return replace(runtime, **{name: value for name, value in found.items() if getattr(runtime, name) == "auto"})
 
 
 def _own_checkpoint(

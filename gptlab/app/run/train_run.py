@@ -116,7 +116,7 @@ def _train(
 
     # Data, model, optimizer.
     restored = earlier is not None and earlier.checkpoint is not None
-    place = place_of(config if earlier is None else earlier.in_recorded_dtype(config), group.world)
+    place = place_of(config if earlier is None else earlier.as_recorded(config), group.world)
     session = open_session(config, place, console, restored=restored, group=group, parts=attempt.parts)
     evidence = taking_evidence.result()
     facts = session.provenance(attempt.argv, evidence.code, from_run)

@@ -2,8 +2,8 @@
 
 between matrix products   `fused` (float32 and bfloat16 on a CPU, not compiled), or `torch_ops`
 ACTIVATIONS               the same, or PyTorch; a new activation is one entry
-attention                 the same on a CPU; `torch_attention` on GPUs and with document masks
-the head                  the same in float32 with a large vocabulary; else slices of products (`model/head.py`)
+attention                 the same on a CPU, by `runtime.products`; `torch_attention` on GPUs and with document masks
+the head                  the same with a large vocabulary, by `runtime.products`; else slices (`model/head.py`)
 one token                 a C++ kernel (float32 and bfloat16 on a CPU), or PyTorch (`model/decoder.py`)
 """
 
@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gptlab.config.model import Activation
+from gptlab.config.run import Products
 from gptlab.model.kernels import torch_ops
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ _fused: ModuleType | None = None
 """The C++ kernels of this process, once `load_kernels` has loaded them."""
 _library: Library | str | None = None
 """What `load_kernels` found: their library, or why there is none."""
+_products: Products = "kernels"
+"""What multiplies matrices in attention and in the head, where `_fused` has both."""
 
 
 def implementation(x: Tensor) -> ModuleType:
@@ -36,6 +39,22 @@ def implementation(x: Tensor) -> ModuleType:
     if _fused is None or not _suit_kernels(x.device, x.dtype) or torch.compiler.is_compiling() or type(x) is not Tensor:
         return torch_ops
     return _fused
+
+
+def multiplication(x: Tensor) -> ModuleType:
+    """The module whose `attention`, `head_loss` and `capped_logits` take `x`; `torch_ops` where the library of torch
+    multiplies, which has only the first of these."""
+    return implementation(x) if _products == "kernels" else torch_ops
+
+
+def multiply_by(products: Products) -> None:
+    """What `multiplication` chooses in this process from here on."""
+    global _products
+    _products = products
+
+
+def products() -> Products:
+    return _products
 
 
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
@@ -103,12 +122,12 @@ def outrun_compiler(device: torch.device, dtype: torch.dtype) -> bool:
 def implementations(device: torch.device, dtype: torch.dtype, *, compiled: bool = False) -> dict[str, str]:
     """Which implementation computes each part, for run.json and checkpoints: the bits depend on it.
 
-    `kernels` is "none", or the hash of the library of the C++ kernels. On a CPU, `vectors` is the instruction set of
-    PyTorch's own kernels.
+    `kernels` is "none", or the hash of the library of the C++ kernels; with them, `products` says what multiplies
+    matrices in attention and in the head. On a CPU, `vectors` is the instruction set of PyTorch's own kernels.
     """
     found = {"kernels": "none"}
     if _suit_kernels(device, dtype) and not compiled and not isinstance(_library, str | None):
-        found["kernels"] = _library.sha256
+        found |= {"kernels": _library.sha256, "products": _products}
     if device.type == "cpu":
         found["vectors"] = torch.backends.cpu.get_cpu_capability()
     return found

@@ -32,6 +32,7 @@ _FOLDERS = {"tokens": "prepared tokens", "tokenizers": "tokenizers"}
 _TOGETHER = {
     "compile": ("compiled code", r"fxgraph|aotautograd|gptlab"),
     "training-rates": ("measured rates", r"[0-9a-f]{16}\.json"),
+    "products": ("measured products", r"[0-9a-f]{16}\.json"),
     "hashes": ("hashes of large files", r"[0-9a-f]{64}\.json"),
 }
 """Each of these folders is one entry: (what it holds, names of which it must have one)."""

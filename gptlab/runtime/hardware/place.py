@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 
 from gptlab.config.errors import ConfigError, require_choice
-from gptlab.config.run import RunConfig
+from gptlab.config.run import AutoProducts, RunConfig
 from gptlab.runtime.hardware.cpu import set_threads
 from gptlab.runtime.hardware.device import (
     device_name,
@@ -50,6 +50,8 @@ class Place:
     dtype: torch.dtype
     threads: int
     peak: Peak
+    products: AutoProducts = "auto"
+    """As in runtime.products."""
 
 
 def place_of(config: RunConfig, world: World = _ALONE) -> Place:
@@ -62,7 +64,7 @@ def place_of(config: RunConfig, world: World = _ALONE) -> Place:
     if device.type == "cpu":
         keep_freed_memory()
     threads = set_threads(runtime.threads)
-    return Place(device, dtype, threads, _peak_once(device, dtype, threads))
+    return Place(device, dtype, threads, _peak_once(device, dtype, threads), runtime.products)
 
 
 @functools.cache

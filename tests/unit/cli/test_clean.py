@@ -68,13 +68,14 @@ def kept(root: Path, **asked: Any) -> dict[str, str | None]:
 class TestCache:
     def test_what_can_be_made_again_goes(self, root: Path) -> None:
         prepared(root)
-        for name in ("compile/fxgraph", "training-rates", "hub", "downloads"):
+        for name in ("compile/fxgraph", "training-rates", "products", "hub", "downloads"):
             (root / name).mkdir(parents=True)
-        for name in (f"training-rates/{'a' * 16}.json", "hub/record.json", "downloads/core.zip", "sample-history"):
+        measured = [f"{folder}/{'a' * 16}.json" for folder in ("training-rates", "products")]
+        for name in (*measured, "hub/record.json", "downloads/core.zip", "sample-history"):
             (root / name).write_text("x")
         aged(root)
         by_network = "needs the network (--downloads)"
-        rest = {"compile": None, "training-rates": None, "hub": "not made again by itself",
+        rest = {"compile": None, "training-rates": None, "products": None, "hub": "not made again by itself",
                 "sample-history": "not made again by itself"}  # fmt: skip
         found = {f"tokens/{KEYS[0]}": None, "downloads/core.zip": by_network, **rest}
         assert kept(root) == found

@@ -1,0 +1,117 @@
+"""What multiplies matrices in attention and in the head on a CPU in bfloat16: gptlab's C++ kernels, or the library of
+torch, which may have instructions that they lack (AMX). Timed once for a machine and a model, and remembered.
+
+In float32 the kernels are at least as fast wherever they were measured (docs/LOG.md, 2026-11-24).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from gptlab.config.errors import UserError
+from gptlab.config.model import ModelConfig
+from gptlab.config.run import Products
+from gptlab.model.head import HeadLoss
+from gptlab.model.kernels import ops
+from gptlab.runtime.files.cache import cache_root
+from gptlab.runtime.files.plain_file import read_json_object, to_json, write_json_atomic
+from gptlab.runtime.hardware.cpu import cpu_model
+
+# The library is chosen where it takes less than this share of the kernels' time: so much less than the machine's noise
+# that every run on it chooses alike. With AMX its products take a tenth of theirs.
+CLEARLY = 0.75
+_ROUNDS = 3
+# Positions that the head is timed with: a second for GPT-2's vocabulary, 20 ms for quickstart's.
+_HEAD_POSITIONS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class ProductTimes:
+    """Seconds of attention in one layer with a row for each thread, and of the head, forward and backward."""
+
+    kernels: float
+    library: float
+
+    @property
+    def chosen(self) -> Products:
+        return "library" if self.library < CLEARLY * self.kernels else "kernels"
+
+
+def faster_products(model: ModelConfig, dtype: torch.dtype) -> Products:
+    times = product_times(model, dtype)
+    return "kernels" if times is None else times.chosen
+
+
+def product_times(model: ModelConfig, dtype: torch.dtype) -> ProductTimes | None:
+    """As they were timed on this machine; timed now, in a fraction of a second for small models, where they never were.
+    None where there is nothing to choose. `ops.load_kernels` must have been called."""
+    kernels = ops.implementations(torch.device("cpu"), dtype)["kernels"]
+    if dtype != torch.bfloat16 or kernels == "none":
+        return None
+    facts = [
+        cpu_model(), torch.get_num_threads(), torch.__version__, kernels, model.n_head, model.kv_heads, model.head_dim,
+        model.seq_len, model.layer_windows(), model.n_embd, model.padded_vocab_size,
+    ]  # fmt: skip
+    path = cache_root(None) / "products" / f"{hashlib.sha256(to_json(facts).encode()).hexdigest()[:16]}.json"
+    if (times := _remembered(path)) is None:
+        times = _timed(model, dtype)
+        with suppress(UserError, OSError):  # without a cache the next run times them again
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_json_atomic(path, {"kernels": times.kernels, "library": times.library})
+    return times
+
+
+def _remembered(path: Path) -> ProductTimes | None:
+    try:
+        found = read_json_object(path)
+    except UserError:
+        return None
+    match found:
+        case {"kernels": float(kernels), "library": float(library)} if min(kernels, library) > 0:
+            return ProductTimes(kernels, library)
+    return None
+
+
+def _timed(model: ModelConfig, dtype: torch.dtype) -> ProductTimes:
+    """The fastest of a few rounds of both in turn: another program slows both down."""
+    generator, before = torch.Generator().manual_seed(0), ops.products()
+    heads = torch.randn(
+        torch.get_num_threads(), model.seq_len, model.n_head + 2 * model.kv_heads, model.head_dim, generator=generator
+    ).to(dtype)
+    x = torch.randn(_HEAD_POSITIONS, model.n_embd, generator=generator).to(dtype)
+    weight = torch.randn(model.padded_vocab_size, model.n_embd, generator=generator)
+    targets = torch.zeros(_HEAD_POSITIONS, dtype=torch.int64)
+    window = model.layer_windows()[0]
+    vocab_size, cap = model.vocab_size or model.padded_vocab_size, model.logit_softcap
+
+    def attention() -> None:
+        inputs = heads.detach().requires_grad_()
+        ops.multiplication(inputs).attention(inputs, model.n_head, window, 0.0).sum().backward()
+
+    def head() -> None:
+        HeadLoss.apply(x.detach().requires_grad_(), weight.requires_grad_(), targets, vocab_size, cap).backward()
+
+    fastest: dict[Products, float] = {}
+    try:
+        for products in ("kernels", "library"):
+            ops.multiply_by(products)
+            fastest[products] = _seconds(attention) + _seconds(head)
+    finally:
+        ops.multiply_by(before)
+    return ProductTimes(fastest["kernels"], fastest["library"])
+
+
+def _seconds(function: Callable[[], None]) -> float:
+    seconds = []
+    for _ in range(1 + _ROUNDS):  # the first warms up
+        started = time.perf_counter()
+        function()
+        seconds.append(time.perf_counter() - started)
+    return min(seconds[1:])
