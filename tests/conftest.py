@@ -27,16 +27,16 @@ WITHOUT_COMPILER = "GPTLAB_TEST_WITHOUT_COMPILER"
 
 _OF_THIS_MACHINE = re.compile(
     r"CUDA device|this processor has no|names processors of|torch without oneDNN|root reads|no namespaces"
-    r"|no Docker daemon|no ARM processor to emulate"
+    r"|no Docker daemon"
 )
 _COMPILER = re.compile(r"C\+\+ compiler")
-_INSTALLED_BY_CI = re.compile(r"no (Chromium|zsh|fish)")
+_INSTALLED_BY_CI = re.compile(r"no (Chromium|zsh|fish|ARM processor to emulate)")
 _IMPORT = re.compile(r"could not import")
 
 
 def may_skip(reason: str) -> bool:
-    """Whether a test may be skipped for this reason: no CUDA device, another processor, none to emulate, on other
-    systems than Linux (which lacks nothing that a test needs) another platform, no Chromium or shell outside of CI, or,
+    """Whether a test may be skipped for this reason: no CUDA device, another processor, on other systems than Linux
+    (which lacks nothing that a test needs) another platform, no Chromium, shell or ARM emulator outside of CI, or,
     where that is expected, no C++ compiler."""
     if _COMPILER.search(reason):
         return os.environ.get(WITHOUT_COMPILER) == "1"

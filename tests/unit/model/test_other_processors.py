@@ -42,20 +42,20 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> np.ndarray:
     return outputs(tmp_path_factory.mktemp("here"), compiler, "-march=native")
 
 
-@pytest.mark.parametrize("processor", ["x86-64", "haswell", "aarch64"])
+@pytest.mark.parametrize("processor", ["x86-64", "haswell", "armv8-a", "armv8.6-a+bf16"])
 def test_computes_the_same(processor: str, here: np.ndarray, tmp_path: Path) -> None:
-    """SSE2, AVX2 and NEON: sums in other orders, of up to 150 products of numbers below 1."""
+    """SSE2, AVX2, and NEON without and with products of bfloat16: sums of up to 150 products of numbers below 1."""
     if processor == "haswell":
         instructions = Path("/proc/cpuinfo").read_text(encoding="utf-8")
         if "avx2" not in instructions:
             pytest.skip("this processor has no AVX2")
         if "avx512f" not in instructions:
             pytest.skip("this processor has no AVX-512, so that AVX2 is what `here` has")
-    if processor == "aarch64":
+    if processor.startswith("arm"):
         compiler, emulator = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64")
         if compiler is None or emulator is None:
             pytest.skip("no ARM processor to emulate (Debian: g++-aarch64-linux-gnu, qemu-user)")
-        found = outputs(tmp_path, compiler, "-static", emulator=(emulator,))
+        found = outputs(tmp_path, compiler, "-static", f"-march={processor}", emulator=(emulator, "-cpu", "max"))
     else:
         found = outputs(tmp_path, str(cxx_compiler()), f"-march={processor}")
     assert len(found) > 200_000
