@@ -133,8 +133,9 @@ inline vec exponential(vec x) {
     return select(vanishes, vec{}, p * (vec)power);
 }
 
-// 2^x to 4e-6 of it, for what is rounded to bfloat16: for x up to 0 and a little more, 1 for 0, 0 below the smallest normal
-// number, NaN for NaN. The polynomial, of the fraction after rounding down, is fitted by weighted least squares.
+// 2^x to 4e-6 of it, for what is rounded to bfloat16: for x up to 0 and a little more, 0 below the smallest normal number,
+// NaN for NaN. The polynomial, of the fraction after rounding down, is fitted by weighted least squares; it is exact at 0
+// and 1, since processors round differently near them.
 inline vec coarse_power_of_two(vec x) {
 #ifdef __AVX512DQ__
     const vec r = (vec)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF);
@@ -145,10 +146,10 @@ inline vec coarse_power_of_two(vec x) {
     const vec to_integer = all(12582912.0f);
     const vec shifted = x - 0.5f + to_integer, r = x - (shifted - to_integer);
 #endif
-    vec p = all(1.342668464e-2f);
-    p = p * r + 5.224247340e-2f;
-    p = p * r + 2.412802053e-1f;
-    p = p * r + 6.930448448e-1f;
+    vec p = all(1.355574653e-2f);
+    p = p * r + 5.203237013e-2f;
+    p = p * r + 2.413797625e-1f;
+    p = p * r + 6.930321208e-1f;
     p = p * r + 1.0f;
 #ifdef __AVX512DQ__
     return (vec)_mm512_scalef_ps((__m512)p, (__m512)x);
