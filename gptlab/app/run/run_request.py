@@ -211,8 +211,8 @@ def sized_by_measurement(
 
     FLOP/s depend on the size that is timed (twice as many at depth 4 as at depth 2, docs/LOG.md, 2026-11-22). So the
     recipe's guess, from the `limit` that is known of this machine, is timed, and another size only where it is two
-    layers deeper, or less than half as deep: compiling takes longer than one layer is worth, and a machine that is slow
-    while it is timed may be fast afterwards.
+    layers deeper, or less than half as deep: one layer is worth less than compiling takes (on GPUs), or than timings
+    differ (on CPUs), and a machine that is slow while it is timed may be fast afterwards.
     """
     config = recipe(depth, limit)
     for _ in range(MAX_SIZES_TIMED):

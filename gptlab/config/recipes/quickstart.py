@@ -30,11 +30,14 @@ from gptlab.config.scaling import (
 # (docs/LOG.md, 2026-11-20 and 2026-11-22). It gives the size that is timed first, and the size where none is timed.
 ASSUMED_FLOPS_PER_SECOND = 235e9
 
-# Both measured on the standard library in 180 s of two Zen 4 cores (docs/LOG.md, 2026-11-20). At width 128, 2, 4 and 6
-# layers reach 1.29, 1.14 and 1.31 bits per byte; width 192 with 3 and 6 layers 1.45 and 1.59. The ratio is far below
-# nanochat's 10.5 tokens per parameter: three minutes end long before a small model stops learning.
+# Both measured on the standard library in 180 s of two Zen 4 cores (docs/LOG.md). At width 128, 2, 4 and 6 layers
+# reached 1.29, 1.14 and 1.31 bits per byte at first; width 192 with 3 and 6 layers 1.45 and 1.59. Since steps are twice
+# as fast, four layers see 3.5 tokens a parameter there and reach 0.997, three 0.966; where four see 3.7 (AMX) and 4.2
+# (600 s without bfloat16), they reach 0.977, and 0.958 against 0.967. The ratio is far below nanochat's 10.5 tokens per
+# parameter: three minutes end long before a small model stops learning. On GPUs nothing was measured yet.
 QUICKSTART_ASPECT = 32
-QUICKSTART_TOKENS_PER_PARAM = 2.5
+QUICKSTART_TOKENS_PER_PARAM = 3.6
+QUICKSTART_TOKENS_PER_PARAM_GPU = 2.5
 # The more tokens a run sees, the more of them a step may have: their square root. With four layers of width 128, 4,096
 # a step are best for 1.6 million tokens, 4,096 and 8,192 are alike for 2.4, 8,192 is best for 3.5 (1.106 bits per byte;
 # 16,384 reach 1.278) and for 7.7 (0.902 against 0.936). Two layers of width 64 want half as many: of 5.5 million
@@ -54,10 +57,11 @@ def quickstart(
     gpu = machine if machine is not None and machine.device.startswith(("cuda", "mps")) else None
     by_default, horizon = horizon is None, horizon or minutes(3)
     size = {"aspect": QUICKSTART_ASPECT, "head_dim": 64, "vocab_size": vocab_size, "seq_len": seq_len}
-    shape = shape_for_depth(depth, **size) if depth is not None else _shape_for(horizon, flops_per_second, size)
+    ratio = QUICKSTART_TOKENS_PER_PARAM if gpu is None else QUICKSTART_TOKENS_PER_PARAM_GPU
+    shape = shape_for_depth(depth, **size) if depth is not None else _shape_for(horizon, flops_per_second, ratio, size)
     if gpu is not None and by_default:
         shape, horizon = quickstart_on_gpu.within_the_text(
-            gpu, shape, horizon, flops_per_second, QUICKSTART_TOKENS_PER_PARAM, size, least_depth=depth or 1
+            gpu, shape, horizon, flops_per_second, ratio, size, least_depth=depth or 1
         )
     total_tokens = 2**13 if horizon.unit == "steps" else _step_tokens(shape, horizon, flops_per_second, 8 * seq_len)
     # On a CPU 16 rows are no faster than 8 (docs/LOG.md, 2026-11-22), and 8 serve every batch: what was compiled to be
@@ -110,11 +114,11 @@ def quickstart_adamw_scale(total_tokens: int) -> float:
     return (total_tokens / REFERENCE_BATCH_TOKENS) ** (1 / 6)
 
 
-def _shape_for(horizon: Horizon, flops_per_second: float, size: dict[str, int]) -> Shape:
+def _shape_for(horizon: Horizon, flops_per_second: float, tokens_per_param: float, size: dict[str, int]) -> Shape:
     """Depth and width for the compute of the horizon, or of three minutes where it implies none (steps, tokens)."""
     amount, assumed = horizon.amount, 180.0 * ASSUMED_FLOPS_PER_SECOND
     total_flops = {"flops": amount, "seconds": amount * flops_per_second}.get(horizon.unit, assumed)
-    return shape_for_compute(total_flops, tokens_per_param=QUICKSTART_TOKENS_PER_PARAM, **size)
+    return shape_for_compute(total_flops, tokens_per_param=tokens_per_param, **size)
 
 
 def _step_tokens(shape: Shape, horizon: Horizon, flops_per_second: float, least: int) -> int:
@@ -150,7 +154,8 @@ def why_quickstart_size(config: RunConfig, machine: Machine) -> str | None:
         compute = (
             f"{config.horizon.amount:g} s x {rate / 1e9:,.0f} GFLOP/s ({how}) = {config.horizon.amount * rate:.2g} FLOP"
         )
-    ratio = f"{QUICKSTART_TOKENS_PER_PARAM:g} tokens per parameter"
+    on_gpu = machine.device.startswith(("cuda", "mps"))
+    ratio = f"{QUICKSTART_TOKENS_PER_PARAM_GPU if on_gpu else QUICKSTART_TOKENS_PER_PARAM:g} tokens per parameter"
     return f"{compute}: at least {ratio}, at most {_step_tokens_per_root(model.n_embd):g} sqrt(tokens) a step"
 
 

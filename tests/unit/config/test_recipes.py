@@ -13,7 +13,11 @@ from gptlab.bench.training_rate import PRODUCTS_SHARE
 from gptlab.config.errors import ConfigError
 from gptlab.config.load import apply_overrides
 from gptlab.config.recipes import RECIPES, applied_scaling, configure, quickstart, shakespeare_char
-from gptlab.config.recipes.quickstart import QUICKSTART_TOKENS_PER_PARAM, why_quickstart_size
+from gptlab.config.recipes.quickstart import (
+    QUICKSTART_TOKENS_PER_PARAM,
+    QUICKSTART_TOKENS_PER_PARAM_GPU,
+    why_quickstart_size,
+)
 from gptlab.config.run import Horizon, RunConfig, minutes
 from gptlab.config.scaling import (
     Machine,
@@ -95,14 +99,14 @@ class TestSizedByMeasurement:
         return config
 
     def test_a_fast_machine_gets_as_many_steps_as_a_slow_one(self) -> None:
-        """The machine of docs/LOG.md, 2026-11-22: products at 2 TFLOP/s, steps at 27,000 tokens/s. Sized by its peak it
-        made 174 steps and ended at 1.21 bits per byte; these 599 end at 0.98."""
+        """The machine of docs/LOG.md, 2026-11-22: products at 2 TFLOP/s, steps at 27,000 tokens/s of four layers. Sized
+        by its peak it made 174 steps and ended at 1.21 bits per byte; 599 of 8,192 tokens ended at 0.98."""
         config = self.sized(lambda config: 27_000 * 11.01e6)
-        assert (config.model.n_layer, config.batch.total_tokens, config.batch.micro_sequences) == (4, 8192, 8)
+        assert (config.model.n_layer, config.batch.total_tokens, config.batch.micro_sequences) == (3, 8192, 8)
 
     def test_a_slower_moment_costs_no_second_compilation(self) -> None:
-        """The same machine while its host was busy: 93 GFLOP/s at depth 4 (docs/LOG.md, 2026-11-22). It compiled three
-        sizes in six minutes, and trained depth 2 to 1.62 bits per byte. Depth 4 reaches 1.39 at half that speed."""
+        """The same machine while its host was busy: 93 GFLOP/s (docs/LOG.md, 2026-11-22). It compiled three sizes in
+        six minutes, and trained depth 2 to 1.62 bits per byte. Depth 4 reaches 1.39 at half that speed."""
         timed: list[int] = []
 
         def rate(config: RunConfig) -> float:
@@ -110,8 +114,8 @@ class TestSizedByMeasurement:
             return 93e9
 
         config = self.sized(rate)
-        assert (config.model.n_layer, config.batch.total_tokens, config.batch.micro_sequences) == (4, 4096, 8)
-        assert timed[0] == 4
+        assert (config.model.n_layer, config.batch.total_tokens, config.batch.micro_sequences) == (3, 4096, 8)
+        assert timed[0] == 3
 
     def test_slow_products_make_the_first_size_small(self) -> None:
         """AVX2 without bfloat16 (docs/LOG.md, 2026-11-22): products at 181 GFLOP/s, steps at 110 with depth 4, at 94
@@ -187,7 +191,7 @@ class TestQuickstartOnAGpu:
             assert config.horizon == minutes(3)
             tokens *= rate / shape.flops_per_token
         assert 0.5 * self.TOKENS < tokens <= 4 * self.TOKENS
-        assert tokens >= QUICKSTART_TOKENS_PER_PARAM * shape.scaling_params
+        assert tokens >= QUICKSTART_TOKENS_PER_PARAM_GPU * shape.scaling_params
         assert (config.horizon.unit == "tokens") == (rate * 180 > 4 * self.TOKENS * shape.flops_per_token)
         assert ("epochs" in (why_quickstart_size(config, here) or "")) == (config.horizon.unit == "tokens")
 
