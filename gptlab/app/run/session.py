@@ -11,7 +11,7 @@ from gptlab.app.run.loaded_run import Start, load_start_weights, require_tokeniz
 from gptlab.app.run.own_parts import OwnParts
 from gptlab.app.run.ranks import agreed_place, rank_0_first
 from gptlab.config.errors import ConfigError, UserError
-from gptlab.config.run import EXACT_WORLD_SIZES, Products, RunConfig
+from gptlab.config.run import EXACT_WORLD_SIZES, RunConfig
 from gptlab.data.corpus.core_bundle import core_folder
 from gptlab.data.prepare import SIDES, PreparedData, prepare
 from gptlab.data.rows import RowSource, make_rows, validation_rows
@@ -22,7 +22,7 @@ from gptlab.eval.core_tasks import find_bundle, read_tasks
 from gptlab.eval.sampling import sample_texts, validation_prompts
 from gptlab.model.counting import FlopsPerToken, ParameterCounts, flops_per_token, parameter_counts
 from gptlab.model.interop.pretrained import Pretrained, find_pretrained, require_fits
-from gptlab.model.kernels.ops import begin_kernels, implementations, multiply_by
+from gptlab.model.kernels.ops import begin_kernels, implementations
 from gptlab.runtime.files.cache import cache_root
 from gptlab.runtime.hardware.place import Place
 from gptlab.runtime.hardware.rng import seed_everything
@@ -147,7 +147,8 @@ def open_session(
     of_training = None if n_train is None else validation_rows(data.train, seq_len, tokenizer.bos_id, n_train)
     own = {} if parts is None else parts.of_state()
     state = build_state(config, rows, device=place.device, compute_dtype=place.dtype, group=group, **own)
-    multiply_by(_products(config, place, group))
+    if place.dtype.itemsize == 2 or place.products != "auto":  # in float32 the kernels are never slower
+        _choose_products(config, place, group)
     start = None if pretrained is None else load_start_weights(state, pretrained, console.warn)
     counts, flops = parameter_counts(state.model), flops_per_token(state.model)
     finish = Finish.of(config, flops_per_token=flops.total, scaling_params=counts.scaling)
@@ -159,16 +160,16 @@ def open_session(
     return _with_masks(session) if config.data.mask_documents else session
 
 
-def _products(config: RunConfig, place: Place, group: Group) -> Products:
-    """As asked for, or else the faster ones; of several processes, rank 0 times them for all."""
-    if place.products != "auto":
-        return place.products
-    if place.device.type != "cpu" or place.dtype.itemsize != 2:  # bfloat16: in float32 the kernels are never slower
-        return "kernels"
+def _choose_products(config: RunConfig, place: Place, group: Group) -> None:
+    """What was asked for, or else the faster ones, which rank 0 times for all processes."""
     from gptlab.model.kernels.choice import faster_products
+    from gptlab.model.kernels.ops import multiply_by
 
-    chosen = faster_products(config.model, place.dtype) if group.is_main else None
-    return group.broadcast("products", chosen) if group.size > 1 else chosen or "kernels"
+    products = place.products
+    if products == "auto" and place.device.type == "cpu":
+        products = faster_products(config.model, place.dtype) if group.is_main else "kernels"
+        products = group.broadcast("products", products) if group.size > 1 else products
+    multiply_by("kernels" if products == "auto" else products)
 
 
 def _pretrained(name: str, config: RunConfig) -> Pretrained:

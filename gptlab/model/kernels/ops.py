@@ -48,7 +48,7 @@ def multiplication(x: Tensor) -> ModuleType:
 
 
 def multiply_by(products: Products) -> None:
-    """What `multiplication` chooses in this process from here on."""
+    """What `multiplication` chooses in this process, until kernels are loaded for another model."""
     global _products
     _products = products
 
@@ -79,9 +79,10 @@ def begin_kernels(device: torch.device, dtype: torch.dtype) -> None:
 def load_kernels(device: torch.device, dtype: torch.dtype) -> None:
     """Load the C++ kernels if they suit, building them first unless the cache has them (about five seconds).
 
-    Where they cannot be built, PyTorch computes: `missing_kernels`.
+    Where they cannot be built, PyTorch computes: `missing_kernels`. Undoes `multiply_by`.
     """
-    global _fused, _library
+    global _fused, _library, _products
+    _products = "kernels"
     if _suit_kernels(device, dtype):
         from gptlab.model.kernels import fused, library
 
