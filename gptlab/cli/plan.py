@@ -131,7 +131,8 @@ def _activations(plan: RunPlan) -> str:
         return f"at the peak of a micro-batch's passes in {dtype}, compiled"
     if plan.place.device.type == "cuda" and not plan.config.runtime.activation_checkpointing:
         return f"at the peak of a micro-batch's passes in {dtype}, uncompiled"
-    return f"kept for the backward pass of a micro-batch in {dtype}; torch.compile keeps less"
+    less = "the C++ kernels keep" if plan.place.device.type == "cpu" else "torch.compile keeps"
+    return f"kept for the backward pass of a micro-batch in {dtype}; {less} less"
 
 
 def _update(plan: RunPlan) -> str:
