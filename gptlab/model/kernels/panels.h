@@ -76,7 +76,8 @@ void pack_transposed(const S* matrix, long rows, long width, Share which, Unit<T
 // which has `depth` units.
 template <long WIDTH, class T, class S>
 void pack(const S* matrix, long stride, long rows, long width, Share which, long depth, Unit<T>* panels) {
-    constexpr long BLOCK = 16;  // rows of panels whose places in the cache may be the same, but for a few at a time
+    // A few rows of one panel at a time: panels may be a multiple of 4 KiB apart, and then evict each other's lines.
+    constexpr long BLOCK = 16;
     for (long u0 = which.first; u0 < which.last; u0 += BLOCK)
         for (long c = 0; c < width; c += WIDTH)
             for (long u = u0; u < std::min(u0 + BLOCK, which.last); u++)
