@@ -296,8 +296,8 @@ class RuntimeConfig:
     """Multiply matrices in 8-bit floating point while training: large linear layers and the head, on NVIDIA GPUs from
     Ada and Hopper on (nanochat's --fp8). Evaluation and samples are in bfloat16."""
     compile: Compile = "auto"
-    """torch.compile: auto (on where there is a compiler, except on a CPU with gptlab's C++ kernels, which are faster) |
-    on | off."""
+    """torch.compile: auto (on where there is a compiler, except on a CPU with gptlab's C++ kernels, as fast or faster)
+    | on | off."""
     products: AutoProducts = "auto"
     """What multiplies matrices in attention and in the head on a CPU: gptlab's kernels, or the library of torch, which
     may have instructions that they lack (AMX). auto: the faster one, timed once for a machine and a model."""

@@ -31,10 +31,10 @@ from gptlab.config.scaling import (
 ASSUMED_FLOPS_PER_SECOND = 235e9
 
 # Both measured on the standard library in 180 s of two Zen 4 cores (docs/LOG.md). At width 128, 2, 4 and 6 layers
-# reached 1.29, 1.14 and 1.31 bits per byte at first; width 192 with 3 and 6 layers 1.45 and 1.59. Since steps are twice
-# as fast, four layers see 3.5 tokens a parameter there and reach 0.997, three 0.966; where four see 3.7 (AMX) and 4.2
-# (600 s without bfloat16), they reach 0.977, and 0.958 against 0.967. The ratio is far below nanochat's 10.5 tokens per
-# parameter: three minutes end long before a small model stops learning. On GPUs nothing was measured yet.
+# reached 1.29, 1.14 and 1.31 bits per byte at first; width 192 with 3 and 6 layers 1.45 and 1.59. With faster
+# steps (2026-11-25, one seed), four layers see 3.5 tokens a parameter and reach 0.997, three 0.966. In 600 s without
+# bfloat16, four see 4.2 and reach 0.958, three 0.967. The ratio was chosen between these two. It is far below
+# nanochat's 10.5: three minutes end long before a small model stops learning. On GPUs nothing was measured.
 QUICKSTART_ASPECT = 32
 QUICKSTART_TOKENS_PER_PARAM = 3.6
 QUICKSTART_TOKENS_PER_PARAM_GPU = 2.5

@@ -24,11 +24,11 @@ from gptlab.runtime.files.cache import cache_root
 from gptlab.runtime.files.plain_file import read_json_object, to_json, write_json_atomic
 from gptlab.runtime.hardware.cpu import cpu_model
 
-# The library is chosen where it takes less than this share of the kernels' time: so much less than the machine's noise
-# that every run on it chooses alike. With AMX its products take a tenth of theirs.
+# The library is chosen where it takes less than this share of the kernels' time, so that noise does not decide: on two
+# Zen 4 cores it takes 1.3 times as long for quickstart. With AMX, which should be several times as fast, not measured.
 CLEARLY = 0.75
 _ROUNDS = 3
-# Positions that the head is timed with: a second for GPT-2's vocabulary, 20 ms for quickstart's.
+# Positions that the head is timed with: few, since the time grows with the vocabulary too.
 _HEAD_POSITIONS = 512
 
 

@@ -115,7 +115,7 @@ def missing_kernels(device: torch.device, dtype: torch.dtype) -> str | None:
 
 def outrun_compiler(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the C++ kernels, which need no compilation for each model, are there. They are as fast as torch.compile:
-    1.01 to 1.09 times in float32 on two Zen 3 cores, 1.06 to 1.3 times in bfloat16 on two Zen 4 cores (docs/LOG.md,
+    1.01 to 1.09 times in float32 on two Zen 3 cores, 1.06 and 1.22 times in bfloat16 on two Zen 4 cores (docs/LOG.md,
     2026-11-23 and 2026-11-25)."""
     return _fused is not None and _suit_kernels(device, dtype)
 
