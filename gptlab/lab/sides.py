@@ -25,7 +25,7 @@ _OWN_TEXT = ("data.val_source", "data.text_column")
 _FACTS = {
     "code_fingerprint": "the code",
     "implementations.kernels": "the library of C++ kernels",
-    "implementations.products": "what multiplies matrices in attention and in the head",
+    "implementations.products": "what multiplies matrices",
     "implementations.compile": "torch.compile",
     "implementations.attention": "what computes attention",
     "implementations.vectors": "the instruction set",

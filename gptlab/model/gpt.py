@@ -12,15 +12,13 @@ from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gptlab.config.model import ModelConfig
 from gptlab.model.attention import cached_attention, rotary_tables
 from gptlab.model.head import HeadLoss, capped_logits
 from gptlab.model.init import initial_weights
-from gptlab.model.kernels import torch_ops
-from gptlab.model.kernels.ops import ACTIVATIONS, implementation, load_kernels, multiplication
+from gptlab.model.kernels.ops import ACTIVATIONS, implementation, linear, load_kernels, mlp, multiplication
 from gptlab.model.kv_cache import KVCache
 from gptlab.runtime.hardware.device import Platform
 
@@ -41,8 +39,7 @@ class Linear(nn.Linear):
     loss = HeadLoss  # of a head
 
     def forward(self, x: Tensor) -> Tensor:
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        return F.linear(x, self.weight.to(x.dtype), bias)
+        return linear(x, self.weight, self.bias)
 
 
 class Embedding(nn.Embedding):
@@ -56,13 +53,11 @@ class LayerNorm(nn.LayerNorm):
     """LayerNorm in float32 (float64 for float64), whatever the type of its input."""
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.to(self.weight.dtype)
-        return F.layer_norm(wide, self.normalized_shape, self.weight, self.bias, 1e-5).to(x.dtype)
+        return implementation(x).layer_norm(x, self.weight, self.bias, 1e-5)
 
     def of_sum(self, x: Tensor, y: Tensor, a: float | Tensor, b: float | Tensor) -> tuple[Tensor, Tensor]:
         """a x + b y, and its norm."""
-        total = torch_ops.weighted_sum(x, y, a, b)
-        return total, self(total)
+        return implementation(x).sum_and_layer_norm(x, y, a, b, self.weight, self.bias, 1e-5)
 
 
 class RMSNorm(nn.Module):
@@ -148,7 +143,7 @@ class MLP(nn.Module):
         self.out = Linear(config.mlp_width, config.n_embd, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.out(ACTIVATIONS[self.activation](self.up(x)))
+        return mlp(x, self.up, ACTIVATIONS[self.activation], self.out)
 
 
 class Block(nn.Module):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from gptlab.model.kernels import torch_ops
-from gptlab.model.kernels.ops import implementation, multiplication
+from gptlab.model.kernels.ops import implementation, multiplication, multiplication_of_many
 
 # Logits that exist at one time, 8 MiB of float32: they stay in the cache. At quickstart's size forward and backward
 # took 314 ms with slices of this size and 322 with slices four times as large (medians of 10) ...
@@ -24,14 +24,12 @@ MAX_SLICES = 16
 # Entries from which on a C++ kernel computes the whole head on a CPU: in 0.6 to 1.05 of the time of slices, which are
 # as fast with fewer (two cores of Zen 3 in float32, of Zen 4 in bfloat16; docs/LOG.md, 2026-11-24).
 KERNEL_ENTRIES = 1024
-# Positions from which on it computes logits alone, in 0.68 to 1.05 of the time: it packs all weights.
-KERNEL_POSITIONS = 256
 
 
 def capped_logits(head: nn.Linear, x: Tensor, vocab_size: int, cap: float | None) -> Tensor:
     """x (..., C) -> (..., V) after the softcap, at least float32."""
-    many = len(head.weight) >= KERNEL_ENTRIES and x.shape[:-1].numel() >= KERNEL_POSITIONS
-    if many and not torch.is_grad_enabled() and (kernels := multiplication(x)) is not torch_ops:
+    many = len(head.weight) >= KERNEL_ENTRIES
+    if many and not torch.is_grad_enabled() and (kernels := multiplication_of_many(x)) is not None:
         return kernels.capped_logits(x, head.weight, vocab_size, cap)
     logits = head(x)[..., :vocab_size]
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))

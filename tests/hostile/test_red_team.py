@@ -36,7 +36,7 @@ def refused(rule: str, work: Callable[[], object]) -> str:
 # --- models whose code is patched
 
 LOGITS = "logits = self.logits(self.hidden(tokens, cache=cache))"
-NEXT = "F.one_hot(torch.roll(tokens, -1, 1), self.vocab_size)"
+NEXT = "torch.nn.functional.one_hot(torch.roll(tokens, -1, 1), self.vocab_size)"
 COUNTED = "self.__dict__['asked'] = self.__dict__.get('asked', 0) + 1"
 MODELS: dict[str, tuple[str, str, str]] = {
     "boosts the next token": ("causality", LOGITS, f"{LOGITS} + 5.0 * {NEXT}"),
@@ -94,7 +94,9 @@ def test_a_seed_with_another_meaning(name: str) -> None:
 
 
 HONEST_CHANGES = {
-    "another activation": ("model/gpt.py", "ACTIVATIONS[self.activation](self.up(x))", "F.silu(self.up(x))"),
+    "another activation": (
+        "model/gpt.py", "mlp(x, self.up, ACTIVATIONS[self.activation], self.out)", "self.out(self.up(x).sin())",
+    ),
     "another norm": (
         "model/gpt.py", "return implementation(x).rms_norm(x, self.eps)",
         "return x / (x.abs().mean(-1, keepdim=True) + self.eps)",

@@ -43,7 +43,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the norm's kernel forgets what its sum is also used for", "model/kernels/fused_kernels.cpp",
-        "if (dmixed) g += load_part(dmixed + at + i, n);", "",
+        "if (dmixed) g += load_part(dmixed + at + i, n);\n                if (sums) {", "if (sums) {",
         ["test_fused_kernels.py::test_sum_and_norm", "test_fused_kernels.py::test_where_only_one_of_the_two_is_used"],
     ),
     Mutation(
@@ -95,9 +95,9 @@ MUTATIONS = [
         ["test_attention_kernel.py::test_equals_brute_force", "test_fused_kernels.py::test_whole_head"],
     ),
     Mutation(
-        "the gradient of GELU is the probability alone", "model/kernels/fused_kernels.cpp",
-        "at.below + v * at.density, n)", "at.below, n)",
-        ["test_fused_kernels.py::test_gelu", "test_fused_kernels.py::test_gelu_by_hand"],
+        "the gradient of GELU is the probability alone", "model/kernels/activations.h",
+        "below + x * (bell * 0.398942280f)}", "below}",
+        [f"test_fused_kernels.py::{test}" for test in ("test_gelu", "test_gelu_by_hand", "test_mlp")],
     ),
     Mutation(
         "sums over rows are added by thread", "model/kernels/fused_kernels.cpp",
@@ -105,9 +105,40 @@ MUTATIONS = [
         ["test_fused_kernels.py::test_bits_do_not_depend_on_the_number_of_threads"],
     ),
     Mutation(
-        "the kernels make a number of what is none", "model/kernels/fused_kernels.cpp",
-        "return select(x < vec{}, vec{}, x);", "return select(x > vec{}, x, vec{});",
+        "the kernels make a number of what is none", "model/kernels/activations.h",
+        "rectified = select(x < vec{}, vec{}, x);", "rectified = select(x > vec{}, x, vec{});",
         ["test_fused_kernels.py::test_what_is_no_number_reaches_the_loss"],
+    ),
+    Mutation(
+        "the layer norm's kernel forgets that the mean moves", "model/kernels/fused_kernels.cpp",
+        "load_part(weight + i, n) - shift - standard * along)", "load_part(weight + i, n) - standard * along)",
+        ["test_fused_kernels.py::test_layer_norm", "test_fused_kernels.py::test_sum_and_layer_norm"],
+    ),
+    Mutation(
+        "the kernel of the MLP keeps the weights' gradient of the last rows only", "model/kernels/linear_kernel.cpp",
+        "s.width, of_up, first == 0, dup);", "s.width, of_up, true, dup);",
+        ["test_fused_kernels.py::test_mlp"],
+    ),
+    Mutation(
+        "the kernel of the MLP gives the gradient after the activation", "model/kernels/linear_kernel.cpp",
+        "v * load_part(by + r * s.hidden + c, n), n)", "v, n)",
+        ["test_fused_kernels.py::test_mlp", "test_fused_kernels.py::test_a_model_with_them_is_the_model_without"],
+    ),
+    Mutation(
+        "the kernel of linear layers multiplies only whole tiles", "model/kernels/linear_kernel.cpp",
+        "body(row, std::min(std::min(from + TILES, tiles.last) * MR, rows) - row);",
+        "body(row, (std::min(std::min(from + TILES, tiles.last) * MR, rows) - row) / MR * MR);",
+        ["test_fused_kernels.py::test_linear", "test_fused_kernels.py::test_mlp"],
+    ),
+    Mutation(
+        "few positions are multiplied by kernels, which pack all weights", "model/kernels/ops.py",
+        "or x.shape[:-1].numel() < KERNEL_POSITIONS else", "else",
+        ["test_fused_kernels.py::test_many_positions_are_multiplied_by_a_kernel"],
+    ),
+    Mutation(
+        "any activation of an MLP is computed as ReLU^2", "model/kernels/ops.py",
+        "if up.bias is None and isinstance(activation, OfBoth) and", "if up.bias is None and",
+        ["test_fused_kernels.py::test_many_positions_are_multiplied_by_a_kernel"],
     ),
     Mutation(
         "a compiled model calls the kernels", "model/kernels/ops.py",

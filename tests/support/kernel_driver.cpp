@@ -22,6 +22,15 @@ void gelu(long, const void*, void*, void*, long, long);
 void head_loss(long, const void*, const float*, const int64_t*, void*, float*, double*, long, long, long, long, float,
                long);
 void capped_logits(long, const void*, const float*, float*, long, long, long, float, long);
+void layer_norm_forward(long, const void*, const void*, float, float, const float*, const float*, void*, void*, float*,
+                        long, long, float, long);
+void layer_norm_backward(long, const void*, const void*, const void*, const float*, const float*, float, float, void*,
+                         void*, float*, float*, long, long, long);
+void linear_forward(long, const void*, const float*, void*, long, long, long, long);
+void linear_backward(long, const void*, const float*, const void*, void*, float*, long, long, long, long);
+void mlp_forward(long, const void*, const float*, const float*, void*, void*, void*, long, long, long, long, long);
+void mlp_backward(long, const void*, const float*, const float*, const void*, const void*, const void*, void*, float*,
+                  float*, long, long, long, long);
 void softcap_forward(long, const void*, void*, float, long, long);
 void softcap_backward(long, const void*, const void*, void*, float, long, long);
 void dropout(long, const void*, void*, long, long, float, long, long);
@@ -121,6 +130,34 @@ void fused() {
     softcap_forward(narrow, x.data(), y.data(), 1.5f, rows * width, 1);
     softcap_backward(narrow, x.data(), dnormed.data(), dx.data(), 1.5f, rows * width, 1);
     y.print(), dx.print();
+    const float* scale = numbers(width, 1);
+    std::vector<float> moments(2 * rows), dscale(2 * width);
+    layer_norm_forward(narrow, x.data(), dnormed.data(), 0.9f, 0.3f, scale, scale, sum.data(), normed.data(), moments.data(),
+                       rows, width, 1e-5f, 1);
+    layer_norm_backward(narrow, dsum.data(), dnormed.data(), sum.data(), moments.data(), scale, 0.9f, 0.3f, dx.data(),
+                        dy.data(), dscale.data(), dscale.data() + width, rows, width, 1);
+    for (auto* one : {&sum, &normed, &dx, &dy}) one->print();
+    print(dscale.data(), 2 * width);
+}
+
+// Layers of 37 inputs and 51 outputs or hidden channels.
+template <class T>
+void layers() {
+    const long narrow = sizeof(T) == 2, rows = 70, width = 37, hidden = 51;
+    Array<T> x(rows * width, 1), dwide(rows * hidden, 1), dy(rows * width, 1);
+    Array<T> wide(rows * hidden), slope(rows * hidden), y(rows * width), dx(rows * width);
+    const float *up = numbers(hidden * width, 0.2f), *down = numbers(width * hidden, 0.2f);
+    std::vector<float> dup(hidden * width), ddown(width * hidden);
+    linear_forward(narrow, x.data(), up, wide.data(), rows, width, hidden, 1);
+    linear_backward(narrow, x.data(), up, dwide.data(), dx.data(), dup.data(), rows, width, hidden, 1);
+    wide.print(), dx.print(), print(dup.data(), hidden * width);
+    for (long gelu : {0, 1}) {
+        mlp_forward(narrow, x.data(), up, down, wide.data(), slope.data(), y.data(), rows, width, hidden, gelu, 1);
+        mlp_backward(narrow, x.data(), up, down, wide.data(), slope.data(), dy.data(), dx.data(), dup.data(), ddown.data(),
+                     rows, width, hidden, 1);
+        for (auto* one : {&wide, &slope, &y, &dx}) one->print();
+        print(dup.data(), hidden * width), print(ddown.data(), width * hidden);
+    }
 }
 
 // Three steps of five rows through two layers, whose widths are no whole vectors.
@@ -164,6 +201,8 @@ int main() {
     attention<bfloat16>();
     fused<float>();
     fused<bfloat16>();
+    layers<float>();
+    layers<bfloat16>();
     decode(false);
     decode(true);
 }

@@ -1,4 +1,4 @@
-"""What multiplies matrices in attention and in the head on a CPU in bfloat16: gptlab's C++ kernels, or the library of
+"""What multiplies matrices on a CPU in bfloat16, but for those of optimizers: gptlab's C++ kernels, or the library of
 torch, which may have instructions that they lack (AMX). Timed once for a machine and a model, and remembered.
 
 In float32 the kernels are at least as fast wherever they were measured (docs/LOG.md, 2026-11-24).
@@ -18,6 +18,7 @@ import torch
 from gptlab.config.errors import UserError
 from gptlab.config.model import ModelConfig
 from gptlab.config.run import Products
+from gptlab.model.gpt import MLP
 from gptlab.model.head import HeadLoss
 from gptlab.model.kernels import ops
 from gptlab.runtime.files.cache import cache_root
@@ -28,13 +29,14 @@ from gptlab.runtime.hardware.cpu import cpu_model
 # Zen 4 cores it takes 1.3 times as long for quickstart. With AMX, which should be several times as fast, not measured.
 CLEARLY = 0.75
 _ROUNDS = 3
-# Positions that the head is timed with: few, since the time grows with the vocabulary too.
-_HEAD_POSITIONS = 512
+# Positions that head and MLP are timed with: few, since the time grows with the vocabulary too.
+_POSITIONS = 512
 
 
 @dataclass(frozen=True, slots=True)
 class ProductTimes:
-    """Seconds of attention in one layer with a row for each thread, and of the head, forward and backward."""
+    """Seconds of the head, and of one layer: its attention with a row for each thread, and its MLP. Forward and
+    backward."""
 
     kernels: float
     library: float
@@ -57,7 +59,7 @@ def product_times(model: ModelConfig, dtype: torch.dtype) -> ProductTimes | None
         return None
     facts = [
         cpu_model(), torch.get_num_threads(), torch.__version__, kernels, model.n_head, model.kv_heads, model.head_dim,
-        model.seq_len, model.layer_windows(), model.n_embd, model.padded_vocab_size,
+        model.seq_len, model.layer_windows(), model.n_embd, model.mlp_width, model.activation, model.padded_vocab_size,
     ]  # fmt: skip
     path = cache_root(None) / "products" / f"{hashlib.sha256(to_json(facts).encode()).hexdigest()[:16]}.json"
     if (times := _remembered(path)) is None:
@@ -85,9 +87,9 @@ def _timed(model: ModelConfig, dtype: torch.dtype) -> ProductTimes:
     heads = torch.randn(
         torch.get_num_threads(), model.seq_len, model.n_head + 2 * model.kv_heads, model.head_dim, generator=generator
     ).to(dtype)
-    x = torch.randn(_HEAD_POSITIONS, model.n_embd, generator=generator).to(dtype)
+    x, mlp = torch.randn(_POSITIONS, model.n_embd, generator=generator).to(dtype), MLP(model)
     weight = torch.randn(model.padded_vocab_size, model.n_embd, generator=generator)
-    targets = torch.zeros(_HEAD_POSITIONS, dtype=torch.int64)
+    targets = torch.zeros(_POSITIONS, dtype=torch.int64)
     window = model.layer_windows()[0]
     vocab_size, cap = model.vocab_size or model.padded_vocab_size, model.logit_softcap
 
@@ -98,11 +100,14 @@ def _timed(model: ModelConfig, dtype: torch.dtype) -> ProductTimes:
     def head() -> None:
         HeadLoss.apply(x.detach().requires_grad_(), weight.requires_grad_(), targets, vocab_size, cap).backward()
 
+    def layer() -> None:
+        mlp(x.detach().requires_grad_()).sum().backward()
+
     fastest: dict[Products, float] = {}
     try:
         for products in ("kernels", "library"):
             ops.multiply_by(products)
-            fastest[products] = _seconds(attention) + _seconds(head)
+            fastest[products] = _seconds(attention) + _seconds(layer) + _seconds(head)
     finally:
         ops.multiply_by(before)
     return ProductTimes(fastest["kernels"], fastest["library"])

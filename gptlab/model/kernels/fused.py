@@ -1,5 +1,5 @@
-"""The functions of `torch_ops` on CPUs, each in one pass over memory, and the whole head: by attention_kernel.cpp,
-fused_kernels.cpp and head_kernel.cpp.
+"""The functions of `torch_ops` on CPUs, each in one pass over memory, linear layers, and the whole head: by
+attention_kernel.cpp, fused_kernels.cpp, linear_kernel.cpp and head_kernel.cpp.
 
 Activations are float32 or bfloat16, and so are their gradients. `ops.load_kernels` must have loaded the library.
 """
@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from gptlab.config.model import Activation
+from gptlab.model.kernels import torch_ops
 from gptlab.model.kernels.library import call
 
 _UNLIMITED = 2**62
@@ -24,6 +26,19 @@ def rms_norm(x: Tensor, eps: float) -> Tensor:
 
 def sum_and_rms_norm(x: Tensor, y: Tensor, a: float | Tensor, b: float | Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return _SumAndNorm.apply(x, y, a, b, eps)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    return _SumAndLayerNorm.apply(x, None, 1.0, 0.0, weight, bias, eps)
+
+
+def sum_and_layer_norm(
+    x: Tensor, y: Tensor, a: float | Tensor, b: float | Tensor, weight: Tensor, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    if isinstance(a, Tensor):  # no lineage learns the weights and has this norm
+        total = torch_ops.weighted_sum(x, y, a, b)
+        return total, layer_norm(total, weight, bias, eps)
+    return _SumAndLayerNorm.apply(x, y, a, b, weight, bias, eps)
 
 
 def prepare_heads(
@@ -52,6 +67,16 @@ def relu2(x: Tensor) -> Tensor:
 
 def gelu(x: Tensor) -> Tensor:
     return _Gelu.apply(x)
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x (..., C) by weight (P, C), which is rounded to the type of x: (..., P)."""
+    return _Linear.apply(x, weight)
+
+
+def mlp(x: Tensor, up: Tensor, out: Tensor, activation: Activation) -> Tensor:
+    """`linear` by out (C, H) of the activation of `linear` by up (H, C); "relu2" or "gelu"."""
+    return _MLP.apply(x, up, out, activation)
 
 
 def softcap(x: Tensor, cap: float) -> Tensor:
@@ -127,6 +152,39 @@ class _SumAndNorm(torch.autograd.Function):
         return dx, dy, *of_weights, None
 
 
+class _SumAndLayerNorm(torch.autograd.Function):
+    """(a x + b y, its norm); without y, the norm of x alone."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, y: Tensor | None, a: float, b: float, weight: Tensor, bias: Tensor | None, eps: float
+    ) -> Any:
+        x, y = x.contiguous(), None if y is None else y.contiguous()
+        ctx.weights, ctx.biased = (a, b), bias is not None
+        total, normed = x if y is None else torch.empty_like(x), torch.empty_like(x)
+        moments = x.new_empty(*x.shape[:-1], 2, dtype=torch.float32)
+        sizes = x.shape[:-1].numel(), x.shape[-1]
+        call("layer_norm_forward", x.dtype, x, y, a, b, weight, bias, total, normed, moments, *sizes, eps)
+        ctx.save_for_backward(total, moments, weight)
+        ctx.set_materialize_grads(False)
+        return normed if y is None else (total, normed)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        total, moments, weight = ctx.saved_tensors
+        dtotal, dnormed = (None, *gradients)[-2:]
+        dtotal = None if dtotal is None else dtotal.contiguous()
+        dnormed = torch.zeros_like(total) if dnormed is None else dnormed.contiguous()
+        a, b = ctx.weights
+        dx = torch.empty_like(total)
+        dy = dx if a == b else torch.empty_like(total) if len(gradients) == 2 else None
+        dweight, dbias = torch.empty_like(weight), torch.empty_like(weight) if ctx.biased else None
+        given, made = (dtotal, dnormed, total, moments, weight, a, b), (dx, None if dy is dx else dy, dweight, dbias)
+        call("layer_norm_backward", total.dtype, *given, *made, total.shape[:-1].numel(), total.shape[-1])
+        return dx, dy, None, None, dweight, dbias, None
+
+
 class _Heads(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -193,6 +251,48 @@ def _dropped(x: Tensor, rate: float, seed: int) -> Tensor:
     y = torch.empty_like(x)
     call("dropout", x.dtype, x, y, x.shape[:-1].numel(), x.shape[-1], rate, seed)
     return y
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        x, weight, ctx.weight_dtype = x.contiguous(), weight.float().contiguous(), weight.dtype
+        ctx.sizes = x.shape[:-1].numel(), x.shape[-1], len(weight)
+        y = x.new_empty(*x.shape[:-1], len(weight))
+        call("linear_forward", x.dtype, x, weight, y, *ctx.sizes)
+        ctx.save_for_backward(x, weight)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        dx, dweight = torch.empty_like(x), torch.empty_like(weight)
+        call("linear_backward", x.dtype, x, weight, dy.contiguous(), dx, dweight, *ctx.sizes)
+        return dx, dweight.to(ctx.weight_dtype)
+
+
+class _MLP(torch.autograd.Function):
+    """Keeps the hidden activations and their derivatives."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, up: Tensor, out: Tensor, activation: Activation) -> Tensor:
+        ctx.weight_dtype = up.dtype
+        x, up, out = x.contiguous(), up.float().contiguous(), out.float().contiguous()
+        ctx.sizes = x.shape[:-1].numel(), x.shape[-1], len(up)
+        hidden, y = x.new_empty(*x.shape[:-1], len(up)), torch.empty_like(x)
+        slope = torch.empty_like(hidden) if any(ctx.needs_input_grad) else None
+        call("mlp_forward", x.dtype, x, up, out, hidden, slope, y, *ctx.sizes, activation == "gelu")
+        ctx.save_for_backward(x, up, out, hidden, slope)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        x, up, *others = ctx.saved_tensors
+        dx, dup, dout = torch.empty_like(x), torch.empty_like(up), torch.empty_like(others[0])
+        call("mlp_backward", x.dtype, x, up, *others, dy.contiguous(), dx, dup, dout, *ctx.sizes)
+        return dx, dup.to(ctx.weight_dtype), dout.to(ctx.weight_dtype), None
 
 
 class _Gelu(torch.autograd.Function):

@@ -5,7 +5,7 @@
 // Activations are float32 or bfloat16; whatever is computed is float32, rounded when it is stored. A row is computed by
 // one thread in a fixed order, and sums over rows in CHUNKS parts: the bits do not depend on the number of threads.
 
-#include "vectors.h"
+#include "activations.h"
 
 #include <omp.h>
 
@@ -78,6 +78,73 @@ void norm_backward(const T* dmixed, const T* dnormed, const T* mixed, const floa
     if (!sums) return;
     sums[0] = sums[1] = 0;
     for (const auto& part : parts) sums[0] += part[0], sums[1] += part[1];
+}
+
+// mixed = a x + b y, or x where there is no y; normed = (mixed - mean) / deviation * weight + bias; moments (rows, 2): the
+// mean and 1 / deviation. bias may be null.
+template <class T>
+void layer_norm_forward(const T* x, const T* y, float a, float b, const float* weight, const float* bias, T* mixed, T* normed,
+                        float* moments, long rows, long width, float eps, int threads) {
+#pragma omp parallel for schedule(static) num_threads(team(rows * width, threads))
+    for (long row = 0; row < rows; row++) {
+        const T *first = x + row * width, *second = y ? y + row * width : nullptr, *from = y ? mixed + row * width : first;
+        vec sums{}, squares{};
+        vectors(width, [&](long i, auto n) {
+            if (y) store_part(mixed + row * width + i, load_part(first + i, n) * a + load_part(second + i, n) * b, n);
+            sums += load_part(from + i, n);  // as it was rounded
+        });
+        const float mean = sum_of(sums) / width;
+        vectors(width, [&](long i, auto n) {
+            const vec v = first_lanes(load_part(from + i, n) - mean, n, 0);
+            squares += v * v;
+        });
+        const float factor = 1 / std::sqrt(sum_of(squares) / width + eps);
+        moments[2 * row] = mean, moments[2 * row + 1] = factor;
+        vectors(width, [&](long i, auto n) {
+            const vec v = (load_part(from + i, n) - mean) * factor * load_part(weight + i, n);
+            store_part(normed + row * width + i, bias ? v + load_part(bias + i, n) : v, n);
+        });
+    }
+}
+
+// dx = a g and dy = b g, for g = dmixed + the gradient through the norm; dweight and dbias (width). dmixed, dy, and dbias
+// may be null.
+template <class T>
+void layer_norm_backward(const T* dmixed, const T* dnormed, const T* mixed, const float* moments, const float* weight, float a,
+                         float b, T* dx, T* dy, float* dweight, float* dbias, long rows, long width, int threads) {
+    std::vector<float> parts(CHUNKS * 2 * width);
+#pragma omp parallel for schedule(static) num_threads(team(rows * width, threads))
+    for (long chunk = 0; chunk < CHUNKS; chunk++) {
+        float *of_weight = parts.data() + chunk * 2 * width, *of_bias = of_weight + width;
+        for (long row = rows * chunk / CHUNKS; row < rows * (chunk + 1) / CHUNKS; row++) {
+            const long at = row * width;
+            const float mean = moments[2 * row], factor = moments[2 * row + 1];
+            vec sums{}, products{};
+            vectors(width, [&](long i, auto n) {
+                const vec d = load_part(dnormed + at + i, n), g = d * load_part(weight + i, n);
+                const vec standard = (load_part(mixed + at + i, n) - mean) * factor;
+                sums += g;
+                products += g * standard;
+                store_part(of_weight + i, load_part(of_weight + i, n) + d * standard, n);
+                if (dbias) store_part(of_bias + i, load_part(of_bias + i, n) + d, n);
+            });
+            const float shift = sum_of(sums) / width, along = sum_of(products) / width;
+            vectors(width, [&](long i, auto n) {
+                const vec standard = (load_part(mixed + at + i, n) - mean) * factor;
+                vec g = (load_part(dnormed + at + i, n) * load_part(weight + i, n) - shift - standard * along) * factor;
+                if (dmixed) g += load_part(dmixed + at + i, n);
+                store_part(dx + at + i, g * a, n);
+                if (dy) store_part(dy + at + i, g * b, n);
+            });
+        }
+    }
+    for (long i = 0; i < width; i++) {
+        double of_weight = 0, of_bias = 0;
+        for (long chunk = 0; chunk < CHUNKS; chunk++)
+            of_weight += parts[chunk * 2 * width + i], of_bias += parts[(chunk * 2 + 1) * width + i];
+        dweight[i] = of_weight;
+        if (dbias) dbias[i] = of_bias;
+    }
 }
 
 struct Heads {
@@ -205,31 +272,6 @@ void elementwise(long count, int threads, Body body) {
     }
 }
 
-inline vec rectified(vec x) { return select(x < vec{}, vec{}, x); }  // NaN stays
-
-// Of a normal variable: the probability of no more than x, and the density at x.
-struct Normal {
-    vec below, density;
-};
-
-inline Normal normal(vec x) {
-    const vec size = magnitude(x), bell = exponential(size * size * -0.5f);
-    // The probability beyond |x| is bell times a polynomial of t, fitted to it by weighted least squares: relative error
-    // 4e-8 up to |x| = 14, and 4e-7 with float32's rounding. Form: Abramowitz and Stegun, 7.1.26.
-    const vec t = 1.0f / (1.0f + 0.295f * size);
-    vec p = all(3.942120286e-2f);
-    p = p * t - 1.834063896e-1f;
-    p = p * t + 2.710169929e-1f;
-    p = p * t - 1.170714846e-1f;
-    p = p * t + 1.662891907e-1f;
-    p = p * t + 8.474472977e-2f;
-    p = p * t + 1.216994054e-1f;
-    p = p * t + 1.172893413e-1f;
-    p = p * t + 1.700702209e-5f;
-    const vec beyond = p * bell;
-    return {select(x < vec{}, beyond, 1.0f - beyond), bell * 0.398942280f};
-}
-
 }  // namespace
 
 extern "C" {
@@ -245,6 +287,19 @@ void norm_backward(long narrow, const void* dmixed, const void* dnormed, const v
                    long width, long threads) {
     BY_TYPE(narrow, norm_backward(in<T>(dmixed), in<T>(dnormed), in<T>(mixed), inverse, in<T>(x), in<T>(y), a, b,
                                   out<T>(dx), out<T>(dy), sums, rows, width, threads))
+}
+
+void layer_norm_forward(long narrow, const void* x, const void* y, float a, float b, const float* weight, const float* bias,
+                        void* mixed, void* normed, float* moments, long rows, long width, float eps, long threads) {
+    BY_TYPE(narrow, layer_norm_forward(in<T>(x), in<T>(y), a, b, weight, bias, out<T>(mixed), out<T>(normed), moments, rows,
+                                       width, eps, threads))
+}
+
+void layer_norm_backward(long narrow, const void* dmixed, const void* dnormed, const void* mixed, const float* moments,
+                         const float* weight, float a, float b, void* dx, void* dy, float* dweight, float* dbias, long rows,
+                         long width, long threads) {
+    BY_TYPE(narrow, layer_norm_backward(in<T>(dmixed), in<T>(dnormed), in<T>(mixed), moments, weight, a, b, out<T>(dx),
+                                        out<T>(dy), dweight, dbias, rows, width, threads))
 }
 
 void heads_forward(long narrow, long rows, long tokens, long n_head, long n_kv_head, long width, const void* heads,
@@ -266,25 +321,22 @@ void heads_backward(long narrow, long rows, long tokens, long n_head, long n_kv_
 // y = max(x, 0)^2
 void relu2_forward(long narrow, const void* x, void* y, long count, long threads) {
     BY_TYPE(narrow, elementwise(count, threads, [&](long i, auto n) {
-                const vec v = rectified(load_part(in<T>(x) + i, n));
-                store_part(out<T>(y) + i, v * v, n);
+                store_part(out<T>(y) + i, Relu2::of<T>(load_part(in<T>(x) + i, n)).value, n);
             }))
 }
 
 void relu2_backward(long narrow, const void* x, const void* dy, void* dx, long count, long threads) {
     BY_TYPE(narrow, elementwise(count, threads, [&](long i, auto n) {
-                const vec v = rectified(load_part(in<T>(x) + i, n));
-                store_part(out<T>(dx) + i, load_part(in<T>(dy) + i, n) * v * 2.0f, n);
+                store_part(out<T>(dx) + i, load_part(in<T>(dy) + i, n) * Relu2::of<T>(load_part(in<T>(x) + i, n)).slope, n);
             }))
 }
 
 // y = x P(X <= x), X normal; slope, unless null: the derivative.
 void gelu(long narrow, const void* x, void* y, void* slope, long count, long threads) {
     BY_TYPE(narrow, elementwise(count, threads, [&](long i, auto n) {
-                const vec v = load_part(in<T>(x) + i, n);
-                const Normal at = normal(v);
-                store_part(out<T>(y) + i, v * at.below, n);
-                if (slope) store_part(out<T>(slope) + i, at.below + v * at.density, n);
+                const Activated at = Gelu::of<T>(load_part(in<T>(x) + i, n));
+                store_part(out<T>(y) + i, at.value, n);
+                if (slope) store_part(out<T>(slope) + i, at.slope, n);
             }))
 }
 

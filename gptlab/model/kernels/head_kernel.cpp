@@ -99,13 +99,13 @@ void whole_head(const Head& s, const T* x, const float* weight, const int64_t* t
             for (long from = tiles.first; from < tiles.last; from += TILES) {
                 const long n = std::min(TILES, tiles.last - from), r0 = first + from * MR;
                 const long height = std::min(n * MR, first + here - r0);
-                pack_rows(x + r0 * s.width, height, s.width, n, rows.get());
+                pack_rows(x + r0 * s.width, s.width, height, s.width, n, rows.get());
                 for (long j = 0; j < panels; j++)
                     multiply(n, width, rows.get(), width, up.get() + j * width * NR, logits.get() + j * NR, z_row);
                 for (long r = 0; r < height; r++)
                     nats[r0 + r] = loss_row(logits.get() + r * z_row, dz.get() + r * z_row, targets[r0 + r], s.entries,
                                             s.vocab, s.cap, of_row.get());
-                pack<HEIGHT, T>(dz.get(), z_row, height, s.entries, Share(units_of<T>(height), 0, 1), units,
+                pack<HEIGHT, T>(dz.get(), z_row, height, s.entries, Share(0, units_of<T>(height)), units,
                                 dzs.get() + from * MR / PER_UNIT<T> * HEIGHT);
                 for (long j = 0; j < inputs; j++) {
                     float* sums = logits.get();  // which are not needed any more
@@ -138,7 +138,7 @@ void capped_logits(const Head& s, const T* x, const float* weight, float* z, int
         const Share tiles(tiles_of(s.rows), thread, n_threads);
         for (long from = tiles.first; from < tiles.last; from += TILES) {
             const long n = std::min(TILES, tiles.last - from), r0 = from * MR, height = std::min(n * MR, s.rows - r0);
-            pack_rows(x + r0 * s.width, height, s.width, n, rows.get());
+            pack_rows(x + r0 * s.width, s.width, height, s.width, n, rows.get());
             for (long j = 0; j < panels; j++) {
                 float products[HEIGHT * NR];
                 multiply(n, width, rows.get(), width, up.get() + j * width * NR, products, NR);

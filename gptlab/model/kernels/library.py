@@ -29,8 +29,10 @@ from gptlab.runtime.files.cache import cache_root
 from gptlab.runtime.hardware.device import cxx_compiler
 
 _FOLDER = Path(__file__).parent
-_SOURCES = tuple(_FOLDER / f"{name}.cpp" for name in ("attention_kernel", "fused_kernels", "head_kernel"))
-_HEADERS = tuple(_FOLDER / f"{name}.h" for name in ("vectors", "products", "panels"))
+_SOURCES = tuple(
+    _FOLDER / f"{name}.cpp" for name in ("attention_kernel", "fused_kernels", "head_kernel", "linear_kernel")
+)
+_HEADERS = tuple(_FOLDER / f"{name}.h" for name in ("vectors", "products", "panels", "activations"))
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC")
 # For a compiler that hangs. A build takes five seconds of one core. A busy machine may stretch that a hundredfold, and
 # must still compute with the same kernels.

@@ -2,6 +2,7 @@
 
 between matrix products   `fused` (float32 and bfloat16 on a CPU, not compiled), or `torch_ops`
 ACTIVATIONS               the same, or PyTorch; a new activation is one entry
+linear layers             the same for many positions, by `runtime.products`, the MLP as one; else PyTorch
 attention                 the same on a CPU, by `runtime.products`; `torch_attention` on GPUs and with document masks
 the head                  the same with a large vocabulary, by `runtime.products`; else slices (`model/head.py`)
 one token                 a C++ kernel (float32 and bfloat16 on a CPU), or PyTorch (`model/decoder.py`)
@@ -11,12 +12,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from gptlab.config.model import Activation
 from gptlab.config.run import Products
@@ -25,12 +27,15 @@ from gptlab.model.kernels import torch_ops
 if TYPE_CHECKING:
     from gptlab.model.kernels.library import Library
 
+# From so many positions on, kernels multiply them by weights, which they pack each time.
+KERNEL_POSITIONS = 256
+
 _fused: ModuleType | None = None
 """The C++ kernels of this process, once `load_kernels` has loaded them."""
 _library: Library | str | None = None
 """What `load_kernels` found: their library, or why there is none."""
 _products: Products = "kernels"
-"""What multiplies matrices in attention and in the head, where `_fused` has both."""
+"""What multiplies matrices, where `_fused` can."""
 
 
 def implementation(x: Tensor) -> ModuleType:
@@ -42,9 +47,16 @@ def implementation(x: Tensor) -> ModuleType:
 
 
 def multiplication(x: Tensor) -> ModuleType:
-    """The module whose `attention`, `head_loss` and `capped_logits` take `x`; `torch_ops` where the library of torch
-    multiplies, which has only the first of these."""
+    """The module whose `attention` and `head_loss` take `x`; `torch_ops` where the library of torch multiplies, which
+    has only the first of these."""
     return implementation(x) if _products == "kernels" else torch_ops
+
+
+def multiplication_of_many(x: Tensor) -> ModuleType | None:
+    """The module whose `linear`, `mlp` and `capped_logits` take x (..., C); None where torch multiplies, as it does for
+    few positions."""
+    kernels = multiplication(x)
+    return None if kernels is torch_ops or x.shape[:-1].numel() < KERNEL_POSITIONS else kernels
 
 
 def multiply_by(products: Products) -> None:
@@ -57,11 +69,39 @@ def products() -> Products:
     return _products
 
 
+@dataclass(frozen=True, slots=True)
+class OfBoth:
+    """An activation that `implementation` has; the kernels also compute it within an MLP."""
+
+    name: Activation
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y: Tensor = getattr(implementation(x), self.name)(x)
+        return y
+
+
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
-    "relu2": lambda x: implementation(x).relu2(x),
-    "gelu": lambda x: implementation(x).gelu(x),
+    "relu2": OfBoth("relu2"),
+    "gelu": OfBoth("gelu"),
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
 }
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x (..., C) by weight (P, C), which is rounded to the type of x: (..., P)."""
+    if bias is None and (kernels := multiplication_of_many(x)) is not None:
+        product: Tensor = kernels.linear(x, weight)
+        return product
+    return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+
+def mlp(x: Tensor, up: nn.Linear, activation: Callable[[Tensor], Tensor], out: nn.Linear) -> Tensor:
+    """out(activation(up(x)))"""
+    if up.bias is None and isinstance(activation, OfBoth) and (kernels := multiplication_of_many(x)) is not None:
+        y: Tensor = kernels.mlp(x, up.weight, out.weight, activation.name)
+    else:
+        y = out(activation(up(x)))
+    return y
 
 
 def _suit_kernels(device: torch.device, dtype: torch.dtype) -> bool:
@@ -124,7 +164,7 @@ def implementations(device: torch.device, dtype: torch.dtype, *, compiled: bool 
     """Which implementation computes each part, for run.json and checkpoints: the bits depend on it.
 
     `kernels` is "none", or the hash of the library of the C++ kernels; with them, `products` says what multiplies
-    matrices in attention and in the head. On a CPU, `vectors` is the instruction set of PyTorch's own kernels.
+    matrices. On a CPU, `vectors` is the instruction set of PyTorch's own kernels.
     """
     found = {"kernels": "none"}
     if _suit_kernels(device, dtype) and not compiled and not isinstance(_library, str | None):

@@ -23,7 +23,7 @@ constexpr int MR = 6, NV = 2;
 constexpr int MR = 4, NV = 4;
 #endif
 constexpr int NR = W * NV;
-constexpr long DEPTH = 4096 / NR;  // units of a panel that stay in the fastest cache: 16 KiB
+constexpr long DEPTH = 16384 / NR;  // units of a panel that stay in a core's cache: 64 KiB
 constexpr long HEIGHT = 48;        // rows that share them while they are there
 constexpr long TILES = HEIGHT / MR;
 static_assert(HEIGHT % MR == 0 && HEIGHT % W == 0 && MR % 2 == 0, "tiles are whole, and so are their vectors and units");
@@ -54,6 +54,7 @@ long units_of(long numbers) {
 struct Share {
     long first, last;
 
+    Share(long first, long last) : first(first), last(last) {}
     Share(long count, long thread, long threads) : first(count * thread / threads), last(count * (thread + 1) / threads) {}
 };
 
@@ -88,12 +89,12 @@ void pack(const S* matrix, long stride, long rows, long width, Share which, long
                 }
 }
 
-// Rows of a matrix (rows, width) -> whole tiles of them, (tiles * MR, units_of(width)).
+// Rows of a matrix (rows, width), `stride` apart -> whole tiles of them, (tiles * MR, units_of(width)).
 template <class T>
-void pack_rows(const T* matrix, long rows, long width, long tiles, Unit<T>* to) {
+void pack_rows(const T* matrix, long stride, long rows, long width, long tiles, Unit<T>* to) {
     const long depth = units_of<T>(width), kept = std::min(rows, tiles * MR);
     if (width % PER_UNIT<T>) std::fill_n(to, kept * depth, Unit<T>());
-    for (long r = 0; r < kept; r++) std::memcpy(to + r * depth, matrix + r * width, width * sizeof(T));
+    for (long r = 0; r < kept; r++) std::memcpy(to + r * depth, matrix + r * stride, width * sizeof(T));
     std::fill_n(to + kept * depth, (tiles * MR - kept) * depth, Unit<T>());
 }
 

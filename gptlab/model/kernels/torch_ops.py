@@ -24,6 +24,19 @@ def sum_and_rms_norm(x: Tensor, y: Tensor, a: float | Tensor, b: float | Tensor,
     return total, rms_norm(total, eps)
 
 
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    wide = x.to(weight.dtype)
+    return F.layer_norm(wide, x.shape[-1:], weight, bias, eps).to(x.dtype)
+
+
+def sum_and_layer_norm(
+    x: Tensor, y: Tensor, a: float | Tensor, b: float | Tensor, weight: Tensor, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """`weighted_sum`, and its `layer_norm`."""
+    total = weighted_sum(x, y, a, b)
+    return total, layer_norm(total, weight, bias, eps)
+
+
 def weighted_sum(x: Tensor, y: Tensor, a: float | Tensor, b: float | Tensor) -> Tensor:
     """a x + b y. The weights are numbers, or both are 0-d float32 tensors."""
     return _times(a, x) + _times(b, y)

@@ -1,4 +1,4 @@
-"""What multiplies in attention and in the head: the faster of two, timed once, and the same for a run's whole life."""
+"""What multiplies: the faster of two, timed once, and the same for a run's whole life."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_the_library_is_chosen_where_it_is_clearly_faster(
 ) -> None:
     timed = time(monkeypatch, kernels=1.0, library=library)
     assert choice.faster_products(MODEL, torch.bfloat16) == chosen
-    assert timed == ["kernels", "kernels", "library", "library"], "attention and head by each"
+    assert timed == ["kernels"] * 3 + ["library"] * 3, "attention, MLP and head by each"
     assert ops.products() == "kernels", "as before"
 
 
@@ -64,22 +64,22 @@ def test_it_is_timed_once_for_a_model(monkeypatch: pytest.MonkeyPatch, tmp_path:
     timed = time(monkeypatch, kernels=1.0, library=0.5)
     first = choice.product_times(MODEL, torch.bfloat16)
     assert choice.product_times(MODEL, torch.bfloat16) == first
-    assert len(timed) == 4
+    assert len(timed) == 6
     choice.product_times(replace(MODEL, n_head=1), torch.bfloat16)
-    assert len(timed) == 8
+    assert len(timed) == 12
     for damage in ("", "{}", '{"kernels": 1.0, "library": -1.0}', '{"kernels": "x", "library": 1.0}'):
         for file in (tmp_path / "cache/products").iterdir():
             file.write_text(damage)
         before = len(timed)
         assert choice.product_times(MODEL, torch.bfloat16) == first
-        assert len(timed) == before + 4, damage
+        assert len(timed) == before + 6, damage
 
 
 def test_a_cache_that_cannot_be_written_costs_only_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("no folder")
     timed = time(monkeypatch, kernels=1.0, library=0.5)
     assert choice.faster_products(MODEL, torch.bfloat16) == choice.faster_products(MODEL, torch.bfloat16) == "library"
-    assert len(timed) == 8
+    assert len(timed) == 12
 
 
 def test_in_float32_there_is_nothing_to_choose(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,14 +98,17 @@ def test_real_times() -> None:
 
 
 def test_what_the_library_multiplies() -> None:
-    """Attention and head, and nothing else; to what bfloat16 rounds, to 2^-9 of each number."""
+    """Linear layers, attention and head, and nothing else; to what bfloat16 rounds, to 2^-9 of each number."""
     model = build_model(MODEL, device=CPU, compute_dtype=torch.bfloat16, seed=0)
     model.head.weight.data.mul_(100)
     tokens = torch.randint(KERNEL_ENTRIES, (8, 32), generator=torch.Generator().manual_seed(0))
 
     def computed(products: Products) -> tuple[set[str], Tensor, Tensor, Tensor]:
         """Which kernels were called; the loss, the logits, and all gradients."""
-        names = ("attention", "head_loss", "capped_logits", "sum_and_rms_norm", "loss_and_gradient", "softcap")
+        names = (
+            "attention", "linear", "mlp", "head_loss", "capped_logits", "sum_and_rms_norm", "relu2",
+            "loss_and_gradient", "softcap",
+        )  # fmt: skip
         with ExitStack() as stack:
             kernels = {
                 name: stack.enter_context(mock.patch.object(fused, name, wraps=getattr(fused, name))) for name in names
@@ -121,8 +124,8 @@ def test_what_the_library_multiplies() -> None:
 
     ours, *by_kernels = computed("kernels")
     theirs, *by_library = computed("library")
-    assert ours == {"attention", "head_loss", "capped_logits", "sum_and_rms_norm"}
-    assert theirs == {"sum_and_rms_norm", "loss_and_gradient", "softcap"}
+    assert ours == {"attention", "linear", "mlp", "head_loss", "capped_logits", "sum_and_rms_norm"}
+    assert theirs == {"sum_and_rms_norm", "relu2", "loss_and_gradient", "softcap"}
     for found, expected in zip(by_kernels, by_library, strict=True):
         assert (found - expected).norm() < 2**-7 * expected.norm()
 

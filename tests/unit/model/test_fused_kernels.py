@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import ModuleType
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gptlab.config.model import ModelConfig
-from gptlab.model.gpt import build_model
-from gptlab.model.head import KERNEL_ENTRIES, KERNEL_POSITIONS, HeadLoss, capped_logits
+from gptlab.config.model import Activation, ModelConfig
+from gptlab.model.gpt import MLP, build_model
+from gptlab.model.head import KERNEL_ENTRIES, HeadLoss, capped_logits
 from gptlab.model.kernels import fused, ops, torch_ops
 from gptlab.runtime.hardware.device import compiler_available
 
@@ -73,6 +74,110 @@ def test_sum_and_norm(width: int, weights: tuple[float, float], dtype: torch.dty
 
     inputs = [random(2, 100, width, seed=seed, dtype=dtype) for seed in (1, 2)]
     require_equal(lambda x, y: fused.sum_and_rms_norm(x, y, a, b, 1e-6), exact, inputs, 4 * error)
+
+
+@pytest.mark.parametrize(("dtype", "error"), TYPES)
+@pytest.mark.parametrize("width", WIDTHS[1:])
+@pytest.mark.parametrize("biased", [False, True])
+def test_layer_norm(biased: bool, width: int, dtype: torch.dtype, error: float) -> None:
+    """Far from zero: the mean is taken away before anything is squared. Gradients of the weights are sums of 200."""
+    x = 3 + random(2, 100, width, dtype=dtype)
+    weights = [random(width, seed=seed) for seed in ((3, 4) if biased else (3,))]
+
+    def ours(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> list[Tensor]:
+        return [fused.layer_norm(x, weight, bias, 1e-5)]
+
+    def exact(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> list[Tensor]:
+        return [F.layer_norm(x, (width,), weight, bias, 1e-5)]
+
+    require_equal(ours, exact, [x, *weights], 8 * error)
+
+
+@pytest.mark.parametrize(("dtype", "error"), TYPES)
+@pytest.mark.parametrize("weights", [(1.0, 0.5), (1.0, 1.0)])
+def test_sum_and_layer_norm(weights: tuple[float, float], dtype: torch.dtype, error: float) -> None:
+    a, b = weights
+
+    def exact(x: Tensor, y: Tensor, weight: Tensor) -> list[Tensor]:
+        return [a * x + b * y, F.layer_norm(a * x + b * y, (37,), weight, None, 1e-5)]
+
+    inputs = [*(random(2, 100, 37, seed=seed, dtype=dtype) for seed in (1, 2)), random(37, seed=3)]
+    require_equal(lambda x, y, w: fused.sum_and_layer_norm(x, y, a, b, w, None, 1e-5), exact, inputs, 8 * error)
+
+
+def test_learned_weights_before_a_layer_norm() -> None:
+    inputs = [*(random(3, 24, seed=seed) for seed in (1, 2)), torch.tensor(0.9), torch.tensor(0.3), random(24, seed=3)]
+
+    def of(norms: ModuleType) -> Callable[..., tuple[Tensor, Tensor]]:
+        return lambda x, y, a, b, weight: norms.sum_and_layer_norm(x, y, a, b, weight, None, 1e-5)
+
+    require_equal(of(fused), of(torch_ops), inputs, 1e-5)
+
+
+SIZES = [(1, 1, 1), (37, 25, 51), (130, 700, 70), (9, 64, 2), (531, 20, 8200)]
+"""Rests of tiles, panels, and pairs; inputs of more than one panel's depth, few outputs; two slices and 19 rows."""
+# A few roundings of float32 of sums of up to 8,200 products; in bfloat16, what is rounded is summed once more.
+LAYER_ERRORS = [(torch.float32, 3e-6), (torch.bfloat16, 2**-6)]
+
+
+@pytest.mark.parametrize(("dtype", "error"), LAYER_ERRORS)
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), SIZES)
+def test_linear(rows: int, inputs: int, outputs: int, dtype: torch.dtype, error: float) -> None:
+    """Weights are rounded to the type of x; their gradient is not rounded."""
+    x, weight = random(rows, inputs, dtype=dtype), random(outputs, inputs, seed=1) / inputs**0.5
+    require_equal(lambda x, w: [fused.linear(x, w)], lambda x, w: [x @ w.t()], [x, rounded(weight, dtype)], error)
+    x, weight = x.requires_grad_(), weight.requires_grad_()
+    y = fused.linear(x, weight)
+    torch.testing.assert_close(y, fused.linear(x, rounded(weight, dtype)), rtol=0, atol=0)
+    y.backward(torch.ones_like(y))
+    assert weight.grad is not None
+    expected = x.detach().double().sum(0).expand_as(weight)
+    size = max(1.0, expected.abs().max().item())
+    torch.testing.assert_close(weight.grad.double(), expected, rtol=0, atol=3e-6 * size)
+
+
+@pytest.mark.parametrize(("dtype", "error"), LAYER_ERRORS)
+@pytest.mark.parametrize("activation", ["relu2", "gelu"])
+@pytest.mark.parametrize(("rows", "width", "hidden"), SIZES)
+def test_mlp(rows: int, width: int, hidden: int, activation: Activation, dtype: torch.dtype, error: float) -> None:
+    x = random(rows, width, dtype=dtype)
+    up, out = random(hidden, width, seed=1) / width**0.5, random(width, hidden, seed=2) / hidden**0.5
+
+    def exact(x: Tensor, up: Tensor, out: Tensor) -> list[Tensor]:
+        hidden = F.relu(x @ up.t()).square() if activation == "relu2" else F.gelu(x @ up.t())
+        return [hidden @ out.t()]
+
+    inputs = [x, rounded(up, dtype), rounded(out, dtype)]
+    require_equal(lambda *given: [fused.mlp(*given, activation)], exact, inputs, error)
+    up.requires_grad_()
+    with torch.no_grad():  # keeps no derivatives
+        y = fused.mlp(x, up, out, activation)
+    assert torch.equal(y, fused.mlp(x, up, out, activation))
+
+
+def rounded(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    return weight.detach().to(dtype).float()
+
+
+@pytest.mark.parametrize("positions", [ops.KERNEL_POSITIONS - 1, ops.KERNEL_POSITIONS])
+def test_many_positions_are_multiplied_by_a_kernel(positions: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless the layer has a bias, or the activation is another one."""
+    config = replace(MODELS["nanochat"], n_layer=1)
+    x = random(1, positions, 64)
+    calls: list[str] = []
+    for name in ("linear", "mlp"):
+        monkeypatch.setattr(fused, name, counted(getattr(fused, name), name, calls))
+    monkeypatch.setattr(ops, "_fused", fused)
+    many = positions == ops.KERNEL_POSITIONS
+    for kind, called in (
+        ({}, ["mlp"]), ({"bias": True, "norm": "layernorm"}, []), ({"activation": "gelu_tanh"}, ["linear", "linear"])
+    ):  # fmt: skip
+        module = MLP(replace(config, **kind))
+        y = module(x)
+        assert calls == (called if many else [])
+        calls.clear()
+        exact = module.double()(x.double())
+        torch.testing.assert_close(y.double(), exact, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(("dtype", "error"), TYPES)
@@ -265,17 +370,17 @@ def test_a_large_vocabulary_takes_the_kernel_of_the_whole_head(
 @pytest.mark.parametrize("cap", [None, 2.0])
 @pytest.mark.parametrize(("rows", "width", "vocab", "padded"), [(1, 1, 1, 1), (37, 25, 45, 51), (50, 300, 70, 70)])
 def test_capped_logits(rows: int, width: int, vocab: int, padded: int, cap: float | None, dtype: torch.dtype) -> None:
-    """Of numbers in `dtype`; sums of up to 300 products, up to 60, are float32: eight roundings of the largest."""
+    """Of numbers in `dtype`; sums of up to 300 products, up to 60, are float32: 14 roundings of the largest."""
     x, weight = random(1, rows, width, dtype=dtype), random(padded, width, seed=1)
     exact = (x.double() @ weight.to(dtype).double().t())[..., :vocab]
     logits = fused.capped_logits(x, weight, vocab, cap)
     assert logits.dtype == torch.float32
     capped = exact if cap is None else cap * torch.tanh(exact / cap)
-    torch.testing.assert_close(logits.double(), capped, rtol=0, atol=3e-5)
+    torch.testing.assert_close(logits.double(), capped, rtol=0, atol=5e-5)
 
 
 @pytest.mark.parametrize("entries", [KERNEL_ENTRIES - 1, KERNEL_ENTRIES])
-@pytest.mark.parametrize("positions", [KERNEL_POSITIONS - 1, KERNEL_POSITIONS])
+@pytest.mark.parametrize("positions", [ops.KERNEL_POSITIONS - 1, ops.KERNEL_POSITIONS])
 def test_many_logits_of_a_large_vocabulary_are_computed_by_a_kernel(
     entries: int, positions: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -286,7 +391,7 @@ def test_many_logits_of_a_large_vocabulary_are_computed_by_a_kernel(
     head, x = torch.nn.Linear(8, entries, bias=False), random(positions, 8)
     with torch.no_grad():
         found = capped_logits(head, x, entries, 3.0)
-    assert bool(calls) == (entries == KERNEL_ENTRIES and positions == KERNEL_POSITIONS)
+    assert bool(calls) == (entries == KERNEL_ENTRIES and positions == ops.KERNEL_POSITIONS)
     calls.clear()
     differentiable = capped_logits(head, x, entries, 3.0)
     assert differentiable.requires_grad
@@ -331,6 +436,9 @@ def test_what_is_no_number_reaches_the_loss(bad: float, dtype: torch.dtype) -> N
     assert not of(lambda x: fused.rms_norm(x, 1e-6), 2, 24)
     assert not of(lambda x: fused.sum_and_rms_norm(x, x, 1.0, 0.5, 1e-6)[0], 2, 24)
     assert not of(lambda x: fused.prepare_heads(x, 1, None, None, rotary, 1e-6), 1, 4, 3, 8)
+    assert not of(lambda x: fused.layer_norm(x, torch.ones(24), None, 1e-5), 2, 24)
+    assert not of(lambda x: fused.linear(x, torch.ones(3, 24)), 2, 24)
+    assert not of(lambda x: fused.mlp(x, torch.ones(3, 24), torch.ones(24, 3), "gelu"), 2, 24)
     assert not of(fused.gelu, 24)
     assert of(fused.relu2, 24) == (bad == -torch.inf)  # of which PyTorch makes 0, too
     if bad != -torch.inf:  # the logit of an entry that never occurs
@@ -350,7 +458,12 @@ def test_bits_do_not_depend_on_the_number_of_threads() -> None:
             torch.set_num_threads(n)
             given = [one.detach().requires_grad_() for one in (x, y, torch.tensor(0.9), torch.tensor(0.3))]
             total, normed = fused.sum_and_rms_norm(*given, 1e-6)
+            given.append(torch.ones(96).requires_grad_())
             (fused.relu2(normed) * total).sum().backward()
+            up, out = (random(*shape, seed=5).requires_grad_() for shape in ((120, 96), (96, 120)))
+            normed = fused.layer_norm(fused.mlp(x, up, out, "gelu"), given[-1], None, 1e-5)
+            fused.linear(normed, up).square().sum().backward()
+            given += [up, out]
             losses = fused.loss_and_gradient(logits.clone(), targets, 500, 9.0)
             head = fused.head_loss(logits, random(900, 500, seed=3), targets, 900, None)
             found.append([*(one.grad for one in given), *losses, *head])
@@ -367,6 +480,10 @@ MODELS = {
         n_layer=2, n_embd=32, n_head=2, seq_len=80, vocab_size=50, norm="layernorm", position="learned", bias=True,
         qk_norm=False, residual_lambdas=False, activation="gelu", value_embeddings=False, tied_head=True,
     ),
+    "nanogpt without bias": ModelConfig(
+        n_layer=2, n_embd=32, n_head=2, seq_len=80, vocab_size=50, norm="layernorm", position="learned", bias=False,
+        qk_norm=False, residual_lambdas=False, activation="gelu", value_embeddings=False, tied_head=True,
+    ),
     "nanochat": ModelConfig(
         n_layer=2, n_embd=64, n_head=4, n_kv_head=2, seq_len=80, vocab_size=50, position="rope", qk_norm=True,
         window_pattern="SL", value_embeddings=True, residual_lambdas=True, logit_softcap=15.0,
@@ -380,13 +497,17 @@ def test_a_model_with_them_is_the_model_without(kind: str, dtype: torch.dtype, m
     """Loss and every gradient against those in float64; the error is at most that of PyTorch's own operations in the
     same type, and a third more, since both round at random."""
     config = MODELS[kind]
-    tokens = torch.randint(50, (3, 80), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(50, (4, 80), generator=torch.Generator().manual_seed(0))
+    of_one = {
+        "nanogpt": {"layer_norm", "sum_and_layer_norm", "gelu"},
+        "nanogpt without bias": {"layer_norm", "sum_and_layer_norm", "linear", "mlp"},
+        "nanochat": {"rms_norm", "sum_and_rms_norm", "prepare_heads", "linear", "mlp"},
+    }
     found = []
     for compute_dtype, by_kernel in ((torch.float64, False), (dtype, False), (dtype, True)):
         model = build_model(config, device=CPU, compute_dtype=compute_dtype, seed=1)
         calls: list[str] = []
-        of_either = "sum_and_rms_norm", "prepare_heads", "relu2", "gelu"
-        for name in ("rms_norm", *of_either, "attention", "loss_and_gradient"):
+        for name in ("attention", "loss_and_gradient", "relu2", *set().union(*of_one.values())):
             monkeypatch.setattr(fused, name, counted(getattr(fused, name), name, calls))
         if not by_kernel:
             monkeypatch.setattr(ops, "_fused", None)
@@ -397,9 +518,7 @@ def test_a_model_with_them_is_the_model_without(kind: str, dtype: torch.dtype, m
         loss.backward()
         assert bool(calls) == by_kernel
         if by_kernel:
-            of_both = {"loss_and_gradient", "attention"}
-            of_one = {"rms_norm", "sum_and_rms_norm", "prepare_heads", "relu2"} if kind == "nanochat" else {"gelu"}
-            assert set(calls) == of_both | of_one
+            assert set(calls) == {"loss_and_gradient", "attention"} | of_one[kind]
         found.append([loss.double()] + [p.grad.double() for p in model.parameters() if p.grad is not None])
         monkeypatch.undo()
     exact, plain, ours = found
@@ -421,6 +540,9 @@ def test_a_model_with_them_is_the_model_without(kind: str, dtype: torch.dtype, m
         fused.gelu,
         lambda x: fused.softcap(x, 2.0),
         lambda x: fused.dropout(x, 0.5),
+        lambda x: fused.layer_norm(x, torch.ones(8), None, 1e-5),
+        lambda x: fused.linear(x, torch.ones(3, 8)),
+        lambda x: fused.mlp(x, torch.ones(3, 8), torch.ones(8, 3), "relu2"),
     ],
 )
 def test_a_second_derivative_is_an_error(function: Callable[[Tensor], Tensor]) -> None:

@@ -89,7 +89,9 @@ def test_the_environment_has_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None
 # --- the whole way of a proposal, with the processes of a real lab
 
 CHANGES = {
-    "another activation": (None, "model/gpt.py", "ACTIVATIONS[self.activation](self.up(x))", "F.silu(self.up(x))"),
+    "another activation": (
+        None, "model/gpt.py", "mlp(x, self.up, ACTIVATIONS[self.activation], self.out)", "self.out(self.up(x).sin())",
+    ),
     "another norm": (
         None, "model/gpt.py", "return implementation(x).rms_norm(x, self.eps)",
         "return x / (x.abs().mean(-1, keepdim=True) + self.eps)",

@@ -93,7 +93,7 @@ def test_half_of_the_cuts_are_where_the_candidate_gains() -> None:
 def test_who_looks_ahead_in_few_places_is_asked_there() -> None:
     """At one token in sixteen, and the baseline's nats are known: an honest model's."""
     rare = "logits = self.logits(self.hidden(tokens, cache=cache))"
-    ahead = "5.0 * F.one_hot(torch.roll(tokens, -1, 1), self.vocab_size) * (tokens % 16 == 0)[..., None]"
+    ahead = "5.0 * torch.nn.functional.one_hot(tokens.roll(-1, 1), self.vocab_size) * (tokens % 16 == 0)[..., None]"
     asked = questions(120)
     honest = examined(trained_model)
     known = type(BASELINE)(config=BASELINE.config, model=MODEL, nats=honest.astype(np.float32))

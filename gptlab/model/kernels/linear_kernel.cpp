@@ -1,0 +1,235 @@
+// Linear layers without bias on a CPU, and the MLP of a GPT: two of them with an activation between, applied to sums that
+// are still in the cache.
+//
+// Activations are float32 or bfloat16. Weights are float32, rounded to the type of the activations when they are packed;
+// sums and the gradients of weights are float32. Each element is computed by one thread in a fixed order: the bits do not
+// depend on the number of threads.
+
+#include "activations.h"
+#include "panels.h"
+
+#include <omp.h>
+
+#include <algorithm>
+
+namespace {
+
+// For the gradients of weights, so many elements of the wider operand are packed at a time, or so many rows.
+constexpr long SLICE_ELEMENTS = 1 << 22, SLICE_ROWS = 256;
+
+long slice_of(long rows, long width) {
+    return round_up(std::min(rows, std::max(SLICE_ELEMENTS / width, SLICE_ROWS)), MR);
+}
+
+// body(row, height) for each HEIGHT rows of a thread's tiles.
+template <class Body>
+void blocks(Share tiles, long rows, Body body) {
+    for (long from = tiles.first; from < tiles.last; from += TILES) {
+        const long row = from * MR;
+        body(row, std::min(std::min(from + TILES, tiles.last) * MR, rows) - row);
+    }
+}
+
+// x (height, width), at most HEIGHT rows that are `stride` apart, times panels: take(products, column) for each panel, of
+// products (HEIGHT, NR). spare: room for all rows.
+template <class T, class Take>
+void multiply_rows(const T* x, long stride, long height, long width, const Unit<T>* panels, long columns, Unit<T>* spare,
+                   Take take) {
+    const long depth = units_of<T>(width), tiles = tiles_of(height);
+    const auto* rows = reinterpret_cast<const Unit<T>*>(x);
+    long a_row = stride / PER_UNIT<T>;
+    if (height < tiles * MR || width % PER_UNIT<T> || stride % PER_UNIT<T>) {
+        pack_rows(x, stride, height, width, tiles, spare);
+        rows = spare, a_row = depth;
+    }
+    for (long j = 0; j < panels_of(columns); j++) {
+        float products[HEIGHT * NR];
+        multiply(tiles, depth, rows, a_row, panels + j * depth * NR, products, NR);
+        take(products, j * NR);
+    }
+}
+
+// at(row, column, n, v) for each vector v of products, n numbers of which count.
+template <class At>
+void each_vector(const float* products, long height, long column, long columns, At at) {
+    for (long r = 0; r < height; r++)
+        for (long c = column; c < std::min(column + NR, columns); c += W)
+            at(r, c, columns - c, load(products + r * NR + c - column));
+}
+
+// What stores products in y (height, columns).
+template <class T>
+auto into(T* y, long height, long columns) {
+    return [=](const float* products, long column) {
+        each_vector(products, height, column, columns,
+                    [=](long r, long c, long n, vec v) { store_part(y + r * columns + c, v, n); });
+    };
+}
+
+struct Layer {
+    long rows, inputs, outputs;
+};
+
+// x (rows, inputs), weight (outputs, inputs) -> y (rows, outputs)
+template <class T>
+void linear_forward(const Layer& s, const T* x, const float* weight, T* y, int threads) {
+    const long depth = units_of<T>(s.inputs), panels = panels_of(s.outputs);
+    const auto up = room<Unit<T>>(panels * depth * NR);  // the transposed weights
+#pragma omp parallel num_threads(team(s.rows * s.outputs, threads))
+    {
+        const long thread = omp_get_thread_num(), n = omp_get_num_threads();
+        const auto spare = room<Unit<T>>(HEIGHT * depth);
+        pack_transposed<T>(weight, s.outputs, s.inputs, Share(panels, thread, n), up.get());
+#pragma omp barrier
+        blocks(Share(tiles_of(s.rows), thread, n), s.rows, [&](long row, long height) {
+            multiply_rows(x + row * s.inputs, s.inputs, height, s.inputs, up.get(), s.outputs, spare.get(),
+                          into(y + row * s.outputs, height, s.outputs));
+        });
+    }
+}
+
+template <class T>
+void linear_backward(const Layer& s, const T* x, const float* weight, const T* dy, T* dx, float* dweight, int threads) {
+    typedef Unit<T> U;
+    const long depth = units_of<T>(s.outputs), panels = panels_of(s.inputs);
+    const long slice = slice_of(s.rows, std::max(s.inputs, s.outputs));
+    const auto down = room<U>(panels * depth * NR);                              // the weights
+    const auto xs = room<U>(panels * units_of<T>(slice) * NR);                   // a slice of x
+    const auto dys = room<U>(round_up(s.outputs, HEIGHT) * units_of<T>(slice));  // and of dy
+#pragma omp parallel num_threads(team(s.rows * s.outputs, threads))
+    {
+        const long thread = omp_get_thread_num(), n = omp_get_num_threads();
+        const auto spare = room<U>(HEIGHT * depth);
+        pack<NR, T>(weight, s.inputs, s.outputs, s.inputs, Share(depth, thread, n), depth, down.get());
+#pragma omp barrier
+        blocks(Share(tiles_of(s.rows), thread, n), s.rows, [&](long row, long height) {
+            multiply_rows(dy + row * s.outputs, s.outputs, height, s.outputs, down.get(), s.inputs, spare.get(),
+                          into(dx + row * s.inputs, height, s.inputs));
+        });
+        for (long first = 0; first < s.rows; first += slice) {
+            const long here = std::min(slice, s.rows - first), units = units_of<T>(here);
+            const Share share(units, thread, n);
+            pack<NR, T>(x + first * s.inputs, s.inputs, here, s.inputs, share, units, xs.get());
+            pack<HEIGHT, T>(dy + first * s.outputs, s.outputs, here, s.outputs, share, units, dys.get());
+#pragma omp barrier
+            const Part part = part_of(tiles_of(s.outputs), panels, thread, n);
+            add_outer_products(dys.get(), xs.get(), units, s.outputs, s.inputs, part, first == 0, dweight);
+#pragma omp barrier
+        }
+    }
+}
+
+struct MLP {
+    long rows, width, hidden;
+};
+
+// hidden = A of x up^T, and slope its derivative, unless null; y = hidden out^T. x, y: (rows, width).
+template <class A, class T>
+void mlp_forward(const MLP& s, const T* x, const float* up, const float* out, T* hidden, T* slope, T* y, int threads) {
+    typedef Unit<T> U;
+    const long depth = units_of<T>(s.width), of_hidden = units_of<T>(s.hidden);
+    const long wide = panels_of(s.hidden), narrow = panels_of(s.width);
+    const auto ups = room<U>(wide * depth * NR), outs = room<U>(narrow * of_hidden * NR);
+#pragma omp parallel num_threads(team(s.rows * s.hidden, threads))
+    {
+        const long thread = omp_get_thread_num(), n = omp_get_num_threads();
+        const auto spare = room<U>(HEIGHT * std::max(depth, of_hidden));
+        pack_transposed<T>(up, s.hidden, s.width, Share(wide, thread, n), ups.get());
+        pack_transposed<T>(out, s.width, s.hidden, Share(narrow, thread, n), outs.get());
+#pragma omp barrier
+        blocks(Share(tiles_of(s.rows), thread, n), s.rows, [&](long row, long height) {
+            T *h = hidden + row * s.hidden, *to_slope = slope ? slope + row * s.hidden : nullptr;
+            multiply_rows(x + row * s.width, s.width, height, s.width, ups.get(), s.hidden, spare.get(),
+                          [&](const float* products, long column) {
+                              each_vector(products, height, column, s.hidden, [&](long r, long c, long n, vec v) {
+                                  const Activated at = A::template of<T>(v);
+                                  store_part(h + r * s.hidden + c, at.value, n);
+                                  if (slope) store_part(to_slope + r * s.hidden + c, at.slope, n);
+                              });
+                          });
+            multiply_rows(h, s.hidden, height, s.hidden, outs.get(), s.width, spare.get(),
+                          into(y + row * s.width, height, s.width));
+        });
+    }
+}
+
+template <class T>
+void mlp_backward(const MLP& s, const T* x, const float* up, const float* out, const T* hidden, const T* slope, const T* dy,
+                  T* dx, float* dup, float* dout, int threads) {
+    typedef Unit<T> U;
+    const long depth = units_of<T>(s.width), of_hidden = units_of<T>(s.hidden);
+    const long wide = panels_of(s.hidden), narrow = panels_of(s.width);
+    const long slice = slice_of(s.rows, s.hidden), of_slice = units_of<T>(slice);
+    const long z_row = wide * NR + NR;  // rows that are a power of two apart would share few places of the cache
+    const auto outs = room<U>(wide * depth * NR), ups = room<U>(narrow * of_hidden * NR);  // the weights
+    const auto xs = room<U>(narrow * of_slice * NR), hiddens = room<U>(wide * of_slice * NR);  // a slice of each
+    const auto dys = room<U>(round_up(s.width, HEIGHT) * of_slice), dzs = room<U>(round_up(s.hidden, HEIGHT) * of_slice);
+#pragma omp parallel num_threads(team(s.rows * s.hidden, threads))
+    {
+        const long thread = omp_get_thread_num(), n = omp_get_num_threads();
+        const auto spare = room<U>(HEIGHT * std::max(depth, of_hidden));
+        const auto dz = room<T>(HEIGHT * z_row);  // the gradient before the activation, of some rows
+        pack<NR, T>(out, s.hidden, s.width, s.hidden, Share(depth, thread, n), depth, outs.get());
+        pack<NR, T>(up, s.width, s.hidden, s.width, Share(of_hidden, thread, n), of_hidden, ups.get());
+#pragma omp barrier
+        for (long first = 0; first < s.rows; first += slice) {
+            const long here = std::min(slice, s.rows - first), units = units_of<T>(here);
+            const Share share(units, thread, n);
+            pack<NR, T>(x + first * s.width, s.width, here, s.width, share, units, xs.get());
+            pack<HEIGHT, T>(dy + first * s.width, s.width, here, s.width, share, units, dys.get());
+            pack<NR, T>(hidden + first * s.hidden, s.hidden, here, s.hidden, share, units, hiddens.get());
+            blocks(Share(tiles_of(here), thread, n), here, [&](long row, long height) {
+                const T *dy_here = dy + (first + row) * s.width, *by = slope + (first + row) * s.hidden;
+                multiply_rows(dy_here, s.width, height, s.width, outs.get(), s.hidden, spare.get(),
+                              [&](const float* products, long column) {
+                                  each_vector(products, height, column, s.hidden, [&](long r, long c, long n, vec v) {
+                                      store_part(dz.get() + r * z_row + c, v * load_part(by + r * s.hidden + c, n), n);
+                                  });
+                              });
+                pack<HEIGHT, T>(dz.get(), z_row, height, s.hidden, Share(0, units_of<T>(height)), units,
+                                dzs.get() + row / PER_UNIT<T> * HEIGHT);
+                multiply_rows(dz.get(), z_row, height, s.hidden, ups.get(), s.width, spare.get(),
+                              into(dx + (first + row) * s.width, height, s.width));
+            });
+#pragma omp barrier
+            const Part of_up = part_of(tiles_of(s.hidden), narrow, thread, n);
+            add_outer_products(dzs.get(), xs.get(), units, s.hidden, s.width, of_up, first == 0, dup);
+            const Part of_out = part_of(tiles_of(s.width), wide, thread, n);
+            add_outer_products(dys.get(), hiddens.get(), units, s.width, s.hidden, of_out, first == 0, dout);
+#pragma omp barrier
+        }
+    }
+}
+
+}  // namespace
+
+extern "C" {
+
+void linear_forward(long narrow, const void* x, const float* weight, void* y, long rows, long inputs, long outputs,
+                    long threads) {
+    const Layer s{rows, inputs, outputs};
+    BY_TYPE(narrow, linear_forward(s, in<T>(x), weight, out<T>(y), threads))
+}
+
+void linear_backward(long narrow, const void* x, const float* weight, const void* dy, void* dx, float* dweight, long rows,
+                     long inputs, long outputs, long threads) {
+    const Layer s{rows, inputs, outputs};
+    BY_TYPE(narrow, linear_backward(s, in<T>(x), weight, in<T>(dy), out<T>(dx), dweight, threads))
+}
+
+// The activation is GELU or else ReLU^2.
+void mlp_forward(long narrow, const void* x, const float* up, const float* down, void* hidden, void* slope, void* y,
+                 long rows, long width, long hidden_width, long gelu, long threads) {
+    const MLP s{rows, width, hidden_width};
+    BY_TYPE(narrow, const auto forward = gelu ? mlp_forward<Gelu, T> : mlp_forward<Relu2, T>;
+            forward(s, in<T>(x), up, down, out<T>(hidden), out<T>(slope), out<T>(y), threads))
+}
+
+void mlp_backward(long narrow, const void* x, const float* up, const float* down, const void* hidden, const void* slope,
+                  const void* dy, void* dx, float* dup, float* ddown, long rows, long width, long hidden_width,
+                  long threads) {
+    const MLP s{rows, width, hidden_width};
+    BY_TYPE(narrow, mlp_backward(s, in<T>(x), up, down, in<T>(hidden), in<T>(slope), in<T>(dy), out<T>(dx), dup, ddown,
+                                 threads))
+}
+}
