@@ -74,6 +74,11 @@ MUTATIONS = [
         ["test_choice.py::test_the_library_is_chosen_where_it_is_clearly_faster"],
     ),
     Mutation(
+        "a busy machine chooses what multiplies", "model/kernels/choice.py",
+        "        for _ in range(2):\n", "        for _ in range(1):\n",
+        ["test_choice.py::test_another_program_that_slows_the_kernels_down_chooses_nothing"],
+    ),
+    Mutation(
         "products are timed by each run", "model/kernels/choice.py",
         "if (times := _remembered(path)) is None:", "if True:",
         ["test_choice.py::test_it_is_timed_once_for_a_model"],

@@ -7,6 +7,7 @@ In float32 the kernels are at least as fast wherever they were measured (docs/LO
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -28,14 +29,14 @@ from gptlab.runtime.hardware.cpu import cpu_model
 # The library is chosen where it takes less than this share of the kernels' time, so that noise does not decide: on two
 # Zen 4 cores it takes 1.3 times as long for quickstart. With AMX, which should be several times as fast, not measured.
 CLEARLY = 0.75
-_ROUNDS = 3
+_ROUNDS = 5
 # Positions that head and MLP are timed with: few, since the time grows with the vocabulary too.
 _POSITIONS = 512
 
 
 @dataclass(frozen=True, slots=True)
 class ProductTimes:
-    """Seconds of the head, and of one layer: its attention with a row for each thread, and its MLP. Forward and
+    """CPU seconds of the head, and of one layer: its attention with a row for each thread, and its MLP. Forward and
     backward."""
 
     kernels: float
@@ -82,7 +83,8 @@ def _remembered(path: Path) -> ProductTimes | None:
 
 
 def _timed(model: ModelConfig, dtype: torch.dtype) -> ProductTimes:
-    """The fastest of a few rounds of both in turn: another program slows both down."""
+    """The fastest of a few rounds of both in turn, and where the library would be chosen, of as many again: six runs
+    that start at once on two cores slow down whatever they meet (docs/LOG.md, 2026-11-25)."""
     generator, before = torch.Generator().manual_seed(0), ops.products()
     heads = torch.randn(
         torch.get_num_threads(), model.seq_len, model.n_head + 2 * model.kv_heads, model.head_dim, generator=generator
@@ -103,20 +105,29 @@ def _timed(model: ModelConfig, dtype: torch.dtype) -> ProductTimes:
     def layer() -> None:
         mlp(x.detach().requires_grad_()).sum().backward()
 
-    fastest: dict[Products, float] = {}
+    parts = (attention, layer, head)
+    kernels, library = [math.inf] * len(parts), [math.inf] * len(parts)
+    ways: tuple[tuple[Products, list[float]], ...] = (("kernels", kernels), ("library", library))
     try:
-        for products in ("kernels", "library"):
-            ops.multiply_by(products)
-            fastest[products] = _seconds(attention) + _seconds(layer) + _seconds(head)
+        for _ in range(2):
+            for by, _ in ways:
+                ops.multiply_by(by)
+                for part in parts:
+                    part()  # warms up
+            for _ in range(_ROUNDS):
+                for by, fastest in ways:
+                    ops.multiply_by(by)
+                    fastest[:] = [min(found, _seconds(part)) for found, part in zip(fastest, parts, strict=True)]
+            times = ProductTimes(sum(kernels), sum(library))
+            if times.chosen == "kernels":
+                break
     finally:
         ops.multiply_by(before)
-    return ProductTimes(fastest["kernels"], fastest["library"])
+    return times
 
 
 def _seconds(function: Callable[[], None]) -> float:
-    seconds = []
-    for _ in range(1 + _ROUNDS):  # the first warms up
-        started = time.perf_counter()
-        function()
-        seconds.append(time.perf_counter() - started)
-    return min(seconds[1:])
+    """Of all cores together: those that another program takes are not among them."""
+    started = time.process_time()
+    function()
+    return time.process_time() - started

@@ -117,7 +117,7 @@ def begin_kernels(device: torch.device, dtype: torch.dtype) -> None:
 
 
 def load_kernels(device: torch.device, dtype: torch.dtype) -> None:
-    """Load the C++ kernels if they suit, building them first unless the cache has them (about five seconds of two cores).
+    """Load the C++ kernels if they suit, building them first unless the cache has them: five seconds of two cores.
 
     Where they cannot be built, PyTorch computes: `missing_kernels`. Undoes `multiply_by`.
     """
