@@ -29,7 +29,8 @@ from gptlab.config.recipes.nanogpt import (
     nanogpt_shakespeare_char_cpu_tiny,
     nanogpt_shakespeare_char_tiny,
 )
-from gptlab.config.recipes.quickstart import quickstart, quickstart_adamw_scale, shakespeare_char
+from gptlab.config.recipes.quickstart import quickstart, quickstart_adamw_scale
+from gptlab.config.recipes.shakespeare import shakespeare_char
 from gptlab.config.recipes.speedrun import speedrun_muon_2024_10, speedrun_muon_2024_10_tiny
 from gptlab.config.run import Horizon, RunConfig
 from gptlab.config.scaling import (

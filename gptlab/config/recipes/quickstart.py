@@ -1,4 +1,4 @@
-"""Recipes of gptlab's own: the quickstart that sizes itself to the machine, and characters of tiny Shakespeare."""
+"""The quickstart, which sizes itself to the machine, and how it does: `shakespeare.py` does the same."""
 
 from __future__ import annotations
 
@@ -53,17 +53,23 @@ def quickstart(
 
     `horizon`: three minutes by default, or on a GPU the few epochs that it reads in less.
     """
-    seq_len, vocab_size, flops_per_second = 512, 4096, _flops_per_second(machine)
+    seq_len, vocab_size, flops_per_second = 512, 4096, flops_per_second_of(machine)
     gpu = machine if machine is not None and machine.device.startswith(("cuda", "mps")) else None
     by_default, horizon = horizon is None, horizon or minutes(3)
     size = {"aspect": QUICKSTART_ASPECT, "head_dim": 64, "vocab_size": vocab_size, "seq_len": seq_len}
     ratio = QUICKSTART_TOKENS_PER_PARAM if gpu is None else QUICKSTART_TOKENS_PER_PARAM_GPU
-    shape = shape_for_depth(depth, **size) if depth is not None else _shape_for(horizon, flops_per_second, ratio, size)
+    shape = (
+        shape_for_depth(depth, **size)
+        if depth is not None
+        else shape_for_horizon(horizon, flops_per_second, ratio, size)
+    )
     if gpu is not None and by_default:
         shape, horizon = quickstart_on_gpu.within_the_text(
             gpu, shape, horizon, flops_per_second, ratio, size, least_depth=depth or 1
         )
-    total_tokens = 2**13 if horizon.unit == "steps" else _step_tokens(shape, horizon, flops_per_second, 8 * seq_len)
+    per_root, total_tokens = _step_tokens_per_root(shape.n_embd), 2**13
+    if horizon.unit != "steps":
+        total_tokens = step_tokens(shape, horizon, flops_per_second, per_root, 8 * seq_len)
     # On a CPU 16 rows are no faster than 8 (docs/LOG.md, 2026-11-22), and 8 serve every batch: what was compiled to be
     # timed is what trains.
     rows = 8 if gpu is None else quickstart_on_gpu.micro_rows(gpu, total_tokens // seq_len)
@@ -85,26 +91,6 @@ def quickstart(
     )
 
 
-def shakespeare_char(*, depth: int = 4, horizon: Horizon = minutes(3)) -> RunConfig:
-    """The same parts on characters of tiny Shakespeare (--data FILE).
-
-    The last tenth of the text is held out, as nanoGPT does.
-    """
-    # After 60 s on two Zen 4 cores, 4 layers of width 192 reach 1.578 nats, of width 256 1.664; 6 of width 128 1.576.
-    shape = shape_for_depth(depth, aspect=48, head_dim=64, vocab_size=128, seq_len=256)
-    return RunConfig(
-        recipe="shakespeare-char",
-        model=ModelConfig(n_layer=shape.n_layer, n_embd=shape.n_embd, n_head=shape.n_head, seq_len=256),
-        tokenizer=TokenizerConfig(kind="char"),
-        data=DataConfig(source=("tinyshakespeare.txt",), split="tail", val_fraction=0.1, rows="random"),
-        batch=BatchConfig(total_tokens=16 * 256, micro_sequences=16),
-        horizon=horizon,
-        optim=muon_and_adamw(shape.n_embd, adamw_scale=0.5, scaled_decay=False),
-        eval=EvalConfig(every_seconds=horizon.amount / 6 if horizon.unit == "seconds" else None),
-        sample=SampleConfig(prompts=("\n",), max_tokens=300),
-    )
-
-
 def quickstart_adamw_scale(total_tokens: int) -> float:
     """The factor on nanochat's AdamW rates: 1 at its 2^19 tokens a step, a half at 2^13.
 
@@ -114,23 +100,24 @@ def quickstart_adamw_scale(total_tokens: int) -> float:
     return (total_tokens / REFERENCE_BATCH_TOKENS) ** (1 / 6)
 
 
-def _shape_for(horizon: Horizon, flops_per_second: float, tokens_per_param: float, size: dict[str, int]) -> Shape:
+def shape_for_horizon(
+    horizon: Horizon, flops_per_second: float, tokens_per_param: float, size: dict[str, int]
+) -> Shape:
     """Depth and width for the compute of the horizon, or of three minutes where it implies none (steps, tokens)."""
     amount, assumed = horizon.amount, 180.0 * ASSUMED_FLOPS_PER_SECOND
     total_flops = {"flops": amount, "seconds": amount * flops_per_second}.get(horizon.unit, assumed)
     return shape_for_compute(total_flops, tokens_per_param=tokens_per_param, **size)
 
 
-def _step_tokens(shape: Shape, horizon: Horizon, flops_per_second: float, least: int) -> int:
-    """Tokens a step: a power of two between `least` and 2^19."""
+def step_tokens(shape: Shape, horizon: Horizon, flops_per_second: float, per_root: float, least: int) -> int:
+    """Tokens a step: at most `per_root` times the root of all tokens; a power of two between `least` and 2^19."""
     tokens = {
         "tokens": horizon.amount,
         "flops": horizon.amount / shape.flops_per_token,
         "tokens_per_param": horizon.amount * shape.scaling_params,
         "seconds": horizon.amount * flops_per_second / shape.flops_per_token,
     }[horizon.unit]
-    most = _step_tokens_per_root(shape.n_embd) * math.sqrt(tokens)
-    return 2 ** math.floor(math.log2(min(max(most, least), 2**19)))
+    return 2 ** math.floor(math.log2(min(max(per_root * math.sqrt(tokens), least), 2**19)))
 
 
 def _step_tokens_per_root(n_embd: int) -> float:
@@ -149,7 +136,7 @@ def why_quickstart_size(config: RunConfig, machine: Machine) -> str | None:
     if config.horizon.unit == "flops":
         compute = f"{config.horizon.amount:.2g} FLOP"
     else:
-        rate = _flops_per_second(machine)
+        rate = flops_per_second_of(machine)
         how = "assumed" if machine.flops_per_second is None else "timed"
         compute = (
             f"{config.horizon.amount:g} s x {rate / 1e9:,.0f} GFLOP/s ({how}) = {config.horizon.amount * rate:.2g} FLOP"
@@ -159,7 +146,7 @@ def why_quickstart_size(config: RunConfig, machine: Machine) -> str | None:
     return f"{compute}: at least {ratio}, at most {_step_tokens_per_root(model.n_embd):g} sqrt(tokens) a step"
 
 
-def _flops_per_second(machine: Machine | None) -> float:
+def flops_per_second_of(machine: Machine | None) -> float:
     """FLOP/s of timed training steps on `machine`, or the assumed rate."""
     if machine is None:
         return ASSUMED_FLOPS_PER_SECOND

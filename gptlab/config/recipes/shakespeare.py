@@ -1,0 +1,51 @@
+"""Characters of tiny Shakespeare, by the quickstart's parts, sized to the machine as it is."""
+
+from __future__ import annotations
+
+from gptlab.config.model import ModelConfig
+from gptlab.config.recipes.quickstart import flops_per_second_of, shape_for_horizon, step_tokens
+from gptlab.config.run import (
+    BatchConfig,
+    DataConfig,
+    EvalConfig,
+    Horizon,
+    RunConfig,
+    SampleConfig,
+    TokenizerConfig,
+    minutes,
+)
+from gptlab.config.scaling import Machine, muon_and_adamw, shape_for_depth
+
+# With the steps that fit into 10, 60 and 180 s of two Zen 4 cores, 2 layers of width 64, 3 of 128 and 4 of 128 are the
+# best or nearly so, with 1,024, 1,024 and 2,048 tokens a step (docs/LOG.md, 2026-11-25).
+TOKENS_PER_PARAM = 3.0
+STEP_TOKENS_PER_ROOT = 1.1
+# A faster machine would learn the text by heart: in 180 s, four layers read it five times.
+MOST_LAYERS = 4
+
+
+def shakespeare_char(
+    *, depth: int | None = None, horizon: Horizon = minutes(3), machine: Machine | None = None
+) -> RunConfig:
+    """The same on characters of tiny Shakespeare (--data FILE).
+
+    The last tenth of the text is held out, as nanoGPT does.
+    """
+    size = {"aspect": 32, "head_dim": 64, "vocab_size": 128, "seq_len": 256}
+    flops_per_second = flops_per_second_of(machine)
+    if depth is None:
+        depth = min(shape_for_horizon(horizon, flops_per_second, TOKENS_PER_PARAM, size).n_layer, MOST_LAYERS)
+    shape, total_tokens = shape_for_depth(depth, **size), 2**11
+    if horizon.unit != "steps":
+        total_tokens = min(step_tokens(shape, horizon, flops_per_second, STEP_TOKENS_PER_ROOT, 4 * 256), 2**12)
+    return RunConfig(
+        recipe="shakespeare-char",
+        model=ModelConfig(n_layer=shape.n_layer, n_embd=shape.n_embd, n_head=shape.n_head, seq_len=256),
+        tokenizer=TokenizerConfig(kind="char"),
+        data=DataConfig(source=("tinyshakespeare.txt",), split="tail", val_fraction=0.1, rows="random"),
+        batch=BatchConfig(total_tokens=total_tokens, micro_sequences=total_tokens // 256),
+        horizon=horizon,
+        optim=muon_and_adamw(shape.n_embd, adamw_scale=0.5, scaled_decay=False),
+        eval=EvalConfig(every_seconds=horizon.amount / 6 if horizon.unit == "seconds" else None),
+        sample=SampleConfig(prompts=("\n",), max_tokens=300),
+    )
