@@ -39,7 +39,7 @@ def test_each_block_is_computed_again_in_the_backward_pass(monkeypatch: pytest.M
         products += 1
         return counted(*args)
 
-    monkeypatch.setattr("gptlab.model.gpt.F.linear", linear)
+    monkeypatch.setattr("gptlab.model.kernels.ops.F.linear", linear)
     _replace_passes(model, RuntimeConfig(activation_checkpointing=True))
     tokens = torch.zeros(2, 16, dtype=torch.int64)
     loss = model.loss(tokens, tokens)
