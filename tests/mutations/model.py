@@ -136,6 +136,16 @@ MUTATIONS = [
         ["test_fused_kernels.py::test_many_positions_are_multiplied_by_a_kernel"],
     ),
     Mutation(
+        "an evaluation computes derivatives of activations", "model/kernels/fused.py",
+        "out, activation, torch.is_grad_enabled())", "out, activation, True)",
+        ["test_fused_kernels.py::test_without_gradients_the_mlp_computes_no_derivatives"],
+    ),
+    Mutation(
+        "LayerNorm's kernel reads rounded weights as float32", "model/kernels/fused.py",
+        "weight, bias = weight.float(), None if bias is None else bias.float()", "pass",
+        ["test_fused_kernels.py::test_a_layer_norm_whose_weights_are_rounded"],
+    ),
+    Mutation(
         "any activation of an MLP is computed as ReLU^2", "model/kernels/ops.py",
         "if up.bias is None and isinstance(activation, OfBoth) and", "if up.bias is None and",
         ["test_fused_kernels.py::test_many_positions_are_multiplied_by_a_kernel"],

@@ -79,6 +79,11 @@ MUTATIONS = [
         ["test_choice.py::test_another_program_that_slows_the_kernels_down_chooses_nothing"],
     ),
     Mutation(
+        "timing products draws random numbers", "model/kernels/choice.py",
+        "    with torch.random.fork_rng(devices=[]):", "    if True:",
+        ["test_choice.py::test_real_times"],
+    ),
+    Mutation(
         "products are timed by each run", "model/kernels/choice.py",
         "if (times := _remembered(path)) is None:", "if True:",
         ["test_choice.py::test_it_is_timed_once_for_a_model"],

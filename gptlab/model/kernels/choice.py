@@ -89,7 +89,9 @@ def _timed(model: ModelConfig, dtype: torch.dtype) -> ProductTimes:
     heads = torch.randn(
         torch.get_num_threads(), model.seq_len, model.n_head + 2 * model.kv_heads, model.head_dim, generator=generator
     ).to(dtype)
-    x, mlp = torch.randn(_POSITIONS, model.n_embd, generator=generator).to(dtype), MLP(model)
+    x = torch.randn(_POSITIONS, model.n_embd, generator=generator).to(dtype)
+    with torch.random.fork_rng(devices=[]):  # of which its weights are drawn
+        mlp = MLP(model)
     weight = torch.randn(model.padded_vocab_size, model.n_embd, generator=generator)
     targets = torch.zeros(_POSITIONS, dtype=torch.int64)
     window = model.layer_windows()[0]

@@ -76,7 +76,7 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
 
 def mlp(x: Tensor, up: Tensor, out: Tensor, activation: Activation) -> Tensor:
     """`linear` by out (C, H) of the activation of `linear` by up (H, C); "relu2" or "gelu"."""
-    return _MLP.apply(x, up, out, activation)
+    return _MLP.apply(x, up, out, activation, torch.is_grad_enabled())
 
 
 def softcap(x: Tensor, cap: float) -> Tensor:
@@ -160,7 +160,8 @@ class _SumAndLayerNorm(torch.autograd.Function):
         ctx: Any, x: Tensor, y: Tensor | None, a: float, b: float, weight: Tensor, bias: Tensor | None, eps: float
     ) -> Any:
         x, y = x.contiguous(), None if y is None else y.contiguous()
-        ctx.weights, ctx.biased = (a, b), bias is not None
+        ctx.weights, ctx.biased, ctx.weight_dtype = (a, b), bias is not None, weight.dtype
+        weight, bias = weight.float(), None if bias is None else bias.float()
         total, normed = x if y is None else torch.empty_like(x), torch.empty_like(x)
         moments = x.new_empty(*x.shape[:-1], 2, dtype=torch.float32)
         sizes = x.shape[:-1].numel(), x.shape[-1]
@@ -182,7 +183,8 @@ class _SumAndLayerNorm(torch.autograd.Function):
         dweight, dbias = torch.empty_like(weight), torch.empty_like(weight) if ctx.biased else None
         given, made = (dtotal, dnormed, total, moments, weight, a, b), (dx, None if dy is dx else dy, dweight, dbias)
         call("layer_norm_backward", total.dtype, *given, *made, total.shape[:-1].numel(), total.shape[-1])
-        return dx, dy, None, None, dweight, dbias, None
+        dbias = None if dbias is None else dbias.to(ctx.weight_dtype)
+        return dx, dy, None, None, dweight.to(ctx.weight_dtype), dbias, None
 
 
 class _Heads(torch.autograd.Function):
@@ -273,26 +275,26 @@ class _Linear(torch.autograd.Function):
 
 
 class _MLP(torch.autograd.Function):
-    """Keeps the hidden activations and their derivatives."""
+    """Keeps the hidden activations and, with `keep`, their derivatives."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, up: Tensor, out: Tensor, activation: Activation) -> Tensor:
+    def forward(ctx: Any, x: Tensor, up: Tensor, out: Tensor, activation: Activation, keep: bool) -> Tensor:
         ctx.weight_dtype = up.dtype
         x, up, out = x.contiguous(), up.float().contiguous(), out.float().contiguous()
         ctx.sizes = x.shape[:-1].numel(), x.shape[-1], len(up)
         hidden, y = x.new_empty(*x.shape[:-1], len(up)), torch.empty_like(x)
-        slope = torch.empty_like(hidden) if any(ctx.needs_input_grad) else None
+        slope = torch.empty_like(hidden) if keep else None
         call("mlp_forward", x.dtype, x, up, out, hidden, slope, y, *ctx.sizes, activation == "gelu")
         ctx.save_for_backward(x, up, out, hidden, slope)
         return y
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, up, *others = ctx.saved_tensors
         dx, dup, dout = torch.empty_like(x), torch.empty_like(up), torch.empty_like(others[0])
         call("mlp_backward", x.dtype, x, up, *others, dy.contiguous(), dx, dup, dout, *ctx.sizes)
-        return dx, dup.to(ctx.weight_dtype), dout.to(ctx.weight_dtype), None
+        return dx, dup.to(ctx.weight_dtype), dout.to(ctx.weight_dtype), None, None
 
 
 class _Gelu(torch.autograd.Function):

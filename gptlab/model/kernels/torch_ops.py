@@ -25,6 +25,7 @@ def sum_and_rms_norm(x: Tensor, y: Tensor, a: float | Tensor, b: float | Tensor,
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """Over the last dimension, in the type of the weights; weight and bias: (C,)."""
     wide = x.to(weight.dtype)
     return F.layer_norm(wide, x.shape[-1:], weight, bias, eps).to(x.dtype)
 

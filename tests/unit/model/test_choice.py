@@ -108,10 +108,14 @@ def test_in_float32_there_is_nothing_to_choose(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_real_times() -> None:
+    """Whether they were remembered or not, random numbers are those that the seed gives."""
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
     times = choice.product_times(MODEL, torch.bfloat16)
     assert times is not None
     assert 0 < times.kernels < 10
     assert 0 < times.library < 10
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_what_the_library_multiplies() -> None:

@@ -155,6 +155,27 @@ def test_mlp(rows: int, width: int, hidden: int, activation: Activation, dtype: 
     assert torch.equal(y, fused.mlp(x, up, out, activation))
 
 
+def test_without_gradients_the_mlp_computes_no_derivatives(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[object] = []
+    monkeypatch.setattr(fused, "call", lambda name, dtype, *values: given.extend(values[4:5]))
+    x, up, out = random(3, 8), random(16, 8).requires_grad_(), random(8, 16).requires_grad_()
+    with torch.no_grad():
+        fused.mlp(x, up, out, "relu2")
+    assert given == [None]
+    fused.mlp(x, up, out, "relu2")
+    assert isinstance(given[1], Tensor)
+
+
+def test_a_layer_norm_whose_weights_are_rounded() -> None:
+    """As sharded weights may be: the kernel reads float32."""
+    x, weight, bias = (random(*shape, seed=seed) for seed, shape in enumerate(((5, 24), (24,), (24,))))
+    rounded = [one.to(torch.bfloat16).requires_grad_() for one in (weight, bias)]
+    y = fused.layer_norm(x, *rounded, 1e-5)
+    torch.testing.assert_close(y, F.layer_norm(x, (24,), *(one.float() for one in rounded), 1e-5), rtol=0, atol=1e-5)
+    y.sum().backward()
+    assert [one.grad.dtype for one in rounded if one.grad is not None] == [torch.bfloat16] * 2
+
+
 def rounded(weight: Tensor, dtype: torch.dtype) -> Tensor:
     return weight.detach().to(dtype).float()
 
