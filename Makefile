@@ -4,13 +4,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?= quickstart
 # Test processes: on two cores three, since those that wait for several ranks leave a core free (docs/LOG.md, 2026-11-22).
-# Each computes with one thread: more would fight over the same cores. A file's tests stay in one process, so that what
-# they share is made once; files are handed out in the order of tests/, unit tests last.
+# A file's tests stay in one process, so that what they share is made once; files are handed out in the order of tests/, unit tests last.
 WORKERS ?= 3
 PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # Only the plugins that are used: pytest rewrites all of hypothesis otherwise, in each process. And byte code is kept,
 # whatever the environment says, since dozens of tests start a process.
-PYTEST := PYTHONDONTWRITEBYTECODE= PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest \
+PYTEST := PYTHONDONTWRITEBYTECODE= PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(BIN)/python -m pytest \
 	-p xdist.plugin -p pytest_timeout -p _hypothesis_pytestplugin
 
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt

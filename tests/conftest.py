@@ -18,6 +18,10 @@ from hypothesis import settings
 # From here to the first test: the garbage collector would walk over all that is imported, again and again.
 gc.disable()
 
+# Each process computes with one thread: several test processes would fight over the cores, and a process that is forked
+# from one with OpenMP's threads hangs in its first loop of several threads. OpenMP reads this as torch is imported.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 # How long an example takes says how busy the machine is, and nothing about what is tested.
 settings.register_profile("gptlab", deadline=None, max_examples=30)
 settings.load_profile("gptlab")
