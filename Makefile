@@ -4,7 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?= quickstart
 # Test processes: on two cores three, since those that wait for several ranks leave a core free (docs/LOG.md, 2026-11-22).
-# A file's tests stay in one process, so that what they share is made once; files are handed out in the order of tests/, unit tests last.
+# A file's tests stay in one process, so that what they share is made once; files are handed out in the order of tests/,
+# unit tests last.
 WORKERS ?= 3
 PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # Only the plugins that are used: pytest rewrites all of hypothesis otherwise, in each process. And byte code is kept,

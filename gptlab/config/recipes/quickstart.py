@@ -34,8 +34,9 @@ ASSUMED_FLOPS_PER_SECOND = 235e9
 # reached 1.29, 1.14 and 1.31 bits per byte at first; width 192 with 3 and 6 layers 1.45 and 1.59. With faster
 # steps (2026-11-25, one seed), four layers see 3.5 tokens a parameter and reach 0.997, three 0.966. In 600 s without
 # bfloat16, four see 4.2 and reach 0.958, three 0.967. The ratio was chosen between these two. It is far below
-# nanochat's 10.5: three minutes end long before a small model stops learning. On GPUs nothing was measured. Another
-# seed changes a run that ends at 1.2 to 1.5 by up to 0.2 (docs/LOG.md, 2026-11-25: the moment of a steep drop).
+# nanochat's 10.5: three minutes end long before a small model stops learning. On GPUs nothing was measured. A run that
+# ends at 1.2 to 1.5 ends in a steep drop of the loss, which begins sooner or later by the seed: its end varies by 0.2
+# (docs/LOG.md, 2026-11-25).
 QUICKSTART_ASPECT = 32
 QUICKSTART_TOKENS_PER_PARAM = 3.6
 QUICKSTART_TOKENS_PER_PARAM_GPU = 2.5
