@@ -327,4 +327,4 @@ def test_sustained_share_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     """A warm-up that does not count, then products of 1 and 4 seconds: 2 / 5 of the best rate on average."""
     ticks = iter([0.0, 0.0, 9.0, 9.0, 10.0, 10.0, 14.0, 14.0])
     monkeypatch.setattr(time, "perf_counter", lambda: next(ticks))
-    assert SUSTAINED_SHARE(CPU, torch.float32, seconds=0.0) == pytest.approx(2 / 5)
+    assert SUSTAINED_SHARE(CPU, torch.float64, seconds=0.0) == pytest.approx(2 / 5)

@@ -126,9 +126,28 @@ def test_measurement_is_the_rate_of_the_products_and_keeps_its_time(
 
     threads(n_threads)
     monkeypatch.setattr(torch, "mm", product)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
     assert measure_matmul_flops(CPU, FP32, seconds=0.3) == pytest.approx(n_threads * 80e9)
     assert 0.0 < clock[0] <= 0.3 + 2 * longest[0], "products in hand are finished"
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this build of torch has no oneDNN")
+def test_the_faster_of_a_cpus_two_libraries_counts_in_float32(
+    monkeypatch: pytest.MonkeyPatch, threads: Callable[[int], None]
+) -> None:
+    """With torch.mm alone, MFU was above 100% on a Zen 5."""
+    mm = torch.mm
+
+    def slow(left: torch.Tensor, right: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.05)
+        return mm(left, right, out=out)
+
+    threads(1)
+    monkeypatch.setattr(torch, "mm", slow)
+    by_mm = 2 * 256**3 / 0.05  # 0.7 GFLOP/s
+    assert measure_matmul_flops(CPU, FP32, seconds=0.05) > 2 * by_mm
+    assert measure_matmul_flops(CPU, torch.float64, seconds=0.05) < by_mm, "which oneDNN does not multiply"
 
 
 def test_measuring_draws_nothing_from_the_training_generators() -> None:
