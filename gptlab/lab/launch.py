@@ -17,6 +17,7 @@ from typing import Any, Self
 
 import gptlab
 from gptlab.config.errors import cannot
+from gptlab.runtime.hardware.cpu import usable_cores
 from gptlab.runtime.records.run_directory import RunDirectory
 
 EXIT_PREEMPTED = 75
@@ -137,6 +138,8 @@ def resumed_arguments(folder: Path) -> list[str] | None:
 def _environment(tree: Path | None, changes: Mapping[str, str]) -> dict[str, str]:
     """The variables of this process with `changes`, in which `gptlab` is that of the tree."""
     variables = {**os.environ, **changes}
+    if sys.platform != "darwin":  # as `set_threads` chooses, whatever else computes: runs are compared
+        variables.setdefault("OMP_NUM_THREADS", str(usable_cores()))
     own = Path(gptlab.__file__).parents[1]
     if tree is not None or own != Path(sysconfig.get_path("purelib")):
         paths = [str((tree or own).resolve()), *filter(None, [variables.get("PYTHONPATH")])]

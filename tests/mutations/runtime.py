@@ -6,6 +6,26 @@ from .mutation import Mutation
 
 MUTATIONS = [
     Mutation(
+        "a program that has just ended costs a run its threads", "runtime/hardware/cpu.py",
+        "return None if now == cores else max(for_a_minute, now)", "return for_a_minute",
+        ["test_machine_load.py::test_other_programs_keep_the_cores_that_they_use"],
+    ),
+    Mutation(
+        "runs of the lab have fewer threads where something else computes", "lab/launch.py",
+        'variables.setdefault("OMP_NUM_THREADS", str(usable_cores()))', "pass",
+        ["test_launch.py::test_runs_that_are_compared_have_the_same_threads_whatever_else_computes"],
+    ),
+    Mutation(
+        "a run that begins beside another program forgets its threads", "app/run/train_run.py",
+        '"runtime.threads": threads}', "}",
+        ["test_train_run.py::test_a_run_leaves_other_programs_their_cores_and_keeps_its_threads"],
+    ),
+    Mutation(
+        "MFU in float32 is a share of what the slower library reaches", "runtime/hardware/place.py",
+        "return min((by_mm, by_onednn), key=seconds)", "return by_mm",
+        ["test_peak.py::test_the_faster_of_a_cpus_two_libraries_counts_in_float32"],
+    ),
+    Mutation(
         "the end of a run waits for a mirror that hangs", "runtime/records/mirrors.py",
         "self.process.wait(max(0.0, deadline - time.monotonic()))", "self.process.wait(30)",
         ["test_mirrors.py::test_one_that_hangs_is_stopped"],

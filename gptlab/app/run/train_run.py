@@ -17,7 +17,7 @@ from gptlab.app.run.run_request import RunRequest
 from gptlab.config.run import RunConfig, RuntimeConfig
 from gptlab.config.scaling import Machine
 from gptlab.data.corpus.documents import require_known
-from gptlab.runtime.hardware.cpu import limit_spinning
+from gptlab.runtime.hardware.cpu import limit_spinning, threads_beside_others, usable_cores
 from gptlab.runtime.processes.distributed import Group, World
 from gptlab.runtime.records.console import Console, QuietConsole
 from gptlab.runtime.records.run_directory import RunDirectory
@@ -71,10 +71,24 @@ def _prepare_and_train(attempt: Attempt, request: RunRequest) -> Result:
         _warn_of_unused_gpu(attempt, request)
     machine = None
     if attempt.config is None:
+        if attempt.group.size == 1 and not has_nvidia_gpu():
+            request = _beside_other_programs(attempt.console, request)
         attempt.config, machine = _configured(attempt, request)
         if has_nvidia_gpu():
             attempt.config = _with_rows_that_fit(attempt, attempt.config, request)
     return _train(attempt, attempt.config, evidence, machine=machine)
+
+
+def _beside_other_programs(console: Console, request: RunRequest) -> RunRequest:
+    """The request with fewer threads, where other programs use cores and it does not say how many."""
+    if request.overrides.get("runtime.threads") is not None or (threads := threads_beside_others()) is None:
+        return request
+    all_of_them = usable_cores()
+    console.warn(
+        f"other programs use cores of this machine: training on {threads} of {all_of_them}, which is faster beside "
+        f"them; --runtime.threads {all_of_them} uses all"
+    )
+    return replace(request, overrides={**request.overrides, "runtime.threads": threads})
 
 
 def _with_rows_that_fit(attempt: Attempt, config: RunConfig, request: RunRequest) -> RunConfig:

@@ -84,6 +84,32 @@ def set_threads(n: int | None) -> int:
     return torch.get_num_threads()
 
 
+def threads_beside_others() -> int | None:
+    """How many threads leave other programs the cores that they use: where they did for the last minute, by the load
+    average, and still do, for half a second. None where all cores can be had, and where OMP_NUM_THREADS decides.
+
+    Each parallel loop waits for the thread that shares its core. Beside one busy program on two Zen 5 cores, two
+    threads take 1.6 times as long for a step of quickstart as one, and 2 times for small steps; pinning them helps less
+    (docs/LOG.md, 2026-11-25).
+    """
+    cores, logical = usable_cores(), psutil.cpu_count() or 1
+    ours = cores == psutil.cpu_count(logical=False)  # otherwise the load may be that of other cores
+    if not ours or "OMP_NUM_THREADS" in os.environ or sys.platform in ("darwin", "win32"):  # see `set_threads`
+        return None
+
+    def left(used: float) -> int:
+        return max(1, min(cores, round(logical - used)))
+
+    for_a_minute = left(os.getloadavg()[0])
+    if for_a_minute == cores:
+        return None
+    own = psutil.Process()
+    own.cpu_percent()
+    used = psutil.cpu_percent(interval=0.5) / 100 * logical - own.cpu_percent() / 100
+    now = left(used)
+    return None if now == cores else max(for_a_minute, now)
+
+
 def usable_cores() -> int:
     """Physical cores that this process may use: by the machine, its CPU affinity, and its cgroup's quota."""
     cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1

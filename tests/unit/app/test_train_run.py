@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import tiny_runs as tiny
 import torch
 
-from gptlab.app.run import session
+from gptlab.app.run import session, train_run
 from gptlab.app.run.attempt import Attempt
 from gptlab.app.run.run_request import RunRequest
 from gptlab.app.run.train_run import _configured
@@ -40,6 +41,21 @@ def test_a_gpu_trains_four_epochs_of_the_text_that_was_prepared(monkeypatch: pyt
     assert len(prepared) == 1
     assert machine == Machine(device="cuda:0", flops_per_second=3e14, training_tokens=10_000_000)
     assert (config.horizon.amount, config.horizon.unit) == (40_000_000, "tokens")
+
+
+def test_a_run_leaves_other_programs_their_cores_and_keeps_its_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny.write_corpus(tmp_path / "corpus")
+    monkeypatch.setattr(train_run, "threads_beside_others", lambda: 1)
+    monkeypatch.setattr(train_run, "usable_cores", lambda: 2)
+    monkeypatch.delitem(tiny.FLAGS, "runtime.threads")
+    code, out, err = tiny.command(["train", *tiny.arguments(tmp_path, "a", {"steps": 1})])
+    assert code == 0, err
+    assert out.count("training on 1 of 2, which is faster beside them; --runtime.threads 2 uses all") == 1
+    assert json.loads((tmp_path / "a" / "config.json").read_text())["runtime"]["threads"] == 1
+    code, out, err = tiny.command(["train", *tiny.arguments(tmp_path, "b", {"steps": 1, "runtime.threads": 2})])
+    assert (code, out.count("other programs")) == (0, 0), err
 
 
 def test_a_gpu_that_torch_cannot_use_is_named_before_anything_else(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from written_runs import write_run
 import gptlab
 from gptlab.lab import launch as launching
 from gptlab.lab.launch import Stop, launch
+from gptlab.runtime.hardware.cpu import usable_cores
 from gptlab.runtime.records.run_directory import RunDirectory
 from gptlab.training.checkpoint.format import list_checkpoints, step_of
 
@@ -74,6 +76,18 @@ def test_the_package_is_that_of_the_tree(
     assert (tmp_path / "log").read_text().splitlines() == [
         f"None {gptlab.__file__}", f"that {tmp_path / 'other' / 'gptlab' / '__init__.py'}"
     ]  # fmt: skip
+
+
+def test_runs_that_are_compared_have_the_same_threads_whatever_else_computes(
+    child: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child("print(os.environ.get('OMP_NUM_THREADS'))")
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    launch(tmp_path / "a", [], log=tmp_path / "log")
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    launch(tmp_path / "b", [], log=tmp_path / "log")
+    chosen = "None" if sys.platform == "darwin" else str(usable_cores())
+    assert (tmp_path / "log").read_text().splitlines() == ["3", chosen]
 
 
 _ANSWERS = """

@@ -8,10 +8,12 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
-from gptlab.runtime.hardware.cpu import MachineLoad, limit_spinning
+from gptlab.runtime.hardware import cpu
+from gptlab.runtime.hardware.cpu import MachineLoad, limit_spinning, threads_beside_others
 
 
 class Machine:
@@ -125,3 +127,37 @@ def _without_torch(call: object, environment: dict[str, str]) -> None:
     finally:
         if torch is not None:
             sys.modules["torch"] = torch
+
+
+@pytest.mark.skipif(
+    sys.platform in ("darwin", "win32"), reason="torch's own choice is kept, or there is no load average"
+)
+@pytest.mark.parametrize(
+    ("cores", "logical", "load", "now", "threads"),
+    [
+        (2, 2, 0.1, 2.0, None),  # for half a second only
+        (2, 2, 1.0, 0.1, None),  # it has just ended
+        (2, 2, 1.1, 1.0, 1),
+        (2, 2, 0.4, 0.4, None),  # less than half a core
+        (2, 2, 2.2, 2.0, 1),  # never none
+        (8, 8, 3.0, 2.2, 6),
+        (8, 16, 3.0, 2.2, None),  # hyperthreads take them
+        (8, 16, 12.0, 12.0, 4),
+        (1, 1, 1.0, 1.0, None),
+        (2, 8, 9.0, 9.0, None),  # of eight cores this process may use two: whose load is it?
+    ],
+)
+def test_other_programs_keep_the_cores_that_they_use(
+    cores: int, logical: int, load: float, now: float, threads: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`load`: cores used in the last minute, `now`: by other programs in half a second; this one uses half a core."""
+    physical = {16: 8}.get(logical, logical)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(cpu, "usable_cores", lambda: cores)
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr(psutil, "cpu_count", lambda logical=True, n=logical: n if logical else physical)
+    monkeypatch.setattr(psutil, "cpu_percent", lambda interval: 100 * (now + 0.5) / logical)
+    monkeypatch.setattr(psutil.Process, "cpu_percent", lambda process: 50.0)
+    assert threads_beside_others() == threads
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    assert threads_beside_others() is None
