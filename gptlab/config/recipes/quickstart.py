@@ -71,7 +71,7 @@ def quickstart(
         )
     per_root, total_tokens = _step_tokens_per_root(shape.n_embd), 2**13
     if horizon.unit != "steps":
-        total_tokens = step_tokens(shape, horizon, flops_per_second, per_root, 8 * seq_len)
+        total_tokens = step_tokens(tokens_within(horizon, shape, flops_per_second), per_root, 8 * seq_len)
     # On a CPU 16 rows are no faster than 8 (docs/LOG.md, 2026-11-22), and 8 serve every batch: what was compiled to be
     # timed is what trains.
     rows = 8 if gpu is None else quickstart_on_gpu.micro_rows(gpu, total_tokens // seq_len)
@@ -111,14 +111,18 @@ def shape_for_horizon(
     return shape_for_compute(total_flops, tokens_per_param=tokens_per_param, **size)
 
 
-def step_tokens(shape: Shape, horizon: Horizon, flops_per_second: float, per_root: float, least: int) -> int:
-    """Tokens a step: at most `per_root` times the root of all tokens; a power of two between `least` and 2^19."""
-    tokens = {
+def tokens_within(horizon: Horizon, shape: Shape, flops_per_second: float) -> float:
+    """Tokens that a horizon other than steps has, about."""
+    return {
         "tokens": horizon.amount,
         "flops": horizon.amount / shape.flops_per_token,
         "tokens_per_param": horizon.amount * shape.scaling_params,
         "seconds": horizon.amount * flops_per_second / shape.flops_per_token,
     }[horizon.unit]
+
+
+def step_tokens(tokens: float, per_root: float, least: int) -> int:
+    """Tokens a step: at most `per_root` times the root of all `tokens`; a power of two between `least` and 2^19."""
     return 2 ** math.floor(math.log2(min(max(per_root * math.sqrt(tokens), least), 2**19)))
 
 

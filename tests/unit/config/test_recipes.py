@@ -271,6 +271,17 @@ def test_characters_are_learned_by_what_fits_into_the_time(
     assert (deeper.model.n_layer, deeper.model.n_embd) == (6, 192)
 
 
+@pytest.mark.parametrize(
+    ("gflops", "text_tokens", "decay"),
+    [(250, None, 0.2), (530, None, 0.6), (530, 1_003_854, 0.6), (530, 5_000_000, 0.2)],
+    ids=["Zen 4, four passes", "Zen 5, nine passes", "the same, once it is read", "a longer text"],
+)
+def test_characters_that_are_read_often_decay_more(gflops: float, text_tokens: int | None, decay: float) -> None:
+    here = Machine(device="cpu", flops_per_second=gflops * 1e9, training_tokens=text_tokens)
+    assert shakespeare_char(machine=here).optim.muon.weight_decay == decay
+    assert shakespeare_char(machine=here, horizon=Horizon(amount=2100, unit="steps")).optim.muon.weight_decay == 0.2
+
+
 def test_a_depth_given_is_the_depth() -> None:
     assert quickstart(depth=6, machine=machine(1e9)).model.n_layer == 6
     with pytest.raises(ConfigError, match="depth"):
