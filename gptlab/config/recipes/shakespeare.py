@@ -19,8 +19,8 @@ from gptlab.config.scaling import Machine, muon_and_adamw, shape_for_depth
 # With the steps that fit into 10, 60 and 180 s of two Zen 4 cores, 2 layers of width 64, 3 of 128 and 4 of 128 are the
 # best or nearly so, with 1,024, 1,024 and 2,048 tokens a step (docs/LOG.md, 2026-11-25). The ratio gives them with the
 # FLOPs of the longer context.
-TOKENS_PER_PARAM = 2.0
-STEP_TOKENS_PER_ROOT = 1.1
+TOKENS_PER_PARAM = 2.3
+STEP_TOKENS_PER_ROOT = 1.25
 # A faster machine would learn the text by heart: in 180 s, four layers read it five to ten times.
 MOST_LAYERS = 4
 # What a character follows from is far back, if there is the time to learn it. On two Zen 5 cores, contexts of 256, 512
@@ -44,8 +44,8 @@ def shakespeare_char(
     flops_per_second = flops_per_second_of(machine)
     if depth is None:
         depth = min(shape_for_horizon(horizon, flops_per_second, TOKENS_PER_PARAM, size).n_layer, MOST_LAYERS)
-    shape, total_tokens = shape_for_depth(depth, **size), 2**11
     seq_len = CONTEXT_OF_MOST_LAYERS if depth >= MOST_LAYERS else CONTEXT
+    shape, total_tokens = shape_for_depth(depth, **{**size, "seq_len": seq_len}), 2**11
     tokens = horizon.amount * total_tokens
     if horizon.unit != "steps":
         tokens = tokens_within(horizon, shape, flops_per_second)
