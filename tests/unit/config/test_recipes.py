@@ -275,9 +275,9 @@ def test_characters_are_learned_by_what_fits_into_the_time(
 @pytest.mark.parametrize(
     ("gflops", "text_tokens", "decay"),
     [(250, None, 0.2), (530, None, 0.6), (530, 1_003_854, 0.6), (530, 5_000_000, 0.2)],
-    ids=["Zen 4, four passes", "Zen 5, nine passes", "the same, once it is read", "a longer text"],
+    ids=["Zen 4, four epochs", "Zen 5, nine epochs", "the same, once it is read", "a longer text"],
 )
-def test_characters_that_are_read_often_decay_more(gflops: float, text_tokens: int | None, decay: float) -> None:
+def test_many_epochs_of_characters_get_more_weight_decay(gflops: float, text_tokens: int | None, decay: float) -> None:
     here = Machine(device="cpu", flops_per_second=gflops * 1e9, training_tokens=text_tokens)
     assert shakespeare_char(machine=here).optim.muon.weight_decay == decay
     assert shakespeare_char(machine=here, horizon=Horizon(amount=2100, unit="steps")).optim.muon.weight_decay == 0.2
