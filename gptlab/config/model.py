@@ -59,6 +59,9 @@ class ModelConfig:
     """The output head shares the embedding's weight."""
     qk_norm: bool = True
     """Normalize queries and keys per head after the rotation."""
+    key_offset: bool = False
+    """Half of a key's channels, those of the slower rotary frequencies, come from the token before. So one layer finds
+    what followed a token's earlier occurrence (modded-nanogpt's partial key offset, pull request 169)."""
     window_pattern: str = "L"
     """One letter per layer, tiled: L attends to the whole context, S to a sliding window. The last layer is always
     L."""

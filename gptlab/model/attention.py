@@ -36,6 +36,21 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos + second * sin, second * cos - first * sin), dim=-1).to(x.dtype)
 
 
+def offset_keys(k: Tensor, begins: Tensor | None = None) -> Tensor:
+    """Keys (B, T, G, D) whose channels of the slower half of the rotary frequencies are those of the token before. The
+    first token of a row keeps its own, and so does the first of a document, where `begins` (B, T) is true."""
+    before = torch.cat((k[:, :1], k[:, :-1]), dim=1)
+    if begins is not None:
+        before = torch.where(begins[:, :, None, None], k, before)
+    return torch.where(slow_channels(k.shape[3], k.device), before, k)
+
+
+def slow_channels(head_dim: int, device: torch.device) -> Tensor:
+    """(D,) bool: the channels of the slower half of the rotary frequencies, in both halves of a head."""
+    half = max(1, head_dim // 2)
+    return torch.arange(head_dim, device=device) % half * 2 >= half
+
+
 def blocked_attention(
     q: Tensor,
     k: Tensor,

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gptlab.model.attention import slow_channels
 from gptlab.model.gpt import GPT, Block, RMSNorm
 from gptlab.model.kernels import ops, torch_ops
 from gptlab.model.kv_cache import KVCache
@@ -39,7 +40,7 @@ class Decoder:
         if config.position == "rope":
             # x * (cos, cos) + (second half, first half of x) * (sin, -sin), which is `apply_rotary`.
             self._cos, self._sin = torch.cat((model.cos, model.cos), 1), torch.cat((model.sin, -model.sin), 1)
-        columns = config.seq_len + SPARE_COLUMNS
+        columns = config.seq_len + SPARE_COLUMNS + 1  # with a key offset, half of a key stands in the next one
         shape = (config.n_layer, 2, rows, config.kv_heads, columns, config.head_dim)
         by_kernel = ops.decodes_by_kernel(self._head.device, model.compute_dtype)
         dtype = torch.float32 if by_kernel else model.compute_dtype
@@ -73,8 +74,13 @@ class Decoder:
         with torch.inference_mode():
             logits = self.model(torch.tensor([tokens], device=device), cache=cache)[0, -1]
             for row in rows:
-                self._cache[:, :, row, :, self._column - n_tokens : self._column] = cache.filled()[:, :, 0]
-                self._starts[row] = self._column - n_tokens
+                keys, values = cache.filled()[:, :, 0].to(self._cache.dtype).unbind(1)  # each (layers, G, n_tokens, D)
+                start, stop = self._column - n_tokens, self._column
+                self._cache[:, 1, row, :, start:stop] = values
+                self._cache[:, 0, row, :, start:stop] = keys
+                if (slow := self._layers[0].slow) is not None:
+                    self._cache[:, 0, row, :, start + 1 : stop + 1, slow] = keys[..., slow]
+                self._starts[row] = start
         return logits
 
     @torch.inference_mode()
@@ -83,7 +89,7 @@ class Decoder:
 
         A row that already holds seq_len tokens gets logits without meaning, until it is read again.
         """
-        if self._column == self._cache.shape[4]:
+        if self._column + 1 == self._cache.shape[4]:
             self._move_to_front()
         config = self.model.config
         positions = [min(self._column - start, config.seq_len - 1) for start in self._starts]
@@ -119,7 +125,7 @@ class Decoder:
         """Keep the last seq_len columns: no row that is in use has more."""
         kept = self.model.config.seq_len
         for layer in self._cache:
-            layer[..., :kept, :] = layer[..., self._column - kept : self._column, :].clone()
+            layer[..., : kept + 1, :] = layer[..., self._column - kept : self._column + 1, :].clone()
         self._starts = [max(0, start - (self._column - kept)) for start in self._starts]
         self._column = kept
 
@@ -136,6 +142,7 @@ class _Layer:
         self.window, self.activation = attention.window, ops.ACTIVATIONS[mlp.activation]
         self.n_head, self.n_kv_head, self.head_dim = attention.n_head, attention.n_kv_head, attention.head_dim
         self.scale = 1.0 if config.attention_residual_scale is None else config.attention_residual_scale
+        self.slow = slow_channels(self.head_dim, model.head.weight.device) if config.key_offset else None
         self.lambdas = None
         if config.residual_lambdas:
             self.lambdas = model.residual_lambdas[layer].item(), model.x0_lambdas[layer].item()
@@ -179,7 +186,11 @@ class _Layer:
         if self.qk_norm is not None:
             qk = self.qk_norm(qk)
         keys, values = cache
-        keys[:, :, column] = qk[:, self.n_head :]
+        if self.slow is None:
+            keys[:, :, column] = qk[:, self.n_head :]
+        else:  # the slow channels of this column are already those of the token before
+            keys[:, :, column + 1, self.slow] = qk[:, self.n_head :, self.slow].to(keys.dtype)
+            keys[:, :, column, ~self.slow] = qk[:, self.n_head :, ~self.slow].to(keys.dtype)
         values[:, :, column] = v
         start = first if self.window is None else max(first, column + 1 - self.window)
         # Without a causal mask, the queries that share a key-value head are like positions of one head.

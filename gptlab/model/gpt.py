@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from gptlab.config.model import ModelConfig
-from gptlab.model.attention import cached_attention, rotary_tables
+from gptlab.model.attention import cached_attention, offset_keys, rotary_tables
 from gptlab.model.head import HeadLoss, capped_logits
 from gptlab.model.init import initial_weights
 from gptlab.model.kernels.ops import ACTIVATIONS, implementation, linear, load_kernels, mlp, multiplication
@@ -100,7 +100,7 @@ class Attention(nn.Module):
         self.head_dim = config.head_dim
         self.n_head, self.n_kv_head = config.n_head, config.kv_heads
         self.window = config.layer_windows()[layer]
-        self.dropout = config.dropout
+        self.dropout, self.key_offset = config.dropout, config.key_offset
         rows = (self.n_head + 2 * self.n_kv_head) * self.head_dim
         self.qkv = Linear(config.n_embd, rows, bias=config.bias)
         self.out = Linear(config.n_embd, config.n_embd, bias=config.bias)
@@ -121,9 +121,9 @@ class Attention(nn.Module):
         if cache is None:
             dropout = self.dropout if self.dropout > 0 and self.training else 0.0
             if self.attend is None:
-                y = multiplication(x).attention(heads, self.n_head, self.window, dropout)
+                y = multiplication(x).attention(heads, self.n_head, self.window, dropout, self.key_offset)
             else:
-                y = self.attend(heads, self.n_head, self.window, dropout, documents)
+                y = self.attend(heads, self.n_head, self.window, dropout, documents, self.key_offset)
         else:
             y = self._attend_cached(heads, cache)
         return self.out(y.reshape(batch, n_tokens, -1))
@@ -132,6 +132,8 @@ class Attention(nn.Module):
         """Attention of these tokens to those in the cache too, which then holds them."""
         q, k, v = heads.transpose(1, 2).split((self.n_head, self.n_kv_head, self.n_kv_head), dim=1)
         k, v = cache.append(self.layer, k, v)
+        if self.key_offset:
+            k = offset_keys(k.transpose(1, 2)).transpose(1, 2)
         return cached_attention(q, k, v, window=self.window).transpose(1, 2)
 
 

@@ -235,6 +235,43 @@ MUTATIONS = [
         ["Samples every 2000 steps"],
     ),
     Mutation(
+        "a document's first key knows the token before the document", "model/kernels/torch_attention.py",
+        "None if documents is None else first_tokens(documents, *k.shape[:2])", "None",
+        ["test_torch_attention.py::test_windows_and_documents_equal_brute_force"],
+    ),
+    Mutation(
+        "the fast channels of keys are offset", "model/attention.py",
+        "% half * 2 >= half", "% half * 2 < half",
+        ["test_attention.py::test_key_offset_by_hand",
+         "test_model.py::test_logits_loss_and_gradients_equal_the_oracle"],
+    ),
+    Mutation(
+        "the kernel gives the gradients of offset keys to the tokens that they stand with",
+        "model/kernels/attention_kernel.cpp", "if (s.key_offset) offset_gradients(s, dk);", "",
+        ["test_attention_kernel.py::test_equals_brute_force"],
+    ),
+    Mutation(
+        "the first key's own gradient is lost", "model/kernels/attention_kernel.cpp",
+        "*own = (t ? 0 : *own) + ", "*own = 0 + ",
+        ["test_attention_kernel.py::test_equals_brute_force"],
+    ),
+    Mutation(
+        "a sampled token's key is not offset", "model/kernels/decode_kernel.cpp",
+        "keys[(column + is_slow) * m.width + i] = key[i];", "keys[column * m.width + i] = key[i];",
+        ["test_decoder.py::test_the_kernel_is_the_same"],
+    ),
+    Mutation(
+        "the last token's half key is lost when the cache moves", "model/decoder.py",
+        "layer[..., : kept + 1, :] = layer[..., self._column - kept : self._column + 1, :].clone()",
+        "layer[..., :kept, :] = layer[..., self._column - kept : self._column, :].clone()",
+        ["test_decoder.py::test_past_the_spare_columns"],
+    ),
+    Mutation(
+        "an exported model's first key takes from the padding", "model/interop/modeling_gptlab.py",
+        "torch.where(follows[:, None, :, None], before, k)", "before",
+        ["test_export.py::TestComputesTheSame::test_a_batch_padded_on_the_left"],
+    ),
+    Mutation(
         "rotary pairs are neighbours", "model/attention.py",
         "first, second = x.chunk(2, dim=-1)", "first, second = x[..., ::2], x[..., 1::2]",
         ["test_model.py::test_rotation_by_hand"],

@@ -3,7 +3,7 @@
 A change that should move no number leaves this test green. One that should move them writes the file anew, and the
 file's diff shows by how much:
 
-    python tests/runs/test_golden.py
+    PYTHONPATH=tests/support python tests/runs/test_golden.py
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ RUNS: dict[str, tuple[dict[str, Any], float]] = {
     "gpt2": (
         {
             "model__norm": "layernorm", "model__position": "learned", "model__activation": "gelu", "model__bias": True,
-            "model__tied_head": True, "model__init": "gpt2", "model__qk_norm": False, "model__embedding_norm": False,
-            "model__value_embeddings": False, "model__residual_lambdas": False, "model__logit_softcap": None,
+            "model__tied_head": True, "model__init": "gpt2", "model__qk_norm": False, "model__key_offset": False,
+            "model__embedding_norm": False, "model__value_embeddings": False, "model__residual_lambdas": False,
+            "model__logit_softcap": None,
             "model__window_pattern": "L", "optim__matrix_optimizer": "adamw", "schedule__kind": "cosine",
             **{f"optim__{role}__{name}": x for role in ("matrix", "embedding", "vector") for name, x in ADAMW.items()},
         },

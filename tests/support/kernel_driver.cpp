@@ -6,9 +6,9 @@
 #include <deque>
 
 extern "C" {
-void attention_forward(long, const void*, void*, float*, long, long, long, long, long, long, float, long, long);
+void attention_forward(long, const void*, void*, float*, long, long, long, long, long, long, long, float, long, long);
 void attention_backward(long, const void*, const void*, const float*, const void*, void*, long, long, long, long, long,
-                        long, float, long, long);
+                        long, long, float, long, long);
 void norm_forward(long, const void*, const void*, float, float, void*, void*, float*, long, long, float, long);
 void norm_backward(long, const void*, const void*, const void*, const float*, const void*, const void*, float, float,
                    void*, void*, double*, long, long, long);
@@ -75,10 +75,11 @@ void attention() {
     Array<T> heads(inputs, 1), dy(outputs, 1), y(outputs), gradient(inputs);
     std::vector<float> lse(batch * n_head * tokens);
     for (float dropout : {0.0f, 0.3f}) {
+        const long key_offset = dropout > 0;
         attention_forward(narrow, heads.data(), y.data(), lse.data(), batch, tokens, n_head, n_kv_head, width, window,
-                          dropout, 1234567890123, 1);
+                          key_offset, dropout, 1234567890123, 1);
         attention_backward(narrow, heads.data(), y.data(), lse.data(), dy.data(), gradient.data(), batch, tokens, n_head,
-                           n_kv_head, width, window, dropout, 1234567890123, 1);
+                           n_kv_head, width, window, key_offset, dropout, 1234567890123, 1);
         y.print(), gradient.print();
     }
 }
@@ -181,7 +182,7 @@ void decode(bool narrow) {
         layer = {linear(2 * width + 2 * width + 1, c), linear(c, c), linear(hidden, c), linear(c, hidden),
                  {1, 1e-6f, nullptr, nullptr}, {2, 1e-5f, numbers(c, 1), numbers(c, 1)}, {1, 1e-6f, nullptr, nullptr},
                  numbers(vocabulary * width, 1), numbers(2 * rows * columns * width, 1), 2, 0.9f, 0.1f, 0.7f};
-    const Model model = {layers, 2, 2, 1, width, c, columns, narrow, 0, numbers(vocabulary * c, 1), nullptr,
+    const Model model = {layers, 2, 2, 1, width, c, columns, narrow, 0, 1, numbers(vocabulary * c, 1), nullptr,
                          numbers(columns * width, 1), numbers(columns * width, 1), {1, 1e-6f, nullptr, nullptr},
                          {1, 1e-6f, nullptr, nullptr}, linear(vocabulary, c)};
     const long starts[rows] = {0, 0, 1, 2, 0};

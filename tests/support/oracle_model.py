@@ -82,6 +82,17 @@ def activation(config: ModelConfig, x: Tensor) -> Tensor:
     return x * (1 + torch.erf(x / math.sqrt(2))) / 2
 
 
+def offset_key(key: Tensor) -> Tensor:
+    """key (T, D): half of the channels, those of the slower rotary frequencies, are those of the token before."""
+    width = key.shape[1]
+    pairs = max(1, width // 2)
+    rows = []
+    for t in range(len(key)):
+        is_slow = [i % pairs >= pairs / 2 for i in range(width)]
+        rows.append(torch.stack([key[max(0, t - 1) if is_slow[i] else t, i] for i in range(width)]))
+    return torch.stack(rows)
+
+
 def attention_branch(config: ModelConfig, weights: Weights, layer: int, x: Tensor, tokens: Tensor) -> Tensor:
     """x (T, C) -> (T, C)."""
     name, width, groups = f"blocks.{layer}.attention", config.head_dim, config.kv_heads
@@ -98,6 +109,8 @@ def attention_branch(config: ModelConfig, weights: Weights, layer: int, x: Tenso
         queries, keys = ([rotate(h, config.rope_base) for h in heads] for heads in (queries, keys))
     if config.qk_norm:
         queries, keys = ([rms_norm(config, h) for h in heads] for heads in (queries, keys))
+    if config.key_offset:
+        keys = [offset_key(key) for key in keys]
     q, k, v = (torch.stack(list(heads))[None] for heads in (queries, keys, values))
     seen = attention(q, k, v, config.layer_windows()[layer])[0]  # (H, T, D)
     return linear(weights, f"{name}.out", torch.cat(list(seen), dim=1))

@@ -77,7 +77,9 @@ def quickstart(
     rows = 8 if gpu is None else quickstart_on_gpu.micro_rows(gpu, total_tokens // seq_len)
     return RunConfig(
         recipe="quickstart",
-        model=ModelConfig(n_layer=shape.n_layer, n_embd=shape.n_embd, n_head=shape.n_head, seq_len=seq_len),
+        model=ModelConfig(
+            n_layer=shape.n_layer, n_embd=shape.n_embd, n_head=shape.n_head, seq_len=seq_len, key_offset=True
+        ),
         tokenizer=TokenizerConfig(kind="bpe", vocab_size=vocab_size),
         data=DataConfig(source=("stdlib",), rows="packed"),
         batch=BatchConfig(total_tokens=total_tokens, micro_sequences=rows),

@@ -33,12 +33,12 @@ the padding of the vocabulary, initial weights). So a model comes back as what i
 
 FIXED: dict[Form, dict[str, Any]] = {
     "gpt2": {
-        "norm": "layernorm", "position": "learned", "qk_norm": False, "embedding_norm": False, "logit_softcap": None,
-        "value_embeddings": False, "residual_lambdas": False, "attention_residual_scale": None,
+        "norm": "layernorm", "position": "learned", "qk_norm": False, "key_offset": False, "embedding_norm": False,
+        "logit_softcap": None, "value_embeddings": False, "residual_lambdas": False, "attention_residual_scale": None,
     },
     "nanochat": {
-        "norm": "rmsnorm", "position": "rope", "qk_norm": True, "embedding_norm": True, "bias": False,
-        "value_embeddings": False, "residual_lambdas": False, "attention_residual_scale": None,
+        "norm": "rmsnorm", "position": "rope", "qk_norm": True, "key_offset": False, "embedding_norm": True,
+        "bias": False, "value_embeddings": False, "residual_lambdas": False, "attention_residual_scale": None,
     },
     "gptlab": {},
 }  # fmt: skip
@@ -59,7 +59,8 @@ _FIELDS: dict[Form, dict[str, str]] = {
         "vocab_size": "vocab_size", "seq_len": "seq_len", "n_layer": "n_layer", "n_embd": "n_embd", "n_head": "n_head",
         "n_kv_head": "kv_heads", "mlp_width": "mlp_width", "norm": "norm", "rmsnorm_eps": "rmsnorm_eps",
         "position": "position", "rope_base": "rope_base", "activation": "activation", "bias": "bias",
-        "qk_norm": "qk_norm", "layer_windows": "window_pattern", "value_embedding_layers": "value_embeddings",
+        "qk_norm": "qk_norm", "key_offset": "key_offset", "layer_windows": "window_pattern",
+        "value_embedding_layers": "value_embeddings",
         "residual_lambdas": "residual_lambdas", "embedding_norm": "embedding_norm", "logit_softcap": "logit_softcap",
         "attention_residual_scale": "attention_residual_scale",
     },

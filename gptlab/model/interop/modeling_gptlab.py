@@ -22,8 +22,8 @@ GATE_CHANNELS = 32
 DEFAULTS: dict[str, Any] = {
     "vocab_size": 257, "seq_len": 512, "n_layer": 4, "n_embd": 256, "n_head": 4, "n_kv_head": 4, "mlp_width": 1024,
     "norm": "rmsnorm", "rmsnorm_eps": 1e-6, "position": "rope", "rope_base": 10_000.0, "activation": "relu2",
-    "bias": False, "dropout": 0.0, "qk_norm": True, "residual_lambdas": True, "embedding_norm": True,
-    "logit_softcap": 15.0, "attention_residual_scale": None, "use_cache": True,
+    "bias": False, "dropout": 0.0, "qk_norm": True, "key_offset": False, "residual_lambdas": True,
+    "embedding_norm": True, "logit_softcap": 15.0, "attention_residual_scale": None, "use_cache": True,
 }  # fmt: skip
 """Fields of config.json that the network depends on; `layer_windows` and `value_embedding_layers` name layers."""
 
@@ -89,6 +89,23 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos + second * sin, second * cos - first * sin), dim=-1).to(x.dtype)
 
 
+def padded(padding: Tensor, n_keys: int) -> Tensor:
+    """(B, n_keys) bool: where there is a token, of `padding` (B, any number)."""
+    return F.pad(padding[:, :n_keys].bool(), (0, max(0, n_keys - padding.shape[1])))
+
+
+def offset_keys(k: Tensor, padding: Tensor | None) -> Tensor:
+    """Keys (B, G, S, D) whose channels of the slower half of the rotary frequencies are those of the token before; the
+    first token, before which there is none or padding, keeps its own."""
+    before = torch.cat((k[:, :, :1], k[:, :, :-1]), dim=2)
+    if padding is not None:
+        follows = F.pad(padded(padding, k.shape[2]), (1, -1))
+        before = torch.where(follows[:, None, :, None], before, k)
+    half = max(1, k.shape[3] // 2)
+    is_slow = torch.arange(k.shape[3], device=k.device) % half * 2 >= half
+    return torch.where(is_slow, before, k)
+
+
 class Attention(nn.Module):
     def __init__(self, config: GPTLabConfig, layer: int) -> None:
         super().__init__()
@@ -96,7 +113,7 @@ class Attention(nn.Module):
         self.n_head, self.n_kv_head = config.n_head, config.n_kv_head
         self.head_dim = config.n_embd // config.n_head
         self.window = config.layer_windows[layer]
-        self.dropout = config.dropout
+        self.dropout, self.key_offset = config.dropout, config.key_offset
         rows = (self.n_head + 2 * self.n_kv_head) * self.head_dim
         self.qkv = nn.Linear(config.n_embd, rows, bias=config.bias)
         self.out = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
@@ -131,6 +148,8 @@ class Attention(nn.Module):
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if cache is not None:
             k, v = cache.update(k, v, self.layer)
+        if self.key_offset:
+            k = offset_keys(k, padding)
         y = F.scaled_dot_product_attention(
             q, k, v, attn_mask=self.seen(slots, k.shape[2], padding),
             dropout_p=self.dropout if self.training else 0.0, enable_gqa=self.n_head != self.n_kv_head,
@@ -145,9 +164,8 @@ class Attention(nn.Module):
             seen &= keys > queries - self.window
         if padding is None:
             return seen
-        padding = F.pad(padding[:, :n_keys].bool(), (0, max(0, n_keys - padding.shape[1])))
         # A query of the padding sees itself: with nothing to see it would be NaN, and spread.
-        return seen & padding[:, None, None, :] | (keys == queries)
+        return seen & padded(padding, n_keys)[:, None, None, :] | (keys == queries)
 
 
 class MLP(nn.Module):

@@ -39,7 +39,7 @@ constexpr long BLOCK = 64;
 static_assert(BLOCK % NR == 0 && BLOCK % MR == 0 && std::max(W, MR) % std::min(W, MR) == 0, "blocks are whole tiles");
 
 struct Shape {
-    long batch, tokens, n_head, n_kv_head, width, window;
+    long batch, tokens, n_head, n_kv_head, width, window, key_offset;
     float dropout;  // the share of weights that become 0
     uint64_t seed;
     long rows() const { return round_up(tokens, BLOCK); }       // of a packed head: whole blocks, zeros at the end
@@ -49,7 +49,7 @@ struct Shape {
     long group() const { return n_head / n_kv_head; }
     float scale() const { return 1 / std::sqrt((float)width); }
     // Floats of memory that each thread needs.
-    long scratch() const { return 8 * packed() + 2 * rows() + 4 * BLOCK * BLOCK; }
+    long scratch() const { return (8 + key_offset) * packed() + 2 * rows() + 4 * BLOCK * BLOCK; }
     // Whether a query of the block at q0 may not see some key of the block at k0.
     bool hides(long q0, long k0) const { return k0 == q0 || k0 + window < q0 + BLOCK; }
 };
@@ -83,6 +83,37 @@ template <class T>
 void prefetch(const T* memory, long elements, long share, long shares) {
     const long end = elements * (share + 1) / shares, line = 64 / sizeof(T);
     for (long i = elements * share / shares; i < end; i += line) __builtin_prefetch(memory + i, 0, 2);
+}
+
+// Calls use(from, to) for both runs of channels of the slower half of the rotary frequencies (slow_channels of
+// model/attention.py).
+template <class Use>
+void slow_channels(long width, Use use) {
+    const long half = std::max(1L, width / 2), quarter = (half + 1) / 2;
+    use(quarter, half);
+    use(half + quarter, 2 * half);
+}
+
+// The keys of a head, (tokens, width), those channels of each from the token before.
+template <class T>
+void offset_keys(const Shape& s, const T* keys, T* to) {
+    for (long t = 0; t < s.tokens; t++) {
+        const T *own = keys + t * s.token(), *before = keys + std::max(0L, t - 1) * s.token();
+        std::copy(own, own + s.width, to + t * s.width);
+        slow_channels(s.width, [&](long a, long b) { std::copy(before + a, before + b, to + t * s.width + a); });
+    }
+}
+
+// Their gradients, in place: from those of keys as queries see them to those of tokens. The last token's channels are seen
+// by nobody, and the first token's twice.
+void offset_gradients(const Shape& s, float* packed) {
+    slow_channels(s.width, [&](long a, long b) {
+        for (long t = 0; t < s.tokens; t++)
+            for (long d = a; d < b; d++) {
+                float* own = packed + t * s.columns() + d;
+                *own = (t ? 0 : *own) + (t + 1 < s.tokens ? own[s.columns()] : 0);
+            }
+    });
 }
 
 // Rows of `width` numbers, `stride` apart -> (rows, columns), units along the width.
@@ -248,10 +279,13 @@ void forward(const T* heads, T* y, float* lse, const Shape& s, long threads) {
         auto *q = scratch.units<T>(n), *kt = scratch.units<T>(n), *v = scratch.units<T>(n);
         auto *out = scratch.numbers<float>(BLOCK * columns), *scores = scratch.numbers<float>(BLOCK * BLOCK);
         auto *highest = scratch.numbers<float>(BLOCK), *total = scratch.numbers<float>(BLOCK);
+        auto* own_keys = scratch.numbers<T>(s.key_offset * n);
         auto* weights = PAIRS<T> ? scratch.numbers<T>(BLOCK * BLOCK) : (T*)scores;
         const T* here = heads + sequence * tokens * s.token();
         if (sequence + 1 < batch) prefetch(here + tokens * s.token(), tokens * s.token(), kv, n_kv_head);
-        pack_transposed(s, here + (n_head + kv) * width, s.token(), kt);
+        const T* keys = here + (n_head + kv) * width;
+        if (s.key_offset) offset_keys(s, keys, own_keys), keys = own_keys;
+        pack_transposed(s, keys, s.key_offset ? width : s.token(), kt);
         pack_along_tokens(s, here + (n_head + n_kv_head + kv) * width, s.token(), v);
         for (long head = kv * s.group(); head < (kv + 1) * s.group(); head++) {
             pack(s, here + head * width, s.token(), q);
@@ -304,6 +338,7 @@ void backward(const T* heads, const T* y, const float* lse, const T* dy, T* dhea
         auto* dscores_down = PAIRS<T> ? scratch.units<T>(BLOCK * BLOCK) : (Unit<T>*)dweights;
         auto* weights_down = PAIRS<T> ? scratch.units<T>(BLOCK * BLOCK) : (Unit<T>*)scores;
         const auto* dscores_units = reinterpret_cast<const Unit<T>*>(dscores);
+        auto* own_keys = scratch.numbers<T>(s.key_offset * n);
         const T* here = heads + sequence * tokens * s.token();
         T* dhere = dheads + sequence * tokens * s.token();
         if (sequence + 1 < batch) {
@@ -312,8 +347,10 @@ void backward(const T* heads, const T* y, const float* lse, const T* dy, T* dhea
             prefetch(y + (sequence + 1) * of_y, of_y, kv, n_kv_head);
             prefetch(dy + (sequence + 1) * of_y, of_y, kv, n_kv_head);
         }
-        pack_along_tokens(s, here + (n_head + kv) * width, s.token(), k_down);
-        pack_transposed(s, here + (n_head + kv) * width, s.token(), kt);
+        const T* keys = here + (n_head + kv) * width;
+        if (s.key_offset) offset_keys(s, keys, own_keys), keys = own_keys;
+        pack_along_tokens(s, keys, s.key_offset ? width : s.token(), k_down);
+        pack_transposed(s, keys, s.key_offset ? width : s.token(), kt);
         pack_transposed(s, here + (n_head + n_kv_head + kv) * width, s.token(), vt);
         std::memset(dk, 0, n * sizeof(float));
         std::memset(dv, 0, n * sizeof(float));
@@ -360,6 +397,7 @@ void backward(const T* heads, const T* y, const float* lse, const T* dy, T* dhea
             }
             unpack(s, dq, s.scale(), dhere + head * width, s.token());
         }
+        if (s.key_offset) offset_gradients(s, dk);
         unpack(s, dk, s.scale(), dhere + (n_head + kv) * width, s.token());
         unpack(s, dv, 1, dhere + (n_head + n_kv_head + kv) * width, s.token());
     }
@@ -369,17 +407,17 @@ void backward(const T* heads, const T* y, const float* lse, const T* dy, T* dhea
 
 extern "C" {
 
-// dropout: in [0, 1]; seed: which weights it zeroes.
+// key_offset: 1 or 0; dropout: in [0, 1]; seed: which weights it zeroes.
 void attention_forward(long narrow, const void* heads, void* y, float* lse, long batch, long tokens, long n_head,
-                       long n_kv_head, long width, long window, float dropout, long seed, long threads) {
-    const Shape s{batch, tokens, n_head, n_kv_head, width, window, dropout, (uint64_t)seed};
+                       long n_kv_head, long width, long window, long key_offset, float dropout, long seed, long threads) {
+    const Shape s{batch, tokens, n_head, n_kv_head, width, window, key_offset, dropout, (uint64_t)seed};
     BY_TYPE(narrow, forward(in<T>(heads), out<T>(y), lse, s, threads))
 }
 
 void attention_backward(long narrow, const void* heads, const void* y, const float* lse, const void* dy, void* dheads,
-                        long batch, long tokens, long n_head, long n_kv_head, long width, long window, float dropout,
-                        long seed, long threads) {
-    const Shape s{batch, tokens, n_head, n_kv_head, width, window, dropout, (uint64_t)seed};
+                        long batch, long tokens, long n_head, long n_kv_head, long width, long window, long key_offset,
+                        float dropout, long seed, long threads) {
+    const Shape s{batch, tokens, n_head, n_kv_head, width, window, key_offset, dropout, (uint64_t)seed};
     BY_TYPE(narrow, backward(in<T>(heads), in<T>(y), lse, in<T>(dy), out<T>(dheads), s, threads))
 }
 }

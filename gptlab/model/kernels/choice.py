@@ -99,7 +99,7 @@ def _timed(model: ModelConfig, dtype: torch.dtype) -> ProductTimes:
 
     def attention() -> None:
         inputs = heads.detach().requires_grad_()
-        ops.multiplication(inputs).attention(inputs, model.n_head, window, 0.0).sum().backward()
+        ops.multiplication(inputs).attention(inputs, model.n_head, window, 0.0, model.key_offset).sum().backward()
 
     def head() -> None:
         HeadLoss.apply(x.detach().requires_grad_(), weight.requires_grad_(), targets, vocab_size, cap).backward()

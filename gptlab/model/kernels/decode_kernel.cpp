@@ -38,6 +38,7 @@ struct Layer {
 struct Model {
     const Layer* layers;
     long n_layer, n_head, n_kv_head, width, channels, columns, narrow, activation;  // 0: relu2, 1: gelu, 2: its tanh
+    long key_offset;  // 1: a key's slow channels stand in the column of the token after it
     const float *embedding, *positions, *cos, *sin;  // positions or cos and sin may be null; cos, sin: (seq_len, width)
     Norm embedding_norm, final_norm;
     Linear head;
@@ -154,7 +155,13 @@ void attend(const Model& m, const Layer& layer, long rows, long row, long group,
     const long plane = m.columns * m.width, queries = m.n_head / m.n_kv_head;
     float* keys = layer.cache + (row * m.n_kv_head + group) * plane;
     float* values = keys + rows * m.n_kv_head * plane;
-    place(m, layer, heads + (m.n_head + group) * m.width, position, keys + column * m.width);
+    std::vector<float> key(m.width);
+    place(m, layer, heads + (m.n_head + group) * m.width, position, key.data());
+    const long half = std::max(1L, m.width / 2);
+    for (long i = 0; i < m.width; ++i) {
+        const bool is_slow = m.key_offset && i % half * 2 >= half;  // slow_channels of model/attention.py
+        keys[(column + is_slow) * m.width + i] = key[i];
+    }
     const float* value = heads + (m.n_head + m.n_kv_head + group) * m.width;
     const float gate = layer.values ? 2 / (1 + std::exp(-heads[(m.n_head + 2 * m.n_kv_head) * m.width + group])) : 0;
     for (long i = 0; i < m.width; ++i) {

@@ -45,7 +45,7 @@ class _Model(ctypes.Structure):
     _fields_ = [
         ("layers", ctypes.POINTER(_Layer)),
         *((name, _LONG) for name in ("n_layer", "n_head", "n_kv_head", "width", "channels", "columns", "narrow")),
-        ("activation", _LONG),
+        ("activation", _LONG), ("key_offset", _LONG),
         *((name, _POINTER) for name in ("embedding", "positions", "cos", "sin")),
         ("embedding_norm", _Norm), ("final_norm", _Norm), ("head", _Linear),
     ]  # fmt: skip
@@ -96,7 +96,7 @@ class DecodeKernel:
         self._layers = (_Layer * len(blocks))(*blocks)
         self._model = _Model(
             self._layers, config.n_layer, config.n_head, config.kv_heads, config.head_dim, config.n_embd,
-            cache.shape[4], head.dtype == torch.bfloat16, _ACTIVATIONS[config.activation],
+            cache.shape[4], head.dtype == torch.bfloat16, _ACTIVATIONS[config.activation], config.key_offset,
             self._floats(model.token_embedding.weight), self._floats(position), self._floats(cos), self._floats(sin),
             self._norm(model.embedding_norm), self._norm(model.final_norm), self._linear(head, None),
         )  # fmt: skip

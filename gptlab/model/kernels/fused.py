@@ -48,9 +48,9 @@ def prepare_heads(
     return _Heads.apply(heads, gates, value, *(rotary or (None, None)), n_head, norm_eps)
 
 
-def attention(heads: Tensor, n_head: int, window: int | None, dropout: float) -> Tensor:
+def attention(heads: Tensor, n_head: int, window: int | None, dropout: float, key_offset: bool = False) -> Tensor:
     seed = _drawn_seed() if dropout > 0 else 0
-    return _Attention.apply(heads, n_head, _UNLIMITED if window is None else window, dropout, seed)
+    return _Attention.apply(heads, n_head, _UNLIMITED if window is None else window, key_offset, dropout, seed)
 
 
 def dropout(x: Tensor, rate: float) -> Tensor:
@@ -217,23 +217,25 @@ class _Heads(torch.autograd.Function):
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, heads: Tensor, n_head: int, window: int, dropout: float, seed: int) -> Tensor:
+    def forward(
+        ctx: Any, heads: Tensor, n_head: int, window: int, key_offset: bool, dropout: float, seed: int
+    ) -> Tensor:  # fmt: skip
         heads = heads.contiguous()
         batch, tokens, rows, width = heads.shape
         y = heads.new_empty(batch, tokens, n_head, width)
         lse = heads.new_empty(batch, n_head, tokens, dtype=torch.float32)
-        ctx.sizes = batch, tokens, n_head, (rows - n_head) // 2, width, window, dropout, seed
+        ctx.sizes = batch, tokens, n_head, (rows - n_head) // 2, width, window, key_offset, dropout, seed
         call("attention_forward", heads.dtype, heads, y, lse, *ctx.sizes)
         ctx.save_for_backward(heads, y, lse)
         return y
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         heads, y, lse = ctx.saved_tensors
         dheads = torch.empty_like(heads)
         call("attention_backward", heads.dtype, heads, y, lse, dy.contiguous(), dheads, *ctx.sizes)
-        return dheads, None, None, None, None
+        return dheads, None, None, None, None, None
 
 
 class _Dropout(torch.autograd.Function):

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gptlab.config.model import ModelConfig
-from gptlab.model.attention import blocked_attention
+from gptlab.model.attention import blocked_attention, offset_keys
 from gptlab.runtime.hardware.device import Platform, compiler_available
 
 if TYPE_CHECKING:
@@ -101,10 +101,13 @@ def attention(
     window: int | None,
     dropout: float,
     documents: Tensor | None,
+    key_offset: bool = False,
 ) -> Tensor:  # (B, T, H, D)
     """As `torch_ops.attention`, within documents if there are bounds of them (`DocumentMask.bounds`)."""
     n_kv_head = (heads.shape[2] - n_head) // 2
     q, k, v = heads.split((n_head, n_kv_head, n_kv_head), dim=2)
+    if key_offset:
+        k = offset_keys(k, None if documents is None else first_tokens(documents, *k.shape[:2]))
     is_full = window is None and documents is None
     # A meta tensor cannot tell scaled_dot_product_attention of the GPU, and would be counted with a score for each pair
     # of tokens; varlen keeps what the GPU's kernel keeps.
@@ -149,6 +152,14 @@ class DocumentMask:
         where = torch.where(begins.flatten(), number - 1, size + 1)
         bounds.scatter_(0, where, torch.arange(tokens.numel(), device=tokens.device, dtype=torch.int32))
         return bounds[: size + 1]
+
+
+def first_tokens(documents: Tensor, batch: int, n_tokens: int) -> Tensor:
+    """Which tokens begin a document, (batch, n_tokens) bool, from `DocumentMask.bounds`."""
+    if documents.ndim == 2:
+        return documents == torch.arange(n_tokens, device=documents.device)
+    begins = torch.zeros(batch * n_tokens + 1, dtype=torch.bool, device=documents.device)
+    return begins.index_fill(0, documents.long(), True)[:-1].view(batch, n_tokens)
 
 
 def _by_varlen(

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gptlab.model.attention import apply_rotary, blocked_attention
+from gptlab.model.attention import apply_rotary, blocked_attention, offset_keys
 
 
 def rms_norm(x: Tensor, eps: float) -> Tensor:
@@ -75,10 +75,14 @@ def attention(
     n_head: int,
     window: int | None,
     dropout: float,
+    key_offset: bool = False,
 ) -> Tensor:  # (B, T, H, D)
-    """Causal attention: each query sees itself and the `window - 1` tokens before it (None: all of them)."""
+    """Causal attention: each query sees itself and the `window - 1` tokens before it (None: all of them), by keys as
+    `offset_keys` makes them if `key_offset`."""
     n_kv_head = (heads.shape[2] - n_head) // 2
-    q, k, v = (one.transpose(1, 2) for one in heads.split((n_head, n_kv_head, n_kv_head), dim=2))
+    q, k, v = heads.split((n_head, n_kv_head, n_kv_head), dim=2)
+    k = offset_keys(k) if key_offset else k
+    q, k, v = (one.transpose(1, 2) for one in (q, k, v))
     return blocked_attention(q, k, v, window=window, dropout=dropout).transpose(1, 2)
 
 

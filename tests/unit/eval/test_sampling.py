@@ -22,6 +22,7 @@ CONFIG = ModelConfig(
 CONFIGS = {
     "modern": CONFIG,
     "learned positions": replace(CONFIG, position="learned", norm="layernorm", bias=True, window_pattern="L"),
+    "key offset": replace(CONFIG, key_offset=True),
     "every layer windowed but the last": replace(CONFIG, window_pattern="S", window_tokens=1),
 }
 

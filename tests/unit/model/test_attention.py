@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from gptlab.model.attention import blocked_attention, cached_attention
+from gptlab.model.attention import blocked_attention, cached_attention, offset_keys
 from gptlab.model.kernels import torch_ops
 
 HEADS = [(2, 2), (4, 2), (3, 1)]
@@ -84,6 +84,17 @@ def test_bfloat16_keeps_its_type_and_stays_near(window: int | None) -> None:
     assert out.dtype == torch.bfloat16
     expected = oracle_model.attention(q.double(), k.double(), v.double(), window)
     torch.testing.assert_close(out.double(), expected, rtol=0, atol=0.05)
+
+
+def test_key_offset_by_hand() -> None:
+    """Heads of width 8 have four rotary frequencies: channels 2 and 3, 6 and 7 are the slower half. Token 0 keeps its
+    own, and token 2 too where it begins a document."""
+    k = torch.arange(24.0).view(1, 3, 1, 8)
+    expected = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7], [8, 9, 2, 3, 12, 13, 6, 7], [16, 17, 10, 11, 20, 21, 14, 15]])
+    assert torch.equal(offset_keys(k)[0, :, 0], expected.float())
+    begins = torch.tensor([[True, False, True]])
+    assert torch.equal(offset_keys(k, begins)[0, :2, 0], expected[:2].float())
+    assert torch.equal(offset_keys(k, begins)[0, 2], k[0, 2])
 
 
 def test_large_scores_do_not_overflow() -> None:

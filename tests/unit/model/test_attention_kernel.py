@@ -16,9 +16,11 @@ CPU = torch.device("cpu")
 needs_compiler = pytest.mark.skipif(not compiler_available(CPU), reason="no C++ compiler here")
 
 
-def brute_force(heads: Tensor, n_head: int, window: int | None) -> Tensor:
+def brute_force(heads: Tensor, n_head: int, window: int | None, key_offset: bool = False) -> Tensor:
     n_kv_head = (heads.shape[2] - n_head) // 2
     q, k, v = (x.transpose(1, 2) for x in heads.split((n_head, n_kv_head, n_kv_head), dim=2))
+    if key_offset:
+        k = torch.stack([torch.stack([oracle_model.offset_key(keys) for keys in sequence]) for sequence in k])
     return oracle_model.attention(q, k, v, window).transpose(1, 2)
 
 
@@ -27,11 +29,11 @@ def random_heads(tokens: int, rows: int, width: int, batch: int = 2) -> Tensor:
 
 
 def both_ways(
-    heads: Tensor, n_head: int, window: int | None, weight: Tensor, dropout: float = 0.0
+    heads: Tensor, n_head: int, window: int | None, weight: Tensor, dropout: float = 0.0, key_offset: bool = False
 ) -> tuple[Tensor, Tensor]:
     """The kernel's output, and the gradient of its sum weighted by `weight`."""
     heads = heads.detach().requires_grad_()
-    y = fused.attention(heads, n_head, window, dropout)
+    y = fused.attention(heads, n_head, window, dropout, key_offset)
     (y * weight).sum().backward()
     assert heads.grad is not None
     return y.detach(), heads.grad
@@ -44,9 +46,10 @@ def both_ways(
     # of the weights, whose sum is 1, and of the gradients that products take.
     [(torch.float32, 5e-6, 5e-5), (torch.bfloat16, 2**-7 + 2**-8, 2**-5)],
 )
+@pytest.mark.parametrize("key_offset", [False, True])
 @pytest.mark.parametrize(("n_head", "n_kv_head", "width"), [(2, 2, 32), (4, 2, 16), (3, 1, 40)])
 def test_equals_brute_force(
-    n_head: int, n_kv_head: int, width: int, dtype: torch.dtype, error: float, gradient_error: float
+    n_head: int, n_kv_head: int, width: int, key_offset: bool, dtype: torch.dtype, error: float, gradient_error: float
 ) -> None:
     """Blocks of 64: less than one, one, more; windows that end in them, at their edges, and beyond the text; widths
     that are whole vectors and that are not."""
@@ -56,10 +59,10 @@ def test_equals_brute_force(
         heads = random_heads(tokens, n_head + 2 * n_kv_head, width).to(dtype)
         weight = torch.randn(2, tokens, n_head, width, generator=torch.Generator().manual_seed(1)).to(dtype)
         exact = heads.double().requires_grad_()
-        expected = brute_force(exact, n_head, window)
+        expected = brute_force(exact, n_head, window, key_offset)
         (expected * weight).sum().backward()
         assert exact.grad is not None
-        y, gradient = both_ways(heads, n_head, window, weight)
+        y, gradient = both_ways(heads, n_head, window, weight, key_offset=key_offset)
         where = partial("{} tokens, window {}: {}".format, tokens, window)
         assert y.dtype == gradient.dtype == dtype
         torch.testing.assert_close(y.double(), expected.detach(), rtol=0, atol=error, msg=where)

@@ -29,6 +29,8 @@ CONFIGS = {
     "layernorm without bias, gelu": replace(MODERN, norm="layernorm", activation="gelu"),
     "no key-query norm, scaled attention": replace(MODERN, qk_norm=False, attention_residual_scale=0.3),
     "scaled attention with bias": replace(MODERN, bias=True, attention_residual_scale=0.3, dropout=0.5),
+    "key offset": replace(MODERN, key_offset=True),
+    "key offset, whole context": replace(MODERN, key_offset=True, window_pattern="L", window_tokens=None),
     "value embeddings without rotary": replace(MODERN, position="learned", rmsnorm_eps=1e-2),
 }  # fmt: skip
 
@@ -87,11 +89,12 @@ def test_the_kernel_is_the_same(name: str, lengths: list[int]) -> None:
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["modern", "key offset, whole context"])
 @pytest.mark.parametrize("lengths", [[4, 4], [1, 12]], ids=["same length", "other lengths"])
-def test_past_the_spare_columns(lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_past_the_spare_columns(name: str, lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """The cache is moved to its front."""
     monkeypatch.setattr(decoder_module, "SPARE_COLUMNS", 8)
-    for found, expected in both_ways(shaken(MODERN), lengths, 8 + SEQ_LEN):
+    for found, expected in both_ways(shaken(CONFIGS[name]), lengths, 8 + SEQ_LEN):
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 

@@ -64,6 +64,7 @@ SHAPES: dict[str, tuple[Form, dict[str, Any]]] = {
         NANOCHAT | {"activation": "gelu_tanh", "tied_head": True, "logit_softcap": None, "rmsnorm_eps": 0.01},
     ),
     "speedrun": ("gptlab", SPEEDRUN | {"rmsnorm_eps": 0.01}),
+    "quickstart": ("gptlab", {"key_offset": True}),
     "nanochat-full": ("gptlab", {"window_pattern": "SL", "window_tokens": 1, "n_kv_head": 2, "rope_base": 1e5}),
     "mixed": ("gptlab", GPT2 | {"bias": True, "activation": "gelu_tanh", "window_pattern": "S", "dropout": 0.1}),
 }

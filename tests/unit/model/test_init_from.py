@@ -174,7 +174,7 @@ def test_every_field_that_changes_names_or_shapes_is_fixed() -> None:
         "n_layer": 3, "n_embd": 64, "n_head": 2, "n_kv_head": 2, "seq_len": 8, "vocab_size": 70, "vocab_multiple": 128,
         "mlp_ratio": 2.0, "norm": "layernorm", "rmsnorm_eps": 0.1, "position": "learned", "rope_base": 5.0,
         "activation": "gelu", "bias": True, "dropout": 0.5, "tied_head": True, "qk_norm": False,
-        "window_pattern": "S", "window_tokens": 4,
+        "key_offset": True, "window_pattern": "S", "window_tokens": 4,
         "value_embeddings": False, "residual_lambdas": False, "embedding_norm": False, "logit_softcap": None,
         "attention_residual_scale": 0.5, "init": "gpt2",
     }  # fmt: skip

@@ -48,6 +48,8 @@ PARTS = {
     "bias": {"bias": True},
     "tied head": {"tied_head": True},
     "qk norm": {"qk_norm": True},
+    "key offset": {"position": "rope", "key_offset": True},
+    "key offset without rotary, grouped": {"key_offset": True, "n_kv_head": 2, "window_pattern": "S"},
     "qk norm with a large eps": {"qk_norm": True, "rmsnorm_eps": 0.1},
     "grouped queries": {"n_kv_head": 2},
     "one key-value head": {"n_kv_head": 1},
@@ -106,6 +108,7 @@ CHOICES: dict[str, tuple[object, ...]] = {
     "embedding_norm": (False, True),
     "logit_softcap": (None, 1.5),
     "attention_residual_scale": (None, 0.5),
+    "key_offset": (False, True),
 }
 
 

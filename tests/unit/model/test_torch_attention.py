@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import oracle_model
 import pytest
 import torch
 from torch import Tensor
@@ -52,7 +53,9 @@ def document_numbers(row: list[int]) -> list[int]:
     return numbers
 
 
-def brute_force(heads: Tensor, n_head: int, window: int | None, tokens: Tensor | None) -> Tensor:
+def brute_force(
+    heads: Tensor, n_head: int, window: int | None, tokens: Tensor | None, key_offset: bool = False
+) -> Tensor:
     """softmax(q . k / sqrt(D)) over what is visible, with the mask written out, in the type of `heads`."""
     batch, n_tokens, rows, width = heads.shape
     n_kv_head = (rows - n_head) // 2
@@ -69,9 +72,17 @@ def brute_force(heads: Tensor, n_head: int, window: int | None, tokens: Tensor |
         )
         for h in range(n_head):
             group = h // (n_head // n_kv_head)
-            scores = (q[b, :, h] @ k[b, :, group].T / width**0.5).masked_fill(~seen, -torch.inf)
+            keys = k[b, :, group]
+            if key_offset:  # document by document
+                keys = torch.cat([oracle_model.offset_key(keys[at]) for at in places_of_each(number)])
+            scores = (q[b, :, h] @ keys.T / width**0.5).masked_fill(~seen, -torch.inf)
             out[b, :, h] = scores.softmax(-1) @ v[b, :, group]
     return out
+
+
+def places_of_each(numbers: list[int]) -> list[list[int]]:
+    """The positions of each document, in order."""
+    return [[at for at, found in enumerate(numbers) if found == number] for number in sorted(set(numbers))]
 
 
 def as_documented(
@@ -110,17 +121,20 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("key_offset", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(("n_head", "n_kv_head"), HEADS)
 @pytest.mark.parametrize("by", WAYS)
-def test_windows_and_documents_equal_brute_force(by: str, n_head: int, n_kv_head: int, masked: bool) -> None:
+def test_windows_and_documents_equal_brute_force(
+    by: str, n_head: int, n_kv_head: int, masked: bool, key_offset: bool
+) -> None:
     heads = torch.randn(2, N_TOKENS, n_head + 2 * n_kv_head, 4, dtype=torch.float64)
     tokens = random_tokens() if masked else None
     bounds = None if tokens is None else torch_attention.DocumentMask(by, BOS, None).bounds(tokens)
     for window in WINDOWS:
         with torch.no_grad():
-            out = torch_attention.attention(by, heads, n_head, window, 0.0, bounds)
-        expected = brute_force(heads, n_head, window, tokens)
+            out = torch_attention.attention(by, heads, n_head, window, 0.0, bounds, key_offset)
+        expected = brute_force(heads, n_head, window, tokens, key_offset)
         torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12, msg=lambda m, w=window: f"window {w}: {m}")
 
 
