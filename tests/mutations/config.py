@@ -245,4 +245,16 @@ MUTATIONS = [
         ["test_lineage_recipes.py::TestDepth::test_is_a_number_of_layers_for_nanogpt_and_the_speedrun"],
         ["Sizes d12, d24, d36, d48"],
     ),
+    # --- quickstart's size
+    Mutation(
+        "a slow moment halves the model", "app/run/run_request.py",
+        '(layers, layers) if machine.device == "cpu" else (layers / 2, layers + 1)', "(layers / 2, layers + 1)",
+        ["test_recipes.py::TestSizedByMeasurement::test_a_slower_moment_makes_no_smaller_model"],
+    ),
+    Mutation(
+        "the first size that is timed is that of two ordinary cores", "config/recipes/quickstart.py",
+        "return machine.most_flops_per_second or ASSUMED_FLOPS_PER_SECOND",
+        "return min(ASSUMED_FLOPS_PER_SECOND, machine.most_flops_per_second or math.inf)",
+        ["test_recipes.py::TestSizedByMeasurement::test_each_size_is_judged_by_its_own_rate"],
+    ),
 ]  # fmt: skip

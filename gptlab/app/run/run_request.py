@@ -42,7 +42,6 @@ ALIASES = {
 }
 """Short form -> the field that it stands for."""
 
-# Each is compiled first, for one to two minutes on two cores.
 MAX_SIZES_TIMED = 3
 
 Measure = Callable[[RunConfig], Machine]
@@ -210,16 +209,18 @@ def sized_by_measurement(
     """The configuration that `recipe(depth, machine)` makes for the speed of this machine.
 
     FLOP/s depend on the size that is timed (twice as many at depth 4 as at depth 2, docs/LOG.md, 2026-11-22). So the
-    recipe's guess, from the `limit` that is known of this machine, is timed, and another size only where it is two
-    layers deeper, or less than half as deep: one layer is worth less than compiling takes (on GPUs), or than timings
-    differ (on CPUs), and a machine that is slow while it is timed may be fast afterwards.
+    recipe's guess, from the `limit` that is known of this machine, is timed, and then the size that follows, until the
+    depth stays: on a CPU, where that takes a second, and heals a moment in which other programs were busy. A GPU
+    compiles each size for a minute or two, more than one layer is worth: there, the depth may be one too small or
+    twice too large.
     """
     config = recipe(depth, limit)
     for _ in range(MAX_SIZES_TIMED):
         machine = measure(config)
-        sized = recipe(depth, machine)
-        if config.model.n_layer / 2 <= sized.model.n_layer <= config.model.n_layer + 1:
-            return recipe(config.model.n_layer, machine)
+        sized, layers = recipe(depth, machine), config.model.n_layer
+        least, most = (layers, layers) if machine.device == "cpu" else (layers / 2, layers + 1)
+        if least <= sized.model.n_layer <= most:
+            return recipe(layers, machine)
         config = sized
     return config
 

@@ -111,7 +111,7 @@ def test_train_sizes_itself_by_its_steps_and_plan_says_so(
     # The size guessed for so short a run also follows from its speed: the shallowest model, the smallest steps.
     assert [(c.model.n_layer, c.batch.micro_sequences) for c in timed] == [(1, 8)]
     assert (
-        "= 1.2e+05 FLOP: at least 3.6 tokens per parameter, at most 2.3 sqrt(tokens) a step" in capsys.readouterr().out
+        "= 1.2e+05 FLOP: at least 2.5 tokens per parameter, at most 2.3 sqrt(tokens) a step" in capsys.readouterr().out
     )
     assert json.loads((tmp_path / "run" / "run.json").read_text())["training_flops_per_second"] == 2e6
     assert json.loads((tmp_path / "run" / "config.json").read_text())["batch"]["total_tokens"] == 4096

@@ -15,7 +15,6 @@ from gptlab.config.load import apply_overrides
 from gptlab.config.recipes import RECIPES, applied_scaling, configure, quickstart, shakespeare_char
 from gptlab.config.recipes.quickstart import (
     QUICKSTART_TOKENS_PER_PARAM,
-    QUICKSTART_TOKENS_PER_PARAM_GPU,
     why_quickstart_size,
 )
 from gptlab.config.run import Horizon, RunConfig, minutes
@@ -68,7 +67,7 @@ def test_a_step_has_as_many_tokens_as_their_root_allows(rate: float) -> None:
     batch = config.batch.total_tokens
     assert batch == 2 ** round(math.log2(batch))
     assert 8 * 512 <= batch <= 2**19
-    most = (4.6 if config.model.n_embd >= 128 else 2.3) * math.sqrt(tokens)
+    most = (3.6 if config.model.n_embd >= 128 else 2.3) * math.sqrt(tokens)
     assert batch <= most or batch == 8 * config.model.seq_len
     if batch < 2**19:  # the next power of two would be more
         assert 2 * batch > most
@@ -90,32 +89,47 @@ class TestSizedByMeasurement:
             return machine(rate(config))
 
         config = sized_by_measurement(recipe, depth, measure)
-        assert 1 <= len(timed) <= 3  # each is compiled first, which takes longer than a third of such a run
+        assert 1 <= len(timed) <= 3
         model = config.model
         flops = shape_for_depth(model.n_layer, aspect=32, head_dim=64, vocab_size=4096, seq_len=512).flops_per_token
         tokens = length * 60 * rate(config) / flops
         # The depth that follows from the third is not timed itself; a deeper one reaches more.
-        assert config.batch.total_tokens <= max(1.3 * 4.6 * math.sqrt(tokens), 8 * model.seq_len)
+        assert config.batch.total_tokens <= max(1.3 * 3.6 * math.sqrt(tokens), 8 * model.seq_len)
         return config
 
     def test_a_fast_machine_gets_as_many_steps_as_a_slow_one(self) -> None:
         """The machine of docs/LOG.md, 2026-11-22: products at 2 TFLOP/s, steps at 27,000 tokens/s of four layers. Sized
         by its peak it made 174 steps and ended at 1.21 bits per byte; 599 of 8,192 tokens ended at 0.98."""
         config = self.sized(lambda config: 27_000 * 11.01e6)
-        assert (config.model.n_layer, config.batch.total_tokens, config.batch.micro_sequences) == (3, 8192, 8)
+        assert (config.model.n_layer, config.batch.total_tokens, config.batch.micro_sequences) == (4, 4096, 8)
 
-    def test_a_slower_moment_costs_no_second_compilation(self) -> None:
-        """The same machine while its host was busy: 93 GFLOP/s (docs/LOG.md, 2026-11-22). It compiled three sizes in
-        six minutes, and trained depth 2 to 1.62 bits per byte. Depth 4 reaches 1.39 at half that speed."""
+    def test_a_slower_moment_makes_no_smaller_model(self) -> None:
+        """The same machine whose host is busy for one timing: 93 GFLOP/s (docs/LOG.md, 2026-11-22). Two layers are
+        timed then, and are fast enough for more."""
         timed: list[int] = []
 
         def rate(config: RunConfig) -> float:
             timed.append(config.model.n_layer)
-            return 93e9
+            return 93e9 if len(timed) == 1 else {2: 150e9, 3: 250e9, 4: 297e9}[config.model.n_layer]
 
-        config = self.sized(rate)
-        assert (config.model.n_layer, config.batch.total_tokens, config.batch.micro_sequences) == (3, 4096, 8)
-        assert timed[0] == 3
+        assert self.sized(rate).model.n_layer == 4
+        assert timed[:3] == [4, 2, 3]
+
+    def test_each_size_is_judged_by_its_own_rate(self) -> None:
+        """Two Zen 5 cores in one minute (docs/LOG.md, 2026-11-25): 966 GFLOP/s of products promise three layers, whose
+        steps reach it. Two layers reach 375, which would not be enough for three."""
+        timed: list[int] = []
+
+        def recipe(depth: int | None, machine: Machine | None) -> RunConfig:
+            return quickstart(depth=depth, horizon=minutes(1), machine=machine)
+
+        def measure(config: RunConfig) -> Machine:
+            timed.append(config.model.n_layer)
+            return machine({2: 375e9, 3: 523e9, 4: 530e9}[config.model.n_layer])
+
+        limit = Machine(device="cpu", flops_per_second=None, most_flops_per_second=PRODUCTS_SHARE * 966e9)
+        assert sized_by_measurement(recipe, None, measure, limit).model.n_layer == 3
+        assert timed == [3]
 
     def test_slow_products_make_the_first_size_small(self) -> None:
         """AVX2 without bfloat16 (docs/LOG.md, 2026-11-22): products at 181 GFLOP/s, steps at 110 with depth 4, at 94
@@ -134,8 +148,6 @@ class TestSizedByMeasurement:
 
         config = sized_by_measurement(recipe, None, measure, limit(181e9))
         assert (config.model.n_layer, config.batch.total_tokens, timed) == (2, 4096, [2])
-        for fast in (670e9, 2e12, 989e12):  # two cores with AMX, slow and fast; an H100: as without a limit
-            assert quickstart(machine=limit(fast)) == quickstart()
 
     @pytest.mark.parametrize("slowdown", [0.003, 0.03, 0.3, 0.5, 1.0, 2.0, 20.0, 2000.0])
     @pytest.mark.parametrize("length", [1, 3, 10])
@@ -151,7 +163,7 @@ class TestSizedByMeasurement:
     def test_a_depth_that_was_given_stays(self) -> None:
         assert self.sized(lambda config: 1e12, depth=3).model.n_layer == 3
 
-    def test_a_neighbouring_depth_is_not_worth_another_compilation(self) -> None:
+    def test_on_a_gpu_a_neighbouring_depth_is_not_worth_another_compilation(self) -> None:
         timed: list[int] = []
 
         def recipe(depth: int | None, machine: Machine | None) -> RunConfig:
@@ -160,7 +172,7 @@ class TestSizedByMeasurement:
 
         def measure(config: RunConfig) -> Machine:
             timed.append(config.model.n_layer)
-            return machine(3e11)
+            return Machine(device="cuda:0", flops_per_second=3e11)
 
         assert sized_by_measurement(recipe, None, measure).model.n_layer == 4
         assert timed == [4]
@@ -191,7 +203,7 @@ class TestQuickstartOnAGpu:
             assert config.horizon == minutes(3)
             tokens *= rate / shape.flops_per_token
         assert 0.5 * self.TOKENS < tokens <= 4 * self.TOKENS
-        assert tokens >= QUICKSTART_TOKENS_PER_PARAM_GPU * shape.scaling_params
+        assert tokens >= QUICKSTART_TOKENS_PER_PARAM * shape.scaling_params
         assert (config.horizon.unit == "tokens") == (rate * 180 > 4 * self.TOKENS * shape.flops_per_token)
         assert ("epochs" in (why_quickstart_size(config, here) or "")) == (config.horizon.unit == "tokens")
 
@@ -293,7 +305,7 @@ def test_adamw_rates_follow_width_and_batch() -> None:
     assert adamw_lr_scale_for_width(768) == 1.0
     assert adamw_lr_scale_for_width(192) == 2.0
     # Width 128 and 2^13 tokens: nanochat's 0.3 times sqrt(768 / 128) times a half.
-    assert quickstart().optim.embedding.lr == pytest.approx(0.3 * math.sqrt(6) / 2)
+    assert quickstart(horizon=minutes(6)).optim.embedding.lr == pytest.approx(0.3 * math.sqrt(6) / 2)
 
 
 def test_the_size_is_explained_where_the_recipe_chose_it() -> None:
@@ -301,7 +313,7 @@ def test_the_size_is_explained_where_the_recipe_chose_it() -> None:
     reason = why_quickstart_size(quickstart(machine=here), here)
     assert reason is not None
     assert "180 s x 240 GFLOP/s (timed) = 4.3e+13 FLOP" in reason
-    assert f"{QUICKSTART_TOKENS_PER_PARAM:g} tokens per parameter, at most 4.6 sqrt(tokens) a step" in reason
+    assert f"{QUICKSTART_TOKENS_PER_PARAM:g} tokens per parameter, at most 3.6 sqrt(tokens) a step" in reason
     assert why_quickstart_size(quickstart(depth=9, machine=here), here) is None
     assert why_quickstart_size(quickstart(horizon=Horizon(amount=10, unit="steps")), here) is None
     assert why_quickstart_size(shakespeare_char(), here) is None
