@@ -84,7 +84,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the kernel's logits have no softcap", "model/kernels/head_kernel.cpp",
-        "s.cap > 0 ? softcapped<float>(logits, s.cap) : logits", "logits",
+        "s.cap > 0 ? softcapped<T>(logits, s.cap) : logits", "logits",
         ["test_fused_kernels.py::test_capped_logits",
          "test_fused_kernels.py::test_many_logits_of_a_large_vocabulary_are_computed_by_a_kernel"],
     ),

@@ -146,7 +146,7 @@ void capped_logits(const Head& s, const T* x, const float* weight, float* z, int
                     for (long c = 0; c < std::min<long>(NR, s.vocab - j * NR); c += W) {
                         const vec logits = load(products + r * NR + c);
                         store_part(z + (r0 + r) * s.vocab + j * NR + c,
-                                   s.cap > 0 ? softcapped<float>(logits, s.cap) : logits, s.vocab - j * NR - c);
+                                   s.cap > 0 ? softcapped<T>(logits, s.cap) : logits, s.vocab - j * NR - c);
                     }
             }
         }
