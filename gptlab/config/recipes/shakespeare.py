@@ -20,6 +20,9 @@ from gptlab.config.scaling import Machine, muon_and_adamw, shape_for_depth
 # best or nearly so, with 1,024, 1,024 and 2,048 tokens a step (docs/LOG.md, 2026-11-25). The ratio gives them with the
 # FLOPs of the longer context.
 TOKENS_PER_PARAM = 2.3
+# In 60 s of two Zen 5 cores, four layers see 3.6 tokens a parameter and end at 1.474 and 1.496 nats, three at 1.464 and
+# 1.475; in 180 s four see 11 and end at 1.416, three at 1.440 (docs/LOG.md, 2026-11-25).
+TOKENS_PER_PARAM_OF_MOST_LAYERS = 4.5
 STEP_TOKENS_PER_ROOT = 1.25
 # A faster machine would learn the text by heart: in 180 s, four layers read it five to ten times.
 MOST_LAYERS = 4
@@ -28,7 +31,7 @@ MOST_LAYERS = 4
 # each, and seeds differ by 0.02 (docs/LOG.md, 2026-11-25).
 CONTEXT, CONTEXT_OF_MOST_LAYERS = 512, 1024
 # Many epochs overfit: the training loss ends at 1.09. With a weight decay of 0.2 and 0.6, four layers end at 1.435 and
-# 1.444 nats after four epochs, at 1.431 and 1.416 after nine.
+# 1.444 nats after four epochs, at 1.431 and 1.416 after nine; of three seeds, 0.6 has the mean 1.420, 1.0 1.424.
 WEIGHT_DECAY, WEIGHT_DECAY_OF_MANY_EPOCHS = 0.2, 0.6
 MANY_EPOCHS, TEXT_TOKENS = 6, 1_003_854
 
@@ -43,7 +46,11 @@ def shakespeare_char(
     size = {"aspect": 32, "head_dim": 64, "vocab_size": 128, "seq_len": CONTEXT_OF_MOST_LAYERS}
     flops_per_second = flops_per_second_of(machine)
     if depth is None:
-        depth = min(shape_for_horizon(horizon, flops_per_second, TOKENS_PER_PARAM, size).n_layer, MOST_LAYERS)
+        depth, deepest = (
+            shape_for_horizon(horizon, flops_per_second, ratio, size).n_layer
+            for ratio in (TOKENS_PER_PARAM, TOKENS_PER_PARAM_OF_MOST_LAYERS)
+        )
+        depth = min(depth, MOST_LAYERS if deepest >= MOST_LAYERS else MOST_LAYERS - 1)
     seq_len = CONTEXT_OF_MOST_LAYERS if depth >= MOST_LAYERS else CONTEXT
     shape, total_tokens = shape_for_depth(depth, **(size | {"seq_len": seq_len})), 2**11
     tokens = horizon.amount * total_tokens

@@ -268,7 +268,8 @@ def test_quickstart_without_a_measurement_is_that_of_two_ordinary_cores() -> Non
     [
         # What two Zen 4 cores reach with these sizes, about (measured with a context of 256), and the best sizes there.
         (10, 80, 2, 64, 1024), (60, 200, 3, 128, 1024), (180, 250, 4, 128, 2048),
-        (60, 330, 3, 128, 2048),  # two Zen 5 cores
+        (60, 330, 3, 128, 2048), (60, 530, 3, 128, 2048),  # two Zen 5 cores: with three and four layers
+        (180, 530, 4, 128, 2048),
         (180, 1e6, 4, 128, 4096),  # a GPU: the text is as short there
         (1, 1, 1, 64, 1024),
     ],
