@@ -171,7 +171,7 @@ class RunFacts:
         total = number(self.record.summary.get("total_seconds"))
         if total is None or not math.isfinite(total) or total <= 0:
             return []
-        parts = [(text, seconds) for text, seconds in known.items() if seconds is not None and 0 <= seconds <= total]
+        parts = [(text, seconds) for text, seconds in known.items() if seconds is not None and 1e-3 <= seconds <= total]
         return [*parts, ("sampling and the rest", max(0.0, total - sum(seconds for _, seconds in parts)))]
 
     def samples(self) -> dict[str, list[Sample]]:

@@ -267,10 +267,11 @@ class Tour:
                 "tokens made it do so; it was undone to the last bit, and the clock of the training counts none of it."
             )
         if found.get("kernels", "none") != "none":
+            by_library = "PyTorch multiplies its matrices; what is between them (norms, activations) is computed"
+            by_kernels = "its matrix products, and what is between them (norms, activations, the loss), are computed"
             return prose(
-                "The model was not compiled: PyTorch multiplies its matrices, and what is between the products (norms, "
-                "attention, activations, the loss) is computed by gptlab's own C++ kernels, one pass over memory each. "
-                "They are built once, for all models."
+                f"The model was not compiled: {by_kernels if found.get('products') == 'kernels' else by_library} "
+                "by gptlab's own C++ kernels. They are built once, for all models."
             )
         return "The model runs as PyTorch executes it, operation by operation: it was not compiled."
 

@@ -95,6 +95,25 @@ def test_texts_of_a_run_stay_text(tmp_path: Path) -> None:
     assert not re.search(r"(?<!\\)<script", outside)
 
 
+@pytest.mark.parametrize(
+    ("products", "words"),
+    [("kernels", "its matrix products, and what is between them"), ("library", "PyTorch multiplies its matrices;")],
+)
+def test_says_what_multiplies_where_nothing_is_compiled(tmp_path: Path, products: str, words: str) -> None:
+    """And no time of compiling: the run's clock notes some microseconds."""
+    run = trained(tmp_path / "run")
+    for name, changed in (
+        ("run.json", {"implementations": {"kernels": "0123", "products": products, "compile": "off"}}),
+        ("summary.json", {"compile_seconds": 1.8e-6}),
+    ):
+        path = run / name
+        write_json_atomic(path, {**json.loads(path.read_text()), **changed})
+    page = tour(read_facts(run))
+    assert f"The model was not compiled: {words}" in " ".join(page.split())
+    assert not re.search(r"^compilation ", page, re.M)
+    assert re.search(r"^training  ", page, re.M)
+
+
 def test_of_a_run_that_has_not_trained_or_finished(tmp_path: Path) -> None:
     untrained = write_run(tmp_path / "untrained", [9.0], status="preempted")
     code, _, err = command(["tour", untrained])
