@@ -156,7 +156,7 @@ def flops_per_second_of(machine: Machine | None) -> float:
 
 
 def _assumed_flops_per_second(machine: Machine) -> float:
-    """Of a machine on which no step was timed yet: no more than its steps can reach at most."""
+    """Of a machine on which no step was timed yet: what its steps can reach at most, where that is known."""
     if machine.device.startswith(("cuda", "mps")):
         return quickstart_on_gpu.assumed_flops_per_second(machine) or ASSUMED_FLOPS_PER_SECOND
     return machine.most_flops_per_second or ASSUMED_FLOPS_PER_SECOND

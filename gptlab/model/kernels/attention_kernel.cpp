@@ -279,12 +279,12 @@ void forward(const T* heads, T* y, float* lse, const Shape& s, long threads) {
         auto *q = scratch.units<T>(n), *kt = scratch.units<T>(n), *v = scratch.units<T>(n);
         auto *out = scratch.numbers<float>(BLOCK * columns), *scores = scratch.numbers<float>(BLOCK * BLOCK);
         auto *highest = scratch.numbers<float>(BLOCK), *total = scratch.numbers<float>(BLOCK);
-        auto* own_keys = scratch.numbers<T>(s.key_offset * n);
+        auto* offset = scratch.numbers<T>(s.key_offset * n);
         auto* weights = PAIRS<T> ? scratch.numbers<T>(BLOCK * BLOCK) : (T*)scores;
         const T* here = heads + sequence * tokens * s.token();
         if (sequence + 1 < batch) prefetch(here + tokens * s.token(), tokens * s.token(), kv, n_kv_head);
         const T* keys = here + (n_head + kv) * width;
-        if (s.key_offset) offset_keys(s, keys, own_keys), keys = own_keys;
+        if (s.key_offset) offset_keys(s, keys, offset), keys = offset;
         pack_transposed(s, keys, s.key_offset ? width : s.token(), kt);
         pack_along_tokens(s, here + (n_head + n_kv_head + kv) * width, s.token(), v);
         for (long head = kv * s.group(); head < (kv + 1) * s.group(); head++) {
@@ -338,7 +338,7 @@ void backward(const T* heads, const T* y, const float* lse, const T* dy, T* dhea
         auto* dscores_down = PAIRS<T> ? scratch.units<T>(BLOCK * BLOCK) : (Unit<T>*)dweights;
         auto* weights_down = PAIRS<T> ? scratch.units<T>(BLOCK * BLOCK) : (Unit<T>*)scores;
         const auto* dscores_units = reinterpret_cast<const Unit<T>*>(dscores);
-        auto* own_keys = scratch.numbers<T>(s.key_offset * n);
+        auto* offset = scratch.numbers<T>(s.key_offset * n);
         const T* here = heads + sequence * tokens * s.token();
         T* dhere = dheads + sequence * tokens * s.token();
         if (sequence + 1 < batch) {
@@ -348,7 +348,7 @@ void backward(const T* heads, const T* y, const float* lse, const T* dy, T* dhea
             prefetch(dy + (sequence + 1) * of_y, of_y, kv, n_kv_head);
         }
         const T* keys = here + (n_head + kv) * width;
-        if (s.key_offset) offset_keys(s, keys, own_keys), keys = own_keys;
+        if (s.key_offset) offset_keys(s, keys, offset), keys = offset;
         pack_along_tokens(s, keys, s.key_offset ? width : s.token(), k_down);
         pack_transposed(s, keys, s.key_offset ? width : s.token(), kt);
         pack_transposed(s, here + (n_head + n_kv_head + kv) * width, s.token(), vt);

@@ -158,6 +158,7 @@ def first_tokens(documents: Tensor, batch: int, n_tokens: int) -> Tensor:
     """Which tokens begin a document, (batch, n_tokens) bool, from `DocumentMask.bounds`."""
     if documents.ndim == 2:
         return documents == torch.arange(n_tokens, device=documents.device)
+    # The end of all tokens, which is among the bounds, is dropped.
     begins = torch.zeros(batch * n_tokens + 1, dtype=torch.bool, device=documents.device)
     return begins.index_fill(0, documents.long(), True)[:-1].view(batch, n_tokens)
 
