@@ -120,8 +120,18 @@ MUTATIONS = [
         ["test_fused_kernels.py::test_mlp"],
     ),
     Mutation(
+        "the derivative of ReLU^2 is the root alone", "model/kernels/linear_kernel.cpp",
+        "2.0f * square_root(at)", "square_root(at)", ["test_fused_kernels.py::test_mlp"],
+    ),
+    Mutation(
+        "the MLP keeps no derivatives of GELU", "model/kernels/fused.py",
+        'keep and activation == "gelu"', 'keep and activation == "relu2"',
+        ["test_fused_kernels.py::test_the_mlp_keeps_the_derivatives_that_a_gradient_needs",
+         "test_fused_kernels.py::test_mlp"],
+    ),
+    Mutation(
         "the kernel of the MLP gives the gradient after the activation", "model/kernels/linear_kernel.cpp",
-        "v * load_part(by + r * s.hidden + c, n), n)", "v, n)",
+        "v * (slope ? at : 2.0f * square_root(at)), n)", "v, n)",
         ["test_fused_kernels.py::test_mlp", "test_fused_kernels.py::test_a_model_with_them_is_the_model_without"],
     ),
     Mutation(
@@ -138,7 +148,7 @@ MUTATIONS = [
     Mutation(
         "an evaluation computes derivatives of activations", "model/kernels/fused.py",
         "out, activation, torch.is_grad_enabled())", "out, activation, True)",
-        ["test_fused_kernels.py::test_without_gradients_the_mlp_computes_no_derivatives"],
+        ["test_fused_kernels.py::test_the_mlp_keeps_the_derivatives_that_a_gradient_needs"],
     ),
     Mutation(
         "LayerNorm's kernel reads rounded weights as float32", "model/kernels/fused.py",

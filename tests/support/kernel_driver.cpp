@@ -154,8 +154,8 @@ void layers() {
     wide.print(), dx.print(), print(dup.data(), hidden * width);
     for (long gelu : {0, 1}) {
         mlp_forward(narrow, x.data(), up, down, wide.data(), slope.data(), y.data(), rows, width, hidden, gelu, 1);
-        mlp_backward(narrow, x.data(), up, down, wide.data(), slope.data(), dy.data(), dx.data(), dup.data(), ddown.data(),
-                     rows, width, hidden, 1);
+        mlp_backward(narrow, x.data(), up, down, wide.data(), gelu ? slope.data() : nullptr, dy.data(), dx.data(), dup.data(),
+                     ddown.data(), rows, width, hidden, 1);
         for (auto* one : {&wide, &slope, &y, &dx}) one->print();
         print(dup.data(), hidden * width), print(ddown.data(), width * hidden);
     }

@@ -277,7 +277,7 @@ class _Linear(torch.autograd.Function):
 
 
 class _MLP(torch.autograd.Function):
-    """Keeps the hidden activations and, with `keep`, their derivatives."""
+    """Keeps the hidden activations and, with `keep`, their derivatives, unless these follow from them."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, up: Tensor, out: Tensor, activation: Activation, keep: bool) -> Tensor:
@@ -285,7 +285,7 @@ class _MLP(torch.autograd.Function):
         x, up, out = x.contiguous(), up.float().contiguous(), out.float().contiguous()
         ctx.sizes = x.shape[:-1].numel(), x.shape[-1], len(up)
         hidden, y = x.new_empty(*x.shape[:-1], len(up)), torch.empty_like(x)
-        slope = torch.empty_like(hidden) if keep else None
+        slope = torch.empty_like(hidden) if keep and activation == "gelu" else None
         call("mlp_forward", x.dtype, x, up, out, hidden, slope, y, *ctx.sizes, activation == "gelu")
         ctx.save_for_backward(x, up, out, hidden, slope)
         return y

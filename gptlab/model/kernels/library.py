@@ -34,7 +34,7 @@ _SOURCES = tuple(
     _FOLDER / f"{name}.cpp" for name in ("attention_kernel", "fused_kernels", "head_kernel", "linear_kernel")
 )
 _HEADERS = tuple(_FOLDER / f"{name}.h" for name in ("vectors", "products", "panels", "activations"))
-_FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC")
+_FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-fno-math-errno")
 # For a compiler that hangs. A build takes eight seconds of one core. A busy machine may stretch that a hundredfold, and
 # must still compute with the same kernels.
 _BUILD_TIMEOUT_SECONDS = 600

@@ -153,6 +153,8 @@ void mlp_forward(const MLP& s, const T* x, const float* up, const float* out, T*
     }
 }
 
+// slope: null for ReLU^2, whose derivative is 2 sqrt(hidden). Not to write and read it saves 1 to 4% of a step (docs/LOG.md,
+// 2026-11-25).
 template <class T>
 void mlp_backward(const MLP& s, const T* x, const float* up, const float* out, const T* hidden, const T* slope, const T* dy,
                   T* dx, float* dup, float* dout, int threads) {
@@ -179,11 +181,12 @@ void mlp_backward(const MLP& s, const T* x, const float* up, const float* out, c
             pack<HEIGHT, T>(dy + first * s.width, s.width, here, s.width, share, units, dys.get());
             pack<NR, T>(hidden + first * s.hidden, s.hidden, here, s.hidden, share, units, hiddens.get());
             blocks(Share(tiles_of(here), thread, n), here, [&](long row, long height) {
-                const T *dy_here = dy + (first + row) * s.width, *by = slope + (first + row) * s.hidden;
+                const T *dy_here = dy + (first + row) * s.width, *by = (slope ? slope : hidden) + (first + row) * s.hidden;
                 multiply_rows(dy_here, s.width, height, s.width, outs.get(), s.hidden, spare.get(),
                               [&](const float* products, long column) {
                                   each_vector(products, height, column, s.hidden, [&](long r, long c, long n, vec v) {
-                                      store_part(dz.get() + r * z_row + c, v * load_part(by + r * s.hidden + c, n), n);
+                                      const vec at = load_part(by + r * s.hidden + c, n);
+                                      store_part(dz.get() + r * z_row + c, v * (slope ? at : 2.0f * square_root(at)), n);
                                   });
                               });
                 pack<HEIGHT, T>(dz.get(), z_row, height, s.hidden, Share(0, units_of<T>(height)), units,

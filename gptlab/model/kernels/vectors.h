@@ -111,6 +111,12 @@ inline vec magnitude(vec x) { return (vec)((bits)x & 0x7fffffff); }
 
 inline vec with_sign(vec size, vec x) { return (vec)((bits)size | ((bits)x & INT32_MIN)); }
 
+// One instruction, since the compiler need not set errno.
+inline vec square_root(vec v) {
+    for (int i = 0; i < W; i++) v[i] = __builtin_sqrtf(v[i]);
+    return v;
+}
+
 inline long round_up(long n, long to) { return (n + to - 1) / to * to; }
 
 // exp(x) for x up to 0 and a little more, 0 below the smallest normal number, NaN for NaN. Polynomial: Cephes, expf.c.

@@ -155,15 +155,17 @@ def test_mlp(rows: int, width: int, hidden: int, activation: Activation, dtype: 
     assert torch.equal(y, fused.mlp(x, up, out, activation))
 
 
-def test_without_gradients_the_mlp_computes_no_derivatives(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_mlp_keeps_the_derivatives_that_a_gradient_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of ReLU^2 follow from the hidden activations."""
     given: list[object] = []
     monkeypatch.setattr(fused, "call", lambda name, dtype, *values: given.extend(values[4:5]))
     x, up, out = random(3, 8), random(16, 8).requires_grad_(), random(8, 16).requires_grad_()
     with torch.no_grad():
-        fused.mlp(x, up, out, "relu2")
-    assert given == [None]
+        fused.mlp(x, up, out, "gelu")
     fused.mlp(x, up, out, "relu2")
-    assert isinstance(given[1], Tensor)
+    assert given == [None, None]
+    fused.mlp(x, up, out, "gelu")
+    assert isinstance(given[2], Tensor)
 
 
 def test_a_layer_norm_whose_weights_are_rounded() -> None:
