@@ -124,9 +124,12 @@ void whole_head(const Head& s, const T* x, const float* weight, const int64_t* t
     }
 }
 
-// z (rows, vocab): the logits after the softcap.
+// z (rows, vocab): the logits after the softcap. Its rows are often a power of two apart, so that few of them have a place
+// in the first cache: where panels are of pairs, which are half as large, fewer rows share one. It saves 2 to 7% of
+// quickstart's validation (docs/LOG.md, 2026-11-25).
 template <class T>
 void capped_logits(const Head& s, const T* x, const float* weight, float* z, int threads) {
+    constexpr long AT_ONCE = PAIRS<T> ? TILES / 2 : TILES;
     const long width = units_of<T>(s.width), panels = panels_of(s.vocab);
     const auto up = room<Unit<T>>(panels * width * NR);  // the transposed weights
 #pragma omp parallel num_threads(team(s.rows * s.vocab, threads))
@@ -136,8 +139,8 @@ void capped_logits(const Head& s, const T* x, const float* weight, float* z, int
         pack_transposed<T>(weight, s.vocab, s.width, Share(panels, thread, n_threads), up.get());
 #pragma omp barrier
         const Share tiles(tiles_of(s.rows), thread, n_threads);
-        for (long from = tiles.first; from < tiles.last; from += TILES) {
-            const long n = std::min(TILES, tiles.last - from), r0 = from * MR, height = std::min(n * MR, s.rows - r0);
+        for (long from = tiles.first; from < tiles.last; from += AT_ONCE) {
+            const long n = std::min(AT_ONCE, tiles.last - from), r0 = from * MR, height = std::min(n * MR, s.rows - r0);
             pack_rows(x + r0 * s.width, s.width, height, s.width, n, rows.get());
             for (long j = 0; j < panels; j++) {
                 float products[HEIGHT * NR];

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from ranks_in_turn import in_turn
 from torch import Tensor, nn
 
@@ -114,13 +115,16 @@ def test_every_pass_has_one_shape() -> None:
     assert model.shapes == [(3, 6)] * 3
 
 
-def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    logits, targets = torch.randn(3, 6, VOCAB), torch.from_numpy(random_rows(3).targets).long()
-    whole = token_nats(logits, targets)
-    monkeypatch.setattr(bits_per_byte, "CHUNK_ELEMENTS", 4 * VOCAB)  # 18 positions in chunks of 4
+@pytest.mark.parametrize("elements", [4 * VOCAB, 1])
+def test_chunks_change_nothing(elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """18 positions in chunks of 4, or, where a chunk holds less than one, one at a time."""
+    logits, targets = torch.randn(18, VOCAB), torch.from_numpy(random_rows(3).targets).long().flatten()
+    whole, sizes = token_nats(logits, targets), []
+    monkeypatch.setattr(bits_per_byte, "CPU_CHUNK_ELEMENTS", elements)
+    real = F.cross_entropy
+    monkeypatch.setattr(F, "cross_entropy", lambda z, *args, **more: sizes.append(len(z)) or real(z, *args, **more))
     assert torch.equal(token_nats(logits, targets), whole)
-    monkeypatch.setattr(bits_per_byte, "CHUNK_ELEMENTS", 1)  # less than one position: one at a time
-    assert torch.equal(token_nats(logits, targets), whole)
+    assert sizes == ([4, 4, 4, 4, 2] if elements > 1 else [1] * 18)
 
 
 def test_low_precision_logits_are_summed_in_float32() -> None:
