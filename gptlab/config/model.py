@@ -15,7 +15,7 @@ Init = Literal["nanochat", "gpt2", "torch"]
 
 _MOST = {
     "n_layer": 10_000, "n_embd": 2**20, "n_head": 2**20, "n_kv_head": 2**20, "seq_len": 2**30, "vocab_size": 2**31 - 1,
-    "vocab_multiple": 2**31 - 1, "mlp_ratio": 1024,
+    "vocab_multiple": 2**31 - 1, "mlp_ratio": 1024, "window_tokens": 2**30,
 }  # fmt: skip
 """Limits an order of magnitude above any model ever built. In an untrusted file, larger numbers would cost hours of
 computing or overflow 64-bit integers."""
@@ -66,8 +66,8 @@ class ModelConfig:
     """One letter per layer, tiled: L attends to the whole context, S to a sliding window. The last layer is always
     L."""
     window_tokens: Positive[int] | None = None
-    """Tokens that an S layer attends to, itself included. None: itself and half the context before it (autoresearch,
-    nanochat: FlashAttention's window_size = (seq_len // 2, 0) counts keys to the left)."""
+    """Tokens that an S layer attends to, itself included; seq_len or more: all. None: itself and half the context
+    before it (autoresearch, nanochat: FlashAttention's window_size = (seq_len // 2, 0) counts keys to the left)."""
     value_embeddings: bool = True
     """Add a second embedding table to the values of every other layer (the last one included), gated per head."""
     residual_lambdas: bool = True
@@ -92,17 +92,10 @@ class ModelConfig:
         if self.position == "rope" and self.head_dim % 2:
             reason = f"rotary positions need an even head width, this gives {self.head_dim}"
             raise ConfigError("model.n_head", self.n_head, reason)
-        if self.window_pattern != "L" or self.window_tokens is not None:
-            self._check_windows()
-
-    def _check_windows(self) -> None:
-        known = bool(self.window_pattern) and set(self.window_pattern) <= set("SL")
-        nearest = "".join(letter for letter in self.window_pattern.upper() if letter in "SL") or "L"
-        reason = "only the letters S (window) and L (full) are known"
-        require(known, "model.window_pattern", self.window_pattern, reason, nearest)
-        if self.window_tokens is not None and self.window_tokens > self.seq_len:
-            reason = f"a window is at most seq_len = {self.seq_len}"
-            raise ConfigError("model.window_tokens", self.window_tokens, reason, self.seq_len)
+        if not (self.window_pattern and set(self.window_pattern) <= set("SL")):
+            nearest = "".join(letter for letter in self.window_pattern.upper() if letter in "SL") or "L"
+            reason = "only the letters S (window) and L (full) are known"
+            raise ConfigError("model.window_pattern", self.window_pattern, reason, nearest)
 
     @property
     def kv_heads(self) -> int:

@@ -49,8 +49,13 @@ class Shape:
     """Forward and backward: 6 per scaling parameter, plus 12 * width * context per layer for attention."""
 
 
-def shape_for_depth(depth: int, *, aspect: int, head_dim: int, vocab_size: int, seq_len: int) -> Shape:
-    """The one dial (nanochat): width = depth * aspect, rounded up to a multiple of the head width."""
+def shape_for_depth(
+    depth: int, *, aspect: int, head_dim: int, vocab_size: int, seq_len: int, window: int | None = None
+) -> Shape:
+    """The one dial (nanochat): width = depth * aspect, rounded up to a multiple of the head width.
+
+    `window`: tokens that all layers but the last one attend to; None: all.
+    """
     require_positive("depth", depth)
     width = math.ceil(depth * aspect / head_dim) * head_dim
     scaling_params = 12 * width * width * depth + vocab_size * width
@@ -59,19 +64,17 @@ def shape_for_depth(depth: int, *, aspect: int, head_dim: int, vocab_size: int, 
         n_embd=width,
         n_head=width // head_dim,
         scaling_params=scaling_params,
-        flops_per_token=6 * scaling_params + 12 * width * seq_len * depth,
+        flops_per_token=6 * scaling_params + 12 * width * (seq_len + (window or seq_len) * (depth - 1)),
     )
 
 
-def shape_for_compute(
-    total_flops: float, *, tokens_per_param: float, aspect: int, head_dim: int, vocab_size: int, seq_len: int
-) -> Shape:
-    """The deepest shape that `total_flops` can train on `tokens_per_param` tokens per scaling parameter.
+def shape_for_compute(total_flops: float, *, tokens_per_param: float, **size: int) -> Shape:
+    """The deepest shape that `total_flops` can train on `tokens_per_param` tokens per scaling parameter; `size` as for
+    `shape_for_depth`.
 
     At a fixed ratio, tokens and parameters both grow with the square root of the compute (Hoffmann et al.,
     arXiv:2203.15556).
     """
-    size = {"aspect": aspect, "head_dim": head_dim, "vocab_size": vocab_size, "seq_len": seq_len}
     shapes = [shape_for_depth(depth, **size) for depth in range(1, 129)]
     costs = (shape.flops_per_token * tokens_per_param * shape.scaling_params for shape in shapes)
     return shapes[max(0, sum(cost <= total_flops for cost in costs) - 1)]

@@ -169,7 +169,6 @@ class TestWrongWords:
             ({"model__n_head": 3}, ("model.n_head = 3", "must divide the width n_embd = 32", "(nearest valid: 2)")),
             ({"model__n_kv_head": 4}, ("model.n_kv_head = 4", "must divide n_head = 2", "(nearest valid: 2)")),
             ({"model__window_pattern": "SXL"}, ("model.window_pattern = 'SXL'", "S (window)", "(nearest valid: SL)")),
-            ({"model__window_tokens": 64}, ("model.window_tokens = 64", "at most seq_len = 32", "(nearest valid: 32)")),
             ({"batch__total_tokens": 100}, ("batch.total_tokens = 100", "4 * 32 = 128", "(nearest valid: 128)")),
             ({"device": "gpu"}, ("runtime.device = 'gpu'", "auto, cpu, cuda, mps", "(nearest valid: cpu)")),
             ({"device": "cuda:9"}, ("runtime.device = 'cuda:9'", "(nearest valid: c")),

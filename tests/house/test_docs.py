@@ -130,7 +130,7 @@ def test_the_toml_example_is_a_run(tmp_path: Path) -> None:
     path.write_text(blocks(README, "toml")[0])
     request = read_request([str(path)], TrainArguments, prog="gptlab train", description="")
     config = request.config(lambda _: MACHINE)
-    assert (config.model.n_layer, config.model.seq_len, config.model.window_pattern) == (8, 1024, "SSSL")
+    assert (config.model.n_layer, config.model.seq_len, config.model.window_pattern) == (8, 2048, "SSSL")
     assert (config.horizon.amount, config.horizon.unit) == (480 * 60, "seconds")
     assert config.micro_batches == 8
     assert config.data.source == ("notes/", "papers.parquet")

@@ -205,6 +205,19 @@ MUTATIONS = [
          "2^19 tokens a step from micro-batches"],
     ),
     Mutation(
+        "FLOPs of a size count all of the context in every layer", "config/scaling.py",
+        "(window or seq_len) * (depth - 1)", "seq_len * (depth - 1)", ["test_recipes.py::test_a_shape_by_hand"],
+    ),
+    Mutation(
+        "all layers of quickstart see the whole context", "config/recipes/quickstart.py",
+        'window_pattern="S", ', "",
+        ["test_recipes.py::test_only_the_last_layer_sees_the_whole_of_a_long_context"],
+    ),
+    Mutation(
+        "keys of shakespeare-char are not offset", "config/recipes/shakespeare.py",
+        ", key_offset=True", "", ["test_recipes.py::test_only_the_last_layer_sees_the_whole_of_a_long_context"],
+    ),
+    Mutation(
         "windows start with the pattern's second letter", "config/model.py",
         "self.window_pattern[i % len(self.window_pattern)]", "self.window_pattern[(i + 1) % len(self.window_pattern)]",
         ["test_config.py::TestModel::test_windows_by_hand"],

@@ -39,7 +39,8 @@ Flags = dict[str, Any]
 
 FLAGS: Flags = {
     "model.n_layer": 1, "model.n_embd": 32, "model.n_head": 2, "model.seq_len": 32, "model.vocab_multiple": 32,
-    "model.window_pattern": "SL", "model.dropout": 0.1, "tokenizer.kind": "byte", "data.val_fraction": 0.15,
+    "model.window_pattern": "SL", "model.window_tokens": None, "model.dropout": 0.1, "tokenizer.kind": "byte",
+    "data.val_fraction": 0.15,
     "batch.micro_sequences": 4, "batch.total_tokens": 2 * 4 * 32, "steps": 12,
     "schedule.warmup_fraction": 0.1, "optim.grad_clip": 1.0, "eval.every_steps": 3, "eval.every_seconds": None,
     "eval.micro_sequences": 20,

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from gptlab.config.run import Horizon
 from gptlab.config.scaling import MANY_EPOCHS, Machine, Shape, shape_for_depth
 
-# Rows of a micro-batch at most: a GPU needs many to be busy. By `gptlab plan`, 32 rows of depth 10 take 4.8 GB, 64 of
+# Tokens of a micro-batch at most: a GPU needs many to be busy. By `gptlab plan`, 2^14 of depth 10 take 4.8 GB, 2^15 of
 # depth 16, for which steps must be as fast as in a data center, 24 GB, both before torch.compile saves some. Apple's
-# GPUs share the machine's memory: 16 rows of depth 6 take 1.2 GB in float32.
-MOST_ROWS = {"cuda": 64, "mps": 16}
+# GPUs share the machine's memory: 2^13 of depth 6 take 1.2 GB in float32.
+MOST_MICRO_TOKENS = {"cuda": 2**15, "mps": 2**13}
 
 # Before a step is timed: this share of what steps can reach at most, which is 0.55 of the products' peak. nanochat's
 # depth 12 reaches 0.41 of an H100's peak at width 768, and narrower matrices less.
@@ -52,10 +52,10 @@ def within_the_text(
     return shape, horizon
 
 
-def micro_rows(machine: Machine, step_rows: int) -> int:
-    """Rows of a micro-batch: a power of two, as `step_rows` is, with at least one micro-batch for each process."""
-    most = min(step_rows / machine.processes, MOST_ROWS[machine.device.partition(":")[0]])
-    return 2 ** max(0, math.floor(math.log2(most)))
+def micro_rows(machine: Machine, step_tokens: int, seq_len: int) -> int:
+    """Rows of a micro-batch: a power of two, as `step_tokens` is, with at least one micro-batch for each process."""
+    most = min(step_tokens / machine.processes, MOST_MICRO_TOKENS[machine.device.partition(":")[0]])
+    return 2 ** max(0, math.floor(math.log2(most / seq_len)))
 
 
 def why_so_short(machine: Machine) -> str:

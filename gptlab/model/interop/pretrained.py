@@ -98,7 +98,7 @@ def begin_from(name: str, config: RunConfig, asked: Mapping[str, Any]) -> RunCon
     seq_len = asked.get("model.seq_len", min(config.model.seq_len, model.seq_len))
     values = {field.name: getattr(model, field.name) for field in fields(model) if field.name not in _OWN_CHOICES}
     if "S" in model.window_pattern:  # half of the context that the weights learned in, not of the shorter one
-        values["window_tokens"] = min(model.short_window, seq_len)
+        values["window_tokens"] = model.short_window
     wanted = {f"model.{field}": value for field, value in values.items()} | {"model.seq_len": seq_len}
     if not any(field.startswith("tokenizer.") for field in asked):
         wanted |= {f"tokenizer.{field.name}": getattr(tokenizer, field.name) for field in fields(tokenizer)}

@@ -109,7 +109,7 @@ def test_train_sizes_itself_by_its_steps_and_plan_says_so(
              "--eval.tokens", "1024", "--sample.max-tokens", "1", "--log.report", "false"]  # fmt: skip
     assert main(["train", *words]) == 0
     # The size guessed for so short a run also follows from its speed: the shallowest model, the smallest steps.
-    assert [(c.model.n_layer, c.batch.micro_sequences) for c in timed] == [(1, 8)]
+    assert [(c.model.n_layer, c.batch.micro_sequences) for c in timed] == [(1, 4)]
     assert (
         "= 1.2e+05 FLOP: at least 2.5 tokens per parameter, at most 2.3 sqrt(tokens) a step" in capsys.readouterr().out
     )

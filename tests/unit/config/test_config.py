@@ -31,7 +31,7 @@ IMPOSSIBLE: list[tuple[Callable[[], object], str, str]] = [
     (lambda: ModelConfig(n_embd=12, n_head=4), "model.n_head", "even head width"),
     (lambda: ModelConfig(window_pattern="SXL"), "model.window_pattern", "nearest valid: SL"),
     (lambda: ModelConfig(window_pattern=""), "model.window_pattern", "nearest valid: L"),
-    (lambda: ModelConfig(seq_len=64, window_tokens=65), "model.window_tokens", "nearest valid: 64"),
+    (lambda: ModelConfig(window_tokens=0), "model.window_tokens", "greater than zero"),
     (lambda: ModelConfig(n_layer=0), "model.n_layer", "greater than zero"),
     (lambda: ModelConfig(mlp_ratio=-1.0), "model.mlp_ratio", "greater than zero"),
     (lambda: ModelConfig(mlp_ratio=math.nan), "model.mlp_ratio", "greater than zero"),
@@ -161,7 +161,9 @@ class TestModel:
         assert windows == (257, 257, 257, None, 257, None)
         assert ModelConfig(n_layer=2, seq_len=3, window_pattern="S").layer_windows() == (2, None)
         assert ModelConfig(n_layer=2, seq_len=2, window_pattern="S").layer_windows() == (None, None)
-        assert ModelConfig(n_layer=2, seq_len=64, window_pattern="S", window_tokens=64).layer_windows() == (None, None)
+        for window in (64, 65):
+            model = ModelConfig(n_layer=2, seq_len=64, window_pattern="S", window_tokens=window)
+            assert model.layer_windows() == (None, None)
 
     def test_value_embeddings_alternate_and_end_on_the_last_layer(self) -> None:
         assert [ModelConfig(n_layer=4).has_value_embedding(i) for i in range(4)] == [False, True, False, True]
