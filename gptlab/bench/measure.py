@@ -51,7 +51,7 @@ class Bench:
     """At the same times: the share of its best rate that a stream of small products sustained; less beside other
     programs."""
     product_times: ProductTimes | None = None
-    """Of one layer and the head by gptlab's kernels and by the library; None where there is nothing to choose."""
+    """By gptlab's kernels and by the library; None where there is nothing to choose."""
     compiled: Compiled
     compile_seconds: float
     """Compilation, or without it the first step and the first validation pass."""

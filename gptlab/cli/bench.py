@@ -143,7 +143,7 @@ def _setting(bench: Bench) -> Iterator[tuple[str, str]]:
             "products",
             (
                 f"{times.chosen}: kernels {_ms(times.kernels)} ms, library {_ms(times.library)} ms "
-                "(CPU time of attention with a row a thread, an MLP and the head with 512 tokens; forward and backward)"
+                "(CPU time of the MLPs and the head with 512 tokens; forward and backward)"
             ),
         )
     where = {"off": "no", "cold": "in {:.1f} s (new to its cache)", "cached": "in {:.1f} s (from its cache)"}

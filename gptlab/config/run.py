@@ -299,8 +299,9 @@ class RuntimeConfig:
     """torch.compile: auto (on where there is a compiler, except on a CPU with gptlab's C++ kernels, as fast or faster)
     | on | off."""
     products: AutoProducts = "auto"
-    """What multiplies matrices on a CPU, but for those of Muon: gptlab's kernels, or the library of torch, which may
-    have instructions that they lack (AMX). auto: the faster one, timed once for a machine and a model."""
+    """What multiplies matrices on a CPU, but for those of Muon and attention: gptlab's kernels, or the library of
+    torch, which may have instructions that they lack (AMX). auto: the faster one, timed once for a machine and a
+    model."""
     activation_checkpointing: bool = False
     """Keep only what goes into each block for the backward pass, which computes the rest again: much less memory, a
     third more work, the same bits."""

@@ -18,7 +18,7 @@ from gptlab.config.model import ModelConfig
 from gptlab.model.attention import cached_attention, offset_keys, rotary_tables
 from gptlab.model.head import HeadLoss, capped_logits
 from gptlab.model.init import initial_weights
-from gptlab.model.kernels.ops import ACTIVATIONS, implementation, linear, load_kernels, mlp, multiplication
+from gptlab.model.kernels.ops import ACTIVATIONS, implementation, linear, load_kernels, mlp
 from gptlab.model.kv_cache import KVCache
 from gptlab.runtime.hardware.device import Platform
 
@@ -96,7 +96,7 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.layer = layer
-        self.attend: Callable[..., Tensor] | None = None  # None: as `multiplication` does
+        self.attend: Callable[..., Tensor] | None = None  # None: as `implementation` does
         self.head_dim = config.head_dim
         self.n_head, self.n_kv_head = config.n_head, config.kv_heads
         self.window = config.layer_windows()[layer]
@@ -121,7 +121,7 @@ class Attention(nn.Module):
         if cache is None:
             dropout = self.dropout if self.dropout > 0 and self.training else 0.0
             if self.attend is None:
-                y = multiplication(x).attention(heads, self.n_head, self.window, dropout, self.key_offset)
+                y = implementation(x).attention(heads, self.n_head, self.window, dropout, self.key_offset)
             else:
                 y = self.attend(heads, self.n_head, self.window, dropout, documents, self.key_offset)
         else:

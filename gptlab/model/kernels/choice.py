@@ -1,7 +1,9 @@
-"""What multiplies matrices on a CPU in bfloat16, but for those of optimizers: gptlab's C++ kernels, or the library of
+"""What multiplies matrices on a CPU in bfloat16, in linear layers and the head: gptlab's C++ kernels, or the library of
 torch, which may have instructions that they lack (AMX). Timed once for a machine and a model, and remembered.
 
-In float32 the kernels are at least as fast wherever they were measured (docs/LOG.md, 2026-11-24).
+Attention is always the kernel's: what is not products takes the library's most of its time, seven to nine times the
+kernel's on two Zen 5 cores (docs/LOG.md, 2026-11-25). In float32 the kernels are at least as fast wherever they were
+measured (2026-11-24).
 """
 
 from __future__ import annotations
@@ -30,14 +32,13 @@ from gptlab.runtime.hardware.cpu import cpu_model
 # Zen 4 cores it takes 1.3 times as long for quickstart. With AMX, which should be several times as fast, not measured.
 CLEARLY = 0.75
 _ROUNDS = 5
-# Positions that head and MLP are timed with: few, since the time grows with the vocabulary too.
+# Positions that they are timed with: few, since the time grows with the vocabulary too.
 _POSITIONS = 512
 
 
 @dataclass(frozen=True, slots=True)
 class ProductTimes:
-    """CPU seconds of the head, and of one layer: its attention with a row for each thread, and its MLP. Forward and
-    backward."""
+    """CPU seconds of some positions in the MLPs of all layers and the head, forward and backward."""
 
     kernels: float
     library: float
@@ -59,8 +60,8 @@ def product_times(model: ModelConfig, dtype: torch.dtype) -> ProductTimes | None
     if dtype != torch.bfloat16 or kernels == "none":
         return None
     facts = [
-        cpu_model(), torch.get_num_threads(), torch.__version__, kernels, model.n_head, model.kv_heads, model.head_dim,
-        model.seq_len, model.layer_windows(), model.n_embd, model.mlp_width, model.activation, model.padded_vocab_size,
+        cpu_model(), torch.get_num_threads(), torch.__version__, kernels, model.n_layer, model.n_embd, model.mlp_width,
+        model.activation, model.padded_vocab_size,
     ]  # fmt: skip
     path = cache_root(None) / "products" / f"{hashlib.sha256(to_json(facts).encode()).hexdigest()[:16]}.json"
     if (times := _remembered(path)) is None:
@@ -86,20 +87,12 @@ def _timed(model: ModelConfig, dtype: torch.dtype) -> ProductTimes:
     """The fastest of a few rounds of both in turn, and where the library would be chosen, of as many again: six runs
     that start at once on two cores slow down whatever they meet (docs/LOG.md, 2026-11-25)."""
     generator, before = torch.Generator().manual_seed(0), ops.products()
-    heads = torch.randn(
-        torch.get_num_threads(), model.seq_len, model.n_head + 2 * model.kv_heads, model.head_dim, generator=generator
-    ).to(dtype)
     x = torch.randn(_POSITIONS, model.n_embd, generator=generator).to(dtype)
     with torch.random.fork_rng(devices=[]):  # of which its weights are drawn
         mlp = MLP(model)
     weight = torch.randn(model.padded_vocab_size, model.n_embd, generator=generator)
     targets = torch.zeros(_POSITIONS, dtype=torch.int64)
-    window = model.layer_windows()[0]
     vocab_size, cap = model.vocab_size or model.padded_vocab_size, model.logit_softcap
-
-    def attention() -> None:
-        inputs = heads.detach().requires_grad_()
-        ops.multiplication(inputs).attention(inputs, model.n_head, window, 0.0, model.key_offset).sum().backward()
 
     def head() -> None:
         HeadLoss.apply(x.detach().requires_grad_(), weight.requires_grad_(), targets, vocab_size, cap).backward()
@@ -107,7 +100,7 @@ def _timed(model: ModelConfig, dtype: torch.dtype) -> ProductTimes:
     def layer() -> None:
         mlp(x.detach().requires_grad_()).sum().backward()
 
-    parts = (attention, layer, head)
+    parts = (layer, head)
     kernels, library = [math.inf] * len(parts), [math.inf] * len(parts)
     ways: tuple[tuple[Products, list[float]], ...] = (("kernels", kernels), ("library", library))
     try:
@@ -120,7 +113,7 @@ def _timed(model: ModelConfig, dtype: torch.dtype) -> ProductTimes:
                 for by, fastest in ways:
                     ops.multiply_by(by)
                     fastest[:] = [min(found, _seconds(part)) for found, part in zip(fastest, parts, strict=True)]
-            times = ProductTimes(sum(kernels), sum(library))
+            times = ProductTimes(*(model.n_layer * of_layer + of_head for of_layer, of_head in (kernels, library)))
             if times.chosen == "kernels":
                 break
     finally:

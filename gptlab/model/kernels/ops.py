@@ -3,7 +3,7 @@
 between matrix products   `fused` (float32 and bfloat16 on a CPU, not compiled), or `torch_ops`
 ACTIVATIONS               the same, or PyTorch; a new activation is one entry
 linear layers             the same for many positions, by `runtime.products`, the MLP as one; else PyTorch
-attention                 the same on a CPU, by `runtime.products`; `torch_attention` on GPUs and with document masks
+attention                 the same on a CPU; `torch_attention` on GPUs and with document masks
 the head                  the same with a large vocabulary, by `runtime.products`; else slices (`model/head.py`)
 one token                 a C++ kernel (float32 and bfloat16 on a CPU), or PyTorch (`model/decoder.py`)
 """
@@ -47,8 +47,8 @@ def implementation(x: Tensor) -> ModuleType:
 
 
 def multiplication(x: Tensor) -> ModuleType:
-    """The module whose `attention` and `head_loss` take `x`; `torch_ops` where the library of torch multiplies, which
-    has only the first of these."""
+    """`fused` for its `linear`, `mlp`, `head_loss` and `capped_logits`; `torch_ops`, which has none of them, where the
+    library of torch multiplies."""
     return implementation(x) if _products == "kernels" else torch_ops
 
 
