@@ -40,15 +40,16 @@ CONTEXT, WINDOW = 1024, 128
 CPU_MICRO_TOKENS = 2**12
 
 # Measured on the standard library with the steps that fit into 60 and 180 s of several CPUs (docs/LOG.md, 2026-11-25).
-# Three layers, which are three times as large as two, are worse by 3% where they see 1.7 tokens a parameter, better by
-# 2.5% with 2.7. Four are worse than three by 1% with 2.2 and as good with 6.8; five, 2.3 times as large as four, are
-# worse by 3% with 1.5. It is far below nanochat's 10.5: such runs end long before a small model stops learning. On GPUs
+# Three layers, which are three times as large as two, are worse by 5% where they see 1.7 tokens a parameter, better by
+# 5% with 3.1. Four are worse than three by 0.5% with 2.2 and as good with 6.7; five, 2.3 times as large as four, are
+# worse by 5% with 1.5. It is far below nanochat's 10.5: such runs end long before a small model stops learning. On GPUs
 # nothing was measured.
 QUICKSTART_ASPECT = 32
 QUICKSTART_TOKENS_PER_PARAM = 2.5
 # The more tokens a run sees, the more of them a step may have: their square root. With three layers of width 128, 4,096
 # a step are better than 8,192 by 1.6% for 3.5 million tokens, and as good for 6 and 10 million, with four layers for 9
-# (docs/LOG.md, 2026-11-25). Two layers of width 64 want half as many (2026-11-22, before keys were offset).
+# (docs/LOG.md, 2026-11-25, with a context of 512). Two layers of width 64 want half as many (2026-11-22, before keys
+# were offset).
 QUICKSTART_STEP_TOKENS_PER_ROOT = 3.6
 QUICKSTART_STEP_TOKENS_PER_ROOT_NARROW = 2.3
 
