@@ -46,7 +46,7 @@ class Shape:
     scaling_params: int
     """Matrix and head parameters (nanochat: transformer_matrices + lm_head), which predict loss best there."""
     flops_per_token: float
-    """Forward and backward: 6 per scaling parameter, plus 12 * width * context per layer for attention."""
+    """Forward and backward: 6 per scaling parameter, plus 12 * width * (context or window) per layer for attention."""
 
 
 def shape_for_depth(

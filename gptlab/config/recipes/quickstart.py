@@ -30,10 +30,10 @@ from gptlab.config.scaling import (
 # (docs/LOG.md, 2026-11-20 and 2026-11-22). It gives the size where nothing is known of the machine.
 ASSUMED_FLOPS_PER_SECOND = 235e9
 
-# All layers but the last see so many tokens of the context: runs find out sooner that what stood there comes again. On
-# two Zen 5 cores, three layers end at 0.983 bits per byte after 60 s with a context of 512 and no windows, at 0.947 and
-# 0.953 with 1,024 and windows of 64 and 256, at 0.967 with 2,048; four after 180 s at 0.865, at 0.815 to 0.819, and at
-# 0.812 (docs/LOG.md, 2026-11-25).
+# All layers but the last see only the nearest WINDOW tokens. So a run learns sooner to copy from its context. On two
+# Zen 5 cores, three layers end at 0.983 bits per byte after 60 s with a context of 512 and no windows, at 0.947 to
+# 0.953 with 1,024 and windows of 64 to 256, and at 0.967 with 2,048; four layers after 180 s at 0.865, at 0.815 to
+# 0.819, and at 0.812 (docs/LOG.md, 2026-11-25).
 CONTEXT, WINDOW = 1024, 128
 # More are no faster (docs/LOG.md, 2026-11-22), and as many serve every batch: what was compiled to be timed is what
 # trains.

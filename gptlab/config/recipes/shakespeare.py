@@ -22,10 +22,10 @@ TOKENS_PER_PARAM = 2.3
 STEP_TOKENS_PER_ROOT = 1.25
 # A faster machine would learn the text by heart: in 180 s, four layers read it five to ten times.
 MOST_LAYERS = 4
-# Four in ten speeches of the held-out text are by speakers whom training does not know: a long context has their names.
-# With one of 1,024 and no windows, four layers end at 1.416 and 1.435 nats after 180 s of two Zen 5 cores; with 2,048,
-# offset keys, and windows of 256 in all layers but the last, at 1.300 and 1.322. After 60 s they end at 1.367 and
-# 1.466, with windows of 64 at 1.347 and 1.357 (two seeds; docs/LOG.md, 2026-11-25).
+# Four in ten speeches of the held-out text are by speakers who are not in the training text. A long context has their
+# names. With one of 1,024 and no windows, four layers end at 1.416 and 1.435 nats after 180 s of two Zen 5 cores; with
+# 2,048, offset keys, and windows of 256 in all layers but the last, at 1.300 and 1.322. After 60 s they end at 1.367
+# and 1.466, with windows of 64 at 1.347 and 1.357 (two seeds; docs/LOG.md, 2026-11-25).
 CONTEXT, WINDOW = 2048, 64
 # Many epochs overfit. With a context of 1,024 and a weight decay of 0.2 and 0.6, four layers end at 1.435 and 1.444
 # nats after four epochs, at 1.431 and 1.416 after nine; of three seeds, 0.6 has the mean 1.420, 1.0 1.424.
