@@ -136,9 +136,39 @@ MUTATIONS = [
     ),
     Mutation(
         "the kernel of linear layers multiplies only whole tiles", "model/kernels/linear_kernel.cpp",
-        "body(row, std::min(std::min(from + TILES, tiles.last) * MR, rows) - row);",
-        "body(row, (std::min(std::min(from + TILES, tiles.last) * MR, rows) - row) / MR * MR);",
+        "body(row, std::min(std::min(from + TILES<T>, tiles.last) * MR<T>, rows) - row);",
+        "body(row, (std::min(std::min(from + TILES<T>, tiles.last) * MR<T>, rows) - row) / MR<T> * MR<T>);",
         ["test_fused_kernels.py::test_linear", "test_fused_kernels.py::test_mlp"],
+    ),
+    Mutation(
+        "what AMX multiplies turned is not turned back", "model/kernels/amx.h",
+        "const float* from = products[x_left];", "const float* from = products[0];",
+        ["test_other_processors.py::test_amx_computes_the_same"],
+    ),
+    Mutation(
+        "AMX keeps the last units of a deep gradient only", "model/kernels/amx.h",
+        "first && k == 0 ? sum", "first ? sum",
+        ["test_other_processors.py::test_amx_computes_the_same"],
+    ),
+    Mutation(
+        "AMX keeps the last units of a deep product only", "model/kernels/panels.h",
+        "amx_tile(n, a, a_row, 16, b, k > 0,", "amx_tile(n, a, a_row, 16, b, false,",
+        ["test_other_processors.py::test_amx_computes_the_same"],
+    ),
+    Mutation(
+        "AMX forgets the depth after whole registers", "model/kernels/amx.h",
+        "for (long i = 0; depth > 0 && i < AMX_TILE;", "for (long i = 0; false && i < AMX_TILE;",
+        ["test_other_processors.py::test_amx_computes_the_same"],
+    ),
+    Mutation(
+        "a thread multiplies by AMX before its registers have a size", "model/kernels/amx.h",
+        "        _tile_loadconfig(&sizes);\n", "",
+        ["test_other_processors.py::test_amx_computes_the_same"],
+    ),
+    Mutation(
+        "kernels use AMX without permission", "model/kernels/library.py",
+        "if not built.functions.products_are_permitted():", "if False:",
+        ["test_kernel_library.py::test_without_the_permission_to_use_amx_they_are_built_without_it"],
     ),
     Mutation(
         "few positions are multiplied by kernels, which pack all weights", "model/kernels/ops.py",

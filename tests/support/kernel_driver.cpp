@@ -6,6 +6,7 @@
 #include <deque>
 
 extern "C" {
+int products_are_permitted();
 void attention_forward(long, const void*, void*, float*, long, long, long, long, long, long, long, float, long, long);
 void attention_backward(long, const void*, const void*, const float*, const void*, void*, long, long, long, long, long,
                         long, long, float, long, long);
@@ -161,6 +162,17 @@ void layers() {
     }
 }
 
+// Gradients whose products are deeper than what is multiplied at a time.
+template <class T>
+void deep_layer() {
+    const long narrow = sizeof(T) == 2, rows = 2100, inputs = 5, outputs = 1100;
+    Array<T> x(rows * inputs, 0.1f), dy(rows * outputs, 0.1f), dx(rows * inputs);
+    const float* weight = numbers(outputs * inputs, 0.1f);
+    std::vector<float> dweight(outputs * inputs);
+    linear_backward(narrow, x.data(), weight, dy.data(), dx.data(), dweight.data(), rows, inputs, outputs, 1);
+    dx.print(), print(dweight.data(), outputs * inputs);
+}
+
 // Three steps of five rows through two layers, whose widths are no whole vectors.
 void decode(bool narrow) {
     const long c = 40, width = 20, vocabulary = 70, hidden = 90, columns = 8, rows = 5;
@@ -198,12 +210,15 @@ void decode(bool narrow) {
 }  // namespace
 
 int main() {
+    if (!products_are_permitted()) return 1;
     attention<float>();
     attention<bfloat16>();
     fused<float>();
     fused<bfloat16>();
     layers<float>();
     layers<bfloat16>();
+    deep_layer<float>();
+    deep_layer<bfloat16>();
     decode(false);
     decode(true);
 }

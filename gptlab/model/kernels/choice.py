@@ -1,5 +1,5 @@
 """What multiplies matrices on a CPU in bfloat16, in linear layers and the head: gptlab's C++ kernels, or the library of
-torch, which may have instructions that they lack (AMX). Timed once for a machine and a model, and remembered.
+torch, which may know a processor better. Timed once for a machine and a model, and remembered.
 
 The kernel always computes attention: the library's takes seven to nine times as long on two Zen 5 cores, and writes its
 scores to memory (docs/LOG.md, 2026-11-25). In float32 the kernels are at least as fast wherever they were
@@ -29,8 +29,7 @@ from gptlab.runtime.files.plain_file import read_json_object, to_json, write_jso
 from gptlab.runtime.hardware.cpu import cpu_model
 
 # The library is chosen where it takes less than this share of the kernels' time, so that noise does not decide: on two
-# Zen 5 cores it mostly takes 1.0 to 1.2 times as long for quickstart. With AMX, which should be several times as fast,
-# it was not measured.
+# Zen 5 cores it mostly takes 1.0 to 1.2 times as long for quickstart. With AMX, which both use, it was not measured.
 CLEARLY = 0.75
 _ROUNDS = 5
 # Positions that they are timed with: few, since the time grows with the vocabulary too.

@@ -76,37 +76,38 @@ void whole_head(const Head& s, const T* x, const float* weight, const int64_t* t
     typedef Unit<T> U;
     const long panels = panels_of(s.entries), inputs = panels_of(s.width);
     const long width = units_of<T>(s.width), depth = units_of<T>(s.entries);
-    const long slice = round_up(std::min(s.rows, std::max(SLICE_LOGITS / s.entries, SLICE_ROWS)), MR);
+    const long slice = round_up(std::min(s.rows, std::max(SLICE_LOGITS / s.entries, SLICE_ROWS)), MR<T>);
     const long z_row = panels * NR + NR;  // rows that are a power of two apart would share few places of the cache
     const auto up = room<U>(panels * width * NR);                     // the transposed weights
     const auto down = room<U>(inputs * depth * NR);                   // the weights
     const auto xs = room<U>(inputs * units_of<T>(slice) * NR);        // a slice of x
-    const auto dzs = room<U>(round_up(s.entries, HEIGHT) * units_of<T>(slice));  // the gradients of its logits
+    const auto dzs = room<U>(round_up(s.entries, LEFT<T>) * units_of<T>(slice));  // the gradients of its logits
 #pragma omp parallel num_threads(team(s.rows * s.entries, threads))
     {
         const long thread = omp_get_thread_num(), n_threads = omp_get_num_threads();
-        const auto logits = room<float>(HEIGHT * z_row), of_row = room<float>(s.entries);
-        const auto rows = room<U>(HEIGHT * width);
-        const auto dz = room<T>(HEIGHT * z_row);
+        const Registers registers{};
+        const auto logits = room<float>(HEIGHT<T> * z_row), of_row = room<float>(s.entries);
+        const auto rows = room<U>(HEIGHT<T> * width);
+        const auto dz = room<T>(HEIGHT<T> * z_row);
         pack_transposed<T>(weight, s.entries, s.width, Share(panels, thread, n_threads), up.get());
         pack<NR, T>(weight, s.width, s.entries, s.width, Share(depth, thread, n_threads), depth, down.get());
-        std::fill_n(dz.get(), HEIGHT * z_row, T());
+        std::fill_n(dz.get(), HEIGHT<T> * z_row, T());
 #pragma omp barrier
         for (long first = 0; first < s.rows; first += slice) {
             const long here = std::min(slice, s.rows - first), units = units_of<T>(here);
             pack<NR, T>(x + first * s.width, s.width, here, s.width, Share(units, thread, n_threads), units, xs.get());
-            const Share tiles(tiles_of(here), thread, n_threads);
-            for (long from = tiles.first; from < tiles.last; from += TILES) {
-                const long n = std::min(TILES, tiles.last - from), r0 = first + from * MR;
-                const long height = std::min(n * MR, first + here - r0);
+            const Share tiles(tiles_of<T>(here), thread, n_threads);
+            for (long from = tiles.first; from < tiles.last; from += TILES<T>) {
+                const long n = std::min(TILES<T>, tiles.last - from), r0 = first + from * MR<T>;
+                const long height = std::min(n * MR<T>, first + here - r0);
                 pack_rows(x + r0 * s.width, s.width, height, s.width, n, rows.get());
                 for (long j = 0; j < panels; j++)
                     multiply(n, width, rows.get(), width, up.get() + j * width * NR, logits.get() + j * NR, z_row);
                 for (long r = 0; r < height; r++)
                     nats[r0 + r] = loss_row(logits.get() + r * z_row, dz.get() + r * z_row, targets[r0 + r], s.entries,
                                             s.vocab, s.cap, of_row.get());
-                pack<HEIGHT, T>(dz.get(), z_row, height, s.entries, Share(0, units_of<T>(height)), units,
-                                dzs.get() + from * MR / PER_UNIT<T> * HEIGHT);
+                pack<LEFT<T>, T>(dz.get(), z_row, height, s.entries, Share(0, units_of<T>(height)), units,
+                                dzs.get() + from * MR<T> / PER_UNIT<T> * LEFT<T>);
                 for (long j = 0; j < inputs; j++) {
                     float* sums = logits.get();  // which are not needed any more
                     multiply(n, depth, reinterpret_cast<const U*>(dz.get()), z_row / PER_UNIT<T>,
@@ -117,7 +118,7 @@ void whole_head(const Head& s, const T* x, const float* weight, const int64_t* t
                 }
             }
 #pragma omp barrier
-            const Part part = part_of(tiles_of(s.entries), inputs, thread, n_threads);
+            const Part part = part_of(tiles_of<T>(s.entries), inputs, thread, n_threads);
             add_outer_products(dzs.get(), xs.get(), units, s.entries, s.width, part, first == 0, dweight);
 #pragma omp barrier
         }
@@ -129,21 +130,22 @@ void whole_head(const Head& s, const T* x, const float* weight, const int64_t* t
 // quickstart's validation (docs/LOG.md, 2026-11-25).
 template <class T>
 void capped_logits(const Head& s, const T* x, const float* weight, float* z, int threads) {
-    constexpr long AT_ONCE = PAIRS<T> ? TILES / 2 : TILES;
+    constexpr long AT_ONCE = PAIRS<T> ? TILES<T> / 2 : TILES<T>;
     const long width = units_of<T>(s.width), panels = panels_of(s.vocab);
     const auto up = room<Unit<T>>(panels * width * NR);  // the transposed weights
 #pragma omp parallel num_threads(team(s.rows * s.vocab, threads))
     {
         const long thread = omp_get_thread_num(), n_threads = omp_get_num_threads();
-        const auto rows = room<Unit<T>>(HEIGHT * width);
+        const Registers registers{};
+        const auto rows = room<Unit<T>>(HEIGHT<T> * width);
         pack_transposed<T>(weight, s.vocab, s.width, Share(panels, thread, n_threads), up.get());
 #pragma omp barrier
-        const Share tiles(tiles_of(s.rows), thread, n_threads);
+        const Share tiles(tiles_of<T>(s.rows), thread, n_threads);
         for (long from = tiles.first; from < tiles.last; from += AT_ONCE) {
-            const long n = std::min(AT_ONCE, tiles.last - from), r0 = from * MR, height = std::min(n * MR, s.rows - r0);
+            const long n = std::min(AT_ONCE, tiles.last - from), r0 = from * MR<T>, height = std::min(n * MR<T>, s.rows - r0);
             pack_rows(x + r0 * s.width, s.width, height, s.width, n, rows.get());
             for (long j = 0; j < panels; j++) {
-                float products[HEIGHT * NR];
+                float products[HEIGHT<T> * NR];
                 multiply(n, width, rows.get(), width, up.get() + j * width * NR, products, NR);
                 for (long r = 0; r < height; r++)
                     for (long c = 0; c < std::min<long>(NR, s.vocab - j * NR); c += W) {

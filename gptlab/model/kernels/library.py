@@ -33,7 +33,7 @@ _FOLDER = Path(__file__).parent
 _SOURCES = tuple(
     _FOLDER / f"{name}.cpp" for name in ("attention_kernel", "fused_kernels", "head_kernel", "linear_kernel")
 )
-_HEADERS = tuple(_FOLDER / f"{name}.h" for name in ("vectors", "products", "panels", "activations"))
+_HEADERS = tuple(_FOLDER / f"{name}.h" for name in ("vectors", "products", "amx", "panels", "activations"))
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-fno-math-errno")
 # For a compiler that hangs. A build takes eight seconds of one core. A busy machine may stretch that a hundredfold, and
 # must still compute with the same kernels.
@@ -61,7 +61,10 @@ def kernel_library() -> Library | str | None:
     if compiler is None:
         return "no C++ compiler (g++ or clang++) was found"
     try:
-        return load_built(compiler, _SOURCES, _FLAGS)
+        built = load_built(compiler, _SOURCES, _FLAGS)
+        if not built.functions.products_are_permitted():
+            built = load_built(compiler, _SOURCES, (*_FLAGS, "-mno-amx-bf16"))
+        return built
     except (OSError, subprocess.SubprocessError) as error:
         return _reason(error, compiler)
 

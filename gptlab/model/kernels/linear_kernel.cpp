@@ -17,16 +17,17 @@ namespace {
 // For the gradients of weights, so many elements of the wider operand are packed at a time, or so many rows.
 constexpr long SLICE_ELEMENTS = 1 << 22, SLICE_ROWS = 256;
 
+template <class T>
 long slice_of(long rows, long width) {
-    return round_up(std::min(rows, std::max(SLICE_ELEMENTS / width, SLICE_ROWS)), MR);
+    return round_up(std::min(rows, std::max(SLICE_ELEMENTS / width, SLICE_ROWS)), MR<T>);
 }
 
 // body(row, height) for each HEIGHT rows of a thread's tiles.
-template <class Body>
+template <class T, class Body>
 void blocks(Share tiles, long rows, Body body) {
-    for (long from = tiles.first; from < tiles.last; from += TILES) {
-        const long row = from * MR;
-        body(row, std::min(std::min(from + TILES, tiles.last) * MR, rows) - row);
+    for (long from = tiles.first; from < tiles.last; from += TILES<T>) {
+        const long row = from * MR<T>;
+        body(row, std::min(std::min(from + TILES<T>, tiles.last) * MR<T>, rows) - row);
     }
 }
 
@@ -35,15 +36,15 @@ void blocks(Share tiles, long rows, Body body) {
 template <class T, class Take>
 void multiply_rows(const T* x, long stride, long height, long width, const Unit<T>* panels, long columns, Unit<T>* spare,
                    Take take) {
-    const long depth = units_of<T>(width), tiles = tiles_of(height);
+    const long depth = units_of<T>(width), tiles = tiles_of<T>(height);
     const auto* rows = reinterpret_cast<const Unit<T>*>(x);
     long a_row = stride / PER_UNIT<T>;
-    if (height < tiles * MR || width % PER_UNIT<T> || stride % PER_UNIT<T>) {
+    if (height < tiles * MR<T> || width % PER_UNIT<T> || stride % PER_UNIT<T>) {
         pack_rows(x, stride, height, width, tiles, spare);
         rows = spare, a_row = depth;
     }
     for (long j = 0; j < panels_of(columns); j++) {
-        float products[HEIGHT * NR];
+        float products[HEIGHT<T> * NR];
         multiply(tiles, depth, rows, a_row, panels + j * depth * NR, products, NR);
         take(products, j * NR);
     }
@@ -78,10 +79,11 @@ void linear_forward(const Layer& s, const T* x, const float* weight, T* y, int t
 #pragma omp parallel num_threads(team(s.rows * s.outputs, threads))
     {
         const long thread = omp_get_thread_num(), n = omp_get_num_threads();
-        const auto spare = room<Unit<T>>(HEIGHT * depth);
+        const Registers registers{};
+        const auto spare = room<Unit<T>>(HEIGHT<T> * depth);
         pack_transposed<T>(weight, s.outputs, s.inputs, Share(panels, thread, n), up.get());
 #pragma omp barrier
-        blocks(Share(tiles_of(s.rows), thread, n), s.rows, [&](long row, long height) {
+        blocks<T>(Share(tiles_of<T>(s.rows), thread, n), s.rows, [&](long row, long height) {
             multiply_rows(x + row * s.inputs, s.inputs, height, s.inputs, up.get(), s.outputs, spare.get(),
                           into(y + row * s.outputs, height, s.outputs));
         });
@@ -92,17 +94,18 @@ template <class T>
 void linear_backward(const Layer& s, const T* x, const float* weight, const T* dy, T* dx, float* dweight, int threads) {
     typedef Unit<T> U;
     const long depth = units_of<T>(s.outputs), panels = panels_of(s.inputs);
-    const long slice = slice_of(s.rows, std::max(s.inputs, s.outputs));
+    const long slice = slice_of<T>(s.rows, std::max(s.inputs, s.outputs));
     const auto down = room<U>(panels * depth * NR);                              // the weights
     const auto xs = room<U>(panels * units_of<T>(slice) * NR);                   // a slice of x
-    const auto dys = room<U>(round_up(s.outputs, HEIGHT) * units_of<T>(slice));  // and of dy
+    const auto dys = room<U>(round_up(s.outputs, LEFT<T>) * units_of<T>(slice));  // and of dy
 #pragma omp parallel num_threads(team(s.rows * s.outputs, threads))
     {
         const long thread = omp_get_thread_num(), n = omp_get_num_threads();
-        const auto spare = room<U>(HEIGHT * depth);
+        const Registers registers{};
+        const auto spare = room<U>(HEIGHT<T> * depth);
         pack<NR, T>(weight, s.inputs, s.outputs, s.inputs, Share(depth, thread, n), depth, down.get());
 #pragma omp barrier
-        blocks(Share(tiles_of(s.rows), thread, n), s.rows, [&](long row, long height) {
+        blocks<T>(Share(tiles_of<T>(s.rows), thread, n), s.rows, [&](long row, long height) {
             multiply_rows(dy + row * s.outputs, s.outputs, height, s.outputs, down.get(), s.inputs, spare.get(),
                           into(dx + row * s.inputs, height, s.inputs));
         });
@@ -110,9 +113,9 @@ void linear_backward(const Layer& s, const T* x, const float* weight, const T* d
             const long here = std::min(slice, s.rows - first), units = units_of<T>(here);
             const Share share(units, thread, n);
             pack<NR, T>(x + first * s.inputs, s.inputs, here, s.inputs, share, units, xs.get());
-            pack<HEIGHT, T>(dy + first * s.outputs, s.outputs, here, s.outputs, share, units, dys.get());
+            pack<LEFT<T>, T>(dy + first * s.outputs, s.outputs, here, s.outputs, share, units, dys.get());
 #pragma omp barrier
-            const Part part = part_of(tiles_of(s.outputs), panels, thread, n);
+            const Part part = part_of(tiles_of<T>(s.outputs), panels, thread, n);
             add_outer_products(dys.get(), xs.get(), units, s.outputs, s.inputs, part, first == 0, dweight);
 #pragma omp barrier
         }
@@ -133,11 +136,12 @@ void mlp_forward(const MLP& s, const T* x, const float* up, const float* out, T*
 #pragma omp parallel num_threads(team(s.rows * s.hidden, threads))
     {
         const long thread = omp_get_thread_num(), n = omp_get_num_threads();
-        const auto spare = room<U>(HEIGHT * std::max(depth, of_hidden));
+        const Registers registers{};
+        const auto spare = room<U>(HEIGHT<T> * std::max(depth, of_hidden));
         pack_transposed<T>(up, s.hidden, s.width, Share(wide, thread, n), ups.get());
         pack_transposed<T>(out, s.width, s.hidden, Share(narrow, thread, n), outs.get());
 #pragma omp barrier
-        blocks(Share(tiles_of(s.rows), thread, n), s.rows, [&](long row, long height) {
+        blocks<T>(Share(tiles_of<T>(s.rows), thread, n), s.rows, [&](long row, long height) {
             T *h = hidden + row * s.hidden, *to_slope = slope ? slope + row * s.hidden : nullptr;
             multiply_rows(x + row * s.width, s.width, height, s.width, ups.get(), s.hidden, spare.get(),
                           [&](const float* products, long column) {
@@ -161,16 +165,17 @@ void mlp_backward(const MLP& s, const T* x, const float* up, const float* out, c
     typedef Unit<T> U;
     const long depth = units_of<T>(s.width), of_hidden = units_of<T>(s.hidden);
     const long wide = panels_of(s.hidden), narrow = panels_of(s.width);
-    const long slice = slice_of(s.rows, s.hidden), of_slice = units_of<T>(slice);
+    const long slice = slice_of<T>(s.rows, s.hidden), of_slice = units_of<T>(slice);
     const long z_row = wide * NR + NR;  // rows that are a power of two apart would share few places of the cache
     const auto outs = room<U>(wide * depth * NR), ups = room<U>(narrow * of_hidden * NR);  // the weights
     const auto xs = room<U>(narrow * of_slice * NR), hiddens = room<U>(wide * of_slice * NR);  // a slice of each
-    const auto dys = room<U>(round_up(s.width, HEIGHT) * of_slice), dzs = room<U>(round_up(s.hidden, HEIGHT) * of_slice);
+    const auto dys = room<U>(round_up(s.width, LEFT<T>) * of_slice), dzs = room<U>(round_up(s.hidden, LEFT<T>) * of_slice);
 #pragma omp parallel num_threads(team(s.rows * s.hidden, threads))
     {
         const long thread = omp_get_thread_num(), n = omp_get_num_threads();
-        const auto spare = room<U>(HEIGHT * std::max(depth, of_hidden));
-        const auto dz = room<T>(HEIGHT * z_row);  // the gradient before the activation, of some rows
+        const Registers registers{};
+        const auto spare = room<U>(HEIGHT<T> * std::max(depth, of_hidden));
+        const auto dz = room<T>(HEIGHT<T> * z_row);  // the gradient before the activation, of some rows
         pack<NR, T>(out, s.hidden, s.width, s.hidden, Share(depth, thread, n), depth, outs.get());
         pack<NR, T>(up, s.width, s.hidden, s.width, Share(of_hidden, thread, n), of_hidden, ups.get());
 #pragma omp barrier
@@ -178,9 +183,9 @@ void mlp_backward(const MLP& s, const T* x, const float* up, const float* out, c
             const long here = std::min(slice, s.rows - first), units = units_of<T>(here);
             const Share share(units, thread, n);
             pack<NR, T>(x + first * s.width, s.width, here, s.width, share, units, xs.get());
-            pack<HEIGHT, T>(dy + first * s.width, s.width, here, s.width, share, units, dys.get());
+            pack<LEFT<T>, T>(dy + first * s.width, s.width, here, s.width, share, units, dys.get());
             pack<NR, T>(hidden + first * s.hidden, s.hidden, here, s.hidden, share, units, hiddens.get());
-            blocks(Share(tiles_of(here), thread, n), here, [&](long row, long height) {
+            blocks<T>(Share(tiles_of<T>(here), thread, n), here, [&](long row, long height) {
                 const T *dy_here = dy + (first + row) * s.width, *by = (slope ? slope : hidden) + (first + row) * s.hidden;
                 multiply_rows(dy_here, s.width, height, s.width, outs.get(), s.hidden, spare.get(),
                               [&](const float* products, long column) {
@@ -189,15 +194,15 @@ void mlp_backward(const MLP& s, const T* x, const float* up, const float* out, c
                                       store_part(dz.get() + r * z_row + c, v * (slope ? at : 2.0f * square_root(at)), n);
                                   });
                               });
-                pack<HEIGHT, T>(dz.get(), z_row, height, s.hidden, Share(0, units_of<T>(height)), units,
-                                dzs.get() + row / PER_UNIT<T> * HEIGHT);
+                pack<LEFT<T>, T>(dz.get(), z_row, height, s.hidden, Share(0, units_of<T>(height)), units,
+                                dzs.get() + row / PER_UNIT<T> * LEFT<T>);
                 multiply_rows(dz.get(), z_row, height, s.hidden, ups.get(), s.width, spare.get(),
                               into(dx + (first + row) * s.width, height, s.width));
             });
 #pragma omp barrier
-            const Part of_up = part_of(tiles_of(s.hidden), narrow, thread, n);
+            const Part of_up = part_of(tiles_of<T>(s.hidden), narrow, thread, n);
             add_outer_products(dzs.get(), xs.get(), units, s.hidden, s.width, of_up, first == 0, dup);
-            const Part of_out = part_of(tiles_of(s.width), wide, thread, n);
+            const Part of_out = part_of(tiles_of<T>(s.width), wide, thread, n);
             add_outer_products(dys.get(), hiddens.get(), units, s.width, s.hidden, of_out, first == 0, dout);
 #pragma omp barrier
         }
@@ -207,6 +212,9 @@ void mlp_backward(const MLP& s, const T* x, const float* up, const float* out, c
 }  // namespace
 
 extern "C" {
+
+// Whether the operating system lets this process use the registers that products take. To be called before them.
+int products_are_permitted() { return registers_are_permitted(); }
 
 void linear_forward(long narrow, const void* x, const float* weight, void* y, long rows, long inputs, long outputs,
                     long threads) {

@@ -1,8 +1,8 @@
 // Larger matrix products on a CPU, of operands that are packed into panels: some columns of an operand, all along its depth,
 // in the order in which a tile takes them.
 //
-// A panel is (depth, NR) for the right operand, (depth, HEIGHT) for a left one whose depth lies down the rows in memory; all
-// in units, with zeros where the matrix ends. Every element of a product is summed by one thread in an order that no number
+// A panel is (depth, NR) for the right operand, and (depth, LEFT) for a left one whose depth lies down the rows in memory; all in
+// units, with zeros where the matrix ends. Every element of a product is summed by one thread in an order that no number
 // of threads changes.
 
 #pragma once
@@ -12,21 +12,41 @@
 #include <memory>
 #include <new>
 
+#if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__)
+#include "amx.h"
+#else
+namespace {
+template <class T>
+constexpr bool BY_AMX = false;
+struct Registers {};  // of matrices, which a thread sets up before it multiplies: there are none
+inline bool registers_are_permitted() { return true; }
+}  // namespace
+#endif
+
 namespace {
 
-// Rows and vectors of a tile.
+// Rows of a tile, and vectors of its columns.
 #if defined(__AVX512F__)
-constexpr int MR = 12, NV = 2;
+constexpr int VECTOR_ROWS = 12, NV = 2;
 #elif defined(__AVX__)
-constexpr int MR = 6, NV = 2;
+constexpr int VECTOR_ROWS = 6, NV = 2;
 #else
-constexpr int MR = 4, NV = 4;
+constexpr int VECTOR_ROWS = 4, NV = 4;
 #endif
 constexpr int NR = W * NV;
 constexpr long DEPTH = 16384 / NR;  // units of a panel that stay in a core's cache: 64 KiB
-constexpr long HEIGHT = 48;        // rows that share them while they are there
-constexpr long TILES = HEIGHT / MR;
-static_assert(HEIGHT % MR == 0 && HEIGHT % W == 0 && MR % 2 == 0, "tiles are whole, and so are their vectors and units");
+
+template <class T>
+constexpr int MR = BY_AMX<T> ? 32 : VECTOR_ROWS;
+template <class T>
+constexpr long HEIGHT = BY_AMX<T> ? 64 : 48;  // rows that share a panel while it is there
+template <class T>
+constexpr long TILES = HEIGHT<T> / MR<T>;
+template <class T>
+constexpr long LEFT = BY_AMX<T> ? 32 : HEIGHT<T>;  // columns of a left operand's panel
+template <class T>
+constexpr bool WHOLE = HEIGHT<T> % MR<T> == 0 && LEFT<T> % MR<T> == 0 && LEFT<T> % W == 0 && MR<T> % 2 == 0;
+static_assert(WHOLE<float> && WHOLE<pair>, "panels have whole tiles and vectors, and tiles whole units");
 
 struct Free {
     void operator()(void* memory) const { ::operator delete[](memory, std::align_val_t(64)); }
@@ -43,7 +63,10 @@ Memory<E> room(long count) {
 
 inline long panels_of(long columns) { return (columns + NR - 1) / NR; }
 
-inline long tiles_of(long rows) { return (rows + MR - 1) / MR; }
+template <class T>
+long tiles_of(long rows) {
+    return (rows + MR<T> - 1) / MR<T>;
+}
 
 template <class T>
 long units_of(long numbers) {
@@ -89,27 +112,30 @@ void pack(const S* matrix, long stride, long rows, long width, Share which, long
                 }
 }
 
-// Rows of a matrix (rows, width), `stride` apart -> whole tiles of them, (tiles * MR, units_of(width)).
+// Rows of a matrix (rows, width), `stride` apart -> whole tiles of them, (tiles * MR<T>, units_of(width)).
 template <class T>
 void pack_rows(const T* matrix, long stride, long rows, long width, long tiles, Unit<T>* to) {
-    const long depth = units_of<T>(width), kept = std::min(rows, tiles * MR);
+    const long depth = units_of<T>(width), kept = std::min(rows, tiles * MR<T>);
     if (width % PER_UNIT<T>) std::fill_n(to, kept * depth, Unit<T>());
     for (long r = 0; r < kept; r++) std::memcpy(to + r * depth, matrix + r * stride, width * sizeof(T));
-    std::fill_n(to + kept * depth, (tiles * MR - kept) * depth, Unit<T>());
+    std::fill_n(to + kept * depth, (tiles * MR<T> - kept) * depth, Unit<T>());
 }
 
 // c (tiles * MR, NR) = rows (tiles * MR, depth), which are a_row units apart, times a panel.
 template <class U>
 void multiply(long tiles, long depth, const U* rows, long a_row, const U* panel, float* c, long c_row) {
+    constexpr int M = MR<U>;
     for (long k = 0; k < depth; k += DEPTH) {
         const long n = std::min(DEPTH, depth - k);
         for (long i = 0; i < tiles; i++) {
-            const U* a = rows + i * MR * a_row + k;
-            float* to = c + i * MR * c_row;
-            if (k == 0)
-                tile<MR, NV, false>(n, a, a_row, 1, panel, NR, to, c_row);
+            const U *a = rows + i * M * a_row + k, *b = panel + k * NR;
+            float* to = c + i * M * c_row;
+            if constexpr (BY_AMX<U>)
+                amx_tile(n, a, a_row, 16, b, k > 0, to, c_row);
+            else if (k == 0)
+                tile<M, NV, false>(n, a, a_row, 1, b, NR, to, c_row);
             else
-                tile<MR, NV, true>(n, a, a_row, 1, panel + k * NR, NR, to, c_row);
+                tile<M, NV, true>(n, a, a_row, 1, b, NR, to, c_row);
         }
     }
 }
@@ -130,24 +156,27 @@ inline Part part_of(long tiles, long panels, long thread, long threads) {
 }
 
 // c (outputs, inputs) = the sum over some rows of dy (rows, outputs) x (rows, inputs), added to what it holds unless these
-// are the first ones. dy: panels of HEIGHT columns; x: panels of NR.
+// are the first ones. dy: panels of LEFT columns; x: panels of NR.
 template <class U>
 void add_outer_products(const U* dy, const U* x, long depth, long outputs, long inputs, Part part, bool first, float* c) {
+    if constexpr (BY_AMX<U>) return add_outer_products_by_amx(dy, x, depth, outputs, inputs, part, first, c);
+    constexpr int M = MR<U>;
+    constexpr long WIDTH = LEFT<U>;
     for (long t = part.tiles.first; t < part.tiles.last; t++)
         for (long j = part.panels.first; j < part.panels.last; j++) {
-            const U *a = dy + t / TILES * depth * HEIGHT + t % TILES * MR, *b = x + j * depth * NR;
-            const long height = std::min<long>(MR, outputs - t * MR), width = std::min<long>(NR, inputs - j * NR);
-            float* to = c + t * MR * inputs + j * NR;
-            if (height < MR || width < NR) {
-                float edge[MR * NR];
-                tile<MR, NV, false>(depth, a, 1, HEIGHT, b, NR, edge, NR);
+            const U *a = dy + t * M / WIDTH * depth * WIDTH + t * M % WIDTH, *b = x + j * depth * NR;
+            const long height = std::min<long>(M, outputs - t * M), width = std::min<long>(NR, inputs - j * NR);
+            float* to = c + t * M * inputs + j * NR;
+            if (height < M || width < NR) {
+                float edge[M * NR];
+                tile<M, NV, false>(depth, a, 1, WIDTH, b, NR, edge, NR);
                 for (long i = 0; i < height; i++)
                     for (long k = 0; k < width; k++)
                         to[i * inputs + k] = edge[i * NR + k] + (first ? 0 : to[i * inputs + k]);
             } else if (first) {
-                tile<MR, NV, false>(depth, a, 1, HEIGHT, b, NR, to, inputs);
+                tile<M, NV, false>(depth, a, 1, WIDTH, b, NR, to, inputs);
             } else {
-                tile<MR, NV, true>(depth, a, 1, HEIGHT, b, NR, to, inputs);
+                tile<M, NV, true>(depth, a, 1, WIDTH, b, NR, to, inputs);
             }
         }
 }

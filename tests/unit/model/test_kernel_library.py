@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import platform
 import threading
 from pathlib import Path
 
@@ -95,6 +96,32 @@ def test_whatever_they_are_made_of_names_them(tmp_path: Path, monkeypatch: pytes
         (source if changed == "a source" else header).write_text("2")
     after = library.library_stem(compiler, [source], ["-O2" if changed == "an option" else "-O3"])
     assert before != after
+
+
+PERMITTED = """\
+extern "C" {
+int products_are_permitted() { return PERMITTED; }
+int built_for_amx() { return AMX; }
+}
+"""
+
+
+@needs_compiler
+@pytest.mark.parametrize("permitted", [True, False])
+def test_without_the_permission_to_use_amx_they_are_built_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, permitted: bool
+) -> None:
+    """As where the compiler finds AMX and the operating system refuses it: the first product would end the process."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        pytest.skip("the option is of x86-64")
+    source = tmp_path / "permitted.cpp"
+    source.write_text("#ifdef __AMX_BF16__\n#define AMX 1\n#else\n#define AMX 0\n#endif\n" + PERMITTED)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(library, "_SOURCES", [source])
+    monkeypatch.setattr(library, "_FLAGS", ["-fPIC", "-mamx-tile", "-mamx-bf16", f"-DPERMITTED={int(permitted)}"])
+    found = library.kernel_library.__wrapped__()
+    assert isinstance(found, library.Library)
+    assert found.functions.built_for_amx() == permitted
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,11 @@
-"""The C++ kernels built for other processors: narrower vectors, and ARM in an emulator, compute what they do here."""
+"""The C++ kernels built for other processors, some of them emulated, compute what they do here."""
 
 from __future__ import annotations
 
 import platform
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -42,9 +43,19 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> np.ndarray:
     return outputs(tmp_path_factory.mktemp("here"), compiler, "-march=native")
 
 
+def require_same(found: np.ndarray, here: np.ndarray) -> None:
+    """Sums of products of numbers up to 1."""
+    assert len(found) > 200_000
+    assert np.abs(here).max() > 1
+    # What is rounded to bfloat16 may be the next number of that type, where float32 is close to the middle. So may the
+    # weights and gradients that attention multiplies, which shifts its sums by up to 2^-9 of a term; only few of them.
+    np.testing.assert_allclose(found, here, rtol=2**-7, atol=1e-3)
+    assert np.mean(np.abs(found - here) > 1e-5) < 1e-3
+
+
 @pytest.mark.parametrize("processor", ["x86-64", "haswell", "armv8-a", "armv8.6-a+bf16"])
 def test_computes_the_same(processor: str, here: np.ndarray, tmp_path: Path) -> None:
-    """SSE2, AVX2, and NEON without and with products of bfloat16: sums of up to 150 products of numbers below 1."""
+    """SSE2, AVX2, and NEON without and with products of bfloat16."""
     if processor == "haswell":
         instructions = Path("/proc/cpuinfo").read_text(encoding="utf-8")
         if "avx2" not in instructions:
@@ -58,9 +69,13 @@ def test_computes_the_same(processor: str, here: np.ndarray, tmp_path: Path) -> 
         found = outputs(tmp_path, compiler, "-static", f"-march={processor}", emulator=(emulator, "-cpu", "max"))
     else:
         found = outputs(tmp_path, str(cxx_compiler()), f"-march={processor}")
-    assert len(found) > 200_000
-    assert np.abs(here).max() > 1
-    # What is rounded to bfloat16 may be the next number of that type, where float32 is close to the middle. So may the
-    # weights and gradients that attention multiplies, which shifts its sums by up to 2^-9 of a term; only few of them.
-    np.testing.assert_allclose(found, here, rtol=2**-7, atol=1e-3)
-    assert np.mean(np.abs(found - here) > 1e-5) < 1e-3
+    require_same(found, here)
+
+
+def test_amx_computes_the_same(here: np.ndarray, tmp_path: Path) -> None:
+    """By an emulation of its instructions, on processors with those that come with it."""
+    if sys.platform != "linux" or "avx512_bf16" not in Path("/proc/cpuinfo").read_text(encoding="utf-8"):
+        pytest.skip("not Linux, or a processor without AVX512-BF16, which is not emulated")
+    emulation = ROOT / "tests/support/amx_emulation.h"
+    flags = ["-march=native", "-mamx-tile", "-mamx-bf16", "-include", str(emulation)]
+    require_same(outputs(tmp_path, str(cxx_compiler()), *flags), here)
