@@ -152,7 +152,7 @@ MUTATIONS = [
     ),
     Mutation(
         "AMX keeps the last units of a deep product only", "model/kernels/panels.h",
-        "amx_tile(n, a, a_row, 16, b, k > 0,", "amx_tile(n, a, a_row, 16, b, false,",
+        "amx_tile(n, a, a_row, 16, b, NR, k > 0,", "amx_tile(n, a, a_row, 16, b, NR, false,",
         ["test_other_processors.py::test_amx_computes_the_same"],
     ),
     Mutation(
@@ -163,6 +163,11 @@ MUTATIONS = [
     Mutation(
         "a thread multiplies by AMX before its registers have a size", "model/kernels/amx.h",
         "        _tile_loadconfig(&sizes);\n", "",
+        ["test_other_processors.py::test_amx_computes_the_same"],
+    ),
+    Mutation(
+        "AMX takes weights of attention the wrong way round", "model/kernels/attention_kernel.cpp",
+        "turn(dscores_down), turn(weights_down);", "turn(dscores_down);",
         ["test_other_processors.py::test_amx_computes_the_same"],
     ),
     Mutation(

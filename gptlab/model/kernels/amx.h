@@ -2,6 +2,7 @@
 // rows of 64 bytes in each thread, and an instruction that adds the product of two of them to a third.
 //
 // Source: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 2: LDTILECFG, TDPBF16PS, TILELOADD.
+// products.h includes this where the processor has them.
 
 #pragma once
 
@@ -29,7 +30,7 @@ inline bool registers_are_permitted() {
 // Gives the registers their full size in this thread, while it exists.
 struct Registers {
     Registers() {
-        constexpr struct {
+        static constexpr struct {
             uint8_t palette, start_row, reserved[14];
             uint16_t row_bytes[16];
             uint8_t rows[16];
@@ -39,13 +40,13 @@ struct Registers {
     ~Registers() { _tile_release(); }
 };
 
-// C (32, 32) = A B, or C + A B. The unit A(i, k) is a[i * a_row + k % 16 + k / 16 * a_step]; b: (depth, 32). What remains
-// of the depth after multiples of 16 is multiplied by vectors.
+// C (32, 32) = A B, or C + A B. The unit A(i, k) is a[i * a_row + k % 16 + k / 16 * a_step]. What remains of the depth
+// after multiples of 16 is multiplied by vectors.
 //
 // A function of its own, since compilers do not know what instructions read that load these registers.
-__attribute__((noinline)) inline void amx_tile(long depth, const pair* a, long a_row, long a_step, const pair* b, bool add,
-                                               float* c, long c_row) {
-    const long a_bytes = a_row * sizeof(pair), b_bytes = AMX_TILE * sizeof(pair), c_bytes = c_row * sizeof(float);
+__attribute__((noinline)) inline void amx_tile(long depth, const pair* a, long a_row, long a_step, const pair* b,
+                                               long b_row, bool add, float* c, long c_row) {
+    const long a_bytes = a_row * sizeof(pair), b_bytes = b_row * sizeof(pair), c_bytes = c_row * sizeof(float);
     float* low = c + AMX * c_row;
     if (add) {
         _tile_loadd(0, c, c_bytes);
@@ -58,7 +59,7 @@ __attribute__((noinline)) inline void amx_tile(long depth, const pair* a, long a
         _tile_zero(2);
         _tile_zero(3);
     }
-    for (; depth >= AMX; depth -= AMX, a += a_step, b += AMX * AMX_TILE) {
+    for (; depth >= AMX; depth -= AMX, a += a_step, b += AMX * b_row) {
         _tile_loadd(4, a, a_bytes);
         _tile_loadd(5, a + AMX * a_row, a_bytes);
         _tile_loadd(6, b, b_bytes);
@@ -74,7 +75,7 @@ __attribute__((noinline)) inline void amx_tile(long depth, const pair* a, long a
     _tile_stored(3, low + AMX, c_bytes);
     constexpr int ROWS = 8;
     for (long i = 0; depth > 0 && i < AMX_TILE; i += ROWS)
-        tile<ROWS, AMX_TILE / W, true>(depth, a + i * a_row, a_row, 1, b, AMX_TILE, c + i * c_row, c_row);
+        tile<ROWS, AMX_TILE / W, true>(depth, a + i * a_row, a_row, 1, b, b_row, c + i * c_row, c_row);
 }
 
 // to (32, 32) = the transposed of a matrix (32, 32) of vectors of 16.
@@ -110,7 +111,8 @@ void add_outer_products_by_amx(const pair* dy, const pair* x, long depth, long o
                     for (long s = 0; s < AMX; s++) store(rows + u * AMX_TILE + (i + s) * AMX, square[s]);
                 }
             for (long r = rights.first; r < rights.last; r++) {
-                amx_tile(n, rows, AMX, AMX * AMX_TILE, right + (r * depth + k) * AMX_TILE, false, products[0], AMX_TILE);
+                const pair* b = right + (r * depth + k) * AMX_TILE;
+                amx_tile(n, rows, AMX, AMX * AMX_TILE, b, AMX_TILE, false, products[0], AMX_TILE);
                 if (x_left) transpose_tile(products[0], products[1]);
                 const float* from = products[x_left];
                 const long row = (x_left ? r : l) * AMX_TILE, column = (x_left ? l : r) * AMX_TILE;

@@ -26,17 +26,21 @@
 
 namespace {
 
-// Rows and vectors of a tile.
+// Rows of a tile, and vectors of its columns.
 #if defined(__AVX512F__)
-constexpr int MR = 8, NV = 2;
+constexpr int VECTOR_ROWS = 8, NV = 2;
 #elif defined(__AVX__)
-constexpr int MR = 4, NV = 2;
+constexpr int VECTOR_ROWS = 4, NV = 2;
 #else
-constexpr int MR = 4, NV = 4;
+constexpr int VECTOR_ROWS = 4, NV = 4;
 #endif
 constexpr int NR = W * NV;
+template <class T>
+constexpr int MR = BY_AMX<T> ? 32 : VECTOR_ROWS;
 constexpr long BLOCK = 64;
-static_assert(BLOCK % NR == 0 && BLOCK % MR == 0 && std::max(W, MR) % std::min(W, MR) == 0, "blocks are whole tiles");
+template <class T>
+constexpr bool WHOLE = BLOCK % NR == 0 && BLOCK % MR<T> == 0 && std::max(W, MR<T>) % std::min(W, MR<T>) == 0;
+static_assert(WHOLE<float> && WHOLE<pair>, "blocks are whole tiles");
 
 struct Shape {
     long batch, tokens, n_head, n_kv_head, width, window, key_offset;
@@ -156,16 +160,25 @@ void unpack(const Shape& s, const float* packed, float scale, T* to, long stride
             store_part(to + t * stride + d, load(packed + t * s.columns() + d) * scale, s.width - d);
 }
 
+// A tile of C = A B, or of C + A B, as `tile` of products.h. By AMX, a_column is 1.
+template <bool ADD, class U>
+inline void product(long depth, const U* a, long a_row, long a_column, const U* b, long b_row, float* c, long c_row) {
+    if constexpr (BY_AMX<U>)
+        amx_tile(depth, a, a_row, 16, b, b_row, ADD, c, c_row);
+    else
+        tile<MR<U>, NV, ADD>(depth, a, a_row, a_column, b, b_row, c, c_row);
+}
+
 // out (BLOCK, BLOCK) = rows of `left` from q0 on times the block of `transposed` at k0. Tiles that no query sees are 0.
 template <class U>
 void products(long units, const U* left, const U* transposed, long q0, long k0, float* out) {
-    for (long r = 0; r < BLOCK; r += MR)
+    for (long r = 0; r < BLOCK; r += MR<U>)
         for (long c = 0; c < BLOCK; c += NR)
-            if (k0 + c < q0 + r + MR)
-                tile<MR, NV, false>(units, left + (q0 + r) * units, units, 1, transposed + k0 * units + c, BLOCK,
-                                    out + r * BLOCK + c, BLOCK);
+            if (k0 + c < q0 + r + MR<U>)
+                product<false>(units, left + (q0 + r) * units, units, 1, transposed + k0 * units + c, BLOCK,
+                               out + r * BLOCK + c, BLOCK);
             else
-                for (long i = r; i < r + MR; i++) std::memset(out + i * BLOCK + c, 0, NR * sizeof(float));
+                for (long i = r; i < r + MR<U>; i++) std::memset(out + i * BLOCK + c, 0, NR * sizeof(float));
 }
 
 // C += the sum over k in [from, to), numbers of T.
@@ -173,7 +186,7 @@ template <class T>
 inline void add(long from, long to, const Unit<T>* a, long a_row, long a_column, const Unit<T>* b, long b_row, float* c,
                 long c_row) {
     from /= PER_UNIT<T>, to /= PER_UNIT<T>;
-    tile<MR, NV, true>(to - from, a + from * a_column, a_row, a_column, b + from * b_row, b_row, c, c_row);
+    product<true>(to - from, a + from * a_column, a_row, a_column, b + from * b_row, b_row, c, c_row);
 }
 
 void hide(const Shape& s, long q0, long k0, float* scores) {
@@ -186,7 +199,10 @@ void hide(const Shape& s, long q0, long k0, float* scores) {
 }
 
 // Keys of a block that its query r needs: on the diagonal none after its own vector, or tile.
-long keys_needed(long r, bool diagonal) { return diagonal ? round_up(r + 1, std::max(W, MR)) : BLOCK; }
+template <class T>
+long keys_needed(long r, bool diagonal) {
+    return diagonal ? round_up(r + 1, std::max(W, MR<T>)) : BLOCK;
+}
 
 // The factors of dropout for query r of a block whose first query is `first` among those of all sequences and heads.
 Dropout dropout_of(const Shape& s, uint64_t first, long r) {
@@ -203,7 +219,7 @@ void online_softmax(const Shape& s, bool diagonal, uint64_t first, long k0, cons
     for (long r = 0; r < BLOCK; r++) {
         const float* row = scores + r * BLOCK;
         vec top = load(row);
-        for (long c = W; c < keys_needed(r, diagonal); c += W) {
+        for (long c = W; c < keys_needed<T>(r, diagonal); c += W) {
             const vec z = load(row + c);
             top = select(z > top, z, top);
         }
@@ -219,7 +235,7 @@ void online_softmax(const Shape& s, bool diagonal, uint64_t first, long k0, cons
     for (long r = 0; r < BLOCK; r++) {
         const Dropout dropout = dropout_of(s, first, r);
         vec sums{};
-        for (long c = 0; c < keys_needed(r, diagonal); c += W) {
+        for (long c = 0; c < keys_needed<T>(r, diagonal); c += W) {
             vec weight = exponential_of<T>(load(scores + r * BLOCK + c), scale, shift[r]);
             sums += weight;
             if (s.dropout > 0) weight *= dropout.factors(k0 + c);
@@ -232,6 +248,19 @@ void online_softmax(const Shape& s, bool diagonal, uint64_t first, long k0, cons
     }
 }
 
+// Transposes units down the queries (BLOCK / 2, BLOCK): AMX takes the depth of a left operand along its rows.
+void turn(pair* units) {
+    pair copy[BLOCK / 2 * BLOCK];
+    std::memcpy(copy, units, sizeof copy);
+    for (long u = 0; u < BLOCK / 2; u += W)
+        for (long c = 0; c < BLOCK; c += W) {
+            vec square[W];
+            for (long i = 0; i < W; i++) square[i] = load(copy + (u + i) * BLOCK + c);
+            transpose_vectors(square);
+            for (long i = 0; i < W; i++) store(units + (c + i) * (BLOCK / 2) + u, square[i]);
+        }
+}
+
 // Turns a block of scores and `dweights`, the gradients of their weights, into weights and the gradients of the scores, in
 // the forms that products take: units along the keys, or "down" along the queries. In float32 that is the same memory.
 template <class T>
@@ -242,7 +271,7 @@ void score_gradients(const Shape& s, bool diagonal, uint64_t first, long k0, con
     for (long r = 0; r < BLOCK; r += N) {
         Dropout dropout[N];
         for (long i = 0; i < N; i++) dropout[i] = dropout_of(s, first, r + i);
-        for (long c = 0; c < keys_needed(r, diagonal); c += W) {
+        for (long c = 0; c < keys_needed<T>(r, diagonal); c += W) {
             vec weight[N], gradient[N];
             for (long i = 0; i < N; i++) {
                 const long at = (r + i) * BLOCK + c;
@@ -264,6 +293,7 @@ void score_gradients(const Shape& s, bool diagonal, uint64_t first, long k0, con
             }
         }
     }
+    if constexpr (BY_AMX<T>) turn(dscores_down), turn(weights_down);
 }
 
 template <class T>
@@ -274,6 +304,7 @@ void forward(const T* heads, T* y, float* lse, const Shape& s, long threads) {
     const std::unique_ptr<float[]> memory(new float[threads * s.scratch()]);
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (long task = 0; task < batch * n_kv_head; task++) {
+        const Registers registers{};
         const long sequence = task / n_kv_head, kv = task % n_kv_head;
         Scratch scratch(memory.get() + omp_get_thread_num() * s.scratch());
         auto *q = scratch.units<T>(n), *kt = scratch.units<T>(n), *v = scratch.units<T>(n);
@@ -299,9 +330,9 @@ void forward(const T* heads, T* y, float* lse, const Shape& s, long threads) {
                     if (s.hides(q0, k0)) hide(s, q0, k0, scores);
                     online_softmax(s, k0 == q0, query, k0, scores, weights, highest, total, out);
                     const auto* a = reinterpret_cast<const Unit<T>*>(weights);
-                    for (long r = 0; r < BLOCK; r += MR)
+                    for (long r = 0; r < BLOCK; r += MR<T>)
                         for (long d = 0; d < columns; d += NR)
-                            add<T>(0, k0 == q0 ? r + MR : BLOCK, a + r * row, row, 1, v + k0 / PER_UNIT<T> * columns + d,
+                            add<T>(0, k0 == q0 ? r + MR<T> : BLOCK, a + r * row, row, 1, v + k0 / PER_UNIT<T> * columns + d,
                                    columns, out + r * columns + d, columns);
                 }
                 for (long r = 0; r < BLOCK && q0 + r < tokens; r++) {
@@ -324,6 +355,7 @@ void backward(const T* heads, const T* y, const float* lse, const T* dy, T* dhea
     const std::unique_ptr<float[]> memory(new float[threads * s.scratch()]);
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (long task = 0; task < batch * n_kv_head; task++) {
+        const Registers registers{};
         const long sequence = task / n_kv_head, kv = task % n_kv_head;
         Scratch scratch(memory.get() + omp_get_thread_num() * s.scratch());
         auto *q = scratch.units<T>(n), *dout = scratch.units<T>(n);  // units along the width
@@ -384,14 +416,15 @@ void backward(const T* heads, const T* y, const float* lse, const T* dy, T* dhea
                     score_gradients(s, diagonal, query, k0, norm + q0, delta + q0, scores, dweights, dscores,
                                     dscores_down, weights_down);
                     const long of_q = q0 / PER_UNIT<T> * columns, of_k = k0 / PER_UNIT<T> * columns;
-                    for (long r = 0; r < BLOCK; r += MR)
+                    const long per_key = BY_AMX<T> ? row : 1, per_unit = BY_AMX<T> ? 1 : BLOCK;
+                    for (long r = 0; r < BLOCK; r += MR<T>)
                         for (long d = 0; d < columns; d += NR) {
-                            add<T>(0, diagonal ? r + MR : BLOCK, dscores_units + r * row, row, 1, k_down + of_k + d,
+                            add<T>(0, diagonal ? r + MR<T> : BLOCK, dscores_units + r * row, row, 1, k_down + of_k + d,
                                    columns, dq + (q0 + r) * columns + d, columns);
-                            add<T>(diagonal ? r : 0, BLOCK, dscores_down + r, 1, BLOCK, q_down + of_q + d, columns,
-                                   dk + (k0 + r) * columns + d, columns);
-                            add<T>(diagonal ? r : 0, BLOCK, weights_down + r, 1, BLOCK, dout_down + of_q + d, columns,
-                                   dv + (k0 + r) * columns + d, columns);
+                            add<T>(diagonal ? r : 0, BLOCK, dscores_down + r * per_key, per_key, per_unit,
+                                   q_down + of_q + d, columns, dk + (k0 + r) * columns + d, columns);
+                            add<T>(diagonal ? r : 0, BLOCK, weights_down + r * per_key, per_key, per_unit,
+                                   dout_down + of_q + d, columns, dv + (k0 + r) * columns + d, columns);
                         }
                 }
             }

@@ -142,7 +142,8 @@ void capped_logits(const Head& s, const T* x, const float* weight, float* z, int
 #pragma omp barrier
         const Share tiles(tiles_of<T>(s.rows), thread, n_threads);
         for (long from = tiles.first; from < tiles.last; from += AT_ONCE) {
-            const long n = std::min(AT_ONCE, tiles.last - from), r0 = from * MR<T>, height = std::min(n * MR<T>, s.rows - r0);
+            const long n = std::min(AT_ONCE, tiles.last - from), r0 = from * MR<T>;
+            const long height = std::min(n * MR<T>, s.rows - r0);
             pack_rows(x + r0 * s.width, s.width, height, s.width, n, rows.get());
             for (long j = 0; j < panels; j++) {
                 float products[HEIGHT<T> * NR];

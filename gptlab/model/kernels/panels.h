@@ -1,9 +1,9 @@
 // Larger matrix products on a CPU, of operands that are packed into panels: some columns of an operand, all along its depth,
 // in the order in which a tile takes them.
 //
-// A panel is (depth, NR) for the right operand, and (depth, LEFT) for a left one whose depth lies down the rows in memory; all in
-// units, with zeros where the matrix ends. Every element of a product is summed by one thread in an order that no number
-// of threads changes.
+// A panel is (depth, NR) for the right operand, and (depth, LEFT) for a left one whose depth lies down the rows in memory;
+// all in units, with zeros where the matrix ends. Every element of a product is summed by one thread in an order that no
+// number of threads changes.
 
 #pragma once
 
@@ -11,17 +11,6 @@
 
 #include <memory>
 #include <new>
-
-#if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__)
-#include "amx.h"
-#else
-namespace {
-template <class T>
-constexpr bool BY_AMX = false;
-struct Registers {};  // of matrices, which a thread sets up before it multiplies: there are none
-inline bool registers_are_permitted() { return true; }
-}  // namespace
-#endif
 
 namespace {
 
@@ -131,7 +120,7 @@ void multiply(long tiles, long depth, const U* rows, long a_row, const U* panel,
             const U *a = rows + i * M * a_row + k, *b = panel + k * NR;
             float* to = c + i * M * c_row;
             if constexpr (BY_AMX<U>)
-                amx_tile(n, a, a_row, 16, b, k > 0, to, c_row);
+                amx_tile(n, a, a_row, 16, b, NR, k > 0, to, c_row);
             else if (k == 0)
                 tile<M, NV, false>(n, a, a_row, 1, b, NR, to, c_row);
             else

@@ -117,3 +117,14 @@ inline void load_transposed(const S* from, long stride, long rows, long n, vec* 
 }
 
 }  // namespace
+
+#if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__)
+#include "amx.h"
+#else
+namespace {
+template <class T>
+constexpr bool BY_AMX = false;
+struct Registers {};  // of matrices, which a thread sets up before it multiplies: there are none
+inline bool registers_are_permitted() { return true; }
+}  // namespace
+#endif
