@@ -15,17 +15,15 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gptlab.config.errors import UserError
 from gptlab.data.rows import IGNORED, RowSource
+from gptlab.model.kernels.ops import implementation
 from gptlab.runtime.processes.distributed import Group
 
-# Logits turned into losses at a time: 2^24 float32 are 64 MiB, which the log-softmax of a chunk allocates. On a CPU a
-# chunk stays in the cache, which saves 2 to 5% of an evaluation (docs/LOG.md, 2026-11-25).
+# Logits turned into losses at a time: 2^24 float32 are 64 MiB, which PyTorch's log-softmax of a chunk allocates.
 CHUNK_ELEMENTS = 2**24
-CPU_CHUNK_ELEMENTS = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,12 +104,11 @@ def token_nats(
 ) -> Tensor:  # (B, T) float32 (float64 for float64 logits)
     """Negative log-likelihood of each target in nats, 0 where it is IGNORED. Bounds the positions computed at once."""
     vocab_size = logits.shape[-1]
-    positions = max(1, (CPU_CHUNK_ELEMENTS if logits.device.type == "cpu" else CHUNK_ELEMENTS) // vocab_size)
-    pieces = zip(logits.reshape(-1, vocab_size).split(positions), targets.reshape(-1).split(positions), strict=True)
-    nats = [
-        F.cross_entropy(z if z.dtype == torch.float64 else z.float(), y, ignore_index=IGNORED, reduction="none")
-        for z, y in pieces
-    ]
+    logits = logits.reshape(-1, vocab_size)
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    positions = max(1, CHUNK_ELEMENTS // vocab_size)
+    pieces = zip(logits.split(positions), targets.reshape(-1).split(positions), strict=True)
+    nats = [implementation(z).losses(z, y) for z, y in ((z.to(wide), y) for z, y in pieces)]
     return torch.cat(nats).view(targets.shape)
 
 

@@ -28,7 +28,7 @@ MUTATIONS = [
     ),
     Mutation(
         "losses are taken in the type of the logits", "eval/bits_per_byte.py",
-        "z if z.dtype == torch.float64 else z.float()", "z",
+        "((z.to(wide), y) for z, y in pieces)", "pieces",
         ["test_bits_per_byte.py::test_low_precision_logits_are_summed_in_float32"],
         ["bfloat16 by autocast; the final loss", "Autocast to bfloat16, but not in validation"],
     ),

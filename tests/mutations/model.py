@@ -89,6 +89,16 @@ MUTATIONS = [
          "test_fused_kernels.py::test_many_logits_of_a_large_vocabulary_are_computed_by_a_kernel"],
     ),
     Mutation(
+        "the kernel's losses count targets that do not count", "model/kernels/head_kernel.cpp",
+        "nats[row] = targets[row] < 0 ? 0 : (double)", "nats[row] = (double)",
+        ["test_fused_kernels.py::test_losses", "test_fused_kernels.py::test_losses_by_hand"],
+    ),
+    Mutation(
+        "exponentials of what is no number are numbers", "model/kernels/vectors.h",
+        "_mm512_max_ps(_mm512_set1_ps(-104), (__m512)x)", "_mm512_max_ps((__m512)x, _mm512_set1_ps(-104))",
+        ["test_fused_kernels.py::test_losses_by_hand"],
+    ),
+    Mutation(
         "the second number of a pair is multiplied by the first", "model/kernels/products.h",
         "pairs(rows > 0 ? load_halves(from, n) : half_vec{}, rows > 1 ? load_halves(from + stride, n) : half_vec{})",
         "pairs(rows > 1 ? load_halves(from + stride, n) : half_vec{}, rows > 0 ? load_halves(from, n) : half_vec{})",

@@ -27,6 +27,7 @@ void layer_norm_forward(long, const void*, const void*, float, float, const floa
                         long, long, float, long);
 void layer_norm_backward(long, const void*, const void*, const void*, const float*, const float*, float, float, void*,
                          void*, float*, float*, long, long, long);
+void losses(long, const float*, const int64_t*, float*, long, long, long);
 void linear_forward(long, const void*, const float*, void*, long, long, long, long);
 void linear_backward(long, const void*, const float*, const void*, void*, float*, long, long, long, long);
 void mlp_forward(long, const void*, const float*, const float*, void*, void*, void*, long, long, long, long, long);
@@ -128,6 +129,8 @@ void fused() {
     std::vector<float> capped(rows * 295);
     capped_logits(narrow, inputs.data(), weight, capped.data(), rows, head_width, 295, 3, 1);
     print(capped.data(), rows * 295);
+    losses(narrow, capped.data(), targets.data(), inverse.data(), rows, 295, 1);
+    print(inverse.data(), rows);
     for (float gradient : dweight) std::printf("%.9g\n", gradient);
     softcap_forward(narrow, x.data(), y.data(), 1.5f, rows * width, 1);
     softcap_backward(narrow, x.data(), dnormed.data(), dx.data(), 1.5f, rows * width, 1);

@@ -111,10 +111,17 @@ def capped_logits(x: Tensor, weight: Tensor, vocab_size: int, cap: float | None)
     return logits
 
 
+def losses(logits: Tensor, targets: Tensor) -> Tensor:
+    assert logits.dtype == torch.float32
+    logits, nats = logits.contiguous(), torch.empty(len(logits))
+    call("losses", logits.dtype, logits, _within(targets, logits.shape[1]), nats, *logits.shape)
+    return nats
+
+
 def _within(targets: Tensor, vocab_size: int) -> Tensor:
     """As the kernels take them, which would write beyond their memory for others."""
     assert targets.dtype == torch.int64
-    if int(targets.max()) >= vocab_size:
+    if targets.numel() and int(targets.max()) >= vocab_size:
         raise IndexError(f"target {int(targets.max())} is out of bounds for {vocab_size} entries")
     return targets.contiguous()
 

@@ -192,4 +192,20 @@ void capped_logits(long narrow, const void* x, const float* weight, float* z, lo
     const Head s{rows, width, vocab, vocab, cap};
     BY_TYPE(narrow, capped_logits(s, in<T>(x), weight, z, threads))
 }
+
+// nats: the loss of each row of logits (rows, vocab) after the softcap, 0 where its target is negative.
+void losses(long, const float* logits, const int64_t* targets, float* nats, long rows, long vocab, long threads) {
+#pragma omp parallel for schedule(static) num_threads(team(rows * vocab, threads))
+    for (long row = 0; row < rows; row++) {
+        const float* z = logits + row * vocab;
+        vec top = all(-INFINITY), sums{};
+        vectors(vocab, [&](long i, auto n) {
+            const vec v = first_lanes(load_part(z + i, n), n, -INFINITY);
+            top = select(v > top, v, top);
+        });
+        const float highest = folded(top, [](vec a, vec b) { return select(b > a, b, a); });
+        vectors(vocab, [&](long i, auto n) { sums += first_lanes(exponential(load_part(z + i, n) - highest), n, 0); });
+        nats[row] = targets[row] < 0 ? 0 : (double)highest - z[targets[row]] + std::log((double)sum_of(sums));
+    }
+}
 }

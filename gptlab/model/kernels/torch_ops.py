@@ -127,3 +127,11 @@ def loss_and_gradient(
     gradient = (weights / norm - (entries == targets[:, None]).to(z.dtype)) * counted
     gradient = gradient if squashed is None else gradient * (1 - squashed * squashed)
     return nats, gradient.to(logits.dtype)
+
+
+def losses(
+    logits: Tensor,  # (n, V), float32 or float64, after the softcap
+    targets: Tensor,  # (n,) int64; -1: not counted
+) -> Tensor:  # (n,), as logits
+    """Cross-entropy of each row in nats, 0 where it is not counted."""
+    return F.cross_entropy(logits, targets, ignore_index=-1, reduction="none")

@@ -119,14 +119,18 @@ inline vec square_root(vec v) {
 
 inline long round_up(long n, long to) { return (n + to - 1) / to * to; }
 
-// exp(x) for x up to 0 and a little more, 0 below the smallest normal number, NaN for NaN. Polynomial: Cephes, expf.c.
+// exp(x) for x up to 0 and a little more, 0 far below, NaN for NaN. Polynomial: Cephes, expf.c.
 inline vec exponential(vec x) {
+#ifdef __AVX512F__
+    x = (vec)_mm512_max_ps(_mm512_set1_ps(-104), (__m512)x);  // of which exp is 0; NaN, the second one, stays
+    const vec n = (vec)_mm512_roundscale_ps((__m512)(x * 1.44269504088896341f), _MM_FROUND_TO_NEAREST_INT);
+#else
     const vec lowest = all(-87.33f);
     const bits vanishes = x < lowest;
     x = select(vanishes, lowest, x);
     const vec to_integer = all(12582912.0f);  // 1.5 * 2^23: what is added to it is rounded; the low bits hold it
-    const vec shifted = x * 1.44269504088896341f + to_integer;
-    const vec n = shifted - to_integer;
+    const vec shifted = x * 1.44269504088896341f + to_integer, n = shifted - to_integer;
+#endif
     const vec r = (x - n * 0.693359375f) + n * 2.12194440e-4f;  // x - n log(2), in two parts
     vec p = all(1.9875691500e-4f);
     p = p * r + 1.3981999507e-3f;
@@ -135,8 +139,11 @@ inline vec exponential(vec x) {
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
-    const bits power = ((bits)shifted - (bits)to_integer + 127) << 23;
-    return select(vanishes, vec{}, p * (vec)power);
+#ifdef __AVX512F__
+    return (vec)_mm512_scalef_ps((__m512)p, (__m512)n);
+#else
+    return select(vanishes, vec{}, p * (vec)(((bits)shifted - (bits)to_integer + 127) << 23));
+#endif
 }
 
 // 2^x to 4e-6 of it, for what is rounded to bfloat16: for x up to 0 and a little more, 0 below the smallest normal number,

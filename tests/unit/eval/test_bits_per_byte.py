@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from ranks_in_turn import in_turn
 from torch import Tensor, nn
 
@@ -16,6 +15,7 @@ from gptlab.config.errors import UserError
 from gptlab.config.model import ModelConfig
 from gptlab.eval import bits_per_byte
 from gptlab.eval.bits_per_byte import Evaluation, evaluate, token_nats
+from gptlab.model.kernels.ops import implementation
 from gptlab.runtime.processes.distributed import Group
 
 VOCAB = 11
@@ -119,10 +119,10 @@ def test_every_pass_has_one_shape() -> None:
 def test_chunks_change_nothing(elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """18 positions in chunks of 4, or, where a chunk holds less than one, one at a time."""
     logits, targets = torch.randn(18, VOCAB), torch.from_numpy(random_rows(3).targets).long().flatten()
-    whole, sizes = token_nats(logits, targets), []
-    monkeypatch.setattr(bits_per_byte, "CPU_CHUNK_ELEMENTS", elements)
-    real = F.cross_entropy
-    monkeypatch.setattr(F, "cross_entropy", lambda z, *args, **more: sizes.append(len(z)) or real(z, *args, **more))
+    computing = implementation(logits)
+    whole, sizes, real = token_nats(logits, targets), [], computing.losses
+    monkeypatch.setattr(bits_per_byte, "CHUNK_ELEMENTS", elements)
+    monkeypatch.setattr(computing, "losses", lambda z, y: sizes.append(len(z)) or real(z, y))
     assert torch.equal(token_nats(logits, targets), whole)
     assert sizes == ([4, 4, 4, 4, 2] if elements > 1 else [1] * 18)
 

@@ -423,6 +423,28 @@ def test_many_logits_of_a_large_vocabulary_are_computed_by_a_kernel(
     torch.testing.assert_close(found, differentiable.detach(), rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize(("rows", "vocab"), [(1, 1), (37, 45), (300, 4096), (0, 5)])
+def test_losses(rows: int, vocab: int) -> None:
+    """Logits from -60 to 60; float32 has 2^-24 of the largest of what is added, some 120 nats."""
+    logits, targets = 20 * random(rows, vocab), torch.arange(rows) % (vocab + 1) - 1
+    exact = F.cross_entropy(logits.double(), targets, ignore_index=-1, reduction="none")
+    for computed in (fused.losses(logits, targets), torch_ops.losses(logits, targets)):
+        assert computed.dtype == torch.float32
+        torch.testing.assert_close(computed.double(), exact, rtol=0, atol=1e-5)
+
+
+def test_losses_by_hand() -> None:
+    """Logits 0 and ln 3: probabilities 1/4 and 3/4. No number among the logits, no number as a loss."""
+    logits = torch.tensor([[0.0, 3.0]]).repeat(3, 1).maximum(torch.ones(2)).log()
+    assert fused.losses(logits, torch.tensor([0, 1, -1])).tolist() == pytest.approx([1.3862944, 0.2876821, 0], abs=1e-6)
+    hidden = torch.tensor([[-torch.inf, 0.0], [torch.nan, 0.0], [torch.inf, 0.0]])
+    of_none = fused.losses(hidden, torch.ones(3, dtype=torch.int64))
+    assert of_none[0] == 0
+    assert of_none[1:].isnan().all()
+    with pytest.raises(IndexError, match="target 2 is out of bounds for 2 entries"):
+        fused.losses(logits, torch.tensor([0, 2, 1]))
+
+
 def test_loss_by_hand() -> None:
     """Logits 0 and ln 3: probabilities 1/4 and 3/4."""
     nats, gradient = fused.loss_and_gradient(torch.tensor([[0.0, 3.0]]).log1p().mul(1), torch.tensor([0]), 2, None)
