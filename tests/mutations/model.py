@@ -89,6 +89,10 @@ MUTATIONS = [
          "test_fused_kernels.py::test_many_logits_of_a_large_vocabulary_are_computed_by_a_kernel"],
     ),
     Mutation(
+        "exponentials of any capped logits are relative to the cap", "model/kernels/head_kernel.cpp",
+        "cap > 0 && cap <= 40", "cap > 0", ["test_fused_kernels.py::test_loss_of_equal_logits"],
+    ),
+    Mutation(
         "the kernel's losses count targets that do not count", "model/kernels/head_kernel.cpp",
         "nats[row] = targets[row] < 0 ? 0 : (double)", "nats[row] = (double)",
         ["test_fused_kernels.py::test_losses", "test_fused_kernels.py::test_losses_by_hand"],

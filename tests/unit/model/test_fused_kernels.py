@@ -468,6 +468,14 @@ def test_logits_beyond_the_range_of_exp() -> None:
         assert gradient.flatten().tolist() == ([1.0, -1.0] if cap is None else [0.0, 0.0])
 
 
+@pytest.mark.parametrize("cap", [None, 15.0, 40.0, 41.0, 1000.0])
+def test_loss_of_equal_logits(cap: float | None) -> None:
+    """At both ends of what a softcap makes of them: of two, each is ln 2."""
+    for logit in (-1e4, 1e4):
+        nats, _ = fused.loss_and_gradient(torch.full((1, 2), logit), torch.tensor([0]), 2, cap)
+        assert nats.item() == pytest.approx(0.6931472, abs=1e-5)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_what_is_no_number_reaches_the_loss(bad: float, dtype: torch.dtype) -> None:
