@@ -35,6 +35,9 @@ ASSUMED_FLOPS_PER_SECOND = 235e9
 # 0.953 with 1,024 and windows of 64 to 256, and at 0.967 with 2,048; four layers after 180 s at 0.865, at 0.815 to
 # 0.819, and at 0.812 (docs/LOG.md, 2026-11-25).
 CONTEXT, WINDOW = 1024, 128
+# With slower rotations, a token is found from farther away: a base of 1,000 ends 4% higher after 60 s than 10,000, and
+# this one 1.5% lower (docs/LOG.md, 2026-11-25).
+ROPE_BASE = 100_000.0
 # More are no faster (docs/LOG.md, 2026-11-22), and as many serve every batch: what was compiled to be timed is what
 # trains.
 CPU_MICRO_TOKENS = 2**12
@@ -86,7 +89,7 @@ def quickstart(
         recipe="quickstart",
         model=ModelConfig(
             n_layer=shape.n_layer, n_embd=shape.n_embd, n_head=shape.n_head, seq_len=seq_len, key_offset=True,
-            window_pattern="S", window_tokens=WINDOW,
+            window_pattern="S", window_tokens=WINDOW, rope_base=ROPE_BASE,
         ),
         tokenizer=TokenizerConfig(kind="bpe", vocab_size=vocab_size),
         data=DataConfig(source=("stdlib",), rows="packed"),
