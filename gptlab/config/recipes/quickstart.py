@@ -55,9 +55,9 @@ QUICKSTART_TOKENS_PER_PARAM = 2.5
 # were offset).
 QUICKSTART_STEP_TOKENS_PER_ROOT = 3.6
 QUICKSTART_STEP_TOKENS_PER_ROOT_NARROW = 2.3
-# Three times nanochat's, before the factor below. After 60 s (three layers, two seeds) twice and four times its rate end
-# 1.4 and 1.7% lower in bits per byte, half of it 7% higher; after 180 s (four layers) 1.0 and 0.8% lower. Rates of Muon
-# and embeddings, weight decay and the length of the warmdown make less difference (docs/LOG.md, 2026-11-25).
+# Three times nanochat's, before the factor below. After 60 s (three layers, two seeds) twice and four times its rate
+# end 1.4 and 1.7% lower in bits per byte, half of it 7% higher; after 180 s (four layers) 1.0 and 0.8% lower. Rates of
+# Muon and embeddings, weight decay and the length of the warmdown make less difference (docs/LOG.md, 2026-11-25).
 HEAD_LR = 0.012
 
 
