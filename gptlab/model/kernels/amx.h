@@ -17,9 +17,9 @@ namespace {
 template <class T>
 constexpr bool BY_AMX = PAIRS<T>;
 
-constexpr long AMX = 16;         // rows of a register, and units or sums in a row of it
-constexpr long AMX_TILE = 2 * AMX;  // rows and columns of a tile, of four registers
-constexpr long AMX_DEPTH = 1024;    // units that are transposed at a time: 128 KiB
+constexpr long AMX = 16;            // rows of a register, and units or sums in a row of it
+constexpr long AMX_TILE = 2 * AMX;  // rows and columns of a tile, which has four registers
+constexpr long AMX_DEPTH = 1024;    // units of a panel that are transposed at a time: 128 KiB
 
 // Linux refuses these registers to processes that did not ask for them (docs.kernel.org/arch/x86/xstate.html).
 inline bool registers_are_permitted() {

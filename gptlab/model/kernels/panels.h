@@ -101,7 +101,7 @@ void pack(const S* matrix, long stride, long rows, long width, Share which, long
                 }
 }
 
-// Rows of a matrix (rows, width), `stride` apart -> whole tiles of them, (tiles * MR<T>, units_of(width)).
+// Rows of a matrix (rows, width), `stride` apart -> whole tiles of them, (tiles * MR, units_of(width)).
 template <class T>
 void pack_rows(const T* matrix, long stride, long rows, long width, long tiles, Unit<T>* to) {
     const long depth = units_of<T>(width), kept = std::min(rows, tiles * MR<T>);

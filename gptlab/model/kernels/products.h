@@ -118,13 +118,14 @@ inline void load_transposed(const S* from, long stride, long rows, long n, vec* 
 
 }  // namespace
 
+// BY_AMX<T>: whether products of T are computed by registers of matrices. A thread has `Registers` while it multiplies.
 #if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__)
 #include "amx.h"
 #else
 namespace {
 template <class T>
 constexpr bool BY_AMX = false;
-struct Registers {};  // of matrices, which a thread sets up before it multiplies: there are none
+struct Registers {};
 inline bool registers_are_permitted() { return true; }
 }  // namespace
 #endif
