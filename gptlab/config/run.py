@@ -300,8 +300,7 @@ class RuntimeConfig:
     | on | off."""
     products: AutoProducts = "auto"
     """What multiplies matrices on a CPU, but for those of Muon and attention: gptlab's kernels, or the library of
-    torch, which may have instructions that they lack (AMX). auto: the faster one, timed once for a machine and a
-    model."""
+    torch. auto: the faster one, timed once for a machine and a model."""
     activation_checkpointing: bool = False
     """Keep only what goes into each block for the backward pass, which computes the rest again: much less memory, a
     third more work, the same bits."""

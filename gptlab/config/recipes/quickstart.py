@@ -35,8 +35,8 @@ ASSUMED_FLOPS_PER_SECOND = 235e9
 # 0.953 with 1,024 and windows of 64 to 256, and at 0.967 with 2,048; four layers after 180 s at 0.865, at 0.815 to
 # 0.819, and at 0.812 (docs/LOG.md, 2026-11-25).
 CONTEXT, WINDOW = 1024, 128
-# With slower rotations, a token is found from farther away: a base of 1,000 ends 4% higher after 60 s than 10,000, and
-# this one 1.5% lower (docs/LOG.md, 2026-11-25).
+# After 60 s (three layers) a base of 1,000 ends 4.5% higher in bits per byte than 10,000, and this one 1.5% lower
+# (docs/LOG.md, 2026-11-25).
 ROPE_BASE = 100_000.0
 # More are no faster (docs/LOG.md, 2026-11-22), and as many serve every batch: what was compiled to be timed is what
 # trains.

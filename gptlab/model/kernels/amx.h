@@ -78,17 +78,6 @@ __attribute__((noinline)) inline void amx_tile(long depth, const pair* a, long a
         tile<ROWS, AMX_TILE / W, true>(depth, a + i * a_row, a_row, 1, b, b_row, c + i * c_row, c_row);
 }
 
-// to (32, 32) = the transposed of a matrix (32, 32) of vectors of 16.
-inline void transpose_tile(const float* matrix, float* to) {
-    for (long r = 0; r < AMX_TILE; r += AMX)
-        for (long c = 0; c < AMX_TILE; c += AMX) {
-            vec square[AMX];
-            for (long i = 0; i < AMX; i++) square[i] = load(matrix + (r + i) * AMX_TILE + c);
-            transpose_vectors(square);
-            for (long i = 0; i < AMX; i++) store(to + (c + i) * AMX_TILE + r, square[i]);
-        }
-}
-
 // As `add_outer_products` of panels.h, of panels of 32 columns. Their depth lies down the rows, and has to lie along them
 // in the left operand, which is the one with fewer columns: then less is transposed.
 template <class Part>
@@ -104,16 +93,15 @@ void add_outer_products_by_amx(const pair* dy, const pair* x, long depth, long o
             const long n = std::min(AMX_DEPTH, depth - k);
             const pair* panel = left + (l * depth + k) * AMX_TILE;
             for (long u = 0; u < n; u += AMX)
-                for (long i = 0; i < AMX_TILE; i += AMX) {
-                    vec square[AMX];
-                    for (long s = 0; s < AMX; s++) square[s] = u + s < n ? load(panel + (u + s) * AMX_TILE + i) : vec{};
-                    transpose_vectors(square);
-                    for (long s = 0; s < AMX; s++) store(rows + u * AMX_TILE + (i + s) * AMX, square[s]);
-                }
+                for (long i = 0; i < AMX_TILE; i += AMX)
+                    transpose_square(panel + u * AMX_TILE + i, AMX_TILE, n - u, rows + u * AMX_TILE + i * AMX, AMX);
             for (long r = rights.first; r < rights.last; r++) {
                 const pair* b = right + (r * depth + k) * AMX_TILE;
                 amx_tile(n, rows, AMX, AMX * AMX_TILE, b, AMX_TILE, false, products[0], AMX_TILE);
-                if (x_left) transpose_tile(products[0], products[1]);
+                for (long i = 0; x_left && i < AMX_TILE; i += AMX)
+                    for (long j = 0; j < AMX_TILE; j += AMX)
+                        transpose_square(products[0] + i * AMX_TILE + j, AMX_TILE, AMX,
+                                         products[1] + j * AMX_TILE + i, AMX_TILE);
                 const float* from = products[x_left];
                 const long row = (x_left ? r : l) * AMX_TILE, column = (x_left ? l : r) * AMX_TILE;
                 for (long i = 0; i < std::min(AMX_TILE, outputs - row); i++)

@@ -253,12 +253,8 @@ void turn(pair* units) {
     pair copy[BLOCK / 2 * BLOCK];
     std::memcpy(copy, units, sizeof copy);
     for (long u = 0; u < BLOCK / 2; u += W)
-        for (long c = 0; c < BLOCK; c += W) {
-            vec square[W];
-            for (long i = 0; i < W; i++) square[i] = load(copy + (u + i) * BLOCK + c);
-            transpose_vectors(square);
-            for (long i = 0; i < W; i++) store(units + (c + i) * (BLOCK / 2) + u, square[i]);
-        }
+        for (long c = 0; c < BLOCK; c += W)
+            transpose_square(copy + u * BLOCK + c, BLOCK, W, units + c * (BLOCK / 2) + u, BLOCK / 2);
 }
 
 // Turns a block of scores and `dweights`, the gradients of their weights, into weights and the gradients of the scores, in

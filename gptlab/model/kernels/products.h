@@ -116,6 +116,15 @@ inline void load_transposed(const S* from, long stride, long rows, long n, vec* 
     transpose_vectors(square);
 }
 
+// to (W, W) = the transposed of the first n rows of a matrix (W, W), and zeros. Rows are `stride` and `to_stride` apart.
+template <class E>
+inline void transpose_square(const E* from, long stride, long n, E* to, long to_stride) {
+    vec square[W];
+    for (long i = 0; i < W; i++) square[i] = i < n ? load(from + i * stride) : vec{};
+    transpose_vectors(square);
+    for (long i = 0; i < W; i++) store(to + i * to_stride, square[i]);
+}
+
 }  // namespace
 
 // BY_AMX<T>: whether products of T are computed by registers of matrices. A thread has `Registers` while it multiplies.
