@@ -75,7 +75,7 @@ def test_computes_the_same(processor: str, here: np.ndarray, tmp_path: Path) -> 
 def test_amx_computes_the_same(here: np.ndarray, tmp_path: Path) -> None:
     """By an emulation of its instructions, on processors with those that come with it."""
     if sys.platform != "linux" or "avx512_bf16" not in Path("/proc/cpuinfo").read_text(encoding="utf-8"):
-        pytest.skip("not Linux, or a processor without AVX512-BF16, which is not emulated")
+        pytest.skip("this processor has no AVX512-BF16, which is not emulated, or its system is not Linux")
     emulation = ROOT / "tests/support/amx_emulation.h"
     flags = ["-march=native", "-mamx-tile", "-mamx-bf16", "-include", str(emulation)]
     require_same(outputs(tmp_path, str(cxx_compiler()), *flags), here)
