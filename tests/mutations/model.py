@@ -73,9 +73,9 @@ MUTATIONS = [
         ["test_fused_kernels.py::test_dropout"],
     ),
     Mutation(
-        "a negative logit of the kernel has the softcap of a positive one", "model/kernels/vectors.h",
-        "with_sign((1.0f - e) / (1.0f + e), x) * cap", "(1.0f - e) / (1.0f + e) * cap",
-        ["test_fused_kernels.py::test_loss"],
+        "the kernel's softcap takes the exponential of any logit", "model/kernels/vectors.h",
+        "select(x > most, most, x), 2 / cap", "x, 2 / cap",
+        ["test_fused_kernels.py::test_logits_beyond_the_range_of_exp"],
     ),
     Mutation(
         "the kernel of the head keeps the weights' gradient of the last rows only", "model/kernels/head_kernel.cpp",
@@ -89,8 +89,14 @@ MUTATIONS = [
          "test_fused_kernels.py::test_many_logits_of_a_large_vocabulary_are_computed_by_a_kernel"],
     ),
     Mutation(
-        "exponentials of any capped logits are relative to the cap", "model/kernels/head_kernel.cpp",
-        "cap > 0 && cap <= 40", "cap > 0", ["test_fused_kernels.py::test_loss_of_equal_logits"],
+        "exponentials of the kernel are relative to one of the last logits", "model/kernels/head_kernel.cpp",
+        "top = select(counted > top, counted, top);", "top = counted;",
+        ["test_fused_kernels.py::test_loss_of_one_large_logit"],
+    ),
+    Mutation(
+        "the kernel sums a slice's outer products at once, however long it is", "model/kernels/linear_kernel.cpp",
+        "units, SUMMED_ROWS<T>, s.hidden", "units, units, s.hidden",
+        ["test_fused_kernels.py::test_bits_do_not_depend_on_the_number_of_threads"],
     ),
     Mutation(
         "the kernel's losses count targets that do not count", "model/kernels/head_kernel.cpp",

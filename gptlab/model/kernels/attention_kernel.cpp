@@ -223,7 +223,7 @@ void online_softmax(const Shape& s, bool diagonal, uint64_t first, long k0, cons
             const vec z = load(row + c);
             top = select(z > top, z, top);
         }
-        shift[r] = scale * folded(top, [](vec a, vec b) { return select(b > a, b, a); });
+        shift[r] = scale * highest_of(top);
     }
     for (long r = 0; r < BLOCK; r += W) {
         const vec before = load(highest + r), block = load(shift + r), now = select(block > before, block, before);

@@ -22,41 +22,33 @@ namespace {
 // A slice has so many logits, or so many rows: for each slice, all of the weights' gradient is read and written.
 constexpr long SLICE_LOGITS = 1 << 22, SLICE_ROWS = 256;
 
-// Whether exponentials of capped logits can be taken relative to the cap: the smallest is exp(-2 cap). Not to look for the
-// highest logit takes a third less time for losses, 7% less for the head (docs/LOG.md, 2026-11-25).
-bool bounded(float cap) { return cap > 0 && cap <= 40; }
-
 // The loss in nats of a row of logits before the softcap, and its gradient with respect to them, which may take their
 // place. Entries from `vocab` on are padding. A negative target does not count. cap = 0: none. room: for `vocab` numbers.
 template <class L, class T>
 double loss_row(const L* logits, T* gradient, long target, long columns, long vocab, float cap, float* room) {
     std::fill(gradient + (target < 0 ? 0 : vocab), gradient + columns, T{});
     if (target < 0) return 0;
-    const auto capped = [=](vec z) { return cap > 0 ? softcapped<T>(z, cap) : z; };
-    const auto slope = [=, inverse = 1 / cap](vec c) {
+    vec top = all(-INFINITY), sums{};
+    vectors(vocab, [&](long i, auto n) {
+        const vec z = load_part(logits + i, n), c = cap > 0 ? softcapped<T>(z, cap) : z;
+        store_part(room + i, c, n);
+        const vec counted = first_lanes(c, n, -INFINITY);
+        top = select(counted > top, counted, top);
+    });
+    const float of_target = room[target], highest = highest_of(top);
+    const auto slope = [=, inverse = 1 / cap](vec c) {  // of the softcap
         const vec squashed = c * inverse;
         return cap > 0 ? 1.0f - squashed * squashed : all(1.0f);
     };
-    float highest = cap;
-    if (!bounded(cap)) {
-        vec top = all(-INFINITY);
-        vectors(vocab, [&](long i, auto n) {
-            const vec z = first_lanes(load_part(logits + i, n), n, -INFINITY);
-            top = select(z > top, z, top);
-        });
-        highest = capped(all(folded(top, [](vec a, vec b) { return select(b > a, b, a); })))[0];
-    }
-    vec sums{};
     vectors(vocab, [&](long i, auto n) {
-        const vec c = capped(load_part(logits + i, n)), weight = first_lanes(exponential_of<T>(c, 1, highest), n, 0);
+        const vec c = load_part(room + i, n), weight = first_lanes(exponential_of<T>(c, 1, highest), n, 0);
         sums += weight;
         store_part(room + i, weight * slope(c), n);
     });
     const float total = sum_of(sums), inverse = 1 / total;
-    const vec of_target = capped(load_part(logits + target, 1));
-    room[target] -= total * slope(of_target)[0];  // the gradient without the softcap is softmax - onehot
+    room[target] -= total * slope(all(of_target))[0];  // the gradient without the softcap is softmax - onehot
     vectors(vocab, [&](long i, auto n) { store_part(gradient + i, load_part(room + i, n) * inverse, n); });
-    return (double)highest - of_target[0] + std::log((double)total);
+    return (double)highest - of_target + std::log((double)total);
 }
 
 template <class T>
@@ -127,7 +119,7 @@ void whole_head(const Head& s, const T* x, const float* weight, const int64_t* t
             }
 #pragma omp barrier
             const Part part = part_of(tiles_of<T>(s.entries), inputs, thread, n_threads);
-            add_outer_products(dzs.get(), xs.get(), units, s.entries, s.width, part, first == 0, dweight);
+            add_outer_products(dzs.get(), xs.get(), units, units, s.entries, s.width, part, first == 0, dweight);
 #pragma omp barrier
         }
     }
@@ -211,7 +203,7 @@ void losses(long, const float* logits, const int64_t* targets, float* nats, long
             const vec v = first_lanes(load_part(z + i, n), n, -INFINITY);
             top = select(v > top, v, top);
         });
-        const float highest = folded(top, [](vec a, vec b) { return select(b > a, b, a); });
+        const float highest = highest_of(top);
         vectors(vocab, [&](long i, auto n) { sums += first_lanes(exponential(load_part(z + i, n) - highest), n, 0); });
         nats[row] = targets[row] < 0 ? 0 : (double)highest - z[targets[row]] + std::log((double)sum_of(sums));
     }

@@ -11,15 +11,25 @@
 #include <omp.h>
 
 #include <algorithm>
+#include <climits>
 
 namespace {
 
-// For the gradients of weights, so many elements of the wider operand are packed at a time, or so many rows.
+// For the gradients of weights, the outer products of so many rows are summed at once, and so many are packed at a time: as
+// many for each pair of threads, so that the bits do not depend on their number. In bfloat16 it is all of a slice, of so
+// many elements of the wider operand.
+//
+// In float32 the rows are few, since what a thread reads again and again then stays in its second cache. On Zen 3, where
+// it is small, an MLP's backward pass takes 2.2 times as long as its forward pass, and with 4,096 rows 3.1 to 3.7 times. In
+// bfloat16 few rows take 1 to 2% longer (docs/LOG.md, 2026-11-25 and 2026-11-26).
 constexpr long SLICE_ELEMENTS = 1 << 22, SLICE_ROWS = 256;
+template <class T>
+constexpr long SUMMED_ROWS = PAIRS<T> ? LONG_MAX : 5 * HEIGHT<T>;
 
 template <class T>
-long slice_of(long rows, long width) {
-    return round_up(std::min(rows, std::max(SLICE_ELEMENTS / width, SLICE_ROWS)), MR<T>);
+long slice_of(long rows, long width, int threads) {
+    const long most = PAIRS<T> ? std::max(SLICE_ELEMENTS / width, SLICE_ROWS) : (threads + 1) / 2 * SUMMED_ROWS<T>;
+    return round_up(std::min(rows, most), MR<T>);
 }
 
 // body(row, height) for each HEIGHT rows of a thread's tiles.
@@ -94,7 +104,7 @@ template <class T>
 void linear_backward(const Layer& s, const T* x, const float* weight, const T* dy, T* dx, float* dweight, int threads) {
     typedef Unit<T> U;
     const long depth = units_of<T>(s.outputs), panels = panels_of(s.inputs);
-    const long slice = slice_of<T>(s.rows, std::max(s.inputs, s.outputs));
+    const long slice = slice_of<T>(s.rows, std::max(s.inputs, s.outputs), threads);
     const auto down = room<U>(panels * depth * NR);                              // the weights
     const auto xs = room<U>(panels * units_of<T>(slice) * NR);                   // a slice of x
     const auto dys = room<U>(round_up(s.outputs, LEFT<T>) * units_of<T>(slice));  // and of dy
@@ -116,7 +126,7 @@ void linear_backward(const Layer& s, const T* x, const float* weight, const T* d
             pack<LEFT<T>, T>(dy + first * s.outputs, s.outputs, here, s.outputs, share, units, dys.get());
 #pragma omp barrier
             const Part part = part_of(tiles_of<T>(s.outputs), panels, thread, n);
-            add_outer_products(dys.get(), xs.get(), units, s.outputs, s.inputs, part, first == 0, dweight);
+            add_outer_products(dys.get(), xs.get(), units, SUMMED_ROWS<T>, s.outputs, s.inputs, part, first == 0, dweight);
 #pragma omp barrier
         }
     }
@@ -165,7 +175,7 @@ void mlp_backward(const MLP& s, const T* x, const float* up, const float* out, c
     typedef Unit<T> U;
     const long depth = units_of<T>(s.width), of_hidden = units_of<T>(s.hidden);
     const long wide = panels_of(s.hidden), narrow = panels_of(s.width);
-    const long slice = slice_of<T>(s.rows, s.hidden), of_slice = units_of<T>(slice);
+    const long slice = slice_of<T>(s.rows, s.hidden, threads), of_slice = units_of<T>(slice);
     const long z_row = wide * NR + NR;  // rows that are a power of two apart would share few places of the cache
     const auto outs = room<U>(wide * depth * NR), ups = room<U>(narrow * of_hidden * NR);  // the weights
     const auto xs = room<U>(narrow * of_slice * NR), hiddens = room<U>(wide * of_slice * NR);  // a slice of each
@@ -201,9 +211,9 @@ void mlp_backward(const MLP& s, const T* x, const float* up, const float* out, c
             });
 #pragma omp barrier
             const Part of_up = part_of(tiles_of<T>(s.hidden), narrow, thread, n);
-            add_outer_products(dzs.get(), xs.get(), units, s.hidden, s.width, of_up, first == 0, dup);
+            add_outer_products(dzs.get(), xs.get(), units, SUMMED_ROWS<T>, s.hidden, s.width, of_up, first == 0, dup);
             const Part of_out = part_of(tiles_of<T>(s.width), wide, thread, n);
-            add_outer_products(dys.get(), hiddens.get(), units, s.width, s.hidden, of_out, first == 0, dout);
+            add_outer_products(dys.get(), hiddens.get(), units, SUMMED_ROWS<T>, s.width, s.hidden, of_out, first == 0, dout);
 #pragma omp barrier
         }
     }

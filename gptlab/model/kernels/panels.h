@@ -145,29 +145,34 @@ inline Part part_of(long tiles, long panels, long thread, long threads) {
 }
 
 // c (outputs, inputs) = the sum over some rows of dy (rows, outputs) x (rows, inputs), added to what it holds unless these
-// are the first ones. dy: panels of LEFT columns; x: panels of NR.
+// are the first ones. dy: panels of LEFT columns; x: panels of NR. So many units are summed `at_once`, in registers.
 template <class U>
-void add_outer_products(const U* dy, const U* x, long depth, long outputs, long inputs, Part part, bool first, float* c) {
+void add_outer_products(const U* dy, const U* x, long depth, long at_once, long outputs, long inputs, Part part, bool first,
+                        float* c) {
     if constexpr (BY_AMX<U>) return add_outer_products_by_amx(dy, x, depth, outputs, inputs, part, first, c);
     constexpr int M = MR<U>;
     constexpr long WIDTH = LEFT<U>;
-    for (long t = part.tiles.first; t < part.tiles.last; t++)
-        for (long j = part.panels.first; j < part.panels.last; j++) {
-            const U *a = dy + t * M / WIDTH * depth * WIDTH + t * M % WIDTH, *b = x + j * depth * NR;
-            const long height = std::min<long>(M, outputs - t * M), width = std::min<long>(NR, inputs - j * NR);
-            float* to = c + t * M * inputs + j * NR;
-            if (height < M || width < NR) {
-                float edge[M * NR];
-                tile<M, NV, false>(depth, a, 1, WIDTH, b, NR, edge, NR);
-                for (long i = 0; i < height; i++)
-                    for (long k = 0; k < width; k++)
-                        to[i * inputs + k] = edge[i * NR + k] + (first ? 0 : to[i * inputs + k]);
-            } else if (first) {
-                tile<M, NV, false>(depth, a, 1, WIDTH, b, NR, to, inputs);
-            } else {
-                tile<M, NV, true>(depth, a, 1, WIDTH, b, NR, to, inputs);
+    for (long from = 0; from < depth; from += at_once) {
+        const long n = std::min(at_once, depth - from);
+        const bool replace = first && from == 0;
+        for (long t = part.tiles.first; t < part.tiles.last; t++)
+            for (long j = part.panels.first; j < part.panels.last; j++) {
+                const U *a = dy + (t * M / WIDTH * depth + from) * WIDTH + t * M % WIDTH, *b = x + (j * depth + from) * NR;
+                const long height = std::min<long>(M, outputs - t * M), width = std::min<long>(NR, inputs - j * NR);
+                float* to = c + t * M * inputs + j * NR;
+                if (height < M || width < NR) {
+                    float edge[M * NR];
+                    tile<M, NV, false>(n, a, 1, WIDTH, b, NR, edge, NR);
+                    for (long i = 0; i < height; i++)
+                        for (long k = 0; k < width; k++)
+                            to[i * inputs + k] = edge[i * NR + k] + (replace ? 0 : to[i * inputs + k]);
+                } else if (replace) {
+                    tile<M, NV, false>(n, a, 1, WIDTH, b, NR, to, inputs);
+                } else {
+                    tile<M, NV, true>(n, a, 1, WIDTH, b, NR, to, inputs);
+                }
             }
-        }
+    }
 }
 
 }  // namespace

@@ -109,8 +109,6 @@ inline vec first_lanes(vec v, long n, float other) {
 
 inline vec magnitude(vec x) { return (vec)((bits)x & 0x7fffffff); }
 
-inline vec with_sign(vec size, vec x) { return (vec)((bits)size | ((bits)x & INT32_MIN)); }
-
 // One instruction, since the compiler need not set errno.
 inline vec square_root(vec v) {
     for (int i = 0; i < W; i++) v[i] = __builtin_sqrtf(v[i]);
@@ -119,13 +117,13 @@ inline vec square_root(vec v) {
 
 inline long round_up(long n, long to) { return (n + to - 1) / to * to; }
 
-// exp(x) for x up to 0 and a little more, 0 far below, NaN for NaN. Polynomial: Cephes, expf.c.
+// exp(x) for x up to 88, 0 far below 0, NaN for NaN. Polynomial: Cephes, expf.c.
 inline vec exponential(vec x) {
 #ifdef __AVX512F__
     x = (vec)_mm512_max_ps(_mm512_set1_ps(-104), (__m512)x);  // of which exp is 0; NaN, the second one, stays
     const vec n = (vec)_mm512_roundscale_ps((__m512)(x * 1.44269504088896341f), _MM_FROUND_TO_NEAREST_INT);
 #else
-    const vec lowest = all(-87.33f);
+    const vec lowest = all(-86.9f);  // so that the sum of exponents below is that of a normal number
     const bits vanishes = x < lowest;
     x = select(vanishes, lowest, x);
     const vec to_integer = all(12582912.0f);  // 1.5 * 2^23: what is added to it is rounded; the low bits hold it
@@ -142,12 +140,12 @@ inline vec exponential(vec x) {
 #ifdef __AVX512F__
     return (vec)_mm512_scalef_ps((__m512)p, (__m512)n);
 #else
-    return select(vanishes, vec{}, p * (vec)(((bits)shifted - (bits)to_integer + 127) << 23));
+    return select(vanishes, vec{}, (vec)((bits)p + ((bits)shifted << 23)));
 #endif
 }
 
-// 2^x to 4e-6 of it, for what is rounded to bfloat16: for x up to 0 and a little more, 0 below the smallest normal number,
-// NaN for NaN. The polynomial, of the fraction after rounding down, is fitted by weighted least squares; it is exact at 0
+// 2^x to 4e-6 of it, for what is rounded to bfloat16: for x below 128, 0 below the smallest normal number, NaN for NaN. The
+// polynomial, of the fraction after rounding down, is fitted by weighted least squares; it is exact at 0
 // and 1, since processors round differently near them.
 inline vec coarse_power_of_two(vec x) {
 #ifdef __AVX512DQ__
@@ -167,8 +165,7 @@ inline vec coarse_power_of_two(vec x) {
 #ifdef __AVX512DQ__
     return (vec)_mm512_scalef_ps((__m512)p, (__m512)x);
 #else
-    const bits power = ((bits)shifted - (bits)to_integer + 127) << 23;
-    return select(vanishes, vec{}, p * (vec)power);
+    return select(vanishes, vec{}, (vec)((bits)p + ((bits)shifted << 23)));
 #endif
 }
 
@@ -180,11 +177,11 @@ inline vec exponential_of(vec x, float factor, float shift) {
     return coarse_power_of_two(x * (factor * LOG2_E) - shift * LOG2_E);
 }
 
-// cap tanh(x / cap), by an exponential of what is negative; as exactly as for `exponential_of`.
+// cap tanh(x / cap) = cap - 2 cap / (1 + exp(2 x / cap)), as exactly as for `exponential_of`. From exp(80) on it is the cap.
 template <class T>
 inline vec softcapped(vec x, float cap) {
-    const vec e = exponential_of<T>(magnitude(x), -2 / cap, 0);
-    return with_sign((1.0f - e) / (1.0f + e), x) * cap;
+    const vec most = all(40 * cap);
+    return cap - 2 * cap / (1.0f + exponential_of<T>(select(x > most, most, x), 2 / cap, 0));
 }
 
 // Two numbers in bfloat16, the first in the lower half.
@@ -216,6 +213,10 @@ inline float folded(vec v, Function of) {
 
 inline float sum_of(vec v) {
     return folded(v, [](vec a, vec b) { return a + b; });
+}
+
+inline float highest_of(vec v) {
+    return folded(v, [](vec a, vec b) { return select(b > a, b, a); });
 }
 
 template <int STEP, bool HIGH, int... LANE>

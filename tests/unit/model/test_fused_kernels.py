@@ -476,6 +476,15 @@ def test_loss_of_equal_logits(cap: float | None) -> None:
         assert nats.item() == pytest.approx(0.6931472, abs=1e-5)
 
 
+@pytest.mark.parametrize("place", [0, 20, 39])
+def test_loss_of_one_large_logit(place: int) -> None:
+    """All others are 0, in vectors before and after it."""
+    logits = torch.zeros(1, 40)
+    logits[0, place] = 1000
+    for target, expected in ((place, 0), (39 - place, 1000)):
+        assert fused.loss_and_gradient(logits.clone(), torch.tensor([target]), 40, None)[0].item() == expected
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_what_is_no_number_reaches_the_loss(bad: float, dtype: torch.dtype) -> None:
