@@ -156,8 +156,8 @@ MUTATIONS = [
     ),
     Mutation(
         "the kernel of linear layers multiplies only whole tiles", "model/kernels/linear_kernel.cpp",
-        "body(row, std::min(std::min(from + TILES<T>, tiles.last) * MR<T>, rows) - row);",
-        "body(row, (std::min(std::min(from + TILES<T>, tiles.last) * MR<T>, rows) - row) / MR<T> * MR<T>);",
+        "body(row, std::min(std::min(from + at_once, tiles.last) * MR<T>, rows) - row);",
+        "body(row, (std::min(std::min(from + at_once, tiles.last) * MR<T>, rows) - row) / MR<T> * MR<T>);",
         ["test_fused_kernels.py::test_linear", "test_fused_kernels.py::test_mlp"],
     ),
     Mutation(
