@@ -15,13 +15,13 @@
 
 namespace {
 
-// For the gradients of weights, the outer products of so many rows are summed at once, and so many are packed at a time: as
-// many for each pair of threads, so that the bits do not depend on their number. In bfloat16 it is all of a slice, of so
-// many elements of the wider operand.
+// Gradients of weights take a slice of rows at a time. In bfloat16 it has so many elements of the wider operand. In float32
+// it has SUMMED_ROWS rows for each pair of threads, and a sum is added to the result after each SUMMED_ROWS, so that the
+// bits do not depend on how many threads there are.
 //
-// In float32 the rows are few, since what a thread reads again and again then stays in its second cache. On Zen 3, where
-// it is small, an MLP's backward pass takes 2.2 times as long as its forward pass, and with 4,096 rows 3.1 to 3.7 times. In
-// bfloat16 few rows take 1 to 2% longer (docs/LOG.md, 2026-11-25 and 2026-11-26).
+// Few rows stay in the second cache, where a thread reads them again and again. On Zen 3, where it is small, an MLP's
+// backward pass in float32 takes 2.2 times as long as its forward pass, and 3.1 to 3.7 times with slices of 4,096 rows. In
+// bfloat16 few rows take 1 to 2% longer on Zen 5 (docs/LOG.md, 2026-11-25 and 2026-11-26).
 constexpr long SLICE_ELEMENTS = 1 << 22, SLICE_ROWS = 256;
 template <class T>
 constexpr long SUMMED_ROWS = PAIRS<T> ? LONG_MAX : 5 * HEIGHT<T>;

@@ -145,7 +145,7 @@ inline Part part_of(long tiles, long panels, long thread, long threads) {
 }
 
 // c (outputs, inputs) = the sum over some rows of dy (rows, outputs) x (rows, inputs), added to what it holds unless these
-// are the first ones. dy: panels of LEFT columns; x: panels of NR. So many units are summed `at_once`, in registers.
+// are the first ones. dy: panels of LEFT columns; x: panels of NR. `at_once`: units that are summed in registers.
 template <class U>
 void add_outer_products(const U* dy, const U* x, long depth, long at_once, long outputs, long inputs, Part part, bool first,
                         float* c) {

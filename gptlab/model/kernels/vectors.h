@@ -117,13 +117,16 @@ inline vec square_root(vec v) {
 
 inline long round_up(long n, long to) { return (n + to - 1) / to * to; }
 
+// 2^n, of the low bits of n + 1.5 * 2^23.
+inline vec power_of_two(vec shifted) { return (vec)(((bits)shifted << 23) + (127 << 23)); }
+
 // exp(x) for x up to 88, 0 far below 0, NaN for NaN. Polynomial: Cephes, expf.c.
 inline vec exponential(vec x) {
 #ifdef __AVX512F__
     x = (vec)_mm512_max_ps(_mm512_set1_ps(-104), (__m512)x);  // of which exp is 0; NaN, the second one, stays
     const vec n = (vec)_mm512_roundscale_ps((__m512)(x * 1.44269504088896341f), _MM_FROUND_TO_NEAREST_INT);
 #else
-    const vec lowest = all(-86.9f);  // so that the sum of exponents below is that of a normal number
+    const vec lowest = all(-87.33f);
     const bits vanishes = x < lowest;
     x = select(vanishes, lowest, x);
     const vec to_integer = all(12582912.0f);  // 1.5 * 2^23: what is added to it is rounded; the low bits hold it
@@ -140,7 +143,7 @@ inline vec exponential(vec x) {
 #ifdef __AVX512F__
     return (vec)_mm512_scalef_ps((__m512)p, (__m512)n);
 #else
-    return select(vanishes, vec{}, (vec)((bits)p + ((bits)shifted << 23)));
+    return select(vanishes, vec{}, p * power_of_two(shifted));  // a product, of which NaN stays one
 #endif
 }
 
@@ -165,7 +168,7 @@ inline vec coarse_power_of_two(vec x) {
 #ifdef __AVX512DQ__
     return (vec)_mm512_scalef_ps((__m512)p, (__m512)x);
 #else
-    return select(vanishes, vec{}, (vec)((bits)p + ((bits)shifted << 23)));
+    return select(vanishes, vec{}, p * power_of_two(shifted));  // a product, of which NaN stays one
 #endif
 }
 

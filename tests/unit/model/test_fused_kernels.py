@@ -476,6 +476,15 @@ def test_loss_of_equal_logits(cap: float | None) -> None:
         assert nats.item() == pytest.approx(0.6931472, abs=1e-5)
 
 
+@pytest.mark.parametrize("cap", [None, 15.0])
+@pytest.mark.parametrize("payload", [1, 2**21 + 1])
+def test_any_bits_of_nan_reach_the_loss(payload: int, cap: float | None) -> None:
+    """Arithmetic keeps them, and a kernel that adds to an exponent would make a number of them."""
+    nan = torch.tensor([0x7FC00000 + payload], dtype=torch.int32).view(torch.float32)
+    logits = torch.cat([torch.zeros(39), nan])[None]
+    assert fused.loss_and_gradient(logits, torch.tensor([3]), 40, cap)[0].isnan()
+
+
 @pytest.mark.parametrize("place", [0, 20, 39])
 def test_loss_of_one_large_logit(place: int) -> None:
     """All others are 0, in vectors before and after it."""
