@@ -15,9 +15,9 @@
 
 namespace {
 
-// Gradients of weights take a slice of rows at a time. In bfloat16 it has so many elements of the wider operand. In float32
-// it has SUMMED_ROWS rows for each pair of threads, and a sum is added to the result after each SUMMED_ROWS, so that the
-// bits do not depend on how many threads there are.
+// Gradients of weights take a slice of rows at a time. In bfloat16 it has SLICE_ELEMENTS of the wider operand, or at least
+// SLICE_ROWS rows. In float32 it has SUMMED_ROWS rows for each pair of threads, and sums are added to the result after each
+// SUMMED_ROWS, so that the bits do not depend on the number of threads.
 //
 // Few rows stay in the second cache, where a thread reads them again and again. On Zen 3, where it is small, an MLP's
 // backward pass in float32 takes 2.2 times as long as its forward pass, and 3.1 to 3.7 times with slices of 4,096 rows. In
@@ -135,8 +135,8 @@ void linear_backward(const Layer& s, const T* x, const float* weight, const T* d
 struct MLP {
     long rows, width, hidden;
 
-    // In float32 few where the hidden activations of so many rows stay in the second cache: on Zen 3 2 to 9% faster up to
-    // a width of 384, and 10 to 18% slower with 768 (docs/LOG.md, 2026-11-26).
+    // Tiles of rows that are computed together. In float32, half as many where their hidden activations then stay in the
+    // second cache: 1 to 4% faster on Zen 3 up to a width of 384, and 10 to 18% slower with 768 (docs/LOG.md, 2026-11-26).
     template <class T>
     long tiles_at_once() const {
         return !PAIRS<T> && hidden <= 1536 ? TILES<T> / 2 : TILES<T>;

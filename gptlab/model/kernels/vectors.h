@@ -143,13 +143,13 @@ inline vec exponential(vec x) {
 #ifdef __AVX512F__
     return (vec)_mm512_scalef_ps((__m512)p, (__m512)n);
 #else
-    return select(vanishes, vec{}, p * power_of_two(shifted));  // a product, of which NaN stays one
+    return select(vanishes, vec{}, p * power_of_two(shifted));  // not a sum of exponents: NaN stays NaN
 #endif
 }
 
 // 2^x to 4e-6 of it, for what is rounded to bfloat16: for x below 128, 0 below the smallest normal number, NaN for NaN. The
-// polynomial, of the fraction after rounding down, is fitted by weighted least squares; it is exact at 0
-// and 1, since processors round differently near them.
+// polynomial, of the fraction after rounding down, is fitted by weighted least squares; it is exact at 0 and 1, since
+// processors round differently near them.
 inline vec coarse_power_of_two(vec x) {
 #ifdef __AVX512DQ__
     const vec r = (vec)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF);
@@ -168,7 +168,7 @@ inline vec coarse_power_of_two(vec x) {
 #ifdef __AVX512DQ__
     return (vec)_mm512_scalef_ps((__m512)p, (__m512)x);
 #else
-    return select(vanishes, vec{}, p * power_of_two(shifted));  // a product, of which NaN stays one
+    return select(vanishes, vec{}, p * power_of_two(shifted));  // not a sum of exponents: NaN stays NaN
 #endif
 }
 
