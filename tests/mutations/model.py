@@ -84,7 +84,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the kernel's logits have no softcap", "model/kernels/head_kernel.cpp",
-        "s.cap > 0 ? softcapped<T>(logits, s.cap) : logits", "logits",
+        "s.cap > 0 ? softcapped<T>(v, s.cap) : v", "v",
         ["test_fused_kernels.py::test_capped_logits",
          "test_fused_kernels.py::test_many_logits_of_a_large_vocabulary_are_computed_by_a_kernel"],
     ),
@@ -156,8 +156,8 @@ MUTATIONS = [
     ),
     Mutation(
         "the kernel of linear layers multiplies only whole tiles", "model/kernels/linear_kernel.cpp",
-        "body(row, std::min(std::min(from + at_once, tiles.last) * MR<T>, rows) - row);",
-        "body(row, (std::min(std::min(from + at_once, tiles.last) * MR<T>, rows) - row) / MR<T> * MR<T>);",
+        "body(row, std::min(std::min(from + TILES<T>, tiles.last) * MR<T>, rows) - row);",
+        "body(row, (std::min(std::min(from + TILES<T>, tiles.last) * MR<T>, rows) - row) / MR<T> * MR<T>);",
         ["test_fused_kernels.py::test_linear", "test_fused_kernels.py::test_mlp"],
     ),
     Mutation(

@@ -102,20 +102,14 @@ void whole_head(const Head& s, const T* x, const float* weight, const int64_t* t
                 const long height = std::min(n * MR<T>, first + here - r0);
                 pack_rows(x + r0 * s.width, s.width, height, s.width, n, rows.get());
                 for (long j = 0; j < panels; j++)
-                    multiply(n, width, rows.get(), width, up.get() + j * width * NR, logits.get() + j * NR, z_row);
+                    multiply_panel(n, width, rows.get(), width, up.get() + j * width * NR, logits.get() + j * NR, z_row);
                 for (long r = 0; r < height; r++)
                     nats[r0 + r] = loss_row(logits.get() + r * z_row, dz.get() + r * z_row, targets[r0 + r], s.entries,
                                             s.vocab, s.cap, of_row.get());
                 pack<LEFT<T>, T>(dz.get(), z_row, height, s.entries, Share(0, units_of<T>(height)), units,
                                 dzs.get() + from * MR<T> / PER_UNIT<T> * LEFT<T>);
-                for (long j = 0; j < inputs; j++) {
-                    float* sums = logits.get();  // which are not needed any more
-                    multiply(n, depth, reinterpret_cast<const U*>(dz.get()), z_row / PER_UNIT<T>,
-                             down.get() + j * depth * NR, sums, NR);
-                    for (long r = 0; r < height; r++)
-                        for (long c = j * NR; c < std::min((j + 1) * NR, s.width); c += W)
-                            store_part(dx + (r0 + r) * s.width + c, load(sums + r * NR + c % NR), s.width - c);
-                }
+                multiply(height, depth, reinterpret_cast<const U*>(dz.get()), z_row / PER_UNIT<T>, down.get(), s.width,
+                         [&](long r, long c, auto n, vec v) { store_part(dx + (r0 + r) * s.width + c, v, n); });
             }
 #pragma omp barrier
             const Part part = part_of(tiles_of<T>(s.entries), inputs, thread, n_threads);
@@ -145,16 +139,9 @@ void capped_logits(const Head& s, const T* x, const float* weight, float* z, int
             const long n = std::min(AT_ONCE, tiles.last - from), r0 = from * MR<T>;
             const long height = std::min(n * MR<T>, s.rows - r0);
             pack_rows(x + r0 * s.width, s.width, height, s.width, n, rows.get());
-            for (long j = 0; j < panels; j++) {
-                float products[HEIGHT<T> * NR];
-                multiply(n, width, rows.get(), width, up.get() + j * width * NR, products, NR);
-                for (long r = 0; r < height; r++)
-                    for (long c = 0; c < std::min<long>(NR, s.vocab - j * NR); c += W) {
-                        const vec logits = load(products + r * NR + c);
-                        store_part(z + (r0 + r) * s.vocab + j * NR + c,
-                                   s.cap > 0 ? softcapped<T>(logits, s.cap) : logits, s.vocab - j * NR - c);
-                    }
-            }
+            multiply(height, width, rows.get(), width, up.get(), s.vocab, [&](long r, long c, auto n, vec v) {
+                store_part(z + (r0 + r) * s.vocab + c, s.cap > 0 ? softcapped<T>(v, s.cap) : v, n);
+            });
         }
     }
 }

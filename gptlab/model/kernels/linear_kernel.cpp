@@ -24,7 +24,7 @@ namespace {
 // bfloat16 few rows take 1 to 2% longer on Zen 5 (docs/LOG.md, 2026-11-25 and 2026-11-26).
 constexpr long SLICE_ELEMENTS = 1 << 22, SLICE_ROWS = 256;
 template <class T>
-constexpr long SUMMED_ROWS = PAIRS<T> ? LONG_MAX : 5 * HEIGHT<T>;
+constexpr long SUMMED_ROWS = PAIRS<T> ? LONG_MAX : 10 * HEIGHT<T>;
 
 template <class T>
 long slice_of(long rows, long width, int threads) {
@@ -32,20 +32,20 @@ long slice_of(long rows, long width, int threads) {
     return round_up(std::min(rows, most), MR<T>);
 }
 
-// body(row, height) for each `at_once` of a thread's tiles, which are HEIGHT rows at most.
+// body(row, height) for each HEIGHT rows of a thread's tiles.
 template <class T, class Body>
-void blocks(Share tiles, long at_once, long rows, Body body) {
-    for (long from = tiles.first; from < tiles.last; from += at_once) {
+void blocks(Share tiles, long rows, Body body) {
+    for (long from = tiles.first; from < tiles.last; from += TILES<T>) {
         const long row = from * MR<T>;
-        body(row, std::min(std::min(from + at_once, tiles.last) * MR<T>, rows) - row);
+        body(row, std::min(std::min(from + TILES<T>, tiles.last) * MR<T>, rows) - row);
     }
 }
 
-// x (height, width), at most HEIGHT rows that are `stride` apart, times panels: take(products, column) for each panel, of
-// products (HEIGHT, NR). spare: room for all rows.
-template <class T, class Take>
+// x (height, width), at most HEIGHT rows that are `stride` apart, times panels: at(row, column, n, v) for each vector v of
+// the product, n numbers of which count. spare: room for all rows.
+template <class T, class At>
 void multiply_rows(const T* x, long stride, long height, long width, const Unit<T>* panels, long columns, Unit<T>* spare,
-                   Take take) {
+                   At at) {
     const long depth = units_of<T>(width), tiles = tiles_of<T>(height);
     const auto* rows = reinterpret_cast<const Unit<T>*>(x);
     long a_row = stride / PER_UNIT<T>;
@@ -53,28 +53,13 @@ void multiply_rows(const T* x, long stride, long height, long width, const Unit<
         pack_rows(x, stride, height, width, tiles, spare);
         rows = spare, a_row = depth;
     }
-    for (long j = 0; j < panels_of(columns); j++) {
-        float products[HEIGHT<T> * NR];
-        multiply(tiles, depth, rows, a_row, panels + j * depth * NR, products, NR);
-        take(products, j * NR);
-    }
+    multiply(height, depth, rows, a_row, panels, columns, at);
 }
 
-// at(row, column, n, v) for each vector v of products, n numbers of which count.
-template <class At>
-void each_vector(const float* products, long height, long column, long columns, At at) {
-    for (long r = 0; r < height; r++)
-        for (long c = column; c < std::min(column + NR, columns); c += W)
-            at(r, c, columns - c, load(products + r * NR + c - column));
-}
-
-// What stores products in y (height, columns).
+// What stores a product in y (height, columns).
 template <class T>
-auto into(T* y, long height, long columns) {
-    return [=](const float* products, long column) {
-        each_vector(products, height, column, columns,
-                    [=](long r, long c, long n, vec v) { store_part(y + r * columns + c, v, n); });
-    };
+auto into(T* y, long columns) {
+    return [=](long r, long c, auto n, vec v) { store_part(y + r * columns + c, v, n); };
 }
 
 struct Layer {
@@ -93,9 +78,9 @@ void linear_forward(const Layer& s, const T* x, const float* weight, T* y, int t
         const auto spare = room<Unit<T>>(HEIGHT<T> * depth);
         pack_transposed<T>(weight, s.outputs, s.inputs, Share(panels, thread, n), up.get());
 #pragma omp barrier
-        blocks<T>(Share(tiles_of<T>(s.rows), thread, n), TILES<T>, s.rows, [&](long row, long height) {
+        blocks<T>(Share(tiles_of<T>(s.rows), thread, n), s.rows, [&](long row, long height) {
             multiply_rows(x + row * s.inputs, s.inputs, height, s.inputs, up.get(), s.outputs, spare.get(),
-                          into(y + row * s.outputs, height, s.outputs));
+                          into(y + row * s.outputs, s.outputs));
         });
     }
 }
@@ -115,9 +100,9 @@ void linear_backward(const Layer& s, const T* x, const float* weight, const T* d
         const auto spare = room<U>(HEIGHT<T> * depth);
         pack<NR, T>(weight, s.inputs, s.outputs, s.inputs, Share(depth, thread, n), depth, down.get());
 #pragma omp barrier
-        blocks<T>(Share(tiles_of<T>(s.rows), thread, n), TILES<T>, s.rows, [&](long row, long height) {
+        blocks<T>(Share(tiles_of<T>(s.rows), thread, n), s.rows, [&](long row, long height) {
             multiply_rows(dy + row * s.outputs, s.outputs, height, s.outputs, down.get(), s.inputs, spare.get(),
-                          into(dx + row * s.inputs, height, s.inputs));
+                          into(dx + row * s.inputs, s.inputs));
         });
         for (long first = 0; first < s.rows; first += slice) {
             const long here = std::min(slice, s.rows - first), units = units_of<T>(here);
@@ -134,13 +119,6 @@ void linear_backward(const Layer& s, const T* x, const float* weight, const T* d
 
 struct MLP {
     long rows, width, hidden;
-
-    // Tiles of rows that are computed together. In float32, half as many where their hidden activations then stay in the
-    // second cache: 1 to 4% faster on Zen 3 up to a width of 384, and 10 to 18% slower with 768 (docs/LOG.md, 2026-11-26).
-    template <class T>
-    long tiles_at_once() const {
-        return !PAIRS<T> && hidden <= 1536 ? TILES<T> / 2 : TILES<T>;
-    }
 };
 
 // hidden = A of x up^T, and slope its derivative, unless null; y = hidden out^T. x, y: (rows, width).
@@ -158,18 +136,16 @@ void mlp_forward(const MLP& s, const T* x, const float* up, const float* out, T*
         pack_transposed<T>(up, s.hidden, s.width, Share(wide, thread, n), ups.get());
         pack_transposed<T>(out, s.width, s.hidden, Share(narrow, thread, n), outs.get());
 #pragma omp barrier
-        blocks<T>(Share(tiles_of<T>(s.rows), thread, n), s.tiles_at_once<T>(), s.rows, [&](long row, long height) {
+        blocks<T>(Share(tiles_of<T>(s.rows), thread, n), s.rows, [&](long row, long height) {
             T *h = hidden + row * s.hidden, *to_slope = slope ? slope + row * s.hidden : nullptr;
             multiply_rows(x + row * s.width, s.width, height, s.width, ups.get(), s.hidden, spare.get(),
-                          [&](const float* products, long column) {
-                              each_vector(products, height, column, s.hidden, [&](long r, long c, long n, vec v) {
-                                  const Activated at = A::template of<T>(v);
-                                  store_part(h + r * s.hidden + c, at.value, n);
-                                  if (slope) store_part(to_slope + r * s.hidden + c, at.slope, n);
-                              });
+                          [=](long r, long c, auto n, vec v) {
+                              const Activated at = A::template of<T>(v);
+                              store_part(h + r * s.hidden + c, at.value, n);
+                              if (to_slope) store_part(to_slope + r * s.hidden + c, at.slope, n);
                           });
             multiply_rows(h, s.hidden, height, s.hidden, outs.get(), s.width, spare.get(),
-                          into(y + row * s.width, height, s.width));
+                          into(y + row * s.width, s.width));
         });
     }
 }
@@ -202,19 +178,17 @@ void mlp_backward(const MLP& s, const T* x, const float* up, const float* out, c
             pack<NR, T>(x + first * s.width, s.width, here, s.width, share, units, xs.get());
             pack<LEFT<T>, T>(dy + first * s.width, s.width, here, s.width, share, units, dys.get());
             pack<NR, T>(hidden + first * s.hidden, s.hidden, here, s.hidden, share, units, hiddens.get());
-            blocks<T>(Share(tiles_of<T>(here), thread, n), s.tiles_at_once<T>(), here, [&](long row, long height) {
+            blocks<T>(Share(tiles_of<T>(here), thread, n), here, [&](long row, long height) {
                 const T *dy_here = dy + (first + row) * s.width, *by = (slope ? slope : hidden) + (first + row) * s.hidden;
                 multiply_rows(dy_here, s.width, height, s.width, outs.get(), s.hidden, spare.get(),
-                              [&](const float* products, long column) {
-                                  each_vector(products, height, column, s.hidden, [&](long r, long c, long n, vec v) {
-                                      const vec at = load_part(by + r * s.hidden + c, n);
-                                      store_part(dz.get() + r * z_row + c, v * (slope ? at : 2.0f * square_root(at)), n);
-                                  });
+                              [&](long r, long c, auto n, vec v) {
+                                  const vec at = load_part(by + r * s.hidden + c, n);
+                                  store_part(dz.get() + r * z_row + c, v * (slope ? at : 2.0f * square_root(at)), n);
                               });
                 pack<LEFT<T>, T>(dz.get(), z_row, height, s.hidden, Share(0, units_of<T>(height)), units,
                                 dzs.get() + row / PER_UNIT<T> * LEFT<T>);
                 multiply_rows(dz.get(), z_row, height, s.hidden, ups.get(), s.width, spare.get(),
-                              into(dx + (first + row) * s.width, height, s.width));
+                              into(dx + (first + row) * s.width, s.width));
             });
 #pragma omp barrier
             const Part of_up = part_of(tiles_of<T>(s.hidden), narrow, thread, n);

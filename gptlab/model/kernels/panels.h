@@ -11,6 +11,7 @@
 
 #include <memory>
 #include <new>
+#include <numeric>
 
 namespace {
 
@@ -31,10 +32,14 @@ template <class T>
 constexpr long HEIGHT = BY_AMX<T> ? 64 : 48;  // rows that share a panel while it is there
 template <class T>
 constexpr long TILES = HEIGHT<T> / MR<T>;
+// Columns of a left operand's panel: the fewest, since a tile takes MR of them and the cache all.
 template <class T>
-constexpr long LEFT = BY_AMX<T> ? 32 : HEIGHT<T>;  // columns of a left operand's panel
+constexpr long LEFT = std::lcm(MR<T>, W);
+// Columns of a product that are computed before they are used: whole panels. In bfloat16, more than one was not measured.
 template <class T>
-constexpr bool WHOLE = HEIGHT<T> % MR<T> == 0 && LEFT<T> % MR<T> == 0 && LEFT<T> % W == 0 && MR<T> % 2 == 0;
+constexpr long SPAN = PAIRS<T> ? NR : 512;
+template <class T>
+constexpr bool WHOLE = HEIGHT<T> % MR<T> == 0 && MR<T> % 2 == 0;
 static_assert(WHOLE<float> && WHOLE<pair>, "panels have whole tiles and vectors, and tiles whole units");
 
 struct Free {
@@ -112,7 +117,7 @@ void pack_rows(const T* matrix, long stride, long rows, long width, long tiles, 
 
 // c (tiles * MR, NR) = rows (tiles * MR, depth), which are a_row units apart, times a panel.
 template <class U>
-void multiply(long tiles, long depth, const U* rows, long a_row, const U* panel, float* c, long c_row) {
+void multiply_panel(long tiles, long depth, const U* rows, long a_row, const U* panel, float* c, long c_row) {
     constexpr int M = MR<U>;
     for (long k = 0; k < depth; k += DEPTH) {
         const long n = std::min(DEPTH, depth - k);
@@ -126,6 +131,25 @@ void multiply(long tiles, long depth, const U* rows, long a_row, const U* panel,
             else
                 tile<M, NV, true>(n, a, a_row, 1, b, NR, to, c_row);
         }
+    }
+}
+
+// The same for `height` rows and several panels, of `columns` columns: at(row, column, n, v) for each vector v of the
+// product, n numbers of which count, along its rows.
+//
+// What `at` reads and writes is often in no cache. Along rows the processor fetches ahead; for the few columns of one panel
+// it would wait at each row: an MLP's backward pass in float32 takes 1.1 to 1.25 times as long (Zen 3; docs/LOG.md,
+// 2026-11-26).
+template <class U, class At>
+void multiply(long height, long depth, const U* rows, long a_row, const U* panels, long columns, At at) {
+    constexpr long ROW = SPAN<U> + NR;  // rows that are a power of two apart would share few places of the cache
+    alignas(64) float products[HEIGHT<U> * ROW];
+    for (long c = 0; c < columns; c += SPAN<U>) {
+        const long here = std::min(SPAN<U>, columns - c);
+        for (long i = 0; i < here; i += NR)
+            multiply_panel(tiles_of<U>(height), depth, rows, a_row, panels + (c + i) * depth, products + i, ROW);
+        for (long r = 0; r < height; r++)
+            vectors(here, [&](long i, auto n) { at(r, c + i, n, load(products + r * ROW + i)); });
     }
 }
 
@@ -160,6 +184,7 @@ void add_outer_products(const U* dy, const U* x, long depth, long at_once, long 
                 const U *a = dy + (t * M / WIDTH * depth + from) * WIDTH + t * M % WIDTH, *b = x + (j * depth + from) * NR;
                 const long height = std::min<long>(M, outputs - t * M), width = std::min<long>(NR, inputs - j * NR);
                 float* to = c + t * M * inputs + j * NR;
+                for (long i = 0; i < height && !replace; i++) __builtin_prefetch(to + i * inputs, 1);
                 if (height < M || width < NR) {
                     float edge[M * NR];
                     tile<M, NV, false>(n, a, 1, WIDTH, b, NR, edge, NR);

@@ -521,7 +521,7 @@ def test_what_is_no_number_reaches_the_loss(bad: float, dtype: torch.dtype) -> N
 
 def test_bits_do_not_depend_on_the_number_of_threads() -> None:
     """Sums over rows are those of learned weights; everything else belongs to a row."""
-    x, y = random(4, 100, 96, seed=1), random(4, 100, 96, seed=2)
+    x, y = random(5, 100, 96, seed=1), random(5, 100, 96, seed=2)
     logits, targets = random(300, 500), torch.arange(300)
     found = []
     threads = torch.get_num_threads()
