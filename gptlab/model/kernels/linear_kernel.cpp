@@ -19,9 +19,9 @@ namespace {
 // SLICE_ROWS rows. In float32 it has SUMMED_ROWS rows for each pair of threads, and sums are added to the result after each
 // SUMMED_ROWS, so that the bits do not depend on the number of threads.
 //
-// Few rows stay in the second cache, where a thread reads them again and again. On Zen 3, where it is small, an MLP's
-// backward pass in float32 takes 2.2 times as long as its forward pass, and 3.1 to 3.7 times with slices of 4,096 rows. In
-// bfloat16 few rows take 1 to 2% longer on Zen 5 (docs/LOG.md, 2026-11-25 and 2026-11-26).
+// Few rows stay in the second cache, where a thread reads them again and again. On Zen 3, where it is small, slices of
+// 4,096 rows made an MLP's backward pass in float32 take 1.15 to 1.36 times as long. In bfloat16 few rows take 1 to 2%
+// longer on Zen 5 (docs/LOG.md, 2026-11-25 and 2026-11-26).
 constexpr long SLICE_ELEMENTS = 1 << 22, SLICE_ROWS = 256;
 template <class T>
 constexpr long SUMMED_ROWS = PAIRS<T> ? LONG_MAX : 10 * HEIGHT<T>;
