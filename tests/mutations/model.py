@@ -155,6 +155,12 @@ MUTATIONS = [
         ["test_fused_kernels.py::test_mlp", "test_fused_kernels.py::test_a_model_with_them_is_the_model_without"],
     ),
     Mutation(
+        "products of many columns repeat the first ones", "model/kernels/panels.h",
+        "panels + (c + i) * depth, products + i, ROW", "panels + i * depth, products + i, ROW",
+        ["test_fused_kernels.py::test_linear", "test_fused_kernels.py::test_mlp",
+         "test_fused_kernels.py::test_capped_logits"],
+    ),
+    Mutation(
         "the kernel of linear layers multiplies only whole tiles", "model/kernels/linear_kernel.cpp",
         "body(row, std::min(std::min(from + TILES<T>, tiles.last) * MR<T>, rows) - row);",
         "body(row, (std::min(std::min(from + TILES<T>, tiles.last) * MR<T>, rows) - row) / MR<T> * MR<T>);",

@@ -82,8 +82,8 @@ class Scratch {
 };
 
 // Prefetches the row that is AHEAD rows further on: the rows of a single head are too far apart for the processor's own
-// prefetcher. On Zen 3 in float32 attention takes 1.18 times as long without it, and its backward pass 1.04 to 1.09 times
-// (docs/LOG.md, 2026-11-26).
+// prefetcher. In float32 on Zen 3, attention takes 1.05 to 1.17 times as long without it, and its backward pass 1.04 to
+// 1.08 times (docs/LOG.md, 2026-11-26).
 template <class T>
 void prefetch_ahead(const T* row, long stride, long width) {
     constexpr long AHEAD = 16, LINE = 64 / sizeof(T);

@@ -34,7 +34,7 @@ _SOURCES = tuple(
     _FOLDER / f"{name}.cpp" for name in ("attention_kernel", "fused_kernels", "head_kernel", "linear_kernel")
 )
 _HEADERS = tuple(_FOLDER / f"{name}.h" for name in ("vectors", "products", "amx", "panels", "activations"))
-# A loop that begins within a line of the instructions' cache takes up to 8% longer, of tiles (Zen 3; docs/LOG.md,
+# The loop of a product's tile takes up to 8% longer where it does not begin at a cache line (Zen 3; docs/LOG.md,
 # 2026-11-26).
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-fno-math-errno", "-falign-loops=64")
 # For a compiler that hangs. A build takes eight seconds of one core. A busy machine may stretch that a hundredfold, and

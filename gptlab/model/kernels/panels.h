@@ -32,10 +32,12 @@ template <class T>
 constexpr long HEIGHT = BY_AMX<T> ? 64 : 48;  // rows that share a panel while it is there
 template <class T>
 constexpr long TILES = HEIGHT<T> / MR<T>;
-// Columns of a left operand's panel: the fewest, since a tile takes MR of them and the cache all.
+// Columns of a left operand's panel, as few as whole tiles and vectors permit: a tile reads MR of them, and the cache loads
+// the lines of all.
 template <class T>
 constexpr long LEFT = std::lcm(MR<T>, W);
-// Columns of a product that are computed before they are used: whole panels. In bfloat16, more than one was not measured.
+// Columns of a product that are computed before they are used: whole panels. In bfloat16, more than one panel was not
+// measured.
 template <class T>
 constexpr long SPAN = PAIRS<T> ? NR : 512;
 template <class T>
@@ -137,9 +139,9 @@ void multiply_panel(long tiles, long depth, const U* rows, long a_row, const U* 
 // The same for `height` rows and several panels, of `columns` columns: at(row, column, n, v) for each vector v of the
 // product, n numbers of which count, along its rows.
 //
-// What `at` reads and writes is often in no cache. Along rows the processor fetches ahead; for the few columns of one panel
-// it would wait at each row: an MLP's backward pass in float32 takes 1.1 to 1.25 times as long (Zen 3; docs/LOG.md,
-// 2026-11-26).
+// What `at` reads and writes is often in no cache. Along rows the processor prefetches it. With the few columns of a single
+// panel it waits at each row: in float32 an MLP's backward pass takes 1.16 to 1.24 times as long up to a width of 128 (Zen
+// 3; docs/LOG.md, 2026-11-26).
 template <class U, class At>
 void multiply(long height, long depth, const U* rows, long a_row, const U* panels, long columns, At at) {
     constexpr long ROW = SPAN<U> + NR;  // rows that are a power of two apart would share few places of the cache

@@ -115,7 +115,7 @@ def test_learned_weights_before_a_layer_norm() -> None:
 
 
 SIZES = [(1, 1, 1), (37, 25, 51), (130, 700, 70), (9, 64, 2), (531, 20, 8200)]
-"""Rests of tiles, panels, and pairs; inputs of more than one panel's depth, few outputs; two slices and 19 rows."""
+"""Rests of tiles, panels, and pairs; inputs of more than one panel's depth, few outputs; more rows than a slice has."""
 # A few roundings of float32 of sums of up to 8,200 products; in bfloat16, what is rounded is summed once more.
 LAYER_ERRORS = [(torch.float32, 3e-6), (torch.bfloat16, 2**-6)]
 
