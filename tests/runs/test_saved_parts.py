@@ -73,9 +73,10 @@ LOSS_OF_STEP_4 = 5.0
 
 @contextlib.contextmanager
 def lively_loss_scale() -> Iterator[None]:
-    """Within the context, float16's loss scale grows after every third step, not after 2000."""
+    """Within the context, float16's loss scale grows after every step, not after 2000, so that it soon is too large in
+    every second or third one."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.amp, "GradScaler", functools.partial(torch.amp.GradScaler, growth_interval=3))
+        patch.setattr(torch.amp, "GradScaler", functools.partial(torch.amp.GradScaler, growth_interval=1))
         yield
 
 
