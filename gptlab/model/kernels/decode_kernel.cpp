@@ -80,31 +80,48 @@ inline void dots(const T* weight, const float* x, long inputs, float (*result)[N
         }
 }
 
-template <int O, int N, class T, class Store>
-inline void linear_tile(const Linear& l, const float* x, long row, long output, Store store) {
-    float found[O][N];
-    dots<O, N>(static_cast<const T*>(l.weight) + output * l.inputs, x + row * l.inputs, l.inputs, found);
-    for (int n = 0; n < N; ++n)
-        for (int o = 0; o < O; ++o) store(row + n, output + o, found[o][n] + (l.bias ? l.bias[output + o] : 0));
-}
+// A thread's share of the outputs.
+struct Share {
+    long first, last;
 
-// All rows of O outputs: their weights are in the fastest cache after the first four rows.
-template <int O, class T, class Store>
-inline void linear_outputs(const Linear& l, const float* x, long rows, long output, Store store) {
+    explicit Share(long outputs) {
+        const long threads = omp_get_num_threads(), thread = omp_get_thread_num();
+        first = outputs * thread / threads, last = outputs * (thread + 1) / threads;
+    }
+};
+
+// O outputs of all rows: their weights are in the fastest cache after the first four rows.
+template <int O, class T>
+inline void linear_outputs(const Linear& l, const float* x, long rows, long output, float* y) {
+    const T* weight = static_cast<const T*>(l.weight) + output * l.inputs;
+    const auto rows_at = [&](long row, auto n) {
+        float found[O][n];
+        dots<O, n>(weight, x + row * l.inputs, l.inputs, found);
+        for (long i = 0; i < n; ++i)
+            for (int o = 0; o < O; ++o)
+                y[(row + i) * l.outputs + output + o] = found[o][i] + (l.bias ? l.bias[output + o] : 0);
+    };
     long row = 0;
-    for (; row + 4 <= rows; row += 4) linear_tile<O, 4, T>(l, x, row, output, store);
-    for (; row < rows; ++row) linear_tile<O, 1, T>(l, x, row, output, store);
+    for (; row + 4 <= rows; row += 4) rows_at(row, std::integral_constant<int, 4>());
+    for (; row < rows; ++row) rows_at(row, std::integral_constant<int, 1>());
 }
 
-// store(row, output, value) for this thread's share of the outputs of each row of x (rows, inputs).
-template <class T, class Store>
-inline void linear(const Linear& l, const float* x, long rows, Store store) {
+// y (rows, outputs) = x (rows, inputs) by the weights: this thread's share of each row. It is no part of its callers, which
+// would take five times as long to compile (docs/LOG.md, 2026-11-26).
+template <class T>
+__attribute__((noinline)) void linear_of_type(const Linear& l, const float* x, long rows, float* y) {
     constexpr int O = W == 16 ? 4 : 2;  // with four rows, so many vectors as fit into 32 or 16 registers
-    const long threads = omp_get_num_threads(), thread = omp_get_thread_num();
-    const long end = l.outputs * (thread + 1) / threads;
-    long output = l.outputs * thread / threads;
-    for (; output + O <= end; output += O) linear_outputs<O, T>(l, x, rows, output, store);
-    for (; output < end; ++output) linear_outputs<1, T>(l, x, rows, output, store);
+    const Share share(l.outputs);
+    long output = share.first;
+    for (; output + O <= share.last; output += O) linear_outputs<O, T>(l, x, rows, output, y);
+    for (; output < share.last; ++output) linear_outputs<1, T>(l, x, rows, output, y);
+}
+
+void linear(const Model& m, const Linear& l, const float* x, long rows, float* y) {
+    if (m.narrow)
+        linear_of_type<bfloat16>(l, x, rows, y);
+    else
+        linear_of_type<float>(l, x, rows, y);
 }
 
 // The sum of term(x[i]) over n elements.
@@ -199,19 +216,23 @@ void attend(const Model& m, const Layer& layer, long rows, long row, long group,
     }
 }
 
-template <class T>
 void step(const Model& m, long rows, const long* tokens, const long* positions, const long* starts, long column,
-          float* logits, std::vector<float>& shared) {
-    const long c = m.channels, wide = m.layers[0].heads.outputs, hidden = m.layers[0].up.outputs;
-    long most = wide;
-    for (long l = 0; l < m.n_layer; ++l) most = std::max(most, m.layers[l].heads.outputs);
-    float *x = shared.data(), *x0 = x + rows * c, *y = x0 + rows * c, *heads = y + rows * c, *up = heads + rows * most;
+          float* logits, float* shared, long most) {
+    const long c = m.channels, hidden = m.layers[0].up.outputs;
+    float *x = shared, *x0 = x + rows * c, *y = x0 + rows * c, *change = y + rows * c, *heads = change + rows * c;
+    float* up = heads + rows * most;
     std::vector<float> own(rows * c);  // each thread normalizes for itself: less time than to wait for another
     const auto normalized = [&](const Norm& norm) {
         for (long row = 0; row < rows; ++row) normalize(norm, x + row * c, &own[row * c], c);
         return own.data();
     };
     const auto mixed = [&](const Layer& layer, long at) { return layer.lambda * x[at] + layer.x0_lambda * x0[at]; };
+    // use(i) for each of this thread's elements of (rows, outputs).
+    const auto for_own = [&](long outputs, auto use) {
+        const Share share(outputs);
+        for (long row = 0; row < rows; ++row)
+            for (long o = share.first; o < share.last; ++o) use(row * outputs + o);
+    };
 #pragma omp for
     for (long row = 0; row < rows; ++row) {
         for (long i = 0; i < c; ++i) {
@@ -226,8 +247,7 @@ void step(const Model& m, long rows, const long* tokens, const long* positions, 
         const long n_heads = layer.heads.outputs;
         for (long at = 0; at < rows * c; ++at) own[at] = mixed(layer, at);
         for (long row = 0; row < rows; ++row) normalize(layer.attention_norm, &own[row * c], &own[row * c], c);
-        linear<T>(layer.heads, own.data(), rows,
-                  [&](long row, long o, float value) { heads[row * n_heads + o] = value; });
+        linear(m, layer.heads, own.data(), rows, heads);
 #pragma omp barrier
 #pragma omp for
         for (long task = 0; task < rows * m.n_kv_head; ++task) {
@@ -235,18 +255,17 @@ void step(const Model& m, long rows, const long* tokens, const long* positions, 
             attend(m, layer, rows, row, task % m.n_kv_head, tokens[row], positions[row], starts[row], column,
                    heads + row * n_heads, y + row * c);
         }
-        linear<T>(layer.out, y, rows, [&](long row, long o, float value) {
-            x[row * c + o] = mixed(layer, row * c + o) + layer.scale * value;
-        });
+        linear(m, layer.out, y, rows, change);
+        for_own(c, [&](long i) { x[i] = mixed(layer, i) + layer.scale * change[i]; });
 #pragma omp barrier
-        linear<T>(layer.up, normalized(layer.mlp_norm), rows,
-                  [&](long row, long o, float value) { up[row * hidden + o] = activated(m.activation, value); });
+        linear(m, layer.up, normalized(layer.mlp_norm), rows, up);
+        for_own(hidden, [&](long i) { up[i] = activated(m.activation, up[i]); });
 #pragma omp barrier
-        linear<T>(layer.down, up, rows, [&](long row, long o, float value) { x[row * c + o] += value; });
+        linear(m, layer.down, up, rows, change);
+        for_own(c, [&](long i) { x[i] += change[i]; });
 #pragma omp barrier
     }
-    linear<T>(m.head, normalized(m.final_norm), rows,
-              [&](long row, long o, float value) { logits[row * m.head.outputs + o] = value; });
+    linear(m, m.head, normalized(m.final_norm), rows, logits);
 }
 
 }  // namespace
@@ -257,10 +276,7 @@ extern "C" void decode_step(const Model* model, long rows, const long* tokens, c
                             const long* starts, long column, float* logits, int threads) {
     long most = 0;
     for (long l = 0; l < model->n_layer; ++l) most = std::max(most, model->layers[l].heads.outputs);
-    std::vector<float> shared(rows * (3 * model->channels + most + model->layers[0].up.outputs));
+    std::vector<float> shared(rows * (4 * model->channels + most + model->layers[0].up.outputs));
 #pragma omp parallel num_threads(threads)
-    if (model->narrow)
-        step<bfloat16>(*model, rows, tokens, positions, starts, column, logits, shared);
-    else
-        step<float>(*model, rows, tokens, positions, starts, column, logits, shared);
+    step(*model, rows, tokens, positions, starts, column, logits, shared.data(), most);
 }
