@@ -17,7 +17,7 @@ import torch
 from gptlab.app.run.loaded_run import load_run
 from gptlab.config.errors import UserError
 from gptlab.data.packing import IGNORED
-from gptlab.eval.bits_per_byte import evaluation_mode, token_nats
+from gptlab.eval.bits_per_byte import evaluation_mode, rows_of_pass, token_nats
 from gptlab.eval.continuation import Drawing, continue_text, text_of
 from gptlab.model.gpt import GPT
 from gptlab.runtime.records.console import Console
@@ -47,7 +47,7 @@ class GptlabLM(TemplateLM):
         console = Console(stream=sys.stderr)
         self.run = load_run(run, checkpoint=str(checkpoint), device=device, dtype=dtype, console=console)
         given = str(batch_size).isdigit() and int(str(batch_size))
-        self.rows = given or self.run.config.eval_sequences
+        self.rows = given or rows_of_pass(self.run.config, self.run.device)
 
     @property
     def eot_token_id(self) -> int:

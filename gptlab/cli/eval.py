@@ -58,13 +58,14 @@ def main(argv: Sequence[str]) -> int:
         "own, or on CORE.",
     )
     from gptlab.app.run.ranks import together
+    from gptlab.eval.bits_per_byte import rows_of_pass
     from gptlab.runtime.hardware.memory import fewer_rows, memory_errors_explained, smaller_model
 
     text = None if arguments.text is None else _read_text(Path(arguments.text))
     with together() as (group, console):
         with memory_errors_explained(smaller_model):
             run = arguments.load(console, group)
-        rows = arguments.micro_sequences or run.config.eval_sequences
+        rows = arguments.micro_sequences or rows_of_pass(run.config, run.device)
         with memory_errors_explained(lambda error: fewer_rows(error, rows)):
             if text is not None:
                 figures = _text(run, arguments, text, rows, group)

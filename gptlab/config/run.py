@@ -168,7 +168,8 @@ class EvalConfig:
     """Target tokens of the training text, always the same ones, on which the training loss is measured at each
     validation, without dropout (nanoGPT's train loss). None: not measured."""
     micro_sequences: Positive[int] | None = None
-    """Rows in one evaluation pass. None: as in training. It changes the speed, not the result."""
+    """Rows in one evaluation pass. None: as in training, or more on a CPU, where that is faster. It changes the speed,
+    not the result."""
     core_every_steps: Positive[int] | None = None
     """Measure CORE (DCLM, arXiv:2406.11794) every N steps, and at the end. None: never. Where core_dir is not given and
     there is no evaluation bundle in the cache, the run warns and continues without CORE."""
@@ -390,7 +391,7 @@ class RunConfig:
 
     @property
     def eval_sequences(self) -> int:
-        """Rows in one evaluation pass."""
+        """Rows in one evaluation pass; see `eval.bits_per_byte.rows_of_pass`."""
         return self.eval.micro_sequences or self.batch.micro_sequences
 
     @property

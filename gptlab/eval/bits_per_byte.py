@@ -18,12 +18,17 @@ import torch
 from torch import Tensor, nn
 
 from gptlab.config.errors import UserError
+from gptlab.config.run import RunConfig
 from gptlab.data.rows import IGNORED, RowSource
 from gptlab.model.kernels.ops import implementation
 from gptlab.runtime.processes.distributed import Group
 
 # Logits turned into losses at a time: 2^24 float32 are 64 MiB, which PyTorch's log-softmax of a chunk allocates.
 CHUNK_ELEMENTS = 2**24
+# Positions and logits (128 MiB) of a pass on a CPU. Some of its work does not depend on them: an evaluation of
+# nanogpt/shakespeare-char-cpu takes 0.8 times as long as with the 12 rows of 64 that it trains, one of quickstart 0.95
+# times as long as with four of 1,024 (Zen 3; docs/LOG.md, 2026-11-26).
+CPU_PASS_POSITIONS, CPU_PASS_LOGITS = 2**13, 2**25
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +43,15 @@ class Evaluation:
     """Bytes in `val_bpb`."""
     train_loss: float | None = None
     """Nats per target token of training text, if that was measured too."""
+
+
+def rows_of_pass(config: RunConfig, device: torch.device, *, compiled: bool = False) -> int:
+    """Rows of one evaluation pass. By default as many as in training: a model was compiled for them, and a GPU's memory
+    suffices. More where these are short and a CPU computes what was not compiled."""
+    if config.eval.micro_sequences is not None or compiled or device.type != "cpu":
+        return config.eval_sequences
+    positions = min(CPU_PASS_POSITIONS, CPU_PASS_LOGITS // config.model.padded_vocab_size)
+    return max(config.eval_sequences, positions // config.model.seq_len)
 
 
 def evaluate(

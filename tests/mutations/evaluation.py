@@ -27,6 +27,17 @@ MUTATIONS = [
         ["`estimate_loss` in evaluation mode"],
     ),
     Mutation(
+        "a CPU evaluates as many rows at once as it trains", "eval/bits_per_byte.py",
+        "return max(config.eval_sequences, positions // config.model.seq_len)", "return config.eval_sequences",
+        ["test_bits_per_byte.py::test_a_cpu_evaluates_more_rows_at_once_than_it_trains",
+         "test_train.py::TestLoss::test_a_cpu_validates_more_rows_at_once_than_it_trains"],
+    ),
+    Mutation(
+        "a compiled model evaluates another shape than it was compiled for", "eval/bits_per_byte.py",
+        "is not None or compiled or device", "is not None or device",
+        ["test_bits_per_byte.py::test_a_cpu_evaluates_more_rows_at_once_than_it_trains"],
+    ),
+    Mutation(
         "losses are taken in the type of the logits", "eval/bits_per_byte.py",
         "((z.to(wide), y) for z, y in pieces)", "pieces",
         ["test_bits_per_byte.py::test_low_precision_logits_are_summed_in_float32"],

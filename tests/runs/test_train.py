@@ -391,6 +391,13 @@ class TestLoss:
         assert loss() == loss()
         assert len({loss(), loss(seed=8), loss(step=4), loss(index=0)}) == 4
 
+    def test_a_cpu_validates_more_rows_at_once_than_it_trains(self, folder: Path) -> None:
+        session = open_tiny(folder, eval__micro_sequences=None)
+        seen, trained = session.eval_sequences, session.config.batch.micro_sequences
+        assert seen == min(2**13 // session.config.model.seq_len, session.held_out.rows_per_epoch) > trained
+        session = open_tiny(folder, eval__micro_sequences=trained)
+        assert session.eval_sequences == trained
+
     def test_validation_does_not_depend_on_its_batch(self, folder: Path) -> None:
         """DESIGN: val loss and bpb agree to 1e-6 whatever the micro-batch; here in float32."""
         found = []

@@ -23,7 +23,7 @@ from gptlab.data.prepare import prepare
 from gptlab.data.rows import validation_rows
 from gptlab.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from gptlab.data.tokens.shards import TokenSplit
-from gptlab.eval.bits_per_byte import Evaluation, evaluate
+from gptlab.eval.bits_per_byte import Evaluation, evaluate, rows_of_pass
 from gptlab.eval.core import CoreResult, encode_tasks, measure_core
 from gptlab.eval.core_tasks import find_bundle, read_tasks
 from gptlab.model.gpt import GPT, build_model
@@ -185,7 +185,7 @@ def core_of_run(
     questions = [question for task in tasks for question in task.questions][group.rank :: group.size]
     total_tokens = sum(len(option) for question in questions for option in question.options)
     with console.progress("CORE", total_tokens, "tokens") as progress:
-        pass_tokens = (micro_sequences or config.eval_sequences) * config.model.seq_len
+        pass_tokens = (micro_sequences or rows_of_pass(config, run.device)) * config.model.seq_len
         return measure_core(run.model, tasks, max_pass_tokens=pass_tokens, advance=progress.advance, group=group)
 
 
@@ -216,11 +216,13 @@ def evaluate_run(
             "not compare with the run's own, and text that it was trained on may be among the validation text"
         )
 
+    most_rows = micro_sequences or rows_of_pass(config, run.device)
+
     def measure(split: TokenSplit, max_tokens: int | None) -> Evaluation:
         rows = validation_rows(split, config.model.seq_len, run.tokenizer.bos_id, max_tokens)
         return evaluate(
             run.model, rows, run.tokenizer.token_bytes, device=run.device,
-            micro_sequences=micro_sequences or config.eval_sequences, group=group,
+            micro_sequences=min(most_rows, rows.rows_per_epoch), group=group,
         )  # fmt: skip
 
     result = measure(prepared.val, tokens or config.eval.tokens)

@@ -16,7 +16,7 @@ from gptlab.data.corpus.core_bundle import core_folder
 from gptlab.data.prepare import SIDES, PreparedData, prepare
 from gptlab.data.rows import RowSource, make_rows, validation_rows
 from gptlab.data.tokenizer.tokenizer import Tokenizer
-from gptlab.eval.bits_per_byte import Evaluation, evaluate
+from gptlab.eval.bits_per_byte import Evaluation, evaluate, rows_of_pass
 from gptlab.eval.core import CoreResult, EncodedTask, encode_tasks, measure_core
 from gptlab.eval.core_tasks import find_bundle, read_tasks
 from gptlab.eval.sampling import sample_texts, validation_prompts
@@ -60,7 +60,8 @@ class Session:
 
     @property
     def eval_sequences(self) -> int:
-        return min(self.config.eval_sequences, self.held_out.rows_per_epoch)
+        rows = rows_of_pass(self.config, self.state.device, compiled=self.passes.compiled)
+        return min(rows, self.held_out.rows_per_epoch)
 
     def evaluate(self) -> Evaluation:
         found = self._loss_on(self.held_out)
@@ -86,7 +87,7 @@ class Session:
         return [prompt + "".join(pieces) for prompt, pieces in zip(prompts, texts, strict=True)]
 
     def core(self) -> CoreResult:
-        pass_tokens = self.config.eval_sequences * self.config.model.seq_len
+        pass_tokens = rows_of_pass(self.config, self.state.device) * self.config.model.seq_len
         with self.state.strategy.whole_weights():
             return measure_core(self.state.model, self.tasks, max_pass_tokens=pass_tokens, group=self.group)
 
@@ -185,7 +186,7 @@ def _with_masks(session: Session) -> Session:
 
     config, bos_id = session.config, session.data.tokenizer.bos_id
     assert bos_id is not None  # packed rows begin with it
-    rows = max(config.batch.micro_sequences, session.eval_sequences)
+    rows = max(config.batch.micro_sequences, rows_of_pass(config, session.state.device))
     room = DocumentRoom(bos_id, rows, config.model.seq_len)
     session.state.loader.rows = room.counted(session.state.loader.rows)
     session.held_out = room.counted(session.held_out)

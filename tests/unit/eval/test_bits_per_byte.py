@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -13,8 +13,10 @@ from torch import Tensor, nn
 
 from gptlab.config.errors import UserError
 from gptlab.config.model import ModelConfig
+from gptlab.config.recipes.nanogpt import nanogpt_finetune, nanogpt_shakespeare_char_cpu
+from gptlab.config.run import RunConfig
 from gptlab.eval import bits_per_byte
-from gptlab.eval.bits_per_byte import Evaluation, evaluate, token_nats
+from gptlab.eval.bits_per_byte import Evaluation, evaluate, rows_of_pass, token_nats
 from gptlab.model.kernels.ops import implementation
 from gptlab.runtime.processes.distributed import Group
 
@@ -199,3 +201,21 @@ def test_ranks_share_the_passes_and_have_the_bits_of_one(size: int) -> None:
     assert in_turn(size, share) == share(Group())
     as_many_on_every_rank = -(-40 // size) * size
     assert rows.reads == [2] * (as_many_on_every_rank + 40)
+
+
+def with_entries(config: RunConfig, entries: int, asked: int | None = None) -> RunConfig:
+    known = replace(config.model, vocab_size=entries)
+    return replace(config, model=known, eval=replace(config.eval, micro_sequences=asked))
+
+
+def test_a_cpu_evaluates_more_rows_at_once_than_it_trains() -> None:
+    """12 rows of 64 tokens, 65 characters: a pass of 8,192 positions has 128 rows. One row of 1,024 tokens, 50,257
+    entries: it has more logits than a pass should have already. A compiled model and a GPU keep the training's rows."""
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    characters = with_entries(nanogpt_shakespeare_char_cpu(), 65)
+    assert rows_of_pass(characters, cpu) == 128
+    assert rows_of_pass(with_entries(nanogpt_shakespeare_char_cpu(), 4096), cpu) == 128
+    assert rows_of_pass(with_entries(nanogpt_shakespeare_char_cpu(), 8192), cpu) == 64
+    assert rows_of_pass(with_entries(nanogpt_finetune(), 50257), cpu) == 1
+    assert rows_of_pass(characters, cpu, compiled=True) == rows_of_pass(characters, cuda) == 12
+    assert rows_of_pass(with_entries(nanogpt_shakespeare_char_cpu(), 65, asked=3), cpu) == 3
