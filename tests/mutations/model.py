@@ -78,6 +78,17 @@ MUTATIONS = [
         ["test_fused_kernels.py::test_logits_beyond_the_range_of_exp"],
     ),
     Mutation(
+        "the kernel's softcap exceeds the cap", "model/kernels/vectors.h",
+        "return select(x > 9.0f, one, select(x < -9.0f, -one, x * p / q));", "return x * p / q;",
+        ["test_fused_kernels.py::test_logits_beyond_the_range_of_exp",
+         "test_fused_kernels.py::test_softcap_of_tiny_and_huge_numbers"],
+    ),
+    Mutation(
+        "the kernel's softcap is coarse in float32, too", "model/kernels/vectors.h",
+        "if constexpr (std::is_same_v<T, float>) return cap * hyperbolic", "if (false) return cap * hyperbolic",
+        ["test_fused_kernels.py::test_softcap_of_tiny_and_huge_numbers"],
+    ),
+    Mutation(
         "the kernel of the head keeps the weights' gradient of the last rows only", "model/kernels/head_kernel.cpp",
         "part, first == 0, dweight", "part, true, dweight",
         ["test_fused_kernels.py::test_whole_head"],

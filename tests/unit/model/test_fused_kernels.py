@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import ModuleType
@@ -460,12 +461,28 @@ def test_a_target_that_is_no_entry() -> None:
         fused.head_loss(torch.zeros(3, 4), torch.zeros(8, 4), torch.tensor([0, 7, -1]), 7, None)
 
 
-def test_logits_beyond_the_range_of_exp() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_beyond_the_range_of_exp(dtype: torch.dtype) -> None:
     """Without a softcap the largest takes all; with one, both ends are flat."""
     for cap, expected in ((None, 2000.0), (15.0, 30.0)):
-        nats, gradient = fused.loss_and_gradient(torch.tensor([[1000.0, -1000.0]]), torch.tensor([1]), 2, cap)
+        logits = torch.tensor([[1000.0, -1000.0]], dtype=dtype)
+        nats, gradient = fused.loss_and_gradient(logits, torch.tensor([1]), 2, cap)
         assert nats.item() == pytest.approx(expected, abs=1e-3)
         assert gradient.flatten().tolist() == ([1.0, -1.0] if cap is None else [0.0, 0.0])
+
+
+def test_softcap_of_tiny_and_huge_numbers() -> None:
+    """As in float64: 4e-7 is the error of its tanh, and 1e-7 that of dividing by the cap and multiplying by it."""
+    sizes = torch.logspace(-30, 30, 6001)
+    for x in (sizes, -sizes):
+        expected = 15 * torch.tanh(x.double() / 15)
+        torch.testing.assert_close(fused.softcap(x, 15.0).double(), expected, rtol=5e-7, atol=0)
+    assert fused.softcap(torch.tensor([150.0, -150.0, math.inf, -math.inf]), 15.0).tolist() == [
+        15.0,
+        -15.0,
+        15.0,
+        -15.0,
+    ]
 
 
 @pytest.mark.parametrize("cap", [None, 15.0, 40.0, 41.0, 1000.0])
