@@ -98,7 +98,7 @@ inline void store_part(bfloat16* to, vec v, long n) {
 
 inline vec all(float x) { return x - vec{}; }
 
-// Compilers know this form: on x86, one instruction, and none besides where it is a maximum or minimum.
+// On x86 this form compiles to one instruction, and with a comparison to a single max or min where it is one.
 inline vec select(bits chosen, vec a, vec b) { return chosen ? a : b; }
 
 // v with `other` in the lanes from the nth on.
