@@ -118,6 +118,14 @@ inline vec square_root(vec v) {
 
 inline long round_up(long n, long to) { return (n + to - 1) / to * to; }
 
+// A polynomial by Horner's rule, the coefficient of the highest power first.
+template <class... More>
+inline vec polynomial(vec x, float highest, More... more) {
+    vec p = all(highest);
+    ((p = p * x + more), ...);
+    return p;
+}
+
 // 2^n, of the low bits of n + 1.5 * 2^23.
 inline vec power_of_two(vec shifted) { return (vec)(((bits)shifted << 23) + (127 << 23)); }
 
@@ -134,12 +142,8 @@ inline vec exponential(vec x) {
     const vec shifted = x * 1.44269504088896341f + to_integer, n = shifted - to_integer;
 #endif
     const vec r = (x - n * 0.693359375f) + n * 2.12194440e-4f;  // x - n log(2), in two parts
-    vec p = all(1.9875691500e-4f);
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
+    vec p = polynomial(r, 1.9875691500e-4f, 1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f,
+                       5.0000001201e-1f);
     p = p * r * r + r + 1.0f;
 #ifdef __AVX512F__
     return (vec)_mm512_scalef_ps((__m512)p, (__m512)n);
@@ -161,11 +165,7 @@ inline vec coarse_power_of_two(vec x) {
     const vec to_integer = all(12582912.0f);
     const vec shifted = x - 0.5f + to_integer, r = x - (shifted - to_integer);
 #endif
-    vec p = all(1.355574653e-2f);
-    p = p * r + 5.203237013e-2f;
-    p = p * r + 2.413797625e-1f;
-    p = p * r + 6.930321208e-1f;
-    p = p * r + 1.0f;
+    const vec p = polynomial(r, 1.355574653e-2f, 5.203237013e-2f, 2.413797625e-1f, 6.930321208e-1f, 1.0f);
 #ifdef __AVX512DQ__
     return (vec)_mm512_scalef_ps((__m512)p, (__m512)x);
 #else
@@ -184,17 +184,10 @@ inline vec exponential_of(vec x, float factor, float shift) {
 // tanh(x) to 4e-7 of it; from 9 on, where it is 1 - 3e-8, 1. Rational function: Eigen, generic_fast_tanh_float.
 inline vec hyperbolic_tangent(vec x) {
     const vec square = x * x, one = all(1);
-    vec p = all(-2.76076847742355e-16f);
-    p = p * square + 2.00018790482477e-13f;
-    p = p * square - 8.60467152213735e-11f;
-    p = p * square + 5.12229709037114e-08f;
-    p = p * square + 1.48572235717979e-05f;
-    p = p * square + 6.37261928875436e-04f;
-    p = p * square + 4.89352455891786e-03f;
-    vec q = all(1.19825839466702e-06f);
-    q = q * square + 1.18534705686654e-04f;
-    q = q * square + 2.26843463243900e-03f;
-    q = q * square + 4.89352518554385e-03f;
+    const vec p = polynomial(square, -2.76076847742355e-16f, 2.00018790482477e-13f, -8.60467152213735e-11f,
+                             5.12229709037114e-08f, 1.48572235717979e-05f, 6.37261928875436e-04f, 4.89352455891786e-03f);
+    const vec q = polynomial(square, 1.19825839466702e-06f, 1.18534705686654e-04f, 2.26843463243900e-03f,
+                             4.89352518554385e-03f);
     return select(x > 9.0f, one, select(x < -9.0f, -one, x * p / q));
 }
 
