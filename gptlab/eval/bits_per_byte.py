@@ -46,8 +46,8 @@ class Evaluation:
 
 
 def rows_of_pass(config: RunConfig, device: torch.device, *, compiled: bool = False) -> int:
-    """Rows of one evaluation pass. By default as many as in training: a model was compiled for them, and a GPU's memory
-    suffices. More where these are short and a CPU computes what was not compiled."""
+    """Rows of one evaluation pass: `eval.micro_sequences`, or as many as in training, since a compiled model has that
+    shape and a GPU the memory. An uncompiled model on a CPU takes more at once where they are few or short."""
     if config.eval.micro_sequences is not None or compiled or device.type != "cpu":
         return config.eval_sequences
     positions = min(CPU_PASS_POSITIONS, CPU_PASS_LOGITS // config.model.padded_vocab_size)

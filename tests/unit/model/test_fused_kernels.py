@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import ModuleType
@@ -477,12 +476,9 @@ def test_softcap_of_tiny_and_huge_numbers() -> None:
     for x in (sizes, -sizes):
         expected = 15 * torch.tanh(x.double() / 15)
         torch.testing.assert_close(fused.softcap(x, 15.0).double(), expected, rtol=5e-7, atol=0)
-    assert fused.softcap(torch.tensor([150.0, -150.0, math.inf, -math.inf]), 15.0).tolist() == [
-        15.0,
-        -15.0,
-        15.0,
-        -15.0,
-    ]
+    huge = torch.tensor([150.0, torch.inf])
+    assert fused.softcap(huge, 15.0).tolist() == [15.0, 15.0]
+    assert fused.softcap(-huge, 15.0).tolist() == [-15.0, -15.0]
 
 
 @pytest.mark.parametrize("cap", [None, 15.0, 40.0, 41.0, 1000.0])
