@@ -57,7 +57,8 @@ def main(argv: list[str]) -> int:
 
     from gptlab.bench.measure import measure
     from gptlab.bench.training_rate import limited_machine, timed_machine
-    from gptlab.runtime.hardware.device import has_nvidia_gpu, unused_gpu
+    from gptlab.runtime.hardware.device import unused_gpu
+    from gptlab.runtime.hardware.installed import has_nvidia_gpu
     from gptlab.runtime.hardware.memory import memory_errors_explained, smaller_model, what_to_lower
     from gptlab.runtime.processes.distributed import World
     from gptlab.runtime.records.console import Console

@@ -24,7 +24,8 @@ from gptlab.model.counting import flops_per_token
 from gptlab.model.kernels.ops import missing_kernels, outrun_compiler
 from gptlab.optim.combined import CombinedOptimizer
 from gptlab.runtime.files.cache import cache_root
-from gptlab.runtime.hardware.device import compiler_available, cxx_compiler, synchronize
+from gptlab.runtime.hardware.device import compiler_available, synchronize
+from gptlab.runtime.hardware.installed import cxx_compiler
 from gptlab.runtime.hardware.memory import ran_out_of_memory
 from gptlab.runtime.hardware.rng import capture_rng, restore_rng
 from gptlab.training.state import TrainState

@@ -218,6 +218,21 @@ MUTATIONS = [
         ["test_fused_kernels.py::test_many_positions_are_multiplied_by_a_kernel"],
     ),
     Mutation(
+        "a run of bfloat16 builds the kernels of float32, too", "model/kernels/fused.py",
+        "getattr(loaded.functions, name)", 'getattr(kernel_library("float32").functions, name)',
+        ["test_implementations.py::test_a_run_needs_the_kernels_of_one_type"],
+    ),
+    Mutation(
+        "kernels are begun where nobody knows their type", "app/run/train_run.py",
+        " and not cpu_lists_bfloat16()", "",
+        ["test_kernel_library.py::test_they_are_begun_before_torch_where_their_type_is_plain"],
+    ),
+    Mutation(
+        "this machine is measured while kernels are built", "app/run/train_run.py",
+        "building.join()", "pass",
+        ["test_kernel_library.py::test_they_are_begun_before_torch_where_their_type_is_plain"],
+    ),
+    Mutation(
         "an evaluation computes derivatives of activations", "model/kernels/fused.py",
         "out, activation, torch.is_grad_enabled())", "out, activation, True)",
         ["test_fused_kernels.py::test_the_mlp_keeps_the_derivatives_that_a_gradient_needs"],

@@ -69,7 +69,7 @@ MUTATIONS = [
     ),
     Mutation(
         "any CPU computes in bfloat16", "runtime/hardware/place.py",
-        "return any(known.get(name) for name in _BFLOAT16)", "return bool(known)",
+        "return any(known.get(name) for name in BFLOAT16_INSTRUCTIONS)", "return bool(known)",
         ["test_device.py::test_auto_dtype_on_a_cpu_is_the_faster_one"],
     ),
     Mutation(

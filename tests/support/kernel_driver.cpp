@@ -1,4 +1,4 @@
-// Prints what the kernels compute from numbers that every processor makes alike, one a line.
+// Prints what the kernels for one type compute from numbers that every processor makes alike, one a line.
 
 #include "decode_kernel.cpp"
 
@@ -7,36 +7,35 @@
 
 extern "C" {
 int products_are_permitted();
-void attention_forward(long, const void*, void*, float*, long, long, long, long, long, long, long, float, long, long);
-void attention_backward(long, const void*, const void*, const float*, const void*, void*, long, long, long, long, long,
-                        long, long, float, long, long);
-void norm_forward(long, const void*, const void*, float, float, void*, void*, float*, long, long, float, long);
-void norm_backward(long, const void*, const void*, const void*, const float*, const void*, const void*, float, float,
-                   void*, void*, double*, long, long, long);
-void heads_forward(long, long, long, long, long, long, const void*, const void*, const void*, const float*, const float*,
-                   float, void*, float*, long);
-void heads_backward(long, long, long, long, long, long, const void*, const void*, const float*, const void*, const void*,
-                    const float*, const float*, void*, void*, void*, long);
-void relu2_forward(long, const void*, void*, long, long);
-void relu2_backward(long, const void*, const void*, void*, long, long);
-void gelu(long, const void*, void*, void*, long, long);
-void head_loss(long, const void*, const float*, const int64_t*, void*, float*, double*, long, long, long, long, float,
-               long);
-void capped_logits(long, const void*, const float*, float*, long, long, long, float, long);
-void layer_norm_forward(long, const void*, const void*, float, float, const float*, const float*, void*, void*, float*,
-                        long, long, float, long);
-void layer_norm_backward(long, const void*, const void*, const void*, const float*, const float*, float, float, void*,
-                         void*, float*, float*, long, long, long);
-void losses(long, const float*, const int64_t*, float*, long, long, long);
-void linear_forward(long, const void*, const float*, void*, long, long, long, long);
-void linear_backward(long, const void*, const float*, const void*, void*, float*, long, long, long, long);
-void mlp_forward(long, const void*, const float*, const float*, void*, void*, void*, long, long, long, long, long);
-void mlp_backward(long, const void*, const float*, const float*, const void*, const void*, const void*, void*, float*,
+void attention_forward(const real*, real*, float*, long, long, long, long, long, long, long, float, long, long);
+void attention_backward(const real*, const real*, const float*, const real*, real*, long, long, long, long, long, long,
+                        long, float, long, long);
+void norm_forward(const real*, const real*, float, float, real*, real*, float*, long, long, float, long);
+void norm_backward(const real*, const real*, const real*, const float*, const real*, const real*, float, float, real*,
+                   real*, double*, long, long, long);
+void heads_forward(long, long, long, long, long, const real*, const real*, const real*, const float*, const float*,
+                   float, real*, float*, long);
+void heads_backward(long, long, long, long, long, const real*, const real*, const float*, const real*, const real*,
+                    const float*, const float*, real*, real*, real*, long);
+void relu2_forward(const real*, real*, long, long);
+void relu2_backward(const real*, const real*, real*, long, long);
+void gelu(const real*, real*, real*, long, long);
+void head_loss(const real*, const float*, const int64_t*, real*, float*, double*, long, long, long, long, float, long);
+void capped_logits(const real*, const float*, float*, long, long, long, float, long);
+void layer_norm_forward(const real*, const real*, float, float, const float*, const float*, real*, real*, float*, long,
+                        long, float, long);
+void layer_norm_backward(const real*, const real*, const real*, const float*, const float*, float, float, real*, real*,
+                         float*, float*, long, long, long);
+void losses(const float*, const int64_t*, float*, long, long, long);
+void linear_forward(const real*, const float*, real*, long, long, long, long);
+void linear_backward(const real*, const float*, const real*, real*, float*, long, long, long, long);
+void mlp_forward(const real*, const float*, const float*, real*, real*, real*, long, long, long, long, long);
+void mlp_backward(const real*, const float*, const float*, const real*, const real*, const real*, real*, float*,
                   float*, long, long, long, long);
-void softcap_forward(long, const void*, void*, float, long, long);
-void softcap_backward(long, const void*, const void*, void*, float, long, long);
-void dropout(long, const void*, void*, long, long, float, long, long);
-void loss_and_gradient(long, void*, const int64_t*, long, long, long, float, double*, long);
+void softcap_forward(const float*, float*, float, long, long);
+void softcap_backward(const float*, const float*, float*, float, long, long);
+void dropout(const real*, real*, long, long, float, long, long);
+void loss_and_gradient(real*, const int64_t*, long, long, long, float, double*, long);
 }
 
 namespace {
@@ -70,95 +69,93 @@ struct Array {
     }
 };
 
-template <class T>
 void attention() {
-    const long narrow = sizeof(T) == 2, batch = 2, tokens = 150, n_head = 4, n_kv_head = 2, width = 24, window = 70;
+    const long batch = 2, tokens = 150, n_head = 4, n_kv_head = 2, width = 24, window = 70;
     const long inputs = batch * tokens * (n_head + 2 * n_kv_head) * width, outputs = batch * tokens * n_head * width;
-    Array<T> heads(inputs, 1), dy(outputs, 1), y(outputs), gradient(inputs);
+    Array<real> heads(inputs, 1), dy(outputs, 1), y(outputs), gradient(inputs);
     std::vector<float> lse(batch * n_head * tokens);
     for (float dropout : {0.0f, 0.3f}) {
         const long key_offset = dropout > 0;
-        attention_forward(narrow, heads.data(), y.data(), lse.data(), batch, tokens, n_head, n_kv_head, width, window,
-                          key_offset, dropout, 1234567890123, 1);
-        attention_backward(narrow, heads.data(), y.data(), lse.data(), dy.data(), gradient.data(), batch, tokens, n_head,
-                           n_kv_head, width, window, key_offset, dropout, 1234567890123, 1);
+        attention_forward(heads.data(), y.data(), lse.data(), batch, tokens, n_head, n_kv_head, width, window, key_offset,
+                          dropout, 1234567890123, 1);
+        attention_backward(heads.data(), y.data(), lse.data(), dy.data(), gradient.data(), batch, tokens, n_head, n_kv_head,
+                           width, window, key_offset, dropout, 1234567890123, 1);
         y.print(), gradient.print();
     }
 }
 
-template <class T>
 void fused() {
-    const long narrow = sizeof(T) == 2, rows = 70, width = 37, n_head = 2, n_kv_head = 1, heads = 4, head_width = 22;
-    Array<T> x(rows * width, 2), y(rows * width, 2), dsum(rows * width, 1), dnormed(rows * width, 1);
-    Array<T> sum(rows * width), normed(rows * width), dx(rows * width), dy(rows * width);
+    const long rows = 70, width = 37, n_head = 2, n_kv_head = 1, heads = 4, head_width = 22;
+    Array<real> x(rows * width, 2), y(rows * width, 2), dsum(rows * width, 1), dnormed(rows * width, 1);
+    Array<real> sum(rows * width), normed(rows * width), dx(rows * width), dy(rows * width);
     std::vector<float> inverse(rows * (n_head + n_kv_head));
     double sums[2];
-    norm_forward(narrow, x.data(), y.data(), 0.9f, 0.3f, sum.data(), normed.data(), inverse.data(), rows, width, 1e-6f, 1);
-    norm_backward(narrow, dsum.data(), dnormed.data(), sum.data(), inverse.data(), x.data(), y.data(), 0.9f, 0.3f,
-                  dx.data(), dy.data(), sums, rows, width, 1);
+    norm_forward(x.data(), y.data(), 0.9f, 0.3f, sum.data(), normed.data(), inverse.data(), rows, width, 1e-6f, 1);
+    norm_backward(dsum.data(), dnormed.data(), sum.data(), inverse.data(), x.data(), y.data(), 0.9f, 0.3f, dx.data(),
+                  dy.data(), sums, rows, width, 1);
     for (auto* one : {&sum, &normed, &dx, &dy}) one->print();
     for (double one : sums) std::printf("%.9g\n", one);
-    relu2_forward(narrow, x.data(), sum.data(), rows * width, 1);
-    relu2_backward(narrow, x.data(), y.data(), dx.data(), rows * width, 1);
+    relu2_forward(x.data(), sum.data(), rows * width, 1);
+    relu2_backward(x.data(), y.data(), dx.data(), rows * width, 1);
     sum.print(), dx.print();
-    gelu(narrow, x.data(), sum.data(), dx.data(), rows * width, 1);
+    gelu(x.data(), sum.data(), dx.data(), rows * width, 1);
     sum.print(), dx.print();
-    dropout(narrow, x.data(), sum.data(), rows, width, 0.3f, 1234567890123, 1);
+    dropout(x.data(), sum.data(), rows, width, 0.3f, 1234567890123, 1);
     sum.print();
-    Array<T> h(rows * heads * head_width, 2), gates(rows, 2), extra(rows * head_width, 2), out(rows * heads * head_width);
-    Array<T> dout(rows * heads * head_width, 1), dh(rows * heads * head_width), dgates(rows), dextra(rows * head_width);
+    Array<real> h(rows * heads * head_width, 2), gates(rows, 2), extra(rows * head_width, 2), out(rows * heads * head_width);
+    Array<real> dout(rows * heads * head_width, 1), dh(rows * heads * head_width), dgates(rows), dextra(rows * head_width);
     const float *cos = numbers(rows * head_width / 2, 1), *sin = numbers(rows * head_width / 2, 1);
-    heads_forward(narrow, rows, rows, n_head, n_kv_head, head_width, h.data(), gates.data(), extra.data(), cos, sin, 1e-6f,
+    heads_forward(rows, rows, n_head, n_kv_head, head_width, h.data(), gates.data(), extra.data(), cos, sin, 1e-6f,
                   out.data(), inverse.data(), 1);
-    heads_backward(narrow, rows, rows, n_head, n_kv_head, head_width, dout.data(), out.data(), inverse.data(),
+    heads_backward(rows, rows, n_head, n_kv_head, head_width, dout.data(), out.data(), inverse.data(),
                    gates.data(), extra.data(), cos, sin, dh.data(), dgates.data(), dextra.data(), 1);
     for (auto* one : {&out, &dh, &dgates, &dextra}) one->print();
-    Array<T> logits(rows * width, 5);
+    Array<real> logits(rows * width, 5);
     std::vector<int64_t> targets(rows);
     for (long row = 0; row < rows; ++row) targets[row] = row % 31 - 1;
-    loss_and_gradient(narrow, logits.data(), targets.data(), rows, width, 30, 3, sums, 1);
+    loss_and_gradient(logits.data(), targets.data(), rows, width, 30, 3, sums, 1);
     std::printf("%.9g\n", sums[0] / rows);
     logits.print();
-    Array<T> inputs(rows * head_width, 1), dinputs(rows * head_width);
+    Array<real> inputs(rows * head_width, 1), dinputs(rows * head_width);
     std::vector<float> dweight(300 * head_width);
     const float* weight = numbers(300 * head_width, 1);
-    head_loss(narrow, inputs.data(), weight, targets.data(), dinputs.data(), dweight.data(), sums, rows, head_width, 300, 295,
+    head_loss(inputs.data(), weight, targets.data(), dinputs.data(), dweight.data(), sums, rows, head_width, 300, 295,
               3, 1);
     std::printf("%.9g\n", sums[0] / rows);
     dinputs.print();
     std::vector<float> capped(rows * 295);
-    capped_logits(narrow, inputs.data(), weight, capped.data(), rows, head_width, 295, 3, 1);
+    capped_logits(inputs.data(), weight, capped.data(), rows, head_width, 295, 3, 1);
     print(capped.data(), rows * 295);
-    losses(narrow, capped.data(), targets.data(), inverse.data(), rows, 295, 1);
+    losses(capped.data(), targets.data(), inverse.data(), rows, 295, 1);
     print(inverse.data(), rows);
     for (float gradient : dweight) std::printf("%.9g\n", gradient);
-    softcap_forward(narrow, x.data(), y.data(), 1.5f, rows * width, 1);
-    softcap_backward(narrow, x.data(), dnormed.data(), dx.data(), 1.5f, rows * width, 1);
-    y.print(), dx.print();
+    Array<float> z(rows * width, 5), dz(rows * width, 1), capped_z(rows * width), dcapped_z(rows * width);
+    softcap_forward(z.data(), capped_z.data(), 1.5f, rows * width, 1);
+    softcap_backward(z.data(), dz.data(), dcapped_z.data(), 1.5f, rows * width, 1);
+    capped_z.print(), dcapped_z.print();
     const float* scale = numbers(width, 1);
     std::vector<float> moments(2 * rows), dscale(2 * width);
-    layer_norm_forward(narrow, x.data(), dnormed.data(), 0.9f, 0.3f, scale, scale, sum.data(), normed.data(), moments.data(),
+    layer_norm_forward(x.data(), dnormed.data(), 0.9f, 0.3f, scale, scale, sum.data(), normed.data(), moments.data(),
                        rows, width, 1e-5f, 1);
-    layer_norm_backward(narrow, dsum.data(), dnormed.data(), sum.data(), moments.data(), scale, 0.9f, 0.3f, dx.data(),
+    layer_norm_backward(dsum.data(), dnormed.data(), sum.data(), moments.data(), scale, 0.9f, 0.3f, dx.data(),
                         dy.data(), dscale.data(), dscale.data() + width, rows, width, 1);
     for (auto* one : {&sum, &normed, &dx, &dy}) one->print();
     print(dscale.data(), 2 * width);
 }
 
 // Layers of 37 inputs and 51 outputs or hidden channels.
-template <class T>
 void layers() {
-    const long narrow = sizeof(T) == 2, rows = 70, width = 37, hidden = 51;
-    Array<T> x(rows * width, 1), dwide(rows * hidden, 1), dy(rows * width, 1);
-    Array<T> wide(rows * hidden), slope(rows * hidden), y(rows * width), dx(rows * width);
+    const long rows = 70, width = 37, hidden = 51;
+    Array<real> x(rows * width, 1), dwide(rows * hidden, 1), dy(rows * width, 1);
+    Array<real> wide(rows * hidden), slope(rows * hidden), y(rows * width), dx(rows * width);
     const float *up = numbers(hidden * width, 0.2f), *down = numbers(width * hidden, 0.2f);
     std::vector<float> dup(hidden * width), ddown(width * hidden);
-    linear_forward(narrow, x.data(), up, wide.data(), rows, width, hidden, 1);
-    linear_backward(narrow, x.data(), up, dwide.data(), dx.data(), dup.data(), rows, width, hidden, 1);
+    linear_forward(x.data(), up, wide.data(), rows, width, hidden, 1);
+    linear_backward(x.data(), up, dwide.data(), dx.data(), dup.data(), rows, width, hidden, 1);
     wide.print(), dx.print(), print(dup.data(), hidden * width);
     for (long gelu : {0, 1}) {
-        mlp_forward(narrow, x.data(), up, down, wide.data(), slope.data(), y.data(), rows, width, hidden, gelu, 1);
-        mlp_backward(narrow, x.data(), up, down, wide.data(), gelu ? slope.data() : nullptr, dy.data(), dx.data(), dup.data(),
+        mlp_forward(x.data(), up, down, wide.data(), slope.data(), y.data(), rows, width, hidden, gelu, 1);
+        mlp_backward(x.data(), up, down, wide.data(), gelu ? slope.data() : nullptr, dy.data(), dx.data(), dup.data(),
                      ddown.data(), rows, width, hidden, 1);
         for (auto* one : {&wide, &slope, &y, &dx}) one->print();
         print(dup.data(), hidden * width), print(ddown.data(), width * hidden);
@@ -166,13 +163,12 @@ void layers() {
 }
 
 // Gradients whose products are deeper than what is multiplied at a time.
-template <class T>
 void deep_layer() {
-    const long narrow = sizeof(T) == 2, rows = 2100, inputs = 5, outputs = 1100;
-    Array<T> x(rows * inputs, 0.1f), dy(rows * outputs, 0.1f), dx(rows * inputs);
+    const long rows = 2100, inputs = 5, outputs = 1100;
+    Array<real> x(rows * inputs, 0.1f), dy(rows * outputs, 0.1f), dx(rows * inputs);
     const float* weight = numbers(outputs * inputs, 0.1f);
     std::vector<float> dweight(outputs * inputs);
-    linear_backward(narrow, x.data(), weight, dy.data(), dx.data(), dweight.data(), rows, inputs, outputs, 1);
+    linear_backward(x.data(), weight, dy.data(), dx.data(), dweight.data(), rows, inputs, outputs, 1);
     dx.print(), print(dweight.data(), outputs * inputs);
 }
 
@@ -214,14 +210,9 @@ void decode(bool narrow) {
 
 int main() {
     if (!products_are_permitted()) return 1;
-    attention<float>();
-    attention<bfloat16>();
-    fused<float>();
-    fused<bfloat16>();
-    layers<float>();
-    layers<bfloat16>();
-    deep_layer<float>();
-    deep_layer<bfloat16>();
-    decode(false);
-    decode(true);
+    attention();
+    fused();
+    layers();
+    deep_layer();
+    decode(sizeof(real) == 2);
 }

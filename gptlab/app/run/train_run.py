@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
@@ -63,20 +64,40 @@ def _prepare_and_train(attempt: Attempt, request: RunRequest) -> Result:
     from gptlab.runtime.records.provenance import begin_evidence
 
     evidence = begin_evidence()  # before torch is imported, which takes longer
-    from gptlab.runtime.hardware.device import has_nvidia_gpu
+    from gptlab.runtime.hardware.installed import has_nvidia_gpu
 
-    if request.resume is not None or request.from_run is not None:
+    begun_before = request.resume is not None or request.from_run is not None
+    if not begun_before and attempt.config is None and attempt.group.size == 1 and not has_nvidia_gpu():
+        request = _beside_other_programs(attempt.console, request)
+    _import_torch(request)
+    if begun_before:
         return _train_earlier(attempt, request, evidence)
     if has_nvidia_gpu():
         _warn_of_unused_gpu(attempt, request)
     machine = None
     if attempt.config is None:
-        if attempt.group.size == 1 and not has_nvidia_gpu():
-            request = _beside_other_programs(attempt.console, request)
         attempt.config, machine = _configured(attempt, request)
         if has_nvidia_gpu():
             attempt.config = _with_rows_that_fit(attempt, attempt.config, request)
     return _train(attempt, attempt.config, evidence, machine=machine)
+
+
+def _import_torch(request: RunRequest) -> None:
+    """Import torch, and meanwhile build the C++ kernels, where it is plain that the run needs those of float32: on a
+    Linux machine without a GPU and without instructions for bfloat16. Elsewhere they are built while data is prepared.
+    """
+    from gptlab.runtime.hardware.installed import cpu_lists_bfloat16, has_nvidia_gpu
+
+    dtype = request.overrides.get("runtime.dtype", "auto")
+    plain = sys.platform == "linux" and not has_nvidia_gpu() and not cpu_lists_bfloat16()
+    if "torch" in sys.modules or not plain or dtype not in ("auto", "float32"):
+        return
+    from gptlab.model.kernels.library import begin_kernels
+
+    building = begin_kernels("float32")
+    import torch  # noqa: F401
+
+    building.join()  # what follows measures how fast this machine is
 
 
 def _beside_other_programs(console: Console, request: RunRequest) -> RunRequest:

@@ -440,16 +440,16 @@ void backward(const T* heads, const T* y, const float* lse, const T* dy, T* dhea
 extern "C" {
 
 // key_offset: 1 or 0; dropout: in [0, 1]; seed: which weights it zeroes.
-void attention_forward(long narrow, const void* heads, void* y, float* lse, long batch, long tokens, long n_head,
-                       long n_kv_head, long width, long window, long key_offset, float dropout, long seed, long threads) {
+void attention_forward(const real* heads, real* y, float* lse, long batch, long tokens, long n_head, long n_kv_head,
+                       long width, long window, long key_offset, float dropout, long seed, long threads) {
     const Shape s{batch, tokens, n_head, n_kv_head, width, window, key_offset, dropout, (uint64_t)seed};
-    BY_TYPE(narrow, forward(in<T>(heads), out<T>(y), lse, s, threads))
+    forward<real>(heads, y, lse, s, threads);
 }
 
-void attention_backward(long narrow, const void* heads, const void* y, const float* lse, const void* dy, void* dheads,
+void attention_backward(const real* heads, const real* y, const float* lse, const real* dy, real* dheads,
                         long batch, long tokens, long n_head, long n_kv_head, long width, long window, long key_offset,
                         float dropout, long seed, long threads) {
     const Shape s{batch, tokens, n_head, n_kv_head, width, window, key_offset, dropout, (uint64_t)seed};
-    BY_TYPE(narrow, backward(in<T>(heads), in<T>(y), lse, in<T>(dy), out<T>(dheads), s, threads))
+    backward<real>(heads, y, lse, dy, dheads, s, threads);
 }
 }

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from gptlab.config.model import Activation
 from gptlab.model.kernels.library import load_built
-from gptlab.runtime.hardware.device import cxx_compiler
+from gptlab.runtime.hardware.installed import cxx_compiler
 
 _SOURCE = Path(__file__).with_name("decode_kernel.cpp")
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC")

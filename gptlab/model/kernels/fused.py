@@ -6,6 +6,7 @@ Activations are float32 or bfloat16, and so are their gradients. `ops.load_kerne
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import torch
@@ -14,10 +15,12 @@ from torch.autograd.function import once_differentiable
 
 from gptlab.config.model import Activation
 from gptlab.model.kernels import torch_ops
-from gptlab.model.kernels.library import call
+from gptlab.model.kernels.library import Library, kernel_library
 
 _UNLIMITED = 2**62
 """The window of full attention."""
+loaded: Library | None = None
+"""What `ops.load_kernels` has loaded for a model."""
 
 
 def rms_norm(x: Tensor, eps: float) -> Tensor:
@@ -62,7 +65,7 @@ def _drawn_seed() -> int:
 
 
 def relu2(x: Tensor) -> Tensor:
-    return _Elementwise.apply(x, "relu2")
+    return _Relu2.apply(x)
 
 
 def gelu(x: Tensor) -> Tensor:
@@ -79,15 +82,16 @@ def mlp(x: Tensor, up: Tensor, out: Tensor, activation: Activation) -> Tensor:
     return _MLP.apply(x, up, out, activation, torch.is_grad_enabled())
 
 
-def softcap(x: Tensor, cap: float) -> Tensor:
-    return _Elementwise.apply(x, "softcap", cap)
+def softcap(logits: Tensor, cap: float) -> Tensor:
+    assert logits.dtype == torch.float32
+    return _Softcap.apply(logits, cap)
 
 
 def loss_and_gradient(logits: Tensor, targets: Tensor, vocab_size: int, cap: float | None) -> tuple[Tensor, Tensor]:
     """The loss is float64; the gradient takes the place of the logits. IndexError for a target that is no entry."""
     assert logits.is_contiguous()
     nats, sizes = torch.empty((), dtype=torch.float64), (*logits.shape, vocab_size)
-    call("loss_and_gradient", logits.dtype, logits, _within(targets, vocab_size), *sizes, cap or 0.0, nats)
+    _call("loss_and_gradient", logits.dtype, logits, _within(targets, vocab_size), *sizes, cap or 0.0, nats)
     return nats, logits
 
 
@@ -99,7 +103,7 @@ def head_loss(
     x, weight, targets = x.contiguous(), weight.float().contiguous(), _within(targets, vocab_size)
     nats, dx, dweight = torch.empty((), dtype=torch.float64), torch.empty_like(x), torch.empty_like(weight)
     sizes = *x.shape, len(weight), vocab_size
-    call("head_loss", x.dtype, x, weight, targets, dx, dweight, nats, *sizes, cap or 0.0)
+    _call("head_loss", x.dtype, x, weight, targets, dx, dweight, nats, *sizes, cap or 0.0)
     return nats, dx, dweight
 
 
@@ -107,14 +111,14 @@ def capped_logits(x: Tensor, weight: Tensor, vocab_size: int, cap: float | None)
     """x (..., C) by weight (P, C): the first V of P logits in float32, after the softcap. Has no gradient."""
     x, weight = x.contiguous(), weight.float().contiguous()
     logits = torch.empty(*x.shape[:-1], vocab_size)
-    call("capped_logits", x.dtype, x, weight, logits, x.shape[:-1].numel(), x.shape[-1], vocab_size, cap or 0.0)
+    _call("capped_logits", x.dtype, x, weight, logits, x.shape[:-1].numel(), x.shape[-1], vocab_size, cap or 0.0)
     return logits
 
 
 def losses(logits: Tensor, targets: Tensor) -> Tensor:
     assert logits.dtype == torch.float32
     logits, nats = logits.contiguous(), torch.empty(len(logits))
-    call("losses", logits.dtype, logits, _within(targets, logits.shape[1]), nats, *logits.shape)
+    _call_any("losses", logits, _within(targets, logits.shape[1]), nats, *logits.shape)
     return nats
 
 
@@ -136,7 +140,7 @@ class _SumAndNorm(torch.autograd.Function):
         total, normed = x if y is None else torch.empty_like(x), torch.empty_like(x)
         inverse = x.new_empty(x.shape[:-1], dtype=torch.float32)
         sizes = inverse.numel(), x.shape[-1]
-        call("norm_forward", x.dtype, x, y, *ctx.weights, total, normed, inverse, *sizes, eps)
+        _call("norm_forward", x.dtype, x, y, *ctx.weights, total, normed, inverse, *sizes, eps)
         ctx.save_for_backward(total, inverse, *((x, y) if ctx.learned else ()))
         ctx.set_materialize_grads(False)
         return normed if y is None else (total, normed)
@@ -154,7 +158,7 @@ class _SumAndNorm(torch.autograd.Function):
         sums = torch.empty(2, dtype=torch.float64) if ctx.learned else None
         x, y = learned or (None, None)
         given, made = (dtotal, dnormed, total, inverse, x, y, a, b), (dx, None if dy is dx else dy, sums)
-        call("norm_backward", total.dtype, *given, *made, inverse.numel(), total.shape[-1])
+        _call("norm_backward", total.dtype, *given, *made, inverse.numel(), total.shape[-1])
         of_weights = (None, None) if sums is None else sums.float().unbind()
         return dx, dy, *of_weights, None
 
@@ -172,7 +176,7 @@ class _SumAndLayerNorm(torch.autograd.Function):
         total, normed = x if y is None else torch.empty_like(x), torch.empty_like(x)
         moments = x.new_empty(*x.shape[:-1], 2, dtype=torch.float32)
         sizes = x.shape[:-1].numel(), x.shape[-1]
-        call("layer_norm_forward", x.dtype, x, y, a, b, weight, bias, total, normed, moments, *sizes, eps)
+        _call("layer_norm_forward", x.dtype, x, y, a, b, weight, bias, total, normed, moments, *sizes, eps)
         ctx.save_for_backward(total, moments, weight)
         ctx.set_materialize_grads(False)
         return normed if y is None else (total, normed)
@@ -189,7 +193,7 @@ class _SumAndLayerNorm(torch.autograd.Function):
         dy = dx if a == b else torch.empty_like(total) if len(gradients) == 2 else None
         dweight, dbias = torch.empty_like(weight), torch.empty_like(weight) if ctx.biased else None
         given, made = (dtotal, dnormed, total, moments, weight, a, b), (dx, None if dy is dx else dy, dweight, dbias)
-        call("layer_norm_backward", total.dtype, *given, *made, total.shape[:-1].numel(), total.shape[-1])
+        _call("layer_norm_backward", total.dtype, *given, *made, total.shape[:-1].numel(), total.shape[-1])
         dbias = None if dbias is None else dbias.to(ctx.weight_dtype)
         return dx, dy, None, None, dweight.to(ctx.weight_dtype), dbias, None
 
@@ -208,7 +212,7 @@ class _Heads(torch.autograd.Function):
         inverse = None if eps is None else heads.new_empty(batch, tokens, n_head + n_kv_head, dtype=torch.float32)
         ctx.sizes = batch * tokens, tokens, n_head, n_kv_head, width
         norm_eps = -1.0 if eps is None else eps
-        call("heads_forward", heads.dtype, *ctx.sizes, heads, gates, value, cos, sin, norm_eps, out, inverse)
+        _call("heads_forward", heads.dtype, *ctx.sizes, heads, gates, value, cos, sin, norm_eps, out, inverse)
         ctx.save_for_backward(out, inverse, gates, value, cos, sin)
         return out
 
@@ -218,7 +222,7 @@ class _Heads(torch.autograd.Function):
         out, inverse, gates, value, cos, sin = ctx.saved_tensors
         given = dout.contiguous(), out, inverse, gates, value, cos, sin
         gradients = [None if one is None else torch.empty_like(one) for one in (out, gates, value)]
-        call("heads_backward", out.dtype, *ctx.sizes, *given, *gradients)
+        _call("heads_backward", out.dtype, *ctx.sizes, *given, *gradients)
         return *gradients, None, None, None, None
 
 
@@ -232,7 +236,7 @@ class _Attention(torch.autograd.Function):
         y = heads.new_empty(batch, tokens, n_head, width)
         lse = heads.new_empty(batch, n_head, tokens, dtype=torch.float32)
         ctx.sizes = batch, tokens, n_head, (rows - n_head) // 2, width, window, key_offset, dropout, seed
-        call("attention_forward", heads.dtype, heads, y, lse, *ctx.sizes)
+        _call("attention_forward", heads.dtype, heads, y, lse, *ctx.sizes)
         ctx.save_for_backward(heads, y, lse)
         return y
 
@@ -241,7 +245,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         heads, y, lse = ctx.saved_tensors
         dheads = torch.empty_like(heads)
-        call("attention_backward", heads.dtype, heads, y, lse, dy.contiguous(), dheads, *ctx.sizes)
+        _call("attention_backward", heads.dtype, heads, y, lse, dy.contiguous(), dheads, *ctx.sizes)
         return dheads, None, None, None, None, None
 
 
@@ -260,7 +264,7 @@ class _Dropout(torch.autograd.Function):
 def _dropped(x: Tensor, rate: float, seed: int) -> Tensor:
     x = x.contiguous()
     y = torch.empty_like(x)
-    call("dropout", x.dtype, x, y, x.shape[:-1].numel(), x.shape[-1], rate, seed)
+    _call("dropout", x.dtype, x, y, x.shape[:-1].numel(), x.shape[-1], rate, seed)
     return y
 
 
@@ -270,7 +274,7 @@ class _Linear(torch.autograd.Function):
         x, weight, ctx.weight_dtype = x.contiguous(), weight.float().contiguous(), weight.dtype
         ctx.sizes = x.shape[:-1].numel(), x.shape[-1], len(weight)
         y = x.new_empty(*x.shape[:-1], len(weight))
-        call("linear_forward", x.dtype, x, weight, y, *ctx.sizes)
+        _call("linear_forward", x.dtype, x, weight, y, *ctx.sizes)
         ctx.save_for_backward(x, weight)
         return y
 
@@ -279,7 +283,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
         x, weight = ctx.saved_tensors
         dx, dweight = torch.empty_like(x), torch.empty_like(weight)
-        call("linear_backward", x.dtype, x, weight, dy.contiguous(), dx, dweight, *ctx.sizes)
+        _call("linear_backward", x.dtype, x, weight, dy.contiguous(), dx, dweight, *ctx.sizes)
         return dx, dweight.to(ctx.weight_dtype)
 
 
@@ -293,7 +297,7 @@ class _MLP(torch.autograd.Function):
         ctx.sizes = x.shape[:-1].numel(), x.shape[-1], len(up)
         hidden, y = x.new_empty(*x.shape[:-1], len(up)), torch.empty_like(x)
         slope = torch.empty_like(hidden) if keep and activation == "gelu" else None
-        call("mlp_forward", x.dtype, x, up, out, hidden, slope, y, *ctx.sizes, activation == "gelu")
+        _call("mlp_forward", x.dtype, x, up, out, hidden, slope, y, *ctx.sizes, activation == "gelu")
         ctx.save_for_backward(x, up, out, hidden, slope)
         return y
 
@@ -302,7 +306,7 @@ class _MLP(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, up, *others = ctx.saved_tensors
         dx, dup, dout = torch.empty_like(x), torch.empty_like(up), torch.empty_like(others[0])
-        call("mlp_backward", x.dtype, x, up, *others, dy.contiguous(), dx, dup, dout, *ctx.sizes)
+        _call("mlp_backward", x.dtype, x, up, *others, dy.contiguous(), dx, dup, dout, *ctx.sizes)
         return dx, dup.to(ctx.weight_dtype), dout.to(ctx.weight_dtype), None, None
 
 
@@ -313,7 +317,7 @@ class _Gelu(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor) -> Tensor:
         x = x.contiguous()
         y, slope = torch.empty_like(x), torch.empty_like(x) if ctx.needs_input_grad[0] else None
-        call("gelu", x.dtype, x, y, slope, x.numel())
+        _call("gelu", x.dtype, x, y, slope, x.numel())
         ctx.save_for_backward(slope)
         return y
 
@@ -324,22 +328,60 @@ class _Gelu(torch.autograd.Function):
         return dy * slope
 
 
-class _Elementwise(torch.autograd.Function):
-    """The functions NAME_forward and NAME_backward of the library, which take the same constants."""
-
+class _Relu2(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, name: str, *constants: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor) -> Tensor:
         x = x.contiguous()
         y = torch.empty_like(x)
-        call(f"{name}_forward", x.dtype, x, y, *constants, x.numel())
+        _call("relu2_forward", x.dtype, x, y, x.numel())
         ctx.save_for_backward(x)
-        ctx.name, ctx.constants = name, constants
         return y
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
         dx = torch.empty_like(x)
-        call(f"{ctx.name}_backward", x.dtype, x, dy.contiguous(), dx, *ctx.constants, x.numel())
-        return dx, None, *(None for _ in ctx.constants)
+        _call("relu2_backward", x.dtype, x, dy.contiguous(), dx, x.numel())
+        return dx
+
+
+class _Softcap(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cap: float) -> Tensor:
+        x = x.contiguous()
+        y = torch.empty_like(x)
+        _call_any("softcap_forward", x, y, cap, x.numel())
+        ctx.save_for_backward(x)
+        ctx.cap = cap
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        dx = torch.empty_like(x)
+        _call_any("softcap_backward", x, dy.contiguous(), dx, ctx.cap, x.numel())
+        return dx, None
+
+
+def _call(name: str, dtype: torch.dtype, *values: Tensor | float | None) -> None:
+    """Call a function for activations of `dtype`, with the number of threads as the last argument."""
+    library = kernel_library("bfloat16" if dtype == torch.bfloat16 else "float32")
+    assert isinstance(library, Library)
+    getattr(library.functions, name)(*map(_as_c, (*values, torch.get_num_threads())))
+
+
+def _call_any(name: str, *values: Tensor | float | None) -> None:
+    """Call a function that takes float32 logits, whatever the type of activations."""
+    assert loaded is not None
+    getattr(loaded.functions, name)(*map(_as_c, (*values, torch.get_num_threads())))
+
+
+def _as_c(value: Tensor | float | None) -> Any:
+    """Tensors as pointers, integers as long, other numbers as float."""
+    if isinstance(value, int):
+        return ctypes.c_long(value)
+    if isinstance(value, float):
+        return ctypes.c_float(value)
+    return ctypes.c_void_p(None if value is None else value.data_ptr())

@@ -2,7 +2,7 @@
 // and norms, activations and dropout. Each is one pass over memory, forward and backward; as single operations of PyTorch
 // they are three to ten.
 //
-// Activations are float32 or bfloat16; whatever is computed is float32, rounded when it is stored. A row is computed by
+// Activations are `real`; whatever is computed is float32, rounded when it is stored. A row is computed by
 // one thread in a fixed order, and sums over rows in CHUNKS parts: the bits do not depend on the number of threads.
 
 #include "activations.h"
@@ -276,94 +276,87 @@ void elementwise(long count, int threads, Body body) {
 
 extern "C" {
 
-void norm_forward(long narrow, const void* x, const void* y, float a, float b, void* mixed, void* normed, float* inverse,
-                  long rows, long width, float eps, long threads) {
-    BY_TYPE(narrow, norm_forward(in<T>(x), in<T>(y), a, b, out<T>(mixed), out<T>(normed), inverse, rows, width, eps,
-                                 threads))
+void norm_forward(const real* x, const real* y, float a, float b, real* mixed, real* normed, float* inverse, long rows,
+                  long width, float eps, long threads) {
+    norm_forward<real>(x, y, a, b, mixed, normed, inverse, rows, width, eps, threads);
 }
 
-void norm_backward(long narrow, const void* dmixed, const void* dnormed, const void* mixed, const float* inverse,
-                   const void* x, const void* y, float a, float b, void* dx, void* dy, double* sums, long rows,
-                   long width, long threads) {
-    BY_TYPE(narrow, norm_backward(in<T>(dmixed), in<T>(dnormed), in<T>(mixed), inverse, in<T>(x), in<T>(y), a, b,
-                                  out<T>(dx), out<T>(dy), sums, rows, width, threads))
+void norm_backward(const real* dmixed, const real* dnormed, const real* mixed, const float* inverse, const real* x,
+                   const real* y, float a, float b, real* dx, real* dy, double* sums, long rows, long width,
+                   long threads) {
+    norm_backward<real>(dmixed, dnormed, mixed, inverse, x, y, a, b, dx, dy, sums, rows, width, threads);
 }
 
-void layer_norm_forward(long narrow, const void* x, const void* y, float a, float b, const float* weight, const float* bias,
-                        void* mixed, void* normed, float* moments, long rows, long width, float eps, long threads) {
-    BY_TYPE(narrow, layer_norm_forward(in<T>(x), in<T>(y), a, b, weight, bias, out<T>(mixed), out<T>(normed), moments, rows,
-                                       width, eps, threads))
+void layer_norm_forward(const real* x, const real* y, float a, float b, const float* weight, const float* bias,
+                        real* mixed, real* normed, float* moments, long rows, long width, float eps, long threads) {
+    layer_norm_forward<real>(x, y, a, b, weight, bias, mixed, normed, moments, rows, width, eps, threads);
 }
 
-void layer_norm_backward(long narrow, const void* dmixed, const void* dnormed, const void* mixed, const float* moments,
-                         const float* weight, float a, float b, void* dx, void* dy, float* dweight, float* dbias, long rows,
-                         long width, long threads) {
-    BY_TYPE(narrow, layer_norm_backward(in<T>(dmixed), in<T>(dnormed), in<T>(mixed), moments, weight, a, b, out<T>(dx),
-                                        out<T>(dy), dweight, dbias, rows, width, threads))
+void layer_norm_backward(const real* dmixed, const real* dnormed, const real* mixed, const float* moments,
+                         const float* weight, float a, float b, real* dx, real* dy, float* dweight, float* dbias,
+                         long rows, long width, long threads) {
+    layer_norm_backward<real>(dmixed, dnormed, mixed, moments, weight, a, b, dx, dy, dweight, dbias, rows, width,
+                              threads);
 }
 
-void heads_forward(long narrow, long rows, long tokens, long n_head, long n_kv_head, long width, const void* heads,
-                   const void* gates, const void* extra, const float* cos, const float* sin, float eps, void* y,
-                   float* inverse, long threads) {
+void heads_forward(long rows, long tokens, long n_head, long n_kv_head, long width, const real* heads, const real* gates,
+                   const real* extra, const float* cos, const float* sin, float eps, real* y, float* inverse,
+                   long threads) {
     const Heads s{rows, tokens, n_head, n_kv_head, width};
-    BY_TYPE(narrow, heads_forward(s, in<T>(heads), in<T>(gates), in<T>(extra), cos, sin, eps, out<T>(y), inverse,
-                                  threads))
+    heads_forward<real>(s, heads, gates, extra, cos, sin, eps, y, inverse, threads);
 }
 
-void heads_backward(long narrow, long rows, long tokens, long n_head, long n_kv_head, long width, const void* dy,
-                    const void* y, const float* inverse, const void* gates, const void* extra, const float* cos,
-                    const float* sin, void* dheads, void* dgates, void* dextra, long threads) {
+void heads_backward(long rows, long tokens, long n_head, long n_kv_head, long width, const real* dy, const real* y,
+                    const float* inverse, const real* gates, const real* extra, const float* cos, const float* sin,
+                    real* dheads, real* dgates, real* dextra, long threads) {
     const Heads s{rows, tokens, n_head, n_kv_head, width};
-    BY_TYPE(narrow, heads_backward(s, in<T>(dy), in<T>(y), inverse, in<T>(gates), in<T>(extra), cos, sin,
-                                   out<T>(dheads), out<T>(dgates), out<T>(dextra), threads))
+    heads_backward<real>(s, dy, y, inverse, gates, extra, cos, sin, dheads, dgates, dextra, threads);
 }
 
 // y = max(x, 0)^2
-void relu2_forward(long narrow, const void* x, void* y, long count, long threads) {
-    BY_TYPE(narrow, elementwise(count, threads, [&](long i, auto n) {
-                store_part(out<T>(y) + i, Relu2::of<T>(load_part(in<T>(x) + i, n)).value, n);
-            }))
+void relu2_forward(const real* x, real* y, long count, long threads) {
+    elementwise(count, threads, [&](long i, auto n) {
+        store_part(y + i, Relu2::of<real>(load_part(x + i, n)).value, n);
+    });
 }
 
-void relu2_backward(long narrow, const void* x, const void* dy, void* dx, long count, long threads) {
-    BY_TYPE(narrow, elementwise(count, threads, [&](long i, auto n) {
-                store_part(out<T>(dx) + i, load_part(in<T>(dy) + i, n) * Relu2::of<T>(load_part(in<T>(x) + i, n)).slope, n);
-            }))
+void relu2_backward(const real* x, const real* dy, real* dx, long count, long threads) {
+    elementwise(count, threads, [&](long i, auto n) {
+        store_part(dx + i, load_part(dy + i, n) * Relu2::of<real>(load_part(x + i, n)).slope, n);
+    });
 }
 
 // y = x P(X <= x), X normal; slope, unless null: the derivative.
-void gelu(long narrow, const void* x, void* y, void* slope, long count, long threads) {
-    BY_TYPE(narrow, elementwise(count, threads, [&](long i, auto n) {
-                const Activated at = Gelu::of<T>(load_part(in<T>(x) + i, n));
-                store_part(out<T>(y) + i, at.value, n);
-                if (slope) store_part(out<T>(slope) + i, at.slope, n);
-            }))
+void gelu(const real* x, real* y, real* slope, long count, long threads) {
+    elementwise(count, threads, [&](long i, auto n) {
+        const Activated at = Gelu::of<real>(load_part(x + i, n));
+        store_part(y + i, at.value, n);
+        if (slope) store_part(slope + i, at.slope, n);
+    });
 }
 
 // y = cap tanh(x / cap)
-void softcap_forward(long narrow, const void* x, void* y, float cap, long count, long threads) {
-    BY_TYPE(narrow, elementwise(count, threads, [&](long i, auto n) {
-                store_part(out<T>(y) + i, softcapped<T>(load_part(in<T>(x) + i, n), cap), n);
-            }))
+void softcap_forward(const float* x, float* y, float cap, long count, long threads) {
+    elementwise(count, threads, [&](long i, auto n) {
+        store_part(y + i, softcapped<float>(load_part(x + i, n), cap), n);
+    });
 }
 
-void softcap_backward(long narrow, const void* x, const void* dy, void* dx, float cap, long count, long threads) {
-    BY_TYPE(narrow, elementwise(count, threads, [&](long i, auto n) {
-                const vec share = softcapped<T>(load_part(in<T>(x) + i, n), cap) * (1 / cap);
-                store_part(out<T>(dx) + i, load_part(in<T>(dy) + i, n) * (1.0f - share * share), n);
-            }))
+void softcap_backward(const float* x, const float* dy, float* dx, float cap, long count, long threads) {
+    elementwise(count, threads, [&](long i, auto n) {
+        const vec share = softcapped<float>(load_part(x + i, n), cap) * (1 / cap);
+        store_part(dx + i, load_part(dy + i, n) * (1.0f - share * share), n);
+    });
 }
 
 // y = x times the factors of dropout
-void dropout(long narrow, const void* x, void* y, long rows, long width, float rate, long seed, long threads) {
-    BY_TYPE(narrow, {
-        _Pragma("omp parallel for schedule(static) num_threads(team(rows * width, threads))")
-        for (long row = 0; row < rows; row++) {
-            const Dropout dropout(rate, seed, row);
-            const T* from = in<T>(x) + row * width;
-            T* to = out<T>(y) + row * width;
-            vectors(width, [&](long i, auto n) { store_part(to + i, load_part(from + i, n) * dropout.factors(i), n); });
-        }
-    })
+void dropout(const real* x, real* y, long rows, long width, float rate, long seed, long threads) {
+#pragma omp parallel for schedule(static) num_threads(team(rows * width, threads))
+    for (long row = 0; row < rows; row++) {
+        const Dropout dropout(rate, seed, row);
+        const real* from = x + row * width;
+        real* to = y + row * width;
+        vectors(width, [&](long i, auto n) { store_part(to + i, load_part(from + i, n) * dropout.factors(i), n); });
+    }
 }
 }

@@ -157,31 +157,31 @@ double sum_of(const std::vector<double>& nats) {
 extern "C" {
 
 // `sum`: the losses of all rows; z becomes the gradient of it.
-void loss_and_gradient(long narrow, void* z, const int64_t* targets, long rows, long columns, long vocab, float cap,
-                       double* sum, long threads) {
+void loss_and_gradient(real* z, const int64_t* targets, long rows, long columns, long vocab, float cap, double* sum,
+                       long threads) {
     std::vector<double> nats(rows);
-    BY_TYPE(narrow, loss_rows(out<T>(z), targets, rows, columns, vocab, cap, nats.data(), threads))
+    loss_rows<real>(z, targets, rows, columns, vocab, cap, nats.data(), threads);
     *sum = sum_of(nats);
 }
 
 // The same for logits x weight^T: the gradients with respect to x, in its type, and to weight.
-void head_loss(long narrow, const void* x, const float* weight, const int64_t* targets, void* dx, float* dweight,
-               double* sum, long rows, long width, long entries, long vocab, float cap, long threads) {
+void head_loss(const real* x, const float* weight, const int64_t* targets, real* dx, float* dweight, double* sum,
+               long rows, long width, long entries, long vocab, float cap, long threads) {
     std::vector<double> nats(rows);
     const Head s{rows, width, entries, vocab, cap};
-    BY_TYPE(narrow, whole_head(s, in<T>(x), weight, targets, out<T>(dx), dweight, nats.data(), threads))
+    whole_head<real>(s, x, weight, targets, dx, dweight, nats.data(), threads);
     *sum = sum_of(nats);
 }
 
 // z (rows, vocab) = the softcap of x weight^T; cap = 0: none.
-void capped_logits(long narrow, const void* x, const float* weight, float* z, long rows, long width, long vocab, float cap,
+void capped_logits(const real* x, const float* weight, float* z, long rows, long width, long vocab, float cap,
                    long threads) {
     const Head s{rows, width, vocab, vocab, cap};
-    BY_TYPE(narrow, capped_logits(s, in<T>(x), weight, z, threads))
+    capped_logits<real>(s, x, weight, z, threads);
 }
 
 // nats: the loss of each row of logits (rows, vocab) after the softcap, 0 where its target is negative.
-void losses(long, const float* logits, const int64_t* targets, float* nats, long rows, long vocab, long threads) {
+void losses(const float* logits, const int64_t* targets, float* nats, long rows, long vocab, long threads) {
 #pragma omp parallel for schedule(static) num_threads(team(rows * vocab, threads))
     for (long row = 0; row < rows; row++) {
         const float* z = logits + row * vocab;

@@ -1,4 +1,5 @@
-"""The C++ kernels of training on CPUs: a shared library, built when first needed and cached.
+"""The C++ kernels of training on CPUs: a shared library for each type of activations, built when first needed and
+cached. Importing this takes no torch, so that a run can begin to build them before.
 
 key       SHA-256 over everything that decides the compiler's output: sources, options, its macros; nothing that says
           where gptlab is installed
@@ -15,19 +16,20 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
-import torch
 from filelock import FileLock
-from torch import Tensor
 
 from gptlab.runtime.files.cache import cache_root
-from gptlab.runtime.hardware.device import cxx_compiler
+from gptlab.runtime.hardware.installed import cxx_compiler
+
+Activations = Literal["float32", "bfloat16"]
 
 _FOLDER = Path(__file__).parent
 _SOURCES = tuple(
@@ -37,11 +39,12 @@ _HEADERS = tuple(_FOLDER / f"{name}.h" for name in ("vectors", "products", "amx"
 # The loop of a product's tile takes up to 8% longer where it does not begin at a cache line (Zen 3; docs/LOG.md,
 # 2026-11-26).
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-fno-math-errno", "-falign-loops=64")
-# For a compiler that hangs. A build takes eight seconds of one core. A busy machine may stretch that a hundredfold, and
+_REAL: dict[Activations, str] = {"float32": "-DREAL=float", "bfloat16": "-DREAL=bfloat16"}
+# For a compiler that hangs. A build takes four seconds of one core. A busy machine may stretch that a hundredfold, and
 # must still compute with the same kernels.
 _BUILD_TIMEOUT_SECONDS = 600
-# A source takes two seconds of one core and 300 MB.
-_BUILD_PROCESSES = 4
+# A source takes a second of one core and 300 MB. More processes than cores would delay what the run does meanwhile.
+_BUILD_PROCESSES = min(4, os.cpu_count() or 1)
 _HASH_DIGITS = 32
 
 
@@ -53,8 +56,15 @@ class Library:
     bytes, wherever torch and gptlab are installed."""
 
 
+def begin_kernels(activations: Activations) -> threading.Thread:
+    """The thread that builds them, unless the cache has them; `kernel_library` waits for it."""
+    building = threading.Thread(target=kernel_library, args=(activations,), name="gptlab-kernels", daemon=True)
+    building.start()
+    return building
+
+
 @functools.cache
-def kernel_library() -> Library | str | None:
+def kernel_library(activations: Activations) -> Library | str | None:
     """The kernels; the first call in a process builds them unless the cache has them. A line that says why they cannot
     be built; None on Windows, which is not supported."""
     if sys.platform == "win32":  # its compilers take other options
@@ -62,29 +72,14 @@ def kernel_library() -> Library | str | None:
     compiler = cxx_compiler()
     if compiler is None:
         return "no C++ compiler (g++ or clang++) was found"
+    flags = (*_FLAGS, _REAL[activations])
     try:
-        built = load_built(compiler, _SOURCES, _FLAGS)
+        built = load_built(compiler, _SOURCES, flags)
         if not built.functions.products_are_permitted():
-            built = load_built(compiler, _SOURCES, (*_FLAGS, "-mno-amx-bf16"))
+            built = load_built(compiler, _SOURCES, (*flags, "-mno-amx-bf16"))
         return built
     except (OSError, subprocess.SubprocessError) as error:
         return _reason(error, compiler)
-
-
-def call(name: str, dtype: torch.dtype, *values: Tensor | float | None) -> None:
-    """Call a function for activations of `dtype`, float32 or bfloat16: tensors as pointers, integers as long, other
-    numbers as float, and at last the number of threads."""
-    library = kernel_library()
-    assert isinstance(library, Library)
-    getattr(library.functions, name)(*map(_as_c, (dtype == torch.bfloat16, *values, torch.get_num_threads())))
-
-
-def _as_c(value: Tensor | float | None) -> Any:
-    if isinstance(value, int):
-        return ctypes.c_long(value)
-    if isinstance(value, float):
-        return ctypes.c_float(value)
-    return ctypes.c_void_p(None if value is None else value.data_ptr())
 
 
 def load_built(compiler: str, sources: Sequence[Path], flags: Sequence[str]) -> Library:

@@ -207,31 +207,30 @@ extern "C" {
 // Whether the operating system lets this process use the registers that products take. To be called before them.
 int products_are_permitted() { return registers_are_permitted(); }
 
-void linear_forward(long narrow, const void* x, const float* weight, void* y, long rows, long inputs, long outputs,
+void linear_forward(const real* x, const float* weight, real* y, long rows, long inputs, long outputs,
                     long threads) {
     const Layer s{rows, inputs, outputs};
-    BY_TYPE(narrow, linear_forward(s, in<T>(x), weight, out<T>(y), threads))
+    linear_forward<real>(s, x, weight, y, threads);
 }
 
-void linear_backward(long narrow, const void* x, const float* weight, const void* dy, void* dx, float* dweight, long rows,
+void linear_backward(const real* x, const float* weight, const real* dy, real* dx, float* dweight, long rows,
                      long inputs, long outputs, long threads) {
     const Layer s{rows, inputs, outputs};
-    BY_TYPE(narrow, linear_backward(s, in<T>(x), weight, in<T>(dy), out<T>(dx), dweight, threads))
+    linear_backward<real>(s, x, weight, dy, dx, dweight, threads);
 }
 
 // The activation is GELU or else ReLU^2.
-void mlp_forward(long narrow, const void* x, const float* up, const float* down, void* hidden, void* slope, void* y,
+void mlp_forward(const real* x, const float* up, const float* down, real* hidden, real* slope, real* y,
                  long rows, long width, long hidden_width, long gelu, long threads) {
     const MLP s{rows, width, hidden_width};
-    BY_TYPE(narrow, const auto forward = gelu ? mlp_forward<Gelu, T> : mlp_forward<Relu2, T>;
-            forward(s, in<T>(x), up, down, out<T>(hidden), out<T>(slope), out<T>(y), threads))
+    const auto forward = gelu ? mlp_forward<Gelu, real> : mlp_forward<Relu2, real>;
+    forward(s, x, up, down, hidden, slope, y, threads);
 }
 
-void mlp_backward(long narrow, const void* x, const float* up, const float* down, const void* hidden, const void* slope,
-                  const void* dy, void* dx, float* dup, float* ddown, long rows, long width, long hidden_width,
+void mlp_backward(const real* x, const float* up, const float* down, const real* hidden, const real* slope,
+                  const real* dy, real* dx, float* dup, float* ddown, long rows, long width, long hidden_width,
                   long threads) {
     const MLP s{rows, width, hidden_width};
-    BY_TYPE(narrow, mlp_backward(s, in<T>(x), up, down, in<T>(hidden), in<T>(slope), in<T>(dy), out<T>(dx), dup, ddown,
-                                 threads))
+    mlp_backward<real>(s, x, up, down, hidden, slope, dy, dx, dup, ddown, threads);
 }
 }

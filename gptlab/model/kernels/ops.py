@@ -10,7 +10,6 @@ one token                 a C++ kernel (float32 and bfloat16 on a CPU), or PyTor
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
@@ -25,11 +24,13 @@ from gptlab.config.run import Products
 from gptlab.model.kernels import torch_ops
 
 if TYPE_CHECKING:
-    from gptlab.model.kernels.library import Library
+    from gptlab.model.kernels.library import Activations, Library
 
 # From so many positions on, kernels multiply them by weights, which they pack each time.
 KERNEL_POSITIONS = 256
 
+_ACTIVATIONS: dict[torch.dtype, Activations] = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+"""Types of the C++ kernels, which have a library for each."""
 _fused: ModuleType | None = None
 """The C++ kernels of this process, once `load_kernels` has loaded them."""
 _library: Library | str | None = None
@@ -105,19 +106,19 @@ def mlp(x: Tensor, up: nn.Linear, activation: Callable[[Tensor], Tensor], out: n
 
 
 def _suit_kernels(device: torch.device, dtype: torch.dtype) -> bool:
-    return device.type == "cpu" and dtype in (torch.float32, torch.bfloat16)
+    return device.type == "cpu" and dtype in _ACTIVATIONS
 
 
 def begin_kernels(device: torch.device, dtype: torch.dtype) -> None:
     """Build the C++ kernels in another thread, if they suit and the cache lacks them; `load_kernels` then waits."""
     if _suit_kernels(device, dtype):
-        from gptlab.model.kernels.library import kernel_library
+        from gptlab.model.kernels import library
 
-        threading.Thread(target=kernel_library, name="gptlab-kernels", daemon=True).start()
+        library.begin_kernels(_ACTIVATIONS[dtype])
 
 
 def load_kernels(device: torch.device, dtype: torch.dtype) -> None:
-    """Load the C++ kernels if they suit, building them first unless the cache has them: five seconds of two cores.
+    """Load the C++ kernels if they suit, building them first unless the cache has them: two seconds of two cores.
 
     Where they cannot be built, PyTorch computes: `missing_kernels`. Undoes `multiply_by`.
     """
@@ -126,8 +127,10 @@ def load_kernels(device: torch.device, dtype: torch.dtype) -> None:
     if _suit_kernels(device, dtype):
         from gptlab.model.kernels import fused, library
 
-        _library = library.kernel_library()
-        _fused = None if isinstance(_library, str | None) else fused
+        _library = library.kernel_library(_ACTIVATIONS[dtype])
+        _fused = None
+        if isinstance(_library, library.Library):
+            _fused, fused.loaded = fused, _library
 
 
 def decodes_by_kernel(device: torch.device, dtype: torch.dtype) -> bool:

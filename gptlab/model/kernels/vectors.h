@@ -36,6 +36,9 @@ inline vec load(const float* from) {
 inline void store(float* to, vec v) { std::memcpy(to, &v, sizeof v); }
 
 typedef uint16_t bfloat16;  // the upper half of a float32
+#ifdef REAL
+typedef REAL real;  // of activations, float or bfloat16: what trains is built for one of them
+#endif
 typedef uint16_t half_vec __attribute__((vector_size(W * sizeof(uint16_t))));
 typedef uint32_t wide_bits __attribute__((vector_size(W * sizeof(uint32_t))));
 
@@ -299,24 +302,4 @@ inline void vectors(long count, Body body) {
 
 inline int team(long elements, int threads) { return elements < SMALL ? 1 : threads; }
 
-template <class T>
-const T* in(const void* memory) {
-    return static_cast<const T*>(memory);
-}
-
-template <class T>
-T* out(void* memory) {
-    return static_cast<T*>(memory);
-}
-
 }  // namespace
-
-// The same for both types: BODY with T.
-#define BY_TYPE(narrow, ...)      \
-    if (narrow) {                 \
-        using T = bfloat16;       \
-        __VA_ARGS__;              \
-    } else {                      \
-        using T = float;          \
-        __VA_ARGS__;              \
-    }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import os
-import shutil
 import sys
 import sysconfig
 import warnings
@@ -19,6 +18,7 @@ import torch
 
 from gptlab.config.errors import ConfigError, require_choice
 from gptlab.runtime.hardware.cpu import cpu_model
+from gptlab.runtime.hardware.installed import c_compiler, cxx_compiler, has_nvidia_gpu
 
 Platform = Literal["cpu", "cuda", "mps"]
 """What a model is computed on. Where code differs between them, it asks for this value and not for a tensor's device,
@@ -29,9 +29,6 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 # glibc takes an int of at most half a heap segment for the mmap threshold; 1 GiB is accepted on 64-bit Linux.
 _LARGEST_HEAP_BLOCK_BYTES = 1 << 30
 _HEAP_GROWTH_BYTES = 64 << 20
-
-# What NVIDIA's driver makes on Linux (also in a container that was given a GPU), in WSL and on Windows.
-_NVIDIA_SIGNS = ("/dev/nvidiactl", "/usr/lib/wsl/lib/nvidia-smi", r"C:\Windows\System32\nvidia-smi.exe")
 
 _DETERMINISTIC_ENVIRONMENT = {
     # A workspace of its own for every stream (cuBLAS documentation, "Results Reproducibility"); torch insists on it.
@@ -74,11 +71,6 @@ def unused_gpu(name: str, allocator: str | None = None, index: int = 0) -> str |
     if (problem := _cuda_problem(index)) is None:
         return None
     return f"this machine has an NVIDIA GPU, which will not be used: {problem}"
-
-
-def has_nvidia_gpu() -> bool:
-    """Whether the driver shows one that the environment does not hide, whatever torch says. Takes microseconds."""
-    return any(map(os.path.exists, _NVIDIA_SIGNS)) and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1")
 
 
 def _cuda_problem(index: int) -> str | None:
@@ -207,20 +199,8 @@ def compiler_available(device: torch.device) -> bool:
         has_triton = importlib.util.find_spec("triton") is not None
         new_enough = torch.cuda.get_device_capability(device) >= (7, 0)  # Triton's oldest
         # The Windows build of Triton brings its own C compiler.
-        return has_triton and new_enough and (sys.platform == "win32" or bool(_find_any("CC", "cc", "gcc", "clang")))
+        return has_triton and new_enough and (sys.platform == "win32" or c_compiler() is not None)
     if device.type != "cpu":
         return False
     has_headers = Path(sysconfig.get_paths()["include"], "Python.h").is_file()
     return has_headers and cxx_compiler() is not None
-
-
-def cxx_compiler() -> str | None:
-    """The path of the C++ compiler that $CXX names, else of a usual one."""
-    usual = ("cl", "clang-cl", "icx-cl") if sys.platform == "win32" else ("g++", "clang++", "c++")
-    return _find_any("CXX", *usual)
-
-
-def _find_any(variable: str, *commands: str) -> str | None:
-    """Path of the command that the environment variable names, else of the first of `commands` that exists."""
-    named = (os.environ.get(variable), *commands)
-    return next((path for command in named if command and (path := shutil.which(command))), None)

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -29,13 +28,12 @@ from gptlab.runtime.hardware.device import (
     set_gpu_allocator,
     synchronize,
 )
+from gptlab.runtime.hardware.installed import BFLOAT16_INSTRUCTIONS, cpu_lists_bfloat16
 from gptlab.runtime.processes.distributed import World
 
 _ALONE = World()
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
-_BFLOAT16 = ("avx512_bf16", "amx_bf16", "bf16")
-"""Instructions for bfloat16 products (AVX512-BF16, AMX, Armv8.6 BF16), by the names of torch and of Linux."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,20 +128,14 @@ def _is_faster_in_bfloat16(device: torch.device) -> bool:
 
 
 def _cpu_has_bfloat16() -> bool:
-    """Whether the CPU has `_BFLOAT16`, and torch oneDNN to use it (macOS's has not, and multiplies bfloat16 slowly)."""
+    """Whether the CPU has instructions for bfloat16, and torch oneDNN to use them (macOS's has not, and multiplies
+    bfloat16 slowly)."""
     if sys.platform == "darwin" or not torch.backends.mkldnn.is_available():
         return False
     if not hasattr(torch.cpu, "get_capabilities"):  # before torch 2.13
-        return _cpuinfo_has_bfloat16(Path("/proc/cpuinfo"))
+        return cpu_lists_bfloat16()
     known = torch.cpu.get_capabilities()
-    return any(known.get(name) for name in _BFLOAT16)
-
-
-def _cpuinfo_has_bfloat16(cpuinfo: Path) -> bool:
-    """Linux lists instruction sets as "flags" (x86) or "Features" (ARM)."""
-    lines = cpuinfo.read_text(errors="replace").splitlines() if cpuinfo.exists() else []
-    flags = next((line.partition(":")[2].split() for line in lines if line.startswith(("flags", "Features"))), [])
-    return not set(_BFLOAT16).isdisjoint(flags)
+    return any(known.get(name) for name in BFLOAT16_INSTRUCTIONS)
 
 
 # Data sheets that quote a rate "with sparsity" are halved. Where float16 could accumulate in float16, the rate with

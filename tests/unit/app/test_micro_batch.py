@@ -20,7 +20,7 @@ from gptlab.bench import measure as measure_module
 from gptlab.bench.plan import make_plan
 from gptlab.cli.bench import main as bench
 from gptlab.config.run import RunConfig
-from gptlab.runtime.hardware import device
+from gptlab.runtime.hardware import installed
 from gptlab.runtime.hardware.memory import fewer_micro_sequences
 from gptlab.runtime.hardware.place import Peak, Place, place_of
 from gptlab.runtime.processes.distributed import World
@@ -132,7 +132,7 @@ def test_a_plan_that_fails_ends_no_run(
 
 def test_rows_are_planned_for_a_recipe_and_one_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU has no such plan, and a number of rows that was asked for is tried as it is."""
-    monkeypatch.setattr(device, "has_nvidia_gpu", lambda: True)
+    monkeypatch.setattr(installed, "has_nvidia_gpu", lambda: True)
     monkeypatch.setattr(micro_batch, "rows_that_fit", lambda *_: pytest.fail("not asked for"))
     assert command(["train", *arguments(folder, "cpu", FIELDS)])[0] == 0
     on_gpu = Place(torch.device("cuda", 0), torch.bfloat16, 1, Peak(None, "unknown"))
@@ -153,7 +153,7 @@ def test_what_is_timed_has_the_rows_of_the_run(monkeypatch: pytest.MonkeyPatch) 
     def measured(config: RunConfig, *_: object, **__: object) -> None:
         raise TimedError(config.batch.micro_sequences)
 
-    monkeypatch.setattr(device, "has_nvidia_gpu", lambda: True)
+    monkeypatch.setattr(installed, "has_nvidia_gpu", lambda: True)
     monkeypatch.setattr(
         micro_batch, "with_rows_that_fit",
         lambda config, *_: replace(config, batch=replace(config.batch, micro_sequences=1)),

@@ -18,7 +18,7 @@ from gptlab.app.run.train_run import _configured
 from gptlab.bench import training_rate
 from gptlab.config.run import RunConfig
 from gptlab.config.scaling import Machine
-from gptlab.runtime.hardware import device, place
+from gptlab.runtime.hardware import installed, place
 from gptlab.runtime.records.console import Console
 
 
@@ -61,7 +61,7 @@ def test_a_run_leaves_other_programs_their_cores_and_keeps_its_threads(
 def test_a_gpu_that_torch_cannot_use_is_named_before_anything_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device, "_NVIDIA_SIGNS", (str(tmp_path),))
+    monkeypatch.setattr(installed, "_NVIDIA_SIGNS", (str(tmp_path),))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

@@ -18,7 +18,7 @@ from gptlab.app.run.repeat import implementations_changed as changed
 from gptlab.config.errors import ConfigError
 from gptlab.config.load import apply_overrides
 from gptlab.config.run import RunConfig
-from gptlab.model.kernels import library
+from gptlab.model.kernels import fused, library
 from gptlab.model.kernels.library import Library, kernel_library
 from gptlab.model.kernels.ops import implementations
 from gptlab.runtime.hardware.device import compiler_available
@@ -34,7 +34,7 @@ NOT_BIT_FOR_BIT = "close to, not bit for bit"
 @pytest.fixture
 def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Models are built as on a machine where the library cannot be."""
-    monkeypatch.setattr(library, "kernel_library", lambda: None)
+    monkeypatch.setattr(library, "kernel_library", lambda activations: None)
 
 
 def recorded(run: Path) -> dict[str, str]:
@@ -50,13 +50,29 @@ def of_checkpoint(run: Path) -> dict[str, str]:
 @needs_compiler
 def test_run_and_checkpoint_name_the_library_by_its_hash(folder: Path) -> None:
     run = train(folder, "recorded", steps=1)
-    built = kernel_library()
+    built = kernel_library("float32")
     assert isinstance(built, Library)
     sha256 = hashlib.sha256(Path(built.functions._name).read_bytes()).hexdigest()
     assert recorded(run)["kernels"] == sha256[:32]
     assert recorded(run)["vectors"] == torch.backends.cpu.get_cpu_capability()
     assert recorded(run)["compile"] == "off"
     assert of_checkpoint(run) == recorded(run)
+
+
+@needs_compiler
+@pytest.mark.parametrize("activations", ["float32", "bfloat16"])
+def test_a_run_needs_the_kernels_of_one_type(folder: Path, monkeypatch: pytest.MonkeyPatch, activations: str) -> None:
+    """Though logits are float32: the others would be built in the middle of a run."""
+    asked = set()
+
+    def noted(activations: library.Activations) -> Library | str | None:
+        asked.add(activations)
+        return kernel_library(activations)
+
+    for module in (library, fused):
+        monkeypatch.setattr(module, "kernel_library", noted)
+    train(folder, activations, steps=2, eval__every_steps=1, runtime__dtype=activations, sample__from_validation=1)
+    assert asked == {activations}
 
 
 @pytest.mark.usefixtures("without_kernels")
@@ -100,7 +116,7 @@ def test_so_does_one_that_repeats_another(folder: Path, request: pytest.FixtureR
 
 def test_a_machine_without_a_compiler_says_so_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both the kernels and torch.compile need one."""
-    monkeypatch.setattr(library, "kernel_library", lambda: "no C++ compiler (g++ or clang++) was found")
+    monkeypatch.setattr(library, "kernel_library", lambda activations: "no C++ compiler (g++ or clang++) was found")
     monkeypatch.setattr("gptlab.training.compilation.cxx_compiler", lambda: None)
     code, out, err = command(["train", *arguments(folder, "no compiler", {"runtime.compile": "auto", "steps": 1})])
     assert (code, err) == (0, "")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -18,7 +20,8 @@ from gptlab.config.model import ModelConfig
 from gptlab.config.recipes import configure
 from gptlab.model.gpt import build_model
 from gptlab.model.kernels import library, ops
-from gptlab.runtime.hardware.device import compiler_available, cxx_compiler
+from gptlab.runtime.hardware.device import compiler_available
+from gptlab.runtime.hardware.installed import cxx_compiler
 from gptlab.runtime.hardware.place import Peak, Place
 from gptlab.runtime.records.console import QuietConsole
 
@@ -28,7 +31,7 @@ needs_compiler = pytest.mark.skipif(not compiler_available(CPU), reason="no C++ 
 
 @needs_compiler
 def test_a_machine_that_compiles_has_them() -> None:
-    assert isinstance(library.kernel_library(), library.Library)
+    assert isinstance(library.kernel_library("float32"), library.Library)
 
 
 TABLE = """\
@@ -73,7 +76,7 @@ def test_a_damaged_library_is_never_loaded(tmp_path: Path, damage: str) -> None:
 @needs_compiler
 def test_no_path_of_this_installation_is_in_the_library() -> None:
     """So that its hash says what it computes: the same on two machines, or in two environments of one."""
-    built = library.kernel_library()
+    built = library.kernel_library("float32")
     assert isinstance(built, library.Library)
     content = Path(built.functions._name).read_bytes()
     assert built.sha256 == hashlib.sha256(content).hexdigest()[:32]
@@ -119,7 +122,7 @@ def test_without_the_permission_to_use_amx_they_are_built_without_it(
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(library, "_SOURCES", [source])
     monkeypatch.setattr(library, "_FLAGS", ["-fPIC", "-mamx-tile", "-mamx-bf16", f"-DPERMITTED={int(permitted)}"])
-    found = library.kernel_library.__wrapped__()
+    found = library.kernel_library.__wrapped__("float32")
     assert isinstance(found, library.Library)
     assert found.functions.built_for_amx() == permitted
 
@@ -165,11 +168,50 @@ def test_without_them_models_compute_all_the_same_and_say_why(tmp_path: Path, la
     assert of_float64 == "None", "which the kernels are not for"
 
 
+BEFORE_TORCH = """
+import sys
+from gptlab.app.run import train_run
+from gptlab.cli.main import main
+from gptlab.model.kernels import library
+from gptlab.runtime.hardware import installed
+
+class Building:
+    def join(self):
+        note("waited")
+
+def note(what):
+    print(what, "with torch" if "torch" in sys.modules else "without torch")
+
+def begin(activations):
+    note("began " + activations)
+    return Building()
+
+library.begin_kernels = begin
+installed.cpu_lists_bfloat16 = lambda: HAS_BFLOAT16
+train_run.threads_beside_others = lambda: note("looked at the load")
+main(["train", "--data", CORPUS, "--data.cache-dir", FOLDER, "--run-dir", FOLDER + "/run", "--steps", "1"])
+"""
+
+
+@pytest.mark.parametrize("has_bfloat16", [False, True])
+def test_they_are_begun_before_torch_where_their_type_is_plain(tmp_path: Path, has_bfloat16: bool) -> None:
+    """Not before other programs' load is measured, and until they are built, nothing of this machine is."""
+    (tmp_path / "corpus.txt").write_text("too short")
+    names = f"HAS_BFLOAT16, CORPUS, FOLDER = {has_bfloat16}, {str(tmp_path / 'corpus.txt')!r}, {str(tmp_path)!r}"
+    done = subprocess.run([sys.executable, "-c", names + BEFORE_TORCH], capture_output=True, text=True, timeout=120)
+    noted = [line for line in done.stdout.splitlines() if line.endswith(" torch")]
+    assert noted[0] == "looked at the load without torch", done.stderr
+    if has_bfloat16:
+        assert all(line.endswith("with torch") for line in noted[1:])
+    else:
+        assert noted[1:3] == ["began float32 without torch", "waited with torch"]
+
+
 def test_they_are_built_while_data_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each waits for the other to begin: one after the other, neither would end."""
     building, preparing = threading.Event(), threading.Event()
 
-    def build() -> None:
+    def build(activations: str) -> None:
         building.set()
         assert preparing.wait(30)
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from gptlab.model.kernels import library
-from gptlab.runtime.hardware.device import cxx_compiler
+from gptlab.runtime.hardware.installed import cxx_compiler
 
 ROOT = Path(__file__).parents[3]
 KERNELS = ROOT / "gptlab/model/kernels"
@@ -26,12 +26,13 @@ pytestmark = [
 
 
 def outputs(folder: Path, compiler: str, *flags: str, emulator: tuple[str, ...] = ()) -> np.ndarray:
-    """What kernel_driver.cpp prints."""
+    """What kernel_driver.cpp prints for each type of activations."""
     sources = [ROOT / "tests/support/kernel_driver.cpp", *library._SOURCES]
-    program = folder / "driver"
-    command = [compiler, *FLAGS, *flags, f"-I{KERNELS}", *map(str, sources), "-o", str(program)]
-    subprocess.run(command, check=True, capture_output=True)
-    printed = subprocess.run([*emulator, str(program)], check=True, capture_output=True, text=True).stdout
+    program, printed = folder / "driver", ""
+    for real in library._REAL.values():
+        command = [compiler, *FLAGS, real, *flags, f"-I{KERNELS}", *map(str, sources), "-o", str(program)]
+        subprocess.run(command, check=True, capture_output=True)
+        printed += subprocess.run([*emulator, str(program)], check=True, capture_output=True, text=True).stdout
     return np.array(printed.split(), dtype=np.float64)
 
 

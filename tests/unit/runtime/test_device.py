@@ -17,6 +17,7 @@ from gptlab.config.errors import UserError
 from gptlab.config.run import RunConfig, RuntimeConfig
 from gptlab.runtime.hardware import cpu as cpu_module
 from gptlab.runtime.hardware import device as device_module
+from gptlab.runtime.hardware import installed
 from gptlab.runtime.hardware import place as place_module
 from gptlab.runtime.hardware.cpu import set_threads, usable_cores
 from gptlab.runtime.hardware.device import (
@@ -94,7 +95,7 @@ class TestAGpuThatTorchCannotUse:
     @pytest.fixture
     def driver(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
         (tmp_path / "nvidiactl").touch()
-        monkeypatch.setattr(device_module, "_NVIDIA_SIGNS", (str(tmp_path / "absent"), str(tmp_path / "nvidiactl")))
+        monkeypatch.setattr(installed, "_NVIDIA_SIGNS", (str(tmp_path / "absent"), str(tmp_path / "nvidiactl")))
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")  # so that monkeypatch puts back what there was
         monkeypatch.delenv("PYTORCH_ALLOC_CONF")
@@ -242,7 +243,7 @@ def test_auto_dtype_on_a_cpu_is_the_faster_one(
 @pytest.mark.skipif(platform.machine().lower() not in ("x86_64", "amd64"), reason="the variables are those of x86")
 def test_instructions_that_torch_may_not_use_do_not_count() -> None:
     """The processor's flags still name AMX and AVX512-BF16; products would take 100 times longer."""
-    if not place_module._cpuinfo_has_bfloat16(Path("/proc/cpuinfo")):
+    if not installed.cpu_lists_bfloat16():
         pytest.skip("this processor has no bfloat16 to lose")
     limits = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "DNNL_MAX_CPU_ISA": "AVX2"}
     code = (
@@ -258,7 +259,7 @@ def test_instructions_that_torch_may_not_use_do_not_count() -> None:
 def test_both_ways_to_ask_the_cpu_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     if not torch.backends.mkldnn.is_available():
         pytest.skip("torch without oneDNN")
-    by_cpuinfo = place_module._cpuinfo_has_bfloat16(Path("/proc/cpuinfo"))
+    by_cpuinfo = installed.cpu_lists_bfloat16()
     assert place_module._cpu_has_bfloat16() == by_cpuinfo
     if not hasattr(torch.cpu, "get_capabilities"):
         return
@@ -275,8 +276,8 @@ def test_cpuinfo_flags(tmp_path: Path) -> None:
         ("", False),
     ]:
         cpuinfo.write_text("processor\t: 0\n" + text)
-        assert place_module._cpuinfo_has_bfloat16(cpuinfo) is expected
-    assert not place_module._cpuinfo_has_bfloat16(tmp_path / "missing")
+        assert installed.cpu_lists_bfloat16(cpuinfo) is expected
+    assert not installed.cpu_lists_bfloat16(tmp_path / "missing")
 
 
 def test_named_dtypes_and_their_limits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -351,11 +352,11 @@ def test_compiler_needs_a_compiler_and_headers(monkeypatch: pytest.MonkeyPatch, 
     (tmp_path / "Python.h").touch()
     monkeypatch.setattr(device_module.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
     monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setattr(device_module.shutil, "which", lambda command: "found" if command == "g++" else None)
+    monkeypatch.setattr(installed.shutil, "which", lambda command: "found" if command == "g++" else None)
     assert compiler_available(CPU)
-    monkeypatch.setattr(device_module.shutil, "which", lambda command: None)
+    monkeypatch.setattr(installed.shutil, "which", lambda command: None)
     assert not compiler_available(CPU)
-    monkeypatch.setattr(device_module.shutil, "which", lambda command: "found" if command == "my-c++" else None)
+    monkeypatch.setattr(installed.shutil, "which", lambda command: "found" if command == "my-c++" else None)
     assert not compiler_available(CPU)
     monkeypatch.setenv("CXX", "my-c++")
     assert compiler_available(CPU)
@@ -368,7 +369,7 @@ def test_compiling_for_cuda_needs_triton_and_a_gpu_that_it_knows(monkeypatch: py
     gpu = torch.device("cuda", 0)
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setattr(device_module.importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(device_module.shutil, "which", lambda command: "found")
+    monkeypatch.setattr(installed.shutil, "which", lambda command: "found")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     assert compiler_available(gpu)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (6, 1))
