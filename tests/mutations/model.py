@@ -95,7 +95,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the kernel's logits have no softcap", "model/kernels/head_kernel.cpp",
-        "s.cap > 0 ? softcapped<T>(v, s.cap) : v", "v",
+        "s.cap > 0 ? softcapped<real>(v, s.cap) : v", "v",
         ["test_fused_kernels.py::test_capped_logits",
          "test_fused_kernels.py::test_many_logits_of_a_large_vocabulary_are_computed_by_a_kernel"],
     ),
@@ -106,7 +106,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the kernel sums a slice's outer products at once, however long it is", "model/kernels/linear_kernel.cpp",
-        "units, SUMMED_ROWS<T>, s.hidden", "units, units, s.hidden",
+        "units, SUMMED_ROWS, s.hidden", "units, units, s.hidden",
         ["test_fused_kernels.py::test_bits_do_not_depend_on_the_number_of_threads"],
     ),
     Mutation(
@@ -173,8 +173,8 @@ MUTATIONS = [
     ),
     Mutation(
         "the kernel of linear layers multiplies only whole tiles", "model/kernels/linear_kernel.cpp",
-        "body(row, std::min(std::min(from + TILES<T>, tiles.last) * MR<T>, rows) - row);",
-        "body(row, (std::min(std::min(from + TILES<T>, tiles.last) * MR<T>, rows) - row) / MR<T> * MR<T>);",
+        "body(row, std::min(std::min(from + TILES, tiles.last) * MR, rows) - row);",
+        "body(row, (std::min(std::min(from + TILES, tiles.last) * MR, rows) - row) / MR * MR);",
         ["test_fused_kernels.py::test_linear", "test_fused_kernels.py::test_mlp"],
     ),
     Mutation(

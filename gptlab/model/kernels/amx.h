@@ -14,8 +14,7 @@
 
 namespace {
 
-template <class T>
-constexpr bool BY_AMX = PAIRS<T>;
+constexpr bool BY_AMX = PAIRS;
 
 constexpr long AMX = 16;            // rows of a register, and units or sums in a row of it
 constexpr long AMX_TILE = 2 * AMX;  // rows and columns of a tile, which has four registers
@@ -44,9 +43,9 @@ struct Registers {
 // after multiples of 16 is multiplied by vectors.
 //
 // A function of its own, since compilers do not know what instructions read that load these registers.
-__attribute__((noinline)) inline void amx_tile(long depth, const pair* a, long a_row, long a_step, const pair* b,
+__attribute__((noinline)) inline void amx_tile(long depth, const unit* a, long a_row, long a_step, const unit* b,
                                                long b_row, bool add, float* c, long c_row) {
-    const long a_bytes = a_row * sizeof(pair), b_bytes = b_row * sizeof(pair), c_bytes = c_row * sizeof(float);
+    const long a_bytes = a_row * sizeof(unit), b_bytes = b_row * sizeof(unit), c_bytes = c_row * sizeof(float);
     float* low = c + AMX * c_row;
     if (add) {
         _tile_loadd(0, c, c_bytes);
@@ -81,22 +80,22 @@ __attribute__((noinline)) inline void amx_tile(long depth, const pair* a, long a
 // As `add_outer_products` of panels.h, of panels of 32 columns. Their depth lies down the rows, and has to lie along them
 // in the left operand, which is the one with fewer columns: then less is transposed.
 template <class Part>
-void add_outer_products_by_amx(const pair* dy, const pair* x, long depth, long outputs, long inputs, Part part, bool first,
+void add_outer_products_by_amx(const unit* dy, const unit* x, long depth, long outputs, long inputs, Part part, bool first,
                                float* c) {
     const bool x_left = inputs < outputs;
     const auto lefts = x_left ? part.panels : part.tiles, rights = x_left ? part.tiles : part.panels;
-    const pair *left = x_left ? x : dy, *right = x_left ? dy : x;
-    alignas(64) pair rows[AMX_TILE * AMX_DEPTH];  // (depth / 16, 32, 16)
+    const unit *left = x_left ? x : dy, *right = x_left ? dy : x;
+    alignas(64) unit rows[AMX_TILE * AMX_DEPTH];  // (depth / 16, 32, 16)
     alignas(64) float products[2][AMX_TILE * AMX_TILE];
     for (long l = lefts.first; l < lefts.last; l++)
         for (long k = 0; k < depth; k += AMX_DEPTH) {
             const long n = std::min(AMX_DEPTH, depth - k);
-            const pair* panel = left + (l * depth + k) * AMX_TILE;
+            const unit* panel = left + (l * depth + k) * AMX_TILE;
             for (long u = 0; u < n; u += AMX)
                 for (long i = 0; i < AMX_TILE; i += AMX)
                     transpose_square(panel + u * AMX_TILE + i, AMX_TILE, n - u, rows + u * AMX_TILE + i * AMX, AMX);
             for (long r = rights.first; r < rights.last; r++) {
-                const pair* b = right + (r * depth + k) * AMX_TILE;
+                const unit* b = right + (r * depth + k) * AMX_TILE;
                 amx_tile(n, rows, AMX, AMX * AMX_TILE, b, AMX_TILE, false, products[0], AMX_TILE);
                 for (long i = 0; x_left && i < AMX_TILE; i += AMX)
                     for (long j = 0; j < AMX_TILE; j += AMX)

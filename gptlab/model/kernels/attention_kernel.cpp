@@ -1,6 +1,6 @@
 // Causal attention on a CPU, forward and backward, in one pass over blocks that stay in the cache.
 //
-// Heads are float32 or bfloat16, and so are the operands of all products; scores and sums are float32.
+// Heads are `real`, and so are the operands of all products; scores and sums are float32.
 //
 // Scores of 64 queries against 64 keys exist at one time (online softmax, as in FlashAttention, arXiv:2205.14135; the
 // backward pass recomputes them from the log-sum-exp, arXiv:2307.08691). What causality hides is skipped, down to tiles
@@ -35,12 +35,9 @@ constexpr int VECTOR_ROWS = 4, NV = 2;
 constexpr int VECTOR_ROWS = 4, NV = 4;
 #endif
 constexpr int NR = W * NV;
-template <class T>
-constexpr int MR = BY_AMX<T> ? 32 : VECTOR_ROWS;
+constexpr int MR = BY_AMX ? 32 : VECTOR_ROWS;
 constexpr long BLOCK = 64;
-template <class T>
-constexpr bool WHOLE = BLOCK % NR == 0 && BLOCK % MR<T> == 0 && std::max(W, MR<T>) % std::min(W, MR<T>) == 0;
-static_assert(WHOLE<float> && WHOLE<pair>, "blocks are whole tiles");
+static_assert(BLOCK % NR == 0 && BLOCK % MR == 0 && std::max(W, MR) % std::min(W, MR) == 0, "blocks are whole tiles");
 
 struct Shape {
     long batch, tokens, n_head, n_kv_head, width, window, key_offset;
@@ -63,19 +60,16 @@ class Scratch {
   public:
     explicit Scratch(float* memory) : next(memory) {}
 
-    // For `count` numbers of T, an even number of them.
-    template <class T>
-    auto* numbers(long count) {
+    // For `count` numbers, an even number of them.
+    template <class E>
+    E* numbers(long count) {
         float* taken = next;
-        next += count / PER_UNIT<T>;
-        return reinterpret_cast<T*>(taken);
+        next += count * sizeof(E) / sizeof(float);
+        return reinterpret_cast<E*>(taken);
     }
 
-    // For the units of `count` numbers of T.
-    template <class T>
-    auto* units(long count) {
-        return reinterpret_cast<Unit<T>*>(numbers<T>(count));
-    }
+    // For the units of `count` numbers.
+    unit* units(long count) { return reinterpret_cast<unit*>(numbers<real>(count)); }
 
   private:
     float* next;
@@ -84,9 +78,8 @@ class Scratch {
 // Prefetches the row that is AHEAD rows further on: the rows of a single head are too far apart for the processor's own
 // prefetcher. In float32 on Zen 3, attention takes 1.05 to 1.17 times as long without it, and its backward pass 1.04 to
 // 1.08 times (docs/LOG.md, 2026-11-26).
-template <class T>
-void prefetch_ahead(const T* row, long stride, long width) {
-    constexpr long AHEAD = 16, LINE = 64 / sizeof(T);
+void prefetch_ahead(const real* row, long stride, long width) {
+    constexpr long AHEAD = 16, LINE = 64 / sizeof(real);
     for (long d = 0; d < width; d += LINE) __builtin_prefetch(row + AHEAD * stride + d);
 }
 
@@ -100,10 +93,9 @@ void slow_channels(long width, Use use) {
 }
 
 // The keys of a head, (tokens, width), those channels of each from the token before.
-template <class T>
-void offset_keys(const Shape& s, const T* keys, T* to) {
+void offset_keys(const Shape& s, const real* keys, real* to) {
     for (long t = 0; t < s.tokens; t++) {
-        const T *own = keys + t * s.token(), *before = keys + std::max(0L, t - 1) * s.token();
+        const real *own = keys + t * s.token(), *before = keys + std::max(0L, t - 1) * s.token();
         prefetch_ahead(own, s.token(), s.width);
         std::copy(own, own + s.width, to + t * s.width);
         slow_channels(s.width, [&](long a, long b) { std::copy(before + a, before + b, to + t * s.width + a); });
@@ -123,78 +115,72 @@ void offset_gradients(const Shape& s, float* packed) {
 }
 
 // Rows of `width` numbers, `stride` apart -> (rows, columns), units along the width.
-template <class T>
-void pack(const Shape& s, const T* from, long stride, Unit<T>* to) {
-    const long units = s.columns() / PER_UNIT<T>;
+void pack(const Shape& s, const real* from, long stride, unit* to) {
+    const long units = s.columns() / PER_UNIT;
     for (long t = 0; t < s.tokens; t++) {
-        const T* row = from + t * stride;
+        const real* row = from + t * stride;
         prefetch_ahead(row, stride, s.width);
         for (long u = 0; u < units; u += W)
-            store(to + t * units + u, load_units<T>(row + u * PER_UNIT<T>, std::max(0L, s.width - u * PER_UNIT<T>)));
+            store(to + t * units + u, load_units(row + u * PER_UNIT, std::max(0L, s.width - u * PER_UNIT)));
     }
-    std::fill(to + s.tokens * units, to + s.rows() * units, Unit<T>());
+    std::fill(to + s.tokens * units, to + s.rows() * units, unit());
 }
 
 // The same, each block of BLOCK rows transposed: (columns, BLOCK), units along the columns.
-template <class T>
-void pack_transposed(const Shape& s, const T* from, long stride, Unit<T>* to) {
-    const long units = s.columns() / PER_UNIT<T>;
+void pack_transposed(const Shape& s, const real* from, long stride, unit* to) {
+    const long units = s.columns() / PER_UNIT;
     for (long t = 0; t < s.rows(); t += W) {
         for (long i = 0; i < W; i++) prefetch_ahead(from + (t + i) * stride, stride, s.width);
         for (long u = 0; u < units; u += W) {
             vec square[W];
-            const long d = u * PER_UNIT<T>;
-            load_transposed<T>(from + t * stride + d, stride, s.tokens - t, s.width - d, square);
-            Unit<T>* corner = to + (t / BLOCK * units + u) * BLOCK + t % BLOCK;
+            const long d = u * PER_UNIT;
+            load_transposed(from + t * stride + d, stride, s.tokens - t, s.width - d, square);
+            unit* corner = to + (t / BLOCK * units + u) * BLOCK + t % BLOCK;
             for (long i = 0; i < W; i++) store(corner + i * BLOCK, square[i]);
         }
     }
 }
 
 // The same -> (rows, columns), units along the rows.
-template <class T>
-void pack_along_tokens(const Shape& s, const T* from, long stride, Unit<T>* to) {
-    for (long t = 0; t < s.rows(); t += PER_UNIT<T>) {
-        for (long i = 0; i < PER_UNIT<T>; i++) prefetch_ahead(from + (t + i) * stride, stride, s.width);
+void pack_along_tokens(const Shape& s, const real* from, long stride, unit* to) {
+    for (long t = 0; t < s.rows(); t += PER_UNIT) {
+        for (long i = 0; i < PER_UNIT; i++) prefetch_ahead(from + (t + i) * stride, stride, s.width);
         for (long d = 0; d < s.columns(); d += W)
-            store(to + t / PER_UNIT<T> * s.columns() + d,
-                  load_units_down<T>(from + t * stride + d, stride, s.tokens - t, std::max(0L, s.width - d)));
+            store(to + t / PER_UNIT * s.columns() + d,
+                  load_units_down(from + t * stride + d, stride, s.tokens - t, std::max(0L, s.width - d)));
     }
 }
 
-template <class T>
-void unpack(const Shape& s, const float* packed, float scale, T* to, long stride) {
+void unpack(const Shape& s, const float* packed, float scale, real* to, long stride) {
     for (long t = 0; t < s.tokens; t++)
         for (long d = 0; d < s.width; d += W)
             store_part(to + t * stride + d, load(packed + t * s.columns() + d) * scale, s.width - d);
 }
 
 // A tile of C = A B, or of C + A B, as `tile` of products.h. By AMX, a_column is 1.
-template <bool ADD, class U>
-inline void product(long depth, const U* a, long a_row, long a_column, const U* b, long b_row, float* c, long c_row) {
-    if constexpr (BY_AMX<U>)
+template <bool ADD>
+inline void product(long depth, const unit* a, long a_row, long a_column, const unit* b, long b_row, float* c, long c_row) {
+    if constexpr (BY_AMX)
         amx_tile(depth, a, a_row, 16, b, b_row, ADD, c, c_row);
     else
-        tile<MR<U>, NV, ADD>(depth, a, a_row, a_column, b, b_row, c, c_row);
+        tile<MR, NV, ADD>(depth, a, a_row, a_column, b, b_row, c, c_row);
 }
 
 // out (BLOCK, BLOCK) = rows of `left` from q0 on times the block of `transposed` at k0. Tiles that no query sees are 0.
-template <class U>
-void products(long units, const U* left, const U* transposed, long q0, long k0, float* out) {
-    for (long r = 0; r < BLOCK; r += MR<U>)
+void products(long units, const unit* left, const unit* transposed, long q0, long k0, float* out) {
+    for (long r = 0; r < BLOCK; r += MR)
         for (long c = 0; c < BLOCK; c += NR)
-            if (k0 + c < q0 + r + MR<U>)
+            if (k0 + c < q0 + r + MR)
                 product<false>(units, left + (q0 + r) * units, units, 1, transposed + k0 * units + c, BLOCK,
                                out + r * BLOCK + c, BLOCK);
             else
-                for (long i = r; i < r + MR<U>; i++) std::memset(out + i * BLOCK + c, 0, NR * sizeof(float));
+                for (long i = r; i < r + MR; i++) std::memset(out + i * BLOCK + c, 0, NR * sizeof(float));
 }
 
-// C += the sum over k in [from, to), numbers of T.
-template <class T>
-inline void add(long from, long to, const Unit<T>* a, long a_row, long a_column, const Unit<T>* b, long b_row, float* c,
+// C += the sum over k in [from, to), numbers.
+inline void add(long from, long to, const unit* a, long a_row, long a_column, const unit* b, long b_row, float* c,
                 long c_row) {
-    from /= PER_UNIT<T>, to /= PER_UNIT<T>;
+    from /= PER_UNIT, to /= PER_UNIT;
     product<true>(to - from, a + from * a_column, a_row, a_column, b + from * b_row, b_row, c, c_row);
 }
 
@@ -208,9 +194,8 @@ void hide(const Shape& s, long q0, long k0, float* scores) {
 }
 
 // Keys of a block that its query r needs: on the diagonal none after its own vector, or tile.
-template <class T>
 long keys_needed(long r, bool diagonal) {
-    return diagonal ? round_up(r + 1, std::max(W, MR<T>)) : BLOCK;
+    return diagonal ? round_up(r + 1, std::max(W, MR)) : BLOCK;
 }
 
 // The factors of dropout for query r of a block whose first query is `first` among those of all sequences and heads.
@@ -220,15 +205,14 @@ Dropout dropout_of(const Shape& s, uint64_t first, long r) {
 
 // Adds a block of scores for each query: updates `highest` and `total`, makes weights relative to the new highest, and
 // rescales `out` so far. weights: (BLOCK, BLOCK), which may be the memory of the scores.
-template <class T>
-void online_softmax(const Shape& s, bool diagonal, uint64_t first, long k0, const float* scores, T* weights,
+void online_softmax(const Shape& s, bool diagonal, uint64_t first, long k0, const float* scores, real* weights,
                     float* highest, float* total, float* out) {
     const float scale = s.scale();
     float shift[BLOCK], factor[BLOCK];
     for (long r = 0; r < BLOCK; r++) {
         const float* row = scores + r * BLOCK;
         vec top = load(row);
-        for (long c = W; c < keys_needed<T>(r, diagonal); c += W) {
+        for (long c = W; c < keys_needed(r, diagonal); c += W) {
             const vec z = load(row + c);
             top = select(z > top, z, top);
         }
@@ -244,8 +228,8 @@ void online_softmax(const Shape& s, bool diagonal, uint64_t first, long k0, cons
     for (long r = 0; r < BLOCK; r++) {
         const Dropout dropout = dropout_of(s, first, r);
         vec sums{};
-        for (long c = 0; c < keys_needed<T>(r, diagonal); c += W) {
-            vec weight = exponential_of<T>(load(scores + r * BLOCK + c), scale, shift[r]);
+        for (long c = 0; c < keys_needed(r, diagonal); c += W) {
+            vec weight = exponential_of<real>(load(scores + r * BLOCK + c), scale, shift[r]);
             sums += weight;
             if (s.dropout > 0) weight *= dropout.factors(k0 + c);
             store(weights + r * BLOCK + c, weight);
@@ -258,8 +242,8 @@ void online_softmax(const Shape& s, bool diagonal, uint64_t first, long k0, cons
 }
 
 // Transposes units down the queries (BLOCK / 2, BLOCK): AMX takes the depth of a left operand along its rows.
-void turn(pair* units) {
-    pair copy[BLOCK / 2 * BLOCK];
+void turn(unit* units) {
+    unit copy[BLOCK / 2 * BLOCK];
     std::memcpy(copy, units, sizeof copy);
     for (long u = 0; u < BLOCK / 2; u += W)
         for (long c = 0; c < BLOCK; c += W)
@@ -268,25 +252,24 @@ void turn(pair* units) {
 
 // Turns a block of scores and `dweights`, the gradients of their weights, into weights and the gradients of the scores, in
 // the forms that products take: units along the keys, or "down" along the queries. In float32 that is the same memory.
-template <class T>
 void score_gradients(const Shape& s, bool diagonal, uint64_t first, long k0, const float* lse, const float* delta,
-                     const float* scores, const float* dweights, T* dscores, Unit<T>* dscores_down, Unit<T>* weights_down) {
+                     const float* scores, const float* dweights, real* dscores, unit* dscores_down, unit* weights_down) {
     const float scale = s.scale();
-    constexpr long N = PER_UNIT<T>;  // rows at a time
+    constexpr long N = PER_UNIT;  // rows at a time
     for (long r = 0; r < BLOCK; r += N) {
         Dropout dropout[N];
         for (long i = 0; i < N; i++) dropout[i] = dropout_of(s, first, r + i);
-        for (long c = 0; c < keys_needed<T>(r, diagonal); c += W) {
+        for (long c = 0; c < keys_needed(r, diagonal); c += W) {
             vec weight[N], gradient[N];
             for (long i = 0; i < N; i++) {
                 const long at = (r + i) * BLOCK + c;
-                const vec p = exponential_of<T>(load(scores + at), scale, lse[r + i]);
+                const vec p = exponential_of<real>(load(scores + at), scale, lse[r + i]);
                 vec kept = all(1.0f);
                 if (s.dropout > 0) kept = dropout[i].factors(k0 + c);
                 weight[i] = p * kept;
                 gradient[i] = p * (load(dweights + at) * kept - delta[r + i]);
             }
-            if constexpr (!PAIRS<T>) {
+            if constexpr (!PAIRS) {
                 store(weights_down + r * BLOCK + c, weight[0]);
                 store(dscores + r * BLOCK + c, gradient[0]);
             } else {
@@ -298,27 +281,26 @@ void score_gradients(const Shape& s, bool diagonal, uint64_t first, long k0, con
             }
         }
     }
-    if constexpr (BY_AMX<T>) turn(dscores_down), turn(weights_down);
+    if constexpr (BY_AMX) turn(dscores_down), turn(weights_down);
 }
 
-template <class T>
-void forward(const T* heads, T* y, float* lse, const Shape& s, long threads) {
+void forward(const real* heads, real* y, float* lse, const Shape& s, long threads) {
     const long batch = s.batch, tokens = s.tokens, n_head = s.n_head, n_kv_head = s.n_kv_head, width = s.width,
                window = s.window;
-    const long n = s.packed(), columns = s.columns(), units = columns / PER_UNIT<T>, row = BLOCK / PER_UNIT<T>;
+    const long n = s.packed(), columns = s.columns(), units = columns / PER_UNIT, row = BLOCK / PER_UNIT;
     const std::unique_ptr<float[]> memory(new float[threads * s.scratch()]);
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (long task = 0; task < batch * n_kv_head; task++) {
         const Registers registers{};
         const long sequence = task / n_kv_head, kv = task % n_kv_head;
         Scratch scratch(memory.get() + omp_get_thread_num() * s.scratch());
-        auto *q = scratch.units<T>(n), *kt = scratch.units<T>(n), *v = scratch.units<T>(n);
+        auto *q = scratch.units(n), *kt = scratch.units(n), *v = scratch.units(n);
         auto *out = scratch.numbers<float>(BLOCK * columns), *scores = scratch.numbers<float>(BLOCK * BLOCK);
         auto *highest = scratch.numbers<float>(BLOCK), *total = scratch.numbers<float>(BLOCK);
-        auto* offset = scratch.numbers<T>(s.key_offset * n);
-        auto* weights = PAIRS<T> ? scratch.numbers<T>(BLOCK * BLOCK) : (T*)scores;
-        const T* here = heads + sequence * tokens * s.token();
-        const T* keys = here + (n_head + kv) * width;
+        auto* offset = scratch.numbers<real>(s.key_offset * n);
+        auto* weights = PAIRS ? scratch.numbers<real>(BLOCK * BLOCK) : (real*)scores;
+        const real* here = heads + sequence * tokens * s.token();
+        const real* keys = here + (n_head + kv) * width;
         if (s.key_offset) offset_keys(s, keys, offset), keys = offset;
         pack_transposed(s, keys, s.key_offset ? width : s.token(), kt);
         pack_along_tokens(s, here + (n_head + n_kv_head + kv) * width, s.token(), v);
@@ -333,14 +315,14 @@ void forward(const T* heads, T* y, float* lse, const Shape& s, long threads) {
                     products(units, q, kt, q0, k0, scores);
                     if (s.hides(q0, k0)) hide(s, q0, k0, scores);
                     online_softmax(s, k0 == q0, query, k0, scores, weights, highest, total, out);
-                    const auto* a = reinterpret_cast<const Unit<T>*>(weights);
-                    for (long r = 0; r < BLOCK; r += MR<T>)
+                    const auto* a = reinterpret_cast<const unit*>(weights);
+                    for (long r = 0; r < BLOCK; r += MR)
                         for (long d = 0; d < columns; d += NR)
-                            add<T>(0, k0 == q0 ? r + MR<T> : BLOCK, a + r * row, row, 1, v + k0 / PER_UNIT<T> * columns + d,
+                            add(0, k0 == q0 ? r + MR : BLOCK, a + r * row, row, 1, v + k0 / PER_UNIT * columns + d,
                                    columns, out + r * columns + d, columns);
                 }
                 for (long r = 0; r < BLOCK && q0 + r < tokens; r++) {
-                    T* to = y + ((sequence * tokens + q0 + r) * n_head + head) * width;
+                    real* to = y + ((sequence * tokens + q0 + r) * n_head + head) * width;
                     const float inverse = 1 / total[r];
                     for (long d = 0; d < width; d += W)
                         store_part(to + d, load(out + r * columns + d) * inverse, width - d);
@@ -351,33 +333,33 @@ void forward(const T* heads, T* y, float* lse, const Shape& s, long threads) {
     }
 }
 
-template <class T>
-void backward(const T* heads, const T* y, const float* lse, const T* dy, T* dheads, const Shape& s, long threads) {
+void backward(const real* heads, const real* y, const float* lse, const real* dy, real* dheads, const Shape& s,
+              long threads) {
     const long batch = s.batch, tokens = s.tokens, n_head = s.n_head, n_kv_head = s.n_kv_head, width = s.width,
                window = s.window;
-    const long n = s.packed(), columns = s.columns(), units = columns / PER_UNIT<T>, row = BLOCK / PER_UNIT<T>;
+    const long n = s.packed(), columns = s.columns(), units = columns / PER_UNIT, row = BLOCK / PER_UNIT;
     const std::unique_ptr<float[]> memory(new float[threads * s.scratch()]);
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (long task = 0; task < batch * n_kv_head; task++) {
         const Registers registers{};
         const long sequence = task / n_kv_head, kv = task % n_kv_head;
         Scratch scratch(memory.get() + omp_get_thread_num() * s.scratch());
-        auto *q = scratch.units<T>(n), *dout = scratch.units<T>(n);  // units along the width
-        auto *kt = scratch.units<T>(n), *vt = scratch.units<T>(n);
+        auto *q = scratch.units(n), *dout = scratch.units(n);  // units along the width
+        auto *kt = scratch.units(n), *vt = scratch.units(n);
         // Units along the tokens; in float32 that is the same.
-        auto *q_down = PAIRS<T> ? scratch.units<T>(n) : q, *dout_down = PAIRS<T> ? scratch.units<T>(n) : dout;
-        auto* k_down = scratch.units<T>(n);
+        auto *q_down = PAIRS ? scratch.units(n) : q, *dout_down = PAIRS ? scratch.units(n) : dout;
+        auto* k_down = scratch.units(n);
         auto *dq = scratch.numbers<float>(n), *dk = scratch.numbers<float>(n), *dv = scratch.numbers<float>(n);
         auto *norm = scratch.numbers<float>(s.rows()), *delta = scratch.numbers<float>(s.rows());
         auto *scores = scratch.numbers<float>(BLOCK * BLOCK), *dweights = scratch.numbers<float>(BLOCK * BLOCK);
-        auto* dscores = PAIRS<T> ? scratch.numbers<T>(BLOCK * BLOCK) : (T*)dweights;
-        auto* dscores_down = PAIRS<T> ? scratch.units<T>(BLOCK * BLOCK) : (Unit<T>*)dweights;
-        auto* weights_down = PAIRS<T> ? scratch.units<T>(BLOCK * BLOCK) : (Unit<T>*)scores;
-        const auto* dscores_units = reinterpret_cast<const Unit<T>*>(dscores);
-        auto* offset = scratch.numbers<T>(s.key_offset * n);
-        const T* here = heads + sequence * tokens * s.token();
-        T* dhere = dheads + sequence * tokens * s.token();
-        const T* keys = here + (n_head + kv) * width;
+        auto* dscores = PAIRS ? scratch.numbers<real>(BLOCK * BLOCK) : (real*)dweights;
+        auto* dscores_down = PAIRS ? scratch.units(BLOCK * BLOCK) : (unit*)dweights;
+        auto* weights_down = PAIRS ? scratch.units(BLOCK * BLOCK) : (unit*)scores;
+        const auto* dscores_units = reinterpret_cast<const unit*>(dscores);
+        auto* offset = scratch.numbers<real>(s.key_offset * n);
+        const real* here = heads + sequence * tokens * s.token();
+        real* dhere = dheads + sequence * tokens * s.token();
+        const real* keys = here + (n_head + kv) * width;
         if (s.key_offset) offset_keys(s, keys, offset), keys = offset;
         pack_along_tokens(s, keys, s.key_offset ? width : s.token(), k_down);
         pack_transposed(s, keys, s.key_offset ? width : s.token(), kt);
@@ -390,7 +372,7 @@ void backward(const T* heads, const T* y, const float* lse, const T* dy, T* dhea
             const long first = (sequence * tokens * n_head + head) * width;
             pack(s, here + head * width, s.token(), q);
             pack(s, dy + first, n_head * width, dout);
-            if constexpr (PAIRS<T>) {
+            if constexpr (PAIRS) {
                 pack_along_tokens(s, here + head * width, s.token(), q_down);
                 pack_along_tokens(s, dy + first, n_head * width, dout_down);
             }
@@ -414,15 +396,15 @@ void backward(const T* heads, const T* y, const float* lse, const T* dy, T* dhea
                     products(units, dout, vt, q0, k0, dweights);
                     score_gradients(s, diagonal, query, k0, norm + q0, delta + q0, scores, dweights, dscores,
                                     dscores_down, weights_down);
-                    const long of_q = q0 / PER_UNIT<T> * columns, of_k = k0 / PER_UNIT<T> * columns;
-                    const long per_key = BY_AMX<T> ? row : 1, per_unit = BY_AMX<T> ? 1 : BLOCK;
-                    for (long r = 0; r < BLOCK; r += MR<T>)
+                    const long of_q = q0 / PER_UNIT * columns, of_k = k0 / PER_UNIT * columns;
+                    const long per_key = BY_AMX ? row : 1, per_unit = BY_AMX ? 1 : BLOCK;
+                    for (long r = 0; r < BLOCK; r += MR)
                         for (long d = 0; d < columns; d += NR) {
-                            add<T>(0, diagonal ? r + MR<T> : BLOCK, dscores_units + r * row, row, 1, k_down + of_k + d,
+                            add(0, diagonal ? r + MR : BLOCK, dscores_units + r * row, row, 1, k_down + of_k + d,
                                    columns, dq + (q0 + r) * columns + d, columns);
-                            add<T>(diagonal ? r : 0, BLOCK, dscores_down + r * per_key, per_key, per_unit,
+                            add(diagonal ? r : 0, BLOCK, dscores_down + r * per_key, per_key, per_unit,
                                    q_down + of_q + d, columns, dk + (k0 + r) * columns + d, columns);
-                            add<T>(diagonal ? r : 0, BLOCK, weights_down + r * per_key, per_key, per_unit,
+                            add(diagonal ? r : 0, BLOCK, weights_down + r * per_key, per_key, per_unit,
                                    dout_down + of_q + d, columns, dv + (k0 + r) * columns + d, columns);
                         }
                 }
@@ -443,13 +425,13 @@ extern "C" {
 void attention_forward(const real* heads, real* y, float* lse, long batch, long tokens, long n_head, long n_kv_head,
                        long width, long window, long key_offset, float dropout, long seed, long threads) {
     const Shape s{batch, tokens, n_head, n_kv_head, width, window, key_offset, dropout, (uint64_t)seed};
-    forward<real>(heads, y, lse, s, threads);
+    forward(heads, y, lse, s, threads);
 }
 
 void attention_backward(const real* heads, const real* y, const float* lse, const real* dy, real* dheads,
                         long batch, long tokens, long n_head, long n_kv_head, long width, long window, long key_offset,
                         float dropout, long seed, long threads) {
     const Shape s{batch, tokens, n_head, n_kv_head, width, window, key_offset, dropout, (uint64_t)seed};
-    backward<real>(heads, y, lse, dy, dheads, s, threads);
+    backward(heads, y, lse, dy, dheads, s, threads);
 }
 }

@@ -2,8 +2,8 @@
 // and norms, activations and dropout. Each is one pass over memory, forward and backward; as single operations of PyTorch
 // they are three to ten.
 //
-// Activations are `real`; whatever is computed is float32, rounded when it is stored. A row is computed by
-// one thread in a fixed order, and sums over rows in CHUNKS parts: the bits do not depend on the number of threads.
+// Activations are `real`; whatever is computed is float32, rounded when it is stored. A row is computed by one thread in a
+// fixed order, and sums over rows in CHUNKS parts: the bits do not depend on the number of threads.
 
 #include "activations.h"
 
@@ -16,14 +16,18 @@
 namespace {
 
 constexpr long CHUNKS = 64;
+
+}  // namespace
+
+extern "C" {
+
 // mixed = a x + b y, or x where there is no y; normed = mixed / rms(mixed); inverse = 1 / rms, one a row.
-template <class T>
-void norm_forward(const T* x, const T* y, float a, float b, T* mixed, T* normed, float* inverse, long rows, long width,
-                  float eps, int threads) {
+void norm_forward(const real* x, const real* y, float a, float b, real* mixed, real* normed, float* inverse, long rows,
+                  long width, float eps, long threads) {
 #pragma omp parallel for schedule(static) num_threads(team(rows * width, threads))
     for (long row = 0; row < rows; row++) {
         const long at = row * width;
-        const T* from = x + at;
+        const real* from = x + at;
         vec squares{};
         if (y) {
             vectors(width, [&](long i, auto n) {
@@ -45,9 +49,9 @@ void norm_forward(const T* x, const T* y, float a, float b, T* mixed, T* normed,
 
 // dx = a g and dy = b g, for g = dmixed + the gradient through the norm. `sums` (2): those of g x and of g y.
 // dmixed, y with dy, and sums may be null.
-template <class T>
-void norm_backward(const T* dmixed, const T* dnormed, const T* mixed, const float* inverse, const T* x, const T* y,
-                   float a, float b, T* dx, T* dy, double* sums, long rows, long width, int threads) {
+void norm_backward(const real* dmixed, const real* dnormed, const real* mixed, const float* inverse, const real* x,
+                   const real* y, float a, float b, real* dx, real* dy, double* sums, long rows, long width,
+                   long threads) {
     double parts[CHUNKS][2];
 #pragma omp parallel for schedule(static) num_threads(team(rows * width, threads))
     for (long chunk = 0; chunk < CHUNKS; chunk++) {
@@ -82,12 +86,12 @@ void norm_backward(const T* dmixed, const T* dnormed, const T* mixed, const floa
 
 // mixed = a x + b y, or x where there is no y; normed = (mixed - mean) / deviation * weight + bias; moments (rows, 2): the
 // mean and 1 / deviation. bias may be null.
-template <class T>
-void layer_norm_forward(const T* x, const T* y, float a, float b, const float* weight, const float* bias, T* mixed, T* normed,
-                        float* moments, long rows, long width, float eps, int threads) {
+void layer_norm_forward(const real* x, const real* y, float a, float b, const float* weight, const float* bias,
+                        real* mixed, real* normed, float* moments, long rows, long width, float eps, long threads) {
 #pragma omp parallel for schedule(static) num_threads(team(rows * width, threads))
     for (long row = 0; row < rows; row++) {
-        const T *first = x + row * width, *second = y ? y + row * width : nullptr, *from = y ? mixed + row * width : first;
+        const real *first = x + row * width, *second = y ? y + row * width : nullptr;
+        const real* from = y ? mixed + row * width : first;
         vec sums{}, squares{};
         vectors(width, [&](long i, auto n) {
             if (y) store_part(mixed + row * width + i, load_part(first + i, n) * a + load_part(second + i, n) * b, n);
@@ -109,9 +113,9 @@ void layer_norm_forward(const T* x, const T* y, float a, float b, const float* w
 
 // dx = a g and dy = b g, for g = dmixed + the gradient through the norm; dweight and dbias (width). dmixed, dy, and dbias
 // may be null.
-template <class T>
-void layer_norm_backward(const T* dmixed, const T* dnormed, const T* mixed, const float* moments, const float* weight, float a,
-                         float b, T* dx, T* dy, float* dweight, float* dbias, long rows, long width, int threads) {
+void layer_norm_backward(const real* dmixed, const real* dnormed, const real* mixed, const float* moments,
+                         const float* weight, float a, float b, real* dx, real* dy, float* dweight, float* dbias,
+                         long rows, long width, long threads) {
     std::vector<float> parts(CHUNKS * 2 * width);
 #pragma omp parallel for schedule(static) num_threads(team(rows * width, threads))
     for (long chunk = 0; chunk < CHUNKS; chunk++) {
@@ -147,6 +151,10 @@ void layer_norm_backward(const T* dmixed, const T* dnormed, const T* mixed, cons
     }
 }
 
+}
+
+namespace {
+
 struct Heads {
     long rows, tokens, n_head, n_kv_head, width;  // rows = sequences * tokens; of the tables, row i is that of token i
     long all() const { return n_head + 2 * n_kv_head; }
@@ -157,17 +165,16 @@ inline float sigmoid(float x) { return 1 / (1 + std::exp(-x)); }
 // Queries and keys: rotated by cos and sin (tokens, width / 2), where they are not null, then divided by their root mean
 // square, unless eps is negative; inverse (rows, n_head + n_kv_head) is what they were multiplied by. Values: plus
 // 2 sigmoid(gate) times `extra` (rows, n_kv_head, width), where gates (rows, n_kv_head) are not null.
-template <class T>
-void heads_forward(const Heads& s, const T* heads, const T* gates, const T* extra, const float* cos, const float* sin,
-                   float eps, T* out, float* inverse, int threads) {
+void heads_forward(const Heads& s, const real* heads, const real* gates, const real* extra, const float* cos,
+                   const float* sin, float eps, real* out, float* inverse, int threads) {
     const long half = s.width / 2, rotated = s.n_head + s.n_kv_head;
 #pragma omp parallel num_threads(team(s.rows * s.all() * s.width, threads))
     {
         std::vector<float> turned(s.width);
 #pragma omp for schedule(static)
         for (long row = 0; row < s.rows; row++) {
-            const T* from = heads + row * s.all() * s.width;
-            T* to = out + row * s.all() * s.width;
+            const real* from = heads + row * s.all() * s.width;
+            real* to = out + row * s.all() * s.width;
             const long table = row % s.tokens * half;
             for (long head = 0; head < rotated; head++, from += s.width, to += s.width) {
                 if (cos)
@@ -204,9 +211,9 @@ void heads_forward(const Heads& s, const T* heads, const T* gates, const T* extr
     }
 }
 
-template <class T>
-void heads_backward(const Heads& s, const T* dout, const T* out, const float* inverse, const T* gates, const T* extra,
-                    const float* cos, const float* sin, T* dheads, T* dgates, T* dextra, int threads) {
+void heads_backward(const Heads& s, const real* dout, const real* out, const float* inverse, const real* gates,
+                    const real* extra, const float* cos, const float* sin, real* dheads, real* dgates, real* dextra,
+                    int threads) {
     const long half = s.width / 2, rotated = s.n_head + s.n_kv_head;
 #pragma omp parallel num_threads(team(s.rows * s.all() * s.width, threads))
     {
@@ -214,8 +221,8 @@ void heads_backward(const Heads& s, const T* dout, const T* out, const float* in
 #pragma omp for schedule(static)
         for (long row = 0; row < s.rows; row++) {
             const long at = row * s.all() * s.width, table = row % s.tokens * half;
-            const T *d = dout + at, *y = out + at;
-            T* to = dheads + at;
+            const real *d = dout + at, *y = out + at;
+            real* to = dheads + at;
             for (long head = 0; head < rotated; head++, d += s.width, y += s.width, to += s.width) {
                 float factor = 1, along = 0;
                 if (inverse) {
@@ -276,41 +283,18 @@ void elementwise(long count, int threads, Body body) {
 
 extern "C" {
 
-void norm_forward(const real* x, const real* y, float a, float b, real* mixed, real* normed, float* inverse, long rows,
-                  long width, float eps, long threads) {
-    norm_forward<real>(x, y, a, b, mixed, normed, inverse, rows, width, eps, threads);
-}
-
-void norm_backward(const real* dmixed, const real* dnormed, const real* mixed, const float* inverse, const real* x,
-                   const real* y, float a, float b, real* dx, real* dy, double* sums, long rows, long width,
-                   long threads) {
-    norm_backward<real>(dmixed, dnormed, mixed, inverse, x, y, a, b, dx, dy, sums, rows, width, threads);
-}
-
-void layer_norm_forward(const real* x, const real* y, float a, float b, const float* weight, const float* bias,
-                        real* mixed, real* normed, float* moments, long rows, long width, float eps, long threads) {
-    layer_norm_forward<real>(x, y, a, b, weight, bias, mixed, normed, moments, rows, width, eps, threads);
-}
-
-void layer_norm_backward(const real* dmixed, const real* dnormed, const real* mixed, const float* moments,
-                         const float* weight, float a, float b, real* dx, real* dy, float* dweight, float* dbias,
-                         long rows, long width, long threads) {
-    layer_norm_backward<real>(dmixed, dnormed, mixed, moments, weight, a, b, dx, dy, dweight, dbias, rows, width,
-                              threads);
-}
-
 void heads_forward(long rows, long tokens, long n_head, long n_kv_head, long width, const real* heads, const real* gates,
                    const real* extra, const float* cos, const float* sin, float eps, real* y, float* inverse,
                    long threads) {
     const Heads s{rows, tokens, n_head, n_kv_head, width};
-    heads_forward<real>(s, heads, gates, extra, cos, sin, eps, y, inverse, threads);
+    heads_forward(s, heads, gates, extra, cos, sin, eps, y, inverse, threads);
 }
 
 void heads_backward(long rows, long tokens, long n_head, long n_kv_head, long width, const real* dy, const real* y,
                     const float* inverse, const real* gates, const real* extra, const float* cos, const float* sin,
                     real* dheads, real* dgates, real* dextra, long threads) {
     const Heads s{rows, tokens, n_head, n_kv_head, width};
-    heads_backward<real>(s, dy, y, inverse, gates, extra, cos, sin, dheads, dgates, dextra, threads);
+    heads_backward(s, dy, y, inverse, gates, extra, cos, sin, dheads, dgates, dextra, threads);
 }
 
 // y = max(x, 0)^2

@@ -2,7 +2,7 @@
 //
 // The whole head computes some rows of logits, their loss, its gradient and that of the rows' inputs while the logits are
 // in the cache; then, for a slice of rows, the gradient of the weights. docs/LOG.md, 2026-11-24, compares it with the
-// library's products. Logits and sums are float32; what products take is float32 or bfloat16.
+// library's products. Logits and sums are float32; what products take is `real`.
 //
 // A row is computed by one thread in a fixed order, and so is each element of the weights' gradient: the bits do not
 // depend on the number of threads.
@@ -24,13 +24,13 @@ constexpr long SLICE_LOGITS = 1 << 22, SLICE_ROWS = 256;
 
 // The loss in nats of a row of logits before the softcap, and its gradient with respect to them, which may take their
 // place. Entries from `vocab` on are padding. A negative target does not count. cap = 0: none. room: for `vocab` numbers.
-template <class L, class T>
-double loss_row(const L* logits, T* gradient, long target, long columns, long vocab, float cap, float* room) {
-    std::fill(gradient + (target < 0 ? 0 : vocab), gradient + columns, T{});
+template <class L>
+double loss_row(const L* logits, real* gradient, long target, long columns, long vocab, float cap, float* room) {
+    std::fill(gradient + (target < 0 ? 0 : vocab), gradient + columns, real{});
     if (target < 0) return 0;
     vec top = all(-INFINITY), sums{};
     vectors(vocab, [&](long i, auto n) {
-        const vec z = load_part(logits + i, n), c = cap > 0 ? softcapped<T>(z, cap) : z;
+        const vec z = load_part(logits + i, n), c = cap > 0 ? softcapped<real>(z, cap) : z;
         store_part(room + i, c, n);
         const vec counted = first_lanes(c, n, -INFINITY);
         top = select(counted > top, counted, top);
@@ -41,7 +41,7 @@ double loss_row(const L* logits, T* gradient, long target, long columns, long vo
         return cap > 0 ? 1.0f - squashed * squashed : all(1.0f);
     };
     vectors(vocab, [&](long i, auto n) {
-        const vec c = load_part(room + i, n), weight = first_lanes(exponential_of<T>(c, 1, highest), n, 0);
+        const vec c = load_part(room + i, n), weight = first_lanes(exponential_of<real>(c, 1, highest), n, 0);
         sums += weight;
         store_part(room + i, weight * slope(c), n);
     });
@@ -51,14 +51,13 @@ double loss_row(const L* logits, T* gradient, long target, long columns, long vo
     return (double)highest - of_target + std::log((double)total);
 }
 
-template <class T>
-void loss_rows(T* z, const int64_t* targets, long rows, long columns, long vocab, float cap, double* nats, int threads) {
+void loss_rows(real* z, const int64_t* targets, long rows, long columns, long vocab, float cap, double* nats, int threads) {
 #pragma omp parallel num_threads(team(rows * columns, threads))
     {
         std::vector<float> room(vocab);
 #pragma omp for schedule(static)
         for (long row = 0; row < rows; row++) {
-            T* here = z + row * columns;
+            real* here = z + row * columns;
             nats[row] = loss_row(here, here, targets[row], columns, vocab, cap, room.data());
         }
     }
@@ -70,49 +69,47 @@ struct Head {
 };
 
 // targets and cap: as in loss_row; x, dx: (rows, width); weight, dweight: (entries, width). nats: the loss of each row.
-template <class T>
-void whole_head(const Head& s, const T* x, const float* weight, const int64_t* targets, T* dx, float* dweight,
+void whole_head(const Head& s, const real* x, const float* weight, const int64_t* targets, real* dx, float* dweight,
                 double* nats, int threads) {
-    typedef Unit<T> U;
     const long panels = panels_of(s.entries), inputs = panels_of(s.width);
-    const long width = units_of<T>(s.width), depth = units_of<T>(s.entries);
-    const long slice = round_up(std::min(s.rows, std::max(SLICE_LOGITS / s.entries, SLICE_ROWS)), MR<T>);
+    const long width = units_of(s.width), depth = units_of(s.entries);
+    const long slice = round_up(std::min(s.rows, std::max(SLICE_LOGITS / s.entries, SLICE_ROWS)), MR);
     const long z_row = panels * NR + NR;  // rows that are a power of two apart would share few places of the cache
-    const auto up = room<U>(panels * width * NR);                     // the transposed weights
-    const auto down = room<U>(inputs * depth * NR);                   // the weights
-    const auto xs = room<U>(inputs * units_of<T>(slice) * NR);        // a slice of x
-    const auto dzs = room<U>(round_up(s.entries, LEFT<T>) * units_of<T>(slice));  // the gradients of its logits
+    const auto up = room<unit>(panels * width * NR);                           // the transposed weights
+    const auto down = room<unit>(inputs * depth * NR);                         // the weights
+    const auto xs = room<unit>(inputs * units_of(slice) * NR);                 // a slice of x
+    const auto dzs = room<unit>(round_up(s.entries, LEFT) * units_of(slice));  // the gradients of its logits
 #pragma omp parallel num_threads(team(s.rows * s.entries, threads))
     {
         const long thread = omp_get_thread_num(), n_threads = omp_get_num_threads();
         const Registers registers{};
-        const auto logits = room<float>(HEIGHT<T> * z_row), of_row = room<float>(s.entries);
-        const auto rows = room<U>(HEIGHT<T> * width);
-        const auto dz = room<T>(HEIGHT<T> * z_row);
-        pack_transposed<T>(weight, s.entries, s.width, Share(panels, thread, n_threads), up.get());
-        pack<NR, T>(weight, s.width, s.entries, s.width, Share(depth, thread, n_threads), depth, down.get());
-        std::fill_n(dz.get(), HEIGHT<T> * z_row, T());
+        const auto logits = room<float>(HEIGHT * z_row), of_row = room<float>(s.entries);
+        const auto rows = room<unit>(HEIGHT * width);
+        const auto dz = room<real>(HEIGHT * z_row);
+        pack_transposed(weight, s.entries, s.width, Share(panels, thread, n_threads), up.get());
+        pack<NR>(weight, s.width, s.entries, s.width, Share(depth, thread, n_threads), depth, down.get());
+        std::fill_n(dz.get(), HEIGHT * z_row, real());
 #pragma omp barrier
         for (long first = 0; first < s.rows; first += slice) {
-            const long here = std::min(slice, s.rows - first), units = units_of<T>(here);
-            pack<NR, T>(x + first * s.width, s.width, here, s.width, Share(units, thread, n_threads), units, xs.get());
-            const Share tiles(tiles_of<T>(here), thread, n_threads);
-            for (long from = tiles.first; from < tiles.last; from += TILES<T>) {
-                const long n = std::min(TILES<T>, tiles.last - from), r0 = first + from * MR<T>;
-                const long height = std::min(n * MR<T>, first + here - r0);
+            const long here = std::min(slice, s.rows - first), units = units_of(here);
+            pack<NR>(x + first * s.width, s.width, here, s.width, Share(units, thread, n_threads), units, xs.get());
+            const Share tiles(tiles_of(here), thread, n_threads);
+            for (long from = tiles.first; from < tiles.last; from += TILES) {
+                const long n = std::min(TILES, tiles.last - from), r0 = first + from * MR;
+                const long height = std::min(n * MR, first + here - r0);
                 pack_rows(x + r0 * s.width, s.width, height, s.width, n, rows.get());
                 for (long j = 0; j < panels; j++)
                     multiply_panel(n, width, rows.get(), width, up.get() + j * width * NR, logits.get() + j * NR, z_row);
                 for (long r = 0; r < height; r++)
                     nats[r0 + r] = loss_row(logits.get() + r * z_row, dz.get() + r * z_row, targets[r0 + r], s.entries,
                                             s.vocab, s.cap, of_row.get());
-                pack<LEFT<T>, T>(dz.get(), z_row, height, s.entries, Share(0, units_of<T>(height)), units,
-                                dzs.get() + from * MR<T> / PER_UNIT<T> * LEFT<T>);
-                multiply(height, depth, reinterpret_cast<const U*>(dz.get()), z_row / PER_UNIT<T>, down.get(), s.width,
+                pack<LEFT>(dz.get(), z_row, height, s.entries, Share(0, units_of(height)), units,
+                           dzs.get() + from * MR / PER_UNIT * LEFT);
+                multiply(height, depth, reinterpret_cast<const unit*>(dz.get()), z_row / PER_UNIT, down.get(), s.width,
                          [&](long r, long c, auto n, vec v) { store_part(dx + (r0 + r) * s.width + c, v, n); });
             }
 #pragma omp barrier
-            const Part part = part_of(tiles_of<T>(s.entries), inputs, thread, n_threads);
+            const Part part = part_of(tiles_of(s.entries), inputs, thread, n_threads);
             add_outer_products(dzs.get(), xs.get(), units, units, s.entries, s.width, part, first == 0, dweight);
 #pragma omp barrier
         }
@@ -122,25 +119,24 @@ void whole_head(const Head& s, const T* x, const float* weight, const int64_t* t
 // z (rows, vocab): the logits after the softcap. Its rows are often a power of two apart, so that few of them have a place
 // in the first cache: where panels are of pairs, which are half as large, fewer rows share one. It saves 2 to 7% of
 // quickstart's validation (docs/LOG.md, 2026-11-25).
-template <class T>
-void capped_logits(const Head& s, const T* x, const float* weight, float* z, int threads) {
-    constexpr long AT_ONCE = PAIRS<T> ? TILES<T> / 2 : TILES<T>;
-    const long width = units_of<T>(s.width), panels = panels_of(s.vocab);
-    const auto up = room<Unit<T>>(panels * width * NR);  // the transposed weights
+void capped_logits(const Head& s, const real* x, const float* weight, float* z, int threads) {
+    constexpr long AT_ONCE = PAIRS ? TILES / 2 : TILES;
+    const long width = units_of(s.width), panels = panels_of(s.vocab);
+    const auto up = room<unit>(panels * width * NR);  // the transposed weights
 #pragma omp parallel num_threads(team(s.rows * s.vocab, threads))
     {
         const long thread = omp_get_thread_num(), n_threads = omp_get_num_threads();
         const Registers registers{};
-        const auto rows = room<Unit<T>>(HEIGHT<T> * width);
-        pack_transposed<T>(weight, s.vocab, s.width, Share(panels, thread, n_threads), up.get());
+        const auto rows = room<unit>(HEIGHT * width);
+        pack_transposed(weight, s.vocab, s.width, Share(panels, thread, n_threads), up.get());
 #pragma omp barrier
-        const Share tiles(tiles_of<T>(s.rows), thread, n_threads);
+        const Share tiles(tiles_of(s.rows), thread, n_threads);
         for (long from = tiles.first; from < tiles.last; from += AT_ONCE) {
-            const long n = std::min(AT_ONCE, tiles.last - from), r0 = from * MR<T>;
-            const long height = std::min(n * MR<T>, s.rows - r0);
+            const long n = std::min(AT_ONCE, tiles.last - from), r0 = from * MR;
+            const long height = std::min(n * MR, s.rows - r0);
             pack_rows(x + r0 * s.width, s.width, height, s.width, n, rows.get());
             multiply(height, width, rows.get(), width, up.get(), s.vocab, [&](long r, long c, auto n, vec v) {
-                store_part(z + (r0 + r) * s.vocab + c, s.cap > 0 ? softcapped<T>(v, s.cap) : v, n);
+                store_part(z + (r0 + r) * s.vocab + c, s.cap > 0 ? softcapped<real>(v, s.cap) : v, n);
             });
         }
     }
@@ -160,7 +156,7 @@ extern "C" {
 void loss_and_gradient(real* z, const int64_t* targets, long rows, long columns, long vocab, float cap, double* sum,
                        long threads) {
     std::vector<double> nats(rows);
-    loss_rows<real>(z, targets, rows, columns, vocab, cap, nats.data(), threads);
+    loss_rows(z, targets, rows, columns, vocab, cap, nats.data(), threads);
     *sum = sum_of(nats);
 }
 
@@ -169,7 +165,7 @@ void head_loss(const real* x, const float* weight, const int64_t* targets, real*
                long rows, long width, long entries, long vocab, float cap, long threads) {
     std::vector<double> nats(rows);
     const Head s{rows, width, entries, vocab, cap};
-    whole_head<real>(s, x, weight, targets, dx, dweight, nats.data(), threads);
+    whole_head(s, x, weight, targets, dx, dweight, nats.data(), threads);
     *sum = sum_of(nats);
 }
 
@@ -177,7 +173,7 @@ void head_loss(const real* x, const float* weight, const int64_t* targets, real*
 void capped_logits(const real* x, const float* weight, float* z, long rows, long width, long vocab, float cap,
                    long threads) {
     const Head s{rows, width, vocab, vocab, cap};
-    capped_logits<real>(s, x, weight, z, threads);
+    capped_logits(s, x, weight, z, threads);
 }
 
 // nats: the loss of each row of logits (rows, vocab) after the softcap, 0 where its target is negative.

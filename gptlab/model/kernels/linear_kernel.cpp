@@ -1,9 +1,8 @@
 // Linear layers without bias on a CPU, and the MLP of a GPT: two of them with an activation between, applied to sums that
 // are still in the cache.
 //
-// Activations are float32 or bfloat16. Weights are float32, rounded to the type of the activations when they are packed;
-// sums and the gradients of weights are float32. Each element is computed by one thread in a fixed order: the bits do not
-// depend on the number of threads.
+// Activations are `real`. Weights are float32, rounded to that type when they are packed; sums and the gradients of weights
+// are float32. Each element is computed by one thread in a fixed order: the bits do not depend on the number of threads.
 
 #include "activations.h"
 #include "panels.h"
@@ -23,33 +22,31 @@ namespace {
 // 4,096 rows made an MLP's backward pass in float32 take 1.15 to 1.36 times as long. In bfloat16 few rows take 1 to 2%
 // longer on Zen 5 (docs/LOG.md, 2026-11-25 and 2026-11-26).
 constexpr long SLICE_ELEMENTS = 1 << 22, SLICE_ROWS = 256;
-template <class T>
-constexpr long SUMMED_ROWS = PAIRS<T> ? LONG_MAX : 10 * HEIGHT<T>;
+constexpr long SUMMED_ROWS = PAIRS ? LONG_MAX : 10 * HEIGHT;
 
-template <class T>
 long slice_of(long rows, long width, int threads) {
-    const long most = PAIRS<T> ? std::max(SLICE_ELEMENTS / width, SLICE_ROWS) : (threads + 1) / 2 * SUMMED_ROWS<T>;
-    return round_up(std::min(rows, most), MR<T>);
+    const long most = PAIRS ? std::max(SLICE_ELEMENTS / width, SLICE_ROWS) : (threads + 1) / 2 * SUMMED_ROWS;
+    return round_up(std::min(rows, most), MR);
 }
 
 // body(row, height) for each HEIGHT rows of a thread's tiles.
-template <class T, class Body>
+template <class Body>
 void blocks(Share tiles, long rows, Body body) {
-    for (long from = tiles.first; from < tiles.last; from += TILES<T>) {
-        const long row = from * MR<T>;
-        body(row, std::min(std::min(from + TILES<T>, tiles.last) * MR<T>, rows) - row);
+    for (long from = tiles.first; from < tiles.last; from += TILES) {
+        const long row = from * MR;
+        body(row, std::min(std::min(from + TILES, tiles.last) * MR, rows) - row);
     }
 }
 
 // x (height, width), at most HEIGHT rows that are `stride` apart, times panels: at(row, column, n, v) for each vector v of
 // the product, n numbers of which count. spare: room for all rows.
-template <class T, class At>
-void multiply_rows(const T* x, long stride, long height, long width, const Unit<T>* panels, long columns, Unit<T>* spare,
+template <class At>
+void multiply_rows(const real* x, long stride, long height, long width, const unit* panels, long columns, unit* spare,
                    At at) {
-    const long depth = units_of<T>(width), tiles = tiles_of<T>(height);
-    const auto* rows = reinterpret_cast<const Unit<T>*>(x);
-    long a_row = stride / PER_UNIT<T>;
-    if (height < tiles * MR<T> || width % PER_UNIT<T> || stride % PER_UNIT<T>) {
+    const long depth = units_of(width), tiles = tiles_of(height);
+    const auto* rows = reinterpret_cast<const unit*>(x);
+    long a_row = stride / PER_UNIT;
+    if (height < tiles * MR || width % PER_UNIT || stride % PER_UNIT) {
         pack_rows(x, stride, height, width, tiles, spare);
         rows = spare, a_row = depth;
     }
@@ -57,8 +54,7 @@ void multiply_rows(const T* x, long stride, long height, long width, const Unit<
 }
 
 // What stores a product in y (height, columns).
-template <class T>
-auto into(T* y, long columns) {
+auto into(real* y, long columns) {
     return [=](long r, long c, auto n, vec v) { store_part(y + r * columns + c, v, n); };
 }
 
@@ -67,51 +63,49 @@ struct Layer {
 };
 
 // x (rows, inputs), weight (outputs, inputs) -> y (rows, outputs)
-template <class T>
-void linear_forward(const Layer& s, const T* x, const float* weight, T* y, int threads) {
-    const long depth = units_of<T>(s.inputs), panels = panels_of(s.outputs);
-    const auto up = room<Unit<T>>(panels * depth * NR);  // the transposed weights
+void linear_forward(const Layer& s, const real* x, const float* weight, real* y, int threads) {
+    const long depth = units_of(s.inputs), panels = panels_of(s.outputs);
+    const auto up = room<unit>(panels * depth * NR);  // the transposed weights
 #pragma omp parallel num_threads(team(s.rows * s.outputs, threads))
     {
         const long thread = omp_get_thread_num(), n = omp_get_num_threads();
         const Registers registers{};
-        const auto spare = room<Unit<T>>(HEIGHT<T> * depth);
-        pack_transposed<T>(weight, s.outputs, s.inputs, Share(panels, thread, n), up.get());
+        const auto spare = room<unit>(HEIGHT * depth);
+        pack_transposed(weight, s.outputs, s.inputs, Share(panels, thread, n), up.get());
 #pragma omp barrier
-        blocks<T>(Share(tiles_of<T>(s.rows), thread, n), s.rows, [&](long row, long height) {
+        blocks(Share(tiles_of(s.rows), thread, n), s.rows, [&](long row, long height) {
             multiply_rows(x + row * s.inputs, s.inputs, height, s.inputs, up.get(), s.outputs, spare.get(),
                           into(y + row * s.outputs, s.outputs));
         });
     }
 }
 
-template <class T>
-void linear_backward(const Layer& s, const T* x, const float* weight, const T* dy, T* dx, float* dweight, int threads) {
-    typedef Unit<T> U;
-    const long depth = units_of<T>(s.outputs), panels = panels_of(s.inputs);
-    const long slice = slice_of<T>(s.rows, std::max(s.inputs, s.outputs), threads);
-    const auto down = room<U>(panels * depth * NR);                              // the weights
-    const auto xs = room<U>(panels * units_of<T>(slice) * NR);                   // a slice of x
-    const auto dys = room<U>(round_up(s.outputs, LEFT<T>) * units_of<T>(slice));  // and of dy
+void linear_backward(const Layer& s, const real* x, const float* weight, const real* dy, real* dx, float* dweight,
+                     int threads) {
+    const long depth = units_of(s.outputs), panels = panels_of(s.inputs);
+    const long slice = slice_of(s.rows, std::max(s.inputs, s.outputs), threads);
+    const auto down = room<unit>(panels * depth * NR);                         // the weights
+    const auto xs = room<unit>(panels * units_of(slice) * NR);                 // a slice of x
+    const auto dys = room<unit>(round_up(s.outputs, LEFT) * units_of(slice));  // and of dy
 #pragma omp parallel num_threads(team(s.rows * s.outputs, threads))
     {
         const long thread = omp_get_thread_num(), n = omp_get_num_threads();
         const Registers registers{};
-        const auto spare = room<U>(HEIGHT<T> * depth);
-        pack<NR, T>(weight, s.inputs, s.outputs, s.inputs, Share(depth, thread, n), depth, down.get());
+        const auto spare = room<unit>(HEIGHT * depth);
+        pack<NR>(weight, s.inputs, s.outputs, s.inputs, Share(depth, thread, n), depth, down.get());
 #pragma omp barrier
-        blocks<T>(Share(tiles_of<T>(s.rows), thread, n), s.rows, [&](long row, long height) {
+        blocks(Share(tiles_of(s.rows), thread, n), s.rows, [&](long row, long height) {
             multiply_rows(dy + row * s.outputs, s.outputs, height, s.outputs, down.get(), s.inputs, spare.get(),
                           into(dx + row * s.inputs, s.inputs));
         });
         for (long first = 0; first < s.rows; first += slice) {
-            const long here = std::min(slice, s.rows - first), units = units_of<T>(here);
+            const long here = std::min(slice, s.rows - first), units = units_of(here);
             const Share share(units, thread, n);
-            pack<NR, T>(x + first * s.inputs, s.inputs, here, s.inputs, share, units, xs.get());
-            pack<LEFT<T>, T>(dy + first * s.outputs, s.outputs, here, s.outputs, share, units, dys.get());
+            pack<NR>(x + first * s.inputs, s.inputs, here, s.inputs, share, units, xs.get());
+            pack<LEFT>(dy + first * s.outputs, s.outputs, here, s.outputs, share, units, dys.get());
 #pragma omp barrier
-            const Part part = part_of(tiles_of<T>(s.outputs), panels, thread, n);
-            add_outer_products(dys.get(), xs.get(), units, SUMMED_ROWS<T>, s.outputs, s.inputs, part, first == 0, dweight);
+            const Part part = part_of(tiles_of(s.outputs), panels, thread, n);
+            add_outer_products(dys.get(), xs.get(), units, SUMMED_ROWS, s.outputs, s.inputs, part, first == 0, dweight);
 #pragma omp barrier
         }
     }
@@ -122,25 +116,25 @@ struct MLP {
 };
 
 // hidden = A of x up^T, and slope its derivative, unless null; y = hidden out^T. x, y: (rows, width).
-template <class A, class T>
-void mlp_forward(const MLP& s, const T* x, const float* up, const float* out, T* hidden, T* slope, T* y, int threads) {
-    typedef Unit<T> U;
-    const long depth = units_of<T>(s.width), of_hidden = units_of<T>(s.hidden);
+template <class A>
+void mlp_forward(const MLP& s, const real* x, const float* up, const float* out, real* hidden, real* slope, real* y,
+                 int threads) {
+    const long depth = units_of(s.width), of_hidden = units_of(s.hidden);
     const long wide = panels_of(s.hidden), narrow = panels_of(s.width);
-    const auto ups = room<U>(wide * depth * NR), outs = room<U>(narrow * of_hidden * NR);
+    const auto ups = room<unit>(wide * depth * NR), outs = room<unit>(narrow * of_hidden * NR);
 #pragma omp parallel num_threads(team(s.rows * s.hidden, threads))
     {
         const long thread = omp_get_thread_num(), n = omp_get_num_threads();
         const Registers registers{};
-        const auto spare = room<U>(HEIGHT<T> * std::max(depth, of_hidden));
-        pack_transposed<T>(up, s.hidden, s.width, Share(wide, thread, n), ups.get());
-        pack_transposed<T>(out, s.width, s.hidden, Share(narrow, thread, n), outs.get());
+        const auto spare = room<unit>(HEIGHT * std::max(depth, of_hidden));
+        pack_transposed(up, s.hidden, s.width, Share(wide, thread, n), ups.get());
+        pack_transposed(out, s.width, s.hidden, Share(narrow, thread, n), outs.get());
 #pragma omp barrier
-        blocks<T>(Share(tiles_of<T>(s.rows), thread, n), s.rows, [&](long row, long height) {
-            T *h = hidden + row * s.hidden, *to_slope = slope ? slope + row * s.hidden : nullptr;
+        blocks(Share(tiles_of(s.rows), thread, n), s.rows, [&](long row, long height) {
+            real *h = hidden + row * s.hidden, *to_slope = slope ? slope + row * s.hidden : nullptr;
             multiply_rows(x + row * s.width, s.width, height, s.width, ups.get(), s.hidden, spare.get(),
                           [=](long r, long c, auto n, vec v) {
-                              const Activated at = A::template of<T>(v);
+                              const Activated at = A::template of<real>(v);
                               store_part(h + r * s.hidden + c, at.value, n);
                               if (to_slope) store_part(to_slope + r * s.hidden + c, at.slope, n);
                           });
@@ -152,49 +146,48 @@ void mlp_forward(const MLP& s, const T* x, const float* up, const float* out, T*
 
 // slope: null for ReLU^2, whose derivative is 2 sqrt(hidden). Not to write and read it saves 1 to 4% of a step (docs/LOG.md,
 // 2026-11-25).
-template <class T>
-void mlp_backward(const MLP& s, const T* x, const float* up, const float* out, const T* hidden, const T* slope, const T* dy,
-                  T* dx, float* dup, float* dout, int threads) {
-    typedef Unit<T> U;
-    const long depth = units_of<T>(s.width), of_hidden = units_of<T>(s.hidden);
+void mlp_backward(const MLP& s, const real* x, const float* up, const float* out, const real* hidden, const real* slope,
+                  const real* dy, real* dx, float* dup, float* dout, int threads) {
+    const long depth = units_of(s.width), of_hidden = units_of(s.hidden);
     const long wide = panels_of(s.hidden), narrow = panels_of(s.width);
-    const long slice = slice_of<T>(s.rows, s.hidden, threads), of_slice = units_of<T>(slice);
+    const long slice = slice_of(s.rows, s.hidden, threads), of_slice = units_of(slice);
     const long z_row = wide * NR + NR;  // rows that are a power of two apart would share few places of the cache
-    const auto outs = room<U>(wide * depth * NR), ups = room<U>(narrow * of_hidden * NR);  // the weights
-    const auto xs = room<U>(narrow * of_slice * NR), hiddens = room<U>(wide * of_slice * NR);  // a slice of each
-    const auto dys = room<U>(round_up(s.width, LEFT<T>) * of_slice), dzs = room<U>(round_up(s.hidden, LEFT<T>) * of_slice);
+    const auto outs = room<unit>(wide * depth * NR), ups = room<unit>(narrow * of_hidden * NR);  // the weights
+    const auto xs = room<unit>(narrow * of_slice * NR), hiddens = room<unit>(wide * of_slice * NR);  // a slice of each
+    const auto dys = room<unit>(round_up(s.width, LEFT) * of_slice), dzs = room<unit>(round_up(s.hidden, LEFT) * of_slice);
 #pragma omp parallel num_threads(team(s.rows * s.hidden, threads))
     {
         const long thread = omp_get_thread_num(), n = omp_get_num_threads();
         const Registers registers{};
-        const auto spare = room<U>(HEIGHT<T> * std::max(depth, of_hidden));
-        const auto dz = room<T>(HEIGHT<T> * z_row);  // the gradient before the activation, of some rows
-        pack<NR, T>(out, s.hidden, s.width, s.hidden, Share(depth, thread, n), depth, outs.get());
-        pack<NR, T>(up, s.width, s.hidden, s.width, Share(of_hidden, thread, n), of_hidden, ups.get());
+        const auto spare = room<unit>(HEIGHT * std::max(depth, of_hidden));
+        const auto dz = room<real>(HEIGHT * z_row);  // the gradient before the activation, of some rows
+        pack<NR>(out, s.hidden, s.width, s.hidden, Share(depth, thread, n), depth, outs.get());
+        pack<NR>(up, s.width, s.hidden, s.width, Share(of_hidden, thread, n), of_hidden, ups.get());
 #pragma omp barrier
         for (long first = 0; first < s.rows; first += slice) {
-            const long here = std::min(slice, s.rows - first), units = units_of<T>(here);
+            const long here = std::min(slice, s.rows - first), units = units_of(here);
             const Share share(units, thread, n);
-            pack<NR, T>(x + first * s.width, s.width, here, s.width, share, units, xs.get());
-            pack<LEFT<T>, T>(dy + first * s.width, s.width, here, s.width, share, units, dys.get());
-            pack<NR, T>(hidden + first * s.hidden, s.hidden, here, s.hidden, share, units, hiddens.get());
-            blocks<T>(Share(tiles_of<T>(here), thread, n), here, [&](long row, long height) {
-                const T *dy_here = dy + (first + row) * s.width, *by = (slope ? slope : hidden) + (first + row) * s.hidden;
+            pack<NR>(x + first * s.width, s.width, here, s.width, share, units, xs.get());
+            pack<LEFT>(dy + first * s.width, s.width, here, s.width, share, units, dys.get());
+            pack<NR>(hidden + first * s.hidden, s.hidden, here, s.hidden, share, units, hiddens.get());
+            blocks(Share(tiles_of(here), thread, n), here, [&](long row, long height) {
+                const real* dy_here = dy + (first + row) * s.width;
+                const real* by = (slope ? slope : hidden) + (first + row) * s.hidden;
                 multiply_rows(dy_here, s.width, height, s.width, outs.get(), s.hidden, spare.get(),
                               [&](long r, long c, auto n, vec v) {
                                   const vec at = load_part(by + r * s.hidden + c, n);
                                   store_part(dz.get() + r * z_row + c, v * (slope ? at : 2.0f * square_root(at)), n);
                               });
-                pack<LEFT<T>, T>(dz.get(), z_row, height, s.hidden, Share(0, units_of<T>(height)), units,
-                                dzs.get() + row / PER_UNIT<T> * LEFT<T>);
+                pack<LEFT>(dz.get(), z_row, height, s.hidden, Share(0, units_of(height)), units,
+                           dzs.get() + row / PER_UNIT * LEFT);
                 multiply_rows(dz.get(), z_row, height, s.hidden, ups.get(), s.width, spare.get(),
                               into(dx + (first + row) * s.width, s.width));
             });
 #pragma omp barrier
-            const Part of_up = part_of(tiles_of<T>(s.hidden), narrow, thread, n);
-            add_outer_products(dzs.get(), xs.get(), units, SUMMED_ROWS<T>, s.hidden, s.width, of_up, first == 0, dup);
-            const Part of_out = part_of(tiles_of<T>(s.width), wide, thread, n);
-            add_outer_products(dys.get(), hiddens.get(), units, SUMMED_ROWS<T>, s.width, s.hidden, of_out, first == 0, dout);
+            const Part of_up = part_of(tiles_of(s.hidden), narrow, thread, n);
+            add_outer_products(dzs.get(), xs.get(), units, SUMMED_ROWS, s.hidden, s.width, of_up, first == 0, dup);
+            const Part of_out = part_of(tiles_of(s.width), wide, thread, n);
+            add_outer_products(dys.get(), hiddens.get(), units, SUMMED_ROWS, s.width, s.hidden, of_out, first == 0, dout);
 #pragma omp barrier
         }
     }
@@ -210,20 +203,20 @@ int products_are_permitted() { return registers_are_permitted(); }
 void linear_forward(const real* x, const float* weight, real* y, long rows, long inputs, long outputs,
                     long threads) {
     const Layer s{rows, inputs, outputs};
-    linear_forward<real>(s, x, weight, y, threads);
+    linear_forward(s, x, weight, y, threads);
 }
 
 void linear_backward(const real* x, const float* weight, const real* dy, real* dx, float* dweight, long rows,
                      long inputs, long outputs, long threads) {
     const Layer s{rows, inputs, outputs};
-    linear_backward<real>(s, x, weight, dy, dx, dweight, threads);
+    linear_backward(s, x, weight, dy, dx, dweight, threads);
 }
 
 // The activation is GELU or else ReLU^2.
 void mlp_forward(const real* x, const float* up, const float* down, real* hidden, real* slope, real* y,
                  long rows, long width, long hidden_width, long gelu, long threads) {
     const MLP s{rows, width, hidden_width};
-    const auto forward = gelu ? mlp_forward<Gelu, real> : mlp_forward<Relu2, real>;
+    const auto forward = gelu ? mlp_forward<Gelu> : mlp_forward<Relu2>;
     forward(s, x, up, down, hidden, slope, y, threads);
 }
 
@@ -231,6 +224,6 @@ void mlp_backward(const real* x, const float* up, const float* down, const real*
                   const real* dy, real* dx, float* dup, float* ddown, long rows, long width, long hidden_width,
                   long threads) {
     const MLP s{rows, width, hidden_width};
-    mlp_backward<real>(s, x, up, down, hidden, slope, dy, dx, dup, ddown, threads);
+    mlp_backward(s, x, up, down, hidden, slope, dy, dx, dup, ddown, threads);
 }
 }

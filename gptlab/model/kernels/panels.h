@@ -26,23 +26,16 @@ constexpr int VECTOR_ROWS = 4, NV = 4;
 constexpr int NR = W * NV;
 constexpr long DEPTH = 16384 / NR;  // units of a panel that stay in a core's cache: 64 KiB
 
-template <class T>
-constexpr int MR = BY_AMX<T> ? 32 : VECTOR_ROWS;
-template <class T>
-constexpr long HEIGHT = BY_AMX<T> ? 64 : 48;  // rows that share a panel while it is there
-template <class T>
-constexpr long TILES = HEIGHT<T> / MR<T>;
+constexpr int MR = BY_AMX ? 32 : VECTOR_ROWS;
+constexpr long HEIGHT = BY_AMX ? 64 : 48;  // rows that share a panel while it is there
+constexpr long TILES = HEIGHT / MR;
 // Columns of a left operand's panel, as few as whole tiles and vectors permit: a tile reads MR of them, and the cache loads
 // the lines of all.
-template <class T>
-constexpr long LEFT = std::lcm(MR<T>, W);
+constexpr long LEFT = std::lcm(MR, W);
 // Columns of a product that are computed before they are used: whole panels. In bfloat16, more than one panel was not
 // measured.
-template <class T>
-constexpr long SPAN = PAIRS<T> ? NR : 512;
-template <class T>
-constexpr bool WHOLE = HEIGHT<T> % MR<T> == 0 && MR<T> % 2 == 0;
-static_assert(WHOLE<float> && WHOLE<pair>, "panels have whole tiles and vectors, and tiles whole units");
+constexpr long SPAN = PAIRS ? NR : 512;
+static_assert(HEIGHT % MR == 0 && MR % 2 == 0, "panels have whole tiles and vectors, and tiles whole units");
 
 struct Free {
     void operator()(void* memory) const { ::operator delete[](memory, std::align_val_t(64)); }
@@ -59,15 +52,9 @@ Memory<E> room(long count) {
 
 inline long panels_of(long columns) { return (columns + NR - 1) / NR; }
 
-template <class T>
-long tiles_of(long rows) {
-    return (rows + MR<T> - 1) / MR<T>;
-}
+inline long tiles_of(long rows) { return (rows + MR - 1) / MR; }
 
-template <class T>
-long units_of(long numbers) {
-    return (numbers + PER_UNIT<T> - 1) / PER_UNIT<T>;
-}
+inline long units_of(long numbers) { return (numbers + PER_UNIT - 1) / PER_UNIT; }
 
 // A thread's share of a parallel region's work.
 struct Share {
@@ -78,15 +65,15 @@ struct Share {
 };
 
 // The panels `which` of the transposed of a matrix (rows, width) -> (all panels, units_of(width), NR).
-template <class T, class S>
-void pack_transposed(const S* matrix, long rows, long width, Share which, Unit<T>* panels) {
-    const long depth = units_of<T>(width);
+template <class S>
+void pack_transposed(const S* matrix, long rows, long width, Share which, unit* panels) {
+    const long depth = units_of(width);
     for (long j = which.first; j < which.last; j++)
         for (long r = 0; r < NR; r += W)
             for (long u = 0; u < depth; u += W) {
                 vec square[W];
-                const long row = j * NR + r, column = u * PER_UNIT<T>;
-                load_transposed<T>(matrix + row * width + column, width, rows - row, width - column, square);
+                const long row = j * NR + r, column = u * PER_UNIT;
+                load_transposed(matrix + row * width + column, width, rows - row, width - column, square);
                 for (long i = 0; i < std::min<long>(W, depth - u); i++)
                     store(panels + (j * depth + u + i) * NR + r, square[i]);
             }
@@ -94,44 +81,41 @@ void pack_transposed(const S* matrix, long rows, long width, Share which, Unit<T
 
 // The units `which` down a matrix (rows, width), whose rows are `stride` apart -> panels of WIDTH of its columns, each of
 // which has `depth` units.
-template <long WIDTH, class T, class S>
-void pack(const S* matrix, long stride, long rows, long width, Share which, long depth, Unit<T>* panels) {
+template <long WIDTH, class S>
+void pack(const S* matrix, long stride, long rows, long width, Share which, long depth, unit* panels) {
     // A few rows of one panel at a time: panels may be a multiple of 4 KiB apart, and then evict each other's lines.
     constexpr long BLOCK = 16;
     for (long u0 = which.first; u0 < which.last; u0 += BLOCK)
         for (long c = 0; c < width; c += WIDTH)
             for (long u = u0; u < std::min(u0 + BLOCK, which.last); u++)
                 for (long i = 0; i < WIDTH; i += W) {
-                    const long row = u * PER_UNIT<T>, n = std::max(0L, width - c - i);
+                    const long row = u * PER_UNIT, n = std::max(0L, width - c - i);
                     store(panels + (c * depth + u * WIDTH) + i,
-                          load_units_down<T>(matrix + row * stride + c + i, stride, rows - row, n));
+                          load_units_down(matrix + row * stride + c + i, stride, rows - row, n));
                 }
 }
 
 // Rows of a matrix (rows, width), `stride` apart -> whole tiles of them, (tiles * MR, units_of(width)).
-template <class T>
-void pack_rows(const T* matrix, long stride, long rows, long width, long tiles, Unit<T>* to) {
-    const long depth = units_of<T>(width), kept = std::min(rows, tiles * MR<T>);
-    if (width % PER_UNIT<T>) std::fill_n(to, kept * depth, Unit<T>());
-    for (long r = 0; r < kept; r++) std::memcpy(to + r * depth, matrix + r * stride, width * sizeof(T));
-    std::fill_n(to + kept * depth, (tiles * MR<T> - kept) * depth, Unit<T>());
+void pack_rows(const real* matrix, long stride, long rows, long width, long tiles, unit* to) {
+    const long depth = units_of(width), kept = std::min(rows, tiles * MR);
+    if (width % PER_UNIT) std::fill_n(to, kept * depth, unit());
+    for (long r = 0; r < kept; r++) std::memcpy(to + r * depth, matrix + r * stride, width * sizeof(real));
+    std::fill_n(to + kept * depth, (tiles * MR - kept) * depth, unit());
 }
 
 // c (tiles * MR, NR) = rows (tiles * MR, depth), which are a_row units apart, times a panel.
-template <class U>
-void multiply_panel(long tiles, long depth, const U* rows, long a_row, const U* panel, float* c, long c_row) {
-    constexpr int M = MR<U>;
+void multiply_panel(long tiles, long depth, const unit* rows, long a_row, const unit* panel, float* c, long c_row) {
     for (long k = 0; k < depth; k += DEPTH) {
         const long n = std::min(DEPTH, depth - k);
         for (long i = 0; i < tiles; i++) {
-            const U *a = rows + i * M * a_row + k, *b = panel + k * NR;
-            float* to = c + i * M * c_row;
-            if constexpr (BY_AMX<U>)
+            const unit *a = rows + i * MR * a_row + k, *b = panel + k * NR;
+            float* to = c + i * MR * c_row;
+            if constexpr (BY_AMX)
                 amx_tile(n, a, a_row, 16, b, NR, k > 0, to, c_row);
             else if (k == 0)
-                tile<M, NV, false>(n, a, a_row, 1, b, NR, to, c_row);
+                tile<MR, NV, false>(n, a, a_row, 1, b, NR, to, c_row);
             else
-                tile<M, NV, true>(n, a, a_row, 1, b, NR, to, c_row);
+                tile<MR, NV, true>(n, a, a_row, 1, b, NR, to, c_row);
         }
     }
 }
@@ -142,14 +126,14 @@ void multiply_panel(long tiles, long depth, const U* rows, long a_row, const U* 
 // What `at` reads and writes is often in no cache. Along rows the processor prefetches it. With the few columns of a single
 // panel it waits at each row: in float32 an MLP's backward pass takes 1.16 to 1.24 times as long up to a width of 128 (Zen
 // 3; docs/LOG.md, 2026-11-26).
-template <class U, class At>
-void multiply(long height, long depth, const U* rows, long a_row, const U* panels, long columns, At at) {
-    constexpr long ROW = SPAN<U> + NR;  // rows that are a power of two apart would share few places of the cache
-    alignas(64) float products[HEIGHT<U> * ROW];
-    for (long c = 0; c < columns; c += SPAN<U>) {
-        const long here = std::min(SPAN<U>, columns - c);
+template <class At>
+void multiply(long height, long depth, const unit* rows, long a_row, const unit* panels, long columns, At at) {
+    constexpr long ROW = SPAN + NR;  // rows that are a power of two apart would share few places of the cache
+    alignas(64) float products[HEIGHT * ROW];
+    for (long c = 0; c < columns; c += SPAN) {
+        const long here = std::min(SPAN, columns - c);
         for (long i = 0; i < here; i += NR)
-            multiply_panel(tiles_of<U>(height), depth, rows, a_row, panels + (c + i) * depth, products + i, ROW);
+            multiply_panel(tiles_of(height), depth, rows, a_row, panels + (c + i) * depth, products + i, ROW);
         for (long r = 0; r < height; r++)
             vectors(here, [&](long i, auto n) { at(r, c + i, n, load(products + r * ROW + i)); });
     }
@@ -172,31 +156,29 @@ inline Part part_of(long tiles, long panels, long thread, long threads) {
 
 // c (outputs, inputs) = the sum over some rows of dy (rows, outputs) x (rows, inputs), added to what it holds unless these
 // are the first ones. dy: panels of LEFT columns; x: panels of NR. `at_once`: units that are summed in registers.
-template <class U>
-void add_outer_products(const U* dy, const U* x, long depth, long at_once, long outputs, long inputs, Part part, bool first,
-                        float* c) {
-    if constexpr (BY_AMX<U>) return add_outer_products_by_amx(dy, x, depth, outputs, inputs, part, first, c);
-    constexpr int M = MR<U>;
-    constexpr long WIDTH = LEFT<U>;
+void add_outer_products(const unit* dy, const unit* x, long depth, long at_once, long outputs, long inputs, Part part,
+                        bool first, float* c) {
+    if constexpr (BY_AMX) return add_outer_products_by_amx(dy, x, depth, outputs, inputs, part, first, c);
     for (long from = 0; from < depth; from += at_once) {
         const long n = std::min(at_once, depth - from);
         const bool replace = first && from == 0;
         for (long t = part.tiles.first; t < part.tiles.last; t++)
             for (long j = part.panels.first; j < part.panels.last; j++) {
-                const U *a = dy + (t * M / WIDTH * depth + from) * WIDTH + t * M % WIDTH, *b = x + (j * depth + from) * NR;
-                const long height = std::min<long>(M, outputs - t * M), width = std::min<long>(NR, inputs - j * NR);
-                float* to = c + t * M * inputs + j * NR;
+                const unit* a = dy + (t * MR / LEFT * depth + from) * LEFT + t * MR % LEFT;
+                const unit* b = x + (j * depth + from) * NR;
+                const long height = std::min<long>(MR, outputs - t * MR), width = std::min<long>(NR, inputs - j * NR);
+                float* to = c + t * MR * inputs + j * NR;
                 for (long i = 0; i < height && !replace; i++) __builtin_prefetch(to + i * inputs, 1);
-                if (height < M || width < NR) {
-                    float edge[M * NR];
-                    tile<M, NV, false>(n, a, 1, WIDTH, b, NR, edge, NR);
+                if (height < MR || width < NR) {
+                    float edge[MR * NR];
+                    tile<MR, NV, false>(n, a, 1, LEFT, b, NR, edge, NR);
                     for (long i = 0; i < height; i++)
                         for (long k = 0; k < width; k++)
                             to[i * inputs + k] = edge[i * NR + k] + (replace ? 0 : to[i * inputs + k]);
                 } else if (replace) {
-                    tile<M, NV, false>(n, a, 1, WIDTH, b, NR, to, inputs);
+                    tile<MR, NV, false>(n, a, 1, LEFT, b, NR, to, inputs);
                 } else {
-                    tile<M, NV, true>(n, a, 1, WIDTH, b, NR, to, inputs);
+                    tile<MR, NV, true>(n, a, 1, LEFT, b, NR, to, inputs);
                 }
             }
     }

@@ -1,7 +1,7 @@
 // Matrix products on a CPU: a tile that stays in the processor's registers, and how its operands are loaded. Operands are
-// float32 or bfloat16, sums float32.
+// `real`, sums float32.
 //
-// A product takes one "unit" at a time along its depth: a float32 number, or two neighbours in bfloat16. Of a matrix that
+// A product takes one `unit` at a time along its depth: a float32 number, or two neighbours in bfloat16. Of a matrix that
 // is stored by rows, units lie along its rows or down its columns.
 
 #pragma once
@@ -13,12 +13,9 @@
 
 namespace {
 
-template <class T>
-constexpr bool PAIRS = !std::is_same_v<T, float>;
-template <class T>
-using Unit = std::conditional_t<PAIRS<T>, pair, float>;
-template <class T>
-constexpr long PER_UNIT = PAIRS<T> ? 2 : 1;
+constexpr bool PAIRS = !std::is_same_v<real, float>;
+typedef std::conditional_t<PAIRS, pair, float> unit;
+constexpr long PER_UNIT = PAIRS ? 2 : 1;
 
 inline vec load(const pair* from) { return load(reinterpret_cast<const float*>(from)); }
 
@@ -51,9 +48,9 @@ inline vec in_register(vec v) {
 // C (M, N vectors) = the sum over k < depth of A(:, k) B(k, :), or what C holds and that sum (ADD). The unit A(i, k) is
 // a[i * a_row + k * a_column]. M * N + N + 1 vectors should be no more than the processor has registers, all of which are
 // free in a function of its own.
-template <int M, int N, bool ADD, class U>
-__attribute__((noinline)) void tile(long depth, const U* a, long a_row, long a_column, const U* b, long b_row, float* c,
-                                    long c_row) {
+template <int M, int N, bool ADD>
+__attribute__((noinline)) void tile(long depth, const unit* a, long a_row, long a_column, const unit* b, long b_row,
+                                    float* c, long c_row) {
     vec sum[M][N];
 #pragma GCC unroll 16
     for (int i = 0; i < M; i++)
@@ -67,7 +64,7 @@ __attribute__((noinline)) void tile(long depth, const U* a, long a_row, long a_c
         for (int i = 0; i < M; i++) {
             const vec x = all(a[i * a_row + k * a_column]);
 #pragma GCC unroll 16
-            for (int j = 0; j < N; j++) sum[i][j] = add_products(sum[i][j], x, row[j], U());
+            for (int j = 0; j < N; j++) sum[i][j] = add_products(sum[i][j], x, row[j], unit());
         }
     }
 #pragma GCC unroll 16
@@ -91,28 +88,28 @@ inline half_vec load_halves(const bfloat16* from, long n) {
     return v;
 }
 
-// Units of T along a row of numbers S, T itself or float32: the first n numbers, zeros after them.
-template <class T, class S>
+// Units along a row of numbers, `real` or float32: the first n numbers, zeros after them.
+template <class S>
 inline vec load_units(const S* from, long n) {
-    if constexpr (!PAIRS<T>) return load_part(from, n);
+    if constexpr (!PAIRS) return load_part(from, n);
     const half_vec halves[2] = {load_halves(from, n), n > W ? load_halves(from + W, n - W) : half_vec{}};
     vec units;
     std::memcpy(&units, halves, sizeof units);
     return units;
 }
 
-// Units of T down columns of numbers S, of rows that are `stride` numbers apart: of the first n columns and the first
+// Units down columns of numbers, of rows that are `stride` numbers apart: of the first n columns and the first
 // `rows` rows.
-template <class T, class S>
+template <class S>
 inline vec load_units_down(const S* from, long stride, long rows, long n) {
-    if constexpr (!PAIRS<T>) return rows > 0 ? load_part(from, n) : vec{};
+    if constexpr (!PAIRS) return rows > 0 ? load_part(from, n) : vec{};
     return pairs(rows > 0 ? load_halves(from, n) : half_vec{}, rows > 1 ? load_halves(from + stride, n) : half_vec{});
 }
 
 // square[i]: the ith units along each of W rows, of the first n numbers of the first `rows` rows.
-template <class T, class S>
+template <class S>
 inline void load_transposed(const S* from, long stride, long rows, long n, vec* square) {
-    for (long i = 0; i < W; i++) square[i] = i < rows && n > 0 ? load_units<T>(from + i * stride, n) : vec{};
+    for (long i = 0; i < W; i++) square[i] = i < rows && n > 0 ? load_units(from + i * stride, n) : vec{};
     transpose_vectors(square);
 }
 
@@ -127,14 +124,17 @@ inline void transpose_square(const E* from, long stride, long n, E* to, long to_
 
 }  // namespace
 
-// BY_AMX<T>: whether products of T are computed by registers of matrices. A thread has `Registers` while it multiplies.
+// BY_AMX: whether products are computed by registers of matrices. A thread has `Registers` while it multiplies.
 #if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__)
 #include "amx.h"
 #else
 namespace {
-template <class T>
 constexpr bool BY_AMX = false;
 struct Registers {};
 inline bool registers_are_permitted() { return true; }
+// Never called.
+inline void amx_tile(long, const unit*, long, long, const unit*, long, bool, float*, long) {}
+template <class Part>
+void add_outer_products_by_amx(const unit*, const unit*, long, long, long, Part, bool, float*) {}
 }  // namespace
 #endif
