@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gptlab.bench.live_bytes import LiveBytes
 from gptlab.config.run import RunConfig
+from gptlab.eval.bits_per_byte import rows_of_pass
 from gptlab.model.gpt import GPT
 from gptlab.optim.combined import CombinedOptimizer
 from gptlab.runtime.hardware.device import Platform
@@ -37,6 +38,9 @@ class Memory:
     and torch.compile keep less."""
     update: int
     """What the update of the weights takes more than the activations, which are freed before it."""
+    validation: int
+    """What the logits of a validation take more than gradients, activations and update, which are freed before it. Of
+    compiled code, it is part of the activations."""
     snapshot: int
     """Weights and moments once more, in host memory, for checkpoint.background."""
     compiled: bool = False
@@ -45,7 +49,7 @@ class Memory:
     @property
     def device_total(self) -> int:
         """On a device with its own memory."""
-        return self.weights + self.gradients + self.optimizer + self.activations + self.update
+        return self.weights + self.gradients + self.optimizer + self.activations + self.update + self.validation
 
     @property
     def total(self) -> int:
@@ -66,12 +70,15 @@ def count_memory(model: GPT, config: RunConfig, *, compiled: bool = False) -> Me
     of_compiled_code = activations is not None
     if activations is None:
         activations = _uncompiled_activations(model, config, gradients)
+    update = max(0, _update_bytes(model, optimizer, config) - activations)
+    validation = _logits_bytes(model, config) if config.eval.validates and not of_compiled_code else 0
     return Memory(
         weights=weights,
         gradients=gradients,
         optimizer=moments,
         activations=activations,
-        update=max(0, _update_bytes(model, optimizer, config) - activations),
+        update=update,
+        validation=max(0, validation - gradients - activations - update),
         snapshot=weights + moments if config.checkpoint.background and not config.eval.only else 0,
         compiled=of_compiled_code,
     )
@@ -115,10 +122,8 @@ def _compiled_activations(model: GPT, config: RunConfig, gradients: int) -> int 
 
     # The first micro-batch's gradients are the sum; those of each other come beside it.
     earlier = gradients if config.micro_batches > 1 else 0
-    # In validation the gradients are freed, and logits are there in the compute type and in float32.
-    logits = config.eval_sequences * config.model.seq_len * config.model.padded_vocab_size
-    validation = logits * (model.compute_dtype.itemsize + 4)
-    return max(earlier + passes.peak, validation) - gradients + WORKSPACE
+    # In validation the gradients are freed.
+    return max(earlier + passes.peak, _logits_bytes(model, config, compiled=True)) - gradients + WORKSPACE
 
 
 def _uncompiled_activations(model: GPT, config: RunConfig, gradients: int) -> int:
@@ -135,6 +140,13 @@ def _uncompiled_activations(model: GPT, config: RunConfig, gradients: int) -> in
         model.loss(tokens, tokens).backward()
     model.zero_grad()
     return max(kept, live.peak if held else live.peak - gradients)
+
+
+def _logits_bytes(model: GPT, config: RunConfig, *, compiled: bool = False) -> int:
+    """Those of a pass of validation: in float32, and before that in the compute type, but by the CPU kernels."""
+    rows = rows_of_pass(replace(config, model=model.config), torch.device(model.platform), compiled=compiled)
+    of_each = 4 + (0 if model.platform == "cpu" else model.compute_dtype.itemsize)
+    return rows * model.config.seq_len * model.config.padded_vocab_size * of_each
 
 
 def _update_bytes(model: GPT, optimizer: CombinedOptimizer, config: RunConfig) -> int:

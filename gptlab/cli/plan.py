@@ -104,6 +104,7 @@ def describe(plan: RunPlan, *, device_memory: int | None = None) -> str:
         ("  optimizer", f"{_bytes(plan.memory.optimizer)} of moments"),
         ("  activations", f"{_bytes(plan.memory.activations)} {_activations(plan)}"),
         ("  update", _update(plan)),
+        ("  validation", _validation(plan)),
         ("  snapshot", _snapshot(plan)),
         ("device", f"{device_name(place.device)} ({place.device})"),
         ("peak", _peak(place.peak)),
@@ -138,6 +139,11 @@ def _activations(plan: RunPlan) -> str:
 def _update(plan: RunPlan) -> str:
     more = plan.memory.update
     return f"{_bytes(more)} more than the activations, which are freed before it" if more else ""
+
+
+def _validation(plan: RunPlan) -> str:
+    more = plan.memory.validation
+    return f"{_bytes(more)} more for the logits of a pass than for what is freed before it" if more else ""
 
 
 def _snapshot(plan: RunPlan) -> str:

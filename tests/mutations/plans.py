@@ -34,10 +34,17 @@ MUTATIONS = [
         ["test_compiled_memory.py::test_memory_of_a_step_by_hand"],
     ),
     Mutation(
+        "a plan forgets the logits of a validation",
+        "bench/memory.py",
+        "validation=max(0, validation - gradients - activations - update)",
+        "validation=0",
+        ["test_plan.py::test_memory_by_hand"],
+    ),
+    Mutation(
         "a plan forgets the update",
         "bench/memory.py",
-        "update=max(0, _update_bytes(model, optimizer, config) - activations)",
-        "update=0",
+        "update = max(0, _update_bytes(model, optimizer, config) - activations)",
+        "update = 0",
         ["test_compiled_memory.py::test_a_whole_uncompiled_step"],
     ),
     Mutation(

@@ -86,7 +86,11 @@ def test_memory_by_hand() -> None:
     assert memory.weights == memory.gradients == 4 * weights
     assert memory.optimizer == 8 * weights + 4 * len(list(model.parameters()))
     assert memory.snapshot == memory.weights + memory.optimizer
-    assert memory.device_total == memory.weights + memory.gradients + memory.optimizer + memory.activations
+    # 512 rows of 16 logits of 320 entries, for which gradients and activations are freed.
+    assert memory.device_total == memory.weights + memory.optimizer + 512 * 16 * 320 * 4
+    small = count_memory(model, tiny(optim__matrix_optimizer="adamw", eval__micro_sequences=1))
+    assert small.device_total == memory.weights + memory.gradients + memory.optimizer + memory.activations
+    assert count_memory(model, tiny(eval__at_end=False)).validation == 0
     assert memory.total == memory.device_total + memory.snapshot
     for changes in ({"checkpoint__background": False}, {"eval__only": True}):
         assert count_memory(model, tiny(**changes)).snapshot == 0
