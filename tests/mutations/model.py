@@ -223,14 +223,14 @@ MUTATIONS = [
         ["test_implementations.py::test_a_run_needs_the_kernels_of_one_type"],
     ),
     Mutation(
-        "kernels are begun where nobody knows their type", "app/run/train_run.py",
-        " and not cpu_lists_bfloat16()", "",
-        ["test_kernel_library.py::test_they_are_begun_before_torch_where_their_type_is_plain"],
+        "kernels of float32 are begun where those of bfloat16 will be needed", "app/run/train_run.py",
+        'dtype = "bfloat16" if cpu_lists_bfloat16() else "float32"', 'dtype = "float32"',
+        ["test_kernel_library.py::test_they_are_built_while_torch_is_imported"],
     ),
     Mutation(
         "this machine is measured while kernels are built", "app/run/train_run.py",
         "building.join()", "pass",
-        ["test_kernel_library.py::test_they_are_begun_before_torch_where_their_type_is_plain"],
+        ["test_kernel_library.py::test_they_are_built_while_torch_is_imported"],
     ),
     Mutation(
         "an evaluation computes derivatives of activations", "model/kernels/fused.py",

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 from gptlab.app.run.attempt import EXIT_PREEMPTED, Attempt, Result
 from gptlab.app.run.own_parts import OwnParts
-from gptlab.app.run.run_request import RunRequest
+from gptlab.app.run.run_request import DEFAULT_RECIPE, RunRequest
+from gptlab.config.recipes import configure
 from gptlab.config.run import RunConfig, RuntimeConfig
 from gptlab.config.scaling import Machine
 from gptlab.data.corpus.documents import require_known
@@ -69,7 +70,7 @@ def _prepare_and_train(attempt: Attempt, request: RunRequest) -> Result:
     begun_before = request.resume is not None or request.from_run is not None
     if not begun_before and attempt.config is None and attempt.group.size == 1 and not has_nvidia_gpu():
         request = _beside_other_programs(attempt.console, request)
-    _import_torch(request)
+    _import_torch(attempt, request)
     if begun_before:
         return _train_earlier(attempt, request, evidence)
     if has_nvidia_gpu():
@@ -82,22 +83,24 @@ def _prepare_and_train(attempt: Attempt, request: RunRequest) -> Result:
     return _train(attempt, attempt.config, evidence, machine=machine)
 
 
-def _import_torch(request: RunRequest) -> None:
-    """Import torch, and meanwhile build the C++ kernels, where it is plain that the run needs those of float32: on a
-    Linux machine without a GPU and without instructions for bfloat16. Elsewhere they are built while data is prepared.
-    """
+def _import_torch(attempt: Attempt, request: RunRequest) -> None:
+    """Import torch, and meanwhile build the C++ kernels for the type that the run will most likely compute in. If it
+    turns out to be another, or torch was imported before, they are built while data is prepared."""
     from gptlab.runtime.hardware.installed import cpu_lists_bfloat16, has_nvidia_gpu
 
-    dtype = request.overrides.get("runtime.dtype", "auto")
-    plain = sys.platform == "linux" and not has_nvidia_gpu() and not cpu_lists_bfloat16()
-    if "torch" in sys.modules or not plain or dtype not in ("auto", "float32"):
+    if "torch" in sys.modules or sys.platform != "linux" or has_nvidia_gpu():
         return
-    from gptlab.model.kernels.library import begin_kernels
+    config = attempt.config or configure(request.recipe or DEFAULT_RECIPE)
+    dtype = request.overrides.get("runtime.dtype", config.runtime.dtype)
+    if dtype == "auto":
+        dtype = "bfloat16" if cpu_lists_bfloat16() else "float32"
+    if dtype in ("float32", "bfloat16"):
+        from gptlab.model.kernels.library import begin_kernels
 
-    building = begin_kernels("float32")
-    import torch  # noqa: F401
+        building = begin_kernels(dtype)
+        import torch  # noqa: F401
 
-    building.join()  # what follows measures how fast this machine is
+        building.join()  # what follows measures how fast this machine is
 
 
 def _beside_other_programs(console: Console, request: RunRequest) -> RunRequest:

@@ -189,22 +189,32 @@ def begin(activations):
 library.begin_kernels = begin
 installed.cpu_lists_bfloat16 = lambda: HAS_BFLOAT16
 train_run.threads_beside_others = lambda: note("looked at the load")
-main(["train", "--data", CORPUS, "--data.cache-dir", FOLDER, "--run-dir", FOLDER + "/run", "--steps", "1"])
+main(["train", *MORE, "--data", CORPUS, "--data.cache-dir", FOLDER, "--run-dir", FOLDER + "/run", "--steps", "1"])
 """
 
 
-@pytest.mark.parametrize("has_bfloat16", [False, True])
-def test_they_are_begun_before_torch_where_their_type_is_plain(tmp_path: Path, has_bfloat16: bool) -> None:
+@pytest.mark.parametrize(
+    ("has_bfloat16", "more", "activations"),
+    [
+        (False, [], "float32"),
+        (True, [], "bfloat16"),
+        (True, ["nanogpt/shakespeare-char-cpu"], "float32"),
+        (False, ["--dtype", "float64"], None),
+    ],
+)
+def test_they_are_built_while_torch_is_imported(
+    tmp_path: Path, has_bfloat16: bool, more: list[str], activations: str | None
+) -> None:
     """Not before other programs' load is measured, and until they are built, nothing of this machine is."""
     (tmp_path / "corpus.txt").write_text("too short")
-    names = f"HAS_BFLOAT16, CORPUS, FOLDER = {has_bfloat16}, {str(tmp_path / 'corpus.txt')!r}, {str(tmp_path)!r}"
-    done = subprocess.run([sys.executable, "-c", names + BEFORE_TORCH], capture_output=True, text=True, timeout=120)
+    values = has_bfloat16, more, str(tmp_path / "corpus.txt"), str(tmp_path)
+    program = f"HAS_BFLOAT16, MORE, CORPUS, FOLDER = {values!r}\n{BEFORE_TORCH}"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     noted = [line for line in done.stdout.splitlines() if line.endswith(" torch")]
-    assert noted[0] == "looked at the load without torch", done.stderr
-    if has_bfloat16:
-        assert all(line.endswith("with torch") for line in noted[1:])
-    else:
-        assert noted[1:3] == ["began float32 without torch", "waited with torch"]
+    begun = [f"began {activations} without torch", "waited with torch"] if activations else []
+    first = ["looked at the load without torch", *begun]
+    assert noted[: len(first)] == first, done.stderr
+    assert all(line.endswith("with torch") for line in noted[len(first) :])
 
 
 def test_they_are_built_while_data_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
