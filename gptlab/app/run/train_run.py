@@ -68,6 +68,7 @@ def _prepare_and_train(attempt: Attempt, request: RunRequest) -> Result:
     from gptlab.runtime.hardware.installed import has_nvidia_gpu
 
     begun_before = request.resume is not None or request.from_run is not None
+    # Before kernels are built, on cores that then look taken.
     if not begun_before and attempt.config is None and attempt.group.size == 1 and not has_nvidia_gpu():
         request = _beside_other_programs(attempt.console, request)
     _import_torch(attempt, request)
