@@ -168,8 +168,8 @@ def test_without_them_models_compute_all_the_same_and_say_why(tmp_path: Path, la
     assert of_float64 == "None", "which the kernels are not for"
 
 
-BEFORE_TORCH = """
-import sys
+EVENTS = {"looks", "builds", "imports", "waits", "measures"}
+IMPORTING = """
 from gptlab.app.run import train_run
 from gptlab.cli.main import main
 from gptlab.model.kernels import library
@@ -177,20 +177,18 @@ from gptlab.runtime.hardware import installed
 
 class Building:
     def join(self):
-        note("waited")
-
-def note(what):
-    print(what, "with torch" if "torch" in sys.modules else "without torch")
+        print("waits")
 
 def begin(activations):
-    note("began " + activations)
+    print("builds", activations)
     return Building()
 
 library.begin_kernels = begin
 installed.cpu_lists_bfloat16 = lambda: HAS_BFLOAT16
 installed.has_nvidia_gpu = lambda: False
-train_run.threads_beside_others = lambda: note("looked at the load")
-main(["train", *MORE, "--data", CORPUS, "--data.cache-dir", FOLDER, "--run-dir", FOLDER + "/run", "--steps", "1"])
+train_run.threads_beside_others = lambda: print("looks at the load")
+train_run._configured = lambda attempt, request: print("measures")
+main(["train", *MORE])
 """
 
 
@@ -208,15 +206,14 @@ def test_they_are_built_while_torch_is_imported(
     tmp_path: Path, has_bfloat16: bool, more: list[str], activations: str | None
 ) -> None:
     """Not before other programs' load is measured, and until they are built, nothing of this machine is."""
-    (tmp_path / "corpus.txt").write_text("too short")
-    values = has_bfloat16, more, str(tmp_path / "corpus.txt"), str(tmp_path)
-    program = f"HAS_BFLOAT16, MORE, CORPUS, FOLDER = {values!r}\n{BEFORE_TORCH}"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
-    noted = [line for line in done.stdout.splitlines() if line.endswith(" torch")]
-    begun = [f"began {activations} without torch", "waited with torch"] if activations else []
-    first = ["looked at the load without torch", *begun]
-    assert noted[: len(first)] == first, done.stderr
-    assert all(line.endswith("with torch") for line in noted[len(first) :])
+    (tmp_path / "torch.py").write_text("print('imports torch')")  # in its place
+    done = subprocess.run(
+        [sys.executable, "-c", f"HAS_BFLOAT16, MORE = {has_bfloat16}, {more}\n{IMPORTING}"],
+        env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    built = [f"builds {activations}", "imports torch", "waits"] if activations else []
+    expected = ["looks at the load", *built, "measures"]
+    assert [line for line in done.stdout.splitlines() if line.partition(" ")[0] in EVENTS][: len(expected)] == expected
 
 
 def test_they_are_built_while_data_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
