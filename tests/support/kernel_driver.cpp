@@ -162,9 +162,9 @@ void layers() {
     }
 }
 
-// Gradients whose products are deeper than what is multiplied at a time.
-void deep_layer() {
-    const long rows = 2100, inputs = 5, outputs = 1100;
+// A layer of a few inputs, whose gradients' products are as deep as it has rows or outputs.
+void deep_layer(long rows, long outputs) {
+    const long inputs = 5;
     Array<real> x(rows * inputs, 0.1f), dy(rows * outputs, 0.1f), dx(rows * inputs);
     const float* weight = numbers(outputs * inputs, 0.1f);
     std::vector<float> dweight(outputs * inputs);
@@ -213,6 +213,7 @@ int main() {
     attention();
     fused();
     layers();
-    deep_layer();
+    deep_layer(2100, 20);  // both deeper than what is multiplied at a time
+    deep_layer(70, 1100);
     decode(sizeof(real) == 2);
 }
