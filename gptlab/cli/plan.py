@@ -143,7 +143,8 @@ def _update(plan: RunPlan) -> str:
 
 def _validation(plan: RunPlan) -> str:
     more = plan.memory.validation
-    return f"{_bytes(more)} more for the logits of a pass than for what is freed before it" if more else ""
+    freed = "gradients and activations, which are freed before"
+    return f"{_bytes(more)} more for its logits than for {freed}" if more else ""
 
 
 def _snapshot(plan: RunPlan) -> str:

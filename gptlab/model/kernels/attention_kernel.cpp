@@ -177,7 +177,7 @@ void products(long units, const unit* left, const unit* transposed, long q0, lon
                 for (long i = r; i < r + MR; i++) std::memset(out + i * BLOCK + c, 0, NR * sizeof(float));
 }
 
-// C += the sum over k in [from, to), numbers.
+// C += the sum over k in [from, to), which count numbers, not units.
 inline void add(long from, long to, const unit* a, long a_row, long a_column, const unit* b, long b_row, float* c,
                 long c_row) {
     from /= PER_UNIT, to /= PER_UNIT;

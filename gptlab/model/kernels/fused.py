@@ -65,7 +65,7 @@ def _drawn_seed() -> int:
 
 
 def relu2(x: Tensor) -> Tensor:
-    return _Relu2.apply(x)
+    return _Elementwise.apply(x, "relu2", x.dtype)
 
 
 def gelu(x: Tensor) -> Tensor:
@@ -84,7 +84,7 @@ def mlp(x: Tensor, up: Tensor, out: Tensor, activation: Activation) -> Tensor:
 
 def softcap(logits: Tensor, cap: float) -> Tensor:
     assert logits.dtype == torch.float32
-    return _Softcap.apply(logits, cap)
+    return _Elementwise.apply(logits, "softcap", None, cap)
 
 
 def loss_and_gradient(logits: Tensor, targets: Tensor, vocab_size: int, cap: float | None) -> tuple[Tensor, Tensor]:
@@ -118,7 +118,7 @@ def capped_logits(x: Tensor, weight: Tensor, vocab_size: int, cap: float | None)
 def losses(logits: Tensor, targets: Tensor) -> Tensor:
     assert logits.dtype == torch.float32
     logits, nats = logits.contiguous(), torch.empty(len(logits))
-    _call_any("losses", logits, _within(targets, logits.shape[1]), nats, *logits.shape)
+    _call("losses", None, logits, _within(targets, logits.shape[1]), nats, *logits.shape)
     return nats
 
 
@@ -328,54 +328,33 @@ class _Gelu(torch.autograd.Function):
         return dy * slope
 
 
-class _Relu2(torch.autograd.Function):
+class _Elementwise(torch.autograd.Function):
+    """The functions NAME_forward and NAME_backward for `dtype`, as in `_call`, which take the same constants."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, name: str, dtype: torch.dtype | None, *constants: float) -> Tensor:
         x = x.contiguous()
         y = torch.empty_like(x)
-        _call("relu2_forward", x.dtype, x, y, x.numel())
+        _call(f"{name}_forward", dtype, x, y, *constants, x.numel())
         ctx.save_for_backward(x)
+        ctx.name, ctx.dtype, ctx.constants = name, dtype, constants
         return y
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> Tensor:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
         dx = torch.empty_like(x)
-        _call("relu2_backward", x.dtype, x, dy.contiguous(), dx, x.numel())
-        return dx
+        _call(f"{ctx.name}_backward", ctx.dtype, x, dy.contiguous(), dx, *ctx.constants, x.numel())
+        return dx, None, None, *(None for _ in ctx.constants)
 
 
-class _Softcap(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cap: float) -> Tensor:
-        x = x.contiguous()
-        y = torch.empty_like(x)
-        _call_any("softcap_forward", x, y, cap, x.numel())
-        ctx.save_for_backward(x)
-        ctx.cap = cap
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        (x,) = ctx.saved_tensors
-        dx = torch.empty_like(x)
-        _call_any("softcap_backward", x, dy.contiguous(), dx, ctx.cap, x.numel())
-        return dx, None
-
-
-def _call(name: str, dtype: torch.dtype, *values: Tensor | float | None) -> None:
-    """Call a function for activations of `dtype`, with the number of threads as the last argument."""
-    library = kernel_library("bfloat16" if dtype == torch.bfloat16 else "float32")
+def _call(name: str, dtype: torch.dtype | None, *values: Tensor | float | None) -> None:
+    """Call a function for activations of `dtype`, with the number of threads as the last argument. None: one for
+    float32 logits, which is there whatever the type of activations."""
+    library = loaded if dtype is None else kernel_library("bfloat16" if dtype == torch.bfloat16 else "float32")
     assert isinstance(library, Library)
     getattr(library.functions, name)(*map(_as_c, (*values, torch.get_num_threads())))
-
-
-def _call_any(name: str, *values: Tensor | float | None) -> None:
-    """Call a function that takes float32 logits, whatever the type of activations."""
-    assert loaded is not None
-    getattr(loaded.functions, name)(*map(_as_c, (*values, torch.get_num_threads())))
 
 
 def _as_c(value: Tensor | float | None) -> Any:

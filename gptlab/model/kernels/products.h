@@ -98,8 +98,7 @@ inline vec load_units(const S* from, long n) {
     return units;
 }
 
-// Units down columns of numbers, of rows that are `stride` numbers apart: of the first n columns and the first
-// `rows` rows.
+// Units down columns of numbers, of rows that are `stride` numbers apart: of the first n columns and the first `rows` rows.
 template <class S>
 inline vec load_units_down(const S* from, long stride, long rows, long n) {
     if constexpr (!PAIRS) return rows > 0 ? load_part(from, n) : vec{};
@@ -132,7 +131,7 @@ namespace {
 constexpr bool BY_AMX = false;
 struct Registers {};
 inline bool registers_are_permitted() { return true; }
-// Never called.
+// Never called: they only have to be declared where `if constexpr` discards a call.
 inline void amx_tile(long, const unit*, long, long, const unit*, long, bool, float*, long) {}
 template <class Part>
 void add_outer_products_by_amx(const unit*, const unit*, long, long, long, Part, bool, float*) {}

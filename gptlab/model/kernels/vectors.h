@@ -37,7 +37,7 @@ inline void store(float* to, vec v) { std::memcpy(to, &v, sizeof v); }
 
 typedef uint16_t bfloat16;  // the upper half of a float32
 #ifdef REAL
-typedef REAL real;  // of activations, float or bfloat16: what trains is built for one of them
+typedef REAL real;  // the type of activations, float or bfloat16, for which the kernels of training are built
 #endif
 typedef uint16_t half_vec __attribute__((vector_size(W * sizeof(uint16_t))));
 typedef uint32_t wide_bits __attribute__((vector_size(W * sizeof(uint32_t))));
