@@ -21,15 +21,11 @@ from gptlab.model.kernels.ops import implementation, multiplication, multiplicat
 SLICE_LOGITS = 2**21
 # ... but no more slices than this, since a compiled graph holds each of them.
 MAX_SLICES = 16
-# Entries from which on a C++ kernel computes the whole head on a CPU: in 0.6 to 1.05 of the time of slices, which are
-# as fast with fewer (two cores of Zen 3 in float32, of Zen 4 in bfloat16; docs/LOG.md, 2026-11-24).
-KERNEL_ENTRIES = 1024
 
 
 def capped_logits(head: nn.Linear, x: Tensor, vocab_size: int, cap: float | None) -> Tensor:
     """x (..., C) -> (..., V) after the softcap, at least float32."""
-    many = len(head.weight) >= KERNEL_ENTRIES
-    if many and not torch.is_grad_enabled() and (kernels := multiplication_of_many(x)) is not None:
+    if not torch.is_grad_enabled() and (kernels := multiplication_of_many(x)) is not None:
         return kernels.capped_logits(x, head.weight, vocab_size, cap)
     logits = head(x)[..., :vocab_size]
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -54,7 +50,7 @@ class HeadLoss(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         wide = torch.promote_types(x.dtype, torch.float32)
         ctx.weight_dtype = weight.dtype
-        if len(weight) >= KERNEL_ENTRIES and (kernels := multiplication(x)) is not torch_ops:
+        if (kernels := multiplication(x)) is not torch_ops:
             total, *gradients = kernels.head_loss(x, weight, targets, vocab_size, cap)
             ctx.save_for_backward(*gradients)
             return total.to(wide)

@@ -110,8 +110,8 @@ MUTATIONS = [
     ),
     Mutation(
         "the head is multiplied by the kernels, whatever was chosen", "model/head.py",
-        "if len(weight) >= KERNEL_ENTRIES and (kernels := multiplication(x))",
-        "if len(weight) >= KERNEL_ENTRIES and (kernels := implementation(x))",
+        "if (kernels := multiplication(x))",
+        "if (kernels := implementation(x))",
         ["test_choice.py::test_what_the_library_multiplies"],
     ),
     Mutation(

@@ -4,7 +4,7 @@ between matrix products   `fused` (float32 and bfloat16 on a CPU, not compiled),
 ACTIVATIONS               the same, or PyTorch; a new activation is one entry
 linear layers             the same for many positions, by `runtime.products`, the MLP as one; else PyTorch
 attention                 the same on a CPU; `torch_attention` on GPUs and with document masks
-the head                  the same with a large vocabulary, by `runtime.products`; else slices (`model/head.py`)
+the head                  the same as a whole, by `runtime.products`; else slices (`model/head.py`)
 one token                 a C++ kernel (float32 and bfloat16 on a CPU), or PyTorch (`model/decoder.py`)
 """
 
