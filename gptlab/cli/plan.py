@@ -41,13 +41,18 @@ def main(argv: list[str]) -> int:
     # Imported here, since torch takes a second: help and completion go without.
     from gptlab.bench.plan import figures, make_plan
     from gptlab.bench.training_rate import limited_machine, remembered_rate
+    from gptlab.config.recipes.quickstart import why_quickstart_size
     from gptlab.runtime.hardware.place import place_of
 
     config = request.config(_remembered, limited_machine)
     place = place_of(config)
     plan, memory = make_plan(config, place, remembered_rate(config, place)), _device_memory(place.device)
     as_json = request.options.get("json")
-    print(to_json(figures(plan, device_memory=memory), indent=2) if as_json else describe(plan, device_memory=memory))
+    if as_json:
+        print(to_json(figures(plan, device_memory=memory), indent=2))
+    else:
+        size = why_quickstart_size(config, _remembered(config))
+        print(describe(plan, size=size, device_memory=memory))
     return 0
 
 
@@ -70,18 +75,18 @@ def _many_ranks(request: RunRequest) -> int:
 
 
 def _remembered(config: RunConfig) -> Machine:
-    """This machine with the rate that `train` or `bench` timed; without a rate if neither did."""
-    from gptlab.bench.training_rate import machine_at, remembered_rate
+    """This machine with the rate that `train` or `bench` timed; with the most that it can be if neither did."""
+    from gptlab.bench.training_rate import limited_machine, machine_at, remembered_rate
     from gptlab.runtime.hardware.place import place_of
     from gptlab.runtime.processes.distributed import World
 
     place = place_of(config)
     rate = remembered_rate(config, place)
-    return machine_at(config, place, World(), None if rate is None else rate.flops_per_second)
+    return limited_machine(config) if rate is None else machine_at(config, place, World(), rate.flops_per_second)
 
 
-def describe(plan: RunPlan, *, device_memory: int | None = None) -> str:
-    """The plan as text, one fact a line, units named."""
+def describe(plan: RunPlan, *, size: str | None = None, device_memory: int | None = None) -> str:
+    """The plan as text, one fact a line, units named. `size`: how it was chosen."""
     from gptlab.bench.plan import model_text, step_text
     from gptlab.runtime.hardware.device import device_name
 
@@ -89,6 +94,7 @@ def describe(plan: RunPlan, *, device_memory: int | None = None) -> str:
     rows = [
         ("recipe", config.recipe),
         ("model", model_text(model)),
+        ("size", size),
         ("vocabulary", f"{model.vocab_size:,} entries ({plan.vocab_source})"),
         ("parameters", f"{plan.parameters.total:,} ({plan.parameters.scaling:,} in matrices and head)"),
     ]

@@ -41,6 +41,13 @@ MUTATIONS = [
         ["test_plan.py::test_memory_by_hand"],
     ),
     Mutation(
+        "a plan of a machine that was not timed takes any machine's rate",
+        "cli/plan.py",
+        "return limited_machine(config) if rate is None",
+        "return machine_at(config, place, World(), None) if rate is None",
+        ["test_plan.py::test_where_no_step_was_timed_the_peak_sizes_the_run"],
+    ),
+    Mutation(
         "a plan forgets the update",
         "bench/memory.py",
         "update = max(0, _update_bytes(model, optimizer, config) - activations)",

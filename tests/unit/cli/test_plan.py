@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gptlab.bench import training_rate
 from gptlab.bench.memory import count_memory, kept_for_backward
 from gptlab.bench.plan import make_plan
 from gptlab.bench.training_rate import Rate, assumed_vocab_size
@@ -20,9 +21,10 @@ from gptlab.config.load import apply_overrides
 from gptlab.config.model import ModelConfig
 from gptlab.config.recipes import configure
 from gptlab.config.run import Horizon, HorizonUnit, RunConfig, TokenizerConfig
+from gptlab.config.scaling import Machine
 from gptlab.model.gpt import GPT, build_model
 from gptlab.model.kernels import ops
-from gptlab.runtime.hardware.place import Peak, Place
+from gptlab.runtime.hardware.place import Peak, Place, place_of
 
 GPU_PAGE = Path(__file__).parents[3] / "docs" / "gpu.md"
 PLACE = Place(torch.device("cpu"), torch.float32, 1, Peak(flops_per_second=1e11, source="measured"))
@@ -177,6 +179,26 @@ def test_command_reads_no_data_and_writes_nothing(
     assert list(tmp_path.iterdir()) == []
     assert cli.main(["plan", "--minutes", "-1"]) == 2
     assert cli.main(["plan", "--device", "cuda:99"]) == 2
+
+
+def test_where_no_step_was_timed_the_peak_sizes_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in `train`, which times this size first. By hand: 180 s of 88 GFLOP/s are 5.2 million tokens of two layers, of
+    3.05 MFLOP each; three layers would see 1.6 tokens a parameter."""
+    monkeypatch.setenv("GPTLAB_CACHE", str(tmp_path))
+    here = Machine(device="cpu", flops_per_second=None, most_flops_per_second=88e9)
+    monkeypatch.setattr(training_rate, "limited_machine", lambda *_: here)
+    quickstart = ["plan", "--minutes", "3", "--device", "cpu", "--dtype", "float32"]
+    assert cli.main(quickstart) == 0
+    text = capsys.readouterr().out
+    assert "depth 2, width 64" in text
+    assert "180 s x 88 GFLOP/s (assumed)" in text
+    config = configure("quickstart", depth=2, horizon=Horizon(amount=180, unit="seconds"), machine=here)
+    config = apply_overrides(config, {"runtime.device": "cpu", "runtime.dtype": "float32"})
+    training_rate.remember_rate(config, place_of(config), replace(RATE, flops_per_second=90e9))
+    assert cli.main(quickstart) == 0
+    assert "180 s x 90 GFLOP/s (timed)" in capsys.readouterr().out
 
 
 def test_the_table_of_the_docs_is_what_the_command_plans() -> None:
