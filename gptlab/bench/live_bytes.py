@@ -9,7 +9,6 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -33,14 +32,8 @@ class LiveBytes(TorchDispatchMode):
         super().__exit__(*error)
         self._resizes.stop()
 
-    def called(self, func: Any, args: Any) -> None:
-        """An operation has run."""
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if DTensor in types:
-            return NotImplemented  # its parts come here by themselves
         result = func(*args, **(kwargs or {}))
-        self.called(func, args)
         for leaf in result if isinstance(result, list | tuple) else (result,):
             if isinstance(leaf, Tensor):
                 self._note(leaf.untyped_storage())

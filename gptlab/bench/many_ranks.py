@@ -203,6 +203,9 @@ class _Step(LiveBytes):
         super().__init__(resident)
         self._traffic = traffic
 
-    def called(self, func: Any, args: Any) -> None:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if DTensor in types:
+            return NotImplemented  # its parts come here by themselves
         if func.namespace == "c10d":
             self._traffic.note(func, args)
+        return super().__torch_dispatch__(func, types, args, kwargs)
