@@ -1,4 +1,4 @@
-# On a fresh machine: `make train`. Needs Python >= 3.11, make, and a C++ compiler for torch.compile (it trains without).
+# On a fresh machine: `make train`. Needs Python >= 3.11, make, and a C++ compiler for the kernels (it trains without).
 
 VENV := .venv
 BIN := $(VENV)/bin
