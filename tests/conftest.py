@@ -119,11 +119,11 @@ def _found_out_once() -> Iterator[None]:
         for name in ("take_code", "installed_distributions"):
             patch.setattr(provenance, name, functools.cache(getattr(provenance, name)))
         if "torch" in sys.modules:  # as soon as a test needs it
-            from gptlab.runtime.hardware import place
+            from gptlab.runtime.hardware import peak, place
 
-            measure = functools.partial(place.measure_matmul_flops, seconds=0.01)
-            patch.setattr(place, "measure_matmul_flops", measure)
-            patch.setattr(place, "peak_flops_per_second", functools.cache(place.peak_flops_per_second))
+            measure = functools.partial(peak.measure_matmul_flops, seconds=0.01)
+            patch.setattr(peak, "measure_matmul_flops", measure)
+            patch.setattr(place, "peak_flops_per_second", functools.cache(peak.peak_flops_per_second))
 
             # For its log, torch.compile times the guards of each graph with a cold cache: it writes to 32 MB.
             from torch._C._dynamo import guards

@@ -31,7 +31,8 @@ from gptlab.model.interop.pretrained import hf_pretrained, hub_repository, token
 from gptlab.runtime.files.plain_file import to_json
 from gptlab.runtime.files.staged_folder import require_free, staged_folder
 from gptlab.runtime.files.tensor_file import write_bytes, write_tensors
-from gptlab.runtime.hardware.place import Peak, Place
+from gptlab.runtime.hardware.peak import Peak
+from gptlab.runtime.hardware.place import Place
 from gptlab.runtime.records.console import Console
 from gptlab.runtime.records.metrics import read_metrics
 from gptlab.runtime.records.provenance import provenance, take_evidence

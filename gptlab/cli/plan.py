@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from gptlab.bench.plan import RunPlan
-    from gptlab.runtime.hardware.place import Peak
+    from gptlab.runtime.hardware.peak import Peak
 
 DESCRIPTION = "Size up a run without training: parameters, FLOPs, memory, steps and hours. Reads no data."
 

@@ -21,7 +21,7 @@ MUTATIONS = [
         ["test_train_run.py::test_a_run_leaves_other_programs_their_cores_and_keeps_its_threads"],
     ),
     Mutation(
-        "MFU in float32 is a share of what the slower library reaches", "runtime/hardware/place.py",
+        "MFU in float32 is a share of what the slower library reaches", "runtime/hardware/peak.py",
         "return min((by_mm, by_onednn), key=seconds)", "return by_mm",
         ["test_peak.py::test_the_faster_of_a_cpus_two_libraries_counts_in_float32"],
     ),
@@ -115,7 +115,7 @@ MUTATIONS = [
         ["test_choice.py::test_what_the_library_multiplies"],
     ),
     Mutation(
-        "an H100's peak is that of its data sheet with sparsity", "runtime/hardware/place.py",
+        "an H100's peak is that of its data sheet with sparsity", "runtime/hardware/peak.py",
         '"h100": 989.5,', '"h100": 1979,',
         ["test_peak.py::test_table_agrees_with_the_chip"],
         ["MFU against 989.5 TFLOP/s"],
@@ -187,7 +187,7 @@ MUTATIONS = [
          "test_console.py::test_what_was_shown_before_the_log_was_there_is_in_it"],
     ),
     Mutation(
-        "an H100 on PCIe counts as any H100", "runtime/hardware/place.py",
+        "an H100 on PCIe counts as any H100", "runtime/hardware/peak.py",
         '_VARIANTS = frozenset(("nvl", "pcie",', '_VARIANTS = frozenset(("nvl",',
         ["test_peak.py::test_every_row_is_reachable_by_a_real_name"],
         ["MFU against 989.5 TFLOP/s"],

@@ -28,7 +28,8 @@ from torch import Tensor
 from gptlab.app.run.session import open_session
 from gptlab.bench.training_rate import Rate
 from gptlab.eval.bits_per_byte import evaluate
-from gptlab.runtime.hardware.place import Peak, place_of
+from gptlab.runtime.hardware.peak import Peak
+from gptlab.runtime.hardware.place import place_of
 from gptlab.runtime.hardware.rng import capture_rng, seed_everything
 from gptlab.runtime.records.console import Console
 from gptlab.training.checkpoint.format import list_checkpoints

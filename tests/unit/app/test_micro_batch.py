@@ -22,7 +22,8 @@ from gptlab.cli.bench import main as bench
 from gptlab.config.run import RunConfig
 from gptlab.runtime.hardware import installed
 from gptlab.runtime.hardware.memory import fewer_micro_sequences
-from gptlab.runtime.hardware.place import Peak, Place, place_of
+from gptlab.runtime.hardware.peak import Peak
+from gptlab.runtime.hardware.place import Place, place_of
 from gptlab.runtime.processes.distributed import World
 from gptlab.runtime.records.console import Console
 from gptlab.training.state import TrainState

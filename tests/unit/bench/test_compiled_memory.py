@@ -33,7 +33,8 @@ from gptlab.model import head
 from gptlab.model.gpt import GPT
 from gptlab.model.kernels import fp8
 from gptlab.model.kernels.fp8 import Fp8Linear, use_fp8
-from gptlab.runtime.hardware.place import Peak, Place
+from gptlab.runtime.hardware.peak import Peak
+from gptlab.runtime.hardware.place import Place
 from gptlab.training.parallel.strategy import whole_optimizer
 
 SLICES = 4  # of the head, instead of 16: its graph takes longest

@@ -28,7 +28,7 @@ from gptlab.model.counting import FlopsPerToken
 from gptlab.model.kernels.choice import ProductTimes
 from gptlab.optim.adamw import AdamW
 from gptlab.optim.muon import Muon
-from gptlab.runtime.hardware import place as peak
+from gptlab.runtime.hardware import peak
 from gptlab.training.state import TrainState, build_state
 
 FIELDS = {

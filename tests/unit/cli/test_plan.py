@@ -24,7 +24,8 @@ from gptlab.config.run import Horizon, HorizonUnit, RunConfig, TokenizerConfig
 from gptlab.config.scaling import Machine
 from gptlab.model.gpt import GPT, build_model
 from gptlab.model.kernels import ops
-from gptlab.runtime.hardware.place import Peak, Place, place_of
+from gptlab.runtime.hardware.peak import Peak
+from gptlab.runtime.hardware.place import Place, place_of
 
 GPU_PAGE = Path(__file__).parents[3] / "docs" / "gpu.md"
 PLACE = Place(torch.device("cpu"), torch.float32, 1, Peak(flops_per_second=1e11, source="measured"))

@@ -35,7 +35,8 @@ from gptlab.data.corpus.known_corpora import named_source
 from gptlab.model.gpt import build_model
 from gptlab.optim.schedule import lr_scale, muon_momentum, weight_decay_scale
 from gptlab.runtime.files.plain_file import read_json_object
-from gptlab.runtime.hardware.place import Peak, Place
+from gptlab.runtime.hardware.peak import Peak
+from gptlab.runtime.hardware.place import Place
 
 MACHINE = Machine(device="cpu", flops_per_second=1e12)
 

@@ -22,7 +22,8 @@ from gptlab.model.gpt import build_model
 from gptlab.model.kernels import library, ops
 from gptlab.runtime.hardware.device import compiler_available
 from gptlab.runtime.hardware.installed import cxx_compiler
-from gptlab.runtime.hardware.place import Peak, Place
+from gptlab.runtime.hardware.peak import Peak
+from gptlab.runtime.hardware.place import Place
 from gptlab.runtime.records.console import QuietConsole
 
 CPU = torch.device("cpu")

@@ -29,7 +29,8 @@ from gptlab.runtime.hardware.device import (
     synchronize,
     unused_gpu,
 )
-from gptlab.runtime.hardware.place import Peak, place_of, resolve_dtype
+from gptlab.runtime.hardware.peak import Peak
+from gptlab.runtime.hardware.place import place_of, resolve_dtype
 
 CPU = torch.device("cpu")
 
@@ -232,7 +233,7 @@ def test_auto_dtype_on_a_cpu_is_the_faster_one(
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
-    monkeypatch.setattr(place_module, "_product_times", products)
+    monkeypatch.setattr(place_module, "product_times", products)
     place_module._is_faster_in_bfloat16.cache_clear()
     try:
         assert resolve_dtype("auto", CPU) == expected
@@ -311,7 +312,7 @@ def test_auto_dtype_on_an_apple_gpu_is_the_faster_one(
         return [seconds[dtype]]
 
     monkeypatch.setattr(torch.backends.mps, "is_macos_or_newer", lambda major, minor: True, raising=False)
-    monkeypatch.setattr(place_module, "_product_times", products)
+    monkeypatch.setattr(place_module, "product_times", products)
     place_module._is_faster_in_bfloat16.cache_clear()
     try:
         assert resolve_dtype("auto", torch.device("mps")) == expected

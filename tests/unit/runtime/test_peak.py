@@ -8,15 +8,10 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from gptlab.runtime.hardware import place as peak_module
+from gptlab.runtime.hardware import peak as peak_module
 from gptlab.runtime.hardware.device import resolve_device, unused_gpu
-from gptlab.runtime.hardware.place import (
-    Peak,
-    measure_matmul_flops,
-    peak_flops_per_second,
-    resolve_dtype,
-    table_peak_flops,
-)
+from gptlab.runtime.hardware.peak import Peak, measure_matmul_flops, peak_flops_per_second, table_peak_flops
+from gptlab.runtime.hardware.place import resolve_dtype
 
 CPU = torch.device("cpu")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -179,7 +174,7 @@ def test_a_busy_machine_counts_as_so_many_times_one_thread(
         return [2 * size**3 / rate]
 
     threads(4)
-    monkeypatch.setattr(peak_module, "_product_times", products)
+    monkeypatch.setattr(peak_module, "product_times", products)
     assert measure_matmul_flops(CPU, FP32, seconds=0.01) == pytest.approx(expected)
     assert torch.get_num_threads() == 4
 
@@ -201,7 +196,7 @@ def test_a_slow_machine_is_not_asked_for_large_products(
         sizes.append(size)
         return [0.1 * (size / 256) ** 3]  # 0.34 GFLOP/s
 
-    monkeypatch.setattr(peak_module, "_product_times", slow)
+    monkeypatch.setattr(peak_module, "product_times", slow)
     assert measure_matmul_flops(CPU, FP32, seconds=0.5) == pytest.approx(2 * 256**3 / 0.1)
     assert set(sizes) == {256}
 

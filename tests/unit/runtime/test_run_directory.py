@@ -22,7 +22,8 @@ from gptlab.config.errors import UserError
 from gptlab.runtime.files import plain_file
 from gptlab.runtime.hardware import cpu
 from gptlab.runtime.hardware.cpu import cpu_model
-from gptlab.runtime.hardware.place import Peak, Place
+from gptlab.runtime.hardware.peak import Peak
+from gptlab.runtime.hardware.place import Place
 from gptlab.runtime.records import provenance as provenance_module
 from gptlab.runtime.records import run_directory as run_directory_module
 from gptlab.runtime.records.provenance import CodeSnapshot, git_state, provenance
