@@ -87,7 +87,7 @@ def cached_folder(
 
 
 def _built(folder: Path, build: Callable[[Path], dict[str, Any]], what: str, console: Console | None) -> dict[str, Any]:
-    with cannot(f"keep the {what} in {folder.parent}"):
+    with cannot(f"keep the {what} in {folder.parent} (GPTLAB_CACHE names another folder)"):
         folder.parent.mkdir(parents=True, exist_ok=True)
         with locked(folder, what, console):  # while this process waited, another one may have built it
             if folder.exists() and (reason := damage(folder)) is not None:
