@@ -75,7 +75,7 @@ def _many_ranks(request: RunRequest) -> int:
 
 
 def _remembered(config: RunConfig) -> Machine:
-    """This machine with the rate that `train` or `bench` timed; with the most that it can be if neither did."""
+    """This machine with the rate that `train` or `bench` timed, or else with the most that its steps can reach."""
     from gptlab.bench.training_rate import limited_machine, machine_at, remembered_rate
     from gptlab.runtime.hardware.place import place_of
     from gptlab.runtime.processes.distributed import World

@@ -355,7 +355,7 @@ def _call(name: str, dtype: torch.dtype | None, *values: Tensor | float | None) 
     library = loaded if dtype is None else kernel_library("bfloat16" if dtype == torch.bfloat16 else "float32")
     assert isinstance(library, Library)
     function = getattr(library.functions, name)
-    if function.argtypes is None:
+    if function.argtypes is None:  # its first call, of the same types as all others
         function.argtypes = [*map(_c_type, values), ctypes.c_long]
     pointers = (value.data_ptr() if isinstance(value, Tensor) else value for value in values)
     function(*pointers, torch.get_num_threads())
