@@ -354,13 +354,13 @@ def _call(name: str, dtype: torch.dtype | None, *values: Tensor | float | None) 
     float32 logits, which is there whatever the type of activations."""
     library = loaded if dtype is None else kernel_library("bfloat16" if dtype == torch.bfloat16 else "float32")
     assert isinstance(library, Library)
-    function = getattr(library.functions, name)
-    if function.argtypes is None:  # its first call, of the same types as all others
-        function.argtypes = [*map(_c_type, values), ctypes.c_long]
-    pointers = (value.data_ptr() if isinstance(value, Tensor) else value for value in values)
-    function(*pointers, torch.get_num_threads())
+    getattr(library.functions, name)(*map(_as_c, (*values, torch.get_num_threads())))
 
 
-def _c_type(value: Tensor | float | None) -> Any:
-    """Tensors and what may be one are pointers, integers long, other numbers float."""
-    return ctypes.c_long if isinstance(value, int) else ctypes.c_float if isinstance(value, float) else ctypes.c_void_p
+def _as_c(value: Tensor | float | None) -> Any:
+    """Tensors as pointers, integers as long, other numbers as float."""
+    if isinstance(value, int):
+        return ctypes.c_long(value)
+    if isinstance(value, float):
+        return ctypes.c_float(value)
+    return ctypes.c_void_p(None if value is None else value.data_ptr())
