@@ -62,17 +62,14 @@ def nanogpt_shakespeare_char_tiny(*, depth: int = tiny.DEPTH, horizon: Horizon =
 
 
 def nanogpt_shakespeare_char_cpu(*, depth: int = 4, horizon: Horizon = steps(2000)) -> RunConfig:
-    """nanoGPT's CPU example: 4 x 128, context 64, 2000 steps, float32.
-
-    The flags in its README estimate each loss on 20 batches. Here the validation loss is that of the whole text.
-    """
+    """nanoGPT's CPU example: 4 x 128, context 64, 2000 steps, float32."""
     return replace(
         nanogpt_shakespeare_char(horizon=horizon),
         recipe="nanogpt/shakespeare-char-cpu",
         model=_model(depth, n_embd=128, n_head=4, seq_len=64),
         batch=BatchConfig(total_tokens=12 * 64, micro_sequences=12),
         schedule=_cosine(100, horizon, of_steps=2000),
-        eval=EvalConfig(every_steps=250, train_tokens=20 * 12 * 64),
+        eval=_both_losses(every_steps=250, tokens=20 * 12 * 64),
         runtime=RuntimeConfig(device="cpu", dtype="float32"),
     )
 

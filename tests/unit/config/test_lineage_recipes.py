@@ -102,7 +102,7 @@ EXPECTED: Mapping[str, Mapping[str, Any]] = {
     "nanogpt/shakespeare-char-cpu": CHARACTERS | {
         "model.n_layer": 4, "model.n_head": 4, "model.n_embd": 128, "model.seq_len": 64, "model.dropout": 0.0,
         "batch.micro_sequences": 12, "batch.total_tokens": 768, "horizon.amount": 2000,
-        "schedule.warmup_fraction": 101 / 2000, "eval.tokens": None, "eval.train_tokens": 15_360,
+        "schedule.warmup_fraction": 101 / 2000, "eval.tokens": 15_360, "eval.train_tokens": 15_360,
         "runtime.dtype": "float32", "runtime.device": "cpu",
     },
     "nanogpt/gpt2-124m": NANOGPT | {
