@@ -105,7 +105,7 @@ def _read_text(path: Path) -> str:
     with cannot(f"read {path}"):
         content = read_plain(path, MAX_TEXT_BYTES)
     try:
-        return content.decode("utf-8")
+        return content.decode("utf-8-sig")  # a byte-order mark is no text, as in a corpus
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is no text in UTF-8: {error.reason} at byte {error.start:,}") from None
 

@@ -24,9 +24,7 @@ ParallelMode = Literal["data", "sharded"]
 Mirror = Literal["tensorboard", "wandb", "trackio"]
 
 _NO_SPIKE = "must be greater than 1, or every step would be a spike"
-
 _NO_SHARD = "a copy takes two processes or more: in mode data each process holds one"
-
 _NO_DOCUMENTS = "only packed rows hold documents that begin with BOS: give data.rows packed"
 
 EXACT_WORLD_SIZES = (1, 2, 4, 8)
@@ -137,7 +135,8 @@ class DataConfig:
     """Folder of prepared tokens. None: $GPTLAB_CACHE, or the user's cache folder."""
 
     def __post_init__(self) -> None:
-        require(len(self.source) > 0, "data.source", self.source, "name at least one corpus", "stdlib")
+        named = [*(self.source or [""]), *self.val_source]
+        require(all(named), "data.source", self.source, "name at least one corpus, none by an empty name", "stdlib")
         require(not self.mask_documents or self.rows == "packed", "data.mask_documents", True, _NO_DOCUMENTS, False)
 
 
@@ -323,6 +322,7 @@ class RuntimeConfig:
     with exit code 3. It must exceed the time of the slowest sample, which rank 0 draws while the others wait."""
 
     def __post_init__(self) -> None:
+        require((self.threads or 0) <= 1024, "runtime.threads", self.threads, "is more than can be started", 1024)
         kind, colon, index = self.device.partition(":")
         require_choice("runtime.device", kind, ("auto", "cpu", "cuda", "mps"))
         if colon and (kind != "cuda" or not index.isdigit()):

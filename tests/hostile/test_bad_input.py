@@ -342,7 +342,7 @@ class TestRunFolder:
         """Refused at once: the corpus, which has no text, has not been read."""
         Path("empty").mkdir()
         ended = gptlab(*train(data="empty"))
-        ended.is_refused("run already holds a run", "--resume run", "another --run-dir")
+        ended.is_refused("run already holds a run", "--resume run", "name another folder")
         ended.changed_nothing()
 
     def test_that_holds_something_else(self) -> None:

@@ -78,6 +78,16 @@ MUTATIONS = [
         ["test_device.py::test_auto_dtype_on_a_cpu_is_the_faster_one"],
     ),
     Mutation(
+        "a finished run does not get back its tokenizer", "app/run/earlier_run.py",
+        "        load_tokenizer(run.tokenizer_path)\n        summary", "        summary",
+        ["test_train_on.py::test_a_finished_run_gets_back_its_tokenizer"],
+    ),
+    Mutation(
+        "a run whose corpus was moved cannot be told where it is", "app/run/run_request.py",
+        'free = FREE_FIELDS - {"run_dir", "init_from"}', "free: set[str] = set()",
+        ["test_train_on.py::test_a_run_whose_corpus_was_moved"],
+    ),
+    Mutation(
         "a resumed run times its dtype again", "app/run/earlier_run.py",
         "as_recorded(self.run, config.runtime, resolve_device(config.runtime.device))", "config.runtime",
         ["test_resume.py::test_the_dtype_that_was_timed_stays",

@@ -188,16 +188,15 @@ def _require_same_start(run: RunDirectory, checkpoint: Checkpoint | None, sessio
 
 def _requested(request: RunRequest, stored: RunConfig, run: RunDirectory) -> RunConfig:
     """`stored`, for a finished run with the length that is requested. UserError where the request differs otherwise."""
-    longer = request.with_length(stored)
-    if longer != stored and not request.disagreements(longer) and run.recorded().get("status") == "finished":
-        return longer
-    if different := request.disagreements(stored):
+    is_finished = run.recorded().get("status") == "finished"
+    wanted = request.with_length(stored) if is_finished else stored
+    if different := request.disagreements(wanted):
         more = f" (and {len(different) - 1} more)" if len(different) > 1 else ""
         raise UserError(
             f"{request.resume} has another configuration: {different[0]}{more}; leave it out to resume (a finished run "
             "may be given another length, to train on)"
         )
-    return stored
+    return wanted
 
 
 def _finished_summary(config: RunConfig, run: RunDirectory, console: Console) -> dict[str, object]:
@@ -205,6 +204,7 @@ def _finished_summary(config: RunConfig, run: RunDirectory, console: Console) ->
     if run.recorded().get("status") != "finished":
         return {}
     try:
+        load_tokenizer(run.tokenizer_path)
         summary = read_json_object(run.summary_path)
     except UserError:  # lost or damaged: resuming from the last checkpoint ends at once, and writes it again
         return {}

@@ -20,6 +20,7 @@ from gptlab.config.recipes import OWN_TYPES, RECIPES, configure, own_arguments, 
 from gptlab.config.run import Compile, DType, Horizon, HorizonUnit, RunConfig
 from gptlab.config.scaling import Machine
 from gptlab.runtime.files.plain_file import load_toml
+from gptlab.runtime.records.run_directory import FREE_FIELDS
 
 DEFAULT_RECIPE = "quickstart"
 
@@ -90,7 +91,8 @@ class RunArguments(RunConfig):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainArguments(RunArguments):
     resume: str | None = None
-    """Continue the run in this folder, bit for bit. Fields given beside it must be those that the run has."""
+    """Continue the run in this folder, bit for bit. Fields given beside it must be those that the run has, but for
+    those that change nothing of what is trained, such as --data where the corpus was moved."""
     resume_from_step: int | None = None
     """With --resume: the step to continue from. Its checkpoint must be there; later ones are set aside."""
     from_run: str | None = None
@@ -170,10 +172,10 @@ class RunRequest:
             raise UserError(f"--target-param-data-ratio and {other} both say how long to train: give one of them")
 
     def resumed(self, stored: RunConfig) -> RunConfig:
-        """A stored run's configuration, with those of its parallel and log fields that are requested: how weights are
-        sharded and what is written does not change what is trained, and checkpoints of all modes are alike. A mode
-        comes without the former one's shard_ranks."""
-        free = ("parallel.mode", "parallel.shard_ranks", "parallel.reduce_each_micro_batch", "log.to", "log.report")
+        """A stored run's configuration, with those of the requested fields that do not change what is trained: where
+        things are, how weights are sharded, what is written and kept. A mode comes without the former one's
+        shard_ranks."""
+        free = FREE_FIELDS - {"run_dir", "init_from"}
         asked = {name: value for name, value in self.overrides.items() if name in free}
         if "parallel.mode" in asked:
             asked.setdefault("parallel.shard_ranks", None)

@@ -206,6 +206,8 @@ class TestText:
         assert float(out["bpb"]) == pytest.approx(nats / math.log(2) / 10, abs=2e-6)  # six decimals
         assert float(out["loss"]) == pytest.approx(nats / 10, abs=2e-6)
         assert not page.exists()
+        mine.write_text("Noël naps", encoding="utf-8-sig")
+        assert figures(printed(capsys, *words)) == out  # a byte-order mark is no text
 
         as_json = json.loads(printed(capsys, *words, "--html", page, "--json"))
         assert as_json["html"] == str(page)

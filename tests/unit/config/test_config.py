@@ -26,6 +26,9 @@ from gptlab.config.run import (
 )
 
 IMPOSSIBLE: list[tuple[Callable[[], object], str, str]] = [
+    (lambda: DataConfig(source=("",)), "data.source", "none by an empty name"),
+    (lambda: DataConfig(val_source=("a", "")), "data.source", "none by an empty name"),
+    (lambda: RuntimeConfig(threads=20_000), "runtime.threads", "is more than can be started (nearest valid: 1024)"),
     (lambda: ModelConfig(n_embd=100, n_head=3), "model.n_head", "nearest valid: 2"),
     (lambda: ModelConfig(n_embd=256, n_head=8, n_kv_head=3), "model.n_kv_head", "nearest valid: 2"),
     (lambda: ModelConfig(n_embd=12, n_head=4), "model.n_head", "even head width"),
