@@ -29,8 +29,8 @@ def new_lab(path: Path, request: RunRequest, asked: Sequence[str], console: Cons
     if (path / "lab.json").is_file():
         lab = Lab.open(path)
         if asked and list(asked) != list(lab.settings.asked):
-            made_by = " ".join(map(shlex.quote, lab.settings.asked))
-            raise UserError(f"{path} is a lab already, made by `gptlab lab new {lab.settings.name} {made_by}`")
+            made_by = shlex.join([str(path), *lab.settings.asked])
+            raise UserError(f"{path} is a lab already, made by `gptlab lab new {made_by}`")
         return lab
 
     def measure(config: RunConfig) -> Machine:

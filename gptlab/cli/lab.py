@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -12,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 from gptlab.app.run.run_request import RunArguments, RunRequest
 from gptlab.cli.arguments.help import HELP_FLAGS
 from gptlab.cli.arguments.parser import Positional, parse, read_request, run_subcommand
-from gptlab.config.errors import Positive, UserError, checked_dataclass
+from gptlab.config.errors import Positive, UserError, checked_dataclass, require_positive
 from gptlab.runtime.files.plain_file import to_json
 from gptlab.runtime.records.table import table
 
@@ -56,7 +58,7 @@ commands:
                         confirm the best, or experiment N, with fresh seeds on unread text, at a second size
   search NAME WORDS     was this tried before, and with which result?
 
-NAME is a folder below labs/, or a path. Every command but run takes --json.
+NAME is a folder below labs/, or a path. Every command but new and run takes --json.
 
 exit codes of try: 0 keep, 10 discard, 11 inconclusive, 12 no-op, 13 invalid, 14 crashed, 15 timed-out
 exit codes of promote: 0 confirmed, 10 not confirmed
@@ -109,6 +111,10 @@ def _new(argv: list[str]) -> int:
     request = read_request(
         rest, NewArguments, prog="gptlab lab new NAME", description="Train a baseline, and measure its noise."
     )
+    require_positive("--seeds", request.options.get("seeds", 1))
+    for field, instead in (("run_dir", "NAME is the lab's folder"), ("seed", "a lab trains with seeds 1, 2, ...")):
+        if field in request.overrides:
+            raise UserError(f"--{field.replace('_', '-')} cannot be given: {instead}")
     from gptlab.app.new_lab import new_lab
     from gptlab.lab.experiments.overview import status_lines
     from gptlab.lab.experiments.trial import measure_baseline
@@ -226,7 +232,7 @@ class LabArguments:
     name: Positional[str]
     """The lab."""
     json: bool = False
-    """Print one JSON object, numbers unrounded."""
+    """Print JSON, numbers unrounded."""
 
 
 @checked_dataclass("--")
@@ -374,10 +380,10 @@ def _fields(request: RunRequest) -> dict[str, object]:
 def _seconds(text: str) -> float:
     """8h, 30m, 90s."""
     units = {"h": 3600.0, "m": 60.0, "s": 1.0}
-    try:
-        return float(text[:-1]) * units[text[-1:]]
-    except (KeyError, ValueError):
-        raise UserError(f"--until {text}: give a time with its unit, such as 8h, 30m or 90s") from None
+    with suppress(KeyError, ValueError):
+        if 0 < (seconds := float(text[:-1]) * units[text[-1:]]) < math.inf:
+            return seconds
+    raise UserError(f"--until {text}: give a time with its unit, such as 8h, 30m or 90s")
 
 
 def _on_stderr(text: str) -> None:

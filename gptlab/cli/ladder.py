@@ -35,6 +35,8 @@ def main(argv: Sequence[str]) -> int:
     if request.depth is not None:
         raise UserError("--depth is one size, and --depths are those of a ladder: give --depths alone")
     path = request.options.get("csv")
+    if path is not None and (Path(path).is_dir() or not Path(path).parent.is_dir()):  # before hours of training
+        raise UserError(f"--csv {path}: its folder does not exist, or it is a folder itself")
 
     def result(sweep: Sweep, sides: Mapping[str, Sequence[RunRecord]]) -> tuple[str, dict[str, Any]]:
         rows = rungs_of(sides)

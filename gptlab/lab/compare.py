@@ -70,6 +70,8 @@ def sentence(contrast: Contrast) -> str:
     found, verdict = row.difference, contrast.verdict
     size = f"{contrast.size}: " if contrast.size else ""
     where = "at the end" if row.at == END else f"at equal {NAMES[row.at]}"
+    if row.amount == 0:
+        where = "before the first step"
     if found is None:
         return f"{size}{name} against {base} is unknown {where}: {row.unknown}"
     if verdict == "broken":

@@ -47,8 +47,10 @@ def removals(
 
     `keep_best`: runs that have finished, but the N with the lowest bits per byte on the same data; with `checkpoints`,
     only their checkpoints (N: 1 where it is None). `failed`: runs that ended before their first checkpoint. What can be
-    resumed from a checkpoint is kept, and so are imported models and folders with files that gptlab did not write.
+    resumed from a checkpoint is kept, and so are imported models, folders with files that gptlab did not write, and
+    what is in a lab.
     """
+    runs = [run for run in runs if not _in_lab(run)]
     chosen: list[Removal] = []
     best: dict[str | None, list[float]] = {}
     ranked = [run for run in runs if run.status == "finished" and run.val_bpb is not None and run.is_own]
@@ -68,13 +70,17 @@ def removals(
 
 def old_checkpoints(runs: Iterable[ListedRun]) -> list[Removal]:
     """Of each finished run, the checkpoints that are neither its last nor its best (by loss and by bits per byte), nor
-    those that its configuration keeps for good (`checkpoint.keep_every_steps`). Runs of a lab are the judge's."""
+    those that its configuration keeps for good (`checkpoint.keep_every_steps`)."""
     found = []
     for run in runs:
-        in_lab = any((folder / "lab.json").exists() for folder in run.path.resolve().parents)
-        if not in_lab and (old := _old_checkpoints(run)):
+        if not _in_lab(run) and (old := _old_checkpoints(run)):
             found.append(Removal(run, False, "neither its best nor its last", tuple(old)))
     return found
+
+
+def _in_lab(run: ListedRun) -> bool:
+    """Whether it is the judge's."""
+    return any((folder / "lab.json").exists() for folder in run.path.resolve().parents)
 
 
 def _old_checkpoints(run: ListedRun) -> list[Path]:

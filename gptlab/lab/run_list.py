@@ -21,13 +21,11 @@ from gptlab.config.recipes import configure, recorded_arguments
 from gptlab.config.run import Horizon, HorizonUnit, RunConfig
 from gptlab.config.scaling import Machine
 from gptlab.runtime.files.plain_file import open_plain, parse_json, read_json_object
-from gptlab.runtime.records.run_directory import RunDirectory
+from gptlab.runtime.records.run_directory import RunDirectory, is_run
 
 _NOT_A_CHANGE = ("run_dir", "recipe", "model.n_layer", "model.vocab_size", "horizon.amount", "horizon.unit", "log.")
 """Fields that the recipe is called with, that follow from data and place, or that decide nothing of a run."""
 
-_MARKS = {"run.json", "metrics.jsonl", "checkpoints"}
-"""A folder with a config.json and one of these is a run; other programs write a config.json too."""
 _OWN = re.compile(
     r"config\.json|run\.json(\.damaged)?|code|environment\.txt|gpu\.txt|metrics\.jsonl|log\.txt|tokenizer|checkpoints"
     r"|tensorboard|summary\.json|report\.(html|md)|set-aside-\d+|\.lock(\.json)?|\..+\.tmp"
@@ -135,7 +133,7 @@ def _run_folders(folder: Path) -> Iterator[Path]:
     with suppress(OSError):
         with os.scandir(folder) as entries:
             found = {entry.name: entry for entry in entries}
-        if "config.json" in found and _MARKS & found.keys():
+        if is_run(found):
             yield folder
             return
         for name in sorted(found):

@@ -75,7 +75,8 @@ def group_by_seed(runs: Sequence[RunRecord]) -> dict[str, list[RunRecord]]:
     groups = _grouped(runs, lambda run: {name: run.fields[name] for name in run.fields if name not in NOT_COMPARED})
     if len(groups) < 2:
         raise UserError(
-            f"{_count(runs)} that differ by seed alone: name runs with another field too, or two sides with --a and --b"
+            "no two of these runs differ by more than their seed: name runs with another field too, or two sides with "
+            "--a and --b"
         )
     return dict(zip(_names(), groups.values(), strict=False))
 
@@ -136,6 +137,9 @@ def _other_text(a: RunRecord, b: RunRecord) -> str | None:
         values = [run.fields.get(name) for run in (a, b)]
         if values[0] != values[1]:
             return f"their validation text differs: {name} is {_text(values[0])} and {_text(values[1])}"
+    if tokens[0] is not None and None in tokenizers:
+        unknown = (a, b)[tokenizers.index(None)].path
+        return f"run.json of {unknown} does not say with which tokenizer eval.tokens = {tokens[0]} were counted"
     same_tokenizer = None not in tokenizers and tokenizers[0] == tokenizers[1]
     if tokens[0] is not None and not same_tokenizer:
         return f"their tokenizers differ, so that eval.tokens = {tokens[0]} is not the same text"

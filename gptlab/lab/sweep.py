@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -190,7 +191,8 @@ def begin_sweep(sweep: Sweep) -> None:
         if there.get(name) != now.get(name):
             raise UserError(
                 f"{sweep.folder} holds another {sweep.kind}, with {name} = {json.dumps(there.get(name))}, not "
-                f"{json.dumps(now.get(name))}: choose another --name, or continue that one with --resume {sweep.folder}"
+                f"{json.dumps(now.get(name))}: choose another --name, or continue that one with --resume "
+                f"{shlex.quote(str(sweep.folder))}"
             )
 
 

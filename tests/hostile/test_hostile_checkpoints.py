@@ -409,6 +409,7 @@ NOW = dict.fromkeys(
 def what_is_said(run: Path, kept: str = PATCH_NAME, **recorded: object) -> str:
     """By `--from`, of a run with this in its run.json and one empty file in its code folder."""
     (run / "code").mkdir(parents=True)
+    (run / "config.json").touch()
     (run / "run.json").write_text(json.dumps({"code_fingerprint": "other", **recorded}))
     (run / "code" / kept).write_bytes(b"")
     return "\n".join(what_differs(RunDirectory(run), NOW, {}))

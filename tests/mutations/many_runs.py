@@ -36,6 +36,16 @@ MUTATIONS = [
         ["test_run_list.py::TestListing::test_unfinished_runs_are_read_from_their_last_lines"],
     ),
     Mutation(
+        "prune deletes what is in a lab", "lab/removals.py",
+        "    runs = [run for run in runs if not _in_lab(run)]\n", "",
+        ["test_run_list.py::TestCommand::test_a_lab_stays"],
+    ),
+    Mutation(
+        "a lab's baseline is listed as a run", "runtime/records/run_directory.py",
+        'return "config.json" in names and not _MARKS.isdisjoint(names)', 'return "config.json" in names',
+        ["test_lab_folder.py::test_its_baseline_is_a_configuration_and_no_run"],
+    ),
+    Mutation(
         "runs on other data compete for being the best", "lab/removals.py",
         "best.setdefault(run.data_fingerprint, [])", "best.setdefault(None, [])",
         ["test_run_list.py::TestPruning::test_what_is_chosen"],

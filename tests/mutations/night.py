@@ -6,6 +6,16 @@ from .mutation import Mutation
 
 MUTATIONS = [
     Mutation(
+        "a change is tried before the baseline is measured", "lab/experiments/folder.py",
+        "number in experiments and wanted <= experiments[number].bpb.keys()", "number in experiments",
+        ["test_trial.py::test_nothing_is_tried_before_the_baseline_is_measured"],
+    ),
+    Mutation(
+        "results.tsv judges what is in flight", "lab/experiments/overview.py",
+        "[one for one in proposals(experiments) if one.verdict is not None]", "proposals(experiments)",
+        ["test_trial.py::test_results_in_autoresearchs_columns"],
+    ),
+    Mutation(
         "the search learns means over whichever seeds were raced", "lab/experiments/overview.py",
         "return None if difference is None or before is None else before + float(difference)",
         "return mean_bpb(one)",

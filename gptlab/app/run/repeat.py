@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +16,7 @@ from gptlab.config.recipes import RECIPES, configure, recorded_arguments
 from gptlab.config.run import Horizon, RunConfig
 from gptlab.config.scaling import Machine
 from gptlab.runtime.records.provenance import PATCH_NAME, ZIP_NAME
-from gptlab.runtime.records.run_directory import RunDirectory
+from gptlab.runtime.records.run_directory import RunDirectory, is_run
 
 _ENVIRONMENT = ("python_version", "torch_version", "cuda_version")
 _MACHINE = ("device_name", "cpu", "dtype", "threads", "world_size")
@@ -74,8 +75,11 @@ def _from_recipe(config: RunConfig, request: RunRequest, recorded: Facts) -> Run
 
 def what_differs(run: RunDirectory, now: Facts, asked: Mapping[str, Any]) -> Iterator[str]:
     """A line for each of code, environment, machine and data that differs from what `run` recorded, and how to get it
-    back. Fields that were `asked` for ({dotted field: value}) are expected to differ, and skipped."""
+    back. Fields that were `asked` for ({dotted field: value}) are expected to differ, and skipped. Nothing for a
+    configuration alone, of which nothing was recorded."""
     recorded = run.recorded()
+    if not is_run(os.listdir(run.path)):
+        return
     if not recorded:
         yield f"{run.provenance_path} is lost or damaged: what {run.path} was trained with is unknown"
         return

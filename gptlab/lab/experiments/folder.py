@@ -29,12 +29,11 @@ from gptlab.config.run import CheckpointConfig, EvalConfig, RunConfig, SampleCon
 from gptlab.data.prepare import PreparedData
 from gptlab.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from gptlab.data.tokens.shards import SplitWriter, TokenSplit
-from gptlab.lab.experiments.ledger import Ledger, Slice
+from gptlab.lab.experiments.ledger import Experiment, Ledger, Slice
 from gptlab.lab.experiments.program import PROGRAM
 from gptlab.runtime.files.plain_file import read_json_object, write_json_atomic
 from gptlab.runtime.files.staged_folder import staged_folder
 from gptlab.runtime.records.provenance import take_code
-from gptlab.runtime.records.run_directory import RunDirectory
 
 At = Literal["time", "steps", "tokens", "flops"]
 
@@ -90,6 +89,18 @@ class Lab:
     def ledger(self) -> Ledger:
         return Ledger(self.path / "ledger.jsonl")
 
+    def has_baseline(self, experiments: Mapping[int, Experiment]) -> bool:
+        """Whether `lab new` is through: every seed of the baseline and of the edit that measures its noise."""
+        first = self.settings.first_seed
+        wanted = {("validation", seed) for seed in range(first, first + self.settings.seeds)}
+        return all(number in experiments and wanted <= experiments[number].bpb.keys() for number in (0, 1))
+
+    def require_baseline(self) -> dict[int, Experiment]:
+        """Every experiment so far. UserError unless `has_baseline`."""
+        if not self.has_baseline(experiments := self.ledger.experiments()):
+            raise UserError(f"{self.path} has no baseline yet: `gptlab lab new` with the same arguments finishes it")
+        return experiments
+
     @property
     def private(self) -> Path:
         return self.path / "private"
@@ -144,7 +155,8 @@ def create(path: Path, config: RunConfig, data: PreparedData, settings: Settings
             data_fingerprint=data.fingerprint, tokenizer_fingerprint=data.tokenizer.fingerprint,
             validation_bytes=validation_bytes,
         )  # fmt: skip
-        RunDirectory.create(folder / "baseline", config_to_json(_only_training(config)), {"argv": []})
+        (folder / "baseline").mkdir()
+        write_json_atomic(folder / "baseline" / "config.json", config_to_json(_only_training(config)))
         (folder / "program.md").write_text(program_text(settings), encoding="utf-8")
         write_json_atomic(folder / "lab.json", asdict(settings))
     return Lab.open(path)

@@ -113,8 +113,8 @@ def status_lines(lab: Lab) -> Iterator[str]:
     """The lab in a few lines."""
     experiments, settings = lab.ledger.experiments(), lab.settings
     yield f"lab        {settings.name}: {settings.recipe}, {lab.budget} of training, equal {settings.at}"
-    if 0 not in experiments:
-        yield "baseline   not trained yet: `gptlab lab new` was stopped; the same command continues"
+    if not lab.has_baseline(experiments):
+        yield "baseline   not trained yet: if `gptlab lab new` was stopped, the same command continues"
         return
     baseline, tried = baseline_of(experiments), proposals(experiments)
     first, now = mean_bpb(experiments[0]), mean_bpb(baseline)
@@ -140,7 +140,8 @@ def details(lab: Lab, one: Experiment) -> Iterator[str]:
     for (where, seed), bpb in one.bpb.items():
         yield f"  seed {seed:<5} {bpb:.6f} bpb ({where})"
     rule = f" [{verdict['rule']}]" if verdict.get("rule") else ""
-    yield f"verdict     {one.says or 'in flight'}{rule} {difference_text(one)}".rstrip()
+    if one.by != "lab":  # which measures the baseline and its noise, and judges neither
+        yield f"verdict     {one.says or 'in flight'}{rule} {difference_text(one)}".rstrip()
     if verdict.get("reason"):
         yield f"reason      {verdict['reason']}"
     for answer in one.promotions:
@@ -152,12 +153,11 @@ def details(lab: Lab, one: Experiment) -> Iterator[str]:
 
 def best(lab: Lab) -> dict[str, Any]:
     """The baseline as it is now, and the command that trains it."""
-    experiments = lab.ledger.experiments()
-    if 0 not in experiments:
-        raise UserError(f"{lab.path} has no baseline yet: `gptlab lab new` with the same arguments finishes it")
+    experiments = lab.require_baseline()
     now = baseline_of(experiments)
     code = code_of(lab, now, experiments)
-    words = ["gptlab", "train", "--from", str(lab.path / "baseline"), "--steps", str(now.steps)]
+    words = ["gptlab", "train", "--from", shlex.quote(str(lab.path / "baseline")), "--steps", str(now.steps)]
+    words.append("--eval.at-end")  # which the judge does for the lab's runs
     for name, value in all_fields(now, experiments).items():
         values = value if isinstance(value, list | tuple) else [value]
         words += [f"--{name.replace('_', '-')}", *(shlex.quote(str(one)) for one in values)]
@@ -182,7 +182,8 @@ def write_results(lab: Lab) -> None:
     with lab.ledger.locked():  # so that no worker replaces it with an older one
         experiments = lab.ledger.experiments()
         lines = [TSV_HEADER]
-        for one in (experiments[0], *proposals(experiments)) if experiments else ():
+        judged = [one for one in proposals(experiments) if one.verdict is not None]
+        for one in (experiments[0], *judged) if experiments else ():
             status = "keep" if one.number == 0 else _tsv_status(one)
             bpb, memory = mean_bpb(one), max((float(cost.get("peak_mb") or 0.0) for cost in one.costs), default=0.0)
             shown = 0.0 if bpb is None or not math.isfinite(bpb) else bpb

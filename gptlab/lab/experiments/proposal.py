@@ -36,9 +36,7 @@ class Proposal:
 
 def submit(lab: Lab, proposal: Proposal) -> int:
     """Record a proposal with a copy of its code; its number. UserError for a tree that is none, or a full disk."""
-    experiments = lab.ledger.experiments()
-    if 0 not in experiments:
-        raise UserError(f"{lab.path} has no baseline yet: `gptlab lab new` with the same arguments finishes it")
+    experiments = lab.require_baseline()
     baseline = baseline_of(experiments) if proposal.against is None else experiments[proposal.against]
     files: tuple[str, ...] = ()
     if proposal.tree is not None:

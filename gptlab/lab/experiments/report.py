@@ -47,7 +47,7 @@ def report(lab: Lab) -> dict[str, Any]:
         "frontier": _frontier([experiments[0], *tried], experiments),
         "kinds": _by_kind(tried),
         "runs": len(costs),
-        "train_seconds": sum(float(cost.get("wall_seconds") or 0.0) for cost in costs),
+        "run_seconds": sum(float(cost.get("wall_seconds") or 0.0) for cost in costs),
         "predictions": _predictions(tried),
     }
 
@@ -120,9 +120,9 @@ def describe(lab: Lab, figures: dict[str, Any]) -> Iterator[str]:
         yield f"promoted   experiment {answer['experiment']}{size}: {said}, {answer['difference']:+.4f} bpb"
     counts = ", ".join(f"{count} {name}" for name, count in figures["verdicts"].items())
     yield f"tried      {sum(figures['verdicts'].values())}" + (f": {counts}" if counts else "")
-    minutes = figures["train_seconds"] / 60
+    minutes = figures["run_seconds"] / 60
     spent = f"{minutes:.1f} minutes" if minutes < 120 else f"{minutes / 60:.1f} hours"
-    yield f"spent      {figures['runs']:,} runs, {spent} of training"
+    yield f"spent      {figures['runs']:,} runs, {spent}"
     if (found := figures["predictions"]) is not None:
         yield (
             f"predicted  {found['right_direction']} of {found['experiments']} in the right direction; on average"

@@ -12,6 +12,7 @@ from typing import Any
 
 from gptlab.report.dashboard.labs import WatchedLabs
 from gptlab.report.dashboard.watched_run import WatchedRun
+from gptlab.runtime.records.run_directory import is_run
 
 POLL_SECONDS = 1.0
 """Between two looks at the files of the runs that train."""
@@ -21,8 +22,6 @@ from whoever trains."""
 MAX_DEPTH = 5
 """Folders between the dashboard's folder and a run; labs/NAME/experiments/0007/runs/NAME takes five."""
 MAX_RUNS = 20_000
-
-_MARKS = {"run.json", "metrics.jsonl", "checkpoints"}
 
 
 class RunIndex:
@@ -146,7 +145,7 @@ def run_folders(folder: Path) -> Iterator[tuple[Path, str]]:
                 found = {entry.name: entry.is_dir(follow_symlinks=False) for entry in entries}
         except OSError:
             continue
-        if "config.json" in found and _MARKS & found.keys():
+        if is_run(found):
             count += 1
             yield path, folder.resolve().name if path == folder else path.relative_to(folder).as_posix()
         elif depth < MAX_DEPTH:

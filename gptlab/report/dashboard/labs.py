@@ -56,9 +56,7 @@ def _figures(path: Path) -> dict[str, Any]:
         for name in _FILES:
             require_file(path / name, MAX_LEDGER_BYTES)
         figures = report(Lab.open(path))
-        shown |= {
-            name: figures[name] for name in ("best", "best_bpb", "first_bpb", "verdicts", "runs", "train_seconds")
-        }
+        shown |= {name: figures[name] for name in ("best", "best_bpb", "first_bpb", "verdicts", "runs", "run_seconds")}
         shown |= {name: cut(str(figures[name])) for name in ("recipe", "length")}
         shown["frontier"] = [
             row | {"change": cut(str(row["change"]))} for row in figures["frontier"][-MAX_EXPERIMENTS:]

@@ -98,7 +98,7 @@ def write_text_atomic(path: Path, text: str) -> None:
 
     UserError if the disk is full or the folder cannot be written; the old file is then untouched.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.parent / f".{path.name}.{os.getpid()}.tmp"  # with_name fails for "."
     try:
         with cannot(f"write {path}"):
             # Whatever has this name, such as a link to a file of the user's, is not written through.

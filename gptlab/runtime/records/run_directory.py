@@ -16,9 +16,10 @@ import json
 import os
 import platform
 import re
+import shlex
 import shutil
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -37,6 +38,8 @@ _CREATED = ("tokenizer", "code", "environment.txt", "gpu.txt", "config.json", "r
 """What `RunDirectory.create` writes."""
 _OWNER, _LOCK = ".lock.json", ".lock"
 
+_MARKS = {"run.json", "metrics.jsonl", "checkpoints"}
+
 FREE_FIELDS = frozenset({
     # Places. What is there has fingerprints of its own.
     "run_dir", "init_from", "data.source", "data.val_source", "data.cache_dir", "tokenizer.path", "eval.core_dir",
@@ -48,6 +51,12 @@ FREE_FIELDS = frozenset({
     "checkpoint.on_failure",
 })  # fmt: skip
 """Fields of config.json that may differ from what a checkpoint was trained with."""
+
+
+def is_run(names: Collection[str]) -> bool:
+    """Whether a folder with these entries holds a run. A configuration alone is none: other programs write a
+    config.json too, and a lab's baseline is one."""
+    return "config.json" in names and not _MARKS.isdisjoint(names)
 
 
 class _Entry:
@@ -127,7 +136,8 @@ class RunDirectory:
             raise UserError(f"{link} is a link, and a run folder holds no links: name another --run-dir")
         if self.config_path.exists():
             raise UserError(
-                f"{self.path} already holds a run; continue it with --resume {self.path}, or name another --run-dir"
+                f"{self.path} already holds a run: name another folder, or continue it with gptlab train --resume "
+                f"{shlex.quote(str(self.path))}"
             )
         ours = re.compile(rf"\..*\.tmp|{'|'.join(map(re.escape, (*_CREATED, _OWNER, _LOCK)))}")
         if other := next((entry.name for entry in entries if not ours.fullmatch(entry.name)), None):

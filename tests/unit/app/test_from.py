@@ -140,6 +140,11 @@ class TestWarnings:
         run.write_files({f"code/{name}": b"" for name in files})
         return [line.replace(str(folder), "") for line in what_differs(run, NOW, asked or {})]
 
+    def test_a_configuration_that_is_no_run(self, tmp_path: Path) -> None:
+        """As of a lab's baseline: nothing is known of it, and nothing is lost."""
+        (tmp_path / "config.json").touch()
+        assert [*what_differs(RunDirectory(tmp_path), NOW, {})] == []
+
     def test_nothing_differs(self, tmp_path: Path) -> None:
         # Another commit with the same code is the same code.
         assert self.lines(tmp_path, git_commit="a" * 40, git_dirty=True, start="then", argv=["x"], platform="P") == []

@@ -134,7 +134,7 @@ class TestPlot:
     [
         ([], "name runs"), (["--a", "runs/base-1"], "two sides with --a and --b"),
         (["runs", "--a", "runs/base-1", "--b", "runs/new-1"], "name runs"), (["--b", "runs"], "two sides"),
-        (["runs/base-*"], "3 runs that differ by seed alone"), (["runs/nothing"], "there is no run in runs/nothing"),
+        (["runs/base-*"], "no two of these runs"), (["runs/nothing"], "there is no run in runs/nothing"),
         (["--a", "runs/base-1", "--b", "runs/base-*"], "is on two sides"),
         (["runs", "--at", "hours"], "must be one of"),
         (["runs", "--csv", "nowhere/x.csv"], "cannot write nowhere/x.csv"), (["x" * 5000], "too long"),

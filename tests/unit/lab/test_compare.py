@@ -143,7 +143,9 @@ class TestAmounts:
         assert (steps.amount, steps.difference) == (10, None)
         assert steps.unknown == f"{b.path} has not validated between its start and this"
         started = run(tmp_path / "started", [4.0], status="running")
-        assert row(compare_runs({"A": [started], "B": [b]}), "steps").candidate_bpb == 4.0
+        comparison = compare_runs({"A": [started], "B": [b]}, "steps")
+        assert row(comparison, "steps").candidate_bpb == 4.0
+        assert sentence(only(comparison)).startswith("B and A have the same bpb before the first step, ")
 
     def test_a_run_that_has_not_finished_has_no_end(self, tmp_path: Path) -> None:
         a = run(tmp_path / "a", [4.0, 2.0, 1.0])

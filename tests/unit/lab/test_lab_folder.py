@@ -13,6 +13,8 @@ from tiny_runs import make_config
 from gptlab.config.errors import UserError
 from gptlab.data.prepare import PreparedData, prepare
 from gptlab.lab.experiments.folder import Lab
+from gptlab.lab.run_list import list_runs
+from gptlab.report.dashboard.index import run_folders
 
 
 @pytest.fixture(scope="module")
@@ -76,3 +78,9 @@ def test_no_lab(tmp_path: Path) -> None:
     (tmp_path / "lab.json").write_text('{"name": "x", "colour": "red"}')
     with pytest.raises(UserError, match=r"lab\.json cannot be used"):
         Lab.open(tmp_path)
+
+
+def test_its_baseline_is_a_configuration_and_no_run(lab: Lab) -> None:
+    """Nothing that lists or deletes runs may take it for one."""
+    assert [*list_runs([lab.path])] == []
+    assert [*run_folders(lab.path)] == []

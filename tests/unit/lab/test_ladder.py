@@ -129,3 +129,9 @@ def test_what_it_refuses(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     code, out, err = command(["ladder", *words.split()])
     assert (code, out, len(err.splitlines())) == (2, "", 1)
     assert "depth" in err or "holds no sweep" in err
+
+
+def test_a_table_that_cannot_be_written_is_refused_before_training(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "none" / "rows.csv"):
+        code, _, err = command(["ladder", "quickstart", "--depths", "2,3", "--steps", 9, "--csv", path])
+        assert (code, "its folder does not exist" in err) == (2, True)

@@ -66,7 +66,7 @@ def test_what_was_tried_by_kind(lab: Lab) -> None:
 
 def test_costs_verdicts_and_predictions(lab: Lab) -> None:
     figures = report(lab)
-    assert (figures["runs"], figures["train_seconds"]) == (6, 180.0)
+    assert (figures["runs"], figures["run_seconds"]) == (6, 180.0)
     assert figures["verdicts"] == {"keep": 2, "discard": 2, "crashed": 1}
     assert figures["predictions"] == {
         "experiments": 2, "right_direction": 1, "mean_expected": pytest.approx(-0.02),
@@ -85,7 +85,7 @@ def test_as_text(lab: Lab) -> None:
     assert all(line.isprintable() for line in lines)
     assert "best       experiment 5: 1.4700 bits per byte, -0.0300 since experiment 0" in lines
     assert "promoted   experiment 5: not confirmed, -0.0200 bpb" in lines
-    assert "spent      7 runs, 3.5 minutes of training" in lines
+    assert "spent      7 runs, 3.5 minutes" in lines
     assert [line.split()[:2] for line in lines[lines.index("Not kept") + 2 :]] == [
         ["3", "discard"], ["7", "discard"], ["4", "crashed"], ["6", "discard"],
     ]  # fmt: skip

@@ -264,6 +264,16 @@ class TestCommand:
         assert not path.exists()
         assert command(["runs", "prune"])[0] == 2
 
+    def test_a_lab_stays(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        lab = tmp_path / "labs" / "night"
+        (lab / "baseline").mkdir(parents=True)
+        (lab / "lab.json").touch()
+        (lab / "baseline" / "config.json").write_text("{}")
+        write_run(lab / "work" / "1", [4.0], status="failed")
+        monkeypatch.chdir(tmp_path)
+        assert command(["runs", "prune", "--failed", "labs", "--yes"])[:2] == (0, "nothing to delete\n")
+        assert "baseline" not in command(["runs", "labs"])[1]
+
 
 class Answers:
     """A terminal in which somebody types these lines."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import shlex
 import shutil
 from pathlib import Path
 
@@ -9,11 +11,12 @@ import numpy as np
 import pytest
 from lab_world import PAIRED_SD, bpb_of, formula, in_order, new_lab, quiet, told
 
+from gptlab.cli.lab import _seconds
 from gptlab.config.errors import UserError
 from gptlab.lab.experiments import runs, trial
 from gptlab.lab.experiments.folder import Lab
 from gptlab.lab.experiments.ledger import baseline_of
-from gptlab.lab.experiments.overview import details
+from gptlab.lab.experiments.overview import best, details, status_lines
 from gptlab.lab.experiments.proposal import Proposal, submit
 from gptlab.lab.experiments.runs import Variant
 from gptlab.lab.experiments.trial import finish, measure_baseline, noise
@@ -51,6 +54,36 @@ def test_the_baseline_and_its_noise(lab: Lab) -> None:
     nudged = dict(experiments[1].fields)
     assert differences == [bpb_of({}, seed) - bpb_of(nudged, seed) for seed in range(1, 6)]
     assert 0.2 < np.std(differences) / (np.sqrt(2) * PAIRED_SD) < 3
+
+
+def test_nothing_is_tried_before_the_baseline_is_measured(tmp_path: Path) -> None:
+    """`lab new` may be stopped at any moment, here while it timed the steps and after its first seed."""
+    lab = new_lab(tmp_path, seeds=2)
+    seeds = iter(["timed", "seed 1"])
+
+    def stop(text: str) -> None:
+        if "timing" in text or "seed 2" in text:
+            raise KeyboardInterrupt
+
+    for _ in seeds:
+        with formula(), contextlib.suppress(KeyboardInterrupt):
+            measure_baseline(lab, stop)
+        with pytest.raises(UserError, match="has no baseline yet"):
+            submit(lab, Proposal(fields={"optim.head.lr": 1.0}))
+        with pytest.raises(UserError, match="has no baseline yet"):
+            best(lab)
+        assert "not trained yet" in [*status_lines(lab)][-1]
+        with formula():
+            trial.time_baseline(lab, 0, quiet)
+    with formula():
+        measure_baseline(lab, quiet)
+    assert submit(lab, Proposal(fields={"optim.head.lr": 1.0})) == 2
+
+
+def test_the_command_for_the_best_can_be_pasted(lab: Lab, tmp_path: Path) -> None:
+    moved = Lab.open(lab.path.rename(tmp_path / "ä lab"))
+    words = shlex.split(str(best(moved)["command"]))
+    assert words[:7] == ["gptlab", "train", "--from", str(moved.path / "baseline"), "--steps", "100", "--eval.at-end"]
 
 
 def test_measuring_the_baseline_again_trains_nothing(lab: Lab) -> None:
@@ -217,6 +250,12 @@ NIGHT = (
 )
 
 
+@pytest.mark.parametrize("text", ["8", "nanh", "infh", "-8h", "0s", "h", ""])
+def test_what_is_no_time_to_end_a_night(text: str) -> None:
+    with pytest.raises(UserError, match="give a time with its unit"):
+        _seconds(text)
+
+
 def test_a_night_ends_at_its_number(lab: Lab) -> None:
     judged: list[str] = []
     with formula():
@@ -238,10 +277,15 @@ def test_a_program_that_proposes_nothing_ends_the_night(lab: Lab) -> None:
 def test_results_in_autoresearchs_columns(lab: Lab) -> None:
     with formula():
         run_night(lab, in_order(*NIGHT), experiments=3, say=quiet, judged=lambda one: None)
+    submit(lab, Proposal({"optim.head.lr": 9.0}))  # in flight: it has no line yet, and no verdict
+    tried(lab, fields={"optim.head.lr": -9.0})
     header, *rows = (line.split("\t") for line in (lab.path / "results.tsv").read_text().splitlines())
     assert header == ["commit", "val_bpb", "memory_gb", "status", "description"]
     assert [(row[0], row[3]) for row in rows] == [
-        ("0000", "keep"), ("0002", "discard"), ("0003", "keep"), ("0004", "crash"),
+        ("0000", "keep"), ("0002", "discard"), ("0003", "keep"), ("0004", "crash"), ("0006", "discard"),
     ]  # fmt: skip
+    shown = ["".join(details(lab, lab.ledger.experiments()[number])) for number in (0, 1, 3, 5)]
+    assert ["in flight" in text for text in shown] == [False, False, False, True]
+    assert ["verdict" in text for text in shown] == [False, False, True, True]
     assert float(rows[0][1]) == pytest.approx(1.5, abs=0.02)
     assert told(lab.ledger.experiments()[3])["fields"] == {"optim.head.lr": 2.0}

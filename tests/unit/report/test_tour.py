@@ -140,4 +140,6 @@ def test_the_command_takes_the_newest_finished_run(tmp_path: Path, monkeypatch: 
     assert (code, err) == (0, "")
     assert "The run is `b`" in out
     assert command(["tour", "runs/a", "--out", "tour.md"])[:2] == (0, "tour: tour.md\n")
+    code, _, err = command(["tour", "runs/a", "--out", "."])
+    assert (code, err.startswith("gptlab: error: cannot write .: ")) == (2, True)
     assert "The run is `a`" in (tmp_path / "tour.md").read_text(encoding="utf-8")

@@ -17,7 +17,7 @@ function card(lab) {
   const gain = number(lab.best_bpb) - number(lab.first_bpb);
   const verdicts = Object.entries(lab.verdicts).map(([name, many]) => `${many} ${name}`).join(", ");
   const said = `${bpb(lab.best_bpb)} bits per byte, ${signed(gain)} since experiment 0`;
-  const spent = `${count(lab.runs)} runs, ${duration(lab.train_seconds)} of training`;
+  const spent = `${count(lab.runs)} runs, ${duration(lab.run_seconds)}`;
   return el("article", { class: "card" }, head,
     el("p", {}, el("b", {}, said), el("br"), el("span", { class: "muted" }, `${lab.recipe}, ${lab.length} of training each. ${verdicts ? `Tried: ${verdicts}. ` : ""}${spent}.`)),
     frontier(lab.frontier), el("p", { class: "legend-text" }, "Each dot is an experiment; those that were kept are green, and the line is the best so far."), kept(lab.frontier));
