@@ -18,9 +18,10 @@ from gptlab.runtime.files.plain_file import to_json
 from gptlab.runtime.records.table import table
 
 DESCRIPTION = """\
-Free disk space: what gptlab makes again by itself (prepared tokens, tokenizers, compiled code, measured rates), and \
-old checkpoints of finished runs. Shows what would go, and asks. Never deletes what a process uses, a run's best or \
-last checkpoint, one that its configuration keeps (checkpoint.keep_every_steps), or anything of a lab."""
+Free disk space: what gptlab makes again by itself (prepared tokens, tokenizers, compiled code, measured rates), what \
+killed judges of labs left in the temporary folder, and old checkpoints of finished runs. Shows what would go, and \
+asks. Never deletes what a process uses, a run's best or last checkpoint, one that its configuration keeps \
+(checkpoint.keep_every_steps), or anything of a lab."""
 
 _MAX_RUNS = 20
 

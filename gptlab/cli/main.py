@@ -128,6 +128,8 @@ def _refuse_several(name: str) -> NoReturn:
 
 
 def _dispatch(argv: list[str]) -> int:
+    if argv[:1] == ["help"] and argv[1:]:
+        argv = [*argv[1:], "--help"]
     name = argv[0] if argv else "--help"
     if name not in COMMANDS:
         return _without_command(name)
@@ -150,6 +152,6 @@ def _without_command(word: str) -> int:
 
         print(f"gptlab {__version__}")
         return 0
-    nearest = nearest_name(word, COMMANDS)
+    nearest = nearest_name(word, [*COMMANDS, "--help", "--version"])
     hint = f"did you mean {nearest}?" if nearest else f"there are {', '.join(COMMANDS)}"
     raise UserError(f"{word!r} is not a command: {hint}")

@@ -15,7 +15,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from gptlab.config.errors import BelowOne, Limit, NotNegative, Positive, checked_dataclass
+from gptlab.config.errors import BelowOne, Limit, NotNegative, Positive, checked_dataclass, require_positive
 from gptlab.data.tokenizer.tokenizer import Tokenizer
 from gptlab.eval.bits_per_byte import evaluation_mode
 from gptlab.eval.healing import Covers, cover_prompt
@@ -73,8 +73,9 @@ def continue_text(
     are those of `sample_text`. Where the prompt's end is healed, the first item may be several tokens: what the drawn
     cover adds to the prompt, with its probability among the covers. It counts as one token.
 
-    UserError for a prompt that cannot be encoded, or is empty where there is no BOS.
+    UserError for a prompt that cannot be encoded, or is empty where there is no BOS, and for no samples.
     """
+    require_positive("samples", samples)
     return _Batch(model, tokenizer, prompt, drawing, samples, seed, alternatives).streams
 
 

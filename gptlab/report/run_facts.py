@@ -239,13 +239,25 @@ class RunFacts:
         facts = flatten({key: self.record.provenance[key] for key in _PROVENANCE if key in self.record.provenance})
         return {key: plain(value) for key, value in facts.items() if value is not None}
 
+    @property
+    def folder(self) -> str:
+        """The run's folder, as a shell takes it."""
+        return shlex.quote(str(self.record.path))
+
+    @property
+    def typed(self) -> str | None:
+        """The command that started the run, or the script."""
+        argv = self.record.provenance.get("argv")
+        if not isinstance(argv, list) or not argv or not all(isinstance(word, str) for word in argv):
+            return None
+        return f"{'python' if argv[0].endswith('.py') else 'gptlab'} {shlex.join(argv)}"
+
     def commands(self) -> list[tuple[str, str]]:
         """(what it does, command): the run again, its code, its environment, its model."""
-        run, argv = shlex.quote(self.name), self.record.provenance.get("argv")
-        commit, folder = self.record.provenance.get("git_commit"), f"runs/{run}"
+        commit, folder = self.record.provenance.get("git_commit"), self.folder
         found = []
-        if isinstance(argv, list) and all(isinstance(word, str) for word in argv):
-            found.append(("what was typed", f"gptlab {shlex.join(argv)}"))
+        if self.typed is not None:
+            found.append(("what was typed", self.typed))
         if self.status in ("preempted", "killed", "failed"):
             found.append(("continue it from its last checkpoint", f"gptlab train --resume {folder}"))
         found.append(("the same again, in a new folder", f"gptlab train --from {folder}"))

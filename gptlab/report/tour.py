@@ -107,8 +107,7 @@ class Tour:
 
     @property
     def command(self) -> str:
-        argv = self.facts.record.provenance.get("argv")
-        return fenced(f"gptlab {plain(argv).replace(', ', ' ')}") if isinstance(argv, list) and argv else ""
+        return "" if self.facts.typed is None else fenced(plain(self.facts.typed))
 
     @property
     def name(self) -> str:
@@ -371,7 +370,7 @@ class Tour:
 
     @property
     def commands(self) -> str:
-        run = f"runs/{self.facts.name}"
+        run = self.facts.folder
         lines = (
             (f"gptlab sample {run} --interactive", "talk to it"),
             (f"gptlab train --resume {run} --minutes 20", "train it on"),

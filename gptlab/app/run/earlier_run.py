@@ -71,7 +71,8 @@ class EarlierRun:
             _require_same_start(self.run, self.checkpoint, session)
             if self.checkpoint is not None and self._is_longer(session):
                 _require_longer(session, self.checkpoint)
-        for line in what_differs(self.run, facts, self.asked):
+        any_world_size = session.config.parallel.exact_any_world_size
+        for line in what_differs(self.run, facts, self.asked, any_world_size=any_world_size):
             console.warn(line)
 
     def record(self, session: Session, facts: Facts, evidence: Evidence, console: Console) -> None:
@@ -139,6 +140,8 @@ def _open_resumed(request: RunRequest, run: RunDirectory, attempt: Attempt) -> E
         attempt.held.enter_context(run.lock())
     _require_trained(run)
     trains = config.horizon != stored.horizon or request.resume_from_step is not None
+    if trains and stored.eval.only:
+        raise UserError(f"{run.path} only validates: to train, gptlab train --from {run.path} --eval.no-only")
     finished = _finished_summary(config, run, console) if group.is_main and not trains else None
     if summary := group.broadcast("finished", finished):
         console.line(f"{run.path} is finished; to train it on: {longer_command(run.path, stored)}")

@@ -65,7 +65,7 @@ class LoadedRun:
 def load_run(
     path: str,
     *,
-    checkpoint: str = "latest",
+    checkpoint: str | int = "latest",
     device: str | None = None,
     dtype: str | None = None,
     console: Console | None = None,
@@ -89,7 +89,8 @@ def load_run(
     runtime = as_recorded(directory, config.runtime, where)
     compute_dtype = resolve_dtype(dtype or runtime.dtype, where)
     if not directory.checkpoints_path.is_dir():
-        raise UserError(f"{path} has no checkpoint yet: the run has not reached its first one")
+        why = "it only validates" if config.eval.only else "the run has not reached its first one"
+        raise UserError(f"{path} has no checkpoint yet: {why}")
     set_threads(config.runtime.threads)
     tokenizer = load_tokenizer(directory.tokenizer_path)
     if config.model.vocab_size not in (None, tokenizer.vocab_size):
@@ -98,7 +99,7 @@ def load_run(
             f"{config.model.vocab_size}: this is not the tokenizer that it was trained with"
         )
     config = replace(config, model=replace(config.model, vocab_size=tokenizer.vocab_size))
-    saved = _own_checkpoint(directory, checkpoint, console.warn, group)
+    saved = _own_checkpoint(directory, str(checkpoint), console.warn, group)
     identity = saved_identity(saved.state, saved.path)
     if identity is not None and (edited := edited_field(directory, identity)) is not None:
         console.warn(f"{directory.config_path} was edited after {saved.path.name} was saved ({edited})")

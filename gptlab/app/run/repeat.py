@@ -73,10 +73,12 @@ def _from_recipe(config: RunConfig, request: RunRequest, recorded: Facts) -> Run
     return apply_overrides(after, changed)
 
 
-def what_differs(run: RunDirectory, now: Facts, asked: Mapping[str, Any]) -> Iterator[str]:
+def what_differs(
+    run: RunDirectory, now: Facts, asked: Mapping[str, Any], *, any_world_size: bool = False
+) -> Iterator[str]:
     """A line for each of code, environment, machine and data that differs from what `run` recorded, and how to get it
-    back. Fields that were `asked` for ({dotted field: value}) are expected to differ, and skipped. Nothing for a
-    configuration alone, of which nothing was recorded."""
+    back. Fields that were `asked` for ({dotted field: value}) are expected to differ, and skipped, and so is the number
+    of processes with `any_world_size`. Nothing for a configuration alone, of which nothing was recorded."""
     recorded = run.recorded()
     if not is_run(os.listdir(run.path)):
         return
@@ -88,8 +90,9 @@ def what_differs(run: RunDirectory, now: Facts, asked: Mapping[str, Any]) -> Ite
         yield f"the code is not that of {run.path} ({change}){_how_to_have_code(run, recorded)}"
     if changed := _changed(recorded, now, _ENVIRONMENT):
         yield f"the environment is not that of {run.path} ({changed}); {run.environment_path} lists it"
-    by_request = {"device_name" if name == "runtime.device" else name.removeprefix("runtime.") for name in asked}
-    if changed := _changed(recorded, now, [name for name in _MACHINE if name not in by_request]):
+    skipped = {"world_size"} if any_world_size else set()
+    skipped |= {"device_name" if name == "runtime.device" else name.removeprefix("runtime.") for name in asked}
+    if changed := _changed(recorded, now, [name for name in _MACHINE if name not in skipped]):
         yield f"the machine is not that of {run.path} ({changed}): close to, not bit for bit"
     other_data = any(name.partition(".")[0] in ("data", "tokenizer") for name in asked)
     if not other_data and (changed := _changed(recorded, now, _DATA)):

@@ -370,7 +370,9 @@ def longer_command(run: Path, config: RunConfig) -> str:
     """Trains a finished run to twice its length."""
     horizon = config.horizon
     name, factor = next((name, factor) for name, (unit, factor) in HORIZONS.items() if unit == horizon.unit)
-    return f"{resume_command(run)} --{name.replace('_', '-')} {2 * horizon.amount / factor:.12g}"
+    longer = f"{resume_command(run)} --{name.replace('_', '-')} {2 * horizon.amount / factor:.12g}"
+    # A run that has reached its loss would be over before its first step.
+    return longer if horizon.until_val_loss is None else f"{longer} --until-val-loss {0.9 * horizon.until_val_loss:.4g}"
 
 
 def next_steps(run: Path, config: RunConfig, prompts: Sequence[str], *, trained: bool) -> list[str]:

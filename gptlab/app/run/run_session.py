@@ -180,8 +180,12 @@ def run_session(session: Session, attempt: Attempt, earlier: EarlierRun | None) 
     if group.is_main and config.log.report:
         write_report(run.path, console)
     saved = bool(list_checkpoints(run.checkpoints_path))
-    for line in next_steps(run.path, config, session.prompts, trained=saved):
-        console.line(line)
+    if attempt.parts is not None and attempt.parts.replacing:  # which commands cannot give
+        own = ", ".join(f"{name}=..." for name in attempt.parts.replacing)
+        console.line(f"to train it on, in Python: gptlab.train(resume={str(run.path)!r}, {own})")
+    else:
+        for line in next_steps(run.path, config, session.prompts, trained=saved):
+            console.line(line)
     show_closing_block(summary, console)
     return Result(0, run.path, summary)
 

@@ -71,12 +71,14 @@ def entry(left: str, text: str, default: str = "") -> list[str]:
     if len(head[0]) > WIDTH:
         head = [f"  {left}", *wrapped(f"[{default}]", INDENT)] if default else [f"  {left}"]
         head = [line for part in head for line in (wrapped(part.strip(), 2) if len(part) > WIDTH else [part])]
-    return [*head, *wrapped(" ".join(text.split()), INDENT)]
+    return [*head, *wrapped(text, INDENT)]
 
 
 def wrapped(text: str, indent: int = 0) -> list[str]:
     margin = " " * indent
-    return textwrap.wrap(text, WIDTH, initial_indent=margin, subsequent_indent=margin, break_on_hyphens=False)
+    return textwrap.wrap(
+        " ".join(text.split()), WIDTH, initial_indent=margin, subsequent_indent=margin, break_on_hyphens=False
+    )
 
 
 def field_docs(cls: type) -> dict[str, str]:

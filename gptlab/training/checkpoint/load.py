@@ -107,7 +107,8 @@ def load_newest(
                 on_damage(line)
             wrong.append(f"{name}: {error.reason}")
     if not wrong:
-        raise UserError(f"no checkpoint in {folder}: none has been saved there")
+        which = "none has been saved there" if up_to is None else f"none up to step {up_to} is there"
+        raise UserError(f"no checkpoint in {folder}: {which}")
     raise UserError(f"no intact checkpoint in {folder}: {'; '.join(wrong)}")
 
 

@@ -230,8 +230,11 @@ class TestParts:
         again = gptlab.train(from_run=whole, run_dir=folder / f"{state}-again", **parts).run_dir
         assert differences(expected, outcome(again)) == []
 
-    def test_the_command_line_names_what_is_missing(self, folder: Path) -> None:
+    def test_the_command_line_names_what_is_missing(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         run = gptlab.train(make_config(folder, "own", steps=1), change_model=gated_mlps).run_dir
+        said = capsys.readouterr().out
+        assert f"to train it on, in Python: gptlab.train(resume={str(run)!r}, change_model=...)" in said
+        assert "gptlab sample" not in said
         for argv in (["train", "--from", run, "--run-dir", folder / "x"], ["eval", run], ["sample", run]):
             code, out, err = command(argv)
             assert (code, out, err.count("\n")) == (2, "", 1)
@@ -279,3 +282,7 @@ class TestParts:
         with pytest.raises(gptlab.UserError, match=says):
             gptlab.train(make_config(folder, "none"), optimizer=make)
         assert not (folder / "none").exists()
+
+    def test_rows_that_are_none_are_refused(self, folder: Path) -> None:
+        with pytest.raises(gptlab.UserError, match="rows must return a RowSource, this is NoneType"):
+            gptlab.train(make_config(folder, "none"), rows=lambda data, config: None)  # type: ignore[arg-type, return-value]

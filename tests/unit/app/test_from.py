@@ -145,6 +145,12 @@ class TestWarnings:
         (tmp_path / "config.json").touch()
         assert [*what_differs(RunDirectory(tmp_path), NOW, {})] == []
 
+    def test_another_number_of_processes_that_changes_nothing(self, tmp_path: Path) -> None:
+        run = save(tmp_path / "r", RunConfig(), **(NOW | {"world_size": 2}))
+        (said,) = what_differs(run, NOW, {})
+        assert "world_size 2 -> 1" in said
+        assert [*what_differs(run, NOW, {}, any_world_size=True)] == []
+
     def test_nothing_differs(self, tmp_path: Path) -> None:
         # Another commit with the same code is the same code.
         assert self.lines(tmp_path, git_commit="a" * 40, git_dirty=True, start="then", argv=["x"], platform="P") == []

@@ -38,6 +38,9 @@ def test_the_text_is_that_of_continue_text(run: Path) -> None:
     drawn = tokens(answers)
     loaded = load_run(str(run), console=Console())
     (expected,) = continue_text(loaded.model, loaded.tokenizer, "the quick", Drawing(max_tokens=12), seed=5)
+    with pytest.raises(UserError, match="samples = 0: must be greater than zero"):
+        continue_text(loaded.model, loaded.tokenizer, "the quick", Drawing(max_tokens=12), samples=0)
+    assert load_run(str(run), checkpoint=loaded.step).step == loaded.step
     assert "".join(token["text"] for token in drawn) == "".join(text_of(expected))
     assert answers.answer({"next": True}) == {"end": True}
     for token in drawn:

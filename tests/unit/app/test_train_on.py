@@ -79,3 +79,24 @@ def test_a_run_whose_corpus_was_moved(folder: Path) -> None:
         assert len([*(run / "checkpoints").iterdir()]) == 1
     finally:
         (folder / "elsewhere").rename(folder / "corpus")
+
+
+def test_the_command_that_trains_on_a_run_with_a_loss_to_reach(folder: Path) -> None:
+    run = folder / "reached"
+    words = arguments(folder, "reached", {"steps": 6, "eval.every-steps": 2})
+    code, out, _ = command(["train", *words, "--until-val-loss", "50"])
+    assert code == 0
+    (line,) = [line for line in out.splitlines() if "train it on:" in line]
+    assert line.endswith(f"train --resume {run} --steps 12 --until-val-loss 45")
+    assert command(["train", "--resume", run, "--steps", "12", "--until-val-loss", "1"])[0] == 0
+
+
+def test_a_run_that_only_validates(folder: Path) -> None:
+    run = folder / "only"
+    assert command(["train", *arguments(folder, "only"), "--eval.only"])[0] == 0
+    assert "no checkpoint yet: it only validates" in command(["eval", run])[2]
+    code, _, err = command(["train", "--resume", run, "--steps", "9"])
+    assert (code, f"only validates: to train, gptlab train --from {run} --eval.no-only" in err) == (2, True)
+    again = ["train", "--from", run, "--eval.no-only", "--steps", "2", "--run-dir", folder / "trained"]
+    assert command(again)[0] == 0
+    assert json.loads((folder / "trained" / "summary.json").read_text())["num_steps"] == 2

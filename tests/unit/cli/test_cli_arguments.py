@@ -438,7 +438,8 @@ class TestMain:
         with pytest.raises(ZeroDivisionError):
             cli.main(["plan"])
 
-    @pytest.mark.parametrize(("argv", "says"), [(["trian"], "did you mean train?"), (["zzz"], "there are train, plan")])
+    @pytest.mark.parametrize(("argv", "says"), [(["trian"], "did you mean train?"), (["zzz"], "there are train, plan"),
+                                               (["--vesion"], "did you mean --version?")])  # fmt: skip
     def test_unknown_commands(self, argv: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
         assert cli.main(argv) == 2
         text = capsys.readouterr().err

@@ -187,6 +187,15 @@ def test_the_first_page(capsys: pytest.CaptureFixture[str]) -> None:
     assert max(map(len, HELP.splitlines())) <= 120
 
 
+def test_help_on_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+    pages = []
+    for words in (["help", "bench"], ["bench", "--help"]):
+        assert main(words) == 0
+        pages.append(capsys.readouterr().out)
+    assert pages[0] == pages[1]
+    assert "allows. --bench-steps" in pages[0], "a text is one paragraph"
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"gptlab {gptlab.__version__}\n"

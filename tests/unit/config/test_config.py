@@ -36,6 +36,7 @@ IMPOSSIBLE: list[tuple[Callable[[], object], str, str]] = [
     (lambda: ModelConfig(window_pattern=""), "model.window_pattern", "nearest valid: L"),
     (lambda: ModelConfig(window_tokens=0), "model.window_tokens", "greater than zero"),
     (lambda: ModelConfig(n_layer=0), "model.n_layer", "greater than zero"),
+    (lambda: ModelConfig(n_embd=32, mlp_ratio=0.01), "model.mlp_ratio", "nearest valid: 0.03125"),
     (lambda: ModelConfig(mlp_ratio=-1.0), "model.mlp_ratio", "greater than zero"),
     (lambda: ModelConfig(mlp_ratio=math.nan), "model.mlp_ratio", "greater than zero"),
     (lambda: ModelConfig(dropout=1.0), "model.dropout", "[0, 1)"),

@@ -123,7 +123,7 @@ class TestWhatItSays:
         )
         killed = write_run(tmp_path / "killed", [4.0, 3.0], status="running")
         assert "was killed after step 10 or a later one; at its last" in read_facts(killed).sentence()
-        resume = ("continue it from its last checkpoint", "gptlab train --resume runs/killed")
+        resume = ("continue it from its last checkpoint", f"gptlab train --resume {killed}")
         assert resume in read_facts(killed).commands()
         assert resume[1] in Page(run_page(read_facts(killed))).text
         stopped = write_run(tmp_path / "stopped", [4.0, 3.0], status="preempted")

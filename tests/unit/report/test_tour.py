@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -66,8 +67,9 @@ def test_the_page_in_docs_is_the_template_with_values() -> None:
     assert "{{" not in page
 
 
-def test_it_has_the_numbers_of_the_run(tmp_path: Path) -> None:
-    page = tour(read_facts(trained(tmp_path / "run")))
+def test_it_has_the_numbers_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = tour(read_facts(trained(Path("run"))))
     for words in (
         "The run is `run`",
         "ln(257) = 5.5491",
@@ -143,3 +145,16 @@ def test_the_command_takes_the_newest_finished_run(tmp_path: Path, monkeypatch: 
     code, _, err = command(["tour", "runs/a", "--out", "."])
     assert (code, err.startswith("gptlab: error: cannot write .: ")) == (2, True)
     assert "The run is `a`" in (tmp_path / "tour.md").read_text(encoding="utf-8")
+
+
+def test_its_commands_can_be_pasted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever the run is, and whatever was typed."""
+    monkeypatch.chdir(tmp_path)
+    path = trained(Path("my sweep") / "a b") / "run.json"
+    typed = ["train", "quickstart", "--sample.prompts", "Hello, big world", "a * b"]
+    write_json_atomic(path, {**json.loads(path.read_text()), "argv": typed})
+    lines = tour(read_facts(path.parent)).splitlines()
+    assert f"gptlab {shlex.join(typed)}" in lines
+    assert any(line.startswith("gptlab sample 'my sweep/a b' --interactive ") for line in lines)
+    write_json_atomic(path, {**json.loads(path.read_text()), "argv": ["tune it.py", "3"]})
+    assert "python 'tune it.py' 3" in tour(read_facts(path.parent)).splitlines()

@@ -267,6 +267,8 @@ def test_no_checkpoint_at_all(tmp_path: Path, folder: str) -> None:
     assert list_checkpoints(tmp_path / folder) == []
     with pytest.raises(UserError, match="none has been saved"):
         load_newest(tmp_path / folder, fail_on_damage)
+    with pytest.raises(UserError, match="none up to step 20 is there"):
+        load_newest(tmp_path / folder, fail_on_damage, up_to=20)
 
 
 # --- which one --------------------------------------------------------------------------------------------------------
