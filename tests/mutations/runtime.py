@@ -78,6 +78,16 @@ MUTATIONS = [
         ["test_device.py::test_auto_dtype_on_a_cpu_is_the_faster_one"],
     ),
     Mutation(
+        "a run that any number of processes computes alike is warned of another one", "app/run/repeat.py",
+        'skipped = {"world_size"} if any_world_size else set()', "skipped: set[str] = set()",
+        ["test_from.py::TestWarnings::test_another_number_of_processes_that_changes_nothing"],
+    ),
+    Mutation(
+        "a run that has reached its loss is trained on to the same loss", "app/run/run_request.py",
+        "return longer if horizon.until_val_loss is None else", "return longer if True else",
+        ["test_train_on.py::test_the_command_that_trains_on_a_run_with_a_loss_to_reach"],
+    ),
+    Mutation(
         "a finished run does not get back its tokenizer", "app/run/earlier_run.py",
         "        load_tokenizer(run.tokenizer_path)\n        summary", "        summary",
         ["test_train_on.py::test_a_finished_run_gets_back_its_tokenizer"],

@@ -100,6 +100,7 @@ class OwnParts:
         where that run's parts have other names than these."""
         recorded = own_parts_of(record)
         now = {name: _identity(part) for name, part in self.replacing.items()}
+        every = ", ".join(f"{name}={part['name'].rpartition('.')[2]}" for name, part in sorted(recorded.items()))
         for name in sorted(recorded.keys() | now.keys()):
             then, here = recorded.get(name), now.get(name)
             if then is None:
@@ -109,7 +110,7 @@ class OwnParts:
                 argument = "resume" if verb == "resume" else "from_run"
                 raise UserError(
                     f"{path} was trained with {name}={then['name']}{given}: {verb} it from Python, by "
-                    f"gptlab.train({argument}={str(path)!r}, {name}={then['name'].rpartition('.')[2]})"
+                    f"gptlab.train({argument}={str(path)!r}, {every})"
                 )
         changed = [name for name in now if now[name]["sha256"] != recorded[name]["sha256"]]
         return [f"the source of {name} is not what {path} was trained with: not bit for bit" for name in changed]

@@ -223,8 +223,9 @@ class TestParts:
             for words in (others, others | {argument: gated_mlps if function is not gated_mlps else sgd}):
                 with pytest.raises(
                     gptlab.UserError, match=rf"was trained with {argument}=test_api.{function.__name__}"
-                ):
+                ) as caught:
                     gptlab.train(resume=killed, **words)
+                assert all(f" {name}={part.__name__}" in str(caught.value) for name, part in parts.items())
         assert gptlab.train(resume=killed, **parts).exit_code == 0
         assert differences(expected, outcome(killed)) == []
         again = gptlab.train(from_run=whole, run_dir=folder / f"{state}-again", **parts).run_dir
