@@ -59,13 +59,12 @@ def test_the_baseline_and_its_noise(lab: Lab) -> None:
 def test_nothing_is_tried_before_the_baseline_is_measured(tmp_path: Path) -> None:
     """`lab new` may be stopped at any moment, here while it timed the steps and after its first seed."""
     lab = new_lab(tmp_path, seeds=2)
-    seeds = iter(["timed", "seed 1"])
 
     def stop(text: str) -> None:
         if "timing" in text or "seed 2" in text:
             raise KeyboardInterrupt
 
-    for _ in seeds:
+    for _ in ("while it timed the steps", "after its first seed"):
         with formula(), contextlib.suppress(KeyboardInterrupt):
             measure_baseline(lab, stop)
         with pytest.raises(UserError, match="has no baseline yet"):
