@@ -87,7 +87,7 @@ class ModelConfig:
         for name, most in _MOST.items():
             value = getattr(self, name)
             require(value is None or value <= most, f"model.{name}", value, "is more than any model has", most)
-        require(self.mlp_width > 0, "model.mlp_ratio", self.mlp_ratio, "leaves an MLP no width", 1 / self.n_embd)
+        require(self.mlp_width > 0, "model.mlp_ratio", self.mlp_ratio, "gives an MLP of width 0", 1 / self.n_embd)
         _require_divisor("model.n_head", self.n_head, self.n_embd, "heads must divide the width n_embd")
         _require_divisor("model.n_kv_head", self.kv_heads, self.n_head, "key-value heads must divide n_head")
         if self.position == "rope" and self.head_dim % 2:

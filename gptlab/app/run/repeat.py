@@ -78,7 +78,7 @@ def what_differs(
 ) -> Iterator[str]:
     """A line for each of code, environment, machine and data that differs from what `run` recorded, and how to get it
     back. Fields that were `asked` for ({dotted field: value}) are expected to differ, and skipped, and so is the number
-    of processes with `any_world_size`. Nothing for a configuration alone, of which nothing was recorded."""
+    of processes with `any_world_size`. No line where the folder holds a configuration alone."""
     recorded = run.recorded()
     if not is_run(os.listdir(run.path)):
         return

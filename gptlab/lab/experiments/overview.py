@@ -24,9 +24,14 @@ TSV_HEADER = "commit\tval_bpb\tmemory_gb\tstatus\tdescription"
 """The columns of autoresearch's results.tsv."""
 
 
+def is_proposal(one: Experiment) -> bool:
+    """Whether somebody proposed it: not the baseline, the edit that measures the noise, or a second size."""
+    return one.number > 0 and one.why != NOTHING and one.by != SECOND_SIZE
+
+
 def proposals(experiments: Experiments) -> list[Experiment]:
-    """Those that somebody proposed: without the baseline, the edit that measures the noise, and second sizes."""
-    return [one for one in experiments.values() if one.number > 0 and one.why != NOTHING and one.by != SECOND_SIZE]
+    """Those that somebody proposed."""
+    return [*filter(is_proposal, experiments.values())]
 
 
 def mean_bpb(experiment: Experiment) -> float | None:
@@ -140,7 +145,7 @@ def details(lab: Lab, one: Experiment) -> Iterator[str]:
     for (where, seed), bpb in one.bpb.items():
         yield f"  seed {seed:<5} {bpb:.6f} bpb ({where})"
     rule = f" [{verdict['rule']}]" if verdict.get("rule") else ""
-    if one.by != "lab":  # which measures the baseline and its noise, and judges neither
+    if is_proposal(one):  # nothing else is judged
         yield f"verdict     {one.says or 'in flight'}{rule} {difference_text(one)}".rstrip()
     if verdict.get("reason"):
         yield f"reason      {verdict['reason']}"

@@ -103,7 +103,7 @@ def search(space: Space) -> Callable[[Lab], Proposal | None]:
     """What the search proposes next; None when every point that it finds was tried."""
 
     def propose(lab: Lab) -> Proposal | None:
-        experiments = lab.ledger.experiments()
+        experiments = lab.require_baseline()
         values = _next_point(space, lab, experiments)
         number = 1 + sum(one.by.startswith(NAME) for one in proposals(experiments))
         return None if values is None else Proposal(values, by=f"{NAME} {number}")

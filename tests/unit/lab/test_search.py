@@ -162,3 +162,9 @@ def test_without_optuna(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setitem(sys.modules, "optuna", None)
     with pytest.raises(UserError, match=r"pip install 'gptlab\[search\]'"):
         read_space(tmp_path / "space.toml")
+
+
+def test_a_search_before_the_baseline_is_refused(tmp_path: Path) -> None:
+    """`lab new` was stopped before it recorded anything."""
+    with pytest.raises(UserError, match="has no baseline yet"):
+        night(new_lab(tmp_path), 3, RATES, tmp_path)
