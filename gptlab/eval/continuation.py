@@ -123,7 +123,8 @@ class _Batch:
             if covers is not None:
                 self._draw_covers(covers)
                 yield
-        decoder, bos_id = Decoder(self._model, len(self._texts)), self._tokenizer.bos_id
+        decoder = None if self._model.is_changed else Decoder(self._model, len(self._texts))
+        bos_id = self._tokenizer.bos_id
         while rows := [row for row, left in enumerate(self._left) if left]:
             logits = self._next_logits(decoder, rows)
             drawn = draw(logits, self._drawing, [self._generators[row] for row in rows])
@@ -163,11 +164,12 @@ class _Batch:
         return self._tokenizer.decode_bytes(covers.tokens(cover))[len(covers.removed) :]
 
     @torch.inference_mode()
-    def _next_logits(self, decoder: Decoder, rows: list[int]) -> Tensor:  # (rows, V) float32 or float64, on the CPU
-        """For the samples that have not ended. A context that is full is cut as `generate` cuts it."""
+    def _next_logits(self, decoder: Decoder | None, rows: list[int]) -> Tensor:
+        """(rows, V) in float32 or float64 on the CPU, for the samples that have not ended. A full context is cut as
+        `generate` cuts it. decoder None: each text is read again for each token."""
         model, seq_len = self._model, self._model.config.seq_len
-        unread = [row for row in rows if decoder.length(row) in (0, seq_len)]
-        if len(unread) < len(rows):
+        unread = [row for row in rows if decoder is None or decoder.length(row) in (0, seq_len)]
+        if decoder is not None and len(unread) < len(rows):
             logits = decoder.step([text[-1] for text in self._texts])
         else:
             dtype = torch.promote_types(model.compute_dtype, torch.float32)
@@ -179,7 +181,11 @@ class _Batch:
             same.setdefault(tuple(self._texts[row]), []).append(row)
         with evaluation_mode(model) if same else nullcontext():
             for text, its_rows in same.items():
-                logits[its_rows] = decoder.read(its_rows, text).to(logits.device)
+                if decoder is None:
+                    found = model(torch.tensor([text], device=model.head.weight.device))[0, -1]
+                else:
+                    found = decoder.read(its_rows, text)
+                logits[its_rows] = found.to(logits.device)
         return (logits if len(rows) == len(logits) else logits[rows]).cpu()
 
 

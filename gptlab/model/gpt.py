@@ -185,6 +185,7 @@ class GPT(nn.Module):
         self.config, self.compute_dtype, self.vocab_size = config, compute_dtype, config.vocab_size
         self.platform = platform
         self.document_mask: DocumentMask | None = None
+        self.is_changed = False  # by a caller's change_model: only `forward` says what it computes
         rows, width = config.padded_vocab_size, config.n_embd
         value_width = config.kv_heads * config.head_dim
         self.token_embedding = Embedding(rows, width)

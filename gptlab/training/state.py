@@ -284,7 +284,7 @@ def build_state(
     else:
         model = build_model(config.model, device=device, compute_dtype=compute_dtype, seed=config.seed)
         if change_model is not None:
-            _change(model, change_model, config.seed, device)
+            apply_change(model, change_model, config.seed, device)
         if group.size > 1 or config.parallel.exact_any_world_size:
             strategy = _replicated(model, config, group, make_optimizer or whole_optimizer)
         else:
@@ -312,11 +312,13 @@ def _replace_passes(model: GPT, runtime: RuntimeConfig) -> None:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
 
-def _change(model: GPT, change: Callable[[GPT], None], seed: int, device: torch.device) -> None:
-    """Let `change` draw from generators that depend on the run's seed alone, and that nothing else draws from."""
+def apply_change(model: GPT, change: Callable[[GPT], None], seed: int, device: torch.device) -> None:
+    """Have `change` replace parts of the model. It draws from generators that depend on the run's seed alone, and that
+    nothing else draws from."""
     generators = capture_rng(device)
     seed_everything(fold_seed(seed, 1), device)
     change(model)
+    model.is_changed = True
     restore_rng(generators, device)
     model.to(device)
 

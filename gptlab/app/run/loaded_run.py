@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gptlab.app.run.own_parts import own_parts_of
+from gptlab.app.run.own_parts import OwnParts
 from gptlab.app.run.ranks import rank_0_first, require_same_run
 from gptlab.config.errors import UserError
 from gptlab.config.load import config_from_json
@@ -48,7 +48,7 @@ from gptlab.training.checkpoint.load import (
     require_weights_of,
     select_checkpoint,
 )
-from gptlab.training.state import TrainState
+from gptlab.training.state import TrainState, apply_change
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +68,12 @@ def load_run(
     checkpoint: str | int = "latest",
     device: str | None = None,
     dtype: str | None = None,
+    change_model: Callable[[GPT], None] | None = None,
     console: Console | None = None,
     group: Group | None = None,
 ) -> LoadedRun:
     """The run in `path` at `checkpoint` (latest | best | a step). `device`, `dtype`: None means as configured.
+    `change_model`: the function that the run was trained with, if it had one.
 
     Warns on `console` (None: standard error) of damaged checkpoints, and of a GPU that torch cannot use. With several
     processes (`group`), all load the same weights and may use collectives afterwards. UserError where run, tokenizer,
@@ -79,8 +81,9 @@ def load_run(
     """
     group, console = group or Group(), console or Console(stream=sys.stderr)
     directory = RunDirectory.open(Path(path))
-    if (change := own_parts_of(directory.recorded()).get("change_model")) is not None:
-        raise UserError(f"the model of {path} was changed by change_model={change['name']}, which only Python can call")
+    own = OwnParts(change_model=change_model)
+    for warning in own.require_those_of(directory.path, directory.recorded(), "load"):
+        console.warn(warning)
     config = config_from_json(directory.read_config())
     wanted = device or config.runtime.device
     if (unused := unused_gpu(wanted, config.runtime.allocator, group.world.local_rank)) is not None:
@@ -103,8 +106,11 @@ def load_run(
     identity = saved_identity(saved.state, saved.path)
     if identity is not None and (edited := edited_field(directory, identity)) is not None:
         console.warn(f"{directory.config_path} was edited after {saved.path.name} was saved ({edited})")
-    require_weights_of(config.model, saved.model)
+    if change_model is None:
+        require_weights_of(config.model, saved.model)
     model = build_model(config.model, device=where, compute_dtype=compute_dtype, seed=config.seed)
+    if change_model is not None:
+        apply_change(model, change_model, config.seed, where)
     load_weights(model, saved.model)
     if config.data.mask_documents and tokenizer.bos_id is not None:
         model.mask_documents(tokenizer.bos_id)

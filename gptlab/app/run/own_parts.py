@@ -97,8 +97,11 @@ class OwnParts:
 
     def require_those_of(self, path: object, record: Mapping[str, object], verb: str) -> list[str]:
         """Warnings where the source of a part has changed since the run in `path`. UserError, which names what to give,
-        where that run's parts have other names than these."""
+        where that run's parts have other names than these. `verb`: resume, repeat or load, which needs the model
+        alone."""
         recorded = own_parts_of(record)
+        if verb == "load":
+            recorded = {name: part for name, part in recorded.items() if name == "change_model"}
         now = {name: _identity(part) for name, part in self.replacing.items()}
         every = ", ".join(f"{name}={part['name'].rpartition('.')[2]}" for name, part in sorted(recorded.items()))
         for name in sorted(recorded.keys() | now.keys()):
@@ -107,10 +110,10 @@ class OwnParts:
                 raise UserError(f"{path} was trained without {name}: leave it out to {verb} it")
             if here is None or here["name"] != then["name"]:
                 given = "" if here is None else f", not {here['name']}"
-                argument = "resume" if verb == "resume" else "from_run"
+                call = {"resume": "train(resume=", "repeat": "train(from_run=", "load": "load_run("}[verb]
                 raise UserError(
                     f"{path} was trained with {name}={then['name']}{given}: {verb} it from Python, by "
-                    f"gptlab.train({argument}={str(path)!r}, {every})"
+                    f"gptlab.{call}{str(path)!r}, {every})"
                 )
         changed = [name for name in now if now[name]["sha256"] != recorded[name]["sha256"]]
         return [f"the source of {name} is not what {path} was trained with: not bit for bit" for name in changed]

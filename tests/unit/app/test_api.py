@@ -16,12 +16,15 @@ from tiny_runs import FLAGS, command, differences, killed_at, lines_of, make_con
 from torch import Tensor, nn
 
 import gptlab
+from gptlab.app.run.loaded_run import evaluate_run
 from gptlab.config.recipes import configure
 from gptlab.config.run import RunConfig
 from gptlab.config.scaling import Machine
 from gptlab.data.prepare import PreparedData
 from gptlab.data.rows import Pair, RowSource, WindowRows
-from gptlab.model.gpt import GPT
+from gptlab.model.gpt import GPT, MLP
+from gptlab.runtime.processes.distributed import Group
+from gptlab.runtime.records.console import Console
 
 MACHINE = Machine(device="cpu", flops_per_second=1e11)
 
@@ -66,6 +69,18 @@ class Gated(nn.Module):
 def gated_mlps(model: GPT) -> None:
     for block in model.blocks:
         block.mlp = Gated(model.config.n_embd)
+
+
+class SineMLP(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.sin(self.up(x)))
+
+
+def sine_mlps(model: GPT) -> None:
+    for block in model.blocks:
+        block.mlp = SineMLP(model.config)
+        for linear in (block.mlp.up, block.mlp.out):
+            nn.init.normal_(linear.weight, std=0.2)
 
 
 class TestNames:
@@ -236,10 +251,34 @@ class TestParts:
         said = capsys.readouterr().out
         assert f"to train it on, in Python: gptlab.train(resume={str(run)!r}, change_model=...)" in said
         assert "gptlab sample" not in said
-        for argv in (["train", "--from", run, "--run-dir", folder / "x"], ["eval", run], ["sample", run]):
-            code, out, err = command(argv)
+        again, load = "repeat it from Python, by gptlab.train(from_run=", "load it from Python, by gptlab.load_run("
+        asked = {"eval": load, "sample": load, "train": again}
+        for name, how in asked.items():
+            code, out, err = command([name, *(["--run-dir", folder / "x", "--from"] if name == "train" else ()), run])
             assert (code, out, err.count("\n")) == (2, "", 1)
-            assert "change_model=test_api.gated_mlps" in err
+            assert f"change_model=test_api.gated_mlps: {how}{str(run)!r}, change_model=gated_mlps)" in err
+
+    def test_a_changed_model_is_loaded_and_sampled(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        """By its own computation: its MLPs have gptlab's names and shapes, but are no gated ones."""
+        parts: dict[str, Any] = {"change_model": sine_mlps, "optimizer": sgd}
+        result = gptlab.train(make_config(folder, "sine", steps=3), **parts)
+        run = gptlab.load_run(str(result.run_dir), change_model=sine_mlps)
+        assert type(run.model.blocks[0].mlp) is SineMLP
+        found = evaluate_run(run, console=Console(), group=Group())
+        assert found.val_loss == result.summary["val_loss"]
+        tokens = [*run.tokenizer.encode("the ")]
+        expected = []
+        for _ in range(5):
+            text = torch.tensor([[run.tokenizer.bos_id, *tokens]])
+            tokens.append(int(run.model(text)[0, -1].argmax()))
+            expected.append(run.tokenizer.tokens[tokens[-1]])
+        drawing = gptlab.Drawing(max_tokens=5, temperature=0.0, heal=False)
+        for stream in gptlab.continue_text(run.model, run.tokenizer, "the ", drawing, samples=2):
+            assert [token.piece for token in stream] == expected
+        with pytest.raises(gptlab.UserError, match=r"with change_model=test_api\.sine_mlps, not test_api.gated_mlps"):
+            gptlab.load_run(str(result.run_dir), change_model=gated_mlps)
+        with pytest.raises(gptlab.UserError, match="was trained without change_model: leave it out to load it"):
+            gptlab.load_run(str(gptlab.train(make_config(folder, "no", steps=1)).run_dir), change_model=gated_mlps)
 
     def test_a_part_that_the_run_did_not_have_is_refused(self, folder: Path, plain: Path) -> None:
         with pytest.raises(gptlab.UserError, match="was trained without optimizer: leave it out to repeat it"):
