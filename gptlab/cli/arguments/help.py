@@ -24,9 +24,11 @@ HELP_FLAGS = ("-h", "--help", "--help-all")
 def command_help(cls: type, *, prog: str, description: str, positionals: Iterable[str]) -> str:
     """The help of a command whose arguments are one dataclass."""
     kinds, docs, first = leaf_fields(cls), field_docs(cls), [*positionals]
-    words = " ".join(_positional(name, kinds[name]) for name in first)
-    lines = [f"usage: {' '.join(filter(None, (prog, words)))} [--ARGUMENT VALUE ...]", "", *wrapped(description), ""]
     defaults = _defaults(cls)
+    required = {name for name in first if defaults[name] in (MISSING, "")}
+    written = ((name, _positional(name, kinds[name])) for name in first)
+    words = " ".join(word if name in required else f"[{word}]" for name, word in written)
+    lines = [f"usage: {' '.join(filter(None, (prog, words)))} [--ARGUMENT VALUE ...]", "", *wrapped(description), ""]
     for name in [*first, *(name for name in kinds if name not in first)]:
         left = _positional(name, kinds[name]) if name in first else option(name, kinds[name])
         lines += entry(left, docs.get(name, ""), default_text(defaults.get(name)))

@@ -95,6 +95,13 @@ def test_help_names_every_argument_with_its_default(leaf: list[str], capsys: pyt
         assert unit in " ".join(out.split()), f"{leaf[0]} --help does not name {unit}"
 
 
+def test_usage_has_optional_words_in_brackets(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in ("tour [RUN]", "compare [RUNS ...]", "eval RUN", "lab try NAME", "lab show NAME NUMBER"):
+        assert f"usage: gptlab {words} [--ARGUMENT" in shown(
+            capsys, *words.lower().split()[: 1 + ("lab" in words)], "--help"
+        )
+
+
 @pytest.mark.parametrize("leaf", LEAVES, ids=" ".join)
 def test_help_is_plain_text_in_80_columns(leaf: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """No type in Python's notation, no empty default, and no lineage by a number that only this project gave it."""
