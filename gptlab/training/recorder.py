@@ -217,7 +217,8 @@ class Recorder(RunOutput):
         elif saved["scheduled"] and line_bytes == 0:
             # The process was killed between the checkpoint and its line.
             self.saves.log_line(checkpoint.step)
-        self.console.reopen_log(self.run.log_path, saved["log_bytes"])
+        if not self.console.reopen_log(self.run.log_path, saved["log_bytes"]):
+            self.console.warn(f"{self.run.log_path} is not the file that the checkpoint saw; appending to it")
 
     def summary(self, state: TrainState) -> dict[str, Any]:
         """The final numbers, for summary.json: those of the closing block come first."""

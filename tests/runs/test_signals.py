@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 from tiny_runs import (
@@ -235,12 +236,26 @@ class TestInThisProcess:
         assert [path.name for path in list_checkpoints(run / "checkpoints")] == ["step-00000002"]
         assert differences(expected, outcome(run)) == []
 
-    def test_behind_the_last_step_nothing_is_lost(self, folder: Path, expected: Outcome) -> None:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("gptlab.training.recorder.Recorder.summary", raised(signal.SIGTERM))
-            assert command(["train", *arguments(folder, "late", {"steps": 2})])[0] == 75
-        assert command(["train", "--resume", folder / "late"])[0] == 0
-        assert differences(expected, outcome(folder / "late")) == []
+    @pytest.mark.parametrize(
+        "place",
+        ["training.recorder.Recorder.finish_run", "app.run.run_session.next_steps"],
+        ids=["summary", "text"],
+    )
+    def test_after_the_last_step_a_run_ends_as_it_would(
+        self, folder: Path, expected: Outcome, monkeypatch: pytest.MonkeyPatch, place: str
+    ) -> None:
+        """It was marked as preempted, though all of it was there."""
+        module, _, name = f"gptlab.{place}".rpartition(".")
+        last = resolve_name(module)
+        ends = getattr(last, name)
+        monkeypatch.setattr(
+            last, name, lambda *args, **also: (signal.raise_signal(signal.SIGINT), ends(*args, **also))[1]
+        )
+        run = folder / f"late-{name}"
+        code, out, _ = command(["train", *arguments(folder, run.name, {"steps": 2})])
+        assert (code, json.loads((run / "run.json").read_text())["status"]) == (0, "finished")
+        assert "depth:" in out.splitlines()[-1]
+        assert differences(expected, outcome(run)) == []
 
     def test_from_python_it_is_an_interrupt_while_there_is_no_run(
         self, folder: Path, monkeypatch: pytest.MonkeyPatch

@@ -168,6 +168,7 @@ def run_session(session: Session, attempt: Attempt, earlier: EarlierRun | None) 
                 group.start_collectives(session.place.device, timeout_seconds=config.runtime.process_timeout_seconds)
             with _mirrored(session, run, console) if config.log.to else nullcontext():
                 ended = (evaluate_only if config.eval.only else fit)(state, session, record)
+            attempt.signals.too_late()
             if ended == "finished":
                 summary = record.finish_run(state)
         except BaseException as error:
@@ -209,10 +210,9 @@ def write_report(run: Path, console: Console) -> None:
     """Write the run's report and show its curve. Another process does it, without torch: whatever goes wrong there is
     one warning here."""
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-    alone = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     try:
         done = subprocess.run(
-            _report_command(run), env=alone | {"PYTHONIOENCODING": encoding}, encoding=encoding, errors="replace",
+            _report_command(run), env=_alone() | {"PYTHONIOENCODING": encoding}, encoding=encoding, errors="replace",
             timeout=60, stdin=subprocess.DEVNULL, capture_output=True, process_group=0, check=True,
         )  # fmt: skip
     except (OSError, subprocess.SubprocessError) as error:
@@ -233,10 +233,9 @@ def leave_report(run: Path, config: RunConfig, group: Group) -> None:
     launcher may wait for the exit code, or kill this process soon. Rank 0 does."""
     if not (config.log.report and group.is_main):
         return
-    alone = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     with suppress(OSError):
         process = subprocess.Popen(
-            _report_command(run), env=alone, start_new_session=True,
+            _report_command(run), env=_alone(), start_new_session=True,
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
         threading.Thread(target=process.wait, daemon=True).start()  # a caller in Python may live on
@@ -244,6 +243,11 @@ def leave_report(run: Path, config: RunConfig, group: Group) -> None:
 
 def _report_command(run: Path) -> list[str]:
     return [sys.executable, "-P", "-c", _REPORT, str(Path(gptlab.__file__).parents[1]), "report", str(run)]
+
+
+def _alone() -> dict[str, str]:
+    """The variables of a process that is no rank."""
+    return {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
 
 
 def _saver(session: Session, output: RunOutput) -> AbstractContextManager[CheckpointSaver]:

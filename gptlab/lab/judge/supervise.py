@@ -61,10 +61,6 @@ class Finished:
     def timed_out(self) -> bool:
         return self.broken in ("wall_seconds", "cpu_seconds")
 
-    @property
-    def out_of_memory(self) -> bool:
-        return self.broken == "memory_bytes"
-
     def require_lawful(self, what: str) -> None:
         """Broken for a limit that was exceeded, a process left behind, a hidden file opened. `what` ran, in words."""
         if self.broken is not None:
@@ -104,7 +100,9 @@ def supervise(
     with the names of theirs. `readable` and `writable` are seen even inside of `hidden`. All paths must exist.
     UserError where the process cannot be started.
     """
-    with cannot(f"write {log}"), log.open("ab") as output, start(
+    with cannot(f"write {log}"):
+        output = log.open("ab")
+    with output, start(
         argv, cwd=cwd, environment=environment, limits=limits, hidden=hidden, readable=readable, writable=writable,
         isolate=isolate, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
     ) as running:  # fmt: skip
@@ -187,10 +185,15 @@ def start(
         life_end, life = os.pipe()
         command = [sys.executable, "-I", "-S", "-B", str(GUARD), json.dumps(spec), str(report_end), str(life_end)]
         try:
-            guard = subprocess.Popen(
-                command, stdin=stdin, stdout=stdout, stderr=stderr, pass_fds=(report_end, life_end), close_fds=True,
-                start_new_session=True, bufsize=0,
-            )  # fmt: skip
+            with cannot("start a supervised process"):
+                guard = subprocess.Popen(
+                    command, stdin=stdin, stdout=stdout, stderr=stderr, pass_fds=(report_end, life_end), close_fds=True,
+                    start_new_session=True, bufsize=0,
+                )  # fmt: skip
+        except UserError:
+            os.close(report)
+            os.close(life)
+            raise
         finally:
             os.close(report_end)
             os.close(life_end)

@@ -127,7 +127,8 @@ class Console(AbstractContextManager["Console"]):
 
     def log_position(self) -> int:
         """Bytes of log.txt so far; 0 without a log. They are durable after `sync_log`."""
-        return 0 if self._log is None else self._log.position()
+        with self._lock:  # a position writes out what another thread may be appending
+            return 0 if self._log is None else self._log.position()
 
     def sync_log(self) -> None:
         """Make log.txt durable up to here; another thread may do this. UserError where the disk refuses."""

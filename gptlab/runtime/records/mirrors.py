@@ -56,14 +56,14 @@ def mirrored(names: Sequence[str], run: RunDirectory, config: Mapping[str, Any],
         "config": dict(config),
     }  # fmt: skip
     mirrors = [_Mirror(name, console) for name in names]
-    deadline = time.monotonic() + IMPORT_SECONDS
-    for mirror in mirrors:
-        mirror.imported.wait(max(0.0, deadline - time.monotonic()))
-        mirror.write(to_json(about) + "\n")
-    deadline = time.monotonic() + OPEN_SECONDS
-    for mirror in mirrors:
-        mirror.opened.wait(max(0.0, deadline - time.monotonic()))
     try:
+        deadline = time.monotonic() + IMPORT_SECONDS
+        for mirror in mirrors:
+            mirror.imported.wait(max(0.0, deadline - time.monotonic()))
+            mirror.write(to_json(about) + "\n")
+        deadline = time.monotonic() + OPEN_SECONDS
+        for mirror in mirrors:
+            mirror.opened.wait(max(0.0, deadline - time.monotonic()))
         yield
     finally:
         with console.busy("finishing " + ", ".join(names)):

@@ -40,7 +40,9 @@ class Request:
     """Whether the run has failed without it, whatever `checkpoint.on_failure` says: the last one of a run, and one that
     a signal asked for."""
     former_best: Best | None
-    """`state.best_saved` before it, restored if it fails."""
+    """`state.best_saved` before it, restored if it fails ..."""
+    former_good: int | None
+    """... and `state.faults.good_step`."""
 
 
 @dataclass
@@ -69,7 +71,8 @@ class CheckpointSaver(RunOutput):
         """Save, then remove checkpoints that need not be kept. UserError if that fails, unless the run is configured to
         continue then."""
         started = time.perf_counter()
-        request = Request(state.step, scheduled, not scheduled or self.finish.reached(state), state.best_saved)
+        required = not scheduled or self.finish.reached(state)
+        request = Request(state.step, scheduled, required, state.best_saved, state.faults.good_step)
         if scheduled:
             state.saved = state.mark()  # also if it fails: the next attempt is due with the next checkpoint
             if state.is_evaluated() and state.val_loss is not None:
@@ -183,4 +186,6 @@ class CheckpointSaver(RunOutput):
         if request.required or self.config.checkpoint.on_failure == "stop":
             raise CheckpointError(problem)
         state.best_saved = request.former_best
+        if state.faults.good_step == request.step:  # the steps since then proved weights that no checkpoint holds
+            state.faults.good_step = request.former_good
         self.console.warn(f"{problem}; training continues")

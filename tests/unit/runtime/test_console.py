@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 
 from gptlab.runtime.records import console as console_module
 from gptlab.runtime.records.console import Console, Progress, clock_text
+from gptlab.runtime.records.metrics import AppendFile
 
 
 class FakeTerminal(io.StringIO):
@@ -341,6 +343,27 @@ def test_the_log_is_cut_at_resume(tmp_path: Path) -> None:
     console.close()
     assert (tmp_path / "log.txt").read_text() == "step 1\nresuming\nstep 2\n"
     assert not Console(stream=io.StringIO()).reopen_log(tmp_path / "log.txt", 10**6)
+
+
+def test_its_position_is_read_while_nothing_is_appended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line that another thread appended meanwhile was written twice, or not at all."""
+    others: list[threading.Thread] = []
+    position = AppendFile.position
+
+    def slow(log: AppendFile) -> int:
+        others.append(threading.Thread(target=console.line, args=("from another thread",)))
+        others[-1].start()
+        others[-1].join(0.1)
+        assert others[-1].is_alive()
+        return position(log)
+
+    with logged(tmp_path, stream=io.StringIO()) as console:
+        console.line("step 1")
+        with monkeypatch.context() as patch:
+            patch.setattr(AppendFile, "position", slow)
+            assert console.log_position() == len("step 1\n")
+        others[0].join()
+    assert (tmp_path / "log.txt").read_text() == "step 1\nfrom another thread\n"
 
 
 class _Clock:

@@ -133,6 +133,25 @@ def test_one_that_hangs_is_stopped(notes: Path, tmp_path: Path, monkeypatch: pyt
     assert not [child for child in psutil.Process().children() if "mirror_process" in " ".join(child.cmdline())]
 
 
+def test_none_outlives_a_start_that_is_interrupted(
+    notes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Interrupted(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            raise KeyboardInterrupt
+
+    made = mirrors._Mirror.__init__
+
+    def make(mirror: mirrors._Mirror, name: str, console: Console) -> None:
+        made(mirror, name, console)
+        mirror.imported = Interrupted()
+
+    monkeypatch.setattr(mirrors._Mirror, "__init__", make)
+    with pytest.raises(KeyboardInterrupt):
+        run_mirrored(tmp_path / "run")
+    assert not [child for child in psutil.Process().children() if "mirror_process" in " ".join(child.cmdline())]
+
+
 def test_a_missing_library_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before anything is prepared. The folder `wandb` that the library makes is no library."""
     monkeypatch.chdir(tmp_path)

@@ -369,6 +369,19 @@ class TestFailure:
         assert state["best_saved"]["step"] != 6
 
     @pytest.mark.usefixtures("saves_end_with_a_step")
+    def test_one_that_was_not_saved_is_not_the_last_good_one(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A rewind would find nothing there, and retention would keep nothing for it."""
+        when_saving(monkeypatch, lambda step: raise_(CheckpointError("full")) if step == 6 else None)
+        changes: dict[str, Any] = {
+            "checkpoint__every_steps": 3, "checkpoint__on_failure": "continue", "faults__spike_factor": 50.0,
+        }  # fmt: skip
+        run = train(folder, "good", steps=8, **changes)
+        state = load_checkpoint(list_checkpoints(run / "checkpoints")[-1]).state
+        assert state["faults"]["good_step"] == 3
+
+    @pytest.mark.usefixtures("saves_end_with_a_step")
     def test_a_bug_is_no_warning(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         when_saving(monkeypatch, lambda step: raise_(ZeroDivisionError()))
         with pytest.raises(ZeroDivisionError):
