@@ -1,4 +1,8 @@
-"""The processes of an experiment: runs, and steps one at a time, each supervised and with a cache of its own."""
+"""The processes of an experiment: runs, and steps one at a time, each supervised.
+
+A process can write in a folder of its own alone, which is moved or removed when it has ended: what one process of a
+candidate leaves, no other finds. Weights that it trained while its steps were timed would otherwise cost it no time.
+"""
 
 from __future__ import annotations
 
@@ -80,23 +84,24 @@ def train(lab: Lab, variant: Variant, seed: int) -> tuple[Path, Finished | None]
     """The finished run of `variant` with `seed`, and how its process ended; None where it was finished already, or
     stopped before and now resumed.
 
-    CrashedError, TimedOutError, Broken where it does not finish; a loss that broke is a
-    CrashedError too.
+    CrashedError, TimedOutError, Broken where it does not finish; a loss that broke is a CrashedError too.
     """
     run = run_folder(lab, variant.number, seed)
-    if not (run / "config.json").is_file():
-        return run, _train(lab, variant, run, _words_for(lab, variant, run, seed))
     if RunDirectory(run).recorded().get("status") == "finished":
         return run, None
-    _train(lab, variant, run, ["train", "--resume", str(run), "--quiet"])
-    return run, None
+    began = _work(lab, variant, run.name) / run.name
+    if (began / "config.json").is_file():
+        _train(lab, variant, run, ["train", "--resume", str(began), "--quiet"])
+        return run, None
+    shutil.rmtree(began.parent, ignore_errors=True)
+    return run, _train(lab, variant, run, _words_for(lab, variant, began, seed))
 
 
 def train_again(lab: Lab, variant: Variant, seed: int, *, candidate: int) -> Finished:
     """Train a baseline that is trained already, only to see what it costs now, for the check of one candidate."""
     run = run_folder(lab, variant.number, seed).with_name(f"again-for-{candidate}")
     try:
-        return _train(lab, variant, run, _words_for(lab, variant, run, seed))
+        return _train(lab, variant, run, _words_for(lab, variant, _work(lab, variant, run.name) / run.name, seed))
     finally:
         shutil.rmtree(run, ignore_errors=True)
 
@@ -108,14 +113,17 @@ def _words_for(lab: Lab, variant: Variant, run: Path, seed: int) -> list[str]:
 
 
 def _train(lab: Lab, variant: Variant, run: Path, words: Sequence[str]) -> Finished:
+    """Train in a folder of the process's own, from which the run is moved to `run`."""
     assert variant.steps is not None
-    if words[1] != "--resume":
-        shutil.rmtree(run, ignore_errors=True)
-    log = run.with_name(f"{run.name}.log")
+    run.parent.mkdir(parents=True, exist_ok=True)
+    log, work = run.with_name(f"{run.name}.log"), _work(lab, variant, run.name)
     seconds = START_SECONDS + SLOWER * variant.steps * (variant.step_seconds or 1.0)
-    finished = supervise(
-        [sys.executable, "-m", "gptlab", *words], **_process(lab, variant, seconds), log=log, limits=limits(seconds)
-    )
+    process = _process(lab, variant, work, _cache(lab, variant, work))
+    finished = supervise([sys.executable, "-m", "gptlab", *words], **process, log=log, limits=limits(seconds))
+    if (trained := work / run.name).is_dir():
+        shutil.rmtree(run, ignore_errors=True)
+        trained.replace(run)
+    shutil.rmtree(work, ignore_errors=True)
     if finished.timed_out:
         raise TimedOutError(f"training took longer than {seconds:.0f} s")
     finished.require_lawful("training")
@@ -156,14 +164,18 @@ def _nats_path(lab: Lab, number: int, where: Slice, seed: int) -> Path:
 def steps_of(lab: Lab, variant: Variant, steps: int) -> Iterator[StepProcess]:
     """Within the context, a process that makes steps of the variant when it is asked. Its schedule is that of a run of
     `steps` steps."""
-    folder = lab.experiment(variant.number)
-    process = _process(lab, variant, START_SECONDS)
-    log = folder / "timing.log"
+    work = _work(lab, variant, "timing")
+    shutil.rmtree(work, ignore_errors=True)
+    process = _process(lab, variant, work, _cache(lab, variant, work, keep=_is_compiled(lab)))
+    log = work.with_name("timing.log")
     given = arguments(lab, variant, seed=lab.settings.first_seed, steps=steps)
     argv = [sys.executable, "-m", "gptlab.app.step_timer", to_json(given)]
     limit = limits(2 * START_SECONDS)
-    with log.open("ab") as errors, start(argv, **process, limits=limit, stderr=errors) as running:
-        yield StepProcess(running, log, START_SECONDS)
+    try:
+        with log.open("ab") as errors, start(argv, **process, limits=limit, stderr=errors) as running:
+            yield StepProcess(running, log, START_SECONDS)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
 
 
 def arguments(lab: Lab, variant: Variant, *, seed: int, steps: int) -> dict[str, Any]:
@@ -188,7 +200,7 @@ def last_words(log: Path) -> str:
 def forget(lab: Lab, number: int) -> None:
     """Remove what an experiment that was not kept needs no more: weights, its cache and its copy of the package."""
     folder = lab.experiment(number)
-    for path in (folder / "cache", folder / "tree", *folder.glob("runs/*/checkpoints")):
+    for path in (folder / "cache", folder / "tree", *folder.glob("work-*"), *folder.glob("runs/*/checkpoints")):
         shutil.rmtree(path, ignore_errors=True)
     for path in (lab.private / "nats").glob(f"{number:04}-*.npy"):
         path.unlink(missing_ok=True)
@@ -202,29 +214,43 @@ def forget_promotion(lab: Lab, number: int) -> None:
             shutil.rmtree(run_folder(lab, number, seed) / "checkpoints", ignore_errors=True)
 
 
-def _process(lab: Lab, variant: Variant, seconds: float) -> dict[str, Any]:
+def _work(lab: Lab, variant: Variant, name: str) -> Path:
+    """The folder that one process of the variant may write in."""
+    return lab.experiment(variant.number) / f"work-{name}"
+
+
+def _process(lab: Lab, variant: Variant, work: Path, cache: Path) -> dict[str, Any]:
     """Where a process of the variant runs and what it may see: its own folder, training data, its code."""
-    folder = lab.experiment(variant.number)
-    cache = folder / "cache"
-    if not cache.exists():
-        _new_cache(lab, cache)
-    (folder / "runs").mkdir(parents=True, exist_ok=True)
     environment = {name: value for name, value in os.environ.items() if _PASSED_ON.fullmatch(name)}
     return {
-        "cwd": folder / "runs",
+        "cwd": work,
         "environment": environment | {"PYTHONPATH": str(variant.code), "GPTLAB_CACHE": str(cache)},
         "hidden": [lab.path, *texts_in_cache()],
         "readable": [lab.path / "baseline", lab.path / "data", variant.code],
-        "writable": [folder / "runs", cache],
+        "writable": [work, cache],
     }
 
 
-def _new_cache(lab: Lab, cache: Path) -> None:
-    """A copy of the first baseline's: compiled code need not be compiled again, and no candidate's cache serves
-    another."""
-    first = lab.experiment(0) / "cache"
-    cache.parent.mkdir(parents=True, exist_ok=True)
-    cache.mkdir(exist_ok=True)
-    if first.exists():
+def _cache(lab: Lab, variant: Variant, work: Path, *, keep: bool = False) -> Path:
+    """The folder of compiled code of a process in `work`. Changed code gets a copy, which goes with `work`, unless it
+    is to `keep` what it compiles."""
+    work.mkdir(parents=True, exist_ok=True)
+    own = lab.experiment(variant.number) / "cache"
+    cache = own if keep or variant.code == lab.path / "code" else work / "cache"
+    if not cache.exists():
+        _copy_cache(own if own.exists() else lab.experiment(0) / "cache", cache)
+    return cache
+
+
+def _is_compiled(lab: Lab) -> bool:
+    """Whether runs take as long to compile as a candidate could not do again for each of them."""
+    found = RunDirectory(run_folder(lab, 0, lab.settings.first_seed)).recorded().get("implementations")
+    return isinstance(found, dict) and found.get("compile", "off") != "off"
+
+
+def _copy_cache(cache: Path, copy: Path) -> None:
+    """Compiled code need not be compiled again, and no candidate's cache serves another."""
+    copy.mkdir(parents=True, exist_ok=True)
+    if cache.exists():
         with suppress(shutil.Error):  # files that another worker's compiler renamed meanwhile
-            shutil.copytree(first, cache, symlinks=True, dirs_exist_ok=True)
+            shutil.copytree(cache, copy, symlinks=True, dirs_exist_ok=True)

@@ -273,6 +273,8 @@ def _measure(lab: Lab, number: int, seed: int, where: Slice, say: Say) -> float:
         if finished is not None and number != one.against:
             _check_time(lab, experiments, number, seed, finished)
         judged = runs.judge(lab, variant, run, where, seed, one.against)
+        if judged.step != variant.steps:
+            raise Broken("checkpoint", f"it is of step {judged.step:,}, and the run was to train {variant.steps:,}")
     costs = {} if finished is None else {
         "wall_seconds": finished.wall_seconds, "cpu_seconds": finished.cpu_seconds,
         "peak_mb": finished.peak_bytes / 2**20,

@@ -4,6 +4,9 @@ started: `make test-faults` (test_killed_labs) does that."""
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -43,13 +46,28 @@ class Processes:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, exit_code: int = 0, *, timed_out: bool = False) -> None:
         self.started: list[dict[str, Any]] = []
+        self.leave: Callable[[dict[str, Any]], object] = lambda process: None
+        """What the process does in its folders."""
         monkeypatch.setattr(runs, "supervise", self._supervise)
+        monkeypatch.setattr(runs, "start", self._start)
         self._ended = Finished(exit_code, 1.0, 1.0, 2**20, 0, "wall_seconds" if timed_out else None, (), (), True)
 
     def _supervise(self, argv: list[str], *, log: Path, **process: Any) -> Finished:
         self.started.append({"argv": argv, **process})
         log.write_text("step 1\ngptlab: error: out of luck\n")
+        if self._ended.exit_code == 0:
+            words = dict(word.split("=", 1) for word in argv if "=" in word)
+            run = Path(words["--run-dir"] if "--run-dir" in words else argv[argv.index("--resume") + 1])
+            run.mkdir(exist_ok=True)
+            (run / "run.json").write_text(json.dumps({"status": "finished"}))
+        self.leave(process)
         return self._ended
+
+    @contextmanager
+    def _start(self, argv: list[str], **process: Any) -> Iterator[None]:
+        self.started.append({"argv": argv, **process})
+        yield
+        self.leave(process)
 
 
 class TestTraining:
@@ -64,7 +82,7 @@ class TestTraining:
         assert given == {
             "--from": str(lab.path / "baseline"), "--steps": "80", "--seed": "7", "--model.activation": "gelu",
             "--data.source": str(lab.path / "data/tokens"), "--tokenizer.path": str(lab.path / "data/tokenizer"),
-            "--run-dir": str(lab.experiment(CANDIDATE) / "runs/seed-7"),
+            "--run-dir": str(lab.experiment(CANDIDATE) / "work-seed-7/seed-7"),
         }  # fmt: skip
         assert process["limits"].wall_seconds == runs.START_SECONDS + runs.SLOWER * 80 * 0.5
 
@@ -78,7 +96,8 @@ class TestTraining:
         folder = lab.experiment(CANDIDATE)
         assert lab.path in process["hidden"]
         assert process["readable"] == [lab.path / "baseline", lab.path / "data", lab.path / "code"]
-        assert process["writable"] == [folder / "runs", folder / "cache"]
+        assert process["writable"] == [folder / "work-seed-7", folder / "cache"]
+        assert process["cwd"] == folder / "work-seed-7"
         assert process["environment"]["PYTHONPATH"] == str(lab.path / "code")
         assert process["environment"]["GPTLAB_CACHE"] == str(folder / "cache")
         assert process["environment"]["OMP_NUM_THREADS"] == "1"
@@ -90,14 +109,57 @@ class TestTraining:
     ) -> None:
         processes = Processes(monkeypatch)
         run = runs.run_folder(lab, CANDIDATE, 7)
-        run.mkdir(parents=True)
-        (run / "config.json").write_text("{}")
-        (run / "run.json").write_text(json.dumps({"status": "preempted"}))
+        began = lab.experiment(CANDIDATE) / "work-seed-7" / "seed-7"
+        began.mkdir(parents=True)
+        (began / "config.json").write_text("{}")
+        (began / "run.json").write_text(json.dumps({"status": "preempted"}))
         runs.train(lab, candidate(lab), seed=7)
-        assert processes.started[0]["argv"][3:] == ["train", "--resume", str(run), "--quiet"]
-        (run / "run.json").write_text(json.dumps({"status": "finished"}))
+        assert processes.started[0]["argv"][3:] == ["train", "--resume", str(began), "--quiet"]
+        assert (run / "config.json").is_file()
+        assert not began.parent.exists()
         assert runs.train(lab, candidate(lab), seed=7) == (run, None)
         assert len(processes.started) == 1
+
+    def test_what_one_process_of_changed_code_leaves_no_other_finds(
+        self, lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Weights that one trained off the clock, for the next to begin with, in a run or among compiled code."""
+        built = lab.experiment(0) / "cache" / "kernel.so"
+        built.parent.mkdir(parents=True)
+        built.write_bytes(b"built")
+        processes, variant = Processes(monkeypatch), replace(candidate(lab), code=tmp_path / "tree")
+
+        def plant(process: dict[str, Any]) -> None:
+            assert (Path(process["environment"]["GPTLAB_CACHE"]) / "kernel.so").read_bytes() == b"built"
+            for folder in process["writable"]:
+                assert not [*folder.rglob("planted")]
+                (folder / "planted").touch()
+
+        processes.leave = plant
+        for seed in (7, 8):
+            assert runs.train(lab, variant, seed)[1] is not None
+        assert runs.train_again(lab, variant, 7, candidate=9) is not None
+        with runs.steps_of(lab, variant, steps=80):
+            pass
+        assert len(processes.started) == 4
+        for process in processes.started:
+            assert not [folder for folder in process["writable"] if folder.exists()]
+        left = {path.name for path in lab.experiment(CANDIDATE).rglob("*") if path.is_file()}
+        assert left <= {"overrides.json", "run.json", "seed-7.log", "seed-8.log", "again-for-9.log", "timing.log"}
+
+    def test_what_it_compiles_for_its_timing_is_kept_where_runs_are_compiled(
+        self, lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """To compile again for each of them takes a GPU longer than a run of changed code may."""
+        processes, variant = Processes(monkeypatch), replace(candidate(lab), code=tmp_path / "tree")
+        processes.leave = lambda process: (Path(process["environment"]["GPTLAB_CACHE"]) / process["cwd"].name).touch()
+        run = runs.run_folder(lab, 0, lab.settings.first_seed)
+        run.mkdir(parents=True, exist_ok=True)
+        (run / "run.json").write_text(json.dumps({"implementations": {"compile": "inductor"}}))
+        with runs.steps_of(lab, variant, steps=80):
+            pass
+        runs.train(lab, variant, 7)
+        assert [path.name for path in (lab.experiment(CANDIDATE) / "cache").iterdir()] == ["work-timing"]
 
     def test_how_it_may_end(self, lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
         Processes(monkeypatch, exit_code=3)
