@@ -125,7 +125,6 @@ def sample_texts(
     *,
     seed: int,
     group: Group,
-    stop_at_bos: bool = True,
     timed: bool = False,
 ) -> Sequence[Iterable[str]]:
     """The pieces of each prompt's continuation: all set up at once, drawn as they are read or, by several processes,
@@ -133,7 +132,7 @@ def sample_texts(
     streams = [
         sample_text(
             model, tokenizer, prompt, max_tokens=settings.max_tokens, temperature=settings.temperature,
-            top_k=settings.top_k, seed=seed, stop_at_bos=stop_at_bos,
+            top_k=settings.top_k, seed=seed,
         )
         for prompt in prompts
     ]  # fmt: skip

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -82,15 +82,12 @@ def launch(
     arguments: Sequence[str],
     *,
     log: Path | None = None,
-    tree: Path | None = None,
-    environment: Mapping[str, str] | None = None,
     stop: Stop | None = None,
 ) -> int:
     """Train `gptlab train ARGUMENTS` into `folder` and return the exit code as it is (docs/contracts.md): 0 at once if
     that run has finished, and `--resume` in place of the arguments if it was started.
 
-    `log`: the file to which its output is appended; None: it goes where this process's goes. `tree`: a folder with the
-    package to train with; None: this one. `environment`: variables beside those of this process. `stop`: what forwards
+    `log`: the file to which its output is appended; None: it goes where this process's goes. `stop`: what forwards
     signals, if there is more to do than this run.
 
     The process never outlives this one: it saves and ends when this one is killed.
@@ -106,12 +103,12 @@ def launch(
                 log.parent.mkdir(parents=True, exist_ok=True)
                 output = held.enter_context(log.open("ab"))
         process = subprocess.Popen(
-            # -P: a `gptlab` in the current folder does not hide the tree's.
+            # -P: a `gptlab` in the current folder does not hide this one.
             [sys.executable, "-P", "-c", _CHILD, "train", *(words or [*arguments, "--run-dir", str(folder)])],
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=output and subprocess.STDOUT,
-            env=_environment(tree, environment or {}),
+            env=_environment(),
             # Otherwise Ctrl-C reaches the run twice, and it stops in the middle of a step.
             process_group=0,
         )
@@ -135,13 +132,13 @@ def resumed_arguments(folder: Path) -> list[str] | None:
     return None if run.recorded().get("status") == "finished" else ["--resume", str(folder)]
 
 
-def _environment(tree: Path | None, changes: Mapping[str, str]) -> dict[str, str]:
-    """The variables of this process with `changes`, in which `gptlab` is that of the tree."""
-    variables = {**os.environ, **changes}
+def _environment() -> dict[str, str]:
+    """The variables of this process, in which `gptlab` is this one."""
+    variables = dict(os.environ)
     if sys.platform != "darwin":  # as `set_threads` chooses, whatever else computes: runs are compared
         variables.setdefault("OMP_NUM_THREADS", str(usable_cores()))
     own = Path(gptlab.__file__).parents[1]
-    if tree is not None or own != Path(sysconfig.get_path("purelib")):
-        paths = [str((tree or own).resolve()), *filter(None, [variables.get("PYTHONPATH")])]
+    if own != Path(sysconfig.get_path("purelib")):
+        paths = [str(own.resolve()), *filter(None, [variables.get("PYTHONPATH")])]
         variables["PYTHONPATH"] = os.pathsep.join(paths)
     return variables

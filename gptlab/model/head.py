@@ -52,31 +52,39 @@ class HeadLoss(torch.autograd.Function):
         ctx.weight_dtype = weight.dtype
         if (kernels := multiplication(x)) is not torch_ops:
             total, *gradients = kernels.head_loss(x, weight, targets, vocab_size, cap)
-            ctx.save_for_backward(*gradients)
-            return total.to(wide)
-        total = torch.zeros((), dtype=wide, device=x.device)
-        x_gradients, weight = [], weight.to(x.dtype)
-        weight_gradient = torch.zeros(weight.shape, dtype=wide, device=weight.device)
-        positions = max(SLICE_LOGITS // len(weight), -(-len(x) // MAX_SLICES))
-        for xs, ys in zip(x.split(positions), targets.split(positions), strict=True):
-            logits = xs @ weight.t()
-            if scale is None:
-                nats, dz = implementation(x).loss_and_gradient(logits, ys, vocab_size, cap)
-            else:
-                nats, dz = _loss_and_scaled_gradient(logits, ys, vocab_size, cap, scale)
-            total = total + nats
-            x_gradients.append(dz @ weight)
-            if x.dtype == wide:
-                torch.addmm(weight_gradient, dz.t(), xs, out=weight_gradient)
-            else:
-                weight_gradient += dz.t() @ xs
-        ctx.save_for_backward(torch.cat(x_gradients), weight_gradient)
+        else:
+            total, *gradients = _loss_and_gradients(x, weight.to(x.dtype), targets, vocab_size, cap, scale)
+        ctx.save_for_backward(*gradients)
         return total if total.dtype == wide else total.to(wide)  # float64 by the CPU kernels; see above
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
         of_x, of_weight = ctx.saved_tensors
         return (of_x * upstream).to(of_x.dtype), (of_weight * upstream).to(ctx.weight_dtype), None, None, None, None
+
+
+def _loss_and_gradients(
+    x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, cap: float | None, scale: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The summed loss, and its gradients for x (N, C) and weight (P, C), by the library's products."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    total = torch.zeros((), dtype=wide, device=x.device)
+    x_gradients = []
+    weight_gradient = torch.zeros(weight.shape, dtype=wide, device=weight.device)
+    positions = max(SLICE_LOGITS // len(weight), -(-len(x) // MAX_SLICES))
+    for xs, ys in zip(x.split(positions), targets.split(positions), strict=True):
+        logits = xs @ weight.t()
+        if scale is None:
+            nats, dz = implementation(x).loss_and_gradient(logits, ys, vocab_size, cap)
+        else:
+            nats, dz = _loss_and_scaled_gradient(logits, ys, vocab_size, cap, scale)
+        total = total + nats
+        x_gradients.append(dz @ weight)
+        if x.dtype == wide:
+            torch.addmm(weight_gradient, dz.t(), xs, out=weight_gradient)
+        else:
+            weight_gradient += dz.t() @ xs
+    return total, torch.cat(x_gradients), weight_gradient
 
 
 def _loss_and_scaled_gradient(

@@ -16,7 +16,7 @@ from gptlab.config.run import RunConfig
 from gptlab.runtime.processes.distributed import Group, Job
 from gptlab.runtime.processes.liveness import Failure, PeerFailed
 from gptlab.runtime.records.console import Console
-from gptlab.runtime.records.run_directory import RunDirectory, Status
+from gptlab.runtime.records.run_directory import RunDirectory
 from gptlab.training.signals import Signals, StoppedEarly, behind_signal
 
 EXIT_USAGE = 2
@@ -108,7 +108,7 @@ class Attempt:
             self.job.ends(EXIT_PREEMPTED, signal_name)
             if self.run is None:
                 raise StoppedEarly(signal_name) from None
-            self._set_status("preempted")
+            self._set_preempted()
             self.console.result(stopped_early(signal_name, self.run))
             return Result(EXIT_PREEMPTED, self.run.path, {})
         if self.config is not None and ran_out_of_memory(error):
@@ -132,7 +132,7 @@ class Attempt:
     def note_lost(self, failure: Failure) -> None:
         """Record that another process is lost, before this one ends. May be called from another thread."""
         if failure.exit_code == EXIT_PREEMPTED:
-            self._set_status("preempted")
+            self._set_preempted()
         elif self.group.is_main and self.run is not None:
             with suppress(UserError):
                 self.run.set_failed(failure.text)
@@ -153,7 +153,7 @@ class Attempt:
         self._exit_preempted(signal_name, text + resume_command(self.run.path))
 
     def _exit_preempted(self, signal_name: str, text: str) -> None:
-        self._set_status("preempted")
+        self._set_preempted()
         self.job.ends(EXIT_PREEMPTED, signal_name)
         if self.group.is_main:
             clear_line = "\r\x1b[2K\x1b[?25h" * sys.stdout.isatty()  # of the live line, which also hides the cursor
@@ -161,10 +161,10 @@ class Attempt:
                 os.write(sys.stdout.fileno(), f"{clear_line}{text}\n".encode())
         os._exit(EXIT_PREEMPTED)
 
-    def _set_status(self, status: Status) -> None:
+    def _set_preempted(self) -> None:
         if self.group.is_main and self.run is not None:
             with suppress(UserError):
-                self.run.set_status(status)
+                self.run.set_status("preempted")
 
 
 def begun_folder(job: Job) -> Path | None:

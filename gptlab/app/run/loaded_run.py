@@ -212,7 +212,7 @@ def evaluate_run(
     config = run.config
     # The run's own tokenizer: one trained again on changed text would have other tokens.
     kept = replace(config.tokenizer, path=str(run.directory.tokenizer_path))
-    with rank_0_first("data prepared", group):
+    with rank_0_first(group):
         prepared = prepare(config.data, kept, console=console)
     require_same_run(config, {"data_fingerprint": prepared.fingerprint}, group)
     exists = run.directory.provenance_path.exists()

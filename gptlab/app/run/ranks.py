@@ -74,13 +74,13 @@ def exit_code(error: BaseException, *, interrupted: int = 130) -> int:
 
 
 @contextmanager
-def rank_0_first(what: str, group: Group) -> Iterator[None]:
-    """Rank 0 runs the context first, then the others, which find in the cache what rank 0 built."""
+def rank_0_first(group: Group) -> Iterator[None]:
+    """Rank 0 prepares data in the context first, then the others, which find it in the cache."""
     if not group.is_main:
-        group.barrier(what)
+        group.barrier("data prepared")
     yield
     if group.is_main:
-        group.barrier(what)
+        group.barrier("data prepared")
 
 
 def agreed_place(place: Place, parallel: ParallelConfig, group: Group) -> Place:

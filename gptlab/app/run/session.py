@@ -132,7 +132,7 @@ def open_session(
     pretrained = None if restored or config.init_from is None else _pretrained(config.init_from, config)
     seed_everything(config.seed, place.device)
     bundle = None if config.eval.core_every_steps is None else _core_bundle(config, console)
-    with rank_0_first("data prepared", group) if group.size > 1 else nullcontext():
+    with rank_0_first(group) if group.size > 1 else nullcontext():
         data = prepared(config, place, console)
     tokenizer = data.tokenizer
     if pretrained is not None:

@@ -122,7 +122,6 @@ def judge_run(
     hidden: Iterable[Path] = (),
     audit: Audit | None = None,
     command: Sequence[str] = ANSWERS,
-    isolate: bool | None = None,
     log: Path | None = None,
 ) -> Judged:
     """Judge the last checkpoint of the finished run in `run`, which the code in `tree`/gptlab has trained.
@@ -145,7 +144,7 @@ def judge_run(
         def answering() -> Iterator[Candidate]:
             with start(
                 [*command, str(staged)], cwd=tree, environment=candidate_environment(tree), limits=limits,
-                hidden=[run, *texts_in_cache(), *hidden], readable=[tree, staged], isolate=isolate, stderr=output,
+                hidden=[run, *texts_in_cache(), *hidden], readable=[tree, staged], stderr=output,
             ) as running:  # fmt: skip
                 try:
                     process = Answering(running, start_seconds=audit.start_seconds, answer_seconds=audit.answer_seconds)

@@ -34,8 +34,6 @@ from gptlab.lab.experiments.trial import BusyError, finish, in_flight
 from gptlab.runtime.files.plain_file import write_json_atomic
 
 MAX_FAILURES = 3
-AGENT_SECONDS = 1800.0
-"""The longest that a command may think about one proposal."""
 
 Say = Callable[[str], None]
 Propose = Callable[[Lab], Proposal | None]
@@ -101,9 +99,10 @@ def _is_full(lab: Lab, experiments: int | None) -> bool:
     return experiments is not None and len(proposals(lab.ledger.experiments())) >= experiments
 
 
-def agent(command: str, timeout: float = AGENT_SECONDS) -> Propose:
+def agent(command: str, timeout: float) -> Propose:
     """What `command` proposes. Its words are split as a shell does; those that name a file here are made absolute,
-    since it runs in another folder. UserError where it has no word."""
+    since it runs in another folder. `timeout`: seconds that it may take for one proposal. UserError where it has no
+    word."""
     words = [os.path.abspath(word) if os.path.isfile(word) else word for word in shlex.split(command)]
     if not words:
         raise UserError("--agent needs a command")
