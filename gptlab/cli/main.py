@@ -60,7 +60,7 @@ examples:
   gptlab train --from runs/NAME --seed 7           repeat a run with one field changed
   gptlab sample runs/NAME --prompt "def main("
 
-exit codes: 0 finished, 2 wrong usage or configuration, 3 training failed, 75 preempted (--resume continues)
+exit codes: 0 finished, 2 wrong usage, input or environment, 3 training failed, 75 preempted (--resume continues)
 """
 
 EXIT_USAGE = 2

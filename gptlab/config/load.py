@@ -161,10 +161,10 @@ def unknown_field(name: str, value: object, also: Iterable[str] = ()) -> ConfigE
 
 
 def checked_value(annotation: Any, value: Any, field: str) -> Any:
-    """`value` as the field stores it (a list becomes a tuple, 3 becomes 3.0 for a float); ConfigError for a wrong
-    type."""
+    """`value` as the field stores it (a list becomes a tuple, 3 becomes 3.0 for a float, "none" None: TOML has no word
+    for it); ConfigError for a wrong type."""
     leaf, optional = bare(annotation)
-    if value is None and optional:
+    if optional and (value is None or value == "none"):
         return None
     if get_origin(leaf) is tuple and isinstance(value, list | tuple):
         return tuple(checked_value(get_args(leaf)[0], item, field) for item in value)
@@ -212,7 +212,7 @@ def wanted(annotation: Any) -> str:
         text = f"one of {', '.join(get_args(leaf))}"
     else:
         text = "a list of texts" if get_origin(leaf) is tuple else plain.get(leaf, str(leaf))
-    return f"{text}, or None" if optional else text
+    return f"{text}, or none" if optional else text
 
 
 def _number(kind: type[int] | type[float], text: str) -> int | float | str:

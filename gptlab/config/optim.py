@@ -69,7 +69,7 @@ class MuonConfig:
     normuon_beta2: BelowOne | None = 0.95
     """Decay of NorMuon's second moment per neuron (arXiv:2510.05491). None: plain Muon."""
     weight_decay: NotNegative[float] = 0.2
-    """Decay at the start of the run, multiplied by the learning rate; see ScheduleConfig.weight_decay_final."""
+    """Decay at the start of the run, multiplied by the learning rate; see schedule.weight_decay_final."""
     cautious_decay: bool = True
     """Decay only entries whose update has the sign of their weight (arXiv:2510.12402)."""
     scaled_decay: bool = False

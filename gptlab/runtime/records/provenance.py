@@ -228,6 +228,8 @@ def environment_text(variables: Mapping[str, str]) -> str:
     for name, value in sorted(variables.items()):
         if _RELEVANT.fullmatch(name) and not _SECRET.search(name):
             lines.append(f"# {name}={_anonymous(value)}")
+    if build := re.search(r"\+(cpu|cu\d+|rocm[\d.]+|xpu)$", installed.get("torch", "")):  # not on PyPI
+        lines.append(f"--extra-index-url https://download.pytorch.org/whl/{build[1]}")
     lines += [f"{name}=={version}" for name, version in sorted(installed.items())]
     return "\n".join(lines) + "\n"
 

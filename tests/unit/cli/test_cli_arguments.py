@@ -138,7 +138,7 @@ class TestParse:
             ("r --max-tokens --flag", "--max-tokens needs a value"),
             ("r --flag=maybe", "flag = 'maybe': must be True or False"),
             ("r q", "'q' is one word too many"),
-            ("r --top-k x", "a whole number, or None"),
+            ("r --top-k x", "a whole number, or none"),
             ("-max-tokens 3 r", "there is no such option (nearest: --max-tokens)"),
             ("r --zzzz", "(see --help)"),
             ("", "gptlab test needs RUN"),
@@ -370,6 +370,14 @@ class TestToml:
         assert (over.horizon, over.data.source) == (Horizon(amount=7, unit="steps"), ("z",))
         assert (over.model.bias, over.optim.muon.lr, over.runtime.compile) == (False, 1.0, "off")
 
+    def test_none_turns_off_what_has_a_default(self, tmp_path: Path) -> None:
+        """TOML has no word for it."""
+        path = self.write(tmp_path, '[checkpoint]\nevery_seconds = "none"\n[data]\nsource = ["none"]\n')
+        config = resolve(path)
+        assert config.checkpoint.every_seconds is None
+        assert config.data.source == ("none",)
+        assert resolve("quickstart --checkpoint.every-seconds none").checkpoint.every_seconds is None
+
     def test_a_short_flag_beats_the_files_long_field(self, tmp_path: Path) -> None:
         path = self.write(tmp_path, '[model]\nn_layer = 3\n[horizon]\namount = 5\nunit = "steps"\nuntil_val_loss = 2\n')
         assert resolve(path).model.n_layer == 3
@@ -386,7 +394,7 @@ class TestToml:
             ("minutes = 1\nsteps = 1", "both say how long"),
             ('recipe = "smal"', "did you mean small"),
             ('resume = "x"', "resume = 'x'"),
-            ("depth = [1]", "depth = [1]: must be a whole number, or None"),
+            ("depth = [1]", "depth = [1]: must be a whole number, or none"),
             ("model = 3", "model = 3: is a group of fields"),
         ],
     )

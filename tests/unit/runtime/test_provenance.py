@@ -171,13 +171,26 @@ class TestCode:
 class TestEnvironment:
     def test_lists_what_is_installed_as_pip_reads_it(self) -> None:
         lines = environment_text(os.environ).splitlines()
-        required = [line for line in lines if not line.startswith("#")]
+        required = [
+            line for line in lines if not line.startswith(("#", "--extra-index-url https://download.pytorch.org/"))
+        ]
         assert all(re.fullmatch(r"[a-z0-9-]+==\S+", line) for line in required)
         assert required == sorted(required, key=lambda line: line.partition("==")[0])
         assert f"torch=={metadata.version('torch')}" in required  # of PyPI's builds, without +cu130
         assert not [line for line in required if line.startswith("gptlab==")]  # no index has it
         assert lines[0].startswith("# gptlab ")
         assert lines[1].startswith(f"# Python {sys.version.split()[0]}")
+
+    @pytest.mark.parametrize(
+        ("build", "index"), [("+cpu", "cpu"), ("+cu128", "cu128"), ("", None), ("+git1a2b3c", None)]
+    )
+    def test_names_the_index_of_a_build_that_pypi_lacks(
+        self, build: str, index: str | None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(provenance_module, "installed_distributions", lambda: {"torch": f"2.13.0{build}"})
+        lines = [line for line in environment_text({}).splitlines() if not line.startswith("#")]
+        given = [] if index is None else [f"--extra-index-url https://download.pytorch.org/whl/{index}"]
+        assert lines == [*given, f"torch==2.13.0{build}"]
 
     def test_variables_that_matter_and_no_others(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("OMP_NUM_THREADS", "3")
