@@ -15,6 +15,7 @@ from gptlab.config.run import LogConfig, RunConfig
 from gptlab.config.scaling import Machine
 from gptlab.data.prepare import prepare
 from gptlab.lab.experiments.folder import Lab, Settings, create
+from gptlab.lab.judge.audits import MIN_ROWS
 from gptlab.runtime.hardware.place import place_of
 from gptlab.runtime.processes.distributed import World
 from gptlab.runtime.records.console import Console
@@ -60,4 +61,11 @@ def new_lab(path: Path, request: RunRequest, asked: Sequence[str], console: Cons
         validation_bytes={},
         asked=tuple(asked),
     )
-    return create(path, config, prepare(config.data, config.tokenizer, console=console), settings)
+    data = prepare(config.data, config.tokenizer, console=console)
+    rows = -(-(data.val.n_tokens // 2) // config.model.seq_len)
+    if rows < MIN_ROWS:  # found only after the first run, it could not be corrected in a lab that is there
+        raise UserError(
+            f"half of the validation text has {rows} rows of {config.model.seq_len:,} tokens, and the judge needs "
+            f"{MIN_ROWS}: hold out more with --data.val-fraction, or give --data.val-source"
+        )
+    return create(path, config, data, settings)

@@ -68,3 +68,9 @@ def test_the_same_words_again_are_the_same_lab(folder: Path) -> None:
     assert make(folder, "lab", "--steps", 5) == one
     with pytest.raises(UserError, match="is a lab already"):
         make(folder, "lab", "--steps", 6)
+
+
+def test_no_lab_whose_runs_the_judge_would_refuse(folder: Path) -> None:
+    with pytest.raises(UserError, match=r"has \d rows of 512 tokens, and the judge needs 16: hold out .*val-fraction"):
+        make(folder, "few", "--steps", 5, "--model.seq-len", 512, "--batch.total-tokens", 2048)
+    assert not (folder / "few").exists()

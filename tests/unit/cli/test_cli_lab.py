@@ -14,6 +14,10 @@ from tiny_runs import command
         (["--seeds", "0"], "--seeds = 0: must be greater than zero"),
         (["--seed", "7"], "--seed cannot be given: a lab trains with seeds 1, 2, ..."),
         (["--run-dir", "runs/a"], "--run-dir cannot be given: NAME is the lab's folder"),
+        (
+            ["--until-val-loss", "2", "--eval.every-steps", "2"],
+            "--until-val-loss cannot be given: a lab's runs have one",
+        ),
     ],
 )
 def test_a_new_lab(arguments: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
