@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import importlib
 import os
@@ -106,6 +107,12 @@ def main(argv: Sequence[str]) -> int:
         # `gptlab train --list | head -1` is no error; buffered output must not raise again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
+    except OSError as error:
+        if error.filename is not None or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print(f"gptlab: error: cannot write the output: {error.strerror}", file=sys.stderr)
+        return EXIT_USAGE
     except SystemExit as end:  # after --help
         return end.code if isinstance(end.code, int) else int(end.code is not None)
 

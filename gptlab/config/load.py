@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -171,6 +172,10 @@ def checked_value(annotation: Any, value: Any, field: str) -> Any:
     if get_origin(leaf) is Literal and isinstance(value, str):
         require_choice(field, value, get_args(leaf))
         return value
+    if isinstance(value, Real) and type(value) not in (bool, int, float):  # NumPy's
+        value = int(value) if isinstance(value, Integral) else float(value)
+    if leaf is int and type(value) is float and value.is_integer():  # 1e6
+        value = int(value)
     if type(value) is int and abs(value) > MAX_INT:
         raise ConfigError(field, value, "must be below 2^63")
     if leaf is float and type(value) in (int, float):

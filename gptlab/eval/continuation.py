@@ -15,7 +15,8 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from gptlab.config.errors import BelowOne, Limit, NotNegative, Positive, checked_dataclass, require_positive
+from gptlab.config.errors import BelowOne, Limit, NotNegative, Positive, checked_dataclass, require, require_positive
+from gptlab.config.load import checked_value, leaf_fields
 from gptlab.data.tokenizer.tokenizer import Tokenizer
 from gptlab.eval.bits_per_byte import evaluation_mode
 from gptlab.eval.healing import Covers, cover_prompt
@@ -43,6 +44,10 @@ class Drawing:
     """End a sample where the model begins a new document."""
     heal: bool = True
     """Heal the end of the prompt (`healing.py`)."""
+
+    def __post_init__(self) -> None:
+        for name, kind in leaf_fields(Drawing).items():
+            checked_value(kind, getattr(self, name), name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +78,14 @@ def continue_text(
     are those of `sample_text`. Where the prompt's end is healed, the first item may be several tokens: what the drawn
     cover adds to the prompt, with its probability among the covers. It counts as one token.
 
-    UserError for a prompt that cannot be encoded, or is empty where there is no BOS, and for no samples.
+    A model whose parts were replaced or hooked is read again for each token, and no prompt is healed.
+
+    UserError for a prompt that cannot be encoded, or is empty where there is no BOS, for no samples, and for negative
+    numbers.
     """
     require_positive("samples", samples)
+    for name, value in (("seed", seed), ("alternatives", alternatives)):
+        require(0 <= value < 2**63, name, value, "must not be negative, and below 2^63", 0)
     return _Batch(model, tokenizer, prompt, drawing, samples, seed, alternatives).streams
 
 
@@ -97,7 +107,8 @@ class _Batch:
         seed: int,
         alternatives: int,
     ) -> None:
-        self._model, self._tokenizer, self._drawing, self._alternatives = model, tokenizer, drawing, alternatives
+        self._model, self._tokenizer, self._drawing = model, tokenizer, drawing
+        self._alternatives, self._is_changed = min(alternatives, model.vocab_size), model.is_changed()
         tokens, own_seed = prompt_tokens(tokenizer, prompt), prompt_seed(seed, prompt)
         self._texts = [list(tokens) for _ in range(samples)]
         self._seeds = [own_seed, *(fold_seed(own_seed, number) for number in range(1, samples))]
@@ -118,12 +129,12 @@ class _Batch:
 
     def _draw(self) -> Iterator[None]:
         """One token for every sample that has not ended, at a time."""
-        if self._drawing.heal and any(self._left):
+        if self._drawing.heal and any(self._left) and not self._is_changed:
             covers = cover_prompt(self._model, self._tokenizer, self._texts[0])
             if covers is not None:
                 self._draw_covers(covers)
                 yield
-        decoder = None if self._model.is_changed else Decoder(self._model, len(self._texts))
+        decoder = None if self._is_changed else Decoder(self._model, len(self._texts))
         bos_id = self._tokenizer.bos_id
         while rows := [row for row, left in enumerate(self._left) if left]:
             logits = self._next_logits(decoder, rows)

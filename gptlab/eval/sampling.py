@@ -162,12 +162,12 @@ def _generate(
     seq_len = model.config.seq_len
     device = next(model.parameters()).device
     cache: KVCache | None = None
-    fresh = tokens
+    fresh, is_changed = tokens, model.is_changed()
     for _ in range(max_tokens):
         if len(tokens) > seq_len:
             cache, fresh = None, last_half(tokens, seq_len, bos_id)
             tokens = list(fresh)
-        if cache is None:
+        if cache is None and not is_changed:
             cache = KVCache(model.config, 1, seq_len, device, model.compute_dtype)
         with evaluation_mode(model):
             logits = model(torch.tensor([fresh], device=device), cache=cache)[0, -1]
@@ -176,7 +176,7 @@ def _generate(
             return
         yield token
         tokens.append(token)
-        fresh = [token]
+        fresh = tokens if is_changed else [token]
 
 
 def last_half(tokens: list[int], seq_len: int, bos_id: int | None) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import itertools
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,7 +73,7 @@ def _is_run(folder: Path) -> bool:
 def group_by_seed(runs: Sequence[RunRecord]) -> dict[str, list[RunRecord]]:
     """Runs that differ by seed alone, together, as A, B, ... in the order of their first runs. UserError for fewer than
     two groups."""
-    groups = _grouped(runs, lambda run: {name: run.fields[name] for name in run.fields if name not in NOT_COMPARED})
+    groups = _grouped(runs, _what_was_trained)
     if len(groups) < 2:
         raise UserError(
             "no two of these runs differ by more than their seed: name runs with another field too, or two sides with "
@@ -193,8 +194,18 @@ def _about_facts(sides: Sides) -> Iterator[str]:
             yield f"{words} differs {where}: {listed}"
 
 
+def _what_was_trained(run: RunRecord) -> dict[str, Any]:
+    """The fields that runs are compared by, and what a Python caller replaced."""
+    fields = {name: run.fields[name] for name in run.fields if name not in NOT_COMPARED}
+    return fields | {"own_parts": _recorded(run, "own_parts")}
+
+
 def _recorded(run: RunRecord, key: str) -> Any:
     """A fact of run.json, with those of the processes that resumed the run where they differ; None if unknown."""
+    if key == "own_parts":
+        parts = run.provenance.get(key)
+        named = parts.items() if isinstance(parts, dict) else ()
+        return ", ".join(f"{name}={part.get('name')}" for name, part in named if isinstance(part, dict)) or "none"
     resumes = run.provenance.get("resumes")
     starts = [run.provenance, *(one for one in (resumes if isinstance(resumes, list) else []) if isinstance(one, dict))]
     values = _distinct(facts[key] for facts in map(flatten, starts) if key in facts)
@@ -203,7 +214,7 @@ def _recorded(run: RunRecord, key: str) -> Any:
 
 def _short(value: Any) -> str:
     text = value if isinstance(value, str) else _text(value)
-    return "unknown" if value is None else text[:12]
+    return "unknown" if value is None else re.sub(r"\b([0-9a-f]{12})[0-9a-f]+\b", r"\1", text)
 
 
 def _distinct(values: Iterable[Any]) -> list[Any]:

@@ -185,7 +185,7 @@ class GPT(nn.Module):
         self.config, self.compute_dtype, self.vocab_size = config, compute_dtype, config.vocab_size
         self.platform = platform
         self.document_mask: DocumentMask | None = None
-        self.is_changed = False  # by a caller's change_model: only `forward` says what it computes
+        self.is_replaced = False  # some of it, by a caller's change_model
         rows, width = config.padded_vocab_size, config.n_embd
         value_width = config.kv_heads * config.head_dim
         self.token_embedding = Embedding(rows, width)
@@ -247,6 +247,10 @@ class GPT(nn.Module):
             value = tables[name](tokens).to(x.dtype) if name in tables else None
             x = block(x, x0, lambdas, value, rotary, cache, documents)
         return x
+
+    def is_changed(self) -> bool:
+        """Whether a Python caller replaced or hooked parts: only `forward`, without a cache, says what it computes."""
+        return self.is_replaced or any(part._forward_hooks or part._forward_pre_hooks for part in self.modules())
 
     def embed(self, tokens: Tensor, start: int = 0) -> Tensor:
         """The residual stream before the first block, (B, T, C), of tokens at the positions from `start` on."""

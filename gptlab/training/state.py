@@ -18,7 +18,7 @@ from gptlab.data.loader import Loader
 from gptlab.data.rows import RowSource
 from gptlab.model.gpt import GPT, build_model
 from gptlab.optim.combined import CombinedOptimizer
-from gptlab.runtime.hardware.rng import capture_rng, fold_seed, restore_rng, seed_everything
+from gptlab.runtime.hardware.rng import capture_rng, restore_rng
 from gptlab.runtime.processes.distributed import Group
 from gptlab.training.checkpoint.format import TensorSlice, whole_slices
 from gptlab.training.checkpoint.load import require_values
@@ -284,6 +284,8 @@ def build_state(
     else:
         model = build_model(config.model, device=device, compute_dtype=compute_dtype, seed=config.seed)
         if change_model is not None:
+            from gptlab.model.changed import apply_change
+
             apply_change(model, change_model, config.seed, device)
         if group.size > 1 or config.parallel.exact_any_world_size:
             strategy = _replicated(model, config, group, make_optimizer or whole_optimizer)
@@ -310,17 +312,6 @@ def _replace_passes(model: GPT, runtime: RuntimeConfig) -> None:
 
         for block in model.blocks:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-
-
-def apply_change(model: GPT, change: Callable[[GPT], None], seed: int, device: torch.device) -> None:
-    """Have `change` replace parts of the model. It draws from generators that depend on the run's seed alone, and that
-    nothing else draws from."""
-    generators = capture_rng(device)
-    seed_everything(fold_seed(seed, 1), device)
-    change(model)
-    model.is_changed = True
-    restore_rng(generators, device)
-    model.to(device)
 
 
 def _replicated(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -48,7 +49,7 @@ from gptlab.training.checkpoint.load import (
     require_weights_of,
     select_checkpoint,
 )
-from gptlab.training.state import TrainState, apply_change
+from gptlab.training.state import TrainState
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,7 @@ class LoadedRun:
 
 
 def load_run(
-    path: str,
+    path: str | os.PathLike[str],
     *,
     checkpoint: str | int = "latest",
     device: str | None = None,
@@ -80,7 +81,7 @@ def load_run(
     checkpoint or device cannot be used.
     """
     group, console = group or Group(), console or Console(stream=sys.stderr)
-    directory = RunDirectory.open(Path(path))
+    directory = RunDirectory.open(Path(path).expanduser())
     own = OwnParts(change_model=change_model)
     for warning in own.require_those_of(directory.path, directory.recorded(), "load"):
         console.warn(warning)
@@ -110,6 +111,8 @@ def load_run(
         require_weights_of(config.model, saved.model)
     model = build_model(config.model, device=where, compute_dtype=compute_dtype, seed=config.seed)
     if change_model is not None:
+        from gptlab.model.changed import apply_change
+
         apply_change(model, change_model, config.seed, where)
     load_weights(model, saved.model)
     if config.data.mask_documents and tokenizer.bos_id is not None:

@@ -63,6 +63,29 @@ class OwnParts:
 
         return call
 
+    def make_rows(self, data: PreparedData, config: RunConfig) -> RowSource | None:
+        """None where they are the configuration's. UserError for rows that cannot be trained on."""
+        if self.rows is None:
+            return None
+        import numpy as np
+
+        rows, length = self.rows(data, config), config.model.seq_len
+        missing = [name for name in ("seq_len", "rows_per_epoch", "read", "target_counts") if not hasattr(rows, name)]
+        if missing:
+            raise UserError(f"rows must return a RowSource, this is {type(rows).__name__}, without {missing[0]}")
+        if rows.seq_len != length or rows.rows_per_epoch < 1:
+            raise UserError(
+                f"rows returned {rows.rows_per_epoch:,} rows of {rows.seq_len} tokens: give at least one, of "
+                f"model.seq_len = {length}"
+            )
+        for kind, tokens, least in zip(("inputs", "targets"), rows.read(0, np.arange(1)), (0, -1), strict=True):
+            if tokens.shape != (1, length) or tokens.min() < least or tokens.max() >= data.tokenizer.vocab_size:
+                raise UserError(
+                    f"rows returned {kind} of shape {tokens.shape} from {tokens.min()} to {tokens.max()}: a row has "
+                    f"{length} numbers from {least} to {data.tokenizer.vocab_size - 1} (-1: no target)"
+                )
+        return rows
+
     def of_state(self) -> dict[str, Callable[..., Any] | None]:
         """The arguments of `build_state` beside the configuration."""
         return {"change_model": self.change_model, "make_optimizer": self._make_optimizer()}

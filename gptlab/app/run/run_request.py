@@ -230,6 +230,7 @@ def sized_by_measurement(
 def request_from_values(recipe: str | None, values: Mapping[str, Any]) -> RunRequest:
     """The request that a Python caller makes by {name: value}, with groups of fields nested as in a TOML file."""
     names = argument_types(TrainArguments) | OWN_TYPES
+    del names["list"]  # which the command prints
     leaves = flatten({name: _plain(value) for name, value in values.items()})
     return request_of(recipe, {name: _checked(name, value, names) for name, value in leaves.items()})
 

@@ -139,11 +139,8 @@ def open_session(
         require_tokenizer(tokenizer, pretrained, console.warn)
     config, seq_len = _completed(config, data), config.model.seq_len
     prompts = _prompts(config, data) if config.sample.prompts or config.sample.from_validation else ()
-    if parts is not None and parts.rows is not None:
-        rows = parts.rows(data, config)
-        if not hasattr(rows, "rows_per_epoch"):
-            raise UserError(f"rows must return a RowSource, this is {type(rows).__name__}")
-    else:
+    rows = None if parts is None else parts.make_rows(data, config)
+    if rows is None:
         rows = make_rows(data.train, config.data, seq_len, tokenizer.bos_id, config.seed, data.folder)
     held_out = validation_rows(data.val, seq_len, tokenizer.bos_id, config.eval.tokens)
     n_train = config.eval.train_tokens

@@ -72,6 +72,8 @@ def _prepare_and_train(attempt: Attempt, request: RunRequest) -> Result:
     if not begun_before and attempt.config is None and attempt.group.size == 1 and not has_nvidia_gpu():
         request = _beside_other_programs(attempt.console, request)
     _import_torch(attempt, request)
+    if not attempt.catch:
+        _give_back_generators(attempt)
     if begun_before:
         return _train_earlier(attempt, request, evidence)
     if has_nvidia_gpu():
@@ -102,6 +104,17 @@ def _import_torch(attempt: Attempt, request: RunRequest) -> None:
         import torch  # noqa: F401
 
         building.join()  # what follows measures how fast this machine is
+
+
+def _give_back_generators(attempt: Attempt) -> None:
+    """At the end of the attempt, put the random generators of the Python program that called it back: a search that
+    draws a rate before each run would otherwise draw the same one again."""
+    import torch
+
+    from gptlab.runtime.hardware.rng import capture_rng, restore_rng
+
+    device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
+    attempt.held.callback(restore_rng, capture_rng(device), device)
 
 
 def _beside_other_programs(console: Console, request: RunRequest) -> RunRequest:

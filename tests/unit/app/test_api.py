@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import pydoc
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from gptlab.config.run import RunConfig
 from gptlab.config.scaling import Machine
 from gptlab.data.prepare import PreparedData
 from gptlab.data.rows import Pair, RowSource, WindowRows
+from gptlab.eval.sampling import utf8_pieces
 from gptlab.model.gpt import GPT, MLP
 from gptlab.runtime.processes.distributed import Group
 from gptlab.runtime.records.console import Console
@@ -81,6 +83,27 @@ def sine_mlps(model: GPT) -> None:
         block.mlp = SineMLP(model.config)
         for linear in (block.mlp.up, block.mlp.out):
             nn.init.normal_(linear.weight, std=0.2)
+
+
+class MeansOfWhatWas(nn.Module):
+    """Of all positions up to each one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.cumsum(1) / torch.arange(1, x.shape[1] + 1)[:, None]
+
+
+def means_of_what_was(model: GPT) -> None:
+    for block in model.blocks:
+        block.mlp = MeansOfWhatWas()
+
+
+def greedy(run: Any, prompt: str, n_tokens: int) -> list[bytes]:
+    """The likeliest continuation, read again for each token."""
+    tokens = [run.tokenizer.bos_id, *run.tokenizer.encode(prompt)]
+    with torch.no_grad():
+        for _ in range(n_tokens):
+            tokens.append(int(run.model(torch.tensor([tokens]))[0, -1].argmax()))
+    return [run.tokenizer.tokens[token] for token in tokens[-n_tokens:]]
 
 
 class TestNames:
@@ -176,6 +199,28 @@ class TestDiscovery:
         assert list(inspect.signature(gptlab.train).parameters)[:3] == ["recipe", "depth", "minutes"]
         assert "Raises UserError" in str(gptlab.train.__doc__)
 
+    def test_numbers_of_numpy_and_whole_ones(self, folder: Path, plain: Path) -> None:
+        named = given(folder, "of-numpy", steps=np.int64(6)) | {"optim.muon.lr": np.float64(0.02), "seed": 1337.0}
+        result = gptlab.train("quickstart", **named)
+        assert differences(outcome(plain), outcome(result.run_dir)) == []
+        with pytest.raises(gptlab.UserError, match="list = True: there is no such field"):
+            gptlab.train(list=True)
+
+    def test_the_callers_random_numbers_go_on(self, folder: Path) -> None:
+        """A search that drew a rate before each run drew the same one every time."""
+        random.seed(1), np.random.seed(2), torch.manual_seed(3)
+        expected = [[random.random(), float(np.random.rand()), float(torch.rand(()))] for _ in range(2)]
+        random.seed(1), np.random.seed(2), torch.manual_seed(3)
+        for draws in expected:
+            assert [random.random(), float(np.random.rand()), float(torch.rand(()))] == draws
+            gptlab.train(make_config(folder, f"draws-{draws[0]}", steps=1))
+
+    @pytest.mark.parametrize(("name", "value"), [("max_tokens", 2.5), ("temperature", None), ("heal", 1)])
+    def test_a_drawing_of_the_wrong_type(self, name: str, value: Any) -> None:
+        """Two and a half tokens never ended."""
+        with pytest.raises(gptlab.UserError, match=f"{name} = .*: must be "):
+            gptlab.Drawing(**{name: value})
+
 
 class TestHooks:
     def test_see_every_line_and_change_nothing(self, folder: Path, plain: Path) -> None:
@@ -266,12 +311,7 @@ class TestParts:
         assert type(run.model.blocks[0].mlp) is SineMLP
         found = evaluate_run(run, console=Console(), group=Group())
         assert found.val_loss == result.summary["val_loss"]
-        tokens = [*run.tokenizer.encode("the ")]
-        expected = []
-        for _ in range(5):
-            text = torch.tensor([[run.tokenizer.bos_id, *tokens]])
-            tokens.append(int(run.model(text)[0, -1].argmax()))
-            expected.append(run.tokenizer.tokens[tokens[-1]])
+        expected = greedy(run, "the ", 5)
         drawing = gptlab.Drawing(max_tokens=5, temperature=0.0, heal=False)
         for stream in gptlab.continue_text(run.model, run.tokenizer, "the ", drawing, samples=2):
             assert [token.piece for token in stream] == expected
@@ -322,6 +362,58 @@ class TestParts:
         with pytest.raises(gptlab.UserError, match=says):
             gptlab.train(make_config(folder, "none"), optimizer=make)
         assert not (folder / "none").exists()
+
+    @pytest.mark.parametrize(
+        ("change", "says"),
+        [
+            ("model.blocks[0].mlp.up = nn.Linear(64, 256)", r"blocks\.0\.mlp\.up, .* replace blocks\.0\.mlp, which"),
+            ("model.blocks[0].mlp_norm = nn.LayerNorm(64)", r"blocks\.0\.mlp_norm, .* replace blocks\.0, which"),
+            ("model.blocks[0].mlp_norm.register_forward_hook(print)", r"replaced or hooked blocks\.0\.mlp_norm"),
+            ("model.head = nn.Linear(64, 512)", "hooked head, .* the loss is computed from its weights"),
+            ("model.final_norm.requires_grad_(False); model.head.requires_grad_(False)", r"froze head\.weight"),
+        ],
+    )
+    def test_a_change_that_training_would_not_follow_is_refused(self, folder: Path, change: str, says: str) -> None:
+        """Kernels would have trained another function than the one that `forward` computes."""
+        config = make_config(folder, "bypassed")
+        with pytest.raises(gptlab.UserError, match=f"change_model .*{says}"):
+            gptlab.train(config, change_model=lambda model: exec(change, {"model": model, "nn": nn}))
+        with pytest.raises(gptlab.UserError, match="change_model returned something"):
+            gptlab.train(config, change_model=lambda model: nn.Sequential(model))  # type: ignore[arg-type, return-value]
+        assert not (folder / "bypassed").exists()
+
+    def test_hooks_and_changes_that_mix_positions_are_sampled(self, folder: Path, plain: Path) -> None:
+        """The cache of keys and values knows nothing of them."""
+        parts: dict[str, Any] = {"change_model": means_of_what_was}
+        settings = {"sample__prompts": "the ", "sample__max_tokens": 6, "sample__temperature": 0.0}
+        result = gptlab.train(make_config(folder, "mixing", steps=3, **settings), **parts)
+        run = gptlab.load_run(result.run_dir, **parts)
+        drawn = greedy(run, "the ", 6)
+        assert lines_of(result.run_dir, "sample")[-1]["text"] == "the " + "".join(utf8_pieces(drawn))
+        hooked = gptlab.load_run(plain)
+        hooked.model.blocks[0].register_forward_hook(lambda module, given, y: y - 3 * y.roll(1, -1))
+        drawing = gptlab.Drawing(max_tokens=6, temperature=0.0)
+        (stream,) = gptlab.continue_text(hooked.model, hooked.tokenizer, "the ", drawing)
+        assert [token.piece for token in stream] == greedy(hooked, "the ", 6)
+        assert greedy(hooked, "the ", 6) != greedy(gptlab.load_run(plain), "the ", 6)
+
+    @pytest.mark.parametrize(
+        ("name", "value", "says"),
+        [
+            ("seq_len", 16, "rows of 16 tokens: give at least one, of model.seq_len = 32"),
+            ("rows_per_epoch", 0, "rows returned 0 rows"),
+            ("read", lambda epoch, indices: np.array([[[0] * 32], [[-100] * 32]]), "targets of shape .* from -100"),
+            ("read", lambda epoch, indices: np.array([[[9999] * 32], [[0] * 32]]), "inputs of .* to 9999"),
+        ],
+    )
+    def test_rows_that_cannot_be_trained_on_are_refused(self, folder: Path, name: str, value: Any, says: str) -> None:
+        def rows(data: PreparedData, config: RunConfig) -> RowSource:
+            made = backwards(data, config)
+            setattr(made, name, value)
+            return made
+
+        with pytest.raises(gptlab.UserError, match=says):
+            gptlab.train(make_config(folder, "none"), rows=rows)
 
     def test_rows_that_are_none_are_refused(self, folder: Path) -> None:
         with pytest.raises(gptlab.UserError, match="rows must return a RowSource, this is NoneType"):

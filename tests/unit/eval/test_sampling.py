@@ -46,6 +46,9 @@ class Constant(torch.nn.Module):
         self.config = replace(CONFIG, vocab_size=len(probabilities))
         self.compute_dtype = torch.float64
 
+    def is_changed(self) -> bool:
+        return False
+
     def forward(self, tokens: torch.Tensor, cache: KVCache) -> torch.Tensor:
         return self.logits.expand(*tokens.shape, -1)
 
@@ -262,6 +265,9 @@ class Script(torch.nn.Module):
         self.compute_dtype = torch.float32
         self.script = list(text)
         self.shown: list[list[int]] = []
+
+    def is_changed(self) -> bool:
+        return False
 
     def forward(self, tokens: torch.Tensor, cache: KVCache) -> torch.Tensor:
         self.shown.append(tokens[0].tolist())

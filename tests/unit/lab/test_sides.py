@@ -63,6 +63,8 @@ def test_runs_that_differ_by_seed_alone_are_a_side(tmp_path: Path) -> None:
     assert difference.values == {"A": ["relu2"], "B": ["gelu"], "C": ["gelu_tanh"]}
     with pytest.raises(UserError, match="no two of these runs differ by more than their seed"):
         group_by_seed([runs[0], runs[2]])
+    own = run(tmp_path / "own", {"own_parts": {"optimizer": {"name": "train.sgd", "sha256": None}}}, run_dir="own")
+    assert [[one.path.name for one in side] for side in group_by_seed([runs[0], own]).values()] == [["a"], ["own"]]
     with pytest.raises(UserError, match="no two of these runs"):
         group_by_seed(runs[:1])
 
@@ -161,6 +163,11 @@ class TestWarnings:
             ("threads", (1, 2), "the number of threads differs between the sides: A 1; B 2"),
             ("threads", (1, None), "the number of threads differs between the sides: A 1; B unknown"),
             ("data_fingerprint", ("1", "2"), "the data (its fingerprint covers"),
+            (
+                "own_parts",
+                (None, {"optimizer": {"name": "train.sgd", "sha256": None}}),
+                "a Python caller's own parts differs between the sides: A none; B optimizer=train.sgd",
+            ),
             ("resumes", ([], [{"threads": 3}]), "the number of threads differs between the sides: A 1; B [1, 3]"),
         ],
     )

@@ -1,0 +1,47 @@
+"""A model whose parts a Python caller replaces (`change_model`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from gptlab.config.errors import UserError
+from gptlab.model.gpt import GPT, MLP, Attention, Block, LayerNorm, Linear, RMSNorm
+from gptlab.runtime.hardware.rng import capture_rng, fold_seed, restore_rng, seed_everything
+
+_READ_FOR_WEIGHTS: dict[type[nn.Module], tuple[str, ...]] = {
+    MLP: ("up", "out"), Block: ("attention_norm", "mlp_norm"), Attention: ("qk_norm",), GPT: ("head",),
+}  # fmt: skip
+"""{module: its parts whose `forward` is not always called}: kernels take their weights, or what else they hold."""
+_OWN = (Linear, RMSNorm, LayerNorm, type(None))
+
+
+def apply_change(model: GPT, change: Callable[[GPT], None], seed: int, device: torch.device) -> None:
+    """Have `change` replace parts of the model. It draws from generators that depend on the run's seed alone, and that
+    nothing else draws from. UserError for a change that training would not follow."""
+    generators = capture_rng(device)
+    seed_everything(fold_seed(seed, 1), device)
+    returned: object = change(model)  # type: ignore[func-returns-value]
+    restore_rng(generators, device)
+    if returned is not None:
+        raise UserError("change_model returned something: it changes the model that it is given, and returns None")
+    model.is_replaced = True
+    model.to(device)
+    _require_called(model)
+    if frozen := next((name for name, weight in model.named_parameters() if not weight.requires_grad), None):
+        raise UserError(f"change_model froze {frozen}: every parameter is trained; make it a buffer instead")
+
+
+def _require_called(model: GPT) -> None:
+    """UserError for a replaced or hooked part whose `forward` would not be called."""
+    for path, module in model.named_modules():
+        for name in _READ_FOR_WEIGHTS.get(type(module), ()):
+            part = getattr(module, name)
+            if type(part) not in _OWN or (part is not None and (part._forward_hooks or part._forward_pre_hooks)):
+                around = f"replace {path}, which calls it" if path else "the loss is computed from its weights"
+                raise UserError(
+                    f"change_model replaced or hooked {path + '.' if path else ''}{name}, whose forward is not always "
+                    f"called: {around}"
+                )
