@@ -384,6 +384,13 @@ def test_links_in_the_tree(base: Path, tree: Path) -> None:
     refused("tree", lambda: check_tree(base, tree))
 
 
-@pytest.mark.parametrize("name", ["seed", "data.val_source", "tokenizer.path", "eval.tokens", "init_from", "run_dir"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "seed", "data.val_source", "tokenizer.path", "eval.tokens", "init_from", "run_dir", "model.seq_len",
+        "steps", "minutes", "tokens", "flops", "tokens_per_param", "until_val_loss", "from", "resume", "data", "device",
+        "model.seq-len", "model",
+    ],
+)  # fmt: skip
 def test_fields_of_the_judge(name: str) -> None:
     refused("field", lambda: check_fields(["model.activation", name]))

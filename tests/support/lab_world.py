@@ -72,7 +72,7 @@ def formula(trained: list[tuple[int, int]] | None = None) -> Iterator[pytest.Mon
             raise CrashedError("no such activation")
         checkpoint = run / "checkpoints" / "step-00000100"
         checkpoint.mkdir(parents=True, exist_ok=True)
-        weights = "same" if variant.fields.get("same_weights") else repr(sorted(variant.fields.items()))
+        weights = "same" if variant.fields.get("runtime.allocator") else repr(sorted(variant.fields.items()))
         manifest = {"files": {"model.safetensors": {"sha256": weights if variant.fields else "same"}}}
         (checkpoint / "manifest.json").write_text(json.dumps(manifest))
         if trained is not None:
@@ -80,7 +80,7 @@ def formula(trained: list[tuple[int, int]] | None = None) -> Iterator[pytest.Mon
         return run, Finished(0, 10.0, 10.0, 2**20, 0, None, (), (), True)
 
     def judge(lab: Lab, variant: Variant, run: Path, where: str, seed: int, against: int) -> Any:
-        fields = {name: value for name, value in variant.fields.items() if name != "same_weights"}
+        fields = {name: value for name, value in variant.fields.items() if name != "runtime.allocator"}
         return SimpleNamespace(val_bpb=bpb_of(fields, seed), parameters=1000, step=variant.steps)
 
     @contextlib.contextmanager

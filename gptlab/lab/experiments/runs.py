@@ -179,9 +179,9 @@ def steps_of(lab: Lab, variant: Variant, steps: int) -> Iterator[StepProcess]:
 
 
 def arguments(lab: Lab, variant: Variant, *, seed: int, steps: int) -> dict[str, Any]:
-    """The arguments of `gptlab.train()` for a run of the variant."""
-    given = {"from": str(lab.path / "baseline"), "steps": steps, "seed": seed}
-    return given | lab.places() | dict(variant.fields)
+    """The arguments of `gptlab.train()` for a run of the variant. No proposed field replaces what the lab decides."""
+    decided = {"from": str(lab.path / "baseline"), "steps": steps, "seed": seed}
+    return dict(variant.fields) | decided | lab.places()
 
 
 def limits(seconds: float) -> Limits:

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gptlab.config.errors import UserError, cannot
+from gptlab.config.load import leaf_fields
+from gptlab.config.run import RunConfig
 from gptlab.lab.judge.rules import Broken
 
 PROTECTED = {
@@ -119,11 +121,15 @@ def check_tree(base: Path, changed: Path) -> TreeChange:
 
 
 def check_fields(names: Iterable[str]) -> None:
-    """Broken (field) if a proposal may not change one of these fields, given by their dotted names."""
+    """Broken (field) unless each is `depth` or the dotted name of a field that a proposal may change. Short forms and
+    arguments that are no fields (steps, from) are refused: they would decide what the lab decides."""
+    known = {"depth", *leaf_fields(RunConfig)}
     for name in names:
         for fixed, why in FIXED_FIELDS.items():
             if name == fixed or (fixed.endswith(".") and name.startswith(fixed)):
                 raise Broken("field", f"{name} cannot be changed: {why}")
+        if name not in known:
+            raise Broken("field", f"{name} cannot be changed: no field of a run has this name")
 
 
 def read_package(tree: Path) -> dict[str, bytes]:

@@ -66,6 +66,9 @@ def read_space(path: Path) -> Space:
             entries[name] = value
     try:
         require(bool(entries), "space", {}, "names no field")
+        for name, entry in entries.items():
+            if name not in fields:
+                raise unknown_field(name, entry, also=["depth"])
         check_fields(entries)
         return {name: _distribution(name, fields, entry) for name, entry in entries.items()}
     except (ConfigError, Broken) as error:
@@ -75,8 +78,6 @@ def read_space(path: Path) -> Space:
 def _distribution(name: str, fields: Mapping[str, Any], entry: Any) -> BaseDistribution:
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
-    if name not in fields:
-        raise unknown_field(name, entry, also=["depth"])
     if isinstance(entry, list) and entry:
         return CategoricalDistribution([_checked(name, fields, value) for value in entry])
     kind, _ = bare(fields[name])

@@ -86,6 +86,11 @@ class TestTraining:
         }  # fmt: skip
         assert process["limits"].wall_seconds == runs.START_SECONDS + runs.SLOWER * 80 * 0.5
 
+    def test_no_proposed_field_replaces_what_the_lab_decides(self, lab: Lab) -> None:
+        variant = replace(candidate(lab), fields={"steps": 999, "seed": 9, "from": "elsewhere"})
+        given = runs.arguments(lab, variant, seed=7, steps=80)
+        assert (given["steps"], given["seed"], given["from"]) == (80, 7, str(lab.path / "baseline"))
+
     def test_it_sees_training_data_and_code_and_no_secrets(self, lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("SOMEBODYS_TOKEN", "secret")
         monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/of/everybody")

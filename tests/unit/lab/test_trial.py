@@ -177,7 +177,7 @@ def test_what_a_run_prints_is_shortened_and_printable(lab: Lab) -> None:
 
 def test_weights_equal_to_the_bit_are_a_no_op(lab: Lab) -> None:
     """A field that changes the configuration and nothing that is computed."""
-    verdict = tried(lab, fields={"same_weights": True})
+    verdict = tried(lab, fields={"runtime.allocator": "expandable_segments:True"})
     assert (verdict["verdict"], verdict["pairs"]) == ("no-op", 1)
 
 

@@ -83,4 +83,4 @@ def test_the_tables_name_what_exists() -> None:
     assert [
         fixed for fixed in FIXED_FIELDS if not any(name == fixed or name.startswith(fixed) for name in fields)
     ] == []
-    check_fields(["model.n_embd", "optim.matrix_lr", "batch.total_tokens", "schedule.warmup_fraction"])
+    check_fields(["model.n_embd", "optim.muon.lr", "depth", "batch.total_tokens", "schedule.warmup_fraction"])
