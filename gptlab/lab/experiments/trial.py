@@ -189,7 +189,7 @@ def _require_lawful(lab: Lab, number: int) -> Ruling | None:
 
 def time_candidate(lab: Lab, number: int, say: Say, *, against: int | None = None) -> Ruling | None:
     """Find out how many steps the candidate trains. A Ruling where it computes what the baseline does. `against`: the
-    baseline, where it is not that of the proposal."""
+    baseline, where it is not that of the proposal. StepsFailedError where it cannot be timed or makes no step."""
     experiments = lab.ledger.experiments()
     candidate = variant_of(lab, experiments[number], experiments)
     base_number = experiments[number].against if against is None else against
@@ -216,7 +216,10 @@ def time_candidate(lab: Lab, number: int, say: Say, *, against: int | None = Non
         "tokens": was["tokens_per_step"] / is_now["tokens_per_step"],
         "flops": was["flops_per_step"] / is_now["flops_per_step"],
     }[lab.settings.at]  # fmt: skip
-    steps = require_positive_steps(baseline.steps * ratio)
+    if baseline.steps * ratio < 1:
+        what = f"one of its steps takes more {lab.settings.at} than the baseline's whole run"
+        raise StepsFailedError(what, timed_out=True)
+    steps = round(baseline.steps * ratio)
     lab.ledger.append(
         "timed", experiment=number, speed=speed.ratio, low=speed.low, high=speed.high,
         step_seconds=speed.baseline_seconds / speed.ratio, steps=steps,

@@ -7,6 +7,7 @@ import shlex
 import shutil
 from pathlib import Path
 
+import lab_world
 import numpy as np
 import pytest
 from lab_world import PAIRED_SD, bpb_of, formula, in_order, new_lab, quiet, told
@@ -122,6 +123,13 @@ def test_equal_time_gives_a_faster_candidate_more_steps(lab: Lab) -> None:
     assert (one.steps, one.speed) == (125, pytest.approx(1.25))
     [line] = [line for line in details(lab, one) if line.startswith("training")]
     assert line == "training    125 steps, 1.250 of the baseline's speed (1.250 to 1.250)"
+
+
+def test_a_candidate_that_makes_no_step_in_the_baselines_time(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(lab_world.SPEED, "batch.total_tokens", 0.001)
+    verdict = tried(lab, fields={"batch.total_tokens": 65_536})
+    assert (verdict["verdict"], trial.in_flight(lab)) == ("timed-out", [])
+    assert verdict["reason"] == "one of its steps takes more time than the baseline's whole run"
 
 
 def test_another_rate_is_not_timed(lab: Lab) -> None:
