@@ -157,12 +157,13 @@ def _try(argv: list[str]) -> int:
 
 def answer(one: Experiment) -> str:
     """A verdict in a line."""
-    from gptlab.lab.experiments.overview import difference_text, edit_text
+    from gptlab.lab.experiments.overview import MAX_SHOWN, difference_text, edit_text, shown
 
     verdict = one.verdict or {}
     rule = f" [{verdict['rule']}]" if verdict.get("rule") else ""
     measured = f" {difference_text(one)} bpb," if difference_text(one) else ""
-    return f"{one.number:04} {one.says}{rule}:{measured} {verdict.get('reason', '')} ({edit_text(one)})"
+    change = shown(edit_text(one), MAX_SHOWN)
+    return f"{one.number:04} {one.says}{rule}:{measured} {verdict.get('reason', '')} ({change})"
 
 
 @checked_dataclass("--")

@@ -191,9 +191,9 @@ def write_results(lab: Lab) -> None:
         for one in (experiments[0], *judged) if experiments else ():
             status = "keep" if one.number == 0 else _tsv_status(one)
             bpb, memory = mean_bpb(one), max((float(cost.get("peak_mb") or 0.0) for cost in one.costs), default=0.0)
-            shown = 0.0 if bpb is None or not math.isfinite(bpb) else bpb
-            text = re.sub(r"\s+", " ", "baseline" if one.number == 0 else f"{one.why} ({edit_text(one)})").strip()
-            lines.append(f"{one.number:04}\t{shown:.6f}\t{memory / 1024:.1f}\t{status}\t{text}")
+            known = 0.0 if bpb is None or not math.isfinite(bpb) else bpb
+            text = "baseline" if one.number == 0 else shown(f"{one.why} ({edit_text(one)})", MAX_SHOWN)
+            lines.append(f"{one.number:04}\t{known:.6f}\t{memory / 1024:.1f}\t{status}\t{text}")
         write_text_atomic(lab.path / "results.tsv", "\n".join(lines) + "\n")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Mapping
@@ -41,6 +42,9 @@ def submit(lab: Lab, proposal: Proposal) -> int:
     files: tuple[str, ...] = ()
     if proposal.tree is not None:
         files = changed_files(code_of(lab, baseline, experiments), proposal.tree)
+    proposed = _encodable(
+        {"fields": dict(proposal.fields), "files": files, "why": proposal.why[:MAX_WHY], "by": proposal.by}
+    )
     with lab.ledger.locked():
         number = max(lab.ledger.experiments()) + 1
         folder = lab.experiment(number)
@@ -48,12 +52,17 @@ def submit(lab: Lab, proposal: Proposal) -> int:
         with staged_folder(folder) as staged:
             if proposal.tree is not None:
                 copy_package(proposal.tree, staged / "tree")
-            write_json_atomic(staged / "overrides.json", dict(proposal.fields))
+            write_json_atomic(staged / "overrides.json", proposed["fields"])
         lab.ledger.append(
-            "proposed", experiment=number, fields=dict(proposal.fields), files=list(files),
-            why=proposal.why[:MAX_WHY], expect=proposal.expect, by=proposal.by, against=baseline.number,
+            "proposed", experiment=number, **proposed, expect=proposal.expect, against=baseline.number
         )  # fmt: skip
     return number
+
+
+def _encodable(values: dict[str, Any]) -> dict[str, Any]:
+    """The values with `?` for what UTF-8 cannot encode: half of a surrogate pair in JSON, or a byte of a command line
+    or file name that is not UTF-8."""
+    return dict(json.loads(json.dumps(values, ensure_ascii=False).encode(errors="replace")))
 
 
 def code_of(lab: Lab, experiment: Experiment, experiments: Mapping[int, Experiment]) -> Path:
@@ -95,6 +104,6 @@ def _sources(tree: Path) -> dict[str, bytes]:
         folders[:] = [name for name in folders if name != "__pycache__"]
         for name in names:
             path = Path(folder, name)
-            content = os.readlink(path).encode() if path.is_symlink() else path.read_bytes()
+            content = os.fsencode(os.readlink(path)) if path.is_symlink() else path.read_bytes()
             found[str(path.relative_to(tree))] = content
     return found

@@ -133,8 +133,8 @@ def check_fields(names: Iterable[str]) -> None:
 
 
 def read_package(tree: Path) -> dict[str, bytes]:
-    """{path below gptlab/: content} of `tree`/gptlab without its byte code. Broken (tree) for links, special files and
-    a folder that is no package."""
+    """{path below gptlab/: content} of `tree`/gptlab without its byte code. Broken (tree) for links, special files,
+    names that are not UTF-8 and a folder that is no package."""
     root = tree / "gptlab"
     if root.is_symlink() or not (root / "__init__.py").is_file():
         raise Broken("tree", f"{tree} holds no package gptlab")
@@ -143,6 +143,8 @@ def read_package(tree: Path) -> dict[str, bytes]:
         folders[:] = sorted(name for name in folders if name != "__pycache__")
         for path in (Path(folder, name) for name in (*folders, *sorted(files))):
             name, status = path.relative_to(root).as_posix(), path.lstat()
+            if name != name.encode(errors="replace").decode():
+                raise Broken("tree", f"the name of gptlab/{name} is not UTF-8")
             if stat.S_ISDIR(status.st_mode):
                 continue
             if not stat.S_ISREG(status.st_mode):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shlex
 import shutil
 from pathlib import Path
@@ -148,6 +149,16 @@ def test_fields_that_the_judge_needs_cannot_be_proposed(lab: Lab) -> None:
     assert (verdict["verdict"], verdict["rule"]) == ("invalid", "field")
 
 
+def test_texts_that_utf_8_cannot_encode(lab: Lab) -> None:
+    """A byte of a command line that is not UTF-8, half of a surrogate pair in JSON."""
+    fields = {"model.activation": ["crash\ud800"], "\ud800": {"\udcff": 1}}
+    assert tried(lab, fields=fields, why="bad \udcff byte", by="\udcff")["verdict"] == "invalid"
+    one = lab.ledger.experiments()[2]
+    assert (one.why, one.by) == ("bad ? byte", "?")
+    assert one.fields == {"model.activation": ["crash?"], "?": {"?": 1}}
+    assert "bad ? byte (model.activation=['crash?'] ?={'?': 1})" in (lab.path / "results.tsv").read_text()
+
+
 def test_what_crashes(lab: Lab) -> None:
     verdict = tried(lab, fields={"model.activation": "crash"})
     assert (verdict["verdict"], verdict["reason"]) == ("crashed", "no such activation")
@@ -243,6 +254,15 @@ class TestCode:
         tree = self.changed(lab, tmp_path, "eval/bits_per_byte.py", "def evaluate(", "BETTER = 1\n\n\ndef evaluate(")
         verdict = tried(lab, tree=tree)
         assert (verdict["verdict"], verdict["rule"]) == ("invalid", "protected")
+
+    def test_a_file_name_that_is_not_utf_8(self, lab: Lab, tmp_path: Path) -> None:
+        tree = Path(shutil.copytree(lab.path / "code", tmp_path / "tree"))
+        try:
+            Path(os.fsdecode(os.fsencode(tree / "gptlab/model") + b"/\xff.py")).touch()
+        except OSError:
+            pytest.skip("this file system has no such names")
+        verdict = tried(lab, tree=tree)
+        assert (verdict["verdict"], verdict["rule"]) == ("invalid", "tree")
 
     def test_a_folder_without_a_package(self, lab: Lab, tmp_path: Path) -> None:
         with pytest.raises(UserError, match="has no gptlab/"):
