@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gptlab.config.errors import UserError
+from gptlab.config.errors import UserError, cannot
 from gptlab.lab.experiments.folder import Lab
 from gptlab.lab.experiments.ledger import Experiment, baseline_of
-from gptlab.runtime.files.plain_file import read_json_object, write_json_atomic
+from gptlab.lab.judge.tree_rules import MAX_BYTES
+from gptlab.runtime.files.plain_file import read_json_object, read_plain, write_json_atomic
 from gptlab.runtime.files.staged_folder import staged_folder
 
 MAX_WHY = 2_000
@@ -73,17 +75,30 @@ def code_of(lab: Lab, experiment: Experiment, experiments: Mapping[int, Experime
 
 
 def changed_files(base: Path, tree: Path) -> tuple[str, ...]:
-    """Names of the package's files that differ between two trees, sorted. UserError where `tree` has no package."""
+    """Names of the package's files that differ between two trees, sorted. Links and special files always do: they are
+    not opened, and the rules on trees refuse them. UserError where `tree` has no package, or a file cannot be read."""
     if not (tree / "gptlab" / "__init__.py").is_file():
         raise UserError(f"{tree} has no gptlab/: name a folder that holds a changed copy of the package")
-    before, after = _sources(base), _sources(tree)
-    return tuple(sorted(name for name in before | after if before.get(name) != after.get(name)))
+    before, after = _files(base), _files(tree)
+    return tuple(sorted(name for name in before | after if not _same_file(before.get(name), after.get(name))))
 
 
 def copy_package(tree: Path, target: Path) -> None:
-    """The package of `tree`, without byte code. Links stay links: the rules on trees refuse them."""
+    """The package of `tree`, without byte code. Of what the rules on trees refuse without reading it, there is what
+    they refuse: links stay links, a special file becomes a link, a large file an empty one of its size."""
     ignored = shutil.ignore_patterns("__pycache__", "*.pyc", ".git")
-    shutil.copytree(tree / "gptlab", target / "gptlab", symlinks=True, ignore=ignored)
+    shutil.copytree(tree / "gptlab", target / "gptlab", symlinks=True, ignore=ignored, copy_function=_copy_file)
+
+
+def _copy_file(source: str, target: str) -> None:
+    status = os.lstat(source)
+    if not stat.S_ISREG(status.st_mode):
+        os.symlink(source, target)
+    elif status.st_size > MAX_BYTES:
+        with open(target, "xb") as file:
+            file.truncate(status.st_size)
+    else:
+        shutil.copy2(source, target)
 
 
 def read_proposal(path: Path, tree: Path | None, by: str) -> Proposal:
@@ -97,13 +112,23 @@ def read_proposal(path: Path, tree: Path | None, by: str) -> Proposal:
     raise UserError(f"{path.name} must be a JSON object with fields (an object), why (a text), expect (a number)")
 
 
-def _sources(tree: Path) -> dict[str, bytes]:
-    """{name: content} of the package's files, links by where they lead to."""
+def _files(tree: Path) -> dict[str, Path]:
+    """{name: path} of everything in the package that is no folder, links to folders included."""
     found = {}
     for folder, folders, names in os.walk(tree / "gptlab"):
         folders[:] = [name for name in folders if name != "__pycache__"]
-        for name in names:
-            path = Path(folder, name)
-            content = os.fsencode(os.readlink(path)) if path.is_symlink() else path.read_bytes()
-            found[str(path.relative_to(tree))] = content
+        links = [name for name in folders if Path(folder, name).is_symlink()]
+        for path in (Path(folder, name) for name in (*names, *links)):
+            found[str(path.relative_to(tree))] = path
     return found
+
+
+def _same_file(one: Path | None, other: Path | None) -> bool:
+    """Whether both are regular files of the same content. UserError where one cannot be read."""
+    if one is None or other is None:
+        return False
+    first, second = one.lstat(), other.lstat()
+    if not (stat.S_ISREG(first.st_mode) and stat.S_ISREG(second.st_mode) and first.st_size == second.st_size):
+        return False
+    with cannot(f"read {other}"):
+        return one.read_bytes() == read_plain(other, second.st_size)

@@ -63,7 +63,9 @@ FIXED_FIELDS = {
 
 SOURCES = (".py", ".cpp", ".h")
 MAX_FILE_BYTES = 200_000
-"""Ten times the longest source of the package."""
+"""Of a source: ten times the longest of the package."""
+MAX_BYTES = 1 << 20
+"""Of any file: five times the largest of the package, a tokenizer's table. A larger one is not read."""
 MAX_ADDED_BYTES = 16_384
 """Of all added lines together, compressed, which bounds the information in them whatever its form: 1,200 lines of
 ordinary code (gptlab's own take 12 to 15 bytes a line), and the weights of no model that is worth training."""
@@ -149,7 +151,7 @@ def read_package(tree: Path) -> dict[str, bytes]:
                 continue
             if not stat.S_ISREG(status.st_mode):
                 raise Broken("tree", f"gptlab/{name} is a link or no plain file")
-            if status.st_size > MAX_FILE_BYTES and name.endswith(SOURCES):
+            if status.st_size > (MAX_FILE_BYTES if name.endswith(SOURCES) else MAX_BYTES):
                 raise Broken("shipped-data", f"gptlab/{name} has {status.st_size:,} bytes")
             with cannot(f"read {path}"):
                 found[name] = path.read_bytes()

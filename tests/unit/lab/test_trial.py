@@ -264,6 +264,22 @@ class TestCode:
         verdict = tried(lab, tree=tree)
         assert (verdict["verdict"], verdict["rule"]) == ("invalid", "tree")
 
+    @pytest.mark.parametrize("what", ["pipe.py", "folder", "large.py", "large.bin"])
+    def test_what_no_tree_may_hold_is_refused_unread(self, what: str, lab: Lab, tmp_path: Path) -> None:
+        """A pipe that nobody writes to, a link to a folder, files larger than memory."""
+        tree = Path(shutil.copytree(lab.path / "code", tmp_path / "tree"))
+        path = tree / "gptlab" / "model" / what
+        if what == "folder":
+            path.symlink_to(tmp_path)
+        elif what == "pipe.py":
+            os.mkfifo(path)
+        else:
+            path.touch()
+            os.truncate(path, 2**40)
+        verdict = tried(lab, tree=tree)
+        assert (verdict["verdict"], verdict["rule"]) == ("invalid", "shipped-data" if "large" in what else "tree")
+        assert lab.ledger.experiments()[2].files == (f"gptlab/model/{what}",)
+
     def test_a_folder_without_a_package(self, lab: Lab, tmp_path: Path) -> None:
         with pytest.raises(UserError, match="has no gptlab/"):
             submit(lab, Proposal(tree=tmp_path))
