@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import psutil
 
+from gptlab.config.errors import UserError
 from gptlab.config.load import config_to_json
 from gptlab.data.rows import validation_rows
 from gptlab.lab.experiments.equal_time import StepProcess
@@ -38,6 +39,8 @@ SLOWER = 4.0
 """A run may take this many times the seconds that its steps took when they were timed: the machine may be busy."""
 MEMORY_SHARE = 0.9
 LAST_WORDS = 500
+MIN_FREE_BYTES = 1 << 24
+"""What a run writes beside its checkpoints (records, logs, a copy of changed code) is a tenth of it."""
 
 _PASSED_ON = re.compile(
     r"PATH|HOME|LANG|LC_\w+|TZ|LD_LIBRARY_PATH|CC|CXX|PYTHONDONTWRITEBYTECODE"
@@ -84,7 +87,8 @@ def train(lab: Lab, variant: Variant, seed: int) -> tuple[Path, Finished | None]
     """The finished run of `variant` with `seed`, and how its process ended; None where it was finished already, or
     stopped before and now resumed.
 
-    CrashedError, TimedOutError, Broken where it does not finish; a loss that broke is a CrashedError too.
+    CrashedError, TimedOutError, Broken where it does not finish; a loss that broke is a CrashedError too. UserError
+    where it fails and the lab's disk is full.
     """
     run = run_folder(lab, variant.number, seed)
     if RunDirectory(run).recorded().get("status") == "finished":
@@ -120,6 +124,7 @@ def _train(lab: Lab, variant: Variant, run: Path, words: Sequence[str]) -> Finis
     seconds = START_SECONDS + SLOWER * variant.steps * (variant.step_seconds or 1.0)
     process = _process(lab, variant, work, _cache(lab, variant, work))
     finished = supervise([sys.executable, "-m", "gptlab", *words], **process, log=log, limits=limits(seconds))
+    free = shutil.disk_usage(lab.path).free  # before the folder of the process is removed
     if (trained := work / run.name).is_dir():
         shutil.rmtree(run, ignore_errors=True)
         trained.replace(run)
@@ -128,8 +133,17 @@ def _train(lab: Lab, variant: Variant, run: Path, words: Sequence[str]) -> Finis
         raise TimedOutError(f"training took longer than {seconds:.0f} s")
     finished.require_lawful("training")
     if finished.exit_code != 0:
+        if free < _space_of_run(lab):
+            what = f"the disk of {lab.path} has {free:,} bytes left: free some space, then finish what is in flight"
+            raise UserError(f"experiment {variant.number} failed to train, and {what}")
         raise CrashedError(last_words(log) or f"training ended with exit code {finished.exit_code}")
     return finished
+
+
+def _space_of_run(lab: Lab) -> int:
+    """Bytes below which a run may have failed for lack of space: it has two checkpoints while it saves one."""
+    saved = run_folder(lab, 0, lab.settings.first_seed) / "checkpoints"
+    return MIN_FREE_BYTES + 2 * sum(path.stat().st_size for path in saved.rglob("*") if path.is_file())
 
 
 def judge(lab: Lab, variant: Variant, run: Path, where: Slice, seed: int, against: int) -> Judged:

@@ -4,6 +4,7 @@ started: `make test-faults` (test_killed_labs) does that."""
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,7 +16,8 @@ import numpy as np
 import pytest
 from lab_world import formula, new_lab, quiet
 
-from gptlab.lab.experiments import runs
+from gptlab.config.errors import UserError
+from gptlab.lab.experiments import runs, trial
 from gptlab.lab.experiments.folder import Lab
 from gptlab.lab.experiments.proposal import Proposal, submit
 from gptlab.lab.experiments.runs import CrashedError, TimedOutError, Variant, variant_of
@@ -173,6 +175,19 @@ class TestTraining:
         Processes(monkeypatch, exit_code=-9, timed_out=True)
         with pytest.raises(TimedOutError, match="longer than 1060 s"):
             runs.train(lab, candidate(lab), seed=7)
+
+    def test_a_full_disk_is_not_the_candidates_fault(self, lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+        Processes(monkeypatch, exit_code=3)
+        saved = runs.run_folder(lab, 0, 1) / "checkpoints" / "step-00000100" / "model.safetensors"
+        saved.write_bytes(bytes(2**20))
+        needed = runs._space_of_run(lab)
+        assert 2 * 2**20 <= needed - runs.MIN_FREE_BYTES < 2.1 * 2**20
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=needed - 1))
+        with pytest.raises(UserError, match=r"has [0-9,]+ bytes left: free some space"):
+            trial.finish(lab, CANDIDATE, quiet)
+        assert trial.in_flight(lab) == [CANDIDATE]
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=needed))
+        assert trial.finish(lab, CANDIDATE, quiet).says == "crashed"
 
 
 def test_the_judge_is_shown_where_the_baseline_stands(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
