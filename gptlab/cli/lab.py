@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -151,7 +151,7 @@ def _try(argv: list[str]) -> int:
     if not proposal.fields and tree is None:
         raise UserError("nothing is changed: give --FIELD VALUE, or --tree PATH with a changed copy of the package")
     one = finish(lab, submit(lab, proposal), _on_stderr)
-    print(to_json(as_json(one), indent=2) if options.get("json") else answer(one))
+    print(to_json(as_json(one, lab.ledger.experiments()), indent=2) if options.get("json") else answer(one))
     return EXIT_CODES[one.says]
 
 
@@ -265,7 +265,8 @@ def _log(argv: list[str]) -> int:
     given = parse(LabArguments, argv, prog="gptlab lab log", description="Every experiment in a line.")
     from gptlab.lab.experiments.overview import proposals
 
-    _print_experiments(proposals(_opened(given).ledger.experiments()), given.json)
+    experiments = _opened(given).ledger.experiments()
+    _print_experiments(proposals(experiments), experiments, given.json)
     return 0
 
 
@@ -273,15 +274,16 @@ def _search(argv: list[str]) -> int:
     given = parse(SearchArguments, argv, prog="gptlab lab search", description="Experiments that mention all words.")
     from gptlab.lab.experiments.overview import search
 
-    _print_experiments(search(_opened(given).ledger.experiments(), given.words), given.json)
+    experiments = _opened(given).ledger.experiments()
+    _print_experiments(search(experiments, given.words), experiments, given.json)
     return 0
 
 
-def _print_experiments(found: Sequence[Experiment], as_json: bool) -> None:
+def _print_experiments(found: Sequence[Experiment], experiments: Mapping[int, Experiment], as_json: bool) -> None:
     from gptlab.lab.experiments import overview
 
     if as_json:
-        print(to_json([overview.as_json(one) for one in found], indent=2))
+        print(to_json([overview.as_json(one, experiments) for one in found], indent=2))
     elif found:
         print(table(overview.log_rows(found), ">><><<"))
     else:
@@ -293,10 +295,11 @@ def _show(argv: list[str]) -> int:
     from gptlab.lab.experiments.overview import as_json, details
 
     lab = _opened(given)
-    one = lab.ledger.experiments().get(given.number)
+    experiments = lab.ledger.experiments()
+    one = experiments.get(given.number)
     if one is None:
         raise UserError(f"there is no experiment {given.number} in {lab.path}")
-    print(to_json(as_json(one), indent=2) if given.json else "\n".join(details(lab, one)))
+    print(to_json(as_json(one, experiments), indent=2) if given.json else "\n".join(details(lab, one)))
     return 0
 
 

@@ -34,18 +34,19 @@ def proposals(experiments: Experiments) -> list[Experiment]:
     return [*filter(is_proposal, experiments.values())]
 
 
-def mean_bpb(experiment: Experiment) -> float | None:
-    """Mean validation bits per byte over its seeds; None before its first run was judged."""
-    values = [bpb for (where, _), bpb in experiment.bpb.items() if where == "validation"]
+def mean_bpb(experiment: Experiment, like: Experiment | None = None) -> float | None:
+    """Mean validation bits per byte over its seeds, or over those that `like` has too; None where there is none."""
+    keys = [key for key in experiment.bpb if key[0] == "validation" and (like is None or key in like.bpb)]
+    values = [experiment.bpb[key] for key in keys]
     return sum(values) / len(values) if values else None
 
 
 def comparable_bpb(one: Experiment, experiments: Experiments) -> float | None:
-    """Validation bits per byte as if measured with the seeds of the first baseline: its mean, and the paired
-    differences from there on, so that experiments with other seeds and other baselines can be compared. None where
-    nothing was measured."""
+    """Validation bits per byte as if measured with the first seeds, those with which the noise was measured: the mean
+    of experiment 0, and the paired differences from there on, so that experiments with other seeds and other baselines
+    can be compared. None where nothing was measured."""
     if one.number == 0:
-        return mean_bpb(one)
+        return mean_bpb(one, experiments.get(1))
     verdict = one.verdict or {}
     difference = 0.0 if one.says == "no-op" else verdict.get("difference")
     before = comparable_bpb(experiments[one.against], experiments)
@@ -93,15 +94,16 @@ def state(lab: Lab) -> dict[str, Any]:
         "recipe": lab.settings.recipe,
         "length": lab.budget,
         "baseline": {
-            "experiment": baseline.number, "bpb": mean_bpb(baseline), "steps": baseline.steps,
+            "experiment": baseline.number, "bpb": comparable_bpb(baseline, experiments), "steps": baseline.steps,
             "fields": all_fields(baseline, experiments), "files": list(baseline.files),
         },
-        "experiments": [as_json(one) for one in proposals(experiments)],
+        "experiments": [as_json(one, experiments) for one in proposals(experiments)],
     }  # fmt: skip
 
 
-def as_json(one: Experiment) -> dict[str, Any]:
-    """One experiment: its proposal, verdict, and what was measured. What a program printed is `output_of_run`."""
+def as_json(one: Experiment, experiments: Experiments) -> dict[str, Any]:
+    """One experiment: its proposal, verdict, and what was measured, on one scale (`comparable_bpb`). What a program
+    printed is `output_of_run`."""
     verdict = one.verdict or {}
     kept = ("difference", "half_width", "pairs", "rule")
     reason = verdict.get("reason")
@@ -109,8 +111,8 @@ def as_json(one: Experiment) -> dict[str, Any]:
     return {
         "experiment": one.number, "fields": dict(one.fields), "files": list(one.files), "why": one.why,
         "expect": one.expect, "by": one.by, "against": one.against, "verdict": one.says or None,
-        **{name: verdict.get(name) for name in kept}, **texts, "bpb": mean_bpb(one), "speed": one.speed,
-        "steps": one.steps,
+        **{name: verdict.get(name) for name in kept}, **texts,
+        "bpb": comparable_bpb(one, experiments), "speed": one.speed, "steps": one.steps,
     }  # fmt: skip
 
 
@@ -122,7 +124,7 @@ def status_lines(lab: Lab) -> Iterator[str]:
         yield "baseline   not trained yet: if `gptlab lab new` was stopped, the same command continues"
         return
     baseline, tried = baseline_of(experiments), proposals(experiments)
-    first, now = mean_bpb(experiments[0]), mean_bpb(baseline)
+    first, now = (comparable_bpb(one, experiments) for one in (experiments[0], baseline))
     if first is not None and now is not None:
         since = "" if baseline.number == 0 else f" (began with {first:.4f})"
         yield f"baseline   experiment {baseline.number}: {now:.4f} bits per byte, {baseline.steps} steps{since}"
@@ -167,7 +169,7 @@ def best(lab: Lab) -> dict[str, Any]:
         values = value if isinstance(value, list | tuple) else [value]
         words += [f"--{name.replace('_', '-')}", *(shlex.quote(str(one)) for one in values)]
     prefix = "" if code == lab.path / "code" else f"PYTHONPATH={shlex.quote(str(code))} python -m "
-    return {"experiment": now.number, "bpb": mean_bpb(now), "command": prefix + " ".join(words)}
+    return {"experiment": now.number, "bpb": comparable_bpb(now, experiments), "command": prefix + " ".join(words)}
 
 
 def search(experiments: Experiments, words: Sequence[str]) -> list[Experiment]:
@@ -190,7 +192,8 @@ def write_results(lab: Lab) -> None:
         judged = [one for one in proposals(experiments) if one.verdict is not None]
         for one in (experiments[0], *judged) if experiments else ():
             status = "keep" if one.number == 0 else _tsv_status(one)
-            bpb, memory = mean_bpb(one), max((float(cost.get("peak_mb") or 0.0) for cost in one.costs), default=0.0)
+            bpb = comparable_bpb(one, experiments)
+            memory = max((float(cost.get("peak_mb") or 0.0) for cost in one.costs), default=0.0)
             known = 0.0 if bpb is None or not math.isfinite(bpb) else bpb
             text = "baseline" if one.number == 0 else shown(f"{one.why} ({edit_text(one)})", MAX_SHOWN)
             lines.append(f"{one.number:04}\t{known:.6f}\t{memory / 1024:.1f}\t{status}\t{text}")

@@ -16,7 +16,6 @@ from gptlab.lab.experiments.overview import (
     comparable_bpb,
     difference_text,
     edit_text,
-    mean_bpb,
     proposals,
     shown,
 )
@@ -30,7 +29,7 @@ WIDTH = 80
 def report(lab: Lab) -> dict[str, Any]:
     """The figures, as JSON. UserError where the baseline is not measured yet."""
     experiments = lab.ledger.experiments()
-    if not experiments or mean_bpb(experiments[0]) is None:
+    if not experiments or (first := comparable_bpb(experiments[0], experiments)) is None:
         raise UserError(f"{lab.path} has no baseline yet: `gptlab lab new` with the same arguments finishes it")
     tried, best = proposals(experiments), baseline_of(experiments)
     costs = [cost for one in experiments.values() for cost in one.costs]
@@ -41,7 +40,7 @@ def report(lab: Lab) -> dict[str, Any]:
         "length": lab.budget,
         "best": best.number,
         "best_bpb": comparable_bpb(best, experiments),
-        "first_bpb": mean_bpb(experiments[0]),
+        "first_bpb": first,
         "promotions": [answer for one in experiments.values() for answer in one.promotions],
         "verdicts": {name: verdicts[name] for name in (*VERDICTS, "in flight") if verdicts[name]},
         "frontier": _frontier([experiments[0], *tried], experiments),
