@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import re
 import shlex
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -168,7 +169,9 @@ def best(lab: Lab) -> dict[str, Any]:
     for name, value in all_fields(now, experiments).items():
         values = value if isinstance(value, list | tuple) else [value]
         words += [f"--{name.replace('_', '-')}", *(shlex.quote(str(one)) for one in values)]
-    prefix = "" if code == lab.path / "code" else f"PYTHONPATH={shlex.quote(str(code))} python -m "
+    # -P: a folder that has a gptlab/ of its own, such as a checkout, would be imported before PYTHONPATH.
+    python = f"PYTHONPATH={shlex.quote(str(code))} {shlex.quote(sys.executable)} -P -m "
+    prefix = "" if code == lab.path / "code" else python
     return {"experiment": now.number, "bpb": comparable_bpb(now, experiments), "command": prefix + " ".join(words)}
 
 

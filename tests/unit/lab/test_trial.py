@@ -6,6 +6,7 @@ import contextlib
 import os
 import shlex
 import shutil
+import sys
 from pathlib import Path
 
 import lab_world
@@ -242,6 +243,8 @@ class TestCode:
         tree = self.changed(lab, tmp_path, "optim/schedule.py", "def lr_scale(", "EXTRA = 1\n\n\ndef lr_scale(")
         assert tried(lab, tree=tree, fields={"optim.head.lr": 1.0})["verdict"] == "keep"
         assert "EXTRA" in (lab.experiment(2) / "tree/gptlab/optim/schedule.py").read_text()
+        words = shlex.split(str(best(lab)["command"]))
+        assert words[:5] == [f"PYTHONPATH={lab.experiment(2) / 'tree'}", sys.executable, "-P", "-m", "gptlab"]
         same = tried(lab, tree=lab.experiment(2) / "tree", fields={"optim.head.lr": -3.0})
         assert same["verdict"] == "discard"
         assert lab.ledger.experiments()[3].files == ()
