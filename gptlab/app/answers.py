@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 def main(run: str) -> None:
     """Answer until the input ends. UserError where the run cannot be loaded."""
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what any code prints is no answer, also while it is imported
     gc.set_threshold(100_000)  # before torch is imported: see gptlab/cli/main.py
     import numpy as np
     import torch
@@ -29,8 +31,6 @@ def main(run: str) -> None:
     from gptlab.runtime.hardware.device import keep_freed_memory
     from gptlab.runtime.records.console import Console
 
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what any code prints is no answer
     keep_freed_memory()  # every answer takes the same
     loaded = load_run(run, console=Console(stream=sys.stderr))
 

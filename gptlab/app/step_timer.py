@@ -12,26 +12,25 @@ import json
 import os
 import sys
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from gptlab.app.run.attempt import Attempt, Result
-from gptlab.app.run.earlier_run import open_earlier
-from gptlab.app.run.run_request import RunRequest, request_from_values
-from gptlab.app.run.session import Session, open_session
-from gptlab.config.errors import UserError
-from gptlab.config.load import config_to_json
-from gptlab.runtime.files.plain_file import to_json
-from gptlab.runtime.hardware.cpu import limit_spinning
-from gptlab.runtime.hardware.place import place_of
-from gptlab.runtime.records.console import QuietConsole
-from gptlab.training.compilation import warm_up
-from gptlab.training.faults import Fault
-from gptlab.training.step import collect_garbage, quiet_garbage, train_step
+if TYPE_CHECKING:
+    from gptlab.app.run.run_request import RunRequest
+    from gptlab.app.run.session import Session
 
 
 def main(argv: list[str]) -> int:
     replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # What libraries print must not come between the replies.
+    # What the candidate's code prints must not come between the replies, nor after its own error in the log: so this is
+    # done before any of it is imported, and prints are not buffered.
+    os.dup2(2, 1)
+    sys.stdout = sys.stderr
+    from gptlab.app.run.run_request import request_from_values
+    from gptlab.config.errors import UserError
+    from gptlab.runtime.files.plain_file import to_json
+    from gptlab.runtime.hardware.cpu import limit_spinning
+    from gptlab.training.step import quiet_garbage
+
     limit_spinning()
     try:
         values = json.loads(argv[0])
@@ -49,6 +48,14 @@ def main(argv: list[str]) -> int:
 
 def _open(request: RunRequest) -> Session:
     """The run as `train` would begin it, compiled. UserError where it could not."""
+    from gptlab.app.run.attempt import Attempt, Result
+    from gptlab.app.run.earlier_run import open_earlier
+    from gptlab.app.run.session import open_session
+    from gptlab.config.errors import UserError
+    from gptlab.runtime.hardware.place import place_of
+    from gptlab.runtime.records.console import QuietConsole
+    from gptlab.training.compilation import warm_up
+
     console = QuietConsole()
     attempt = Attempt(console, [], time.perf_counter())
     earlier = open_earlier(request, attempt)
@@ -61,6 +68,8 @@ def _open(request: RunRequest) -> Session:
 
 
 def _description(session: Session) -> dict[str, Any]:
+    from gptlab.config.load import config_to_json
+
     tokens = session.config.batch.total_tokens
     return {
         "config": config_to_json(session.config),
@@ -71,6 +80,10 @@ def _description(session: Session) -> dict[str, Any]:
 
 def _step(session: Session) -> int:
     """Train one step, as the run's schedule begins; the number of steps made."""
+    from gptlab.config.errors import UserError
+    from gptlab.training.faults import Fault
+    from gptlab.training.step import collect_garbage, train_step
+
     state, finish = session.state, session.finish
     progress = finish.progress(state.step, state.train_seconds)
     step = train_step(state, session.passes.loss_sum, session.config, progress, finish.step_fraction)

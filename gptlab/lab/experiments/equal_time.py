@@ -89,11 +89,12 @@ class StepProcess:
         with suppress(ValueError):
             if isinstance(reply := json.loads(line), dict):
                 return reply
-        raise StepsFailedError("it answered with something that is no JSON object")
+        what = "it answered with something that is no JSON object; the last line of its log"
+        raise StepsFailedError(f"{what}: {self._last_words('there is none')}")
 
-    def _last_words(self) -> str:
+    def _last_words(self, otherwise: str = "it ended without a message") -> str:
         lines = self._log.read_text(errors="replace").strip().splitlines() if self._log.exists() else []
-        return lines[-1].removeprefix("gptlab: error: ")[:500] if lines else "it ended without a message"
+        return lines[-1].removeprefix("gptlab: error: ")[:500] if lines else otherwise
 
 
 @dataclass(frozen=True, slots=True)

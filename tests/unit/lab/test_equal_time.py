@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 
+import gptlab
 from gptlab.lab.experiments import equal_time
-from gptlab.lab.experiments.equal_time import Speed, compare_speed, same_work, speed_of
+from gptlab.lab.experiments.equal_time import (
+    Speed,
+    StepProcess,
+    StepsFailedError,
+    compare_speed,
+    same_work,
+    speed_of,
+)
 
 
 def test_by_hand() -> None:
@@ -90,6 +104,30 @@ class Steps:
     def step(self) -> float:
         self.calls.append(self.name)
         return self.seconds * float(self.random.lognormal(0, self.noise))
+
+
+@pytest.mark.parametrize("module", ["step_timer", "answers"])
+def test_what_a_candidate_prints_at_import_is_no_reply_and_hides_no_error(module: str, tmp_path: Path) -> None:
+    package, ignored = Path(gptlab.__file__).parent, shutil.ignore_patterns("__pycache__")
+    with (shutil.copytree(package, tmp_path / "gptlab", ignore=ignored) / "config" / "errors.py").open("a") as file:
+        file.write("print('at once', flush=True)\nprint('later')\nraise ValueError('broken')\n")
+    command = [sys.executable, "-m", f"gptlab.app.{module}", "{}"]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (1, b"")
+    assert b"at once" in done.stderr
+    if module == "step_timer":
+        assert done.stderr.splitlines()[-1] == b"ValueError: broken"
+
+
+def test_a_reply_that_is_none_comes_with_the_last_line_of_the_log(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    os.write(writer, b"no reply\n")
+    os.close(writer)
+    (tmp_path / "log").write_text("ValueError: broken\n")
+    with open(reader, "rb") as output:
+        process = StepProcess(SimpleNamespace(stdout=output), tmp_path / "log", 5.0)  # type: ignore[arg-type]
+        with pytest.raises(StepsFailedError, match="no JSON object; the last line of its log: ValueError: broken"):
+            process.ready()
 
 
 def test_steps_are_made_in_turn_until_the_ratio_is_known() -> None:
