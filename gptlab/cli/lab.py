@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +49,7 @@ commands:
                         a night: a command proposes, the lab judges
   run NAME --search SPACE.toml [--experiments 100] [--until 8h]
                         the same, and Optuna proposes values of fields
+  run NAME              finish what an interrupt left in flight
   status NAME           the baseline and how many were tried
   log NAME              every experiment in a line
   report NAME [--plot FILE.png]
@@ -150,7 +152,12 @@ def _try(argv: list[str]) -> int:
     )  # fmt: skip
     if not proposal.fields and tree is None:
         raise UserError("nothing is changed: give --FIELD VALUE, or --tree PATH with a changed copy of the package")
-    one = finish(lab, submit(lab, proposal), _on_stderr)
+    number = submit(lab, proposal)
+    try:
+        one = finish(lab, number, _on_stderr)
+    except KeyboardInterrupt:
+        _on_stderr(f"experiment {number} is in flight: gptlab lab run {shlex.quote(name)} finishes it")
+        raise
     print(to_json(as_json(one, lab.ledger.experiments()), indent=2) if options.get("json") else answer(one))
     return EXIT_CODES[one.says]
 
@@ -171,7 +178,7 @@ class RunNightArguments:
     name: Positional[str]
     """The lab."""
     agent: str | None = None
-    """The command that proposes; see docs/lab.md."""
+    """The command that proposes; see docs/lab.md. Without it and --search, what is in flight is finished."""
     search: Path | None = None
     """A TOML file of fields with ranges or choices, from which Optuna proposes; see docs/lab.md."""
     experiments: Positive[int] | None = None
@@ -190,23 +197,24 @@ class RunNightArguments:
 
 def _run(argv: list[str]) -> int:
     given = parse(RunNightArguments, argv, prog="gptlab lab run", description="A night of experiments.")
-    if (given.agent is None) == (given.search is None):
-        raise UserError("who proposes? Give --agent 'COMMAND', or --search SPACE.toml")
     from gptlab.lab.experiments.folder import Lab
-    from gptlab.lab.workers.night import agent, run_night
+    from gptlab.lab.experiments.trial import in_flight
+    from gptlab.lab.workers.night import agent, nobody, run_night
 
-    lab = Lab.open(_path(given.name))
+    lab, proposers = Lab.open(_path(given.name)), [one for one in (given.agent, given.search) if one is not None]
+    if len(proposers) == 2 or not (proposers or in_flight(lab)):
+        raise UserError("who proposes? Give --agent 'COMMAND', or --search SPACE.toml")
     if given.launcher == "slurm":
         return _submit(lab, given)
     if given.search is None:
-        propose = agent(str(given.agent), 60.0 * given.agent_minutes)
+        propose = nobody if given.agent is None else agent(given.agent, 60.0 * given.agent_minutes)
     else:
         from gptlab.lab.workers.search import read_space, search
 
         propose = search(read_space(given.search))
-    seconds = None if given.until is None else _seconds(given.until)
     run_night(
-        lab, propose, at_once=given.search is not None, experiments=given.experiments, seconds=seconds, say=_on_stderr,
+        lab, propose, at_once=given.search is not None, experiments=given.experiments, say=_on_stderr,
+        seconds=None if given.until is None else _seconds(given.until),
         judged=lambda one: print(answer(one), flush=True),
     )  # fmt: skip
     return 0
@@ -226,8 +234,7 @@ def _submit(lab: Lab, given: RunNightArguments) -> int:
             command += [f"--{name.replace('_', '-')}", str(value)]
     logs = lab.path / "work" / "jobs"
     jobs = slurm.submit_workers(command, given.workers, logs=logs, options=slurm.read_options(given.slurm))
-    for job in jobs:
-        print(f"job {job.job_id}")
+    print("\n".join(f"job {job.job_id}" for job in jobs))
     print(f"their output is in {logs}; gptlab lab status {given.name} shows how far they are")
     return 0
 
@@ -265,8 +272,7 @@ def _log(argv: list[str]) -> int:
     given = parse(LabArguments, argv, prog="gptlab lab log", description="Every experiment in a line.")
     from gptlab.lab.experiments.overview import proposals
 
-    experiments = _opened(given).ledger.experiments()
-    _print_experiments(proposals(experiments), experiments, given.json)
+    _print_experiments(given, proposals)
     return 0
 
 
@@ -274,15 +280,15 @@ def _search(argv: list[str]) -> int:
     given = parse(SearchArguments, argv, prog="gptlab lab search", description="Experiments that mention all words.")
     from gptlab.lab.experiments.overview import search
 
-    experiments = _opened(given).ledger.experiments()
-    _print_experiments(search(experiments, given.words), experiments, given.json)
+    _print_experiments(given, lambda experiments: search(experiments, given.words))
     return 0
 
 
-def _print_experiments(found: Sequence[Experiment], experiments: Mapping[int, Experiment], as_json: bool) -> None:
+def _print_experiments(given: LabArguments, chosen: Callable[[Mapping[int, Experiment]], list[Experiment]]) -> None:
     from gptlab.lab.experiments import overview
 
-    if as_json:
+    found = chosen(experiments := _opened(given).ledger.experiments())
+    if given.json:
         print(to_json([overview.as_json(one, experiments) for one in found], indent=2))
     elif found:
         print(table(overview.log_rows(found), ">><><<"))

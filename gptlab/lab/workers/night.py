@@ -99,6 +99,11 @@ def _is_full(lab: Lab, experiments: int | None) -> bool:
     return experiments is not None and len(proposals(lab.ledger.experiments())) >= experiments
 
 
+def nobody(lab: Lab) -> Proposal | None:
+    """Proposes nothing: the night ends when it has finished what was in flight."""
+    return None
+
+
 def agent(command: str, timeout: float) -> Propose:
     """What `command` proposes. Its words are split as a shell does; those that name a file here are made absolute,
     since it runs in another folder. `timeout`: seconds that it may take for one proposal. UserError where it has no

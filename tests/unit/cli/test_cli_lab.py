@@ -1,11 +1,16 @@
-"""What `gptlab lab` refuses before it begins."""
+"""What `gptlab lab` refuses before it begins, and what an interrupt leaves."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
+from lab_world import formula, new_lab, quiet
 from tiny_runs import command
+
+from gptlab.lab.experiments import runs
+from gptlab.lab.experiments.trial import in_flight, measure_baseline
 
 
 @pytest.mark.parametrize(
@@ -24,3 +29,18 @@ def test_a_new_lab(arguments: list[str], says: str, tmp_path: Path, monkeypatch:
     monkeypatch.chdir(tmp_path)
     code, _, err = command(["lab", "new", "night", "quickstart", "--steps", "5", *arguments])
     assert (code, says in err, [*tmp_path.iterdir()]) == (2, True, [])
+
+
+def test_an_interrupted_try_is_finished_by_run(tmp_path: Path) -> None:
+    lab = new_lab(tmp_path, seeds=1)
+    with formula() as patch:
+        measure_baseline(lab, quiet)
+        assert command(["lab", "run", str(lab.path)])[0] == 2, "nothing is in flight"
+        honest = runs.train
+        patch.setattr(runs, "train", Mock(side_effect=KeyboardInterrupt))
+        code, _, err = command(["lab", "try", str(lab.path), "--optim.head.lr", "0"])
+        assert code == 130
+        assert f"experiment 2 is in flight: gptlab lab run {lab.path} finishes it" in err
+        patch.setattr(runs, "train", honest)
+        code, out, _ = command(["lab", "run", str(lab.path)])
+        assert (code, out.startswith("0002 discard"), in_flight(lab)) == (0, True, [])
