@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -46,6 +47,13 @@ class EvalArguments(LoadArguments):
             raise UserError("--html shows a text of your own: give it with --text FILE")
         if self.text is not None and self.core:
             raise UserError("--text and --core measure different things: give one of them")
+        if not self.core and (self.core_dir is not None or self.core_examples is not None):
+            raise UserError("--core-dir and --core-examples are of CORE: give them with --core")
+        if self.core and self.tokens is not None:
+            raise UserError("--tokens limits the validation set or a text; --core-examples limits --core")
+        both_exist = self.text and self.html and os.path.exists(self.text) and os.path.exists(self.html)
+        if both_exist and os.path.samefile(str(self.text), str(self.html)):
+            raise UserError(f"--html {self.html} is the text itself: give the page another name")
 
 
 def main(argv: Sequence[str]) -> int:

@@ -233,6 +233,14 @@ class TestText:
         nowhere = tmp_path / "no" / "page.html"
         assert "cannot write" in refusal(capsys, "eval", run.path, "--text", binary, "--html", nowhere)
 
+    def test_is_not_overwritten_by_its_page(self, run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        mine, link = tmp_path / "mine.txt", tmp_path / "link.html"
+        mine.write_text("the quick brown fox")
+        link.symlink_to(mine)
+        for page in (mine, f"{tmp_path}/./mine.txt", link):
+            assert "is the text itself" in refusal(capsys, "eval", run.path, "--text", mine, "--html", page)
+        assert mine.read_text() == "the quick brown fox"
+
 
 class TestSample:
     def test_prints_prompt_and_continuation(self, run: Run, capsys: pytest.CaptureFixture[str]) -> None:
@@ -360,6 +368,19 @@ class TestRefusals:
     )
     def test_numbers(self, run: Run, capsys: pytest.CaptureFixture[str], command: str, flags: list[str]) -> None:
         assert flags[0] in refusal(capsys, command, run.path, *flags)
+
+    @pytest.mark.parametrize(
+        ("flags", "word"),
+        [
+            (["--core-dir", "nowhere"], "give them with --core"),
+            (["--core-examples", "0"], "give them with --core"),
+            (["--core", "--tokens", "5"], "--core-examples limits --core"),
+        ],
+    )
+    def test_flags_of_another_measurement(
+        self, run: Run, capsys: pytest.CaptureFixture[str], flags: list[str], word: str
+    ) -> None:
+        assert word in refusal(capsys, "eval", run.path, *flags)
 
     @pytest.mark.parametrize("command", ["eval", "sample"])
     def test_no_run(self, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str) -> None:
