@@ -8,12 +8,12 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Annotated, Any, get_args
 
 import numpy as np
 
 from gptlab.cli.arguments.parser import Positional, parse, run_subcommand
-from gptlab.config.errors import UserError, nearest_name
+from gptlab.config.errors import Limit, NotNegative, Positive, UserError, checked_dataclass, nearest_name
 from gptlab.config.run import DataConfig, LongDocuments, Rows, Split, TokenizerConfig, TokenizerKind
 from gptlab.data.corpus.core_bundle import core_folder, prepare_core
 from gptlab.data.corpus.known_corpora import CORE, CORE_BUNDLE, CORPORA, named_source, size_text, state
@@ -107,15 +107,15 @@ class PrepareArguments:
         return data, TokenizerConfig(path=self.tokenizer)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@checked_dataclass("--")
 class InspectArguments(PrepareArguments):
-    seq_len: int = 512
+    seq_len: Positive[int] = 512
     """Tokens in a row."""
     long_documents: LongDocuments = DataConfig().long_documents
     """packed rows: cut long documents into pieces, every token is trained on | crop: throw the overhang away."""
-    row: int = 0
+    row: NotNegative[int] = 0
     """The row of the first epoch that is shown as text."""
-    seed: int = 1337
+    seed: Annotated[int, Limit(lambda seed: 0 <= seed < 2**63, "must be between 0 and 2^63 - 1")] = 1337
     """Seeds the order of rows."""
 
 
@@ -233,7 +233,7 @@ def _inspect(argv: list[str]) -> None:
     rows = make_rows(
         prepared.train, data, arguments.seq_len, prepared.tokenizer.bos_id, arguments.seed, prepared.folder
     )
-    if not 0 <= arguments.row < rows.rows_per_epoch:
+    if arguments.row >= rows.rows_per_epoch:
         raise UserError(f"--row {arguments.row}: there are rows 0 to {rows.rows_per_epoch - 1} in an epoch")
     _print_corpus(prepared)
     _print_rows(rows, data)

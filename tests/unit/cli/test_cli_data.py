@@ -86,7 +86,10 @@ def test_every_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
         (["data", "prepare", "--val-fraction", "1.5"], "data.val_fraction = 1.5: must be between 0 and 1"),
         (["data", "prepare", "--data", "{corpus}", "--vocab-size", "5000"], "tokenizer.vocab_size = 5000"),
         (["data", "inspect", "--data", "{corpus}", "--tokenizer", "byte", "--seq-len", "999999"], "model.seq_len"),
-        (["data", "inspect", "--data", "{corpus}", "--tokenizer", "byte", "--row", "-1"], "there are rows 0 to"),
+        (["data", "inspect", "--data", "{corpus}", "--tokenizer", "byte", "--row", "99999"], "there are rows 0 to"),
+        (["data", "inspect", "--row", "-1"], "--row = -1: must not be negative"),
+        (["data", "inspect", "--seed", "-1"], "--seed = -1: must be between 0 and"),
+        (["data", "inspect", "--rows", "random", "--seq-len", "0"], "--seq-len = 0: must be greater than zero"),
     ],
 )
 def test_wrong_usage_is_one_line_and_exit_code_2(
