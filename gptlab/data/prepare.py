@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gptlab.config.errors import UserError
+from gptlab.config.errors import ConfigError, UserError
 from gptlab.config.run import DataConfig, Split, TokenizerConfig
 from gptlab.data.corpus.documents import Corpus, Side, content_hash, is_text_file, open_corpus
 from gptlab.data.corpus.known_corpora import fixed_validation
@@ -43,6 +43,7 @@ SIDES: tuple[Side, Side] = ("train", "val")
 TOKENS_VERSION = 1  # raise it when the same inputs give other files
 BATCH_CHARACTERS = 8_000_000  # work for all cores for a while, and two batches of it in memory are little
 FINGERPRINT_DIGITS = 24  # 96 bits: no two caches of anybody collide
+TAIL_INSTEAD = "--data.split tail (gptlab data: --split tail) holds out the end of the text instead"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,11 @@ class PreparedData:
     """corpus, split (how it is divided), skipped (reason -> documents), read (in words: documents, files, what was
     skipped; not of tokens that others made), tokenizer (kind, vocab_size, fingerprint), and for train and val: tokens,
     documents, bytes, shards."""
+
+    @property
+    def split_advice(self) -> str:
+        """How else to divide a corpus of which the hash holds out more than it leaves for training; else empty."""
+        return _split_advice(str(self.statistics.get("split")), self.train.n_bytes, self.val.n_bytes)
 
 
 def prepare(data: DataConfig, tokenizer: TokenizerConfig, *, console: Console | None = None) -> PreparedData:
@@ -85,7 +91,27 @@ def prepare(data: DataConfig, tokenizer: TokenizerConfig, *, console: Console | 
     train, val = (
         TokenSplit.open(folder, side, n_shards=counts[side]["shards"], n_bytes=counts[side]["bytes"]) for side in SIDES
     )
+    if console is not None and _is_uneven(corpus.how, data.val_fraction, train.n_bytes, val.n_bytes):
+        total = train.n_bytes + val.n_bytes
+        console.warn(
+            f"{val.n_bytes:,} of the {total:,} bytes of {corpus.name} validate, where data.val_fraction is "
+            f"{data.val_fraction:g}: hash holds out whole documents, and these are few; {TAIL_INSTEAD}"
+        )
     return PreparedData(folder, encoder, train, val, fingerprint, corpus.split, statistics)
+
+
+def _is_uneven(how: str, val_fraction: float, train_bytes: int, val_bytes: int) -> bool:
+    """Whether a corpus divided by hash validates on far less or more than `val_fraction` of it. A quarter is not much
+    for a few documents; `val_fraction` itself may be large."""
+    share = val_bytes / (train_bytes + val_bytes)
+    most = max(0.25, min(5 * val_fraction, (1 + val_fraction) / 2))
+    return how.startswith("hash ") and not val_fraction / 10 <= share <= most
+
+
+def _split_advice(how: str, train_size: int, val_size: int) -> str:
+    if not how.startswith("hash ") or val_size <= train_size:
+        return ""
+    return f"; more text validates than trains: {TAIL_INSTEAD}"
 
 
 def _divided_document(name: str, val_fraction: float) -> str:
@@ -144,7 +170,14 @@ def _trained_tokenizer(
     def build(folder: Path) -> dict[str, Any]:
         # A character that only validation has needs a token too: nanoGPT's vocabulary is the whole text's.
         texts = (text for side, text in corpus.documents() if side == "train" or config.kind == "char")
-        train_tokenizer(config, texts, bos=bos, progress=console).save(folder)
+        try:
+            train_tokenizer(config, texts, bos=bos, progress=console).save(folder)
+        except ConfigError as error:
+            sizes = Counter[str]()
+            for side, text in corpus.documents():
+                sizes[side] += len(text)
+            advice = _split_advice(corpus.how, sizes["train"], sizes["val"])
+            raise ConfigError(error.field, error.value, error.reason + advice, error.nearest) from None
         corpus.require_unchanged()  # of a large corpus it reads a part
         return {"corpus": corpus.name, "kind": config.kind}
 

@@ -118,6 +118,37 @@ def test_the_tail_of_one_text_as_nanogpt_splits_it(tmp_path: Path) -> None:
     assert targets[targets >= 0].tolist() == [ids[c] for c in text[cut + 1 :]]
 
 
+def test_a_split_that_few_documents_make_uneven_is_reported(texts: Path, tmp_path: Path) -> None:
+    """Of two documents one validates: the note or all the rest, as its hash says."""
+
+    def reported(*sources: Path, **more: object) -> tuple[PreparedData, str]:
+        data, out = config(texts, source=tuple(map(str, sources)), **more), io.StringIO()
+        return prepare(data, BYTE, console=Console(stream=out)), out.getvalue()
+
+    long, note = tmp_path / "long.txt", tmp_path / "note.md"
+    long.write_text("".join(document(number) for number in range(200)), encoding="utf-8")
+    for content, n_bytes in (("Note 0\n", long.stat().st_size), ("Note 1\n", 7)):
+        note.write_text(content)
+        prepared, says = reported(long, note)
+        assert prepared.val.n_bytes == n_bytes
+        assert f"warning: {n_bytes:,} of the {long.stat().st_size + 7:,} bytes" in says
+        assert "--data.split tail" in says
+    for well_divided in (reported(long, note, split="tail"), reported(long, val_source=(str(note),)), reported(texts)):
+        assert "warning" not in well_divided[1]
+
+
+def test_a_text_too_short_for_its_share_is_told_of_the_tail(tmp_path: Path) -> None:
+    (tmp_path / "long.txt").write_text("".join(document(number) for number in range(200)), encoding="utf-8")
+    (tmp_path / "note.md").write_text("Note 0\n")
+    data = config(tmp_path / "*.*")
+    with pytest.raises(UserError, match=r"not give that many entries; .*--data\.split tail"):
+        prepare(data, BPE)
+    prepared = prepare(data, BYTE)
+    with pytest.raises(ConfigError, match=r"has only 8 tokens.*--data\.split tail"):
+        make_rows(prepared.train, data, 64, prepared.tokenizer.bos_id, 0, None, prepared.split_advice)
+    assert prepare(config(tmp_path / "*.*", split="tail"), BYTE).split_advice == ""
+
+
 def test_a_character_that_only_validation_has_is_in_the_vocabulary(tmp_path: Path) -> None:
     (tmp_path / "one.txt").write_text("ab" * 90 + "xyz" * 5)
     prepared = prepare(config(tmp_path / "one.txt", split="tail", rows="random"), CHAR)
