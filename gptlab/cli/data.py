@@ -276,13 +276,17 @@ def _split_column(split: TokenSplit) -> list[str]:
 
 
 def _print_rows(rows: RowSource, data: DataConfig) -> None:
-    how = f"packed, long documents {data.long_documents}" if data.rows == "packed" else data.rows
+    in_words = {"packed": f"packed, long documents {data.long_documents}", "random": "random, drawn with replacement"}
+    how = in_words.get(data.rows, data.rows)
     print(f"\nrows of {rows.seq_len:,} tokens ({how}): {rows.rows_per_epoch:,} an epoch")
     fate = token_fate(rows)
-    counts = {"trained on": fate.trained, "only ever context": fate.context, "cropped": fate.cropped}
+    unused = "in no row" if data.rows == "random" else "cropped"
+    counts = {"trained on": fate.trained, "only ever context": fate.context, unused: fate.cropped}
     table = [[name, f"{count:,}", f"{count / fate.total:.2%} of tokens"] for name, count in counts.items()]
     slots = rows.rows_per_epoch * rows.seq_len
     counts = {"BOS added as target": fate.added, "padded": fate.padded}
+    if data.rows == "random":
+        counts |= {"trained on again": fate.repeated}
     table += [[name, f"{count:,}", f"{count / slots:.2%} of targets"] for name, count in counts.items()]
     _print_table(table, "<>>")
 

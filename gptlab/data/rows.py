@@ -154,13 +154,13 @@ class WindowRows:
         self.rows_per_epoch = (split.n_tokens - 1) // seq_len
 
     def read(self, epoch: int, indices: np.ndarray) -> Pair:
-        rows = self.split.gather(self._starts(epoch, indices), self.seq_len + 1)
+        rows = self.split.gather(self.starts(epoch, indices), self.seq_len + 1)
         return rows[:, :-1], rows[:, 1:]
 
     def target_counts(self, epoch: int, indices: np.ndarray) -> np.ndarray:
         return np.full(len(indices), self.seq_len, dtype=np.int64)
 
-    def _starts(self, epoch: int, indices: np.ndarray) -> np.ndarray:
+    def starts(self, epoch: int, indices: np.ndarray) -> np.ndarray:
         """First token of each row, (n,) int64."""
         if self._seed is None:
             return indices * self.seq_len
@@ -198,20 +198,22 @@ class TextRows:
 
 @dataclass(frozen=True, slots=True)
 class TokenFate:
-    """What becomes of every token of a split in one epoch, as `gptlab data inspect` counts it:
-    total = trained + context + cropped, and rows_per_epoch * seq_len = trained + added + padded."""
+    """What becomes of every token of a split in the first epoch, as `gptlab data inspect` counts it:
+    total = trained + context + cropped, and rows_per_epoch * seq_len = trained + repeated + added + padded."""
 
     total: int
     """Tokens of the split, each document's BOS included; of cropped rows, those of the documents that the epoch takes,
     which are as many as the split has."""
     trained: int
-    """Tokens that are a target once (random rows: drawn with replacement, so as many draws)."""
+    """Tokens that are a target, of random rows once or more often."""
     context: int
     """Tokens that are only ever an input: nothing comes before the first token of a row."""
     added: int
     """Targets that are a BOS put before the continuation of a document."""
     padded: int
     """Target positions with nothing in them."""
+    repeated: int = 0
+    """Targets of random rows, which are drawn with replacement, that are a target of another row already."""
 
     @property
     def cropped(self) -> int:
@@ -220,12 +222,18 @@ class TokenFate:
 
 
 def token_fate(rows: object) -> TokenFate:
-    """What becomes of every token in one epoch. TypeError for rows that are not gptlab's."""
+    """What becomes of every token in the first epoch. TypeError for rows that are not gptlab's."""
     from gptlab.data.cropping import CroppedRows
 
     match rows:
         case WindowRows():
-            return TokenFate(rows.split.n_tokens, rows.rows_per_epoch * rows.seq_len, context=1, added=0, padded=0)
+            steps = np.diff(np.sort(rows.starts(0, np.arange(rows.rows_per_epoch))))
+            # A row adds to the rows before it no more than its step from the one before.
+            trained, in_rows = (
+                int(np.minimum(steps, width).sum()) + width for width in (rows.seq_len, rows.seq_len + 1)
+            )
+            repeated = rows.rows_per_epoch * rows.seq_len - trained
+            return TokenFate(rows.split.n_tokens, trained, in_rows - trained, added=0, padded=0, repeated=repeated)
         case TextRows():
             padded = rows.rows_per_epoch * rows.seq_len - rows.n_targets
             return TokenFate(rows.split.n_tokens, rows.n_targets, context=1, added=0, padded=padded)

@@ -68,6 +68,15 @@ def test_inspect_shows_counts_fates_and_a_row(corpus: Path, capsys: pytest.Captu
     assert any(line.startswith("| <BOS>") for line in lines)
 
 
+def test_inspect_counts_random_rows_as_drawn(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(corpus), "--tokenizer", "byte", "--rows", "random", "--seq-len", "64"]) == 0
+    out = capsys.readouterr().out
+    assert "(random, drawn with replacement)" in out
+    assert "trained on again" in out
+    assert "in no row" in out
+    assert "cropped" not in out
+
+
 def test_every_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert gptlab(["data", "--help"]) == 0
     assert "inspect" in capsys.readouterr().out

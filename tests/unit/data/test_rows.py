@@ -176,6 +176,16 @@ def test_random_rows_are_windows_that_reach_both_ends() -> None:
     assert max(abs(count - 2000 / 17) for count in starts.values()) < 53
 
 
+def test_the_fate_of_tokens_in_random_rows_is_that_of_the_first_epoch() -> None:
+    tokens = list(range(1, 202))
+    rows = make_rows(split_of([tokens], bos=False), DataConfig(rows="random"), 10, None, 3, None)
+    inputs, targets = (set(part.ravel().tolist()) for part in epoch_of(rows))
+    fate = token_fate(rows)
+    assert (fate.total, fate.trained, fate.repeated) == (201, len(targets), 200 - len(targets))
+    assert (fate.context, fate.cropped) == (len(inputs - targets), len(set(tokens) - inputs - targets))
+    assert 0 < fate.context < fate.cropped  # and 1/e of tokens are in no row, more or less
+
+
 @pytest.mark.parametrize("kind", ["packed", "sequential", "random"])
 def test_a_text_shorter_than_a_row_is_refused_with_the_nearest_length(kind: str) -> None:
     data = DataConfig(rows=kind)  # type: ignore[arg-type]
