@@ -112,14 +112,17 @@ def folder_files(root: Path) -> list[DocumentFile]:
 
 
 def glob_files(pattern: str) -> list[DocumentFile]:
-    """Files of known formats that match; the names are relative to the folder before the first wildcard."""
+    """Files of known formats that match, each once, however many links lead to it; the names are relative to the folder
+    before the first wildcard."""
     parts = Path(pattern).parts
     fixed = next(i for i, part in enumerate(parts) if glob.has_magic(part))
     root = Path(*parts[:fixed])
     paths = [Path(match) for match in glob.glob(pattern, recursive=True)]
     paths = [path for path in paths if path.is_file() and format_suffix(path) in KNOWN_SUFFIXES]
-    names = sorted((path.relative_to(root).as_posix(), path) for path in paths)
-    return [DocumentFile(path, name, lenient=True) for name, path in names]
+    found: dict[str, DocumentFile] = {}
+    for name, path in sorted((path.relative_to(root).as_posix(), path) for path in paths):
+        found.setdefault(os.path.realpath(path), DocumentFile(path, name, lenient=True))
+    return list(found.values())
 
 
 def _walk(root: Path, ignored: Iterable[str] = ()) -> Iterator[str]:

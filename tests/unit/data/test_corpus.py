@@ -102,6 +102,15 @@ def test_glob_and_several_sources(tmp_path: Path) -> None:
     assert documents(tmp_path / "[1].txt") == ["brackets"]
 
 
+def test_a_glob_reads_a_file_once_however_many_links_lead_to_it(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    for name in ("a.txt", "sub/b.txt"):
+        (tmp_path / name).write_text(name)
+    (tmp_path / "sub" / "up").symlink_to(tmp_path)
+    (tmp_path / "z.txt").symlink_to(tmp_path / "a.txt")
+    assert documents(tmp_path / "**" / "*.txt") == ["a.txt", "sub/b.txt"]
+
+
 def test_parquet_with_many_row_groups_and_string_types(tmp_path: Path) -> None:
     texts = [f"document {i}" for i in range(1000)]
     path = write_parquet(tmp_path / "a.parquet", id=list(range(1000)), text=texts)
