@@ -14,7 +14,7 @@ so a lab that was killed at any moment knows what it has done: what is not in th
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -110,25 +110,32 @@ class Ledger:
         """{number: experiment}, in the order of their numbers. UserError for a damaged line."""
         return fold(self._lines())
 
-    def _lines(self) -> list[Mapping[str, Any]]:
-        """Without an incomplete last line, which a killed process left and the next `append` removes."""
+    def _lines(self) -> dict[int, Mapping[str, Any]]:
+        """By their numbers in the file, from 1; without blank lines and an incomplete last line, which a killed process
+        left and the next `append` removes."""
         if not self.path.exists():
-            return []
+            return {}
         with cannot(f"read {self.path}"), open_plain(self.path) as file:
             *lines, _ = file.read().split(b"\n")
-        try:
-            return [json.loads(line) for line in lines]
-        except (ValueError, RecursionError):
-            raise UserError(f"{self.path} is damaged: a line is no JSON object") from None
+        found = {}
+        for place, line in enumerate(lines, 1):
+            try:
+                if line.strip():
+                    found[place] = json.loads(line)
+            except (ValueError, RecursionError):
+                raise UserError(f"{self.path} is damaged: line {place} is no JSON object") from None
+        return found
 
 
-def fold(lines: Iterable[Mapping[str, Any]]) -> dict[int, Experiment]:
-    """The experiments that the lines of a ledger tell of. UserError for lines that no lab wrote."""
-    found: dict[int, Experiment] = {}
+def fold(lines: Mapping[int, Mapping[str, Any]]) -> dict[int, Experiment]:
+    """The experiments that the lines of a ledger, by their numbers, describe. UserError for one that no lab wrote."""
+    found, proposed_in, place = dict[int, Experiment](), dict[int, int](), 0
     try:
-        for line in lines:
+        for place, line in lines.items():
             number, kind = int(line["experiment"]), line["kind"]
             if kind == "proposed":
+                _require(0 <= line["against"] < max(number, 1), f"experiment {number} against {line['against']}")
+                proposed_in[number] = place
                 found[number] = Experiment(
                     number, line["fields"], tuple(line["files"]), line["why"], line["expect"], line["by"],
                     line["against"], line["time"],
@@ -143,11 +150,22 @@ def fold(lines: Iterable[Mapping[str, Any]]) -> dict[int, Experiment]:
                 found[number].costs.append(line)
             elif kind == "verdict":
                 found[number].verdict = line
+                _require(line["verdict"] in VERDICTS, f"verdict {line['verdict']!r}")
+                for name in ("difference", "half_width"):
+                    float(line.get(name) or 0.0)  # infinity is a text
             elif kind == "promotion":
                 found[number].promotions.append({key: line[key] for key in line if key not in ("kind", "time")})
-    except (LookupError, TypeError, ValueError) as error:
-        raise UserError(f"the ledger is damaged: {type(error).__name__}: {error}") from None
+        for one in found.values():
+            place = proposed_in[one.number]
+            _require(one.against in found, f"experiment {one.number} against {one.against}, which there is not")
+    except (LookupError, TypeError, ValueError, OverflowError) as error:
+        raise UserError(f"the ledger is damaged in line {place}: {type(error).__name__}: {error}") from None
     return dict(sorted(found.items()))
+
+
+def _require(condition: bool, what: str) -> None:
+    if not condition:
+        raise ValueError(what)
 
 
 def baseline_of(experiments: Mapping[int, Experiment]) -> Experiment:

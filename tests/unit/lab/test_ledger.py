@@ -59,10 +59,31 @@ def test_half_a_line_never_happened(tmp_path: Path) -> None:
 def test_a_damaged_line_is_refused(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "ledger.jsonl")
     ledger.path.write_text('{"kind": "verdict", "experiment": 4}\n')
-    with pytest.raises(UserError, match="the ledger is damaged: KeyError: 4"):
+    with pytest.raises(UserError, match="the ledger is damaged in line 1: KeyError: 4"):
         ledger.experiments()
-    ledger.path.write_text("nonsense\n")
-    with pytest.raises(UserError, match="is damaged: a line is no JSON object"):
+    ledger.path.write_text("\n\nnonsense\n")
+    with pytest.raises(UserError, match="is damaged: line 3 is no JSON object"):
+        ledger.experiments()
+    ledger.path.write_text("\n \n")
+    assert ledger.experiments() == {}
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ({"kind": "verdict", "verdict": "discard", "difference": "a lot"}, "in line 3: ValueError: could not convert"),
+        ({"kind": "verdict", "verdict": "great"}, "in line 3: ValueError: verdict 'great'"),
+        ({"kind": "proposed", "against": 2}, "in line 3: ValueError: experiment 2 against 2"),
+        ({"kind": "proposed", "against": 1}, "in line 3: ValueError: experiment 2 against 1, which there is not"),
+    ],
+)
+def test_a_line_that_no_lab_wrote_is_refused(line: dict[str, object], says: str, tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    propose(ledger, 0)
+    propose(ledger, 2)
+    given = {"experiment": 2, "fields": {}, "files": [], "why": "", "expect": None, "by": "", "reason": ""}
+    ledger.append(**(given | line))  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=says):
         ledger.experiments()
 
 
