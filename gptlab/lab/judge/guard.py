@@ -370,7 +370,8 @@ def _begin(spec: dict[str, Any], libc: ctypes.CDLL, isolated: bool) -> subproces
             libc.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)  # or its files in /proc would be root's
         with contextlib.suppress(OSError):  # when memory runs out, the kernel kills this first
             _write("/proc/self/oom_score_adj", "1000")
-        size = int(spec["limits"]["output_bytes"])
+        size, hard = int(spec["limits"]["output_bytes"]), resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+        size = size if hard == resource.RLIM_INFINITY else min(size, hard)
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         if isolated:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -74,6 +75,18 @@ def test_shared_pages_count_once(tmp_path: Path) -> None:
     limits = replace(LIMITS, memory_bytes=2**30)
     assert run(tmp_path, program.replace("SHARES", "True"), limits=limits).peak_bytes < 2**27
     assert run(tmp_path, program.replace("SHARES", "False"), limits=limits).peak_bytes > 2.5 * 2**26
+
+
+@pytest.mark.parametrize("isolate", BOTH_WAYS)
+def test_a_lower_limit_on_file_sizes_stays(isolate: bool, tmp_path: Path) -> None:
+    """That of `ulimit -f`, which only root may raise."""
+
+    def limited() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**19, 2**19))
+        run(tmp_path, "import resource; print(resource.getrlimit(resource.RLIMIT_FSIZE))", isolate=isolate)
+
+    output, _ = Forked(limited).communicate()
+    assert (tmp_path / "log.txt").read_text() == f"({2**19}, {2**19})\n", output
 
 
 def test_the_signal_that_ended_it(tmp_path: Path) -> None:
