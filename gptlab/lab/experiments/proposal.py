@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from gptlab.config.errors import UserError, cannot
 from gptlab.lab.experiments.folder import Lab
@@ -107,9 +108,17 @@ def read_proposal(path: Path, tree: Path | None, by: str) -> Proposal:
     match values:
         case {**rest} if rest.keys() <= {"fields", "why", "expect"}:
             fields, why, expect = values.get("fields", {}), values.get("why", ""), values.get("expect")
-            if isinstance(fields, dict) and isinstance(why, str) and isinstance(expect, int | float | None):
+            if isinstance(fields, dict) and isinstance(why, str) and _is_finite(expect):
                 return Proposal(fields, tree, why, expect, by)
     raise UserError(f"{path.name} must be a JSON object with fields (an object), why (a text), expect (a number)")
+
+
+def _is_finite(value: Any) -> TypeGuard[float | None]:
+    """Whether it is None, or a number that is finite as a float: JSON has larger ones."""
+    try:
+        return value is None or (isinstance(value, int | float) and math.isfinite(value))
+    except OverflowError:
+        return False
 
 
 def _files(tree: Path) -> dict[str, Path]:

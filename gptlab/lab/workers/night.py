@@ -71,28 +71,36 @@ def run_night(
             return False
         return True
 
-    while deadline is None or time.monotonic() < deadline:
-        if any(finished(number) for number in in_flight(lab)):
-            continue  # There may be more by now.
-        if _is_full(lab, experiments):
-            break
-        try:
-            with lab.ledger.locked() if at_once else nullcontext():
-                if (proposal := propose(lab)) is None:
-                    say("nothing is left to try")
-                    break
-                with lab.ledger.locked():
-                    if _is_full(lab, experiments):  # by other workers, while this one thought
+    try:
+        while deadline is None or time.monotonic() < deadline:
+            if any(finished(number) for number in in_flight(lab)):
+                continue  # There may be more by now.
+            if _is_full(lab, experiments):
+                break
+            try:
+                with lab.ledger.locked() if at_once else nullcontext():
+                    if (proposal := propose(lab)) is None:
+                        say("nothing is left to try")
                         break
-                    number = submit(lab, proposal)
-        except UserError as error:
-            failures += 1
-            say(f"no proposal: {error}")
-            if failures == MAX_FAILURES:
-                raise UserError(f"nothing to try, {MAX_FAILURES} times in a row; the last time: {error}") from None
-            continue
-        failures = 0
-        finished(number)
+                    with lab.ledger.locked():
+                        if _is_full(lab, experiments):  # by other workers, while this one thought
+                            break
+                        number = submit(lab, proposal)
+            except UserError as error:
+                failures += 1
+                say(f"no proposal: {error}")
+                if failures == MAX_FAILURES:
+                    raise UserError(f"nothing to try, {MAX_FAILURES} times in a row; the last time: {error}") from None
+                continue
+            failures = 0
+            finished(number)
+    finally:
+        shutil.rmtree(_work_folder(lab), ignore_errors=True)
+
+
+def _work_folder(lab: Lab) -> Path:
+    """Where the command of this process proposes."""
+    return lab.path / "work" / f"{platform.node()}-{os.getpid()}"
 
 
 def _is_full(lab: Lab, experiments: int | None) -> bool:
@@ -116,7 +124,7 @@ def agent(command: str, timeout: float) -> Propose:
         experiments = lab.ledger.experiments()
         baseline = baseline_of(experiments)  # Another worker may replace it while the command thinks.
         base = code_of(lab, baseline, experiments)
-        folder = lab.path / "work" / f"{platform.node()}-{os.getpid()}"
+        folder = _work_folder(lab)
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         copy_package(base, folder)

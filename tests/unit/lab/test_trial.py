@@ -20,10 +20,10 @@ from gptlab.lab.experiments import runs, trial
 from gptlab.lab.experiments.folder import Lab
 from gptlab.lab.experiments.ledger import baseline_of
 from gptlab.lab.experiments.overview import best, details, status_lines
-from gptlab.lab.experiments.proposal import Proposal, submit
+from gptlab.lab.experiments.proposal import Proposal, read_proposal, submit
 from gptlab.lab.experiments.runs import Variant
 from gptlab.lab.experiments.trial import finish, measure_baseline, noise
-from gptlab.lab.workers.night import run_night
+from gptlab.lab.workers.night import agent, run_night
 
 
 @pytest.fixture(scope="module")
@@ -309,6 +309,23 @@ def test_a_night_ends_at_its_number(lab: Lab) -> None:
     assert judged[:3] == ["discard", "keep", "invalid"]
     assert len(judged) == 4
     assert lab.ledger.experiments()[5].against == 3
+
+
+@pytest.mark.parametrize("expect", ["1e999", "9" * 401])
+def test_a_prediction_that_is_no_finite_number(expect: str, tmp_path: Path) -> None:
+    (tmp_path / "proposal.json").write_text(f'{{"expect": {expect}}}')
+    with pytest.raises(UserError, match=r"expect \(a number\)"):
+        read_proposal(tmp_path / "proposal.json", None, "test")
+
+
+def test_a_night_leaves_no_copy_of_the_package(lab: Lab, tmp_path: Path) -> None:
+    program = tmp_path / "propose.py"
+    program.write_text("""open("proposal.json", "w").write('{"fields": {"optim.head.lr": -1.0}}')""")
+    with formula():
+        propose = agent(shlex.join([sys.executable, str(program)]), 60.0)
+        run_night(lab, propose, experiments=1, say=quiet, judged=lambda one: None)
+    assert lab.ledger.experiments()[2].says == "discard"
+    assert [path.suffix for path in (lab.path / "work").iterdir()] == [".log"]
 
 
 def test_a_program_that_proposes_nothing_ends_the_night(lab: Lab) -> None:
