@@ -87,6 +87,10 @@ def prepare(data: DataConfig, tokenizer: TokenizerConfig, *, console: Console | 
     if not folder.exists():
         corpus.probe()
     statistics = cached_folder(folder, build, what=f"tokens of {corpus.name}", console=console)
+    # Those in the cache may be of another corpus with the same content.
+    statistics |= {"corpus": corpus.name, "split": corpus.how}
+    if "read" in statistics and corpus.not_followed:
+        statistics["read"] = f"{statistics['read']}; {corpus.not_followed}"
     counts = _counts(folder, statistics)
     train, val = (
         TokenSplit.open(folder, side, n_shards=counts[side]["shards"], n_bytes=counts[side]["bytes"]) for side in SIDES
@@ -139,6 +143,7 @@ def _prepare_tokens(
     # A file that was written again is checked again, even with the same content.
     folder = root / "tokens" / _fingerprint({**parts, "stamps": files.stamps()})
     statistics = cached_folder(folder, build, what=f"index of {files.name}", console=console)
+    statistics |= {"corpus": files.name}
     counts = _counts(folder, statistics)
     train, val = (open_split(of_side[side], side, folder, counts[side]) for side in SIDES)
     files.require_unchanged()

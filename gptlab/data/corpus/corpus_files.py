@@ -99,16 +99,19 @@ def stdlib_files() -> list[DocumentFile]:
     Ordered by the SHA-1 of the relative path: shuffled over the packages, and the same on every machine.
     """
     library = Path(sysconfig.get_path("stdlib"))
-    names = [name for name in _walk(library, ["site-packages", "dist-packages"]) if name.endswith(".py")]
+    paths, _ = _walk(library, ["site-packages", "dist-packages"])
+    names = [name for name in paths if name.endswith(".py")]
     if not names:
         raise UserError(f"stdlib: this Python has no library sources under {library}; name a folder or file instead")
     names.sort(key=lambda name: hashlib.sha1(name.encode("utf-8", "surrogateescape"), usedforsecurity=False).digest())
     return [DocumentFile(library / name, name, lenient=True) for name in names]
 
 
-def folder_files(root: Path) -> list[DocumentFile]:
-    names = [name for name in sorted(_walk(root)) if format_suffix(Path(name)) in KNOWN_SUFFIXES]
-    return [DocumentFile(root / name, name, lenient=True) for name in names]
+def folder_files(root: Path) -> tuple[list[DocumentFile], int]:
+    """The files below a folder, and how many links to folders are there, which are not followed."""
+    paths, n_links = _walk(root)
+    names = [name for name in sorted(paths) if format_suffix(Path(name)) in KNOWN_SUFFIXES]
+    return [DocumentFile(root / name, name, lenient=True) for name in names], n_links
 
 
 def glob_files(pattern: str) -> list[DocumentFile]:
@@ -125,14 +128,19 @@ def glob_files(pattern: str) -> list[DocumentFile]:
     return list(found.values())
 
 
-def _walk(root: Path, ignored: Iterable[str] = ()) -> Iterator[str]:
-    """Relative posix paths of the files below `root`; links to folders are not followed (they may lead in circles)."""
-    ignored = {"__pycache__", *ignored}
-    for folder, subfolders, files in os.walk(root):
+def _walk(root: Path, ignored: Iterable[str] = ()) -> tuple[list[str], int]:
+    """Relative posix paths of the files below `root`, and the number of links to folders, which are not followed (they
+    may lead in circles). UserError for a folder that cannot be listed."""
+    ignored, paths, n_links = {"__pycache__", *ignored}, list[str](), 0
+    for folder, subfolders, files in os.walk(root, onerror=_cannot_list):
         subfolders[:] = [name for name in subfolders if name not in ignored and not name.startswith(".")]
-        for name in files:
-            if not name.startswith("."):
-                yield (Path(folder) / name).relative_to(root).as_posix()
+        n_links += sum(os.path.islink(os.path.join(folder, name)) for name in subfolders)
+        paths += [(Path(folder) / name).relative_to(root).as_posix() for name in files if not name.startswith(".")]
+    return paths, n_links
+
+
+def _cannot_list(error: OSError) -> None:
+    raise UserError(f"cannot list the folder {error.filename}: {error.strerror or error}") from error
 
 
 def probe(file: DocumentFile, text_column: str) -> None:

@@ -79,6 +79,8 @@ class Source:
     text_column: str
     salt: str = ""
     """What the documents depend on besides the files."""
+    n_links: int = 0
+    """Links to folders in a folder. They are not followed."""
 
 
 class Corpus:
@@ -104,6 +106,12 @@ class Corpus:
         """How it is divided, in words."""
         names = " + ".join(source.name for source in self._val_sources)
         return f"validated on {names}" if names else f"{self.split} {self._val_fraction:g}"
+
+    @property
+    def not_followed(self) -> str:
+        """What is not read, in words; empty for nothing."""
+        count = sum(source.n_links for source in (*self._sources, *self._val_sources))
+        return f"not followed: {count:,} link{'s' * (count != 1)} to folders" if count else ""
 
     def probe(self) -> None:
         """UserError for what the beginnings of the files show: at once, not an hour into a run."""
@@ -239,18 +247,15 @@ def _open(source: str, data: DataConfig, root: Path) -> Source:
         return Source(STDLIB, stdlib_files(), "", salt=f"python {platform.python_version()}")
     path, text_column = Path(os.path.expanduser(source)), data.text_column
     if os.path.exists(path) and not os.path.isdir(path):  # Unlike Path.exists, False for names that no file can have.
-        files = [DocumentFile(path, path.name, lenient=False)]
-    else:
-        files, text_column = _several_files(source, path, text_column, data.hub_files, root)
-    return Source(source, files, text_column)
+        return Source(source, [DocumentFile(path, path.name, lenient=False)], text_column)
+    return _several_files(source, path, text_column, data.hub_files, root)
 
 
-def _several_files(
-    source: str, path: Path, text_column: str, hub_files: int | None, root: Path
-) -> tuple[list[DocumentFile], str]:
-    """The files of a folder, a corpus by name or a glob, and the column of their text."""
+def _several_files(source: str, path: Path, text_column: str, hub_files: int | None, root: Path) -> Source:
+    """A folder, a corpus by name or a glob."""
+    n_links = 0
     if os.path.isdir(path):
-        files = folder_files(path)
+        files, n_links = folder_files(path)
     elif (named := named_source(source)) is not None:
         # The fingerprint is that of the same files in a folder: where they come from does not matter.
         files = local_files(named, hub_files, root)
@@ -264,7 +269,7 @@ def _several_files(
             f"{source!r} has no files to read: gptlab reads text (.txt .md .py ...), .jsonl and "
             ".parquet, the first two also packed (.gz .zst)"
         )
-    return files, text_column
+    return Source(source, files, text_column, n_links=n_links)
 
 
 def split_documents(corpus: Corpus, split: Split, val_fraction: float) -> Iterator[tuple[Side, str]]:

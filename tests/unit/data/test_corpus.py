@@ -111,6 +111,20 @@ def test_a_glob_reads_a_file_once_however_many_links_lead_to_it(tmp_path: Path) 
     assert documents(tmp_path / "**" / "*.txt") == ["a.txt", "sub/b.txt"]
 
 
+def test_a_folder_that_cannot_be_listed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "a.txt").write_text("a")
+
+    def scandir(path: str) -> object:  # root lists every folder, so no mode refuses it
+        if Path(path).name == "sub":
+            raise PermissionError(13, "Permission denied", path)
+        return listed(path)
+
+    listed = os.scandir
+    monkeypatch.setattr(os, "scandir", scandir)
+    assert refusal(tmp_path) == f"cannot list the folder {tmp_path / 'sub'}: Permission denied"
+
+
 def test_parquet_with_many_row_groups_and_string_types(tmp_path: Path) -> None:
     texts = [f"document {i}" for i in range(1000)]
     path = write_parquet(tmp_path / "a.parquet", id=list(range(1000)), text=texts)

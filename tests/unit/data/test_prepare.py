@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -79,6 +80,18 @@ def test_a_second_call_makes_nothing(texts: Path, monkeypatch: pytest.MonkeyPatc
     assert (second.folder, second.fingerprint, second.statistics) == (first.folder, first.fingerprint, first.statistics)
     assert second.tokenizer.fingerprint == first.tokenizer.fingerprint
     assert np.array_equal(first.train.read(0, first.train.n_tokens), second.train.read(0, second.train.n_tokens))
+
+
+def test_statistics_are_of_this_corpus_where_another_has_the_same_content(texts: Path, tmp_path: Path) -> None:
+    first = prepare(config(texts), BYTE)
+    copy = tmp_path / "copy"
+    shutil.copytree(texts, copy)
+    (copy / "up").symlink_to(tmp_path)
+    second = prepare(config(copy), BYTE)
+    assert second.folder == first.folder
+    assert (first.statistics["corpus"], second.statistics["corpus"]) == (str(texts), str(copy))
+    assert second.statistics["read"] == "60 documents from 60 files; not followed: 1 link to folders"
+    assert "not followed" not in prepare(config(texts), BYTE).statistics["read"]
 
 
 def test_whatever_changes_the_tokens_changes_the_fingerprint(texts: Path) -> None:
