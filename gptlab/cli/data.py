@@ -16,6 +16,7 @@ from gptlab.cli.arguments.parser import Positional, parse, run_subcommand
 from gptlab.config.errors import Limit, NotNegative, Positive, UserError, checked_dataclass, nearest_name
 from gptlab.config.run import DataConfig, LongDocuments, Rows, Split, TokenizerConfig, TokenizerKind
 from gptlab.data.corpus.core_bundle import core_folder, prepare_core
+from gptlab.data.corpus.documents import listed_sources
 from gptlab.data.corpus.known_corpora import CORE, CORE_BUNDLE, CORPORA, named_source, size_text, state
 from gptlab.data.prepare import PreparedData, prepare
 from gptlab.data.rows import RowSource, make_rows, token_fate
@@ -62,8 +63,8 @@ class PrepareArguments:
     corpora: Positional[tuple[str, ...]] = ()
     """The same as --data."""
     data: tuple[str, ...] = ("stdlib",)
-    """Corpora, read one after the other: `stdlib`, a file (.txt .jsonl .parquet), a folder, a glob, a name of
-    `gptlab data list`, hub:OWNER/NAME[@REVISION][/GLOB]. Or tokens: a nanoGPT folder (train.bin, val.bin), llm.c
+    """Corpora, read one after the other (A B or A,B): `stdlib`, a file (.txt .jsonl .parquet), a folder, a glob, a name
+    of `gptlab data list`, hub:OWNER/NAME[@REVISION][/GLOB]. Or tokens: a nanoGPT folder (train.bin, val.bin), llm.c
     shards (.bin)."""
     val_source: tuple[str, ...] = ()
     """Corpora (or token shards) to validate on. None given: the files that the lineage of a corpus by name fixes
@@ -89,7 +90,7 @@ class PrepareArguments:
     def sources(self) -> tuple[str, ...]:
         if self.corpora and self.data != ("stdlib",):
             raise UserError("name corpora after `prepare` or after --data, not both")
-        return self.corpora or self.data
+        return listed_sources(self.corpora or self.data)
 
     def configs(self) -> tuple[DataConfig, TokenizerConfig]:
         data = DataConfig(

@@ -14,7 +14,7 @@ import numpy as np
 from gptlab.cli.arguments.parser import Positional, parse, run_subcommand
 from gptlab.config.errors import Positive, UserError, checked_dataclass
 from gptlab.config.run import DataConfig, TokenizerConfig, TokenizerKind
-from gptlab.data.corpus.documents import Corpus, open_corpus
+from gptlab.data.corpus.documents import Corpus, listed_sources, open_corpus
 from gptlab.data.tokenizer.base import FILE
 from gptlab.data.tokenizer.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from gptlab.runtime.records.console import Console
@@ -41,7 +41,8 @@ class TextArguments:
     """Column (Parquet) or key (JSONL) that holds the text."""
 
     def corpus(self) -> Corpus:
-        data = DataConfig(source=self.data, text_column=self.text_column, hub_files=self.hub_files, split="tail")
+        source = listed_sources(self.data)
+        data = DataConfig(source=source, text_column=self.text_column, hub_files=self.hub_files, split="tail")
         corpus = open_corpus(data)
         corpus.probe()
         return corpus

@@ -19,6 +19,7 @@ from gptlab.config.load import apply_overrides, checked_value, differences, flat
 from gptlab.config.recipes import OWN_TYPES, RECIPES, configure, own_arguments, recorded_arguments
 from gptlab.config.run import Compile, DType, Horizon, HorizonUnit, RunConfig
 from gptlab.config.scaling import Machine
+from gptlab.data.corpus.documents import listed_sources
 from gptlab.runtime.files.plain_file import load_toml
 from gptlab.runtime.records.run_directory import FREE_FIELDS
 
@@ -306,8 +307,6 @@ def _full_names(given: Mapping[str, Any]) -> dict[str, Any]:
     """The values with the full names of fields in place of short forms; None leaves a short form out."""
     values = {name: value for name, value in given.items() if name not in ALIASES}
     values |= {ALIASES[name]: value for name, value in given.items() if name in ALIASES and value is not None}
-    if "data" in given:  # A,B as A B
-        values["data.source"] = tuple(part for word in given["data"] for part in word.split(",") if part)
     return values
 
 
@@ -340,8 +339,9 @@ def _checked(name: str, value: Any, names: Mapping[str, Any]) -> Any:
         if (elsewhere := answer(name)) is not None:
             raise UserError(f"there is no {name} here: {elsewhere}")
         raise unknown_field(name, value, also=names)
-    one_source = name in ("data", "data.source", "data.val_source") and isinstance(value, str)
-    return checked_value(names[name], [value] if one_source else value, name)
+    if name in ("data", "data.source", "data.val_source") and isinstance(value, str):
+        value = listed_sources([value]) if name == "data" else [value]
+    return checked_value(names[name], value, name)
 
 
 def _plain(value: Any) -> Any:

@@ -69,11 +69,14 @@ def read_request(argv: Sequence[str], arguments: type[RunArguments], *, prog: st
     # Imported here: commands that take no run do without recipes, and runs without pages of help.
     from gptlab.app.run.run_request import argument_types, request_of
     from gptlab.config.recipes import OWN_TYPES
+    from gptlab.data.corpus.documents import listed_sources
 
     if DESCRIBE in argv or {word.partition("=")[0] for word in argv} & {*HELP_FLAGS}:
         _show_arguments(argv, arguments, prog, description)
     names = argument_types(arguments)
     given = read_words(argv, names | OWN_TYPES, positionals=["recipe"], unknown=lambda n, v: _unknown_flag(n, v, names))
+    if "data" in given:
+        given["data"] = listed_sources(given["data"])
     return request_of(given.pop("recipe", None), given)
 
 

@@ -378,6 +378,14 @@ class TestToml:
         assert config.data.source == ("none",)
         assert resolve("quickstart --checkpoint.every-seconds none").checkpoint.every_seconds is None
 
+    def test_elements_of_a_list_and_names_that_are_there_keep_their_commas(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        assert resolve(self.write(tmp_path, 'data = ["a,b", "c"]\n')).data.source == ("a,b", "c")
+        (tmp_path / "d,e").touch()
+        monkeypatch.chdir(tmp_path)
+        assert resolve("--data d,e --data f,d,e").data.source == ("d,e", "f", "d", "e")
+
     def test_a_short_flag_beats_the_files_long_field(self, tmp_path: Path) -> None:
         path = self.write(tmp_path, '[model]\nn_layer = 3\n[horizon]\namount = 5\nunit = "steps"\nuntil_val_loss = 2\n')
         assert resolve(path).model.n_layer == 3

@@ -52,6 +52,13 @@ def test_prepare_says_what_was_made_and_where(corpus: Path, capsys: pytest.Captu
     assert "encoding" not in capsys.readouterr().out  # found, not made
 
 
+def test_prepare_takes_corpora_with_commas_as_train_does(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (corpus / "7,8.txt").write_text("a name with a comma")
+    for words in ([f"{corpus}/1.txt", f"{corpus}/7,8.txt"], [f"{corpus}/1.txt,{corpus}/2.txt"]):
+        assert main(["prepare", "--data", *words, "--tokenizer", "byte"]) == 0
+        assert "read: 2 documents from 2 files" in capsys.readouterr().out
+
+
 def test_inspect_shows_counts_fates_and_a_row(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", "--data", str(corpus), "--tokenizer", "byte", "--seq-len", "64", "--row", "3"]) == 0
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]

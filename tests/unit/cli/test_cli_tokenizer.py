@@ -56,7 +56,9 @@ def test_char_with_and_without_bos(text: Path, tmp_path: Path) -> None:
 def test_eval_stops_at_max_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in "abc":
         (tmp_path / f"{name}.txt").write_text("x" * 1000)
-    assert run("train", "--kind", "byte", "--data", tmp_path, "--out", tmp_path / "out") == 0
+    assert (
+        run("train", "--kind", "byte", "--data", f"{tmp_path}/a.txt,{tmp_path}/b.txt", "--out", tmp_path / "out") == 0
+    )
     assert run("eval", tmp_path / "out", "--data", tmp_path, "--max-bytes", 1500) == 0
     assert "2 documents, 2,000 bytes" in capsys.readouterr().out
 
