@@ -24,7 +24,7 @@ from gptlab.data.tokenizer.tokenizer import Tokenizer
 from gptlab.data.tokens.shards import TokenSplit
 from gptlab.runtime.files.cache import cache_root, damage, read_info
 from gptlab.runtime.files.plain_file import to_json
-from gptlab.runtime.records.console import Console
+from gptlab.runtime.records.console import CONTROLS, Console
 from gptlab.runtime.records.table import table
 
 USAGE = """\
@@ -299,7 +299,7 @@ def _print_row(rows: RowSource, index: int, tokenizer: Tokenizer) -> None:
     tokens = np.concatenate([inputs[0][:1], counted])
     borders = np.flatnonzero(tokens == tokenizer.bos_id) if tokenizer.bos_id is not None else np.empty(0, np.int64)
     pieces = [tokenizer.decode(piece) for piece in np.split(tokens, borders)]
-    text = "<BOS>".join(pieces)
+    text = "<BOS>".join(pieces).translate(CONTROLS)
     print(f"\nrow {index:,} of the first epoch, {len(tokens):,} tokens:")
     for line in text[:SHOWN_CHARACTERS].splitlines():
         print(f"  | {line}".rstrip())
@@ -308,4 +308,6 @@ def _print_row(rows: RowSource, index: int, tokenizer: Tokenizer) -> None:
 
 
 def _print_table(rows: Iterable[Sequence[str]], alignments: str) -> None:
-    print(textwrap.indent(table(rows, alignments), "  "))
+    """Cells without control characters: names of files and corpora may be of an untrusted source."""
+    shown = [[cell.translate(CONTROLS) for cell in row] for row in rows]
+    print(textwrap.indent(table(shown, alignments), "  "))

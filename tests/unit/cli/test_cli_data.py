@@ -84,6 +84,20 @@ def test_inspect_counts_random_rows_as_drawn(corpus: Path, capsys: pytest.Captur
     assert "cropped" not in out
 
 
+def test_no_control_characters_of_data_reach_the_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("GPTLAB_CACHE", str(tmp_path / "cache"))
+    path = tmp_path / "\x1b[2Jred.txt"
+    path.write_text("all \x1b]0;work\x07 and\x9b no play\n" * 100)
+    assert main(["inspect", str(path), "--tokenizer", "byte", "--seq-len", "64"]) == 0
+    assert main(["list"]) == 0
+    out = capsys.readouterr().out
+    assert "[2Jred.txt" in out
+    assert "all ]0;work and no play\n" in out
+    assert not set(out) & {"\x1b", "\x07", "\x9b"}
+
+
 def test_every_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert gptlab(["data", "--help"]) == 0
     assert "inspect" in capsys.readouterr().out
