@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,10 @@ MAX_TEXT_BYTES = 64 * 2**20
 class EvalArguments(LoadArguments):
     text: str | None = None
     """Measure this text file (UTF-8) instead of the validation set."""
+    data: tuple[str, ...] = ()
+    """Where the corpus is now, if it was moved. A relative path of the run's own is one in the current folder."""
+    val_source: tuple[str, ...] = ()
+    """The same for corpora of --data.val-source."""
     html: str | None = None
     """With --text: a page to write, with each token colored by the bits that it took."""
     tokens: Positive[int] | None = None
@@ -47,6 +51,8 @@ class EvalArguments(LoadArguments):
             raise UserError("--html shows a text of your own: give it with --text FILE")
         if self.text is not None and self.core:
             raise UserError("--text and --core measure different things: give one of them")
+        if (self.data or self.val_source) and (self.core or self.text is not None):
+            raise UserError("--data and --val-source are the run's own corpus: leave them out with --text and --core")
         if not self.core and (self.core_dir is not None or self.core_examples is not None):
             raise UserError("--core-dir and --core-examples are of CORE: give them with --core")
         if self.core and self.tokens is not None:
@@ -102,10 +108,19 @@ def _lines(figures: Mapping[str, Any]) -> Iterator[str]:
 
 def _validation(run: LoadedRun, arguments: EvalArguments, console: Console, group: Group) -> dict[str, Any]:
     from gptlab.app.run.loaded_run import evaluate_run
+    from gptlab.data.corpus.documents import NoCorpusError, listed_sources
 
-    result = evaluate_run(
-        run, tokens=arguments.tokens, micro_sequences=arguments.micro_sequences, console=console, group=group
+    own = run.config.data
+    data = replace(
+        own, source=listed_sources(arguments.data) or own.source, val_source=arguments.val_source or own.val_source
     )
+    run = replace(run, config=replace(run.config, data=data))
+    try:
+        result = evaluate_run(
+            run, tokens=arguments.tokens, micro_sequences=arguments.micro_sequences, console=console, group=group
+        )
+    except NoCorpusError as error:
+        raise UserError(f"{error}; if the run's corpus was moved, --data or --val-source says where it is") from None
     return {name: value for name, value in asdict(result).items() if value is not None}
 
 

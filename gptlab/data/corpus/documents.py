@@ -70,6 +70,10 @@ class CorpusSummary:
         return f"{documents} from {files}" + (f"; skipped: {', '.join(skipped)}" if skipped else "")
 
 
+class NoCorpusError(UserError):
+    """A source that is missing, or without files."""
+
+
 @dataclass(frozen=True, slots=True)
 class Source:
     """The files of one source, in their order."""
@@ -240,7 +244,7 @@ def _no_corpus(source: str) -> UserError:
     maybe_name = not path.suffix and path.name == source  # A path that is missing is not a misspelt name.
     nearest = nearest_name(source, [STDLIB, *(known.name for known in CORPORA)]) if maybe_name else None
     hint = f" (did you mean {nearest}?)" if nearest else "; a corpus is stdlib, a file, a folder, a glob or a name"
-    return UserError(f"no corpus {source!r}: there is no such file or folder{hint}")
+    return NoCorpusError(f"no corpus {source!r}: there is no such file or folder{hint}")
 
 
 def is_text_file(source: str) -> bool:
@@ -271,7 +275,7 @@ def _several_files(source: str, path: Path, text_column: str, hub_files: int | N
     else:
         raise _no_corpus(source)
     if not files:
-        raise UserError(
+        raise NoCorpusError(
             f"{source!r} has no files to read: gptlab reads text (.txt .md .py ...), .jsonl and "
             ".parquet, the first two also packed (.gz .zst)"
         )

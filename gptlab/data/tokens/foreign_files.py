@@ -28,7 +28,7 @@ import numpy as np
 
 from gptlab.config.errors import ConfigError, UserError, cannot
 from gptlab.config.run import TokenizerConfig
-from gptlab.data.corpus.documents import STDLIB, TOKEN_SUFFIX
+from gptlab.data.corpus.documents import STDLIB, TOKEN_SUFFIX, NoCorpusError
 from gptlab.data.corpus.known_corpora import local_files, named_source
 from gptlab.data.tokenizer.tokenizer import (
     ByteTokenizer,
@@ -202,7 +202,7 @@ def _find(source: str, hub_files: int | None, root: Path) -> list[Shard] | None:
         files = sorted(Path(match) for match in glob.glob(str(path), recursive=True) if os.path.isfile(match))
         if source.endswith(TOKEN_SUFFIX) and not files:
             problem = "no file matches it" if glob.has_magic(source) else "there is no such file"
-            raise UserError(f"{source!r}: {problem}")
+            raise NoCorpusError(f"{source!r}: {problem}")
     if not files or any(file.suffix != TOKEN_SUFFIX for file in files):
         return None
     return [_open(file) for file in files]

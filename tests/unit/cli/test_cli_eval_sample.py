@@ -410,8 +410,12 @@ class TestRefusals:
         assert "another model" in refusal(capsys, "sample", run.path)
 
     def test_a_corpus_that_is_gone(self, run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-        run.corpus.rename(run.corpus.with_name("moved"))
-        assert "corpus" in refusal(capsys, "eval", run.path)
+        out = printed(capsys, "eval", run.path)
+        moved = run.corpus.rename(run.corpus.with_name("moved"))
+        assert "no such file or folder" in (line := refusal(capsys, "eval", run.path))
+        assert "--data" in line
+        assert printed(capsys, "eval", run.path, "--data", moved).endswith(out)
+        assert "leave them out" in refusal(capsys, "eval", run.path, "--data", moved, "--core")
         assert printed(capsys, "sample", run.path)  # which needs no corpus
 
     def test_a_prompt_that_cannot_be_encoded(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
