@@ -8,6 +8,7 @@ file that the user named must be readable, or a UserError says why not; of the f
 
 from __future__ import annotations
 
+import codecs
 import glob
 import hashlib
 import io
@@ -164,9 +165,13 @@ def read_documents(file: DocumentFile, text_column: str, skipped: Counter[str], 
         return _read_jsonl(file, text_column, skipped, digest)
     if file.suffix in TEXT_SUFFIXES or not file.suffix:
         return _read_text(file, skipped, digest)
+    name, packing = (file.path.stem, file.path.suffix) if is_packed(file.path) else (file.path.name, "")
+    advice = f"text of another kind: rename it to {name}.txt{packing}"
+    if file.suffix.removesuffix(packing.lower()) == ".json":
+        advice = "make it JSONL, one JSON object a line"
     raise UserError(
         f"{file.path}: {file.suffix} is not a format gptlab reads; it reads text (.txt .md .py and the like), "
-        ".jsonl and .parquet, the first two also packed (.gz .zst) (plain text of another kind: rename it to .txt)"
+        f".jsonl and .parquet, the first two also packed (.gz .zst) ({advice})"
     )
 
 
@@ -203,6 +208,8 @@ def _most_bytes(path: Path) -> int:
 
 
 def _decode(data: bytearray, path: Path) -> str:
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise NotTextError(f"{path} is UTF-16 text, as its first two bytes say; convert it to UTF-8")
     if b"\0" in data:
         raise NotTextError(f"{path} is a binary file (a NUL byte at offset {data.index(0)}); gptlab reads UTF-8 text")
     try:

@@ -265,7 +265,7 @@ def _write_index(folder: Path, side: str, files: Sequence[Shard], starts: np.nda
     if len(starts) == 1:
         raise UserError(
             f"{files[0].path}: no BOS begins a document in these tokens, and packed rows are made of documents: use "
-            "data.rows random or sequential"
+            "--data.rows random or sequential (gptlab data: --rows)"
         )
     split = TokenSplit(files, starts, np.zeros(len(starts) - 1, dtype=np.uint64), 0)
     hashes = [

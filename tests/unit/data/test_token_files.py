@@ -201,7 +201,7 @@ def test_packed_rows_need_documents(tmp_path: Path) -> None:
     shard(tmp_path / "s" / "val.bin", [BOS, 1, 2, 3])
     message = refusal(config(tmp_path, tmp_path / "s", rows="packed"))
     assert "train.bin: no BOS begins a document" in message
-    assert "random or sequential" in message
+    assert "--data.rows random or sequential (gptlab data: --rows)" in message
 
 
 def wrong_files(folder: Path) -> dict[str, tuple[bytes, str]]:
