@@ -94,7 +94,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a run whose corpus was moved cannot be told where it is", "app/run/run_request.py",
-        'free = FREE_FIELDS - {"run_dir", "init_from"}', "free: set[str] = set()",
+        'free = FREE_FIELDS - {"run_dir", "init_from"} |', "free = set[str]() |",
         ["test_train_on.py::test_a_run_whose_corpus_was_moved"],
     ),
     Mutation(

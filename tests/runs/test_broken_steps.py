@@ -250,6 +250,19 @@ class TestLimits:
         by_hand = Result.by_hand(folder, range(5))
         assert Result.of_run(run, step=5).differences(by_hand) == []
 
+    def test_a_run_that_failed_continues_with_another_limit(self, folder: Path) -> None:
+        run = folder / "lifted"
+        with broken_loss(*range(6, 11)).in_training():
+            changes = {"checkpoint.every_steps": 1}
+            assert command(["train", *arguments(folder, "lifted", changes)])[0] == 3
+            code, out, err = command(["train", "--resume", run, "--faults.max-skipped-in-a-row", "5"])
+        assert (code, err) == (0, "")
+        assert "warning: faults.max_skipped_in_a_row = 5 (was 3) from step 9 on" in out
+        (change,) = json.loads((run / "run.json").read_text())["config_changes"]
+        assert (change["step"], change["fields"]) == (9, {"faults.max_skipped_in_a_row": [3, 5]})
+        assert json.loads((run / "config.json").read_text())["faults"]["max_skipped_in_a_row"] == 5
+        assert Result.of_run(run).differences(Result.by_hand(folder, without(*range(6, 11)))) == []
+
     def test_finite_gradients_of_a_loss_above_max_loss_end_it_at_once(self, folder: Path) -> None:
         with broken_loss(5, factor=1000.0).in_training(), pytest.raises(TrainingFailed, match="exploded"):
             train(folder, "exploded")

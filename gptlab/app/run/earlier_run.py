@@ -24,7 +24,7 @@ from gptlab.app.run.repeat import Facts, implementations_changed, repeated_confi
 from gptlab.app.run.run_request import RunRequest, longer_command
 from gptlab.app.run.session import Session
 from gptlab.config.errors import UserError
-from gptlab.config.load import config_to_json
+from gptlab.config.load import config_to_json, flatten
 from gptlab.config.run import RunConfig
 from gptlab.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from gptlab.runtime.files.plain_file import read_json_object
@@ -36,6 +36,7 @@ from gptlab.runtime.records.provenance import RESUME_FACTS, Evidence
 from gptlab.runtime.records.run_directory import (
     RunDirectory,
     change_config,
+    changeable_fields,
     config_sha256,
     edited_field,
     recorded_id,
@@ -81,6 +82,8 @@ class EarlierRun:
         if self.stored is not None and self.checkpoint is not None and self._is_longer(session):
             _change_length(self.run, session, self.checkpoint, self.stored, console)
         _record_resume(self.run, facts, evidence, self.checkpoint, console)
+        if self.stored is not None:
+            _change_fields(self.run, session.config, self.stored, self.checkpoint, console)
 
     def record_implementations(self, found: Mapping[str, str], run: RunDirectory | None, console: Console) -> None:
         """Record in `run` what computes it (None: another rank does), and warn where it is not what computed the
@@ -196,8 +199,9 @@ def _requested(request: RunRequest, stored: RunConfig, run: RunDirectory) -> Run
     if different := request.disagreements(wanted):
         more = f" (and {len(different) - 1} more)" if len(different) > 1 else ""
         raise UserError(
-            f"{request.resume} has another configuration: {different[0]}{more}; leave it out to resume (a finished run "
-            "may be given another length, to train on)"
+            f"{request.resume} has another configuration: {different[0]}{more}; leave it out to resume (which "
+            "fields may be given, such as checkpoint.every_steps and faults.max_rewinds, is in docs/contracts.md, "
+            "Checkpoints; a finished run may be given another length, to train on)"
         )
     return wanted
 
@@ -327,6 +331,27 @@ def _change_length(
     console.warn(
         f"training on from step {checkpoint.step} to {session.config.horizon} (was {was.horizon}): the schedule is a "
         f"new one, {done:.0%} of which is done, so the learning rate may rise again"
+    )
+
+
+def _change_fields(
+    run: RunDirectory, config: RunConfig, was: RunConfig, checkpoint: Checkpoint | None, console: Console
+) -> None:
+    """Make the new values of `changeable_fields` those of the run, and warn of them."""
+    new, old = flatten(config_to_json(config)), flatten(config_to_json(was))
+    names = changeable_fields(config.faults.spike_factor) | changeable_fields(was.faults.spike_factor)
+    changed = [name for name in old if name in names and new[name] != old[name]]
+    if not changed:
+        return
+    values: dict[str, Any] = run.read_config()
+    for name in changed:
+        group, _, field_name = name.partition(".")
+        values[group] = {**values[group], field_name: new[name]}
+    step = 0 if checkpoint is None else checkpoint.step
+    change_config(run, values, step=step)
+    shown = ", ".join(f"{name} = {new[name]} (was {old[name]})" for name in changed)
+    console.warn(
+        f"{shown} from step {step} on: the run may end as another one, not bit for bit what it would have been"
     )
 
 

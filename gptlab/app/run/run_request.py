@@ -21,7 +21,7 @@ from gptlab.config.run import Compile, DType, Horizon, HorizonUnit, RunConfig
 from gptlab.config.scaling import Machine
 from gptlab.data.corpus.documents import listed_sources
 from gptlab.runtime.files.plain_file import load_toml
-from gptlab.runtime.records.run_directory import FREE_FIELDS
+from gptlab.runtime.records.run_directory import FREE_FIELDS, changeable_fields
 
 DEFAULT_RECIPE = "quickstart"
 
@@ -93,7 +93,8 @@ class RunArguments(RunConfig):
 class TrainArguments(RunArguments):
     resume: str | None = None
     """Continue the run in this folder, bit for bit. Fields given beside it must be those that the run has, but for
-    those that change nothing of what is trained, such as --data where the corpus was moved."""
+    those that change nothing of what is trained (--data where the corpus was moved, --checkpoint.every-seconds), and
+    the limits on faults (--faults.max-rewinds, --runtime.max-loss)."""
     resume_from_step: int | None = None
     """With --resume: the step to continue from. Its checkpoint must be there; later ones are set aside."""
     from_run: str | None = None
@@ -173,10 +174,10 @@ class RunRequest:
             raise UserError(f"--target-param-data-ratio and {other} both say how long to train: give one of them")
 
     def resumed(self, stored: RunConfig) -> RunConfig:
-        """A stored run's configuration, with those of the requested fields that do not change what is trained: where
-        things are, how weights are sharded, what is written and kept. A mode comes without the former one's
-        shard_ranks."""
-        free = FREE_FIELDS - {"run_dir", "init_from"}
+        """A stored run's configuration, with those of the requested fields that do not change what is trained (where
+        things are, how weights are sharded, what is written and kept), and with limits on what is still to be trained.
+        A mode comes without the former one's shard_ranks."""
+        free = FREE_FIELDS - {"run_dir", "init_from"} | changeable_fields(None)
         asked = {name: value for name, value in self.overrides.items() if name in free}
         if "parallel.mode" in asked:
             asked.setdefault("parallel.shard_ranks", None)

@@ -46,11 +46,23 @@ FREE_FIELDS = frozenset({
     # How the work is done. A resume on another kind of machine says that it is not bit for bit.
     "parallel.mode", "parallel.shard_ranks", "parallel.reduce_each_micro_batch", "runtime.device", "runtime.compile",
     "runtime.process_timeout_seconds", "log.to", "log.report",
-    # What is kept, which a full disk may force a user to change.
-    "checkpoint.keep_last", "checkpoint.keep_every_steps", "checkpoint.keep_best", "checkpoint.background",
-    "checkpoint.on_failure",
+    # When a run saves and what is kept, which a long run or a full disk may force a user to change.
+    "checkpoint.every_steps", "checkpoint.every_seconds", "checkpoint.keep_last", "checkpoint.keep_every_steps",
+    "checkpoint.keep_best", "checkpoint.background", "checkpoint.on_failure",
 })  # fmt: skip
 """Fields of config.json that may differ from what a checkpoint was trained with."""
+
+_LIMITS = frozenset({
+    "faults.max_skipped_in_a_row", "faults.max_skipped", "faults.spike_factor", "faults.spike_window",
+    "faults.max_rewinds", "runtime.max_loss",
+})  # fmt: skip
+_REWOUND_TO = frozenset({"checkpoint.every_steps", "checkpoint.every_seconds"})
+
+
+def changeable_fields(spike_factor: object) -> frozenset[str]:
+    """Fields that `--resume` may change from its checkpoint on, which run.json then records: the limits on faults, and
+    with a `faults.spike_factor` when a run saves, since it decides where a rewind returns to."""
+    return _LIMITS if spike_factor is None else _LIMITS | _REWOUND_TO
 
 
 def is_run(names: Collection[str]) -> bool:
@@ -320,12 +332,14 @@ def edited_field(run: RunDirectory, saved: Identity) -> str | None:
     """The first field of config.json that differs from what a checkpoint was trained with, as `seed = 3, not 2`; None
     if none does, apart from `FREE_FIELDS` and what `change_config` has recorded."""
     now, then = flatten(run.read_config()), flatten(saved["config"])
-    recorded = _recorded_values(run)
+    recorded, free = _recorded_values(run), FREE_FIELDS
+    for values in (now, then):
+        free -= changeable_fields(values.get("faults.spike_factor"))
     for name in (*then, *(name for name in now if name not in then)):
-        values = (then.get(name), now.get(name))
-        legitimate = name in FREE_FIELDS or all(value in recorded.get(name, ()) for value in values)
-        if values[0] != values[1] and not legitimate:
-            return f"{name} = {values[1]!r}, not {values[0]!r}"
+        pair = (then.get(name), now.get(name))
+        legitimate = name in free or all(value in recorded.get(name, ()) for value in pair)
+        if pair[0] != pair[1] and not legitimate:
+            return f"{name} = {pair[1]!r}, not {pair[0]!r}"
     return None
 
 

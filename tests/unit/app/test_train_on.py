@@ -41,6 +41,7 @@ def test_what_is_no_longer_is_refused(folder: Path) -> None:
     code, _, err = command(["train", "--resume", run, "--steps", "8", "--seed", "3"])
     assert code == 2
     assert "another configuration: seed: 1337 vs 3; leave it out" in err  # the length is no part of what is wrong
+    assert "which fields may be given, such as checkpoint.every_steps and faults.max_rewinds, is in docs/con" in err
     code, _, err = command(["train", "--resume", run, "--until-val-loss", "50"])
     assert code == 2
     assert {path: path.read_bytes() for path in before if ".lock" not in path.name} == before

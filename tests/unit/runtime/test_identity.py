@@ -118,6 +118,33 @@ def test_what_decides_nothing_that_is_computed_may_change(run: Path, tmp_path: P
     assert differences(expected, outcome(run)) == []
 
 
+def test_when_a_run_saves_may_change(run: Path, expected: Outcome) -> None:
+    before = (run / "config.json").read_bytes()
+    words = ["--checkpoint.every-steps", 5, "--checkpoint.every-seconds", 3600, "--checkpoint.keep-last", 9]
+    code, out, err = command(["train", "--resume", run, *words])
+    assert (code, err, "bit for bit" in out) == (0, "", False)
+    assert [path.name[-2:] for path in list_checkpoints(run / "checkpoints")] == ["04", "08", "10", "12"]
+    assert (run / "config.json").read_bytes() == before
+    lines = [[line for line in of.lines if '"checkpoint"' not in line] for of in (outcome(run), expected)]
+    assert lines[0] == lines[1]
+
+
+def test_unless_a_spike_rewinds_to_a_checkpoint(run: Path) -> None:
+    """When the run saves then decides what it computes, so run.json records it."""
+    words = ["--faults.spike-factor", 50, "--checkpoint.every-steps", 5, "--checkpoint.keep-last", 9]
+    code, out, err = command(["train", "--resume", run, *words])
+    assert (code, err) == (0, "")
+    said = "faults.spike_factor = 50.0 (was None) from step 8 on: the run may end as another one, not bit for bit"
+    assert f"warning: checkpoint.every_steps = 5 (was 4), {said}" in out
+    (change,) = json.loads((run / "run.json").read_text())["config_changes"]
+    assert change["fields"] == {"checkpoint.every_steps": [4, 5], "faults.spike_factor": [None, 50.0]}
+    config = json.loads((run / "config.json").read_text())
+    assert (config["checkpoint"]["every_steps"], config["faults"]["spike_factor"]) == (5, 50.0)
+    assert command(["train", "--resume", run, "--resume-from-step", 8])[0] == 0  # saved before the change
+    edit(run, "checkpoint.every_steps", 6)
+    assert "checkpoint.every_steps = 6, not 5" in refused("train", "--resume", run, "--resume-from-step", 10)
+
+
 def test_another_runs_checkpoint_is_refused(folder: Path, run: Path, tmp_path: Path) -> None:
     """It has the same shapes, and would be the newest."""
     foreign = run / "checkpoints/step-00000012"
