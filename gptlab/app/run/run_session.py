@@ -49,6 +49,9 @@ if TYPE_CHECKING:
 MEMORY_RUNS_OUT = ("cuda", "mps")
 """Devices on which too large a micro-batch is an error of torch. On a CPU, the system kills the process."""
 
+LONG_RUN_SECONDS = 3600.0
+"""A run of this many seconds without a checkpoint is warned of: an assumption on how much nobody wants to lose."""
+
 _REPORT = (
     "import runpy, sys; root = sys.argv.pop(1); sys.path[:0] = [root] * (root not in sys.path); "
     "runpy.run_module('gptlab', run_name='__main__', alter_sys=True)"
@@ -100,6 +103,27 @@ def describe(session: Session, console: Console, machine: Machine | None) -> Non
     # Random windows are drawn with replacement from small texts on purpose (nanoGPT): those have no epochs to count.
     if round(epochs) > MANY_EPOCHS and config.data.rows != "random" and not config.eval.only:
         _warn_of_repeated_text(f"{about}{epochs:.0f}", config, console)
+    least_seconds = config.horizon.amount  # in other units at the peak of all processes, which no run reaches
+    if session.finish.steps is not None:
+        least_seconds = 0.0 if peak is None else tokens * flops.total / (peak * processes)
+    _warn_of_few_saves(config, least_seconds, console)
+
+
+def _warn_of_few_saves(config: RunConfig, least_seconds: float, console: Console) -> None:
+    saves = config.checkpoint
+    kept, saved = saves.keep_every_steps, saves.every_steps
+    if kept is not None and (saved is None or (kept % saved and saved % kept)):
+        console.warn(
+            f"checkpoint.keep_every_steps = {kept} keeps few checkpoints: give --checkpoint.every-steps N, where N "
+            f"divides {kept}"
+        )
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"  # of torchrun
+    ends_alone = not (saves.every_steps or saves.every_seconds or saves.save_best or config.eval.only)
+    if ends_alone and (restarts or least_seconds > LONG_RUN_SECONDS):
+        console.warn(
+            "this run saves nothing before its end, so a crash loses all that it trains: "
+            "--checkpoint.every-seconds 1800 saves every half hour"
+        )
 
 
 def _warn_of_repeated_text(passes: str, config: RunConfig, console: Console) -> None:

@@ -14,6 +14,7 @@ import torch
 from gptlab.app.run import session, train_run
 from gptlab.app.run.attempt import Attempt
 from gptlab.app.run.run_request import RunRequest
+from gptlab.app.run.run_session import describe
 from gptlab.app.run.train_run import _configured
 from gptlab.bench import training_rate
 from gptlab.config.run import RunConfig
@@ -56,6 +57,41 @@ def test_a_run_leaves_other_programs_their_cores_and_keeps_its_threads(
     assert json.loads((tmp_path / "a" / "config.json").read_text())["runtime"]["threads"] == 1
     code, out, err = tiny.command(["train", *tiny.arguments(tmp_path, "b", {"steps": 1, "runtime.threads": 2})])
     assert (code, out.count("other programs")) == (0, 0), err
+
+
+class TestFewSaves:
+    """Warnings at the start, while they can still be answered."""
+
+    def said(self, tmp_path: Path, capsys: pytest.CaptureFixture[str], **changes: Any) -> str:
+        tiny.write_corpus(tmp_path / "corpus")
+        opened = tiny.open_tiny(tmp_path, **changes)
+        describe(opened, Console(), None)
+        return capsys.readouterr().out
+
+    @pytest.mark.parametrize(
+        ("minutes", "every_seconds", "restarts", "warns"),
+        [(61, None, 0, True), (59, None, 0, False), (61, 1800, 0, False), (1, None, 3, True), (1, 600, 3, False)],
+    )
+    def test_of_a_long_run_that_saves_nothing_before_its_end(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+        minutes: int, every_seconds: int | None, restarts: int, warns: bool,
+    ) -> None:  # fmt: skip
+        monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", str(restarts))
+        saves = {"checkpoint__every_steps": None, "checkpoint__every_seconds": every_seconds}
+        said = self.said(tmp_path, capsys, minutes=minutes, **saves)
+        assert ("warning: this run saves nothing before its end" in said) == warns
+
+    def test_of_a_length_in_steps_at_the_peak(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert "saves nothing" in self.said(tmp_path, capsys, steps=10**9, checkpoint__every_steps=None)
+
+    @pytest.mark.parametrize(
+        ("every_steps", "keep", "warns"), [(4, 8, False), (4, 2, False), (4, 6, True), (None, 4, True)]
+    )
+    def test_whose_steps_are_hardly_those_that_are_kept(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str], every_steps: int | None, keep: int, warns: bool
+    ) -> None:
+        said = self.said(tmp_path, capsys, checkpoint__every_steps=every_steps, checkpoint__keep_every_steps=keep)
+        assert (f"warning: checkpoint.keep_every_steps = {keep} keeps few checkpoints" in said) == warns
 
 
 def test_a_gpu_that_torch_cannot_use_is_named_before_anything_else(
