@@ -186,7 +186,9 @@ def _train(
     elif group.is_main:
         make_run_directory(session, attempt, facts, evidence, machine)
     if group.size > 1:
-        attempt.run = RunDirectory(Path(group.broadcast("run folder", attempt.run and str(attempt.run.path))))
+        folder = group.broadcast("run folder", attempt.run and str(attempt.run.path))
+        if not group.is_main:
+            attempt.run = RunDirectory(Path(folder))
     try:
         return run_session(session, attempt, earlier)
     except TrainingFailed as error:

@@ -21,7 +21,7 @@ import shutil
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -86,6 +86,8 @@ class RunDirectory:
     """A folder that holds a run. config.json makes it one: it is written last."""
 
     path: Path
+    run_id: str | None = field(default=None, compare=False)
+    """That of run.json when the folder was made or opened; None where it is unknown."""
 
     config_path = _Entry("config.json")
     provenance_path = _Entry("run.json")
@@ -108,7 +110,7 @@ class RunDirectory:
         `contents` writes what else a run must have (its tokenizer, the code that it runs). If anything cannot be
         written, nothing is left.
         """
-        run = cls(path)
+        run = cls(path, str(provenance.get("run_id") or uuid.uuid4().hex))
         run.require_free()  # before the lock, which would leave its file in somebody's folder
         is_new = not path.exists()
         with cannot(f"make the run folder {path}"):
@@ -118,7 +120,7 @@ class RunDirectory:
                 run.require_free()
                 run._remove(*_CREATED)  # of a process that was killed here
                 undo.callback(run._remove, *_CREATED, _OWNER, _LOCK)  # the lock last: until then the folder is not free
-                named = {"run_id": uuid.uuid4().hex, "config_sha256": config_sha256(config_json)} | dict(provenance)
+                named = {"run_id": run.run_id, "config_sha256": config_sha256(config_json)} | dict(provenance)
                 write_json_atomic(run.provenance_path, named | {"status": "running", "end": None, "failure": None})
                 contents(run)
                 write_json_atomic(run.config_path, dict(config_json))
@@ -170,7 +172,17 @@ class RunDirectory:
                     raise UserError(
                         f"{inner} is a link, and a run folder holds no links: put what it leads to in its place"
                     )
-        return run
+        return cls(path, recorded_id(run))
+
+    def require_in_place(self) -> None:
+        """UserError unless the path still leads to the folder that was made or opened."""
+        # Not by its inode, which some network file systems make up anew.
+        is_same = self.run_id is None or recorded_id(self) in (None, self.run_id)
+        if not (is_same and os.path.isfile(self.config_path)):
+            raise UserError(
+                f"the run folder {self.path} was moved or removed while it trained: continue it where it is now, with "
+                "gptlab train --resume FOLDER"
+            )
 
     def read_config(self) -> dict[str, object]:
         """config.json; UserError if it is damaged."""
@@ -187,7 +199,9 @@ class RunDirectory:
         return {}
 
     def set_status(self, status: Status, **extra: object) -> None:
-        """Record in run.json the run's status, when it ended (null while it runs), and any `extra` facts."""
+        """Record in run.json the run's status, when it ended (null while it runs), and any `extra` facts.
+        UserError where the folder is gone."""
+        self.require_in_place()
         end = None if status == "running" else _now()
         facts = {**self.recorded(), "failure": None, **extra, "status": status, "end": end}
         write_json_atomic(self.provenance_path, facts)

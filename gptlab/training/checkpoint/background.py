@@ -282,6 +282,7 @@ class ConcurrentSaver(CheckpointSaver):
             try:
                 saved = self._state_json(state, request)
                 if group.size > 1:
+                    self.run.require_in_place()
                     needed_bytes = group.size * sum(part.tensor.nbytes for part in (*model, *optimizer))
                     temporary = begin_save(folder, request.step, needed_bytes=needed_bytes)
             except UserError as error:

@@ -147,7 +147,9 @@ class CheckpointSaver(RunOutput):
 
     def _commit(self, write: Callable[[], object], kept: Callable[[], dict[str, Any]]) -> list[str]:
         """`write`, and what belongs before and after it, unaffected by what training does meanwhile. Returns what
-        retention complains of, for the training thread to report: the console belongs to it."""
+        retention complains of, for the training thread to report: the console belongs to it. UserError where the run
+        folder is gone."""
+        self.run.require_in_place()
         # First, since a checkpoint must not outlive the lines that it counts on.
         self.metrics.sync()
         self.console.sync_log()

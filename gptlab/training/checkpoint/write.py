@@ -85,7 +85,7 @@ def begin_save(checkpoints_dir: Path, step: int, *, needed_bytes: int) -> Path:
     earlier save is still being written. CheckpointError if the file system refuses."""
     temporary = checkpoints_dir / f".{checkpoint_path(checkpoints_dir, step).name}.tmp-{os.getpid()}"
     with _refusals(temporary, needed_bytes):
-        checkpoints_dir.mkdir(parents=True, exist_ok=True)
+        checkpoints_dir.mkdir(exist_ok=True)  # not the run folder, which may have been moved
         if checkpoints_dir.is_symlink():
             raise OSError(errno.ELOOP, "it is a link, and may lead to another run's checkpoints")
         sweep(checkpoints_dir)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 from oracle_checkpoint import tree
-from tiny_runs import Outcome, arguments, command, differences, killed_at, outcome, train, write_corpus
+from tiny_runs import Outcome, arguments, at_line, command, differences, killed_at, outcome, train, write_corpus
 
 from gptlab.runtime.records.run_directory import RunDirectory, change_config
 from gptlab.training.checkpoint.format import list_checkpoints
@@ -168,6 +169,29 @@ def test_one_checkpoint_of_another_run_is_no_start_for_a_third(folder: Path, run
     shutil.copytree(folder / "another/checkpoints/step-00000012", run / "checkpoints/step-00000012")
     words = arguments(folder, "third", {"run_dir": tmp_path / "third", "init_from": run})
     assert "is a checkpoint of another run" in refused("train", *words)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows moves no folder with an open file")
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_run_whose_folder_is_moved_while_it_trains(
+    folder: Path, tmp_path: Path, expected: Outcome, replaced: bool
+) -> None:
+    """It made the folder again, without a configuration, or saved into the run that was there instead."""
+    run, moved = tmp_path / "run", tmp_path / "moved"
+
+    def move() -> None:
+        run.rename(moved)
+        if replaced:
+            shutil.copytree(folder / "another", run)
+
+    words = arguments(folder, "run", {"run_dir": run, "checkpoint.background": False})
+    with at_line("train", 6, move):
+        code, _, err = command(["train", *words])
+    says = f"gptlab: error: the run folder {run} was moved or removed while it trained: continue it where it is now"
+    assert (code, err.startswith(says), err.count("\n")) == (2, True, 1)
+    assert (tree(run) == tree(folder / "another")) if replaced else not run.exists()
+    assert command(["train", "--resume", moved])[0] == 0
+    assert differences(expected, outcome(moved)) == []
 
 
 def test_a_run_of_an_older_gptlab_resumes_with_a_word(run: Path, expected: Outcome) -> None:

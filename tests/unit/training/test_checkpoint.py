@@ -18,7 +18,7 @@ from gptlab.runtime.files.tensor_file import (
     write_bytes,
     write_tensors,
 )
-from gptlab.training.checkpoint.format import DamagedCheckpointError, list_checkpoints
+from gptlab.training.checkpoint.format import CheckpointError, DamagedCheckpointError, list_checkpoints
 from gptlab.training.checkpoint.load import (
     load_checkpoint,
     load_newest,
@@ -36,6 +36,9 @@ FILES = ["manifest.json", "model.safetensors", "optimizer.safetensors", "state.j
 
 
 def test_a_checkpoint_on_disk(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="No such file or directory"):  # a run folder is never made again
+        save_small(tmp_path / "run" / "checkpoints", 250)
+    (tmp_path / "run").mkdir()
     path = save_small(tmp_path / "run" / "checkpoints", 250)
     assert path == tmp_path / "run" / "checkpoints" / "step-00000250"
     assert sorted(tree(path.parent)) == ["step-00000250", *(f"step-00000250/{name}" for name in FILES)]
