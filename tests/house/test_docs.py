@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import re
 import shlex
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -242,6 +244,52 @@ class TestContracts:
         assert {int(code) for code in re.findall(r"(\d+) \(", sentence)} == codes
         assert {int(code) for code in re.findall(r"(\d+) [a-z]", HELP.partition("exit codes:")[2])} == codes
         assert f"training is {EXIT_INTERRUPTED}, a reader that closed the pipe {EXIT_BROKEN_PIPE}" in CONTRACTS
+
+
+@pytest.mark.skipif(os.name != "posix", reason="runs bash")
+class TestSlurmScript:
+    """With programs that note their arguments in the place of Slurm's."""
+
+    @pytest.mark.parametrize(
+        ("status", "ends_with", "requeued"),
+        [
+            ("finished", 0, False),
+            ("failed", 1, False),
+            ("preempted", 1, True),
+            ("running", 137, True),
+            (None, 2, False),
+        ],
+    )
+    def test_requeues_what_is_not_over_and_else_ends_as_the_run(
+        self, tmp_path: Path, status: str | None, ends_with: int, requeued: bool
+    ) -> None:
+        folder, programs = tmp_path / "my folder", tmp_path / "bin"
+        run = folder / "runs" / "d26"
+        for path in (programs, run):
+            path.mkdir(parents=True)
+        noted = f'#!/bin/sh\nprintf "%s\\n" "$(basename "$0")" "$@" >> "{tmp_path}/noted"\n'
+        if status is not None:
+            (run / "config.json").touch()
+            noted += f"""echo '"status": "{status}"' > "{run}/run.json"\n"""
+        (programs / "srun").write_text(f"{noted}exit {ends_with}\n")
+        (programs / "scontrol").write_text(f"{noted}echo node0\n")
+        for program in programs.iterdir():
+            program.chmod(0o700)
+        (script,) = blocks(TEXTS["docs/cluster.md"], "bash")
+        slurm = {"JOB_NAME": "d26", "JOB_ID": "7", "JOB_NODELIST": "node[0-1]", "NNODES": "2", "CPUS_PER_TASK": "64"}
+        env = {f"SLURM_{name}": value for name, value in slurm.items()} | {"PATH": f"{programs}:{os.environ['PATH']}"}
+        done = subprocess.run(["bash", "-c", script], cwd=folder, env=env, capture_output=True, text=True)
+        said = (tmp_path / "noted").read_text().splitlines()
+        started = said[said.index("srun") :]
+        assert started[:4] == ["srun", "--cpus-per-task", "64", "torchrun"]
+        words = started[started.index("train") + 1 :][: 2 if status else None]
+        if status:
+            assert words == ["--resume", str(run)]
+        else:
+            assert words[-2:] == ["--run-dir", str(run)]
+            assert "--checkpoint.every-seconds" in words
+        assert (started[-3:] == ["scontrol", "requeue", "7"]) == requeued
+        assert (done.returncode, done.stderr) == (0 if requeued else ends_with, "")
 
 
 class TestReliability:
