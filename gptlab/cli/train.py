@@ -24,7 +24,7 @@ def main(argv: list[str]) -> int:
     try:
         return train_run(request, ["train", *argv], started).exit_code
     except StoppedEarly as stop:
-        print(stopped_early(str(stop), None))
+        print(stopped_early(str(stop), None, request.resume))
         return EXIT_PREEMPTED
     except PeerFailed as failed:
         return report_peer_failure(failed)

@@ -210,6 +210,16 @@ class TestInThisProcess:
         evaluated = [json.loads(line) for line in expected.lines if '"eval"' in line]
         assert lines_of(run, "eval")[-1]["val_loss"] == evaluated[-1]["val_loss"]
 
+    def test_before_a_resumed_run_is_opened(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """It said that there was no run yet."""
+        run = train(folder, "not-opened", steps=1)
+        before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+        monkeypatch.setattr("gptlab.app.run.train_run._import_torch", raised(signal.SIGTERM))
+        code, out, err = command(["train", "--resume", run])
+        said = f"SIGTERM: stopped while preparing; {run} is unchanged: the same command continues it"
+        assert (code, out.splitlines()[-1], err) == (75, said, "")
+        assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+
     def test_or_if_it_swallows_it(self, folder: Path, expected: Outcome, monkeypatch: pytest.MonkeyPatch) -> None:
         def swallowing(*args: object) -> float:
             with pytest.raises(KeyboardInterrupt):

@@ -58,7 +58,9 @@ class Attempt:
     """Whether the process belongs to gptlab: failed training is then an exit code and not an exception."""
     config: RunConfig | None = None
     run: RunDirectory | None = None
-    """None: there is no run folder yet."""
+    """None: there is no run folder yet, or it is not opened yet."""
+    resumes: str | None = None
+    """The folder of the run that was asked to be resumed."""
     group: Group = field(default_factory=Group)
     signals: Signals = field(default_factory=Signals)
     job: Job = field(default_factory=Job)
@@ -99,7 +101,7 @@ class Attempt:
             failure = error.failure
             self.note_lost(failure)
             if failure.exit_code == EXIT_PREEMPTED:
-                self.console.result(stopped_by_peer(failure, self.run))
+                self.console.result(stopped_by_peer(failure, self.run, self.resumes))
             if not failure.said_by_itself and self.run is not None:
                 self.console.error(f"training failed: {error}; {last_checkpoint(self.run)}")
             raise error from None
@@ -109,7 +111,7 @@ class Attempt:
             if self.run is None:
                 raise StoppedEarly(signal_name) from None
             self._set_preempted()
-            self.console.result(stopped_early(signal_name, self.run))
+            self.console.result(stopped_early(signal_name, self.run, self.resumes))
             return Result(EXIT_PREEMPTED, self.run.path, {})
         if self.config is not None and ran_out_of_memory(error):
             run_path = None if self.run is None else self.run.path
@@ -142,7 +144,7 @@ class Attempt:
     def end_now(self, signal_name: str) -> None:
         """End the process from another thread while a library blocks the main thread. What is half-built in the cache
         is never trusted; the next process removes it."""
-        self._exit_preempted(signal_name, stopped_early(signal_name, self.run))
+        self._exit_preempted(signal_name, stopped_early(signal_name, self.run, self.resumes))
 
     def stop_at_once(self, signal_name: str) -> None:
         """End the process from another thread at the second Ctrl-C, in the middle of a step. As after a kill, but with
@@ -178,19 +180,21 @@ def begun_folder(job: Job) -> Path | None:
     return None
 
 
-def stopped_early(signal_name: str, run: RunDirectory | None) -> str:
+def stopped_early(signal_name: str, run: RunDirectory | None, resumes: str | None) -> str:
+    if run is None and resumes is not None:
+        return f"{signal_name}: stopped while preparing; {resumes} is unchanged: the same command continues it"
     if run is None:
         return f"{signal_name}: stopped while preparing, before there was a run: the same command begins again"
     return f"{signal_name}: stopped before the first step; resume with {resume_command(run.path)}"
 
 
-def stopped_by_peer(failure: Failure, run: RunDirectory | None) -> str:
+def stopped_by_peer(failure: Failure, run: RunDirectory | None, resumes: str | None) -> str:
     """For a signal that ended another rank before the first step, or in the middle of a step (a second Ctrl-C)."""
     from gptlab.training.checkpoint.format import list_checkpoints
 
     signal_name = f"{failure.text.rpartition(' ')[2]} (rank {failure.rank})"
     if run is None or not list_checkpoints(run.checkpoints_path):
-        return stopped_early(signal_name, run)
+        return stopped_early(signal_name, run, resumes)
     return f"{signal_name}: stopped at once; {last_checkpoint(run)}; resume with {resume_command(run.path)}"
 
 

@@ -43,6 +43,7 @@ def train_run(
     world = World.from_environment()
     console = Console(quiet=request.options.get("quiet", False)) if world.is_main else QuietConsole()
     attempt = Attempt(console, argv, started, parts, catch=catch, config=config, group=Group(world))
+    attempt.resumes = request.resume
     if catch:
         attempt.signals = Signals(attempt.end_now, attempt.stop_at_once, exits=world.size > 1)
     with attempt.signals, console:
