@@ -1,4 +1,5 @@
-"""SIGTERM and SIGINT: before the first step they end the run at once, afterwards it finishes its step and saves.
+"""SIGTERM, SIGINT and SIGHUP (the terminal is gone): before the first step they end the run at once, afterwards it
+finishes its step and saves.
 
 Before the first step a run imports, reads, tokenizes and compiles, mostly inside libraries. The signal raises in the
 main thread, so that everything cleans up on the way out. Where the main thread is inside a library that lets no signal
@@ -24,7 +25,7 @@ from gptlab.runtime.processes.liveness import PeerFailed
 GRACE_SECONDS = 3.0
 """More than a batch and the removal of unfinished folders take, and less than a person takes to press again."""
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else []))  # not on Windows
 # Time for one line on the console: if the terminal is stopped (Ctrl-S), the run waits no longer.
 _ANSWER_SECONDS = 1.0
 # torchrun polls its workers ten times a second; a busy machine is slower. A person reads the answer first.
@@ -43,10 +44,12 @@ def behind_signal(error: BaseException) -> BaseException:
 
 @dataclass(slots=True)
 class Signals:
-    """Handles SIGTERM and SIGINT within the context, in the main thread: in another one Python can install nothing.
+    """Handles SIGTERM, SIGINT and SIGHUP within the context, in the main thread: in another one Python can install
+    nothing. A SIGHUP that is ignored (nohup) stays ignored.
 
     The first signal raises StoppedEarly; later ones have no effect. Within `training`, the first signal is a request to
-    stop, and a later SIGINT comes from a user who will not wait for the end of the step; a later SIGTERM has no effect.
+    stop, and a later SIGINT comes from a user who will not wait for the end of the step; a later SIGTERM or SIGHUP has
+    no effect.
     """
 
     end_now: Callable[[str], None] | None = None
@@ -79,7 +82,8 @@ class Signals:
         if threading.current_thread() is threading.main_thread():
             if self.end_now is not None and os.name == "posix":
                 self._watch()
-            self._former = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
+            heard = (n for n in _SIGNALS if n.name != "SIGHUP" or signal.getsignal(n) is not signal.SIG_IGN)
+            self._former = {number: signal.signal(number, self._on_signal) for number in heard}
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -220,6 +220,16 @@ class TestInThisProcess:
         assert (code, out.splitlines()[-1], err) == (75, said, "")
         assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
 
+    @posix
+    def test_a_lost_terminal_stops_it_after_its_step(self, folder: Path, expected: Outcome) -> None:
+        run = folder / "hung-up"
+        with at_line("train", 1, lambda: signal.raise_signal(signal.SIGHUP)):
+            code, out, _ = command(["train", *arguments(folder, run.name, {"steps": 2})])
+        said = f"SIGHUP: stopped after step 1, saved; resume with gptlab train --resume {run}"
+        assert (code, out.splitlines()[-1]) == (75, said)
+        assert command(["train", "--resume", run])[0] == 0
+        assert differences(expected, outcome(run)) == []
+
     def test_or_if_it_swallows_it(self, folder: Path, expected: Outcome, monkeypatch: pytest.MonkeyPatch) -> None:
         def swallowing(*args: object) -> float:
             with pytest.raises(KeyboardInterrupt):
@@ -296,6 +306,17 @@ class TestSignals:
             assert early.stopped_early == "SIGTERM"
             with pytest.raises(StoppedEarly, match="SIGTERM"), early.training():
                 pytest.fail("a library has swallowed the signal")
+
+    @posix
+    def test_under_nohup_a_lost_terminal_changes_nothing(self) -> None:
+        former = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        try:
+            with Signals() as early, early.training():
+                signal.raise_signal(signal.SIGHUP)
+                assert not early.requested
+            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        finally:
+            signal.signal(signal.SIGHUP, former)
 
     def test_none_changes_an_end_that_is_settled(self) -> None:
         with Signals() as early:
