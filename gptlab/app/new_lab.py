@@ -20,6 +20,13 @@ from gptlab.runtime.hardware.place import place_of
 from gptlab.runtime.processes.distributed import World
 from gptlab.runtime.records.console import Console
 
+_FIXED = {
+    "run_dir": "NAME is the lab's folder",
+    "seed": "a lab trains with seeds 1, 2, ...",
+    "horizon.until_val_loss": "a lab's runs have one length, and its judge validates",
+}
+"""{field that a lab decides: why}."""
+
 
 def new_lab(path: Path, request: RunRequest, asked: Sequence[str], console: Console) -> Lab:
     """A lab in `path` for the run that is requested, by the words `asked`; nothing is trained yet. If there is one that
@@ -33,6 +40,9 @@ def new_lab(path: Path, request: RunRequest, asked: Sequence[str], console: Cons
             made_by = shlex.join([str(path), *lab.settings.asked])
             raise UserError(f"{path} is a lab already, made by `gptlab lab new {made_by}`")
         return lab
+    for field, instead in _FIXED.items():
+        if field in request.overrides:
+            raise UserError(f"--{field.removeprefix('horizon.').replace('_', '-')} cannot be given: {instead}")
 
     def measure(config: RunConfig) -> Machine:
         prepared(config, place_of(config), console)

@@ -114,13 +114,6 @@ def _new(argv: list[str]) -> int:
         rest, NewArguments, prog="gptlab lab new NAME", description="Train a baseline, and measure its noise."
     )
     require_positive("--seeds", request.options.get("seeds", 1))
-    fixed = {
-        "run_dir": "NAME is the lab's folder", "seed": "a lab trains with seeds 1, 2, ...",
-        "horizon.until_val_loss": "a lab's runs have one length, and its judge validates",
-    }  # fmt: skip
-    for field, instead in fixed.items():
-        if field in request.overrides:
-            raise UserError(f"--{field.removeprefix('horizon.').replace('_', '-')} cannot be given: {instead}")
     from gptlab.app.new_lab import new_lab
     from gptlab.lab.experiments.overview import status_lines
     from gptlab.lab.experiments.trial import measure_baseline

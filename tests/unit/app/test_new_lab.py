@@ -29,6 +29,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def make(folder: Path, name: str, *length: object) -> Lab:
     words = arguments(folder, "never")
+    at = words.index("--run-dir")
+    del words[at : at + 2]
     words[words.index("--steps") : words.index("--steps") + 2] = map(str, length)
     request = read_request(words, NewArguments, prog="gptlab lab new", description="")
     return new_lab(folder / name, request, words, Console(stream=io.StringIO()))

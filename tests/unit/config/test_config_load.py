@@ -72,7 +72,7 @@ def put(name: str, value: object) -> Callable[[dict], None]:
         (put("schema_version", True), "schema_version = True"),
         (put("model.n_layers", 3), "model.n_layers = 3: there is no such field (nearest valid: model.n_layer)"),
         (put("model.n_layer", "3"), "model.n_layer = '3': must be a whole number"),
-        (put("model.n_layer", 3.0), "model.n_layer = 3.0: must be a whole number"),
+        (put("model.n_layer", 3.5), "model.n_layer = 3.5: must be a whole number"),
         (put("model.n_layer", True), "model.n_layer = True: must be a whole number"),
         (put("model.bias", 1), "model.bias = 1: must be True or False"),
         (put("model.n_layer", None), "model.n_layer = None"),
