@@ -110,8 +110,8 @@ class PrepareArguments:
 
 @checked_dataclass("--")
 class InspectArguments(PrepareArguments):
-    seq_len: Positive[int] = 512
-    """Tokens in a row."""
+    seq_len: Positive[int] = 1024
+    """Tokens in a row; 1024 are those of a quickstart on a CPU."""
     long_documents: LongDocuments = DataConfig().long_documents
     """packed rows: cut long documents into pieces, every token is trained on | crop: throw the overhang away."""
     row: NotNegative[int] = 0

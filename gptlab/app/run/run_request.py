@@ -239,11 +239,11 @@ def request_from_values(recipe: str | None, values: Mapping[str, Any]) -> RunReq
 
 def request_of(recipe: str | None, given: Mapping[str, Any]) -> RunRequest:
     """The request of a recipe's name or a TOML file, and {name: checked value} beside it. UserError: one line."""
-    if given.keys() & {"resume", "resume_from_step", "from"}:
-        _require_one_start(recipe, given)
+    _require_one_start(recipe, given)
     values = _full_names(given)
     if recipe is not None and recipe not in RECIPES:
         recipe, values = _with_file(recipe, values)
+    values |= {name: os.path.expanduser(values[name]) for name in ("run_dir", "resume", "from") if values.get(name)}
     require_positive("depth", values.get("depth"))
     if values.get("sample.prompts") == ():  # none, and none from the validation text either
         values.setdefault("sample.from_validation", 0)

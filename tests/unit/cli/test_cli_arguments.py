@@ -370,6 +370,11 @@ class TestToml:
         assert (over.horizon, over.data.source) == (Horizon(amount=7, unit="steps"), ("z",))
         assert (over.model.bias, over.optim.muon.lr, over.runtime.compile) == (False, 1.0, "off")
 
+    def test_a_home_folder_is_no_folder_of_that_name(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("HOME", str(tmp_path))
+        assert resolve(self.write(tmp_path, 'run_dir = "~/runs/a"\n')).run_dir == str(tmp_path / "runs/a")
+        assert request("--resume=~/b").resume == str(tmp_path / "b")
+
     def test_none_turns_off_what_has_a_default(self, tmp_path: Path) -> None:
         """TOML has no word for it."""
         path = self.write(tmp_path, '[checkpoint]\nevery_seconds = "none"\n[data]\nsource = ["none"]\n')
