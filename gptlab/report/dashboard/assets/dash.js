@@ -11,7 +11,7 @@ const COLORS = 8; // of charts.js
 const HOVER_SECONDS = 5; // for which a chart waits that the reader points at
 
 const state = { rows: new Map(), chosen: new Set(), defaults: {}, colors: new Map(), last: null };
-const list = runList(state, (id) => { state.last = id ?? state.last; choseOthers(); });
+const list = runList(state, (id) => { state.last = id ?? state.last; choseOthers(id); });
 const talk = promptBox(state);
 let charts = null;
 let waiting = null;
@@ -51,7 +51,7 @@ function receive(news) {
   if ("labs" in news) showLabs(news.labs);
   live(news.loaded ? (state.rows.size ? "live" : "No runs here yet: gptlab train makes one.") : "loading", true);
   list.draw();
-  talk.offer(state.last);
+  talk.offer(null);
   for (const link of document.querySelectorAll("nav a")) link.hidden = document.querySelector(link.hash).hidden;
   if (news.gone.length || news.rows.some((row) => state.chosen.has(row.id))) drawSoon();
 }
@@ -73,12 +73,13 @@ function choseFirst() {
   const wanted = named !== null ? named.split(",") : (training.length ? training : healthy.slice(0, 1)).map((row) => row.id);
   for (const id of wanted) if (state.rows.has(id)) state.chosen.add(id);
   state.last = [...state.chosen][0] ?? null;
-  choseOthers();
+  choseOthers(state.last);
 }
 
-function choseOthers() {
+/** `id`: the run that was chosen; null where one was taken away. */
+function choseOthers(id) {
   history.replaceState(null, "", `#runs=${[...state.chosen].join(",")}`);
-  talk.offer(state.last);
+  talk.offer(id);
   drawSoon(0);
 }
 

@@ -32,7 +32,7 @@ export function promptBox(state) {
     byId("temperature-value").textContent = Number(byId("temperature").value).toFixed(2);
   }
 
-  /** Keeps the list of runs current; `preferred` is the id of the run that was chosen last. */
+  /** Keeps the list of runs current; `preferred` is the id of a run that was just chosen, or null: what is selected stays. */
   function offer(preferred) {
     const runs = [...state.rows.values()].filter((row) => row.has_checkpoint);
     runs.sort((a, b) => (a.start < b.start ? 1 : -1));
@@ -53,6 +53,7 @@ export function promptBox(state) {
       top_k: Number(byId("top-k").value), top_p: Number(byId("top-p").value), min_p: Number(byId("min-p").value), max_tokens: Number(byId("max-tokens").value),
       seed: seed === "" ? Math.floor(Math.random() * 2 ** 31) : Number(seed),
     };
+    const name = byId("model").selectedOptions[0]?.text ?? "";
     answering = new AbortController();
     pinned = null;
     explain(null);
@@ -63,7 +64,7 @@ export function promptBox(state) {
     try {
       const response = await post("/prompt", asked, answering.signal);
       if (!response.ok) throw new Error((await response.json()).error);
-      await show(response.body, asked);
+      await show(response.body, asked, name);
     } catch (error) {
       say(error.name === "AbortError" ? `Stopped. Seed ${asked.seed}.` : String(error.message), error.name !== "AbortError");
     }
@@ -71,7 +72,7 @@ export function promptBox(state) {
     byId("go").textContent = "Continue";
   }
 
-  async function show(body, asked) {
+  async function show(body, asked, name) {
     let count = 0, began = 0, step = 0;
     for await (const answer of lines(body)) {
       if ("error" in answer) throw new Error(answer.error);
@@ -83,7 +84,7 @@ export function promptBox(state) {
         count += 1;
       }
       const rate = count > 1 ? `, ${((1000 * count) / (performance.now() - began)).toFixed(0)} tokens/s` : "";
-      say(`Step ${step.toLocaleString("en")}, ${count} tokens${rate}, seed ${asked.seed}.`);
+      say(`Step ${step.toLocaleString("en")} of ${name}, ${count} tokens${rate}, seed ${asked.seed}.`);
     }
   }
 

@@ -94,6 +94,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dashboard]:
     train(folder, "runs/real", sample__prompts=("the ",))
     for seed in (1, 2):
         write_run(runs / f"gelu-seed-{seed}", [value + 0.01 * seed for value in CURVE], seed=seed)
+    (runs / "gelu-seed-1/checkpoints/step-00000030").mkdir(parents=True)
     write_run(runs / "training", CURVE, status="running")
     write_lab(folder / "labs" / "night")
     hostile = write_run(runs / HOSTILE, CURVE, recipe=HOSTILE)
@@ -214,7 +215,7 @@ def test_a_prompt_is_answered(page: Page) -> None:
     page.fill("#seed", "1")
     page.click("#go")
     page.wait_for_function("() => document.querySelector('#go').textContent === 'Continue'", timeout=60_000)
-    assert page.locator("#answering").inner_text().startswith("Step 12, ")
+    assert page.locator("#answering").inner_text().startswith("Step 12 of real, ")
     assert page.locator("#text .prompt").inner_text() == "the quick"
     tokens = page.locator("#text .t")
     assert 1 <= tokens.count() <= 5
@@ -229,6 +230,21 @@ def test_a_prompt_is_answered(page: Page) -> None:
     page.click("#go")
     page.wait_for_function("() => document.querySelector('#go').textContent === 'Continue'", timeout=60_000)
     assert page.locator("#text").inner_text() == first
+
+
+def test_the_run_of_the_prompt_stays_while_others_train(world: Dashboard, page: Page) -> None:
+    """A click in the list still selects the run that it chose."""
+    selected = "() => document.querySelector('#model').selectedOptions[0].text"
+    row(page, "gelu-seed-1").locator("input").check()
+    assert page.evaluate(selected) == "gelu-seed-1"
+    page.select_option("#model", label="real")
+    metrics = world.index.folder / "training/metrics.jsonl"
+    size = metrics.stat().st_size
+    with MetricsLog(metrics) as log:
+        log.write("train", step=31, tokens=31_000, loss=1.0, train_seconds=31.0)
+    row(page, "training").locator(".tokens", has_text="31.0k").wait_for()
+    assert page.evaluate(selected) == "real"
+    os.truncate(metrics, size)
 
 
 def test_hostile_names_and_samples_stay_text(page: Page) -> None:
