@@ -1,4 +1,4 @@
-"""`python -m gptlab.app.prompt_answers`: trained runs continue prompts, for the dashboard (`report/dashboard`).
+"""Trained runs continue prompts, for the dashboard (`report/dashboard/model_process.py` starts the process).
 
 Each line of the input is a question, and gets one line of JSON:
 
@@ -85,10 +85,9 @@ def _name(piece: bytes) -> str:
         return "".join(f"\\x{byte:02x}" for byte in piece)
 
 
-def main() -> None:
-    """Answer until the input ends."""
-    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what any code prints is no answer
+def main(descriptor: int) -> None:
+    """Answer into the file of this descriptor, until the input ends."""
+    out = os.fdopen(descriptor, "w", encoding="utf-8")
     answers = Answers()
     for line in sys.stdin:
         try:
@@ -98,7 +97,3 @@ def main() -> None:
             answer = {"error": one_line(error)}
         out.write(to_json(answer) + "\n")
         out.flush()
-
-
-if __name__ == "__main__":
-    main()

@@ -17,13 +17,22 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
+import gptlab
 from gptlab.config.errors import UserError, one_line
 from gptlab.runtime.files.plain_file import to_json
 
-COMMAND = (sys.executable, "-m", "gptlab.app.prompt_answers")
+_ANSWERS = (
+    "import os, sys; root = sys.argv.pop(1); sys.path[:0] = [root] * (root not in sys.path); "
+    "answers = os.dup(1); os.dup2(2, 1); "  # what imports and models print is no answer
+    "from gptlab.app.prompt_answers import main; main(answers)"
+)
+COMMAND = (sys.executable, "-P", "-c", _ANSWERS, str(Path(gptlab.__file__).parents[1]))
+"""-P: the current folder may hold anybody's runs, and a file json.py in it."""
 IDLE_SECONDS = 300.0
 LOAD_SECONDS, TOKEN_SECONDS = 300.0, 60.0
 """After which the process counts as hanging, and is killed."""
+EXIT_SECONDS = 2.0
+"""How long a process that closed its output may take to end by itself, with the exit code that says why."""
 BUSY_SECONDS = 5.0
 """How long a prompt waits for the one before: a page that starts another one has just ended its own."""
 MAX_ANSWER_BYTES = 1 << 20
@@ -135,6 +144,8 @@ class ModelProcess:
         return answer
 
     def _why_it_ended(self, process: subprocess.Popen[bytes], seconds: float, *, timed_out: bool) -> str:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(EXIT_SECONDS)
         process.kill()
         code, lines = process.wait(), list[bytes]()
         if timed_out:

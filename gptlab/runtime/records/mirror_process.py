@@ -1,4 +1,4 @@
-"""`python -m gptlab.runtime.records.mirror_process NAME`: sends the lines of a metrics.jsonl to one library.
+"""The process of a mirror (`mirrors.py` starts it): sends the lines of a metrics.jsonl to one library.
 
 On stdin: one line of JSON about the run, then its end when no more lines come. On stdout: JSON lines of what happens.
 """
@@ -162,7 +162,3 @@ def _end_with_run(ended: threading.Event) -> None:
     ended.set()
     time.sleep(LAST_SECONDS)
     os._exit(1)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))

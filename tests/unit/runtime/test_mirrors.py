@@ -105,6 +105,16 @@ def test_lines_arrive_by_nanochats_names(notes: Path, tmp_path: Path) -> None:
     assert "warning" not in said
 
 
+def test_files_of_the_current_folder_are_not_imported(
+    notes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "json.py").write_text("raise SystemExit('json.py was run')")
+    monkeypatch.chdir(tmp_path / "here")
+    assert "warning" not in run_mirrored(tmp_path / "run")
+    assert noted(notes)[-1] == "finished"
+
+
 def test_core_by_task() -> None:
     line = {"kind": "core", "step": 3, "core_metric": 0.5, "tasks": {"a": 1.0}, "centered": {"a": 0.75}}
     assert scalars(line) == {"core_metric": 0.5, "centered_results/a": 0.75}

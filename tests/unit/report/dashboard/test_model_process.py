@@ -98,6 +98,17 @@ def test_a_process_that_dies_says_why_and_another_one_answers(started: Callable[
     assert (again != number, text) == (True, ["b"])
 
 
+def test_files_of_the_current_folder_are_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real command, with a torch that prints and then fails: nothing of it is taken for an answer."""
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "json.py").write_text("raise SystemExit('json.py was run')")
+    (tmp_path / "torch.py").write_text("print('noise', flush=True)\nraise ImportError('no torch today')")
+    monkeypatch.chdir(tmp_path / "runs")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with closing(ModelProcess()) as process, pytest.raises(UserError, match="exit code 1: ImportError: no torch today"):
+        ask(process, "a")
+
+
 def test_a_process_that_hangs_is_killed(started: Callable[..., ModelProcess], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_process, "TOKEN_SECONDS", 0.2)
     process = started()
