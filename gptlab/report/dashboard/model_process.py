@@ -54,9 +54,9 @@ def checked_settings(asked: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(settings["prompt"], str):
         raise UserError("prompt must be a text")
     for name, (kind, least, most) in _LIMITS.items():
-        value = asked.get(name)
+        value: Any = asked.get(name)
         is_number = type(value) is int or (type(value) is float and kind is float)
-        if not is_number or not least <= float(value or 0) <= most:
+        if not is_number or not least <= value <= most:
             raise UserError(f"{name} must be a number from {least:g} to {most:g}")
         settings[name] = kind(value)
     return settings

@@ -149,6 +149,7 @@ def test_settings_are_those_that_were_asked_for() -> None:
         ("prompt", None), ("prompt", 3), ("temperature", -1), ("temperature", "1"), ("temperature", True),
         ("temperature", float("nan")), ("top_k", 1.5), ("top_k", -1), ("max_tokens", 0), ("max_tokens", 10**9),
         ("top_p", 0), ("top_p", 1.5), ("min_p", 1), ("seed", -1), ("seed", None), ("seed", 2**60),
+        ("seed", 10**400), ("temperature", 10**400),
     ],
 )  # fmt: skip
 def test_other_settings_are_refused(name: str, value: object) -> None:
