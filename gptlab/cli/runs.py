@@ -98,7 +98,7 @@ def prune(argv: Sequence[str]) -> int:
         print("nothing to delete")
         return 0
     rows = [
-        (str(one.run.path), "all" if one.whole else "checkpoints", disk_text(one.bytes), one.reason) for one in chosen
+        (_cell(one.run.path), "all" if one.whole else "checkpoints", disk_text(one.bytes), one.reason) for one in chosen
     ]
     print(printable(table([("run", "delete", "disk", "why"), *rows], "<<><")))
     total = f"{disk_text(sum(one.bytes for one in chosen))} of {len(chosen)} run{'s' * (len(chosen) != 1)}"
@@ -150,8 +150,8 @@ def _lines(runs: Sequence[ListedRun], width: int, *, curves: bool = False) -> It
     rows = [("run", "status", "val_bpb", "tokens", "seconds", "disk")]
     rows += [
         (
-            str(run.path),
-            run.status,
+            _cell(run.path),
+            _cell(run.status),
             "" if run.val_bpb is None else f"{run.val_bpb:.4f}",
             "" if run.tokens is None else _short(run.tokens),
             "" if run.training_seconds is None else f"{run.training_seconds:,.0f}",
@@ -159,7 +159,7 @@ def _lines(runs: Sequence[ListedRun], width: int, *, curves: bool = False) -> It
         )
         for run in runs
     ]
-    lines = table(rows, "<<>>>>").splitlines()
+    lines = table(rows, "<<>>>>").split("\n")
     common = set.intersection(*(set(_changes(run)) for run in runs))
     about = ["recipe, and what differs from it", *(_cut(_about(run, common), _MAX_ABOUT_CHARACTERS) for run in runs)]
     if curves:
@@ -180,12 +180,12 @@ def _lines(runs: Sequence[ListedRun], width: int, *, curves: bool = False) -> It
 def _about(run: ListedRun, common: Collection[str]) -> str:
     """Recipe, depth, length, and the changes that decide what is trained: last those that all listed runs have."""
     if run.problem is not None:
-        return run.problem
+        return _cell(run.problem)
     length = f"{run.fields.get('horizon.unit')}={_value(run.fields.get('horizon.amount'))}"
     words = [f"{run.recipe} depth={run.fields.get('model.n_layer')} {length}"]
     if run.changes is None:
         words.append("(an unknown recipe)")
-    return " ".join([*words, *sorted(_changes(run), key=lambda change: change in common)])
+    return _cell(" ".join([*words, *sorted(_changes(run), key=lambda change: change in common)]))
 
 
 def _changes(run: ListedRun) -> list[str]:
@@ -216,6 +216,11 @@ def disk_text(count: int) -> str:
 def printable(text: str) -> str:
     """Names and values come from folders that may be anybody's, and must not control the terminal."""
     return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def _cell(value: object) -> str:
+    """On one line of a table."""
+    return printable(str(value).replace("\n", "\0"))
 
 
 def _figures(run: ListedRun) -> Mapping[str, Any]:

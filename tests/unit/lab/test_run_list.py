@@ -234,6 +234,15 @@ class TestCommand:
         told = json.loads(command(["runs", "--json", "--where", "status=finished"])[1])["runs"]
         assert [run["changes"] for run in told] == [{"seed": 7, "model.activation": "gelu", "runtime.threads": 1}]
 
+    def test_a_line_break_in_a_name_is_shown_as_another_character(self, tmp_path: Path) -> None:
+        for name in ("plain", "two\nlines", "of\u2028another kind", "\x85"):
+            write_run(tmp_path / name, [4.0, 3.0], status="failed")
+        code, out, err = command(["runs", tmp_path])
+        assert (code, err, out.count("\n")) == (0, "", 5)
+        assert "two\N{REPLACEMENT CHARACTER}lines " in out
+        code, out, _ = command(["runs", "prune", "--failed", tmp_path, "--yes"])
+        assert (code, out.count("\n")) == (0, 6)
+
     def test_it_fits_a_terminal(self, tmp_path: Path) -> None:
         of_recipe(tmp_path / "quickstart-20261122-170807", seed=7, model__activation="gelu")
         runs = [replace(run, path=Path("runs") / run.path.name) for run in list_runs([tmp_path])]
