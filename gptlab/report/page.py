@@ -90,7 +90,7 @@ def _page(title: str, body: Iterable[str], data: object) -> str:
         "base-uri 'none'; form-action 'none'"
     )
     text = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
-    return (
+    page = (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -101,6 +101,8 @@ def _page(title: str, body: Iterable[str], data: object) -> str:
         + "\n".join(f"<script>{script}</script>" for script in scripts)
         + "\n</body>\n</html>\n"
     )
+    # Names of folders and texts of files may hold lone surrogates, which UTF-8 has not.
+    return page.encode("utf-8", "replace").decode("utf-8")
 
 
 def _hash(text: str) -> str:

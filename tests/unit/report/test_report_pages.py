@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import os
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -180,6 +181,12 @@ class TestUntrusted:
         _, *scripts = found.raw["script"]
         assert {policy_hash(text) for text in (*scripts, *found.raw["style"])} == allowed
         assert "unsafe" not in policy
+
+    def test_a_name_that_is_not_utf_8_is_shown_with_a_mark(self, tmp_path: Path) -> None:
+        run = write_run(tmp_path / os.fsdecode(b"d\xff"), [4.0, 3.0], recipe="quickstart\ud800")
+        assert command(["report", run])[0] == 0
+        assert "<h1>d?" in (run / "report.html").read_text(encoding="utf-8")
+        assert "d\N{REPLACEMENT CHARACTER}" in (run / "report.md").read_text(encoding="utf-8")
 
     def test_is_code_in_the_text(self, hostile: Path) -> None:
         text = run_text(read_facts(hostile))
