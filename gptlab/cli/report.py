@@ -60,9 +60,13 @@ def _overlay(runs: Sequence[RunFacts]) -> tuple[str, str]:
     return overlay_page(overlay), overlay_text(overlay)
 
 
+def stdout_lacks_dots() -> bool:
+    """Whether standard output cannot show the Braille dots of a curve."""
+    return not (sys.stdout.encoding or "utf-8").lower().startswith("utf")
+
+
 def terminal_curve(facts: RunFacts) -> str:
     """Validation bits per byte, with a title, as wide as the terminal up to 72 columns; empty where there is none."""
-    encoding = (sys.stdout.encoding or "utf-8").lower()
     columns = min(_CURVE_COLUMNS, shutil.get_terminal_size().columns)
-    curve = bpb_curve(facts, columns=columns, ascii=not encoding.startswith("utf"))
+    curve = bpb_curve(facts, columns=columns, ascii=stdout_lacks_dots())
     return f"validation bits per byte\n{curve}\n" if curve else ""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gptlab.cli.arguments.parser import Positional, parse
+from gptlab.cli.report import stdout_lacks_dots
 from gptlab.config.errors import UserError, checked_dataclass
 from gptlab.lab.run_list import list_runs
 from gptlab.report.run_facts import read_facts
@@ -27,7 +28,8 @@ class TourArguments:
 
 def main(argv: Sequence[str]) -> int:
     arguments = parse(TourArguments, argv, prog="gptlab tour", description=DESCRIPTION)
-    text = tour(read_facts(arguments.run or _newest(Path("runs"))))
+    facts = read_facts(arguments.run or _newest(Path("runs")))
+    text = tour(facts, ascii=arguments.out is None and stdout_lacks_dots())
     if arguments.out is None:
         print(text, end="")
     else:

@@ -62,11 +62,12 @@ _OPTIMIZERS = {
 }
 
 
-def tour(facts: RunFacts) -> str:
-    """The page. UserError for a run that has not trained, and for a damaged folder."""
+def tour(facts: RunFacts, *, ascii: bool = False) -> str:
+    """The page; `ascii`: its curve has such characters alone. UserError for a run that has not trained, and for a
+    damaged folder."""
     if "imported" in facts.record.provenance or not len(facts.metrics.train["step"]):
         raise UserError(f"{facts.record.path} has no training step to walk through: name a run that has trained")
-    return filled(template(), Tour(facts))
+    return filled(template(), Tour(facts, ascii))
 
 
 def template() -> str:
@@ -95,6 +96,8 @@ class Tour:
     """What fills the template, by the names in it."""
 
     facts: RunFacts
+    ascii: bool = False
+    """Whether the curve is."""
 
     def field(self, name: str) -> str:
         """A field of the configuration, as it is read in a sentence."""
@@ -350,7 +353,7 @@ class Tour:
 
     @property
     def curve(self) -> str:
-        return fenced(curve) if (curve := bpb_curve(self.facts)) else ""
+        return fenced(curve) if (curve := bpb_curve(self.facts, ascii=self.ascii)) else ""
 
     @cached_property
     def _sample(self) -> Sample | None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +148,20 @@ def test_the_command_takes_the_newest_finished_run(tmp_path: Path, monkeypatch: 
     code, _, err = command(["tour", "runs/a", "--out", "."])
     assert (code, err.startswith("gptlab: error: cannot write .: ")) == (2, True)
     assert "The run is `a`" in (tmp_path / "tour.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("encoding", ["cp1252", "ascii"])
+def test_characters_that_a_terminal_lacks_end_no_command(tmp_path: Path, encoding: str) -> None:
+    run = trained(tmp_path / "dé", prompt="π ≠ é")
+    environment = os.environ | {"PYTHONUTF8": "0", "PYTHONIOENCODING": encoding, "PYTHONPATH": str(ROOT)}
+    printed = {}
+    for name in ("tour", "runs", "report"):
+        words = [sys.executable, "-P", "-m", "gptlab", name, str(run)]
+        done = subprocess.run(words, env=environment, cwd=tmp_path, capture_output=True, check=False)
+        assert (done.returncode, done.stderr) == (0, b""), name
+        printed[name] = done.stdout
+    assert b" |*" in printed["tour"]
+    assert ("dé" if encoding == "cp1252" else "d?").encode(encoding) in printed["runs"]
 
 
 def test_its_commands_can_be_pasted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
