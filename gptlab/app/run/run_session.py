@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import threading
@@ -234,9 +235,10 @@ def write_report(run: Path, console: Console) -> None:
     """Write the run's report and show its curve. Another process does it, without torch: whatever goes wrong there is
     one warning here."""
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    terminal = {"PYTHONIOENCODING": encoding, "COLUMNS": str(shutil.get_terminal_size().columns)}
     try:
         done = subprocess.run(
-            _report_command(run), env=_alone() | {"PYTHONIOENCODING": encoding}, encoding=encoding, errors="replace",
+            _report_command(run), env=_alone() | terminal, encoding=encoding, errors="replace",
             timeout=60, stdin=subprocess.DEVNULL, capture_output=True, process_group=0, check=True,
         )  # fmt: skip
     except (OSError, subprocess.SubprocessError) as error:

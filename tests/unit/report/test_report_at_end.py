@@ -89,6 +89,15 @@ def test_the_process_that_is_left_writes_it(tmp_path: Path) -> None:
     assert "was stopped after step 10" in (run / "report.md").read_text(encoding="utf-8")
 
 
+def test_the_curve_is_no_wider_than_the_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("shutil.get_terminal_size", lambda *_: os.terminal_size((40, 24)))
+    run_session.write_report(write_run(tmp_path / "run", [4.0, 3.0, 2.5]), Console())
+    title, *curve, _ = capsys.readouterr().out.splitlines()
+    assert (title, max(map(len, curve))) == ("validation bits per byte", 40)
+
+
 def test_without_the_package_that_reports_there_is_one_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
