@@ -68,14 +68,17 @@ class Overlay:
             yield (run.name if names[run.name] == 1 else f"{run.name} ({names[run.name]})"), of_run[id(run)], run
 
     def group_rows(self) -> list[tuple[str, ...]]:
-        """A row a configuration, by mean bits per byte; none where no configuration has several runs."""
+        """A row a configuration, by mean bits per byte of its finished runs; none where no configuration has several
+        runs."""
         if all(len(runs) == 1 for runs in self.groups.values()):
             return []
         rows = []
         for name, runs in self.groups.items():
-            values = [_bpb(run) for run in runs if math.isfinite(_bpb(run))] or [math.inf]
-            figures = (math.fsum(values) / len(values), min(values), max(values))
-            rows.append((figures[0], (name, str(len(runs)), *(f"{value:.4f}" for value in figures))))
+            values = [_bpb(run) for run in runs if run.status == "finished" and math.isfinite(_bpb(run))]
+            count = str(len(runs)) if len(values) == len(runs) else f"{len(values)} of {len(runs)}"
+            figures = (math.fsum(values) / len(values), min(values), max(values)) if values else ()
+            shown = [f"{value:.4f}" for value in figures] or [""] * 3
+            rows.append((figures[0] if figures else math.inf, (name, count, *shown)))
         return [row for _, row in sorted(rows)]
 
     def run_rows(self) -> list[tuple[str, ...]]:

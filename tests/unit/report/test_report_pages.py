@@ -235,6 +235,19 @@ class TestOverlay:
         data = json.loads(Page(overlay_page(overlay)).raw["script"][0])
         assert [run["group"] for run in data["runs"]] == ["lr=0.02", "lr=0.02", "lr=0.04", "lr=0.04"]
 
+    def test_the_mean_of_a_configuration_is_that_of_its_finished_runs(self, tmp_path: Path) -> None:
+        for seed, bpb, lr in ((1, 3.0, 0.02), (2, 3.2, 0.02), (3, 9.0, 0.04)):
+            write_run(tmp_path / str(seed), [4.0, bpb], seed=seed, optim__muon__lr=lr)
+        for name, status, lr in (("failed", "failed", 0.02), ("stopped", "preempted", 0.04)):
+            write_run(tmp_path / name, [4.0, 2.0], status=status, seed=9, optim__muon__lr=lr)  # type: ignore[arg-type]
+        write_run(tmp_path / "alone", [4.0, 2.0], status="killed", optim__muon__lr=0.06)  # type: ignore[arg-type]
+        overlay = Overlay([read_facts(path) for path in sorted(tmp_path.iterdir())])
+        assert overlay.group_rows() == [
+            ("lr=0.02", "2 of 3", "3.1000", "3.0000", "3.2000"),
+            ("lr=0.04", "1 of 2", "9.0000", "9.0000", "9.0000"),
+            ("lr=0.06", "0 of 1", "", "", ""),
+        ]
+
 
 class TestCommand:
     def test_one_run_is_reported_in_its_folder(self, rich: Path) -> None:
