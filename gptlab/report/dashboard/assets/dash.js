@@ -8,6 +8,7 @@ import { runList } from "./list.js";
 import { promptBox } from "./talk.js";
 
 const COLORS = 8; // of charts.js
+const MAX_DRAWN = 50; // runs: MAX_CHOSEN of server.py
 const HOVER_SECONDS = 5; // for which a chart waits that the reader points at
 
 const state = { rows: new Map(), chosen: new Set(), defaults: {}, colors: new Map(), last: null };
@@ -95,7 +96,7 @@ async function drawCharts(chosenNow) {
   if (!chosenNow && pointing && performance.now() - touched < 1000 * HOVER_SECONDS) return drawSoon();
   touched = performance.now();
   const number = ++asked;
-  const ids = [...state.chosen];
+  const ids = [...state.chosen].slice(0, MAX_DRAWN);
   byId("nothing").hidden = ids.length > 0;
   byId("charts").hidden = ids.length === 0;
   let data = { runs: [], problems: {} };
@@ -108,6 +109,7 @@ async function drawCharts(chosenNow) {
     if (number !== asked) return; // others were chosen meanwhile
   }
   const problems = "error" in data ? [data.error] : Object.values(data.problems);
+  if (state.chosen.size > ids.length) problems.unshift(`${ids.length} of ${state.chosen.size} runs are drawn.`);
   byId("problems").replaceChildren(...problems.map((problem) => el("li", {}, problem)));
   if (!("error" in data)) {
     nameGroups(data.runs);

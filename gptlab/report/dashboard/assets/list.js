@@ -137,26 +137,32 @@ export function runList(state, onChoose) {
 
   function groupLine(group) {
     const first = group.rows[0];
-    const values = group.rows.map((row) => number(row.val_bpb)).filter(Number.isFinite);
+    // One that failed or still trains is not as good as its last validation says.
+    const finished = group.rows.filter((row) => row.status === "finished");
+    const values = finished.map((row) => number(row.val_bpb)).filter(Number.isFinite);
+    const part = values.length < group.rows.length ? ` ${values.length} of ${group.rows.length}` : "";
     const mean = values.reduce((sum, value) => sum + value, 0) / values.length;
     const spread = Math.sqrt(values.reduce((sum, value) => sum + (value - mean) ** 2, 0) / (values.length - 1));
-    const seeds = group.rows.map((row) => row.seed).join(", ");
+    const seeds = [...new Set(group.rows.map((row) => row.seed))];
+    const many = `${seeds.length} seed${seeds.length === 1 ? "" : "s"}`;
+    const members = seeds.length === group.rows.length ? many : `${group.rows.length} runs, ${many}`;
     const open = view.open.has(group.key);
     const toggle = el("button", {
       type: "button", class: "quiet", "aria-expanded": String(open),
       onclick: () => { if (!view.open.delete(group.key)) view.open.add(group.key); draw(); },
-    }, `${open ? "▾" : "▸"} ${sharedName(group.rows)} (${group.rows.length} seeds)`);
+    }, `${open ? "▾" : "▸"} ${sharedName(group.rows)} (${members})`);
     const statuses = [...new Set(group.rows.map((row) => row.status))];
-    const made = line(group.rows, `${group.rows.length} seeds of ${first.name}`, first.status, [
+    const made = line(group.rows, `${members} of ${first.name}`, first.status, [
       el("td", { class: "name" }, el("b", {}, toggle), el("span", { class: "about" }, aboutText(first, false), " ", ...chips(first.changes))),
       el("td", { class: "status" }, ...statuses.map((status) => el("span", { class: `badge ${badge(status)}` }, status))),
       el("td", { class: "bpb n" }, values.length ? mean.toFixed(4) : "",
-        values.length > 1 ? el("small", { title: "standard deviation over the seeds" }, ` ± ${spread.toFixed(4)}`) : null),
+        values.length > 1 ? el("small", { title: "standard deviation over the seeds" }, ` ± ${spread.toFixed(4)}`) : null,
+        part ? el("small", { title: "finished runs, whose mean this is" }, part) : null),
       el("td", { class: "curve" }, sparkline(first.spark ?? [])),
       el("td", { class: "tokens n" }, count(first.tokens)),
       el("td", { class: "time n" }, duration(first.seconds)),
       el("td", { class: "start" }, el("time", { title: first.start ?? "" }, ago(first.start))),
-    ], `seeds ${seeds}`);
+    ], `seeds ${seeds.join(", ")}`);
     made.classList.add("group");
     mark(made, group.rows);
     return made;

@@ -8,6 +8,7 @@ import shutil
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -104,13 +105,18 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dashboard]:
     (runs / "damaged").mkdir()
     (runs / "damaged/config.json").write_text("{")
     (runs / "damaged/run.json").write_text("{")
+    with served(runs) as server, RunDirectory(runs / "training").lock():
+        yield server
+
+
+@contextmanager
+def served(runs: Path) -> Iterator[Dashboard]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(index_module, "POLL_SECONDS", 0.05)
         with Dashboard(runs, 0) as server:
             serving = threading.Thread(target=server.serve_forever, args=(0.02,))
             serving.start()
-            with RunDirectory(runs / "training").lock():
-                yield server
+            yield server
             server.shutdown()
             serving.join()
 
@@ -203,6 +209,23 @@ def test_the_list_is_filtered_sorted_and_grouped(page: Page) -> None:
     assert page.locator("#rows .bpb").inner_text() == "1.2650 ± 0.0071"
     page.locator("#rows button").click()
     page.wait_for_function("() => document.querySelectorAll('#rows tr').length === 3")
+
+
+def test_a_group_of_more_runs_than_a_page_draws(tab: Page, tmp_path: Path) -> None:
+    """Two runs have one seed, and one of them failed."""
+    for number in range(50):
+        write_run(tmp_path / f"gelu-{number:02}", CURVE, seed=number)
+    write_run(tmp_path / "gelu-50", (3.5, 9.0), seed=49, status="failed")
+    with served(tmp_path) as server:
+        tab.goto(server.url)
+        tab.get_by_label("group seeds").check()
+        group = tab.locator("#rows tr.group")
+        group.get_by_text("gelu (51 runs, 50 seeds)").wait_for()
+        assert group.locator(".bpb").inner_text() == "1.2500 ± 0.0000 50 of 51"
+        group.locator("input").check()
+        tab.wait_for_selector("#charts[data-drawn='50']")
+        assert tab.locator("#problems").inner_text() == "50 of 51 runs are drawn."
+        tab.goto("about:blank")
 
 
 def test_a_prompt_is_answered(page: Page) -> None:
