@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -41,7 +42,7 @@ class RunIndex:
         self._loaded = False
         self._changed = threading.Condition()
         self._watchers = 0
-        self._scanned = -SCAN_SECONDS
+        self._scanned = -math.inf
 
     def refresh(self) -> None:
         """Look for new runs, and read what is new of each. Only one thread may call this."""
@@ -91,7 +92,7 @@ class RunIndex:
         """What changed after version `since` (0: everything), as JSON; None if nothing does for `wait_seconds`.
 
         `rows`: new and changed rows; `gone`: ids of runs that are no more; `labs`, if they changed; `loaded`: whether
-        every run has been read once.
+        every run has been read since somebody watches.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: self._version > since, wait_seconds):
@@ -110,8 +111,11 @@ class RunIndex:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Within the context, `keep_fresh` refreshes."""
+        """Within the context, `keep_fresh` refreshes. For the first watcher it looks for runs again, and only then are
+        all of them loaded: what was read may be hours old."""
         with self._changed:
+            if self._watchers == 0:
+                self._loaded, self._scanned = False, -math.inf
             self._watchers += 1
             self._changed.notify_all()
         try:

@@ -167,6 +167,22 @@ class TestIndex:
         assert ([row["name"] for row in third["rows"]], third["gone"]) == (["c"], [gone])
         assert index.run(gone) is None
 
+    def test_is_loaded_once_it_has_looked_again_for_who_watches(self, tmp_path: Path) -> None:
+        """A page that is opened later does not choose among the runs of before."""
+        write_run(tmp_path / "a", CURVE)
+        index = RunIndex(tmp_path)
+        index.refresh()
+        write_run(tmp_path / "b", CURVE)
+        with index.watched():
+            stale = index.changes(0, wait_seconds=0)
+            assert stale is not None
+            assert not stale["loaded"]
+            index.refresh()
+            with index.watched():
+                fresh = index.changes(0, wait_seconds=0)
+            assert fresh is not None
+            assert (fresh["loaded"], sorted(row["name"] for row in fresh["rows"])) == (True, ["a", "b"])
+
     def test_wakes_whoever_waits(self, tmp_path: Path) -> None:
         write_run(tmp_path / "a", CURVE)
         index, found = RunIndex(tmp_path), list[Any]()

@@ -58,13 +58,13 @@ def request(
         connection.close()
 
 
-def events(server: Dashboard, count: int) -> list[dict[str, Any]]:
-    """The first values of a stream of events."""
+def events(server: Dashboard) -> list[dict[str, Any]]:
+    """The values of a stream of events, until all runs are loaded."""
     connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=10)
     connection.request("GET", f"/events?token={server.token}")
     found, answer = list[dict[str, Any]](), connection.getresponse()
     assert answer.getheader("Content-Type") == "text/event-stream; charset=utf-8"
-    while len(found) < count:
+    while not (found and found[-1].get("loaded")):
         line = answer.readline()
         if line.startswith(b"data: "):
             found.append(json.loads(line[6:]))
@@ -73,14 +73,9 @@ def events(server: Dashboard, count: int) -> list[dict[str, Any]]:
 
 
 def rows(server: Dashboard) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {}
-    first, *others = events(server, 2)
+    first, *others = events(server)
     assert first["folder"] == str(server.index.folder)
-    while not others[-1]["loaded"]:
-        others = events(server, 2)[1:]
-    for row in others[-1]["rows"]:
-        found[row["name"]] = row
-    return found
+    return {row["name"]: row for event in others for row in event["rows"]}
 
 
 def test_the_page_and_all_that_it_names_are_sent(server: Dashboard) -> None:
