@@ -101,7 +101,7 @@ class RunFacts:
         """What the run is, and what became of it."""
         field = self.record.fields
         millions = number(self.record.summary.get("num_params_M"))
-        model = f"A GPT of {plain(field.get('model.n_layer'))} layers and width {plain(field.get('model.n_embd'))}"
+        model = f"A GPT of {counted(field.get('model.n_layer'), 'layer')} and width {plain(field.get('model.n_embd'))}"
         size = "" if millions is None else f" ({millions:.2f}M parameters)"
         trained = "was imported" if "imported" in self.record.provenance else self._trained()
         return f"{model}{size} {trained}; it {self._end()}."
@@ -110,9 +110,17 @@ class RunFacts:
         field = self.record.fields
         source = field.get("data.source")
         text = ", ".join(map(plain, source)) if isinstance(source, list) else plain(source)
-        amount, unit = number(field.get("horizon.amount")), plain(field.get("horizon.unit")).replace("_", " ")
-        length = f"{duration(amount)}" if unit == "seconds" and amount is not None else f"{plain(amount)} {unit}"
-        return f"trained with the recipe {plain(field.get('recipe'))} on {text} for {length}"
+        was = {"finished": "trained", "running": "is to train"}.get(self.status, "was to train")
+        return f"{was} with the recipe {plain(field.get('recipe'))} on {text} for {self.length}"
+
+    @property
+    def length(self) -> str:
+        """How long the run is to train: 3 min, 1 step, 8 tokens per param."""
+        fields = self.record.fields
+        amount, unit = number(fields.get("horizon.amount")), plain(fields.get("horizon.unit")).replace("_", " ")
+        if amount is None or unit == "seconds":
+            return "an unknown length" if amount is None else duration(amount)
+        return f"{amount:,.10g} {unit.removesuffix('s') if amount == 1 and unit in ('steps', 'tokens') else unit}"
 
     def _end(self) -> str:
         reached = "" if self.bpb is None else f"{self.bpb:.4f} bits per byte"
@@ -252,6 +260,20 @@ class RunFacts:
             return None
         return f"{'python' if argv[0].endswith('.py') else 'gptlab'} {shlex.join(argv)}"
 
+    @property
+    def train_on(self) -> str:
+        """The command that trains the run on from its last checkpoint: to its end, or a finished one to twice its
+        length, in the unit in which that was given."""
+        fields, resume = self.record.fields, f"gptlab train --resume {self.folder}"
+        amount, unit = number(fields.get("horizon.amount")), plain(fields.get("horizon.unit")).replace("_", "-")
+        if self.status != "finished" or amount is None:
+            return resume
+        name, factor = ("minutes", 60) if unit == "seconds" else (shlex.quote(unit), 1)
+        loss = number(fields.get("horizon.until_val_loss"))
+        # A run that has reached its loss would be over before its first step.
+        until = "" if loss is None else f" --until-val-loss {0.9 * loss:.4g}"
+        return f"{resume} --{name} {2 * amount / factor:.12g}{until}"
+
     def commands(self) -> list[tuple[str, str]]:
         """(what it does, command): the run again, its code, its environment, its model."""
         commit, folder = self.record.provenance.get("git_commit"), self.folder
@@ -290,6 +312,12 @@ def plain(value: Any) -> str:
     else:
         text = "none" if value is None else str(value)
     return text if len(text) <= MAX_TEXT_CHARACTERS else f"{text[:MAX_TEXT_CHARACTERS]} ..."
+
+
+def counted(value: Any, noun: str) -> str:
+    """1 step, 2,000 steps; what is no number as it is."""
+    amount = f"{value:,}" if type(value) is int else plain(value)
+    return f"{amount} {noun}{'' if value == 1 else 's'}"
 
 
 def short(value: float) -> str:

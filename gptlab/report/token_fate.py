@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from gptlab.report.curves import number
-from gptlab.report.run_facts import RunFacts
+from gptlab.report.run_facts import RunFacts, counted
 
 
 def token_fate(facts: RunFacts) -> list[tuple[str, str]]:
@@ -26,8 +26,8 @@ def token_fate(facts: RunFacts) -> list[tuple[str, str]]:
         ("validation text", _text(validation)),
         ("one epoch", f"{rows:,} rows of {seq_len:,} tokens: {epoch_tokens:,}"),
         ("dropped in an epoch", _dropped(facts, text["tokens"], rows, seq_len)),
-        ("trained on", f"{(steps - skipped) * step_tokens:,}: {steps - skipped:,} steps of {step_tokens:,}"),
-        ("skipped", f"{skipped * step_tokens:,}: {skipped:,} steps without an update" if skipped else ""),
+        ("trained on", f"{(steps - skipped) * step_tokens:,}: {counted(steps - skipped, 'step')} of {step_tokens:,}"),
+        ("skipped", f"{skipped * step_tokens:,}: {counted(skipped, 'step')} without an update" if skipped else ""),
         ("epochs", _passes(epochs, rows, at_random=field.get("data.rows") == "random")),
     ]
     return [(what, amount) for what, amount in found if amount]
@@ -56,7 +56,7 @@ def _passes(epochs: float, rows: int, *, at_random: bool) -> str:
 
 
 def _text(counts: dict[str, int]) -> str:
-    parts = (f"{counts[name]:,} {name}" for name in ("tokens", "bytes", "documents") if counts.get(name))
+    parts = (counted(counts[name], name[:-1]) for name in ("tokens", "bytes", "documents") if counts.get(name))
     return ", ".join(parts)
 
 

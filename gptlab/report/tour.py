@@ -21,7 +21,7 @@ from gptlab.data.tokenizer.base import Tokenizer
 from gptlab.data.tokenizer.tokenizer import load_tokenizer
 from gptlab.report.curves import number
 from gptlab.report.markdown import bpb_curve, code, fenced, prose
-from gptlab.report.run_facts import RunFacts, Sample, duration, plain, short
+from gptlab.report.run_facts import RunFacts, Sample, counted, duration, plain, short
 from gptlab.report.saved_model import SavedModel, newest_saved
 from gptlab.report.token_fate import token_fate
 from gptlab.runtime.records.table import table
@@ -97,7 +97,6 @@ class Tour:
 
     facts: RunFacts
     ascii: bool = False
-    """Whether the curve is."""
 
     def field(self, name: str) -> str:
         """A field of the configuration, as it is read in a sentence."""
@@ -121,7 +120,7 @@ class Tour:
         record = self.facts.record.provenance
         peak = _finite(number(record.get("peak_flops_per_second")))
         speed = f", {peak / 1e9:,.0f} GFLOP/s at most ({plain(record.get('peak_source'))})" if peak else ""
-        return prose(f"{plain(record.get('device_name'))}, {plain(record.get('threads'))} threads, in "
+        return prose(f"{plain(record.get('device_name'))}, {counted(record.get('threads'), 'thread')}, in "
                      f"{plain(record.get('dtype'))}{speed}")  # fmt: skip
 
     @property
@@ -214,8 +213,13 @@ class Tour:
         return newest_saved(self.facts.record.directory.checkpoints_path)
 
     @property
-    def parameters(self) -> str:
-        return f"{self._saved.parameters:,}" if self._saved else "all its"
+    def layers(self) -> str:
+        return counted(self.facts.record.fields.get("model.n_layer"), "layer")
+
+    @property
+    def weights(self) -> str:
+        beside = "beside the shape of what flows through them (rows, tokens, numbers)"
+        return f"These are its weights, {self._saved.parameters:,} numbers in all, {beside}:" if self._saved else ""
 
     @property
     def shapes(self) -> str:
@@ -252,7 +256,7 @@ class Tour:
             f"How large may a model be that {duration(amount)} can train? Steps were timed on this machine before: "
             f"{rate / 1e9:,.0f} GFLOP/s, so {duration(amount)} make {amount * rate:.2g} operations. A larger model "
             "learns more from each token, but sees fewer. By measured trade-offs, which the recipe names, that is "
-            f"{self.field('model.n_layer')} layers of width {self.field('model.n_embd')}, and steps of "
+            f"{self.layers} of width {self.field('model.n_embd')}, and steps of "
             f"{self.field('batch.total_tokens')} tokens."
         )
 
@@ -310,7 +314,7 @@ class Tour:
 
     @property
     def steps_made(self) -> str:
-        return f"{self.facts.metrics.train['step'][-1]:,.0f}"
+        return counted(int(self.facts.metrics.train["step"][-1]), "step")
 
     @property
     def training_time(self) -> str:
@@ -335,10 +339,9 @@ class Tour:
 
     @property
     def horizon(self) -> str:
-        unit = self.field("horizon.unit")
-        if unit == "seconds":
+        if self.facts.record.fields.get("horizon.unit") == "seconds":
             return "The first step that ends past the budget is the last."
-        return f"The run ends after {self._number('horizon.amount'):,.10g} {unit.replace('_', ' ')}."
+        return f"The run ends after {prose(self.facts.length)}."
 
     @property
     def evaluation(self) -> str:
@@ -374,12 +377,14 @@ class Tour:
     @property
     def commands(self) -> str:
         run = self.facts.folder
-        lines = (
-            (f"gptlab sample {run} --interactive", "talk to it"),
-            (f"gptlab train --resume {run} --minutes 20", "train it on"),
+        lines = [
             (f"gptlab train --from {run} --seed 7", "is another seed as good?"),
             (f"gptlab report {run}", "all curves, as a page"),
-        )
+        ]
+        if self._saved is not None and self.facts.status != "running":
+            lines.insert(0, (self.facts.train_on, "train it on"))
+        if self._saved is not None:
+            lines.insert(0, (f"gptlab sample {run} --interactive", "talk to it"))
         return fenced(table([(command, f"# {what}") for command, what in lines], "<<"))
 
 

@@ -42,8 +42,8 @@ MUTATIONS = [
     ),
     Mutation(
         "skipped steps count as trained on", "report/token_fate.py",
-        "f\"{(steps - skipped) * step_tokens:,}: {steps - skipped:,} steps of {step_tokens:,}\"",
-        "f\"{steps * step_tokens:,}: {steps:,} steps of {step_tokens:,}\"",
+        "f\"{(steps - skipped) * step_tokens:,}: {counted(steps - skipped, 'step')} of {step_tokens:,}\"",
+        "f\"{steps * step_tokens:,}: {counted(steps, 'step')} of {step_tokens:,}\"",
         ["test_token_fate.py::test_of_several_epochs_and_skipped_steps"],
     ),
     Mutation(

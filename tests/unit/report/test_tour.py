@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,8 @@ import pytest
 from tiny_runs import command
 from written_runs import write_run
 
-from gptlab.config.load import leaf_fields
+from gptlab.app.run.run_request import longer_command
+from gptlab.config.load import config_from_json, leaf_fields
 from gptlab.config.run import RunConfig
 from gptlab.data.tokenizer.base import ByteTokenizer
 from gptlab.report.run_facts import read_facts
@@ -128,7 +130,46 @@ def test_of_a_run_that_has_not_trained_or_finished(tmp_path: Path) -> None:
     (stopped / "summary.json").unlink()
     path = stopped / "run.json"
     write_json_atomic(path, {**json.loads(path.read_text()), "status": "preempted"})
-    assert "was stopped after step 30" in tour(read_facts(stopped))
+    page = tour(read_facts(stopped))
+    assert "was stopped after step 30" in page
+    assert re.search(f"^gptlab train --resume {stopped} +# train it on$", page, re.M)
+    shutil.rmtree(stopped / "checkpoints")
+    page = tour(read_facts(stopped))
+    assert not re.search(r"^gptlab (sample|train --resume) |These are its weights|\bIt is written", page, re.M)
+    assert re.search(f"^gptlab train --from {stopped} ", page, re.M)
+
+
+@pytest.mark.parametrize(
+    ("fields", "longer"),
+    [
+        ({}, "--minutes 6"),
+        ({"horizon__unit": "steps", "horizon__amount": 30.0}, "--steps 60"),
+        ({"horizon__unit": "tokens_per_param", "horizon__amount": 0.5}, "--tokens-per-param 1"),
+        ({"horizon__until_val_loss": 3.0}, "--minutes 6 --until-val-loss 2.7"),
+    ],
+)
+def test_a_finished_run_is_trained_to_twice_its_length(tmp_path: Path, fields: dict[str, Any], longer: str) -> None:
+    """By the command that the end of training prints."""
+    facts = read_facts(trained(tmp_path / "run", **fields))
+    config = config_from_json(facts.record.directory.read_config())
+    assert longer_command(facts.record.path, config).endswith(f"gptlab train --resume {tmp_path / 'run'} {longer}")
+    assert re.search(f"^gptlab train --resume {tmp_path / 'run'} {longer} +# train it on$", tour(facts), re.M)
+
+
+def test_one_of_a_thing_is_no_plural(tmp_path: Path) -> None:
+    fields = {"model__n_layer": 1, "horizon__unit": "steps", "horizon__amount": 1.0}
+    run = write_run(tmp_path / "run", [9.0, 3.0], every_steps=1, tokenizer__kind="byte", status="failed", **fields)
+    ByteTokenizer().save(run / "tokenizer")
+    counts = {"tokens": 10, "bytes": 10, "documents": 1}
+    path = run / "run.json"
+    corpus = {"train": counts, "val": counts, "rows_per_epoch": 1}
+    write_json_atomic(path, {**json.loads(path.read_text()), "corpus": corpus})
+    page = " ".join(tour(read_facts(run)).split())
+    assert "A GPT of 1 layer and width" in page
+    assert "was to train with the recipe custom on stdlib for 1 step; it failed" in page
+    assert "1 step took" in page
+    assert "10 bytes, 1 document to train on" in page
+    assert "The run ends after 1 step." in page
 
 
 def test_the_command_takes_the_newest_finished_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
