@@ -102,9 +102,16 @@ class Overlay:
 
     def _description(self, run: RunFacts) -> str:
         fields = run.record.fields
-        words = [f"{name.rpartition('.')[2]}={plain(fields.get(name))}" for name in self.differing]
+        words = [f"{_shortest(name, self.differing)}={plain(fields.get(name))}" for name in self.differing]
         text = ", ".join(words) or plain(fields.get("recipe"))
         return text if len(text) <= MAX_LABEL_CHARACTERS else f"{text[: MAX_LABEL_CHARACTERS - 3]}..."
+
+
+def _shortest(name: str, names: Sequence[str]) -> str:
+    """The last parts of a field's name, as many as tell it from the other names."""
+    parts = name.split(".")
+    ends = [".".join(parts[place:]) for place in range(len(parts) - 1, 0, -1)]
+    return next((end for end in ends if sum(f".{other}".endswith(f".{end}") for other in names) == 1), name)
 
 
 def _bpb(run: RunFacts) -> float:

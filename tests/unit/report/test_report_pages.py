@@ -235,6 +235,13 @@ class TestOverlay:
         data = json.loads(Page(overlay_page(overlay)).raw["script"][0])
         assert [run["group"] for run in data["runs"]] == ["lr=0.02", "lr=0.02", "lr=0.04", "lr=0.04"]
 
+    def test_a_configuration_names_its_fields_unambiguously(self, tmp_path: Path) -> None:
+        for number in (1, 2):
+            rates = {"optim__muon__lr": 0.01 * number, "optim__embedding__lr": 0.1 * number}
+            write_run(tmp_path / str(number), [4.0, 3.0], model__n_layer=number, **rates)
+        (first, _) = Overlay([read_facts(path) for path in sorted(tmp_path.iterdir())]).groups
+        assert sorted(first.split(", ")) == ["embedding.lr=0.1", "muon.lr=0.01", "n_layer=1"]
+
     def test_the_mean_of_a_configuration_is_that_of_its_finished_runs(self, tmp_path: Path) -> None:
         for seed, bpb, lr in ((1, 3.0, 0.02), (2, 3.2, 0.02), (3, 9.0, 0.04)):
             write_run(tmp_path / str(seed), [4.0, bpb], seed=seed, optim__muon__lr=lr)
