@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from html import escape
 
@@ -38,12 +39,13 @@ def text_curve(
     xs: Sequence[float], ys: Sequence[float], *, columns: int = 72, rows: int = 8, unit: str = "", ascii: bool = False
 ) -> str:
     """A line through the points, drawn with Braille dots (`*` where `ascii`), with its lowest and highest value on the
-    left and its first and last place below. `columns`: the width of all. Empty for fewer than two finite points."""
+    left and its first and last place below, as whole numbers. `columns`: the width of all. Empty for fewer than two
+    finite points."""
     points = _drawable(xs, ys)
     if not points:
         return ""
     low, high = min(y for _, y in points), max(y for _, y in points)
-    labels = [f"{high:.4g}", f"{low:.4g}"]
+    labels = [_label(high, high - low), _label(low, high - low)]
     margin = max(map(len, labels))
     cells = max(10, columns - margin - 2)
     across, down = (1, 1) if ascii else (2, 4)
@@ -53,10 +55,21 @@ def text_curve(
         label = labels[0] if row == 0 else labels[1] if row == rows - 1 else ""
         part = dots[down * row : down * (row + 1)]
         lines.append(f"{label:>{margin}} {'|' if ascii else '│'}{_characters(part, ascii)}".rstrip())
-    first, last = f"{points[0][0]:.6g}", f"{points[-1][0]:.6g} {unit}".rstrip()
+    first, last = _place(points[0][0]), f"{_place(points[-1][0])} {unit}".rstrip()
     lines.append(f"{'':{margin}} {'+' if ascii else '└'}{('-' if ascii else '─') * cells}")
-    lines.append(f"{'':{margin}}  {first}{last:>{cells - len(first)}}")
+    lines.append(f"{'':{margin}}  {first}{last.rjust(max(cells - len(first), len(last) + 1))}")
     return "\n".join(lines)
+
+
+def _label(value: float, difference: float) -> str:
+    """With four digits, or more where two of the difference between highest and lowest would not be seen."""
+    known = value != 0 and difference > 0
+    digits = math.floor(math.log10(abs(value))) - math.floor(math.log10(difference)) + 2 if known else 0
+    return f"{value:.{min(15, max(4, digits))}g}"
+
+
+def _place(x: float) -> str:
+    return f"{x:,.0f}" if abs(x) < 1e15 else f"{x:.6g}"
 
 
 def _drawable(xs: Sequence[float], ys: Sequence[float]) -> list[tuple[float, float]]:
@@ -103,10 +116,10 @@ def svg_curve(xs: Sequence[float], ys: Sequence[float], *, title: str, width: in
         f'<svg role="img" aria-label="{escape(title)}" viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
         f' font-family="system-ui, sans-serif"><path d="M{left} {top}V{bottom}H{right}" fill="none"'
         f' stroke="currentColor" stroke-opacity=".3"/>'
-        + text.format(left - 6, top + 9, "end", f"{high:.4g}")
-        + text.format(left - 6, bottom, "end", f"{low:.4g}")
-        + text.format(left, height - 5, "start", f"{start:.6g}")
-        + text.format(right, height - 5, "end", escape(f"{end:.6g} {title}"))
+        + text.format(left - 6, top + 9, "end", _label(high, high - low))
+        + text.format(left - 6, bottom, "end", _label(low, high - low))
+        + text.format(left, height - 5, "start", _place(start))
+        + text.format(right, height - 5, "end", escape(f"{_place(end)} {title}"))
         + f'<polyline points="{" ".join(place(x, y) for x, y in points)}" fill="none" stroke="#3b7dd8"'
         f' stroke-width="2" stroke-linejoin="round"/></svg>'
     )

@@ -65,6 +65,13 @@ class TestTextCurve:
         assert text_curve([*range(len(ys))], ys) == ""
         assert svg_curve([*range(len(ys))], ys, title="x") == ""
 
+    def test_labels_differ_where_the_values_do(self) -> None:
+        drawn = text_curve([0, 1_234_567], [4.46512, 4.46507], unit="steps").splitlines()
+        assert [line.split()[0] for line in (drawn[0], drawn[7])] == ["4.46512", "4.46507"]
+        assert drawn[-1].split() == ["0", "1,234,567", "steps"]
+        assert text_curve([12_345_678, 1e99], [1, 2], columns=8).splitlines()[-1].split() == ["12,345,678", "1e+99"]
+        assert ">4.46507<" in svg_curve([0, 1_234_567], [4.46512, 4.46507], title="x")
+
     def test_a_flat_line_and_places_out_of_order(self) -> None:
         assert text_curve([5, 1, 3], [2, 2, 2], rows=2, columns=14).splitlines()[0].startswith("2 │⠉")
 
