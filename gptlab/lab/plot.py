@@ -43,8 +43,8 @@ def require_plot(path: Path) -> None:
 
 
 def plot_comparison(comparison: Comparison, path: Path) -> None:
-    """Mean curves with the range of their runs, and the difference of each candidate from the baseline with its 95%
-    interval, over what the verdicts are of (over steps, where that is the end)."""
+    """Mean curves with the range of their runs that are not broken, and the difference of each candidate from the
+    baseline with its 95% interval, over what the verdicts are of (over steps, where that is the end)."""
     require_plot(path)
     if not comparison.contrasts:
         raise UserError(f"--plot {path}: no size is on both sides, so there is no difference to draw")
@@ -70,10 +70,11 @@ def plot_comparison(comparison: Comparison, path: Path) -> None:
             band = np.stack([middle - width, middle, middle + width])
         heights[below].append(_draw(below, amounts, band, colors[names[1]], styles[contrast.size], label))
     for (name, size), runs in curves.items():
+        sound = [run for run in runs if not is_broken(run)]
         amounts = _amounts(runs, axis)
-        values = np.array([[bpb_at(run, axis, amount) for amount in amounts] for run in runs])
-        broken = sum(map(is_broken, runs))
-        label = _label(name, size, f"{len(runs)} run{'s' * (len(runs) > 1)}", f"{broken} broken" if broken else None)
+        values = np.array([[bpb_at(run, axis, amount) for amount in amounts] for run in sound or runs])
+        broken = f"{len(runs) - len(sound)} broken{', not drawn' * bool(sound)}" if len(sound) < len(runs) else None
+        label = _label(name, size, f"{len(runs)} run{'s' * (len(runs) > 1)}", broken)
         band = np.stack([values.min(axis=0), values.mean(axis=0), values.max(axis=0)])
         heights[above].append(_draw(above, amounts, band, colors[name], styles[size], label))
     below.axhline(0, color="black", linewidth=0.8)

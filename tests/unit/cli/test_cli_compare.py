@@ -16,6 +16,8 @@ import pytest
 from tiny_runs import command
 from written_runs import write_run
 
+from gptlab.lab import plot
+
 CONTRACTS = (Path(__file__).parents[3] / "docs" / "contracts.md").read_text(encoding="utf-8")
 FINALS = {"base": (1.20, 1.22, 1.24), "new": (1.18, 1.20, 1.23)}
 
@@ -120,6 +122,19 @@ class TestPlot:
         assert command(words)[::2] == (0, "")
         expat.ParserCreate().Parse((tmp_path / "new.svg").read_bytes(), True)
         assert "$broken$" in (tmp_path / "new.svg").read_text()
+
+    def test_the_mean_is_of_runs_that_are_not_broken(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A run that exploded and has no partner is not in the differences either."""
+        drawn, draw = dict[str, list[float]](), plot._draw
+
+        def note(*words: Any) -> Any:
+            drawn[words[-1].partition(", ")[2]] = words[2][1].tolist()
+            return draw(*words)
+
+        monkeypatch.setattr(plot, "_draw", note)
+        write_run(Path("runs/base-9"), [4.0, 9.0, math.nan], seed=9, horizon__unit="steps", horizon__amount=20)
+        assert command(["compare", "runs", "--plot", tmp_path / "new.svg"])[::2] == (0, "")
+        assert drawn["4 runs, 1 broken, not drawn"] == pytest.approx([2.0, 1.22])
 
     def test_that_cannot_be_drawn(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert "name a file that ends with .png or .svg" in refused("runs", "--plot", "new.pdf")
