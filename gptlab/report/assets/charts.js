@@ -14,6 +14,7 @@ const gptlabCharts = (() => {
     { id: "speed", title: "Tokens per second", part: "train", y: "tokens_per_second", fromZero: true },
     { id: "mfu", title: "MFU, percent of the peak", part: "train", y: "mfu", fromZero: true, percent: true },
   ];
+  const UNITS = [["E", 1e18], ["P", 1e15], ["T", 1e12], ["G", 1e9], ["M", 1e6], ["k", 1e3]];
   const COLORS = 8; // --c0 ... --c7 in report.css
   const GRID_POINTS = 200; // of a band
   const MAX_POINTS = 60; // dots of more validations would hide their line
@@ -31,10 +32,33 @@ const gptlabCharts = (() => {
 
   function short(value) {
     if (!finite(value)) return "–";
-    const size = Math.abs(value);
-    for (const [unit, one] of [["E", 1e18], ["P", 1e15], ["T", 1e12], ["G", 1e9], ["M", 1e6], ["k", 1e3]])
-      if (size >= one) return `${+(value / one).toPrecision(4)}${unit}`;
+    const size = Math.abs(value), [unit, one] = unitOf(size);
+    if (unit) return `${+(value / one).toPrecision(4)}${unit}`;
     return size !== 0 && size < 1e-3 ? value.toExponential(2) : `${+value.toPrecision(5)}`;
+  }
+
+  const unitOf = (size) => UNITS.find(([, one]) => size >= one) ?? ["", 1];
+
+  // A value of an axis, with the digits that tell it from the next one, `step` away.
+  function tick(value, step) {
+    if (value === null || !(step > 0)) return value === null ? "" : short(value);
+    const size = Math.abs(value), [unit, one] = unitOf(size);
+    if (size < 1e-6 * step) return "0";
+    const digits = Math.floor(Math.log10(size)) - Math.floor(Math.log10(step)) + 2;
+    return `${+(value / one).toPrecision(Math.min(15, Math.max(1, digits)))}${unit}`;
+  }
+
+  // Of a logarithmic axis: round numbers, which are 1, 2 and 5 where it spans much.
+  function logSplits(u, axis, min, max) {
+    const found = [], rough = (max - min) / 5;
+    if (max / min < 6) {
+      const power = 10 ** Math.floor(Math.log10(rough)), step = power * [1, 2, 2.5, 5, 10].find((one) => one * power >= rough);
+      for (let i = Math.ceil(min / step); i * step <= max; i++) found.push(i * step);
+    } else {
+      for (let power = 10 ** Math.floor(Math.log10(min)); power <= max; power *= 10)
+        found.push(...[power, 2 * power, 5 * power].filter((one) => one >= min && one <= max));
+    }
+    return found;
   }
 
   // The points of one part of a run, [[x], [y]]: x grows, and unknown values are left out.
@@ -97,6 +121,7 @@ const gptlabCharts = (() => {
   // The tables and series of one chart, as uPlot takes them.
   function layers(chart, shown, view) {
     const tables = [], series = [], bands = [];
+    const dotted = (ys, many) => (many && ys.length <= MAX_POINTS) || ys.filter(finite).length === 1; // which has no line
     const add = (table, ...ones) => { tables.push(table); series.push(...ones); };
     for (const entry of shown) {
       const stroke = css(entry.color), label = entry.label;
@@ -106,7 +131,7 @@ const gptlabCharts = (() => {
       if (curves.length > 1) {
         const [xs, low, high, mean] = band(curves);
         const first = series.length + 1;
-        add([xs, high, low, mean], hidden, hidden, { ...line, label: `${label} (mean)` });
+        add([xs, high, low, mean], hidden, hidden, { ...line, label: `${label} (mean)`, points: { show: dotted(mean, false), size: 6, fill: stroke } });
         bands.push({ series: [first, first + 1], fill: `${stroke}33` });
         continue;
       }
@@ -116,13 +141,13 @@ const gptlabCharts = (() => {
         add(raw, { ...hidden, label: "a step", silent: shown.length > 1, stroke: `${stroke}55`, width: 1 });
       }
       const own = chart.also && shown.length === 1 ? `training, mean of ${run.mean_steps} steps` : label;
-      const dots = { show: Boolean(chart.points) && curves[0][0].length <= MAX_POINTS, size: 6, fill: stroke };
+      const dots = { show: dotted(curves[0][1], chart.points), size: 6, fill: stroke };
       add(curves[0], { ...line, label: own, points: dots });
       if (chart.also && shown.length <= 3) {
         const validated = points(run, "val", chart.also, view.axis, view.logX);
         const color = shown.length === 1 ? css("--c1") : stroke;
         const name = shown.length === 1 ? "validation" : `${label}, validation`;
-        add(validated, { ...line, label: name, stroke: color, dash: [4, 4], points: { show: validated[0].length <= MAX_POINTS, size: 6, fill: color } });
+        add(validated, { ...line, label: name, stroke: color, dash: [4, 4], points: { show: dotted(validated[1], true), size: 6, fill: color } });
       }
     }
     const factor = chart.percent ? 100 : 1;
@@ -186,28 +211,47 @@ const gptlabCharts = (() => {
     };
   }
 
-  // A dashed vertical line where an update was skipped, a run was rewound or failed.
-  function marks(shown, view) {
+  // Where an update was skipped, a run was rewound or failed, in the order of x; of several runs in their colors.
+  function marksOf(shown, view) {
+    const several = shown.flatMap((entry) => entry.runs).length > 1;
+    const found = shown.flatMap((entry) => entry.runs.flatMap((run) => run.marks.flatMap((mark) => {
+      const val = { step: [mark.step], seconds: [secondsAt(run, mark.step)] };
+      const [xs] = points({ ...run, val }, "val", "step", view.axis, view.logX);
+      return xs.map((x) => ({ x, text: mark.text, color: several ? entry.color : "--bad" }));
+    })));
+    return found.sort((a, b) => a.x - b.x);
+  }
+
+  // Each as a dashed vertical line, with its text beside it where there is room.
+  function drawMarks(marks) {
     return (u) => {
-      const { ctx, bbox } = u;
+      const { ctx, bbox } = u, ends = [], right = bbox.left + bbox.width, gap = 4 * devicePixelRatio;
       ctx.save();
+      Object.assign(ctx, { lineWidth: devicePixelRatio, font: `${12 * devicePixelRatio}px system-ui, sans-serif`, textAlign: "left", textBaseline: "top" });
       ctx.setLineDash([3, 4]);
-      Object.assign(ctx, { lineWidth: devicePixelRatio, strokeStyle: css("--bad") });
-      for (const run of shown.flatMap((entry) => entry.runs))
-        for (const mark of run.marks) {
-          const at = points({ ...run, val: { step: [mark.step], seconds: [secondsAt(run, mark.step)] } }, "val", "step", view.axis, view.logX);
-          const x = at[0].length ? u.valToPos(at[0][0], "x", true) : NaN;
-          if (!(x >= bbox.left && x <= bbox.left + bbox.width)) continue;
-          ctx.beginPath();
-          ctx.moveTo(x, bbox.top);
-          ctx.lineTo(x, bbox.top + bbox.height);
-          ctx.stroke();
-        }
+      for (const { x: value, text, color } of marks) {
+        const x = u.valToPos(value, "x", true);
+        if (!(x >= bbox.left && x <= right + 1)) continue;
+        ctx.strokeStyle = ctx.fillStyle = css(color);
+        ctx.beginPath();
+        ctx.moveTo(x, bbox.top);
+        ctx.lineTo(x, bbox.top + bbox.height);
+        ctx.stroke();
+        const width = ctx.measureText(text).width, left = x + gap + width > right ? x - gap - width : x + gap;
+        const row = [0, 1, 2].find((one) => (ends[one] ?? bbox.left) <= left);
+        if (row === undefined) continue;
+        ctx.fillText(text, left, bbox.top + gap + 3.5 * gap * row);
+        ends[row] = left + width + gap;
+      }
       ctx.restore();
     };
   }
 
-  const secondsAt = (run, step) => interpolate([run.train.step, run.train.seconds], [step])[0];
+  // On the clock of the training; a step that was not logged, such as one that failed, is at its end.
+  function secondsAt(run, step) {
+    const { step: steps, seconds } = run.train, last = steps.length - 1;
+    return step > steps[last] ? seconds[last] : interpolate([steps, seconds], [step])[0];
+  }
 
   // One row a point, with every axis, so that another program can draw it by any of them.
   function csv(chart, shown) {
@@ -294,29 +338,34 @@ const gptlabCharts = (() => {
       return { cell, place, plot: null };
     }
 
-    function options(chart, width, found, unit) {
+    function options(chart, width, found, unit, marks) {
+      const log = view.logY && chart.logY;
       const range = chart.fromZero ? (u, min, max) => [Math.min(0, min), max > 0 ? max * 1.08 : 1]
-        : chart.logY && view.fitEnd && !view.logY ? endRange : undefined;
+        : log ? (u, min, max) => (min > 0 ? [0.97 * min, 1.03 * max] : [1, 10])
+        : chart.logY && view.fitEnd ? endRange : undefined;
       const axis = { stroke: css("--muted"), font: "12px system-ui, sans-serif", grid: { stroke: css("--grid"), width: 1 }, ticks: { show: false } };
-      const values = (u, splits) => splits.map((value) => (value === null ? "" : short(value)));
+      const values = (u, splits, axis, space, step) => splits.map((value) => tick(value, step));
+      const places = (u, splits) => splits.map((value) => (value === null ? "" : short(value)));
+      const logged = { splits: logSplits, filter: (u, splits) => splits, values: (u, splits) => splits.map((value) => tick(value, splits[1] - splits[0])) };
+      const size = (u, texts) => Math.max(52, ...(texts ?? []).map((text) => 10 + 7 * text.length));
       return {
         width, height: Math.round(Math.max(190, Math.min(300, width * 0.52))), series: [{ label: null }, ...found.series], bands: found.bands,
         legend: { show: false },
         padding: [8, 14, 0, 0],
         scales: {
           x: { time: false, distr: view.logX ? 3 : 1 },
-          y: { distr: view.logY && chart.logY ? 3 : 1, ...(range ? { range } : {}) },
+          y: { distr: log ? 3 : 1, ...(range ? { range } : {}) },
         },
         axes: [
-          { ...axis, values, label: unit, labelSize: 20, labelFont: axis.font, size: 30, space: 64 },
-          { ...axis, values, size: 52, space: 34 },
+          { ...axis, values: view.logX ? places : values, label: unit, labelSize: 20, labelFont: axis.font, size: 30, space: 64 },
+          { ...axis, values, size, space: 34, ...(log ? logged : {}) },
         ],
         cursor: {
           sync: { key: sync, scales: ["x", null] }, y: false, dataIdx: nearest, drag: { x: true, y: false },
           points: { size: 7 }, focus: { prox: -1 },
         },
         plugins: [tooltip(unit)],
-        hooks: { draw: [marks(shown, view)] },
+        hooks: { draw: [drawMarks(marks)] },
       };
     }
 
@@ -325,7 +374,7 @@ const gptlabCharts = (() => {
       shown = all.filter((entry) => !view.off.has(entry.key));
       buildLegend(all);
       for (const button of axes.children) button.setAttribute("aria-pressed", String(button.dataset.axis === view.axis));
-      const unit = AXES[view.axis];
+      const unit = AXES[view.axis], marks = marksOf(shown, view);
       for (const chart of CHARTS) {
         const found = layers(chart, shown, view);
         const known = found.tables.some(([, ...rest]) => rest.some((ys) => ys.some(finite)));
@@ -336,8 +385,9 @@ const gptlabCharts = (() => {
         own.plot = null;
         own.cell.hidden = !known;
         if (!known) continue;
-        const joined = found.tables.length > 1 ? uPlot.join(found.tables) : found.tables[0];
-        own.plot = new uPlot(options(chart, own.place.clientWidth || 500, found, unit), joined, own.place);
+        const ends = marks.slice(-1).map(({ x }) => [[x]]); // The axis reaches the last mark.
+        const joined = found.tables.length + ends.length > 1 ? uPlot.join([...found.tables, ...ends]) : found.tables[0];
+        own.plot = new uPlot(options(chart, own.place.clientWidth || 500, found, unit, marks), joined, own.place);
       }
       root.dataset.drawn = String(runs.length);
     }

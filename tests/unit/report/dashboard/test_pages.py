@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 from tiny_runs import command, train, write_corpus
@@ -341,6 +341,65 @@ def test_a_chart_explains_its_points_fits_its_end_and_is_saved(world: Dashboard,
     assert lines[0] == "run,part,step,tokens,seconds,flops,bpb"
     assert lines[2] == '"gelu-seed-1",val,10,10000,10,60000000,2.01'
     assert len(lines) == 1 + len(CURVE)
+
+
+RECORD = """
+window.texts = []; window.dots = 0;
+const [canvas, { arc }] = [CanvasRenderingContext2D.prototype, Path2D.prototype], { fillText } = canvas;
+canvas.fillText = function (...words) { texts.push(words[0]); fillText.apply(this, words); };
+Path2D.prototype.arc = function (...words) { dots += 1; arc.apply(this, words); };
+true;
+"""
+
+
+def report_page(tab: Page, *runs: Path) -> Page:
+    """Whose canvases note in `texts` and `dots` what is drawn on them from now on."""
+    path = runs[0].parent / "report.html"
+    assert command(["report", *runs, "--out", path])[0] == 0
+    tab.goto(path.as_uri())
+    tab.wait_for_selector("#charts[data-drawn]")
+    tab.evaluate(RECORD)
+    return tab
+
+
+def drawn(tab: Page, role: Literal["button", "checkbox"], name: str) -> list[str]:
+    """The texts of all charts after a click: those of the axes, and those beside marks."""
+    tab.evaluate("texts.length = dots = 0")
+    tab.get_by_role(role, name=name, exact=True).click()
+    tab.wait_for_function("() => texts.filter((text) => text === 'steps').length >= 2")
+    return tab.evaluate("texts")
+
+
+def test_the_failure_of_a_run_is_marked_and_named(tab: Page, tmp_path: Path) -> None:
+    """It is after the last validation, at step 20, and the axis reaches it."""
+    runs = [write_run(tmp_path / str(number), (3.5, 2.0, 1.5), status="failed", seed=number) for number in (1, 2)]
+    with MetricsLog(runs[0] / "metrics.jsonl") as metrics:
+        metrics.write("event", step=40, what="failed", value=None, reason="")
+    for chosen in (runs[:1], runs):
+        texts = drawn(report_page(tab, *chosen), "button", "steps")
+        assert texts.count("failed") == 2, "in both charts"
+        assert texts.count("40") == 2
+
+
+def test_labels_of_an_axis_differ(tab: Page, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", (4.46498, 4.46492, 4.4649))
+    texts = drawn(report_page(tab, run), "button", "steps")
+    labels = [text for text in texts if text.startswith("4.46")]
+    assert len(labels) >= 6
+    assert len(set(labels)) == len(labels) / 2, "the loss has the same values"
+
+
+def test_the_only_value_of_a_series_is_a_point(tab: Page, tmp_path: Path) -> None:
+    """Two charts of two validations, and the loss of one step."""
+    page = report_page(tab, write_run(tmp_path / "run", (4.0, 3.0), every_steps=1))
+    drawn(page, "button", "steps")
+    assert page.evaluate("dots") == 5
+
+
+def test_a_logarithmic_loss_fills_its_chart(tab: Page, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", (6.3, 4.0, 2.9), every_steps=100)
+    texts = drawn(report_page(tab, run), "checkbox", "log loss")
+    assert [text for text in texts if text in ("2", "3", "4", "5", "6", "7", "10")] == ["3", "4", "5", "6"] * 2
 
 
 def test_a_lab_beside_the_runs_shows_its_frontier(page: Page) -> None:
