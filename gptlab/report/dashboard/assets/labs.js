@@ -20,12 +20,13 @@ function card(lab) {
   const spent = `${count(lab.runs)} runs, ${duration(lab.run_seconds)}`;
   return el("article", { class: "card" }, head,
     el("p", {}, el("b", {}, said), el("br"), el("span", { class: "muted" }, `${lab.recipe}, ${lab.length} of training each. ${verdicts ? `Tried: ${verdicts}. ` : ""}${spent}.`)),
-    frontier(lab.frontier), el("p", { class: "legend-text" }, "Each dot is an experiment; those that were kept are green, and the line is the best so far."), kept(lab.frontier));
+    ...frontier(lab.frontier), kept(lab.frontier));
 }
 
+/** The picture and what it means; nothing where nothing was measured. */
 function frontier(rows) {
   const measured = rows.filter((row) => row.bpb !== null && Number.isFinite(number(row.bpb)));
-  if (measured.length === 0) return null;
+  if (measured.length === 0) return [];
   const best = rows.map((row) => number(row.best_bpb)).filter(Number.isFinite);
   // What is far worse than the baseline is drawn at the upper edge: it would flatten everything else.
   const [low, first] = [Math.min(...best), Math.max(...best)];
@@ -51,11 +52,16 @@ function frontier(rows) {
   picture.append(svg("path", { class: "best", d: `${path} H${WIDTH - 14}` }));
   for (const row of measured) {
     const kind = VERDICTS.includes(row.verdict) ? row.verdict : "none";
-    const mark = svg("circle", { class: `experiment ${kind}`, cx: x(row.experiment), cy: y(number(row.bpb)), r: kind === "keep" ? 5 : 3.5 });
+    const [at, height, name] = [x(row.experiment), y(number(row.bpb)), `experiment ${kind}`];
+    const mark = number(row.bpb) > top
+      ? svg("path", { class: name, d: `M${at} ${height - 5} l5 9 h-10 z` })
+      : svg("circle", { class: name, cx: at, cy: height, r: kind === "keep" ? 5 : 3.5 });
     mark.append(svg("title", {}, `${row.experiment}: ${row.verdict ?? "baseline"}, ${bpb(row.bpb)}\n${row.change}`));
     picture.append(mark);
   }
-  return picture;
+  const above = measured.some((row) => number(row.bpb) > top) ? ` A triangle is one that is worse than ${top.toFixed(3)}.` : "";
+  const meaning = `Each dot is an experiment; those that were kept are green, and the line is the best so far.${above}`;
+  return [el("div", { class: "wide" }, picture), el("p", { class: "legend-text" }, meaning)];
 }
 
 function kept(rows) {

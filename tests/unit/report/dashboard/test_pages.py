@@ -74,7 +74,7 @@ def tab(watched: tuple[Page, list[str]]) -> Iterator[Page]:
 
 
 def write_lab(folder: Path) -> None:
-    """A baseline of 1.5 bits per byte, and an experiment that improved it by 0.02."""
+    """A baseline of 1.5 bits per byte, an experiment that improved it by 0.02, and one that is far worse."""
     folder.mkdir(parents=True)
     settings = {"name": "night", "recipe": "quickstart", "seconds": None, "steps": 100, "validation_bytes": {}}
     (folder / "lab.json").write_text(json.dumps(settings))
@@ -84,6 +84,9 @@ def write_lab(folder: Path) -> None:
     ledger.append("measured", experiment=0, seed=1, slice="validation", bpb=1.5, wall_seconds=30.0)
     ledger.append("proposed", experiment=1, fields={"optim.muon.lr": 0.03, "model.norm": HOSTILE}, **about)
     ledger.append("verdict", experiment=1, verdict="keep", reason="", difference=-0.02, half_width=None)
+    ledger.append("proposed", experiment=2, fields={"optim.muon.lr": 0.9}, **about)
+    ledger.append("measured", experiment=2, seed=1, slice="validation", bpb=9.5, wall_seconds=30.0)
+    ledger.append("verdict", experiment=2, verdict="discard", reason="", difference=8.02, half_width=None)
 
 
 @pytest.fixture(scope="module")
@@ -408,6 +411,24 @@ def test_a_lab_beside_the_runs_shows_its_frontier(page: Page) -> None:
     assert "1 keep" in shown
     assert f"model.norm={HOSTILE}" in shown
     assert page.locator("#labs svg.frontier circle").count() == 2
+    assert page.locator("#labs svg.frontier path.experiment").count() == 1
+    assert "A triangle is one that is worse than 1.530." in shown
+    page.set_viewport_size({"width": 400, "height": 800})
+    text = page.locator(".frontier text").first.bounding_box()
+    assert text is not None
+    assert text["height"] > 10, "pixels"
+
+
+def test_a_status_is_one_word_in_a_narrow_window(tab: Page, tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / f"{number}-{'long' * 20}", CURVE, seed=number) for number in (1, 2)]
+    page = report_page(tab, *runs)
+    page.set_viewport_size({"width": 400, "height": 800})
+    lines = page.evaluate("""() => {
+      const range = document.createRange();
+      range.selectNodeContents([...document.querySelectorAll("td")].find((cell) => cell.textContent === "finished"));
+      return range.getClientRects().length;
+    }""")
+    assert lines == 1
 
 
 def test_the_page_fits_its_window(page: Page) -> None:
