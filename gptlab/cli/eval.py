@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from gptlab.cli.arguments.load_arguments import LoadArguments
 from gptlab.cli.arguments.parser import parse
 from gptlab.config.errors import NotNegative, Positive, UserError, cannot, checked_dataclass
-from gptlab.runtime.files.plain_file import read_plain, to_json, write_text_atomic
+from gptlab.runtime.files.plain_file import listed_sources, read_plain, to_json, write_text_atomic
 
 if TYPE_CHECKING:
     from gptlab.app.run.loaded_run import LoadedRun
@@ -108,7 +108,7 @@ def _lines(figures: Mapping[str, Any]) -> Iterator[str]:
 
 def _validation(run: LoadedRun, arguments: EvalArguments, console: Console, group: Group) -> dict[str, Any]:
     from gptlab.app.run.loaded_run import evaluate_run
-    from gptlab.data.corpus.documents import NoCorpusError, listed_sources
+    from gptlab.data.corpus.documents import NoCorpusError
 
     own = run.config.data
     data = replace(

@@ -14,9 +14,10 @@ import numpy as np
 from gptlab.cli.arguments.parser import Positional, parse, run_subcommand
 from gptlab.config.errors import Positive, UserError, checked_dataclass
 from gptlab.config.run import DataConfig, TokenizerConfig, TokenizerKind
-from gptlab.data.corpus.documents import Corpus, listed_sources, open_corpus
+from gptlab.data.corpus.documents import Corpus, open_corpus
 from gptlab.data.tokenizer.base import FILE
 from gptlab.data.tokenizer.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from gptlab.runtime.files.plain_file import listed_sources
 from gptlab.runtime.records.console import Console
 
 PROG = "gptlab tokenizer"

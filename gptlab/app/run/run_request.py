@@ -19,8 +19,7 @@ from gptlab.config.load import apply_overrides, checked_value, differences, flat
 from gptlab.config.recipes import OWN_TYPES, RECIPES, configure, own_arguments, recorded_arguments
 from gptlab.config.run import Compile, DType, Horizon, HorizonUnit, RunConfig
 from gptlab.config.scaling import Machine
-from gptlab.data.corpus.documents import listed_sources
-from gptlab.runtime.files.plain_file import load_toml
+from gptlab.runtime.files.plain_file import listed_sources, load_toml
 from gptlab.runtime.records.run_directory import FREE_FIELDS, changeable_fields
 
 DEFAULT_RECIPE = "quickstart"
@@ -174,9 +173,8 @@ class RunRequest:
             raise UserError(f"--target-param-data-ratio and {other} both say how long to train: give one of them")
 
     def resumed(self, stored: RunConfig) -> RunConfig:
-        """A stored run's configuration, with those of the requested fields that do not change what is trained (where
-        things are, how weights are sharded, what is written and kept), and with limits on what is still to be trained.
-        A mode comes without the former one's shard_ranks."""
+        """A stored run's configuration, with those of the requested fields that change nothing of what was trained. A
+        mode comes without the former one's shard_ranks."""
         free = FREE_FIELDS - {"run_dir", "init_from"} | changeable_fields(None)
         asked = {name: value for name, value in self.overrides.items() if name in free}
         if "parallel.mode" in asked:

@@ -16,6 +16,7 @@ from gptlab.cli.arguments.help import HELP_FLAGS, command_help
 from gptlab.config.errors import ConfigError, UserError, bare, nearest_name, require_positive
 from gptlab.config.foreign_names import answer
 from gptlab.config.load import leaf_fields, rebuild, unknown_field, value_from_text, wanted
+from gptlab.runtime.files.plain_file import listed_sources
 
 if TYPE_CHECKING:
     from gptlab.app.run.run_request import RunArguments, RunRequest
@@ -69,7 +70,6 @@ def read_request(argv: Sequence[str], arguments: type[RunArguments], *, prog: st
     # Imported here: commands that take no run do without recipes, and runs without pages of help.
     from gptlab.app.run.run_request import argument_types, request_of
     from gptlab.config.recipes import OWN_TYPES
-    from gptlab.data.corpus.documents import listed_sources
 
     if DESCRIBE in argv or {word.partition("=")[0] for word in argv} & {*HELP_FLAGS}:
         _show_arguments(argv, arguments, prog, description)

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import Literal
 
@@ -222,12 +222,6 @@ def open_corpus(data: DataConfig) -> Corpus:
     root = cache_root(data.cache_dir)
     train, val = ([_open(name, data, root) for name in names] for names in (data.source, data.val_source))
     return Corpus(train, val, data.split, data.val_fraction, root)
-
-
-def listed_sources(words: Iterable[str]) -> tuple[str, ...]:
-    """The sources that `words` name: A,B as A B, unless there is a file or folder of that name."""
-    lists = ([word] if os.path.exists(os.path.expanduser(word)) else word.split(",") for word in words)
-    return tuple(source for source in chain.from_iterable(lists) if source)
 
 
 def require_known(source: str) -> None:

@@ -15,6 +15,7 @@ import os
 import re
 import stat
 import tomllib
+from collections.abc import Iterable
 from io import BufferedReader
 from itertools import chain
 from pathlib import Path
@@ -193,3 +194,9 @@ def sync_directory(path: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+def listed_sources(words: Iterable[str]) -> tuple[str, ...]:
+    """The sources of text that `words` name: A,B as A B, unless there is a file or folder of that name."""
+    lists = ([word] if os.path.exists(os.path.expanduser(word)) else word.split(",") for word in words)
+    return tuple(source for sources in lists for source in sources if source)
