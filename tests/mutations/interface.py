@@ -6,6 +6,27 @@ from .mutation import Mutation
 
 MUTATIONS = [
     Mutation(
+        "hooks of a loaded model are left out of its samples", "model/gpt.py",
+        "return self.is_replaced or any(part._forward_hooks or part._forward_pre_hooks for part in self.modules())",
+        "return self.is_replaced",
+        ["test_api.py::TestParts::test_hooks_and_changes_that_mix_positions_are_sampled"],
+    ),
+    Mutation(
+        "a changed model is sampled with the cache", "eval/sampling.py",
+        "fresh = tokens if is_changed else [token]", "fresh = [token]",
+        ["test_api.py::TestParts::test_hooks_and_changes_that_mix_positions_are_sampled"],
+    ),
+    Mutation(
+        "a run leaves the caller's generators seeded", "app/run/train_run.py",
+        "    if not attempt.catch:\n        _give_back_generators(attempt)\n", "",
+        ["test_api.py::TestDiscovery::test_the_callers_random_numbers_go_on"],
+    ),
+    Mutation(
+        "runs with parts of a caller's own are pooled", "lab/sides.py",
+        'return fields | {"own_parts": _recorded(run, "own_parts")}', "return fields",
+        ["test_sides.py::test_runs_that_differ_by_seed_alone_are_a_side"],
+    ),
+    Mutation(
         "a plan's heads are its width", "bench/plan.py",
         "heads {model.n_head}", "heads {model.n_embd}",
         ["test_plan.py::test_describe_names_every_figure_with_its_unit"],

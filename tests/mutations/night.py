@@ -6,6 +6,21 @@ from .mutation import Mutation
 
 MUTATIONS = [
     Mutation(
+        "changed code keeps what it leaves among compiled code", "lab/experiments/runs.py",
+        'cache = own if keep or variant.code == lab.path / "code" else work / "cache"', "cache = own",
+        ["test_experiment_runs.py::TestTraining::test_what_one_process_of_changed_code_leaves_no_other_finds"],
+    ),
+    Mutation(
+        "a run's folder stays writable for the next process", "lab/experiments/runs.py",
+        '"writable": [work, cache],', '"writable": [work, work.parent, cache],',
+        ["test_experiment_runs.py::TestTraining::test_it_sees_training_data_and_code_and_no_secrets"],
+    ),
+    Mutation(
+        "a checkpoint of another step is judged", "lab/experiments/trial.py",
+        "if judged.step != variant.steps:", "if False:",
+        ["test_trial.py::test_a_checkpoint_of_another_step_is_invalid"],
+    ),
+    Mutation(
         "a change is tried before the baseline is measured", "lab/experiments/folder.py",
         "number in experiments and wanted <= experiments[number].bpb.keys()", "number in experiments",
         ["test_trial.py::test_nothing_is_tried_before_the_baseline_is_measured"],

@@ -7,6 +7,16 @@ from .mutation import Mutation
 CLOCK = "test_train.py::TestClock::test_training_and_nothing_else"
 
 MUTATIONS = [
+    Mutation(
+        "a signal after the last step is a preemption", "app/run/run_session.py",
+        "            attempt.signals.too_late()\n", "",
+        ["test_signals.py::TestInThisProcess::test_after_the_last_step_a_run_ends_as_it_would"],
+    ),
+    Mutation(
+        "a checkpoint that was not saved stays the last good one", "training/checkpoint/saver.py",
+        "state.faults.good_step = request.former_good", "pass",
+        ["test_background_save.py::TestFailure::test_one_that_was_not_saved_is_not_the_last_good_one"],
+    ),
     # --- one step
     Mutation(
         "the gradient is that of the sum", "training/step.py",

@@ -8,6 +8,7 @@ import shlex
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import lab_world
 import numpy as np
@@ -163,6 +164,23 @@ def test_texts_that_utf_8_cannot_encode(lab: Lab) -> None:
 def test_what_crashes(lab: Lab) -> None:
     verdict = tried(lab, fields={"model.activation": "crash"})
     assert (verdict["verdict"], verdict["reason"]) == ("crashed", "no such activation")
+
+
+def test_a_checkpoint_of_another_step_is_invalid(lab: Lab) -> None:
+    """A run that was trained for longer than its steps."""
+    number = submit(lab, Proposal({"optim.head.lr": 0.3}))
+    with formula() as patch:
+        honest = runs.judge
+
+        def judge(*given: Any) -> Any:
+            judged = honest(*given)
+            judged.step += given[1].number == number
+            return judged
+
+        patch.setattr(runs, "judge", judge)
+        verdict = finish(lab, number, quiet).verdict
+    assert verdict is not None
+    assert (verdict["verdict"], verdict["rule"]) == ("invalid", "checkpoint")
 
 
 def test_a_baseline_that_fails_with_a_new_seed_is_not_the_candidates_fault(lab: Lab) -> None:
