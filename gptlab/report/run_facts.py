@@ -264,15 +264,30 @@ class RunFacts:
     def train_on(self) -> str:
         """The command that trains the run on from its last checkpoint: to its end, or a finished one to twice its
         length, in the unit in which that was given."""
-        fields, resume = self.record.fields, f"gptlab train --resume {self.folder}"
-        amount, unit = number(fields.get("horizon.amount")), plain(fields.get("horizon.unit")).replace("_", "-")
+        fields = self.record.fields
+        amount, unit = number(fields.get("horizon.amount")), plain(fields.get("horizon.unit"))
         if self.status != "finished" or amount is None:
-            return resume
-        name, factor = ("minutes", 60) if unit == "seconds" else (shlex.quote(unit), 1)
-        loss = number(fields.get("horizon.until_val_loss"))
-        # A run that has reached its loss would be over before its first step.
-        until = "" if loss is None else f" --until-val-loss {0.9 * loss:.4g}"
-        return f"{resume} --{name} {2 * amount / factor:.12g}{until}"
+            return self.training("resume")
+        name, factor = ("minutes", 60) if unit == "seconds" else (unit, 1)
+        longer, loss = {name: f"{2 * amount / factor:.12g}"}, number(fields.get("horizon.until_val_loss"))
+        if loss is not None:  # a run that has reached it would be over before its first step
+            longer["until_val_loss"] = f"{0.9 * loss:.4g}"
+        return self.training("resume", **longer)
+
+    @property
+    def own_parts(self) -> list[str]:
+        """The arguments of `gptlab.train` by which a Python caller replaced parts, and which no command can give."""
+        parts = self.record.provenance.get("own_parts")
+        return sorted(plain(name) for name in parts) if isinstance(parts, dict) else []
+
+    def training(self, how: str, **fields: str) -> str:
+        """The command that resumes this run or trains from it (`how`: resume, from), or the call in Python."""
+        if not self.own_parts:
+            words = "".join(f" --{shlex.quote(name.replace('_', '-'))} {value}" for name, value in fields.items())
+            return f"gptlab train --{how} {self.folder}{words}"
+        run = "resume" if how == "resume" else "from_run"
+        given = [f"{run}={str(self.record.path)!r}", *(f"{name}=..." for name in self.own_parts)]
+        return f"gptlab.train({', '.join([*given, *(f'{name}={value}' for name, value in fields.items())])})"
 
     def commands(self) -> list[tuple[str, str]]:
         """(what it does, command): the run again, its code, its environment, its model."""
@@ -281,16 +296,16 @@ class RunFacts:
         if self.typed is not None:
             found.append(("what was typed", self.typed))
         if self.status in ("preempted", "killed", "failed"):
-            found.append(("continue it from its last checkpoint", f"gptlab train --resume {folder}"))
-        found.append(("the same again, in a new folder", f"gptlab train --from {folder}"))
-        found.append(("the same with another seed", f"gptlab train --from {folder} --seed {self.record.seed + 1}"))
+            found.append(("continue it from its last checkpoint", self.training("resume")))
+        found.append(("the same again, in a new folder", self.training("from")))
+        found.append(("the same with another seed", self.training("from", seed=str(self.record.seed + 1))))
         if isinstance(commit, str) and re.fullmatch(r"[0-9a-f]{7,64}", commit):
             patch = (self.record.directory.code_path / "changes.patch").is_file()
             apply = f" && git apply {folder}/code/changes.patch" if patch else ""
             found.append(("the code that ran", f"git checkout {commit}{apply}"))
         if self.record.directory.environment_path.is_file():
             found.append(("the libraries that it ran with", f"pip install -r {folder}/environment.txt"))
-        if self.record.directory.checkpoints_path.is_dir():
+        if self.record.directory.checkpoints_path.is_dir() and "change_model" not in self.own_parts:
             found.append(("sample from it", f"gptlab sample {folder}"))
         return found
 

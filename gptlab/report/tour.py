@@ -378,12 +378,12 @@ class Tour:
     def commands(self) -> str:
         run = self.facts.folder
         lines = [
-            (f"gptlab train --from {run} --seed 7", "is another seed as good?"),
+            (self.facts.training("from", seed="7"), "is another seed as good?"),
             (f"gptlab report {run}", "all curves, as a page"),
         ]
         if self._saved is not None and self.facts.status != "running":
             lines.insert(0, (self.facts.train_on, "train it on"))
-        if self._saved is not None:
+        if self._saved is not None and "change_model" not in self.facts.own_parts:
             lines.insert(0, (f"gptlab sample {run} --interactive", "talk to it"))
         return fenced(table([(command, f"# {what}") for command, what in lines], "<<"))
 

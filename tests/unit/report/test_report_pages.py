@@ -116,6 +116,18 @@ class TestWhatItSays:
         assert changes["seed"] == ("5", "1337")
         assert Page(run_page(read_facts(rich))).text.index("What differs") < len(run_page(read_facts(rich)))
 
+    def test_what_only_python_can_repeat(self, tmp_path: Path) -> None:
+        own = write_run(tmp_path / "own", [4.0, 3.0])
+        (own / "checkpoints").mkdir(exist_ok=True)
+        change(own / "run.json", own_parts={"optimizer": {"name": "train.sgd", "sha256": None}})
+        commands, call = dict(read_facts(own).commands()), f"gptlab.train(from_run={str(own)!r}, optimizer=...)"
+        assert commands["the same again, in a new folder"] == call
+        assert commands["the same with another seed"].endswith(", optimizer=..., seed=1338)")
+        assert commands["sample from it"] == f"gptlab sample {own}"
+        assert read_facts(own).train_on.startswith(f"gptlab.train(resume={str(own)!r}, optimizer=..., ")
+        change(own / "run.json", own_parts={"change_model": {"name": "train.gated", "sha256": None}})
+        assert not [command for command in dict(read_facts(own).commands()).values() if command.startswith("gptlab ")]
+
     def test_of_a_run_that_failed_or_was_killed(self, tmp_path: Path) -> None:
         failed = write_run(tmp_path / "failed", [4.0, 3.0], status="failed")
         change(failed / "run.json", failure={"reason": "loss exploded", "step": 12, "loss": "nan"})
