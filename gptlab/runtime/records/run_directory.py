@@ -176,7 +176,7 @@ class RunDirectory:
 
     def require_in_place(self) -> None:
         """UserError unless the path still leads to the folder that was made or opened."""
-        # Not by its inode, which some network file systems make up anew.
+        # Not by its inode, which some network file systems change.
         is_same = self.run_id is None or recorded_id(self) in (None, self.run_id)
         if not (is_same and os.path.isfile(self.config_path)):
             raise UserError(

@@ -68,7 +68,7 @@ def test_a_finished_run_gets_back_its_tokenizer(folder: Path) -> None:
 
 
 def test_a_run_whose_corpus_was_moved(folder: Path) -> None:
-    """Fields that do not change what is trained may be given anew."""
+    """Fields that do not change what is trained may be given again."""
     run = train(folder, "moved", steps=2, data__cache_dir=str(folder / "cache-of-moved"))
     (folder / "corpus").rename(folder / "elsewhere")
     shutil.rmtree(folder / "cache-of-moved")
