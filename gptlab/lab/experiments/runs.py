@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -104,8 +105,10 @@ def train(lab: Lab, variant: Variant, seed: int) -> tuple[Path, Finished | None]
 def train_again(lab: Lab, variant: Variant, seed: int, *, candidate: int) -> Finished:
     """Train a baseline that is trained already, only to see what it costs now, for the check of one candidate."""
     run = run_folder(lab, variant.number, seed).with_name(f"again-for-{candidate}")
+    work = _work(lab, variant, run.name)
+    shutil.rmtree(work, ignore_errors=True)  # of a lab that was killed
     try:
-        return _train(lab, variant, run, _words_for(lab, variant, _work(lab, variant, run.name) / run.name, seed))
+        return _train(lab, variant, run, _words_for(lab, variant, work / run.name, seed))
     finally:
         shutil.rmtree(run, ignore_errors=True)
 
@@ -178,8 +181,9 @@ def _nats_path(lab: Lab, number: int, where: Slice, seed: int) -> Path:
 def steps_of(lab: Lab, variant: Variant, steps: int) -> Iterator[StepProcess]:
     """Within the context, a process that makes steps of the variant when it is asked. Its schedule is that of a run of
     `steps` steps."""
-    work = _work(lab, variant, "timing")
-    shutil.rmtree(work, ignore_errors=True)
+    # Of this process alone: several workers time the same baseline at one time.
+    lab.experiment(variant.number).mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix="work-timing-", dir=lab.experiment(variant.number)))
     process = _process(lab, variant, work, _cache(lab, variant, work, keep=_is_compiled(lab)))
     log = work.with_name("timing.log")
     given = arguments(lab, variant, seed=lab.settings.first_seed, steps=steps)

@@ -166,7 +166,29 @@ class TestTraining:
         with runs.steps_of(lab, variant, steps=80):
             pass
         runs.train(lab, variant, 7)
-        assert [path.name for path in (lab.experiment(CANDIDATE) / "cache").iterdir()] == ["work-timing"]
+        [kept] = (lab.experiment(CANDIDATE) / "cache").iterdir()
+        assert kept.name.startswith("work-timing-")
+
+    def test_workers_time_a_baseline_at_one_time_in_folders_of_their_own(
+        self, lab: Lab, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        processes = Processes(monkeypatch)
+        with runs.steps_of(lab, candidate(lab), steps=80):
+            with runs.steps_of(lab, candidate(lab), steps=80):
+                pass
+            first, second = (process["cwd"] for process in processes.started)
+            assert first.is_dir()
+            assert not second.exists()
+        assert not first.exists()
+
+    def test_a_killed_lab_leaves_no_run_in_the_way(self, lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+        left = lab.experiment(CANDIDATE) / "work-again-for-9" / "again-for-9" / "config.json"
+        left.parent.mkdir(parents=True)
+        left.touch()
+        processes = Processes(monkeypatch)
+        processes.leave = lambda process: left.unlink()  # which fails unless it is there
+        with pytest.raises(FileNotFoundError):
+            runs.train_again(lab, candidate(lab), 7, candidate=9)
 
     def test_how_it_may_end(self, lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
         Processes(monkeypatch, exit_code=3)
