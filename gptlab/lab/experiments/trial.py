@@ -180,8 +180,7 @@ def _require_lawful(lab: Lab, number: int) -> Ruling | None:
         return None
     base = variant_of(lab, experiments[one.against], experiments).code
     tree = lab.experiment(number) / "tree"
-    change = check_tree(base, tree)
-    (lab.experiment(number) / "changes.patch").write_text(change.patch, encoding="utf-8")
+    (lab.experiment(number) / "changes.patch").write_text(check_tree(base, tree), encoding="utf-8")
     if not one.fields and same_program(base, tree, one.files):
         return Ruling("no-op", "only comments, docstrings or layout changed")
     return None

@@ -13,8 +13,7 @@ import io
 import os
 import stat
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from gptlab.config.errors import UserError, cannot
@@ -75,30 +74,9 @@ MAX_LITERAL_ITEMS = 128
 """Constants in one list, tuple, set, dictionary or call: gptlab's longest is a table of 118."""
 
 
-@dataclass(frozen=True, slots=True)
-class TreeChange:
-    """A changed package that keeps the rules, as it was when it was read."""
-
-    files: Mapping[str, bytes]
-    """{path below gptlab/: content} of the whole package."""
-    changed: tuple[str, ...]
-    """Paths that were changed, added or removed, sorted."""
-    patch: str
-    """A unified diff that `git apply` takes, with paths from the folder that holds gptlab/."""
-
-    def write(self, folder: Path) -> None:
-        """Write the package as `folder`/gptlab, which must not exist: what was checked, whatever its source has become.
-        UserError where the disk refuses."""
-        for name, content in self.files.items():
-            path = folder / "gptlab" / name
-            with cannot(f"write {path}"):
-                path.parent.mkdir(parents=True, exist_ok=True)
-                with path.open("xb") as file:
-                    file.write(content)
-
-
-def check_tree(base: Path, changed: Path) -> TreeChange:
-    """The change from the package in `base`/gptlab to that in `changed`/gptlab. Nothing beside gptlab/ is taken.
+def check_tree(base: Path, changed: Path) -> str:
+    """The change from the package in `base`/gptlab to that in `changed`/gptlab: a unified diff that `git apply` takes,
+    with paths from the folder that holds gptlab/. Nothing beside gptlab/ is taken.
 
     Broken (tree, protected, shipped-data) for one that a proposal may not make; UserError where `base` cannot be read.
     """
@@ -119,7 +97,7 @@ def check_tree(base: Path, changed: Path) -> TreeChange:
     added = "".join(line[1:] for line in _lines(patch) if line[0] == "+" and line[:4] != "+++ ")
     if (size := len(zlib.compress(added.encode(), 9))) > MAX_ADDED_BYTES:
         raise Broken("shipped-data", f"the added lines are {size:,} bytes compressed, more than {MAX_ADDED_BYTES:,}")
-    return TreeChange(after, tuple(names), patch)
+    return patch
 
 
 def check_fields(names: Iterable[str]) -> None:

@@ -14,6 +14,7 @@ from tiny_runs import arguments, command, make_config, train, write_corpus
 
 from gptlab.config.load import config_from_json
 from gptlab.data.prepare import prepare
+from gptlab.lab.experiments.proposal import copy_package
 from gptlab.lab.judge.audits import Expected, check_time
 from gptlab.lab.judge.judging import Baseline, candidate_environment, check_config, judge_run
 from gptlab.lab.judge.questions import questions_of
@@ -124,7 +125,7 @@ def test_a_proposal_from_its_code_to_its_verdict(name: str, texts: Path, tmp_pat
     private.mkdir()
     (private / "ledger.jsonl").write_text("{}\n")
     changed = tmp_path / "changed"
-    check_tree(ROOT, ROOT).write(changed)
+    copy_package(ROOT, changed)
     path = changed / "gptlab" / file
     source = path.read_text()
     assert source.count(old) == 1
@@ -134,9 +135,8 @@ def test_a_proposal_from_its_code_to_its_verdict(name: str, texts: Path, tmp_pat
     runs.mkdir()
 
     def verdict() -> None:
-        change = check_tree(ROOT, changed)
-        assert change.changed == (file,)
-        change.write(tree)
+        assert f"+++ b/gptlab/{file}" in check_tree(ROOT, changed)
+        copy_package(changed, tree)
         argv = [sys.executable, "-m", "gptlab", "train", *arguments(texts, "x", FIELDS | {"run_dir": runs / "run"})]
         finished = supervise(
             argv, cwd=runs, environment=candidate_environment(tree), limits=LIMITS, log=tmp_path / "log.txt",
