@@ -9,13 +9,14 @@ import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from judged import LIMITS, SEED, examined, judged_program, patched, trained_model, written_candidate
 from mutations.mutation import ROOT
 
 from gptlab.lab.judge.audits import Expected, check_time, unchanged
-from gptlab.lab.judge.rules import RULES, Broken, Rule
+from gptlab.lab.judge.rules import Broken, Rule
 from gptlab.lab.judge.supervise import Finished, supervise, why_not_isolated
 from gptlab.lab.judge.tree_rules import check_fields, check_tree
 
@@ -29,7 +30,7 @@ def refused(rule: str, work: Callable[[], object]) -> str:
     with pytest.raises(Broken) as caught:
         work()
     assert caught.value.rule in rule.split(" | "), caught.value
-    assert caught.value.rule in RULES
+    assert caught.value.rule in get_args(Rule)
     return caught.value.what
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -13,16 +14,17 @@ import textwrap
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import psutil
 import pytest
 from forked import Forked
+from mutations.mutation import ROOT
 
 from gptlab.config.errors import UserError
 from gptlab.lab.judge import guard
 from gptlab.lab.judge.guard import MAX_DECOYS, _tree_of
-from gptlab.lab.judge.rules import RULES, Broken
+from gptlab.lab.judge.rules import Broken, Rule
 from gptlab.lab.judge.supervise import _LIMIT_RULES, Finished, Limits, start, supervise, why_not_isolated
 
 LIMITS = Limits(wall_seconds=20, cpu_seconds=20, memory_bytes=2**28, output_bytes=2**20, processes=8)
@@ -142,7 +144,13 @@ def test_a_limit_ends_it(limit: str, amount: float, program: str, tmp_path: Path
 
 def test_every_limit_has_a_rule() -> None:
     assert set(_LIMIT_RULES) == set(Limits.__slots__)
-    assert {rule for rule, _ in _LIMIT_RULES.values()} < set(RULES)
+    assert {rule for rule, _ in _LIMIT_RULES.values()} < set(get_args(Rule))
+
+
+def test_the_page_says_what_each_rule_is() -> None:
+    page = (ROOT / "docs" / "judge.md").read_text(encoding="utf-8")
+    table = page.partition("| rule | what it says |\n|---|---|\n")[2].partition("\n\n")[0]
+    assert re.findall(r"^\| `(.+?)` \| .+ \|$", table, re.M) == [*get_args(Rule)]
 
 
 def test_a_program_that_is_not_there(tmp_path: Path) -> None:
