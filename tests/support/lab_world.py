@@ -19,10 +19,11 @@ import gptlab
 from gptlab.data.prepare import prepare
 from gptlab.lab.experiments import folder as folder_module
 from gptlab.lab.experiments import runs
+from gptlab.lab.experiments.equal_time import ProcessFailedError
 from gptlab.lab.experiments.folder import Lab, Settings, create
 from gptlab.lab.experiments.ledger import Experiment
 from gptlab.lab.experiments.proposal import Proposal
-from gptlab.lab.experiments.runs import CrashedError, Variant
+from gptlab.lab.experiments.runs import Variant
 from gptlab.lab.judge.supervise import Finished
 
 SPEED = {"batch.micro_sequences": 1.25}
@@ -69,7 +70,7 @@ def formula(trained: list[tuple[int, int]] | None = None) -> Iterator[pytest.Mon
     def train(lab: Lab, variant: Variant, seed: int) -> tuple[Path, Finished | None]:
         run = runs.run_folder(lab, variant.number, seed)
         if variant.fields.get("model.activation") == "crash":
-            raise CrashedError("no such activation")
+            raise ProcessFailedError("no such activation")
         checkpoint = run / "checkpoints" / "step-00000100"
         checkpoint.mkdir(parents=True, exist_ok=True)
         weights = "same" if variant.fields.get("runtime.allocator") else repr(sorted(variant.fields.items()))

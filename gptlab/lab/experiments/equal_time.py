@@ -46,8 +46,9 @@ ROUGH = 0.05
 """The same for a machine too busy for ENOUGH: what follows from the usual time, if the interval is no wider."""
 
 
-class StepsFailedError(Exception):
-    """A program that could not be timed; the message is the last of what it printed."""
+class ProcessFailedError(Exception):
+    """A candidate's process that ended with an error or took too long; the message is the last of what it printed, or
+    the limit."""
 
     def __init__(self, what: str, *, timed_out: bool = False) -> None:
         super().__init__(what)
@@ -62,7 +63,7 @@ class StepProcess:
         self._running, self._log, self._timeout, self._buffer = running, log, timeout, b""
 
     def ready(self) -> Mapping[str, Any]:
-        """Wait until it can make steps; config, tokens_per_step, flops_per_step. StepsFailedError if it cannot."""
+        """Wait until it can make steps; config, tokens_per_step, flops_per_step. ProcessFailedError if it cannot."""
         return self._reply()
 
     def step(self) -> float:
@@ -71,26 +72,26 @@ class StepProcess:
         try:
             self._running.stdin.write(b"step\n")
         except OSError:
-            raise StepsFailedError(self._last_words()) from None
+            raise ProcessFailedError(self._last_words()) from None
         self._reply()
         return time.perf_counter() - started
 
     def _reply(self) -> dict[str, Any]:
-        """The next line that it prints. StepsFailedError where it ends, says something else, or takes too long."""
+        """The next line that it prints. ProcessFailedError where it ends, says something else, or takes too long."""
         descriptor, deadline = self._running.stdout.fileno(), time.monotonic() + self._timeout
         while b"\n" not in self._buffer:
             if not select([descriptor], [], [], max(0.0, deadline - time.monotonic()))[0]:
-                raise StepsFailedError(f"no step within {self._timeout:.0f} s", timed_out=True)
+                raise ProcessFailedError(f"no step within {self._timeout:.0f} s", timed_out=True)
             piece = os.read(descriptor, 1 << 16)
             self._buffer += piece
             if not piece or len(self._buffer) > MAX_REPLY:
-                raise StepsFailedError(self._last_words())
+                raise ProcessFailedError(self._last_words())
         line, _, self._buffer = self._buffer.partition(b"\n")
         with suppress(ValueError):
             if isinstance(reply := json.loads(line), dict):
                 return reply
         what = "it answered with something that is no JSON object; the last line of its log"
-        raise StepsFailedError(f"{what}: {self._last_words('there is none')}")
+        raise ProcessFailedError(f"{what}: {self._last_words('there is none')}")
 
     def _last_words(self, otherwise: str = "it ended without a message") -> str:
         lines = self._log.read_text(errors="replace").strip().splitlines() if self._log.exists() else []

@@ -14,11 +14,11 @@ from dataclasses import replace
 from typing import Any
 
 from gptlab.config.errors import UserError
-from gptlab.lab.experiments.equal_time import StepsFailedError
+from gptlab.lab.experiments.equal_time import ProcessFailedError
 from gptlab.lab.experiments.folder import Lab
 from gptlab.lab.experiments.ledger import SECOND_SIZE, Experiment, baseline_of
 from gptlab.lab.experiments.proposal import code_of
-from gptlab.lab.experiments.runs import CrashedError, TimedOutError, forget_promotion
+from gptlab.lab.experiments.runs import forget_promotion
 from gptlab.lab.experiments.trial import measure, time_baseline, time_candidate
 from gptlab.lab.judge.rules import Broken
 from gptlab.lab.racing import PROMOTION, PROMOTION_LEVEL, decide
@@ -46,7 +46,7 @@ def promote(lab: Lab, number: int | None, *, seeds: int, depth: int | None, say:
         sizes = (_at_depth(lab, 0, depth), _at_depth(lab, number, depth))
         try:
             _time(lab, *sizes, say)
-        except StepsFailedError as error:
+        except ProcessFailedError as error:
             raise UserError(f"steps at depth {depth} cannot be timed: {error}") from None
         answers.append(_promote(lab, number, sizes, depth, seeds, say))
     return answers
@@ -91,7 +91,7 @@ def _promote(
         for values, one in zip((base, new), pair, strict=True):
             try:
                 values.append(measure(lab, one, seed, "promotion", say))
-            except (CrashedError, TimedOutError, Broken) as error:
+            except (ProcessFailedError, Broken) as error:
                 raise UserError(f"experiment {one} cannot be confirmed: with seed {seed}, {error}") from None
         say(f"{pair[1]:04}: fresh seed {seed}, {new[-1]:.6f} bpb, experiment {pair[0]} {base[-1]:.6f}")
         found = decide([a - b for a, b in zip(base, new, strict=True)], (), PROMOTION_LEVEL, rules)

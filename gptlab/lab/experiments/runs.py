@@ -23,7 +23,7 @@ import psutil
 from gptlab.config.errors import UserError
 from gptlab.config.load import config_to_json
 from gptlab.data.rows import validation_rows
-from gptlab.lab.experiments.equal_time import StepProcess
+from gptlab.lab.experiments.equal_time import ProcessFailedError, StepProcess
 from gptlab.lab.experiments.folder import Lab
 from gptlab.lab.experiments.ledger import Experiment, Slice, all_fields
 from gptlab.lab.experiments.proposal import code_of
@@ -49,14 +49,6 @@ _PASSED_ON = re.compile(
 )
 """Variables that a candidate's process gets: what computing needs, no secrets, and no folder of compiled code that
 others use. Timing a size sets TORCHINDUCTOR_CACHE_DIR; what a baseline compiled there, a candidate compiled again."""
-
-
-class CrashedError(Exception):
-    """A candidate's process that ended with an error; the message is the last of what it printed."""
-
-
-class TimedOutError(Exception):
-    """A candidate's process that took longer than its limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +80,8 @@ def train(lab: Lab, variant: Variant, seed: int) -> tuple[Path, Finished | None]
     """The finished run of `variant` with `seed`, and how its process ended; None where it was finished already, or
     stopped before and now resumed.
 
-    CrashedError, TimedOutError, Broken where it does not finish; a loss that broke is a CrashedError too. UserError
-    where it fails and the lab's disk is full.
+    ProcessFailedError, Broken where it does not finish, also where its loss broke. UserError where it fails and the
+    lab's disk is full.
     """
     run = run_folder(lab, variant.number, seed)
     if RunDirectory(run).recorded().get("status") == "finished":
@@ -133,13 +125,13 @@ def _train(lab: Lab, variant: Variant, run: Path, words: Sequence[str]) -> Finis
         trained.replace(run)
     shutil.rmtree(work, ignore_errors=True)
     if finished.timed_out:
-        raise TimedOutError(f"training took longer than {seconds:.0f} s")
+        raise ProcessFailedError(f"training took longer than {seconds:.0f} s", timed_out=True)
     finished.require_lawful("training")
     if finished.exit_code != 0:
         if free < _space_of_run(lab):
             what = f"the disk of {lab.path} has {free:,} bytes left: free some space, then finish what is in flight"
             raise UserError(f"experiment {variant.number} failed to train, and {what}")
-        raise CrashedError(last_words(log) or f"training ended with exit code {finished.exit_code}")
+        raise ProcessFailedError(last_words(log) or f"training ended with exit code {finished.exit_code}")
     return finished
 
 

@@ -18,7 +18,7 @@ from gptlab.config.errors import UserError, one_line
 from gptlab.lab.experiments import runs
 from gptlab.lab.experiments.again import earlier_races, propose_again
 from gptlab.lab.experiments.equal_time import (
-    StepsFailedError,
+    ProcessFailedError,
     compare_speed,
     require_positive_steps,
     same_work,
@@ -27,7 +27,7 @@ from gptlab.lab.experiments.equal_time import (
 from gptlab.lab.experiments.folder import Lab
 from gptlab.lab.experiments.ledger import NOTHING, SLICES, Experiment, Slice, Verdict, baseline_of
 from gptlab.lab.experiments.overview import proposals, write_results
-from gptlab.lab.experiments.runs import CrashedError, TimedOutError, run_folder, variant_of
+from gptlab.lab.experiments.runs import run_folder, variant_of
 from gptlab.lab.experiments.same_program import same_program
 from gptlab.lab.judge.audits import Expected, check_time, unchanged
 from gptlab.lab.judge.rules import Broken
@@ -96,7 +96,7 @@ def measure_baseline(lab: Lab, say: Say) -> None:
                 for number in (0, 1):
                     measure(lab, number, seed, "validation", say)
             runs.forget(lab, 1)
-    except (CrashedError, TimedOutError, StepsFailedError, Broken) as error:
+    except (ProcessFailedError, Broken) as error:
         raise UserError(f"the baseline cannot be trained: {error}") from None
     write_results(lab)
 
@@ -163,12 +163,8 @@ def _judge(lab: Lab, number: int, say: Say) -> Ruling:
         return _race(lab, number, say)
     except Broken as error:
         return Ruling("invalid", error.what, error.rule)
-    except StepsFailedError as error:
+    except ProcessFailedError as error:
         return Ruling("timed-out" if error.timed_out else "crashed", str(error))
-    except CrashedError as error:
-        return Ruling("crashed", str(error))
-    except TimedOutError as error:
-        return Ruling("timed-out", str(error))
 
 
 def _require_lawful(lab: Lab, number: int) -> Ruling | None:
@@ -188,7 +184,7 @@ def _require_lawful(lab: Lab, number: int) -> Ruling | None:
 
 def time_candidate(lab: Lab, number: int, say: Say, *, against: int | None = None) -> Ruling | None:
     """Find out how many steps the candidate trains. A Ruling where it computes what the baseline does. `against`: the
-    baseline, where it is not that of the proposal. StepsFailedError where it cannot be timed or makes no step."""
+    baseline, where it is not that of the proposal. ProcessFailedError where it cannot be timed or makes no step."""
     experiments = lab.ledger.experiments()
     candidate = variant_of(lab, experiments[number], experiments)
     base_number = experiments[number].against if against is None else against
@@ -217,7 +213,7 @@ def time_candidate(lab: Lab, number: int, say: Say, *, against: int | None = Non
     }[lab.settings.at]  # fmt: skip
     if baseline.steps * ratio < 1:
         what = f"one of its steps takes more {lab.settings.at} than the baseline's whole run"
-        raise StepsFailedError(what, timed_out=True)
+        raise ProcessFailedError(what, timed_out=True)
     steps = round(baseline.steps * ratio)
     lab.ledger.append(
         "timed", experiment=number, speed=speed.ratio, low=speed.low, high=speed.high,
@@ -238,7 +234,7 @@ def _race(lab: Lab, number: int, say: Say) -> Ruling:
     for seed in (first_seed + place for place in seed_order(number - FIRST, RULES)):
         try:
             base = measure(lab, one.against, seed, "validation", say)
-        except (CrashedError, TimedOutError, Broken) as error:  # not the candidate's fault
+        except (ProcessFailedError, Broken) as error:  # not the candidate's fault
             return Ruling("inconclusive", f"the baseline failed with seed {seed}: {error}")
         new = measure(lab, number, seed, "validation", say)
         if not differences and base == new and _weights(lab, one.against, seed) == _weights(lab, number, seed):

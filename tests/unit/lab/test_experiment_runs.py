@@ -18,9 +18,10 @@ from lab_world import formula, new_lab, quiet
 
 from gptlab.config.errors import UserError
 from gptlab.lab.experiments import runs, trial
+from gptlab.lab.experiments.equal_time import ProcessFailedError
 from gptlab.lab.experiments.folder import Lab
 from gptlab.lab.experiments.proposal import Proposal, submit
-from gptlab.lab.experiments.runs import CrashedError, TimedOutError, Variant, variant_of
+from gptlab.lab.experiments.runs import Variant, variant_of
 from gptlab.lab.experiments.trial import measure_baseline
 from gptlab.lab.judge.supervise import Finished
 
@@ -192,11 +193,12 @@ class TestTraining:
 
     def test_how_it_may_end(self, lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
         Processes(monkeypatch, exit_code=3)
-        with pytest.raises(CrashedError, match=r"^out of luck$"):
+        with pytest.raises(ProcessFailedError, match=r"^out of luck$") as crashed:
             runs.train(lab, candidate(lab), seed=7)
         Processes(monkeypatch, exit_code=-9, timed_out=True)
-        with pytest.raises(TimedOutError, match="longer than 1060 s"):
+        with pytest.raises(ProcessFailedError, match="longer than 1060 s") as late:
             runs.train(lab, candidate(lab), seed=7)
+        assert (crashed.value.timed_out, late.value.timed_out) == (False, True)
 
     def test_a_full_disk_is_not_the_candidates_fault(self, lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
         Processes(monkeypatch, exit_code=3)

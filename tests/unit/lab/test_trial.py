@@ -18,6 +18,7 @@ from lab_world import PAIRED_SD, bpb_of, formula, in_order, new_lab, quiet, told
 from gptlab.cli.lab import _seconds
 from gptlab.config.errors import UserError
 from gptlab.lab.experiments import runs, trial
+from gptlab.lab.experiments.equal_time import ProcessFailedError
 from gptlab.lab.experiments.folder import Lab
 from gptlab.lab.experiments.ledger import baseline_of
 from gptlab.lab.experiments.overview import best, details, status_lines
@@ -190,7 +191,7 @@ def test_a_baseline_that_fails_with_a_new_seed_is_not_the_candidates_fault(lab: 
 
         def train(lab: Lab, variant: Variant, seed: int) -> object:
             if variant.number == 0:
-                raise runs.CrashedError("the loss is not finite")
+                raise ProcessFailedError("the loss is not finite")
             return honest(lab, variant, seed)
 
         patch.setattr(runs, "train", train)
@@ -202,7 +203,7 @@ def test_a_baseline_that_fails_with_a_new_seed_is_not_the_candidates_fault(lab: 
 
 def test_what_a_run_prints_is_shortened_and_printable(lab: Lab) -> None:
     def judge(*arguments: object) -> object:
-        raise runs.CrashedError("\x1b[2Jno\nsuch" * 1000)
+        raise ProcessFailedError("\x1b[2Jno\nsuch" * 1000)
 
     number = submit(lab, Proposal({"optim.head.lr": 1.0}))
     with formula() as patch:
