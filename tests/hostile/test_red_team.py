@@ -15,7 +15,8 @@ import pytest
 from judged import LIMITS, SEED, examined, judged_program, patched, trained_model, written_candidate
 from mutations.mutation import ROOT
 
-from gptlab.lab.judge.audits import Expected, check_time, unchanged
+from gptlab.lab.judge import audits
+from gptlab.lab.judge.audits import check_time, unchanged
 from gptlab.lab.judge.rules import Broken, Rule
 from gptlab.lab.judge.supervise import Finished, supervise, why_not_isolated
 from gptlab.lab.judge.tree_rules import check_fields, check_tree
@@ -280,22 +281,22 @@ def trained_program(folder: Path, program: str, **options: object) -> Finished:
 
 
 @pytest.mark.parametrize("name", OFF_THE_CLOCK)
-def test_training_off_the_clock(name: str, tmp_path: Path) -> None:
+def test_training_off_the_clock(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(audits, "SLACK_SECONDS", 0.05)
     rule, work = OFF_THE_CLOCK[name]
     wall = 0.2 if rule == "wall-clock" else 60.0
-    expected = Expected(wall_seconds=wall, cpu_seconds=0.05, slack_seconds=0.05)
     finished = trained_program(tmp_path, f"{BURN}\n{work}\n")
 
     def judged() -> None:
         finished.require_lawful("training")
-        check_time(finished, expected)
+        check_time(finished, cpu_seconds=0.05, wall_seconds=wall)
 
     refused(rule, judged)
 
 
-def test_training_on_the_clock_passes(tmp_path: Path) -> None:
-    expected = Expected(wall_seconds=60.0, cpu_seconds=0.1, slack_seconds=0.3)
-    check_time(trained_program(tmp_path, f"{BURN}\nburn(0.1)\n"), expected)
+def test_training_on_the_clock_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(audits, "SLACK_SECONDS", 0.3)
+    check_time(trained_program(tmp_path, f"{BURN}\nburn(0.1)\n"), cpu_seconds=0.1, wall_seconds=60.0)
 
 
 def test_writing_without_end(tmp_path: Path) -> None:

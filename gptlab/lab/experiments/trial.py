@@ -29,7 +29,7 @@ from gptlab.lab.experiments.ledger import NOTHING, SLICES, Experiment, Slice, Ve
 from gptlab.lab.experiments.overview import proposals, write_results
 from gptlab.lab.experiments.runs import run_folder, variant_of
 from gptlab.lab.experiments.same_program import same_program
-from gptlab.lab.judge.audits import Expected, check_time, unchanged
+from gptlab.lab.judge.audits import check_time, unchanged
 from gptlab.lab.judge.rules import Broken
 from gptlab.lab.judge.supervise import Finished, why_not_isolated
 from gptlab.lab.judge.tree_rules import check_fields, check_tree
@@ -290,16 +290,17 @@ def _check_time(lab: Lab, experiments: Mapping[int, Experiment], number: int, se
     Where it seems so, the baseline trains once more, now: the machine may be busier than when it trained first.
     """
     one, base = experiments[number], experiments[experiments[number].against]
-    share = _step_time(one) / _step_time(base)
+    share = max(1.0, _step_time(one) / _step_time(base))
     costs = sorted((cost for cost in base.costs if "cpu_seconds" in cost), key=lambda cost: cost["seed"] != seed)
     try:
         if costs:
-            check_time(finished, _expected(share, costs[0]["cpu_seconds"], costs[0]["wall_seconds"]))
+            cpu_seconds, wall_seconds = (share * costs[0][name] for name in ("cpu_seconds", "wall_seconds"))
+            check_time(finished, cpu_seconds=cpu_seconds, wall_seconds=wall_seconds)
             return
     except Broken:
         pass
     again = runs.train_again(lab, variant_of(lab, base, experiments), seed, candidate=number)
-    check_time(finished, _expected(share, again.cpu_seconds, again.wall_seconds))
+    check_time(finished, cpu_seconds=share * again.cpu_seconds, wall_seconds=share * again.wall_seconds)
 
 
 @contextmanager
@@ -326,10 +327,6 @@ def _step_time(one: Experiment) -> float:
     assert one.steps is not None
     assert one.step_seconds is not None
     return one.steps * one.step_seconds
-
-
-def _expected(share: float, cpu_seconds: float, wall_seconds: float) -> Expected:
-    return Expected(cpu_seconds=max(1.0, share) * cpu_seconds, wall_seconds=max(1.0, share) * wall_seconds)
 
 
 def _weights(lab: Lab, number: int, seed: int) -> object:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from gptlab.config.errors import UserError
 from gptlab.config.model import ModelConfig
 from gptlab.lab.judge.questions import Loss, Scores
-from gptlab.lab.judge.rules import Broken
+from gptlab.lab.judge.rules import Broken, Rule
 from gptlab.lab.judge.supervise import Finished
 from gptlab.model.gpt import GPT
 from gptlab.model.init import initial_weights
@@ -158,31 +158,23 @@ def check_two_seeds(one: Mapping[str, str], other: Mapping[str, str]) -> None:
 
 # --- time
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Expected:
-    """What a training process should take: `steps` times the calibrated step, and a start like the baseline's."""
-
-    wall_seconds: float
-    cpu_seconds: float
-    tolerance: float = 0.5
-    """Share above which it is too much. Measured: see docs/judge.md."""
-    slack_seconds: float = 5.0
-    """Added to both: the start of Python and torch depends on what the disk has cached."""
+TIME_TOLERANCE = 0.5
+"""Share above which it is too much. Measured: see docs/judge.md."""
+SLACK_SECONDS = 5.0
+"""Added to both times: the start of Python and torch depends on what the disk has cached."""
 
 
-def check_time(finished: Finished, expected: Expected) -> None:
-    """Broken (cpu-time, wall-clock) where training took more than expected: it trained off the clock, or was slower
-    than when its steps were timed."""
-    for rule, took, due in (
-        ("cpu-time", finished.cpu_seconds, expected.cpu_seconds),
-        ("wall-clock", finished.wall_seconds, expected.wall_seconds),
-    ):
-        most = due * (1 + expected.tolerance) + expected.slack_seconds
-        if took > most:
-            kind = "CPU seconds" if rule == "cpu-time" else "seconds"
-            what = f"training took {took:.1f} {kind}; its steps and a start take {due:.1f} (at most {most:.1f})"
-            raise Broken("cpu-time" if rule == "cpu-time" else "wall-clock", what)
+def check_time(finished: Finished, *, cpu_seconds: float, wall_seconds: float) -> None:
+    """Broken (cpu-time, wall-clock) where training took more than its steps and a start like the baseline's should
+    take: it trained off the clock, or was slower than when its steps were timed."""
+    times: tuple[tuple[Rule, str, float, float], ...] = (
+        ("cpu-time", "CPU seconds", finished.cpu_seconds, cpu_seconds),
+        ("wall-clock", "seconds", finished.wall_seconds, wall_seconds),
+    )
+    for rule, unit, took, due in times:
+        if took > (most := due * (1 + TIME_TOLERANCE) + SLACK_SECONDS):
+            what = f"training took {took:.1f} {unit}; its steps and a start take {due:.1f} (at most {most:.1f})"
+            raise Broken(rule, what)
 
 
 # --- the run's own report

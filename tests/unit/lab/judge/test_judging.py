@@ -15,7 +15,7 @@ from tiny_runs import arguments, command, make_config, train, write_corpus
 from gptlab.config.load import config_from_json
 from gptlab.data.prepare import prepare
 from gptlab.lab.experiments.proposal import copy_package
-from gptlab.lab.judge.audits import Expected, check_time
+from gptlab.lab.judge.audits import check_time
 from gptlab.lab.judge.judging import Baseline, candidate_environment, check_config, judge_run
 from gptlab.lab.judge.questions import questions_of
 from gptlab.lab.judge.rules import Broken
@@ -144,7 +144,7 @@ def test_a_proposal_from_its_code_to_its_verdict(name: str, texts: Path, tmp_pat
         )  # fmt: skip
         finished.require_lawful("training")
         assert finished.exit_code == 0, (tmp_path / "log.txt").read_text()[-2000:]
-        check_time(finished, Expected(wall_seconds=120, cpu_seconds=10))
+        check_time(finished, cpu_seconds=10, wall_seconds=120)
         judged(texts, runs / "run", tree)
 
     if rule is None:
