@@ -28,7 +28,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +36,7 @@ from numpy.typing import NDArray
 from gptlab.config.errors import UserError, cannot
 from gptlab.runtime.files.plain_file import MAX_JSON_BYTES, open_plain
 
+T = TypeVar("T")
 Column = NDArray[np.float64]
 Columns = dict[str, Column]
 
@@ -142,10 +143,8 @@ def bpb_history(path: Path, most: int = 32) -> list[float]:
         mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text,
     ):
         starts = [found.start() for found in re.finditer(_EVAL_START, text)]
-        count = min(most, len(starts))
-        places = sorted({round(i * (len(starts) - 1) / max(1, count - 1)) for i in range(count)})
         # Of a line that is not complete, the end is found before its start.
-        lines = [text[starts[place] : text.find(b"\n", starts[place]) + 1] for place in places]
+        lines = [text[start : text.find(b"\n", start) + 1] for start in evenly_chosen(starts, most)]
         return [float(_object(line).get("val_bpb", "nan")) for line in lines if line]
     return []
 
@@ -183,6 +182,12 @@ def chart_run(
 def chart_data(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The JSON value of the module, from `chart_run` of each run."""
     return {"version": 1, "runs": [*runs]}
+
+
+def evenly_chosen(values: Sequence[T], most: int) -> list[T]:
+    """At most `most` of the values, evenly spread, the first and the last among them."""
+    count = min(most, len(values))
+    return [values[round(i * (len(values) - 1) / max(1, count - 1))] for i in range(count)]
 
 
 def buckets_for(runs: int) -> int:

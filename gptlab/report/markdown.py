@@ -3,12 +3,12 @@ backticks than they have."""
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Sequence
 
+from gptlab.report.curves import evenly_chosen
 from gptlab.report.overlay import Overlay
-from gptlab.report.run_facts import RunFacts, duration, short
+from gptlab.report.run_facts import VALIDATION_COLUMNS, RunFacts, duration
 from gptlab.report.text_curves import text_curve
 from gptlab.report.token_fate import token_fate
 
@@ -90,15 +90,7 @@ def _longest_fence(text: str) -> int:
 
 def _validations(facts: RunFacts) -> str:
     """A table of at most MAX_VALIDATIONS of them, the first and the last among these."""
-    found = facts.validations
-    count = min(len(found), MAX_VALIDATIONS)
-    places = sorted({round(i * (len(found) - 1) / max(1, count - 1)) for i in range(count)})
-    rows = [
-        (f"{one.step:,}", short(one.tokens), duration(one.seconds) if math.isfinite(one.seconds) else "",
-         f"{one.loss:.4f}", f"{one.bpb:.4f}")
-        for one in (found[place] for place in places)
-    ]  # fmt: skip
-    return _table(("step", "tokens", "training", "validation loss", "bits per byte"), rows)
+    return _table(VALIDATION_COLUMNS, evenly_chosen(facts.validation_rows(), MAX_VALIDATIONS))
 
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from gptlab.report.curves import MAX_BUCKETS, buckets_for, chart_data, chart_run
 from gptlab.report.overlay import Overlay
-from gptlab.report.run_facts import RunFacts, Sample, duration, read_facts, short
+from gptlab.report.run_facts import VALIDATION_COLUMNS, RunFacts, Sample, duration, read_facts
 from gptlab.report.text_curves import svg_curve
 from gptlab.report.token_fate import token_fate
 
@@ -145,13 +145,8 @@ def _figures(facts: RunFacts) -> str:
 
 
 def _validations(facts: RunFacts) -> str:
-    rows = [
-        (f"{one.step:,}", short(one.tokens), duration(one.seconds) if math.isfinite(one.seconds) else "",
-         f"{one.loss:.4f}", f"{one.bpb:.4f}")
-        for one in facts.validations
-    ]  # fmt: skip
-    columns = ("step", "tokens", "training", "validation loss", "bits per byte")
-    return _details(f"{len(rows)} validations as a table", _table(columns, rows, numbers=range(5)))
+    rows = facts.validation_rows()
+    return _details(f"{len(rows)} validations as a table", _table(VALIDATION_COLUMNS, rows, numbers=range(5)))
 
 
 def _details(summary: str, content: str) -> str:

@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 from gptlab.config.load import flatten
 from gptlab.lab.run_list import changes_from_recipe, recipe_fields
 from gptlab.lab.run_record import RunRecord, read_run
-from gptlab.report.curves import Metrics, number, read_metrics_file
+from gptlab.report.curves import Metrics, evenly_chosen, number, read_metrics_file
 
+VALIDATION_COLUMNS = ("step", "tokens", "training", "validation loss", "bits per byte")
 MAX_SAMPLE_STEPS = 6
 """Steps whose samples are shown: the first, the last, and those between them that lie evenly."""
 MAX_PROMPTS = 4
@@ -90,6 +91,14 @@ class RunFacts:
         columns = self.metrics.validations
         rows = (columns[name].tolist() for name in ("step", "tokens", "train_seconds", "val_loss", "val_bpb"))
         return [Validation(int(step), *rest) for step, *rest in zip(*rows, strict=True)]
+
+    def validation_rows(self) -> list[tuple[str, ...]]:
+        """Each validation, by VALIDATION_COLUMNS."""
+        return [
+            (f"{one.step:,}", short(one.tokens), duration(one.seconds) if math.isfinite(one.seconds) else "",
+             f"{one.loss:.4f}", f"{one.bpb:.4f}")
+            for one in self.validations
+        ]  # fmt: skip
 
     @cached_property
     def bpb(self) -> float | None:
@@ -192,9 +201,7 @@ class RunFacts:
                 found.setdefault(prompt[:MAX_TEXT_CHARACTERS], {})[step] = Sample(step, prompt, rest)
         chosen = {}
         for prompt, by_step in [*found.items()][:MAX_PROMPTS]:
-            steps, count = sorted(by_step), min(len(by_step), MAX_SAMPLE_STEPS)
-            places = {round(i * (len(steps) - 1) / max(1, count - 1)) for i in range(count)}
-            chosen[prompt] = [by_step[steps[place]] for place in sorted(places)]
+            chosen[prompt] = [by_step[step] for step in evenly_chosen(sorted(by_step), MAX_SAMPLE_STEPS)]
         return chosen
 
     def core(self) -> list[Task]:

@@ -9,6 +9,8 @@ from html import escape
 import numpy as np
 from numpy.typing import NDArray
 
+from gptlab.report.curves import evenly_chosen
+
 BLOCKS = "▁▂▃▄▅▆▇█"
 _BRAILLE = 0x2800
 _LARGEST = 1e100
@@ -20,8 +22,7 @@ _DOTS = np.array([[0x01, 0x08], [0x02, 0x10], [0x04, 0x20], [0x40, 0x80]])
 def sparkline(values: Sequence[float], width: int = 10) -> str:
     """The values, resampled to at most `width` characters, from ▁ for the lowest to █ for the highest. A value that is
     not finite is a blank; empty without a finite value."""
-    if len(values) > width:
-        values = [values[round(i * (len(values) - 1) / (width - 1))] for i in range(width)]
+    values = evenly_chosen(values, width)
     known = [value for value in values if abs(value) < _LARGEST]
     if not known:
         return ""

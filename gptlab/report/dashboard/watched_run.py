@@ -18,7 +18,7 @@ from gptlab.config.load import config_to_json, flatten
 from gptlab.config.run import RunConfig
 from gptlab.lab.run_list import changes_from_recipe
 from gptlab.lab.run_record import NOT_COMPARED
-from gptlab.report.curves import number
+from gptlab.report.curves import evenly_chosen, number
 from gptlab.report.dashboard.bounds import Signature, cut, json_object, require_file, short, signature
 from gptlab.report.dashboard.tail import Tail
 from gptlab.runtime.records.run_directory import RunDirectory
@@ -27,6 +27,7 @@ QUIET_SECONDS = 10.0
 """A run that says it is running may have been killed if its files have not changed for so long. Asking its lock takes
 it for a moment, so it is asked no more often than this."""
 SPARK_POINTS = 32
+"""At most, of the finite values."""
 
 _AMOUNTS = {"steps": "step", "tokens": "tokens", "seconds": "train_seconds", "flops": "total_flops"}
 """{unit of a horizon: the key of a training line that counts it}."""
@@ -133,7 +134,7 @@ class WatchedRun:
             **reached,
             "step": number(trained.get("step")),
             "share": min(1.0, done / amount) if amount and done is not None else None,
-            "spark": [round(value, 5) for value in _thin(bpb)],
+            "spark": [round(value, 5) for value in evenly_chosen([*filter(math.isfinite, bpb)], SPARK_POINTS)],
         }
 
     def _is_quiet(self) -> bool:
@@ -213,12 +214,3 @@ def _is_held(run: RunDirectory) -> bool:
         if os.path.lexists(run.path / name):
             require_file(run.path / name)
     return run.in_use()
-
-
-def _thin(values: list[float]) -> list[float]:
-    """At most `SPARK_POINTS` of the finite values, evenly spread, the last one among them."""
-    finite = [value for value in values if math.isfinite(value)]
-    if len(finite) <= SPARK_POINTS:
-        return finite
-    last = len(finite) - 1
-    return [finite[round(number * last / (SPARK_POINTS - 1))] for number in range(SPARK_POINTS)]
