@@ -81,7 +81,7 @@ def list_runs(folders: Iterable[Path]) -> list[ListedRun]:
     for folder in folders:
         if not folder.is_dir():
             raise UserError(f"there is no folder {folder}: name one that holds runs")
-        for path in _run_folders(folder):
+        for path in run_folders(folder):
             found.setdefault(path.resolve(), listed(path))
     return sorted(found.values(), key=lambda run: run.start, reverse=True)
 
@@ -129,16 +129,18 @@ def _condition(text: str) -> Callable[[ListedRun], bool]:
     return holds
 
 
-def _run_folders(folder: Path) -> Iterator[Path]:
+def run_folders(folder: Path, max_depth: float = math.inf) -> Iterator[Path]:
+    """The runs in and below a folder, `max_depth` folders below it at most. Links are not followed, and hidden folders
+    not entered."""
     with suppress(OSError):
         with os.scandir(folder) as entries:
             found = {entry.name: entry for entry in entries}
         if is_run(found):
             yield folder
             return
-        for name in sorted(found):
+        for name in sorted(found) if max_depth > 0 else ():
             if found[name].is_dir(follow_symlinks=False) and not name.startswith("."):
-                yield from _run_folders(folder / name)
+                yield from run_folders(folder / name, max_depth - 1)
 
 
 def listed(path: Path, *, held: bool = False) -> ListedRun:

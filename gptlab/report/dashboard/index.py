@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-import os
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from gptlab.lab.run_list import run_folders
 from gptlab.report.dashboard.labs import WatchedLabs
 from gptlab.report.dashboard.watched_run import WatchedRun
-from gptlab.runtime.records.run_directory import is_run
 
 POLL_SECONDS = 1.0
 """Between two looks at the files of the runs that train."""
@@ -65,17 +65,17 @@ class RunIndex:
 
     def _scan(self) -> None:
         self._scanned = time.monotonic()
-        found = dict(run_folders(self.folder))
+        found = dict.fromkeys(islice(run_folders(self.folder, MAX_DEPTH), MAX_RUNS))
         for path in [path for path in self._runs if path not in found]:
             gone = self._runs.pop(path)
             with self._changed:
                 self._by_id.pop(gone.id, None)
             self._publish(gone.id)
-        for path, name in found.items():
-            if path not in self._runs:
-                run = self._runs[path] = WatchedRun(path, name)
-                with self._changed:
-                    self._by_id[run.id] = run
+        for path in (path for path in found if path not in self._runs):
+            name = self.folder.resolve().name if path == self.folder else path.relative_to(self.folder).as_posix()
+            run = self._runs[path] = WatchedRun(path, name)
+            with self._changed:
+                self._by_id[run.id] = run
 
     def _publish(self, run_id: str) -> None:
         with self._changed:
@@ -136,21 +136,3 @@ class RunIndex:
         """Let all that wait look at what they wait for."""
         with self._changed:
             self._changed.notify_all()
-
-
-def run_folders(folder: Path) -> Iterator[tuple[Path, str]]:
-    """(path, name relative to `folder`) of every run in and below it, as `gptlab runs` finds them. Links are not
-    followed, and hidden folders not entered."""
-    waiting, count = [(folder, 0)], 0
-    while waiting and count < MAX_RUNS:
-        path, depth = waiting.pop()
-        try:
-            with os.scandir(path) as entries:
-                found = {entry.name: entry.is_dir(follow_symlinks=False) for entry in entries}
-        except OSError:
-            continue
-        if is_run(found):
-            count += 1
-            yield path, folder.resolve().name if path == folder else path.relative_to(folder).as_posix()
-        elif depth < MAX_DEPTH:
-            waiting += [(path / name, depth + 1) for name, is_dir in found.items() if is_dir and name[0] != "."]

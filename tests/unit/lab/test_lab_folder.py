@@ -14,7 +14,6 @@ from gptlab.config.errors import UserError
 from gptlab.data.prepare import PreparedData, prepare
 from gptlab.lab.experiments.folder import Lab
 from gptlab.lab.run_list import list_runs
-from gptlab.report.dashboard.index import run_folders
 
 
 @pytest.fixture(scope="module")
@@ -83,4 +82,3 @@ def test_no_lab(tmp_path: Path) -> None:
 def test_its_baseline_is_a_configuration_and_no_run(lab: Lab) -> None:
     """Nothing that lists or deletes runs may take it for one."""
     assert [*list_runs([lab.path])] == []
-    assert [*run_folders(lab.path)] == []

@@ -16,7 +16,7 @@ from hostile_files import deep, endless, hole, many_digits, pipe
 from written_runs import write_run
 
 from gptlab.lab.run_list import list_runs
-from gptlab.report.dashboard.index import RunIndex, run_folders
+from gptlab.report.dashboard.index import RunIndex
 from gptlab.report.dashboard.watched_run import WatchedRun, last_line_of_kind, lines_of_kind
 from gptlab.runtime.records.metrics import MetricsLog, read_metrics
 from gptlab.runtime.records.run_directory import RunDirectory
@@ -138,9 +138,25 @@ class TestIndex:
         (tmp_path / "link").symlink_to(tmp_path / "a")
         (tmp_path / "other").mkdir()
         (tmp_path / "other" / "config.json").write_text("{}")
-        found = dict(run_folders(tmp_path))
-        assert sorted(found.values()) == ["a", "sweep/b", "sweep/deeper/c"]
-        assert {*found} == {run.path for run in list_runs([tmp_path])}
+        index = RunIndex(tmp_path)
+        index.refresh()
+        found = index.changes(0, wait_seconds=0)
+        assert found is not None
+        assert sorted(row["name"] for row in found["rows"]) == ["a", "sweep/b", "sweep/deeper/c"]
+        listed = {run.path for run in list_runs([tmp_path])}
+        assert listed == {tmp_path / row["name"] for row in found["rows"]}
+
+    def test_the_run_that_is_the_folder_has_its_name_and_deep_ones_are_not_found(self, tmp_path: Path) -> None:
+        for folder, names in (
+            (write_run(tmp_path / "run", CURVE), ["run"]),
+            (write_run(tmp_path / "deep/1/2/3/4/5", CURVE).parents[4], ["1/2/3/4/5"]),
+            (write_run(tmp_path / "deeper/1/2/3/4/5/6", CURVE).parents[5], []),
+        ):
+            index = RunIndex(folder)
+            index.refresh()
+            found = index.changes(0, wait_seconds=0)
+            assert found is not None
+            assert [row["name"] for row in found["rows"]] == names
 
     def test_reports_what_changed_since_a_version(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("gptlab.report.dashboard.index.SCAN_SECONDS", 0.0)
