@@ -9,7 +9,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -77,47 +77,38 @@ class Stop:
         return code if code >= 0 else 128 - code
 
 
-def launch(
-    folder: Path,
-    arguments: Sequence[str],
-    *,
-    log: Path | None = None,
-    stop: Stop | None = None,
-) -> int:
+def launch(folder: Path, arguments: Sequence[str], *, log: Path, stop: Stop) -> int:
     """Train `gptlab train ARGUMENTS` into `folder` and return the exit code as it is (docs/contracts.md): 0 at once if
     that run has finished, and `--resume` in place of the arguments if it was started.
 
-    `log`: the file to which its output is appended; None: it goes where this process's goes. `stop`: what forwards
-    signals, if there is more to do than this run.
+    `log`: the file to which its output is appended. `stop`: what forwards signals to it.
 
     The process never outlives this one: it saves and ends when this one is killed.
     """
     words = resumed_arguments(folder)
     if words is None:
         return 0
-    with ExitStack() as held:
-        stop = stop or held.enter_context(Stop())
-        output = None
-        if log is not None:
-            with cannot(f"write {log}"):
-                log.parent.mkdir(parents=True, exist_ok=True)
-                output = held.enter_context(log.open("ab"))
-        process = subprocess.Popen(
+    with cannot(f"write {log}"):
+        log.parent.mkdir(parents=True, exist_ok=True)
+        output = log.open("ab")
+    with (
+        output,
+        subprocess.Popen(
             # -P: a `gptlab` in the current folder does not hide this one.
             [sys.executable, "-P", "-c", _CHILD, "train", *(words or [*arguments, "--run-dir", str(folder)])],
             stdin=subprocess.PIPE,
             stdout=output,
-            stderr=output and subprocess.STDOUT,
+            stderr=subprocess.STDOUT,
             env=_environment(),
             # Otherwise Ctrl-C reaches the run twice, and it stops in the middle of a step.
             process_group=0,
-        )
-        with process:
-            try:
-                return stop.wait(process)
-            except BaseException:
-                process.terminate()
-                raise
+        ) as process,
+    ):
+        try:
+            return stop.wait(process)
+        except BaseException:
+            process.terminate()
+            raise
 
 
 def resumed_arguments(folder: Path) -> list[str] | None:

@@ -44,22 +44,23 @@ def wait_for(what: Callable[[], bool]) -> None:
 
 def test_exit_codes_come_back_as_they_are(child: Callable[[str], None], tmp_path: Path) -> None:
     child("sys.exit(int(sys.argv[2]))")
-    assert [launch(tmp_path / "run", [code], log=tmp_path / "log") for code in ("0", "2", "75")] == [0, 2, 75]
+    run, log = tmp_path / "run", tmp_path / "log"
+    assert [launch(run, [code], log=log, stop=Stop()) for code in ("0", "2", "75")] == [0, 2, 75]
     child("os.kill(os.getpid(), signal.SIGKILL)")
-    assert launch(tmp_path / "run", [], log=tmp_path / "log") == 128 + signal.SIGKILL
+    assert launch(run, [], log=log, stop=Stop()) == 128 + signal.SIGKILL
 
 
 def test_words_and_output_of_a_new_and_of_a_stopped_run(child: Callable[[str], None], tmp_path: Path) -> None:
     child("print(sys.argv[1:], flush=True); print('and this', file=sys.stderr)")
     run, log = tmp_path / "run", tmp_path / "logs" / "run.log"
-    launch(run, ["quickstart", "--seed=3"], log=log)
-    launch(write_run(run, [4.0], status="preempted"), ["quickstart", "--seed=3"], log=log)
+    launch(run, ["quickstart", "--seed=3"], log=log, stop=Stop())
+    launch(write_run(run, [4.0], status="preempted"), ["quickstart", "--seed=3"], log=log, stop=Stop())
     assert log.read_text() == (
         f"['train', 'quickstart', '--seed=3', '--run-dir', '{run}']\nand this\n"
         f"['train', '--resume', '{run}']\nand this\n"
     )
     RunDirectory(run).set_status("finished")
-    assert launch(run, ["quickstart"], log=log) == 0
+    assert launch(run, ["quickstart"], log=log, stop=Stop()) == 0
     assert log.read_text().count("and this") == 2
 
 
@@ -67,7 +68,7 @@ def test_the_package_is_this_one(child: Callable[[str], None], tmp_path: Path, m
     (tmp_path / "gptlab.py").touch()  # in the current folder
     monkeypatch.chdir(tmp_path)
     child("import gptlab; print(gptlab.__file__)")
-    launch(tmp_path / "a", [], log=tmp_path / "log")
+    launch(tmp_path / "a", [], log=tmp_path / "log", stop=Stop())
     assert (tmp_path / "log").read_text().splitlines() == [gptlab.__file__]
 
 
@@ -76,9 +77,9 @@ def test_runs_that_are_compared_have_the_same_threads_whatever_else_computes(
 ) -> None:
     child("print(os.environ.get('OMP_NUM_THREADS'))")
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    launch(tmp_path / "a", [], log=tmp_path / "log")
+    launch(tmp_path / "a", [], log=tmp_path / "log", stop=Stop())
     monkeypatch.delenv("OMP_NUM_THREADS")
-    launch(tmp_path / "b", [], log=tmp_path / "log")
+    launch(tmp_path / "b", [], log=tmp_path / "log", stop=Stop())
     chosen = "None" if sys.platform == "darwin" else str(usable_cores())
     assert (tmp_path / "log").read_text().splitlines() == ["3", chosen]
 
@@ -117,7 +118,7 @@ def test_signals_are_forwarded_and_the_end_is_awaited(
 
 def test_a_run_does_not_outlive_a_launcher_that_was_killed(child: Callable[[str], None], tmp_path: Path) -> None:
     child(_ANSWERS)
-    parent = Forked(lambda: launch(tmp_path / "run", [], log=tmp_path / "log"))
+    parent = Forked(lambda: launch(tmp_path / "run", [], log=tmp_path / "log", stop=Stop()))
     wait_for((tmp_path / "run.up").exists)
     parent.kill()
     wait_for(lambda: (tmp_path / "log").read_text() == f"{signal.SIGTERM.value}\n")
@@ -129,7 +130,7 @@ def test_a_killed_launcher_s_run_is_saved_and_resumed(tmp_path: Path) -> None:
     words = arguments(tmp_path, "run", {"steps": 1_000_000, "eval.every_steps": 100_000, "sample.prompts": []})
     del words[words.index("--run-dir") : words.index("--run-dir") + 2]
     run, log = tmp_path / "run", tmp_path / "run.log"
-    parent = Forked(lambda: launch(run, words, log=log))
+    parent = Forked(lambda: launch(run, words, log=log, stop=Stop()))
     wait_for(lambda: (run / "metrics.jsonl").is_file() and len(lines_of(run, "train")) > 3)
     parent.kill()
     parent.communicate()
