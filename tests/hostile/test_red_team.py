@@ -179,7 +179,7 @@ def test_a_program_that_cheats(name: str, tmp_path: Path) -> None:
 
 def test_the_honest_program_passes(tmp_path: Path) -> None:
     judged = judged_program(tmp_path)
-    assert (judged.parameters, judged.step, judged.target_tokens) == (512, 10, 24 * 32)
+    assert (judged.parameters, judged.step, judged.loss.target_tokens) == (512, 10, 24 * 32)
     assert judged.largest_difference == 0
 
 

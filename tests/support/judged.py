@@ -20,11 +20,15 @@ from torch import Tensor, nn
 from written_runs import write_run
 
 from gptlab.config.model import ModelConfig
+from gptlab.config.run import RunConfig
+from gptlab.data.prepare import prepare
+from gptlab.data.rows import validation_rows
 from gptlab.data.tokenizer.base import ByteTokenizer
 from gptlab.lab.judge.judging import Audit, Baseline, Judged, examine, judge_run
 from gptlab.lab.judge.questions import Questions
 from gptlab.lab.judge.supervise import Limits
 from gptlab.model.gpt import build_model
+from gptlab.runtime.records.console import Console
 from gptlab.training.checkpoint.write import save_checkpoint
 
 SEED = 11
@@ -53,6 +57,13 @@ def questions(rows: int = 24, seq_len: int = MODEL.seq_len) -> Questions:
     return Questions(DrawnRows(rows, seq_len), ByteTokenizer(), seq_len, "f" * 24, None)
 
 
+def questions_of(config: RunConfig) -> Questions:
+    """Of the validation text of runs with this configuration."""
+    data = prepare(config.data, config.tokenizer, console=Console(quiet=True))
+    rows = validation_rows(data.val, config.model.seq_len, data.tokenizer.bos_id, config.eval.tokens)
+    return Questions(rows, data.tokenizer, config.model.seq_len, data.fingerprint, config.eval.tokens)
+
+
 def patched(file: str, old: str, new: str) -> types.ModuleType:
     """The module gptlab/FILE with a text replaced, executed; the real one stays as it is."""
     source = (ROOT / "gptlab" / file).read_text(encoding="utf-8")
@@ -77,7 +88,7 @@ Initial = Callable[[nn.Module, ModelConfig, int], Iterator[tuple[str, Tensor]]]
 
 
 class Candidate:
-    """What `app/answers.py` does, without pipes."""
+    """What `app/answers.py` does, without pipes: the methods of `Answering`."""
 
     def __init__(self, model: nn.Module, initial: Initial | None) -> None:
         self._model, self._initial = model, initial

@@ -82,7 +82,8 @@ def formula(trained: list[tuple[int, int]] | None = None) -> Iterator[pytest.Mon
 
     def judge(lab: Lab, variant: Variant, run: Path, where: str, seed: int, against: int) -> Any:
         fields = {name: value for name, value in variant.fields.items() if name != "runtime.allocator"}
-        return SimpleNamespace(val_bpb=bpb_of(fields, seed), parameters=1000, step=variant.steps)
+        loss = SimpleNamespace(val_bpb=bpb_of(fields, seed))
+        return SimpleNamespace(loss=loss, parameters=1000, step=variant.steps)
 
     @contextlib.contextmanager
     def steps_of(lab: Lab, variant: Variant, steps: int) -> Iterator[Any]:

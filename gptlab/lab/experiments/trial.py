@@ -278,10 +278,10 @@ def _measure(lab: Lab, number: int, seed: int, where: Slice, say: Say) -> float:
         "peak_mb": finished.peak_bytes / 2**20,
     }  # fmt: skip
     lab.ledger.append(
-        "measured", experiment=number, seed=seed, slice=where, bpb=judged.val_bpb, steps=variant.steps,
+        "measured", experiment=number, seed=seed, slice=where, bpb=judged.loss.val_bpb, steps=variant.steps,
         parameters=judged.parameters, **costs,
     )  # fmt: skip
-    return judged.val_bpb
+    return judged.loss.val_bpb
 
 
 def _check_time(lab: Lab, experiments: Mapping[int, Experiment], number: int, seed: int, finished: Finished) -> None:

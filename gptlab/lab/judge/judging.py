@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,9 +29,9 @@ from gptlab.lab.judge.audits import (
     plan,
     second_questions,
 )
-from gptlab.lab.judge.questions import Questions, Scores, loss_of, scores
+from gptlab.lab.judge.questions import Loss, Questions, Scores, loss_of, scores
 from gptlab.lab.judge.rules import Broken, Rule
-from gptlab.lab.judge.supervise import Finished, Limits, start, texts_in_cache
+from gptlab.lab.judge.supervise import Limits, start, texts_in_cache
 from gptlab.lab.judge.tree_rules import FIXED_FIELDS
 from gptlab.lab.run_record import RunRecord, read_run
 from gptlab.runtime.files.plain_file import write_json_atomic
@@ -80,36 +80,14 @@ class Baseline:
 class Judged:
     """What the judge found: nothing in it was computed by the candidate's code."""
 
-    val_loss: float
-    """Nats per target token."""
-    val_bpb: float
-    target_tokens: int
-    target_bytes: int
+    loss: Loss
     parameters: int
     """Elements of the weights that answered."""
     step: int
     largest_difference: float
     """Between two answers to the same tokens, in nats."""
-    audited: int
-    """Rows that were asked twice."""
     nats: NDArray[np.float32]
     """(rows, seq_len): of every target; 0 where there is none."""
-    answering: tuple[Finished, Finished]
-    """The two processes that answered."""
-
-
-class Candidate(Protocol):
-    """What answers, fresh: it remembers nothing of any other."""
-
-    def logits(self, tokens: NDArray[np.int32], entries: int) -> Iterator[NDArray[np.float32]]:
-        """The logits after every token of `tokens` (rows, length), in pieces of (n, entries), row after row."""
-        ...
-
-    def initial_weights(
-        self, seed: int, shapes: Mapping[str, tuple[int, ...]]
-    ) -> Iterator[tuple[str, NDArray[np.float32]]]:
-        """The first values of the weights of these shapes, each once."""
-        ...
 
 
 def judge_run(
@@ -136,12 +114,11 @@ def judge_run(
         check_config(record.fields, flatten(baseline.config))
         saved = load_checkpoint(list_checkpoints(record.directory.checkpoints_path)[-1])
     shapes = {name: tuple(tensor.shape) for name, tensor in saved.model.items()}
-    finished: list[Finished] = []
     with tempfile.TemporaryDirectory(prefix="gptlab-judge-run-") as folder, open(log or os.devnull, "ab") as output:
         staged = _stage(Path(folder) / "run", record, saved.step, saved.model, questions)
 
         @contextmanager
-        def answering() -> Iterator[Candidate]:
+        def answering() -> Iterator[Answering]:
             with start(
                 [*command, str(staged)], cwd=tree, environment=candidate_environment(tree), limits=limits,
                 hidden=[run, *texts_in_cache(), *hidden], readable=[tree, staged], stderr=output,
@@ -154,30 +131,26 @@ def judge_run(
                     running.stop()
                     running.finish().require_lawful("an answering process")  # why it did not answer
                     raise
-                finished.append(running.finish())
-                finished[-1].require_lawful("an answering process")
+                running.finish().require_lawful("an answering process")
 
-        nats, difference, audited = examine(answering, questions, shapes, baseline, audit)
+        nats, difference = examine(answering, questions, shapes, baseline, audit)
     loss = loss_of(questions, nats)
     check_report(_claimed(record, questions, saved.step), loss)
     return Judged(
-        val_loss=loss.val_loss, val_bpb=loss.val_bpb, target_tokens=loss.target_tokens, target_bytes=loss.target_bytes,
-        parameters=sum(tensor.numel() for tensor in saved.model.values()), step=saved.step,
-        largest_difference=difference, audited=audited, nats=nats.astype(np.float32),
-        answering=(finished[0], finished[1]),
+        loss=loss, parameters=sum(tensor.numel() for tensor in saved.model.values()), step=saved.step,
+        largest_difference=difference, nats=nats.astype(np.float32),
     )  # fmt: skip
 
 
 def examine(
-    begin: Callable[[], AbstractContextManager[Candidate]],
+    begin: Callable[[], AbstractContextManager[Answering]],
     questions: Questions,
     shapes: Mapping[str, tuple[int, ...]],
     baseline: Baseline,
     audit: Audit,
-) -> tuple[NDArray[np.float64], float, int]:
-    """Ask every question, and some twice, of two candidates that `begin` makes one after the other. Returns the nats of
-    every position (questions.count, seq_len), the largest difference between two answers to the same tokens, and how
-    many rows were asked twice.
+) -> tuple[NDArray[np.float64], float]:
+    """Ask every question, and some twice, of two fresh candidates that `begin` makes one after the other. Returns the
+    nats of every position (questions.count, seq_len), and the largest difference of two answers to the same tokens.
 
     Both are asked for the first weights of two seeds, then rows, in questions of one shape: neither knows which it is.
     """
@@ -200,10 +173,10 @@ def examine(
         nats[row] = second[row].nats
     if first_draws != second_draws:
         raise Broken("seed", "the first values of the weights differ from process to process")
-    return nats, check_again(asked, first, second, audit.tolerance), ways.audits
+    return nats, check_again(asked, first, second, audit.tolerance)
 
 
-def _checked_draws(candidate: Candidate, shapes: Mapping[str, tuple[int, ...]], baseline: Baseline) -> dict[str, str]:
+def _checked_draws(candidate: Answering, shapes: Mapping[str, tuple[int, ...]], baseline: Baseline) -> dict[str, str]:
     """{name: hash} of the first weights of the run's seed, which are what they must be, as are those of another."""
     own, other = int(baseline.config["seed"]), secrets.randbits(62)
     order = (own, other) if secrets.randbits(1) else (other, own)
@@ -212,11 +185,11 @@ def _checked_draws(candidate: Candidate, shapes: Mapping[str, tuple[int, ...]], 
     return drawn[own]
 
 
-def candidate_environment(tree: Path, **more: str) -> dict[str, str]:
+def candidate_environment(tree: Path) -> dict[str, str]:
     """The variables of a process that runs the code in `tree`: few of the lab's own, none of its secrets."""
     inherited = {name: os.environ[name] for name in INHERITED if name in os.environ}
     fixed = {"PYTHONPATH": str(tree), "PYTHONSAFEPATH": "1", "PYTHONNOUSERSITE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    return inherited | fixed | more
+    return inherited | fixed
 
 
 def check_config(fields: Mapping[str, Any], baseline: Mapping[str, Any]) -> None:
@@ -256,7 +229,7 @@ def _stage(folder: Path, record: RunRecord, step: int, model: Mapping[str, Tenso
 
 
 def _ask_all(
-    candidate: Candidate, questions: Questions, asked: Sequence[Asked], rows: int, signs: NDArray[np.float64]
+    candidate: Answering, questions: Questions, asked: Sequence[Asked], rows: int, signs: NDArray[np.float64]
 ) -> dict[int, Scores]:
     """{row: the scores of its answer, by the row's own targets}. The last question is filled up with rows of the first,
     whose second answers are not kept."""

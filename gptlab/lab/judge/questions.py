@@ -11,12 +11,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gptlab.config.run import RunConfig
-from gptlab.data.prepare import prepare
-from gptlab.data.rows import IGNORED, RowSource, validation_rows
+from gptlab.data.rows import IGNORED, RowSource
 from gptlab.data.tokenizer.tokenizer import Tokenizer
 from gptlab.lab.judge.rules import Broken
-from gptlab.runtime.records.console import Console
 
 CHUNK_ELEMENTS = 2**22
 """Logits held at a time: 16 MiB as they come, twice that in float64."""
@@ -41,17 +38,6 @@ class Questions:
         """Inputs and targets of rows, each (n, seq_len); a target without a token is IGNORED."""
         inputs, targets = self.rows.read(0, indices)
         return inputs.astype(np.int32), targets.astype(np.int64)
-
-
-def questions_of(config: RunConfig, *, console: Console, tokens: int | None = None) -> Questions:
-    """The questions for runs with this configuration; `tokens` None: as many as eval.tokens says.
-
-    UserError where the text cannot be read. `config` is the lab's: a run's own may be the candidate's work.
-    """
-    data = prepare(config.data, config.tokenizer, console=console)
-    limit = tokens or config.eval.tokens
-    rows = validation_rows(data.val, config.model.seq_len, data.tokenizer.bos_id, limit)
-    return Questions(rows, data.tokenizer, config.model.seq_len, data.fingerprint, limit)
 
 
 @dataclass(frozen=True, slots=True)

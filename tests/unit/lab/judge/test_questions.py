@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from judged import BASELINE, CPU, MODEL, begin, examined, questions, trained_model
+from judged import BASELINE, CPU, MODEL, begin, examined, questions, questions_of, trained_model
 from tiny_runs import make_config, write_corpus
 
 from gptlab.config.errors import UserError
@@ -16,16 +16,15 @@ from gptlab.data.tokenizer.base import ByteTokenizer
 from gptlab.eval.bits_per_byte import evaluate
 from gptlab.lab.judge.audits import Plan, check_two_seeds, plan, second_questions
 from gptlab.lab.judge.judging import Audit, examine
-from gptlab.lab.judge.questions import Questions, loss_of, questions_of, scores
+from gptlab.lab.judge.questions import Questions, loss_of, scores
 from gptlab.lab.judge.rules import Broken
-from gptlab.runtime.records.console import Console
 
 
 def test_the_loss_is_that_of_evaluation(tmp_path_factory: pytest.TempPathFactory) -> None:
     """On packed rows: with padding, BOS, and a limit in the middle of a row."""
     folder = tmp_path_factory.mktemp("questions")
     write_corpus(folder / "corpus", documents=60)
-    asked = questions_of(make_config(folder, "run", eval__tokens=601), console=Console(quiet=True))
+    asked = questions_of(make_config(folder, "run", eval__tokens=601))
     model = trained_model()
     nats = examine(begin(lambda: model, None), asked, {}, BASELINE, Audit(rows=5))[0]
     expected = evaluate(model, asked.rows, asked.tokenizer.token_bytes, device=CPU, micro_sequences=7)
