@@ -20,6 +20,7 @@ from gptlab.config.load import config_to_json, flatten, leaf_fields, unknown_fie
 from gptlab.config.recipes import configure, recorded_arguments
 from gptlab.config.run import Horizon, HorizonUnit, RunConfig
 from gptlab.config.scaling import Machine
+from gptlab.lab.run_record import number
 from gptlab.runtime.files.plain_file import open_plain, parse_json, read_json_object
 from gptlab.runtime.records.run_directory import RunDirectory, is_run
 
@@ -201,23 +202,15 @@ def _reached(run: RunDirectory, status: str) -> dict[str, Any]:
     if status == "finished" and run.summary_path.exists():
         summary = read_json_object(run.summary_path)
         bpb, seconds, millions = (summary.get(key) for key in ("val_bpb", "training_seconds", "total_tokens_M"))
-        tokens = None if (number := _number(millions)) is None else 1e6 * number
+        tokens = None if (known := number(millions)) is None else 1e6 * known
     else:
         evaluated, trained = _last_lines(run.metrics_path, "eval", "train")
-        bpb, seconds, tokens = evaluated.get("val_bpb"), trained.get("train_seconds"), _number(trained.get("tokens"))
-    known = tokens is not None and math.isfinite(tokens)
+        bpb, seconds, tokens = evaluated.get("val_bpb"), trained.get("train_seconds"), number(trained.get("tokens"))
     return {
-        "val_bpb": _number(bpb),
-        "tokens": round(tokens or 0) if known else None,
-        "training_seconds": _number(seconds),
+        "val_bpb": number(bpb),
+        "tokens": round(tokens) if tokens is not None and math.isfinite(tokens) else None,
+        "training_seconds": number(seconds),
     }
-
-
-def _number(value: Any) -> float | None:
-    """A number of a run's files, in which texts are numbers too ("nan"); None for anything else."""
-    with suppress(TypeError, ValueError, OverflowError):
-        return None if isinstance(value, bool) else float(value)
-    return None
 
 
 def _last_lines(path: Path, *kinds: str) -> list[dict[str, Any]]:
@@ -261,7 +254,7 @@ def recipe_fields(fields: Mapping[str, Any], record: Mapping[str, Any]) -> dict[
             fields["recipe"],
             None if fields.get("init_from") is not None else fields["model.n_layer"],
             (fields["horizon.amount"], fields["horizon.unit"]),
-            (str(record.get("device", "cpu")), _number(record.get("training_flops_per_second"))),
+            (str(record.get("device", "cpu")), number(record.get("training_flops_per_second"))),
             tuple(fields.get("recipe_arguments", ())),
         )
     except (UserError, ArithmeticError, KeyError, TypeError, ValueError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -131,6 +132,13 @@ def read_validations(path: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
             validations.append(found)
             first = step
     return validations[::-1], _object(trained or b"{}")
+
+
+def number(value: Any) -> float | None:
+    """A number of a run's files, in which "nan" and "inf" are texts; None for anything else."""
+    with suppress(TypeError, ValueError, OverflowError):
+        return None if isinstance(value, bool) else float(value)
+    return None
 
 
 def _object(line: bytes) -> dict[str, Any]:

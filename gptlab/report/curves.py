@@ -343,16 +343,6 @@ def _per_step(line: Mapping[str, Any], name: str) -> float | None:
     return _number(amount / step) if step > 0 and amount > 0 else None
 
 
-def number(value: Any) -> float | None:
-    """A number of a run's files, in which "nan" and "inf" are texts; None for anything else."""
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        return None
-    try:
-        return float(value)
-    except (ValueError, OverflowError):
-        return None
-
-
 def _marks(events: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     texts = {"skipped": "update skipped", "rewound": "rewound", "failed": "failed"}
     for event in events:

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 from gptlab.config.load import flatten
 from gptlab.lab.run_list import changes_from_recipe, recipe_fields
-from gptlab.lab.run_record import RunRecord, read_run
-from gptlab.report.curves import Metrics, evenly_chosen, number, read_metrics_file
+from gptlab.lab.run_record import RunRecord, number, read_run
+from gptlab.report.curves import Metrics, evenly_chosen, read_metrics_file
 
 VALIDATION_COLUMNS = ("step", "tokens", "training", "validation loss", "bits per byte")
 MAX_SAMPLE_STEPS = 6

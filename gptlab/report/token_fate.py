@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from gptlab.report.curves import number
+from gptlab.lab.run_record import number
 from gptlab.report.run_facts import RunFacts, counted
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from gptlab.config.errors import UserError
 from gptlab.data.tokenizer.base import Tokenizer
 from gptlab.data.tokenizer.tokenizer import load_tokenizer
-from gptlab.report.curves import number
+from gptlab.lab.run_record import number
 from gptlab.report.markdown import bpb_curve, code, fenced, prose
 from gptlab.report.run_facts import RunFacts, Sample, counted, duration, plain, short
 from gptlab.report.saved_model import SavedModel, newest_saved

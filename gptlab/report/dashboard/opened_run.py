@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from gptlab.config.errors import UserError
-from gptlab.report.curves import Metrics, chart_run, number
+from gptlab.lab.run_record import number
+from gptlab.report.curves import Metrics, chart_run
 from gptlab.report.dashboard.bounds import cut, json_object, short
 from gptlab.report.dashboard.tail import Tail
 

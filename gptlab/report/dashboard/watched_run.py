@@ -17,8 +17,8 @@ from gptlab.config.errors import UserError, one_line
 from gptlab.config.load import config_to_json, flatten
 from gptlab.config.run import RunConfig
 from gptlab.lab.run_list import changes_from_recipe
-from gptlab.lab.run_record import NOT_COMPARED
-from gptlab.report.curves import evenly_chosen, number
+from gptlab.lab.run_record import NOT_COMPARED, number
+from gptlab.report.curves import evenly_chosen
 from gptlab.report.dashboard.bounds import Signature, cut, json_object, require_file, short, signature
 from gptlab.report.dashboard.tail import Tail
 from gptlab.runtime.records.run_directory import RunDirectory
