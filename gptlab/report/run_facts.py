@@ -38,11 +38,6 @@ _PROVENANCE = (
 )  # fmt: skip
 
 
-class Figure(NamedTuple):
-    label: str
-    value: str
-
-
 class Validation(NamedTuple):
     step: int
     tokens: float
@@ -63,12 +58,6 @@ class Task(NamedTuple):
     accuracy: float
     centered: float
     """Corrected for guessing: 0 is guessing, 1 is perfect."""
-
-
-class Change(NamedTuple):
-    field: str
-    value: str
-    of_recipe: str
 
 
 @dataclass(frozen=True)
@@ -149,8 +138,8 @@ class RunFacts:
             return "failed"
         return f"failed at step {plain(failure.get('step'))}: {plain(failure.get('reason'))}"
 
-    def figures(self) -> list[Figure]:
-        """The final numbers, bits per byte first; unknown ones are skipped."""
+    def figures(self) -> list[tuple[str, str]]:
+        """(label, value) of the final numbers, bits per byte first; unknown ones are skipped."""
         summary, train, found = self.record.summary, self.metrics.train, []
         best = min((one.bpb for one in self.validations if math.isfinite(one.bpb)), default=None)
         seconds = number(summary.get("training_seconds")) or (
@@ -178,7 +167,7 @@ class RunFacts:
             ("peak memory", memory, lambda value: f"{value / 1024:.2f} GiB"),
         ):
             if value is not None and math.isfinite(value):
-                found.append(Figure(label, text(value)))
+                found.append((label, text(value)))
         return found
 
     def time(self) -> list[tuple[str, float]]:
@@ -238,13 +227,13 @@ class RunFacts:
                 case "failed":
                     yield when, f"failed: {reason}"
 
-    def changes(self) -> list[Change] | None:
-        """Where the configuration is not its recipe's; None where the recipe is unknown."""
+    def changes(self) -> list[tuple[str, str, str]] | None:
+        """(field, its value, that of the recipe) where these differ; None where the recipe is unknown."""
         changed = changes_from_recipe(self.record.fields, self.record.provenance)
         if changed is None:
             return None
         of_recipe = recipe_fields(self.record.fields, self.record.provenance) or {}
-        return [Change(name, plain(value), plain(of_recipe.get(name))) for name, value in changed.items()]
+        return [(name, plain(value), plain(of_recipe.get(name))) for name, value in changed.items()]
 
     def configuration(self) -> dict[str, str]:
         return {name: plain(value) for name, value in self.record.fields.items()}
