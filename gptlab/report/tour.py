@@ -8,9 +8,8 @@ from __future__ import annotations
 import math
 import re
 import textwrap
-from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Mapping, Sequence
+from functools import partial
 from importlib import resources
 from typing import Any
 
@@ -20,8 +19,9 @@ from gptlab.config.errors import UserError
 from gptlab.data.tokenizer.base import Tokenizer
 from gptlab.data.tokenizer.tokenizer import load_tokenizer
 from gptlab.lab.run_record import number
+from gptlab.report.curves import Columns
 from gptlab.report.markdown import bpb_curve, code, fenced, prose
-from gptlab.report.run_facts import RunFacts, Sample, counted, duration, plain, short
+from gptlab.report.run_facts import RunFacts, counted, duration, plain, short
 from gptlab.report.saved_model import SavedModel, newest_saved
 from gptlab.report.token_fate import token_fate
 from gptlab.runtime.records.table import table
@@ -67,21 +67,18 @@ def tour(facts: RunFacts, *, ascii: bool = False) -> str:
     damaged folder."""
     if "imported" in facts.record.provenance or not len(facts.metrics.train["step"]):
         raise UserError(f"{facts.record.path} has no training step to walk through: name a run that has trained")
-    return filled(template(), Tour(facts, ascii))
+    values = values_of(facts, ascii=ascii)
+
+    def value(found: re.Match[str]) -> str:
+        return _field(facts, found[1]) if "." in found[1] else values[found[1]]
+
+    parts = (PLACE.sub(value, part) for part in template().split("\n\n"))
+    return "\n\n".join(filter(None, map(_wrapped, parts))).rstrip() + "\n"
 
 
 def template() -> str:
+    """`{{name}}` is to be replaced by that one of `values_of`, `{{group.name}}` by that field of the configuration."""
     return (resources.files("gptlab.report") / "assets" / "tour.md").read_text(encoding="utf-8")
-
-
-def filled(text: str, values: Tour) -> str:
-    """With `{{name}}` replaced by the attribute of `values`, `{{group.name}}` by that field, and paragraphs wrapped."""
-
-    def value(found: re.Match[str]) -> str:
-        return values.field(found[1]) if "." in found[1] else str(getattr(values, found[1]))
-
-    parts = (PLACE.sub(value, part) for part in text.split("\n\n"))
-    return "\n\n".join(filter(None, map(_wrapped, parts))).rstrip() + "\n"
 
 
 def _wrapped(part: str) -> str:
@@ -91,301 +88,237 @@ def _wrapped(part: str) -> str:
     return textwrap.fill(words, COLUMNS, break_long_words=False, break_on_hyphens=False)
 
 
-@dataclass(frozen=True)
-class Tour:
+def values_of(facts: RunFacts, *, ascii: bool) -> dict[str, str]:
     """What fills the template, by the names in it."""
+    record, train, last = facts.record, facts.metrics.train, facts.metrics.last_step
+    fate, saved = dict(token_fate(facts)), newest_saved(record.directory.checkpoints_path)
+    tokenizer = load_tokenizer(record.directory.tokenizer_path)
+    tokens = _tokens(facts, tokenizer)
+    field = partial(_field, facts)
+    layers, source = counted(record.fields.get("model.n_layer"), "layer"), field("data.source")
+    mfu, speed = _finite(number(record.summary.get("mfu_percent"))), _ratio(last, "tokens", "train_seconds")
+    flops, curve = _ratio(last, "total_flops", "tokens"), bpb_curve(facts, ascii=ascii)
+    return {
+        "command": "" if facts.typed is None else fenced(plain(facts.typed)),
+        "name": code(facts.name),
+        "machine": _machine(record.provenance),
+        "sentence": prose(facts.sentence()),
+        "time": _time(facts.time()),
+        "source": {"stdlib": "the sources of Python's standard library"}.get(source, source),
+        "training_text": fate.get("training text", "the most of it"),
+        "validation_text": fate.get("validation text", "the rest"),
+        "split": _split(facts),
+        "tokenizer": _TOKENIZERS.get(tokenizer.kind, ""),
+        "bytes_per_token": _bytes_per_token(record.provenance.get("corpus")),
+        "tokens": fenced(table([(str(one), text) for one, text in tokens], "><")),
+        "rows": _ROWS.get(field("data.rows"), "").format(field("model.seq_len")),
+        "row": _row([text for _, text in tokens[: _ROW_TOKENS + 1]]),
+        "epoch": _epoch(fate),
+        "micro_batches": _micro_batches(facts),
+        "layers": layers,
+        **_of_checkpoint(facts, saved),
+        "sizing": _sizing(facts, layers),
+        "compilation": _compilation(facts),
+        "first_loss": f"{train['loss'][0]:.4f}",
+        "guess_loss": f"{math.log(max(1.0, _number(facts, 'model.vocab_size'))):.4f}",
+        "optimizer": _optimizer(facts),
+        "schedule": _SCHEDULES.get(field("schedule.kind"), ""),
+        "steps": _steps(train),
+        "steps_made": counted(int(train["step"][-1]), "step"),
+        "training_time": duration(train["train_seconds"][-1]),
+        "tokens_per_second": f"{speed:,.0f}" if speed else "an unknown number of",
+        "flops_per_token": short(flops) if flops else "a fixed number of",
+        "mfu": f"That is {mfu:.1f}% of what the machine could compute at most (MFU)." if mfu else "",
+        "horizon": _horizon(facts),
+        "evaluation": _evaluation(facts),
+        "curve": fenced(curve) if curve else "",
+        **_of_sample(facts),
+        "commands": _commands(facts, saved is not None),
+    }
 
-    facts: RunFacts
-    ascii: bool = False
 
-    def field(self, name: str) -> str:
-        """A field of the configuration, as it is read in a sentence."""
-        value = self.facts.record.fields.get(name)
-        return f"{value:,}" if type(value) is int else prose(plain(value))
+def _field(facts: RunFacts, name: str) -> str:
+    """A field of the configuration, as it is read in a sentence."""
+    value = facts.record.fields.get(name)
+    return f"{value:,}" if type(value) is int else prose(plain(value))
 
-    def _number(self, name: str) -> float:
-        """A field that is a number; 0 where it is none."""
-        return _finite(number(self.facts.record.fields.get(name)))
 
-    @property
-    def command(self) -> str:
-        return "" if self.facts.typed is None else fenced(plain(self.facts.typed))
+def _number(facts: RunFacts, name: str) -> float:
+    """A field that is a number; 0 where it is none."""
+    return _finite(number(facts.record.fields.get(name)))
 
-    @property
-    def name(self) -> str:
-        return code(self.facts.name)
 
-    @property
-    def machine(self) -> str:
-        record = self.facts.record.provenance
-        peak = _finite(number(record.get("peak_flops_per_second")))
-        speed = f", {peak / 1e9:,.0f} GFLOP/s at most ({plain(record.get('peak_source'))})" if peak else ""
-        return prose(f"{plain(record.get('device_name'))}, {counted(record.get('threads'), 'thread')}, in "
-                     f"{plain(record.get('dtype'))}{speed}")  # fmt: skip
+def _machine(record: Mapping[str, Any]) -> str:
+    peak = _finite(number(record.get("peak_flops_per_second")))
+    speed = f", {peak / 1e9:,.0f} GFLOP/s at most ({plain(record.get('peak_source'))})" if peak else ""
+    return prose(f"{plain(record.get('device_name'))}, {counted(record.get('threads'), 'thread')}, in "
+                 f"{plain(record.get('dtype'))}{speed}")  # fmt: skip
 
-    @property
-    def sentence(self) -> str:
-        return prose(self.facts.sentence())
 
-    @property
-    def time(self) -> str:
-        parts = self.facts.time()
-        total = sum(seconds for _, seconds in parts)
-        rows = [(part, duration(seconds), "#" * round(_BAR * seconds / total)) for part, seconds in parts]
-        return fenced(table(rows, "<><")) if rows else "How long everything took is known once a run has finished."
+def _time(parts: Sequence[tuple[str, float]]) -> str:
+    total = sum(seconds for _, seconds in parts)
+    rows = [(part, duration(seconds), "#" * round(_BAR * seconds / total)) for part, seconds in parts]
+    return fenced(table(rows, "<><")) if rows else "How long everything took is known once a run has finished."
 
-    @property
-    def source(self) -> str:
-        known = {"stdlib": "the sources of Python's standard library"}
-        return known.get(self.field("data.source"), self.field("data.source"))
 
-    @cached_property
-    def _fate(self) -> Mapping[str, str]:
-        return dict(token_fate(self.facts))
+def _split(facts: RunFacts) -> str:
+    if facts.record.fields.get("data.val_source"):
+        return f"All of {_field(facts, 'data.val_source')} is held out."
+    return _SPLITS.get(_field(facts, "data.split"), "")
 
-    @property
-    def training_text(self) -> str:
-        return self._fate.get("training text", "the most of it")
 
-    @property
-    def validation_text(self) -> str:
-        return self._fate.get("validation text", "the rest")
+def _bytes_per_token(corpus: Any) -> str:
+    text = corpus.get("train") if isinstance(corpus, dict) else None
+    known = [_finite(number(text.get(name))) for name in ("bytes", "tokens")] if isinstance(text, dict) else [0, 0]
+    return f"On average a token stands for {known[0] / known[1]:.2f} bytes." if all(known) else ""
 
-    @property
-    def split(self) -> str:
-        if self.facts.record.fields.get("data.val_source"):
-            return f"All of {self.field('data.val_source')} is held out."
-        return _SPLITS.get(self.field("data.split"), "")
 
-    @property
-    def tokenizer(self) -> str:
-        return _TOKENIZERS.get(self._tokenizer.kind, "")
+def _tokens(facts: RunFacts, tokenizer: Tokenizer) -> list[tuple[int, str]]:
+    """(id, its bytes as text) of the beginning of a prompt, with BOS where rows begin with it."""
+    text = next(iter(facts.samples()), "") or _FALLBACK_TEXT
+    ids = [int(one) for one in tokenizer.encode(text)[:_SHOWN_TOKENS]]
+    found = [(one, _visible(tokenizer.decode_bytes([one]))) for one in ids]
+    return found if tokenizer.bos_id is None else [(tokenizer.bos_id, "BOS"), *found]
 
-    @property
-    def bytes_per_token(self) -> str:
-        counts = self.facts.record.provenance.get("corpus")
-        text = counts.get("train") if isinstance(counts, dict) else None
-        known = [_finite(number(text.get(name))) for name in ("bytes", "tokens")] if isinstance(text, dict) else [0, 0]
-        return f"On average a token stands for {known[0] / known[1]:.2f} bytes." if all(known) else ""
 
-    @cached_property
-    def _tokenizer(self) -> Tokenizer:
-        return load_tokenizer(self.facts.record.directory.tokenizer_path)
+def _row(texts: Sequence[str]) -> str:
+    rows = [("input", *texts[:-1], "..."), ("target", *texts[1:], "...")]
+    return fenced(table(rows, "<" * (len(texts) + 1)))
 
-    @cached_property
-    def _tokens(self) -> list[tuple[int, str]]:
-        """(id, its bytes as text) of the beginning of a prompt, with BOS where rows begin with it."""
-        text = next(iter(self.facts.samples()), "") or _FALLBACK_TEXT
-        ids = [int(one) for one in self._tokenizer.encode(text)[:_SHOWN_TOKENS]]
-        found = [(one, _visible(self._tokenizer.decode_bytes([one]))) for one in ids]
-        bos = self._tokenizer.bos_id
-        return found if bos is None else [(bos, "BOS"), *found]
 
-    @property
-    def tokens(self) -> str:
-        return fenced(table([(str(one), text) for one, text in self._tokens], "><"))
+def _epoch(fate: Mapping[str, str]) -> str:
+    if not fate:
+        return ""
+    rows, epochs = fate["one epoch"].partition(":")[0], re.match(r"[\d.]+", fate["epochs"])
+    return f"One epoch is {rows}, and this run trained for {epochs[0] if epochs else 'some'} epochs."
 
-    @property
-    def rows(self) -> str:
-        return _ROWS.get(self.field("data.rows"), "").format(self.field("model.seq_len"))
 
-    @property
-    def row(self) -> str:
-        texts = [text for _, text in self._tokens[: _ROW_TOKENS + 1]]
-        rows = [("input", *texts[:-1], "..."), ("target", *texts[1:], "...")]
-        return fenced(table(rows, "<" * (len(texts) + 1)))
+def _micro_batches(facts: RunFacts) -> str:
+    row_tokens = _number(facts, "batch.micro_sequences") * _number(facts, "model.seq_len")
+    count = round(_number(facts, "batch.total_tokens") / row_tokens) if row_tokens else 0
+    return f"{count:,} micro-batches" if count > 1 else "one micro-batch"
 
-    @property
-    def epoch(self) -> str:
-        if not self._fate:
-            return ""
-        rows, epochs = self._fate["one epoch"].partition(":")[0], re.match(r"[\d.]+", self._fate["epochs"])
-        return f"One epoch is {rows}, and this run trained for {epochs[0] if epochs else 'some'} epochs."
 
-    @property
-    def micro_batches(self) -> str:
-        row_tokens = self._number("batch.micro_sequences") * self._number("model.seq_len")
-        count = round(self._number("batch.total_tokens") / row_tokens) if row_tokens else 0
-        return f"{count:,} micro-batches" if count > 1 else "one micro-batch"
-
-    @cached_property
-    def _saved(self) -> SavedModel | None:
-        return newest_saved(self.facts.record.directory.checkpoints_path)
-
-    @property
-    def layers(self) -> str:
-        return counted(self.facts.record.fields.get("model.n_layer"), "layer")
-
-    @property
-    def weights(self) -> str:
-        beside = "beside the shape of what flows through them (rows, tokens, numbers)"
-        return f"These are its weights, {self._saved.parameters:,} numbers in all, {beside}:" if self._saved else ""
-
-    @property
-    def shapes(self) -> str:
-        sizes = [self.field(f"{name}") for name in (
-            "batch.micro_sequences", "model.seq_len", "model.n_embd", "model.vocab_size")]  # fmt: skip
-        return fenced(self._saved.shapes(*sizes)) if self._saved else ""
-
-    @property
-    def checkpoints(self) -> str:
-        if self._saved is None:
-            return "This run has no checkpoint: its configuration, or its end, left none."
-        return (
-            f"`--resume` continues a run from its newest checkpoint, bit for bit. {code(self._saved.path.name)} holds "
+def _of_checkpoint(facts: RunFacts, saved: SavedModel | None) -> dict[str, str]:
+    """What is said of the newest checkpoint."""
+    if saved is None:
+        none = "This run has no checkpoint: its configuration, or its end, left none."
+        return {"weights": "", "shapes": "", "checkpoints": none, "files": ""}
+    beside = "beside the shape of what flows through them (rows, tokens, numbers)"
+    sizes = ("batch.micro_sequences", "model.seq_len", "model.n_embd", "model.vocab_size")
+    files = sorted(file for file in saved.path.iterdir() if file.is_file())
+    return {
+        "weights": f"These are its weights, {saved.parameters:,} numbers in all, {beside}:",
+        "shapes": fenced(saved.shapes(*(_field(facts, name) for name in sizes))),
+        "checkpoints": (
+            f"`--resume` continues a run from its newest checkpoint, bit for bit. {code(saved.path.name)} holds "
             "weights, moments of the optimizer, random generators, and the place in the data."
-        )
+        ),
+        "files": fenced(table([(f"{file.stat().st_size:,}", plain(file.name)) for file in files], "><")),
+    }
 
-    @property
-    def files(self) -> str:
-        if self._saved is None:
-            return ""
-        files = sorted(file for file in self._saved.path.iterdir() if file.is_file())
-        return fenced(table([(f"{file.stat().st_size:,}", plain(file.name)) for file in files], "><"))
 
-    @property
-    def sizing(self) -> str:
-        rate = _finite(number(self.facts.record.provenance.get("training_flops_per_second")))
-        unit, amount = self.facts.record.fields.get("horizon.unit"), self._number("horizon.amount")
-        if not rate or unit != "seconds":
-            return (
-                "Layers and width are what was asked for, or what the recipe gives. The recipe `quickstart` times "
-                "steps on the machine instead, and chooses the size that its minutes can train."
-            )
+def _sizing(facts: RunFacts, layers: str) -> str:
+    rate = _finite(number(facts.record.provenance.get("training_flops_per_second")))
+    unit, amount = facts.record.fields.get("horizon.unit"), _number(facts, "horizon.amount")
+    if not rate or unit != "seconds":
         return (
-            f"How large may a model be that {duration(amount)} can train? Steps were timed on this machine before: "
-            f"{rate / 1e9:,.0f} GFLOP/s, so {duration(amount)} make {amount * rate:.2g} operations. A larger model "
-            "learns more from each token, but sees fewer. By measured trade-offs, which the recipe names, that is "
-            f"{self.layers} of width {self.field('model.n_embd')}, and steps of "
-            f"{self.field('batch.total_tokens')} tokens."
+            "Layers and width are what was asked for, or what the recipe gives. The recipe `quickstart` times "
+            "steps on the machine instead, and chooses the size that its minutes can train."
         )
+    return (
+        f"How large may a model be that {duration(amount)} can train? Steps were timed on this machine before: "
+        f"{rate / 1e9:,.0f} GFLOP/s, so {duration(amount)} make {amount * rate:.2g} operations. A larger model "
+        "learns more from each token, but sees fewer. By measured trade-offs, which the recipe names, that is "
+        f"{layers} of width {_field(facts, 'model.n_embd')}, and steps of "
+        f"{_field(facts, 'batch.total_tokens')} tokens."
+    )
 
-    @property
-    def compilation(self) -> str:
-        recorded = self.facts.record.provenance.get("implementations")
-        found = recorded if isinstance(recorded, dict) else {}
-        how = plain(found.get("compile", "off"))
-        seconds = _finite(number(self.facts.record.summary.get("compile_seconds")))
-        took = f" in {duration(seconds)} (most of it is cached after the first time)" if seconds else ""
-        if how.startswith("inductor"):
-            return prose(
-                f"torch.compile turned the model into code for this machine ({how}){took}. A first step on made-up "
-                "tokens made it do so; it was undone to the last bit, and the clock of the training counts none of it."
-            )
-        if found.get("kernels", "none") != "none":
-            by_library = "PyTorch multiplies its matrices; what is between them (norms, activations) is computed"
-            by_kernels = "its matrix products, and what is between them (norms, activations, the loss), are computed"
-            return prose(
-                f"The model was not compiled: {by_kernels if found.get('products') == 'kernels' else by_library} "
-                "by gptlab's own C++ kernels. They are built once, for all models."
-            )
-        return "The model runs as PyTorch executes it, operation by operation: it was not compiled."
 
-    @property
-    def first_loss(self) -> str:
-        return f"{self.facts.metrics.train['loss'][0]:.4f}"
-
-    @property
-    def guess_loss(self) -> str:
-        return f"{math.log(max(1.0, self._number('model.vocab_size'))):.4f}"
-
-    @property
-    def optimizer(self) -> str:
-        if self.facts.record.provenance.get("own_parts"):
-            return "the caller's own optimizer changes the weights."
-        return _OPTIMIZERS.get(self.field("optim.matrix_optimizer"), "")
-
-    @property
-    def schedule(self) -> str:
-        return _SCHEDULES.get(self.field("schedule.kind"), "")
-
-    @property
-    def steps(self) -> str:
-        """Steps 1, 2, 5, 10, 20, ... and the last."""
-        train = self.facts.metrics.train
-        wanted = [factor * 10**power for power in range(12) for factor in (1, 2, 5)]
-        places = np.unique(np.searchsorted(train["step"], [one for one in wanted if one <= train["step"][-1]]))
-        rows = [
-            (f"{train['step'][at]:,.0f}", f"{train['loss'][at]:.4f}", f"{train['lr_scale'][at]:.2f}",
-             f"{train['grad_norm'][at]:.3f}", duration(train["train_seconds"][at]))
-            for at in dict.fromkeys([*places.tolist(), len(train["step"]) - 1])
-        ]  # fmt: skip
-        return fenced(table([("step", "loss", "lr_scale", "gradient norm", "on the clock"), *rows], ">>>>>"))
-
-    @property
-    def steps_made(self) -> str:
-        return counted(int(self.facts.metrics.train["step"][-1]), "step")
-
-    @property
-    def training_time(self) -> str:
-        return duration(self.facts.metrics.train["train_seconds"][-1])
-
-    @property
-    def tokens_per_second(self) -> str:
-        last = self.facts.metrics.last_step
-        tokens, seconds = (_finite(number(last.get(name))) for name in ("tokens", "train_seconds"))
-        return f"{tokens / seconds:,.0f}" if seconds else "an unknown number of"
-
-    @property
-    def flops_per_token(self) -> str:
-        last = self.facts.metrics.last_step
-        flops, tokens = (_finite(number(last.get(name))) for name in ("total_flops", "tokens"))
-        return f"{short(flops / tokens)}" if tokens else "a fixed number of"
-
-    @property
-    def mfu(self) -> str:
-        mfu = _finite(number(self.facts.record.summary.get("mfu_percent")))
-        return f"That is {mfu:.1f}% of what the machine could compute at most (MFU)." if mfu else ""
-
-    @property
-    def horizon(self) -> str:
-        if self.facts.record.fields.get("horizon.unit") == "seconds":
-            return "The first step that ends past the budget is the last."
-        return f"The run ends after {prose(self.facts.length)}."
-
-    @property
-    def evaluation(self) -> str:
-        last = self.facts.validations[-1] if self.facts.validations else None
-        if last is None or not all(map(math.isfinite, (last.loss, last.bpb))) or not last.bpb > 0:
-            return "This run was not validated."
-        bits = last.loss / math.log(2)
-        return (
-            f"After step {last.step:,}: {last.loss:.4f} nats a token, divided by ln 2, are {bits:.3f} bits; a token "
-            f"stands for {bits / last.bpb:.3f} bytes, which makes {last.bpb:.4f} bits per byte."
+def _compilation(facts: RunFacts) -> str:
+    recorded = facts.record.provenance.get("implementations")
+    found = recorded if isinstance(recorded, dict) else {}
+    how = plain(found.get("compile", "off"))
+    seconds = _finite(number(facts.record.summary.get("compile_seconds")))
+    took = f" in {duration(seconds)} (most of it is cached after the first time)" if seconds else ""
+    if how.startswith("inductor"):
+        return prose(
+            f"torch.compile turned the model into code for this machine ({how}){took}. A first step on made-up "
+            "tokens made it do so; it was undone to the last bit, and the clock of the training counts none of it."
         )
+    if found.get("kernels", "none") != "none":
+        by_library = "PyTorch multiplies its matrices; what is between them (norms, activations) is computed"
+        by_kernels = "its matrix products, and what is between them (norms, activations, the loss), are computed"
+        return prose(
+            f"The model was not compiled: {by_kernels if found.get('products') == 'kernels' else by_library} "
+            "by gptlab's own C++ kernels. They are built once, for all models."
+        )
+    return "The model runs as PyTorch executes it, operation by operation: it was not compiled."
 
-    @property
-    def curve(self) -> str:
-        return fenced(curve) if (curve := bpb_curve(self.facts, ascii=self.ascii)) else ""
 
-    @cached_property
-    def _sample(self) -> Sample | None:
-        return max((samples[-1] for samples in self.facts.samples().values()), key=lambda one: one.step, default=None)
+def _optimizer(facts: RunFacts) -> str:
+    if facts.record.provenance.get("own_parts"):
+        return "the caller's own optimizer changes the weights."
+    return _OPTIMIZERS.get(_field(facts, "optim.matrix_optimizer"), "")
 
-    @property
-    def sample_at(self) -> str:
-        if self._sample is None:
-            return "This run drew no samples."
-        return f"At step {self._sample.step:,}, after the prompt {code(self._sample.prompt)}:"
 
-    @property
-    def sample(self) -> str:
-        if self._sample is None:
-            return ""
-        return fenced((self._sample.prompt + self._sample.text)[:_SAMPLE_CHARACTERS])
+def _steps(train: Columns) -> str:
+    """Steps 1, 2, 5, 10, 20, ... and the last."""
+    wanted = [factor * 10**power for power in range(12) for factor in (1, 2, 5)]
+    places = np.unique(np.searchsorted(train["step"], [one for one in wanted if one <= train["step"][-1]]))
+    rows = [
+        (f"{train['step'][at]:,.0f}", f"{train['loss'][at]:.4f}", f"{train['lr_scale'][at]:.2f}",
+         f"{train['grad_norm'][at]:.3f}", duration(train["train_seconds"][at]))
+        for at in dict.fromkeys([*places.tolist(), len(train["step"]) - 1])
+    ]  # fmt: skip
+    return fenced(table([("step", "loss", "lr_scale", "gradient norm", "on the clock"), *rows], ">>>>>"))
 
-    @property
-    def commands(self) -> str:
-        run = self.facts.folder
-        lines = [
-            (self.facts.training("from", seed="7"), "is another seed as good?"),
-            (f"gptlab report {run}", "all curves, as a page"),
-        ]
-        if self._saved is not None and self.facts.status != "running":
-            lines.insert(0, (self.facts.train_on, "train it on"))
-        if self._saved is not None and "change_model" not in self.facts.own_parts:
-            lines.insert(0, (f"gptlab sample {run} --interactive", "talk to it"))
-        return fenced(table([(command, f"# {what}") for command, what in lines], "<<"))
+
+def _ratio(line: Mapping[str, Any], over: str, under: str) -> float:
+    """Of two numbers of a line; 0 where it is unknown."""
+    above, below = (_finite(number(line.get(name))) for name in (over, under))
+    return above / below if below else 0.0
+
+
+def _horizon(facts: RunFacts) -> str:
+    if facts.record.fields.get("horizon.unit") == "seconds":
+        return "The first step that ends past the budget is the last."
+    return f"The run ends after {prose(facts.length)}."
+
+
+def _evaluation(facts: RunFacts) -> str:
+    last = facts.validations[-1] if facts.validations else None
+    if last is None or not all(map(math.isfinite, (last.loss, last.bpb))) or not last.bpb > 0:
+        return "This run was not validated."
+    bits = last.loss / math.log(2)
+    return (
+        f"After step {last.step:,}: {last.loss:.4f} nats a token, divided by ln 2, are {bits:.3f} bits; a token "
+        f"stands for {bits / last.bpb:.3f} bytes, which makes {last.bpb:.4f} bits per byte."
+    )
+
+
+def _of_sample(facts: RunFacts) -> dict[str, str]:
+    """What is said of the last sample."""
+    last = max((samples[-1] for samples in facts.samples().values()), key=lambda one: one.step, default=None)
+    if last is None:
+        return {"sample_at": "This run drew no samples.", "sample": ""}
+    return {
+        "sample_at": f"At step {last.step:,}, after the prompt {code(last.prompt)}:",
+        "sample": fenced((last.prompt + last.text)[:_SAMPLE_CHARACTERS]),
+    }
+
+
+def _commands(facts: RunFacts, has_checkpoint: bool) -> str:
+    run = facts.folder
+    lines = [
+        (facts.training("from", seed="7"), "is another seed as good?"),
+        (f"gptlab report {run}", "all curves, as a page"),
+    ]
+    if has_checkpoint and facts.status != "running":
+        lines.insert(0, (facts.train_on, "train it on"))
+    if has_checkpoint and "change_model" not in facts.own_parts:
+        lines.insert(0, (f"gptlab sample {run} --interactive", "talk to it"))
+    return fenced(table([(command, f"# {what}") for command, what in lines], "<<"))
 
 
 def _visible(content: bytes) -> str:

@@ -21,7 +21,7 @@ from gptlab.config.load import config_from_json, leaf_fields
 from gptlab.config.run import RunConfig
 from gptlab.data.tokenizer.base import ByteTokenizer
 from gptlab.report.run_facts import read_facts
-from gptlab.report.tour import PLACE, Tour, template, tour
+from gptlab.report.tour import PLACE, template, tour, values_of
 from gptlab.runtime.files.plain_file import write_json_atomic
 from gptlab.runtime.records.metrics import MetricsLog
 
@@ -44,10 +44,11 @@ def trained(folder: Path, prompt: str = "ab cd", **fields: Any) -> Path:
     return run
 
 
-def test_every_place_of_the_template_has_a_value() -> None:
-    fields = leaf_fields(RunConfig)
-    for name in PLACE.findall(template()):
-        assert name in fields if "." in name else isinstance(getattr(Tour, name, None), property), name
+def test_every_place_of_the_template_has_a_value_and_every_value_a_place(tmp_path: Path) -> None:
+    names = {*PLACE.findall(template())}
+    of_fields = {name for name in names if "." in name}
+    assert of_fields < leaf_fields(RunConfig).keys()
+    assert names - of_fields == values_of(read_facts(trained(tmp_path / "run")), ascii=True).keys()
 
 
 def test_every_function_that_it_names_is_there() -> None:
