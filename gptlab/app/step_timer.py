@@ -54,7 +54,6 @@ def _open(request: RunRequest) -> Session:
     from gptlab.config.errors import UserError
     from gptlab.runtime.hardware.place import place_of
     from gptlab.runtime.records.console import QuietConsole
-    from gptlab.training.compilation import warm_up
 
     console = QuietConsole()
     attempt = Attempt(console, [], time.perf_counter())
@@ -63,7 +62,7 @@ def _open(request: RunRequest) -> Session:
         raise UserError("a finished run has no steps to time")
     assert attempt.config is not None
     session = open_session(attempt.config, place_of(earlier.as_recorded(attempt.config)), console)
-    warm_up(session.state, session.passes, session.config, session.eval_sequences, console.warn)
+    session.warm_up(console.warn)
     return session
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import statistics
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -158,7 +159,9 @@ def _warm_up(state: TrainState, passes: Passes, config: RunConfig, console: Cons
     """As before training. Whether the compiler's cache folder has new files tells "cold" from "cached"."""
     folder = keep_compiled()
     before = _files(folder)
-    seconds = warm_up(state, passes, config, config.eval_sequences, console.warn)
+    started = time.perf_counter()
+    warm_up(state, passes, config, config.eval_sequences, console.warn)
+    seconds = time.perf_counter() - started
     if not passes.compiled:
         return "off", seconds
     return ("cached" if _files(folder) == before else "cold"), seconds

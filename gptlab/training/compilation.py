@@ -7,7 +7,6 @@ import platform
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -177,19 +176,17 @@ def _is_short_step(state: TrainState, config: RunConfig) -> bool:
 
 def warm_up(
     state: TrainState, passes: Passes, config: RunConfig, eval_sequences: int, warn: Callable[[str], None]
-) -> float:
+) -> None:
     """Compile: run a forward, a backward, an update and a validation pass on made-up tokens, then put back weights,
-    moments and generators. Returns the seconds it took: none for uncompiled passes on a CPU, which are ready.
+    moments and generators. Uncompiled passes on a CPU are ready.
 
     Where the compiler fails or compiles nothing, `passes` become the plain ones, and `warn` is called; ConfigError
     where compilation is required, or where weights are sharded, since the other ranks are then in the middle of a pass.
     """
-    started = time.perf_counter()
     if passes.compiled:
         _compile(state, passes, config, eval_sequences, warn)
     elif state.device.type != "cpu":
         run_once(state, passes, config, eval_sequences)
-    return time.perf_counter() - started
 
 
 def _compile(

@@ -105,7 +105,7 @@ class TestBeforeThereIsARun:
             assert made.name.endswith(".lock") or damage(made, whole=True) is None, f"{made} is half-made"
 
 
-AT_WARM_UP = "import gptlab.app.run.run_session; here('gptlab.app.run.run_session.warm_up')"
+AT_WARM_UP = "import gptlab.app.run.run_session; here('gptlab.app.run.run_session._warm_up')"
 
 
 @posix
@@ -237,7 +237,7 @@ class TestInThisProcess:
             return 0.0
 
         with monkeypatch.context() as patch:
-            patch.setattr("gptlab.app.run.run_session.warm_up", swallowing)
+            patch.setattr("gptlab.app.run.run_session._warm_up", swallowing)
             code, out, _ = command(["train", *arguments(folder, "swallowed", {"steps": 2})])
         assert (code, "SIGINT: stopped before the first step" in out.splitlines()[-1]) == (75, True)
         assert command(["train", "--resume", folder / "swallowed"])[0] == 0

@@ -71,7 +71,7 @@ PLACES: Mapping[str, tuple[Any, str]] = {
     "making the folder": (run_session, "make_run_directory"),
     "filling the folder": (RunDirectory, "write_files"),
     "making the data": (session, "prepare"),
-    "warming up": (run_session, "warm_up"),
+    "warming up": (run_session, "_warm_up"),
 }
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 import gptlab
 import gptlab.training.compilation
+from gptlab.app.run import run_session
 from gptlab.app.run.run_request import TrainArguments
 from gptlab.app.run.session import Session, open_session
 from gptlab.cli.arguments.parser import read_request
@@ -216,12 +217,13 @@ class FakeClock:
             clock._charge(patch, "gptlab.app.run.session.evaluate", cls.EVALUATION)
             clock._charge(patch, "gptlab.eval.sampling.sample_text", cls.SAMPLE)
             clock._charge(patch, "gptlab.training.checkpoint.saver.save_checkpoint", cls.SAVE)
-            patch.setattr("gptlab.app.run.run_session.warm_up", clock._warm_up)
+            warm_up = run_session._warm_up
+            patch.setattr(run_session, "_warm_up", lambda *of_run: clock._charged(warm_up(*of_run)))
             yield clock
 
-    def _warm_up(self, *of_run: Any) -> float:
+    def _charged(self, seconds: float) -> float:
         self.now += self.WARM_UP
-        return self.WARM_UP
+        return seconds + self.WARM_UP
 
     def _charge(self, patch: pytest.MonkeyPatch, name: str, seconds: float) -> None:
         work = pkgutil.resolve_name(name)

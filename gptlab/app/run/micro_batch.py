@@ -6,7 +6,6 @@ micro-batches.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -68,25 +67,24 @@ def _planned(config: RunConfig, place: Place, console: Console) -> RunConfig:
     return config
 
 
-def until_it_fits(warm_up: Callable[[], float], session: Session, record: Recorder, *, step: int) -> float:
-    """Repeat `warm_up` with ever fewer rows until it has enough memory, and keep their number in the run's
-    configuration. Returns the seconds of all attempts. `step`: where the run continues.
+def until_it_fits(session: Session, record: Recorder, *, step: int) -> None:
+    """Repeat the warm-up with ever fewer rows until it has enough memory, and keep their number in the run's
+    configuration. `step`: where the run continues.
 
     The error stays where the rows must not change (`parallel.exact_any_world_size`), where one row is too much, and
     where ranks compute together and one that fails leaves the others waiting.
     """
-    seconds = 0.0
     fixed = session.config.parallel.exact_any_world_size or session.state.strategy.is_sharded
     while True:
         fits = True
         try:
-            seconds += warm_up()
+            session.warm_up(record.console.warn)
         except Exception as error:
             if fixed or session.config.batch.micro_sequences == 1 or not ran_out_of_memory(error):
                 raise
             fits = False
         if all(session.group.gather("micro-batch fits", fits)):
-            return seconds
+            return
         gc.collect()  # the frames of the error held its tensors
         if session.place.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -12,7 +12,6 @@ import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import datetime
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,7 +34,6 @@ from gptlab.runtime.records.provenance import Evidence
 from gptlab.runtime.records.run_directory import RunDirectory, default_run_path, identity_of
 from gptlab.training.checkpoint.format import list_checkpoints
 from gptlab.training.checkpoint.saver import CheckpointSaver, RunOutput
-from gptlab.training.compilation import warm_up
 from gptlab.training.faults import TrainingFailed
 from gptlab.training.loop import evaluate_only, fit
 from gptlab.training.recorder import Recorder, Throughput, short_number, show_closing_block
@@ -300,12 +298,10 @@ def _recorder(session: Session, output: RunOutput, saves: CheckpointSaver, signa
 
 def _warm_up(session: Session, record: Recorder, earlier: EarlierRun | None) -> float:
     """Compile before the clock starts, and record what will compute the run. Returns the seconds that it took."""
-    passes, console, group = session.passes, record.console, session.group
-    if passes.compiled:
-        console.line("compiling: longest the first time, from the cache after that")
-    with console.busy("compiling" if passes.compiled else "warming up"):
-        may_not_fit = session.place.device.type in MEMORY_RUNS_OUT
-        seconds = _warm_up_that_fits(session, record, earlier) if may_not_fit else _warm_up_once(session, console)
+    console, group, started = record.console, session.group, time.perf_counter()
+    if session.passes.compiled or session.place.device.type in MEMORY_RUNS_OUT:
+        _compile(session, record, earlier)
+    seconds = time.perf_counter() - started
     found = session.implementations()
     if group.size > 1:  # again, since a compiler may be there and fail
         found |= session.state.strategy.after_warm_up()
@@ -320,15 +316,18 @@ def _warm_up(session: Session, record: Recorder, earlier: EarlierRun | None) -> 
     return seconds
 
 
-def _warm_up_that_fits(session: Session, record: Recorder, earlier: EarlierRun | None) -> float:
-    from gptlab.app.run.micro_batch import until_it_fits
+def _compile(session: Session, record: Recorder, earlier: EarlierRun | None) -> None:
+    console, compiled = record.console, session.passes.compiled
+    if compiled:
+        console.line("compiling: longest the first time, from the cache after that")
+    with console.busy("compiling" if compiled else "warming up"):
+        if session.place.device.type not in MEMORY_RUNS_OUT:
+            session.warm_up(console.warn)
+            return
+        from gptlab.app.run.micro_batch import until_it_fits
 
-    step = 0 if earlier is None or earlier.checkpoint is None else earlier.checkpoint.step
-    return until_it_fits(partial(_warm_up_once, session, record.console), session, record, step=step)
-
-
-def _warm_up_once(session: Session, console: Console) -> float:
-    return warm_up(session.state, session.passes, session.config, session.eval_sequences, console.warn)
+        step = 0 if earlier is None or earlier.checkpoint is None else earlier.checkpoint.step
+        until_it_fits(session, record, step=step)
 
 
 def _record_failure(error: BaseException, session: Session, record: Recorder) -> None:

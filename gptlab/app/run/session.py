@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,7 +29,7 @@ from gptlab.runtime.hardware.rng import seed_everything
 from gptlab.runtime.processes.distributed import Group
 from gptlab.runtime.records.console import Console
 from gptlab.runtime.records.provenance import CodeSnapshot, provenance
-from gptlab.training.compilation import Passes, make_passes
+from gptlab.training.compilation import Passes, make_passes, warm_up
 from gptlab.training.state import Finish, TrainState, build_state
 
 
@@ -62,6 +62,9 @@ class Session:
     def eval_sequences(self) -> int:
         rows = rows_of_pass(self.config, self.state.device, compiled=self.passes.compiled)
         return min(rows, self.held_out.rows_per_epoch)
+
+    def warm_up(self, warn: Callable[[str], None]) -> None:
+        warm_up(self.state, self.passes, self.config, self.eval_sequences, warn)
 
     def evaluate(self) -> Evaluation:
         found = self._loss_on(self.held_out)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from tiny_runs import arguments, command, lines_of, make_config
 
-from gptlab.app.run import micro_batch, run_session
+from gptlab.app.run import micro_batch, run_session, session
 from gptlab.app.run.micro_batch import with_rows_that_fit
 from gptlab.app.run.run_request import RunRequest
 from gptlab.bench import measure as measure_module
@@ -35,14 +35,13 @@ def with_room_for(rows: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A device with memory for so many rows. Returns the numbers of rows that were tried."""
     tried: list[int] = []
 
-    def warm_up(state: TrainState, passes: Any, config: RunConfig, *rest: Any) -> float:
+    def warm_up(state: TrainState, passes: Any, config: RunConfig, *rest: Any) -> None:
         tried.append(config.batch.micro_sequences)
         if tried[-1] > rows:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.50 GiB.")
-        return 0.0
 
     monkeypatch.setattr(run_session, "MEMORY_RUNS_OUT", ("cpu",))
-    monkeypatch.setattr(run_session, "warm_up", warm_up)
+    monkeypatch.setattr(session, "warm_up", warm_up)
     return tried
 
 

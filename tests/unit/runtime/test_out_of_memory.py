@@ -99,7 +99,7 @@ class TestAdvice:
 class TestRun:
     @pytest.mark.parametrize(
         "place",
-        ["gptlab.app.run.session.build_state", "gptlab.app.run.run_session.warm_up", "gptlab.training.step.gradients"],
+        ["gptlab.app.run.session.build_state", "gptlab.app.run.run_session._warm_up", "gptlab.training.step.gradients"],
     )
     def test_on_a_gpu(self, folder: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
         def exhausted(*args: object, **kwargs: object) -> None:
@@ -120,7 +120,7 @@ class TestRun:
     def test_what_it_advises_works_and_trains_the_same(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         with monkeypatch.context() as patch:
             patch.setattr(
-                "gptlab.app.run.run_session.warm_up", lambda *a: (_ for _ in ()).throw(torch.OutOfMemoryError(CUDA))
+                "gptlab.app.run.run_session._warm_up", lambda *a: (_ for _ in ()).throw(torch.OutOfMemoryError(CUDA))
             )
             assert command(["train", *arguments(folder, "r", {"model.dropout": 0.0, "steps": 3})])[0] == 2
         again = folder / "again"
@@ -136,7 +136,7 @@ class TestRun:
         def exhausted(*args: object) -> None:
             raise RuntimeError(CPU)
 
-        monkeypatch.setattr("gptlab.app.run.run_session.warm_up", exhausted)
+        monkeypatch.setattr("gptlab.app.run.run_session._warm_up", exhausted)
         with pytest.raises(UserError, match="out of memory") as caught:
             gptlab.train(make_config(folder, "r"))
         assert isinstance(caught.value.__cause__, RuntimeError)
@@ -145,7 +145,7 @@ class TestRun:
         def broken(*args: object) -> None:
             raise RuntimeError("a bug")
 
-        monkeypatch.setattr("gptlab.app.run.run_session.warm_up", broken)
+        monkeypatch.setattr("gptlab.app.run.run_session._warm_up", broken)
         with pytest.raises(RuntimeError, match="a bug"):
             command(["train", *arguments(folder, "r")])
 
