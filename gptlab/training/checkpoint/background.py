@@ -11,11 +11,12 @@ same way, and all then stop, or continue.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -39,91 +40,55 @@ _NOTICEABLE_SECONDS = 0.1
 AT_WORK, WRITTEN, FAILED = 0, 1, 2
 
 
-class Snapshots:
-    """Copies of tensors in host memory that is allocated once and used for every snapshot."""
+class BackgroundSaver:
+    """The thread that writes snapshots, and host memory for them that is allocated once and used for every one."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, thread: ThreadPoolExecutor) -> None:
         """`device`: where most of the tensors are. Copies from a CUDA device go to pinned memory, all at once without
         a wait in between; its allocator rounds each tensor up to a power of two."""
-        self._device = device
-        self._copies: dict[str, Tensor] = {}
+        self._device, self._thread = device, thread
+        self._copies: dict[tuple[int, str], Tensor] = {}
+        """By place in the arguments, since weights and moments may have the same names, and key."""
 
-    def reserve(self, tensors: Mapping[str, Tensor]) -> None:
-        """Allocate the memory now, and touch it: the kernel maps a page at its first use, which costs as much as the
-        copy. RuntimeError or MemoryError, with nothing kept, if there is not enough."""
-        try:
-            for name, tensor in tensors.items():
-                _bytes(self._copy_of(name, tensor)).fill(0)
-        except BaseException:
-            self._copies.clear()
-            raise
+    def reserve(self, *kinds: Sequence[TensorSlice]) -> None:
+        """Allocate the memory for snapshots of these now, and touch it: the kernel maps a page at its first use, which
+        costs as much as the copy. RuntimeError or MemoryError if there is not enough."""
+        for number, slices in enumerate(kinds):
+            for part in slices:
+                _bytes(self._copy_of(number, part)).fill(0)
 
-    def take(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The values of `tensors` as they are now, contiguous on the CPU, until the next `take`.
+    def snapshot(self, *kinds: Sequence[TensorSlice]) -> list[list[TensorSlice]]:
+        """The values as they are now, contiguous on the CPU, until the next snapshot: the save before must have ended.
 
-        A name means the same tensor every time; if its shape or dtype has changed (the states of random generators
-        do), its memory is allocated again.
+        A key means the same tensor every time; if its shape or dtype has changed (the states of random generators do),
+        its memory is allocated again.
         """
-        copies = {name: self._copy_of(name, tensor) for name, tensor in tensors.items()}
-        for name, tensor in tensors.items():
-            if tensor.device.type == "cpu" and tensor.is_contiguous():
+        taken = [[part.with_tensor(self._copy_of(number, part)) for part in kind] for number, kind in enumerate(kinds)]
+        for part, copy in zip(chain(*kinds), chain(*taken), strict=True):
+            if part.tensor.device.type == "cpu" and part.tensor.is_contiguous():
                 # On one thread: memory bandwidth leaves several threads little to gain, and torch's copy waits for the
                 # slowest of them. On a busy machine it took 0.8 s for 1.2 GB, this 0.1 to 0.2 s.
-                np.copyto(_bytes(copies[name]), _bytes(tensor.detach()))
+                np.copyto(_bytes(copy.tensor), _bytes(part.tensor.detach()))
             else:
-                copies[name].copy_(tensor.detach(), non_blocking=True)
+                copy.tensor.copy_(part.tensor.detach(), non_blocking=True)
         synchronize(self._device)
-        return copies
+        return taken
 
-    def clear(self) -> None:
-        """Free the memory."""
-        self._copies.clear()
+    def submit(self, work: Callable[[], T]) -> Future[T]:
+        """Do `work` on the thread, after what was submitted before."""
+        return self._thread.submit(work)
 
-    def _copy_of(self, name: str, tensor: Tensor) -> Tensor:
-        copy = self._copies.get(name)
+    def _copy_of(self, number: int, part: TensorSlice) -> Tensor:
+        copy, tensor = self._copies.get((number, part.key)), part.tensor
         if copy is None or (copy.shape, copy.dtype) != (tensor.shape, tensor.dtype):
-            pinned = self._device.type == "cuda"
-            copy = self._copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+            copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._device.type == "cuda")
+            self._copies[number, part.key] = copy
         return copy
 
 
 def _bytes(tensor: Tensor) -> np.ndarray:
     """The memory of a contiguous CPU tensor: uint8, one dimension."""
     return tensor.reshape(-1).view(torch.uint8).numpy()
-
-
-class BackgroundSaver:
-    """The memory for snapshots, and the thread that writes them."""
-
-    def __init__(self, device: torch.device, thread: ThreadPoolExecutor) -> None:
-        # Weights and moments may have the same names.
-        self._model, self._optimizer = Snapshots(device), Snapshots(device)
-        self._thread = thread
-
-    def reserve(self, model: Sequence[TensorSlice], optimizer: Sequence[TensorSlice]) -> None:
-        """Allocate the memory for snapshots of these. RuntimeError or MemoryError if there is not enough."""
-        self._model.reserve({part.key: part.tensor for part in model})
-        self._optimizer.reserve({part.key: part.tensor for part in optimizer})
-
-    def release(self) -> None:
-        """Free the memory."""
-        self._model.clear()
-        self._optimizer.clear()
-
-    def snapshot(
-        self, model: Sequence[TensorSlice], optimizer: Sequence[TensorSlice]
-    ) -> tuple[list[TensorSlice], list[TensorSlice]]:
-        """Copies on the CPU. They overwrite those of the save before, which must have ended."""
-        copies = self._model.take({part.key: part.tensor for part in model})
-        moments = self._optimizer.take({part.key: part.tensor for part in optimizer})
-        return (
-            [part.with_tensor(copies[part.key]) for part in model],
-            [part.with_tensor(moments[part.key]) for part in optimizer],
-        )
-
-    def submit(self, work: Callable[[], T]) -> Future[T]:
-        """Do `work` on the thread, after what was submitted before."""
-        return self._thread.submit(work)
 
 
 @dataclass(slots=True)
@@ -173,8 +138,9 @@ def concurrent_saver(
 ) -> Iterator[ConcurrentSaver]:
     """`device`: where the state is; None if training waits for every save."""
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="gptlab-save") as thread:  # its end is waited for
-        background = None if device is None else BackgroundSaver(device, thread)
-        yield ConcurrentSaver(**vars(output), about_run=about_run, background=background)
+        yield ConcurrentSaver(
+            **vars(output), about_run=about_run, background=None if device is None else BackgroundSaver(device, thread)
+        )
 
 
 @dataclass
@@ -239,7 +205,6 @@ class ConcurrentSaver(CheckpointSaver):
             reason = str(error).partition("\n")[0]
         lacking = first_problem(self.group.gather("memory for copies", reason))
         if lacking is not None:
-            self.background.release()
             self.background = None
             self.console.warn(f"no memory for a copy of the state, so training will wait for every save: {lacking}")
 

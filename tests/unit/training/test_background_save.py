@@ -33,8 +33,8 @@ import gptlab
 from gptlab.runtime.records.metrics import MetricsLog, read_metrics
 from gptlab.training import step as step_module
 from gptlab.training.checkpoint import saver as saver_module
-from gptlab.training.checkpoint.background import BackgroundSaver, ConcurrentSaver, Snapshots
-from gptlab.training.checkpoint.format import CheckpointError, checkpoint_path, list_checkpoints
+from gptlab.training.checkpoint.background import BackgroundSaver, ConcurrentSaver
+from gptlab.training.checkpoint.format import CheckpointError, checkpoint_path, list_checkpoints, whole_slices
 from gptlab.training.checkpoint.load import load_checkpoint, verify_checkpoint
 from gptlab.training.checkpoint.write import save_checkpoint
 from gptlab.training.state import TrainState
@@ -280,11 +280,11 @@ class TestStall:
 
         for owner, name in ((os, "open"), (os, "fsync"), (os, "rename"), (io, "open"), (hashlib, "sha256")):
             note(owner, name)
-        take, checkpoint = Snapshots.take, saver_module.CheckpointSaver.checkpoint
+        snapshot, checkpoint = BackgroundSaver.snapshot, saver_module.CheckpointSaver.checkpoint
 
-        def counting_take(snapshots: Snapshots, tensors: Any) -> Any:
-            copied.append(sum(tensor.nbytes for tensor in tensors.values()))
-            return take(snapshots, tensors)
+        def counting_snapshot(saver: BackgroundSaver, *kinds: Any) -> Any:
+            copied.extend(sum(part.tensor.nbytes for part in kind) for kind in kinds)
+            return snapshot(saver, *kinds)
 
         def noted(saves: Any, state: TrainState, **how: Any) -> None:
             # Without the last, which is always waited for.
@@ -292,7 +292,7 @@ class TestStall:
             checkpoint(saves, state, **how)
             saving.clear()
 
-        monkeypatch.setattr(Snapshots, "take", counting_take)
+        monkeypatch.setattr(BackgroundSaver, "snapshot", counting_snapshot)
         monkeypatch.setattr(saver_module.CheckpointSaver, "checkpoint", noted)
         run = train(
             folder, f"stall-{background}", steps=5, checkpoint__every_steps=1, checkpoint__keep_last=1,
@@ -388,10 +388,10 @@ class TestFailure:
             gptlab.train(make_config(folder, "bug", checkpoint__on_failure="continue"))
 
     def test_no_memory_for_the_copy(self, folder: Path, expected: Outcome, monkeypatch: pytest.MonkeyPatch) -> None:
-        def refuse(snapshots: Snapshots, tensors: object) -> None:
+        def refuse(saver: BackgroundSaver, *kinds: object) -> None:
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory\nmore")
 
-        monkeypatch.setattr(Snapshots, "reserve", refuse)
+        monkeypatch.setattr(BackgroundSaver, "reserve", refuse)
         when_saving(monkeypatch, lambda step: pytest.fail("without a copy, nothing may be saved in the background"))
         code, out, _ = command(["train", *arguments(folder, "poor")])
         assert code == 0
@@ -401,6 +401,20 @@ class TestFailure:
             "can't allocate memory"
         ]
         assert differences(expected, outcome(folder / "poor")) == []
+
+
+class Snapshots:
+    """Of tensors by name, as a saver takes them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.saver = BackgroundSaver(device, concurrent.futures.ThreadPoolExecutor(1))
+
+    def reserve(self, tensors: dict[str, torch.Tensor]) -> None:
+        self.saver.reserve(whole_slices(tensors))
+
+    def take(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        (taken,) = self.saver.snapshot(whole_slices(tensors))
+        return {part.name: part.tensor for part in taken}
 
 
 class TestSnapshots:
