@@ -96,7 +96,7 @@ def _train(argv: list[str]) -> int:
     corpus = arguments.corpus()
     started = time.perf_counter()
     with Console() as console:
-        tokenizer = train_tokenizer(config, corpus.texts(), bos=arguments.bos, progress=console)
+        tokenizer = train_tokenizer(config, corpus.texts(), bos=arguments.bos, console=console)
         seconds = time.perf_counter() - started
         tokenizer.save(out)
         console.line(f"{_described(tokenizer)}: made in {seconds:.1f} s, kept in {out}")

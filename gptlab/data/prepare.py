@@ -12,18 +12,16 @@ tokenizer.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -35,9 +33,7 @@ from gptlab.data.tokenizer.tokenizer import ByteTokenizer, Tokenizer, gpt2_token
 from gptlab.data.tokens.foreign_files import TokenFiles, find_token_files, open_split, scan
 from gptlab.data.tokens.shards import COUNTS, SplitWriter, TokenSplit
 from gptlab.runtime.files.cache import cache_root, cached_folder
-
-if TYPE_CHECKING:
-    from gptlab.runtime.records.console import Console, Progress
+from gptlab.runtime.records.console import Console, QuietConsole
 
 SIDES: tuple[Side, Side] = ("train", "val")
 TOKENS_VERSION = 1  # raise it when the same inputs give other files
@@ -70,14 +66,14 @@ class PreparedData:
 def prepare(data: DataConfig, tokenizer: TokenizerConfig, *, console: Console | None = None) -> PreparedData:
     """The tokens of `data.source`, made or found in the cache. UserError for a corpus, tokenizer or cache that cannot
     be used."""
-    root = cache_root(data.cache_dir)
+    root, console = cache_root(data.cache_dir), console or QuietConsole()
     if not all(map(is_text_file, (*data.source, *data.val_source))):
         data = replace(data, val_source=data.val_source or fixed_validation(data.source))
         token_files = find_token_files(data.source, data.val_source, data.hub_files, root)
         if token_files is not None:
             return _prepare_tokens(token_files, data, tokenizer, root, console)
     corpus = open_corpus(data)
-    if corpus.split != data.split and console is not None:
+    if corpus.split != data.split:
         console.line(_divided_document(corpus.name, data.val_fraction))
     source = corpus.fingerprint()
     encoder = _ready_tokenizer(tokenizer) or _trained_tokenizer(corpus, data, tokenizer, source, root, console)
@@ -95,7 +91,7 @@ def prepare(data: DataConfig, tokenizer: TokenizerConfig, *, console: Console | 
     train, val = (
         TokenSplit.open(folder, side, n_shards=counts[side]["shards"], n_bytes=counts[side]["bytes"]) for side in SIDES
     )
-    if console is not None and _is_uneven(corpus.how, data.val_fraction, train.n_bytes, val.n_bytes):
+    if _is_uneven(corpus.how, data.val_fraction, train.n_bytes, val.n_bytes):
         total = train.n_bytes + val.n_bytes
         console.warn(
             f"{val.n_bytes:,} of the {total:,} bytes of {corpus.name} validate, where data.val_fraction is "
@@ -123,7 +119,7 @@ def _divided_document(name: str, val_fraction: float) -> str:
 
 
 def _prepare_tokens(
-    files: TokenFiles, data: DataConfig, config: TokenizerConfig, root: Path, console: Console | None
+    files: TokenFiles, data: DataConfig, config: TokenizerConfig, root: Path, console: Console
 ) -> PreparedData:
     """Tokens that others made, in place; the folder in the cache keeps what a pass over them found."""
     encoder = files.tokenizer(config)
@@ -136,7 +132,7 @@ def _prepare_tokens(
     of_side = {"train": files.train, "val": files.val}
 
     def build(folder: Path) -> dict[str, Any]:
-        with _progress(console, f"checking {files.name}") as progress:
+        with console.progress(f"checking {files.name}", None, "bytes") as progress:
             totals = {side: scan(of_side[side], encoder, bos_id, side, folder, progress) for side in SIDES}
         return _statistics(files.name, "by file", {}, encoder, totals)
 
@@ -165,7 +161,7 @@ def _trained_tokenizer(
     config: TokenizerConfig,
     source: dict[str, object],
     root: Path,
-    console: Console | None,
+    console: Console,
 ) -> Tokenizer:
     """One trained on the training split, kept under its fingerprint."""
     # Packed rows begin with BOS. A character tokenizer otherwise has only characters, as nanoGPT's.
@@ -176,7 +172,7 @@ def _trained_tokenizer(
         # A character that only validation has needs a token too: nanoGPT's vocabulary is the whole text's.
         texts = (text for side, text in corpus.documents() if side == "train" or config.kind == "char")
         try:
-            train_tokenizer(config, texts, bos=bos, progress=console).save(folder)
+            train_tokenizer(config, texts, bos=bos, console=console).save(folder)
         except ConfigError as error:
             sizes = Counter[str]()
             for side, text in corpus.documents():
@@ -193,14 +189,13 @@ def _trained_tokenizer(
     return load_tokenizer(folder)
 
 
-def _write_tokens(folder: Path, corpus: Corpus, tokenizer: Tokenizer, console: Console | None) -> dict[str, Any]:
+def _write_tokens(folder: Path, corpus: Corpus, tokenizer: Tokenizer, console: Console) -> dict[str, Any]:
     writers = {side: SplitWriter(folder, side, tokenizer.vocab_size, tokenizer.bos_id) for side in SIDES}
-    with _progress(console, f"encoding {corpus.name}") as progress:
+    with console.progress(f"encoding {corpus.name}", None, "bytes") as progress:
         for side, text, tokens in _encoded_ahead(tokenizer, corpus.documents()):
             n_bytes = len(text.encode())
             writers[side].add(tokens, n_bytes=n_bytes, content_hash=content_hash(text))
-            if progress is not None:
-                progress.advance(n_bytes)
+            progress.advance(n_bytes)
     totals = {side: writers[side].close() for side in SIDES}
     found = corpus.last_pass
     return _statistics(corpus.name, corpus.how, dict(found.skipped), tokenizer, totals) | {"read": str(found)}
@@ -247,10 +242,6 @@ def _batches(documents: Iterator[tuple[Side, str]]) -> Iterator[list[tuple[Side,
             yield batch
             batch, characters = [], 0
     yield batch
-
-
-def _progress(console: Console | None, description: str) -> AbstractContextManager[Progress | None]:
-    return contextlib.nullcontext() if console is None else console.progress(description, None, "bytes")
 
 
 def _fingerprint(parts: dict[str, Any]) -> str:

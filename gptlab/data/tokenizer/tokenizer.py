@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from gptlab.config.errors import UserError
 from gptlab.config.run import TokenizerConfig
@@ -14,9 +14,7 @@ from gptlab.data.tokenizer.bpe import BpeTokenizer, train_bpe
 from gptlab.data.tokenizer.gpt2 import gpt2_tokenizer, parse_merges, published_merges
 from gptlab.runtime.files.plain_file import read_plain
 from gptlab.runtime.files.restricted_pickle import read_plain_pickle
-
-if TYPE_CHECKING:
-    from gptlab.runtime.records.console import Console
+from gptlab.runtime.records.console import Console, QuietConsole
 
 __all__ = [
     "BpeTokenizer", "ByteTokenizer", "CharTokenizer", "Tokenizer",
@@ -33,9 +31,9 @@ MAX_BRACKETS = 2_000_000
 
 
 def train_tokenizer(
-    config: TokenizerConfig, texts: Iterable[str], *, bos: bool, progress: Console | None = None
+    config: TokenizerConfig, texts: Iterable[str], *, bos: bool, console: Console | None = None
 ) -> Tokenizer:
-    """A tokenizer of `config.kind` for `texts`; progress is shown on the console given.
+    """A tokenizer of `config.kind` for `texts`; `console` shows the progress.
 
     `bos`: whether a char tokenizer gets a BOS (the others always have one). UserError for no text, a vocabulary larger
     than the text can give (it names what the text gives), and text that is not Unicode. byte and gpt2 read no text.
@@ -45,7 +43,7 @@ def train_tokenizer(
     if config.kind == "gpt2":
         return gpt2_tokenizer()
     if config.kind == "bpe":
-        return train_bpe(config, texts, progress)
+        return train_bpe(config, texts, console or QuietConsole())
     characters: set[str] = set()
     for text in texts:
         utf8(text)

@@ -221,9 +221,8 @@ def _find_in_folder(folder: Path) -> list[Shard] | None:
 
 
 def scan(
-    files: Sequence[Shard], tokenizer: Tokenizer, bos_id: int | None, side: str, folder: Path,
-    progress: Progress | None,
-) -> dict[str, int]:  # fmt: skip
+    files: Sequence[Shard], tokenizer: Tokenizer, bos_id: int | None, side: str, folder: Path, progress: Progress
+) -> dict[str, int]:
     """Counts of one side: tokens, documents, bytes of text, shards. With a `bos_id` the side is cut into documents
     that begin with it, whose index (`SplitWriter`'s two files) goes to `folder`; tokens before the first are in none.
 
@@ -244,8 +243,7 @@ def scan(
             if bos_id is not None:
                 starts.append(n_tokens + np.flatnonzero(block == bos_id))
             n_tokens += len(block)
-            if progress is not None:
-                progress.advance(block.nbytes)
+            progress.advance(block.nbytes)
     n_documents = 1
     if bos_id is not None:
         n_documents = _write_index(folder, side, files, np.concatenate([*starts, [n_tokens]]))

@@ -358,7 +358,7 @@ def test_learning_merges_is_shown_as_work_under_way(sources: list[str], monkeypa
 
     monkeypatch.setattr(Console, "busy", busy)
     with Console(stream=io.StringIO()) as console:
-        train_tokenizer(TokenizerConfig(vocab_size=300), sources[:2], bos=True, progress=console)
+        train_tokenizer(TokenizerConfig(vocab_size=300), sources[:2], bos=True, console=console)
     assert shown == ["begin learning the merges of 300 tokens", "end"]
 
 
