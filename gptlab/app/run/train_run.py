@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -83,7 +83,9 @@ def _prepare_and_train(attempt: Attempt, request: RunRequest) -> Result:
     if attempt.config is None:
         attempt.config, machine = _configured(attempt, request)
         if has_nvidia_gpu():
-            attempt.config = _with_rows_that_fit(attempt, attempt.config, request)
+            from gptlab.app.run.micro_batch import with_rows_that_fit
+
+            attempt.config = with_rows_that_fit(attempt.config, request, attempt.console, attempt.group.world)
     return _train(attempt, attempt.config, evidence, machine=machine)
 
 
@@ -130,12 +132,6 @@ def _beside_other_programs(console: Console, request: RunRequest) -> RunRequest:
     return replace(request, overrides={**request.overrides, "runtime.threads": threads})
 
 
-def _with_rows_that_fit(attempt: Attempt, config: RunConfig, request: RunRequest) -> RunConfig:
-    from gptlab.app.run.micro_batch import with_rows_that_fit
-
-    return with_rows_that_fit(config, request, attempt.console, attempt.group.world)
-
-
 def _train_earlier(attempt: Attempt, request: RunRequest, evidence: Future[Evidence]) -> Result:
     """Resume a run, or repeat it. The Result of a run that is finished."""
     from gptlab.app.run.earlier_run import open_earlier
@@ -156,16 +152,19 @@ def _train(
     from gptlab.app.run.ranks import require_same_implementations, require_same_run
     from gptlab.app.run.run_session import describe, make_run_directory, run_session
     from gptlab.app.run.session import open_session
+    from gptlab.runtime.hardware.device import deterministic_kernels
     from gptlab.runtime.hardware.place import place_of
     from gptlab.training.faults import TrainingFailed
 
     console, group = attempt.console, attempt.group
     if config.parallel.exact_any_world_size:
-        attempt.held.enter_context(_deterministic(config))
+        attempt.held.enter_context(deterministic_kernels(config.runtime.device))
     if group.is_main and attempt.run is None and config.run_dir is not None:
         RunDirectory(Path(config.run_dir)).require_free()  # said now, not after the data is prepared
     if group.is_main and config.log.to:
-        _require_mirrors(config)
+        from gptlab.runtime.records.mirrors import require_mirrors
+
+        require_mirrors(config.log.to)
 
     # Data, model, optimizer.
     restored = earlier is not None and earlier.checkpoint is not None
@@ -222,19 +221,6 @@ def _warn_of_unused_gpu(attempt: Attempt, request: RunRequest) -> None:
         attempt.console.warn(unused)
 
 
-def _require_mirrors(config: RunConfig) -> None:
-    from gptlab.runtime.records.mirrors import require_mirrors
-
-    require_mirrors(config.log.to)
-
-
-def _deterministic(config: RunConfig) -> AbstractContextManager[None]:
-    """Kernels that give the same bits on any number of processes, where the run asks for them."""
-    from gptlab.runtime.hardware.device import deterministic_kernels
-
-    return deterministic_kernels(config.runtime.device) if config.parallel.exact_any_world_size else nullcontext()
-
-
 def _configured(attempt: Attempt, request: RunRequest) -> tuple[RunConfig, Machine | None]:
     """What the recipe makes of this machine, and the machine as it was timed; None where the recipe does not ask."""
     if not attempt.group.is_main:
@@ -258,6 +244,7 @@ def _timed(attempt: Attempt, measured: list[Machine], config: RunConfig) -> Mach
     another thread the time to build the C++ kernels."""
     from gptlab.app.run.session import prepared
     from gptlab.bench.training_rate import timed_machine
+    from gptlab.runtime.hardware.device import deterministic_kernels
     from gptlab.runtime.hardware.place import place_of
 
     def silent(text: str) -> None:
@@ -266,7 +253,8 @@ def _timed(attempt: Attempt, measured: list[Machine], config: RunConfig) -> Mach
     tokens = measured[-1].training_tokens
     if len(measured) == 1:  # its limit: no size was timed yet
         tokens = prepared(config, place_of(config, attempt.group.world), attempt.console).train.n_tokens
-    with attempt.console.busy("timing steps, to size the model"), _deterministic(config):
+    exact = deterministic_kernels(config.runtime.device) if config.parallel.exact_any_world_size else nullcontext()
+    with attempt.console.busy("timing steps, to size the model"), exact:
         timed = timed_machine(config, attempt.group.world, silent, silent)
     measured.append(replace(timed, training_tokens=tokens))
     return measured[-1]
