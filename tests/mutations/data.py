@@ -60,8 +60,8 @@ MUTATIONS = [
     # --- tokenizers
     Mutation(
         "half of a character counts as the three bytes of its replacement", "data/tokenizer/base.py",
-        "np.array([len(token) for token in self._tokens], dtype=np.int32)",
-        'np.array([len(t.decode(errors="replace").encode()) for t in self._tokens], dtype=np.int32)',
+        "np.array([len(token) for token in self.tokens], dtype=np.int32)",
+        'np.array([len(t.decode(errors="replace").encode()) for t in self.tokens], dtype=np.int32)',
         ["test_tokenizer.py::test_every_kind_is_exact_in_bytes"],
         ["The tokenizer's vocabulary and each token's bytes"],
     ),

@@ -60,20 +60,16 @@ class Tokenizer:
 
     def __init__(self, tokens: Sequence[bytes], *, bos: bool, settings: str = "") -> None:
         self.bos_id = len(tokens) if bos else None
-        self._tokens = (*tokens, b"") if bos else tuple(tokens)
-        self.vocab_size = len(self._tokens)
-        self.token_bytes = np.array([len(token) for token in self._tokens], dtype=np.int32)
+        self.tokens = (*tokens, b"") if bos else tuple(tokens)
+        """The bytes that each id stands for; b"" for BOS."""
+        self.vocab_size = len(self.tokens)
+        self.token_bytes = np.array([len(token) for token in self.tokens], dtype=np.int32)
         """(vocab_size,) int32: true byte lengths; half of a UTF-8 character has its bytes, BOS has none."""
         digest = hashlib.sha256(f"{self.kind} {settings} bos={self.bos_id}".encode())
-        for token in self._tokens:
+        for token in self.tokens:
             digest.update(len(token).to_bytes(4, "little") + token)
         self.fingerprint = digest.hexdigest()
         """Changes with anything that changes an id."""
-
-    @property
-    def tokens(self) -> tuple[bytes, ...]:
-        """The bytes that each id stands for; b"" for BOS."""
-        return self._tokens
 
     @property
     def bos_token(self) -> str | None:
@@ -94,7 +90,7 @@ class Tokenizer:
         array = np.asarray(ids, dtype=np.int64)
         if array.size and not 0 <= array.min() <= array.max() < self.vocab_size:
             raise ValueError(f"ids are between 0 and {self.vocab_size - 1}, not {array.min()}..{array.max()}")
-        return b"".join(map(self._tokens.__getitem__, array.tolist()))
+        return b"".join(map(self.tokens.__getitem__, array.tolist()))
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Text for people: bytes that are not UTF-8 (a cut character) become U+FFFD."""

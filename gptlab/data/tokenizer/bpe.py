@@ -115,7 +115,7 @@ class ByteLevelBpe(Tokenizer):
     @functools.cached_property
     def _whole(self) -> tiktoken.Encoding:
         """Takes a text as one piece. Few texts need it, and GPT-2's takes 0.1 s to make."""
-        return self._make_encoding(r"[\s\S]+", {token: rank for rank, token in enumerate(self._tokens[:-1])})
+        return self._make_encoding(r"[\s\S]+", {token: rank for rank, token in enumerate(self.tokens[:-1])})
 
     def _make_encoding(self, pattern: str, ranks: dict[bytes, int]) -> tiktoken.Encoding:
         # With no special token at all tiktoken looks for the empty string at every position: 14 MB/s become 8.
@@ -168,7 +168,7 @@ class ByteLevelBpe(Tokenizer):
     @functools.cached_property
     def _written(self) -> dict[bytes, str]:
         """Every token with a printable character for each byte, in the order of the ids."""
-        return {token: token.decode("latin-1").translate(_CHARACTER_OF_BYTE) for token in self._tokens[:-1]}
+        return {token: token.decode("latin-1").translate(_CHARACTER_OF_BYTE) for token in self.tokens[:-1]}
 
     def to_json(self) -> dict[str, Any]:
         written = self._written
