@@ -83,9 +83,8 @@ def _step(session: Session) -> int:
     from gptlab.training.faults import Fault
     from gptlab.training.step import collect_garbage, train_step
 
-    state, finish = session.state, session.finish
-    progress = finish.progress(state.step, state.train_seconds)
-    step = train_step(state, session.passes.loss_sum, session.config, progress, finish.step_fraction)
+    state = session.state
+    step = train_step(state, session.passes.loss_sum, session.config, session.finish)
     if isinstance(step.result, Fault):
         raise UserError(f"the steps cannot be timed: {step.result}")
     state.passed(step.loss, session.config.faults)

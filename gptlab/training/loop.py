@@ -100,8 +100,7 @@ def next_steps(
         from gptlab.training.queued_steps import queued_steps
 
         return queued_steps(state, loss_sum, config, finish, due)
-    progress = finish.progress(state.step, state.train_seconds)
-    return [train_step(state, loss_sum, config, progress, finish.step_fraction)]
+    return [train_step(state, loss_sum, config, finish)]
 
 
 def _is_due(agenda: Agenda, stop: Signals | Agreement, record: Recorder, state: TrainState) -> bool:

@@ -20,7 +20,7 @@ from gptlab.optim.schedule import lr_scale, muon_momentum, weight_decay_scale
 from gptlab.runtime.hardware.device import synchronize
 from gptlab.runtime.hardware.rng import fold_seed, seed_torch
 from gptlab.training.faults import Fault, loss_fault
-from gptlab.training.state import TrainState
+from gptlab.training.state import Finish, TrainState
 
 # nanochat: an automatic collection takes about 500 ms and frees little. autoresearch and nanochat collect every 5000
 # steps.
@@ -70,15 +70,13 @@ def rates_of_step(config: RunConfig, step: int, progress: float, step_fraction: 
     )
 
 
-def train_step(
-    state: TrainState, loss_sum: LossFunction, config: RunConfig, progress: float, step_fraction: float
-) -> TrainStep:
+def train_step(state: TrainState, loss_sum: LossFunction, config: RunConfig, finish: Finish) -> TrainStep:
     """Train on the next batch. The caller counts the step. A Fault leaves weights and moments unchanged, and the
-    gradients in place. `progress` and `step_fraction` as for `update`."""
-    started = time.perf_counter()
+    gradients in place."""
+    started, progress = time.perf_counter(), finish.progress(state.step, state.train_seconds)
     batch = next(state.loader)
     loss = float(gradients(state, batch, loss_sum, config))
-    result = loss_fault(loss, state.faults, config) or update(state, config, progress, step_fraction)
+    result = loss_fault(loss, state.faults, config) or update(state, config, progress, finish.step_fraction)
     synchronize(state.device)
     return TrainStep(batch, loss, result, time.perf_counter() - started)
 

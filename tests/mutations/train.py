@@ -127,8 +127,8 @@ MUTATIONS = [
         ["Bits per byte every 250 steps"],
     ),
     Mutation(
-        "schedules do not follow the clock", "training/loop.py",
-        "progress = finish.progress(state.step, state.train_seconds)", "progress = 0.0",
+        "schedules do not follow the clock", "training/step.py",
+        "finish.progress(state.step, state.train_seconds)", "0.0",
         ["test_train.py::TestClock::test_a_budget_in_seconds", "test_train.py::TestMetrics::test_train_lines"],
         ["Five minutes of training; progress"],
     ),
