@@ -26,6 +26,7 @@ import numpy as np
 
 from gptlab.config.errors import ConfigError, UserError
 from gptlab.config.run import DataConfig
+from gptlab.data.cropping import CroppedRows
 from gptlab.data.packing import IGNORED, Packing, cut_packing, document_contents, pack_documents
 from gptlab.data.tokens.shards import TokenSplit
 
@@ -79,17 +80,9 @@ def make_rows(
     if split.n_documents < KEPT_DOCUMENTS:
         cache_folder = None
     if data.long_documents == "crop":
-        return _cropped_rows(split, seq_len, bos_id, data.pack_buffer_documents, cache_folder)
+        return CroppedRows(split, seq_len, bos_id, data.pack_buffer_documents, cache_folder)
     packing = cut_packing(split, seq_len, data.pack_buffer_documents, cache_folder)
     return PackedRows(split, packing, seq_len, bos_id, seed)
-
-
-def _cropped_rows(
-    split: TokenSplit, seq_len: int, bos_id: int, buffer_documents: int, cache_folder: Path | None
-) -> RowSource:
-    from gptlab.data.cropping import CroppedRows
-
-    return CroppedRows(split, seq_len, bos_id, buffer_documents, cache_folder)
 
 
 def _too_short(n_tokens: int, seq_len: int, advice: str) -> ConfigError:
@@ -223,8 +216,6 @@ class TokenFate:
 
 def token_fate(rows: object) -> TokenFate:
     """What becomes of every token in the first epoch. TypeError for rows that are not gptlab's."""
-    from gptlab.data.cropping import CroppedRows
-
     match rows:
         case WindowRows():
             steps = np.diff(np.sort(rows.starts(0, np.arange(rows.rows_per_epoch))))
