@@ -88,18 +88,13 @@ class OwnParts:
 
     def of_state(self) -> dict[str, Callable[..., Any] | None]:
         """The arguments of `build_state` beside the configuration."""
-        return {"change_model": self.change_model, "make_optimizer": self._make_optimizer()}
+        return {"change_model": self.change_model, "make_optimizer": self.optimizer and self._made_optimizer}
 
-    def _make_optimizer(self) -> Callable[[GPT, RunConfig], Any] | None:
-        if (own := self.optimizer) is None:
-            return None
+    def _made_optimizer(self, model: GPT, config: RunConfig) -> Any:
+        from gptlab.optim.torch_optimizer import TorchOptimizer
 
-        def make(model: GPT, config: RunConfig) -> Any:
-            from gptlab.optim.torch_optimizer import TorchOptimizer
-
-            return TorchOptimizer(own(model), model)
-
-        return make
+        assert self.optimizer is not None
+        return TorchOptimizer(self.optimizer(model), model)
 
     @property
     def replacing(self) -> dict[str, Callable[..., Any]]:

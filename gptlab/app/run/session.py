@@ -19,7 +19,7 @@ from gptlab.data.tokenizer.tokenizer import Tokenizer
 from gptlab.eval.bits_per_byte import Evaluation, evaluate, rows_of_pass
 from gptlab.eval.core import CoreResult, EncodedTask, encode_tasks, measure_core
 from gptlab.eval.core_tasks import find_bundle, read_tasks
-from gptlab.eval.sampling import sample_texts, validation_prompts
+from gptlab.eval.sampling import prompt_tokens, sample_texts, validation_prompts
 from gptlab.model.counting import FlopsPerToken, ParameterCounts, flops_per_token, parameter_counts
 from gptlab.model.interop.pretrained import Pretrained, find_pretrained, require_fits
 from gptlab.model.kernels.ops import begin_kernels, implementations
@@ -254,8 +254,6 @@ def _require_encodable(prompts: Sequence[str], tokenizer: Tokenizer) -> None:
     """ConfigError for a prompt that cannot be continued: at the start, not at the first sample."""
     for prompt in prompts:
         try:
-            tokens = tokenizer.encode(prompt)
+            prompt_tokens(tokenizer, prompt)
         except UserError as error:
             raise ConfigError("sample.prompts", prompt, str(error)) from None
-        if not len(tokens) and tokenizer.bos_id is None:
-            raise ConfigError("sample.prompts", prompt, "this tokenizer has no BOS: give it a text to continue")
