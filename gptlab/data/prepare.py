@@ -12,8 +12,6 @@ tokenizer.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -33,6 +31,7 @@ from gptlab.data.tokenizer.tokenizer import ByteTokenizer, Tokenizer, gpt2_token
 from gptlab.data.tokens.foreign_files import TokenFiles, find_token_files, open_split, scan
 from gptlab.data.tokens.shards import COUNTS, SplitWriter, TokenSplit
 from gptlab.runtime.files.cache import cache_root, cached_folder
+from gptlab.runtime.files.plain_file import json_sha256
 from gptlab.runtime.records.console import Console, QuietConsole
 
 SIDES: tuple[Side, Side] = ("train", "val")
@@ -245,4 +244,4 @@ def _batches(documents: Iterator[tuple[Side, str]]) -> Iterator[list[tuple[Side,
 
 
 def _fingerprint(parts: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:FINGERPRINT_DIGITS]
+    return json_sha256(parts)[:FINGERPRINT_DIGITS]

@@ -105,7 +105,7 @@ def test_a_message_can_neither_fill_nor_steer_a_terminal() -> None:
 
 def cache(folder: Path, **changes: Any) -> Path:
     """A cache folder with an untrusted manifest: `changes` to its files, under a seal that fits."""
-    from gptlab.runtime.files.cache import _seal
+    from gptlab.runtime.files.plain_file import json_sha256
 
     def build(temporary: Path) -> dict[str, Any]:
         (temporary / "x.bin").write_bytes(b"tokens")
@@ -116,7 +116,7 @@ def cache(folder: Path, **changes: Any) -> Path:
     manifest = json.loads((folder / "manifest.json").read_text())
     del manifest["sha256"]
     manifest["files"] |= changes
-    (folder / "manifest.json").write_text(json.dumps(manifest | {"sha256": _seal(manifest)}))
+    (folder / "manifest.json").write_text(json.dumps(manifest | {"sha256": json_sha256(manifest)}))
     return folder
 
 

@@ -27,7 +27,7 @@ from gptlab.config.errors import UserError
 from gptlab.config.load import config_to_json, flatten
 from gptlab.config.run import RunConfig
 from gptlab.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
-from gptlab.runtime.files.plain_file import read_json_object
+from gptlab.runtime.files.plain_file import json_sha256, read_json_object
 from gptlab.runtime.hardware.device import resolve_device
 from gptlab.runtime.processes.distributed import Group
 from gptlab.runtime.records.console import Console
@@ -37,7 +37,6 @@ from gptlab.runtime.records.run_directory import (
     RunDirectory,
     change_config,
     changeable_fields,
-    config_sha256,
     edited_field,
     recorded_id,
     require_own,
@@ -392,4 +391,4 @@ def _record_resume(
     saved = None if checkpoint is None else saved_identity(checkpoint.state, checkpoint.path)
     run_id = recorded_id(run) or (saved["id"] if saved is not None else uuid.uuid4().hex)
     resume = {name: facts[name] for name in RESUME_FACTS}
-    run.set_status("running", resumes=[*resumes, resume], run_id=run_id, config_sha256=config_sha256(run.read_config()))
+    run.set_status("running", resumes=[*resumes, resume], run_id=run_id, config_sha256=json_sha256(run.read_config()))

@@ -8,7 +8,6 @@ measured (2026-11-24).
 
 from __future__ import annotations
 
-import hashlib
 import math
 import time
 from collections.abc import Callable
@@ -25,7 +24,7 @@ from gptlab.model.gpt import MLP
 from gptlab.model.head import HeadLoss
 from gptlab.model.kernels import ops
 from gptlab.runtime.files.cache import cache_root
-from gptlab.runtime.files.plain_file import read_json_object, to_json, write_json_atomic
+from gptlab.runtime.files.plain_file import json_sha256, read_json_object, write_json_atomic
 from gptlab.runtime.hardware.cpu import cpu_model
 
 # The library is chosen where it takes less than this share of the kernels' time, so that noise does not decide: on two
@@ -63,7 +62,7 @@ def product_times(model: ModelConfig, dtype: torch.dtype) -> ProductTimes | None
         cpu_model(), torch.get_num_threads(), torch.__version__, kernels, model.n_layer, model.n_embd, model.mlp_width,
         model.activation, model.padded_vocab_size,
     ]  # fmt: skip
-    path = cache_root(None) / "products" / f"{hashlib.sha256(to_json(facts).encode()).hexdigest()[:16]}.json"
+    path = cache_root(None) / "products" / f"{json_sha256(facts)[:16]}.json"
     if (times := _remembered(path)) is None:
         times = _timed(model, dtype)
         with suppress(UserError, OSError):  # without a cache the next run times them again

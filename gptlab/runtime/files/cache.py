@@ -35,6 +35,7 @@ from filelock import FileLock, Timeout
 from gptlab.config.errors import UserError, cannot
 from gptlab.runtime.files.plain_file import (
     flush_to_disk,
+    json_sha256,
     open_plain,
     read_json_object,
     sync_directory,
@@ -117,7 +118,7 @@ def _intact_manifest(folder: Path, *, whole: bool = False) -> dict[str, Any]:
     try:
         manifest: Any = read_json_object(folder / MANIFEST)
         seal, info = manifest.pop("sha256"), manifest["info"]
-        if manifest["schema"] != MANIFEST_SCHEMA or seal != _seal(manifest) or not isinstance(info, dict):
+        if manifest["schema"] != MANIFEST_SCHEMA or seal != json_sha256(manifest) or not isinstance(info, dict):
             raise DamagedFolderError(f"{MANIFEST} does not match its own hash")
         for name, recorded in manifest["files"].items():
             path = folder / name
@@ -193,13 +194,9 @@ def _write_manifest(folder: Path, info: dict[str, Any]) -> None:
             recorded["sampled_sha256"] = _sampled_sha256(path)
         files[path.relative_to(folder).as_posix()] = recorded
     manifest = {"schema": MANIFEST_SCHEMA, "info": info, "files": files}
-    text = json.dumps(manifest | {"sha256": _seal(manifest)}, indent=1) + "\n"
+    text = json.dumps(manifest | {"sha256": json_sha256(manifest)}, indent=1) + "\n"
     (folder / MANIFEST).write_text(text, encoding="utf-8")
     _sync_file(folder / MANIFEST)
-
-
-def _seal(manifest: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def _sha256(path: Path) -> str:

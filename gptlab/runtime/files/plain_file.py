@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import json
 import math
 import os
@@ -77,6 +78,11 @@ def to_json(value: object, *, indent: int | None = None) -> str:
         return json.dumps(value, allow_nan=False, indent=indent)
     except ValueError:
         return json.dumps(_spell_non_finite(value), allow_nan=False, indent=indent)
+
+
+def json_sha256(value: object) -> str:
+    """SHA-256 of JSON data, hexadecimal; the same for any order of keys."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def _spell_non_finite(value: object) -> object:

@@ -11,8 +11,6 @@ must have the values that a checkpoint was trained with; `FREE_FIELDS` may diffe
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import platform
 import re
@@ -30,7 +28,7 @@ from filelock import FileLock, Timeout
 
 from gptlab.config.errors import UserError, cannot
 from gptlab.config.load import flatten
-from gptlab.runtime.files.plain_file import read_json_object, sweep_temporaries, write_json_atomic
+from gptlab.runtime.files.plain_file import json_sha256, read_json_object, sweep_temporaries, write_json_atomic
 
 Status = Literal["running", "finished", "preempted", "failed"]
 
@@ -120,7 +118,7 @@ class RunDirectory:
                 run.require_free()
                 run._remove(*_CREATED)  # of a process that was killed here
                 undo.callback(run._remove, *_CREATED, _OWNER, _LOCK)  # the lock last: until then the folder is not free
-                named = {"run_id": run.run_id, "config_sha256": config_sha256(config_json)} | dict(provenance)
+                named = {"run_id": run.run_id, "config_sha256": json_sha256(config_json)} | dict(provenance)
                 write_json_atomic(run.provenance_path, named | {"status": "running", "end": None, "failure": None})
                 contents(run)
                 write_json_atomic(run.config_path, dict(config_json))
@@ -294,7 +292,7 @@ Identity = dict[str, Any]
 
 def identity(config: Mapping[str, Any], data_fingerprint: str | None = None, *, run_id: str | None = None) -> Identity:
     """`run_id`: None for a new one."""
-    digest = config_sha256(config)
+    digest = json_sha256(config)
     run_id = run_id or uuid.uuid4().hex
     return {"id": run_id, "config_sha256": digest, "config": dict(config), "data_fingerprint": data_fingerprint}
 
@@ -302,11 +300,6 @@ def identity(config: Mapping[str, Any], data_fingerprint: str | None = None, *, 
 def identity_of(run: RunDirectory, data_fingerprint: str) -> Identity:
     """What the run's next checkpoints say of it."""
     return identity(run.read_config(), data_fingerprint, run_id=recorded_id(run))
-
-
-def config_sha256(values: Mapping[str, Any]) -> str:
-    """SHA-256 of the content of a config.json; the same for any order of keys and any spacing."""
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def recorded_id(run: RunDirectory) -> str | None:
@@ -366,7 +359,7 @@ def change_config(run: RunDirectory, values: Mapping[str, Any], *, step: int) ->
     fields = {name: [then.get(name), now.get(name)] for name in {**then, **now} if then.get(name) != now.get(name)}
     earlier = record.get("config_changes")
     changes = [*(earlier if isinstance(earlier, list) else []), {"step": step, "time": _now(), "fields": fields}]
-    changed = {**record, "config_sha256": config_sha256(values), "config_changes": changes}
+    changed = {**record, "config_sha256": json_sha256(values), "config_changes": changes}
     write_json_atomic(run.provenance_path, changed)
     write_json_atomic(run.config_path, dict(values))
 

@@ -20,6 +20,7 @@ from filelock import FileLock
 
 from gptlab.config.errors import UserError
 from gptlab.runtime.files import plain_file
+from gptlab.runtime.files.plain_file import json_sha256
 from gptlab.runtime.hardware import cpu
 from gptlab.runtime.hardware.cpu import cpu_model
 from gptlab.runtime.hardware.peak import Peak
@@ -27,7 +28,7 @@ from gptlab.runtime.hardware.place import Place
 from gptlab.runtime.records import provenance as provenance_module
 from gptlab.runtime.records import run_directory as run_directory_module
 from gptlab.runtime.records.provenance import CodeSnapshot, git_state, provenance
-from gptlab.runtime.records.run_directory import RunDirectory, config_sha256, default_run_path, write_json_atomic
+from gptlab.runtime.records.run_directory import RunDirectory, default_run_path, write_json_atomic
 
 CONFIG = {"schema_version": 1, "seed": 3}
 FACTS = {"device": "cpu", "start": "2026-01-01T00:00:00+00:00"}
@@ -54,7 +55,7 @@ def test_a_new_run_holds_its_configuration_and_provenance(tmp_path: Path) -> Non
     run = RunDirectory.create(tmp_path / "a" / "b", CONFIG, FACTS)
     assert json.loads((tmp_path / "a" / "b" / "config.json").read_text()) == CONFIG
     record = json.loads((tmp_path / "a" / "b" / "run.json").read_text())
-    names = {"run_id": record["run_id"], "config_sha256": config_sha256(CONFIG)}
+    names = {"run_id": record["run_id"], "config_sha256": json_sha256(CONFIG)}
     assert record == FACTS | names | {"status": "running", "end": None, "failure": None}
     assert RunDirectory.open(run.path) == run
     assert run.read_config() == CONFIG
