@@ -63,10 +63,6 @@ class Passes:
     def compiled(self) -> bool:
         return self.compiler != "off"
 
-    def give_up_compiling(self) -> None:
-        assert self.plain is not None
-        self.loss_sum, self.logits, self.compiler = self.plain.loss_sum, self.plain.logits, "off"
-
 
 def keep_compiled() -> Path:
     """Have torch.compile keep what it builds in the user's cache, unless the environment names another folder. To be
@@ -215,7 +211,8 @@ def _compile(
 
 
 def _give_up_compiling(state: TrainState, passes: Passes) -> None:
-    passes.give_up_compiling()
+    assert passes.plain is not None
+    passes.loss_sum, passes.logits, passes.compiler = passes.plain.loss_sum, passes.plain.logits, "off"
     if state.optimizer.muon is not None:
         state.optimizer.muon.compile(None)
 
