@@ -6,7 +6,6 @@ import dataclasses
 import hashlib
 import statistics
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,8 +17,8 @@ from gptlab.data.tokenizer.gpt2 import VOCAB_SIZE as GPT2_VOCAB_SIZE
 from gptlab.data.tokenizer.tokenizer import load_tokenizer
 from gptlab.model.counting import flops_per_token
 from gptlab.model.gpt import GPT
-from gptlab.runtime.files.cache import cache_root
-from gptlab.runtime.files.plain_file import read_json_object, to_json, write_json_atomic
+from gptlab.runtime.files.cache import cache_root, keep_json
+from gptlab.runtime.files.plain_file import read_json_object, to_json
 from gptlab.runtime.hardware.device import device_name
 from gptlab.runtime.hardware.place import Place, place_of
 from gptlab.runtime.processes.distributed import World
@@ -118,10 +117,7 @@ def seen_rate(tokens_per_second: float, model: GPT) -> Rate:
 
 def remember_rate(config: RunConfig, place: Place, rate: Rate) -> None:
     """Keep the rate in the user's cache. Where that cannot be written, only `plan` lacks an answer."""
-    path = _rate_path(config, place)
-    with suppress(UserError, OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_json_atomic(path, dataclasses.asdict(rate))
+    keep_json(_rate_path(config, place), dataclasses.asdict(rate))
 
 
 def remembered_rate(config: RunConfig, place: Place) -> Rate | None:

@@ -11,8 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -23,8 +22,8 @@ from gptlab.config.run import Products
 from gptlab.model.gpt import MLP
 from gptlab.model.head import HeadLoss
 from gptlab.model.kernels import ops
-from gptlab.runtime.files.cache import cache_root
-from gptlab.runtime.files.plain_file import json_sha256, read_json_object, write_json_atomic
+from gptlab.runtime.files.cache import cache_root, keep_json
+from gptlab.runtime.files.plain_file import json_sha256, read_json_object
 from gptlab.runtime.hardware.cpu import cpu_model
 
 # The library is chosen where it takes less than this share of the kernels' time, so that noise does not decide: on two
@@ -65,9 +64,7 @@ def product_times(model: ModelConfig, dtype: torch.dtype) -> ProductTimes | None
     path = cache_root(None) / "products" / f"{json_sha256(facts)[:16]}.json"
     if (times := _remembered(path)) is None:
         times = _timed(model, dtype)
-        with suppress(UserError, OSError):  # without a cache the next run times them again
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_json_atomic(path, {"kernels": times.kernels, "library": times.library})
+        keep_json(path, asdict(times))
     return times
 
 

@@ -247,7 +247,7 @@ def _remembered_sha256(file: BufferedReader, path: Path, root: Path) -> bytes:
         return known
     digest = _hashed(file, path)
     if began_ns - max(stamp["mtime_ns"], stamp["ctime_ns"]) > SETTLED_NS:
-        _remember(record, stamp, digest)
+        keep_json(record, {**stamp, "sha256": digest.hex()})
     return digest
 
 
@@ -264,10 +264,11 @@ def _record_of(path: Path, root: Path) -> Path:
     return root / "hashes" / f"{hashlib.sha256(name).hexdigest()}.json"
 
 
-def _remember(record: Path, stamp: dict[str, int], digest: bytes) -> None:
-    with suppress(OSError, UserError):  # a cache that is shared read-only, or full
-        record.parent.mkdir(parents=True, exist_ok=True)
-        write_json_atomic(record, {**stamp, "sha256": digest.hex()})
+def keep_json(path: Path, value: object) -> None:
+    """Write what can be found out again. Nothing is kept in a cache that is shared read-only, or full."""
+    with suppress(OSError, UserError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json_atomic(path, value)
 
 
 def _remembered(record: Path, stamp: dict[str, int]) -> bytes | None:
