@@ -142,7 +142,7 @@ class Zero(Strategy):
         sent.pending.wait()
         start = 0
         for one in sent.bucket.slices[self.group.rank]:
-            leaf, gradient = self._leaf(one), sent.own[start : start + one.count].view_as(one.tensor)
+            leaf, gradient = self.optimizer.parameters[one.key], sent.own[start : start + one.count].view_as(one.tensor)
             leaf.grad = gradient if leaf.grad is None else leaf.grad.add_(gradient)
             start += one.count
         sent.flat = sent.own = sent.pending = None
@@ -150,7 +150,7 @@ class Zero(Strategy):
     def use_local_gradients(self) -> None:
         for one in self.owned.values():
             gradient = self._parameters[one.name].grad
-            self._leaf(one).grad = None if gradient is None else one.of(gradient)
+            self.optimizer.parameters[one.key].grad = None if gradient is None else one.of(gradient)
 
     def updated_names(self) -> list[str]:
         return [self.owned[key].name for key in self.optimizer.parameters]
@@ -166,9 +166,6 @@ class Zero(Strategy):
         count = torch.stack(broken).sum() if broken else torch.zeros((), device=self._device)
         seen = self.group.sum(count.to(torch.float32).reshape(1), "overflow")
         self._overflow_flag.grad = torch.where(seen > 0, torch.inf, 0.0)
-
-    def _leaf(self, one: TensorSlice) -> Parameter:
-        return self.optimizer.parameters[one.key]
 
     def _complete(self, name: str, _: Tensor) -> None:
         if not self._armed:
