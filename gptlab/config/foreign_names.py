@@ -47,9 +47,14 @@ _ANSWERS_BY_NAMES: Mapping[str, str] = {
     "learning_rate lr": _ADAMW.format("lr") + "; Muon's is --optim.muon.lr",
     "min_lr": "--schedule.final-lr-scale X, a factor on the peak rate (nanoGPT: a rate), so min_lr / learning_rate",
     "final_lr_frac": "--schedule.final-lr-scale X",
-    "decay_lr": "--schedule.warmdown-fraction 0 keeps a trapezoid's rate constant (nanoGPT's decay_lr=False)",
+    "decay_lr": (
+        "--schedule.kind trapezoid --schedule.warmup-fraction 0 --schedule.warmdown-fraction 0 keeps the rate constant "
+        "from the first step on (nanoGPT's decay_lr=False, which has no warm-up either)"
+    ),
     "lr_decay_iters": "the cosine ends with the run: --steps N, or --schedule.kind cosine to choose it",
-    "warmup_iters": _ITERS + "--schedule.warmup-fraction X = warm-up steps / all steps",
+    "warmup_iters": (
+        _ITERS + "--schedule.warmup-fraction X = (warmup_iters + 1) / all steps (modded-nanogpt: without the + 1)"
+    ),
     "warmup_ratio": "--schedule.warmup-fraction X",
     "warmdown_iters": _ITERS + "--schedule.warmdown-fraction X = warm-down steps / all steps",
     "warmdown_ratio": "--schedule.warmdown-fraction X",
@@ -94,14 +99,19 @@ _ANSWERS_BY_NAMES: Mapping[str, str] = {
 }
 _ANSWERS = {name: answer for names, answer in _ANSWERS_BY_NAMES.items() for name in names.split()}
 
+# train.py's own data set, of which data/openwebtext/prepare.py holds out 0.0005, and 500 batches of 8 x 1024 tokens.
+_EVAL_GPT2 = (
+    "gptlab train nanogpt/finetune --init-from {0} --data openwebtext --data.split hash --data.val-fraction 0.0005 "
+    "--eval.only --eval.tokens 4096000 --eval.train-tokens 4096000"
+)
 _CONFIG_FILES: Mapping[str, str] = {
     "train_shakespeare_char": "gptlab train nanogpt/shakespeare-char",
     "train_gpt2": "gptlab train nanogpt/gpt2-124m",
     "finetune_shakespeare": "gptlab train nanogpt/finetune",
-    "eval_gpt2": "gptlab train nanogpt/finetune --init-from gpt2 --eval.only",
-    "eval_gpt2_medium": "gptlab train nanogpt/finetune --init-from gpt2-medium --eval.only",
-    "eval_gpt2_large": "gptlab train nanogpt/finetune --init-from gpt2-large --eval.only",
-    "eval_gpt2_xl": "gptlab train nanogpt/finetune --init-from gpt2-xl --eval.only",
+    "eval_gpt2": _EVAL_GPT2.format("gpt2"),
+    "eval_gpt2_medium": _EVAL_GPT2.format("gpt2-medium"),
+    "eval_gpt2_large": _EVAL_GPT2.format("gpt2-large"),
+    "eval_gpt2_xl": _EVAL_GPT2.format("gpt2-xl"),
 }
 """nanoGPT's config/NAME.py."""
 

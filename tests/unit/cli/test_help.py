@@ -13,9 +13,13 @@ import pytest
 from cpu_limit import cpu_limit
 
 import gptlab
+from gptlab.app.run.run_request import TrainArguments
+from gptlab.cli.arguments.parser import read_request
 from gptlab.cli.main import COMMANDS, HELP, main
 from gptlab.config import foreign_names
-from gptlab.config.recipes import RECIPES
+from gptlab.config.recipes import RECIPES, configure
+from gptlab.config.run import RunConfig
+from gptlab.optim.schedule import lr_scale
 
 ROOT = Path(__file__).parents[3]
 
@@ -68,6 +72,10 @@ FOREIGN = sorted({*f"{NANOGPT} {NANOCHAT} {MODDED_NANOGPT} {AUTORESEARCH} lr wan
 
 def fresh(program: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+
+def resolve(*words: str) -> RunConfig:
+    return read_request(words, TrainArguments, prog="gptlab train", description="Train.").config(pytest.fail)
 
 
 def test_every_command_has_a_leaf() -> None:
@@ -177,6 +185,34 @@ def test_nanogpts_config_files_are_recipes(capsys: pytest.CaptureFixture[str]) -
     assert "gptlab train nanogpt/shakespeare-char\n" in capsys.readouterr().err
     for command in foreign_names._CONFIG_FILES.values():
         assert command.split()[2] in RECIPES
+        assert resolve(*command.split()[2:]).recipe == command.split()[2]
+
+
+@pytest.mark.parametrize("size", ["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"])
+def test_evaluating_gpt2_measures_as_much_of_the_same_text_as_nanogpt(size: str) -> None:
+    command = foreign_names.config_file_answer(f"config/eval_{size.replace('-', '_')}.py")
+    assert command is not None
+    config = resolve(*command.split()[2:])
+    assert (config.init_from, config.eval.only) == (size, True)
+    assert config.eval.tokens == config.eval.train_tokens == 500 * 8 * 1024
+    assert config.data == configure("nanogpt/gpt2-124m").data  # OpenWebText, of which 0.0005 are held out
+
+
+@pytest.mark.parametrize("recipe", ["nanogpt/gpt2-124m", "nanogpt/finetune"])
+def test_the_answer_to_decay_lr_gives_nanogpts_constant_rate(recipe: str) -> None:
+    answer = foreign_names.answer("decay_lr")
+    assert answer is not None
+    schedule = resolve(recipe, *answer.partition(" keeps")[0].split()).schedule
+    assert {lr_scale(schedule, step / 10, 1 / 10) for step in range(10)} == {1.0}
+
+
+def test_the_answer_to_warmup_iters_gives_nanogpts_rates() -> None:
+    """train.py: learning_rate * (it + 1) / (warmup_iters + 1)."""
+    answer = foreign_names.answer("warmup_iters")
+    assert answer is not None
+    assert "X = (warmup_iters + 1) / all steps" in answer
+    schedule = resolve("nanogpt/gpt2-124m", "--schedule.warmup-fraction", str((3 + 1) / 16)).schedule
+    assert [lr_scale(schedule, step / 16, 1 / 16) for step in range(4)] == [0.25, 0.5, 0.75, 1.0]
 
 
 @pytest.mark.parametrize("command", ["data", "tokenizer", "import"])
