@@ -91,7 +91,7 @@ class KnownCorpus:
 CORPORA: tuple[KnownCorpus, ...] = (
     KnownCorpus(
         name="fineweb-edu", what="educational web pages, 100 billion tokens, shuffled",
-        lineage="nanochat: begins with 8 files, its depth-20 run takes 240; validates on the last",
+        lineage="nanochat: begins with 8 files, its depth-24 run takes 370; shard_01822 validates here",
         place=HubFiles(
             repo="karpathy/fineweb-edu-100b-shuffle", files="shard_*.parquet", validation="shard_01822.parquet"
         ),
