@@ -49,8 +49,8 @@ class Horizon:
     def total_steps(self, *, tokens_per_step: int, flops_per_token: float, scaling_params: int) -> int | None:
         """Optimizer steps in the whole run; None when only the clock knows.
 
-        As in nanochat, tokens are rounded down (`target_tokens // total_batch_size`) and FLOPs to the nearest step. A
-        horizon shorter than one step is refused.
+        As in nanochat, tokens are rounded down (`target_tokens // total_batch_size`) and FLOPs to the nearest step.
+        FLOPs per token are up to 0.02% above nanochat's (`FlopsPerToken`): steps may be fewer. Less than 1 is refused.
         """
         if self.unit == "seconds":
             return None
@@ -125,7 +125,7 @@ class DataConfig:
     windows."""
     long_documents: LongDocuments = "cut"
     """For packed rows. cut: long documents are cut into pieces, and every token is trained on | crop: the overhang is
-    dropped, as in nanochat's and autoresearch's rows, in their order whatever the seed."""
+    dropped, as in nanochat's and autoresearch's training rows, in their order whatever the seed."""
     pack_buffer_documents: Positive[int] = 1000
     """For packed rows: documents among which the best fit is chosen (nanochat, autoresearch: 1000)."""
     mask_documents: bool = False

@@ -67,7 +67,8 @@ class CoreResult:
 
 def encode_tasks(tasks: Iterable[Task], tokenizer: Tokenizer, context: int) -> list[EncodedTask]:
     """Texts to token ids, once for any number of measurements. They begin with BOS if there is one. Texts longer than
-    `context` tokens lose their beginning, as in nanochat. UserError for text that cannot be encoded."""
+    `context` tokens lose their beginning, as in nanochat those for GPT-2 do; nanochat's own model reads them whole.
+    UserError for text that cannot be encoded."""
     encoded = []
     for task in tasks:
         prompts = [task.prompts(index) for index in range(task.n_scored)]

@@ -1,8 +1,9 @@
 """nanoGPT's runs (train.py and its config files): LayerNorm, learned positions, GELU, a tied head, AdamW.
 
-Two things differ. nanoGPT makes one update more than max_iters; here the horizon is exact. nanoGPT estimates both
-losses on new random windows each time; here both are always measured on the same targets (as many, where the text has
-that many), so that two evaluations differ only by the weights.
+Some things differ (docs/lineages.md). nanoGPT makes one update more than max_iters; here the horizon is exact. nanoGPT
+estimates both losses on new random windows each time; here both are always measured on the same targets (as many, where
+the text has that many), so that two evaluations differ only by the weights. nanoGPT also trains the 47 logits that pad
+GPT-2's vocabulary.
 
 A depth is the number of layers and nothing else. The warm-up is counted in steps, as by nanoGPT's flags.
 """
@@ -123,7 +124,8 @@ def nanogpt_gpt2_124m_tiny(*, depth: int = tiny.DEPTH, horizon: Horizon = minute
 def nanogpt_finetune(*, horizon: Horizon = steps(20)) -> RunConfig:
     """nanoGPT: 20 steps on Shakespeare from GPT-2's weights.
 
-    nanoGPT's file names gpt2-xl, which needs 30 GB; `--init-from gpt2-xl` does the same here.
+    nanoGPT's file names gpt2-xl, which needs 30 GB; `--init-from gpt2-xl` does the same here. The GELU is by tanh, with
+    which OpenAI trained these weights; nanoGPT's is by erf.
     """
     return RunConfig(
         recipe="nanogpt/finetune",
