@@ -12,7 +12,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from typing import NoReturn
 
-from gptlab.config.errors import UserError, nearest_name, one_line, paths_of_the_user
+from gptlab.config.errors import (
+    EXIT_BROKEN_PIPE,
+    EXIT_INTERRUPTED,
+    EXIT_USAGE,
+    UserError,
+    nearest_name,
+    one_line,
+    paths_of_the_user,
+)
 
 COMMANDS = {
     "train": ("gptlab.cli.train", "train a GPT, or resume a run (--resume); --list shows the recipes"),
@@ -64,10 +72,6 @@ examples:
 
 exit codes: 0 finished, 2 wrong usage, input or environment, 3 training failed, 75 preempted (--resume continues)
 """
-
-EXIT_USAGE = 2
-EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
-EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
 
 
 def entry_point() -> None:

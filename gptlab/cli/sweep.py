@@ -24,16 +24,14 @@ from gptlab.app.run.run_request import (
     request_from_values,
 )
 from gptlab.cli.arguments.parser import read_request
-from gptlab.config.errors import UserError, require_positive
+from gptlab.config.errors import EXIT_PREEMPTED, EXIT_TRAINING_FAILED, EXIT_USAGE, UserError, require_positive
 from gptlab.config.load import unknown_field, value_from_text
 from gptlab.config.recipes import OWN_TYPES
 from gptlab.config.recipes.quickstart import ASSUMED_FLOPS_PER_SECOND
 from gptlab.config.run import RunConfig
 from gptlab.config.scaling import Machine
-from gptlab.lab.launch import EXIT_PREEMPTED, Stop
+from gptlab.lab.launch import Stop
 from gptlab.lab.sweep import (
-    EXIT_TRAINING_FAILED,
-    EXIT_USAGE,
     Kind,
     Status,
     Sweep,

@@ -6,6 +6,7 @@ import time
 
 from gptlab.app.run.run_request import TrainArguments
 from gptlab.cli.arguments.parser import read_request
+from gptlab.config.errors import EXIT_PREEMPTED
 
 DESCRIPTION = "Train a GPT, or resume a run."
 
@@ -15,7 +16,7 @@ def main(argv: list[str]) -> int:
     request = read_request(argv, TrainArguments, prog="gptlab train", description=DESCRIPTION)
     if request.list_recipes:
         return _list_recipes()
-    from gptlab.app.run.attempt import EXIT_PREEMPTED, stopped_early
+    from gptlab.app.run.attempt import stopped_early
     from gptlab.app.run.ranks import report_peer_failure
     from gptlab.app.run.train_run import train_run
     from gptlab.runtime.processes.liveness import PeerFailed

@@ -1,4 +1,4 @@
-"""UserError: one line on stderr and exit code 2. Any other exception that reaches the user is a bug.
+"""Exit codes, and UserError: one line on stderr and exit code 2. Any other exception that reaches the user is a bug.
 
 Also the limits of fields, which dataclasses check when they are made.
 """
@@ -16,6 +16,12 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeVar, Union, dataclass_transform, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
+
+EXIT_USAGE = 2  # wrong usage, input or environment
+EXIT_TRAINING_FAILED = 3  # or a process of several was lost
+EXIT_PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: a signal stopped the run, and it can be resumed
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
 
 MAX_MESSAGE_CHARACTERS = 2000
 MAX_VALUE_CHARACTERS = 300

@@ -20,9 +20,6 @@ from gptlab.config.errors import cannot
 from gptlab.runtime.hardware.cpu import usable_cores
 from gptlab.runtime.records.run_directory import RunDirectory
 
-EXIT_PREEMPTED = 75
-"""The run was stopped by a signal and can be resumed (EX_TEMPFAIL of sysexits.h)."""
-
 # Of a run whose launcher was killed: it finishes its step and saves.
 _RELEASE_SECONDS = 60.0
 

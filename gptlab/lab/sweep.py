@@ -23,8 +23,8 @@ from typing import Any, Literal
 
 from filelock import FileLock, Timeout
 
-from gptlab.config.errors import UserError, cannot, one_line
-from gptlab.lab.launch import EXIT_PREEMPTED, Stop, launch
+from gptlab.config.errors import EXIT_PREEMPTED, EXIT_TRAINING_FAILED, EXIT_USAGE, UserError, cannot, one_line
+from gptlab.lab.launch import Stop, launch
 from gptlab.lab.run_record import RunRecord, read_run
 from gptlab.runtime.files.plain_file import open_plain, read_json_object, sweep_temporaries, write_json_atomic
 from gptlab.runtime.records.run_directory import RunDirectory
@@ -34,7 +34,6 @@ Values = Mapping[str, Any]
 Kind = Literal["sweep", "ladder"]
 Status = Literal["finished", "failed", "stopped", "waiting"]
 
-EXIT_USAGE, EXIT_TRAINING_FAILED = 2, 3
 # A signal ended the process (128 + N), or the run after saving it: the run has not failed.
 _STOPPED = (EXIT_PREEMPTED, 128 + 1, 128 + 2, 128 + 9, 128 + 15)
 

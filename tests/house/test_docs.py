@@ -16,10 +16,11 @@ import pytest
 from tiny_runs import write_bundle, write_corpus
 
 from gptlab.app import api
-from gptlab.app.run.attempt import EXIT_PREEMPTED, EXIT_TRAINING_FAILED, Result
+from gptlab.app.run.attempt import Result
 from gptlab.app.run.run_request import RunRequest, TrainArguments
 from gptlab.cli.arguments.parser import read_request
-from gptlab.cli.main import COMMANDS, EXIT_BROKEN_PIPE, EXIT_INTERRUPTED, EXIT_USAGE, HELP, main
+from gptlab.cli.main import COMMANDS, HELP, main
+from gptlab.config.errors import EXIT_BROKEN_PIPE, EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_TRAINING_FAILED, EXIT_USAGE
 from gptlab.config.load import leaf_fields
 from gptlab.config.run import RunConfig
 from gptlab.config.scaling import Machine

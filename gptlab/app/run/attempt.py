@@ -11,17 +11,13 @@ from pathlib import Path
 
 from gptlab.app.run.own_parts import OwnParts
 from gptlab.app.run.run_request import RunRequest, resume_command
-from gptlab.config.errors import UserError
+from gptlab.config.errors import EXIT_PREEMPTED, EXIT_TRAINING_FAILED, EXIT_USAGE, UserError
 from gptlab.config.run import RunConfig
 from gptlab.runtime.processes.distributed import Group, Job
 from gptlab.runtime.processes.liveness import Failure, PeerFailed
 from gptlab.runtime.records.console import Console
 from gptlab.runtime.records.run_directory import RunDirectory
 from gptlab.training.signals import Signals, StoppedEarly, behind_signal
-
-EXIT_USAGE = 2
-EXIT_TRAINING_FAILED = 3
-EXIT_PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: try again later
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import gptlab
-from gptlab.app.run.attempt import EXIT_PREEMPTED, Attempt, Result
+from gptlab.app.run.attempt import Attempt, Result
 from gptlab.app.run.ranks import require_same_implementations
 from gptlab.app.run.run_request import next_steps, resume_command
 from gptlab.app.run.session import Session
-from gptlab.config.errors import UserError
+from gptlab.config.errors import EXIT_PREEMPTED, UserError
 from gptlab.config.load import config_to_json
 from gptlab.config.recipes import applied_scaling
 from gptlab.config.recipes.quickstart import why_quickstart_size

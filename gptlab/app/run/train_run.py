@@ -12,9 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gptlab.app.run.attempt import EXIT_PREEMPTED, Attempt, Result
+from gptlab.app.run.attempt import Attempt, Result
 from gptlab.app.run.own_parts import OwnParts
 from gptlab.app.run.run_request import DEFAULT_RECIPE, RunRequest
+from gptlab.config.errors import EXIT_PREEMPTED
 from gptlab.config.recipes import configure
 from gptlab.config.run import RunConfig, RuntimeConfig
 from gptlab.config.scaling import Machine

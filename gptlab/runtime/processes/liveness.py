@@ -19,6 +19,8 @@ from typing import Any
 
 import psutil
 
+from gptlab.config.errors import EXIT_TRAINING_FAILED
+
 BEAT_SECONDS = 0.5
 SILENT_SECONDS = 3.0
 """Six beats: if something went wrong, a process that has missed them all is the one that is lost."""
@@ -28,8 +30,6 @@ detect a death and one to learn of it, every rank ends within 3 seconds."""
 _STORE_TRIES = 6
 # Beyond the timeout, for a result that no GPU has though all ranks joined; torch's own limit is 30 s later.
 _UNFINISHED_SECONDS = 30.0
-
-EXIT_LOST = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +148,7 @@ class Liveness:
             time.sleep(0.02)
         if self.failure is None:
             text = f"rank {self._rank} lost the others in step {self.step}: {' '.join(str(error).split())}"
-            self._record(Failure(self._rank, EXIT_LOST, text, False))
+            self._record(Failure(self._rank, EXIT_TRAINING_FAILED, text, False))
         assert self.failure is not None
         return PeerFailed(self.failure)
 
@@ -205,7 +205,7 @@ class Liveness:
                     self.failure = self._failure(dead[0], f"died (process {self._here[dead[0]][0]})")
                 if tries == _STORE_TRIES and self.failure is None:
                     text = f"rank {self._rank} lost its launcher (the store of torchrun) in step {self.step}"
-                    self.failure = Failure(self._rank, EXIT_LOST, text, False)
+                    self.failure = Failure(self._rank, EXIT_TRAINING_FAILED, text, False)
             if self.failure is not None:
                 failed_at = failed_at or time.monotonic()
                 if time.monotonic() - failed_at >= GRACE_SECONDS and not self._leaving:
@@ -264,7 +264,7 @@ class Liveness:
 
     def _failure(self, rank: int, what: str) -> Failure:
         where = f"in step {self.step}" if self.step else "before the first step"
-        return Failure(rank, EXIT_LOST, f"rank {rank} {what} {where}", False)
+        return Failure(rank, EXIT_TRAINING_FAILED, f"rank {rank} {what} {where}", False)
 
     def _beats(self, ranks: Sequence[int]) -> dict[int, list[int]]:
         """[beats, collectives] of each of these that is another rank and has sent any."""
