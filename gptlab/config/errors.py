@@ -127,7 +127,8 @@ BelowOne = Annotated[float, Limit(lambda value: 0 <= value < 1, "must be in [0, 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
 def checked_dataclass(prefix: str) -> Callable[[type[T]], type[T]]:
     """A frozen dataclass of keyword arguments that refuses values outside of its fields' Limits and Literals, before
-    its own __post_init__. `prefix` precedes the names in errors: "model." or, for flags, "--"."""
+    its own __post_init__, and stores 3 as 3.0 in a field of floats. `prefix` precedes the names in errors: "model." or,
+    for flags, "--"."""
 
     def made(cls: type[T]) -> type[T]:
         own = getattr(cls, "__post_init__", None)
@@ -146,9 +147,11 @@ def checked_dataclass(prefix: str) -> Callable[[type[T]], type[T]]:
 def _check_fields(owner: object, prefix: str) -> None:
     """ConfigError for a field that is outside of its Limit or no choice of its Literal. None passes: "not set"."""
     cls: type = type(owner)
-    for name, choices, limits in _limited_fields(cls):
+    for name, leaf, choices, limits in _checked_fields(cls):
         if (value := getattr(owner, name)) is None:
             continue
+        if leaf is float and type(value) is int:
+            object.__setattr__(owner, name, float(value))  # it is frozen
         shown = prefix + (name.replace("_", "-") if prefix == "--" else name)
         if choices:
             require_choice(shown, value, choices)
@@ -157,13 +160,13 @@ def _check_fields(owner: object, prefix: str) -> None:
 
 
 @functools.cache
-def _limited_fields(cls: type) -> list[tuple[str, tuple[str, ...], list[Limit]]]:
-    """(name, choices of its Literal, limits) of each field."""
+def _checked_fields(cls: type) -> list[tuple[str, Any, tuple[str, ...], list[Limit]]]:
+    """(name, type, choices of its Literal, limits) of each field with something to check."""
     found = []
     for name, annotation in get_type_hints(cls, include_extras=True).items():
         leaf, _ = bare(annotation)
-        found.append((name, get_args(leaf) if get_origin(leaf) is Literal else (), limits_of(annotation)))
-    return [one for one in found if one[1] or one[2]]
+        found.append((name, leaf, get_args(leaf) if get_origin(leaf) is Literal else (), limits_of(annotation)))
+    return [one for one in found if one[1] is float or one[2] or one[3]]
 
 
 def limits_of(annotation: Any) -> list[Limit]:

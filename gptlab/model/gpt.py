@@ -310,8 +310,7 @@ def build_model(config: ModelConfig, *, device: torch.device, compute_dtype: tor
     load_kernels(device, compute_dtype)
     with torch.device("meta"):
         model = GPT(config, compute_dtype, cast(Platform, device.type))
-    if compute_dtype == torch.float64:
-        model = model.double()
+        model = model.to(torch.float64 if compute_dtype == torch.float64 else torch.float32)  # whatever the default is
     _allocate(model, device)
     if config.tied_head:  # every module has been given a tensor of its own
         model.head.weight = model.token_embedding.weight

@@ -59,6 +59,9 @@ class HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
+        # `once_differentiable` would see a second derivative only through `upstream`, which needs none.
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise RuntimeError("the head's loss is differentiable once: its gradients have none (create_graph=True)")
         of_x, of_weight = ctx.saved_tensors
         return (of_x * upstream).to(of_x.dtype), (of_weight * upstream).to(ctx.weight_dtype), None, None, None, None
 

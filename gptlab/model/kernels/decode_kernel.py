@@ -104,7 +104,7 @@ class DecodeKernel:
     def step(self, tokens: Sequence[int], positions: Sequence[int], starts: Sequence[int], column: int) -> Tensor:
         """Logits (B, V) in float32 before the softcap; writes `column` of the cache."""
         rows = len(tokens)
-        logits = torch.empty(rows, self._vocab_size)
+        logits = torch.empty(rows, self._vocab_size, dtype=torch.float32)
         longs = _LONG * rows
         self._step(
             ctypes.byref(self._model), rows, longs(*tokens), longs(*positions), longs(*starts), column,

@@ -28,6 +28,8 @@ def rms_norm(x: Tensor, eps: float) -> Tensor:
 
 
 def sum_and_rms_norm(x: Tensor, y: Tensor, a: float | Tensor, b: float | Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    if not _are_alike(x, y):
+        return torch_ops.sum_and_rms_norm(x, y, a, b, eps)
     return _SumAndNorm.apply(x, y, a, b, eps)
 
 
@@ -38,10 +40,15 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
 def sum_and_layer_norm(
     x: Tensor, y: Tensor, a: float | Tensor, b: float | Tensor, weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
-    if isinstance(a, Tensor):  # no lineage learns the weights and has this norm
+    if isinstance(a, Tensor) or not _are_alike(x, y):  # no lineage learns a and b and has this norm
         total = torch_ops.weighted_sum(x, y, a, b)
         return total, layer_norm(total, weight, bias, eps)
     return _SumAndLayerNorm.apply(x, y, a, b, weight, bias, eps)
+
+
+def _are_alike(x: Tensor, y: Tensor) -> bool:
+    """Whether a kernel may read both as it reads x. Autocast, or a caller's own part, may give y another type."""
+    return x.dtype == y.dtype and x.shape == y.shape
 
 
 def prepare_heads(
@@ -84,14 +91,14 @@ def mlp(x: Tensor, up: Tensor, out: Tensor, activation: Activation) -> Tensor:
 
 def softcap(logits: Tensor, cap: float) -> Tensor:
     assert logits.dtype == torch.float32
-    return _Elementwise.apply(logits, "softcap", None, cap)
+    return _Elementwise.apply(logits, "softcap", None, float(cap))
 
 
 def loss_and_gradient(logits: Tensor, targets: Tensor, vocab_size: int, cap: float | None) -> tuple[Tensor, Tensor]:
     """The loss is float64; the gradient takes the place of the logits. IndexError for a target that is no entry."""
     assert logits.is_contiguous()
     nats, sizes = torch.empty((), dtype=torch.float64), (*logits.shape, vocab_size)
-    _call("loss_and_gradient", logits.dtype, logits, _within(targets, vocab_size), *sizes, cap or 0.0, nats)
+    _call("loss_and_gradient", logits.dtype, logits, _within(targets, vocab_size), *sizes, float(cap or 0), nats)
     return nats, logits
 
 
@@ -100,31 +107,34 @@ def head_loss(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`loss_and_gradient` of x @ weight.T: the loss, and its gradients with respect to x (n, C), in its type, and
     weight (P, C), in float32."""
+    _require_width(x, weight)
     x, weight, targets = x.contiguous(), weight.float().contiguous(), _within(targets, vocab_size)
     nats, dx, dweight = torch.empty((), dtype=torch.float64), torch.empty_like(x), torch.empty_like(weight)
     sizes = *x.shape, len(weight), vocab_size
-    _call("head_loss", x.dtype, x, weight, targets, dx, dweight, nats, *sizes, cap or 0.0)
+    _call("head_loss", x.dtype, x, weight, targets, dx, dweight, nats, *sizes, float(cap or 0))
     return nats, dx, dweight
 
 
 def capped_logits(x: Tensor, weight: Tensor, vocab_size: int, cap: float | None) -> Tensor:
     """x (..., C) by weight (P, C): the first V of P logits in float32, after the softcap. Has no gradient."""
+    _require_width(x, weight)
     x, weight = x.contiguous(), weight.float().contiguous()
-    logits = torch.empty(*x.shape[:-1], vocab_size)
-    _call("capped_logits", x.dtype, x, weight, logits, x.shape[:-1].numel(), x.shape[-1], vocab_size, cap or 0.0)
+    logits = torch.empty(*x.shape[:-1], vocab_size, dtype=torch.float32)
+    _call("capped_logits", x.dtype, x, weight, logits, x.shape[:-1].numel(), x.shape[-1], vocab_size, float(cap or 0))
     return logits
 
 
 def losses(logits: Tensor, targets: Tensor) -> Tensor:
     assert logits.dtype == torch.float32
-    logits, nats = logits.contiguous(), torch.empty(len(logits))
+    logits, nats = logits.contiguous(), torch.empty(len(logits), dtype=torch.float32)
     _call("losses", None, logits, _within(targets, logits.shape[1]), nats, *logits.shape)
     return nats
 
 
 def _within(targets: Tensor, vocab_size: int) -> Tensor:
     """As the kernels take them, which would write beyond their memory for others."""
-    assert targets.dtype == torch.int64
+    if targets.dtype != torch.int64:
+        raise TypeError(f"targets are int64, not {targets.dtype}")
     if targets.numel() and int(targets.max()) >= vocab_size:
         raise IndexError(f"target {int(targets.max())} is out of bounds for {vocab_size} entries")
     return targets.contiguous()
@@ -140,7 +150,7 @@ class _SumAndNorm(torch.autograd.Function):
         total, normed = x if y is None else torch.empty_like(x), torch.empty_like(x)
         inverse = x.new_empty(x.shape[:-1], dtype=torch.float32)
         sizes = inverse.numel(), x.shape[-1]
-        _call("norm_forward", x.dtype, x, y, *ctx.weights, total, normed, inverse, *sizes, eps)
+        _call("norm_forward", x.dtype, x, y, *ctx.weights, total, normed, inverse, *sizes, float(eps))
         ctx.save_for_backward(total, inverse, *((x, y) if ctx.learned else ()))
         ctx.set_materialize_grads(False)
         return normed if y is None else (total, normed)
@@ -171,12 +181,13 @@ class _SumAndLayerNorm(torch.autograd.Function):
         ctx: Any, x: Tensor, y: Tensor | None, a: float, b: float, weight: Tensor, bias: Tensor | None, eps: float
     ) -> Any:
         x, y = x.contiguous(), None if y is None else y.contiguous()
-        ctx.weights, ctx.biased, ctx.weight_dtype = (a, b), bias is not None, weight.dtype
-        weight, bias = weight.float(), None if bias is None else bias.float()
+        ctx.weights, ctx.biased, ctx.weight_dtype = (float(a), float(b)), bias is not None, weight.dtype
+        weight, bias = weight.float().contiguous(), _floats(bias)
         total, normed = x if y is None else torch.empty_like(x), torch.empty_like(x)
         moments = x.new_empty(*x.shape[:-1], 2, dtype=torch.float32)
         sizes = x.shape[:-1].numel(), x.shape[-1]
-        _call("layer_norm_forward", x.dtype, x, y, a, b, weight, bias, total, normed, moments, *sizes, eps)
+        given = x, y, *ctx.weights, weight, bias
+        _call("layer_norm_forward", x.dtype, *given, total, normed, moments, *sizes, float(eps))
         ctx.save_for_backward(total, moments, weight)
         ctx.set_materialize_grads(False)
         return normed if y is None else (total, normed)
@@ -204,14 +215,14 @@ class _Heads(torch.autograd.Function):
         ctx: Any, heads: Tensor, gates: Tensor | None, value: Tensor | None, cos: Tensor | None, sin: Tensor | None,
         n_head: int, eps: float | None,
     ) -> Tensor:  # fmt: skip
-        heads = heads.contiguous()
-        gates, value = (None if one is None else one.contiguous() for one in (gates, value))
+        heads, cos, sin = heads.contiguous(), _floats(cos), _floats(sin)
+        gates, value = (None if one is None else one.to(heads.dtype).contiguous() for one in (gates, value))
         batch, tokens, rows, width = heads.shape
         n_kv_head = (rows - n_head) // 2
         out = torch.empty_like(heads)
         inverse = None if eps is None else heads.new_empty(batch, tokens, n_head + n_kv_head, dtype=torch.float32)
         ctx.sizes = batch * tokens, tokens, n_head, n_kv_head, width
-        norm_eps = -1.0 if eps is None else eps
+        norm_eps = -1.0 if eps is None else float(eps)
         _call("heads_forward", heads.dtype, *ctx.sizes, heads, gates, value, cos, sin, norm_eps, out, inverse)
         ctx.save_for_backward(out, inverse, gates, value, cos, sin)
         return out
@@ -271,6 +282,7 @@ def _dropped(x: Tensor, rate: float, seed: int) -> Tensor:
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        _require_width(x, weight)
         x, weight, ctx.weight_dtype = x.contiguous(), weight.float().contiguous(), weight.dtype
         ctx.sizes = x.shape[:-1].numel(), x.shape[-1], len(weight)
         y = x.new_empty(*x.shape[:-1], len(weight))
@@ -292,6 +304,7 @@ class _MLP(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, up: Tensor, out: Tensor, activation: Activation, keep: bool) -> Tensor:
+        _require_width(x, up)
         ctx.weight_dtype = up.dtype
         x, up, out = x.contiguous(), up.float().contiguous(), out.float().contiguous()
         ctx.sizes = x.shape[:-1].numel(), x.shape[-1], len(up)
@@ -347,6 +360,17 @@ class _Elementwise(torch.autograd.Function):
         dx = torch.empty_like(x)
         _call(f"{ctx.name}_backward", ctx.dtype, x, dy.contiguous(), dx, *ctx.constants, x.numel())
         return dx, None, None, *(None for _ in ctx.constants)
+
+
+def _floats(tensor: Tensor | None) -> Tensor | None:
+    """As the kernels read what is float32 whatever the type of activations."""
+    return None if tensor is None else tensor.float().contiguous()
+
+
+def _require_width(x: Tensor, weight: Tensor) -> None:
+    """The kernels would read beyond the memory of the smaller one."""
+    if x.shape[-1] != weight.shape[1]:
+        raise ValueError(f"x has width {x.shape[-1]}, and the weight is for {weight.shape[1]}")
 
 
 def _call(name: str, dtype: torch.dtype | None, *values: Tensor | float | None) -> None:

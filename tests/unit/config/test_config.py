@@ -185,3 +185,10 @@ def test_a_step_is_whole_micro_batches() -> None:
     config = RunConfig(batch=BatchConfig(total_tokens=32_768, micro_sequences=16), model=ModelConfig(seq_len=256))
     assert config.micro_tokens == 4096
     assert config.micro_batches == 8
+
+
+def test_a_whole_number_in_a_field_of_floats_becomes_one() -> None:
+    """Also where a program makes the configuration: 15 in config.json would be another run than 15.0."""
+    model = ModelConfig(logit_softcap=15)
+    assert type(model.logit_softcap) is float
+    assert type(dataclasses.replace(model, rope_base=10_000).rope_base) is float
