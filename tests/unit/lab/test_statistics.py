@@ -118,6 +118,20 @@ class TestPower:
         unpaired = [seeds_needed(Difference(d, 1, 0.5, 0, (1.0, 1.0))) for d in (0.5, 0.8)]
         assert (paired, unpaired) == ([34, 15], [64, 26])
 
+    @pytest.mark.parametrize("effect", [0.20, 0.45, 0.525, 0.54, 1.7, 3e9])
+    def test_is_found_where_the_power_of_many_seeds_is_one(self, effect: float) -> None:
+        """Among them effects of which ncfdtr returns NaN at thousands of seeds, or at two. The power by the mean over
+        quantiles of the chi distribution, seed count by seed count."""
+
+        def power_of(seeds: int) -> float:
+            freedom, mean = seeds - 1, effect * math.sqrt(seeds)
+            deviations = np.sqrt(scipy.stats.chi2.ppf((np.arange(2_000) + 0.5) / 2_000, freedom) / freedom)
+            limits = scipy.stats.t.ppf(1 - ALPHA / 2, freedom) * deviations
+            return float((scipy.stats.norm.cdf(mean - limits) + scipy.stats.norm.cdf(-mean - limits)).mean())
+
+        needed = next(seeds for seeds in range(2, MAX_SEEDS) if power_of(seeds) >= POWER)
+        assert seeds_needed(Difference(effect, 1, 0.5, 3, (1.0,))) == needed
+
     def test_has_a_limit(self) -> None:
         """Of many seeds, (1.960 + 0.842)^2 / effect^2 are needed: 10,011 for 0.028, 9,869 for 0.0282."""
         tiny = Difference(0.028, 1, 0.5, 3, (1.0,))
