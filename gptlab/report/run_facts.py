@@ -60,6 +60,15 @@ class Task(NamedTuple):
     """Corrected for guessing: 0 is guessing, 1 is perfect."""
 
 
+class Trained(NamedTuple):
+    """What was trained; None for what is unknown."""
+
+    steps: float | None
+    tokens: float | None
+    flops: float | None
+    seconds: float | None
+
+
 @dataclass(frozen=True)
 class RunFacts:
     record: RunRecord
@@ -94,6 +103,16 @@ class RunFacts:
         """Of the final weights; of a run that has not finished, its last validation."""
         last = self.validations[-1].bpb if self.validations else None
         return number(self.record.summary.get("val_bpb")) if self.record.summary else last
+
+    @cached_property
+    def trained(self) -> Trained:
+        """At the end of a finished run, whose last steps may have no training line; else at the last training line."""
+        summary, last = self.record.summary, self.metrics.last_step
+        if not summary:
+            return Trained(*(number(last.get(name)) for name in ("step", "tokens", "total_flops", "train_seconds")))
+        steps, flops, seconds = (number(summary.get(key)) for key in ("num_steps", "total_flops", "training_seconds"))
+        millions = number(summary.get("total_tokens_M"))
+        return Trained(steps, None if millions is None else 1e6 * millions, flops, seconds)
 
     def sentence(self) -> str:
         """What the run is, and what became of it."""
@@ -140,15 +159,9 @@ class RunFacts:
 
     def figures(self) -> list[tuple[str, str]]:
         """(label, value) of the final numbers, bits per byte first; unknown ones are skipped."""
-        summary, train, found = self.record.summary, self.metrics.train, []
+        summary, found = self.record.summary, list[tuple[str, str]]()
         best = min((one.bpb for one in self.validations if math.isfinite(one.bpb)), default=None)
-        seconds = number(summary.get("training_seconds")) or (
-            train["train_seconds"][-1] if len(train["step"]) else None
-        )
-        steps, tokens, flops = (number(self.metrics.last_step.get(name)) for name in ("step", "tokens", "total_flops"))
-        if summary:
-            millions, steps = number(summary.get("total_tokens_M")), number(summary.get("num_steps"))
-            tokens = None if millions is None else 1e6 * millions
+        steps, tokens, flops, seconds = self.trained
         speed = tokens / seconds if tokens and seconds else None
         mfu, memory = number(summary.get("mfu_percent")), number(summary.get("peak_vram_mb"))
         core, total = number(summary.get("core_metric")), number(summary.get("total_seconds"))

@@ -90,14 +90,14 @@ def _wrapped(part: str) -> str:
 
 def values_of(facts: RunFacts, *, ascii: bool) -> dict[str, str]:
     """What fills the template, by the names in it."""
-    record, train, last = facts.record, facts.metrics.train, facts.metrics.last_step
+    record, train, trained = facts.record, facts.metrics.train, facts.trained
     fate, saved = dict(token_fate(facts)), newest_saved(record.directory.checkpoints_path)
     tokenizer = load_tokenizer(record.directory.tokenizer_path)
     tokens = _tokens(facts, tokenizer)
     field = partial(_field, facts)
     layers, source = counted(record.fields.get("model.n_layer"), "layer"), field("data.source")
-    mfu, speed = _finite(number(record.summary.get("mfu_percent"))), _ratio(last, "tokens", "train_seconds")
-    flops, curve = _ratio(last, "total_flops", "tokens"), bpb_curve(facts, ascii=ascii)
+    mfu, speed = _finite(number(record.summary.get("mfu_percent"))), _ratio(trained.tokens, trained.seconds)
+    flops, curve = _ratio(trained.flops, trained.tokens), bpb_curve(facts, ascii=ascii)
     return {
         "command": "" if facts.typed is None else fenced(plain(facts.typed)),
         "name": code(facts.name),
@@ -119,13 +119,14 @@ def values_of(facts: RunFacts, *, ascii: bool) -> dict[str, str]:
         **_of_checkpoint(facts, saved),
         "sizing": _sizing(facts, layers),
         "compilation": _compilation(facts),
+        "first_step": f"{train['step'][0]:,.0f}",
         "first_loss": f"{train['loss'][0]:.4f}",
         "guess_loss": f"{math.log(max(1.0, _number(facts, 'model.vocab_size'))):.4f}",
         "optimizer": _optimizer(facts),
         "schedule": _SCHEDULES.get(field("schedule.kind"), ""),
         "steps": _steps(train),
-        "steps_made": counted(int(train["step"][-1]), "step"),
-        "training_time": duration(train["train_seconds"][-1]),
+        "steps_made": counted(int(_finite(trained.steps)), "step"),
+        "training_time": duration(math.nan if trained.seconds is None else trained.seconds),
         "tokens_per_second": f"{speed:,.0f}" if speed else "an unknown number of",
         "flops_per_token": short(flops) if flops else "a fixed number of",
         "mfu": f"That is {mfu:.1f}% of what the machine could compute at most (MFU)." if mfu else "",
@@ -274,9 +275,9 @@ def _steps(train: Columns) -> str:
     return fenced(table([("step", "loss", "lr_scale", "gradient norm", "on the clock"), *rows], ">>>>>"))
 
 
-def _ratio(line: Mapping[str, Any], over: str, under: str) -> float:
-    """Of two numbers of a line; 0 where it is unknown."""
-    above, below = (_finite(number(line.get(name))) for name in (over, under))
+def _ratio(over: float | None, under: float | None) -> float:
+    """0 where it is unknown."""
+    above, below = _finite(over), _finite(under)
     return above / below if below else 0.0
 
 

@@ -102,6 +102,15 @@ class TestWhatItSays:
         assert commands["what was typed"] == "gptlab train quickstart --data 'my notes'"
         assert commands["the code that ran"] == f"git checkout {'ab' * 20}"
 
+    def test_numbers_are_those_of_the_last_step_not_of_the_last_that_was_logged(self, tmp_path: Path) -> None:
+        """20 steps, of which the 14th is the last with a training line, or which were skipped from the 15th on."""
+        run = write_run(tmp_path / "run", [4.0, 3.0], every_steps=14)
+        change(run / "summary.json", num_steps=20, total_tokens_M=0.02, total_flops=1.2e8, training_seconds=40.0)
+        figures = dict(read_facts(run).figures())
+        shown = {label: figures[label] for label in ("steps", "tokens", "FLOPs", "training", "tokens a second")}
+        expected = {"steps": "20", "tokens": "20k", "FLOPs": "1.2e+08", "training": "40 s", "tokens a second": "500"}
+        assert shown == expected
+
     def test_page_and_text_show_them(self, rich: Path) -> None:
         shown, text = Page(run_page(read_facts(rich))), run_text(read_facts(rich))
         for words in ("2.5000", "dog sat", "lambada", "rewound to step 10", "git checkout", "Where the time went"):

@@ -91,6 +91,16 @@ def test_it_has_the_numbers_of_the_run(tmp_path: Path, monkeypatch: pytest.Monke
     assert max(map(len, page.splitlines())) <= 120
 
 
+def test_a_line_of_every_30_steps_is_no_first_and_no_last_step(tmp_path: Path) -> None:
+    run = trained(tmp_path / "run")
+    path = run / "summary.json"
+    numbers = {"num_steps": 40, "total_tokens_M": 0.04, "total_flops": 4.8e8, "training_seconds": 80.0}
+    write_json_atomic(path, {**json.loads(path.read_text()), **numbers})
+    page = " ".join(tour(read_facts(run)).split())
+    assert "Step 30 had a loss of 3.0000" in page
+    assert "40 steps took 80 s, 500 tokens a second. A token costs 12k floating-point operations" in page
+
+
 def test_texts_of_a_run_stay_text(tmp_path: Path) -> None:
     run = trained(tmp_path / "run", prompt=HOSTILE, data__source=(HOSTILE,))
     path = run / "run.json"
