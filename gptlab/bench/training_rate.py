@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -18,7 +17,7 @@ from gptlab.data.tokenizer.tokenizer import load_tokenizer
 from gptlab.model.counting import flops_per_token
 from gptlab.model.gpt import GPT
 from gptlab.runtime.files.cache import cache_root, keep_json
-from gptlab.runtime.files.plain_file import read_json_object, to_json
+from gptlab.runtime.files.plain_file import json_sha256, read_json_object
 from gptlab.runtime.hardware.device import device_name
 from gptlab.runtime.hardware.place import Place, place_of
 from gptlab.runtime.processes.distributed import World
@@ -135,18 +134,20 @@ def remembered_rate(config: RunConfig, place: Place) -> Rate | None:
 
 def _rate_path(config: RunConfig, place: Place) -> Path:
     """One file for everything that decides the speed of a step: machine, model, micro-batch, optimizer."""
-    model = replace(config.model, vocab_size=assumed_vocab_size(config)[0])
+    model, runtime = replace(config.model, vocab_size=assumed_vocab_size(config)[0]), config.runtime
     facts = {
         "device": device_name(place.device),
         "threads": place.threads,
         "dtype": str(place.dtype),
-        "compile": config.runtime.compile,
+        "runtime": [runtime.compile, runtime.products, runtime.activation_checkpointing, runtime.fp8],
         "model": dataclasses.asdict(model),
         "micro_sequences": config.batch.micro_sequences,
+        "mask_documents": config.data.mask_documents,
         "matrix_optimizer": config.optim.matrix_optimizer,
+        "orthogonalizer": [config.optim.muon.orthogonalizer, config.optim.muon.iterations],
+        "exact_any_world_size": config.parallel.exact_any_world_size,
     }
-    key = hashlib.sha256(to_json(facts).encode()).hexdigest()[:16]
-    return cache_root(None) / "training-rates" / f"{key}.json"
+    return cache_root(None) / "training-rates" / f"{json_sha256(facts)[:16]}.json"
 
 
 def assumed_vocab_size(config: RunConfig) -> tuple[int, str]:

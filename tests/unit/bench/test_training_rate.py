@@ -72,8 +72,16 @@ def test_is_remembered_for_the_same_steps_only() -> None:
     assert remembered_rate(config(), place) == RATE
     # What does not decide the speed of a step finds it too; what decides it does not.
     assert remembered_rate(config(seed=3, batch__total_tokens=64, optim__muon__lr=0.5), place) == RATE
-    for change in ({"model__n_layer": 3}, {"batch__micro_sequences": 4}, {"runtime__compile": "auto"}):
-        assert remembered_rate(config(**change), place) is None
+    for field, value in (
+        ("model.n_layer", 3), ("batch.micro_sequences", 4), ("data.mask_documents", True), ("runtime.compile", "auto"),
+        ("runtime.products", "library"), ("runtime.activation_checkpointing", True), ("runtime.fp8", True),
+        ("optim.matrix_optimizer", "adamw"), ("optim.muon.orthogonalizer", "svd"), ("optim.muon.iterations", 4),
+    ):  # fmt: skip
+        assert remembered_rate(apply_overrides(config(), {field: value}), place) is None, field
+    in_steps = apply_overrides(config(), {"horizon.unit": "steps", "horizon.amount": 9.0})
+    assert remembered_rate(in_steps, place) == RATE
+    exact = apply_overrides(in_steps, {"parallel.exact_any_world_size": True})
+    assert remembered_rate(exact, place) is None
     assert remembered_rate(config(), replace(place, threads=7)) is None
 
 
