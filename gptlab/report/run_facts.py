@@ -127,12 +127,22 @@ class RunFacts:
         field = self.record.fields
         source = field.get("data.source")
         text = ", ".join(map(plain, source)) if isinstance(source, list) else plain(source)
+        recipe = f"with the recipe {plain(field.get('recipe'))} on {text}"
+        if field.get("eval.only") is True:
+            was = {"finished": "was validated", "running": "is to be validated"}.get(self.status, "was to be validated")
+            return f"{was} without training, {recipe}"
         was = {"finished": "trained", "running": "is to train"}.get(self.status, "was to train")
-        return f"{was} with the recipe {plain(field.get('recipe'))} on {text} for {self.length}"
+        until = "" if self.target_loss is None else f"to a validation loss of {self.target_loss:g}, "
+        return f"{was} {recipe} {until}{'at most' if until else 'for'} {self.length}"
+
+    @property
+    def target_loss(self) -> float | None:
+        """The validation loss that ends the run."""
+        return number(self.record.fields.get("horizon.until_val_loss"))
 
     @property
     def length(self) -> str:
-        """How long the run is to train: 3 min, 1 step, 8 tokens per param."""
+        """How long the run is to train at most: 3 min, 1 step, 8 tokens per param."""
         fields = self.record.fields
         amount, unit = number(fields.get("horizon.amount")), plain(fields.get("horizon.unit")).replace("_", " ")
         if amount is None or unit == "seconds":
@@ -278,9 +288,9 @@ class RunFacts:
         if self.status != "finished" or amount is None:
             return self.training("resume")
         name, factor = ("minutes", 60) if unit == "seconds" else (unit, 1)
-        longer, loss = {name: f"{2 * amount / factor:.12g}"}, number(fields.get("horizon.until_val_loss"))
-        if loss is not None:  # a run that has reached it would be over before its first step
-            longer["until_val_loss"] = f"{0.9 * loss:.4g}"
+        longer = {name: f"{2 * amount / factor:.12g}"}
+        if self.target_loss is not None:  # a run that has reached it would be over before its first step
+            longer["until_val_loss"] = f"{0.9 * self.target_loss:.4g}"
         return self.training("resume", **longer)
 
     @property

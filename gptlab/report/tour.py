@@ -282,9 +282,12 @@ def _ratio(over: float | None, under: float | None) -> float:
 
 
 def _horizon(facts: RunFacts) -> str:
-    if facts.record.fields.get("horizon.unit") == "seconds":
-        return "The first step that ends past the budget is the last."
-    return f"The run ends after {prose(facts.length)}."
+    loss = facts.target_loss
+    until = "" if loss is None else f"at the first validation with a loss of {loss:g} or less, at the latest "
+    if facts.record.fields.get("horizon.unit") != "seconds":
+        return f"The run ends {until}after {prose(facts.length)}."
+    last = "the first step that ends past the budget"
+    return f"The run ends {until}after {last}." if until else f"{last.capitalize()} is the last."
 
 
 def _evaluation(facts: RunFacts) -> str:

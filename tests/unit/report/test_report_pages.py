@@ -111,6 +111,18 @@ class TestWhatItSays:
         expected = {"steps": "20", "tokens": "20k", "FLOPs": "1.2e+08", "training": "40 s", "tokens a second": "500"}
         assert shown == expected
 
+    @pytest.mark.parametrize(
+        ("fields", "words"),
+        [
+            ({}, "trained with the recipe custom on stdlib for 40 steps; it reached 3.0000 bits per byte."),
+            ({"horizon__until_val_loss": 5.0}, "on stdlib to a validation loss of 5, at most 40 steps; it reached"),
+            ({"eval__only": True}, "was validated without training, with the recipe custom on stdlib; it reached"),
+        ],
+    )
+    def test_length(self, tmp_path: Path, fields: dict[str, Any], words: str) -> None:
+        run = write_run(tmp_path / "run", [4.0, 3.0], horizon__unit="steps", horizon__amount=40.0, **fields)
+        assert words in read_facts(run).sentence()
+
     def test_page_and_text_show_them(self, rich: Path) -> None:
         shown, text = Page(run_page(read_facts(rich))), run_text(read_facts(rich))
         for words in ("2.5000", "dog sat", "lambada", "rewound to step 10", "git checkout", "Where the time went"):

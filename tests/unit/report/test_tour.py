@@ -167,6 +167,25 @@ def test_a_finished_run_is_trained_to_twice_its_length(tmp_path: Path, fields: d
     assert re.search(f"^gptlab train --resume {tmp_path / 'run'} {longer} +# train it on$", tour(facts), re.M)
 
 
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({}, "The first step that ends past the budget is the last."),
+        (
+            {"horizon__until_val_loss": 5.0},
+            "The run ends at the first validation with a loss of 5 or less, at the latest after the first step "
+            "that ends past the budget.",
+        ),
+        (
+            {"horizon__until_val_loss": 5.0, "horizon__unit": "steps", "horizon__amount": 30.0},
+            "The run ends at the first validation with a loss of 5 or less, at the latest after 30 steps.",
+        ),
+    ],
+)
+def test_says_what_ends_the_run(tmp_path: Path, fields: dict[str, Any], words: str) -> None:
+    assert words in " ".join(tour(read_facts(trained(tmp_path / "run", **fields))).split())
+
+
 def test_one_of_a_thing_is_no_plural(tmp_path: Path) -> None:
     fields = {"model__n_layer": 1, "horizon__unit": "steps", "horizon__amount": 1.0}
     run = write_run(tmp_path / "run", [9.0, 3.0], every_steps=1, tokenizer__kind="byte", status="failed", **fields)
