@@ -52,8 +52,8 @@ _ROWS = {
     "random": "A row is {} tokens from a random place of the text.",
 }
 _SCHEDULES = {
-    "trapezoid": "The learning rate (`lr_scale` is its share of the full one) is constant, then falls linearly.",
-    "cosine": "The learning rate (`lr_scale` is its share of the full one) falls along half a cosine.",
+    "trapezoid": "is constant, then falls linearly.",
+    "cosine": "falls along half a cosine.",
 }
 _OPTIMIZERS = {
     "muon": "Muon turns the gradients of the matrices inside the blocks into steps of equal size in every direction; "
@@ -123,7 +123,7 @@ def values_of(facts: RunFacts, *, ascii: bool) -> dict[str, str]:
         "first_loss": f"{train['loss'][0]:.4f}",
         "guess_loss": f"{math.log(max(1.0, _number(facts, 'model.vocab_size'))):.4f}",
         "optimizer": _optimizer(facts),
-        "schedule": _SCHEDULES.get(field("schedule.kind"), ""),
+        "schedule": _schedule(facts),
         "steps": _steps(train),
         "steps_made": counted(int(_finite(trained.steps)), "step"),
         "training_time": duration(math.nan if trained.seconds is None else trained.seconds),
@@ -261,6 +261,14 @@ def _optimizer(facts: RunFacts) -> str:
     if facts.record.provenance.get("own_parts"):
         return "the caller's own optimizer changes the weights."
     return _OPTIMIZERS.get(_field(facts, "optim.matrix_optimizer"), "")
+
+
+def _schedule(facts: RunFacts) -> str:
+    shape, warmup = _SCHEDULES.get(_field(facts, "schedule.kind")), _number(facts, "schedule.warmup_fraction")
+    if shape is None:
+        return ""
+    rises = f"rises in the first {100 * warmup:.3g}% of the run, then " if warmup > 0 else ""
+    return f"The learning rate (`lr_scale` is its share of the full one) {rises}{shape}"
 
 
 def _steps(train: Columns) -> str:

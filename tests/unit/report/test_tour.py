@@ -186,6 +186,21 @@ def test_says_what_ends_the_run(tmp_path: Path, fields: dict[str, Any], words: s
     assert words in " ".join(tour(read_facts(trained(tmp_path / "run", **fields))).split())
 
 
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({}, "(`lr_scale` is its share of the full one) is constant, then falls linearly."),
+        ({"schedule__warmup_fraction": 0.125}, "rises in the first 12.5% of the run, then is constant, then falls"),
+        (
+            {"schedule__kind": "cosine", "schedule__warmup_fraction": 0.02},
+            "full one) rises in the first 2% of the run, then falls along half a cosine.",
+        ),
+    ],
+)
+def test_says_how_the_learning_rate_changes(tmp_path: Path, fields: dict[str, Any], words: str) -> None:
+    assert words in " ".join(tour(read_facts(trained(tmp_path / "run", **fields))).split())
+
+
 def test_one_of_a_thing_is_no_plural(tmp_path: Path) -> None:
     fields = {"model__n_layer": 1, "horizon__unit": "steps", "horizon__amount": 1.0}
     run = write_run(tmp_path / "run", [9.0, 3.0], every_steps=1, tokenizer__kind="byte", status="failed", **fields)
