@@ -66,8 +66,8 @@ class Horizon:
         return steps
 
     def __str__(self) -> str:
-        text = f"{self.amount:g} {self.unit.replace('_', ' ')}"
-        return text if self.until_val_loss is None else f"validation loss {self.until_val_loss:g}, at most {text}"
+        text = f"{self.amount:,.10g} {self.unit.replace('_', ' ')}"
+        return text if self.until_val_loss is None else f"validation loss {self.until_val_loss:.10g}, at most {text}"
 
 
 def steps(number: int) -> Horizon:

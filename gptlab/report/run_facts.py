@@ -132,7 +132,7 @@ class RunFacts:
             was = {"finished": "was validated", "running": "is to be validated"}.get(self.status, "was to be validated")
             return f"{was} without training, {recipe}"
         was = {"finished": "trained", "running": "is to train"}.get(self.status, "was to train")
-        until = "" if self.target_loss is None else f"to a validation loss of {self.target_loss:g}, "
+        until = "" if self.target_loss is None else f"to a validation loss of {self.target_loss:.10g}, "
         return f"{was} {recipe} {until}{'at most' if until else 'for'} {self.length}"
 
     @property

@@ -291,7 +291,7 @@ def _ratio(over: float | None, under: float | None) -> float:
 
 def _horizon(facts: RunFacts) -> str:
     loss = facts.target_loss
-    until = "" if loss is None else f"at the first validation with a loss of {loss:g} or less, at the latest "
+    until = "" if loss is None else f"at the first validation with a loss of {loss:.10g} or less, at the latest "
     if facts.record.fields.get("horizon.unit") != "seconds":
         return f"The run ends {until}after {prose(facts.length)}."
     last = "the first step that ends past the budget"

@@ -153,6 +153,8 @@ class TestHorizon:
 
     def test_reads_as_a_phrase(self) -> None:
         assert str(Horizon(amount=180, unit="seconds")) == "180 seconds"
+        assert str(Horizon(amount=12_345_678, unit="tokens")) == "12,345,678 tokens"
+        assert str(Horizon(amount=3.5e18, unit="flops")) == "3.5e+18 flops"
         assert str(Horizon(amount=20, unit="tokens_per_param", until_val_loss=1.5)) == (
             "validation loss 1.5, at most 20 tokens per param"
         )
