@@ -93,7 +93,8 @@ def values_of(facts: RunFacts, *, ascii: bool) -> dict[str, str]:
     record, train, trained = facts.record, facts.metrics.train, facts.trained
     fate, saved = dict(token_fate(facts)), newest_saved(record.directory.checkpoints_path)
     tokenizer = load_tokenizer(record.directory.tokenizer_path)
-    tokens = _tokens(facts, tokenizer)
+    prompt = next(iter(facts.samples()), "")
+    tokens = _tokens(prompt or _FALLBACK_TEXT, tokenizer)
     field = partial(_field, facts)
     layers, source = counted(record.fields.get("model.n_layer"), "layer"), field("data.source")
     mfu, speed = _finite(number(record.summary.get("mfu_percent"))), _ratio(trained.tokens, trained.seconds)
@@ -110,6 +111,7 @@ def values_of(facts: RunFacts, *, ascii: bool) -> dict[str, str]:
         "split": _split(facts),
         "tokenizer": _TOKENIZERS.get(tokenizer.kind, ""),
         "bytes_per_token": _bytes_per_token(record.provenance.get("corpus")),
+        "text": "a text of this run" if prompt else "an example sentence",
         "tokens": fenced(table([(str(one), text) for one, text in tokens], "><")),
         "rows": _ROWS.get(field("data.rows"), "").format(field("model.seq_len")),
         "row": _row([text for _, text in tokens[: _ROW_TOKENS + 1]]),
@@ -174,9 +176,8 @@ def _bytes_per_token(corpus: Any) -> str:
     return f"On average a token stands for {known[0] / known[1]:.2f} bytes." if all(known) else ""
 
 
-def _tokens(facts: RunFacts, tokenizer: Tokenizer) -> list[tuple[int, str]]:
-    """(id, its bytes as text) of the beginning of a prompt, with BOS where rows begin with it."""
-    text = next(iter(facts.samples()), "") or _FALLBACK_TEXT
+def _tokens(text: str, tokenizer: Tokenizer) -> list[tuple[int, str]]:
+    """(id, its bytes as text) of the beginning of `text`, with BOS where rows begin with it."""
     ids = [int(one) for one in tokenizer.encode(text)[:_SHOWN_TOKENS]]
     found = [(one, _visible(tokenizer.decode_bytes([one]))) for one in ids]
     return found if tokenizer.bos_id is None else [(tokenizer.bos_id, "BOS"), *found]

@@ -30,11 +30,12 @@ HOSTILE = "```\n<script>alert(1)</script>\x1b]0;x\x07{{command}}"
 
 
 def trained(folder: Path, prompt: str = "ab cd", **fields: Any) -> Path:
-    """A finished run of 30 steps with a checkpoint and a sample."""
+    """A finished run of 30 steps with a checkpoint and, where there is a prompt, a sample."""
     run = write_run(folder, [9.0, 3.0], every_steps=30, tokenizer__kind="byte", model__vocab_size=257, **fields)
     ByteTokenizer().save(run / "tokenizer")
-    with MetricsLog(run / "metrics.jsonl") as log:
-        log.write("sample", step=30, prompt=prompt, text=f"{prompt}, and so on")
+    if prompt:
+        with MetricsLog(run / "metrics.jsonl") as log:
+            log.write("sample", step=30, prompt=prompt, text=f"{prompt}, and so on")
     saved = run / "checkpoints" / "step-00000030"
     saved.mkdir(parents=True)
     weights = {"token_embedding.weight": [257, 8], "blocks.0.mlp.up.weight": [32, 8], "blocks.1.mlp.up.weight": [32, 8],
@@ -79,6 +80,7 @@ def test_it_has_the_numbers_of_the_run(tmp_path: Path, monkeypatch: pytest.Monke
     for words in (
         "The run is `run`",
         "ln(257) = 5.5491",
+        "This is the beginning of a text of this run, one token a line",
         "4,624 numbers in all",
         "layer 0, 1",
         "input   BOS  a  b  ·  c",
@@ -99,6 +101,13 @@ def test_a_line_of_every_30_steps_is_no_first_and_no_last_step(tmp_path: Path) -
     page = " ".join(tour(read_facts(run)).split())
     assert "Step 30 had a loss of 3.0000" in page
     assert "40 steps took 80 s, 500 tokens a second. A token costs 12k floating-point operations" in page
+
+
+def test_without_samples_it_shows_the_tokens_of_an_example(tmp_path: Path) -> None:
+    page = " ".join(tour(read_facts(trained(tmp_path / "run", prompt=""))).split())
+    assert "This is the beginning of an example sentence, one token a line" in page
+    assert "input BOS T h e" in page
+    assert "This run drew no samples." in page
 
 
 def test_texts_of_a_run_stay_text(tmp_path: Path) -> None:
