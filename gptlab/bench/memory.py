@@ -34,8 +34,9 @@ class Memory:
     optimizer: int
     activations: int
     """On CUDA, what a micro-batch's passes take at their peak beside weights, gradients and moments. Elsewhere, and of
-    uncompiled code with activation checkpointing, what autograd keeps of one for its backward pass; the CPU kernels
-    and torch.compile keep less."""
+    uncompiled code with activation checkpointing, what autograd keeps of one for its backward pass, and the head's
+    gradient if a step has several micro-batches; the CPU kernels and torch.compile keep less. Freed memory that the C
+    library keeps is not counted."""
     update: int
     """What the update of the weights takes more than the activations, which are freed before it."""
     validation: int
@@ -130,8 +131,12 @@ def _uncompiled_activations(model: GPT, config: RunConfig, gradients: int) -> in
     rows, seq_len = config.batch.micro_sequences, config.model.seq_len
     recomputed = config.runtime.activation_checkpointing
     kept = kept_for_backward(model, rows, seq_len, recomputed=recomputed)
-    if model.platform != "cuda" or recomputed:
+    if recomputed:
         return kept
+    if model.platform != "cuda":
+        # The head's forward pass keeps a gradient of its weight, of which the backward pass makes another while all
+        # else is kept. From the second micro-batch on, the summed gradients are there too.
+        return kept + (model.head.weight.nbytes if config.micro_batches > 1 else 0)
     for weight in model.parameters() if config.micro_batches > 1 else ():
         weight.grad = torch.empty_like(weight)
     held = [weight.grad for weight in model.parameters() if weight.grad is not None]

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from gptlab.bench import training_rate
-from gptlab.bench.memory import count_memory, kept_for_backward
+from gptlab.bench.live_bytes import LiveBytes
+from gptlab.bench.memory import count_memory, kept_for_backward, model_on_meta
 from gptlab.bench.plan import make_plan
 from gptlab.bench.training_rate import Rate, assumed_vocab_size
 from gptlab.cli import main as cli
@@ -72,6 +73,24 @@ def test_meta_device_counts_what_a_real_pass_keeps(dtype: torch.dtype, monkeypat
     # CPU attention keeps its log-sum-exp in other strides and paddings than its meta version: a few percent.
     assert counted == pytest.approx(real, rel=0.1)
     assert by_kernel <= 1.1 * counted
+
+
+def test_counts_the_gradients_of_a_large_head_beside_those_of_earlier_micro_batches() -> None:
+    """Beside a real second pass, within the few percent that the CPU's attention differs by."""
+    config = tiny(model__vocab_size=5_000)
+    model = build_model(config.model, device=torch.device("cpu"), compute_dtype=torch.float32, seed=1)
+    tokens = torch.zeros(4, 16, dtype=torch.int64)
+    model.loss(tokens, tokens).backward()
+    held = [weight.grad for weight in model.parameters() if weight.grad is not None]
+    with LiveBytes([*model.parameters(), *model.buffers(), *held]) as live:
+        loss = model.loss(tokens, tokens)
+        live.peak = live.bytes
+        loss.backward()
+    meta = model_on_meta(config, torch.float32, "cpu")
+    counted = count_memory(meta, config).activations
+    assert live.peak == pytest.approx(counted, rel=0.1)
+    one = apply_overrides(config, {"batch.total_tokens": 64})
+    assert count_memory(meta, one).activations == counted - model.head.weight.nbytes
 
 
 def test_activations_grow_with_the_micro_batch() -> None:
