@@ -359,6 +359,19 @@ class TestRunFolder:
         cache_is_whole()
         assert Path("text.txt").read_text() == TEXT
 
+    @pytest.mark.parametrize(
+        "given", [{"run_dir": "shared/run"}, {"run_dir": None}, {"depth": None, "steps": None, "run_dir": "shared/run"}]
+    )
+    def test_that_may_not_be_written(self, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any]) -> None:
+        """Refused at once, as in the test of a folder that holds a run; also where the recipe sizes the model."""
+        Path("empty").mkdir()
+        Path("shared").mkdir()
+        refused = {Path("shared"), Path("runs"), Path(".")}
+        monkeypatch.setattr(os, "access", lambda path, mode: Path(path) not in refused)
+        ended = gptlab(*train(data="empty", **given))
+        ended.is_refused("cannot make the run folder ", ": Permission denied; name another --run-dir")
+        ended.changed_nothing()
+
     def test_that_another_process_uses(self, finished: RunDirectory) -> None:
         program = (
             "from pathlib import Path; from gptlab.runtime.records.run_directory import RunDirectory\n"

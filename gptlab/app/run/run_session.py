@@ -142,13 +142,18 @@ def _estimated_steps(session: Session, machine: Machine | None) -> int | None:
     return max(1, round(session.config.horizon.amount / step_seconds))
 
 
+def new_run_path(attempt: Attempt, config: RunConfig) -> Path:
+    """Where the attempt's new run goes."""
+    return Path(config.run_dir or attempt.job.folder() or default_run_path(config.recipe, datetime.now()))
+
+
 def make_run_directory(
     session: Session, attempt: Attempt, facts: Mapping[str, object], evidence: Evidence, machine: Machine | None
 ) -> None:
     """Make the attempt's run folder, with everything that is known before the first step, and lock it. UserError where
     it cannot be."""
     config = session.config
-    path = Path(config.run_dir or attempt.job.folder() or default_run_path(config.recipe, datetime.now()))
+    path = new_run_path(attempt, config)
     attempt.job.will_begin(path)
 
     def contents(run: RunDirectory) -> None:

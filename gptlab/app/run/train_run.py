@@ -151,7 +151,7 @@ def _train(
 ) -> Result:  # fmt: skip
     """Train `config`, which has been sized by `machine` or is that of an `earlier` run."""
     from gptlab.app.run.ranks import require_same_implementations, require_same_run
-    from gptlab.app.run.run_session import describe, make_run_directory, run_session
+    from gptlab.app.run.run_session import describe, make_run_directory, new_run_path, run_session
     from gptlab.app.run.session import open_session
     from gptlab.runtime.hardware.device import deterministic_kernels
     from gptlab.runtime.hardware.place import place_of
@@ -160,8 +160,8 @@ def _train(
     console, group = attempt.console, attempt.group
     if config.parallel.exact_any_world_size:
         attempt.held.enter_context(deterministic_kernels(config.runtime.device))
-    if group.is_main and attempt.run is None and config.run_dir is not None:
-        RunDirectory(Path(config.run_dir)).require_free()  # said now, not after the data is prepared
+    if group.is_main and attempt.run is None:
+        RunDirectory(new_run_path(attempt, config)).require_free()  # said now, not after the data is prepared
     if group.is_main and config.log.to:
         from gptlab.runtime.records.mirrors import require_mirrors
 
@@ -243,6 +243,7 @@ def _limit(attempt: Attempt, measured: list[Machine], config: RunConfig) -> Mach
 def _timed(attempt: Attempt, measured: list[Machine], config: RunConfig) -> Machine:
     """This machine, timed on the steps of `config`; also appended to `measured`. Data is prepared before, which gives
     another thread the time to build the C++ kernels."""
+    from gptlab.app.run.run_session import new_run_path
     from gptlab.app.run.session import prepared
     from gptlab.bench.training_rate import timed_machine
     from gptlab.runtime.hardware.device import deterministic_kernels
@@ -253,6 +254,7 @@ def _timed(attempt: Attempt, measured: list[Machine], config: RunConfig) -> Mach
 
     tokens = measured[-1].training_tokens
     if len(measured) == 1:  # its limit: no size was timed yet
+        RunDirectory(new_run_path(attempt, config)).require_free()  # said now, not after the data is prepared
         tokens = prepared(config, place_of(config, attempt.group.world), attempt.console).train.n_tokens
     exact = deterministic_kernels(config.runtime.device) if config.parallel.exact_any_world_size else nullcontext()
     with attempt.console.busy("timing steps, to size the model"), exact:

@@ -137,10 +137,14 @@ class RunDirectory:
                 path.unlink(missing_ok=True)
 
     def require_free(self) -> None:
-        """UserError unless a run can start here, in an empty folder or one that does not exist. Writes nothing."""
+        """UserError unless a run can start here, in an empty folder or one that does not exist, and this user may write
+        there. Writes nothing."""
         entries = sorted(self.path.iterdir()) if self.path.is_dir() else []
         if any(entry.name not in (_LOCK, _OWNER) or entry.is_symlink() for entry in entries):
             self._require_leftovers(entries)
+        nearest = next((place for place in (self.path, *self.path.parents) if os.path.exists(place)), None)
+        if nearest is not None and nearest.is_dir() and not os.access(nearest, os.W_OK | os.X_OK):
+            raise UserError(f"cannot make the run folder {self.path}: Permission denied; name another --run-dir")
 
     def _require_leftovers(self, entries: list[Path]) -> None:
         """UserError unless all in the folder is what a process left that was killed in `create`."""
