@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from tiny_runs import FLAGS, arguments, command, train
+from written_runs import write_run
 
 import gptlab
 
@@ -64,7 +65,7 @@ def test_from_python(folder: Path) -> None:
 def started(argv: Sequence[object], *, prelude: str = "", closed: int | None = None, **variables: str) -> object:
     """(exit code, stdout, stderr) of a process with these variables alone, and without one of its streams."""
     script = f"{prelude}\nfrom gptlab.cli.main import entry_point\nentry_point()"
-    close = "" if closed is None else f"{closed}>&-"
+    close = "" if closed is None else f"{closed}>&-"  # for stdin too: sh closes the number, whichever the arrow
     done = subprocess.run(
         ["sh", "-c", f'exec "$0" "$@" {close}', sys.executable, "-c", script, *map(str, argv)],
         cwd=ROOT, env=variables | {"PATH": os.environ["PATH"]}, capture_output=True, text=True, timeout=120,
@@ -102,3 +103,10 @@ def test_a_closed_stream_is_no_error(closed: int, tmp_path: Path) -> None:
         code, out, err = command(argv)
         shown = ("", err) if closed == 1 else (out, "")
         assert started(argv, closed=closed, GPTLAB_CACHE=str(tmp_path)) == (code, *shown)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="no sh")
+def test_a_closed_stdin_answers_nothing(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", [4.0], status="failed")
+    code, _, err = started(["runs", "prune", "--failed", tmp_path], closed=0)  # type: ignore[misc]
+    assert (code, err.count("\n"), "--yes deletes without asking" in err) == (2, 1, True), err
