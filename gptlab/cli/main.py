@@ -104,7 +104,10 @@ def main(argv: Sequence[str]) -> int:
     rank = os.environ.get("RANK", "0")
     try:
         with paths_of_the_user(), nullcontext() if rank == "0" else _silent():
-            code = _dispatch(list(argv))
+            try:
+                code = _dispatch(list(argv))
+            except SystemExit as end:  # after --help
+                code = end.code if isinstance(end.code, int) else int(end.code is not None)
         sys.stdout.flush()  # A closed pipe shows here, not at interpreter exit.
         return code
     except UserError as error:
@@ -122,8 +125,6 @@ def main(argv: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         print(f"gptlab: error: cannot write the output: {error.strerror}", file=sys.stderr)
         return EXIT_USAGE
-    except SystemExit as end:  # after --help
-        return end.code if isinstance(end.code, int) else int(end.code is not None)
 
 
 @contextmanager

@@ -277,10 +277,12 @@ def test_python_has_the_same_names() -> None:
         _ = gptlab.nothing_like_it
 
 
-def test_a_reader_that_leaves_is_no_error() -> None:
+@pytest.mark.parametrize("words", [["--help"], ["clean", "--help"]])
+def test_a_reader_that_leaves_is_no_error(words: list[str]) -> None:
     """`gptlab --help | true`: no traceback, and the exit code that shells give to a broken pipe."""
+    program = "import time; time.sleep(0.5); from gptlab.cli.main import entry_point; entry_point()"
     process = subprocess.Popen(
-        [sys.executable, "-c", "import time; time.sleep(0.5); from gptlab.cli.main import entry_point; entry_point()"],
+        [sys.executable, "-c", program, *words], env={**os.environ, "PYTHONUNBUFFERED": ""},
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert process.stdout is not None
