@@ -26,6 +26,7 @@ from typing import Literal
 
 from filelock import FileLock
 
+from gptlab.config.errors import UserError
 from gptlab.runtime.files.cache import cache_root
 from gptlab.runtime.hardware.installed import cxx_compiler
 
@@ -78,13 +79,13 @@ def kernel_library(activations: Activations) -> Library | str | None:
         if not built.functions.products_are_permitted():
             built = load_built(compiler, _SOURCES, (*flags, "-mno-amx-bf16"))
         return built
-    except (OSError, subprocess.SubprocessError) as error:
+    except (OSError, subprocess.SubprocessError, UserError) as error:
         return _reason(error, compiler)
 
 
 def load_built(compiler: str, sources: Sequence[Path], flags: Sequence[str]) -> Library:
     """The shared library of these sources from the cache. It is built first if it is missing, damaged or does not load.
-    Raises OSError or SubprocessError if that fails."""
+    Raises OSError or SubprocessError if that fails, and UserError where there is no place for a cache."""
     stem = library_stem(compiler, sources, flags)
     folder = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or cache_root(None) / "compile") / "gptlab"
     return _load_intact(folder, stem) or _build(compiler, sources, flags, folder, stem)
@@ -145,8 +146,10 @@ def _run(command: list[str]) -> bytes:
     return subprocess.run(command, check=True, capture_output=True, timeout=_BUILD_TIMEOUT_SECONDS).stdout
 
 
-def _reason(error: OSError | subprocess.SubprocessError, compiler: str) -> str:
+def _reason(error: OSError | subprocess.SubprocessError | UserError, compiler: str) -> str:
     """Why there is no library: the compiler's first error message, else how it ended."""
+    if isinstance(error, UserError):
+        return str(error)
     if isinstance(error, subprocess.TimeoutExpired):
         return f"{compiler} did not finish within {error.timeout:.0f} s"
     if isinstance(error, subprocess.CalledProcessError):

@@ -133,6 +133,7 @@ def test_without_the_permission_to_use_amx_they_are_built_without_it(
     [
         ("no compiler", "no C++ compiler (g++ or clang++) was found"),
         ("no folder", "it cannot be built in the cache: Not a directory"),
+        ("no home", "this user has no home folder"),
         ("a broken compiler", "failed: error: out of order"),
     ],
 )
@@ -144,7 +145,7 @@ def test_without_them_models_compute_all_the_same_and_say_why(tmp_path: Path, la
     elif lack == "no folder":
         (tmp_path / "file").write_text("in the way")
         variables["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path / "file")
-    else:
+    elif lack == "a broken compiler":
         (tmp_path / "c++").write_text("#!/bin/sh\necho 'c++: some note' >&2\necho 'error: out of order' >&2\nexit 1\n")
         (tmp_path / "c++").chmod(0o755)
         variables["CXX"] = str(tmp_path / "c++")
@@ -152,6 +153,12 @@ def test_without_them_models_compute_all_the_same_and_say_why(tmp_path: Path, la
     def compute() -> None:
         for name in {"CXX", "TORCHINDUCTOR_CACHE_DIR"} - variables.keys():
             os.environ.pop(name, None)
+        if lack == "no home":
+            import pwd  # not on Windows
+
+            for name in ("HOME", "GPTLAB_CACHE", "XDG_CACHE_HOME"):
+                os.environ.pop(name, None)
+            pwd.getpwuid = lambda uid: {}[uid]  # type: ignore[assignment]
         library.kernel_library.cache_clear()
         config = ModelConfig(n_layer=1, n_embd=16, n_head=1, seq_len=64, vocab_size=5)
         model = build_model(config, device=CPU, compute_dtype=torch.float32, seed=1)
