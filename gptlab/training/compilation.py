@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import subprocess
 import sys
 import tempfile
@@ -229,7 +230,9 @@ def _compiler(device: torch.device) -> str:
 def _what_failed(error: Exception) -> str:
     """One line of an error of torch.compile; of a C++ compiler, its first error."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return next((line for line in lines if "error" in line.lower()), lines[0] if lines else type(error).__name__)[:300]
+    compilers = (line for line in lines if re.search(r"\berror: ", line))  # "CppCompileError: ..." is Inductor's
+    others = (line for line in lines if "error" in line.lower())
+    return next((line for found in (compilers, others, lines) for line in found), type(error).__name__)[:300]
 
 
 def run_once(state: TrainState, passes: Passes, config: RunConfig, eval_sequences: int) -> None:

@@ -89,6 +89,22 @@ def fails(*args: Any) -> None:
     raise OSError("no linker")
 
 
+CPP_ERROR = """\
+CppCompileError: C++ compile error
+
+Command:
+g++ /tmp/x.cpp -o /tmp/x.so
+
+Output:
+/tmp/x.cpp:1:10: fatal error: no_such.h: No such file or directory
+compilation terminated.
+"""
+
+
+def does_not_compile(*args: Any) -> None:
+    raise OSError(CPP_ERROR)
+
+
 def gives_zeros(loss: Tensor) -> Tensor:
     """As torch 2.11 compiled the loss of the head."""
     return loss.detach() + 0.0 * loss
@@ -99,6 +115,7 @@ def gives_zeros(loss: Tensor) -> Tensor:
     [
         (False, fails, "no linker"),
         (True, fails, "no linker"),
+        (False, does_not_compile, "/tmp/x.cpp:1:10: fatal error: no_such.h: No such file or directory"),
         (False, gives_zeros, f"torch {torch.__version__} compiled a backward pass whose gradients are all zero"),
     ],
 )
