@@ -61,8 +61,8 @@ _USER_CACHES = {"win32": ("LOCALAPPDATA", "AppData/Local"), "darwin": ("", "Libr
 
 
 def cache_root(cache_dir: str | None) -> Path:
-    """`cache_dir`, else $GPTLAB_CACHE, else `gptlab` in this platform's folder for caches. UserError if that is needed
-    and this user has no home folder."""
+    """`cache_dir`, else $GPTLAB_CACHE, else `gptlab` in this platform's folder for caches. UserError if that is in a
+    home folder that does not exist."""
     chosen = cache_dir or os.environ.get("GPTLAB_CACHE")
     try:
         if chosen:
@@ -70,6 +70,10 @@ def cache_root(cache_dir: str | None) -> Path:
         variable, usual = _USER_CACHES.get(sys.platform, ("XDG_CACHE_HOME", ".cache"))
         return Path(os.environ.get(variable) or Path.home() / usual, "gptlab")
     except RuntimeError:  # of pathlib: no HOME, and no entry in the password database
+        if chosen:
+            raise UserError(
+                f"the cache cannot be in {chosen!r}: there is no such home folder; name a folder without ~"
+            ) from None
         raise UserError(
             "this user has no home folder to keep prepared tokens and compiled kernels in: set GPTLAB_CACHE to a folder"
         ) from None
@@ -88,7 +92,7 @@ def cached_folder(
 
 
 def _built(folder: Path, build: Callable[[Path], dict[str, Any]], what: str, console: Console | None) -> dict[str, Any]:
-    with cannot(f"keep the {what} in {folder.parent} (GPTLAB_CACHE names another folder)"):
+    with cannot(f"keep the {what} in {folder.parent} (set GPTLAB_CACHE to another folder)"):
         folder.parent.mkdir(parents=True, exist_ok=True)
         with locked(folder, what, console):  # while this process waited, another one may have built it
             if folder.exists() and (reason := damage(folder)) is not None:

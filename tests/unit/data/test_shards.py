@@ -184,7 +184,9 @@ def test_a_failed_build_leaves_nothing_and_a_full_disk_is_one_line(tmp_path: Pat
         (folder / "half").write_bytes(b"x")
         raise KeyboardInterrupt
 
-    with pytest.raises(UserError, match=r"cannot keep the thing in .*No space left on device"):
+    with pytest.raises(
+        UserError, match=r"cannot keep the thing in .* \(set GPTLAB_CACHE to another folder\): No space left on device"
+    ):
         cached_folder(tmp_path / "x", full, what="thing")
     with pytest.raises(KeyboardInterrupt):
         cached_folder(tmp_path / "x", interrupted, what="thing")
@@ -252,6 +254,9 @@ def test_where_caches_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     monkeypatch.setenv("GPTLAB_CACHE", str(tmp_path / "chosen"))
     assert cache_root("here") == Path("here")
     assert cache_root(None) == tmp_path / "chosen"
+    monkeypatch.setenv("GPTLAB_CACHE", "~no-such-user/cache")
+    with pytest.raises(UserError, match=r"the cache cannot be in '~no-such-user/cache': .* name a folder without ~"):
+        cache_root(None)
     monkeypatch.delenv("GPTLAB_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(sys, "platform", "linux")
