@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gptlab.config.errors import UserError
 from gptlab.config.model import Activation
-from gptlab.model.kernels.library import load_built
+from gptlab.model.kernels.library import NO_COMPILER, load_built, why_not_built
 from gptlab.runtime.hardware.installed import cxx_compiler
 
 _SOURCE = Path(__file__).with_name("decode_kernel.cpp")
@@ -53,14 +54,14 @@ class _Model(ctypes.Structure):
 
 @functools.cache
 def load_decode_kernel() -> Any:
-    """`decode_step`, built unless the cache has it (three seconds); None where that is impossible."""
+    """`decode_step`, built unless the cache has it (three seconds). A line that says why where that is impossible."""
     compiler = cxx_compiler()
     if compiler is None:
-        return None
+        return NO_COMPILER
     try:
         library = load_built(compiler, (_SOURCE,), _FLAGS)
-    except (OSError, subprocess.SubprocessError):
-        return None
+    except (OSError, subprocess.SubprocessError, UserError) as error:
+        return why_not_built(error, compiler)
     function = library.functions.decode_step
     function.argtypes = [_POINTER, _LONG, _POINTER, _POINTER, _POINTER, _LONG, _POINTER, ctypes.c_int]
     function.restype = None

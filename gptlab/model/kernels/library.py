@@ -32,6 +32,8 @@ from gptlab.runtime.hardware.installed import cxx_compiler
 
 Activations = Literal["float32", "bfloat16"]
 
+NO_COMPILER = "no C++ compiler (g++ or clang++) was found"
+
 _FOLDER = Path(__file__).parent
 _SOURCES = tuple(
     _FOLDER / f"{name}.cpp" for name in ("attention_kernel", "fused_kernels", "head_kernel", "linear_kernel")
@@ -72,7 +74,7 @@ def kernel_library(activations: Activations) -> Library | str | None:
         return None
     compiler = cxx_compiler()
     if compiler is None:
-        return "no C++ compiler (g++ or clang++) was found"
+        return NO_COMPILER
     flags = (*_FLAGS, _REAL[activations])
     try:
         built = load_built(compiler, _SOURCES, flags)
@@ -80,7 +82,7 @@ def kernel_library(activations: Activations) -> Library | str | None:
             built = load_built(compiler, _SOURCES, (*flags, "-mno-amx-bf16"))
         return built
     except (OSError, subprocess.SubprocessError, UserError) as error:
-        return _reason(error, compiler)
+        return why_not_built(error, compiler)
 
 
 def load_built(compiler: str, sources: Sequence[Path], flags: Sequence[str]) -> Library:
@@ -146,7 +148,7 @@ def _run(command: list[str]) -> bytes:
     return subprocess.run(command, check=True, capture_output=True, timeout=_BUILD_TIMEOUT_SECONDS).stdout
 
 
-def _reason(error: OSError | subprocess.SubprocessError | UserError, compiler: str) -> str:
+def why_not_built(error: OSError | subprocess.SubprocessError | UserError, compiler: str) -> str:
     """Why there is no library: the compiler's first error message, else how it ended."""
     if isinstance(error, UserError):
         return str(error)

@@ -139,14 +139,19 @@ def decodes_by_kernel(device: torch.device, dtype: torch.dtype) -> bool:
         return False
     from gptlab.model.kernels.decode_kernel import load_decode_kernel
 
-    return load_decode_kernel() is not None
+    return not isinstance(load_decode_kernel(), str)
 
 
 def missing_decode_kernel(device: torch.device, dtype: torch.dtype) -> str | None:
-    """A warning if that kernel suits but could not be built; otherwise None."""
-    if not _suit_kernels(device, dtype) or decodes_by_kernel(device, dtype):
+    """A warning with the reason, if that kernel suits but could not be built; otherwise None."""
+    if not _suit_kernels(device, dtype):
         return None
-    return "tokens are sampled without gptlab's C++ kernel, half as fast: no C++ compiler here builds it"
+    from gptlab.model.kernels.decode_kernel import load_decode_kernel
+
+    reason = load_decode_kernel()
+    if not isinstance(reason, str):
+        return None
+    return f"tokens are sampled without gptlab's C++ kernel, half as fast: {reason}"
 
 
 def missing_kernels(device: torch.device, dtype: torch.dtype) -> str | None:
