@@ -55,7 +55,7 @@ clean:  ## remove the environment and everything built (runs/ stays)
 	find gptlab tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 help:  ## this list
-	@sed -n 's/^\([a-z-]*\):[^#]*## /  make \1\t/p' Makefile | expand -t 20
+	@sed -n 's/^\([a-z-]*\):[^#]*## /  make \1\t/p' Makefile | expand -t 24
 
 # The stamps are what makes a second call install nothing.
 $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
@@ -71,12 +71,12 @@ $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python tests/support/byte_code.py
 	@touch $(VENV)/.installed $@
 
-# The first interpreter that runs and is new enough; PYTHON=/path/to/python chooses another.
+# The first interpreter that runs and is new enough, or the one of PYTHON=/path/to/python.
 $(BIN)/python:
-	@for python in $(PYTHON) python3 python3.13 python3.12 python3.11 python3.14; do \
+	@for python in $(or $(PYTHON),python3 python3.13 python3.12 python3.11 python3.14); do \
 		if $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
 			echo "creating $(VENV) with $$($$python --version)"; \
 			exec $$python -m venv $(VENV); \
 		fi; \
 	done; \
-	echo "error: no Python >= 3.11 found; install one or name it: make PYTHON=/path/to/python3.11" >&2; exit 1
+	echo "error: $(if $(PYTHON),$(PYTHON) is no Python >= 3.11 that runs,no Python >= 3.11 found); install one or name it: make PYTHON=/path/to/python3.11" >&2; exit 1
