@@ -33,9 +33,17 @@ def test_runs_without_root() -> None:
     assert TEXT.index("\nUSER gptlab") > TEXT.rindex("\nRUN ")
 
 
+def test_every_user_may_write_the_cache() -> None:
+    """As `docker run --user` makes necessary; not below a home folder, which others may not enter."""
+    (cache,) = re.findall(r"^ENV GPTLAB_CACHE=(/\w+)$", TEXT, re.M)
+    assert re.search(rf"^RUN .*mkdir -m 1777 {cache}$", TEXT, re.M)
+
+
 @pytest.mark.skipif(not docker_runs(), reason="no Docker daemon with the base image here")
 @pytest.mark.timeout(1800)
 def test_builds_and_answers() -> None:
     subprocess.run(["docker", "build", "-q", "-t", "gptlab-test", "."], cwd=ROOT, check=True)
     done = subprocess.run(["docker", "run", "--rm", "gptlab-test", "--version"], capture_output=True, text=True)
     assert done.stdout.startswith("gptlab ")
+    train = ["train", "--depth", "1", "--steps", "1", "--run-dir", "/tmp/run"]
+    subprocess.run(["docker", "run", "--rm", "--user", "12345", "gptlab-test", *train], check=True)
