@@ -57,6 +57,8 @@ class EarlierRun:
     """Of a run that is resumed: what config.json says, which has the length so far."""
     checkpoint: Checkpoint | None = None
     """Where a resumed run continues. None: it starts at step 0, since it ended before its first checkpoint."""
+    goes_back: bool = False
+    """Whether `checkpoint` was asked for by its step: `record` sets those of later steps aside."""
     asked: Mapping[str, Any] = field(default_factory=dict)
     """{dotted field: value} that the request to repeat it changes."""
 
@@ -78,6 +80,8 @@ class EarlierRun:
     def record(self, session: Session, facts: Facts, evidence: Evidence, console: Console) -> None:
         """Record in the run folder that this process resumes the run, and write again what is lost. On rank 0."""
         _restore_tokenizer(self.run, session.data.tokenizer, console)
+        if self.checkpoint is not None and self.goes_back:
+            _set_later_checkpoints_aside(self.run, self.checkpoint.step, console)
         if self.stored is not None and self.checkpoint is not None and self._is_longer(session):
             _change_length(self.run, session, self.checkpoint, self.stored, console)
         _record_resume(self.run, facts, evidence, self.checkpoint, console)
@@ -151,11 +155,9 @@ def _open_resumed(request: RunRequest, run: RunDirectory, attempt: Attempt) -> E
         return Result(0, run.path, summary)
     _require_same_parts(attempt, run, "resume")
     attempt.run = run
-    if request.resume_from_step is not None and group.is_main:
-        _set_later_checkpoints_aside(run, request.resume_from_step, console)
-    checkpoint = _newest_checkpoint(run, console, group)
+    checkpoint = _newest_checkpoint(run, console, group, request.resume_from_step)
     attempt.config = _with_own_tokenizer(config, run)
-    return EarlierRun(run, stored, checkpoint)
+    return EarlierRun(run, stored, checkpoint, goes_back=request.resume_from_step is not None)
 
 
 def _require_trained(run: RunDirectory) -> None:
@@ -234,13 +236,12 @@ def _has_closing_numbers(summary: Mapping[str, Any]) -> bool:
 
 def _set_later_checkpoints_aside(run: RunDirectory, step: int, console: Console) -> None:
     """Make the checkpoint of `step` the newest of the run. Those of later steps move to RUN/set-aside-1 (2, ...), with
-    copies of the files that resuming will cut or replace. UserError where that step has no intact checkpoint.
+    copies of the files that resuming will cut or replace.
 
     The copies come first, and the newest checkpoint moves first: a process killed in between leaves a run that resumes
     from the newest checkpoint that is still there.
     """
     folder = run.checkpoints_path
-    verify_checkpoint(select_checkpoint(folder, str(step)))
     later = [path for path in candidates(folder) if (step_of(path) or 0) > step]
     if not later:
         return
@@ -261,11 +262,16 @@ def _set_later_checkpoints_aside(run: RunDirectory, step: int, console: Console)
     )
 
 
-def _newest_checkpoint(run: RunDirectory, console: Console, group: Group) -> Checkpoint | None:
-    """The newest checkpoint that is intact for every rank; None where the run ended before its first one."""
+def _newest_checkpoint(run: RunDirectory, console: Console, group: Group, step: int | None) -> Checkpoint | None:
+    """The newest checkpoint that is intact for every rank, or that of `step`; None where the run ended before its first
+    one. UserError where that of `step` is not there or not intact."""
+    if step is not None and group.is_main:
+        verify_checkpoint(select_checkpoint(run.checkpoints_path, str(step)))
     if group.broadcast("has checkpoints", bool(list_checkpoints(run.checkpoints_path))):
         try:
-            checkpoint = load_newest(run.checkpoints_path, console.warn, group)
+            checkpoint = load_newest(run.checkpoints_path, console.warn, group, up_to=step)
+            if step not in (None, checkpoint.step):
+                raise UserError(f"no checkpoint of step {step} in {run.checkpoints_path} is intact for every process")
             _require_own_checkpoint(run, checkpoint, console)
             return checkpoint
         except UserError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tiny_runs import command, differences, outcome, train
+from tiny_runs import command, differences, outcome, train, write_corpus
 
 from gptlab.training.checkpoint.format import list_checkpoints
 from gptlab.training.checkpoint.load import verify_checkpoint
@@ -29,6 +29,20 @@ def test_it_is_the_same_run_again_and_what_was_there_is_set_aside(folder: Path) 
     assert command(["train", "--resume", run, "--resume-from-step", "8"])[0] == 0
     assert [path.name for path in list_checkpoints(run / "set-aside-2" / "checkpoints")] == ["step-00000012"]
     assert differences(before, outcome(run)) == []
+
+
+def test_a_refusal_changes_nothing(tmp_path: Path) -> None:
+    """The data is found to be another one only after the checkpoint was loaded."""
+    write_corpus(tmp_path / "corpus")
+    run = train(tmp_path, "run", checkpoint__keep_last=9, steps=8)
+    before = {path: path.read_bytes() for path in sorted(run.rglob("*")) if path.is_file()}
+    write_corpus(tmp_path / "more", documents=21).joinpath("documents.jsonl").replace(
+        tmp_path / "corpus/documents.jsonl"
+    )
+    code, out, err = command(["train", "--resume", run, "--resume-from-step", "4"])
+    assert (code, "back to step" in out) == (2, False)
+    assert f"the data is not what {run} was trained on" in err
+    assert {path: path.read_bytes() for path in sorted(run.rglob("*")) if path.is_file()} == before
 
 
 def test_a_step_that_is_not_there_is_refused_and_nothing_moves(folder: Path) -> None:
