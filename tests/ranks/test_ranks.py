@@ -133,6 +133,8 @@ def write_scenes(script: Script) -> None:
         script.command(f"sample-{name}", ranks, "sample", folder / "one", *prompts)
     script.command("eval-unlike", 2, "eval", folder / "one")["argv"]["1"] = ["eval", str(folder / "one"), "--core"]
     script.command("eval-nothing", 2, "eval", folder / "nothing")
+    script.train("copies", 3, parallel__mode="sharded", parallel__shard_ranks=2)
+    script.train("any-size", 3, parallel__exact_any_world_size=True)
     script.command("plan", 2, "plan")
     script.command("list", 2, "train", "--list")
 
@@ -248,6 +250,14 @@ class TestDisagreement:
         error = said(played, name)["err"].splitlines()[-1]
         assert error.startswith(f"gptlab: error: rank 1's {what} differs from rank 0's")
         assert not (played / name / "config.json").exists()
+
+    @pytest.mark.parametrize(
+        ("name", "field"), [("copies", "parallel.shard_ranks = 2"), ("any-size", "parallel.exact_any_world_size")]
+    )
+    def test_a_wrong_number_of_ranks_is_refused_once(self, played: Path, name: str, field: str) -> None:
+        assert codes(played, name) == [[2, 2, 2]]
+        assert said(played, name)["err"].splitlines()[-1].startswith(f"gptlab: error: {field}")
+        assert [said(played, name, rank)["err"] for rank in (1, 2)] == ["", ""]
 
     def test_the_dtype_is_that_which_rank_0_timed(self, played: Path) -> None:
         """Processors alike, timed side by side, may find products in bfloat16 a little faster, or a little slower."""

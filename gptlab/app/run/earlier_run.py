@@ -20,6 +20,7 @@ from typing import Any
 from gptlab.app.run.attempt import Attempt, Result
 from gptlab.app.run.loaded_run import as_recorded
 from gptlab.app.run.own_parts import OwnParts
+from gptlab.app.run.ranks import rank_0_reports
 from gptlab.app.run.repeat import Facts, implementations_changed, repeated_config, stored_config, what_differs
 from gptlab.app.run.run_request import RunRequest, longer_command
 from gptlab.app.run.session import Session
@@ -268,16 +269,12 @@ def _newest_checkpoint(run: RunDirectory, console: Console, group: Group, step: 
     if step is not None and group.is_main:
         verify_checkpoint(select_checkpoint(run.checkpoints_path, str(step)))
     if group.broadcast("has checkpoints", bool(list_checkpoints(run.checkpoints_path))):
-        try:
+        with rank_0_reports(group, "an intact checkpoint"):
             checkpoint = load_newest(run.checkpoints_path, console.warn, group, up_to=step)
             if step not in (None, checkpoint.step):
                 raise UserError(f"no checkpoint of step {step} in {run.checkpoints_path} is intact for every process")
             _require_own_checkpoint(run, checkpoint, console)
             return checkpoint
-        except UserError:
-            if not group.is_main:
-                group.barrier("an intact checkpoint")  # rank 0 never comes: it reports the error
-            raise
     metrics = read_metrics(run.metrics_path) if group.is_main and run.metrics_path.exists() else []
     saved = [line.get("step") for line in metrics if line.get("kind") == "checkpoint"]
     if saved:

@@ -83,6 +83,17 @@ def rank_0_first(group: Group) -> Iterator[None]:
         group.barrier("data prepared")
 
 
+@contextmanager
+def rank_0_reports(group: Group, what: str) -> Iterator[None]:
+    """A UserError in the context, which all ranks find alike, is reported by rank 0 alone: the others end with it."""
+    try:
+        yield
+    except UserError:
+        if not group.is_main:
+            group.barrier(what)  # rank 0 never comes: it reports the error
+        raise
+
+
 def agreed_place(place: Place, parallel: ParallelConfig, group: Group) -> Place:
     """`place`, on a CPU with rank 0's dtype: each rank has timed its own, and two alike may differ by chance.
 
@@ -95,13 +106,13 @@ def agreed_place(place: Place, parallel: ParallelConfig, group: Group) -> Place:
     ways = [theirs["parallel"] for theirs in everybody]
     other = next((rank for rank, theirs in enumerate(ways) if theirs != ways[0]), None)
     if other is None:
-        parallel.ranks_per_copy(group.size)
+        with rank_0_reports(group, "parallel"):
+            parallel.ranks_per_copy(group.size)
         dtype = getattr(torch, everybody[0]["dtype"])
         return replace(place, dtype=dtype) if place.device.type == "cpu" else place
-    if not group.is_main:
-        group.barrier("parallel")  # rank 0 never comes: it reports the error
     difference = _first_difference(ways[0], ways[other], "parallel")
-    raise UserError(f"rank {other}'s configuration differs from rank 0's ({difference}): {_START_ALIKE}")
+    with rank_0_reports(group, "parallel"):
+        raise UserError(f"rank {other}'s configuration differs from rank 0's ({difference}): {_START_ALIKE}")
 
 
 def require_same_run(config: RunConfig, facts: Mapping[str, object], group: Group) -> None:

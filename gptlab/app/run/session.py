@@ -9,7 +9,7 @@ from pathlib import Path
 
 from gptlab.app.run.loaded_run import Start, load_start_weights, require_tokenizer
 from gptlab.app.run.own_parts import OwnParts
-from gptlab.app.run.ranks import agreed_place, rank_0_first
+from gptlab.app.run.ranks import agreed_place, rank_0_first, rank_0_reports
 from gptlab.config.errors import ConfigError, UserError
 from gptlab.config.run import EXACT_WORLD_SIZES, RunConfig
 from gptlab.data.corpus.core_bundle import core_folder
@@ -131,7 +131,8 @@ def open_session(
     if group.size > 1:
         place = agreed_place(place, config.parallel, group)
     if config.parallel.exact_any_world_size:
-        config = _for_any_world_size(config, place, group)
+        with rank_0_reports(group, "any world size"):
+            config = _for_any_world_size(config, place, group)
     pretrained = None if restored or config.init_from is None else _pretrained(config.init_from, config)
     seed_everything(config.seed, place.device)
     bundle = None if config.eval.core_every_steps is None else _core_bundle(config, console)
