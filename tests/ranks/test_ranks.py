@@ -15,10 +15,12 @@ from rank_scenes import play_lanes
 from tiny_runs import CLOCK_FIELDS, arguments, lines_of, write_corpus
 
 import gptlab
-from gptlab.app.run.attempt import begun_folder
+from gptlab.app.run.attempt import Attempt, begun_folder
+from gptlab.app.run.ranks import report_peer_failure
 from gptlab.runtime.processes.distributed import Group, World
-from gptlab.runtime.processes.liveness import Liveness
+from gptlab.runtime.processes.liveness import Failure, Liveness, PeerFailed
 from gptlab.runtime.processes.torch_group import Ended, TorchrunJob, torchrun_job
+from gptlab.runtime.records.console import Console
 from gptlab.runtime.records.metrics import read_metrics
 from gptlab.runtime.records.run_directory import RunDirectory
 from gptlab.training.checkpoint.format import list_checkpoints
@@ -469,6 +471,16 @@ def test_who_waits_for_a_word_with_a_limit_ends(monkeypatch: pytest.MonkeyPatch)
             store.set("beat/1", f"[{len(what)}, 0]")
             lost = liveness._lost()
         assert (lost and lost.text) == text
+
+
+def test_a_lost_rank_is_reported_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By rank 0, with the last checkpoint."""
+    run = RunDirectory.create(tmp_path / "run", {}, {})
+    with Console() as console, pytest.raises(PeerFailed) as lost:
+        Attempt(console, [], 0.0, run=run).ended_by(PeerFailed(Failure(1, 3, "rank 1 died in step 2", False)))
+    assert report_peer_failure(lost.value) == 3
+    said = "gptlab: error: training failed: rank 1 died in step 2; no checkpoint had been saved yet\n"
+    assert capsys.readouterr().err == said
 
 
 class TwoRanks(Group):

@@ -60,8 +60,8 @@ def together() -> Iterator[tuple[Group, Console]]:
 
 
 def report_peer_failure(failed: PeerFailed) -> int:
-    """Print the failure of another rank on stderr, unless that rank printed it; return the exit code."""
-    if not failed.failure.said_by_itself:
+    """Print the failure of another rank on stderr, unless it was printed already; return the exit code."""
+    if not failed.is_reported:
         print(f"gptlab: error: rank {World.from_environment().rank}: {failed}", file=sys.stderr)
     return failed.failure.exit_code
 

@@ -49,6 +49,8 @@ class PeerFailed(Exception):  # noqa: N818 -- how this process ends, not a bug
 
     def __init__(self, failure: Failure) -> None:
         self.failure = failure
+        self.is_reported = failure.said_by_itself
+        """Whether it was printed, by the process that failed or by this one."""
         super().__init__(failure.text)
 
 
