@@ -179,6 +179,15 @@ class TestLostRanks:
         finally:
             liveness.close()
 
+    @pytest.mark.parametrize(
+        ("error", "text"), [(UserError("no corpus in x"), "no corpus in x"), (KeyError("x"), "KeyError: 'x'")]
+    )
+    def test_an_input_error_is_recorded_as_it_is_printed(self, error: Exception, text: str) -> None:
+        """After a restart by torchrun it is the whole message."""
+        liveness = Liveness(0, 2, torch.distributed.HashStore())
+        liveness.tell(error, 2)
+        assert liveness.failure == Failure(0, 2, text, True)
+
     def test_a_stopped_rank_ends_the_others_by_name(self, played: Path) -> None:
         output = (played / "output.txt").read_text()
         for rank in (0, 1):

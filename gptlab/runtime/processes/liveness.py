@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 
-from gptlab.config.errors import EXIT_TRAINING_FAILED
+from gptlab.config.errors import EXIT_TRAINING_FAILED, UserError
 
 BEAT_SECONDS = 0.5
 SILENT_SECONDS = 3.0
@@ -170,8 +170,9 @@ class Liveness:
         """Tell the others that this process ends by an error of its own."""
         self._leaving = True
         if self.failure is None:
+            text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
             with suppress(RuntimeError):
-                self._record(Failure(self._rank, exit_code, f"{type(error).__name__}: {error}", True))
+                self._record(Failure(self._rank, exit_code, text, True))
 
     def _record(self, failure: Failure) -> None:
         """Record a failure; the first one counts. If the store is gone, this process's own."""
