@@ -106,6 +106,11 @@ def describe(session: Session, console: Console, machine: Machine | None) -> Non
     if session.finish.steps is not None:
         least_seconds = 0.0 if peak is None else tokens * flops.total / (peak * processes)
     _warn_of_few_saves(config, least_seconds, console)
+    if processes > config.micro_batches and not config.eval.only:
+        console.warn(
+            f"{processes - config.micro_batches} of {processes} processes have no micro-batch: lower "
+            f"batch.micro_sequences (now {config.batch.micro_sequences}) or raise batch.total_tokens"
+        )
 
 
 def _warn_of_few_saves(config: RunConfig, least_seconds: float, console: Console) -> None:

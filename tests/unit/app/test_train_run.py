@@ -20,6 +20,7 @@ from gptlab.bench import training_rate
 from gptlab.config.run import RunConfig
 from gptlab.config.scaling import Machine
 from gptlab.runtime.hardware import installed, place
+from gptlab.runtime.processes.distributed import Group, World
 from gptlab.runtime.records.console import Console
 
 
@@ -92,6 +93,20 @@ class TestFewSaves:
     ) -> None:
         said = self.said(tmp_path, capsys, checkpoint__every_steps=every_steps, checkpoint__keep_every_steps=keep)
         assert (f"warning: checkpoint.keep_every_steps = {keep} keeps few checkpoints" in said) == warns
+
+
+@pytest.mark.parametrize(("processes", "idle"), [(2, None), (3, 1), (6, 4)])
+def test_processes_without_a_micro_batch_are_warned_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], processes: int, idle: int | None
+) -> None:
+    """A step has two micro-batches."""
+    tiny.write_corpus(tmp_path / "corpus")
+    opened = tiny.open_tiny(tmp_path)
+    opened.group = Group(World(0, processes))
+    describe(opened, Console(), None)
+    out = capsys.readouterr().out
+    assert ("have no micro-batch" in out) == (idle is not None)
+    assert idle is None or f"warning: {idle} of {processes} processes have no micro-batch: lower" in out
 
 
 def test_a_gpu_that_torch_cannot_use_is_named_before_anything_else(
