@@ -84,7 +84,9 @@ def quickstart(
     per_root, total_tokens = _step_tokens_per_root(shape.n_embd), 2**13
     if horizon.unit != "steps":
         total_tokens = step_tokens(tokens_within(horizon, shape, flops_per_second), per_root, CPU_MICRO_TOKENS)
-    rows = CPU_MICRO_TOKENS // seq_len if gpu is None else quickstart_on_gpu.micro_rows(gpu, total_tokens, seq_len)
+    rows = CPU_MICRO_TOKENS // seq_len
+    if machine is not None and (gpu is not None or machine.processes > 1):
+        rows = quickstart_on_gpu.micro_rows(machine, total_tokens, seq_len, cpu_tokens=CPU_MICRO_TOKENS)
     return RunConfig(
         recipe="quickstart",
         model=ModelConfig(

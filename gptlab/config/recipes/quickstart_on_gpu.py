@@ -52,9 +52,10 @@ def within_the_text(
     return shape, horizon
 
 
-def micro_rows(machine: Machine, step_tokens: int, seq_len: int) -> int:
-    """Rows of a micro-batch: a power of two, as `step_tokens` is, with at least one micro-batch for each process."""
-    most = min(step_tokens / machine.processes, MOST_MICRO_TOKENS[machine.device.partition(":")[0]])
+def micro_rows(machine: Machine, step_tokens: int, seq_len: int, *, cpu_tokens: int) -> int:
+    """Rows of a micro-batch: a power of two, as `step_tokens` is, with at least one micro-batch for each process.
+    `cpu_tokens`: of a micro-batch on a CPU, at most."""
+    most = min(step_tokens / machine.processes, MOST_MICRO_TOKENS.get(machine.device.partition(":")[0], cpu_tokens))
     return 2 ** max(0, math.floor(math.log2(most / seq_len)))
 
 

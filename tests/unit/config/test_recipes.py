@@ -234,10 +234,11 @@ class TestQuickstartOnAGpu:
         assert steps == 2108
         assert config.eval.every_steps == 528  # validates at 528, 1056, 1584 and the end
 
+    @pytest.mark.parametrize(("device", "rate"), [("cuda:0", 3e14), ("cpu", 1e11)])
     @pytest.mark.parametrize("processes", [1, 2, 3, 4, 8, 64])
-    def test_every_process_has_a_micro_batch(self, processes: int) -> None:
+    def test_every_process_has_a_micro_batch(self, device: str, rate: float, processes: int) -> None:
         here = Machine(
-            device="cuda:0", flops_per_second=3e14 * processes, training_tokens=self.TOKENS, processes=processes
+            device=device, flops_per_second=rate * processes, training_tokens=self.TOKENS, processes=processes
         )
         config = quickstart(machine=here)  # which refuses rows that do not divide a step
         assert config.micro_batches >= min(processes, config.batch.total_tokens // 1024)
