@@ -6,6 +6,7 @@ import json
 import shutil
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,14 @@ import pytest
 import torch
 from rank_scenes import play_lanes
 from tiny_runs import CLOCK_FIELDS, arguments, lines_of, write_corpus
+from torch.distributed import HashStore
 
 import gptlab
 from gptlab.app.run.attempt import Attempt, begun_folder
 from gptlab.app.run.ranks import report_peer_failure
 from gptlab.runtime.processes.distributed import Group, World
 from gptlab.runtime.processes.liveness import Failure, Liveness, PeerFailed
-from gptlab.runtime.processes.torch_group import Ended, TorchrunJob, torchrun_job
+from gptlab.runtime.processes.torch_group import Ended, TorchrunJob, _attempt, torchrun_job
 from gptlab.runtime.records.console import Console
 from gptlab.runtime.records.metrics import read_metrics
 from gptlab.runtime.records.run_directory import RunDirectory
@@ -114,7 +116,7 @@ def write_scenes(script: Script) -> None:
     unnamed = script.train("unnamed", **BARE, steps=4)
     words = unnamed["argv"]["0"]
     del words[(place := words.index("--run-dir")) : place + 2]  # so that it is called after the time
-    unnamed.update(attempts=3, trouble=[first], folder=str(folder / "unnamed"))
+    unnamed.update(attempts=2, trouble=[first], folder=str(folder / "unnamed"), counts=[[0, 1], [0, 0]])
     (folder / "unnamed").mkdir()
     script.train("alone", 1, **BARE, steps=4).update(attempts=3, trouble=[first])
     script.train("stranger", run="one").update(attempts=2, lingers={"1": 0.3})
@@ -346,6 +348,7 @@ class TestRestarts:
         assert codes(played, "alone") == [[-9], [0]]
 
     def test_a_folder_that_is_called_after_the_time_is_found_again(self, played: Path) -> None:
+        """Also by ranks whose torchruns have counted differently."""
         assert codes(played, "unnamed") == [[3, -9], [0, 0]] or codes(played, "unnamed") == [[-9, 3], [0, 0]]
         (run,) = (played / "unnamed" / "runs").iterdir()
         assert [line["step"] for line in lines_of(run, "train")] == [1, 2, 3, 4]
@@ -455,6 +458,23 @@ class TestJob:
         job.will_begin(Path("runs/a"))
         job.ends(3, "it broke")
         assert (job.folder(), job.ended()) == (None, None)
+
+
+def test_an_attempt_is_named_for_its_own_ranks_only() -> None:
+    """The requests of an earlier attempt are still in the store: rank 1 had its answer, rank 2 died before it came."""
+    store = HashStore()
+    store.set("gptlab/asks/1", "gptlab/old-1")
+    store.set("gptlab/old-1/attempt", "gptlab/old")
+    store.set("gptlab/asks/2", "gptlab/old-2")
+    name, admit = _attempt(World(0, 3), store)
+    admit()
+    with ThreadPoolExecutor(2) as threads:
+        others = [threads.submit(_attempt, World(rank, 3), store) for rank in (1, 2)]
+        while not all(other.done() for other in others):
+            admit()
+            time.sleep(0.001)
+    assert [other.result()[0] for other in others] == [name, name]
+    assert _attempt(World(0, 3), store)[0] != name
 
 
 def test_who_waits_for_a_word_with_a_limit_ends(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,7 +134,7 @@ def hurry_meetings(folder: Path) -> None:
     torch_group._LATER_LOOK_SECONDS = 0.02
     stores = torch_group._stores
 
-    def noting_stores(world: World, hosts: bool) -> tuple[Any, Any]:
+    def noting_stores(world: World, hosts: bool) -> tuple[Any, ...]:
         opened = stores(world, hosts)
         if hosts:
             store_note(folder, int(os.environ["MASTER_PORT"])).touch()

@@ -8,7 +8,8 @@ of it to copy the pages that it writes to.
 A lane of `jobs` has new processes for each scene. A scene there may be a job of several attempts, as torchrun makes
 them: its store outlives the attempts, a rank that ends has the others told by SIGTERM, and they are all started again
 as long as one of them failed. A rank that `lingers` takes so many seconds from the end of its command to that of its
-process, as an interpreter that has torch to take down does.
+process, as an interpreter that has torch to take down does. With `counts`, each rank is on a machine of its own, whose
+torchrun has this restart count in each attempt.
 """
 
 from __future__ import annotations
@@ -165,6 +166,8 @@ def play_rank(folder: Path, scene: Mapping[str, Any], rank: int, attempt: int, p
     """Leaves SCENE-ATTEMPT-RANK.json when the command comes to its end. Its exit code."""
     world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": scene["ranks"], "MASTER_ADDR": "127.0.0.1"}
     world |= {"MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": job, "TORCHELASTIC_RESTART_COUNT": attempt}
+    if "counts" in scene:
+        world |= {"GROUP_RANK": rank, "TORCHELASTIC_RESTART_COUNT": scene["counts"][rank][attempt]}
     os.environ |= {name: str(value) for name, value in world.items()}
     if rank > 0 or job:
         wait_for_store(folder, port, folder / f"{scene['name']}-{attempt}-0.json")

@@ -49,9 +49,17 @@ class TorchGroup(Group):
         self._store = store
         self._messages = 0
         """Sent through the store so far: the key of the next one."""
+        self._admit: Callable[[], None] = lambda: None
+        """Called between looks into the store."""
         self._mark: Callable[[], Callable[[], bool]] | None = None
         """Where waiting for a collective does not wait for its result (NCCL): marks the point in the GPU's queue, and
         returns whether the GPU has come there."""
+
+    def start(self, admit: Callable[[], None]) -> None:
+        """Wait for all ranks and watch them from then on. `admit` is called again and again until all are there."""
+        self._admit = admit
+        self._liveness.start(self.gather("start", self._liveness.who_am_i(), within_seconds=_START_SECONDS))
+        self._admit = lambda: None
 
     def start_collectives(self, device: torch.device, *, timeout_seconds: float) -> None:
         if dist.is_initialized():
@@ -198,19 +206,30 @@ class TorchGroup(Group):
 
     def _wait_for(self, keys: list[str], writers: Mapping[str, int], until: float, timed_what: str) -> None:
         """Until `keys` are in the store. `writers`: these, and others without which they will not come; by rank."""
-        pause, since = _FIRST_LOOK_SECONDS, time.monotonic()
         watched = range(self.size) if self.is_main else [0]
         with self._liveness.waiting_for(writers, timed_what, watched=watched):
-            while not self._store.check(keys):
-                self._liveness.raise_if_failed()
-                if time.monotonic() > until:
-                    silent = [str(rank) for key, rank in writers.items() if not self._store.check([key])]
-                    raise UserError(
-                        f"rank {', '.join(dict.fromkeys(silent))} is not there after {time.monotonic() - since:.0f} s: "
-                        "it died as it started, or nobody started it"
-                    )
-                time.sleep(pause)
-                pause = min(2 * pause, _LATER_LOOK_SECONDS)
+            _look_for(self._store, keys, writers, until, self._between_looks)
+
+    def _between_looks(self) -> None:
+        self._liveness.raise_if_failed()
+        self._admit()
+
+
+def _look_for(
+    store: Any, keys: list[str], writers: Mapping[str, int], until: float, between_looks: Callable[[], None]
+) -> None:
+    """Return when `keys` are in the store; UserError after `until`."""
+    pause, since = _FIRST_LOOK_SECONDS, time.monotonic()
+    while not store.check(keys):
+        between_looks()
+        if time.monotonic() > until:
+            silent = [str(rank) for key, rank in writers.items() if not store.check([key])]
+            raise UserError(
+                f"rank {', '.join(dict.fromkeys(silent))} is not there after {time.monotonic() - since:.0f} s: "
+                "it died as it started, or nobody started it"
+            )
+        time.sleep(pause)
+        pause = min(2 * pause, _LATER_LOOK_SECONDS)
 
 
 def _mark_queue() -> Callable[[], bool]:
@@ -226,11 +245,11 @@ def join_others(world: World, exit_code: Callable[[BaseException], int]) -> Iter
     """The group of this process, one of several; the context ends when all have come to its end. An error inside is
     reported to the others, which end by PeerFailed with its `exit_code`."""
     hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True) and world.is_main
-    store, watched = _stores(world, hosts)
+    store, watched, admit = _stores(world, hosts)
     liveness = Liveness(world.rank, world.size, watched)
     group = TorchGroup(world, liveness, store)
     try:
-        liveness.start(group.gather("start", liveness.who_am_i(), within_seconds=_START_SECONDS))
+        group.start(admit)
         yield group
         with suppress(RuntimeError):  # the store is gone, and torchrun with it: there is nobody to wait with
             group.barrier("end")
@@ -251,9 +270,9 @@ def join_others(world: World, exit_code: Callable[[BaseException], int]) -> Iter
             liveness.outlast()
 
 
-def _stores(world: World, hosts: bool) -> tuple[Any, Any]:
+def _stores(world: World, hosts: bool) -> tuple[Any, Any, Callable[[], None]]:
     """Two connections to the store: one that waits must not hold up the other, which reports that this process lives.
-    Under torchrun it is torchrun's; otherwise rank 0 `hosts` it."""
+    Under torchrun it is torchrun's; otherwise rank 0 `hosts` it. And what rank 0 calls until all ranks are there."""
     try:
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     except (KeyError, ValueError):
@@ -261,12 +280,37 @@ def _stores(world: World, hosts: bool) -> tuple[Any, Any]:
     try:
         first = dist.TCPStore(host, port, world.size, hosts, wait_for_workers=False, multi_tenant=True)
         second = dist.TCPStore(host, port, world.size, False, wait_for_workers=False)
+        name, admit = _attempt(world, first)
     except RuntimeError as error:
         raise UserError(f"rank {world.rank} cannot reach the store of the run at {host}:{port} ({error})") from error
     # Messages from before a restart, or of an earlier run of the same processes, must not be read again.
-    attempt = f"gptlab/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{world.size}"
-    attempt += f"/{first.add(f'{attempt}/joined/{world.rank}', 1)}"
-    return dist.PrefixStore(attempt, first), dist.PrefixStore(attempt, second)
+    return dist.PrefixStore(name, first), dist.PrefixStore(name, second), admit
+
+
+def _attempt(world: World, store: Any) -> tuple[str, Callable[[], None]]:
+    """The name of this attempt, which no other has, and what rank 0 calls to give it to the other ranks.
+
+    Nothing in the environment names it: the torchrun of each machine has its own restart count. So rank 0 chooses a
+    name, and answers every process that asks for it. A request left by a dead process is answered too, and nobody reads
+    that; the process that replaces it asks by another word.
+    """
+    own = f"gptlab/{uuid.uuid4().hex}"
+    if not world.is_main:
+        answer = f"{own}/attempt"
+        store.set(f"gptlab/asks/{world.rank}", own)
+        _look_for(store, [answer], {answer: 0}, time.monotonic() + _START_SECONDS, lambda: None)
+        return store.get(answer).decode(), lambda: None
+    asking = [f"gptlab/asks/{rank}" for rank in range(1, world.size)]
+    for key in asking:
+        store.compare_set(key, "", "gptlab/nobody")  # since `multi_get` waits for a key that is not there
+    answered: set[bytes] = set()
+
+    def admit() -> None:
+        for other in set(store.multi_get(asking)) - answered:
+            store.set(f"{other.decode()}/attempt", own)
+            answered.add(other)
+
+    return own, admit
 
 
 class TorchrunJob(Job):
