@@ -122,6 +122,7 @@ def write_scenes(script: Script) -> None:
     script.train("stranger", run="one").update(attempts=2, lingers={"1": 0.3})
     asked = script.train("asked")
     asked.update(attempts=2, trouble=[{"1": {"at": 3, "signals": ["SIGTERM"]}}], lingers={"0": 0.3})
+    asked["counts"] = [[0, 0], [0, 1]]  # rank 0's torchrun stops it while it lingers, and does not count that
     asked_early = script.train("asked-early")
     asked_early.update(attempts=2, trouble=[{"1": {"at": "making the data", "signals": ["SIGTERM"]}}])
     nan = {"1": {"data": {"steps": [3], "what": "loss"}}}
@@ -438,6 +439,14 @@ class TestJob:
         TorchrunJob(store, attempt=1).ends(75, "SIGTERM")
         assert TorchrunJob(store, attempt=1).ended() is None
         assert TorchrunJob(store, attempt=2).ended() is None  # when a process was lost after that
+
+    def test_each_torchrun_counts_for_itself(self) -> None:
+        """One saw its process fail; the other stopped its own by SIGTERM, and has counted more before."""
+        store = Store()
+        TorchrunJob(store, node="0", attempt=1).ends(75, "torchrun's SIGTERM")
+        TorchrunJob(store, node="1", attempt=0).ends(2, "what rank 1 knows")
+        assert TorchrunJob(store, node="0", attempt=1).ended() is None
+        assert TorchrunJob(store, node="1", attempt=1).ended() == Ended(2, "what rank 1 knows")
 
     def test_runs_of_one_program_are_told_apart(self) -> None:
         store = Store()

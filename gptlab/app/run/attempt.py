@@ -68,8 +68,8 @@ class Attempt:
         """`request`, or, where an earlier attempt of this torchrun job began a run, the request to resume it. The
         Result where the earlier attempt ended in a way that another attempt would only repeat."""
         ended = self.job.ended()
-        said = self.group.broadcast("earlier end", ended and [ended.exit_code, ended.text])
-        if said is not None:
+        noted = self.group.gather("earlier end", ended and [ended.exit_code, ended.text])
+        if (said := next(filter(None, noted), None)) is not None:
             return self._end_again(request, *said)
         begun = None if request.resume is not None else begun_folder(self.job)
         folder = self.group.broadcast("begun before", begun and str(begun))

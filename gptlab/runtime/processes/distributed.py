@@ -178,7 +178,8 @@ class Job:
         proves that this job made it."""
 
     def ended(self) -> Ended | None:
-        """What `ends` recorded in an attempt that torchrun counts as failed; None if the run is to continue."""
+        """What `ends` recorded on this machine in an attempt that its torchrun counts as failed. None on all ranks if
+        the run is to continue."""
 
     def ends(self, exit_code: int, text: str) -> None:
         """Record that the run is not to be retried. The first rank to record it is the one that knows why."""

@@ -321,10 +321,12 @@ class TorchrunJob(Job):
     A store that does not answer is not an error: torchrun is gone, and will not restart anything.
     """
 
-    def __init__(self, store: Any, *, run: str = "", attempt: int = 0) -> None:
-        """`store`: torchrun's. `run`: which of the runs that this program makes in sequence. `attempt`: from 0."""
+    def __init__(self, store: Any, *, run: str = "", node: str = "0", attempt: int = 0) -> None:
+        """`store`: torchrun's. `run`: which of the runs that this program makes in sequence. `node`: whose torchrun
+        started this process. `attempt`: how many failures that torchrun has counted; each counts for itself."""
         self._store = store
         self._run = run
+        self._ended = f"ended/{node}"
         self._attempt = attempt
         self.id = store.compare_set(_JOB, "", uuid.uuid4().hex).decode()
 
@@ -336,18 +338,18 @@ class TorchrunJob(Job):
         self._set("folder", str(folder.absolute()))
 
     def ended(self) -> Ended | None:
-        said = self._get("ended")
+        said = self._get(self._ended)
         if said is not None and said["attempt"] < self._attempt:
             return Ended(said["exit_code"], said["text"])
         # Restarts for machines that join are not counted: torchrun's SIGTERM did not mean to end the run.
-        self._set("ended", None)
+        self._set(self._ended, None)
         return None
 
     def ends(self, exit_code: int, text: str) -> None:
         said = json.dumps({"attempt": self._attempt, "exit_code": exit_code, "text": text})
         with suppress(RuntimeError):
             for nothing in ("", json.dumps(None)):
-                self._store.compare_set(self._key("ended"), nothing, said)
+                self._store.compare_set(self._key(self._ended), nothing, said)
 
     def _get(self, name: str) -> Any:
         with suppress(RuntimeError):
@@ -374,6 +376,7 @@ def torchrun_job(environment: Mapping[str, str] = os.environ) -> Job:
         process = psutil.Process()
         # A Python program may train several runs in sequence: the n-th after a restart is the n-th before it.
         run = store.add(f"{_JOB}/process/{process.pid}/{process.create_time()}", 1)
-        return TorchrunJob(store, run=str(run), attempt=int(environment.get("TORCHELASTIC_RESTART_COUNT", "0")))
+        node, count = environment.get("GROUP_RANK", "0"), environment.get("TORCHELASTIC_RESTART_COUNT", "0")
+        return TorchrunJob(store, run=str(run), node=node, attempt=int(count))
     except (RuntimeError, KeyError, ValueError):
         return Job()
