@@ -233,6 +233,17 @@ class GPTLabForCausalLM(PreTrainedModel, GenerationMixin):
     def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
         self.head = new_embeddings
 
+    def resize_token_embeddings(
+        self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
+    ) -> nn.Embedding:
+        """As in transformers, which does not know of the value embeddings: they get as many entries."""
+        table = super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
+        for layer, values in self.value_embeddings.items():
+            self.value_embeddings[layer] = self._get_resized_embeddings(
+                values, table.num_embeddings, mean_resizing=mean_resizing
+            )
+        return table
+
     @staticmethod
     def create_masks_for_generate(attention_mask: Tensor | None, **kwargs: Any) -> Tensor | None:
         """With a static cache transformers would make masks before `forward`, ignorant of windows: it gets back what

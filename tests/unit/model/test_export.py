@@ -354,6 +354,22 @@ class TestOwnForm:
         with pytest.raises(ValueError, match=f"context of {SEQ_LEN}"):
             own.theirs()(torch.zeros(1, SEQ_LEN + 1, dtype=torch.int64))
 
+    def test_new_tokens(self, own: Exported, tmp_path: Path) -> None:
+        """Each entry of the vocabulary is also one of every value embedding; what was there stays, bit for bit."""
+        import transformers
+
+        options = {"local_files_only": True, "trust_remote_code": True}
+        larger = transformers.AutoModelForCausalLM.from_pretrained(own.folder, **options).eval()
+        old = own.tokenizer.vocab_size
+        larger.resize_token_embeddings(old + 2)
+        larger.save_pretrained(tmp_path)
+        again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, **options).eval()
+        new, tokens = torch.tensor([[3, old + 1]]), torch.arange(30)[None]
+        with torch.no_grad():
+            assert torch.equal(larger(tokens).logits[..., :old], own.theirs()(tokens).logits)
+            assert torch.equal(larger(new).logits, again(new).logits)
+            assert again(new).logits.shape == (1, 2, old + 2)
+
     def test_the_file_stands_alone(self, own: Exported) -> None:
         source = (own.folder / "modeling_gptlab.py").read_text()
         assert source == modelling_source()
