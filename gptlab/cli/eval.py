@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from gptlab.cli.arguments.load_arguments import LoadArguments
 from gptlab.cli.arguments.parser import parse
 from gptlab.config.errors import NotNegative, Positive, UserError, cannot, checked_dataclass
-from gptlab.runtime.files.plain_file import listed_sources, read_plain, to_json, write_text_atomic
+from gptlab.runtime.files.plain_file import listed_sources, open_plain, read_plain, to_json, write_text_atomic
+from gptlab.runtime.records.run_directory import is_run
 
 if TYPE_CHECKING:
     from gptlab.app.run.loaded_run import LoadedRun
@@ -60,6 +61,20 @@ class EvalArguments(LoadArguments):
         both_exist = self.text and self.html and os.path.exists(self.text) and os.path.exists(self.html)
         if both_exist and os.path.samefile(str(self.text), str(self.html)):
             raise UserError(f"--html {self.html} is the text itself: give the page another name")
+        if self.html is not None:
+            _require_no_loss(Path(self.html))
+
+
+def _require_no_loss(page: Path) -> None:
+    """UserError where the page would be a file of a run, or replace what is not a page."""
+    for folder in page.resolve().parents:
+        if (folder / "config.json").is_file() and is_run(os.listdir(folder)):
+            raise UserError(f"--html {page} is inside the run folder {folder}: name a file outside it")
+    if page.is_file():
+        with cannot(f"read {page}"), open_plain(page) as file:
+            start = file.read(100).lstrip().lower()
+        if start and not start.startswith((b"<!doctype html", b"<html")):
+            raise UserError(f"--html {page} exists and is not an HTML page: give the page another name")
 
 
 def main(argv: Sequence[str]) -> int:

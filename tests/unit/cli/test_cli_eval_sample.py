@@ -241,6 +241,20 @@ class TestText:
             assert "is the text itself" in refusal(capsys, "eval", run.path, "--text", mine, "--html", page)
         assert mine.read_text() == "the quick brown fox"
 
+    def test_page_replaces_only_a_page(self, run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        mine, other, page = tmp_path / "mine.txt", tmp_path / "other.txt", tmp_path / "page.html"
+        mine.write_text("the quick brown fox")
+        other.write_text("notes")
+        words = ("eval", run.path, "--text", mine, "--html")
+        before = (run.path / "config.json").read_bytes()
+        for inside in (run.path / "config.json", run.path / "checkpoints" / "page.html"):
+            assert "inside the run folder" in refusal(capsys, *words, inside)
+        assert (run.path / "config.json").read_bytes() == before
+        assert "is not an HTML page" in refusal(capsys, *words, other)
+        assert other.read_text() == "notes"
+        for _ in range(2):
+            printed(capsys, *words, page)
+
 
 class TestSample:
     def test_prints_prompt_and_continuation(self, run: Run, capsys: pytest.CaptureFixture[str]) -> None:
