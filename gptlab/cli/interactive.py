@@ -37,7 +37,7 @@ SETTINGS: Mapping[str, tuple[Any, str]] = {
 
 HELP = f"""\
 Enter a text, and the model continues it.
-{FENCE} begins and ends a text of several lines.
+{FENCE} begins and ends a text of several lines, or one that begins with /.
 {{settings}}
   /help                 this text
   /quit, Ctrl-D         the end; Ctrl-C stops a text
@@ -53,9 +53,10 @@ def converse(run: LoadedRun, drawing: Drawing, show: Show, *, samples: int, seed
     with _history(asks, cache_root(run.config.data.cache_dir) / "sample-history"):
         if asks:
             print(f"{run.directory.path.name}, step {run.step}. /help lists the settings.")
-        while (prompt := _read_prompt(asks)) is not None:
+        while (entered := _read_prompt(asks)) is not None:
+            prompt, is_fenced = entered
             try:
-                if prompt.startswith("/"):
+                if prompt.startswith("/") and not is_fenced:
                     if prompt.split() in (["/quit"], ["/exit"]):
                         break
                     drawing, values = _changed(prompt, drawing, values)
@@ -70,21 +71,23 @@ def converse(run: LoadedRun, drawing: Drawing, show: Show, *, samples: int, seed
     return 0
 
 
-def _read_prompt(asks: bool) -> str | None:
-    """A line, or the lines between two fences; None at the end of input."""
+def _read_prompt(asks: bool) -> tuple[str, bool] | None:
+    """A line, or the lines between two fences, and whether it was fenced. The end of input ends a fenced text too; None
+    if there was nothing before it."""
     try:
         line = input("> " if asks else "")
         if not line.startswith(FENCE):
-            return line
+            return line, False
         lines = [line.removeprefix(FENCE)]
-        while not lines[-1].endswith(FENCE):
-            lines.append(input(". " if asks else ""))
-        return "\n".join(lines).removesuffix(FENCE).removeprefix("\n")
+        with suppress(EOFError):
+            while not lines[-1].endswith(FENCE):
+                lines.append(input(". " if asks else ""))
+        return "\n".join(lines).removesuffix(FENCE).removeprefix("\n"), True
     except EOFError:
         return None
     except KeyboardInterrupt:
         print()
-        return ""
+        return "", False
 
 
 def _changed(command: str, drawing: Drawing, values: dict[str, int]) -> tuple[Drawing, dict[str, int]]:

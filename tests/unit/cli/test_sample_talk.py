@@ -53,6 +53,16 @@ class TestInteractive:
         )
         assert out == f"the{first}\ntemperature 0.0\nfox{fox}\ntwo\nlines{lines}\n"
 
+    def test_a_fenced_text_is_never_a_command_and_may_end_with_the_input(
+        self, run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        out = self.talk(run, capsys, monkeypatch, "/temperature 0", '"""/quit"""', '"""', "two", "lines")
+        quit_, lines = (
+            "".join(sample_text(run.models[30], run.tokenizer, prompt, max_tokens=8, temperature=0.0))
+            for prompt in ("/quit", "two\nlines")
+        )
+        assert out == f"temperature 0.0\n/quit{quit_}\ntwo\nlines{lines}\n"
+
     def test_a_prompt_entered_again_gives_another_text(
         self, run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
