@@ -187,8 +187,14 @@ class RunDirectory:
             )
 
     def read_config(self) -> dict[str, object]:
-        """config.json; UserError if it is damaged."""
-        return read_json_object(self.config_path)
+        """config.json; UserError if it is damaged, or that of a model of transformers, as `gptlab export` writes it."""
+        values = read_json_object(self.config_path)
+        if "model_type" in values:
+            folder = shlex.quote(str(self.path))
+            raise UserError(
+                f"{self.path} holds a model of transformers, not a run: `gptlab import hf {folder} RUN` makes one"
+            )
+        return values
 
     def read_provenance(self) -> dict[str, object]:
         """run.json; UserError if it is missing or damaged."""

@@ -262,6 +262,14 @@ def test_shards_pickle_and_half_precision(gpt2: Gpt2, tmp_path: Path) -> None:
     assert torch.equal(norm, half["transformer.ln_f.weight"].float())
 
 
+@pytest.mark.parametrize("words", [["sample"], ["eval"], ["train", "--resume"], ["report"]], ids=" ".join)
+def test_commands_for_runs_name_the_import(words: list[str], gpt2: Gpt2) -> None:
+    code, _, err = command([*words, gpt2[0]])
+    assert code == 2
+    assert f"holds a model of transformers, not a run: `gptlab import hf {gpt2[0]} RUN`" in err
+    assert err.count("\n") == 1
+
+
 def test_folders_that_cannot_be_are_refused(gpt2: Gpt2, tmp_path: Path) -> None:
     config = json.loads((gpt2[0] / "config.json").read_text())
     content = (gpt2[0] / "model.safetensors").read_bytes()
