@@ -120,7 +120,7 @@ class RunFacts:
         millions = number(self.record.summary.get("num_params_M"))
         model = f"A GPT of {counted(field.get('model.n_layer'), 'layer')} and width {plain(field.get('model.n_embd'))}"
         size = "" if millions is None else f" ({millions:.2f}M parameters)"
-        trained = "was imported" if "imported" in self.record.provenance else self._trained()
+        trained = "was imported" if self.is_imported else self._trained()
         return f"{model}{size} {trained}; it {self._end()}."
 
     def _trained(self) -> str:
@@ -280,6 +280,10 @@ class RunFacts:
         return f"{'python' if argv[0].endswith('.py') else 'gptlab'} {shlex.join(argv)}"
 
     @property
+    def is_imported(self) -> bool:
+        return "imported" in self.record.provenance
+
+    @property
     def train_on(self) -> str:
         """The command that trains the run on from its last checkpoint: to its end, or a finished one to twice its
         length, in the unit in which that was given."""
@@ -300,7 +304,10 @@ class RunFacts:
         return sorted(plain(name) for name in parts) if isinstance(parts, dict) else []
 
     def training(self, how: str, **fields: str) -> str:
-        """The command that resumes this run or trains from it (`how`: resume, from), or the call in Python."""
+        """The command that resumes this run or trains from it (`how`: resume, from), or the call in Python. An imported
+        run has only weights to train from."""
+        if self.is_imported:
+            return f"gptlab train nanogpt/finetune --init-from {self.folder}"
         if not self.own_parts:
             words = "".join(f" --{shlex.quote(name.replace('_', '-'))} {value}" for name, value in fields.items())
             return f"gptlab train --{how} {self.folder}{words}"
@@ -316,8 +323,11 @@ class RunFacts:
             found.append(("what was typed", self.typed))
         if self.status in ("preempted", "killed", "failed"):
             found.append(("continue it from its last checkpoint", self.training("resume")))
-        found.append(("the same again, in a new folder", self.training("from")))
-        found.append(("the same with another seed", self.training("from", seed=str(self.record.seed + 1))))
+        if self.is_imported:
+            found.append(("train from its weights", self.training("from")))
+        else:
+            found.append(("the same again, in a new folder", self.training("from")))
+            found.append(("the same with another seed", self.training("from", seed=str(self.record.seed + 1))))
         if isinstance(commit, str) and re.fullmatch(r"[0-9a-f]{7,64}", commit):
             patch = (self.record.directory.code_path / "changes.patch").is_file()
             apply = f" && git apply {folder}/code/changes.patch" if patch else ""

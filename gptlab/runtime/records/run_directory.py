@@ -151,10 +151,11 @@ class RunDirectory:
         if link := next((entry for entry in entries if entry.is_symlink()), None):
             raise UserError(f"{link} is a link, and a run folder holds no links: name another --run-dir")
         if self.config_path.exists():
-            raise UserError(
-                f"{self.path} already holds a run: name another folder, or continue it with gptlab train --resume "
-                f"{shlex.quote(str(self.path))}"
-            )
+            remedy = "continue it with gptlab train --resume"
+            if "imported" in self.recorded():
+                remedy = "train from its weights with gptlab train nanogpt/finetune --init-from"
+            folder = shlex.quote(str(self.path))
+            raise UserError(f"{self.path} already holds a run: name another folder, or {remedy} {folder}")
         ours = re.compile(rf"\..*\.tmp|{'|'.join(map(re.escape, (*_CREATED, _OWNER, _LOCK)))}")
         if other := next((entry.name for entry in entries if not ours.fullmatch(entry.name)), None):
             raise UserError(f"the run folder {self.path} is not empty (it holds {other}); name another --run-dir")

@@ -23,6 +23,7 @@ from torch import Tensor
 from gptlab.app.run.loaded_run import LoadedRun, load_run
 from gptlab.data.tokenizer.tokenizer import gpt2_tokenizer
 from gptlab.model.interop.hf_weights import to_transformers
+from gptlab.report.run_facts import read_facts
 from gptlab.runtime.records.console import Console
 from gptlab.training.checkpoint.load import load_newest
 
@@ -234,7 +235,13 @@ def test_a_folder_of_transformers(gpt2: Gpt2, tmp_path: Path) -> None:
     assert code == 0, err
     assert "vocabulary 50,257 (gpt2)" in out
     check_imported(tmp_path / "run", gpt2[1])
-    assert "already holds a run" in refusal("hf", gpt2[0], tmp_path / "run")
+    train_from = f"gptlab train nanogpt/finetune --init-from {tmp_path / 'run'}"
+    line = refusal("hf", gpt2[0], tmp_path / "run")
+    assert "already holds a run: name another folder" in line
+    assert line.endswith(train_from)
+    facts = read_facts(tmp_path / "run")
+    assert train_from == facts.train_on == dict(facts.commands())["train from its weights"]
+    assert not [text for _, text in facts.commands() if "--from" in text or "--resume" in text]
     for flag in ("--resume", "--from"):
         code, _, err = command(["train", flag, tmp_path / "run"])
         assert code == 2
