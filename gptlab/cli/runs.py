@@ -181,6 +181,8 @@ def _about(run: ListedRun, common: Collection[str]) -> str:
     """Recipe, depth, length, and the changes that decide what is trained: last those that all listed runs have."""
     if run.problem is not None:
         return _cell(run.problem)
+    if run.recipe == "imported":  # what its other fields say was never trained
+        return f"imported depth={_cell(run.fields.get('model.n_layer'))}"
     length = f"{run.fields.get('horizon.unit')}={_value(run.fields.get('horizon.amount'))}"
     words = [f"{run.recipe} depth={run.fields.get('model.n_layer')} {length}"]
     if run.changes is None:

@@ -242,6 +242,9 @@ def test_a_folder_of_transformers(gpt2: Gpt2, tmp_path: Path) -> None:
     facts = read_facts(tmp_path / "run")
     assert train_from == facts.train_on == dict(facts.commands())["train from its weights"]
     assert not [text for _, text in facts.commands() if "--from" in text or "--resume" in text]
+    code, out, err = command(["runs", tmp_path])
+    assert code == 0, err
+    assert out.splitlines()[-1].endswith("imported depth=2")
     for flag in ("--resume", "--from"):
         code, _, err = command(["train", flag, tmp_path / "run"])
         assert code == 2
