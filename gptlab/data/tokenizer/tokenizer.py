@@ -64,6 +64,10 @@ def load_tokenizer(folder: Path | str) -> Tokenizer:
     if not (folder / FILE).exists() and (folder / VOCAB_FILE).exists():
         return _load_vocabulary_files(folder)
     content = _read_json(folder, FILE)
+    model = content.get("model")
+    kind = model.get("type", MODEL["type"]) if isinstance(model, dict) else None
+    if isinstance(kind, str) and kind != MODEL["type"]:
+        _refuse(folder / FILE, f"its model is {kind[:40]}, and gptlab reads byte-level BPE")
     try:
         content = _canonical(content)
         tokenizer = _rebuild(content)

@@ -499,6 +499,14 @@ def test_missing_tokenizer(tmp_path: Path) -> None:
             load_tokenizer(path)
 
 
+def test_another_kind_of_model_is_named(tmp_path: Path) -> None:
+    """As BERT's, whose pre-tokenizer has another form too."""
+    content = {"model": {"type": "WordPiece", "vocab": {"a": 0}}, "pre_tokenizer": {"type": "BertPreTokenizer"}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match="its model is WordPiece, and gptlab reads byte-level BPE;"):
+        load_tokenizer(tmp_path)
+
+
 def test_any_changed_byte_is_refused_or_changes_nothing(tmp_path: Path) -> None:
     tokenizer = BpeTokenizer([(b"a", b"a"), (b"aa", b"b"), (b" ", b"aab")], max_digits=2)
     tokenizer.save(tmp_path)
