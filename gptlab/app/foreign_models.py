@@ -131,6 +131,7 @@ def write_run(foreign: ForeignModel, folder: str, data: Sequence[str], argv: Seq
     )
     console.line(f'try      gptlab sample {folder} --prompt "..."')
     console.line(f"train on gptlab train nanogpt/finetune --init-from {folder}")
+    console.line(f"measure  gptlab eval {folder}, on {', '.join(sources)}: --data FILE for your own text")
 
 
 def _download(repository: str, console: Console) -> Path:

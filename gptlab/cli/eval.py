@@ -130,13 +130,20 @@ def _validation(run: LoadedRun, arguments: EvalArguments, console: Console, grou
         own, source=listed_sources(arguments.data) or own.source, val_source=arguments.val_source or own.val_source
     )
     run = replace(run, config=replace(run.config, data=data))
+    # It was not trained on this text, which may be a default that nobody has named.
+    is_imported, text = "imported" in run.directory.recorded(), ", ".join(data.source)
     try:
         result = evaluate_run(
             run, tokens=arguments.tokens, micro_sequences=arguments.micro_sequences, console=console, group=group
         )
     except NoCorpusError as error:
         raise UserError(f"{error}; if the run's corpus was moved, --data or --val-source says where it is") from None
-    return {name: value for name, value in asdict(result).items() if value is not None}
+    except UserError as error:
+        if is_imported and run.tokenizer.kind == "char":  # which may lack characters of any text
+            raise UserError(f"{error} (the text is {text}; name another with --data)") from None
+        raise
+    figures = {name: value for name, value in asdict(result).items() if value is not None}
+    return {"data": text, **figures} if is_imported else figures
 
 
 def _read_text(path: Path) -> str:

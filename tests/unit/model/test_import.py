@@ -114,7 +114,9 @@ def test_an_imported_model_samples_and_is_measured(tmp_path: Path, meta: Path) -
     text = tmp_path / "text.txt"
     text.write_text("a bad cab? fed a ham!\n".replace("m", "d") * 200)
     run = tmp_path / "run"
-    assert command(["import", "nanogpt", path, run, "--meta", meta, "--data", text])[0] == 0
+    code, out, _ = command(["import", "nanogpt", path, run, "--meta", meta, "--data", text])
+    assert code == 0
+    assert f"gptlab eval {run}, on {text}: --data FILE for your own text" in out
     code, out, _ = command(["sample", run, "--prompt", "abc", "--max-tokens", 5, "--temperature", 0, "--device", "cpu"])
     assert code == 0
     assert out.startswith("abc")
@@ -122,6 +124,11 @@ def test_an_imported_model_samples_and_is_measured(tmp_path: Path, meta: Path) -
     assert code == 0, err
     assert "val_loss: " in out
     assert "not what it was" not in err  # nothing is known of the text that it was trained on
+    assert f"data: {text}\n" in out
+    text.write_text("Other characters.\n" * 200)
+    code, _, err = command(["eval", run, "--device", "cpu", "--dtype", "float32"])
+    assert code == 2
+    assert f"(the text is {text}; name another with --data)" in err
 
 
 def test_nanogpts_padded_vocabulary_is_padding_here(tmp_path: Path) -> None:
