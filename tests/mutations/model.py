@@ -239,8 +239,28 @@ MUTATIONS = [
     ),
     Mutation(
         "LayerNorm's kernel reads rounded weights as float32", "model/kernels/fused.py",
-        "weight, bias = weight.float(), None if bias is None else bias.float()", "pass",
+        "weight, bias = weight.float().contiguous(), _floats(bias)", "pass",
         ["test_fused_kernels.py::test_a_layer_norm_whose_weights_are_rounded"],
+    ),
+    Mutation(
+        "kernels read a part's result of another type as their own", "model/kernels/fused.py",
+        "return x.dtype == y.dtype and x.shape == y.shape", "return True",
+        ["test_kernel_inputs.py::test_a_part_may_return_another_type"],
+    ),
+    Mutation(
+        "kernels read rotary tables of another type as float32", "model/kernels/fused.py",
+        "heads.contiguous(), _floats(cos), _floats(sin)", "heads.contiguous(), cos, sin",
+        ["test_kernel_inputs.py::test_weights_and_tables_may_have_another_type"],
+    ),
+    Mutation(
+        "the loss has a second derivative of nothing", "model/head.py",
+        "if torch.is_grad_enabled() and not", "if False and not",
+        ["test_kernel_inputs.py::test_a_second_derivative_of_the_loss_is_an_error"],
+    ),
+    Mutation(
+        "a whole number stays one in a field of floats", "config/errors.py",
+        "if leaf is float and type(value) is int:", "if False:",
+        ["test_config.py::test_a_whole_number_in_a_field_of_floats_becomes_one"],
     ),
     Mutation(
         "any activation of an MLP is computed as ReLU^2", "model/kernels/ops.py",

@@ -59,7 +59,7 @@ MUTATIONS = [
     ),
     Mutation(
         "weights are stored in the type of the activations", "model/gpt.py",
-        "    if compute_dtype == torch.float64:\n        model = model.double()", "    model = model.to(compute_dtype)",
+        "model.to(torch.float64 if compute_dtype == torch.float64 else torch.float32)", "model.to(compute_dtype)",
         ["test_model.py::test_lower_precision_stays_near_the_oracle"],
     ),
     Mutation(

@@ -167,6 +167,7 @@ class TestFaults:
         for rank in (0, 1):
             killed = of(played, "killed", rank)
             assert killed["code"] == 3
-            assert re.search(rf"error: rank {rank}: rank 2 died \(process \d+\) in step 2", killed["err"])
+            speaker = "training failed" if rank == 0 else "rank 1"
+            assert re.search(rf"error: {speaker}: rank 2 died \(process \d+\) in step 2", killed["err"])
         assert json.loads((played / "killed" / "run.json").read_text())["status"] == "failed"
         assert "rank 2 died" in (played / "killed" / "log.txt").read_text()

@@ -222,9 +222,12 @@ class TestInThisProcess:
 
     @posix
     def test_a_lost_terminal_stops_it_after_its_step(self, folder: Path, expected: Outcome) -> None:
-        run = folder / "hung-up"
-        with at_line("train", 1, lambda: signal.raise_signal(signal.SIGHUP)):
-            code, out, _ = command(["train", *arguments(folder, run.name, {"steps": 2})])
+        run, before = folder / "hung-up", signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
+        try:
+            with at_line("train", 1, lambda: signal.raise_signal(signal.SIGHUP)):
+                code, out, _ = command(["train", *arguments(folder, run.name, {"steps": 2})])
+        finally:
+            signal.signal(signal.SIGHUP, before)
         said = f"SIGHUP: stopped after step 1, saved; resume with gptlab train --resume {run}"
         assert (code, out.splitlines()[-1]) == (75, said)
         assert command(["train", "--resume", run])[0] == 0

@@ -237,7 +237,7 @@ class TestRefusals:
         [
             ("{ torn", "is damaged: it is no JSON"),
             ("[1]", "is damaged: it should hold one JSON object"),
-            ('{"n_layer": 12, "model_type": "gpt2"}', "cannot be used: schema_version = None: not the configuration"),
+            ('{"n_layer": 12}', "cannot be used: schema_version = None: not the configuration"),
             ('{"schema_version": 99}', "cannot be used: schema_version = 99: written by a newer gptlab"),
             ('{"schema_version": 1, "seed": 3}', "cannot be used: the configuration lacks recipe"),
         ],

@@ -216,7 +216,7 @@ def test_differences_are_by_field() -> None:
     assert differences(a, a) == []
     assert differences(a, b) == [
         "model.n_layer: 4 vs 6",
-        "horizon.amount: 180.0 vs 10",
+        "horizon.amount: 180.0 vs 10.0",
         "horizon.unit: 'seconds' vs 'steps'",
     ]
 
