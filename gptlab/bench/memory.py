@@ -134,8 +134,8 @@ def _uncompiled_activations(model: GPT, config: RunConfig, gradients: int) -> in
     if recomputed:
         return kept
     if model.platform != "cuda":
-        # The head's forward pass keeps a gradient of its weight, of which the backward pass makes another while all
-        # else is kept. From the second micro-batch on, the summed gradients are there too.
+        # The head's forward pass keeps the gradient of its weight; the backward pass makes a scaled copy of it while
+        # everything else is still kept. From the second micro-batch on, the summed gradients exist too.
         return kept + (model.head.weight.nbytes if config.micro_batches > 1 else 0)
     for weight in model.parameters() if config.micro_batches > 1 else ():
         weight.grad = torch.empty_like(weight)

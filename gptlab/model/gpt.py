@@ -310,7 +310,7 @@ def build_model(config: ModelConfig, *, device: torch.device, compute_dtype: tor
     load_kernels(device, compute_dtype)
     with torch.device("meta"):
         model = GPT(config, compute_dtype, cast(Platform, device.type))
-        model = model.to(torch.float64 if compute_dtype == torch.float64 else torch.float32)  # whatever the default is
+        model = model.to(torch.float64 if compute_dtype == torch.float64 else torch.float32)  # not torch's default
     _allocate(model, device)
     if config.tied_head:  # every module has been given a tensor of its own
         model.head.weight = model.token_embedding.weight

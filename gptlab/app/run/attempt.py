@@ -100,7 +100,7 @@ class Attempt:
                 self.console.result(stopped_by_peer(failure, self.run, self.resumes))
             if not failure.said_by_itself and self.run is not None:
                 self.console.error(f"training failed: {error}; {last_checkpoint(self.run)}")
-                error.is_reported = self.group.is_main  # the console of another rank prints nothing
+                error.is_reported = self.group.is_main  # the consoles of other ranks print nothing
             raise error from None
         # Whatever a library made of the exception that the signal raised.
         if error is last and (signal_name := self.signals.stopped_early) is not None:
