@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from gptlab.config.errors import UserError
 from gptlab.config.run import RunConfig
 from gptlab.data.rows import IGNORED, RowSource
-from gptlab.model.kernels.ops import implementation
+from gptlab.model.gpt import GPT
+from gptlab.model.kernels.ops import implementation, multiplication_of_many
 from gptlab.runtime.processes.distributed import Group
 
 # Logits turned into losses at a time: 2^24 float32 are 64 MiB, which PyTorch's log-softmax of a chunk allocates.
@@ -29,6 +30,9 @@ CHUNK_ELEMENTS = 2**24
 # nanogpt/shakespeare-char-cpu takes 0.8 times as long as with the 12 rows of 64 that it trains, one of quickstart 0.95
 # times as long as with four of 1,024 (Zen 3; docs/LOG.md, 2026-11-26).
 CPU_PASS_POSITIONS, CPU_PASS_LOGITS = 2**13, 2**25
+
+TokenNats = Callable[[Tensor, Tensor], Tensor]
+"""Tokens and targets, (B, T) int64 -> the loss of each target in nats, (B, T), 0 where it is IGNORED."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +59,7 @@ def rows_of_pass(config: RunConfig, device: torch.device, *, compiled: bool = Fa
 
 
 def evaluate(
-    logits: Callable[[Tensor], Tensor],  # (B, T) int64 -> (B, T, V)
+    nats: TokenNats,
     rows: RowSource,
     token_bytes: np.ndarray,  # (V,) bytes that each token stands for, 0: special
     *,
@@ -69,19 +73,19 @@ def evaluate(
     the passes (and zeros of the ranks that did not compute them, which is exact).
 
     Every pass has the same shape (the last one is filled up with rows that do not count), so that a compiled model
-    compiles once. `module`, by default `logits` itself, is in evaluation mode meanwhile. No random number is drawn.
-    Raises UserError if there is nothing to evaluate.
+    compiles once. `module`, the model, is in evaluation mode meanwhile. No random number is drawn. Raises UserError if
+    there is nothing to evaluate.
     """
     byte_count = torch.from_numpy(np.asarray(token_bytes, dtype=np.int64))
     group = group or Group()
     passes = -(-rows.rows_per_epoch // micro_sequences)
     # For each pass: nats, nats of tokens that stand for bytes, tokens, bytes (counts below 2^53).
     sums = torch.zeros(passes, 4, dtype=torch.float64)
-    with evaluation_mode(module or logits):
+    with evaluation_mode(module):
         # As many on every rank; those after the last are discarded. With sharded weights, a pass takes all ranks.
         for number in range(group.rank, -(-passes // group.size) * group.size, group.size):
             inputs, targets = _batch(rows, min(number, passes - 1) * micro_sequences, micro_sequences)
-            losses = token_nats(logits(inputs.to(device)), targets.to(device)).cpu().double()
+            losses = nats(inputs.to(device), targets.to(device)).cpu().double()
             counted = targets != IGNORED
             lengths = byte_count[targets.clamp(min=0)] * counted
             if number < passes:
@@ -110,6 +114,27 @@ def evaluation_mode(module: object) -> Iterator[None]:
     finally:
         for part, training in modes:
             part.training = training
+
+
+def nats_of(model: GPT) -> TokenNats:
+    """Losses by the logits of `model`, without a gradient. The CPU kernel has a few rows of them at a time, which stay
+    in the cache: an evaluation of quickstart takes 0.74 to 0.94 of the time (docs/LOG.md, 2026-11-27)."""
+
+    def nats(tokens: Tensor, targets: Tensor) -> Tensor:
+        if model.is_changed():  # or has sharded weights: its hooks gather them
+            return token_nats(model(tokens), targets)
+        hidden = model.hidden(tokens)
+        if (kernels := multiplication_of_many(hidden)) is None:
+            return token_nats(model.logits(hidden), targets)
+        x, cap = model.final_norm(hidden), model.config.logit_softcap
+        return kernels.head_nats(x, model.head.weight, targets, model.vocab_size, cap)
+
+    return nats
+
+
+def nats_by(logits: Callable[[Tensor], Tensor]) -> TokenNats:
+    """Losses by logits (B, T, V) of tokens (B, T)."""
+    return lambda tokens, targets: token_nats(logits(tokens), targets)
 
 
 def token_nats(

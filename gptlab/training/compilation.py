@@ -20,6 +20,7 @@ from torch import Tensor
 from gptlab.config.errors import ConfigError
 from gptlab.config.run import RunConfig
 from gptlab.data.loader import StepBatch
+from gptlab.eval.bits_per_byte import TokenNats, nats_by, nats_of
 from gptlab.model.counting import flops_per_token
 from gptlab.model.kernels.ops import missing_kernels, outrun_compiler
 from gptlab.optim.combined import CombinedOptimizer
@@ -31,7 +32,6 @@ from gptlab.runtime.hardware.rng import capture_rng, restore_rng
 from gptlab.training.state import TrainState
 from gptlab.training.step import LossFunction, gradients
 
-Logits = Callable[[Tensor], Tensor]
 F = TypeVar("F", bound=Callable[..., Any])
 
 # Models whose micro-batch takes less than this (50 ms at 200 GFLOP/s) are compiled whole: nanoGPT's CPU example then
@@ -53,7 +53,7 @@ class Passes:
     """The model's forward passes, for training and for validation, compiled or plain."""
 
     loss_sum: LossFunction
-    logits: Logits
+    token_nats: TokenNats
     compiler: str = "off"
     """What compiled them: "off", or "inductor"; on a CPU, after the warm-up, with the instruction set that Inductor
     generates code for ("inductor avx512")."""
@@ -79,7 +79,7 @@ def make_passes(state: TrainState, config: RunConfig, warn: Callable[[str], None
     device, dtype = state.device, state.model.compute_dtype
     if (missing := missing_kernels(device, dtype)) is not None:
         warn(missing)
-    plain = Passes(state.strategy.as_forward(state.model.loss), state.model.__call__)
+    plain = Passes(state.strategy.as_forward(state.model.loss), nats_of(state.model))
     return plain if config.runtime.compile == "off" else _compiled(plain, state, config, warn)
 
 
@@ -110,9 +110,9 @@ def _compiled(plain: Passes, state: TrainState, config: RunConfig, warn: Callabl
     # Several GPUs compile block by block, or all gradients would leave together at the end of the backward pass. Where
     # their number must not show in the bits they leave there anyway, and each GPU compiles what one would.
     if model.platform == "cuda" and (state.strategy.group.size == 1 or config.parallel.exact_any_world_size):
-        return Passes(compiled(model.loss), compiled(model.forward), "inductor", plain)
+        return Passes(compiled(model.loss), nats_by(compiled(model.forward)), "inductor", plain)
     if _is_short_step(state, config) and not state.strategy.is_sharded:
-        return Passes(compiled(model.loss), model.__call__, "inductor", plain)
+        return Passes(compiled(model.loss), plain.token_nats, "inductor", plain)
 
     # Block by block: layers of one kind share their code, so compile time does not grow with depth. Three layers took
     # 38 s cold instead of 51 s for the whole model, at the same speed (docs/LOG.md).
@@ -129,7 +129,7 @@ def _compiled(plain: Passes, state: TrainState, config: RunConfig, warn: Callabl
             hidden = model.hidden(tokens, blocks, embed).detach()
         return head_logits(hidden)
 
-    return Passes(state.strategy.as_forward(loss_sum), state.strategy.as_forward(logits), "inductor", plain)
+    return Passes(state.strategy.as_forward(loss_sum), nats_by(state.strategy.as_forward(logits)), "inductor", plain)
 
 
 def _cannot_compile(device: torch.device) -> str | None:
@@ -213,7 +213,7 @@ def _compile(
 
 def _give_up_compiling(state: TrainState, passes: Passes) -> None:
     assert passes.plain is not None
-    passes.loss_sum, passes.logits, passes.compiler = passes.plain.loss_sum, passes.plain.logits, "off"
+    passes.loss_sum, passes.token_nats, passes.compiler = passes.plain.loss_sum, passes.plain.token_nats, "off"
     if state.optimizer.muon is not None:
         state.optimizer.muon.compile(None)
 
@@ -250,7 +250,8 @@ def run_once(state: TrainState, passes: Passes, config: RunConfig, eval_sequence
             state.optimizer.step(1.0, config.optim.muon.momentum, 1.0)
         state.model.eval()
         with torch.no_grad():
-            passes.logits(torch.zeros(eval_sequences, config.model.seq_len, dtype=torch.int64, device=state.device))
+            zeros = torch.zeros(eval_sequences, config.model.seq_len, dtype=torch.int64, device=state.device)
+            passes.token_nats(zeros, zeros)
     finally:
         strategy.zero_grad()
         with torch.no_grad():

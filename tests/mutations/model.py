@@ -100,6 +100,17 @@ MUTATIONS = [
          "test_fused_kernels.py::test_logits_of_many_positions_are_computed_by_a_kernel"],
     ),
     Mutation(
+        "the kernel's losses have no softcap", "model/kernels/head_kernel.cpp",
+        "v = load_part(z + i, n), c = cap > 0 ? softcapped<real>(v, cap) : v;", "v = load_part(z + i, n), c = v;",
+        ["test_fused_kernels.py::test_losses_of_few_logits_at_a_time",
+         "test_fused_kernels.py::test_the_losses_of_a_model_are_those_of_its_logits"],
+    ),
+    Mutation(
+        "the losses of a changed model are those of its own parts", "eval/bits_per_byte.py",
+        "if model.is_changed():", "if False:",
+        ["test_fused_kernels.py::test_the_losses_of_a_model_are_those_of_its_logits"],
+    ),
+    Mutation(
         "exponentials of the kernel are relative to one of the last logits", "model/kernels/head_kernel.cpp",
         "top = select(counted > top, counted, top);", "top = counted;",
         ["test_fused_kernels.py::test_loss_of_one_large_logit"],
@@ -111,7 +122,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the kernel's losses count targets that do not count", "model/kernels/head_kernel.cpp",
-        "nats[row] = targets[row] < 0 ? 0 : (double)", "nats[row] = (double)",
+        "return target < 0 ? 0 : (double)highest - z", "return (double)highest - z",
         ["test_fused_kernels.py::test_losses", "test_fused_kernels.py::test_losses_by_hand"],
     ),
     Mutation(

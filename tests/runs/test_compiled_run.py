@@ -144,7 +144,7 @@ def test_what_is_compiled_and_for_one_shape(folder: Path, monkeypatch: pytest.Mo
     passes.loss_sum(tokens, tokens)
     assert called == ([model.loss] if way == "whole" else [*model.blocks, model.head_loss])
     called.clear()
-    passes.logits(tokens)
+    passes.token_nats(tokens, tokens)
     assert called == ([] if way == "whole" else [*model.blocks, model.logits])
 
 

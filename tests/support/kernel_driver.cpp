@@ -27,6 +27,7 @@ void layer_norm_forward(const real*, const real*, float, float, const float*, co
 void layer_norm_backward(const real*, const real*, const real*, const float*, const float*, float, float, real*, real*,
                          float*, float*, long, long, long);
 void losses(const float*, const int64_t*, float*, long, long, long);
+void head_nats(const real*, const float*, const int64_t*, float*, long, long, long, float, long);
 void linear_forward(const real*, const float*, real*, long, long, long, long);
 void linear_backward(const real*, const float*, const real*, real*, float*, long, long, long, long);
 void mlp_forward(const real*, const float*, const float*, real*, real*, real*, long, long, long, long, long);
@@ -127,6 +128,8 @@ void fused() {
     capped_logits(inputs.data(), weight, capped.data(), rows, head_width, 295, 3, 1);
     print(capped.data(), rows * 295);
     losses(capped.data(), targets.data(), inverse.data(), rows, 295, 1);
+    print(inverse.data(), rows);
+    head_nats(inputs.data(), weight, targets.data(), inverse.data(), rows, head_width, 295, 3, 1);
     print(inverse.data(), rows);
     for (float gradient : dweight) std::printf("%.9g\n", gradient);
     Array<float> z(rows * width, 5), dz(rows * width, 1), capped_z(rows * width), dcapped_z(rows * width);

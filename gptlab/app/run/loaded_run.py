@@ -24,7 +24,7 @@ from gptlab.data.prepare import prepare
 from gptlab.data.rows import validation_rows
 from gptlab.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from gptlab.data.tokens.shards import TokenSplit
-from gptlab.eval.bits_per_byte import Evaluation, evaluate, rows_of_pass
+from gptlab.eval.bits_per_byte import Evaluation, evaluate, nats_of, rows_of_pass
 from gptlab.eval.core import CoreResult, encode_tasks, measure_core
 from gptlab.eval.core_tasks import find_bundle, read_tasks
 from gptlab.model.gpt import GPT, build_model
@@ -231,8 +231,8 @@ def evaluate_run(
     def measure(split: TokenSplit, max_tokens: int | None) -> Evaluation:
         rows = validation_rows(split, config.model.seq_len, run.tokenizer.bos_id, max_tokens)
         return evaluate(
-            run.model, rows, run.tokenizer.token_bytes, device=run.device,
-            micro_sequences=min(most_rows, rows.rows_per_epoch), group=group,
+            nats_of(run.model), rows, run.tokenizer.token_bytes, device=run.device,
+            micro_sequences=min(most_rows, rows.rows_per_epoch), module=run.model, group=group,
         )  # fmt: skip
 
     result = measure(prepared.val, tokens or config.eval.tokens)

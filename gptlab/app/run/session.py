@@ -75,7 +75,7 @@ class Session:
     def _loss_on(self, rows: RowSource) -> Evaluation:
         with self.state.strategy.in_passes():
             return evaluate(
-                self.passes.logits, rows, self.data.tokenizer.token_bytes, device=self.state.device,
+                self.passes.token_nats, rows, self.data.tokenizer.token_bytes, device=self.state.device,
                 micro_sequences=self.eval_sequences, module=self.state.model, group=self.group,
             )  # fmt: skip
 

@@ -124,6 +124,16 @@ def capped_logits(x: Tensor, weight: Tensor, vocab_size: int, cap: float | None)
     return logits
 
 
+def head_nats(x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, cap: float | None) -> Tensor:
+    """`losses` of `capped_logits`, of which a few rows exist at a time; x is (..., C), targets and result are (...)."""
+    assert x.shape[:-1] == targets.shape
+    _require_width(x, weight)
+    x, weight, targets = x.contiguous(), weight.float().contiguous(), _within(targets, vocab_size)
+    nats, rows = torch.empty(targets.shape, dtype=torch.float32), targets.numel()
+    _call("head_nats", x.dtype, x, weight, targets, nats, rows, x.shape[-1], vocab_size, float(cap or 0))
+    return nats
+
+
 def losses(logits: Tensor, targets: Tensor) -> Tensor:
     assert logits.dtype == torch.float32
     logits, nats = logits.contiguous(), torch.empty(len(logits), dtype=torch.float32)

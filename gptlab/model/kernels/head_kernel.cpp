@@ -1,4 +1,5 @@
-// The output head of a GPT on a CPU: the loss of logits with its gradient, and the whole head with it.
+// The output head of a GPT on a CPU: the loss of logits with its gradient, and the whole head with it; logits, and the
+// loss of each token.
 //
 // The whole head computes some rows of logits, their loss, its gradient and that of the rows' inputs while the logits are
 // in the cache; then, for a slice of rows, the gradient of the weights. docs/LOG.md, 2026-11-24, compares it with the
@@ -142,6 +143,50 @@ void capped_logits(const Head& s, const real* x, const float* weight, float* z, 
     }
 }
 
+// The loss in nats of a row of `vocab` logits after the softcap, 0 where the target is negative. at(i, n): n of them from i
+// on, which are at z + i from then on.
+template <class At>
+float loss_after_softcap(long target, long vocab, const float* z, At at) {
+    vec top = all(-INFINITY), sums{};
+    vectors(vocab, [&](long i, auto n) {
+        const vec v = first_lanes(at(i, n), n, -INFINITY);
+        top = select(v > top, v, top);
+    });
+    const float highest = highest_of(top);
+    vectors(vocab, [&](long i, auto n) { sums += first_lanes(exponential(load_part(z + i, n) - highest), n, 0); });
+    return target < 0 ? 0 : (double)highest - z[target] + std::log((double)sum_of(sums));
+}
+
+void head_nats(const Head& s, const real* x, const float* weight, const int64_t* targets, float* nats, int threads) {
+    const long width = units_of(s.width), panels = panels_of(s.vocab), z_row = panels * NR + NR;
+    const auto up = room<unit>(panels * width * NR);  // the transposed weights
+#pragma omp parallel num_threads(team(s.rows * s.vocab, threads))
+    {
+        const long thread = omp_get_thread_num(), n_threads = omp_get_num_threads();
+        const Registers registers{};
+        const auto rows = room<unit>(HEIGHT * width);
+        const auto logits = room<float>(HEIGHT * z_row);
+        pack_transposed(weight, s.vocab, s.width, Share(panels, thread, n_threads), up.get());
+#pragma omp barrier
+        const Share tiles(tiles_of(s.rows), thread, n_threads);
+        for (long from = tiles.first; from < tiles.last; from += TILES) {
+            const long n = std::min(TILES, tiles.last - from), r0 = from * MR;
+            const long height = std::min(n * MR, s.rows - r0);
+            pack_rows(x + r0 * s.width, s.width, height, s.width, n, rows.get());
+            for (long j = 0; j < panels; j++)
+                multiply_panel(n, width, rows.get(), width, up.get() + j * width * NR, logits.get() + j * NR, z_row);
+            for (long r = 0; r < height; r++) {
+                float* z = logits.get() + r * z_row;
+                nats[r0 + r] = loss_after_softcap(targets[r0 + r], s.vocab, z, [=, cap = s.cap](long i, auto n) {
+                    const vec v = load_part(z + i, n), c = cap > 0 ? softcapped<real>(v, cap) : v;
+                    store_part(z + i, c, n);
+                    return c;
+                });
+            }
+        }
+    }
+}
+
 double sum_of(const std::vector<double>& nats) {
     double sum = 0;
     for (double one : nats) sum += one;
@@ -181,14 +226,13 @@ void losses(const float* logits, const int64_t* targets, float* nats, long rows,
 #pragma omp parallel for schedule(static) num_threads(team(rows * vocab, threads))
     for (long row = 0; row < rows; row++) {
         const float* z = logits + row * vocab;
-        vec top = all(-INFINITY), sums{};
-        vectors(vocab, [&](long i, auto n) {
-            const vec v = first_lanes(load_part(z + i, n), n, -INFINITY);
-            top = select(v > top, v, top);
-        });
-        const float highest = highest_of(top);
-        vectors(vocab, [&](long i, auto n) { sums += first_lanes(exponential(load_part(z + i, n) - highest), n, 0); });
-        nats[row] = targets[row] < 0 ? 0 : (double)highest - z[targets[row]] + std::log((double)sum_of(sums));
+        nats[row] = loss_after_softcap(targets[row], vocab, z, [=](long i, auto n) { return load_part(z + i, n); });
     }
+}
+
+// The same of the logits that capped_logits makes, to the bit: a few rows of them, while they are in the cache.
+void head_nats(const real* x, const float* weight, const int64_t* targets, float* nats, long rows, long width,
+               long vocab, float cap, long threads) {
+    head_nats(Head{rows, width, vocab, vocab, cap}, x, weight, targets, nats, threads);
 }
 }

@@ -16,7 +16,7 @@ from gptlab.config.model import ModelConfig
 from gptlab.config.recipes.nanogpt import nanogpt_finetune, nanogpt_shakespeare_char_cpu
 from gptlab.config.run import RunConfig
 from gptlab.eval import bits_per_byte
-from gptlab.eval.bits_per_byte import Evaluation, evaluate, rows_of_pass, token_nats
+from gptlab.eval.bits_per_byte import Evaluation, evaluate, nats_by, nats_of, rows_of_pass, token_nats
 from gptlab.model.kernels.ops import implementation
 from gptlab.runtime.processes.distributed import Group
 
@@ -94,7 +94,7 @@ def test_case_by_hand() -> None:
     def logits(tokens: Tensor) -> Tensor:
         return log_probabilities.expand(*tokens.shape, 4) + 7.0  # softmax does not see a constant
 
-    result = evaluate(logits, rows, np.array([1, 2, 1, 0]), device="cpu", micro_sequences=2)
+    result = evaluate(nats_by(logits), rows, np.array([1, 2, 1, 0]), device="cpu", micro_sequences=2)
     assert result.val_bpb == pytest.approx(1.5, abs=1e-6)
     assert result.val_loss == pytest.approx(2.25 * math.log(2), abs=1e-6)
     assert (result.target_tokens, result.target_bytes) == (4, 4)
@@ -104,7 +104,7 @@ def test_case_by_hand() -> None:
 def test_equals_the_definition_for_every_batch_size(micro_sequences: int) -> None:
     model, rows = Bigram(), random_rows()
     loss, bpb, tokens, n_bytes = slow_evaluation(model.table.detach().numpy(), rows)
-    result = evaluate(model, rows, TOKEN_BYTES, device="cpu", micro_sequences=micro_sequences)
+    result = evaluate(nats_by(model), rows, TOKEN_BYTES, device="cpu", micro_sequences=micro_sequences)
     # float32 log-softmax is good to about 1e-7 relative a token.
     assert result.val_loss == pytest.approx(loss, rel=1e-6)
     assert result.val_bpb == pytest.approx(bpb, rel=1e-6)
@@ -113,7 +113,7 @@ def test_equals_the_definition_for_every_batch_size(micro_sequences: int) -> Non
 
 def test_every_pass_has_one_shape() -> None:
     model, rows = Bigram(), random_rows(n_rows=7)
-    evaluate(model, rows, TOKEN_BYTES, device="cpu", micro_sequences=3)
+    evaluate(nats_by(model), rows, TOKEN_BYTES, device="cpu", micro_sequences=3)
     assert model.shapes == [(3, 6)] * 3
 
 
@@ -141,18 +141,11 @@ def test_leaves_modes_gradients_and_random_state_as_they_were() -> None:
     model, rows = Bigram(dropout=0.5).train(), random_rows()
     model.frozen.eval()
     state = torch.get_rng_state()
-    result = evaluate(model, rows, TOKEN_BYTES, device="cpu", micro_sequences=4)
+    result = evaluate(nats_by(model), rows, TOKEN_BYTES, device="cpu", micro_sequences=4, module=model)
     assert torch.equal(torch.get_rng_state(), state)
     assert (model.training, model.drop.training, model.frozen.training) == (True, True, False)
     assert model.table.grad is None
-    assert result == evaluate(Bigram(dropout=0.0), rows, TOKEN_BYTES, device="cpu", micro_sequences=4)
-
-
-def test_a_function_of_a_module_is_evaluated_with_the_module_in_evaluation_mode() -> None:
-    model, rows = Bigram(dropout=0.5).train(), random_rows()
-    result = evaluate(lambda tokens: model(tokens), rows, TOKEN_BYTES, device="cpu", micro_sequences=4, module=model)
-    assert model.training
-    assert result == evaluate(Bigram(), rows, TOKEN_BYTES, device="cpu", micro_sequences=4)
+    assert result == evaluate(nats_by(Bigram()), rows, TOKEN_BYTES, device="cpu", micro_sequences=4)
 
 
 def test_mode_is_restored_after_an_error() -> None:
@@ -163,7 +156,7 @@ def test_mode_is_restored_after_an_error() -> None:
         raise RuntimeError("out of memory")
 
     with pytest.raises(RuntimeError, match="out of memory"):
-        evaluate(broken, random_rows(), TOKEN_BYTES, device="cpu", micro_sequences=4, module=model)
+        evaluate(nats_by(broken), random_rows(), TOKEN_BYTES, device="cpu", micro_sequences=4, module=model)
     assert model.training
 
 
@@ -171,7 +164,7 @@ def test_mode_is_restored_after_an_error() -> None:
 def test_nothing_to_predict_is_a_clear_error(target: int) -> None:
     rows = FixedRows(np.zeros((2, 4), np.int32), np.full((2, 4), target, np.int32))
     with pytest.raises(UserError, match="validation"):
-        evaluate(Bigram(), rows, TOKEN_BYTES, device="cpu", micro_sequences=2)
+        evaluate(nats_by(Bigram()), rows, TOKEN_BYTES, device="cpu", micro_sequences=2)
 
 
 def test_a_gpt_gets_the_same_number_for_every_batch_size() -> None:
@@ -184,7 +177,7 @@ def test_a_gpt_gets_the_same_number_for_every_batch_size() -> None:
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
     rows = random_rows(n_rows=13, seq_len=16, seed=2)
-    results = [evaluate(model, rows, TOKEN_BYTES, device="cpu", micro_sequences=n) for n in (1, 4, 13, 32)]
+    results = [evaluate(nats_of(model), rows, TOKEN_BYTES, device="cpu", micro_sequences=n) for n in (1, 4, 13, 32)]
     for result in results[1:]:
         assert result.val_bpb == pytest.approx(results[0].val_bpb, abs=1e-6)
         assert result.val_loss == pytest.approx(results[0].val_loss, abs=1e-6)
@@ -196,7 +189,7 @@ def test_ranks_share_the_passes_and_have_the_bits_of_one(size: int) -> None:
     model, rows = Bigram().double(), random_rows(n_rows=79)
 
     def share(group: Group) -> Evaluation:
-        return evaluate(model, rows, TOKEN_BYTES, device="cpu", micro_sequences=2, group=group)
+        return evaluate(nats_by(model), rows, TOKEN_BYTES, device="cpu", micro_sequences=2, group=group)
 
     assert in_turn(size, share) == share(Group())
     as_many_on_every_rank = -(-40 // size) * size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import ModuleType
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gptlab.config.model import Activation, ModelConfig
+from gptlab.eval.bits_per_byte import nats_of, token_nats
 from gptlab.model.gpt import MLP, build_model
 from gptlab.model.head import HeadLoss, capped_logits
 from gptlab.model.kernels import fused, ops, torch_ops
@@ -422,6 +424,35 @@ def test_logits_of_many_positions_are_computed_by_a_kernel(positions: int, monke
     assert differentiable.requires_grad
     assert not calls
     torch.testing.assert_close(found, differentiable.detach(), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("cap", [None, 2.0])
+@pytest.mark.parametrize(("rows", "width", "vocab", "padded"), [(1, 1, 1, 1), (37, 25, 45, 51), (300, 70, 1000, 1000)])
+def test_losses_of_few_logits_at_a_time(
+    rows: int, width: int, vocab: int, padded: int, cap: float | None, dtype: torch.dtype
+) -> None:
+    """The bits of the losses of all logits at once."""
+    x, weight = random(2, rows, width, dtype=dtype), random(padded, width, seed=1)
+    targets = torch.arange(2 * rows).view(2, rows) % (vocab + 1) - 1
+    whole = fused.losses(fused.capped_logits(x, weight, vocab, cap).flatten(0, 1), targets.flatten())
+    assert torch.equal(fused.head_nats(x, weight, targets, vocab, cap), whole.view(2, rows))
+
+
+def test_the_losses_of_a_model_are_those_of_its_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the bit; by the kernel, unless only `forward` has what a caller hooked."""
+    calls: list[str] = []
+    monkeypatch.setattr(fused, "head_nats", counted(fused.head_nats, "head_nats", calls))
+    config = ModelConfig(n_layer=2, n_embd=32, n_head=2, seq_len=128, vocab_size=65, logit_softcap=2.0)
+    model = build_model(config, device=torch.device("cpu"), compute_dtype=torch.float32, seed=0)
+    torch.nn.init.normal_(model.head.weight)
+    tokens = torch.randint(65, (2, 128), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert torch.equal(nats_of(model)(tokens, tokens), token_nats(model(tokens), tokens))
+        assert calls == ["head_nats"]
+        model.register_forward_hook(lambda *of_call: 0 * of_call[-1])
+        assert nats_of(model)(tokens, tokens).tolist() == [pytest.approx([math.log(65)] * 128)] * 2
+    assert calls == ["head_nats"]
 
 
 @pytest.mark.parametrize(("rows", "vocab"), [(1, 1), (37, 45), (300, 4096), (0, 5)])

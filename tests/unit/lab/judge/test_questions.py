@@ -13,7 +13,7 @@ from tiny_runs import make_config, write_corpus
 from gptlab.config.errors import UserError
 from gptlab.data.rows import IGNORED
 from gptlab.data.tokenizer.base import ByteTokenizer
-from gptlab.eval.bits_per_byte import evaluate
+from gptlab.eval.bits_per_byte import evaluate, nats_of
 from gptlab.lab.judge.audits import Plan, check_two_seeds, plan, second_questions
 from gptlab.lab.judge.judging import Audit, examine
 from gptlab.lab.judge.questions import Questions, loss_of, scores
@@ -27,7 +27,7 @@ def test_the_loss_is_that_of_evaluation(tmp_path_factory: pytest.TempPathFactory
     asked = questions_of(make_config(folder, "run", eval__tokens=601))
     model = trained_model()
     nats = examine(begin(lambda: model, None), asked, {}, BASELINE, Audit(rows=5))[0]
-    expected = evaluate(model, asked.rows, asked.tokenizer.token_bytes, device=CPU, micro_sequences=7)
+    expected = evaluate(nats_of(model), asked.rows, asked.tokenizer.token_bytes, device=CPU, micro_sequences=7)
     found = loss_of(asked, nats)
     assert (found.target_tokens, found.target_bytes) == (expected.target_tokens, expected.target_bytes) == (601, 601)
     assert found.val_bpb == pytest.approx(expected.val_bpb, rel=1e-6)  # float32 there
