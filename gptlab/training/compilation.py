@@ -40,6 +40,9 @@ WHOLE_MODEL_FLOPS = 1e10
 # ... unless they are deep: compile time grows with every layer.
 WHOLE_MODEL_LAYERS = 6
 
+RECOMPILE_LIMIT = 256
+"""Graphs of one function in a process: torch's limit for all objects that share its code."""
+
 
 _VECTOR_OPTIONS = (
     "-mfma", "-mf16c", "-mavx2", "-mavx512f", "-mavx512dq", "-mavx512vl", "-mavx512bw", "-mavx512vnni", "-mavx512bf16",
@@ -96,6 +99,12 @@ def _compiled(plain: Passes, state: TrainState, config: RunConfig, warn: Callabl
         slower = "" if state.device.type == "mps" else ", which is slower"
         warn(f"training without torch.compile{slower}: {problem}")
         return plain
+
+    import torch._dynamo
+
+    # With more graphs than the limit, 8, a function runs uncompiled, without an error. Each number of rows that is
+    # tried, and each size whose steps are timed, has some of its own.
+    torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
 
     def compiled(function: F) -> F:
         # Shapes never change within a run. On a CPU, kernels are called from C++ instead of Python, which makes a step

@@ -82,7 +82,7 @@ def _queue(state: TrainState, loss_sum: LossFunction, config: RunConfig, finish:
     host = torch.empty(figures.shape, dtype=figures.dtype, pin_memory=True)
     host.copy_(figures, non_blocking=True)
     copied = torch.cuda.Event()
-    copied.record()
+    copied.record(torch.cuda.current_stream(state.device))
     return _Queued(batch, rates.lr_scale, host, copied)
 
 

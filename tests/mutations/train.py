@@ -438,6 +438,21 @@ MUTATIONS = [
         ["A checkpoint at the end and every `--save-every`", "Bits per byte every 250 steps"],
     ),
     Mutation(
+        "more graphs than torch permits by itself run uncompiled", "training/compilation.py",
+        "    torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT\n", "",
+        ["test_compiled_parts.py::test_more_graphs_of_a_function_than_torch_permits_by_itself"],
+    ),
+    Mutation(
+        "blocks with activation checkpointing are not compiled", "training/parallel/strategy.py",
+        'block.forward if "forward" in vars(block) else block', "block",
+        ["test_activation_checkpointing.py::test_blocks_that_are_compiled_one_by_one_are_compiled"],
+    ),
+    Mutation(
+        "a GPU that is named by its number is not the current one", "runtime/hardware/device.py",
+        "    torch.cuda.set_device(index)  # events", "    # events",
+        ["test_device.py::test_the_gpu_that_is_named_becomes_the_current_one"],
+    ),
+    Mutation(
         "validation is compiled on the clock", "training/compilation.py",
         "            passes.token_nats(zeros, zeros)\n",
         "            pass\n",

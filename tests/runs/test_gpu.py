@@ -35,12 +35,6 @@ DETERMINISTIC: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def _nothing_is_compiled_yet() -> None:
-    """torch compiles one function eight times in a process, and then runs it uncompiled: each model counts."""
-    torch.compiler.reset()
-
-
 def losses(run: Path) -> list[float]:
     return [line["loss"] for line in lines_of(run, "train")]
 
@@ -147,6 +141,14 @@ def test_killed_and_resumed_is_never_killed_bit_for_bit(folder: Path) -> None:
     assert process.returncode == -signal.SIGKILL, "it was too late to kill"
     subprocess.run([*started, "--resume", str(run)], check=True)
     assert differences(outcome(folder / "gpu-whole"), outcome(run)) == []
+
+
+@CUDA
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_a_gpu_that_is_not_the_first_makes_the_same_run(folder: Path) -> None:
+    """Its figures are on the host when they are read: an event of the first GPU, which is idle, would not wait."""
+    runs = [train(folder, f"gpu-{n}", runtime__device=f"cuda:{n}", runtime__dtype="float32") for n in (0, 1)]
+    assert losses(runs[1]) == pytest.approx(losses(runs[0]), rel=1e-5)
 
 
 @CUDA

@@ -16,6 +16,7 @@ from gptlab.app.run.session import Session
 from gptlab.bench.plan import make_plan
 from gptlab.config.load import config_to_json
 from gptlab.config.run import RunConfig
+from gptlab.runtime.hardware.device import forget_peak_memory
 from gptlab.runtime.hardware.memory import fewer_micro_sequences, ran_out_of_memory
 from gptlab.runtime.hardware.place import Place, place_of
 from gptlab.runtime.processes.distributed import World
@@ -52,6 +53,7 @@ def rows_that_fit(config: RunConfig, place: Place, console: Console) -> RunConfi
 
 
 def _planned(config: RunConfig, place: Place, console: Console) -> RunConfig:
+    torch.cuda.empty_cache()  # of the models whose steps were timed, and of what measured the peak
     free, _ = torch.cuda.mem_get_info(place.device)
     uncompiled = replace(config, runtime=replace(config.runtime, compile="off"))
     if make_plan(uncompiled, place).memory_bytes <= FILLED * free:  # a fifth of the time that the graphs take
@@ -88,6 +90,7 @@ def until_it_fits(session: Session, record: Recorder, *, step: int) -> None:
         gc.collect()  # the frames of the error held its tensors
         if session.place.device.type == "cuda":
             torch.cuda.empty_cache()
+            forget_peak_memory(session.place.device)
         _use_fewer_rows(session, record, step)
 
 

@@ -24,6 +24,7 @@ from gptlab.model.counting import FlopsPerToken, ParameterCounts, flops_per_toke
 from gptlab.model.interop.pretrained import Pretrained, find_pretrained, require_fits
 from gptlab.model.kernels.ops import begin_kernels, implementations
 from gptlab.runtime.files.cache import cache_root
+from gptlab.runtime.hardware.device import forget_peak_memory
 from gptlab.runtime.hardware.place import Place
 from gptlab.runtime.hardware.rng import seed_everything
 from gptlab.runtime.processes.distributed import Group
@@ -128,6 +129,7 @@ def open_session(
     0 prepares the data first, and those that share its cache find it there.
     """
     group = group or Group()
+    forget_peak_memory(place.device)
     if group.size > 1:
         place = agreed_place(place, config.parallel, group)
     if config.parallel.exact_any_world_size:

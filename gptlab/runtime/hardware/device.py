@@ -45,8 +45,8 @@ _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORC
 def resolve_device(name: str, local_rank: int | None = None) -> torch.device:
     """`auto` (cuda, mps or cpu: the first available), `cpu`, `cuda` (the first one), `cuda:N` or `mps`.
 
-    Of several processes on a machine, each takes the CUDA device of its `local_rank` (None: one process alone),
-    which becomes the current one. ConfigError for an unknown name or a missing device.
+    Of several processes on a machine, each takes the CUDA device of its `local_rank` (None: one process alone). A CUDA
+    device becomes the current one. ConfigError for an unknown name or a missing device.
     """
     if local_rank is not None:
         _make_current(name, local_rank)
@@ -96,10 +96,14 @@ def _accelerator(name: str, local_rank: int | None) -> torch.device:
     count = _cuda_devices()
     if count == 0 and not has_nvidia_gpu():
         raise ConfigError("runtime.device", name, f"torch {torch.__version__} sees no CUDA device here", "cpu")
+    if index >= count > 0 and local_rank is not None:
+        lacking = f"process {index} of this machine has no GPU of its own: torch sees {count}; start one for each"
+        raise ConfigError("runtime.device", name, lacking, "cpu")
     if index >= count > 0:
         raise ConfigError("runtime.device", name, f"this machine has {count} CUDA device(s)", f"cuda:{count - 1}")
     if (problem := _cuda_problem(index)) is not None:
         raise ConfigError("runtime.device", name, problem, "cpu")
+    torch.cuda.set_device(index)  # events are recorded on the current device, and capabilities are asked of it
     return torch.device("cuda", index)
 
 
@@ -135,6 +139,12 @@ def peak_memory_mb(device: torch.device) -> float:
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) / 2**10
     return _peak_resident_bytes() / 2**20
+
+
+def forget_peak_memory(device: torch.device) -> None:
+    """Begin again with what is allocated now. The peak of a CPU stays that of the process."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
 
 
 def _peak_resident_bytes() -> int:

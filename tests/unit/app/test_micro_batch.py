@@ -108,7 +108,9 @@ def test_the_first_try_is_the_largest_that_the_plan_has_room_for(
         return SimpleNamespace(memory_bytes={"on": 100, "off": 200}[plans[-1]] * config.batch.micro_sequences)
 
     monkeypatch.setattr(micro_batch, "make_plan", plan)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 10_000))
+    freed: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed.append(True))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free if freed else 0, 10_000))
     on_gpu = Place(torch.device("cuda", 0), torch.bfloat16, 1, Peak(None, "unknown"))
     config = make_config(folder, "planned", runtime__compile=compile_)
     with Console() as console:

@@ -65,7 +65,7 @@ def test_cuda_gets_an_index_so_that_devices_compare_equal() -> None:
 def test_each_rank_has_the_gpu_of_its_local_rank() -> None:
     for name in ("auto", "cuda"):
         assert [resolve_device(name, rank) for rank in (0, 1)] == [torch.device("cuda", 0), torch.device("cuda", 1)]
-    with pytest.raises(UserError, match=r"2 CUDA device\(s\)"):
+    with pytest.raises(UserError, match="process 2 of this machine has no GPU of its own: torch sees 2"):
         resolve_device("cuda", 2)
     with pytest.raises(UserError, match="a device of its own"):
         resolve_device("cuda:0", 1)
@@ -77,6 +77,15 @@ def test_unknown_and_absent_devices_are_refused_in_one_line(name: str) -> None:
     with pytest.raises(UserError, match=r"runtime\.device") as error:
         resolve_device(name)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_the_gpu_that_is_named_becomes_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch records events on the current one, and asks it for its capability."""
+    current: list[int] = []
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    assert resolve_device("cuda:1") == torch.device("cuda", 1)
+    assert current == [1]
 
 
 @pytest.mark.usefixtures("two_gpus")

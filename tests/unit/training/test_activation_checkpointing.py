@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from gptlab.bench.memory import kept_for_backward
 from gptlab.config.model import ModelConfig
 from gptlab.config.run import RuntimeConfig
 from gptlab.model.gpt import GPT
+from gptlab.runtime.processes.distributed import Group
+from gptlab.training.parallel.strategy import Strategy
 from gptlab.training.state import _replace_passes
 
 
@@ -24,6 +27,24 @@ def test_is_the_same_run(folder: Path) -> None:
     plain = train(folder, "plain", **changes)
     recomputed = train(folder, "recomputed", runtime__activation_checkpointing=True, **changes)
     assert differences(outcome(plain), outcome(recomputed)) == []
+
+
+def test_blocks_that_are_compiled_one_by_one_are_compiled() -> None:
+    """Dynamo does not look into a module whose `forward` is torch's `checkpoint`."""
+    model = model_of(2)
+    _replace_passes(model, RuntimeConfig(activation_checkpointing=True))
+    computed: list[int] = []
+
+    def count(graph: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
+        return lambda *inputs: computed.append(len(inputs)) or graph.forward(*inputs)  # type: ignore[func-returns-value]
+
+    strategy = Strategy(model, None, Group())  # type: ignore[arg-type]
+    blocks = strategy.compiled_blocks(lambda function: torch.compile(function, dynamic=False, backend=count))
+    tokens = torch.zeros(1, 4, dtype=torch.int64)
+    expected = model.hidden(tokens)
+    computed.clear()
+    assert torch.equal(model.hidden(tokens, blocks), expected)
+    assert len(computed) == 2
 
 
 def test_each_block_is_computed_again_in_the_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:

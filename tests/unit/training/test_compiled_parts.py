@@ -87,6 +87,22 @@ def test_what_is_compiled(
     assert torch.equal(passes.token_nats(tokens, tokens), token_nats(logits, tokens))
 
 
+def test_more_graphs_of_a_function_than_torch_permits_by_itself(folder: Path) -> None:
+    """Rows are halved and sizes are tried in one process, and each has graphs of its own."""
+    config = make_config(folder, "never-made", runtime__compile="on")
+    make_passes(open_session(config, place_of(config), QuietConsole()).state, config, pytest.fail)
+    made: list[object] = []
+
+    def count(module: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
+        made.append(module)
+        return module.forward
+
+    doubled = torch.compile(lambda x: 2 * x, dynamic=False, backend=count)
+    for size in range(1, 11):
+        doubled(torch.ones(size))
+    assert len(made) == 10
+
+
 def fails(*args: Any) -> None:
     raise OSError("no linker")
 
