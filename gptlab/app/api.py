@@ -75,8 +75,9 @@ def train(
         fields: every other name that a flag or a TOML file may have, with groups as dicts: `model={"seq_len": 256}`,
             `dtype="float32"`, `eval={"every_steps": 100}`.
 
-    run.json records the names of `rows`, `optimizer` and `change_model` with fingerprints of their source. Resuming or
-    repeating such a run needs functions of the same names.
+    run.json records the names of `rows`, `optimizer` and `change_model` with fingerprints of their source and of the
+    values that they hold (defaults, arguments of a functools.partial, variables of a function around them). Resuming
+    or repeating such a run needs functions of the same names.
 
     Returns a Result: exit_code (0 finished, 75 preempted), run_dir, and summary, which holds what summary.json does.
 

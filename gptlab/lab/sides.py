@@ -204,8 +204,8 @@ def _recorded(run: RunRecord, key: str) -> Any:
     """A fact of run.json, with those of the processes that resumed the run where they differ; None if unknown."""
     if key == "own_parts":
         parts = run.provenance.get(key)
-        named = parts.items() if isinstance(parts, dict) else ()
-        return ", ".join(f"{name}={part.get('name')}" for name, part in named if isinstance(part, dict)) or "none"
+        named = [(n, part) for n, part in parts.items() if isinstance(part, dict)] if isinstance(parts, dict) else ()
+        return ", ".join(f"{n}={part.get('name')} {part.get('sha256') or ''}".rstrip() for n, part in named) or "none"
     resumes = run.provenance.get("resumes")
     starts = [run.provenance, *(one for one in (resumes if isinstance(resumes, list) else []) if isinstance(one, dict))]
     values = _distinct(facts[key] for facts in map(flatten, starts) if key in facts)

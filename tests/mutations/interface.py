@@ -27,6 +27,16 @@ MUTATIONS = [
         ["test_sides.py::test_runs_that_differ_by_seed_alone_are_a_side"],
     ),
     Mutation(
+        "closures of one function are one part", "app/run/own_parts.py",
+        "[cell.cell_contents for cell in cells],", "[],",
+        ["test_own_parts.py::test_functions_of_one_source_differ_by_what_they_hold"],
+    ),
+    Mutation(
+        "runs with closures of one function are pooled", "lab/sides.py",
+        " {part.get('sha256') or ''}", "",
+        ["test_sides.py::test_runs_that_differ_by_seed_alone_are_a_side"],
+    ),
+    Mutation(
         "a plan's heads are its width", "bench/plan.py",
         "heads {model.n_head}", "heads {model.n_embd}",
         ["test_plan.py::test_describe_names_every_figure_with_its_unit"],

@@ -1,8 +1,8 @@
 """What a Python caller may give to a run beside its configuration: functions that watch it, and parts that replace its.
 
 A watching function gets numbers, and the random generators are restored after it: it cannot change the run. A part
-replaces what the configuration would have made: run.json records its name and a fingerprint of its source, and the run
-is resumed or repeated only with a part of that name.
+replaces what the configuration would have made: run.json records its name and a fingerprint of its source and of the
+values that it holds, and the run is resumed or repeated only with a part of that name.
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ import hashlib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from functools import partial
+from numbers import Number
+from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
 from gptlab.config.errors import UserError
@@ -114,9 +117,9 @@ class OwnParts:
             raise UserError(f"{next(iter(self.replacing))} is for one process, but torchrun has started {world_size}")
 
     def require_those_of(self, path: object, record: Mapping[str, object], verb: str) -> list[str]:
-        """Warnings where the source of a part has changed since the run in `path`. UserError, which names what to give,
-        where that run's parts have other names than these. `verb`: resume, repeat or load, which needs the model
-        alone."""
+        """Warnings where the source or a value of a part has changed since the run in `path`. UserError, which names
+        what to give, where that run's parts have other names than these. `verb`: resume, repeat or load, which needs
+        the model alone."""
         recorded = own_parts_of(record)
         if verb == "load":
             recorded = {name: part for name, part in recorded.items() if name == "change_model"}
@@ -134,7 +137,10 @@ class OwnParts:
                     f"gptlab.{call}{str(path)!r}, {every})"
                 )
         changed = [name for name in now if now[name]["sha256"] != recorded[name]["sha256"]]
-        return [f"the source of {name} is not what {path} was trained with: not bit for bit" for name in changed]
+        return [
+            f"the source of {name}, or a value that it holds, is not what {path} was trained with: not bit for bit"
+            for name in changed
+        ]
 
 
 def own_parts_of(record: Mapping[str, object]) -> dict[str, dict[str, Any]]:
@@ -150,10 +156,46 @@ def own_parts_of(record: Mapping[str, object]) -> dict[str, dict[str, Any]]:
 
 
 def _identity(part: Callable[..., Any]) -> dict[str, Any]:
-    """Name, and SHA-256 of the source (None where Python has none, as for a function typed at a prompt)."""
-    target = part if hasattr(part, "__qualname__") else type(part)
+    """Name, and SHA-256 of the source and the values that the part holds (None where Python has no source, as for a
+    function typed at a prompt)."""
     try:
-        source = hashlib.sha256(inspect.getsource(target).encode()).hexdigest()
-    except (OSError, TypeError):
-        source = None
-    return {"name": f"{target.__module__}.{target.__qualname__}", "sha256": source}
+        sha256 = hashlib.sha256(_source(part).encode()).hexdigest()
+    except (OSError, TypeError, ValueError, RecursionError):
+        sha256 = None
+    target = _named(part)
+    return {"name": f"{target.__module__}.{target.__qualname__}", "sha256": sha256}
+
+
+def _named(part: Callable[..., Any]) -> Any:
+    """The function or class that `part` is or comes from."""
+    function = part.func if isinstance(part, partial) else part
+    return function if hasattr(function, "__qualname__") else type(function)
+
+
+def _source(part: Callable[..., Any]) -> str:
+    """The source of a function or class, followed by the values by which parts of one source differ: default and bound
+    arguments, variables of the function around it, attributes. OSError, TypeError, ValueError or RecursionError where
+    Python has none."""
+    if isinstance(part, partial):
+        return _source(part.func) + _text([part.args, part.keywords])
+    cells = getattr(part, "__closure__", None) or ()
+    owner = getattr(part, "__self__", part)
+    held = [
+        getattr(part, "__defaults__", None), getattr(part, "__kwdefaults__", None),
+        [cell.cell_contents for cell in cells],
+        None if isinstance(owner, type) else getattr(owner, "__dict__", None),
+    ]  # fmt: skip
+    return inspect.getsource(_named(part)) + "".join(_text(values) for values in held if values)
+
+
+def _text(value: object) -> str:
+    """A plain value or a function in full; anything else, such as a tensor, by its name or that of its type."""
+    if value is None or isinstance(value, Number | str | bytes):
+        return repr(value)
+    if isinstance(value, dict):
+        value = [*value.items()]
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_text, value))}]"
+    if isinstance(value, FunctionType | MethodType | partial):
+        return _source(value)
+    return str(getattr(value, "__qualname__", type(value).__qualname__))

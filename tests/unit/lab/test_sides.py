@@ -65,6 +65,11 @@ def test_runs_that_differ_by_seed_alone_are_a_side(tmp_path: Path) -> None:
         group_by_seed([runs[0], runs[2]])
     own = run(tmp_path / "own", {"own_parts": {"optimizer": {"name": "train.sgd", "sha256": None}}}, run_dir="own")
     assert [[one.path.name for one in side] for side in group_by_seed([runs[0], own]).values()] == [["a"], ["own"]]
+    closures = [
+        run(tmp_path / d, {"own_parts": {"optimizer": {"name": "train.sgd", "sha256": d * 64}}}, run_dir=d)
+        for d in "01"
+    ]
+    assert [[one.path.name for one in side] for side in group_by_seed(closures).values()] == [["0"], ["1"]]
     with pytest.raises(UserError, match="no two of these runs"):
         group_by_seed(runs[:1])
 
