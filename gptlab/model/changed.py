@@ -9,6 +9,7 @@ from torch import nn
 
 from gptlab.config.errors import UserError
 from gptlab.model.gpt import GPT, MLP, Attention, Block, LayerNorm, Linear, RMSNorm
+from gptlab.model.kernels.ops import implementations_kept
 from gptlab.runtime.hardware.rng import capture_rng, fold_seed, restore_rng, seed_everything
 
 _READ_FOR_WEIGHTS: dict[type[nn.Module], tuple[str, ...]] = {
@@ -23,7 +24,8 @@ def apply_change(model: GPT, change: Callable[[GPT], None], seed: int, device: t
     nothing else draws from. UserError for a change that training would not follow."""
     generators = capture_rng(device)
     seed_everything(fold_seed(seed, 1), device)
-    returned: object = change(model)  # type: ignore[func-returns-value]
+    with implementations_kept():
+        returned: object = change(model)  # type: ignore[func-returns-value]
     restore_rng(generators, device)
     if returned is not None:
         raise UserError("change_model returned something: it changes the model that it is given, and returns None")

@@ -27,6 +27,16 @@ MUTATIONS = [
         ["test_sides.py::test_runs_that_differ_by_seed_alone_are_a_side"],
     ),
     Mutation(
+        "a run multiplies on as a model that its hook has loaded", "app/run/own_parts.py",
+        "with implementations_kept():", "if True:",
+        ["test_own_parts.py::test_models_that_it_loads_change_nothing_for_the_run"],
+    ),
+    Mutation(
+        "a run trains on with the threads of another one that its hook has loaded", "model/kernels/ops.py",
+        "            torch.set_num_threads(threads)\n", "            pass\n",
+        ["test_own_parts.py::test_models_that_it_loads_change_nothing_for_the_run"],
+    ),
+    Mutation(
         "closures of one function are one part", "app/run/own_parts.py",
         "[cell.cell_contents for cell in cells],", "[],",
         ["test_own_parts.py::test_functions_of_one_source_differ_by_what_they_hold"],

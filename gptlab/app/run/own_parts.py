@@ -1,6 +1,7 @@
 """What a Python caller may give to a run beside its configuration: functions that watch it, and parts that replace its.
 
-A watching function gets numbers, and the random generators are restored after it: it cannot change the run. A part
+A watching function gets numbers. Afterwards the random generators are put back, and what multiplies matrices on how
+many threads, which other models that it loads or trains may have changed: it cannot change the run. A part
 replaces what the configuration would have made: run.json records its name and a fingerprint of its source and of the
 values that it holds, and the run is resumed or repeated only with a part of that name.
 """
@@ -49,18 +50,20 @@ class OwnParts:
                 raise UserError(f"{field.name} must be a function, this is {type(part).__name__}")
 
     def on_line(self, device: torch.device) -> Callable[[str, dict[str, Any]], None] | None:
-        """Calls the function that watches lines of this kind, and puts the random generators back after it. None where
-        nothing watches."""
+        """Calls the function that watches lines of this kind, and puts back after it what other models change. None
+        where nothing watches."""
         hooks = {"train": self.on_step, "eval": self.on_eval}
         if not any(hooks.values()):
             return None
+        from gptlab.model.kernels.ops import implementations_kept
         from gptlab.runtime.hardware.rng import capture_rng, restore_rng
 
         def call(kind: str, values: dict[str, Any]) -> None:
             if (hook := hooks.get(kind)) is not None:
                 generators = capture_rng(device)
                 try:
-                    hook(dict(values))
+                    with implementations_kept():
+                        hook(dict(values))
                 finally:
                     restore_rng(generators, device)
 

@@ -10,7 +10,8 @@ one token                 a C++ kernel (float32 and bfloat16 on a CPU), or PyTor
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -131,6 +132,22 @@ def load_kernels(device: torch.device, dtype: torch.dtype) -> None:
         _fused = None
         if isinstance(_library, library.Library):
             _fused, fused.loaded = fused, _library
+
+
+@contextmanager
+def implementations_kept() -> Iterator[None]:
+    """Puts back, at the end, what this process computes by and on how many threads, which a model that was built or
+    loaded meanwhile may have changed."""
+    global _fused, _library, _products
+    from gptlab.model.kernels import fused
+
+    before, threads = (_fused, _library, _products, fused.loaded), torch.get_num_threads()
+    try:
+        yield
+    finally:
+        _fused, _library, _products, fused.loaded = before
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
 
 
 def decodes_by_kernel(device: torch.device, dtype: torch.dtype) -> bool:

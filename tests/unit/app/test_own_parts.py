@@ -13,6 +13,13 @@ import torch
 from torch import nn
 
 from gptlab.app.run.own_parts import OwnParts
+from gptlab.config.model import ModelConfig
+from gptlab.model.changed import apply_change
+from gptlab.model.gpt import build_model
+from gptlab.model.kernels import fused, ops
+from gptlab.runtime.hardware.device import compiler_available
+
+CPU = torch.device("cpu")
 
 
 def plain(model: nn.Module) -> None:
@@ -90,3 +97,32 @@ def test_a_function_that_has_no_source() -> None:
         itself(model)
 
     assert identity(itself)["sha256"] is None
+
+
+@pytest.mark.skipif(not compiler_available(CPU), reason="no C++ compiler here")
+@pytest.mark.parametrize("place", ["hook", "change_model"])
+def test_models_that_it_loads_change_nothing_for_the_run(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    """Not what multiplies matrices, nor how many threads do: a run went on with those of a run that its hook loaded."""
+    config = ModelConfig(n_layer=1, n_embd=16, n_head=2, seq_len=8, vocab_size=32)
+    model = build_model(config, device=CPU, compute_dtype=torch.float32, seed=0)
+    monkeypatch.setattr(ops, "_products", "library")
+
+    def state() -> tuple[object, ...]:
+        return ops.products(), ops.implementations(CPU, torch.float32), fused.loaded, torch.get_num_threads()
+
+    def load(_: object) -> None:
+        build_model(config, device=CPU, compute_dtype=torch.bfloat16, seed=0)
+        torch.set_num_threads(before[-1] + 1)
+        assert all(now != then for now, then in zip(state(), before, strict=True))
+        if place == "hook":
+            raise ZeroDivisionError
+
+    before: Any = state()
+    if place == "hook":
+        call = OwnParts(on_eval=load).on_line(CPU)
+        assert call is not None
+        with pytest.raises(ZeroDivisionError):
+            call("eval", {})
+    else:
+        apply_change(model, load, 0, CPU)
+    assert state() == before
