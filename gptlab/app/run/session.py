@@ -214,8 +214,8 @@ def _completed(config: RunConfig, data: PreparedData) -> RunConfig:
     entries = data.tokenizer.vocab_size
     if config.model.vocab_size not in (None, entries):
         raise UserError(
-            f"model.vocab_size = {config.model.vocab_size}, but the tokenizer has {entries} entries; "
-            "leave model.vocab_size out"
+            f"the tokenizer of this data has {entries} entries, not model.vocab_size = {config.model.vocab_size}: to "
+            "resume a run, bring back the data that it was trained on; for a new one, leave model.vocab_size out"
         )
     # A resumed run, a repeated one and `gptlab eval` split the text as this run does.
     split = replace(config.data, split=data.split)

@@ -268,6 +268,17 @@ def test_other_data_is_noticed_without_run_json(folder: Path, run: Path, tmp_pat
     assert "the data is not what" in refused("train", "--resume", run)
 
 
+def test_a_tokenizer_of_another_size_is_other_data(folder: Path, tmp_path: Path) -> None:
+    """A tokenizer of characters has as many entries as the text has characters: the error named a field that nobody
+    had given."""
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox\n" * 99)
+    run = train(folder, "of-characters", tokenizer__kind="char", data__source=[text], steps=1)
+    text.write_text("the quick brown fox naps\n" * 99)
+    err = refused("train", "--resume", run, "--steps", 2)
+    assert "to resume a run, bring back the data that it was trained on" in err
+
+
 @pytest.mark.parametrize("name", ["tokenizer", "tokenizer/tokenizer.json"])
 @pytest.mark.parametrize("how", ["lost", "damaged"])
 def test_a_lost_or_damaged_tokenizer_is_written_again(run: Path, expected: Outcome, name: str, how: str) -> None:
