@@ -78,6 +78,12 @@ MUTATIONS = [
         ["test_device.py::test_auto_dtype_on_a_cpu_is_the_faster_one"],
     ),
     Mutation(
+        "a run that was trained on is repeated without a word", "app/run/repeat.py",
+        'case {"step": int(step), "fields": dict(fields)} if step > 0:',
+        'case {"step": int(step), "fields": dict(fields)} if step < 0:',
+        ["test_from.py::TestWarnings::test_of_the_configuration_while_it_trained"],
+    ),
+    Mutation(
         "a run that any number of processes computes alike is warned of another one", "app/run/repeat.py",
         'skipped = {"world_size"} if any_world_size else set()', "skipped: set[str] = set()",
         ["test_from.py::TestWarnings::test_another_number_of_processes_that_changes_nothing"],

@@ -74,8 +74,8 @@ class EarlierRun:
             _require_same_start(self.run, self.checkpoint, session)
             if self.checkpoint is not None and self._is_longer(session):
                 _require_longer(session, self.checkpoint)
-        any_world_size = session.config.parallel.exact_any_world_size
-        for line in what_differs(self.run, facts, self.asked, any_world_size=any_world_size):
+        any_world_size, resumes = session.config.parallel.exact_any_world_size, self.stored is not None
+        for line in what_differs(self.run, facts, self.asked, any_world_size=any_world_size, resumes=resumes):
             console.warn(line)
 
     def record(self, session: Session, facts: Facts, evidence: Evidence, console: Console) -> None:

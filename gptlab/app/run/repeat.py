@@ -74,11 +74,12 @@ def _from_recipe(config: RunConfig, request: RunRequest, recorded: Facts) -> Run
 
 
 def what_differs(
-    run: RunDirectory, now: Facts, asked: Mapping[str, Any], *, any_world_size: bool = False
+    run: RunDirectory, now: Facts, asked: Mapping[str, Any], *, any_world_size: bool = False, resumes: bool = False
 ) -> Iterator[str]:
     """A line for each of code, environment, machine and data that differs from what `run` recorded, and how to get it
-    back. Fields that were `asked` for ({dotted field: value}) are expected to differ, and skipped, and so is the number
-    of processes with `any_world_size`. No line where the folder holds a configuration alone."""
+    back; also, unless this process resumes it, for each change of its configuration while it trained. Fields that were
+    `asked` for ({dotted field: value}) are expected to differ, and skipped, and so is the number of processes with
+    `any_world_size`. No line where the folder holds a configuration alone."""
     recorded = run.recorded()
     if not is_run(os.listdir(run.path)):
         return
@@ -97,6 +98,15 @@ def what_differs(
     other_data = any(name.partition(".")[0] in ("data", "tokenizer") for name in asked)
     if not other_data and (changed := _changed(recorded, now, _DATA)):
         yield f"the data is not that of {run.path} ({changed})"
+    changes = recorded.get("config_changes")
+    for change in changes if isinstance(changes, list) and not resumes else ():
+        match change:
+            case {"step": int(step), "fields": dict(fields)} if step > 0:
+                names = _shown(", ".join(fields))
+                yield (
+                    f"the configuration of {run.path} changed after step {step} ({names}), and here holds from the "
+                    "first step on: not bit for bit"
+                )
 
 
 def implementations_changed(recorded: object, now: Mapping[str, str]) -> str:

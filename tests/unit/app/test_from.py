@@ -186,6 +186,23 @@ class TestWarnings:
             "the data is not that of /r (data_fingerprint x -> d)",
         ]
 
+    @pytest.mark.parametrize(
+        ("changes", "says"),
+        [
+            ([{"step": 10, "fields": {"horizon.amount": [10.0, 14.0]}}], ["step 10 (horizon.amount)"]),
+            ([{"step": 0, "fields": {"batch.micro_sequences": [8, 4]}}], []),
+            ([{"step": 9}, {"step": "9", "fields": {}}, {"step": 9, "fields": []}, 3], []),
+            ({"step": 10}, []),
+        ],
+        ids=["trained on", "before the first step", "nonsense", "no list"],
+    )
+    def test_of_the_configuration_while_it_trained(self, tmp_path: Path, changes: object, says: list[str]) -> None:
+        """Its config.json is not what its first steps were trained with."""
+        ends = "and here holds from the first step on: not bit for bit"
+        found = self.lines(tmp_path, config_changes=changes)
+        assert found == [f"the configuration of /r changed after {one}, {ends}" for one in says]
+        assert [*what_differs(RunDirectory(tmp_path / "r"), NOW, {}, resumes=True)] == []
+
     def test_not_of_what_was_asked_for(self, tmp_path: Path) -> None:
         then = {"device_name": "H200", "threads": 4, "dtype": "float32", "data_fingerprint": "x"}
         asked: dict[str, Any] = {"runtime.device": "cpu", "runtime.threads": 2, "runtime.dtype": "bfloat16"}
