@@ -71,7 +71,9 @@ def train(
         optimizer: makes the optimizer of all weights: model -> torch.optim.Optimizer. Its learning rates are peaks,
             which the schedule multiplies.
         change_model: changes the model before it is trained, such as `block.mlp = MyMLP(...)` for its blocks. Blocks,
-            their `mlp` and `attention`, embeddings and `final_norm` may be replaced. What gptlab's kernels compute from
+            their `mlp` and `attention`, embeddings and `final_norm` may be replaced. Their inputs are of the run's
+            dtype, which may be bfloat16, and their weights float32: make their layers of `gptlab.model.gpt.Linear`,
+            an `nn.Linear` that casts its weights, or train with dtype="float32". What gptlab's kernels compute from
             weights alone is refused: layers inside of its MLP, the norms of its blocks, the head.
         fields: every other name that a flag or a TOML file may have, with groups as dicts: `model={"seq_len": 256}`,
             `dtype="float32"`, `eval={"every_steps": 100}`.

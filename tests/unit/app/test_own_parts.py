@@ -15,7 +15,7 @@ from torch import nn
 from gptlab.app.run.own_parts import OwnParts
 from gptlab.config.model import ModelConfig
 from gptlab.model.changed import apply_change
-from gptlab.model.gpt import build_model
+from gptlab.model.gpt import GPT, Linear, build_model
 from gptlab.model.kernels import fused, ops
 from gptlab.runtime.hardware.device import compiler_available
 
@@ -97,6 +97,26 @@ def test_a_function_that_has_no_source() -> None:
         itself(model)
 
     assert identity(itself)["sha256"] is None
+
+
+def test_layers_that_cast_their_weights_take_the_dtype_of_the_run() -> None:
+    """The class that `help(gptlab.train)` names; torch's own fails."""
+    config = ModelConfig(n_layer=1, n_embd=16, n_head=2, seq_len=8, vocab_size=32)
+    model = build_model(config, device=CPU, compute_dtype=torch.bfloat16, seed=0)
+    tokens = torch.zeros(2, 8, dtype=torch.int64)
+
+    def with_layers(kind: type[nn.Linear]) -> Callable[[GPT], None]:
+        def change(model: GPT) -> None:
+            model.blocks[0].mlp = nn.Sequential(kind(16, 32), nn.GELU(), kind(32, 16))
+
+        return change
+
+    apply_change(model, with_layers(Linear), 0, CPU)
+    model.loss(tokens, tokens).backward()
+    assert {(w.dtype, w.grad.dtype) for w in model.blocks[0].mlp.parameters()} == {(torch.float32, torch.float32)}
+    apply_change(model, with_layers(nn.Linear), 0, CPU)
+    with pytest.raises(RuntimeError, match="dtype"):
+        model.loss(tokens, tokens)
 
 
 @pytest.mark.skipif(not compiler_available(CPU), reason="no C++ compiler here")
