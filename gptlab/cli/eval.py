@@ -37,7 +37,8 @@ class EvalArguments(LoadArguments):
     tokens: Positive[int] | None = None
     """Maximum target tokens, always the same ones. None: as in the run's configuration; of a text, all."""
     micro_sequences: Positive[int] | None = None
-    """Rows in one pass. It changes the speed, not the result. None: as in the run's configuration."""
+    """Rows in one pass. It changes the speed and, but for rounding, not the result. None: as in the run's
+    configuration."""
     core: bool = False
     """Measure CORE instead. It needs the evaluation bundle and no corpus."""
     core_dir: str | None = None

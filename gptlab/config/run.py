@@ -167,8 +167,8 @@ class EvalConfig:
     """Target tokens of the training text, always the same ones, on which the training loss is measured at each
     validation, without dropout (nanoGPT's train loss). None: not measured."""
     micro_sequences: Positive[int] | None = None
-    """Rows in one evaluation pass. None: as in training, or more on a CPU, where that is faster. It changes the speed,
-    not the result."""
+    """Rows in one evaluation pass. None: as in training, or more on a CPU, where that is faster. It changes the speed
+    and, but for rounding, not the result."""
     core_every_steps: Positive[int] | None = None
     """Measure CORE (DCLM, arXiv:2406.11794) every N steps, and at the end. None: never. Where core_dir is not given and
     there is no evaluation bundle in the cache, the run warns and continues without CORE."""

@@ -68,9 +68,10 @@ def evaluate(
     module: nn.Module | None = None,
     group: Group | None = None,
 ) -> Evaluation:
-    """One pass over all rows, `micro_sequences` at a time, which changes the speed and not the result. The processes of
-    a `group` share the work, and all get the bits of one process with the same weights: sums are added in the order of
-    the passes (and zeros of the ranks that did not compute them, which is exact).
+    """One pass over all rows, `micro_sequences` at a time, which changes the speed and, but for rounding, not the
+    result: other kernels may multiply fewer positions. The processes of a `group` share the work, and all get the bits
+    of one process with the same weights: sums are added in the order of the passes (and zeros of the ranks that did not
+    compute them, which is exact).
 
     Every pass has the same shape (the last one is filled up with rows that do not count), so that a compiled model
     compiles once. `module`, the model, is in evaluation mode meanwhile. No random number is drawn. Raises UserError if

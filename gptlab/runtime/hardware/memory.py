@@ -38,7 +38,7 @@ def memory_errors_explained(advice: Callable[[BaseException], str]) -> Iterator[
 
 def fewer_rows(error: BaseException, rows: int) -> str:
     """Advice for an evaluation in passes of so many rows."""
-    fewer = f"--micro-sequences {rows // 2} instead of {rows} gives the same numbers, a little slower; or "
+    fewer = f"--micro-sequences {rows // 2} instead of {rows} gives nearly the same numbers, a little slower; or "
     return f"{_beginning(error)}: {fewer if rows > 1 else ''}{_SMALLER}"
 
 
