@@ -260,6 +260,11 @@ MUTATIONS = [
     ),
     # --- quickstart's size
     Mutation(
+        "a length in a file is none where another one stands beside it", "app/run/run_request.py",
+        '[*named[1:], *(name for name in ("horizon.amount", "horizon.unit") if name in given)]', "named[1:]",
+        ["test_cli_arguments.py::TestToml::test_mistakes_are_one_line"],
+    ),
+    Mutation(
         "a slow moment halves the model", "app/run/run_request.py",
         '(layers, layers) if machine.device == "cpu" else (layers / 2, layers + 1)', "(layers / 2, layers + 1)",
         ["test_recipes.py::TestSizedByMeasurement::test_a_slower_moment_makes_no_smaller_model"],

@@ -310,13 +310,13 @@ def _full_names(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _horizon(given: Mapping[str, Any]) -> Horizon | None:
-    """The horizon that a short form gives; None where none does."""
+    """The horizon that a short form gives; None where none does. UserError for two lengths."""
     named = [name for name in HORIZONS if given.get(name) is not None]
-    if len(named) > 1:
-        flags = " and ".join(f"--{name.replace('_', '-')}" for name in named)
-        raise UserError(f"{flags} both say how long to train: give one of them")
     if not named:
         return None
+    if more := [*named[1:], *(name for name in ("horizon.amount", "horizon.unit") if name in given)]:
+        flags = " and ".join(f"--{name.replace('_', '-')}" for name in (named[0], more[0]))
+        raise UserError(f"{flags} both say how long to train: give one of them")
     amount, (unit, factor) = given[named[0]], HORIZONS[named[0]]
     if amount <= 0:
         raise ConfigError(named[0], amount, f"a run trains for a positive number of {named[0].replace('_', ' ')}")

@@ -405,6 +405,8 @@ class TestToml:
             ('[model]\nn_layer = "3"', "model.n_layer = '3': must be a whole number"),
             ("minutes = -1", "minutes = -1"),
             ("minutes = 1\nsteps = 1", "both say how long"),
+            ("steps = 10\n[horizon]\namount = 5", "--steps and --horizon.amount both say how long to train"),
+            ('steps = 10\nhorizon = { amount = 5, unit = "tokens" }', "--steps and --horizon.amount both say how long"),
             ('recipe = "smal"', "did you mean small"),
             ('resume = "x"', "resume = 'x'"),
             ("depth = [1]", "depth = [1]: must be a whole number, or none"),
