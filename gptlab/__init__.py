@@ -4,8 +4,9 @@
     result = gptlab.train("quickstart", depth=4, minutes=3)
     print(result.summary["val_bpb"], result.run_dir)
 
-`help(gptlab.train)` has its arguments, `gptlab.recipes` the recipes as functions, and wrong arguments are a
-`gptlab.UserError`. Nothing heavy is imported before it is used: torch loads with the first `gptlab.train(...)`.
+`help(gptlab.train)` has its arguments, `gptlab.recipes` the recipes as functions. Wrong arguments are a
+`gptlab.UserError`, training that breaks a `gptlab.TrainingFailed`. Nothing heavy is imported before it is used: torch
+loads with the first `gptlab.train(...)`.
 """
 
 from __future__ import annotations
@@ -21,13 +22,16 @@ if TYPE_CHECKING:
     from gptlab.config.errors import UserError as UserError
     from gptlab.eval.continuation import Drawing as Drawing
     from gptlab.eval.continuation import continue_text as continue_text
+    from gptlab.training.faults import TrainingFailed as TrainingFailed
 
-__all__ = ["Drawing", "Result", "UserError", "__version__", "continue_text", "load_run", "recipes", "train"]
+__all__ = [
+    "Drawing", "Result", "TrainingFailed", "UserError", "__version__", "continue_text", "load_run", "recipes", "train",
+]  # fmt: skip
 
 _WHERE = {
     "Result": "gptlab.app.run.attempt", "UserError": "gptlab.config.errors", "train": "gptlab.app.api",
     "load_run": "gptlab.app.run.loaded_run", "continue_text": "gptlab.eval.continuation",
-    "Drawing": "gptlab.eval.continuation",
+    "Drawing": "gptlab.eval.continuation", "TrainingFailed": "gptlab.training.faults",
 }  # fmt: skip
 
 

@@ -188,7 +188,8 @@ class TestResult:
 class TestDiscovery:
     def test_names(self) -> None:
         assert dir(gptlab) == [
-            "Drawing", "Result", "UserError", "__version__", "continue_text", "load_run", "recipes", "train",
+            "Drawing", "Result", "TrainingFailed", "UserError", "__version__", "continue_text", "load_run", "recipes",
+            "train",
         ]  # fmt: skip
         assert all(hasattr(gptlab, name) for name in dir(gptlab))
 
