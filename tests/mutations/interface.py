@@ -18,8 +18,13 @@ MUTATIONS = [
     ),
     Mutation(
         "a run leaves the caller's generators seeded", "app/run/train_run.py",
-        "    if not attempt.catch:\n        _give_back_generators(attempt)\n", "",
+        "    attempt.held.callback(restore_rng, capture_rng(device), device)\n", "",
         ["test_api.py::TestDiscovery::test_the_callers_random_numbers_go_on"],
+    ),
+    Mutation(
+        "a program that turned gradients off cannot train", "app/run/train_run.py",
+        "    attempt.held.enter_context(torch.inference_mode(False))", "    torch.inference_mode(False)",
+        ["test_api.py::TestDiscovery::test_a_program_that_turned_gradients_off"],
     ),
     Mutation(
         "runs with parts of a caller's own are pooled", "lab/sides.py",

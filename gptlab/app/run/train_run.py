@@ -75,7 +75,7 @@ def _prepare_and_train(attempt: Attempt, request: RunRequest) -> Result:
         request = _beside_other_programs(attempt.console, request)
     _import_torch(attempt, request)
     if not attempt.catch:
-        _give_back_generators(attempt)
+        _stand_apart(attempt)
     if begun_before:
         return _train_earlier(attempt, request, evidence)
     if has_nvidia_gpu():
@@ -110,15 +110,16 @@ def _import_torch(attempt: Attempt, request: RunRequest) -> None:
         building.join()  # what follows measures how fast this machine is
 
 
-def _give_back_generators(attempt: Attempt) -> None:
-    """At the end of the attempt, put the random generators of the Python program that called it back: a search that
-    draws a rate before each run would otherwise draw the same one again."""
+def _stand_apart(attempt: Attempt) -> None:
+    """Until the end of the attempt, have gradients whatever the Python program that called it has turned off; then put
+    its random generators back: a search that draws a rate before each run would otherwise draw the same one again."""
     import torch
 
     from gptlab.runtime.hardware.rng import capture_rng, restore_rng
 
     device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
     attempt.held.callback(restore_rng, capture_rng(device), device)
+    attempt.held.enter_context(torch.inference_mode(False))  # which turns gradients on, too
 
 
 def _beside_other_programs(console: Console, request: RunRequest) -> RunRequest:

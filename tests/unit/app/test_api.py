@@ -216,6 +216,13 @@ class TestDiscovery:
             assert [random.random(), float(np.random.rand()), float(torch.rand(()))] == draws
             gptlab.train(make_config(folder, f"draws-{draws[0]}", steps=1))
 
+    @pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
+    def test_a_program_that_turned_gradients_off(self, folder: Path, off: Callable[[], Any]) -> None:
+        """As in a notebook that evaluated something before. It failed at the first step."""
+        with off():
+            gptlab.train(make_config(folder, off.__name__, steps=1))
+            assert not torch.is_grad_enabled()
+
     @pytest.mark.parametrize(("name", "value"), [("max_tokens", 2.5), ("temperature", None), ("heal", 1)])
     def test_a_drawing_of_the_wrong_type(self, name: str, value: Any) -> None:
         """Two and a half tokens never ended."""
