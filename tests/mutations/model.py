@@ -264,6 +264,16 @@ MUTATIONS = [
         ["test_kernel_inputs.py::test_weights_and_tables_may_have_another_type"],
     ),
     Mutation(
+        "kernels read what has another shape", "model/kernels/shapes.py",
+        "if tensor is not None and tensor.shape != shape:", "if False:",
+        ["test_kernel_inputs.py::test_other_shapes_are_refused"],
+    ),
+    Mutation(
+        "kernels divide queries by any number of keys", "model/kernels/shapes.py",
+        "if rest or n_kv_head < 1 or n_head % n_kv_head:", "if rest or n_kv_head < 1:",
+        ["test_kernel_inputs.py::test_other_shapes_are_refused"],
+    ),
+    Mutation(
         "the loss has a second derivative of nothing", "model/head.py",
         "if torch.is_grad_enabled() and not", "if False and not",
         ["test_kernel_inputs.py::test_a_second_derivative_of_the_loss_is_an_error"],

@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from gptlab.config.model import Activation
 from gptlab.model.kernels import torch_ops
 from gptlab.model.kernels.library import Library, kernel_library
+from gptlab.model.kernels.shapes import checked_targets, key_value_heads, require_head, require_shape, require_width
 
 _UNLIMITED = 2**62
 """The window of full attention."""
@@ -55,6 +56,8 @@ def prepare_heads(
     heads: Tensor, n_head: int, gates: Tensor | None, value: Tensor | None,
     rotary: tuple[Tensor, Tensor] | None, norm_eps: float | None,
 ) -> Tensor:  # fmt: skip
+    if gates is None or value is None:
+        gates = value = None
     return _Heads.apply(heads, gates, value, *(rotary or (None, None)), n_head, norm_eps)
 
 
@@ -97,8 +100,9 @@ def softcap(logits: Tensor, cap: float) -> Tensor:
 def loss_and_gradient(logits: Tensor, targets: Tensor, vocab_size: int, cap: float | None) -> tuple[Tensor, Tensor]:
     """The loss is float64; the gradient takes the place of the logits. IndexError for a target that is no entry."""
     assert logits.is_contiguous()
+    targets = checked_targets(targets, len(logits), vocab_size)
     nats, sizes = torch.empty((), dtype=torch.float64), (*logits.shape, vocab_size)
-    _call("loss_and_gradient", logits.dtype, logits, _within(targets, vocab_size), *sizes, float(cap or 0), nats)
+    _call("loss_and_gradient", logits.dtype, logits, targets, *sizes, float(cap or 0), nats)
     return nats, logits
 
 
@@ -107,8 +111,9 @@ def head_loss(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`loss_and_gradient` of x @ weight.T: the loss, and its gradients with respect to x (n, C), in its type, and
     weight (P, C), in float32."""
-    _require_width(x, weight)
-    x, weight, targets = x.contiguous(), weight.float().contiguous(), _within(targets, vocab_size)
+    require_head(x, weight, vocab_size)
+    targets = checked_targets(targets, len(x), vocab_size)
+    x, weight = x.contiguous(), weight.float().contiguous()
     nats, dx, dweight = torch.empty((), dtype=torch.float64), torch.empty_like(x), torch.empty_like(weight)
     sizes = *x.shape, len(weight), vocab_size
     _call("head_loss", x.dtype, x, weight, targets, dx, dweight, nats, *sizes, float(cap or 0))
@@ -117,7 +122,7 @@ def head_loss(
 
 def capped_logits(x: Tensor, weight: Tensor, vocab_size: int, cap: float | None) -> Tensor:
     """x (..., C) by weight (P, C): the first V of P logits in float32, after the softcap. Has no gradient."""
-    _require_width(x, weight)
+    require_head(x, weight, vocab_size)
     x, weight = x.contiguous(), weight.float().contiguous()
     logits = torch.empty(*x.shape[:-1], vocab_size, dtype=torch.float32)
     _call("capped_logits", x.dtype, x, weight, logits, x.shape[:-1].numel(), x.shape[-1], vocab_size, float(cap or 0))
@@ -126,28 +131,19 @@ def capped_logits(x: Tensor, weight: Tensor, vocab_size: int, cap: float | None)
 
 def head_nats(x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, cap: float | None) -> Tensor:
     """`losses` of `capped_logits`, of which a few rows exist at a time; x is (..., C), targets and result are (...)."""
-    assert x.shape[:-1] == targets.shape
-    _require_width(x, weight)
-    x, weight, targets = x.contiguous(), weight.float().contiguous(), _within(targets, vocab_size)
-    nats, rows = torch.empty(targets.shape, dtype=torch.float32), targets.numel()
-    _call("head_nats", x.dtype, x, weight, targets, nats, rows, x.shape[-1], vocab_size, float(cap or 0))
+    require_head(x, weight, vocab_size)
+    targets = checked_targets(targets, x.shape[:-1].numel(), vocab_size)
+    x, weight = x.contiguous(), weight.float().contiguous()
+    nats = torch.empty(targets.shape, dtype=torch.float32)
+    _call("head_nats", x.dtype, x, weight, targets, nats, targets.numel(), x.shape[-1], vocab_size, float(cap or 0))
     return nats
 
 
 def losses(logits: Tensor, targets: Tensor) -> Tensor:
     assert logits.dtype == torch.float32
     logits, nats = logits.contiguous(), torch.empty(len(logits), dtype=torch.float32)
-    _call("losses", None, logits, _within(targets, logits.shape[1]), nats, *logits.shape)
+    _call("losses", None, logits, checked_targets(targets, *logits.shape), nats, *logits.shape)
     return nats
-
-
-def _within(targets: Tensor, vocab_size: int) -> Tensor:
-    """As the kernels take them, which would write beyond their memory for others."""
-    if targets.dtype != torch.int64:
-        raise TypeError(f"targets are int64, not {targets.dtype}")
-    if targets.numel() and int(targets.max()) >= vocab_size:
-        raise IndexError(f"target {int(targets.max())} is out of bounds for {vocab_size} entries")
-    return targets.contiguous()
 
 
 class _SumAndNorm(torch.autograd.Function):
@@ -190,6 +186,8 @@ class _SumAndLayerNorm(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, y: Tensor | None, a: float, b: float, weight: Tensor, bias: Tensor | None, eps: float
     ) -> Any:
+        require_shape("norm's weight", weight, x.shape[-1])
+        require_shape("norm's bias", bias, x.shape[-1])
         x, y = x.contiguous(), None if y is None else y.contiguous()
         ctx.weights, ctx.biased, ctx.weight_dtype = (float(a), float(b)), bias is not None, weight.dtype
         weight, bias = weight.float().contiguous(), _floats(bias)
@@ -227,8 +225,12 @@ class _Heads(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         heads, cos, sin = heads.contiguous(), _floats(cos), _floats(sin)
         gates, value = (None if one is None else one.to(heads.dtype).contiguous() for one in (gates, value))
-        batch, tokens, rows, width = heads.shape
-        n_kv_head = (rows - n_head) // 2
+        batch, tokens, _, width = heads.shape
+        n_kv_head = key_value_heads(heads, n_head)
+        require_shape("rotary cosines", cos, tokens, width // 2)
+        require_shape("rotary sines", sin, tokens, width // 2)
+        require_shape("gates", gates, batch, tokens, n_kv_head)
+        require_shape("value embedding", value, batch, tokens, n_kv_head * width)
         out = torch.empty_like(heads)
         inverse = None if eps is None else heads.new_empty(batch, tokens, n_head + n_kv_head, dtype=torch.float32)
         ctx.sizes = batch * tokens, tokens, n_head, n_kv_head, width
@@ -253,10 +255,10 @@ class _Attention(torch.autograd.Function):
         ctx: Any, heads: Tensor, n_head: int, window: int, key_offset: bool, dropout: float, seed: int
     ) -> Tensor:  # fmt: skip
         heads = heads.contiguous()
-        batch, tokens, rows, width = heads.shape
+        batch, tokens, _, width = heads.shape
         y = heads.new_empty(batch, tokens, n_head, width)
         lse = heads.new_empty(batch, n_head, tokens, dtype=torch.float32)
-        ctx.sizes = batch, tokens, n_head, (rows - n_head) // 2, width, window, key_offset, dropout, seed
+        ctx.sizes = batch, tokens, n_head, key_value_heads(heads, n_head), width, window, key_offset, dropout, seed
         _call("attention_forward", heads.dtype, heads, y, lse, *ctx.sizes)
         ctx.save_for_backward(heads, y, lse)
         return y
@@ -292,7 +294,7 @@ def _dropped(x: Tensor, rate: float, seed: int) -> Tensor:
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        _require_width(x, weight)
+        require_width(x, weight)
         x, weight, ctx.weight_dtype = x.contiguous(), weight.float().contiguous(), weight.dtype
         ctx.sizes = x.shape[:-1].numel(), x.shape[-1], len(weight)
         y = x.new_empty(*x.shape[:-1], len(weight))
@@ -314,7 +316,8 @@ class _MLP(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, up: Tensor, out: Tensor, activation: Activation, keep: bool) -> Tensor:
-        _require_width(x, up)
+        require_width(x, up)
+        require_shape("MLP's output weight", out, x.shape[-1], len(up))
         ctx.weight_dtype = up.dtype
         x, up, out = x.contiguous(), up.float().contiguous(), out.float().contiguous()
         ctx.sizes = x.shape[:-1].numel(), x.shape[-1], len(up)
@@ -375,12 +378,6 @@ class _Elementwise(torch.autograd.Function):
 def _floats(tensor: Tensor | None) -> Tensor | None:
     """As the kernels read what is float32 whatever the type of activations."""
     return None if tensor is None else tensor.float().contiguous()
-
-
-def _require_width(x: Tensor, weight: Tensor) -> None:
-    """The kernels would read beyond the memory of the smaller one."""
-    if x.shape[-1] != weight.shape[1]:
-        raise ValueError(f"x has width {x.shape[-1]}, and the weight is for {weight.shape[1]}")
 
 
 def _call(name: str, dtype: torch.dtype | None, *values: Tensor | float | None) -> None:

@@ -106,6 +106,15 @@ def test_whole_numbers_are_numbers() -> None:
     torch.testing.assert_close(normed, nn.functional.layer_norm(3 * x, (8,), eps=0))
 
 
+def test_value_embeddings_without_gates_and_gates_without_them_are_left_out() -> None:
+    """As where a caller moves a block to a layer that has no value embedding, or has one: reading the one that is not
+    there ended the process."""
+    heads, gates, value = random(1, 3, 4, 6, seed=1), random(1, 3, 1, seed=2), random(1, 3, 6, seed=3)
+    expected = fused.prepare_heads(heads, 2, None, None, None, None)
+    assert torch.equal(fused.prepare_heads(heads, 2, gates, None, None, None), expected)
+    assert torch.equal(fused.prepare_heads(heads, 2, None, value, None, None), expected)
+
+
 X, WIDER, TARGETS = torch.zeros(300, 8), torch.zeros(33, 9), torch.zeros(300, dtype=torch.int64)
 
 
@@ -121,6 +130,37 @@ X, WIDER, TARGETS = torch.zeros(300, 8), torch.zeros(33, 9), torch.zeros(300, dt
 )
 def test_a_weight_of_another_width_is_refused(function: Callable[[], object]) -> None:
     with pytest.raises(ValueError, match="x has width 8, and the weight is for 9"):
+        function()
+
+
+HEADS, TABLE, GATES, VALUE = torch.zeros(1, 3, 4, 8), torch.zeros(3, 4), torch.zeros(1, 3, 1), torch.zeros(1, 3, 8)
+
+
+def rotated(tables: tuple[Tensor, Tensor]) -> Tensor:
+    return fused.prepare_heads(HEADS, 2, None, None, tables, None)
+
+
+@pytest.mark.parametrize(
+    ("function", "says"),
+    [
+        (lambda: rotated((TABLE[:2], TABLE)), r"cosines .* \(3, 4\), not \(2, 4\)"),
+        (lambda: rotated((TABLE, TABLE[:, :2])), r"sines .* \(3, 4\), not \(3, 2\)"),
+        (lambda: fused.prepare_heads(HEADS, 2, GATES, VALUE[..., :4], None, None), r"\(1, 3, 8\), not \(1, 3, 4\)"),
+        (lambda: fused.prepare_heads(HEADS, 2, VALUE, VALUE, None, None), r"gates .* \(1, 3, 1\), not \(1, 3, 8\)"),
+        (lambda: fused.prepare_heads(HEADS, 1, None, None, None, 1e-5), "4 heads, 1 of them of queries"),
+        (lambda: fused.attention(HEADS, 4, None, 0.0), "4 heads, 4 of them of queries"),
+        (lambda: fused.attention(torch.zeros(1, 3, 7, 8), 3, None, 0.0), "7 heads, 3 of them of queries"),
+        (lambda: fused.layer_norm(X, torch.ones(4), None, 0.0), r"norm's weight .* \(8,\), not \(4,\)"),
+        (lambda: fused.layer_norm(X, torch.ones(8), torch.ones(4), 0.0), r"norm's bias .* \(8,\), not \(4,\)"),
+        (lambda: fused.mlp(X, WIDER[:, 1:], WIDER, "relu2"), r"output weight .* \(8, 33\), not \(33, 9\)"),
+        (lambda: fused.head_loss(X, X, TARGETS, 301, None), "300 rows for 301 entries of the vocabulary"),
+        (lambda: fused.capped_logits(X, X, 301, None), "300 rows for 301 entries of the vocabulary"),
+        (lambda: fused.head_nats(X, X, TARGETS, 301, None), "300 rows for 301 entries of the vocabulary"),
+        (lambda: fused.head_loss(X[:299], X, TARGETS, 300, None), "300 targets for 299 positions"),
+    ],
+)
+def test_other_shapes_are_refused(function: Callable[[], object], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
         function()
 
 
