@@ -16,7 +16,7 @@ _READ_FOR_WEIGHTS: dict[type[nn.Module], tuple[str, ...]] = {
     MLP: ("up", "out"), Block: ("attention_norm", "mlp_norm"), Attention: ("qk_norm",), GPT: ("head",),
 }  # fmt: skip
 """{module: its parts whose `forward` is not always called}: kernels take their weights, or what else they hold."""
-_OWN = (Linear, RMSNorm, LayerNorm, type(None))
+_GPTLABS = (Linear, RMSNorm, LayerNorm, type(None))
 
 
 def apply_change(model: GPT, change: Callable[[GPT], None], seed: int, device: torch.device) -> None:
@@ -37,11 +37,12 @@ def apply_change(model: GPT, change: Callable[[GPT], None], seed: int, device: t
 
 
 def _require_called(model: GPT) -> None:
-    """UserError for a replaced or hooked part whose `forward` would not be called."""
+    """UserError for a part whose `forward` would not be called, and is not gptlab's or is hooked."""
     for path, module in model.named_modules():
         for name in _READ_FOR_WEIGHTS.get(type(module), ()):
             part = getattr(module, name)
-            if type(part) not in _OWN or (part is not None and (part._forward_hooks or part._forward_pre_hooks)):
+            own = part is not None and (part._forward_hooks or part._forward_pre_hooks or "forward" in vars(part))
+            if own or type(part) not in _GPTLABS:
                 around = f"replace {path}, which calls it" if path else "the loss is computed from its weights"
                 raise UserError(
                     f"change_model replaced or hooked {path + '.' if path else ''}{name}, whose forward is not always "

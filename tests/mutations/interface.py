@@ -17,6 +17,11 @@ MUTATIONS = [
         ["test_api.py::TestParts::test_hooks_and_changes_that_mix_positions_are_sampled"],
     ),
     Mutation(
+        "a part's own forward is not called, without a word", "model/changed.py",
+        ' or "forward" in vars(part)', "",
+        ["test_api.py::TestParts::test_a_change_that_training_would_not_follow_is_refused"],
+    ),
+    Mutation(
         "a run leaves the caller's generators seeded", "app/run/train_run.py",
         "    attempt.held.callback(restore_rng, capture_rng(device), device)\n", "",
         ["test_api.py::TestDiscovery::test_the_callers_random_numbers_go_on"],

@@ -379,6 +379,8 @@ class TestParts:
             ("model.blocks[0].mlp_norm = nn.LayerNorm(64)", r"blocks\.0\.mlp_norm, .* replace blocks\.0, which"),
             ("model.blocks[0].mlp_norm.register_forward_hook(print)", r"replaced or hooked blocks\.0\.mlp_norm"),
             ("model.head = nn.Linear(64, 512)", "hooked head, .* the loss is computed from its weights"),
+            ("model.head.forward = lambda x: x", "replaced or hooked head"),
+            ("model.blocks[0].mlp.out.forward = lambda x: x", r"replaced or hooked blocks\.0\.mlp\.out"),
             ("model.final_norm.requires_grad_(False); model.head.requires_grad_(False)", r"froze head\.weight"),
         ],
     )
