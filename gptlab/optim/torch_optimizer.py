@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,11 +18,11 @@ class TorchOptimizer:
     """One of torch's optimizers for all weights of a model, with the methods of `CombinedOptimizer`.
 
     Its learning rates are peaks: each step multiplies them by the schedule's. Its state is saved with every checkpoint,
-    tensors as PARAMETER.NAME.
+    tensors as PARAMETER.NAME, with what it counts in its `param_groups`.
     """
 
     def __init__(self, inner: torch.optim.Optimizer, model: nn.Module) -> None:
-        """UserError unless `inner` has exactly the weights of `model`."""
+        """UserError unless `inner` has exactly the weights of `model`, and nothing that cannot be saved."""
         self.inner = inner
         self.parameters = dict(model.named_parameters())
         if not isinstance(inner, torch.optim.Optimizer):
@@ -32,6 +33,8 @@ class TorchOptimizer:
             what = f"lacks {missing[0]}" if missing else "has parameters that are not the model's"
             raise UserError(f"optimizer must hold every weight of the model: {type(inner).__name__} {what}")
         self._peaks = [float(group["lr"]) for group in inner.param_groups]
+        self._made = [_beside_weights(group) for group in inner.param_groups]
+        self._counted()
 
     def step(self, lr_scale: float, momentum: float, weight_decay_scale: float, made: Tensor | None = None) -> None:
         """One update at `lr_scale` times the peak rates. The schedules of Muon do not apply. `made` (0-d bool): no
@@ -41,6 +44,7 @@ class TorchOptimizer:
         for group, peak in zip(self.inner.param_groups, self._peaks, strict=True):
             group["lr"] = peak * lr_scale
         self.inner.step()
+        self._counted()  # what cannot be saved ends the first step, and not the first save
 
     def zero_grad(self) -> None:
         """Free the gradients."""
@@ -61,14 +65,31 @@ class TorchOptimizer:
             name: {key: v for key, v in self.inner.state.get(p, {}).items() if not isinstance(v, Tensor)}
             for name, p in self.parameters.items()
         }
-        return {"version": _STATE_VERSION, "torch": type(self.inner).__name__, "state": rest}
+        return {
+            "version": _STATE_VERSION, "torch": type(self.inner).__name__, "state": rest, "groups": self._counted(),
+        }  # fmt: skip
+
+    def _counted(self) -> list[dict[str, Any]]:
+        """What differs in each of the `param_groups` from when it was made, such as a number of steps, beside the
+        learning rate. UserError for what JSON cannot hold."""
+        groups = [
+            {k: v for k, v in _beside_weights(group).items() if isinstance(v, Tensor) or v != made.get(k)}
+            for group, made in zip(self.inner.param_groups, self._made, strict=True)
+        ]
+        for key, value in (item for group in groups for item in group.items()):
+            if not _json_holds(value):
+                raise UserError(
+                    f"optimizer: {type(self.inner).__name__} keeps a {type(value).__name__} as {key!r} in its "
+                    "param_groups, where checkpoints hold finite numbers, strings and lists: keep it in its state"
+                )
+        return groups
 
     @torch.no_grad()
-    def load_state(self, tensors: Mapping[str, Tensor], json: Mapping[str, Any]) -> None:
+    def load_state(self, tensors: Mapping[str, Tensor], saved: Mapping[str, Any]) -> None:
         """Take over a saved state. UserError where it is another optimizer's."""
         kind = type(self.inner).__name__
-        if json.get("version") != _STATE_VERSION or json.get("torch") != kind:
-            raise UserError(f"optimizer state: saved by {json.get('torch', 'gptlab')}, but this is {kind}")
+        if saved.get("version") != _STATE_VERSION or saved.get("torch") != kind:
+            raise UserError(f"optimizer state: saved by {saved.get('torch', 'gptlab')}, but this is {kind}")
         for name, parameter in self.parameters.items():
             parts = ((*key.rpartition("."), value) for key, value in tensors.items())  # a name has no dots
             own = {key: value for of, _, key, value in parts if of == name}
@@ -77,4 +98,21 @@ class TorchOptimizer:
                 key: value.clone() if value.ndim == 0 else value.to(parameter.device, copy=True)
                 for key, value in own.items()
             }
-            self.inner.state[parameter] = {**state, **json["state"].get(name, {})}
+            self.inner.state[parameter] = {**state, **saved["state"].get(name, {})}
+        # Not in checkpoints of the first version: groups.
+        counted = saved.get("groups", [{} for _ in self._made])
+        if len(counted) != len(self._made):
+            raise UserError(f"optimizer state: of {len(counted)} param_groups, but this {kind} has {len(self._made)}")
+        for group, made, changed in zip(self.inner.param_groups, self._made, counted, strict=True):
+            group |= made | changed
+
+
+def _beside_weights(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in ("params", "lr")}
+
+
+def _json_holds(value: object) -> bool:
+    try:
+        return bool(json.loads(json.dumps(value, allow_nan=False)) == value)
+    except (TypeError, ValueError):
+        return False

@@ -277,4 +277,21 @@ MUTATIONS = [
         "busy[owner] += multiplications(*_shape(matrix))", "busy[owner] += 1",
         ["test_divided.py::test_left_over_matrices_are_balanced_by_cost"],
     ),
+    # --- one of torch's
+    Mutation(
+        "what an own optimizer counts in its groups is lost", "optim/torch_optimizer.py",
+        "group |= made | changed", "pass",
+        ["test_torch_optimizer.py::test_what_groups_count_is_saved_with_the_rest",
+         "test_torch_optimizer.py::test_a_state_from_before_a_count_takes_it_back"],
+    ),
+    Mutation(
+        "a rewound optimizer keeps its later counts", "optim/torch_optimizer.py",
+        "group |= made | changed", "group |= changed",
+        ["test_torch_optimizer.py::test_a_state_from_before_a_count_takes_it_back"],
+    ),
+    Mutation(
+        "a count that cannot be saved is noticed by the first save", "optim/torch_optimizer.py",
+        "        self.inner.step()\n        self._counted()", "        self.inner.step()\n        pass",
+        ["test_torch_optimizer.py::test_a_count_that_cannot_be_saved_is_refused_at_once"],
+    ),
 ]  # fmt: skip

@@ -1,0 +1,74 @@
+"""What checkpoints hold of an optimizer of the caller's own."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from gptlab.config.errors import UserError
+from gptlab.optim.torch_optimizer import TorchOptimizer
+
+
+class CountsInGroups(torch.optim.Optimizer):
+    """Keeps its number of steps where schedule-free and D-adapting optimizers do; `limit` is as of Prodigy."""
+
+    def __init__(self, model: nn.Module, count: object = 0) -> None:
+        super().__init__(model.parameters(), {"lr": 0.1, "betas": (0.9, 0.95), "limit": torch.inf, "count": count})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["count"] += 1
+            for weight in group["params"]:
+                weight.data += group["count"]
+
+
+def wrapped(count: object = 0) -> tuple[nn.Module, TorchOptimizer]:
+    model = nn.Linear(1, 1)
+    nn.init.zeros_(model.weight)
+    return model, TorchOptimizer(CountsInGroups(model, count), model)
+
+
+def step(optimizer: TorchOptimizer) -> None:
+    optimizer.step(lr_scale=1.0, momentum=0.9, weight_decay_scale=1.0)
+
+
+def test_what_groups_count_is_saved_with_the_rest() -> None:
+    """It was lost without a word: a schedule-free run began again to count where it was resumed."""
+    _, optimizer = wrapped()
+    step(optimizer)
+    saved = json.loads(json.dumps(optimizer.state_json(), allow_nan=False))
+    assert saved == optimizer.state_json(), "as a checkpoint requires"
+    model, resumed = wrapped()
+    resumed.load_state({}, saved)
+    step(resumed)
+    assert model.weight.item() == 2
+    assert resumed.inner.param_groups[0]["betas"] == (0.9, 0.95)
+
+
+def test_a_state_from_before_a_count_takes_it_back() -> None:
+    """As where a run rewinds to its first weights."""
+    _, optimizer = wrapped()
+    first = optimizer.state_json()
+    step(optimizer)
+    optimizer.load_state({}, first)
+    assert optimizer.inner.param_groups[0]["count"] == 0
+
+
+def test_a_count_that_cannot_be_saved_is_refused_at_once() -> None:
+    with pytest.raises(UserError, match="CountsInGroups keeps a Tensor as 'count' in its param_groups"):
+        wrapped(torch.zeros(2))
+    _, optimizer = wrapped(torch.inf)
+    step(optimizer)
+    optimizer.inner.param_groups[0]["count"] = -torch.inf
+    with pytest.raises(UserError, match="keeps a float as 'count'"):
+        step(optimizer)
+
+
+def test_a_state_of_other_groups_is_refused() -> None:
+    _, optimizer = wrapped()
+    with pytest.raises(UserError, match="of 2 param_groups, but this CountsInGroups has 1"):
+        optimizer.load_state({}, optimizer.state_json() | {"groups": [{}, {}]})
