@@ -252,6 +252,13 @@ class GPT(nn.Module):
         """Whether a Python caller replaced or hooked parts: only `forward`, without a cache, says what it computes."""
         return self.is_replaced or any(part._forward_hooks or part._forward_pre_hooks for part in self.modules())
 
+    def saved_tensors(self) -> dict[str, Tensor]:
+        """What a checkpoint holds of it, by name: its weights, and persistent buffers, which only a caller's own parts
+        have. Live, without gradients."""
+        buffers, persistent = dict(self.named_buffers()), self.state_dict()
+        tensors = {name: parameter.detach() for name, parameter in self.named_parameters()}
+        return tensors | {name: buffer for name, buffer in buffers.items() if name in persistent}
+
     def embed(self, tokens: Tensor, start: int = 0) -> Tensor:
         """The residual stream before the first block, (B, T, C), of tokens at the positions from `start` on."""
         x = self.token_embedding(tokens)

@@ -184,7 +184,7 @@ def warm_up(
     state: TrainState, passes: Passes, config: RunConfig, eval_sequences: int, warn: Callable[[str], None]
 ) -> None:
     """Compile: run a forward, a backward, an update and a validation pass on made-up tokens, then put back weights,
-    moments and generators. Uncompiled passes on a CPU are ready.
+    buffers, moments and generators. Uncompiled passes on a CPU are ready.
 
     Where the compiler fails or compiles nothing, `passes` become the plain ones, and `warn` is called; ConfigError
     where compilation is required, or where weights are sharded, since the other ranks are then in the middle of a pass.
@@ -247,7 +247,8 @@ def _what_failed(error: Exception) -> str:
 def run_once(state: TrainState, passes: Passes, config: RunConfig, eval_sequences: int) -> None:
     """What `warm_up` runs."""
     rng, strategy = capture_rng(state.device), state.strategy
-    kept = [*(p.detach() for p in strategy.updated_weights()), *state.optimizer.state_tensors().values()]
+    weights = (p.detach() for p in strategy.updated_weights())
+    kept = [*weights, *state.model.buffers(), *state.optimizer.state_tensors().values()]
     copies = [tensor.to("cpu", copy=True) for tensor in kept]
     scaler = state.scaler.state_dict()
     try:

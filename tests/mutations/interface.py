@@ -17,6 +17,21 @@ MUTATIONS = [
         ["test_api.py::TestParts::test_hooks_and_changes_that_mix_positions_are_sampled"],
     ),
     Mutation(
+        "checkpoints lack the buffers of own parts", "model/gpt.py",
+        "for name, buffer in buffers.items() if name in persistent}", "for name, buffer in ()}",
+        ["test_api.py::TestParts::test_each_takes_its_place_and_resumes"],
+    ),
+    Mutation(
+        "checkpoints hold buffers that are not persistent", "model/gpt.py",
+        "for name, buffer in buffers.items() if name in persistent}", "for name, buffer in buffers.items()}",
+        ["test_api.py::TestParts::test_each_takes_its_place_and_resumes"],
+    ),
+    Mutation(
+        "a warm-up counts in the buffers of own parts", "training/compilation.py",
+        "[*weights, *state.model.buffers(), *state", "[*weights, *state",
+        ["test_compiled_run.py::test_warm_up_leaves_no_trace"],
+    ),
+    Mutation(
         "a part's own forward is not called, without a word", "model/changed.py",
         ' or "forward" in vars(part)', "",
         ["test_api.py::TestParts::test_a_change_that_training_would_not_follow_is_refused"],

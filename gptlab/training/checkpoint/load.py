@@ -331,11 +331,12 @@ def _is(value: object, kind: object) -> bool:
 
 @torch.no_grad()
 def load_weights(model: GPT, tensors: Mapping[str, Tensor]) -> None:
-    """Copy weights by name. UserError, with nothing changed, unless names and shapes are exactly the model's."""
-    own = dict(model.named_parameters())
+    """Copy weights and persistent buffers by name. UserError, with nothing changed, unless names and shapes are exactly
+    the model's."""
+    own = model.saved_tensors()
     require_same_shapes(own, tensors)
-    for name, parameter in own.items():
-        parameter.copy_(tensors[name])
+    for name, tensor in own.items():
+        tensor.copy_(tensors[name])
 
 
 def require_weights_of(config: ModelConfig, tensors: Mapping[str, Tensor]) -> None:

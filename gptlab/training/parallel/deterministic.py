@@ -66,8 +66,7 @@ class Deterministic(Strategy):
         return self._tree.finish(loss)
 
     def weight_slices(self) -> list[TensorSlice]:
-        weights = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
-        return even_slices(weights, self.group.rank, self.group.size)
+        return even_slices(self.model.saved_tensors(), self.group.rank, self.group.size)
 
     def moment_slices(self) -> list[TensorSlice]:
         return even_slices(self.optimizer.state_tensors(), self.group.rank, self.group.size)

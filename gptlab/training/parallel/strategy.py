@@ -121,8 +121,8 @@ class Strategy:
         return [(1, self.replicated_weights())]
 
     def weight_slices(self) -> list[TensorSlice]:
-        """The weights that this rank saves: live views. The slices of all ranks tile every weight."""
-        return whole_slices({name: parameter.detach() for name, parameter in self.model.named_parameters()})
+        """What this rank saves of `GPT.saved_tensors`: live views. The slices of all ranks tile every tensor."""
+        return whole_slices(self.model.saved_tensors())
 
     def moment_slices(self) -> list[TensorSlice]:
         """The same of the optimizer's state."""

@@ -59,13 +59,20 @@ def backwards(data: PreparedData, config: RunConfig) -> RowSource:
 
 
 class Gated(nn.Module):
+    """Its passes in training, which it counts, scale it."""
+
+    passes: Tensor
+
     def __init__(self, width: int) -> None:
         super().__init__()
+        self.register_buffer("passes", torch.ones((), dtype=torch.int64))
+        self.register_buffer("halves", torch.full((width,), 0.5), persistent=False)
         self.gate, self.up = (nn.Linear(width, 2 * width, bias=False) for _ in range(2))
         self.down = nn.Linear(2 * width, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+        self.passes += self.training
+        return self.down(nn.functional.silu(self.gate(x)) * self.up(x)) * self.passes.log() * self.halves
 
 
 def gated_mlps(model: GPT) -> None:
@@ -296,6 +303,12 @@ class TestParts:
                 assert all(f" {name}={part.__name__}" in str(caught.value) for name, part in parts.items())
         assert gptlab.train(resume=killed, **parts).exit_code == 0
         assert differences(expected, outcome(killed)) == []
+        if change := parts.get("change_model"):
+            held = gptlab.load_run(whole, change_model=change).model.state_dict()
+            saved = {name: expected.tensors[name] for name in held if "head" not in name}
+            assert all(torch.equal(held[name], tensor) for name, tensor in saved.items())
+            assert held["blocks.0.mlp.passes"] > 6, "at least one in each step"
+            assert "blocks.0.mlp.halves" not in expected.tensors
         again = gptlab.train(from_run=whole, run_dir=folder / f"{state}-again", **parts).run_dir
         assert differences(expected, outcome(again)) == []
 
