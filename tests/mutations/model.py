@@ -259,6 +259,11 @@ MUTATIONS = [
         ["test_kernel_inputs.py::test_a_part_may_return_another_type"],
     ),
     Mutation(
+        "the kernel of the MLP forgets a bias of its second layer alone", "model/kernels/ops.py",
+        "biased = up.bias is not None or out.bias is not None", "biased = up.bias is not None",
+        ["test_kernel_inputs.py::test_a_bias_of_the_second_layer_of_an_mlp_alone_is_added"],
+    ),
+    Mutation(
         "kernels read rotary tables of another type as float32", "model/kernels/fused.py",
         "heads.contiguous(), _floats(cos), _floats(sin)", "heads.contiguous(), cos, sin",
         ["test_kernel_inputs.py::test_weights_and_tables_may_have_another_type"],
@@ -285,7 +290,7 @@ MUTATIONS = [
     ),
     Mutation(
         "any activation of an MLP is computed as ReLU^2", "model/kernels/ops.py",
-        "if up.bias is None and isinstance(activation, OfBoth) and", "if up.bias is None and",
+        "if not biased and isinstance(activation, OfBoth) and", "if not biased and",
         ["test_fused_kernels.py::test_many_positions_are_multiplied_by_a_kernel"],
     ),
     Mutation(

@@ -99,7 +99,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def mlp(x: Tensor, up: nn.Linear, activation: Callable[[Tensor], Tensor], out: nn.Linear) -> Tensor:
     """out(activation(up(x)))"""
-    if up.bias is None and isinstance(activation, OfBoth) and (kernels := multiplication_of_many(x)) is not None:
+    biased = up.bias is not None or out.bias is not None
+    if not biased and isinstance(activation, OfBoth) and (kernels := multiplication_of_many(x)) is not None:
         y: Tensor = kernels.mlp(x, up.weight, out.weight, activation.name)
     else:
         y = out(activation(up(x)))

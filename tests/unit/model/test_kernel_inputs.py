@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import gptlab
 from gptlab.config.model import Norm
-from gptlab.model.gpt import GPT, build_model
+from gptlab.model.gpt import GPT, Linear, build_model
 from gptlab.model.head import HeadLoss
 from gptlab.model.kernels import fused, ops
 from gptlab.runtime.hardware.device import compiler_available
@@ -74,6 +74,13 @@ def test_weights_and_tables_may_have_another_type(dtype: torch.dtype) -> None:
     model = small_model()
     expected = loss_of(model)
     assert loss_of(model.to(dtype)) == pytest.approx(expected, abs=0.02)
+
+
+def test_a_bias_of_the_second_layer_of_an_mlp_alone_is_added() -> None:
+    up, out = Linear(8, 16, bias=False), Linear(16, 8, bias=True)
+    x = random(300, 8, seed=1)
+    y = ops.mlp(x, up, ops.ACTIVATIONS["relu2"], out)
+    torch.testing.assert_close(y, out(up(x).relu().square()))
 
 
 @pytest.fixture
