@@ -72,6 +72,11 @@ MUTATIONS = [
         ["test_tokenizer_gpt2.py::test_every_id_is_openais"],
         ["12 layers, 12 heads, width 768"],
     ),
+    Mutation(
+        "each short text is a task of its own", "data/tokenizer/bpe.py",
+        "if characters >= TASK_CHARACTERS:", "if characters >= 0:",
+        ["test_tokenizer.py::test_short_texts_are_encoded_many_at_a_time"],
+    ),
     # --- order and packing
     Mutation(
         "a piece that does not fit by one token is placed", "data/packing.py",

@@ -9,6 +9,7 @@ import random
 import sysconfig
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -167,6 +168,24 @@ def test_library_sources_are_exact_and_batches_are_the_same(trained: BpeTokenize
         assert np.array_equal(ids, trained.encode(text))
     assert trained.encode_batch([]) == []
     assert [ids.size for ids in trained.encode_batch(["", "a", ""])] == [0, 1, 0]
+
+
+def test_short_texts_are_encoded_many_at_a_time(trained: BpeTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread's task for each of many short documents would cost more than encoding them."""
+    n_tasks = 0
+
+    class Pool(ThreadPoolExecutor):
+        def submit(self, *arguments: Any, **more: Any) -> Any:
+            nonlocal n_tasks
+            n_tasks += 1
+            return super().submit(*arguments, **more)
+
+    monkeypatch.setattr(bpe, "ThreadPoolExecutor", Pool)
+    texts = ["", *(f"document {number}" for number in range(1000)), ""]
+    monkeypatch.setattr(bpe, "TASK_CHARACTERS", 1000)
+    for text, ids in zip(texts, trained.encode_batch(texts), strict=True):
+        assert trained.decode(ids) == text
+    assert n_tasks == 12  # 11,890 characters
 
 
 def test_bos_decodes_to_nothing_and_ids_are_checked(trained: BpeTokenizer) -> None:
