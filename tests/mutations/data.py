@@ -77,6 +77,16 @@ MUTATIONS = [
         "if characters >= TASK_CHARACTERS:", "if characters >= 0:",
         ["test_tokenizer.py::test_short_texts_are_encoded_many_at_a_time"],
     ),
+    Mutation(
+        "the trainer gets text without blanks in long pieces", "data/tokenizer/bpe.py",
+        "PORTION_CHARACTERS = 1 << 11", "PORTION_CHARACTERS = 1 << 16",
+        ["test_tokenizer.py::test_the_trainer_gets_no_long_piece"],
+    ),
+    Mutation(
+        "a text is cut before any newline", "data/tokenizer/bpe.py",
+        r"\S(?= )|[A-Za-z](?=\n)|", r"\S(?=[ \n])|",
+        ["test_tokenizer.py::test_every_line_and_word_can_be_cut_off"],
+    ),
     # --- order and packing
     Mutation(
         "a piece that does not fit by one token is placed", "data/packing.py",

@@ -361,8 +361,25 @@ def test_training_does_not_depend_on_how_text_is_cut_into_portions(
     config = TokenizerConfig(vocab_size=700)
     text = "".join(sources[:8])
     whole = train_tokenizer(config, [text], bos=True)
-    monkeypatch.setattr("gptlab.data.tokenizer.bpe.PORTION_CHARACTERS", 3000)
-    assert train_tokenizer(config, [text], bos=True).fingerprint == whole.fingerprint
+    for characters in (500, len(text)):
+        monkeypatch.setattr("gptlab.data.tokenizer.bpe.PORTION_CHARACTERS", characters)
+        assert train_tokenizer(config, [text], bos=True).fingerprint == whole.fingerprint
+
+
+@pytest.mark.parametrize("text", ["ACGT" * 5000, "中" * 20_000, " " * 20_000])
+def test_the_trainer_gets_no_long_piece(trained: BpeTokenizer, text: str) -> None:
+    """Learning takes it the square of a piece's length."""
+    portions = list(bpe._cut(text, trained.pre_tokenizer))
+    assert "".join(portions) == text
+    assert max(map(len, portions)) <= 4096
+
+
+def test_every_line_and_word_can_be_cut_off(trained: BpeTokenizer) -> None:
+    """Whatever its script: long texts are shared among the cores, and the trainer gets no word cut in two."""
+    text = "кот и пёс\n    x = {1,\n        2}\n中文\n日本"
+    assert list(safe_parts(text, trained.pre_tokenizer, 1)) == [
+        "кот", " и", " пёс\n", "    x", " =", " {1,\n", "        2}\n", "中文\n", "日本",
+    ]  # fmt: skip
 
 
 def test_learning_merges_is_shown_as_work_under_way(sources: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
