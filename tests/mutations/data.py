@@ -87,6 +87,11 @@ MUTATIONS = [
         r"\S(?= )|[A-Za-z](?=\n)|", r"\S(?=[ \n])|",
         ["test_tokenizer.py::test_every_line_and_word_can_be_cut_off"],
     ),
+    Mutation(
+        "all characters of a text become ids at once", "data/tokenizer/base.py",
+        "SLICE_CHARACTERS = 1 << 18", "SLICE_CHARACTERS = 1 << 30",
+        ["test_tokenizer.py::test_char_encodes_a_long_text_in_little_memory"],
+    ),
     # --- order and packing
     Mutation(
         "a piece that does not fit by one token is placed", "data/packing.py",

@@ -8,6 +8,7 @@ import pickle
 import random
 import sysconfig
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -152,6 +153,21 @@ def test_char_names_the_unknown_character(text: str) -> None:
     unknown = next(c for c in text if c not in "helo ")
     with pytest.raises(UserError, match=f"U\\+{ord(unknown):04X}"):
         CharTokenizer("helo ", bos=False).encode(text)
+
+
+def test_char_encodes_a_long_text_in_little_memory() -> None:
+    """Four bytes for each id, and little besides: a corpus may be one document."""
+    text = "abc\n" * 500_000
+    tokenizer = CharTokenizer(text, bos=False)
+    tracemalloc.start()
+    ids = tokenizer.encode(text)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert np.array_equal(ids, np.tile(np.int32([1, 2, 3, 0]), 500_000))
+    assert peak < 6 * len(text)
+    for wrong, where in (("é", r"'é' \(U\+00E9\)"), ("\ud800", "at character 2000000")):
+        with pytest.raises(UserError, match=where):
+            tokenizer.encode(text + wrong)
 
 
 @given(text=texts)
