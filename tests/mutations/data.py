@@ -57,6 +57,16 @@ MUTATIONS = [
         "    if False:\n        contents = path.resolve()",
         ["test_hub.py::test_wrong_contents_come_again_and_are_never_kept"],
     ),
+    Mutation(
+        "a single file that was renamed is another corpus", "data/corpus/documents.py",
+        "if len(source.files) > 1 else", "if source.files else",
+        ["test_corpus.py::test_fingerprint_of_a_single_file_follows_how_it_is_read_and_not_its_name"],
+    ),
+    Mutation(
+        "a single file is the same corpus however it is read", "data/corpus/documents.py",
+        'f"{file.suffix} {is_packed(file.path)}"', '"the file"',
+        ["test_corpus.py::test_fingerprint_of_a_single_file_follows_how_it_is_read_and_not_its_name"],
+    ),
     # --- tokenizers
     Mutation(
         "half of a character counts as the three bytes of its replacement", "data/tokenizer/base.py",

@@ -62,7 +62,8 @@ PARQUET_BATCH_ROWS = 256
 class DocumentFile:
     path: Path
     name: str
-    """Posix path relative to the corpus: order and fingerprint depend on it, not on where the corpus is."""
+    """Posix path relative to the corpus: order and fingerprint of several files depend on it, not on where the corpus
+    is."""
     lenient: bool
     """Found in a folder rather than named by the user: count and skip it if it is not text."""
     sha256: str | None = None

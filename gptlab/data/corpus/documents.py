@@ -190,7 +190,9 @@ class Corpus:
             column = source.text_column if any(file.suffix in COLUMN_SUFFIXES for file in source.files) else ""
             parts = [FINGERPRINT_VERSION.encode(), source.salt.encode(), column.encode()]
             for file in source.files:
-                parts += [file.name.encode("utf-8", "surrogateescape"), self._digests[file]]
+                # Names give the order of several files; that of a single one, only how it is read.
+                name = file.name if len(source.files) > 1 else f"{file.suffix} {is_packed(file.path)}"
+                parts += [name.encode("utf-8", "surrogateescape"), self._digests[file]]
             of_sources.append(_sha256(parts))
         return of_sources[0] if len(of_sources) == 1 else _sha256(part.encode() for part in of_sources)
 

@@ -246,6 +246,18 @@ def test_fingerprint_follows_content_names_and_order(tmp_path: Path) -> None:
     assert fingerprint("stdlib") == fingerprint("stdlib") != original
 
 
+def test_fingerprint_of_a_single_file_follows_how_it_is_read_and_not_its_name(tmp_path: Path) -> None:
+    content = gzip.compress(b'{"text": "x"}\n', mtime=0)
+    names = ("a.jsonl", "b.jsonl", "a.txt", "a.jsonl.gz", "b.jsonl.gz", "a.txt.gz")
+    for name in names:
+        (tmp_path / name).write_bytes(content)
+    jsonl, renamed, text, packed, packed_renamed, packed_text = (
+        corpus_of([tmp_path / name]).fingerprint() for name in names
+    )
+    assert (jsonl, packed) == (renamed, packed_renamed)
+    assert len({str(one) for one in (jsonl, text, packed, packed_text)}) == 4
+
+
 def test_skipped_counts_one_pass(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("x")
     (tmp_path / "b.txt").touch()
