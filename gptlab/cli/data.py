@@ -74,7 +74,7 @@ class PrepareArguments:
     text_column: str = "text"
     """The column (Parquet) or key (JSONL) that holds the text."""
     tokenizer: str = "bpe"
-    """bpe (trained on the corpus) | gpt2 | char | byte, or a folder with a tokenizer.json."""
+    """bpe (trained on the corpus) | gpt2 | char | byte, or a folder with a tokenizer.json of gptlab or GPT-2."""
     vocab_size: int = TokenizerConfig().vocab_size
     """Entries of a bpe tokenizer, special tokens included."""
     split: Split = DataConfig().split

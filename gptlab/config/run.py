@@ -101,7 +101,7 @@ class TokenizerConfig:
     train_bytes: Positive[int] = 100_000_000
     """Maximum bytes of training text (UTF-8) that a bpe tokenizer is trained on."""
     path: str | None = None
-    """A folder with a tokenizer.json to use instead of training one."""
+    """A folder with a tokenizer.json, of gptlab or GPT-2, to use instead of training one."""
 
 
 @checked_dataclass("data.")

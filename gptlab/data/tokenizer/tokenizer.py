@@ -73,9 +73,9 @@ def load_tokenizer(folder: Path | str) -> Tokenizer:
         tokenizer = _rebuild(content)
         flaw = _difference(content, tokenizer)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, UserError) as error:
-        flaw = f"{type(error).__name__}: {error}"
+        _refuse(folder / FILE, f"its parts do not fit together ({type(error).__name__}: {error})")
     if flaw is not None:
-        _refuse(folder / FILE, f"its parts do not fit together ({flaw})")
+        _refuse(folder / FILE, f"its {flaw} is not what gptlab or GPT-2 would have")
     return tokenizer
 
 

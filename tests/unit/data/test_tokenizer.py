@@ -559,6 +559,18 @@ def test_another_kind_of_model_is_named(tmp_path: Path) -> None:
         load_tokenizer(tmp_path)
 
 
+def test_the_vocabulary_of_another_tool_is_named(tmp_path: Path) -> None:
+    """Its parts fit, but its first entry is the special token."""
+    theirs = tokenizers.Tokenizer(tokenizers.models.BPE())
+    theirs.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(special_tokens=["<|endoftext|>"], initial_alphabet=alphabet)
+    theirs.train_from_iterator(["hello hello"], trainer)
+    theirs.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(UserError, match="GPT-2's: its vocab is not what gptlab or GPT-2 would have;"):
+        load_tokenizer(tmp_path)
+
+
 def test_any_changed_byte_is_refused_or_changes_nothing(tmp_path: Path) -> None:
     tokenizer = BpeTokenizer([(b"a", b"a"), (b"aa", b"b"), (b" ", b"aab")], max_digits=2)
     tokenizer.save(tmp_path)
