@@ -99,7 +99,7 @@ class PrepareArguments:
         kinds = get_args(TokenizerKind)
         if self.tokenizer in kinds:
             return data, TokenizerConfig(kind=self.tokenizer, vocab_size=self.vocab_size)  # type: ignore[arg-type]
-        if not Path(self.tokenizer).is_dir():
+        if not Path(self.tokenizer).exists():
             hint = f"; did you mean {near}?" if (near := nearest_name(self.tokenizer, kinds)) else ""
             raise UserError(
                 f"--tokenizer {self.tokenizer}: neither {', '.join(kinds)} nor a folder that is there{hint}"

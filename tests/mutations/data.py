@@ -102,6 +102,12 @@ MUTATIONS = [
         "SLICE_CHARACTERS = 1 << 18", "SLICE_CHARACTERS = 1 << 30",
         ["test_tokenizer.py::test_char_encodes_a_long_text_in_little_memory"],
     ),
+    Mutation(
+        "a tokenizer.json is taken for its folder", "data/tokenizer/tokenizer.py",
+        "folder.parent if folder.name == FILE else folder", "folder",
+        ["test_tokenizer.py::test_save_and_load",
+         "test_cli_data.py::test_a_tokenizer_is_named_by_its_folder_or_file"],
+    ),
     # --- order and packing
     Mutation(
         "a piece that does not fit by one token is placed", "data/packing.py",

@@ -52,13 +52,14 @@ def train_tokenizer(
 
 
 def load_tokenizer(folder: Path | str) -> Tokenizer:
-    """The tokenizer that `save` put into `folder`, or GPT-2's as `transformers` or OpenAI did. UserError where it is
-    missing, damaged, or another one.
+    """The tokenizer that `save` put into `folder`, or GPT-2's as `transformers` or OpenAI did. `folder` may name the
+    tokenizer.json in it. UserError where it is missing, damaged, or another one.
 
     The kind shows in the pre-tokenizer. The parts that cannot be derived are read, the rest is rebuilt from them and
     must be what the file says: so no file loads that transformers would encode otherwise.
     """
     folder = Path(folder)
+    folder = folder.parent if folder.name == FILE else folder
     if (folder / CONFIG_FILE).exists() and _read_json(folder, CONFIG_FILE).get("add_prefix_space"):
         _refuse(folder / CONFIG_FILE, "add_prefix_space changes every text")
     if not (folder / FILE).exists() and (folder / VOCAB_FILE).exists():

@@ -8,6 +8,7 @@ import pytest
 
 from gptlab.cli.data import main
 from gptlab.cli.main import main as gptlab
+from gptlab.data.tokenizer.tokenizer import CharTokenizer
 
 
 @pytest.fixture
@@ -50,6 +51,16 @@ def test_prepare_says_what_was_made_and_where(corpus: Path, capsys: pytest.Captu
     assert "encoding" in out
     main(arguments)
     assert "encoding" not in capsys.readouterr().out  # found, not made
+
+
+@pytest.mark.parametrize("name", [".", "tokenizer.json"])
+def test_a_tokenizer_is_named_by_its_folder_or_file(
+    corpus: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    folder = corpus.parent / "tokenizer"
+    CharTokenizer(map(chr, range(128)), bos=True).save(folder)
+    assert main(["inspect", "--data", str(corpus), "--tokenizer", str(folder / name), "--seq-len", "64"]) == 0
+    assert "char, 129 entries" in capsys.readouterr().out
 
 
 def test_prepare_takes_corpora_with_commas_as_train_does(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -457,6 +457,7 @@ def test_save_and_load(kind: str, trained: BpeTokenizer, tmp_path: Path) -> None
     ]
     loaded = load_tokenizer(tmp_path / "new" / "folder")
     assert loaded.kind == tokenizer.kind
+    assert load_tokenizer(tmp_path / "new" / "folder" / "tokenizer.json").fingerprint == tokenizer.fingerprint
     assert loaded.fingerprint == tokenizer.fingerprint
     assert loaded.bos_id == tokenizer.bos_id
     assert np.array_equal(loaded.token_bytes, tokenizer.token_bytes)
