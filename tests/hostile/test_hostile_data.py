@@ -256,7 +256,7 @@ def test_bombs(tmp_path: Path, name: str) -> None:
     [
         (b"[" * 100_000, "not JSON"),
         (b'{"text": ' * 100_000, "not JSON"),
-        (b'{"text": ' + b"9" * 100_000 + b"}", "not JSON"),
+        (b'{"text": ' + b"9" * 100_000 + b"}", "holds a int"),
         (b'{"text": [1]}', "holds a list"),
         (b'{"' + b"x" * 1_000_000 + b'": 1}', "no key 'text'"),
         (b"{" + b",".join(b'"%d": 1' % i for i in range(50_000)) + b"}", "no key 'text'"),

@@ -67,6 +67,11 @@ MUTATIONS = [
         'f"{file.suffix} {is_packed(file.path)}"', '"the file"',
         ["test_corpus.py::test_fingerprint_of_a_single_file_follows_how_it_is_read_and_not_its_name"],
     ),
+    Mutation(
+        "JSONL with an integer of many digits is refused", "data/corpus/corpus_files.py",
+        "json.JSONDecoder(parse_int=lambda digits: 0)", "json.JSONDecoder()",
+        ["test_corpus.py::test_jsonl_may_hold_long_integers"],
+    ),
     # --- tokenizers
     Mutation(
         "half of a character counts as the three bytes of its replacement", "data/tokenizer/base.py",

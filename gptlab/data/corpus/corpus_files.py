@@ -57,6 +57,9 @@ times the whole packed file is refused before it fills the memory."""
 PARQUET_BATCH_ROWS = 256
 """Rows decoded at a time: web documents of 5 kB make 1 MB, and a row group (often 1 GB) is never in memory whole."""
 
+JSON = json.JSONDecoder(parse_int=lambda digits: 0)
+"""Only texts are read. Python refuses to convert an integer of more than 4300 digits, which is JSON all the same."""
+
 
 @dataclass(frozen=True, slots=True)
 class DocumentFile:
@@ -243,7 +246,7 @@ def _read_jsonl(file: DocumentFile, key: str, skipped: Counter[str], digest: has
 
 def _text_of(line: bytes, key: str, place: str) -> str | None:
     try:
-        record = json.loads(line.decode("utf-8-sig"))
+        record = JSON.decode(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise UserError(f"{place}: not UTF-8 text; JSONL holds one JSON object a line") from error
     except (ValueError, RecursionError) as error:

@@ -75,6 +75,11 @@ def test_text_file_is_one_document_as_it_stands(tmp_path: Path) -> None:
     assert documents(tmp_path / "README") == ["no suffix"]
 
 
+def test_jsonl_may_hold_long_integers(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"pi": 3' + "1" * 5000 + ', "text": "x"}\n')
+    assert documents(tmp_path / "a.jsonl") == ["x"]
+
+
 def test_folder_is_read_recursively_in_sorted_order(tmp_path: Path) -> None:
     for name, text in {"b.txt": "b", "a/z.md": "z", "a/c.py": "c", "d.TXT": "d", "empty.txt": ""}.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
