@@ -189,8 +189,14 @@ def first_amount(run: RunRecord, axis: Axis) -> float:
 
 
 def _is_between(run: RunRecord, at: At, amount: float | None) -> bool:
-    """Whether the run has no validation at `amount` itself."""
-    return at != END and amount is not None and not _at_last(run, at, amount) and amount not in run.curve.at[at]
+    """Whether the run has no validation at `amount` itself, but others."""
+    return (
+        len(run.curve) > 0
+        and at != END
+        and amount is not None
+        and not _at_last(run, at, amount)
+        and amount not in run.curve.at[at]
+    )
 
 
 def _are_paired(a: int, b: int, common: int) -> bool:
@@ -221,6 +227,8 @@ def bpb_at(run: RunRecord, at: At, amount: float | None) -> float:
 
 
 def _at_last(run: RunRecord, axis: Axis, amount: float) -> bool:
+    if not len(run.curve):
+        return False
     last, steps = run.curve.at[axis][-1], run.curve.at["steps"][-1]
     return not amount < last - last / max(steps, 1)
 
@@ -232,9 +240,7 @@ def _goes_on(run: RunRecord, at: At, amount: float | None) -> bool:
 
 
 def is_broken(run: RunRecord) -> bool:
-    failure = run.provenance.get("failure")
-    exploded = run.status == "failed" and isinstance(failure, dict) and failure.get("loss") is not None
-    return exploded or not math.isfinite(run.curve.bpb[-1])
+    return run.exploded or not math.isfinite(run.curve.bpb[-1])
 
 
 def _paths(runs: Runs) -> str:
@@ -267,7 +273,7 @@ Ends = dict[int, tuple[float, float]]
 
 def _ends(runs: Runs) -> Ends:
     finished = [run for run in runs if run.status == "finished" or is_broken(run)]
-    flops = _by_seed(finished, {run.path: float(run.curve.at["flops"][-1]) for run in finished})
+    flops = _by_seed(finished, {run.path: float([math.nan, *run.curve.at["flops"]][-1]) for run in finished})
     bpb = _by_seed(finished, {run.path: bpb_at(run, END, None) for run in finished})
     return {seed: (flops[seed], bpb[seed]) for seed in flops}
 

@@ -149,7 +149,10 @@ def plot_frontier(figures: Mapping[str, Any], path: Path) -> None:
 
 
 def _amounts(runs: Runs, axis: Axis) -> Array:
-    """Where any of the runs validated, as far as all of them did that are not broken."""
+    """Where any of the runs validated, as far as all of them did that are not broken; empty where none did."""
+    runs = [run for run in runs if len(run.curve)]
+    if not runs:
+        return np.empty(0)
     sound = [run for run in runs if not is_broken(run)] or runs[:1]
     first, last = max(first_amount(run, axis) for run in sound), min(run.curve.at[axis][-1] for run in sound)
     amounts = np.unique(np.concatenate([run.curve.at[axis] for run in runs]))

@@ -74,6 +74,12 @@ class RunRecord:
         """running | finished | preempted | failed, as recorded: a killed run says that it is running."""
         return str(self.provenance.get("status", "unknown"))
 
+    @property
+    def exploded(self) -> bool:
+        """Whether it failed by its loss, perhaps before its first validation."""
+        failure = self.provenance.get("failure")
+        return self.status == "failed" and isinstance(failure, dict) and failure.get("loss") is not None
+
     @cached_property
     def summary(self) -> dict[str, Any]:
         """summary.json; empty unless the run has finished."""

@@ -100,7 +100,8 @@ def field_differences(sides: Sides) -> list[FieldDifference]:
 
 
 def require_comparable(sides: Sides) -> None:
-    """UserError unless every side has runs, no run is on two of them, and all have validated on the same text.
+    """UserError unless every side has runs, no run is on two of them, and all have validated on the same text (or
+    exploded before they could).
 
     Bits per byte are comparable between tokenizers. As run.json has one fingerprint for training text, validation text
     and tokenizer, two runs with different ones must have what explains the difference among their fields, and the same
@@ -115,7 +116,7 @@ def require_comparable(sides: Sides) -> None:
                 raise UserError(f"{run.path} is on two sides, {side_of[_identity(run)]} and {side}")
     first, *others = _all(sides)
     for run in (first, *others):
-        if not len(run.curve):
+        if not (len(run.curve) or run.exploded):
             raise UserError(f"{run.path} has no validation to compare (its status is {run.status})")
     for run in others:
         if reason := _other_text(first, run):
@@ -160,8 +161,8 @@ def _about_runs(sides: Sides) -> Iterator[str]:
         if not run.provenance:
             yield f"{run.path} has no run.json that can be read: its code, machine, data and status are unknown"
         elif run.status != "finished":
-            last = run.curve.at["steps"][-1]
-            yield f"{run.path} has not finished (its status is {run.status}): it last validated at step {last:,.0f}"
+            last = f"last validated at step {run.curve.at['steps'][-1]:,.0f}" if len(run.curve) else "has not validated"
+            yield f"{run.path} has not finished (its status is {run.status}): it {last}"
         if run.provenance.get("config_changes"):
             yield f"{run.path} has another length than it started with: it followed two schedules, one after the other"
 

@@ -266,11 +266,13 @@ def why_failed(run: SweepRun) -> str:
 
 
 def sides_of(sweep: Sweep) -> dict[str, list[RunRecord]]:
-    """{variant: its runs that count}: those that have finished, and those whose training failed after a validation."""
+    """{variant: its runs that count}: those that have finished, and those whose training failed, after a validation or
+    by its loss."""
     failed = {name for name, code in sweep.failures().items() if code == EXIT_TRAINING_FAILED}
     sides: dict[str, list[RunRecord]] = {}
     for name in variants_of(sweep.vary):
         runs = [run for run in sweep.runs if run.variant == name and (run.finished or run.name in failed)]
-        if records := [record for record in (read_run(run.path) for run in runs) if len(record.curve)]:
-            sides[name] = records
+        records = map(read_run, (run.path for run in runs))
+        if counted := [record for record in records if record.exploded or len(record.curve)]:
+            sides[name] = counted
     return sides

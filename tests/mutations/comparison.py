@@ -28,8 +28,13 @@ MUTATIONS = [
     ),
     Mutation(
         "a run that exploded has its last value", "lab/contrast.py",
-        "return exploded or not", "return not",
+        "return run.exploded or not", "return not",
         ["test_compare.py::TestBrokenRuns::test_that_exploded_earlier_do_not_hold_up_the_others"],
+    ),
+    Mutation(
+        "runs that exploded before they validated leave their variant", "lab/sweep.py",
+        "if record.exploded or len(record.curve)]", "if len(record.curve)]",
+        ["test_sweep.py::TestTraining::test_a_run_that_exploded_before_it_validated_counts"],
     ),
     Mutation(
         "a compute multiplier is extrapolated by the baseline's largest size", "lab/contrast.py",

@@ -17,6 +17,7 @@ from tiny_runs import command
 from written_runs import write_run
 
 from gptlab.lab import plot
+from gptlab.runtime.records.run_directory import RunDirectory
 
 CONTRACTS = (Path(__file__).parents[3] / "docs" / "contracts.md").read_text(encoding="utf-8")
 FINALS = {"base": (1.20, 1.22, 1.24), "new": (1.18, 1.20, 1.23)}
@@ -117,6 +118,9 @@ class TestPlot:
 
     def test_svg_of_one_seed_a_side_and_a_broken_run(self, tmp_path: Path) -> None:
         """In names, `$` would be mathematics to matplotlib."""
+        exploded = write_run(Path("runs/exploded"), [], status="running", model__bias=True, model__n_layer=1)
+        RunDirectory(exploded).set_failed("the loss exploded", step=0, loss=9e9)
+        assert command(["compare", "runs/base-1", exploded, "--plot", tmp_path / "new.svg"])[::2] == (0, "")
         write_run(Path("runs/$broken$"), [4.0, math.nan, math.nan], seed=1, model__bias=True, model__n_layer=1)
         words = ["compare", "runs/base-1", "runs/$broken$", "--plot", tmp_path / "new.svg"]
         assert command(words)[::2] == (0, "")

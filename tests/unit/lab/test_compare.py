@@ -33,6 +33,12 @@ def run(path: Path, bpb: Sequence[float], **fields: Any) -> RunRecord:
     return read_run(write_run(path, bpb, **{**STEPS, **fields}))
 
 
+def exploded_at_once(path: Path, **fields: Any) -> RunRecord:
+    """Without a validation before its first step, and so without any."""
+    RunDirectory(write_run(path, [], status="running", **{**STEPS, **fields})).set_failed("the loss exploded", loss=9e9)
+    return read_run(path)
+
+
 def only(comparison: Comparison) -> Contrast:
     (contrast,) = comparison.contrasts
     return contrast
@@ -261,6 +267,19 @@ class TestBrokenRuns:
         assert (row(comparison, "steps").amount, row(comparison, "end").candidate_bpb) == (20, math.inf)
         assert only(comparison).judged.broken == (str(exploded),)
 
+    def test_that_exploded_before_they_validated_count_too(self, tmp_path: Path) -> None:
+        sides = {"A": side(tmp_path, "a", {1: 1.2, 2: 1.3}), "B": side(tmp_path, "b", {1: 1.0})}
+        exploded = exploded_at_once(tmp_path / "exploded", seed=2)
+        comparison = compare_runs({**sides, "B": [*sides["B"], exploded]})
+        assert (only(comparison).verdict, row(comparison, "steps").amount) == ("broken", 20)
+        assert {one.candidate_bpb for one in only(comparison).rows} == {math.inf}
+        assert comparison.warnings == [
+            f"{exploded.path} has not finished (its status is failed): it has not validated"
+        ]  # fmt: skip
+        assert only(compare_runs({"A": [exploded], "B": sides["B"]})).verdict == "broken"
+        again = exploded_at_once(tmp_path / "again", seed=1)
+        assert only(compare_runs({"A": [exploded], "B": [again]})).judged.unknown == "every run is broken"
+
     def test_count_where_their_seed_has_no_partner(self, tmp_path: Path) -> None:
         sides = {
             "A": side(tmp_path, "a", {1: 1.2, 2: 1.3}),
@@ -368,6 +387,8 @@ class TestComputeMultiplier:
         assert why(a, others) == "no seed is finished in this size and in all of the baseline"
         assert why(worse, b) == "with seed 1, the baseline does not get better with every size"
         assert why(broken, b) == "with seed 1, a run is broken, or its FLOPs are unknown"
+        at_once = [*a[:2], exploded_at_once(tmp_path / "at-once", model__n_layer=4, seed=1)]
+        assert why(at_once, b) == "with seed 1, a run is broken, or its FLOPs are unknown"
         assert why(b, a) is not None  # B's smallest size is worse than all of A's
         one = compare_runs({"A": a, "B": b[:1]})
         assert (one.multipliers, one.contrasts[0].size) == ([], "1 layer, width 256")

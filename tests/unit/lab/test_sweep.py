@@ -206,6 +206,18 @@ class TestTraining:
         assert launches.seen[-2] == ("depth-3-seed-1", f"--resume {sweep.runs[1].path}")
         assert (sweep.failures(), json.loads(sweep.file.read_text())["failed"]) == ({}, {})
 
+    def test_a_run_that_exploded_before_it_validated_counts(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        sweep = make_sweep(tmp_path, seeds=[1], depth=[2, 3])
+        Launches(monkeypatch, depth_3_seed_1=3)
+        train(sweep)
+        failed = RunDirectory(sweep.runs[1].path)
+        failed.metrics_path.write_bytes(b"")
+        assert [*sides_of(sweep)] == ["depth-2"]  # as it does not say why it failed
+        failed.set_failed("the loss exploded", step=1, loss=9e9)
+        assert [*sides_of(sweep)] == ["depth-2", "depth-3"]
+
     def test_a_signal_ends_the_sweep_and_is_no_failure(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         sweep = make_sweep(tmp_path, seeds=[1], depth=[2, 3, 4])
         launches = Launches(monkeypatch, depth_3_seed_1=130)
