@@ -57,8 +57,8 @@ class PruneArguments:
     checkpoints: bool = False
     """Delete the checkpoints of finished runs, but of the best, and keep their records."""
     keep_best: NotNegative[int] | None = None
-    """How many finished runs are the best: those with the lowest val_bpb on the same data. With --checkpoints 1 where
-    it is not given; without it, the folders of the others are deleted."""
+    """How many finished runs are the best: those with the lowest val_bpb on the same data with the same
+    eval.tokens. With --checkpoints 1 where it is not given; without it, the folders of the others are deleted."""
     failed: bool = False
     """Delete the folders of runs that failed, were stopped or were killed before their first checkpoint."""
     where: tuple[str, ...] = ()

@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from gptlab.config.errors import UserError, cannot
 from gptlab.lab.run_list import ListedRun, bytes_below, listed, weight_folders
@@ -45,18 +46,18 @@ def removals(
 ) -> list[Removal]:
     """What can be deleted, by what was asked for.
 
-    `keep_best`: runs that have finished, but the N with the lowest bits per byte on the same data; with `checkpoints`,
-    only their checkpoints (N: 1 where it is None). `failed`: runs that ended before their first checkpoint. What can be
-    resumed from a checkpoint is kept, and so are imported models, folders with files that gptlab did not write, and
-    what is in a lab.
+    `keep_best`: runs that have finished, but the N with the lowest bits per byte on the same data with the same
+    `eval.tokens`; with `checkpoints`, only their checkpoints (N: 1 where it is None). `failed`: runs that ended before
+    their first checkpoint. What can be resumed from a checkpoint is kept, and so are imported models, folders with
+    files that gptlab did not write, and what is in a lab.
     """
     runs = [run for run in runs if not _in_lab(run)]
     chosen: list[Removal] = []
-    best: dict[str | None, list[float]] = {}
+    best: dict[tuple[str | None, Any], list[float]] = {}
     ranked = [run for run in runs if run.status == "finished" and run.val_bpb is not None and run.is_own]
     kept = 1 if keep_best is None else keep_best
     for run in sorted(ranked, key=lambda run: (math.isnan(run.val_bpb or 0), run.val_bpb, run.start)):
-        better = best.setdefault(run.data_fingerprint, [])
+        better = best.setdefault((run.data_fingerprint, run.fields.get("eval.tokens")), [])
         if len(better) < kept:
             better.append(run.val_bpb or 0)
         elif (checkpoints or keep_best is not None) and (not checkpoints or run.checkpoint_bytes):

@@ -47,7 +47,12 @@ MUTATIONS = [
     ),
     Mutation(
         "runs on other data compete for being the best", "lab/removals.py",
-        "best.setdefault(run.data_fingerprint, [])", "best.setdefault(None, [])",
+        "best.setdefault((run.data_fingerprint, ", "best.setdefault((None, ",
+        ["test_run_list.py::TestPruning::test_what_is_chosen"],
+    ),
+    Mutation(
+        "runs that validate on less text compete for being the best", "lab/removals.py",
+        '(run.data_fingerprint, run.fields.get("eval.tokens"))', "(run.data_fingerprint, None)",
         ["test_run_list.py::TestPruning::test_what_is_chosen"],
     ),
     Mutation(

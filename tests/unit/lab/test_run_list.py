@@ -164,6 +164,7 @@ class TestPruning:
         for name, bpb in {"best": 1.0, "second": 2.0, "third": 3.0, "broken": math.nan}.items():
             with_checkpoint(write_run(tmp_path / name, [bpb]))
         with_checkpoint(write_run(tmp_path / "other-data", [9.0], data_fingerprint="e" * 64))
+        with_checkpoint(write_run(tmp_path / "other-share", [9.0], eval__tokens=4096))
         write_run(tmp_path / "bare", [4.0])
         for status in ("failed", "preempted", "running"):
             write_run(tmp_path / f"{status}-bare", [4.0], status=status)  # type: ignore[arg-type]
