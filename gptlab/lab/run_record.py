@@ -88,7 +88,7 @@ class RunRecord:
 
     @cached_property
     def curve(self) -> Curve:
-        """UserError if metrics.jsonl is damaged."""
+        """UserError if metrics.jsonl is damaged, or ends before its run did."""
         path = self.directory.metrics_path
         try:
             validations, trained = read_validations(path)
@@ -100,9 +100,14 @@ class RunRecord:
             if not all(np.all(np.isfinite(amounts)) and np.all(np.diff(amounts) >= 0) for amounts in at.values()):
                 raise ValueError("steps, tokens or seconds are missing, or not in order")
             at["flops"] = at["tokens"] * (float(trained["total_flops"]) / trained["tokens"] if trained else math.nan)
-            return Curve(at, _numbers(validations, "val_bpb"))
+            found = Curve(at, _numbers(validations, "val_bpb"))
         except (ValueError, TypeError, KeyError, ArithmeticError, RecursionError) as error:
             raise UserError(f"{path} is damaged: {error or type(error).__name__}") from None
+        end = number(self.summary.get("num_steps"))
+        if self.summary.get("val_bpb") is not None and end is not None and end not in found.at["steps"]:
+            where = f"at step {end:,.0f}, where {self.directory.summary_path.name} says that the run ended"
+            raise UserError(f"{path} has no validation {where}: copy it again, or train the run again")
+        return found
 
 
 def read_run(path: str | Path) -> RunRecord:

@@ -37,6 +37,11 @@ MUTATIONS = [
         ["test_sweep.py::TestTraining::test_a_run_that_exploded_before_it_validated_counts"],
     ),
     Mutation(
+        "the last validation of a file that was cut short is the final one", "lab/run_record.py",
+        'end not in found.at["steps"]:', "False:",
+        ["test_run_record.py::test_metrics_that_end_before_their_run_are_refused"],
+    ),
+    Mutation(
         "a compute multiplier is extrapolated by the baseline's largest size", "lab/contrast.py",
         "bpb[-1] <= own_bpb <= bpb[0]", "own_bpb <= bpb[0]",
         ["test_compare.py::TestComputeMultiplier::test_of_power_laws"],

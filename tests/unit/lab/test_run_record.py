@@ -43,6 +43,22 @@ def test_a_run_that_was_killed(tmp_path: Path) -> None:
     assert read_run(path).curve.value("steps", 0) is None
 
 
+def test_metrics_that_end_before_their_run_are_refused(tmp_path: Path) -> None:
+    """Its last validation would be taken for the final one."""
+    path = write_run(tmp_path / "run", [4.0, 3.0, 2.0])
+    lines = (path / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (path / "metrics.jsonl").write_text("".join(lines[:-1]))
+    problem = r"metrics\.jsonl has no validation at step 20, where summary\.json says that the run ended: copy it again"
+    with pytest.raises(UserError, match=problem):
+        read_run(path).curve  # noqa: B018
+    (path / "metrics.jsonl").unlink()
+    with pytest.raises(UserError, match=problem):
+        read_run(path).curve  # noqa: B018
+    summary = json.loads((path / "summary.json").read_text())
+    (path / "summary.json").write_text(json.dumps(summary | {"val_bpb": None}))
+    assert len(read_run(path).curve) == 0  # it never validated
+
+
 def test_broken_values_are_read_as_such(tmp_path: Path) -> None:
     path = write_run(tmp_path / "run", [4.0, math.nan])
     assert math.isnan(read_run(path).curve.bpb[1])

@@ -139,7 +139,7 @@ class TestComparable:
                 require_comparable({"A": [one], "B": [other]})
 
     def test_a_run_that_never_validated(self, tmp_path: Path) -> None:
-        a, b = run(tmp_path / "a"), run(tmp_path / "b")
+        a, b = run(tmp_path / "a"), run(tmp_path / "b", status="running")
         (b.path / "metrics.jsonl").unlink()
         with pytest.raises(UserError, match="b has no validation to compare"):
             require_comparable({"A": [a], "B": [b]})
