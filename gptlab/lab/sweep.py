@@ -107,11 +107,13 @@ class Sweep:
         return words_of({"from": str(repeated.path), **run.changes})
 
     def failures(self) -> dict[str, int]:
-        """{run that failed for a reason of its own: exit code}, as sweep.json has it; empty before there is one."""
+        """{run that failed for a reason of its own: exit code}, as sweep.json has it; empty before there is one. A run
+        whose training failed left a folder: without it, there is no result, and the run is to be trained."""
         if not self.file.exists():
             return {}
         codes = _table(read_json_object(self.file), "failed")
-        return {run.name: codes[run.name] for run in self.runs if type(codes.get(run.name)) is int}
+        runs = [run for run in self.runs if type(codes.get(run.name)) is int]
+        return {run.name: codes[run.name] for run in runs if run.started or codes[run.name] != EXIT_TRAINING_FAILED}
 
     def statuses(self) -> dict[str, Status]:
         """{run: status}, in the order of training."""

@@ -21,6 +21,11 @@ MUTATIONS = [
         ["test_sweep.py::TestTraining::test_what_failed_is_a_result_until_it_shall_be_tried_again"],
     ),
     Mutation(
+        "a failed run whose folder is gone is a result", "lab/sweep.py",
+        "if run.started or codes[run.name] != EXIT_TRAINING_FAILED", "if True",
+        ["test_sweep.py::TestTraining::test_a_failed_run_whose_folder_is_gone_is_trained_again"],
+    ),
+    Mutation(
         "what a sweep's signal stopped is recorded as failed", "lab/sweep.py",
         "None if code == 0 or code in _STOPPED or stop.requested else code", "None if code == 0 else code",
         ["test_sweep.py::TestTraining::test_a_signal_ends_the_sweep_and_is_no_failure"],

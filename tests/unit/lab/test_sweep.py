@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -205,6 +206,18 @@ class TestTraining:
         assert train(sweep, retry_failed=True) == [("depth-3-seed-1", 0), ("depth-4-seed-1", 0)]
         assert launches.seen[-2] == ("depth-3-seed-1", f"--resume {sweep.runs[1].path}")
         assert (sweep.failures(), json.loads(sweep.file.read_text())["failed"]) == ({}, {})
+
+    def test_a_failed_run_whose_folder_is_gone_is_trained_again(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        sweep = make_sweep(tmp_path, seeds=[1], depth=[2, 3])
+        Launches(monkeypatch, depth_3_seed_1=3)
+        train(sweep)
+        shutil.rmtree(sweep.runs[1].path)
+        assert [*sides_of(sweep)] == ["depth-2"]
+        assert [*sweep.statuses().values()] == ["finished", "waiting"]
+        assert train(sweep) == [("depth-3-seed-1", 3)]
+        assert [*sweep.statuses().values()] == ["finished", "failed"]
 
     def test_a_run_that_exploded_before_it_validated_counts(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
