@@ -73,7 +73,7 @@ def _is_run(folder: Path) -> bool:
 def group_by_seed(runs: Sequence[RunRecord]) -> dict[str, list[RunRecord]]:
     """Runs that differ by seed alone, together, as A, B, ... in the order of their first runs. UserError for fewer than
     two groups."""
-    groups = _grouped(runs, _what_was_trained)
+    groups = _grouped(runs, what_was_trained)
     if len(groups) < 2:
         raise UserError(
             "no two of these runs differ by more than their seed: name runs with another field too, or two sides with "
@@ -119,7 +119,7 @@ def require_comparable(sides: Sides) -> None:
         if not (len(run.curve) or run.exploded):
             raise UserError(f"{run.path} has no validation to compare (its status is {run.status})")
     for run in others:
-        if reason := _other_text(first, run):
+        if reason := other_text(first, run):
             raise UserError(f"{first.path} and {run.path} cannot be compared: {reason}")
 
 
@@ -127,7 +127,7 @@ def _identity(run: RunRecord) -> str:
     return str(run.provenance.get("run_id") or run.path.resolve())
 
 
-def _other_text(a: RunRecord, b: RunRecord) -> str | None:
+def other_text(a: RunRecord, b: RunRecord) -> str | None:
     """Why two runs may have validated on different text; None where they have not."""
     tokens = [run.fields.get("eval.tokens") for run in (a, b)]
     if tokens[0] != tokens[1]:
@@ -195,7 +195,7 @@ def _about_facts(sides: Sides) -> Iterator[str]:
             yield f"{words} differs {where}: {listed}"
 
 
-def _what_was_trained(run: RunRecord) -> dict[str, Any]:
+def what_was_trained(run: RunRecord) -> dict[str, Any]:
     """The fields that runs are compared by, and what a Python caller replaced."""
     fields = {name: run.fields[name] for name in run.fields if name not in NOT_COMPARED}
     return fields | {"own_parts": _recorded(run, "own_parts")}

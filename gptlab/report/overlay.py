@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import ClassVar
 
 from gptlab.lab.run_record import NOT_COMPARED
+from gptlab.lab.sides import other_text, what_was_trained
 from gptlab.report.run_facts import RunFacts, Sample, plain
 
 MAX_LABEL_CHARACTERS = 80
@@ -30,20 +31,26 @@ class Overlay:
         return f"{len(self.runs)} runs"
 
     def sentence(self) -> str:
-        """How many runs and configurations there are, and which has the lowest bits per byte."""
+        """How many runs and configurations there are, and which has the lowest bits per byte, or why none has."""
         count = len(self.groups)
         recipes = ", ".join(dict.fromkeys(plain(run.record.fields.get("recipe")) for run in self.runs))
         kinds = "that differ by seed alone" if count == 1 else f"in {count} configurations"
         text = f"{len(self.runs)} runs of {recipes} {kinds}"
-        known = [(_bpb(run), name) for name, _, run in self.labeled() if math.isfinite(_bpb(run))]
-        return f"{text}; the lowest bits per byte are {min(known)[0]:.4f}, of {min(known)[1]}." if known else f"{text}."
+        known = [(_bpb(run), name, run.record) for name, _, run in self.labeled() if math.isfinite(_bpb(run))]
+        if not known:
+            return f"{text}."
+        if reason := next(filter(None, (other_text(known[0][2], record) for *_, record in known[1:])), None):
+            return f"{text}, whose bits per byte cannot be compared: {plain(reason)}."
+        bpb, name = min((bpb, name) for bpb, name, _ in known)
+        return f"{text}; the lowest bits per byte are {bpb:.4f}, of {name}."
 
     @cached_property
     def groups(self) -> dict[str, list[RunFacts]]:
-        """{name of a configuration: its runs, which differ by seed alone}, in the order of their first runs."""
+        """{name of a configuration: its runs, which differ by seed alone, not by data or own parts either}, in the
+        order of their first runs."""
         found: dict[str, list[RunFacts]] = {}
         for run in self.runs:
-            compared = {name: value for name, value in run.record.fields.items() if name not in NOT_COMPARED}
+            compared = what_was_trained(run.record), run.record.provenance.get("data_fingerprint")
             found.setdefault(json.dumps(compared, sort_keys=True), []).append(run)
         names = Counter[str]()
         named = {}

@@ -47,6 +47,16 @@ MUTATIONS = [
         ["test_token_fate.py::test_of_several_epochs_and_skipped_steps"],
     ),
     Mutation(
+        "runs on other data differ by seed alone", "report/overlay.py",
+        'run.record.provenance.get("data_fingerprint")', "None",
+        ["test_report_pages.py::TestOverlay::test_what_cannot_be_compared_is_not"],
+    ),
+    Mutation(
+        "a report names the lowest of bits per byte that cannot be compared", "report/overlay.py",
+        "if reason := next(", "if reason := None and next(",
+        ["test_report_pages.py::TestOverlay::test_what_cannot_be_compared_is_not"],
+    ),
+    Mutation(
         "a prompt is HTML", "report/page.py",
         '{escape(prompt)}</span>', "{prompt}</span>",
         ["test_report_pages.py::TestUntrusted::test_is_text_in_the_page"],

@@ -268,6 +268,27 @@ class TestOverlay:
         data = json.loads(Page(overlay_page(overlay)).raw["script"][0])
         assert [run["group"] for run in data["runs"]] == ["lr=0.02", "lr=0.02", "lr=0.04", "lr=0.04"]
 
+    def test_what_cannot_be_compared_is_not(self, tmp_path: Path) -> None:
+        """Runs on other data, with a part of their own, and validated on less text than the others."""
+        paths = [write_run(tmp_path / f"{n}", [4.0, 3.0 - n], seed=n) for n in range(2)]
+        own = write_run(tmp_path / "own", [4.0, 3.0], seed=2)
+        change(own / "run.json", own_parts={"optimizer": {"name": "Lion"}})
+        three = Overlay([*map(read_facts, paths), read_facts(own)])
+        assert [len(runs) for runs in three.groups.values()] == [2, 1]
+        assert three.sentence().endswith("in 2 configurations; the lowest bits per byte are 2.0000, of 1.")
+        other = write_run(tmp_path / "other", [4.0, 1.0], seed=1, data_fingerprint="e" * 64)
+        for path in (paths[0], other):
+            change(path / "run.json", tokenizer_fingerprint="t" * 64)
+        two = Overlay([read_facts(paths[0]), read_facts(other)])
+        assert len(two.groups) == 2
+        assert two.sentence().endswith(
+            "in 2 configurations, whose bits per byte cannot be compared: they have the same fields and tokenizer, but "
+            "other data (data_fingerprint in run.json)."
+        )
+        less = write_run(tmp_path / "less", [4.0, 1.0], eval__tokens=4096)
+        said = Overlay([read_facts(paths[0]), read_facts(less)]).sentence()
+        assert ": eval.tokens, of which they validate, is" in said
+
     def test_a_configuration_names_its_fields_unambiguously(self, tmp_path: Path) -> None:
         for number in (1, 2):
             rates = {"optim__muon__lr": 0.01 * number, "optim__embedding__lr": 0.1 * number}
