@@ -12,7 +12,7 @@ from gptlab.cli.arguments.parser import read_request, whole_numbers
 from gptlab.cli.sweep import ManyRunsArguments, asked_sweep, train_and_show
 from gptlab.config.errors import UserError, cannot
 from gptlab.lab.ladder import PowerLaw, Rung, power_law, power_law_with_term, rungs_of
-from gptlab.lab.run_record import RunRecord
+from gptlab.lab.run_record import RunRecord, is_broken
 from gptlab.lab.sweep import Sweep
 from gptlab.runtime.records.table import table
 
@@ -44,9 +44,13 @@ def main(argv: Sequence[str]) -> int:
             _write_csv(Path(path), rows)
         amounts = [row.flops for row in rows], [row.bpb for row in rows]
         laws = [law for law in (power_law(*amounts), power_law_with_term(*amounts)) if law is not None]
-        missing = [f"{name}: {status}" for name, status in sweep.statuses().items() if status != "finished"]
+        broken = {name: [*map(is_broken, runs)] for name, runs in sides.items()}
+        notes = [
+            f"{name}: left out, since {sum(own)} of {len(own)} runs broke" for name, own in broken.items() if any(own)
+        ]
+        notes += [f"{name}: {status}" for name, status in sweep.statuses().items() if status != "finished"]
         figures = {"depths": [asdict(row) for row in rows], "laws": [asdict(law) for law in laws]}
-        return "\n".join([_describe(rows, laws), *missing]), figures
+        return "\n".join([_describe(rows, laws), *notes]), figures
 
     return train_and_show(asked_sweep(request, "ladder", {"depth": depths}, request.options.get("seeds", 1)),
                           request.options, result)  # fmt: skip

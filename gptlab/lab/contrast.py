@@ -15,7 +15,7 @@ from typing import Literal
 
 import numpy as np
 
-from gptlab.lab.run_record import AXES, Axis, RunRecord
+from gptlab.lab.run_record import AXES, Axis, RunRecord, is_broken
 from gptlab.lab.sides import size_of
 from gptlab.lab.statistics import ALPHA, Difference, paired_difference, seeds_needed, unpaired_difference
 
@@ -237,10 +237,6 @@ def _goes_on(run: RunRecord, at: At, amount: float | None) -> bool:
     if at == END or amount is None or is_broken(run):
         return False
     return run.status != "finished" or not _at_last(run, at, amount)
-
-
-def is_broken(run: RunRecord) -> bool:
-    return run.exploded or not math.isfinite(run.curve.bpb[-1])
 
 
 def _paths(runs: Runs) -> str:

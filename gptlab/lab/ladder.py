@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from gptlab.lab.run_record import RunRecord
+from gptlab.lab.run_record import RunRecord, is_broken
 
 _LEVEL = 0.95
 
@@ -52,11 +52,12 @@ class PowerLaw:
 
 
 def rungs_of(sides: Mapping[str, Sequence[RunRecord]]) -> list[Rung]:
-    """A row for each side whose runs have finished with a finite bpb, by depth."""
+    """A row for each side with finished runs of which none is broken, by depth: a mean of the others would be that of
+    the lucky seeds."""
     rows = []
     for runs in sides.values():
         ended = [run.summary for run in runs if math.isfinite(float(run.summary.get("val_bpb") or "nan"))]
-        if ended:
+        if ended and not any(map(is_broken, runs)):
             keys = ("num_params_M", "total_tokens_M", "total_flops", "training_seconds", "val_bpb")
             parameters, tokens, flops, seconds, bpb = (_mean(ended, key) for key in keys)
             depth = int(ended[0]["depth"])

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from gptlab.config.errors import UserError, cannot
 from gptlab.lab.compare import NAMES, Comparison, sentence
-from gptlab.lab.contrast import END, Runs, bpb_at, first_amount, is_broken, row_at
-from gptlab.lab.run_record import Axis
+from gptlab.lab.contrast import END, Runs, bpb_at, first_amount, row_at
+from gptlab.lab.run_record import Axis, is_broken
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -119,6 +119,11 @@ def read_run(path: str | Path) -> RunRecord:
     return RunRecord(directory, fields)
 
 
+def is_broken(run: RunRecord) -> bool:
+    """Whether its loss exploded, or its last validation is not finite. The run must have validated or exploded."""
+    return run.exploded or not math.isfinite(run.curve.bpb[-1])
+
+
 def read_validations(path: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The validations of a metrics.jsonl, and its last training step; both empty where it has none, or does not exist.
 

@@ -27,7 +27,7 @@ MUTATIONS = [
         ["test_compare.py::TestAmounts::test_of_runs_that_end_within_one_step_are_their_final_values"],
     ),
     Mutation(
-        "a run that exploded has its last value", "lab/contrast.py",
+        "a run that exploded has its last value", "lab/run_record.py",
         "return run.exploded or not", "return not",
         ["test_compare.py::TestBrokenRuns::test_that_exploded_earlier_do_not_hold_up_the_others"],
     ),

@@ -36,6 +36,11 @@ MUTATIONS = [
         ["test_ladder.py::test_its_interval_holds_the_true_term_19_times_in_20"],
     ),
     Mutation(
+        "a ladder's mean is that of the seeds that survived", "lab/ladder.py",
+        " and not any(map(is_broken, runs))", "",
+        ["test_ladder.py::test_a_depth_with_a_broken_run_is_left_out"],
+    ),
+    Mutation(
         "a run that was killed is listed as running", "lab/run_list.py",
         '"running" and (held or not directory.in_use())', '"running" and held',
         ["test_run_list.py::TestListing::test_unfinished_runs_are_read_from_their_last_lines"],

@@ -18,6 +18,7 @@ from gptlab.lab import sweep as sweeping
 from gptlab.lab.ladder import power_law, power_law_with_term, rungs_of
 from gptlab.lab.launch import resumed_arguments
 from gptlab.lab.run_record import read_run
+from gptlab.runtime.records.run_directory import RunDirectory
 
 FLOPS = [1e15, 4e15, 2e16, 1e17]
 
@@ -75,6 +76,29 @@ def test_rows_are_means_over_seeds_of_what_has_finished(tmp_path: Path) -> None:
     rows = rungs_of(sides)
     assert [(row.depth, row.seeds, row.bpb) for row in rows] == [(2, 1, 3.0), (4, 2, 1.5)]
     assert (rows[0].tokens, rows[0].parameters) == (10 * TOKENS_PER_STEP, 1e5)
+
+
+def test_a_depth_with_a_broken_run_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mean of the seeds that survived would be that of the lucky ones."""
+
+    def written(folder: Path, words: Sequence[str], *, log: Path, stop: Any) -> int:
+        depth, seed = (int(folder.name.split("-")[place]) for place in (1, 3))
+        if (depth, seed) == (3, 1338):
+            RunDirectory(write_run(folder, [], status="running", seed=seed)).set_failed("the loss exploded", loss=9e9)
+            return 3
+        write_run(folder, [4.0, math.nan if (depth, seed) == (4, 1337) else 3.0], model__n_layer=depth, seed=seed)
+        return 0
+
+    monkeypatch.setattr(sweeping, "launch", written)
+    monkeypatch.chdir(tmp_path)
+    code, out, err = command(["ladder", "quickstart", "--depths", "2,3,4", "--seeds", 2, "--steps", 9])
+    assert (code, err) == (0, "")
+    assert out.splitlines()[-4:] == [
+        "    2      2     100,000  10,000  6e+07     10.0   3.0000",
+        "depth-3: left out, since 1 of 2 runs broke",
+        "depth-4: left out, since 1 of 2 runs broke",
+        "depth-3-seed-1338: failed",
+    ]
 
 
 def test_the_command_s_table_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
