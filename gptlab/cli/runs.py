@@ -44,8 +44,8 @@ class RunsArguments:
     reverse: bool = False
     """Sort in descending order."""
     where: tuple[str, ...] = ()
-    """FIELD=VALUE, of a column or of a field of the configuration: status=finished, model.n_layer=4. Text may have
-    wildcards (recipe='nanochat*'). Of several, all must hold."""
+    """FIELD=VALUE, of a column or of a field of the configuration: status=finished, model.n_layer=4. VALUE may
+    have wildcards (recipe='nanochat*'). Of several, all must hold."""
     json: bool = False
     """Print one JSON object, numbers unrounded."""
 

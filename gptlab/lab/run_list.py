@@ -73,6 +73,7 @@ COLUMNS: Mapping[str, Callable[[ListedRun], Any]] = {
     "start": lambda run: run.start,
 }
 """What runs can be sorted and selected by."""
+_WILDCARDS = frozenset("*?[")
 _NUMBERS = ("val_bpb", "tokens", "seconds", "disk")
 
 
@@ -101,8 +102,9 @@ def sort_runs(runs: Iterable[ListedRun], column: str, *, reverse: bool = False) 
 
 
 def select_runs(runs: Iterable[ListedRun], conditions: Sequence[str]) -> list[ListedRun]:
-    """Those for which every condition FIELD=VALUE holds: of a column, or of a field of the configuration. Text may have
-    the wildcards of a shell."""
+    """Those for which every condition FIELD=VALUE holds: of a column, or of a field of the configuration. With the
+    wildcards of a shell, VALUE has to fit the value as text, or a member of a list. val_bpb also equals what it is with
+    four decimals, as it is shown."""
     tests = [_condition(text) for text in conditions]
     return [run for run in runs if all(test(run) for test in tests)]
 
@@ -113,21 +115,24 @@ def _condition(text: str) -> Callable[[ListedRun], bool]:
     if not equals:
         raise UserError(f"--where {text}: it takes FIELD=VALUE, such as status=finished")
     kinds = leaf_fields(RunConfig)
-    of: Callable[[ListedRun], Any]
-    if name in COLUMNS:
-        of, expected = COLUMNS[name], value_from_text(float, wanted, name) if name in _NUMBERS else wanted
-    elif name in kinds:
-        of = lambda run: run.fields.get(name, run)  # noqa: E731, nothing equals a run
-        expected = json.loads(json.dumps(value_from_text(kinds[name], wanted, name)))
-    else:
+    if name not in COLUMNS and name not in kinds:
         raise unknown_field(name, wanted, also=COLUMNS)
+    of = COLUMNS.get(name) or (lambda run: run.fields.get(name, ()))
+    if not _WILDCARDS.isdisjoint(wanted):
+        return lambda run: any(one == wanted or fnmatch.fnmatchcase(one, wanted) for one in _texts(of(run)))
+    if name in COLUMNS:
+        expected = value_from_text(float, wanted, name) if name in _NUMBERS else wanted
+    else:
+        expected = json.loads(json.dumps(value_from_text(kinds[name], wanted, name)))
+    if name == "val_bpb":
+        return lambda run: run.val_bpb is not None and expected in (run.val_bpb, round(run.val_bpb, 4))
+    return lambda run: of(run) == expected
 
-    def holds(run: ListedRun) -> bool:
-        value = of(run)
-        as_text = isinstance(value, str) and isinstance(expected, str)
-        return fnmatch.fnmatchcase(value, expected) if as_text else value == expected
 
-    return holds
+def _texts(value: Any) -> list[str]:
+    """The members of a list, or the only one, as they are written; empty for None."""
+    members = value if isinstance(value, list | tuple) else [value]
+    return [one if isinstance(one, str) else json.dumps(one) for one in members if one is not None]
 
 
 def run_folders(folder: Path, max_depth: float = math.inf) -> Iterator[Path]:

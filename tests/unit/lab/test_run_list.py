@@ -149,6 +149,17 @@ class TestChoosing:
         assert names("status=finished", "seed=7") == names("run=*/a") == "a"
         assert (names("val_bpb=3"), names("model.activation=gelu"), names("data.source=stdlib")) == ("ab", "b", "abc")
         assert (names("eval.every_steps=none", "seed=7"), names("val_bpb=3.1")) == ("a", "")
+        assert names("data.source=*std*") == names("data.source=stdli?") == names("model.n_embd=[0-9]*") == "abc"
+        assert (names("model.activation=gel*"), names("model.n_layer=[!4]"), names("model.bias=f*")) == (
+            "b",
+            "c",
+            "abc",
+        )
+        write_run(tmp_path / "d", [2.62271234], data__source=("notes[1]", "b.txt"))
+        runs = list_runs([tmp_path])
+        assert names("val_bpb=2.6227") == names("val_bpb=2.62271234") == names("data.source=b.*") == "d"
+        assert names("data.source=notes[1]") == names("data.source=notes[[]1]") == "d"
+        assert (names("val_bpb=2.6228"), names("val_bpb=2.622712")) == ("", "")
         wrong = {"status": "FIELD=VALUE", "model.n_layr=4": "nearest valid", "seed=x": "whole number"}
         for condition, problem in wrong.items():
             with pytest.raises(UserError, match=problem):
