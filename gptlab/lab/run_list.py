@@ -229,7 +229,8 @@ def _last_lines(path: Path, *kinds: str) -> list[dict[str, Any]]:
             return [{} for _ in kinds]
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
             for kind in kinds:
-                at = text.rfind(b'"kind": "%s"' % kind.encode(), 0, text.rfind(b"\n") + 1)
+                marks = (b'"kind":%s"%s"' % (space, kind.encode()) for space in (b" ", b""))  # jq -c leaves it out
+                at = max(text.rfind(mark, 0, text.rfind(b"\n") + 1) for mark in marks)
                 line = text[text.rfind(b"\n", 0, at) + 1 : text.find(b"\n", at)] if at >= 0 else b"{}"
                 try:
                     found.append(dict(parse_json(line)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ AXES: tuple[Axis, ...] = ("steps", "tokens", "seconds", "flops")
 
 NOT_COMPARED = frozenset({"schema_version", "run_dir", "seed", "log.to", "log.report"})
 """Fields in which repetitions of one experiment differ."""
+
+_KIND = re.compile(rb'"kind": ?"(train|eval)"')  # jq -c leaves out the space
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,9 +139,10 @@ def read_validations(path: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     validated, trained = list[bytes](), b""
     with cannot(f"read {path}"), open_plain(path) as file:
         while (line := file.readline(MAX_JSON_BYTES)).endswith(b"\n"):
-            if b'"kind": "train"' in line:
+            kind = _KIND.search(line)
+            if kind and kind[1] == b"train":
                 trained = line
-            elif b'"kind": "eval"' in line:
+            elif kind:
                 validated.append(line)
     if len(line) == MAX_JSON_BYTES:
         raise ValueError(f"a line has more than {MAX_JSON_BYTES:,} bytes")

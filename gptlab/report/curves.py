@@ -71,7 +71,7 @@ _ALL_BUT_NUMBERS = bytes(set(range(256)) - {*_DIGITS, *b",\n"})
 _SPACED = bytes.maketrans(b",\n", b"  ")
 _EXACT_POWERS = 10.0 ** np.arange(23)
 """Those that float64 holds exactly."""
-_EVAL_START = re.compile(rb'\{"kind": "eval", ')  # Quotes within a text are escaped: it is found nowhere else.
+_EVAL_START = re.compile(rb'\{"kind": ?"eval",')  # Quotes within a text are escaped: it is found nowhere else.
 
 
 @dataclass

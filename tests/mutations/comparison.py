@@ -42,6 +42,11 @@ MUTATIONS = [
         ["test_run_record.py::test_metrics_that_end_before_their_run_are_refused"],
     ),
     Mutation(
+        "validations that jq -c wrote again are none", "lab/run_record.py",
+        """'"kind": ?"(train|eval)"'""", """'"kind": "(train|eval)"'""",
+        ["test_run_record.py::test_metrics_that_another_program_wrote_again_are_read_alike"],
+    ),
+    Mutation(
         "a compute multiplier is extrapolated by the baseline's largest size", "lab/contrast.py",
         "bpb[-1] <= own_bpb <= bpb[0]", "own_bpb <= bpb[0]",
         ["test_compare.py::TestComputeMultiplier::test_of_power_laws"],

@@ -103,6 +103,7 @@ class WatchedRun:
         trained = b""
         for block in self._tail.blocks():
             self._drop_undone()
+            block = block.replace(b'{"kind":"', b'{"kind": "')  # jq -c leaves out the space
             for line in lines_of_kind(block, "eval"):
                 found = json.loads(line)
                 step = float(found["step"])

@@ -11,7 +11,10 @@ from tiny_runs import lines_of, train, write_corpus
 from written_runs import FLOPS_PER_TOKEN, write_run
 
 from gptlab.config.errors import UserError
+from gptlab.lab.run_list import list_runs
 from gptlab.lab.run_record import read_run
+from gptlab.report.curves import bpb_history
+from gptlab.report.dashboard.watched_run import WatchedRun
 
 
 def test_a_trained_run_is_read_as_its_files_say(tmp_path: Path) -> None:
@@ -57,6 +60,22 @@ def test_metrics_that_end_before_their_run_are_refused(tmp_path: Path) -> None:
     summary = json.loads((path / "summary.json").read_text())
     (path / "summary.json").write_text(json.dumps(summary | {"val_bpb": None}))
     assert len(read_run(path).curve) == 0  # it never validated
+
+
+def test_metrics_that_another_program_wrote_again_are_read_alike(tmp_path: Path) -> None:
+    """`jq -c` leaves no spaces, and not every reader parses every line."""
+    path = write_run(tmp_path / "run", [4.0, 3.0, 2.0], status="failed") / "metrics.jsonl"
+    watched = WatchedRun(path.parent, "run")
+    watched.refresh()
+    curve, row, listed, history = read_run(path.parent).curve, watched.row, list_runs([tmp_path]), bpb_history(path)
+    text = "".join(f"{json.dumps(json.loads(line), separators=(',', ':'))}\n" for line in path.open())
+    path.write_text(text)
+    again, watched = read_run(path.parent).curve, WatchedRun(path.parent, "run")
+    watched.refresh()
+    assert (again.bpb.tolist(), again.at["flops"].tolist()) == (curve.bpb.tolist(), curve.at["flops"].tolist())
+    assert [(run.val_bpb, run.tokens) for run in list_runs([tmp_path])] == [(run.val_bpb, run.tokens) for run in listed]
+    assert (watched.row, bpb_history(path)) == (row, history)
+    assert history == [4.0, 3.0, 2.0]
 
 
 def test_broken_values_are_read_as_such(tmp_path: Path) -> None:
