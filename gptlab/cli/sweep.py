@@ -95,6 +95,12 @@ def main(argv: Sequence[str]) -> int:
     request = read_request(argv, SweepArguments, prog="gptlab sweep", description=DESCRIPTION)
     vary = read_vary(request.options.get("vary", ()))
     sweep = asked_sweep(request, "sweep", vary, request.options.get("seeds", _SEEDS))
+    if not _validates_alike(sweep):
+        print(
+            "warning: the variants differ in eval.tokens, or in the tokenizer that counts them, so that their bits "
+            "per byte will not be compared: stop, and train them with --eval.tokens none",
+            file=sys.stderr,
+        )
     return train_and_show(sweep, request.options, _comparison)
 
 
@@ -170,6 +176,13 @@ def require_different(sweep: Sweep) -> None:
         other = seen.setdefault(repr(config_of({**sweep.base, **changes, "seed": sweep.seeds[0]})), name)
         if other != name:
             raise UserError(f"the variants {other} and {name} are the same configuration")
+
+
+def _validates_alike(sweep: Sweep) -> bool:
+    """Whether all variants validate on the same tokens, or on all of the validation text."""
+    configs = [config_of({**sweep.base, **changes}) for changes in variants_of(sweep.vary).values()]
+    validated = [(one.eval.tokens, one.eval.tokens and one.tokenizer) for one in configs]
+    return validated.count(validated[0]) == len(validated)
 
 
 def train_and_show(sweep: Sweep, options: Mapping[str, Any], result: Any) -> int:

@@ -144,7 +144,8 @@ def other_text(a: RunRecord, b: RunRecord) -> str | None:
         return f"run.json of {unknown} does not say with which tokenizer eval.tokens = {tokens[0]} were counted"
     same_tokenizer = None not in tokenizers and tokenizers[0] == tokenizers[1]
     if tokens[0] is not None and not same_tokenizer:
-        return f"their tokenizers differ, so that eval.tokens = {tokens[0]} is not the same text"
+        other = f"their tokenizers differ, so that eval.tokens = {tokens[0]} is not the same text"
+        return f"{other}: train them with --eval.tokens none"
     explained = not same_tokenizer or any(a.fields.get(name) != b.fields.get(name) for name in ("data.rows", *_TEXT))
     if None not in data and not explained:
         return "they have the same fields and tokenizer, but other data (data_fingerprint in run.json)"

@@ -31,6 +31,11 @@ MUTATIONS = [
         ["test_sweep.py::TestTraining::test_a_signal_ends_the_sweep_and_is_no_failure"],
     ),
     Mutation(
+        "a sweep of tokenizers warns of nothing", "cli/sweep.py",
+        "(one.eval.tokens, one.eval.tokens and one.tokenizer)", "(one.eval.tokens,)",
+        ["test_sweep.py::TestCommand::test_variants_that_will_not_be_compared_are_told_before_training"],
+    ),
+    Mutation(
         "the interval of an irreducible term is of one standard error", "lab/ladder.py",
         "stats.t.ppf((1 + _LEVEL) / 2, freedom) * math.sqrt(variance)", "math.sqrt(variance)",
         ["test_ladder.py::test_its_interval_holds_the_true_term_19_times_in_20"],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 from collections.abc import Callable, Sequence
@@ -273,6 +274,22 @@ class TestCommand:
         assert out.splitlines()[1].startswith("[2/2] depth-3-seed-1337  val_bpb ")
         assert out.splitlines()[-1] == "depth-2-seed-1337: failed"
         assert launches.names == ["depth-2-seed-1337", "depth-3-seed-1337", "depth-3-seed-1337"]
+
+    def test_variants_that_will_not_be_compared_are_told_before_training(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+
+        def warned(*words: object) -> str:
+            return command(["sweep", "quickstart", "--steps", 20, "--dry-run", *words])[2]
+
+        tokenizers = ("--vary", "tokenizer.vocab-size=512,700")
+        assert re.fullmatch(
+            r"warning: .* will not be compared: .*--eval.tokens none\n",
+            warned(*tokenizers, "--eval.tokens", 4096),
+        )
+        assert "will not be compared" in warned("--vary", "eval.tokens=4096,8192")
+        assert warned(*tokenizers, "--eval.tokens", "none") == warned("--vary", "depth=2,3") == ""
 
     def test_a_dry_run_trains_and_writes_nothing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(tmp_path)
