@@ -26,6 +26,8 @@ COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#00
 """Distinct for color-blind readers too (Okabe and Ito 2008, "Color Universal Design")."""
 STYLES = ("-", "--", ":", "-.")
 """Of the sizes."""
+MAX_LEGEND = 12
+"""Curves that a legend names; it would cover more."""
 FAILED = ("crashed", "timed-out", "invalid")
 STEEP = 0.2
 """The first share of a run, in which the loss falls so far that nothing later could be seen at its scale. The panels
@@ -78,13 +80,17 @@ def plot_comparison(comparison: Comparison, path: Path) -> None:
         band = np.stack([values.min(axis=0), values.mean(axis=0), values.max(axis=0)])
         heights[above].append(_draw(above, amounts, band, colors[name], styles[size], label))
     below.axhline(0, color="black", linewidth=0.8)
-    above.set(ylabel="validation bits per byte", title="Mean and range of the runs")
+    title, is_named = "Mean and range of the runs", len(curves) <= MAX_LEGEND
+    if not is_named:
+        title += f" of {len(comparison.sides)} sides: gptlab report names each"
+    above.set(ylabel="validation bits per byte", title=title)
     said = [sentence(comparison.contrasts[0])] if len(comparison.contrasts) == 1 else []
     below.set(xlabel=NAMES[axis], ylabel="difference in bits per byte")
     lines = [line for part in ("Difference and its 95% interval", *said) for line in textwrap.wrap(part, 90)]
     below.set_title(_label("\n".join(lines)), fontsize="medium")
     for panel, parts in heights.items():
-        panel.legend()
+        if is_named:
+            panel.legend()
         panel.grid(alpha=0.3)
         if (shown := np.concatenate([*parts, np.empty(0)])).size:
             margin = 0.05 * np.ptp(shown) or 0.01

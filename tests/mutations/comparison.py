@@ -42,6 +42,11 @@ MUTATIONS = [
         ["test_run_record.py::test_metrics_that_end_before_their_run_are_refused"],
     ),
     Mutation(
+        "a legend covers a hundred curves", "lab/plot.py",
+        "len(curves) <= MAX_LEGEND", "True",
+        ["test_cli_compare.py::TestPlot::test_a_legend_that_would_cover_the_curves_is_left_out"],
+    ),
+    Mutation(
         "validations that jq -c wrote again are none", "lab/run_record.py",
         """'"kind": ?"(train|eval)"'""", """'"kind": "(train|eval)"'""",
         ["test_run_record.py::test_metrics_that_another_program_wrote_again_are_read_alike"],

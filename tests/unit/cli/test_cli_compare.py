@@ -140,6 +140,15 @@ class TestPlot:
         assert command(["compare", "runs", "--plot", tmp_path / "new.svg"])[::2] == (0, "")
         assert drawn["4 runs, 1 broken, not drawn"] == pytest.approx([2.0, 1.22])
 
+    def test_a_legend_that_would_cover_the_curves_is_left_out(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for curves, is_named in ((2, True), (1, False)):
+            monkeypatch.setattr(plot, "MAX_LEGEND", curves)
+            assert command(["compare", "runs", "--plot", tmp_path / "new.svg"])[::2] == (0, "")
+            drawn = (tmp_path / "new.svg").read_text()
+            assert ("legend" in drawn, "of 2 sides: gptlab report names each" in drawn) == (is_named, not is_named)
+
     def test_that_cannot_be_drawn(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert "name a file that ends with .png or .svg" in refused("runs", "--plot", "new.pdf")
         assert "cannot write nowhere/new.png" in refused("runs", "--plot", "nowhere/new.png")
