@@ -318,7 +318,7 @@ class TestCorpus:
             ("brief.txt", "abc " * 50, {"tokenizer.kind": "bpe", "tokenizer.vocab-size": 5000},
              ("tokenizer.vocab_size = 5000", "the text does not give that many entries", "(nearest valid: 2")),
             ("late.jsonl", '{"text": "words of a document"}\n' * 50 + "{", {}, ("late.jsonl:51: not JSON",)),
-            ("odd.txt", TEXT, {"model.vocab-size": 300}, ("model.vocab_size = 300", "tokenizer has 257 entries")),
+            ("odd.txt", TEXT, {"model.vocab-size": 300}, ("model.vocab_size = 300", "this data has 257 entries")),
             ("chars.txt", TEXT, {"tokenizer.kind": "char", "sample.prompts": "Ω"},
              ("sample.prompts = 'Ω'", "U+03A9", "bpe or byte")),
             ("chars.txt", TEXT, {"tokenizer.kind": "char", "data.rows": "random", "sample.prompts": ""},
