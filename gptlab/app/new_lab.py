@@ -44,20 +44,19 @@ def new_lab(path: Path, request: RunRequest, asked: Sequence[str], console: Cons
         if field in request.overrides:
             raise UserError(f"--{field.removeprefix('horizon.').replace('_', '-')} cannot be given: {instead}")
 
+    machine: Machine | None = None
+
     def measure(config: RunConfig) -> Machine:
+        nonlocal machine
         prepared(config, place_of(config), console)
         with console.busy("timing steps, to size the model"):
-            return timed_machine(config, World(), console.warn, lambda text: None)
+            machine = timed_machine(config, World(), console.warn, lambda text: None)
+        return machine
 
     # A lab has its own report, and a night of runs should not start as many processes.
     config = replace(request.config(measure, limited_machine), log=LogConfig(report=False))
-    if config.horizon.unit == "tokens":  # also quickstart's default on a fast GPU
-        tokens_per_step = config.batch.total_tokens
-        steps = config.horizon.total_steps(tokens_per_step=tokens_per_step, flops_per_token=1, scaling_params=1)
-        assert steps is not None
-        config = replace(config, horizon=replace(config.horizon, amount=steps, unit="steps"))
     horizon = config.horizon
-    if horizon.unit not in ("seconds", "steps"):
+    if horizon.unit not in ("seconds", "steps", "tokens"):  # tokens: also quickstart's default on a fast GPU
         raise UserError("a lab needs a length in --minutes, --steps or --tokens, the same for all its candidates")
     if config.init_from is not None:
         raise UserError("a lab trains from the weights that its seeds draw: leave init_from out")
@@ -65,7 +64,7 @@ def new_lab(path: Path, request: RunRequest, asked: Sequence[str], console: Cons
         name=path.name,
         recipe=request.recipe or DEFAULT_RECIPE,
         seconds=horizon.amount if horizon.unit == "seconds" else None,
-        steps=int(horizon.amount) if horizon.unit == "steps" else None,
+        steps=horizon.total_steps(tokens_per_step=config.batch.total_tokens, flops_per_token=1, scaling_params=1),
         at=request.options.get("at", "time"),
         seeds=request.options.get("seeds", 3),
         validation_bytes={},
@@ -78,4 +77,4 @@ def new_lab(path: Path, request: RunRequest, asked: Sequence[str], console: Cons
             f"half of the validation text has {rows} rows of {config.model.seq_len:,} tokens, and the judge needs "
             f"{MIN_ROWS}: hold out more with --data.val-fraction, or give --data.val-source"
         )
-    return create(path, config, data, settings)
+    return create(path, config, data, settings, machine)

@@ -6,6 +6,11 @@ from .mutation import Mutation
 
 MUTATIONS = [
     Mutation(
+        "another depth in a lab is sized to an assumed machine", "app/new_lab.py",
+        "create(path, config, data, settings, machine)", "create(path, config, data, settings)",
+        ["test_new_lab.py::test_another_depth_has_its_own_rates"],
+    ),
+    Mutation(
         "changed code keeps what it leaves among compiled code", "lab/experiments/runs.py",
         'cache = own if keep or variant.code == lab.path / "code" else work / "cache"', "cache = own",
         ["test_experiment_runs.py::TestTraining::test_what_one_process_of_changed_code_leaves_no_other_finds"],

@@ -41,11 +41,11 @@ def repeated_config(request: RunRequest, run: RunDirectory) -> RunConfig:
     config = replace(stored, run_dir=None, model=replace(stored.model, vocab_size=None))
     request.require_own_arguments(config.recipe)
     if request.depth is not None or request.recipe_arguments:
-        config = _from_recipe(config, request, run.recorded())
+        config = _from_recipe(config, request, run.sized_for())
     return apply_overrides(config, request.horizon_fields | dict(request.overrides))
 
 
-def _from_recipe(config: RunConfig, request: RunRequest, recorded: Facts) -> RunConfig:
+def _from_recipe(config: RunConfig, request: RunRequest, sized_for: Facts) -> RunConfig:
     """The run's recipe at another depth or with other arguments of its own, plus the fields in which the run differed
     from its recipe."""
     if config.recipe not in RECIPES:
@@ -53,9 +53,9 @@ def _from_recipe(config: RunConfig, request: RunRequest, recorded: Facts) -> Run
             "--depth", request.depth, f"the recipe {config.recipe!r} of that run is not one of this gptlab, so nothing "
             "says what follows from a depth; give --model.n-layer, and what else shall change"
         )  # fmt: skip
-    rate = recorded.get("training_flops_per_second")
+    rate = sized_for.get("training_flops_per_second")
     machine = Machine(
-        device=str(recorded.get("device", "cpu")),
+        device=str(sized_for.get("device", "cpu")),
         flops_per_second=float(rate) if isinstance(rate, int | float) else None,
     )
     horizon = Horizon(amount=config.horizon.amount, unit=config.horizon.unit)

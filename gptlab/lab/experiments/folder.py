@@ -4,7 +4,7 @@ lab.json          what is compared and how: `Settings`
 program.md        instructions for whoever proposes, a person or a program
 ledger.jsonl      everything that was done (`ledger.py`)
 results.tsv       the same in autoresearch's columns
-baseline/         the configuration that every run repeats (`gptlab train --from`)
+baseline/         the configuration that every run repeats (`gptlab train --from`), and the machine it was sized to
 code/gptlab/      the package that experiment 0 ran
 data/             what candidates may read: training tokens and the tokenizer
 private/          what only the judge reads: two slices of the validation text
@@ -26,6 +26,7 @@ import gptlab
 from gptlab.config.errors import UserError, cannot
 from gptlab.config.load import apply_overrides, config_from_json, config_to_json, flatten
 from gptlab.config.run import CheckpointConfig, EvalConfig, RunConfig, SampleConfig
+from gptlab.config.scaling import Machine
 from gptlab.data.prepare import PreparedData
 from gptlab.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from gptlab.data.tokens.shards import SplitWriter, TokenSplit
@@ -34,6 +35,7 @@ from gptlab.lab.experiments.program import PROGRAM
 from gptlab.runtime.files.plain_file import read_json_object, write_json_atomic
 from gptlab.runtime.files.staged_folder import staged_folder
 from gptlab.runtime.records.provenance import take_code
+from gptlab.runtime.records.run_directory import RunDirectory
 
 At = Literal["time", "steps", "tokens", "flops"]
 
@@ -139,8 +141,11 @@ class Lab:
         }
 
 
-def create(path: Path, config: RunConfig, data: PreparedData, settings: Settings) -> Lab:
-    """A new lab in `path`, whole or not at all. `data`: the tokens of `config`; `settings`: what the caller chooses.
+def create(
+    path: Path, config: RunConfig, data: PreparedData, settings: Settings, machine: Machine | None = None
+) -> Lab:  # fmt: skip
+    """A new lab in `path`, whole or not at all. `data`: the tokens of `config`; `settings`: what the caller chooses;
+    `machine`: what the recipe sized `config` to, None where it does not ask.
 
     UserError where the folder is not free, or the validation text is too short to be divided.
     """
@@ -155,8 +160,12 @@ def create(path: Path, config: RunConfig, data: PreparedData, settings: Settings
             data_fingerprint=data.fingerprint, tokenizer_fingerprint=data.tokenizer.fingerprint,
             validation_bytes=validation_bytes,
         )  # fmt: skip
-        (folder / "baseline").mkdir()
-        write_json_atomic(folder / "baseline" / "config.json", config_to_json(_only_training(config)))
+        baseline = RunDirectory(folder / "baseline")
+        baseline.path.mkdir()
+        write_json_atomic(baseline.config_path, config_to_json(_only_training(config)))
+        if machine is not None:  # A proposed depth asks the recipe again.
+            sized_for = {"device": machine.device, "training_flops_per_second": machine.flops_per_second}
+            write_json_atomic(baseline.machine_path, sized_for)
         (folder / "program.md").write_text(program_text(settings), encoding="utf-8")
         write_json_atomic(folder / "lab.json", asdict(settings))
     return Lab.open(path)

@@ -88,6 +88,8 @@ class RunDirectory:
     """That of run.json when the folder was made or opened; None where it is unknown."""
 
     config_path = _Entry("config.json")
+    machine_path = _Entry("machine.json")
+    """Of a configuration that is no run (`is_run`): what `sized_for` gives."""
     provenance_path = _Entry("run.json")
     metrics_path = _Entry("metrics.jsonl")
     log_path = _Entry("log.txt")
@@ -206,6 +208,10 @@ class RunDirectory:
         with suppress(UserError):
             return self.read_provenance()
         return {}
+
+    def sized_for(self) -> dict[str, object]:
+        """The `device` and the `training_flops_per_second` that the recipe was given; empty where they are unknown."""
+        return self.recorded() or (read_json_object(self.machine_path) if self.machine_path.is_file() else {})
 
     def set_status(self, status: Status, **extra: object) -> None:
         """Record in run.json the run's status, when it ended (null while it runs), and any `extra` facts.

@@ -9,13 +9,18 @@ import pytest
 from tiny_runs import arguments, write_corpus
 
 import gptlab
+from gptlab.app import new_lab as new_lab_module
 from gptlab.app.new_lab import new_lab
+from gptlab.app.run.repeat import repeated_config
+from gptlab.app.run.run_request import RunRequest
 from gptlab.cli.arguments.parser import read_request
 from gptlab.cli.lab import NewArguments
 from gptlab.config.errors import UserError
+from gptlab.config.scaling import Machine
 from gptlab.lab.experiments.folder import Lab
 from gptlab.lab.experiments.proposal import changed_files
 from gptlab.runtime.records.console import Console
+from gptlab.runtime.records.run_directory import RunDirectory
 
 TOKENS_A_STEP = 2 * 4 * 32
 
@@ -41,7 +46,6 @@ def make(folder: Path, name: str, *length: object) -> Lab:
     [
         (("--minutes", 2), 120.0, None),
         (("--steps", 7), None, 7),
-        (("--tokens", 10 * TOKENS_A_STEP + 5), None, 10),  # rounded down, as in a run
     ],
 )
 def test_length(folder: Path, length: tuple[object, ...], seconds: float | None, steps: int | None) -> None:
@@ -52,6 +56,34 @@ def test_length(folder: Path, length: tuple[object, ...], seconds: float | None,
     assert (stored["horizon.unit"], stored["horizon.amount"]) == (
         ("seconds", seconds) if steps is None else ("steps", steps)
     )
+
+
+def test_tokens_are_whole_steps(folder: Path) -> None:
+    lab = make(folder, "tokens", "--tokens", 10 * TOKENS_A_STEP + 5)
+    assert (lab.settings.seconds, lab.settings.steps) == (None, 10)  # rounded down, as in a run
+    stored = lab.baseline_config()  # as asked: recipes choose another batch for so many steps
+    assert (stored["horizon.unit"], stored["horizon.amount"]) == ("tokens", 10 * TOKENS_A_STEP + 5)
+
+
+@pytest.mark.parametrize("length", [("--minutes", "1"), ("--tokens", "20480")])
+def test_another_depth_has_its_own_rates(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, length: tuple[str, str]
+) -> None:
+    """`--depth` in a lab gives what the recipe makes of that depth on the machine and for the length of `lab new`."""
+    machine = Machine(device="cpu", flops_per_second=2e12)
+    monkeypatch.setattr(new_lab_module, "limited_machine", lambda config: machine)
+    monkeypatch.setattr(new_lab_module, "timed_machine", lambda config, *_: machine)
+
+    def asked(depth: str) -> tuple[RunRequest, list[str]]:
+        fields = ["--tokenizer.kind", "byte", "--data.cache-dir", str(folder / "cache"), "--model.seq-len", "32"]
+        fields += ["--data.val-fraction", "0.3"]
+        words = ["quickstart", "--depth", depth, *length, "--data", str(folder / "corpus"), *fields]
+        return read_request(words, NewArguments, prog="gptlab lab new", description=""), words
+
+    lab = new_lab(folder / f"depth{length[0]}", *asked("2"), Console(stream=io.StringIO()))
+    deeper = repeated_config(RunRequest(depth=4), RunDirectory(lab.path / "baseline"))
+    recipes = asked("4")[0].config(lambda config: machine)
+    assert (deeper.model, deeper.batch, deeper.optim) == (recipes.model, recipes.batch, recipes.optim)
 
 
 def test_no_lab_for_less_than_a_step(folder: Path) -> None:
