@@ -11,6 +11,11 @@ MUTATIONS = [
         ["test_new_lab.py::test_another_depth_has_its_own_rates"],
     ),
     Mutation(
+        "a run that was stopped looks for its data where the lab was", "lab/experiments/runs.py",
+        "if _is_of_another_place(lab, path):", "if False:",
+        ["test_experiment_runs.py::TestTraining::test_one_that_began_where_the_lab_was_is_trained_anew"],
+    ),
+    Mutation(
         "changed code keeps what it leaves among compiled code", "lab/experiments/runs.py",
         'cache = own if keep or variant.code == lab.path / "code" else work / "cache"', "cache = own",
         ["test_experiment_runs.py::TestTraining::test_what_one_process_of_changed_code_leaves_no_other_finds"],

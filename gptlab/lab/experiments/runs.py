@@ -21,7 +21,7 @@ import numpy as np
 import psutil
 
 from gptlab.config.errors import UserError
-from gptlab.config.load import config_to_json
+from gptlab.config.load import config_to_json, flatten
 from gptlab.data.rows import validation_rows
 from gptlab.lab.experiments.equal_time import ProcessFailedError, StepProcess
 from gptlab.lab.experiments.folder import Lab
@@ -78,20 +78,30 @@ def run_folder(lab: Lab, number: int, seed: int) -> Path:
 
 def train(lab: Lab, variant: Variant, seed: int) -> tuple[Path, Finished | None]:
     """The finished run of `variant` with `seed`, and how its process ended; None where it was finished already, or
-    stopped before and now resumed.
+    stopped before and now resumed. What began before the lab was moved is trained anew.
 
     ProcessFailedError, Broken where it does not finish, also where its loss broke. UserError where it fails and the
     lab's disk is full.
     """
     run = run_folder(lab, variant.number, seed)
+    began = _work(lab, variant, run.name) / run.name
+    for path in (run, began):
+        if _is_of_another_place(lab, path):
+            shutil.rmtree(path)
     if RunDirectory(run).recorded().get("status") == "finished":
         return run, None
-    began = _work(lab, variant, run.name) / run.name
     if (began / "config.json").is_file():
         _train(lab, variant, run, ["train", "--resume", str(began), "--quiet"])
         return run, None
     shutil.rmtree(began.parent, ignore_errors=True)
     return run, _train(lab, variant, run, _words_for(lab, variant, began, seed))
+
+
+def _is_of_another_place(lab: Lab, run: Path) -> bool:
+    """Whether the run, if there is one, reads the tokenizer (and the data) where the lab was before it was moved."""
+    with suppress(UserError):
+        return flatten(RunDirectory(run).read_config()).get("tokenizer.path") != lab.places()["tokenizer.path"]
+    return False
 
 
 def train_again(lab: Lab, variant: Variant, seed: int, *, candidate: int) -> Finished:

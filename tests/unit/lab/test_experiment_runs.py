@@ -17,6 +17,7 @@ import pytest
 from lab_world import formula, new_lab, quiet
 
 from gptlab.config.errors import UserError
+from gptlab.config.load import config_to_json
 from gptlab.lab.experiments import runs, trial
 from gptlab.lab.experiments.equal_time import ProcessFailedError
 from gptlab.lab.experiments.folder import Lab
@@ -24,6 +25,7 @@ from gptlab.lab.experiments.proposal import Proposal, submit
 from gptlab.lab.experiments.runs import Variant, variant_of
 from gptlab.lab.experiments.trial import measure_baseline
 from gptlab.lab.judge.supervise import Finished
+from gptlab.runtime.files.plain_file import to_json
 
 CANDIDATE = 2
 
@@ -119,7 +121,7 @@ class TestTraining:
         run = runs.run_folder(lab, CANDIDATE, 7)
         began = lab.experiment(CANDIDATE) / "work-seed-7" / "seed-7"
         began.mkdir(parents=True)
-        (began / "config.json").write_text("{}")
+        (began / "config.json").write_text(to_json(config_to_json(lab.run_config(7, 257))))
         (began / "run.json").write_text(json.dumps({"status": "preempted"}))
         runs.train(lab, candidate(lab), seed=7)
         assert processes.started[0]["argv"][3:] == ["train", "--resume", str(began), "--quiet"]
@@ -127,6 +129,23 @@ class TestTraining:
         assert not began.parent.exists()
         assert runs.train(lab, candidate(lab), seed=7) == (run, None)
         assert len(processes.started) == 1
+
+    @pytest.mark.parametrize("status", ["running", "finished"])
+    def test_one_that_began_where_the_lab_was_is_trained_anew(
+        self, lab: Lab, monkeypatch: pytest.MonkeyPatch, status: str
+    ) -> None:
+        """Its data is not there any more, and its config.json names another tokenizer than the baseline's."""
+        run = runs.run_folder(lab, CANDIDATE, 7)
+        if status == "running":
+            run = lab.experiment(CANDIDATE) / "work-seed-7" / "seed-7"
+        run.mkdir(parents=True)
+        (run / "config.json").write_text(to_json(config_to_json(lab.run_config(7, 257))))
+        (run / "run.json").write_text(json.dumps({"status": status}))
+        moved = replace(lab, path=lab.path.rename(lab.path.with_name("moved")))
+        processes = Processes(monkeypatch)
+        assert runs.train(moved, candidate(moved), seed=7)[1] is not None
+        [process] = processes.started
+        assert "--resume" not in process["argv"]
 
     def test_what_one_process_of_changed_code_leaves_no_other_finds(
         self, lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
