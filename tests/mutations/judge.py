@@ -23,6 +23,16 @@ MUTATIONS = [
         ["test_red_team.py::test_training_off_the_clock"],
     ),
     Mutation(
+        "what a candidate prints has no limit", "lab/judge/guard.py",
+        "os.fstat(2).st_size - log_before", "0",
+        ["test_supervise.py::test_a_limit_ends_it"],
+    ),
+    Mutation(
+        "what a candidate printed is read into memory whole", "lab/experiments/equal_time.py",
+        "file.read(LAST_BYTES)", "log.read_bytes()",
+        ["test_experiment_runs.py::TestTraining::test_of_what_a_candidate_printed_the_end_alone_is_read"],
+    ),
+    Mutation(
         "after the last answer anything may come", "lab/judge/answering.py",
         "self._seconds\n        if self._some(1):", "self._seconds\n        if False:",
         ["test_red_team.py::test_a_program_that_cheats"],

@@ -38,6 +38,7 @@ OUTSIDE = 0.00025
 two cores with load 8, 1 was outside of the 95% interval in 3 of 40 timings of a program against itself (at 0.95, 1.10
 and 1.20), and outside of this one in none (docs/LOG.md, 2026-11-22)."""
 MAX_REPLY = 1 << 20
+LAST_BYTES = 1 << 16
 
 ENOUGH = 0.01
 """Half the width of the interval, relative, at which timing ends: the ratio is then within half a percent in 19 of 20
@@ -94,8 +95,17 @@ class StepProcess:
         raise ProcessFailedError(f"{what}: {self._last_words('there is none')}")
 
     def _last_words(self, otherwise: str = "it ended without a message") -> str:
-        lines = self._log.read_text(errors="replace").strip().splitlines() if self._log.exists() else []
+        lines = last_lines(self._log)
         return lines[-1].removeprefix("gptlab: error: ")[:500] if lines else otherwise
+
+
+def last_lines(log: Path) -> list[str]:
+    """The lines in the last LAST_BYTES of what a process printed, which may be more than memory holds."""
+    if not log.exists():
+        return []
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - LAST_BYTES))
+        return file.read(LAST_BYTES).decode(errors="replace").strip().splitlines()
 
 
 @dataclass(frozen=True, slots=True)

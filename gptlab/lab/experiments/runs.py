@@ -23,7 +23,7 @@ import psutil
 from gptlab.config.errors import UserError
 from gptlab.config.load import config_to_json, flatten
 from gptlab.data.rows import validation_rows
-from gptlab.lab.experiments.equal_time import ProcessFailedError, StepProcess
+from gptlab.lab.experiments.equal_time import ProcessFailedError, StepProcess, last_lines
 from gptlab.lab.experiments.folder import Lab
 from gptlab.lab.experiments.ledger import Experiment, Slice, all_fields
 from gptlab.lab.experiments.proposal import code_of
@@ -212,7 +212,7 @@ def limits(seconds: float) -> Limits:
 
 def last_words(log: Path) -> str:
     """The last line that a process printed, without the name of the program, shortened: data from untrusted code."""
-    lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
+    lines = last_lines(log)
     line = next((line for line in reversed(lines) if "error" in line.lower()), lines[-1] if lines else "")
     return "".join(c for c in line.removeprefix("gptlab: error: ") if c.isprintable())[:LAST_WORDS]
 

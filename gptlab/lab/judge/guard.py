@@ -20,6 +20,7 @@ import os
 import resource
 import select
 import signal
+import stat
 import struct
 import subprocess
 import sys
@@ -285,13 +286,14 @@ def _size(paths: list[str]) -> int:
 def _supervise(spec: dict[str, Any], life: int, libc: ctypes.CDLL, watch: _Watch | None) -> dict[str, Any]:
     limits, isolated = spec["limits"], watch is not None
     outputs = [*spec["writable"], *([] if isolated else [spec["temporary"]])]
-    size_before = _size(outputs)
+    size_before, log_before = _size(outputs), os.fstat(2).st_size
     began = time.monotonic()
     process = _begin(spec, libc, isolated)  # kept: subprocess reaps a process that nobody refers to
     candidate = process.pid
     for descriptor in (0, 1, 2):  # the candidate's alone: what reads its output must see the end of it
-        os.close(descriptor)
-        os.open(os.devnull, os.O_RDWR)
+        if descriptor != 2 or not stat.S_ISREG(os.fstat(2).st_mode):  # its log stays, to be measured
+            os.close(descriptor)
+            os.open(os.devnull, os.O_RDWR)
     tree, code, broken, opened, left = _Tree(isolated, limits["memory_bytes"]), None, None, [], []
     next_measure = next_size = 0.0
     ended = written = cpu = 0.0
@@ -304,7 +306,10 @@ def _supervise(spec: dict[str, Any], life: int, libc: ctypes.CDLL, watch: _Watch
         if now >= next_measure or code is not None:
             number, cpu, used = tree.measure()
             next_measure = now + MEASURE_SECONDS
-            broken = broken or _over(limits, processes=number, cpu_seconds=cpu, memory_bytes=used)
+            printed = os.fstat(2).st_size - log_before
+            broken = broken or _over(
+                limits, processes=number, cpu_seconds=cpu, memory_bytes=used, printed_bytes=printed
+            )  # fmt: skip
             if now >= next_size or code is not None:
                 written, next_size = _size(outputs) - size_before, now + OUTPUT_SECONDS
                 broken = broken or _over(limits, output_bytes=written)

@@ -33,6 +33,8 @@ class Limits:
     """Resident; what several processes share counts once."""
     output_bytes: int = 2**32
     """Of one file, and of everything below `writable` together."""
+    printed_bytes: int = 2**24
+    """Of what is added to its log."""
     processes: int = 256
 
 
@@ -77,6 +79,7 @@ _LIMIT_RULES: Mapping[str, tuple[Rule, str]] = {
     "cpu_seconds": ("cpu-time", "it used more CPU seconds than its limit"),
     "memory_bytes": ("memory", "it used more memory than its limit"),
     "output_bytes": ("output-size", "it wrote more than its limit"),
+    "printed_bytes": ("output-size", "it printed more than its limit"),
     "processes": ("processes", "it had more processes than its limit"),
 }
 

@@ -19,7 +19,7 @@ from lab_world import formula, new_lab, quiet
 from gptlab.config.errors import UserError
 from gptlab.config.load import config_to_json
 from gptlab.lab.experiments import runs, trial
-from gptlab.lab.experiments.equal_time import ProcessFailedError
+from gptlab.lab.experiments.equal_time import LAST_BYTES, ProcessFailedError, StepProcess, last_lines
 from gptlab.lab.experiments.folder import Lab
 from gptlab.lab.experiments.proposal import Proposal, submit
 from gptlab.lab.experiments.runs import Variant, variant_of
@@ -73,6 +73,10 @@ class Processes:
         self.started.append({"argv": argv, **process})
         yield
         self.leave(process)
+
+
+def _gone(question: bytes) -> None:
+    raise BrokenPipeError
 
 
 class TestTraining:
@@ -218,6 +222,16 @@ class TestTraining:
         with pytest.raises(ProcessFailedError, match="longer than 1060 s") as late:
             runs.train(lab, candidate(lab), seed=7)
         assert (crashed.value.timed_out, late.value.timed_out) == (False, True)
+
+    def test_of_what_a_candidate_printed_the_end_alone_is_read(self, lab: Lab, tmp_path: Path) -> None:
+        """It may have printed more than memory holds."""
+        log = tmp_path / "log.txt"
+        log.write_text("error: long ago\n" + "noise\n" * LAST_BYTES + "the end\n")
+        assert runs.last_words(log) == "the end"
+        process = StepProcess(SimpleNamespace(stdin=SimpleNamespace(write=_gone)), log, 1.0)  # type: ignore[arg-type]
+        with pytest.raises(ProcessFailedError, match=r"^the end$"):
+            process.step()
+        assert sum(map(len, last_lines(log))) < LAST_BYTES
 
     def test_a_full_disk_is_not_the_candidates_fault(self, lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
         Processes(monkeypatch, exit_code=3)

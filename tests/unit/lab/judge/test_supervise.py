@@ -129,6 +129,7 @@ def test_orphans_are_found_and_killed(isolate: bool, tmp_path: Path) -> None:
         ("wall_seconds", 0.5, "import time; time.sleep(60)"),
         ("cpu_seconds", 0.3, "while True: pass"),
         ("memory_bytes", 2**25, "x = b'x' * 2**26\nimport time; time.sleep(60)"),
+        ("printed_bytes", 2**16, "import time; print('x' * 2**17, flush=True); time.sleep(60)"),
         ("processes", 2, "import os, time; os.fork(); os.fork(); time.sleep(60)"),
     ],
 )
