@@ -16,6 +16,11 @@ MUTATIONS = [
         ["test_experiment_runs.py::TestTraining::test_one_that_began_where_the_lab_was_is_trained_anew"],
     ),
     Mutation(
+        "what a killed lab left undone after a verdict stays undone", "lab/experiments/trial.py",
+        "return one.verdict is not None and _verdict_path(lab, one.number).exists()", "return one.verdict is not None",
+        ["test_trial.py::test_a_night_completes_what_was_killed_after_its_verdict"],
+    ),
+    Mutation(
         "changed code keeps what it leaves among compiled code", "lab/experiments/runs.py",
         'cache = own if keep or variant.code == lab.path / "code" else work / "cache"', "cache = own",
         ["test_experiment_runs.py::TestTraining::test_what_one_process_of_changed_code_leaves_no_other_finds"],

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
@@ -121,16 +122,28 @@ def noise(experiments: Mapping[int, Experiment]) -> list[float]:
 
 
 def in_flight(lab: Lab) -> list[int]:
-    """Numbers of the experiments without a verdict, in their order."""
-    return [one.number for one in proposals(lab.ledger.experiments()) if one.verdict is None]
+    """Numbers of the experiments that `finish` has to do with, in their order."""
+    return [one.number for one in proposals(lab.ledger.experiments()) if not _is_over(lab, one)]
+
+
+def _is_over(lab: Lab, one: Experiment) -> bool:
+    """Whether it has a verdict, and all that follows from one (`_conclude`)."""
+    return one.verdict is not None and _verdict_path(lab, one.number).exists()
+
+
+def _verdict_path(lab: Lab, number: int) -> Path:
+    return lab.experiment(number) / "verdict.json"
 
 
 def finish(lab: Lab, number: int, say: Say) -> Experiment:
-    """Judge the experiment, and record its verdict. Does nothing where it has one. BusyError where another process
-    judges it, UserError where the lab itself cannot work (a full disk, a damaged ledger)."""
+    """Judge the experiment, record its verdict, and what follows from it; what is done already is not done again.
+    BusyError where another process judges it, UserError where the lab itself cannot work (a full disk, a damaged
+    ledger)."""
     with _locked(lab, number):
         if lab.ledger.experiments()[number].verdict is None:
             _record(lab, number, _judge(lab, number, say))
+        if not _is_over(lab, lab.ledger.experiments()[number]):
+            _conclude(lab, number)
     return lab.ledger.experiments()[number]
 
 
@@ -147,10 +160,16 @@ def _record(lab: Lab, number: int, ruling: Ruling) -> None:
             "verdict": ruling.verdict, "reason": reason, "rule": ruling.rule, "evidence": ruling.evidence,
         }  # fmt: skip
         lab.ledger.append("verdict", experiment=number, **values)
-    write_json_atomic(lab.experiment(number) / "verdict.json", values)
-    if ruling.verdict != "keep":
+
+
+def _conclude(lab: Lab, number: int) -> None:
+    """Do what follows from the verdict. verdict.json comes last: where a killed lab left none, this is done again."""
+    one = lab.ledger.experiments()[number]
+    if not one.is_kept:
         runs.forget(lab, number)
     write_results(lab)
+    verdict = {name: value for name, value in (one.verdict or {}).items() if name not in ("kind", "time", "experiment")}
+    write_json_atomic(_verdict_path(lab, number), verdict)
 
 
 def _judge(lab: Lab, number: int, say: Say) -> Ruling:

@@ -37,9 +37,12 @@ def night(folder: Path) -> None:
         run_night(lab, in_order(*NIGHT), experiments=len(NIGHT), say=quiet, judged=lambda one: None)
 
 
-def outcome(folder: Path) -> tuple[list[dict[str, Any]], str]:
+def outcome(folder: Path) -> tuple[list[dict[str, Any]], str, list[Path]]:
+    """The ledger, results.tsv, and what is kept of each experiment."""
     lab = Lab.open(folder / "lab")
-    return [told(one) for one in lab.ledger.experiments().values()], (lab.path / "results.tsv").read_text()
+    kept = sorted(path for name in ("verdict.json", "runs/*/checkpoints") for path in lab.path.rglob(name))
+    told_of = [told(one) for one in lab.ledger.experiments().values()]
+    return told_of, (lab.path / "results.tsv").read_text(), [path.relative_to(lab.path) for path in kept]
 
 
 @pytest.fixture(scope="module")

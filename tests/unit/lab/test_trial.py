@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shlex
 import shutil
@@ -20,12 +21,12 @@ from gptlab.config.errors import UserError
 from gptlab.lab.experiments import runs, trial
 from gptlab.lab.experiments.equal_time import ProcessFailedError
 from gptlab.lab.experiments.folder import Lab
-from gptlab.lab.experiments.ledger import baseline_of
+from gptlab.lab.experiments.ledger import Ledger, baseline_of
 from gptlab.lab.experiments.overview import best, details, status_lines
 from gptlab.lab.experiments.proposal import Proposal, read_proposal, submit
 from gptlab.lab.experiments.runs import Variant
 from gptlab.lab.experiments.trial import finish, measure_baseline, noise
-from gptlab.lab.workers.night import agent, run_night
+from gptlab.lab.workers.night import agent, nobody, run_night
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +50,32 @@ def tried(lab: Lab, **proposal: object) -> dict[str, object]:
         one = finish(lab, submit(lab, Proposal(**proposal)), quiet)  # type: ignore[arg-type]
     assert one.verdict is not None
     return dict(one.verdict)
+
+
+def test_a_night_completes_what_was_killed_after_its_verdict(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is in the ledger, but not yet in results.tsv and verdict.json, and weights that nobody needs are left."""
+    append = Ledger.append
+
+    def killed(self: Ledger, kind: str, **values: Any) -> None:
+        append(self, kind, **values)
+        if kind == "verdict":
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, formula():
+        patch.setattr(Ledger, "append", killed)
+        number = submit(lab, Proposal({"optim.head.lr": -1.0}))
+        with pytest.raises(KeyboardInterrupt):
+            finish(lab, number, quiet)
+    verdict = dict(lab.ledger.experiments()[number].verdict or {})
+    assert (verdict["verdict"], trial.in_flight(lab)) == ("discard", [number])
+    told = []
+    run_night(lab, nobody, say=quiet, judged=told.append)
+    assert [(one.number, one.says) for one in told] == [(number, "discard")]
+    assert f"{number:04}\t" in (lab.path / "results.tsv").read_text()
+    written = json.loads((lab.experiment(number) / "verdict.json").read_text())
+    assert written == {name: value for name, value in verdict.items() if name not in ("kind", "time", "experiment")}
+    assert not [*lab.experiment(number).glob("runs/*/checkpoints")]
+    assert trial.in_flight(lab) == []
 
 
 def test_the_baseline_and_its_noise(lab: Lab) -> None:
