@@ -35,7 +35,7 @@ def new_lab(path: Path, request: RunRequest, asked: Sequence[str], console: Cons
     UserError where the run, its data or the folder cannot be used.
     """
     if (path / "lab.json").is_file():
-        lab = Lab.open(path)
+        lab = Lab.open_to_judge(path)
         if asked and list(asked) != list(lab.settings.asked):
             made_by = shlex.join([str(path), *lab.settings.asked])
             raise UserError(f"{path} is a lab already, made by `gptlab lab new {made_by}`")

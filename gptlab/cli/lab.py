@@ -137,7 +137,7 @@ def _try(argv: list[str]) -> int:
     from gptlab.lab.experiments.proposal import Proposal, submit
     from gptlab.lab.experiments.trial import finish
 
-    lab, options = Lab.open(_path(name)), request.options
+    lab, options = Lab.open_to_judge(_path(name)), request.options
     tree = options.get("tree")
     proposal = Proposal(
         _fields(request), None if tree is None else Path(tree), options.get("why", ""), options.get("expect"),
@@ -194,7 +194,8 @@ def _run(argv: list[str]) -> int:
     from gptlab.lab.experiments.trial import in_flight
     from gptlab.lab.workers.night import agent, nobody, run_night
 
-    lab, proposers = Lab.open(_path(given.name)), [one for one in (given.agent, given.search) if one is not None]
+    lab = Lab.open_to_judge(_path(given.name))
+    proposers = [one for one in (given.agent, given.search) if one is not None]
     if len(proposers) == 2 or not (proposers or in_flight(lab)):
         raise UserError("who proposes? Give --agent 'COMMAND', or --search SPACE.toml")
     if given.launcher == "slurm":
@@ -347,9 +348,11 @@ def _promote(argv: list[str]) -> int:
         PromoteArguments, argv, prog="gptlab lab promote",
         description="Confirm an experiment against experiment 0: fresh seeds, and text that nothing else reads.",
     )  # fmt: skip
+    from gptlab.lab.experiments.folder import Lab
     from gptlab.lab.experiments.promote import promote, sentence
 
-    answers = promote(_opened(given), given.number, seeds=given.seeds, depth=given.depth, say=_on_stderr)
+    lab = Lab.open_to_judge(_path(given.name))
+    answers = promote(lab, given.number, seeds=given.seeds, depth=given.depth, say=_on_stderr)
     confirmed = all(answer["confirmed"] for answer in answers)
     result = {"confirmed": confirmed, "answers": answers, "sentence": sentence(answers)}
     print(to_json(result, indent=2) if given.json else sentence(answers))

@@ -23,6 +23,11 @@ MUTATIONS = [
         ["test_red_team.py::test_training_off_the_clock"],
     ),
     Mutation(
+        "a changed package judges itself", "lab/experiments/folder.py",
+        "if code_fingerprint(running) != lab.settings.code_fingerprint:", "if False:",
+        ["test_cli_lab.py::test_another_gptlab_than_the_labs_own_does_not_judge"],
+    ),
+    Mutation(
         "what a candidate prints has no limit", "lab/judge/guard.py",
         "os.fstat(2).st_size - log_before", "0",
         ["test_supervise.py::test_a_limit_ends_it"],

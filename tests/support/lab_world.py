@@ -4,6 +4,7 @@ own code."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import shutil
@@ -25,6 +26,7 @@ from gptlab.lab.experiments.ledger import Experiment
 from gptlab.lab.experiments.proposal import Proposal
 from gptlab.lab.experiments.runs import Variant
 from gptlab.lab.judge.supervise import Finished
+from gptlab.runtime.records.provenance import code_fingerprint
 
 SPEED = {"batch.micro_sequences": 1.25}
 """Fields that make steps faster, and by how much."""
@@ -47,7 +49,13 @@ def new_lab(folder: Path, **changes: Any) -> Lab:
         shutil.copyfile(package / name, few / name)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(folder_module, "gptlab", SimpleNamespace(__file__=str(few / "__init__.py")))
+        patch.setattr(folder_module, "code_fingerprint", lambda package: _own_fingerprint())  # of what judges
         return create(folder / "lab", config, prepare(config.data, config.tokenizer), settings)
+
+
+@functools.cache
+def _own_fingerprint() -> str:
+    return code_fingerprint(Path(gptlab.__file__).parent)
 
 
 def bpb_of(fields: Mapping[str, Any], seed: int) -> float:

@@ -14,7 +14,9 @@ experiments/0007/ the proposal, its runs, and what the judge said
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -34,7 +36,7 @@ from gptlab.lab.experiments.ledger import Experiment, Ledger, Slice
 from gptlab.lab.experiments.program import PROGRAM
 from gptlab.runtime.files.plain_file import read_json_object, write_json_atomic
 from gptlab.runtime.files.staged_folder import staged_folder
-from gptlab.runtime.records.provenance import take_code
+from gptlab.runtime.records.provenance import code_fingerprint
 from gptlab.runtime.records.run_directory import RunDirectory
 
 At = Literal["time", "steps", "tokens", "flops"]
@@ -86,6 +88,18 @@ class Lab:
             return cls(path.resolve(), Settings(**values))  # type: ignore[arg-type]
         except TypeError as error:
             raise UserError(f"{path / 'lab.json'} cannot be used: {error}") from None
+
+    @classmethod
+    def open_to_judge(cls, path: str | Path) -> Lab:
+        """The same, for what trains and judges. UserError where this process runs another gptlab than the lab's own:
+        a changed one would judge itself, and experiments that two have judged cannot be compared."""
+        lab, running = cls.open(path), Path(gptlab.__file__).parent
+        if code_fingerprint(running) != lab.settings.code_fingerprint:
+            command = f"PYTHONPATH={shlex.quote(str(lab.path / 'code'))} {shlex.quote(sys.executable)} -P -m gptlab lab"
+            raise UserError(
+                f"{running} is not the code that {lab.path} began with, which judges: give the command as {command} ..."
+            )
+        return lab
 
     @property
     def ledger(self) -> Ledger:
@@ -156,7 +170,7 @@ def create(
         _write_training_tokens(data, folder / "data" / "tokens")
         validation_bytes = _write_slices(data, folder / "private")
         settings = replace(
-            settings, code_fingerprint=take_code(folder / "code" / "gptlab").fingerprint,
+            settings, code_fingerprint=code_fingerprint(folder / "code" / "gptlab"),
             data_fingerprint=data.fingerprint, tokenizer_fingerprint=data.tokenizer.fingerprint,
             validation_bytes=validation_bytes,
         )  # fmt: skip

@@ -132,16 +132,25 @@ def provenance(
 def take_code(package: Path) -> CodeSnapshot:
     """The code in `package` as it is now."""
     sources = _sources(package)
-    digest = hashlib.sha256()
-    for name, content in sources.items():
-        digest.update(f"{name}\0{len(content)}\0".encode() + content)
     commit, dirty = git_state(package)
     files: dict[str, bytes] = {}
     if dirty and (patch := _patch(package)) is not None:
         files = {PATCH_NAME: patch}
     elif dirty is not False:
         files = {ZIP_NAME: _zipped(package.name, sources)}
-    return CodeSnapshot(commit, dirty, digest.hexdigest(), files)
+    return CodeSnapshot(commit, dirty, _fingerprint(sources), files)
+
+
+def code_fingerprint(package: Path) -> str:
+    """The `fingerprint` of the code in `package` as it is now."""
+    return _fingerprint(_sources(package))
+
+
+def _fingerprint(sources: Mapping[str, bytes]) -> str:
+    digest = hashlib.sha256()
+    for name, content in sources.items():
+        digest.update(f"{name}\0{len(content)}\0".encode() + content)
+    return digest.hexdigest()
 
 
 def _sources(package: Path) -> dict[str, bytes]:

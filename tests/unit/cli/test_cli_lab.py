@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -11,6 +13,7 @@ from tiny_runs import command
 
 from gptlab.lab.experiments import runs
 from gptlab.lab.experiments.trial import in_flight, measure_baseline
+from gptlab.runtime.files.plain_file import write_json_atomic
 
 
 @pytest.mark.parametrize(
@@ -29,6 +32,22 @@ def test_a_new_lab(arguments: list[str], says: str, tmp_path: Path, monkeypatch:
     monkeypatch.chdir(tmp_path)
     code, _, err = command(["lab", "new", "night", "quickstart", "--steps", "5", *arguments])
     assert (code, says in err, [*tmp_path.iterdir()]) == (2, True, [])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["try", "--optim.head.lr", "0"], ["run", "--agent", "true"], ["promote"], ["new", "quickstart", "--steps", "5"]],
+)
+def test_another_gptlab_than_the_labs_own_does_not_judge(arguments: list[str], tmp_path: Path) -> None:
+    """Otherwise `try --tree .` in a changed checkout would let the change judge itself."""
+    lab = new_lab(tmp_path)
+    settings = json.loads((lab.path / "lab.json").read_text())
+    write_json_atomic(lab.path / "lab.json", settings | {"code_fingerprint": "another", "asked": arguments[1:]})
+    code, _, err = command(["lab", arguments[0], str(lab.path), *arguments[1:]])
+    assert (code, lab.ledger.experiments()) == (2, {})
+    says = f"which judges: give the command as PYTHONPATH={lab.path / 'code'} {sys.executable} -P -m gptlab lab ..."
+    assert f"is not the code that {lab.path} began with, {says}" in err
+    assert command(["lab", "status", str(lab.path)])[0] == 0, "looking is allowed"
 
 
 def test_an_interrupted_try_is_finished_by_run(tmp_path: Path) -> None:
