@@ -21,6 +21,16 @@ MUTATIONS = [
         ["test_trial.py::test_a_night_completes_what_was_killed_after_its_verdict"],
     ),
     Mutation(
+        "the command that proposes outlives a night that SIGTERM ends", "lab/workers/night.py",
+        "@ended_by_signals()\n", "",
+        ["test_trial.py::test_a_program_that_proposes_ends_with_the_night"],
+    ),
+    Mutation(
+        "the command that proposes outlives a night that SIGKILL ends", "lab/workers/night.py",
+        "_LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)", "pass",
+        ["test_trial.py::test_a_program_that_proposes_ends_with_the_night"],
+    ),
+    Mutation(
         "changed code keeps what it leaves among compiled code", "lab/experiments/runs.py",
         'cache = own if keep or variant.code == lab.path / "code" else work / "cache"', "cache = own",
         ["test_experiment_runs.py::TestTraining::test_what_one_process_of_changed_code_leaves_no_other_finds"],

@@ -13,17 +13,21 @@ A command that exits with an error, or proposes nothing, is asked again; after `
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import shlex
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
+
+import psutil
 
 from gptlab.config.errors import UserError, cannot
 from gptlab.lab.experiments.folder import Lab
@@ -32,13 +36,18 @@ from gptlab.lab.experiments.overview import proposals, state
 from gptlab.lab.experiments.proposal import Proposal, changed_files, code_of, copy_package, read_proposal, submit
 from gptlab.lab.experiments.trial import BusyError, finish, in_flight
 from gptlab.runtime.files.plain_file import write_json_atomic
+from gptlab.runtime.files.staged_folder import ended_by_signals
 
 MAX_FAILURES = 3
+
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 Say = Callable[[str], None]
 Propose = Callable[[Lab], Proposal | None]
 
 
+@ended_by_signals()
 def run_night(
     lab: Lab,
     propose: Propose,
@@ -71,6 +80,7 @@ def run_night(
             return False
         return True
 
+    _remove_leftovers(lab)
     try:
         while deadline is None or time.monotonic() < deadline:
             if any(finished(number) for number in in_flight(lab)):
@@ -101,6 +111,14 @@ def run_night(
 def _work_folder(lab: Lab) -> Path:
     """Where the command of this process proposes."""
     return lab.path / "work" / f"{platform.node()}-{os.getpid()}"
+
+
+def _remove_leftovers(lab: Lab) -> None:
+    """The folders of this machine's processes that were killed."""
+    for folder in (lab.path / "work").glob(f"{platform.node()}-*"):
+        pid = folder.name.rpartition("-")[2]
+        if pid.isdecimal() and not psutil.pid_exists(int(pid)):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _is_full(lab: Lab, experiments: int | None) -> bool:
@@ -140,12 +158,19 @@ def agent(command: str, timeout: float) -> Propose:
     return propose
 
 
+def _end_with_the_night() -> None:
+    """In the command's process: have it killed when that of the night is, which then cleans nothing up."""
+    if _LIBC is not None:
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def _run(words: Sequence[str], folder: Path, timeout: float) -> None:
     """UserError where the command fails or takes too long; all that it started ends with it."""
     log = folder.with_name(f"{folder.name}.log")
     with cannot(f"run {words[0]}"), log.open("ab") as output:
         process = subprocess.Popen(
-            words, cwd=folder, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+            words, cwd=folder, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
+            preexec_fn=_end_with_the_night,
         )  # fmt: skip
         try:
             code = process.wait(timeout)

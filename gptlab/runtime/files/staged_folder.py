@@ -17,6 +17,8 @@ import psutil
 from gptlab.config.errors import UserError, cannot
 from gptlab.runtime.files.plain_file import sync_directory
 
+_SIGNALS = (signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else []))  # not on Windows
+
 
 def require_free(target: Path) -> None:
     """UserError unless `target` does not exist or is an empty folder."""
@@ -32,12 +34,12 @@ def require_free(target: Path) -> None:
 def staged_folder(target: Path) -> Iterator[Path]:
     """Within the context, an empty folder to fill, which becomes `target` if the context ends without an error.
 
-    Otherwise it is removed, even if SIGTERM ends the process. The next call for the same target removes what SIGKILL
-    left. UserError if `target` is not free, or cannot be written.
+    Otherwise it is removed, even if SIGTERM or SIGHUP ends the process. The next call for the same target removes
+    what SIGKILL left. UserError if `target` is not free, or cannot be written.
     """
     require_free(target)
     staged = target.with_name(f".{target.name}.tmp-{os.getpid()}")
-    with _ended_by_sigterm(), cannot(f"write {target}"):
+    with ended_by_signals(), cannot(f"write {target}"):
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             _remove_leftovers(target)
@@ -61,19 +63,20 @@ def _remove_leftovers(target: Path) -> None:
 
 
 @contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """Within the context, SIGTERM raises SystemExit with the exit code that shells report for it, so that everything is
-    cleaned up. Outside of the main thread, where Python allows no signal handlers, nothing changes."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+def ended_by_signals() -> Iterator[None]:
+    """Within the context, SIGTERM and SIGHUP (the terminal is gone) raise SystemExit with the exit code that shells
+    report for them, so that everything is cleaned up. One that is ignored, as under `nohup`, stays ignored. Outside of
+    the main thread, where Python allows no signal handlers, nothing changes."""
 
     def end(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
-    former = signal.signal(signal.SIGTERM, end)
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    caught = [number for number in _SIGNALS if in_main_thread and signal.getsignal(number) != signal.SIG_IGN]
+    former = {number: signal.signal(number, end) for number in caught}
     try:
         yield
     finally:
-        # None stands for a handler that was not installed from Python, which cannot restore it.
-        signal.signal(signal.SIGTERM, signal.SIG_DFL if former is None else former)
+        for number, handler in former.items():
+            # None stands for a handler that was not installed from Python, which cannot restore it.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)

@@ -7,13 +7,17 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import lab_world
 import numpy as np
+import psutil
 import pytest
+from forked import Forked
 from lab_world import PAIRED_SD, bpb_of, formula, in_order, new_lab, quiet, told
 
 from gptlab.cli.lab import _seconds
@@ -371,6 +375,25 @@ def test_a_night_leaves_no_copy_of_the_package(lab: Lab, tmp_path: Path) -> None
         propose = agent(shlex.join([sys.executable, str(program)]), 60.0)
         run_night(lab, propose, experiments=1, say=quiet, judged=lambda one: None)
     assert lab.ledger.experiments()[2].says == "discard"
+    assert [path.suffix for path in (lab.path / "work").iterdir()] == [".log"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere SIGKILL leaves the command running")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_a_program_that_proposes_ends_with_the_night(lab: Lab, number: signal.Signals) -> None:
+    night = Forked(lambda: run_night(lab, agent("sleep 987", 60.0), say=quiet, judged=lambda one: None))
+    while not (started := [one for one in psutil.Process(night.pid).children() if one.name() == "sleep"]):
+        time.sleep(0.01)
+    night.send_signal(number)
+    assert night.wait() == (-number if number == signal.SIGKILL else 128 + number)
+    until = time.monotonic() + 5
+    while is_there := started[0].is_running() and started[0].status() != psutil.STATUS_ZOMBIE:
+        if time.monotonic() > until:
+            started[0].kill()
+            break
+        time.sleep(0.01)
+    assert not is_there
+    run_night(lab, nobody, say=quiet, judged=lambda one: None)  # what SIGKILL left goes with the next night
     assert [path.suffix for path in (lab.path / "work").iterdir()] == [".log"]
 
 
