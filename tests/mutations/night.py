@@ -31,6 +31,11 @@ MUTATIONS = [
         ["test_trial.py::test_a_program_that_proposes_ends_with_the_night"],
     ),
     Mutation(
+        "every step of a candidate may take as long as a compilation", "lab/experiments/equal_time.py",
+        "        self._timeout = self._step_timeout\n", "",
+        ["test_experiment_runs.py::TestTraining::test_a_step_that_hangs_costs_no_more_than_some_runs"],
+    ),
+    Mutation(
         "changed code keeps what it leaves among compiled code", "lab/experiments/runs.py",
         'cache = own if keep or variant.code == lab.path / "code" else work / "cache"', "cache = own",
         ["test_experiment_runs.py::TestTraining::test_what_one_process_of_changed_code_leaves_no_other_finds"],

@@ -59,9 +59,11 @@ class ProcessFailedError(Exception):
 class StepProcess:
     """`gptlab.app.step_timer` in a supervised process: it makes one step of training whenever it is asked."""
 
-    def __init__(self, running: Supervised, log: Path, timeout: float) -> None:
-        """`log`: where its errors go. `timeout`: seconds that a step may take, the first with compilation."""
-        self._running, self._log, self._timeout, self._buffer = running, log, timeout, b""
+    def __init__(self, running: Supervised, log: Path, timeout: float, step_timeout: float) -> None:
+        """`log`: where its errors go. `timeout`: seconds that it may take to be ready, and the first step, both with
+        compilation; `step_timeout`: any other step."""
+        self._running, self._log, self._buffer = running, log, b""
+        self._timeout, self._step_timeout = timeout, step_timeout
 
     def ready(self) -> Mapping[str, Any]:
         """Wait until it can make steps; config, tokens_per_step, flops_per_step. ProcessFailedError if it cannot."""
@@ -75,6 +77,7 @@ class StepProcess:
         except OSError:
             raise ProcessFailedError(self._last_words()) from None
         self._reply()
+        self._timeout = self._step_timeout
         return time.perf_counter() - started
 
     def _reply(self) -> dict[str, Any]:

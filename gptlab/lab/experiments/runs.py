@@ -38,6 +38,8 @@ START_SECONDS = 900.0
 """The longest that reading data and compiling may take. A cold compilation takes two minutes on one slow core."""
 SLOWER = 4.0
 """A run may take this many times the seconds that its steps took when they were timed: the machine may be busy."""
+MIN_STEP_SECONDS = 120.0
+"""The least that a step may take: that of a cold compilation."""
 MEMORY_SHARE = 0.9
 LAST_WORDS = 500
 MIN_FREE_BYTES = 1 << 24
@@ -180,9 +182,12 @@ def _nats_path(lab: Lab, number: int, where: Slice, seed: int) -> Path:
 
 
 @contextmanager
-def steps_of(lab: Lab, variant: Variant, steps: int) -> Iterator[StepProcess]:
+def steps_of(
+    lab: Lab, variant: Variant, steps: int, run_seconds: float = START_SECONDS
+) -> Iterator[StepProcess]:  # fmt: skip
     """Within the context, a process that makes steps of the variant when it is asked. Its schedule is that of a run of
-    `steps` steps."""
+    `steps` steps. `run_seconds`: of the baseline's run. What takes much longer for one step can make none in its time.
+    """
     # Of this process alone: several workers time the same baseline at one time.
     lab.experiment(variant.number).mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix="work-timing-", dir=lab.experiment(variant.number)))
@@ -193,7 +198,8 @@ def steps_of(lab: Lab, variant: Variant, steps: int) -> Iterator[StepProcess]:
     limit = limits(2 * START_SECONDS)
     try:
         with log.open("ab") as errors, start(argv, **process, limits=limit, stderr=errors) as running:
-            yield StepProcess(running, log, START_SECONDS)
+            longest = min(max(SLOWER * run_seconds, MIN_STEP_SECONDS), START_SECONDS)
+            yield StepProcess(running, log, START_SECONDS, longest)
     finally:
         shutil.rmtree(work, ignore_errors=True)
 

@@ -216,10 +216,11 @@ def time_candidate(lab: Lab, number: int, say: Say, *, against: int | None = Non
             "timed", experiment=number, speed=1.0, step_seconds=baseline.step_seconds, steps=baseline.steps
         )
         return None
-    usual = min(max(TIMING_SHARE * baseline.steps * baseline.step_seconds, MIN_TIMING_SECONDS), MAX_TIMING_SECONDS)
+    run_seconds = baseline.steps * baseline.step_seconds
+    usual = min(max(TIMING_SHARE * run_seconds, MIN_TIMING_SECONDS), MAX_TIMING_SECONDS)
     with (
-        runs.steps_of(lab, baseline, baseline.steps) as base,
-        runs.steps_of(lab, candidate, baseline.steps) as new,
+        runs.steps_of(lab, baseline, baseline.steps, run_seconds) as base,
+        runs.steps_of(lab, candidate, baseline.steps, run_seconds) as new,
     ):
         is_now, was = new.ready(), base.ready()
         if is_now["config"] == was["config"] and candidate.code == baseline.code:

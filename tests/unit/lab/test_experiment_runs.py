@@ -4,9 +4,10 @@ started: `make test-faults` (test_killed_labs) does that."""
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ from lab_world import formula, new_lab, quiet
 
 from gptlab.config.errors import UserError
 from gptlab.config.load import config_to_json
-from gptlab.lab.experiments import runs, trial
+from gptlab.lab.experiments import equal_time, runs, trial
 from gptlab.lab.experiments.equal_time import LAST_BYTES, ProcessFailedError, StepProcess, last_lines
 from gptlab.lab.experiments.folder import Lab
 from gptlab.lab.experiments.proposal import Proposal, submit
@@ -228,10 +229,30 @@ class TestTraining:
         log = tmp_path / "log.txt"
         log.write_text("error: long ago\n" + "noise\n" * LAST_BYTES + "the end\n")
         assert runs.last_words(log) == "the end"
-        process = StepProcess(SimpleNamespace(stdin=SimpleNamespace(write=_gone)), log, 1.0)  # type: ignore[arg-type]
+        process = StepProcess(SimpleNamespace(stdin=SimpleNamespace(write=_gone)), log, 1.0, 1.0)  # type: ignore[arg-type]
         with pytest.raises(ProcessFailedError, match=r"^the end$"):
             process.step()
         assert sum(map(len, last_lines(log))) < LAST_BYTES
+
+    @pytest.mark.parametrize(("run_seconds", "longest"), [(5.0, 120), (60.0, 240), (1e4, 900)])
+    def test_a_step_that_hangs_costs_no_more_than_some_runs(
+        self, lab: Lab, monkeypatch: pytest.MonkeyPatch, run_seconds: float, longest: int
+    ) -> None:
+        """All but the first, which may compile."""
+        Processes(monkeypatch)
+        asked, (read, write) = [], os.pipe()
+        answers = SimpleNamespace(stdin=SimpleNamespace(write=asked.append), stdout=os.fdopen(read, "rb", buffering=0))
+        monkeypatch.setattr(runs, "start", lambda argv, **process: nullcontext(answers))
+        waits: list[float] = []
+        monkeypatch.setattr(equal_time, "select", lambda *given: waits.append(given[3]) or given[:3])
+        with answers.stdout, runs.steps_of(lab, candidate(lab), 80, run_seconds) as process:
+            os.write(write, b"{}\n")
+            process.ready()
+            for _ in range(2):
+                os.write(write, b"{}\n")
+                process.step()
+            os.close(write)
+        assert [round(seconds) for seconds in waits] == [900, 900, longest]
 
     def test_a_full_disk_is_not_the_candidates_fault(self, lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
         Processes(monkeypatch, exit_code=3)
