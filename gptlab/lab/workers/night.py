@@ -25,7 +25,9 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import cast
 
 import psutil
 
@@ -36,7 +38,7 @@ from gptlab.lab.experiments.overview import proposals, state
 from gptlab.lab.experiments.proposal import Proposal, changed_files, code_of, copy_package, read_proposal, submit
 from gptlab.lab.experiments.trial import BusyError, finish, in_flight
 from gptlab.runtime.files.plain_file import write_json_atomic
-from gptlab.runtime.files.staged_folder import ended_by_signals
+from gptlab.runtime.files.staged_folder import ENDING_SIGNALS, ended_by_signals
 
 MAX_FAILURES = 3
 
@@ -158,8 +160,9 @@ def agent(command: str, timeout: float) -> Propose:
     return propose
 
 
-def _end_with_the_night() -> None:
+def _end_with_the_night(mask: set[signal.Signals]) -> None:
     """In the command's process: have it killed when that of the night is, which then cleans nothing up."""
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     if _LIBC is not None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -168,17 +171,23 @@ def _run(words: Sequence[str], folder: Path, timeout: float) -> None:
     """UserError where the command fails or takes too long; all that it started ends with it."""
     log = folder.with_name(f"{folder.name}.log")
     with cannot(f"run {words[0]}"), log.open("ab") as output:
-        process = subprocess.Popen(
-            words, cwd=folder, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
-            preexec_fn=_end_with_the_night,
-        )  # fmt: skip
+        # Until there is a process to kill: what a signal handler raises while Python forks is lost.
+        mask = cast(set[signal.Signals], signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS))
         try:
-            code = process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            raise UserError(f"the command did not propose anything within {timeout:.0f} s") from None
+            process = subprocess.Popen(
+                words, cwd=folder, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
+                preexec_fn=partial(_end_with_the_night, mask),
+            )  # fmt: skip
+            try:
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+                code = process.wait(timeout)
+            except subprocess.TimeoutExpired:
+                raise UserError(f"the command did not propose anything within {timeout:.0f} s") from None
+            finally:
+                with suppress(OSError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
         finally:
-            with suppress(OSError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     if code:
         raise UserError(f"the command failed with exit code {code}; {log} has its output")

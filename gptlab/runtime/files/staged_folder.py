@@ -17,7 +17,7 @@ import psutil
 from gptlab.config.errors import UserError, cannot
 from gptlab.runtime.files.plain_file import sync_directory
 
-_SIGNALS = (signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else []))  # not on Windows
+ENDING_SIGNALS = (signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else []))  # not on Windows
 
 
 def require_free(target: Path) -> None:
@@ -72,7 +72,7 @@ def ended_by_signals() -> Iterator[None]:
         raise SystemExit(128 + number)
 
     in_main_thread = threading.current_thread() is threading.main_thread()
-    caught = [number for number in _SIGNALS if in_main_thread and signal.getsignal(number) != signal.SIG_IGN]
+    caught = [number for number in ENDING_SIGNALS if in_main_thread and signal.getsignal(number) != signal.SIG_IGN]
     former = {number: signal.signal(number, end) for number in caught}
     try:
         yield
