@@ -32,8 +32,8 @@ constexpr long TILES = HEIGHT / MR;
 // Columns of a left operand's panel, as few as whole tiles and vectors permit: a tile reads MR of them, and the cache loads
 // the lines of all.
 constexpr long LEFT = std::lcm(MR, W);
-// Columns of a product that are computed before they are used: whole panels. In bfloat16, more than one panel was not
-// measured.
+// Columns of a product that are computed before they are used: whole panels. In bfloat16 more than one gains nothing (Zen
+// 5; docs/LOG.md, 2026-11-27).
 constexpr long SPAN = PAIRS ? NR : 512;
 static_assert(HEIGHT % MR == 0 && MR % 2 == 0, "panels have whole tiles and vectors, and tiles whole units");
 
