@@ -115,7 +115,7 @@ MUTATIONS = [
     Mutation(
         "memory that torch keeps for later counts as taken",
         "app/run/micro_batch.py",
-        "    torch.cuda.empty_cache()  # of the models whose steps were timed, and of what measured the peak\n",
+        "    torch.cuda.empty_cache()  # torch keeps the memory of models whose steps were timed\n",
         "",
         ["test_micro_batch.py::test_the_first_try_is_the_largest_that_the_plan_has_room_for"],
     ),

@@ -53,7 +53,7 @@ def rows_that_fit(config: RunConfig, place: Place, console: Console) -> RunConfi
 
 
 def _planned(config: RunConfig, place: Place, console: Console) -> RunConfig:
-    torch.cuda.empty_cache()  # of the models whose steps were timed, and of what measured the peak
+    torch.cuda.empty_cache()  # torch keeps the memory of models whose steps were timed
     free, _ = torch.cuda.mem_get_info(place.device)
     uncompiled = replace(config, runtime=replace(config.runtime, compile="off"))
     if make_plan(uncompiled, place).memory_bytes <= FILLED * free:  # a fifth of the time that the graphs take

@@ -1,9 +1,9 @@
 """What a Python caller may give to a run beside its configuration: functions that watch it, and parts that replace its.
 
-A watching function gets numbers. Afterwards the random generators are put back, and what multiplies matrices on how
-many threads, which other models that it loads or trains may have changed: it cannot change the run. A part
-replaces what the configuration would have made: run.json records its name and a fingerprint of its source and of the
-values that it holds, and the run is resumed or repeated only with a part of that name.
+A watching function gets numbers, and may load or train other models. Afterwards the random generators, the kernels
+and the number of threads are put back: it cannot change the run. A part replaces what the configuration would have
+made: run.json records its name and a fingerprint of its source and of the values that it holds, and the run is resumed
+or repeated only with a part of that name.
 """
 
 from __future__ import annotations

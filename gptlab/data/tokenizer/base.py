@@ -27,7 +27,7 @@ FILE, CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
 _MAX_IN_LINES = 10_000
 """Entries of a vocabulary that tokenizer.json has a line for each of: Python writes the lines of GPT-2's in 0.3 s."""
 SLICE_CHARACTERS = 1 << 18
-"""As many characters at a time become ids: their codes take 12 bytes each besides."""
+"""Characters that are encoded at a time: each takes 12 bytes meanwhile."""
 MODEL: dict[str, Any] = {
     "type": "BPE",
     "dropout": None,

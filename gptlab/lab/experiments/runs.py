@@ -80,7 +80,7 @@ def run_folder(lab: Lab, number: int, seed: int) -> Path:
 
 def train(lab: Lab, variant: Variant, seed: int) -> tuple[Path, Finished | None]:
     """The finished run of `variant` with `seed`, and how its process ended; None where it was finished already, or
-    stopped before and now resumed. What began before the lab was moved is trained anew.
+    stopped before and now resumed. A run that began before the lab was moved is trained again from its start.
 
     ProcessFailedError, Broken where it does not finish, also where its loss broke. UserError where it fails and the
     lab's disk is full.

@@ -171,7 +171,7 @@ def _run(words: Sequence[str], folder: Path, timeout: float) -> None:
     """UserError where the command fails or takes too long; all that it started ends with it."""
     log = folder.with_name(f"{folder.name}.log")
     with cannot(f"run {words[0]}"), log.open("ab") as output:
-        # Until there is a process to kill: what a signal handler raises while Python forks is lost.
+        # Blocked until there is a process to kill: an exception that a handler raises while Python forks is lost.
         mask = cast(set[signal.Signals], signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS))
         try:
             process = subprocess.Popen(

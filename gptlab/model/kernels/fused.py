@@ -130,7 +130,7 @@ def capped_logits(x: Tensor, weight: Tensor, vocab_size: int, cap: float | None)
 
 
 def head_nats(x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, cap: float | None) -> Tensor:
-    """`losses` of `capped_logits`, of which a few rows exist at a time; x is (..., C), targets and result are (...)."""
+    """`losses` of `capped_logits`, computed a few rows at a time; x is (..., C), targets and the result are (...)."""
     require_head(x, weight, vocab_size)
     targets = checked_targets(targets, x.shape[:-1].numel(), vocab_size)
     x, weight = x.contiguous(), weight.float().contiguous()

@@ -97,7 +97,7 @@ def _accelerator(name: str, local_rank: int | None) -> torch.device:
     if count == 0 and not has_nvidia_gpu():
         raise ConfigError("runtime.device", name, f"torch {torch.__version__} sees no CUDA device here", "cpu")
     if index >= count > 0 and local_rank is not None:
-        lacking = f"process {index} of this machine has no GPU of its own: torch sees {count}; start one for each"
+        lacking = f"process {index} of this machine has no GPU of its own: torch sees {count}; start one per GPU"
         raise ConfigError("runtime.device", name, lacking, "cpu")
     if index >= count > 0:
         raise ConfigError("runtime.device", name, f"this machine has {count} CUDA device(s)", f"cuda:{count - 1}")
