@@ -18,19 +18,12 @@ from gptlab.config.run import RunConfig
 T = TypeVar("T")
 
 SCHEMA_VERSION = 1
-"""Incremented when older files can no longer be read unchanged."""
+"""Incremented, from the first release on, when older files can no longer be read unchanged."""
 MAX_INT = 2**63 - 1
 """Larger amounts overflow in floats and tensors."""
 
 _MAY_HOLD_NUL = ("sample.prompts", "prompt")
 """Texts that a model continues. Other texts become paths or messages, which cannot contain a NUL."""
-
-_LATER = (
-    "parallel", "parallel.shard_ranks", "parallel.reduce_each_micro_batch", "recipe_arguments", "eval.at_end",
-    "runtime.coordinate_descent_tuning", "runtime.allocator", "log.to", "log.report", "data.mask_documents",
-    "runtime.fp8", "runtime.activation_checkpointing",
-)  # fmt: skip
-"""Fields, and groups of fields, that older files of version 1 lack. Their defaults are the earlier behavior."""
 
 
 def config_to_json(config: RunConfig) -> dict[str, Any]:
@@ -49,35 +42,13 @@ def config_from_json(values: object) -> RunConfig:
         raise ConfigError(
             "schema_version", version, f"written by a newer gptlab; this one reads up to {SCHEMA_VERSION}: upgrade it"
         )
-    if "model" in values:
-        values = values | {"model": with_later_model_fields(values["model"])}
     leaves = flatten({name: value for name, value in values.items() if name != "schema_version"})
-    # A run from before a field existed has the field's default.
-    defaults = flatten(config_to_json(RunConfig()))
-    later = tuple(name for name in _LATER if name not in values)  # of a group all its fields, or none
-    leaves = {name: value for name, value in defaults.items() if name.startswith(later)} | leaves
     missing = [name for name in leaf_fields(RunConfig) if name not in leaves]
     if missing and not (unknown := [name for name in leaves if name not in leaf_fields(RunConfig)]):
         raise UserError(f"the configuration lacks {', '.join(missing)}: the file is incomplete")
     if missing:  # A misspelled field is both missing and unknown; the unknown name is the one to correct.
         raise unknown_field(unknown[0], leaves[unknown[0]])
     return apply_overrides(RunConfig(), leaves)
-
-
-def with_later_model_fields(model: Any) -> Any:
-    """The fields of a model from JSON, completed if they were written before `rmsnorm_eps` existed.
-
-    Eps was 1e-6 then, and the default window was half the context, the token itself included. Anything else is returned
-    unchanged.
-    """
-    if not isinstance(model, dict) or "rmsnorm_eps" in model:
-        return model
-    completed = model | {"rmsnorm_eps": 1e-6}
-    pattern, seq_len = model.get("window_pattern"), model.get("seq_len")
-    windowed = isinstance(pattern, str) and "S" in pattern and model.get("window_tokens") is None
-    if windowed and type(seq_len) is int and seq_len > 0:
-        completed["window_tokens"] = max(1, seq_len // 2)
-    return completed
 
 
 def apply_overrides(config: RunConfig, overrides: Mapping[str, Any]) -> RunConfig:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gptlab.config.errors import ConfigError, UserError
-from gptlab.config.load import checked_value, leaf_fields, rebuild, with_later_model_fields
+from gptlab.config.load import checked_value, leaf_fields
 from gptlab.config.model import Activation, ModelConfig
 from gptlab.runtime.files.plain_file import read_json_object
 
@@ -148,19 +148,17 @@ def network_fields(config: ModelConfig, form: Form) -> dict[str, Any]:
 
 
 def recorded_model_config(hf_config: Mapping[str, Any]) -> ModelConfig | None:
-    """The ModelConfig that was exported, or None if the rest of config.json no longer agrees with it.
+    """The ModelConfig that was exported, or None if fields are missing or the rest of config.json no longer agrees.
 
     For example, training with transformers may have enlarged the vocabulary: then the record is of another model.
     """
     form, record = hf_config.get("model_type"), hf_config.get(RECORD)
-    if form not in ARCHITECTURES or not isinstance(record, Mapping):
+    kinds = leaf_fields(ModelConfig)
+    if form not in ARCHITECTURES or not isinstance(record, Mapping) or record.keys() != kinds.keys():
         return None
-    annotations = leaf_fields(ModelConfig)
     try:
-        fields = with_later_model_fields(dict(record))
-        checked = {name: checked_value(annotations[name], value, f"model.{name}") for name, value in fields.items()}
-        config = rebuild(ModelConfig(), checked, "model.")
-    except (KeyError, UserError):
+        config = ModelConfig(**{name: checked_value(kinds[name], value, name) for name, value in record.items()})
+    except UserError:
         return None
     stated = network_fields(config, form)
     same = not obstacles(config, form) and all(hf_config.get(name, value) == value for name, value in stated.items())
@@ -188,7 +186,7 @@ def model_config_of(hf_config: Mapping[str, Any]) -> ModelConfig:
         except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
             raise UserError(f"config.json describes no NanoChat: {error}") from None
     if kind == "gptlab":
-        raise UserError("config.json is no longer what gptlab exported: its record of the model contradicts the rest")
+        raise UserError("config.json is no longer what gptlab exported: its record is incomplete or contradicts it")
     raise UserError(f"config.json has model_type {kind!r}, but gptlab reads only gpt2, nanochat and gptlab")
 
 

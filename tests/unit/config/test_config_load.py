@@ -96,62 +96,6 @@ def test_json_is_read_strictly(change: Callable[[dict], None], says: str) -> Non
     assert "\n" not in str(caught.value)
 
 
-def test_a_run_from_before_a_field_is_read_with_its_default() -> None:
-    values = config_to_json(apply_overrides(RunConfig(), {"seed": 5}))
-    later = {
-        "eval": ["at_end"], "data": ["mask_documents"],
-        "parallel": ["reduce_each_micro_batch", "shard_ranks"],
-        "runtime": ["activation_checkpointing", "allocator", "coordinate_descent_tuning", "fp8"],
-    }  # fmt: skip
-    for group, names in later.items():
-        for name in names:
-            del values[group][name]
-    assert config_from_json(values) == apply_overrides(RunConfig(), {"seed": 5})
-
-
-def test_a_run_from_before_several_processes_is_read_with_the_default() -> None:
-    values = config_to_json(apply_overrides(RunConfig(), {"seed": 5}))
-    del values["parallel"]
-    assert config_from_json(values) == apply_overrides(RunConfig(), {"seed": 5})
-    assert "parallel" not in values
-    values["parallel"] = {"mode": "data"}
-    with pytest.raises(UserError, match=r"lacks parallel\.exact_any_world_size"):
-        config_from_json(values)
-
-
-@pytest.mark.parametrize(
-    ("changes", "windows"),
-    [
-        ({"model.window_pattern": "SSL"}, (32, 32, None)),
-        ({"model.window_pattern": "SSL", "model.window_tokens": 5}, (5, 5, None)),
-        ({"model.window_pattern": "L"}, (None, None, None)),
-    ],
-)
-def test_a_run_from_before_rmsnorms_eps_keeps_its_eps_and_windows(
-    changes: dict[str, object], windows: tuple[int | None, ...]
-) -> None:
-    """It was trained with 1e-6, and with windows of half the context, the token itself included."""
-    config = apply_overrides(RunConfig(), {"model.n_layer": 3, "model.seq_len": 64, **changes})
-    values = config_to_json(config)
-    del values["model"]["rmsnorm_eps"]
-    before = json.dumps(values)
-    model = config_from_json(values).model
-    assert model.rmsnorm_eps == 1e-6
-    assert model.layer_windows() == windows
-    assert json.dumps(values) == before
-    again = config_from_json(config_to_json(config_from_json(values)))
-    assert again.model == model
-
-
-@pytest.mark.parametrize("seq_len", [True, "64", 0, -3, None, 2.5])
-def test_such_a_run_with_an_absurd_context_is_refused_by_its_name(seq_len: object) -> None:
-    values = config_to_json(apply_overrides(RunConfig(), {"model.window_pattern": "S"}))
-    del values["model"]["rmsnorm_eps"]
-    values["model"]["seq_len"] = seq_len
-    with pytest.raises(ConfigError, match=r"model\.seq_len"):
-        config_from_json(values)
-
-
 def test_json_must_be_an_object() -> None:
     with pytest.raises(UserError, match="list"):
         config_from_json([])
