@@ -110,7 +110,7 @@ def leaf_fields(cls: type) -> Mapping[str, Any]:
     return _leaf_fields(cls)
 
 
-@functools.cache
+@functools.cache  # apart: to mypy, type[T] is not hashable
 def _leaf_fields(cls: type) -> Mapping[str, Any]:
     leaves: dict[str, Any] = {}
     for name, annotation in get_type_hints(cls, include_extras=True).items():
