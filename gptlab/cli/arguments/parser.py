@@ -10,7 +10,7 @@ import dataclasses
 import re
 from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_origin
 
 from gptlab.cli.arguments.help import HELP_FLAGS, command_help
 from gptlab.config.errors import ConfigError, UserError, bare, nearest_name, require_positive
@@ -71,24 +71,17 @@ def read_request(argv: Sequence[str], arguments: type[RunArguments], *, prog: st
     from gptlab.app.run.run_request import argument_types, request_of
     from gptlab.config.recipes import OWN_TYPES
 
-    if DESCRIBE in argv or {word.partition("=")[0] for word in argv} & {*HELP_FLAGS}:
-        _show_arguments(argv, arguments, prog, description)
+    if {word.partition("=")[0] for word in argv} & {*HELP_FLAGS}:
+        from gptlab.cli.arguments.run_help import show_help
+
+        show_help(argv, arguments, prog=prog, description=description)
     names = argument_types(arguments)
+    if DESCRIBE in argv:
+        raise DescribedError(names | OWN_TYPES, ["recipe"])
     given = read_words(argv, names | OWN_TYPES, positionals=["recipe"], unknown=lambda n, v: _unknown_flag(n, v, names))
     if "data" in given:
         given["data"] = listed_sources(given["data"])
     return request_of(given.pop("recipe", None), given)
-
-
-def _show_arguments(argv: Sequence[str], arguments: type[RunArguments], prog: str, description: str) -> NoReturn:
-    """To a person, as --help, or to `gptlab completion`."""
-    from gptlab.app.run.run_request import argument_types
-    from gptlab.cli.arguments.run_help import show_help
-    from gptlab.config.recipes import OWN_TYPES
-
-    if {word.partition("=")[0] for word in argv} & {*HELP_FLAGS}:
-        show_help(argv, arguments, prog=prog, description=description)
-    raise DescribedError(argument_types(arguments) | OWN_TYPES, ["recipe"])
 
 
 def _unknown_flag(name: str, value: object, names: Mapping[str, Any]) -> UserError:
