@@ -7,13 +7,13 @@ import inspect
 import textwrap
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import MISSING, asdict, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from itertools import pairwise
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from gptlab.config.errors import bare
-from gptlab.config.load import flatten, leaf_fields
+from gptlab.config.load import leaf_fields
 
 WIDTH = 80
 INDENT = 6
@@ -24,14 +24,14 @@ HELP_FLAGS = ("-h", "--help", "--help-all")
 def command_help(cls: type, *, prog: str, description: str, positionals: Iterable[str]) -> str:
     """The help of a command whose arguments are one dataclass."""
     kinds, docs, first = leaf_fields(cls), field_docs(cls), [*positionals]
-    defaults = _defaults(cls)
+    defaults = {field.name: field.default for field in fields(cls)}
     required = {name for name in first if defaults[name] in (MISSING, "")}
     written = ((name, _positional(name, kinds[name])) for name in first)
     words = " ".join(word if name in required else f"[{word}]" for name, word in written)
     lines = [f"usage: {' '.join(filter(None, (prog, words)))} [--ARGUMENT VALUE ...]", "", *wrapped(description), ""]
     for name in [*first, *(name for name in kinds if name not in first)]:
         left = _positional(name, kinds[name]) if name in first else option(name, kinds[name])
-        lines += entry(left, docs.get(name, ""), default_text(defaults.get(name)))
+        lines += entry(left, docs.get(name, ""), default_text(defaults[name]))
     return "\n".join([*lines, "", "  -h, --help", " " * INDENT + "This text."])
 
 
@@ -112,12 +112,3 @@ def _own_docs(cls: type) -> Mapping[str, str]:
 def _positional(name: str, annotation: Any) -> str:
     leaf, _ = bare(annotation)
     return name.upper().replace("_", "-") + " ..." * (get_origin(leaf) is tuple)
-
-
-def _defaults(cls: type) -> dict[str, object]:
-    """{dotted name: default} of the fields that have one."""
-    leaves: dict[str, Any] = {}
-    for field in fields(cls):
-        value: Any = field.default if field.default_factory is MISSING else field.default_factory()
-        leaves[field.name] = asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
-    return flatten(leaves)

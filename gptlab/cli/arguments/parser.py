@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_origin
 from gptlab.cli.arguments.help import HELP_FLAGS, command_help
 from gptlab.config.errors import ConfigError, UserError, bare, nearest_name, require_positive
 from gptlab.config.foreign_names import answer
-from gptlab.config.load import leaf_fields, rebuild, unknown_field, value_from_text, wanted
+from gptlab.config.load import leaf_fields, unknown_field, value_from_text, wanted
 from gptlab.runtime.files.plain_file import listed_sources
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ Unknown = Callable[[str, object], UserError]
 def parse(cls: type[T], argv: Sequence[str], *, prog: str, description: str) -> T:
     """`cls` from a command line. UserError, one line, for an unknown, missing or malformed argument.
 
-    --help prints the help and raises SystemExit(0).
+    `cls` is a dataclass with no other one in it. --help prints the help and raises SystemExit(0).
     """
     fields = leaf_fields(cls)
     positionals = [name for name, annotation in fields.items() if _is_positional(annotation)]
@@ -62,7 +62,11 @@ def parse(cls: type[T], argv: Sequence[str], *, prog: str, description: str) -> 
     if {"-h", "--help"} & set(argv):
         print(command_help(cls, prog=prog, description=description, positionals=positionals))
         raise SystemExit(0)
-    return _build(cls, read_words(argv, fields, positionals=positionals), prog)
+    values = read_words(argv, fields, positionals=positionals)
+    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+        if field.default is dataclasses.MISSING and field.name not in values:
+            raise UserError(f"{prog} needs {field.name.upper().replace('_', '-')} (see {prog} --help)")
+    return cls(**values)
 
 
 def read_request(argv: Sequence[str], arguments: type[RunArguments], *, prog: str, description: str) -> RunRequest:
@@ -185,13 +189,3 @@ def _unknown(name: str, known: Sequence[str]) -> UserError:
 
 def _is_positional(annotation: Any) -> bool:
     return get_origin(annotation) is Annotated and _POSITIONAL in get_args(annotation)[1:]
-
-
-def _build(cls: type[T], values: dict[str, Any], prog: str) -> T:
-    required = {}
-    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
-        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
-            if field.name not in values:
-                raise UserError(f"{prog} needs {field.name.upper().replace('_', '-')} (see {prog} --help)")
-            required[field.name] = values.pop(field.name)
-    return rebuild(cls(**required), values)

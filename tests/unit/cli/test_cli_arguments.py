@@ -6,7 +6,7 @@ import math
 import re
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -31,12 +31,6 @@ MACHINE = Machine(device="cpu", flops_per_second=1e11)
 
 
 @dataclass(frozen=True)
-class Inner:
-    n_layer: int = 3
-    """Layers."""
-
-
-@dataclass(frozen=True)
 class Everything:
     run: Positional[tyro.conf.Positional[str]]
     """Run directory."""
@@ -49,7 +43,6 @@ class Everything:
     other: bool = True
     prompts: tuple[str, ...] = ()
     folder: Path | None = None
-    model: Inner = field(default_factory=Inner)
 
 
 def read(*argv: str) -> Everything:
@@ -61,8 +54,8 @@ class TestParse:
         assert read(
             "r", "--max-tokens", "5", "--top_k=7", "--no-other", "--flag", "--prompts", "a b", "c"
         ) == Everything(run="r", max_tokens=5, top_k=7, other=False, flag=True, prompts=("a b", "c"))
-        assert read("--model.n-layer", "2", "--temperature", "-1", "--folder", "x", "r") == Everything(
-            run="r", temperature=-1.0, folder=Path("x"), model=Inner(n_layer=2)
+        assert read("--temperature", "-1", "--folder", "x", "r") == Everything(
+            run="r", temperature=-1.0, folder=Path("x")
         )
 
     def test_more_than_tyro_takes(self) -> None:
@@ -103,14 +96,14 @@ class TestParse:
         self, run: str, number: int, real: float, kind: str, top_k: str, flags: Sequence[str], prompts: Sequence[str]
     ) -> None:
         argv = [run, "--max-tokens", str(number), f"--temperature={real!r}", "--kind", kind, "--top_k", top_k, *flags]
-        argv += ["--model.n-layer", str(number), "--prompts", *prompts]
+        argv += ["--prompts", *prompts]
         assert read(*argv) == tyro.cli(Everything, args=argv)
 
     def test_tyro_reads_a_whole_run_the_same(self) -> None:
         """Every field of a run, each with a value that is not its default where one is at hand."""
         texts = {
             "runtime.device": "cpu", "run_dir": "runs/x", "batch.total_tokens": "32768", "seed": "3",
-            "horizon.unit": "steps",  # which is what runs of the same bits are measured in
+            "model.n_layer": "3", "horizon.unit": "steps",  # which is what runs of the same bits are measured in
         }  # fmt: skip
         argv = []
         for name, value in {name: _leaf(RunConfig(), name) for name in leaf_fields(RunConfig)}.items():
@@ -157,7 +150,7 @@ class TestParse:
         text = capsys.readouterr().out
         for part in (
             "gptlab test", "  RUN\n", "  --max-tokens N [100]\n      Tokens.\n", "Run directory.", "hash|tail [hash]",
-            "--model.n-layer N [3]\n      Layers.", "--other, --no-other [on]", "--prompts TEXT ...\n",
+            "--other, --no-other [on]", "--prompts TEXT ...\n",
         ):  # fmt: skip
             assert part in text
 
