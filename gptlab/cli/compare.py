@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,16 +54,17 @@ def main(argv: Sequence[str]) -> int:
         sides = {"A": find_runs(arguments.a), "B": find_runs(arguments.b)}
     comparison = compare_runs(sides, arguments.at)
     if arguments.csv is not None:
-        write_csv(arguments.csv, [*rows_of(comparison)])
+        rows = [*rows_of(comparison)]
+        write_csv(arguments.csv, [*rows[0]] if rows else [], rows)
     if arguments.plot is not None:
         plot_comparison(comparison, arguments.plot)
     print(to_json(figures(comparison), indent=2) if arguments.json else describe(comparison))
     return 0
 
 
-def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Keys as the first line; an unknown number is an empty cell."""
+def write_csv(path: Path, columns: Collection[str], rows: Iterable[Mapping[str, Any]]) -> None:
+    """The names of the columns as the first line; an unknown number is an empty cell."""
     with cannot(f"write {path}"), path.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, [*rows[0]] if rows else [])
+        writer = csv.DictWriter(file, columns)
         writer.writeheader()
         writer.writerows(rows)

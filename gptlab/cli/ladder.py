@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from gptlab.cli.arguments.parser import read_request, whole_numbers
+from gptlab.cli.compare import write_csv
 from gptlab.cli.sweep import ManyRunsArguments, asked_sweep, train_and_show
-from gptlab.config.errors import UserError, cannot
+from gptlab.config.errors import UserError
 from gptlab.lab.ladder import PowerLaw, Rung, power_law, power_law_with_term, rungs_of
 from gptlab.lab.run_record import RunRecord, is_broken
 from gptlab.lab.sweep import Sweep
@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
     def result(sweep: Sweep, sides: Mapping[str, Sequence[RunRecord]]) -> tuple[str, dict[str, Any]]:
         rows = rungs_of(sides)
         if path is not None:
-            _write_csv(Path(path), rows)
+            write_csv(Path(path), Rung.__dataclass_fields__, map(asdict, rows))
         amounts = [row.flops for row in rows], [row.bpb for row in rows]
         laws = [law for law in (power_law(*amounts), power_law_with_term(*amounts)) if law is not None]
         broken = {name: [*map(is_broken, runs)] for name, runs in sides.items()}
@@ -78,10 +78,3 @@ def _describe(rows: Sequence[Rung], laws: Sequence[PowerLaw]) -> str:
     if len(rows) >= 4 and len(laws) < 2:
         lines.append("An irreducible term cannot be told from 0 by these rows.")
     return "\n".join(lines)
-
-
-def _write_csv(path: Path, rows: Sequence[Rung]) -> None:
-    with cannot(f"write {path}"), path.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, [*Rung.__dataclass_fields__])
-        writer.writeheader()
-        writer.writerows(map(asdict, rows))
