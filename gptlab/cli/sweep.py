@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 from gptlab.app.run.repeat import repeated_config
 from gptlab.app.run.run_request import (
     DEFAULT_RECIPE,
-    HORIZONS,
     RunArguments,
     RunRequest,
     argument_types,
@@ -147,16 +146,8 @@ def asked_sweep(request: RunRequest, kind: Kind, vary: Mapping[str, Sequence[Any
 
 def base_values(request: RunRequest) -> dict[str, Any]:
     """The arguments of a request, without those of its command."""
-    values: dict[str, Any] = {"recipe": request.recipe or DEFAULT_RECIPE}
-    if request.from_run is not None:
-        values = {"from": request.from_run}
-    if request.depth is not None:
-        values["depth"] = request.depth
-    if (horizon := request.horizon) is not None:
-        name, factor = next((name, factor) for name, (unit, factor) in HORIZONS.items() if unit == horizon.unit)
-        amount = horizon.amount / factor
-        values[name] = int(amount) if amount.is_integer() else amount
-    return {**values, **request.recipe_arguments, **request.overrides}
+    start = {"recipe": request.recipe or DEFAULT_RECIPE} if request.from_run is None else {"from": request.from_run}
+    return start | {name: value for name, value in request.given.items() if name not in request.options}
 
 
 def config_of(values: Values) -> RunConfig:

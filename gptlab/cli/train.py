@@ -14,7 +14,7 @@ DESCRIPTION = "Train a GPT, or resume a run."
 def main(argv: list[str]) -> int:
     started = time.perf_counter()
     request = read_request(argv, TrainArguments, prog="gptlab train", description=DESCRIPTION)
-    if request.list_recipes:
+    if request.options.get("list"):
         return _list_recipes()
     from gptlab.app.run.attempt import stopped_early
     from gptlab.app.run.ranks import report_peer_failure

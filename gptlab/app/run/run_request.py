@@ -117,11 +117,12 @@ class RunRequest:
     resume: str | None = None
     resume_from_step: int | None = None
     from_run: str | None = None
-    list_recipes: bool = False
     recipe_arguments: Mapping[str, Any] = field(default_factory=dict)
     """The given arguments of the recipe's own."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """The given arguments that a command adds to RunArguments."""
+    given: Mapping[str, Any] = field(default_factory=dict)
+    """All given arguments but the recipe, fields by their full names."""
 
     @property
     def horizon_fields(self) -> dict[str, Any]:
@@ -254,9 +255,9 @@ def request_of(recipe: str | None, given: Mapping[str, Any]) -> RunRequest:
         resume=values.get("resume"),
         resume_from_step=values.get("resume_from_step"),
         from_run=values.get("from"),
-        list_recipes=values.get("list", False),
         recipe_arguments={name: value for name, value in values.items() if name in OWN_TYPES},
         options={name: value for name, value in values.items() if name not in common},
+        given=values,
     )
 
 

@@ -255,7 +255,7 @@ class TestRunRequest:
 
     def test_resume_and_list(self) -> None:
         assert request("--resume runs/x").resume == "runs/x"
-        assert request("--list").list_recipes
+        assert request("--list").options["list"]
         with pytest.raises(UserError, match="no such field"):
             read_request(["--resume", "x"], RunArguments, prog="gptlab plan", description="Plan.")
 
