@@ -9,6 +9,7 @@ import psutil
 
 from gptlab.app.run.run_request import RunArguments, RunRequest
 from gptlab.cli.arguments.parser import read_request, whole_numbers
+from gptlab.config.errors import UserError
 from gptlab.config.run import RunConfig
 from gptlab.config.scaling import Machine
 from gptlab.runtime.files.plain_file import to_json
@@ -38,6 +39,8 @@ def main(argv: list[str]) -> int:
     request = read_request(argv, PlanArguments, prog="gptlab plan", description=DESCRIPTION)
     if request.options.get("ranks"):
         return _many_ranks(request)
+    if request.options.keys() & {"depths", "gpu_gb"}:
+        raise UserError("--depths and --gpu-gb are of the table of GPUs: give them with --ranks 8,64")
     # Imported here, since torch takes a second: help and completion go without.
     from gptlab.bench.plan import figures, make_plan
     from gptlab.bench.training_rate import limited_machine, remembered_rate

@@ -48,6 +48,13 @@ MUTATIONS = [
         ["test_plan.py::test_where_no_step_was_timed_the_peak_sizes_the_run"],
     ),
     Mutation(
+        "a plan of one GPU ignores the depths of the table",
+        "cli/plan.py",
+        '{"depths", "gpu_gb"}',
+        '{"gpu_gb"}',
+        ["test_plan.py::test_arguments_of_the_table_are_refused_without_it"],
+    ),
+    Mutation(
         "a plan forgets the update",
         "bench/memory.py",
         "update = max(0, _update_bytes(model, optimizer, config) - activations)",

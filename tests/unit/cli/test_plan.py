@@ -201,6 +201,15 @@ def test_command_reads_no_data_and_writes_nothing(
     assert cli.main(["plan", "--device", "cuda:99"]) == 2
 
 
+@pytest.mark.parametrize("words", [["--depths", "2,8"], ["--gpu-gb", "80"], ["--ranks", "--depths", "2"]])
+def test_arguments_of_the_table_are_refused_without_it(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "nanochat-tiny", *words]) == 2
+    assert capsys.readouterr() == (
+        "",
+        "gptlab: error: --depths and --gpu-gb are of the table of GPUs: give them with --ranks 8,64\n",
+    )
+
+
 def test_where_no_step_was_timed_the_peak_sizes_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
