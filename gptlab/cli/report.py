@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from gptlab.report.markdown import bpb_curve, overlay_text, printable, run_text
 from gptlab.report.overlay import Overlay
 from gptlab.report.page import overlay_page, run_page
 from gptlab.report.run_facts import RunFacts, read_facts
+from gptlab.report.text_curves import stdout_lacks_dots
 from gptlab.runtime.files.plain_file import to_json, write_text_atomic
 
 DESCRIPTION = """\
@@ -58,11 +58,6 @@ def main(argv: Sequence[str]) -> int:
 def _overlay(runs: Sequence[RunFacts]) -> tuple[str, str]:
     overlay = Overlay(runs)
     return overlay_page(overlay), overlay_text(overlay)
-
-
-def stdout_lacks_dots() -> bool:
-    """Whether standard output cannot show the Braille dots of a curve."""
-    return not (sys.stdout.encoding or "utf-8").lower().startswith("utf")
 
 
 def terminal_curve(facts: RunFacts) -> str:

@@ -79,8 +79,10 @@ def main(argv: Sequence[str]) -> int:
     if arguments.json:
         print(to_json({"runs": [_figures(run) for run in runs]}, indent=2))
     else:
+        from gptlab.report.text_curves import stdout_lacks_dots
+
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 10_000
-        print(printable("\n".join(_lines(runs, width, curves=_encodes_blocks())) or "no runs"))
+        print(printable("\n".join(_lines(runs, width, curves=not stdout_lacks_dots())) or "no runs"))
     return 0
 
 
@@ -131,11 +133,6 @@ def deleted(chosen: Sequence[Removable], delete: Callable[[Removable], None]) ->
         except UserError as error:
             kept.append(str(error))
     return freed, kept
-
-
-def _encodes_blocks() -> bool:
-    """Whether standard output can show the characters of a curve."""
-    return (sys.stdout.encoding or "").lower().startswith("utf")
 
 
 def _folders(given: Sequence[str]) -> list[Path]:

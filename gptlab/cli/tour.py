@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gptlab.cli.arguments.parser import Positional, parse
-from gptlab.cli.report import stdout_lacks_dots
 from gptlab.config.errors import UserError, checked_dataclass
 from gptlab.lab.run_list import list_runs
 from gptlab.report.run_facts import read_facts
+from gptlab.report.text_curves import stdout_lacks_dots
 from gptlab.report.tour import tour
 from gptlab.runtime.files.plain_file import write_text_atomic
 

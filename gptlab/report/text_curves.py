@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from html import escape
 
@@ -17,6 +18,11 @@ _LARGEST = 1e100
 """Differences of larger numbers are not finite; no loss is as large."""
 # The bit of each dot of a Braille character, by row (from the top) and column.
 _DOTS = np.array([[0x01, 0x08], [0x02, 0x10], [0x04, 0x20], [0x40, 0x80]])
+
+
+def stdout_lacks_dots() -> bool:
+    """Whether standard output cannot show the characters of a curve."""
+    return not (sys.stdout.encoding or "utf-8").lower().startswith("utf")
 
 
 def sparkline(values: Sequence[float], width: int = 10) -> str:
