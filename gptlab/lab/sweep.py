@@ -159,6 +159,8 @@ def words_of(values: Values) -> list[str]:
 def _text(value: Any) -> str:
     if isinstance(value, list | tuple):
         return ",".join(map(_text, value))
+    if isinstance(value, float):
+        return str(value).removesuffix(".0")
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 

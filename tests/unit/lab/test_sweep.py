@@ -106,6 +106,11 @@ class TestPlan:
         request = read_request(words_of(values), SweepArguments, prog="", description="")
         assert request.config(lambda _: pytest.fail("it has a depth")) == config_of(values)
         assert request.overrides["sample.prompts"] == ("-x", "a b,c")
+        assert words_of({"minutes": 3.0, "flops": 1e15, "from": "a.0"}) == [
+            "--minutes=3",
+            "--flops=1000000000000000",
+            "--from=a.0",
+        ]
 
 
 class TestVary:
