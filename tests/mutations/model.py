@@ -220,8 +220,13 @@ MUTATIONS = [
     ),
     Mutation(
         "kernels use AMX without permission", "model/kernels/library.py",
-        "if not built.functions.products_are_permitted():", "if False:",
+        "and not built.functions.products_are_permitted():", "and False:",
         ["test_kernel_library.py::test_without_the_permission_to_use_amx_they_are_built_without_it"],
+    ),
+    Mutation(
+        "a compiler on Windows is given the options of g++", "model/kernels/library.py",
+        'if sys.platform == "win32":', "if False:",
+        ["test_kernel_library.py::test_on_windows_there_are_none_and_no_warning_says_so"],
     ),
     Mutation(
         "few positions are multiplied by kernels, which pack all weights", "model/kernels/ops.py",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gptlab.config.errors import UserError
 from gptlab.config.model import Activation
-from gptlab.model.kernels.library import NO_COMPILER, load_built, why_not_built
-from gptlab.runtime.hardware.installed import cxx_compiler
+from gptlab.model.kernels.library import Library, load_built
 
 _SOURCE = Path(__file__).with_name("decode_kernel.cpp")
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC")
@@ -54,14 +51,10 @@ class _Model(ctypes.Structure):
 
 @functools.cache
 def load_decode_kernel() -> Any:
-    """`decode_step`, built unless the cache has it (three seconds). A line that says why where that is impossible."""
-    compiler = cxx_compiler()
-    if compiler is None:
-        return NO_COMPILER
-    try:
-        library = load_built(compiler, (_SOURCE,), _FLAGS)
-    except (OSError, subprocess.SubprocessError, UserError) as error:
-        return why_not_built(error, compiler)
+    """`decode_step`, built unless the cache has it (three seconds). Otherwise what `load_built` gives."""
+    library = load_built((_SOURCE,), _FLAGS)
+    if not isinstance(library, Library):
+        return library
     function = library.functions.decode_step
     function.argtypes = [_POINTER, _LONG, _POINTER, _POINTER, _POINTER, _LONG, _POINTER, ctypes.c_int]
     function.restype = None

@@ -32,8 +32,6 @@ from gptlab.runtime.hardware.installed import cxx_compiler
 
 Activations = Literal["float32", "bfloat16"]
 
-NO_COMPILER = "no C++ compiler (g++ or clang++) was found"
-
 _FOLDER = Path(__file__).parent
 _SOURCES = tuple(
     _FOLDER / f"{name}.cpp" for name in ("attention_kernel", "fused_kernels", "head_kernel", "linear_kernel")
@@ -68,29 +66,28 @@ def begin_kernels(activations: Activations) -> threading.Thread:
 
 @functools.cache
 def kernel_library(activations: Activations) -> Library | str | None:
-    """The kernels; the first call in a process builds them unless the cache has them. A line that says why they cannot
-    be built; None on Windows, which is not supported."""
+    """The kernels, as `load_built` gives them; the first call in a process builds them unless the cache has them."""
+    flags = (*_FLAGS, _REAL[activations])
+    built = load_built(_SOURCES, flags)
+    if isinstance(built, Library) and not built.functions.products_are_permitted():
+        built = load_built(_SOURCES, (*flags, "-mno-amx-bf16"))
+    return built
+
+
+def load_built(sources: Sequence[Path], flags: Sequence[str]) -> Library | str | None:
+    """The shared library of these sources from the cache. It is built first if it is missing, damaged or does not load.
+    A line that says why it cannot be built; None on Windows, which is not supported."""
     if sys.platform == "win32":  # its compilers take other options
         return None
     compiler = cxx_compiler()
     if compiler is None:
-        return NO_COMPILER
-    flags = (*_FLAGS, _REAL[activations])
+        return "no C++ compiler (g++ or clang++) was found"
     try:
-        built = load_built(compiler, _SOURCES, flags)
-        if not built.functions.products_are_permitted():
-            built = load_built(compiler, _SOURCES, (*flags, "-mno-amx-bf16"))
-        return built
+        stem = library_stem(compiler, sources, flags)
+        folder = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or cache_root(None) / "compile") / "gptlab"
+        return _load_intact(folder, stem) or _build(compiler, sources, flags, folder, stem)
     except (OSError, subprocess.SubprocessError, UserError) as error:
-        return why_not_built(error, compiler)
-
-
-def load_built(compiler: str, sources: Sequence[Path], flags: Sequence[str]) -> Library:
-    """The shared library of these sources from the cache. It is built first if it is missing, damaged or does not load.
-    Raises OSError or SubprocessError if that fails, and UserError where there is no place for a cache."""
-    stem = library_stem(compiler, sources, flags)
-    folder = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or cache_root(None) / "compile") / "gptlab"
-    return _load_intact(folder, stem) or _build(compiler, sources, flags, folder, stem)
+        return _why_not_built(error, compiler)
 
 
 def library_stem(compiler: str, sources: Sequence[Path], flags: Sequence[str]) -> str:
@@ -148,7 +145,7 @@ def _run(command: list[str]) -> bytes:
     return subprocess.run(command, check=True, capture_output=True, timeout=_BUILD_TIMEOUT_SECONDS).stdout
 
 
-def why_not_built(error: OSError | subprocess.SubprocessError | UserError, compiler: str) -> str:
+def _why_not_built(error: OSError | subprocess.SubprocessError | UserError, compiler: str) -> str:
     """Why there is no library: the compiler's first error message, else how it ended."""
     if isinstance(error, UserError):
         return str(error)

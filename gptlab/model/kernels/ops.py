@@ -157,7 +157,7 @@ def decodes_by_kernel(device: torch.device, dtype: torch.dtype) -> bool:
         return False
     from gptlab.model.kernels.decode_kernel import load_decode_kernel
 
-    return not isinstance(load_decode_kernel(), str)
+    return not isinstance(load_decode_kernel(), str | None)
 
 
 def missing_decode_kernel(device: torch.device, dtype: torch.dtype) -> str | None:
