@@ -19,6 +19,7 @@ import torch
 import torch.nn.attention
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 
 from gptlab.config.model import ModelConfig
 from gptlab.model.attention import blocked_attention, offset_keys
@@ -38,18 +39,6 @@ _NEWER_FLASH_HEADS = (64, 96, 128)
 """The widths that version 4 takes for queries, keys and values alike; 3 takes more, slowly."""
 
 
-def _import_varlen() -> Any:
-    """None before torch 2.10, which is the first to have it."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return None
-    return varlen_attn
-
-
-varlen_attn = _import_varlen()
-
-
 def choose(config: ModelConfig, dtype: torch.dtype, platform: Platform) -> str:
     """What computes windows and document masks. Without a GPU here, for one of compute capability 8.0. If that is
     FlashAttention, it becomes the newest one that is installed."""
@@ -67,11 +56,9 @@ def choose(config: ModelConfig, dtype: torch.dtype, platform: Platform) -> str:
 
 
 def _varlen_suits(config: ModelConfig) -> bool:
-    """torch 2.11 brought windows, 2.12 grouped heads."""
-    if varlen_attn is None or torch.version.hip is not None:
-        return False
-    needed = {"window_size"} if config.kv_heads == config.n_head else {"window_size", "enable_gqa"}
-    return needed <= inspect.signature(varlen_attn).parameters.keys()
+    """torch 2.12 brought grouped heads."""
+    has_groups = "enable_gqa" in inspect.signature(varlen_attn).parameters
+    return torch.version.hip is None and (has_groups or config.kv_heads == config.n_head)
 
 
 def _activate_flash(version: str | None) -> None:
@@ -171,13 +158,14 @@ def _by_varlen(
     documents: Tensor | None,
 ) -> Tensor:  # (B, T, H, D)
     batch, n_tokens = q.shape[:2]
-    grouped = {} if q.shape[2] == k.shape[2] else {"enable_gqa": True}
+    grouped: dict[str, Any] = {} if q.shape[2] == k.shape[2] else {"enable_gqa": True}
     if documents is None:
         documents = torch.arange(0, batch * n_tokens + 1, n_tokens, dtype=torch.int32, device=q.device)
-    y: Tensor = varlen_attn(
+    y = varlen_attn(
         q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), documents, documents, n_tokens, n_tokens,
         window_size=(-1 if window is None else window - 1, 0), **grouped,
     )  # fmt: skip
+    assert isinstance(y, Tensor)  # alone, since nothing else is asked for
     return y.view(q.shape)
 
 

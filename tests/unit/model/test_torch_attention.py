@@ -282,12 +282,8 @@ def machine(
         yield
 
 
-def without_windows(query: Tensor) -> None:
-    """torch 2.10's `varlen_attn`."""
-
-
 def without_groups(query: Tensor, window_size: tuple[int, int]) -> None:
-    """torch 2.11's."""
+    """torch 2.11's `varlen_attn`."""
 
 
 def test_choice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,14 +300,12 @@ def test_choice(monkeypatch: pytest.MonkeyPatch) -> None:
         types = (torch.float16, wide, torch.float64)
         assert [choose(h128, dtype, "cuda") for dtype in types] == ["varlen", "flex", "blocks"]
         assert choose(h8, wide, "cuda") == "blocks"
-        for older in (None, without_windows):
-            monkeypatch.setattr(torch_attention, "varlen_attn", older)
-            assert choose(h128, half, "cuda") == "flex"
-            with machine(monkeypatch, (9, 0), compiler=False):
-                assert choose(h128, half, "cuda") == "blocks"
         monkeypatch.setattr(torch_attention, "varlen_attn", without_groups)
         assert choose(h128, half, "cuda") == "varlen"
-        assert choose(replace(h128, n_head=2, n_kv_head=1), half, "cuda") == "flex"
+        grouped = replace(h128, n_head=2, n_kv_head=1)
+        assert choose(grouped, half, "cuda") == "flex"
+        with machine(monkeypatch, (9, 0), compiler=False):
+            assert choose(grouped, half, "cuda") == "blocks"
     monkeypatch.undo()
     with machine(monkeypatch, (7, 5)):
         assert choose(h128, torch.float16, "cuda") == "flex"
