@@ -255,14 +255,14 @@ class ConcurrentSaver(CheckpointSaver):
         name = group.broadcast("checkpoint begins", temporary and temporary.name)
         if problem is not None or (group.size > 1 and name is None):
             raise problem or CheckpointError("")
-        keep = self._kept(state, request)  # now: training changes the state meanwhile
+        kept = self._kept(state, request)  # now: training changes the state meanwhile
         if background is not None:
             model, optimizer = background.snapshot(model, optimizer)
         if name is None:
-            commit = partial(self._commit, self._write_alone(request, saved, model, optimizer), lambda: keep)
+            commit = partial(self._commit, self._write_alone(request, saved, model, optimizer), kept)
             return PendingSave(request, submit, commit, committing=submit(commit))
         temporary = folder / name
-        commit = partial(self._commit, partial(complete_save, temporary, saved, size=group.size), lambda: keep)
+        commit = partial(self._commit, partial(complete_save, temporary, saved, size=group.size), kept)
         writing = submit(partial(write_part, temporary, model, optimizer, rank=group.rank, size=group.size))
         return PendingSave(request, submit, commit, writing, temporary=temporary)
 

@@ -113,7 +113,7 @@ class CheckpointSaver(RunOutput):
         if list_checkpoints(folder)[-1:] == [checkpoint]:  # nothing is removed on account of a later, damaged one
             sweep(folder)
             settle(folder)
-            for problem in self._retain(partial(self._kept, state)):
+            for problem in self._retain(self._kept(state)):
                 self.console.warn(problem)
 
     def log_line(self, step: int) -> None:
@@ -122,7 +122,7 @@ class CheckpointSaver(RunOutput):
 
     def _save(self, state: TrainState, request: Request) -> None:
         write = self._write_alone(request, self._state_json(state, request), *state.slices())
-        for line in self._commit(write, partial(self._kept, state, request)):
+        for line in self._commit(write, self._kept(state, request)):
             self.console.warn(line)
         self._log(request)
 
@@ -145,7 +145,7 @@ class CheckpointSaver(RunOutput):
             **self.about_run,
         }
 
-    def _commit(self, write: Callable[[], object], kept: Callable[[], dict[str, Any]]) -> list[str]:
+    def _commit(self, write: Callable[[], object], kept: dict[str, Any]) -> list[str]:
         """`write`, and what belongs before and after it, unaffected by what training does meanwhile. Returns what
         retention complains of, for the training thread to report: the console belongs to it. UserError where the run
         folder is gone."""
@@ -171,11 +171,10 @@ class CheckpointSaver(RunOutput):
             "unscheduled_steps": unscheduled,
         }
 
-    def _retain(self, kept: Callable[[], dict[str, Any]]) -> list[str]:
-        """`kept`: the `_kept`, asked for where there may be something to remove."""
+    def _retain(self, kept: dict[str, Any]) -> list[str]:
         problems: list[str] = []
         if len(list_checkpoints(self.run.checkpoints_path)) > self.config.checkpoint.keep_last:
-            retain(self.run.checkpoints_path, **kept(), on_problem=problems.append)
+            retain(self.run.checkpoints_path, **kept, on_problem=problems.append)
         return problems
 
     def _log(self, request: Request) -> None:
