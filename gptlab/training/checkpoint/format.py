@@ -229,14 +229,9 @@ def index_fields(slices: Sequence[TensorSlice], file: str) -> dict[str, Any]:
     """The part of a kind's index that describes `slices`, all written into `file`."""
     fields: dict[str, Any] = {}
     for part in slices:
-        stored = fields.setdefault(part.name, tensor_fields(part.tensor.dtype, part.shape, []))
-        stored["pieces"].append([file, part.start, part.count])
+        tensor = {"dtype": DTYPE_NAMES.get(part.tensor.dtype), "shape": list(part.shape), "pieces": []}
+        fields.setdefault(part.name, tensor)["pieces"].append([file, part.start, part.count])
     return fields
-
-
-def tensor_fields(dtype: torch.dtype, shape: Sequence[int], pieces: list[Any]) -> dict[str, Any]:
-    """A tensor's entry in the index."""
-    return {"dtype": DTYPE_NAMES.get(dtype), "shape": list(shape), "pieces": pieces}
 
 
 def merged_index(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -255,7 +250,7 @@ def merged_index(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def manifest_text(step: int, tables: Mapping[str, Mapping[str, Any]]) -> bytes:
     """manifest.json, with one line for each file and tensor. `tables`: "files", with the `record_fields` of each by
-    name, and for each kind the `tensor_fields` of each by name."""
+    name, and for each kind its index (`merged_index`)."""
     head = {"format": FORMAT, "format_version": FORMAT_VERSION, "step": step}
     lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in head.items()]
     for title in ("files", *KINDS):

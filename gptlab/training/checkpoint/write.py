@@ -46,7 +46,7 @@ from gptlab.training.checkpoint.format import (
     parse_manifest,
     record_fields,
     step_of,
-    tensor_fields,
+    whole_slices,
 )
 
 
@@ -62,19 +62,12 @@ def save_checkpoint(
     not JSON data or not a plain tensor.
     """
     text = _state_text(state)
-    tables: dict[str, dict[str, Any]] = {"files": {}}
     needed_bytes = sum(tensor.nbytes for tensor in (*model.values(), *optimizer.values()))
     temporary = begin_save(checkpoints_dir, step, needed_bytes=needed_bytes)
     try:
         with _refusals(temporary, needed_bytes):
-            for kind, tensors in (("model", model), ("optimizer", optimizer)):
-                file = file_name(kind, 0, 1)
-                tables["files"][file] = record_fields(write_tensors(temporary / file, tensors))
-                tables[kind] = {
-                    name: tensor_fields(tensor.dtype, tensor.shape, [[file, 0, tensor.numel()]])
-                    for name, tensor in tensors.items()
-                }
-        return _complete(temporary, step, text, tables)
+            whole = _write_slices(temporary, whole_slices(model), whole_slices(optimizer), 0, 1)
+        return _complete(temporary, step, text, whole)
     except BaseException:
         remove_tree(temporary)
         raise
@@ -101,17 +94,25 @@ def write_part(
 ) -> None:
     """Write this rank's slices, flushed to disk when this returns. The slices of all ranks must tile every tensor.
     CheckpointError if the file system refuses; what was written stays, for the rank that began to remove."""
-    part: dict[str, dict[str, Any]] = {"files": {}}
     with _refusals(temporary, sum(one.tensor.nbytes for one in (*model, *optimizer))):
-        for kind, slices in (("model", model), ("optimizer", optimizer)):
-            name = file_name(kind, rank, size)
-            tensors = {one.key: one.tensor.reshape(one.shape if one.is_whole else (-1,)) for one in slices}
-            if len(tensors) != len(slices):
-                raise ValueError(f"two slices of {kind} begin at the same element of the same tensor")
-            part["files"][name] = record_fields(write_tensors(temporary / name, tensors))
-            part[kind] = index_fields(slices, name)
+        part = _write_slices(temporary, model, optimizer, rank, size)
     with _refusals(temporary, 0):
         _part_path(temporary, rank).write_text(json.dumps(part))
+
+
+def _write_slices(
+    temporary: Path, model: Sequence[TensorSlice], optimizer: Sequence[TensorSlice], rank: int, size: int
+) -> dict[str, dict[str, Any]]:
+    """What the manifest says of the files that this rank writes: "files", and for each kind the `index_fields`."""
+    part: dict[str, dict[str, Any]] = {"files": {}}
+    for kind, slices in (("model", model), ("optimizer", optimizer)):
+        name = file_name(kind, rank, size)
+        tensors = {one.key: one.tensor.reshape(one.shape if one.is_whole else (-1,)) for one in slices}
+        if len(tensors) != len(slices):
+            raise ValueError(f"two slices of {kind} begin at the same element of the same tensor")
+        part["files"][name] = record_fields(write_tensors(temporary / name, tensors))
+        part[kind] = index_fields(slices, name)
+    return part
 
 
 def complete_save(temporary: Path, state: dict[str, Any], *, size: int = 1) -> Path:
