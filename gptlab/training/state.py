@@ -287,10 +287,17 @@ def build_state(
             from gptlab.model.changed import apply_change
 
             apply_change(model, change_model, config.seed, device)
-        if group.size > 1 or config.parallel.exact_any_world_size:
-            strategy = _replicated(model, config, group, make_optimizer or whole_optimizer)
+        make = make_optimizer or whole_optimizer
+        if config.parallel.exact_any_world_size:
+            from gptlab.training.parallel.deterministic import Deterministic
+
+            strategy = Deterministic(model, make(model, config), group, micro_batches=config.micro_batches)
+        elif group.size > 1:
+            from gptlab.training.parallel.zero import Zero
+
+            strategy = Zero(model, config, group)
         else:
-            strategy = Strategy(model, (make_optimizer or whole_optimizer)(model, config), group)
+            strategy = Strategy(model, make(model, config), group)
     if config.runtime.fp8 or config.runtime.activation_checkpointing:
         _replace_passes(strategy.model, config.runtime)
     loader = Loader(
@@ -312,18 +319,6 @@ def _replace_passes(model: GPT, runtime: RuntimeConfig) -> None:
 
         for block in model.blocks:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-
-
-def _replicated(
-    model: GPT, config: RunConfig, group: Group, make_optimizer: Callable[[GPT, RunConfig], CombinedOptimizer]
-) -> Strategy:
-    if config.parallel.exact_any_world_size:
-        from gptlab.training.parallel.deterministic import Deterministic
-
-        return Deterministic(model, make_optimizer(model, config), group, micro_batches=config.micro_batches)
-    from gptlab.training.parallel.zero import Zero
-
-    return Zero(model, config, group)
 
 
 def _fully_sharded(config: RunConfig, group: Group, device: torch.device, compute_dtype: torch.dtype) -> Strategy:
