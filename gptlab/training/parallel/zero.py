@@ -25,8 +25,7 @@ from torch.nn import Parameter
 from gptlab.config.optim import Role
 from gptlab.config.run import RunConfig
 from gptlab.model.gpt import GPT
-from gptlab.optim.adamw import AdamW
-from gptlab.optim.combined import CombinedOptimizer, divide_by_optimizer, sum_of_squares
+from gptlab.optim.combined import build_optimizer, divide_by_optimizer, sum_of_squares
 from gptlab.optim.muon import Muon, second_moment_sizes
 from gptlab.runtime.processes.distributed import Group, Pending
 from gptlab.training.checkpoint.format import TensorSlice, even_slices
@@ -61,11 +60,7 @@ class Zero(Strategy):
         self.owned = {one.key: one for one in mine}
         leaves = {one.key: Parameter(one.tensor) for one in mine}
         parameters = [(key, leaf, roles[self.owned[key].name]) for key, leaf in leaves.items()]
-        matrices, groups = divide_by_optimizer(parameters, config.optim)
-        self._muon = None
-        if matrices:
-            self._muon = Muon(matrices, config.optim.muon, compute_dtype=model.compute_dtype, row_splits={})
-        super().__init__(model, CombinedOptimizer(self._muon, AdamW(groups) if groups else None), group)
+        super().__init__(model, build_optimizer(parameters, config.optim, compute_dtype=model.compute_dtype), group)
         self._device = next(model.parameters()).device
         self._overflow_flag: Parameter | None = None
         """A parameter beside those of the model, through which the loss scaler sees an overflow on another rank."""
@@ -219,8 +214,8 @@ class Zero(Strategy):
             self.optimizer.adamw.step(lr_scale, made)
         sent = [self._send_weights(bucket) for bucket in self.division.rest]
         for shape, bucket in self.division.stacks.items():
-            if self._muon is not None:
-                self._muon.step_stack(shape, lr_scale, momentum, weight_decay_scale, made)
+            if isinstance(self.optimizer.muon, Muon):
+                self.optimizer.muon.step_stack(shape, lr_scale, momentum, weight_decay_scale, made)
             sent.append(self._send_weights(bucket))
         for one in sent:
             self._receive_weights(*one)
