@@ -165,16 +165,9 @@ class _SumAndNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         total, inverse, *learned = ctx.saved_tensors
-        dtotal, dnormed = (None, *gradients)[-2:]
-        dtotal = None if dtotal is None else dtotal.contiguous()
-        dnormed = torch.zeros_like(total) if dnormed is None else dnormed.contiguous()
-        a, b = ctx.weights
-        dx = torch.empty_like(total)
-        dy = dx if a == b else torch.empty_like(total) if len(gradients) == 2 else None
         sums = torch.empty(2, dtype=torch.float64) if ctx.learned else None
-        x, y = learned or (None, None)
-        given, made = (dtotal, dnormed, total, inverse, x, y, a, b), (dx, None if dy is dx else dy, sums)
-        _call("norm_backward", total.dtype, *given, *made, inverse.numel(), total.shape[-1])
+        given = inverse, *(learned or (None, None))  # x and y
+        dx, dy = _norm_backward("norm_backward", ctx.weights, gradients, total, given, (sums,))
         of_weights = (None, None) if sums is None else sums.float().unbind()
         return dx, dy, *of_weights, None
 
@@ -204,17 +197,23 @@ class _SumAndLayerNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         total, moments, weight = ctx.saved_tensors
-        dtotal, dnormed = (None, *gradients)[-2:]
-        dtotal = None if dtotal is None else dtotal.contiguous()
-        dnormed = torch.zeros_like(total) if dnormed is None else dnormed.contiguous()
-        a, b = ctx.weights
-        dx = torch.empty_like(total)
-        dy = dx if a == b else torch.empty_like(total) if len(gradients) == 2 else None
-        dweight, dbias = torch.empty_like(weight), torch.empty_like(weight) if ctx.biased else None
-        given, made = (dtotal, dnormed, total, moments, weight, a, b), (dx, None if dy is dx else dy, dweight, dbias)
-        _call("layer_norm_backward", total.dtype, *given, *made, total.shape[:-1].numel(), total.shape[-1])
+        made = dweight, dbias = torch.empty_like(weight), torch.empty_like(weight) if ctx.biased else None
+        dx, dy = _norm_backward("layer_norm_backward", ctx.weights, gradients, total, (moments, weight), made)
         dbias = None if dbias is None else dbias.to(ctx.weight_dtype)
         return dx, dy, None, None, dweight.to(ctx.weight_dtype), dbias, None
+
+
+def _norm_backward(
+    name: str, weights: tuple[float, float], gradients: Any, total: Tensor, given: Any, made: Any
+) -> tuple[Tensor, Tensor | None]:
+    """The gradients of x and y, one tensor where a and b are equal; None without y. The kernel fills `made`, too."""
+    dtotal, dnormed = (None, *gradients)[-2:]
+    dtotal = None if dtotal is None else dtotal.contiguous()
+    dnormed = torch.zeros_like(total) if dnormed is None else dnormed.contiguous()
+    (a, b), sizes, dx = weights, (total.shape[:-1].numel(), total.shape[-1]), torch.empty_like(total)
+    dy = dx if a == b else torch.empty_like(total) if len(gradients) == 2 else None
+    _call(name, total.dtype, dtotal, dnormed, total, *given, a, b, dx, None if dy is dx else dy, *made, *sizes)
+    return dx, dy
 
 
 class _Heads(torch.autograd.Function):
