@@ -87,7 +87,7 @@ def test_one_moved_aside_serves_when_its_successor_is_damaged(tmp_path: Path) ->
         (errno.ENOSPC, "free some space"),
         (errno.EACCES, "make the folder writable"),
         (errno.EROFS, "make the folder writable"),
-        (errno.EIO, "--resume"),
+        (errno.EIO, "fix the cause"),
     ],
 )
 @pytest.mark.parametrize("call", ["fsync", "rename", "mkdir"])

@@ -13,6 +13,11 @@ MUTATIONS = [
         ["test_signals.py::TestInThisProcess::test_after_the_last_step_a_run_ends_as_it_would"],
     ),
     Mutation(
+        "a run that goes on is told to resume", "training/checkpoint/write.py",
+        ": {remedy}\"", ": {remedy}, then use --resume\"",
+        ["test_bad_input.py::TestFullDisk::test_that_a_run_is_told_to_bear"],
+    ),
+    Mutation(
         "a checkpoint that was not saved stays the last good one", "training/checkpoint/saver.py",
         "state.faults.good_step = request.former_good", "pass",
         ["test_background_save.py::TestFailure::test_one_that_was_not_saved_is_not_the_last_good_one"],

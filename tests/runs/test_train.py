@@ -760,7 +760,7 @@ class TestPreemption:
         with at_line("train", 2, lambda: signal.raise_signal(signal.SIGTERM)):
             words = arguments(folder, "unsaved", {"checkpoint.on_failure": "continue"})
             code, _, err = command(["train", *words])
-        assert (code, err) == (2, "gptlab: error: the disk is full\n")
+        assert (code, err) == (2, "gptlab: error: the disk is full; --resume continues the run\n")
 
 
 def test_loop_fits_on_a_screen() -> None:

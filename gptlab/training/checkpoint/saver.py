@@ -185,7 +185,7 @@ class CheckpointSaver(RunOutput):
 
     def _not_saved(self, state: TrainState, request: Request, problem: str) -> None:
         if request.required or self.config.checkpoint.on_failure == "stop":
-            raise CheckpointError(problem)
+            raise CheckpointError(f"{problem}; --resume continues the run")
         state.best_saved = request.former_best
         if state.faults.good_step == request.step:  # the steps since then proved weights that no checkpoint holds
             state.faults.good_step = request.former_good

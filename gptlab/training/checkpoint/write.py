@@ -270,5 +270,5 @@ def _why_not_saved(temporary: Path, error: OSError, needed_bytes: int) -> str:
     return (
         f"cannot save the checkpoint of step {step_of_temporary(temporary)} in {checkpoints_dir}: "
         f"{error.strerror or error} ({needed_bytes:,} bytes needed, {free} free); "
-        f"{'older checkpoints are untouched' if older else 'none was saved before'}: {remedy}, then use --resume"
+        f"{'older checkpoints are untouched' if older else 'none was saved before'}: {remedy}"
     )
