@@ -252,7 +252,7 @@ def run_once(state: TrainState, passes: Passes, config: RunConfig, eval_sequence
     copies = [tensor.to("cpu", copy=True) for tensor in kept]
     scaler = state.scaler.state_dict()
     try:
-        gradients(state, _foreign_batch(state, config), passes.loss_sum, config, reduce=strategy.is_sharded)
+        gradients(state, _made_up_batch(state, config), passes.loss_sum, config, reduce=strategy.is_sharded)
         if passes.compiled and not strategy.is_sharded:
             _require_gradients(state)
         strategy.use_local_gradients()
@@ -283,7 +283,7 @@ def _require_gradients(state: TrainState) -> None:
         raise _NoGradientsError(f"torch {torch.__version__} compiled a backward pass whose gradients are all zero")
 
 
-def _foreign_batch(state: TrainState, config: RunConfig) -> StepBatch:
+def _made_up_batch(state: TrainState, config: RunConfig) -> StepBatch:
     """Micro-batches of made-up tokens in the run's shape: one, or, where memory may run out, two if a step has as many,
     since the second needs that of the first one's gradients too."""
     assert config.model.vocab_size is not None

@@ -61,16 +61,16 @@ def fit(state: TrainState, work: Work, record: Recorder) -> Ended:
         while True:
             record.saves.poll(state)
             # A signal leaves what is due now to the resumed run, which does it in this same order.
-            if not stop.requested and agenda.evaluate(state):
+            if not stop.requested and agenda.evaluation_due(state):
                 evaluate(state, work, record)
                 stop.listen()
-            if not stop.requested and work.tasks and agenda.measure_core(state):
+            if not stop.requested and work.tasks and agenda.core_due(state):
                 measure_core(state, work, record)
                 stop.listen()
-            if not stop.requested and work.prompts and agenda.sample(state):
+            if not stop.requested and work.prompts and agenda.sample_due(state):
                 sample(state, work, record)
                 stop.listen()
-            if not stop.requested and agenda.save(state):
+            if not stop.requested and agenda.checkpoint_due(state):
                 checkpoint(state, work, record)
 
             if stop.requested:
@@ -214,7 +214,7 @@ class Agenda:
     config: RunConfig
     finish: Finish
 
-    def evaluate(self, state: TrainState) -> bool:
+    def evaluation_due(self, state: TrainState) -> bool:
         wanted = self.config.eval
         return wanted.validates and (
             (wanted.at_start and state.step == 0 and state.evaluated is None)
@@ -223,16 +223,16 @@ class Agenda:
 
     def any_due(self, state: TrainState) -> bool:
         """Or the end of the run."""
-        every = (self.evaluate, self.measure_core, self.sample, self.save)
+        every = (self.evaluation_due, self.core_due, self.sample_due, self.checkpoint_due)
         return self.finish.reached(state) or any(due(state) for due in every)
 
-    def measure_core(self, state: TrainState) -> bool:
+    def core_due(self, state: TrainState) -> bool:
         return self._due(state, state.core_measured, self.config.eval.core_every_steps)
 
-    def sample(self, state: TrainState) -> bool:
+    def sample_due(self, state: TrainState) -> bool:
         return self._due(state, state.sampled, self.config.sample.every_steps)
 
-    def save(self, state: TrainState) -> bool:
+    def checkpoint_due(self, state: TrainState) -> bool:
         wanted = self.config.checkpoint
         best = wanted.save_best and state.is_best() and state.step > 0 and state.saved != state.mark()
         return best or self._due(state, state.saved, wanted.every_steps, wanted.every_seconds)

@@ -19,7 +19,7 @@ from gptlab.training.checkpoint.load import Checkpoint
 from gptlab.training.checkpoint.saver import CheckpointSaver, RunOutput
 from gptlab.training.faults import Fault, TrainingFailed
 from gptlab.training.signals import Signals
-from gptlab.training.state import Finish, LossEma, TrainState
+from gptlab.training.state import Ema, Finish, TrainState
 from gptlab.training.step import Update
 
 # The resolution of time.perf_counter; a coarse clock may return zero.
@@ -46,7 +46,7 @@ class Throughput:
     """Forward and backward."""
     peak_flops_per_second: float | None
     """Of all devices together; None where unknown."""
-    step_seconds: LossEma = field(default_factory=LossEma)
+    step_seconds: Ema = field(default_factory=Ema)
     """Of the last steps: a beta of 0.9 forgets nine tenths in 22 steps, and so follows a machine with other users. Not
     part of the state of the run: a resumed one may have another speed."""
 
@@ -200,7 +200,7 @@ class Recorder(RunOutput):
             self.metrics.truncate(0)
             self.console.reopen_log(self.run.log_path, 0)
 
-    def rewind(self, checkpoint: Checkpoint) -> None:
+    def cut_to(self, checkpoint: Checkpoint) -> None:
         """Cut metrics.jsonl and log.txt to what they were at a checkpoint.
 
         The line of a scheduled checkpoint stays, since a run that was never stopped has it too; a checkpoint that a

@@ -39,7 +39,7 @@ CLOCK_STEP_FRACTION = 1e-3
 
 
 @dataclass(slots=True)
-class LossEma:
+class Ema:
     """Debiased exponential mean, as in autoresearch and nanochat: sum <- 0.9 sum + 0.1 x; mean = sum / (1 - 0.9^n).
 
     The division removes the pull of the initial zero: the first mean is the first value.
@@ -130,7 +130,7 @@ class TrainState:
     """Steps done, skipped updates included."""
     train_seconds: float = 0.0
     """The run's clock: real training steps and nothing else."""
-    loss_ema: LossEma = field(default_factory=LossEma)
+    loss_ema: Ema = field(default_factory=Ema)
     faults: FaultRecord = field(default_factory=FaultRecord)
     evaluated: Mark | None = None
     core_measured: Mark | None = None
@@ -212,7 +212,7 @@ class TrainState:
         moments = {name: state for name, state in other.items() if not name.startswith(_RNG)}
         self.strategy.load_moments(moments, saved["optimizer"])
         self.step, self.train_seconds = saved["step"], saved["train_seconds"]
-        self.loss_ema = LossEma(**saved["loss_ema"])
+        self.loss_ema = Ema(**saved["loss_ema"])
         self.faults = FaultRecord(**saved["faults"])
         self.loader.load_state_dict(saved["loader"])
         if saved["scaler"]:

@@ -203,7 +203,7 @@ class TestInThisProcess:
         with killed_at("eval", 2):
             train(folder, "resumed", steps=2, checkpoint__every_steps=1)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("gptlab.training.recorder.Recorder.rewind", raised(signal.SIGINT))
+            patch.setattr("gptlab.training.recorder.Recorder.cut_to", raised(signal.SIGINT))
             code, out, _ = command(["train", "--resume", run])
         assert (code, out.splitlines()[-1].partition(";")[0]) == (75, "SIGINT: stopped before the first step")
         assert command(["train", "--resume", run])[0] == 0

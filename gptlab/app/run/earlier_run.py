@@ -114,7 +114,7 @@ class EarlierRun:
             return
         try:
             state.restore(checkpoint.model, checkpoint.optimizer, checkpoint.state)
-            record.rewind(checkpoint)
+            record.cut_to(checkpoint)
             record.off_clock.add_earlier(checkpoint.state["off_clock"])
         except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
             raise UserError(

@@ -54,8 +54,8 @@ class Agreement:
         if self._signals.signal_name is not None:
             message[1 + rank] = signal.Signals[self._signals.signal_name].value
         message[1 + size + rank] = self._saves.status()
-        seconds, *told = self._group.sum(message, "end of step").tolist()
-        signals, saves = told[:size], told[size:]
+        seconds, *reported = self._group.sum(message, "end of step").tolist()
+        signals, saves = reported[:size], reported[size:]
         self._saves.receive([int(status) for status in saves])
         if self.signal_name is None:
             came = ((of, int(number)) for of, number in enumerate(signals) if number)

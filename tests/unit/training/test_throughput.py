@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from gptlab.training.recorder import Throughput
-from gptlab.training.state import Finish, LossEma
+from gptlab.training.state import Ema, Finish
 
 
 def test_mean_by_hand() -> None:
     """autoresearch: s <- 0.9 s + 0.1 x; debiased by 1 - 0.9^n. Losses 4, 3, 5:
     s = 0.4, 0.66, 1.094; means 0.4/0.1 = 4, 0.66/0.19 = 3.47368..., 1.094/0.271 = 4.03690..."""
-    ema = LossEma()
+    ema = Ema()
     assert ema.value is None
     # Two roundings in float64 lie between these quotients and ours.
     for loss, mean in ((4.0, 4.0), (3.0, 0.66 / 0.19), (5.0, 1.094 / 0.271)):
@@ -25,7 +25,7 @@ def test_mean_by_hand() -> None:
 
 def test_mean_is_the_weighted_mean_that_it_claims_to_be() -> None:
     values = [random.Random(3).uniform(0, 10) for _ in range(50)]
-    ema = LossEma()
+    ema = Ema()
     for value in values:
         ema.update(value)
     weights = [0.9 ** (len(values) - 1 - i) for i in range(len(values))]
@@ -35,7 +35,7 @@ def test_mean_is_the_weighted_mean_that_it_claims_to_be() -> None:
 
 
 def test_the_mean_of_equal_values_is_that_value() -> None:
-    ema = LossEma()
+    ema = Ema()
     for _ in range(1000):
         ema.update(2.5)
     assert ema.value == pytest.approx(2.5, rel=1e-13)
@@ -44,11 +44,11 @@ def test_the_mean_of_equal_values_is_that_value() -> None:
 def test_a_resumed_mean_goes_on_bit_for_bit() -> None:
     source = random.Random(7)
     values = [source.uniform(1, 11) for _ in range(40)]
-    whole, first = LossEma(), LossEma()
+    whole, first = Ema(), Ema()
     for value in values[:17]:
         whole.update(value)
         first.update(value)
-    resumed = LossEma(**json.loads(json.dumps(asdict(first))))
+    resumed = Ema(**json.loads(json.dumps(asdict(first))))
     for value in values[17:]:
         assert resumed == whole
         whole.update(value)
