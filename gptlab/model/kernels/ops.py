@@ -1,7 +1,7 @@
 """How the parts of a model are computed that have several implementations. This is the one place that chooses.
 
 between matrix products   `fused` (float32 and bfloat16 on a CPU, not compiled), or `torch_ops`
-ACTIVATIONS               the same, or PyTorch; a new activation is one entry
+ACTIVATIONS               the same, or PyTorch
 linear layers             the same for many positions, by `runtime.products`, the MLP as one; else PyTorch
 attention                 the same on a CPU; `torch_attention` on GPUs and with document masks
 the head                  the same as a whole, by `runtime.products`; else slices (`model/head.py`)
@@ -87,6 +87,8 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "gelu": OfBoth("gelu"),
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
 }
+"""A new one also has its name in `config/model.py`, its formula in decode_kernel.cpp with a number in decode_kernel.py,
+and what transformers computes in hf_config.py and modeling_gptlab.py, which takes any other name for GELU."""
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
