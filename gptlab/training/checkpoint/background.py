@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -63,7 +63,7 @@ class BackgroundSaver:
         A key means the same tensor every time; if its shape or dtype has changed (the states of random generators do),
         its memory is allocated again.
         """
-        taken = [[part.with_tensor(self._copy_of(number, part)) for part in kind] for number, kind in enumerate(kinds)]
+        taken = [[replace(part, tensor=self._copy_of(n, part)) for part in kind] for n, kind in enumerate(kinds)]
         for part, copy in zip(chain(*kinds), chain(*taken), strict=True):
             if part.tensor.device.type == "cpu" and part.tensor.is_contiguous():
                 # On one thread: memory bandwidth leaves several threads little to gain, and torch's copy waits for the

@@ -29,7 +29,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -101,10 +101,6 @@ class TensorSlice:
     def of(self, whole: Tensor) -> Tensor:
         """The same elements of another tensor of the whole shape, in the shape that they have here."""
         return whole.reshape(-1)[self.start : self.start + self.count].view(self.tensor.shape)
-
-    def with_tensor(self, tensor: Tensor) -> TensorSlice:
-        """The same elements, held elsewhere."""
-        return replace(self, tensor=tensor)
 
 
 def slice_key(name: str, shape: tuple[int, ...], start: int, count: int) -> str:
