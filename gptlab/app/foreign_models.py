@@ -250,7 +250,7 @@ def _training(run: LoadedRun) -> str:
     tokens = f", after {measured[-1]['tokens']:,} training tokens" if measured and "tokens" in measured[-1] else ""
     begun = f", begun with the weights of {_name(run.config.init_from)}" if run.config.init_from else ""
     sources = ", ".join(_name(source) for source in run.config.data.source)
-    imported = run.directory.read_provenance().get("imported")
+    imported = run.directory.recorded().get("imported")
     if isinstance(imported, Mapping):  # gptlab did not train it, and does not know on what it was
         text = f"Imported from {_name(str(imported.get('source')))} ({imported.get('format')})."
     else:

@@ -115,6 +115,16 @@ MUTATIONS = [
         ["test_choice.py::test_a_run_keeps_what_it_multiplies_by"],
     ),
     Mutation(
+        "a run cannot be evaluated with a damaged run.json", "app/run/loaded_run.py",
+        'run.directory.recorded().get("data_fingerprint")', 'run.directory.read_provenance().get("data_fingerprint")',
+        ["test_cli_eval_sample.py::TestEval::test_a_damaged_run_json_ends_nothing"],
+    ),
+    Mutation(
+        "a run cannot be exported without its run.json", "app/foreign_models.py",
+        'run.directory.recorded().get("imported")', 'run.directory.read_provenance().get("imported")',
+        ["test_export.py::TestCommand::test_a_lost_run_json_ends_nothing"],
+    ),
+    Mutation(
         "a library that is a little faster multiplies", "model/kernels/choice.py",
         "CLEARLY = 0.75", "CLEARLY = 1.0",
         ["test_choice.py::test_the_library_is_chosen_where_it_is_clearly_faster"],

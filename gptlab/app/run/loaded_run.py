@@ -218,8 +218,7 @@ def evaluate_run(
     with rank_0_first(group):
         prepared = prepare(config.data, kept, console=console)
     require_same_run(config, {"data_fingerprint": prepared.fingerprint}, group)
-    exists = run.directory.provenance_path.exists()
-    trained_on = run.directory.read_provenance().get("data_fingerprint") if exists else None
+    trained_on = run.directory.recorded().get("data_fingerprint")
     if trained_on not in (None, prepared.fingerprint):
         console.warn(
             f"the corpus {', '.join(config.data.source)} is not what it was when this run was trained: the numbers do "

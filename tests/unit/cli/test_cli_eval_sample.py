@@ -168,6 +168,11 @@ class TestEval:
         assert main(["eval", str(run.path)]) == 0
         assert "not what it was" in capsys.readouterr().err
 
+    def test_a_damaged_run_json_ends_nothing(self, run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+        whole = printed(capsys, "eval", run.path)
+        (run.path / "run.json").write_text("{")
+        assert printed(capsys, "eval", run.path) == whole
+
     def test_dtype(self, run: Run, capsys: pytest.CaptureFixture[str]) -> None:
         single = float(figures(printed(capsys, "eval", run.path))["val_loss"])
         double = float(figures(printed(capsys, "eval", run.path, "--dtype", "float64"))["val_loss"])

@@ -596,6 +596,16 @@ class TestCommand:
         assert command(["export", trained, tmp_path])[0] == 0
         assert (tmp_path / "config.json").exists()
 
+    def test_a_lost_run_json_ends_nothing(self, trained: Path, tmp_path: Path) -> None:
+        with_record, without = tmp_path / "whole" / "README.md", tmp_path / "lost" / "README.md"
+        assert command(["export", trained, with_record.parent])[0] == 0
+        record = (trained / "run.json").rename(tmp_path / "run.json")
+        try:
+            assert command(["export", trained, without.parent])[0] == 0
+        finally:
+            record.rename(trained / "run.json")
+        assert without.read_text() == with_record.read_text()
+
     def test_a_full_disk_leaves_nothing(self, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         def full(*args: Any, **kwargs: Any) -> None:
             raise OSError(28, "No space left on device")
