@@ -18,7 +18,7 @@ class ExportArguments:
     run: Positional[str]
     """Folder of the run, such as runs/NAME."""
     folder: Positional[str]
-    """Folder to write; it must not exist or be empty."""
+    """Folder to write; it must not exist, or be empty and not the current one."""
     format: Literal["hf"] = "hf"
     """hf: for transformers.AutoModelForCausalLM and AutoTokenizer. As GPT-2 or NanoChat if the model's parts allow,
     otherwise with a modelling file beside the weights, which needs trust_remote_code=True."""

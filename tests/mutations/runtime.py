@@ -125,6 +125,11 @@ MUTATIONS = [
         ["test_export.py::TestCommand::test_a_lost_run_json_ends_nothing"],
     ),
     Mutation(
+        "an export replaces the folder that the shell is in", "runtime/files/staged_folder.py",
+        'if target.samefile("."):', "if False:",
+        ["test_staged_folder.py::test_the_current_folder_is_not_replaced"],
+    ),
+    Mutation(
         "a library that is a little faster multiplies", "model/kernels/choice.py",
         "CLEARLY = 0.75", "CLEARLY = 1.0",
         ["test_choice.py::test_the_library_is_chosen_where_it_is_clearly_faster"],

@@ -21,13 +21,15 @@ ENDING_SIGNALS = (signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP")
 
 
 def require_free(target: Path) -> None:
-    """UserError unless `target` does not exist or is an empty folder."""
+    """UserError unless `target` does not exist, or is an empty folder and not the current one."""
     if not os.path.lexists(target):
         return
     if not target.is_dir():
         raise UserError(f"{target} is a file: name a folder that does not exist yet")
     if any(target.iterdir()):
         raise UserError(f"{target} is not empty (it holds {min(target.iterdir()).name}): name another folder")
+    if target.samefile("."):
+        raise UserError(f"{target} is the current folder, which would be replaced: name another folder")
 
 
 @contextmanager

@@ -50,6 +50,17 @@ def test_an_error_leaves_nothing(tmp_path: Path) -> None:
     assert names(tmp_path) == []
 
 
+@pytest.mark.parametrize("in_full", [False, True])
+def test_the_current_folder_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_full: bool) -> None:
+    """A shell that is in it would stay in a folder that is gone."""
+    (tmp_path / "own").mkdir()
+    monkeypatch.chdir(tmp_path / "own")
+    target = Path.cwd() if in_full else Path()
+    with pytest.raises(UserError, match="is the current folder"), staged_folder(target):
+        pass
+    assert names(tmp_path) == ["own"]
+
+
 @posix_only
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_killed_process_leaves_no_copy_behind_the_next_one(tmp_path: Path, number: signal.Signals) -> None:
