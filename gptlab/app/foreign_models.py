@@ -12,7 +12,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from gptlab.app.run.loaded_run import LoadedRun, weights_fingerprint
+from gptlab.app.run.loaded_run import LoadedRun
+from gptlab.app.run.saved_weights import weights_fingerprint
 from gptlab.config.errors import UserError
 from gptlab.config.load import config_to_json
 from gptlab.config.model import ModelConfig

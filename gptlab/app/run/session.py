@@ -7,9 +7,9 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from gptlab.app.run.loaded_run import Start, load_start_weights, require_tokenizer
 from gptlab.app.run.own_parts import OwnParts
 from gptlab.app.run.ranks import agreed_place, rank_0_first, rank_0_reports
+from gptlab.app.run.saved_weights import Start, load_start_weights, require_tokenizer
 from gptlab.config.errors import ConfigError, UserError
 from gptlab.config.run import EXACT_WORLD_SIZES, RunConfig
 from gptlab.data.corpus.core_bundle import core_folder

@@ -16,8 +16,8 @@ from test_gpt2_weights import random_gpt2
 from tiny_runs import command, differences, killed_at, lines_of, make_config, outcome, train, weights_of
 
 import gptlab
-from gptlab.app.run.loaded_run import weights_fingerprint
 from gptlab.app.run.run_request import TrainArguments
+from gptlab.app.run.saved_weights import weights_fingerprint
 from gptlab.app.run.session import Session, open_session
 from gptlab.cli.arguments.parser import read_request
 from gptlab.config.errors import ConfigError, UserError
