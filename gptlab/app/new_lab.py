@@ -8,15 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from gptlab.app.run.run_request import DEFAULT_RECIPE, RunRequest
-from gptlab.app.run.session import prepared
-from gptlab.bench.training_rate import limited_machine, timed_machine
+from gptlab.app.sizing import sized
 from gptlab.config.errors import UserError
-from gptlab.config.run import LogConfig, RunConfig
-from gptlab.config.scaling import Machine
+from gptlab.config.run import LogConfig
 from gptlab.data.prepare import prepare
 from gptlab.lab.experiments.folder import Lab, Settings, create
 from gptlab.lab.judge.audits import MIN_ROWS
-from gptlab.runtime.hardware.place import place_of
 from gptlab.runtime.processes.distributed import World
 from gptlab.runtime.records.console import Console
 
@@ -44,17 +41,9 @@ def new_lab(path: Path, request: RunRequest, asked: Sequence[str], console: Cons
         if field in request.overrides:
             raise UserError(f"--{field.removeprefix('horizon.').replace('_', '-')} cannot be given: {instead}")
 
-    machine: Machine | None = None
-
-    def measure(config: RunConfig) -> Machine:
-        nonlocal machine
-        prepared(config, place_of(config), console)
-        with console.busy("timing steps, to size the model"):
-            machine = timed_machine(config, World(), console.warn, lambda text: None)
-        return machine
-
+    config, measured = sized(request, World(), console, console.warn)
     # A lab has its own report, and a night of runs should not start as many processes.
-    config = replace(request.config(measure, limited_machine), log=LogConfig(report=False))
+    config = replace(config, log=LogConfig(report=False))
     horizon = config.horizon
     if horizon.unit not in ("seconds", "steps", "tokens"):  # tokens: also quickstart's default on a fast GPU
         raise UserError("a lab needs a length in --minutes, --steps or --tokens, the same for all its candidates")
@@ -77,4 +66,4 @@ def new_lab(path: Path, request: RunRequest, asked: Sequence[str], console: Cons
             f"half of the validation text has {rows} rows of {config.model.seq_len:,} tokens, and the judge needs "
             f"{MIN_ROWS}: hold out more with --data.val-fraction, or give --data.val-source"
         )
-    return create(path, config, data, settings, machine)
+    return create(path, config, data, settings, measured[-1] if measured else None)

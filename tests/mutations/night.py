@@ -7,8 +7,19 @@ from .mutation import Mutation
 MUTATIONS = [
     Mutation(
         "another depth in a lab is sized to an assumed machine", "app/new_lab.py",
-        "create(path, config, data, settings, machine)", "create(path, config, data, settings)",
+        "settings, measured[-1] if measured else None)", "settings)",
         ["test_new_lab.py::test_another_depth_has_its_own_rates"],
+    ),
+    Mutation(
+        "a lab is sized to a text of unknown length", "app/sizing.py",
+        "measured.append(replace(machine, training_tokens=tokens))", "measured.append(machine)",
+        ["test_new_lab.py::test_its_run_is_that_of_train",
+         "test_train_run.py::test_a_gpu_trains_four_epochs_of_the_text_that_was_prepared"],
+    ),
+    Mutation(
+        "a lab begins with rows for which a GPU has no room", "app/sizing.py",
+        "    if has_nvidia_gpu():", "    if False:",
+        ["test_new_lab.py::test_its_run_is_that_of_train"],
     ),
     Mutation(
         "a run that was stopped looks for its data where the lab was", "lab/experiments/runs.py",

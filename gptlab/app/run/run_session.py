@@ -147,9 +147,9 @@ def _estimated_steps(session: Session, machine: Machine | None) -> int | None:
     return max(1, round(session.config.horizon.amount / step_seconds))
 
 
-def new_run_path(attempt: Attempt, config: RunConfig) -> Path:
-    """Where the attempt's new run goes."""
-    return Path(config.run_dir or attempt.job.folder() or default_run_path(config.recipe, datetime.now()))
+def new_run_path(attempt: Attempt, run_dir: str | None, recipe: str) -> Path:
+    """Where the attempt's new run goes: to `run_dir`, if that is given."""
+    return Path(run_dir or attempt.job.folder() or default_run_path(recipe, datetime.now()))
 
 
 def make_run_directory(
@@ -158,7 +158,7 @@ def make_run_directory(
     """Make the attempt's run folder, with everything that is known before the first step, and lock it. UserError where
     it cannot be."""
     config = session.config
-    path = new_run_path(attempt, config)
+    path = new_run_path(attempt, config.run_dir, config.recipe)
     attempt.job.will_begin(path)
 
     def contents(run: RunDirectory) -> None:

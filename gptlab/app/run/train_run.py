@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Sequence
 from concurrent.futures import Future
-from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -83,10 +82,6 @@ def _prepare_and_train(attempt: Attempt, request: RunRequest) -> Result:
     machine = None
     if attempt.config is None:
         attempt.config, machine = _configured(attempt, request)
-        if has_nvidia_gpu():
-            from gptlab.app.run.micro_batch import with_rows_that_fit
-
-            attempt.config = with_rows_that_fit(attempt.config, request, attempt.console, attempt.group.world)
     return _train(attempt, attempt.config, evidence, machine=machine)
 
 
@@ -162,7 +157,7 @@ def _train(
     if config.parallel.exact_any_world_size:
         attempt.held.enter_context(deterministic_kernels(config.runtime.device))
     if group.is_main and attempt.run is None:
-        RunDirectory(new_run_path(attempt, config)).require_free()  # said now, not after the data is prepared
+        RunDirectory(new_run_path(attempt, config.run_dir, config.recipe)).require_free()  # before data is prepared
     if group.is_main and config.log.to:
         from gptlab.runtime.records.mirrors import require_mirrors
 
@@ -227,41 +222,17 @@ def _configured(attempt: Attempt, request: RunRequest) -> tuple[RunConfig, Machi
     """What the recipe makes of this machine, and the machine as it was timed; None where the recipe does not ask."""
     if not attempt.group.is_main:
         return _configured_as_on_rank_0(attempt, request)
-    measured: list[Machine] = []
-    config = request.config(partial(_timed, attempt, measured), partial(_limit, attempt, measured))
-    attempt.group.broadcast("machine", [asdict(machine) for machine in measured])
-    return config, measured[-1] if measured else None
-
-
-def _limit(attempt: Attempt, measured: list[Machine], config: RunConfig) -> Machine:
-    """This machine with what its steps can reach at most; also appended to `measured`."""
-    from gptlab.bench.training_rate import limited_machine
-
-    measured.append(limited_machine(config, attempt.group.world))
-    return measured[-1]
-
-
-def _timed(attempt: Attempt, measured: list[Machine], config: RunConfig) -> Machine:
-    """This machine, timed on the steps of `config`; also appended to `measured`. Data is prepared before, which gives
-    another thread the time to build the C++ kernels."""
     from gptlab.app.run.run_session import new_run_path
-    from gptlab.app.run.session import prepared
-    from gptlab.bench.training_rate import timed_machine
-    from gptlab.runtime.hardware.device import deterministic_kernels
-    from gptlab.runtime.hardware.place import place_of
+    from gptlab.app.sizing import sized
 
     def silent(text: str) -> None:
         pass  # the run itself will warn, once, of what is wrong with a compiler
 
-    tokens = measured[-1].training_tokens
-    if len(measured) == 1:  # its limit: no size was timed yet
-        RunDirectory(new_run_path(attempt, config)).require_free()  # said now, not after the data is prepared
-        tokens = prepared(config, place_of(config, attempt.group.world), attempt.console).train.n_tokens
-    exact = deterministic_kernels(config.runtime.device) if config.parallel.exact_any_world_size else nullcontext()
-    with attempt.console.busy("timing steps, to size the model"), exact:
-        timed = timed_machine(config, attempt.group.world, silent, silent)
-    measured.append(replace(timed, training_tokens=tokens))
-    return measured[-1]
+    recipe = request.recipe or DEFAULT_RECIPE
+    RunDirectory(new_run_path(attempt, request.overrides.get("run_dir"), recipe)).require_free()  # before data is read
+    config, measured = sized(request, attempt.group.world, attempt.console, silent)
+    attempt.group.broadcast("machine", [asdict(machine) for machine in measured])
+    return config, measured[-1] if measured else None
 
 
 def _configured_as_on_rank_0(attempt: Attempt, request: RunRequest) -> tuple[RunConfig, Machine | None]:

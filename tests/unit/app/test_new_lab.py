@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from tiny_runs import arguments, write_corpus
 
 import gptlab
-from gptlab.app import new_lab as new_lab_module
+from gptlab.app import sizing
 from gptlab.app.new_lab import new_lab
+from gptlab.app.run import micro_batch
 from gptlab.app.run.repeat import repeated_config
 from gptlab.app.run.run_request import RunRequest
 from gptlab.cli.arguments.parser import read_request
@@ -19,6 +21,7 @@ from gptlab.config.errors import UserError
 from gptlab.config.scaling import Machine
 from gptlab.lab.experiments.folder import Lab
 from gptlab.lab.experiments.proposal import changed_files
+from gptlab.runtime.hardware import installed
 from gptlab.runtime.records.console import Console
 from gptlab.runtime.records.run_directory import RunDirectory
 
@@ -39,6 +42,20 @@ def make(folder: Path, name: str, *length: object) -> Lab:
     words[words.index("--steps") : words.index("--steps") + 2] = map(str, length)
     request = read_request(words, NewArguments, prog="gptlab lab new", description="")
     return new_lab(folder / name, request, words, Console(stream=io.StringIO()))
+
+
+def request(folder: Path, *given: str) -> tuple[RunRequest, list[str]]:
+    fields = ["--data.cache-dir", str(folder / "cache"), "--model.seq-len", "32", "--data.val-fraction", "0.3"]
+    words = [*given, "--data", str(folder / "corpus"), *fields]
+    return read_request(words, NewArguments, prog="gptlab lab new", description=""), words
+
+
+def on_machine(monkeypatch: pytest.MonkeyPatch, flops_per_second: float) -> Machine:
+    """A machine whose steps are always timed at this rate."""
+    machine = Machine(device="cpu", flops_per_second=flops_per_second)
+    monkeypatch.setattr(sizing, "limited_machine", lambda *_: machine)
+    monkeypatch.setattr(sizing, "timed_machine", lambda *_: machine)
+    return machine
 
 
 @pytest.mark.parametrize(
@@ -70,20 +87,30 @@ def test_another_depth_has_its_own_rates(
     folder: Path, monkeypatch: pytest.MonkeyPatch, length: tuple[str, str]
 ) -> None:
     """`--depth` in a lab gives what the recipe makes of that depth on the machine and for the length of `lab new`."""
-    machine = Machine(device="cpu", flops_per_second=2e12)
-    monkeypatch.setattr(new_lab_module, "limited_machine", lambda config: machine)
-    monkeypatch.setattr(new_lab_module, "timed_machine", lambda config, *_: machine)
+    machine = on_machine(monkeypatch, flops_per_second=2e12)
 
     def asked(depth: str) -> tuple[RunRequest, list[str]]:
-        fields = ["--tokenizer.kind", "byte", "--data.cache-dir", str(folder / "cache"), "--model.seq-len", "32"]
-        fields += ["--data.val-fraction", "0.3"]
-        words = ["quickstart", "--depth", depth, *length, "--data", str(folder / "corpus"), *fields]
-        return read_request(words, NewArguments, prog="gptlab lab new", description=""), words
+        return request(folder, "quickstart", "--tokenizer.kind", "byte", "--depth", depth, *length)
 
     lab = new_lab(folder / f"depth{length[0]}", *asked("2"), Console(stream=io.StringIO()))
     deeper = repeated_config(RunRequest(depth=4), RunDirectory(lab.path / "baseline"))
     recipes = asked("4")[0].config(lambda config: machine)
     assert (deeper.model, deeper.batch, deeper.optim) == (recipes.model, recipes.batch, recipes.optim)
+
+
+def test_its_run_is_that_of_train(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is sized by the number of tokens of its text, and has the rows that fit into the memory of a GPU."""
+    machine = on_machine(monkeypatch, flops_per_second=1e10)
+    monkeypatch.setattr(installed, "has_nvidia_gpu", lambda: True)
+    monkeypatch.setattr(
+        micro_batch, "with_rows_that_fit",
+        lambda config, *_: replace(config, batch=replace(config.batch, micro_sequences=2)),
+    )  # fmt: skip
+    asked, words = request(folder, "shakespeare-char", "--minutes", "1")
+    lab = new_lab(folder / "as-train", asked, words, Console(stream=io.StringIO()))
+    assert asked.config(lambda _: machine).optim.muon.weight_decay == 0.2  # of tiny Shakespeare
+    assert lab.baseline_config()["optim.muon.weight_decay"] == 0.6  # many epochs of this text
+    assert lab.baseline_config()["batch.micro_sequences"] == 2
 
 
 def test_no_lab_for_less_than_a_step(folder: Path) -> None:

@@ -11,15 +11,15 @@ import pytest
 import tiny_runs as tiny
 import torch
 
-from gptlab.app.run import session, train_run
+from gptlab.app import sizing
+from gptlab.app.run import train_run
 from gptlab.app.run.attempt import Attempt
 from gptlab.app.run.run_request import RunRequest
 from gptlab.app.run.run_session import describe
 from gptlab.app.run.train_run import _configured
-from gptlab.bench import training_rate
 from gptlab.config.run import RunConfig
 from gptlab.config.scaling import Machine
-from gptlab.runtime.hardware import installed, place
+from gptlab.runtime.hardware import installed
 from gptlab.runtime.processes.distributed import Group, World
 from gptlab.runtime.records.console import Console
 
@@ -34,10 +34,10 @@ def test_a_gpu_trains_four_epochs_of_the_text_that_was_prepared(monkeypatch: pyt
     def timed(config: RunConfig, *rest: object) -> Machine:  # the text is known to be Python's, about
         return Machine(device="cuda:0", flops_per_second=3e14, training_tokens=8_600_000)
 
-    monkeypatch.setattr(session, "prepared", prepare)
-    monkeypatch.setattr(training_rate, "timed_machine", timed)
-    monkeypatch.setattr(training_rate, "limited_machine", lambda *_: Machine(device="cuda:0", flops_per_second=None))
-    monkeypatch.setattr(place, "place_of", lambda *_: None)
+    monkeypatch.setattr(sizing, "prepared", prepare)
+    monkeypatch.setattr(sizing, "timed_machine", timed)
+    monkeypatch.setattr(sizing, "limited_machine", lambda *_: Machine(device="cuda:0", flops_per_second=None))
+    monkeypatch.setattr(sizing, "place_of", lambda *_: None)
     with Console() as console:
         config, machine = _configured(Attempt(console, ["gptlab"], 0.0), RunRequest())
     assert len(prepared) == 1
