@@ -1,9 +1,10 @@
 """`python -m gptlab.app.step_timer ARGUMENTS`: a run whose steps are made one at a time, when they are asked for. The
 lab times two programs in turn with it (`lab/experiments/equal_time.py`). It writes no run folder.
 
-ARGUMENTS are those of `gptlab.train()`, as one JSON object. On standard output comes one JSON object a line: first
-`{"config": ..., "tokens_per_step": ..., "flops_per_step": ...}`, when data, model and compilation are ready; then, for
-each line that is read from standard input, `{"step": N}` after one more step. The end of standard input ends it.
+ARGUMENTS are those of `gptlab.train()` that repeat a run, as one JSON object. On standard output comes one JSON object
+a line: first `{"config": ..., "tokens_per_step": ..., "flops_per_step": ...}`, when data, model and compilation are
+ready; then, for each line that is read from standard input, `{"step": N}` after one more step. The end of standard
+input ends it.
 """
 
 from __future__ import annotations
@@ -33,9 +34,7 @@ def main(argv: list[str]) -> int:
 
     limit_spinning()
     try:
-        values = json.loads(argv[0])
-        recipe = values.pop("recipe", None)
-        session = _open(request_from_values(recipe, values))
+        session = _open(request_from_values(None, json.loads(argv[0])))
         print(to_json(_description(session)), file=replies, flush=True)
         with session.state.loader, quiet_garbage():
             for _ in sys.stdin:
@@ -48,18 +47,15 @@ def main(argv: list[str]) -> int:
 
 def _open(request: RunRequest) -> Session:
     """The run as `train` would begin it, compiled. UserError where it could not."""
-    from gptlab.app.run.attempt import Attempt, Result
-    from gptlab.app.run.earlier_run import open_earlier
+    from gptlab.app.run.attempt import Attempt
+    from gptlab.app.run.earlier_run import open_repeated
     from gptlab.app.run.session import open_session
-    from gptlab.config.errors import UserError
     from gptlab.runtime.hardware.place import place_of
     from gptlab.runtime.records.console import QuietConsole
 
     console = QuietConsole()
     attempt = Attempt(console, [], time.perf_counter())
-    earlier = open_earlier(request, attempt)
-    if isinstance(earlier, Result):
-        raise UserError("a finished run has no steps to time")
+    earlier = open_repeated(request, attempt)
     assert attempt.config is not None
     session = open_session(attempt.config, place_of(earlier.as_recorded(attempt.config)), console)
     session.warm_up(console.warn)

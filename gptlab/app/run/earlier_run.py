@@ -72,7 +72,7 @@ class EarlierRun:
         resumed."""
         if self.stored is not None:
             _require_same_start(self.run, self.checkpoint, session)
-            if self.checkpoint is not None and self._is_longer(session):
+            if self.checkpoint is not None and self.stored.horizon != session.config.horizon:
                 _require_longer(session, self.checkpoint)
         any_world_size, resumes = session.config.parallel.exact_any_world_size, self.stored is not None
         for line in what_differs(self.run, facts, self.asked, any_world_size=any_world_size, resumes=resumes):
@@ -80,14 +80,14 @@ class EarlierRun:
 
     def record(self, session: Session, facts: Facts, evidence: Evidence, console: Console) -> None:
         """Record in the run folder that this process resumes the run, and write again what is lost. On rank 0."""
+        assert self.stored is not None
         _restore_tokenizer(self.run, session.data.tokenizer, console)
         if self.checkpoint is not None and self.goes_back:
             _set_later_checkpoints_aside(self.run, self.checkpoint.step, console)
-        if self.stored is not None and self.checkpoint is not None and self._is_longer(session):
+        if self.checkpoint is not None and self.stored.horizon != session.config.horizon:
             _change_length(self.run, session, self.checkpoint, self.stored, console)
         _record_resume(self.run, facts, evidence, self.checkpoint, console)
-        if self.stored is not None:
-            _change_fields(self.run, session.config, self.stored, self.checkpoint, console)
+        _change_fields(self.run, session.config, self.stored, self.checkpoint, console)
 
     def record_implementations(self, found: Mapping[str, str], run: RunDirectory | None, console: Console) -> None:
         """Record in `run` what computes it (None: another rank does), and warn where it is not what computed the
@@ -124,23 +124,22 @@ class EarlierRun:
         if record.group.is_main:
             record.saves.catch_up(state, checkpoint.path)
 
-    def _is_longer(self, session: Session) -> bool:
-        return self.stored is not None and self.stored.horizon != session.config.horizon
 
-
-def open_earlier(request: RunRequest, attempt: Attempt) -> EarlierRun | Result:
-    """The run that `request` resumes or repeats; `attempt` then has its configuration, and the folder of one that is
-    resumed, under its lock. The Result of a run that is finished, whose closing block is shown again."""
-    if request.resume is not None:
-        return _open_resumed(request, RunDirectory.open(Path(request.resume)), attempt)
-    run = RunDirectory.open(Path(request.from_run or ""))
+def open_repeated(request: RunRequest, attempt: Attempt) -> EarlierRun:
+    """The run that `request` repeats; `attempt` then has its configuration."""
+    assert request.from_run is not None
+    run = RunDirectory.open(Path(request.from_run))
     _require_trained(run)
     _require_same_parts(attempt, run, "repeat")
     attempt.config = repeated_config(request, run)
     return EarlierRun(run, asked=request.overrides)
 
 
-def _open_resumed(request: RunRequest, run: RunDirectory, attempt: Attempt) -> EarlierRun | Result:
+def open_resumed(request: RunRequest, attempt: Attempt) -> EarlierRun | Result:
+    """The run that `request` resumes; `attempt` then has its configuration, and its folder under its lock. The Result
+    of a run that is finished, whose closing block is shown again."""
+    assert request.resume is not None
+    run = RunDirectory.open(Path(request.resume))
     console, group, stored = attempt.console, attempt.group, stored_config(run)
     attempt.config = config = _requested(request, request.resumed(stored), run)
     if group.is_main:

@@ -131,9 +131,9 @@ def _beside_other_programs(console: Console, request: RunRequest) -> RunRequest:
 
 def _train_earlier(attempt: Attempt, request: RunRequest, evidence: Future[Evidence]) -> Result:
     """Resume a run, or repeat it. The Result of a run that is finished."""
-    from gptlab.app.run.earlier_run import open_earlier
+    from gptlab.app.run.earlier_run import open_repeated, open_resumed
 
-    earlier = open_earlier(request, attempt)
+    earlier = open_repeated(request, attempt) if request.resume is None else open_resumed(request, attempt)
     if isinstance(earlier, Result):
         return earlier
     assert attempt.config is not None
