@@ -15,7 +15,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import gptlab
 from gptlab.app.run.attempt import Attempt, Result
 from gptlab.app.run.ranks import require_same_implementations
 from gptlab.app.run.run_request import next_steps, resume_command
@@ -28,6 +27,7 @@ from gptlab.config.run import RunConfig
 from gptlab.config.scaling import MANY_EPOCHS, Machine
 from gptlab.runtime.hardware.cpu import MachineLoad
 from gptlab.runtime.hardware.device import device_name
+from gptlab.runtime.processes.own_python import own_python
 from gptlab.runtime.records.console import Console
 from gptlab.runtime.records.metrics import MetricsLog
 from gptlab.runtime.records.provenance import Evidence
@@ -51,11 +51,7 @@ MEMORY_RUNS_OUT = ("cuda", "mps")
 LONG_RUN_SECONDS = 3600.0
 """A run of this many seconds without a checkpoint is warned of: an assumption on how much nobody wants to lose."""
 
-_REPORT = (
-    "import runpy, sys; root = sys.argv.pop(1); sys.path[:0] = [root] * (root not in sys.path); "
-    "runpy.run_module('gptlab', run_name='__main__', alter_sys=True)"
-)
-"""The gptlab that trains, wherever it lies and whatever is installed."""
+_GPTLAB = "import runpy; runpy.run_module('gptlab', run_name='__main__', alter_sys=True)"
 
 
 def describe(session: Session, console: Console, machine: Machine | None) -> None:
@@ -246,7 +242,7 @@ def write_report(run: Path, console: Console) -> None:
     terminal = {"PYTHONIOENCODING": encoding, "COLUMNS": str(shutil.get_terminal_size().columns)}
     try:
         done = subprocess.run(
-            _report_command(run), env=_alone() | terminal, encoding=encoding, errors="replace",
+            own_python(_GPTLAB, "report", str(run)), env=_alone() | terminal, encoding=encoding, errors="replace",
             timeout=60, stdin=subprocess.DEVNULL, capture_output=True, process_group=0, check=True,
         )  # fmt: skip
     except (OSError, subprocess.SubprocessError) as error:
@@ -269,14 +265,10 @@ def leave_report(run: Path, config: RunConfig, group: Group) -> None:
         return
     with suppress(OSError):
         process = subprocess.Popen(
-            _report_command(run), env=_alone(), start_new_session=True,
+            own_python(_GPTLAB, "report", str(run)), env=_alone(), start_new_session=True,
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
         threading.Thread(target=process.wait, daemon=True).start()  # a caller in Python may live on
-
-
-def _report_command(run: Path) -> list[str]:
-    return [sys.executable, "-P", "-c", _REPORT, str(Path(gptlab.__file__).parents[1]), "report", str(run)]
 
 
 def _alone() -> dict[str, str]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Generator, Mapping, Sequence
@@ -17,17 +16,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-import gptlab
 from gptlab.config.errors import UserError, one_line
 from gptlab.runtime.files.plain_file import to_json
+from gptlab.runtime.processes.own_python import own_python
 
 _ANSWERS = (
-    "import os, sys; root = sys.argv.pop(1); sys.path[:0] = [root] * (root not in sys.path); "
-    "answers = os.dup(1); os.dup2(2, 1); "  # what imports and models print is no answer
+    "import os; answers = os.dup(1); os.dup2(2, 1); "  # what imports and models print is no answer
     "from gptlab.app.prompt_answers import main; main(answers)"
 )
-COMMAND = (sys.executable, "-P", "-c", _ANSWERS, str(Path(gptlab.__file__).parents[1]))
-"""-P: the current folder may hold anybody's runs, and a file json.py in it."""
 IDLE_SECONDS = 300.0
 LOAD_SECONDS, TOKEN_SECONDS = 300.0, 60.0
 """After which the process counts as hanging, and is killed."""
@@ -65,7 +61,7 @@ def checked_settings(asked: Mapping[str, Any]) -> dict[str, Any]:
 class ModelProcess:
     """Answers prompts, one after the other. Threads may share it."""
 
-    def __init__(self, command: Sequence[str] = COMMAND, *, idle_seconds: float = IDLE_SECONDS) -> None:
+    def __init__(self, command: Sequence[str] = own_python(_ANSWERS), *, idle_seconds: float = IDLE_SECONDS) -> None:
         self._command = command
         self._idle_seconds = idle_seconds
         self._turn = threading.Lock()

@@ -16,24 +16,19 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any
 
-import gptlab
 from gptlab.config.errors import UserError, one_line
 from gptlab.runtime.files.plain_file import to_json
+from gptlab.runtime.processes.own_python import own_python
 from gptlab.runtime.records.console import Console
 from gptlab.runtime.records.run_directory import RunDirectory, recorded_id
 
-_MIRROR = (
-    "import sys; root = sys.argv.pop(1); sys.path[:0] = [root] * (root not in sys.path); "
-    "from gptlab.runtime.records.mirror_process import main; sys.exit(main(sys.argv[1]))"
-)
+_MIRROR = "from gptlab.runtime.records.mirror_process import main; sys.exit(main(sys.argv[1]))"
 IMPORT_SECONDS = 60.0
 """The longest that a run waits for imports before its first step, so that they take no time of its training."""
 OPEN_SECONDS = 5.0
@@ -90,9 +85,7 @@ class _Mirror:
         self.imported, self.opened = threading.Event(), threading.Event()
         self.warned = False
         self.process = subprocess.Popen(
-            # -P: files of the current folder, such as a json.py, are not imported.
-            [sys.executable, "-P", "-c", _MIRROR, str(Path(gptlab.__file__).parents[1]), name],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+            own_python(_MIRROR, name), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
             # A Ctrl-C is for the run. No session of its own: Linux shares the processor equally among sessions,
             # whatever the priorities in them (sched_autogroup).
             env=os.environ | {"OMP_NUM_THREADS": "1"}, process_group=0 if os.name != "nt" else None,
