@@ -10,12 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from gptlab.config.errors import UserError
+from gptlab.optim.combined import CombinedOptimizer
 
 _STATE_VERSION = 1
 
 
-class TorchOptimizer:
-    """One of torch's optimizers for all weights of a model, with the methods of `CombinedOptimizer`.
+class TorchOptimizer(CombinedOptimizer):
+    """One of torch's optimizers for all weights of a model, with the methods of `CombinedOptimizer`, but no Muon or
+    AdamW.
 
     Its learning rates are peaks: each step multiplies them by the schedule's. Its state is saved with every checkpoint,
     tensors as PARAMETER.NAME, with what it counts in its `param_groups`.
@@ -23,6 +25,7 @@ class TorchOptimizer:
 
     def __init__(self, inner: torch.optim.Optimizer, model: nn.Module) -> None:
         """UserError unless `inner` has exactly the weights of `model`, and nothing that cannot be saved."""
+        super().__init__(None, None)
         self.inner = inner
         self.parameters = dict(model.named_parameters())
         if not isinstance(inner, torch.optim.Optimizer):

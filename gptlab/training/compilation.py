@@ -23,7 +23,7 @@ from gptlab.data.loader import StepBatch
 from gptlab.eval.bits_per_byte import TokenNats, nats_by, nats_of
 from gptlab.model.counting import flops_per_token
 from gptlab.model.kernels.ops import missing_kernels, outrun_compiler
-from gptlab.optim.combined import CombinedOptimizer
+from gptlab.optim.torch_optimizer import TorchOptimizer
 from gptlab.runtime.files.cache import cache_root
 from gptlab.runtime.hardware.device import compiler_available, synchronize
 from gptlab.runtime.hardware.installed import cxx_compiler
@@ -256,7 +256,7 @@ def run_once(state: TrainState, passes: Passes, config: RunConfig, eval_sequence
         if passes.compiled and not strategy.is_sharded:
             _require_gradients(state)
         strategy.use_local_gradients()
-        if isinstance(state.optimizer, CombinedOptimizer):  # another's state comes to be in its first step
+        if not isinstance(state.optimizer, TorchOptimizer):  # whose state comes to be in its first step
             state.optimizer.step(1.0, config.optim.muon.momentum, 1.0)
         state.model.eval()
         with torch.no_grad():

@@ -294,4 +294,14 @@ MUTATIONS = [
         "        self.inner.step()\n        self._counted()", "        self.inner.step()\n        pass",
         ["test_torch_optimizer.py::test_a_count_that_cannot_be_saved_is_refused_at_once"],
     ),
+    Mutation(
+        "an own optimizer has no place for a Muon", "optim/torch_optimizer.py",
+        "        super().__init__(None, None)\n", "",
+        ["test_compiled_parts.py::test_an_own_optimizer_on_a_gpu_whose_compiler_fails"],
+    ),
+    Mutation(
+        "the warm-up steps an own optimizer", "training/compilation.py",
+        "        if not isinstance(state.optimizer, TorchOptimizer):", "        if state.optimizer is not None:",
+        ["test_compiled_parts.py::test_an_own_optimizer_on_a_gpu_whose_compiler_fails"],
+    ),
 ]  # fmt: skip

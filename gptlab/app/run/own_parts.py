@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from gptlab.data.prepare import PreparedData
     from gptlab.data.rows import RowSource
     from gptlab.model.gpt import GPT
+    from gptlab.optim.torch_optimizer import TorchOptimizer
 
 _HOOKS = ("on_step", "on_eval")
 
@@ -96,7 +97,7 @@ class OwnParts:
         """The arguments of `build_state` beside the configuration."""
         return {"change_model": self.change_model, "make_optimizer": self.optimizer and self._made_optimizer}
 
-    def _made_optimizer(self, model: GPT, config: RunConfig) -> Any:
+    def _made_optimizer(self, model: GPT, config: RunConfig) -> TorchOptimizer:
         from gptlab.optim.torch_optimizer import TorchOptimizer
 
         assert self.optimizer is not None

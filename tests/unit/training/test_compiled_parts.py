@@ -11,6 +11,7 @@ import torch
 from tiny_runs import make_config
 from torch import Tensor
 
+from gptlab.app.run.own_parts import OwnParts
 from gptlab.app.run.session import open_session
 from gptlab.config.run import RunConfig
 from gptlab.eval.bits_per_byte import token_nats
@@ -158,3 +159,17 @@ def test_a_gpu_whose_compiler_fails_trains_without_it(
     warm_up(state, passes, session.config, session.eval_sequences, warnings.append)
     assert warnings == [f"training without torch.compile, which is slower: torch.compile failed: {problem}"]
     assert not passes.compiled
+
+
+def test_an_own_optimizer_on_a_gpu_whose_compiler_fails(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no Muon to compile, and the warm-up does not step it."""
+    config = make_config(folder, "never-made", runtime__dtype="float64", runtime__compile="auto")
+    own = OwnParts(optimizer=lambda model: torch.optim.AdamW(model.parameters()))
+    session = open_session(config, place_of(config), QuietConsole(), parts=own)
+    session.state.model.platform = "cuda"
+    monkeypatch.setattr(torch, "compile", lambda function, **options: fails)
+    passes = make_passes(session.state, session.config, pytest.fail)
+    warnings: list[str] = []
+    warm_up(session.state, passes, session.config, session.eval_sequences, warnings.append)
+    assert warnings == ["training without torch.compile, which is slower: torch.compile failed: no linker"]
+    assert session.state.optimizer.state_tensors() == {}
