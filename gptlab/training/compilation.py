@@ -250,7 +250,6 @@ def run_once(state: TrainState, passes: Passes, config: RunConfig, eval_sequence
     weights = (p.detach() for p in strategy.updated_weights())
     kept = [*weights, *state.model.buffers(), *state.optimizer.state_tensors().values()]
     copies = [tensor.to("cpu", copy=True) for tensor in kept]
-    scaler = state.scaler.state_dict()
     try:
         gradients(state, _made_up_batch(state, config), passes.loss_sum, config, reduce=strategy.is_sharded)
         if passes.compiled and not strategy.is_sharded:
@@ -267,8 +266,6 @@ def run_once(state: TrainState, passes: Passes, config: RunConfig, eval_sequence
         with torch.no_grad():
             for tensor, copy in zip(kept, copies, strict=True):
                 tensor.copy_(copy)
-        if scaler:
-            state.scaler.load_state_dict(scaler)
         restore_rng(rng, state.device)
         synchronize(state.device)
 

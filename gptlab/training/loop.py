@@ -95,8 +95,8 @@ def next_steps(
     state: TrainState, loss_sum: LossFunction, config: RunConfig, finish: Finish, due: Callable[[TrainState], bool]
 ) -> Iterable[TrainStep]:
     """One step; on a GPU, as many as there are until something else is `due` (`queued_steps`)."""
-    # A spike is found on the host, and torch's GradScaler (float16) waits for the GPU.
-    if state.model.platform == "cuda" and not (config.faults.spike_factor or state.scaler.is_enabled()):
+    # Spikes, and overflows of float16, are found on the host, which waits for the GPU.
+    if state.model.platform == "cuda" and not (config.faults.spike_factor or state.loss_scale):
         from gptlab.training.queued_steps import queued_steps
 
         return queued_steps(state, loss_sum, config, finish, due)

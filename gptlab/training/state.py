@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gptlab.config.errors import ConfigError
 from gptlab.config.run import FaultsConfig, RunConfig, RuntimeConfig
 from gptlab.data.loader import Loader
 from gptlab.data.rows import RowSource
@@ -56,6 +55,28 @@ class Ema:
     def update(self, value: float) -> None:
         self.sum = _BETA * self.sum + (1 - _BETA) * value
         self.count += 1
+
+
+# torch.amp.GradScaler's, as are the first scale, the factors 2 and 1/2, and the names in state.json.
+_GOOD_STEPS = 2000
+
+
+@dataclass(slots=True)
+class LossScale:
+    """What float16's gradients are multiplied by before they are rounded: doubled after 2000 good steps, halved after
+    an overflow. Always a power of two, so that dividing by it changes no bit."""
+
+    scale: float = 2.0**16
+    good_steps: int = 0
+    """Since the scale last changed."""
+
+    def passed(self, is_finite: bool) -> None:
+        """Count a step. `is_finite`: whether its gradients were."""
+        self.good_steps += 1
+        if not is_finite:
+            self.scale, self.good_steps = self.scale / 2, 0
+        elif self.good_steps >= _GOOD_STEPS:
+            self.scale, self.good_steps = self.scale * 2, 0
 
 
 @dataclass(slots=True)
@@ -123,9 +144,9 @@ class TrainState:
     """Which parts of weights, gradients and moments are on which rank."""
     loader: Loader
     """Its state is the step after the last batch that was consumed: ahead of `step` after a rewind."""
-    scaler: torch.amp.GradScaler
-    """Loss scale of float16 runs; disabled, and stateless, for other types."""
     device: torch.device
+    loss_scale: LossScale | None = None
+    """Of float16 runs."""
     step: int = 0
     """Steps done, skipped updates included."""
     train_seconds: float = 0.0
@@ -190,7 +211,7 @@ class TrainState:
             "faults": asdict(self.faults),
             "loader": self.loader.state_dict(),
             "optimizer": self.strategy.moments_json(),
-            "scaler": self.scaler.state_dict(),
+            "scaler": {"scale": scale.scale, "_growth_tracker": scale.good_steps} if (scale := self.loss_scale) else {},
             "marks": {
                 name: mark and (asdict(mark) if name in _DUE_BY_CLOCK else {"step": mark.step})
                 for name, mark in self._marks().items()
@@ -215,8 +236,8 @@ class TrainState:
         self.loss_ema = Ema(**saved["loss_ema"])
         self.faults = FaultRecord(**saved["faults"])
         self.loader.load_state_dict(saved["loader"])
-        if saved["scaler"]:
-            self.scaler.load_state_dict(saved["scaler"])
+        if self.loss_scale and saved["scaler"]:
+            self.loss_scale = LossScale(float(saved["scaler"]["scale"]), int(saved["scaler"]["_growth_tracker"]))
         for name in self._marks().keys() & saved["marks"].keys():
             mark = saved["marks"][name]
             setattr(self, name, mark and Mark(mark["step"], mark.get("train_seconds", 0.0)))
@@ -304,8 +325,8 @@ def build_state(
         rows, micro_sequences=config.batch.micro_sequences, micro_batches=config.micro_batches, device=device,
         rank=group.rank, world_size=group.size, fill=strategy.is_sharded or config.parallel.reduce_each_micro_batch,
     )  # fmt: skip
-    scaler = torch.amp.GradScaler(device.type, enabled=compute_dtype == torch.float16)
-    return TrainState(strategy.model, strategy.optimizer, strategy, loader, scaler, device)
+    loss_scale = LossScale() if compute_dtype == torch.float16 else None
+    return TrainState(strategy.model, strategy.optimizer, strategy, loader, device, loss_scale)
 
 
 def _replace_passes(model: GPT, runtime: RuntimeConfig) -> None:
@@ -322,9 +343,6 @@ def _replace_passes(model: GPT, runtime: RuntimeConfig) -> None:
 
 
 def _fully_sharded(config: RunConfig, group: Group, device: torch.device, compute_dtype: torch.dtype) -> Strategy:
-    if compute_dtype == torch.float16:
-        why = 'its loss scale would have to be one over all ranks, which parallel.mode = "sharded" does not see to'
-        raise ConfigError("runtime.dtype", "float16", why, "float32")
     from gptlab.training.parallel.fsdp import Fsdp  # 0.7 s of imports
 
     group.start_collectives(device, timeout_seconds=config.runtime.process_timeout_seconds)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -98,9 +98,9 @@ def gradients(
     # The mean's gradient for each sum, part of its graph instead of a division to follow. (For the same as an argument
     # of `backward`, torch imports sympy: 0.9 s of every start.) float16 needs it before a gradient is rounded.
     dtype = torch.promote_types(state.model.compute_dtype, torch.float32)
-    mean = torch.full((), 1 / max(batch.target_tokens, 1), dtype=dtype, device=state.device)
-    share = state.scaler.scale(mean)
-    scale = (share,) if state.scaler.is_enabled() else ()
+    factor = state.loss_scale.scale if state.loss_scale else 1.0
+    share = torch.full((), factor / max(batch.target_tokens, 1), dtype=dtype, device=state.device)
+    scale = (share,) if state.loss_scale else ()
     places = strategy.order(batch.micro_indices)
     with strategy.in_passes():
         for place in places:
@@ -129,17 +129,19 @@ def update(state: TrainState, config: RunConfig, progress: float, step_fraction:
     A Fault, with weights, moments and gradients unchanged, where a gradient is not finite. With float16 that is an
     overflow as long as the loss scale is above 1: the update is skipped and the scale halved, which is no fault.
     """
-    strategy = state.strategy
-    # GradScaler looks at param_groups and calls step: all that it needs of an optimizer.
-    optimizer = cast(torch.optim.Optimizer, strategy)
-    state.scaler.unscale_(optimizer)
-    norm = clip_gradients(strategy.updated_weights(), config.optim.grad_clip, strategy.total_norm)
-    if not math.isfinite(norm) and state.scaler.get_scale() <= 1.0:
-        state.scaler.update()
+    strategy, loss_scale = state.strategy, state.loss_scale
+    weights = strategy.updated_weights()
+    if loss_scale:
+        torch._foreach_div_([p.grad for p in weights if p.grad is not None], loss_scale.scale)
+    norm = clip_gradients(weights, config.optim.grad_clip, strategy.total_norm)
+    is_finite = math.isfinite(norm)  # the same on all ranks
+    if not is_finite and (loss_scale is None or loss_scale.scale <= 1.0):
         return Fault("gradient", norm)
     rates = rates_of_step(config, state.step, progress, step_fraction)
-    state.scaler.step(optimizer, *rates)
-    state.scaler.update()
+    if is_finite:
+        strategy.step(*rates)
+    if loss_scale:
+        loss_scale.passed(is_finite)
     strategy.zero_grad()
     return Update(rates.lr_scale, norm)
 

@@ -261,13 +261,6 @@ MUTATIONS = [
         ["Muon at 0.04 on all matrices"],
     ),
     Mutation(
-        "the gradient scaler sees Muon's parameters only", "training/parallel/strategy.py",
-        'return [{"params": self.updated_weights()}]',
-        'return [{"params": [*(self.optimizer.muon or self.optimizer).parameters.values()]}]',
-        ["test_combined_optimizer.py::test_gradient_scaler_unscales_steps_and_skips"],
-        ["The loss is scaled for float16"],
-    ),
-    Mutation(
         "matrices whose rows are shared are dealt out without regard to their cost", "training/parallel/fsdp_muon.py",
         "busy[owner] += _cost(split, matrix)", "busy[owner] += 1",
         ["test_sharded_muon.py::test_owners_share_by_cost_and_not_by_number"],

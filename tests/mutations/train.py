@@ -25,7 +25,7 @@ MUTATIONS = [
     # --- one step
     Mutation(
         "the gradient is that of the sum", "training/step.py",
-        "1 / max(batch.target_tokens, 1)", "1.0",
+        "factor / max(batch.target_tokens, 1)", "factor",
         ["test_train.py::TestLoss::test_accumulated_gradients_are_those_of_one_batch"],
     ),
     Mutation(
@@ -50,7 +50,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the loss of float16 is not scaled", "training/step.py",
-        "share = state.scaler.scale(", "share = (",
+        "state.loss_scale.scale if state.loss_scale else 1.0", "1.0",
         ["test_float16.py::test_losses_and_norms_are_those_of_float32"],
         ["The loss is scaled for float16"],
     ),
@@ -61,19 +61,38 @@ MUTATIONS = [
     ),
     Mutation(
         "gradients of float16 are clipped before they are unscaled", "training/step.py",
-        "    state.scaler.unscale_(optimizer)\n", "",
+        "        torch._foreach_div_([p.grad for p in weights if p.grad is not None], loss_scale.scale)\n",
+        "        pass\n",
         ["test_float16.py::test_losses_and_norms_are_those_of_float32"],
         ["The loss is scaled for float16"],
     ),
     Mutation(
         "the loss scale is never updated", "training/step.py",
-        "*rates)\n    state.scaler.update()", "*rates)",
+        "loss_scale.passed(is_finite)", "pass",
         ["test_float16.py::test_an_overflow_leaves_the_update_out_and_halves_the_scale"],
         ["The loss is scaled for float16"],
     ),
     Mutation(
+        "an overflow of float16 is an update", "training/step.py",
+        "    if is_finite:\n        strategy.step", "    if True:\n        strategy.step",
+        ["test_float16.py::test_an_overflow_leaves_the_update_out_and_halves_the_scale"],
+        ["The loss is scaled for float16"],
+    ),
+    Mutation(
+        "the loss scale grows in spite of overflows", "training/state.py",
+        "self.scale, self.good_steps = self.scale / 2, 0", "self.scale = self.scale / 2",
+        ["test_float16.py::test_the_scale_is_that_of_torchs_gradscaler"],
+        ["The loss is scaled for float16"],
+    ),
+    Mutation(
+        "a fault halves the loss scale", "training/step.py",
+        '        return Fault("gradient", norm)',
+        '        return (loss_scale and loss_scale.passed(False)) or Fault("gradient", norm)',
+        ["test_float16.py::test_a_fault_leaves_the_scale_as_it_was"],
+    ),
+    Mutation(
         "the loss scale is not saved", "training/state.py",
-        'if saved["scaler"]:', 'if "scaler" not in saved:',
+        'if self.loss_scale and saved["scaler"]:', "if False:",
         ["test_resume.py::TestSavedPartsCount::test_loss_scale"],
         ["The loss is scaled for float16"],
     ),

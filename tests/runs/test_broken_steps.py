@@ -152,7 +152,7 @@ def _by_hand(folder: Path, data: tuple[int | None, ...], changes: tuple[tuple[st
             state.loss_ema.update(loss)
         state.step = step + 1
     tensors = tensors_of(state)
-    return Result(tensors, asdict(state.loss_ema), state.scaler.state_dict())
+    return Result(tensors, asdict(state.loss_ema), state.to_json()["scaler"])
 
 
 def without(*steps: int) -> list[int | None]:

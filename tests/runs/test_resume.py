@@ -288,3 +288,9 @@ class TestSavedPartsCount:
             train(folder, "scale", **changes)
         assert differences(expected, self.resumed(folder / "scale", tmp_path / "kept")) == []
         assert differences(expected, self.resumed(folder / "scale", tmp_path / "run", entry("scaler", {})))
+
+        def as_before(saved: Checkpoint) -> Checkpoint:
+            """As earlier versions saved it, by GradScaler."""
+            return entry("scaler", torch.amp.GradScaler("cpu").state_dict() | saved.state["scaler"])(saved)
+
+        assert differences(expected, self.resumed(folder / "scale", tmp_path / "older", as_before)) == []

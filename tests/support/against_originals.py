@@ -453,8 +453,7 @@ def trained(lineage: str, config: RunConfig, recording: Recording) -> Iterator[W
     """gptlab's weights behind each update."""
     model = model_with(config, recording.before)
     strategy = Strategy(model, whole_optimizer(model, config), Group())
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
-    state = TrainState(model, strategy.optimizer, strategy, cast(Loader, None), scaler, CPU)
+    state = TrainState(model, strategy.optimizer, strategy, cast(Loader, None), CPU)
     finish = Finish.of(config, flops_per_token=1.0, scaling_params=1)
     for step in range(len(recording.after)):
         passes = recording.batches[step * MICRO_BATCHES : (step + 1) * MICRO_BATCHES]

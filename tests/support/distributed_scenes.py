@@ -59,10 +59,10 @@ def play(scene: dict[str, Any], port: int, rank: int) -> dict[str, Any]:
         if (wanted_rank, wanted_step) != (rank, state.step + 1):
             return gradients(state, batch, loss_sum, *rest)
 
-        def broken_loss(tokens: Tensor, targets: Tensor) -> Tensor:
+        def broken_loss(*args: Tensor) -> Tensor:
             if what != "nan":
                 os.kill(os.getpid(), signal.Signals[what])
-            loss = loss_sum(tokens, targets)
+            loss = loss_sum(*args)
             loss.register_hook(lambda gradient: gradient * math.nan)
             return loss
 

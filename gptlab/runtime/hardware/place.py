@@ -55,7 +55,7 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     """The dtype of activations and matrix products.
 
     `auto`: bfloat16 if the hardware multiplies it faster than float32, float16 on older CUDA devices with tensor cores
-    (training then needs a gradient scaler), else float32. ConfigError for a dtype that the device does not have.
+    (training then needs a loss scale), else float32. ConfigError for a dtype that the device does not have.
     """
     if name == "auto":
         return _best_dtype(device)

@@ -87,15 +87,11 @@ class Strategy:
         return next((name for name, count in zip(broken, counts, strict=True) if count), None)
 
     def total_norm(self, gradients: list[Tensor]) -> Tensor:
-        """The joint L2 norm over all ranks of the gradients of `updated_weights`; 0-d float64."""
+        """The joint L2 norm over all ranks of the gradients of `updated_weights`; 0-d float64. Not finite, on all
+        ranks, if a gradient of any rank is not."""
         return joint_norm(gradients)
 
     # --- the update
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The parameters whose gradients torch.amp.GradScaler unscales and checks; it then calls `step`."""
-        return [{"params": self.updated_weights()}]
 
     def updated_weights(self) -> list[Parameter]:
         """What this rank updates: parameters, or parts of them."""

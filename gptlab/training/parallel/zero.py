@@ -62,10 +62,6 @@ class Zero(Strategy):
         parameters = [(key, leaf, roles[self.owned[key].name]) for key, leaf in leaves.items()]
         super().__init__(model, build_optimizer(parameters, config.optim, compute_dtype=model.compute_dtype), group)
         self._device = next(model.parameters()).device
-        self._overflow_flag: Parameter | None = None
-        """A parameter beside those of the model, through which the loss scaler sees an overflow on another rank."""
-        if model.compute_dtype == torch.float16:
-            self._overflow_flag = Parameter(torch.zeros(1, device=self._device))
         rounded = rounded_tables(model) if wire.bfloat16_tables else set()
         self._narrow = {name for bucket in self.division.rest if bucket.names <= rounded for name in bucket.names}
         """Weights that travel in bfloat16: only their owners have them in float32."""
@@ -115,7 +111,6 @@ class Zero(Strategy):
         last = self.group.sum_later(total, "loss")
         self._finish_buckets()
         last.wait()
-        self.share_overflow()
         return total
 
     def _send_rest(self, computed: bool) -> None:
@@ -152,15 +147,6 @@ class Zero(Strategy):
 
     def total_norm(self, gradients: list[Tensor]) -> Tensor:
         return self.group.sum(sum_of_squares(gradients, self._device), "gradient norm").sqrt()
-
-    def share_overflow(self) -> None:
-        """Make the loss scaler of every rank see an overflow on any of them."""
-        if self._overflow_flag is None:
-            return
-        broken = [~p.grad.isfinite().all() for p in self.updated_weights() if p.grad is not None]
-        count = torch.stack(broken).sum() if broken else torch.zeros((), device=self._device)
-        seen = self.group.sum(count.to(torch.float32).reshape(1), "overflow")
-        self._overflow_flag.grad = torch.where(seen > 0, torch.inf, 0.0)
 
     def _complete(self, name: str, _: Tensor) -> None:
         if not self._armed:
@@ -202,11 +188,6 @@ class Zero(Strategy):
         return [next(iter(self._parameters.values())).detach().new_zeros(missing)] if missing else []
 
     # --- the update
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        flag = [] if self._overflow_flag is None else [self._overflow_flag]
-        return [{"params": [*self.updated_weights(), *flag]}]
 
     def step(self, lr_scale: float, momentum: float, weight_decay_scale: float, made: Tensor | None = None) -> None:
         self.optimizer.require_gradients()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
-from tiny_runs import lines_of, make_config, train, weights_of
+from tiny_runs import lines_of, make_config, open_tiny, train, weights_of
+from torch import Tensor
 
 from gptlab.app.run.session import open_session
 from gptlab.model.head import HeadLoss
@@ -15,6 +17,8 @@ from gptlab.runtime.hardware.place import place_of
 from gptlab.runtime.records.console import Console
 from gptlab.training.checkpoint.format import list_checkpoints
 from gptlab.training.checkpoint.load import load_checkpoint
+from gptlab.training.faults import Fault
+from gptlab.training.state import LossScale
 from gptlab.training.step import gradients, update
 
 HALF = {"runtime__dtype": "float16", "model__dropout": 0.0}
@@ -42,26 +46,52 @@ def test_losses_and_norms_are_those_of_float32(folder: Path, half: Path) -> None
     assert {value.dtype for value in saved.model.values()} == {torch.float32}
 
 
-def test_an_overflow_leaves_the_update_out_and_halves_the_scale(folder: Path) -> None:
+def test_an_overflow_leaves_the_update_out_and_halves_the_scale(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = make_config(folder, "never-made", **HALF)
     with Console() as console:
         state = open_session(config, place_of(config), console).state
     # 2^34 over 256 targets: gradients of 2^26, and float16 ends at 65504.
-    state.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**34, growth_interval=2)
+    state.loss_scale = LossScale(2.0**34)
+    monkeypatch.setattr("gptlab.training.state._GOOD_STEPS", 2)
     before = {name: value.clone() for name, value in weights_of(state).items()}
     with state.loader:
         batch = next(state.loader)
         gradients(state, batch, state.model.loss, config)
         assert not math.isfinite(update(state, config, 0.5, 0.1).grad_norm)
         assert all(torch.equal(value, before[name]) for name, value in weights_of(state).items())
-        assert state.scaler.get_scale() == 2.0**33
+        assert state.loss_scale.scale == 2.0**33
         norms = []
-        while len(norms) < 40 and state.scaler.get_scale() > 2.0**15:
+        while len(norms) < 40 and state.loss_scale.scale > 2.0**15:
             gradients(state, batch, state.model.loss, config)
             norms.append(update(state, config, 0.5, 0.1).grad_norm)
     changed = [name for name, value in weights_of(state).items() if not torch.equal(value, before[name])]
     assert math.isfinite(norms[-1]), "the scale never came down to one that fits"
     assert changed
+
+
+def test_the_scale_is_that_of_torchs_gradscaler() -> None:
+    """Two overflows, two growths and a half, an overflow one step before the next growth."""
+    ours, theirs = LossScale(), torch.amp.GradScaler("cpu")
+    settings = theirs.get_growth_factor(), theirs.get_backoff_factor(), theirs.get_growth_interval()
+    scale, count = torch.tensor(theirs.get_scale()), torch.tensor(0, dtype=torch.int32)
+    assert ours.scale == scale
+    for good_steps in (0, 0, 5000, 1999, 2000):
+        for is_finite in [True] * good_steps + [False]:
+            torch._amp_update_scale_(scale, count, torch.tensor(float(not is_finite)), *settings)
+            ours.passed(is_finite)
+            assert (ours.scale, ours.good_steps) == (scale, count)
+
+
+def test_a_fault_leaves_the_scale_as_it_was(folder: Path) -> None:
+    """It was halved, and its count of good steps set to 0, though the step is as if it had never been computed."""
+    opened = open_tiny(folder, **HALF)
+    state = opened.state
+    state.loss_scale = LossScale(1.0, good_steps=7)
+    with state.loader:
+        gradients(state, next(state.loader), state.model.loss, opened.config)
+    cast(Tensor, state.model.head.weight.grad).view(-1)[3] = math.inf
+    assert isinstance(update(state, opened.config, 0.5, 0.1), Fault)
+    assert state.loss_scale == LossScale(1.0, good_steps=7)
 
 
 def test_small_probabilities_have_gradients() -> None:

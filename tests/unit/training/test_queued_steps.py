@@ -171,8 +171,7 @@ def test_a_step_asks_the_device_for_nothing(recipe: str) -> None:
         model = GPT(config.model, torch.bfloat16, "cuda")
         tokens = torch.empty(2, 2, config.model.seq_len, dtype=torch.int64)
     strategy = Strategy(model, whole_optimizer(model, config), Group())
-    scaler = torch.amp.GradScaler("cuda", enabled=False)
-    state = TrainState(model, strategy.optimizer, strategy, cast(Any, None), scaler, torch.device("meta"))
+    state = TrainState(model, strategy.optimizer, strategy, cast(Any, None), torch.device("meta"))
     with Dispatched() as dispatched:
         loss = gradients(state, StepBatch(0, 0.0, tokens, tokens, (0, 1), tokens.numel()), model.loss, config)
         norms = queued_update(state, config, loss, rates_of_step(config, 0, 0.0, 0.1))
