@@ -43,8 +43,6 @@ class Fault:
     """The loss in nats/token, or the norm of the gradient."""
     median: float | None = None
     """Of the recent losses; for a spike."""
-    loss: float | None = None
-    """Of the step, nats/token; known after the step."""
 
     def __str__(self) -> str:
         if self.reason == "gradient":
@@ -75,24 +73,24 @@ class FaultRecord:
         if config.spike_factor is not None:
             self.losses = [*self.losses, loss][-config.spike_window :]
 
-    def calls_for_rewind(self, fault: Fault, config: FaultsConfig) -> bool:
+    def calls_for_rewind(self, fault: Fault, loss: float, config: FaultsConfig) -> bool:
         """Whether to rewind instead of skipping the update: for a spike, and where too many updates in a row would be
-        skipped, since then the weights are the cause. TrainingFailed over faults.max_rewinds."""
+        skipped, since then the weights are the cause. TrainingFailed over faults.max_rewinds. `loss`: nats/token."""
         too_many = self.skipped_in_a_row >= config.max_skipped_in_a_row
         if config.spike_factor is None or self.good_step is None or not (fault.reason == "spike" or too_many):
             return False
         if self.rewinds >= config.max_rewinds:
-            raise TrainingFailed(f"{fault}, after {self.rewinds} rewinds (faults.max_rewinds)", loss=fault.loss)
+            raise TrainingFailed(f"{fault}, after {self.rewinds} rewinds (faults.max_rewinds)", loss=loss)
         return True
 
-    def skip(self, fault: Fault, step: int, config: RunConfig) -> None:
-        """Count a skipped update in step number `step`. TrainingFailed, with nothing counted, over the limits and for a
-        loss above runtime.max_loss, where the weights are the cause and not the batch."""
+    def skip(self, fault: Fault, loss: float, step: int, config: RunConfig) -> None:
+        """Count a skipped update in step number `step`, of `loss` nats/token. TrainingFailed, with nothing counted,
+        over the limits and for a loss above runtime.max_loss, where the weights are the cause and not the batch."""
         if fault.reason == "spike" and fault.value > config.runtime.max_loss:
             raise exploded(fault.value, config.runtime.max_loss)
         if too_many := self._too_many(config.faults):
             reason = f"{fault} in step {step}, {too_many}: often a learning rate that is too high"
-            raise TrainingFailed(reason, step=step, loss=fault.loss)
+            raise TrainingFailed(reason, step=step, loss=loss)
         self.skipped += 1
         self.skipped_in_a_row += 1
 
@@ -112,7 +110,7 @@ def loss_fault(loss: float, record: FaultRecord, config: RunConfig) -> Fault | N
     """
     if not math.isfinite(loss):
         return Fault("loss", loss)
-    if config.faults.spike_factor is not None and (spike := _spike(loss, record.losses, config.faults)) is not None:
+    if (spike := _spike(loss, record.losses, config.faults)) is not None:
         return spike
     if loss > config.runtime.max_loss:
         raise exploded(loss, config.runtime.max_loss)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal, Protocol
 
@@ -84,7 +84,7 @@ def fit(state: TrainState, work: Work, record: Recorder) -> Ended:
                 seconds = stop.step(step.seconds, state.step + 1)
                 state.train_seconds += seconds
                 if isinstance(step.result, Fault):
-                    recover(state, step, replace(step.result, loss=step.loss), work, record)
+                    recover(state, step, step.result, work, record)
                     continue
                 state.passed(step.loss, work.config.faults)
                 record.step(state, step.batch, step.loss, step.result, seconds)
@@ -141,13 +141,13 @@ def recover(state: TrainState, step: TrainStep, fault: Fault, work: Work, record
     broken = state.strategy.first_broken_gradient(step.finite)
     state.strategy.zero_grad()
     number = state.step + 1
-    if state.faults.calls_for_rewind(fault, work.config.faults):
+    if state.faults.calls_for_rewind(fault, step.loss, work.config.faults):
         saved = last_good(state, record, work.group)
         if saved is not None:
             state.rewind(saved.model, saved.optimizer, saved.state)
             record.rewound(state, fault, number, step.batch.step)
             return
-    state.faults.skip(fault, number, work.config)
+    state.faults.skip(fault, step.loss, number, work.config)
     state.step = number
     record.skipped(state, fault, step.batch.step, broken)
 

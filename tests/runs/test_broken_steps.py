@@ -453,10 +453,10 @@ class TestDecisions:
                 record.passed(4.0, config.faults)
             elif step == ends:
                 with pytest.raises(TrainingFailed, match=next(iter(limits))):
-                    record.skip(Fault("loss", math.nan), step, config)
+                    record.skip(Fault("loss", math.nan), math.nan, step, config)
                 return
             else:
-                record.skip(Fault("loss", math.nan), step, config)
+                record.skip(Fault("loss", math.nan), math.nan, step, config)
         assert ends is None
 
     def test_window_holds_the_last_losses(self) -> None:
@@ -474,7 +474,7 @@ class TestDecisions:
     def test_nothing_is_counted_where_the_run_ends(self) -> None:
         record = FaultRecord(skipped=7, skipped_in_a_row=3)
         with pytest.raises(TrainingFailed, match="in step 9, after 3 consecutive skipped updates"):
-            record.skip(Fault("loss", math.nan), 9, self.CONFIG)
+            record.skip(Fault("loss", math.nan), math.nan, 9, self.CONFIG)
         assert record == FaultRecord(skipped=7, skipped_in_a_row=3)
 
     @pytest.mark.parametrize("value", [math.nan, math.inf])
