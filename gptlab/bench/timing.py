@@ -26,7 +26,7 @@ from gptlab.training.compilation import Passes, keep_compiled, make_passes
 from gptlab.training.faults import Fault, TrainingFailed
 from gptlab.training.loop import next_steps
 from gptlab.training.state import Finish, TrainState, build_state
-from gptlab.training.step import LossFunction, gradients, quiet_garbage, update
+from gptlab.training.step import LossFunction, gradients, quiet_garbage, rates_of_step, update
 
 R = TypeVar("R")
 
@@ -176,7 +176,7 @@ def step_by_parts(state: TrainState, loss_sum: LossFunction, config: RunConfig) 
     with watch.timed_steps("muon", state.optimizer.muon), watch.timed_steps("adamw", state.optimizer.adamw):
         batch = watch.timed("data", next)(state.loader)
         watch.timed("gradients", gradients)(state, batch, watch.timed("forward", loss_sum), config)
-        watch.timed("update", update)(state, config, _MIDDLE, 0.0)
+        watch.timed("update", update)(state, config, rates_of_step(state, config, _AlwaysInTheMiddle(None, None)))
     state.step += 1
     seconds = watch.seconds
     seconds["backward"] = seconds["gradients"] - seconds["forward"]

@@ -72,8 +72,7 @@ def queued_update(state: TrainState, config: RunConfig, loss: Tensor, rates: Rat
 
 def _queue(state: TrainState, loss_sum: LossFunction, config: RunConfig, finish: Finish) -> _Queued:
     batch = next(state.loader)
-    progress = finish.progress(state.step, state.train_seconds)
-    rates = rates_of_step(config, state.step, progress, finish.step_fraction)
+    rates = rates_of_step(state, config, finish)
     loss = gradients(state, batch, loss_sum, config)
     norms = queued_update(state, config, loss, rates)
     figures = torch.cat([loss.reshape(1).to(norms.dtype), norms])

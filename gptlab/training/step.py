@@ -61,11 +61,12 @@ class Rates(NamedTuple):
     weight_decay_scale: float
 
 
-def rates_of_step(config: RunConfig, step: int, progress: float, step_fraction: float) -> Rates:
-    """The rates of the step that follows `step` steps. Other arguments as for `update`."""
+def rates_of_step(state: TrainState, config: RunConfig, finish: Finish) -> Rates:
+    """The rates of the next step."""
+    progress = finish.progress(state.step, state.train_seconds)
     return Rates(
-        lr_scale(config.schedule, progress, step_fraction),
-        muon_momentum(config.optim.muon, step),
+        lr_scale(config.schedule, progress, finish.step_fraction),
+        muon_momentum(config.optim.muon, state.step),
         weight_decay_scale(config.schedule, progress),
     )
 
@@ -73,10 +74,10 @@ def rates_of_step(config: RunConfig, step: int, progress: float, step_fraction: 
 def train_step(state: TrainState, loss_sum: LossFunction, config: RunConfig, finish: Finish) -> TrainStep:
     """Train on the next batch. The caller counts the step. A Fault leaves weights and moments unchanged, and the
     gradients in place."""
-    started, progress = time.perf_counter(), finish.progress(state.step, state.train_seconds)
+    started = time.perf_counter()
     batch = next(state.loader)
     loss = float(gradients(state, batch, loss_sum, config))
-    result = loss_fault(loss, state.faults, config) or update(state, config, progress, finish.step_fraction)
+    result = loss_fault(loss, state.faults, config) or update(state, config, rates_of_step(state, config, finish))
     synchronize(state.device)
     return TrainStep(batch, loss, result, time.perf_counter() - started)
 
@@ -122,9 +123,8 @@ def gradients(
     return total / batch.target_tokens
 
 
-def update(state: TrainState, config: RunConfig, progress: float, step_fraction: float) -> Update | Fault:
-    """Update the weights from the gradients and free these. `progress` is the fraction of the run done before
-    this step, `step_fraction` that which the step takes.
+def update(state: TrainState, config: RunConfig, rates: Rates) -> Update | Fault:
+    """Update the weights from the gradients and free these.
 
     A Fault, with weights, moments and gradients unchanged, where a gradient is not finite. With float16 that is an
     overflow as long as the loss scale is above 1: the update is skipped and the scale halved, which is no fault.
@@ -137,7 +137,6 @@ def update(state: TrainState, config: RunConfig, progress: float, step_fraction:
     is_finite = math.isfinite(norm)  # the same on all ranks
     if not is_finite and (loss_scale is None or loss_scale.scale <= 1.0):
         return Fault("gradient", norm)
-    rates = rates_of_step(config, state.step, progress, step_fraction)
     if is_finite:
         strategy.step(*rates)
     if loss_scale:

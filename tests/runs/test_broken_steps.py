@@ -40,7 +40,7 @@ from gptlab.training.checkpoint.format import list_checkpoints
 from gptlab.training.checkpoint.load import load_checkpoint
 from gptlab.training.faults import Fault, FaultRecord, TrainingFailed, loss_fault
 from gptlab.training.state import TrainState
-from gptlab.training.step import Update, gradients, update
+from gptlab.training.step import Update, gradients, rates_of_step, update
 
 STEPS = 12  # of tiny_runs.FLAGS, with checkpoints at 4, 8 and 12
 SMALL: dict[str, Any] = {
@@ -147,7 +147,7 @@ def _by_hand(folder: Path, data: tuple[int | None, ...], changes: tuple[tuple[st
     for step, data_step in enumerate(data):
         if data_step is not None:
             loss = float(gradients(state, state.loader.make(data_step), state.model.loss, config))
-            done = update(state, config, finish.progress(step, 0.0), finish.step_fraction)
+            done = update(state, config, rates_of_step(state, config, finish))
             assert isinstance(done, Update)
             state.loss_ema.update(loss)
         state.step = step + 1

@@ -58,7 +58,7 @@ from gptlab.training.checkpoint.load import load_checkpoint, verify_checkpoint
 from gptlab.training.checkpoint.write import save_checkpoint
 from gptlab.training.faults import TrainingFailed
 from gptlab.training.loop import fit
-from gptlab.training.step import gradients, update
+from gptlab.training.step import Rates, gradients, update
 
 STEPS, TOKENS_PER_STEP = FLAGS["steps"], FLAGS["batch.total_tokens"]
 CLOSING_KEYS = [
@@ -374,7 +374,7 @@ class TestLoss:
         with state.loader:
             gradients(state, next(state.loader), state.model.loss, config)
         assert all(parameter.grad is not None for parameter in state.model.parameters())
-        update(state, config, 0.0, 1 / STEPS)
+        update(state, config, Rates(lr_scale=1.0, momentum=0.9, weight_decay_scale=1.0))
         assert all(parameter.grad is None for parameter in state.model.parameters())
 
     def test_dropout_is_keyed_by_seed_step_and_micro_batch(self, folder: Path) -> None:

@@ -59,7 +59,7 @@ from gptlab.runtime.processes.distributed import Group
 from gptlab.training.checkpoint.load import load_weights
 from gptlab.training.parallel.strategy import Strategy, whole_optimizer
 from gptlab.training.state import Finish, TrainState
-from gptlab.training.step import gradients, update
+from gptlab.training.step import gradients, rates_of_step, update
 
 COMMITS = {
     "nanochat": "07c4dd4cd9368f547229beea5e9fe952ae4bd0a9",  # 2026-02-02
@@ -460,7 +460,8 @@ def trained(lineage: str, config: RunConfig, recording: Recording) -> Iterator[W
         inputs, targets = (torch.stack(tensors) for tensors in zip(*passes, strict=True))
         batch = StepBatch(step, 0.0, inputs, targets, tuple(range(MICRO_BATCHES)), int((targets >= 0).sum()))
         gradients(state, batch, model.loss, config)
-        update(state, config, finish.progress(step, train_seconds(lineage, step)), finish.step_fraction)
+        state.train_seconds = train_seconds(lineage, step)
+        update(state, config, rates_of_step(state, config, finish))
         state.step += 1
         yield {name: p.detach() for name, p in model.named_parameters()}
 

@@ -23,7 +23,7 @@ from gptlab.model.interop.hf_config import gpt2_model_config
 from gptlab.model.interop.hf_weights import from_transformers, to_transformers
 from gptlab.training.checkpoint.load import load_weights
 from gptlab.training.state import Finish, build_state
-from gptlab.training.step import gradients, update
+from gptlab.training.step import gradients, rates_of_step, update
 
 CPU = torch.device("cpu")
 # 35 entries: padding up to the next multiple of 64 is 29 rows.
@@ -288,9 +288,8 @@ def test_fifty_steps_of_adamw_equal_a_plain_loop(tmp_path: Path) -> None:
                 group["lr"] = peak * scale
             optimizer.step()
 
-            progress, fraction = finish.progress(state.step, 0.0), finish.step_fraction
             losses.append(float(gradients(state, batch, state.model.loss, config)))
-            update(state, config, progress, fraction)
+            update(state, config, rates_of_step(state, config, finish))
             state.step += 1
             assert losses[-1] == pytest.approx(expected, abs=1e-9, rel=0), f"step {step}"
     assert losses[-1] < losses[0] - 1.0, "nothing was learned, so nothing was compared"

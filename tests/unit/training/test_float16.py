@@ -19,9 +19,10 @@ from gptlab.training.checkpoint.format import list_checkpoints
 from gptlab.training.checkpoint.load import load_checkpoint
 from gptlab.training.faults import Fault
 from gptlab.training.state import LossScale
-from gptlab.training.step import gradients, update
+from gptlab.training.step import Rates, gradients, update
 
 HALF = {"runtime__dtype": "float16", "model__dropout": 0.0}
+RATES = Rates(lr_scale=1.0, momentum=0.9, weight_decay_scale=1.0)
 
 
 @pytest.fixture(scope="module")
@@ -57,13 +58,13 @@ def test_an_overflow_leaves_the_update_out_and_halves_the_scale(folder: Path, mo
     with state.loader:
         batch = next(state.loader)
         gradients(state, batch, state.model.loss, config)
-        assert not math.isfinite(update(state, config, 0.5, 0.1).grad_norm)
+        assert not math.isfinite(update(state, config, RATES).grad_norm)
         assert all(torch.equal(value, before[name]) for name, value in weights_of(state).items())
         assert state.loss_scale.scale == 2.0**33
         norms = []
         while len(norms) < 40 and state.loss_scale.scale > 2.0**15:
             gradients(state, batch, state.model.loss, config)
-            norms.append(update(state, config, 0.5, 0.1).grad_norm)
+            norms.append(update(state, config, RATES).grad_norm)
     changed = [name for name, value in weights_of(state).items() if not torch.equal(value, before[name])]
     assert math.isfinite(norms[-1]), "the scale never came down to one that fits"
     assert changed
@@ -90,7 +91,7 @@ def test_a_fault_leaves_the_scale_as_it_was(folder: Path) -> None:
     with state.loader:
         gradients(state, next(state.loader), state.model.loss, opened.config)
     cast(Tensor, state.model.head.weight.grad).view(-1)[3] = math.inf
-    assert isinstance(update(state, opened.config, 0.5, 0.1), Fault)
+    assert isinstance(update(state, opened.config, RATES), Fault)
     assert state.loss_scale == LossScale(1.0, good_steps=7)
 
 

@@ -29,7 +29,7 @@ from gptlab.training.faults import TrainingFailed
 from gptlab.training.parallel.strategy import Strategy, whole_optimizer
 from gptlab.training.queued_steps import queued_update
 from gptlab.training.state import TrainState
-from gptlab.training.step import gradients, rates_of_step
+from gptlab.training.step import Rates, gradients
 
 QUIET: dict[str, Any] = {"sample__prompts": [], "eval__every_steps": 6, "checkpoint__background": False}
 BROKEN_GRADIENT = "blocks.0.mlp.up.weight"
@@ -174,7 +174,7 @@ def test_a_step_asks_the_device_for_nothing(recipe: str) -> None:
     state = TrainState(model, strategy.optimizer, strategy, cast(Any, None), torch.device("meta"))
     with Dispatched() as dispatched:
         loss = gradients(state, StepBatch(0, 0.0, tokens, tokens, (0, 1), tokens.numel()), model.loss, config)
-        norms = queued_update(state, config, loss, rates_of_step(config, 0, 0.0, 0.1))
+        norms = queued_update(state, config, loss, Rates(1.0, 0.9, 1.0))
     assert norms.shape == (1 + len(strategy.updated_weights()),)
     assert "aten._local_scalar_dense.default" not in dispatched.names
     assert "aten._fused_adamw_.default" in dispatched.names
