@@ -91,6 +91,18 @@ MUTATIONS = [
         ["test_float16.py::test_a_fault_leaves_the_scale_as_it_was"],
     ),
     Mutation(
+        "a rank sees an overflow in its own share alone", "training/parallel/zero.py",
+        'self.group.sum(sum_of_squares(gradients, self._device), "gradient norm")',
+        "sum_of_squares(gradients, self._device)",
+        ["test_gradient_norm.py::test_all_ranks_see_what_is_not_finite_in_one_ranks_share"],
+    ),
+    Mutation(
+        "a rank sees an overflow in its own rows alone", "training/parallel/fsdp.py",
+        'self.group.sum(sum_of_squares(counted, self._device), "gradient norm")',
+        "sum_of_squares(counted, self._device)",
+        ["test_gradient_norm.py::test_one_precision_for_any_number_of_ranks"],
+    ),
+    Mutation(
         "the loss scale is not saved", "training/state.py",
         'if self.loss_scale and saved["scaler"]:', "if False:",
         ["test_resume.py::TestSavedPartsCount::test_loss_scale"],
