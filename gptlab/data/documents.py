@@ -23,10 +23,10 @@ class DocumentRoom:
         return _CountedRows(rows, self)
 
     def add(self, inputs: np.ndarray) -> None:
-        """There are rows (n, seq_len), of which any `micro_sequences` may be a micro-batch."""
+        """There are rows (n, seq_len). A micro-batch may hold any of them, and rows that are read for another epoch."""
         is_bos = inputs == self.bos_id
         counts = 1 + (is_bos[:, 1:] & ~is_bos[:, :-1]).sum(1)
-        most = int(np.sort(counts)[-self.micro_sequences :].sum())
+        most = self.micro_sequences * int(counts.max())
         while self.documents < most:
             self.documents *= 2
 

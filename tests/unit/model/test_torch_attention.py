@@ -162,13 +162,15 @@ def test_document_bounds_by_hand() -> None:
 
 
 def test_room_is_doubled_where_rows_hold_more_documents() -> None:
-    """Of three rows with 1, 4 and 3 documents, the two fullest may come together."""
+    """Of rows with 1, 4 and 3 documents: any may come twice, or beside others that are read for the next epoch."""
     room = DocumentRoom(BOS, micro_sequences=2, seq_len=512)
     assert room.documents == 4
     rows = np.array([[5] * 8, [BOS, 1] * 4, [BOS, 1, BOS, BOS, 1, 1, BOS, 1]])
     room.add(rows[:1])
     assert room.documents == 4
-    room.add(rows)
+    room.add(rows[2:])
+    assert room.documents == 8
+    room.add(rows[:2])
     assert room.documents == 8
 
 
