@@ -137,7 +137,9 @@ class _Batch:
         decoder = None if self._is_changed else Decoder(self._model, len(self._texts))
         bos_id = self._tokenizer.bos_id
         while rows := [row for row, left in enumerate(self._left) if left]:
-            logits = self._next_logits(decoder, rows)
+            # Off for a changed model: what its parts cache meanwhile must stay usable in training.
+            with torch.inference_mode(not self._is_changed):
+                logits = self._next_logits(decoder, rows)
             drawn = draw(logits, self._drawing, [self._generators[row] for row in rows])
             probabilities = logits.softmax(-1)
             shares, likely = (found.tolist() for found in probabilities.topk(self._alternatives))
@@ -174,7 +176,6 @@ class _Batch:
         """What a cover adds to the prompt."""
         return self._tokenizer.decode_bytes(covers.tokens(cover))[len(covers.removed) :]
 
-    @torch.inference_mode()
     def _next_logits(self, decoder: Decoder | None, rows: list[int]) -> Tensor:
         """(rows, V) in float32 or float64 on the CPU, for the samples that have not ended. A full context is cut as
         `generate` cuts it. decoder None: each text is read again for each token."""

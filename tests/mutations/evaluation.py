@@ -155,6 +155,11 @@ MUTATIONS = [
         ["test_continuation.py::TestTruncation::test_by_hand"],
     ),
     Mutation(
+        "what a replaced part caches while it samples cannot train", "eval/continuation.py",
+        "torch.inference_mode(not self._is_changed)", "torch.inference_mode()",
+        ["test_continuation.py::test_a_replaced_part_that_caches_can_train_after_it_sampled"],
+    ),
+    Mutation(
         "top-p without top-k counts tokens in the vocabulary's order", "eval/continuation.py",
         "(None if drawing.top_p == 1 else logits.shape[-1])", "None",
         ["test_continuation.py::TestTruncation::test_top_p_takes_the_likeliest_wherever_they_stand"],

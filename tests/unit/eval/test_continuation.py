@@ -76,6 +76,27 @@ def test_samples_end_one_by_one() -> None:
     assert [len(list(tokens)) for tokens in endless] == [40, 40]
 
 
+class CachingNorm(torch.nn.Module):
+    """Keeps the table that it makes at its first call."""
+
+    table: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.table is None:
+            self.table = torch.full(x.shape[-1:], 2.0)
+        return x * self.table
+
+
+def test_a_replaced_part_that_caches_can_train_after_it_sampled() -> None:
+    model = build_model(
+        replace(CONFIG, vocab_size=257), device=torch.device("cpu"), compute_dtype=torch.float32, seed=0
+    )
+    model.final_norm, model.is_replaced = CachingNorm(), True  # type: ignore[assignment]
+    assert pieces(continue_text(model, TOKENIZER, "a", Drawing(max_tokens=2))[0])
+    tokens = torch.tensor([[1, 2, 3]])
+    model.loss(tokens, tokens).backward()
+
+
 def test_probabilities_and_alternatives() -> None:
     """The model's own, whatever the temperature."""
     shares = (0.5, 0.25, 0.125, 0.125)
