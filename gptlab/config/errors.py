@@ -103,6 +103,14 @@ def require_choice(field: str, value: str, choices: Iterable[str]) -> None:
         raise ConfigError(field, value, f"must be one of {', '.join(choices)}", nearest)
 
 
+def require_device(name: str) -> None:
+    """That it is written as a device is; whether there is one is found out elsewhere."""
+    kind, colon, number = name.partition(":")
+    require_choice("runtime.device", kind, ("auto", "cpu", "cuda", "mps"))
+    if colon and (kind != "cuda" or not number.isdecimal()):
+        raise ConfigError("runtime.device", name, "only cuda takes a number, as in cuda:0", kind)
+
+
 def require_positive(field: str, value: float | None) -> None:
     """None passes: it means "not set"."""
     if value is not None and not value > 0:

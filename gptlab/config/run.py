@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from gptlab.config.errors import ConfigError, Limit, NotNegative, Positive, checked_dataclass, require, require_choice
+from gptlab.config.errors import ConfigError, Limit, NotNegative, Positive, checked_dataclass, require, require_device
 from gptlab.config.model import ModelConfig
 from gptlab.config.optim import OptimConfig, ScheduleConfig
 
@@ -323,10 +323,7 @@ class RuntimeConfig:
 
     def __post_init__(self) -> None:
         require((self.threads or 0) <= 1024, "runtime.threads", self.threads, "is more than can be started", 1024)
-        kind, colon, index = self.device.partition(":")
-        require_choice("runtime.device", kind, ("auto", "cpu", "cuda", "mps"))
-        if colon and (kind != "cuda" or not index.isdigit()):
-            raise ConfigError("runtime.device", self.device, "only cuda takes a number, as in cuda:0", kind)
+        require_device(self.device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

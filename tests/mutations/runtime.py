@@ -53,6 +53,11 @@ MUTATIONS = [
         ["`--device-type` cuda, cpu, mps"],
     ),
     Mutation(
+        "half a name of a device means the first GPU", "config/errors.py",
+        "if colon and (kind", "if number and (kind",
+        ["test_device.py::test_half_a_name_means_no_gpu"],
+    ),
+    Mutation(
         "bfloat16 means float16", "runtime/hardware/place.py",
         '"bfloat16": torch.bfloat16', '"bfloat16": torch.float16',
         ["test_device.py::test_named_dtypes_and_their_limits"],

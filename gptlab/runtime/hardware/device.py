@@ -7,7 +7,6 @@ import importlib.util
 import os
 import sys
 import sysconfig
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,9 +15,10 @@ from typing import Any, Literal
 import psutil
 import torch
 
-from gptlab.config.errors import ConfigError, require_choice
+from gptlab.config.errors import ConfigError, require_device
 from gptlab.runtime.hardware.cpu import cpu_model
 from gptlab.runtime.hardware.installed import c_compiler, cxx_compiler, has_nvidia_gpu
+from gptlab.runtime.hardware.unused_gpu import cuda_problem
 
 Platform = Literal["cpu", "cuda", "mps"]
 """What a model is computed on. Where code differs between them, it asks for this value and not for a tensor's device,
@@ -48,10 +48,11 @@ def resolve_device(name: str, local_rank: int | None = None) -> torch.device:
     Of several processes on a machine, each takes the CUDA device of its `local_rank` (None: one process alone). A CUDA
     device becomes the current one. ConfigError for an unknown name or a missing device.
     """
+    require_device(name)
     if local_rank is not None:
         _make_current(name, local_rank)
     if name == "auto":
-        works = torch.cuda.is_available() and _cuda_problem(local_rank or 0) is None
+        works = torch.cuda.is_available() and cuda_problem(local_rank or 0) is None
         name = "cuda" if works else "mps" if torch.backends.mps.is_available() else "cpu"
     return torch.device("cpu") if name == "cpu" else _accelerator(name, local_rank)
 
@@ -68,24 +69,13 @@ def unused_gpu(name: str, allocator: str | None = None, index: int = 0) -> str |
     if name != "auto" or not has_nvidia_gpu():
         return None
     set_gpu_allocator(allocator)  # torch reads it as soon as it is asked for the device's properties
-    if (problem := _cuda_problem(index)) is None:
+    if (problem := cuda_problem(index)) is None:
         return None
     return f"this machine has an NVIDIA GPU, which will not be used: {problem}"
 
 
-def _cuda_problem(index: int) -> str | None:
-    from gptlab.runtime.hardware.unused_gpu import cuda_problem
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own, of many lines
-        return cuda_problem(index)
-
-
 def _accelerator(name: str, local_rank: int | None) -> torch.device:
     kind, _, number = name.partition(":")
-    require_choice("runtime.device", kind, ("auto", "cpu", "cuda", "mps"))
-    if number and not (kind == "cuda" and number.isdigit()):
-        raise ConfigError("runtime.device", name, "only cuda takes a number, as in cuda:0", kind)
     if number and local_rank is not None:
         raise ConfigError("runtime.device", name, "of several processes each takes a device of its own", "cuda")
     if kind == "mps" and not torch.backends.mps.is_available():
@@ -101,7 +91,7 @@ def _accelerator(name: str, local_rank: int | None) -> torch.device:
         raise ConfigError("runtime.device", name, lacking, "cpu")
     if index >= count > 0:
         raise ConfigError("runtime.device", name, f"this machine has {count} CUDA device(s)", f"cuda:{count - 1}")
-    if (problem := _cuda_problem(index)) is not None:
+    if (problem := cuda_problem(index)) is not None:
         raise ConfigError("runtime.device", name, problem, "cpu")
     torch.cuda.set_device(index)  # events are recorded on the current device, and capabilities are asked of it
     return torch.device("cuda", index)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 
 import torch
 
@@ -11,17 +12,18 @@ _INSTALL = "https://pytorch.org/get-started/locally/ shows how to install one th
 
 def cuda_problem(index: int) -> str | None:
     """Why torch cannot compute on CUDA device `index`; None where it can, as far as is known without trying."""
-    this = f"torch {torch.__version__}"
-    if torch.cuda.is_available():  # a device that is not there is refused elsewhere, by its number
-        return _missing_kernels(index, this) if index < torch.cuda.device_count() else None
-    if torch.version.cuda is None:
-        return f"{this} is a build without CUDA; {_INSTALL}"
-    try:
-        torch.cuda.init()
-        reason = "it sees no device"
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).partition("\n")[0].partition(" Please ")[0].rstrip(".")
-    return f"{this} (CUDA {torch.version.cuda}): {reason}; update the driver, or torch: {_INSTALL}"
+    with warnings.catch_warnings(action="ignore"):  # torch's own, of many lines
+        this = f"torch {torch.__version__}"
+        if torch.cuda.is_available():  # a device that is not there is refused elsewhere, by its number
+            return _missing_kernels(index, this) if index < torch.cuda.device_count() else None
+        if torch.version.cuda is None:
+            return f"{this} is a build without CUDA; {_INSTALL}"
+        try:
+            torch.cuda.init()
+            reason = "it sees no device"
+        except (RuntimeError, AssertionError) as error:
+            reason = str(error).partition("\n")[0].partition(" Please ")[0].rstrip(".")
+        return f"{this} (CUDA {torch.version.cuda}): {reason}; update the driver, or torch: {_INSTALL}"
 
 
 def _missing_kernels(index: int, this: str) -> str | None:

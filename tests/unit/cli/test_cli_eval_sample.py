@@ -289,7 +289,7 @@ class TestSample:
         self, run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(device, "has_nvidia_gpu", lambda: True)
-        monkeypatch.setattr(device, "_cuda_problem", lambda index: "the driver is too old")
+        monkeypatch.setattr(device, "cuda_problem", lambda index: "the driver is too old")
         for named, told in ((["--device", "auto"], 1), (["--device", "cpu"], 0)):
             assert main(["sample", str(run.path), "--prompt", "lazy ", *named]) == 0
             assert capsys.readouterr().err.count("which will not be used: the driver is too old") == told

@@ -80,6 +80,13 @@ def test_unknown_and_absent_devices_are_refused_in_one_line(name: str) -> None:
 
 
 @pytest.mark.usefixtures("two_gpus")
+@pytest.mark.parametrize("name", ["cpu:", "auto:", "cuda:", "cuda:\N{SUPERSCRIPT TWO}"])
+def test_half_a_name_means_no_gpu(name: str) -> None:
+    with pytest.raises(UserError, match=r"only cuda takes a number, as in cuda:0"):
+        resolve_device(name)
+
+
+@pytest.mark.usefixtures("two_gpus")
 def test_the_gpu_that_is_named_becomes_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch records events on the current one, and asks it for its capability."""
     current: list[int] = []
