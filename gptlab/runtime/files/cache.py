@@ -6,10 +6,9 @@ and the hashes of large files, trusted until these change.
     build     into a temporary sibling; files synced; manifest written last
     publish   one rename
 
-A file up to `FULL_HASH_BYTES` is hashed whole at every look. A larger one is hashed whole once, when it is written,
-and later by `SAMPLED_BLOCKS` blocks spread over it, including the first and the last: reading hundreds of gigabytes at
-every start would cost minutes, and what happens to large files in practice (truncated, never flushed, overwritten)
-shows in the size or in the blocks. `damage(folder, whole=True)` reads everything.
+A file up to `FULL_HASH_BYTES` is hashed whole, a larger one by `SAMPLED_BLOCKS` blocks spread over it, including the
+first and the last: reading hundreds of gigabytes at every start would cost minutes, and what happens to large files in
+practice (truncated, never flushed, overwritten) shows in the size or in the blocks.
 
 The SHA-256 of a file above `REMEMBERED_BYTES` is kept in CACHE/hashes/ under the file's path, and is valid while
 device, inode, size, modification and change time are the same: the start of a run would wait minutes for 100 GB.
@@ -108,16 +107,16 @@ class DamagedFolderError(Exception):
     """Why a folder is not what its manifest says."""
 
 
-def damage(folder: Path, *, whole: bool = False) -> str | None:
-    """Why `folder` is not what its manifest says, or None. `whole` hashes large files completely too."""
+def damage(folder: Path) -> str | None:
+    """Why `folder` is not what its manifest says, or None."""
     try:
-        _intact_manifest(folder, whole=whole)
+        _intact_manifest(folder)
     except DamagedFolderError as error:
         return str(error)
     return None
 
 
-def _intact_manifest(folder: Path, *, whole: bool = False) -> dict[str, Any]:
+def _intact_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of a folder that matches it. DamagedFolderError otherwise."""
     try:
         manifest: Any = read_json_object(folder / MANIFEST)
@@ -130,9 +129,8 @@ def _intact_manifest(folder: Path, *, whole: bool = False) -> dict[str, Any]:
                 raise DamagedFolderError(f"{name!r} is no file of its own")
             if path.stat().st_size != recorded["bytes"]:
                 raise DamagedFolderError(f"{name} has {path.stat().st_size:,} bytes instead of {recorded['bytes']:,}")
-            sampled = not whole and "sampled_sha256" in recorded
-            found = _sampled_sha256(path) if sampled else _sha256(path)
-            if found != recorded["sampled_sha256" if sampled else "sha256"]:
+            kind = "sampled_sha256" if "sampled_sha256" in recorded else "sha256"
+            if _HASHES[kind](path) != recorded[kind]:
                 raise DamagedFolderError(f"{name} has other contents")
     except (OSError, UserError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedFolderError(_why_damaged(folder, error)) from None
@@ -193,10 +191,9 @@ def _write_manifest(folder: Path, info: dict[str, Any]) -> None:
     files = {}
     for path in sorted(p for p in folder.rglob("*") if p.is_file()):
         _sync_file(path)
-        recorded = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
-        if path.stat().st_size > FULL_HASH_BYTES:
-            recorded["sampled_sha256"] = _sampled_sha256(path)
-        files[path.relative_to(folder).as_posix()] = recorded
+        n_bytes = path.stat().st_size
+        kind = "sampled_sha256" if n_bytes > FULL_HASH_BYTES else "sha256"
+        files[path.relative_to(folder).as_posix()] = {"bytes": n_bytes, kind: _HASHES[kind](path)}
     manifest = {"schema": MANIFEST_SCHEMA, "info": info, "files": files}
     text = json.dumps(manifest | {"sha256": json_sha256(manifest)}, indent=1) + "\n"
     (folder / MANIFEST).write_text(text, encoding="utf-8")
@@ -216,6 +213,9 @@ def _sampled_sha256(path: Path) -> str:
             file.seek(last_start * block // (SAMPLED_BLOCKS - 1))
             digest.update(file.read(BLOCK_BYTES))
     return digest.hexdigest()
+
+
+_HASHES = {"sha256": _sha256, "sampled_sha256": _sampled_sha256}
 
 
 def _sync_file(path: Path) -> None:
