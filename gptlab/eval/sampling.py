@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import codecs
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from gptlab.config.errors import ConfigError, UserError, require
+from gptlab.config.errors import UserError
 from gptlab.config.run import SampleConfig
 from gptlab.data.tokenizer.tokenizer import Tokenizer
 from gptlab.data.tokens.shards import TokenSplit
@@ -49,22 +49,31 @@ def generate(
     `stop_at_bos` is off; that token is not yielded.
 
     A text may become longer than the model's seq_len: whenever the context is full, it is cut to its last half and read
-    again (after BOS, if it began with BOS, as packed training rows always do). UserError for impossible settings.
+    again (after BOS, if it began with BOS, as packed training rows always do).
     """
-    require(max_tokens >= 0, "max_tokens", max_tokens, "must not be negative", 0)
-    require(temperature >= 0, "temperature", temperature, "must not be negative", 0.0)
-    require(top_k is None or top_k >= 1, "top_k", top_k, "draw among at least one token", 1)
-    if not tokens:
-        raise ConfigError("prompt", "", "there is no token to start from; this tokenizer needs a text to continue")
     generator = torch.Generator(device="cpu").manual_seed(seed)
-
-    def draw(logits: Tensor) -> int:  # (V,) on the CPU
+    seq_len, device = model.config.seq_len, next(model.parameters()).device
+    cache: KVCache | None = None
+    tokens = list(tokens)
+    fresh, is_changed = tokens, model.is_changed()
+    for _ in range(max_tokens):
+        if len(tokens) > seq_len:
+            cache, fresh = None, last_half(tokens, seq_len, bos_id)
+            tokens = list(fresh)
+        if cache is None and not is_changed:
+            cache = KVCache(model.config, 1, seq_len, device, model.compute_dtype)
+        with evaluation_mode(model):
+            logits = model(torch.tensor([fresh], device=device), cache=cache)[0, -1].cpu()
         if temperature == 0 or top_k == 1:
-            return int(logits.argmax())
-        probabilities, tokens = likeliest(logits, temperature, top_k)
-        return int(tokens[pick(probabilities, generator)])
-
-    return _generate(model, list(tokens), max_tokens, draw, bos_id, bos_id if stop_at_bos else None)
+            token = int(logits.argmax())
+        else:
+            probabilities, entries = likeliest(logits, temperature, top_k)
+            token = int(entries[pick(probabilities, generator)])
+        if stop_at_bos and token == bos_id:
+            return
+        yield token
+        tokens.append(token)
+        fresh = tokens if is_changed else [token]
 
 
 def likeliest(logits: Tensor, temperature: float, top_k: int | None) -> tuple[Tensor, Tensor]:
@@ -91,8 +100,8 @@ def pick(probabilities: Tensor, *generators: torch.Generator) -> Tensor:
 
 
 def sample_text(model: GPT, tokenizer: Tokenizer, prompt: str, *, seed: int = 0, **settings: Any) -> Iterator[str]:
-    """Continue a text, piece by piece, without the prompt. Settings and errors are those of `generate`, but the draws
-    depend on the seed and the prompt.
+    """Continue a text, piece by piece, without the prompt. Settings are those of `generate`, but the draws depend on
+    the seed and the prompt. UserError for a prompt that leaves no token to start from.
 
     A character whose bytes are spread over several tokens is yielded whole; an incomplete one at the end is dropped.
     Bytes that are not UTF-8 become U+FFFD.
@@ -149,34 +158,6 @@ def shared(streams: Sequence[Iterable[str]], group: Group, *, timed: bool = Fals
         for number, text in drawn:
             texts[number] = text
     return [[text] for text in texts]
-
-
-def _generate(
-    model: GPT,
-    tokens: list[int],
-    max_tokens: int,
-    draw: Callable[[Tensor], int],
-    bos_id: int | None,
-    stop: int | None,
-) -> Iterator[int]:
-    seq_len = model.config.seq_len
-    device = next(model.parameters()).device
-    cache: KVCache | None = None
-    fresh, is_changed = tokens, model.is_changed()
-    for _ in range(max_tokens):
-        if len(tokens) > seq_len:
-            cache, fresh = None, last_half(tokens, seq_len, bos_id)
-            tokens = list(fresh)
-        if cache is None and not is_changed:
-            cache = KVCache(model.config, 1, seq_len, device, model.compute_dtype)
-        with evaluation_mode(model):
-            logits = model(torch.tensor([fresh], device=device), cache=cache)[0, -1]
-        token = draw(logits.cpu())
-        if token == stop:
-            return
-        yield token
-        tokens.append(token)
-        fresh = tokens if is_changed else [token]
 
 
 def last_half(tokens: list[int], seq_len: int, bos_id: int | None) -> list[int]:

@@ -155,7 +155,16 @@ class TestTruncation:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"top_p": 0.0}, {"top_p": 1.5}, {"min_p": 1.0}, {"min_p": -0.1}, {"top_k": 0}, {"max_tokens": -1}]
+    "wrong",
+    [
+        {"top_p": 0.0},
+        {"top_p": 1.5},
+        {"min_p": 1.0},
+        {"min_p": -0.1},
+        {"top_k": 0},
+        {"max_tokens": -1},
+        {"temperature": -1.0},
+    ],
 )
 def test_impossible_settings(wrong: dict[str, float]) -> None:
     with pytest.raises(UserError, match=next(iter(wrong))):

@@ -224,20 +224,6 @@ def test_ends_at_bos_unless_told_otherwise() -> None:
     assert endless[: len(drawn) + 1] == [*drawn, 1]
 
 
-@pytest.mark.parametrize(
-    ("settings", "word"),
-    [({"temperature": -1.0}, "temperature"), ({"top_k": 0}, "top_k"), ({"max_tokens": -1}, "max_tokens")],
-)
-def test_impossible_settings_are_refused_before_anything_is_drawn(settings: dict[str, float], word: str) -> None:
-    with pytest.raises(UserError, match=word):
-        generate(shaken(), [1], **{"max_tokens": 3, **settings})  # type: ignore[arg-type]
-
-
-def test_no_tokens_to_start_from() -> None:
-    with pytest.raises(UserError, match="prompt"):
-        generate(shaken(), [], max_tokens=3)
-
-
 def test_zero_tokens_are_none() -> None:
     assert list(generate(shaken(), [1], max_tokens=0)) == []
 
