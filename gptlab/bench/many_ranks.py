@@ -25,7 +25,7 @@ from gptlab.bench.live_bytes import LiveBytes
 from gptlab.config.run import RunConfig
 from gptlab.model.gpt import GPT
 from gptlab.runtime.hardware.device import Platform
-from gptlab.runtime.processes.distributed import Group, Pending, World
+from gptlab.runtime.processes.distributed import Group, World
 from gptlab.training.parallel.fsdp import Fsdp
 from gptlab.training.parallel.fsdp_model import make_mesh, shard_model
 from gptlab.training.parallel.strategy import Strategy, whole_optimizer
@@ -165,9 +165,9 @@ class _Traffic(Group):
             self.messages[what] += 1
             self.sent[what] += sent
 
-    def sum_later(self, tensor: Tensor, what: str) -> Pending:
+    def sum_later(self, tensor: Tensor, what: str) -> Callable[[], None]:
         self.add(what, 2 * tensor.nbytes * (self.size - 1) // self.size)
-        return Pending()
+        return lambda: None
 
     def note(self, func: Any, args: Sequence[Any]) -> None:
         """FSDP2 gathers weights (into, from) and scatters gradients (into, from) in a copy, and sums those ([tensor])
@@ -182,13 +182,13 @@ class _Traffic(Group):
         else:
             raise NotImplementedError(f"{func} is not counted")
 
-    def reduce_scatter_later(self, own: Tensor, flat: Tensor, what: str) -> Pending:
+    def reduce_scatter_later(self, own: Tensor, flat: Tensor, what: str) -> Callable[[], None]:
         self.add(what, own.nbytes * (self.size - 1))
-        return Pending()
+        return lambda: None
 
-    def all_gather_later(self, flat: Tensor, own: Tensor, what: str) -> Pending:
+    def all_gather_later(self, flat: Tensor, own: Tensor, what: str) -> Callable[[], None]:
         self.add(what, own.nbytes * (self.size - 1))
-        return Pending()
+        return lambda: None
 
     def all_to_all_later(self, flat: Tensor, send: Sequence[int], receive: Sequence[int]) -> Callable[[], Tensor]:
         self.add("updates", (flat.numel() - send[0]) * flat.element_size())

@@ -85,9 +85,9 @@ MUTATIONS = [
     Mutation(
         "a reduced message is counted once and not for each rank",
         "bench/many_ranks.py",
-        "def reduce_scatter_later(self, own: Tensor, flat: Tensor, what: str) -> Pending:\n"
+        "def reduce_scatter_later(self, own: Tensor, flat: Tensor, what: str) -> Callable[[], None]:\n"
         "        self.add(what, own.nbytes * (self.size - 1))",
-        "def reduce_scatter_later(self, own: Tensor, flat: Tensor, what: str) -> Pending:\n"
+        "def reduce_scatter_later(self, own: Tensor, flat: Tensor, what: str) -> Callable[[], None]:\n"
         "        self.add(what, own.nbytes)",
         ["test_many_ranks.py::test_zero_sends_what_its_division_says"],
     ),

@@ -22,7 +22,7 @@ from torch import Tensor
 from gptlab.config.errors import UserError
 from gptlab.config.run import RunConfig, RuntimeConfig
 from gptlab.runtime.hardware.place import place_of
-from gptlab.runtime.processes.distributed import Group, Pending, World
+from gptlab.runtime.processes.distributed import Group, World
 from gptlab.runtime.processes.liveness import Failure, Liveness, PeerFailed
 from gptlab.runtime.processes.torch_group import TorchGroup
 from gptlab.runtime.records.metrics import read_metrics
@@ -347,7 +347,7 @@ class Echo(Group):
         super().__init__(World(0, 2))
         self.sent: list[int] = []
 
-    def sum_later(self, tensor: Tensor, what: str) -> Pending:
+    def sum_later(self, tensor: Tensor, what: str) -> Callable[[], None]:
         self.sent.append(tensor.numel())
         tensor.mul_(2)
         return super().sum_later(tensor, what)

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from gptlab.config.model import ModelConfig
 from gptlab.config.run import RunConfig
 from gptlab.model.gpt import GPT, build_model
 from gptlab.runtime.hardware.device import deterministic_kernels, resolve_device
-from gptlab.runtime.processes.distributed import Group, Pending, World
+from gptlab.runtime.processes.distributed import Group, World
 from gptlab.runtime.processes.torch_group import TorchGroup, join_others
 from gptlab.training.checkpoint.load import checksum, load_checkpoint
 from gptlab.training.checkpoint.write import begin_save, complete_save, write_part
@@ -57,11 +58,11 @@ def train(wire: Wire, folder: Path, group: Group, device: torch.device) -> dict[
     used = zero.after_warm_up()
     losses, reduce_scatter, all_gather = [], group.reduce_scatter_later, group.all_gather_later
 
-    def counting_reduce(own: Tensor, flat: Tensor, what: str) -> Pending:
+    def counting_reduce(own: Tensor, flat: Tensor, what: str) -> Callable[[], None]:
         sent["gradients"] += flat.nbytes
         return reduce_scatter(own, flat, what)
 
-    def counting_gather(flat: Tensor, own: Tensor, what: str) -> Pending:
+    def counting_gather(flat: Tensor, own: Tensor, what: str) -> Callable[[], None]:
         sent["weights"] += flat.nbytes
         return all_gather(flat, own, what)
 

@@ -59,19 +59,12 @@ class World:
         return self.rank == 0
 
 
-@dataclass(frozen=True, slots=True)
-class Pending:
-    """A collective in progress."""
-
-    wait: Callable[[], None] = lambda: None
-    """Returns when the result is there (on a GPU: when work queued from now on comes after it). PeerFailed if a rank is
-    lost."""
-
-
 class Group:
     """The processes of one run, this one alone: every call is free and changes nothing.
 
-    The docstrings say what `TorchGroup` does for several. All ranks make the same calls in the same order.
+    The docstrings say what `TorchGroup` does for several. All ranks make the same calls in the same order. The
+    function that a method `..._later` returns waits for the result (on a GPU: work queued from then on comes after it);
+    PeerFailed if a rank is lost.
     """
 
     def __init__(self, world: World | None = None) -> None:
@@ -87,23 +80,23 @@ class Group:
 
     def sum(self, tensor: Tensor, what: str) -> Tensor:
         """All-reduce in place, and return the sum: the same bits on every rank. `what`: for messages."""
-        self.sum_later(tensor, what).wait()
+        self.sum_later(tensor, what)()
         return tensor
 
-    def sum_later(self, tensor: Tensor, what: str) -> Pending:
-        """The same without waiting: the sum is in `tensor` after `wait()`."""
-        return Pending()
+    def sum_later(self, tensor: Tensor, what: str) -> Callable[[], None]:
+        """The same without waiting: the sum is in `tensor` once the returned function has waited."""
+        return lambda: None
 
-    def reduce_scatter_later(self, own: Tensor, flat: Tensor, what: str) -> Pending:
-        """Sum the `flat` of all ranks, `size` chunks as long as `own`; after `wait()`, `own` is the chunk of this
-        rank."""
+    def reduce_scatter_later(self, own: Tensor, flat: Tensor, what: str) -> Callable[[], None]:
+        """Sum the `flat` of all ranks, `size` chunks as long as `own`; once the returned function has waited, `own`
+        is the chunk of this rank."""
         own.copy_(flat)
-        return Pending()
+        return lambda: None
 
-    def all_gather_later(self, flat: Tensor, own: Tensor, what: str) -> Pending:
-        """Concatenate the `own` of all ranks, of one length: in `flat` after `wait()`."""
+    def all_gather_later(self, flat: Tensor, own: Tensor, what: str) -> Callable[[], None]:
+        """Concatenate the `own` of all ranks, of one length: in `flat` once the returned function has waited."""
         flat.copy_(own)
-        return Pending()
+        return lambda: None
 
     def all_to_all_later(self, flat: Tensor, send: Sequence[int], receive: Sequence[int]) -> Callable[[], Tensor]:
         """Send the first `send[0]` numbers of `flat` to rank 0, the next `send[1]` to rank 1, and so on. The returned

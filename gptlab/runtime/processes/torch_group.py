@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from gptlab.config.errors import UserError
-from gptlab.runtime.processes.distributed import Ended, Group, Job, Pending, World
+from gptlab.runtime.processes.distributed import Ended, Group, Job, World
 from gptlab.runtime.processes.liveness import Liveness
 
 if TYPE_CHECKING:
@@ -76,15 +76,15 @@ class TorchGroup(Group):
             )  # fmt: skip
         self._mark = _mark_queue if on_cuda else None
 
-    def sum_later(self, tensor: Tensor, what: str) -> Pending:
+    def sum_later(self, tensor: Tensor, what: str) -> Callable[[], None]:
         return self._begun(partial(dist.all_reduce, tensor, async_op=True), what)
 
-    def reduce_scatter_later(self, own: Tensor, flat: Tensor, what: str) -> Pending:
+    def reduce_scatter_later(self, own: Tensor, flat: Tensor, what: str) -> Callable[[], None]:
         # Renamed in torch 2.13.
         call = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
         return self._begun(partial(call, own, flat, async_op=True), what)
 
-    def all_gather_later(self, flat: Tensor, own: Tensor, what: str) -> Pending:
+    def all_gather_later(self, flat: Tensor, own: Tensor, what: str) -> Callable[[], None]:
         # Renamed in torch 2.13.
         call = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
         return self._begun(partial(call, flat, own, async_op=True), what)
@@ -95,7 +95,7 @@ class TorchGroup(Group):
         pending = self._begun(begin, "updates")
 
         def wait() -> Tensor:
-            pending.wait()
+            pending()
             return received
 
         return wait
@@ -167,10 +167,10 @@ class TorchGroup(Group):
         except RuntimeError as error:
             raise self._liveness.explained(error) from error
 
-    def _begun(self, begin: Callable[[], Any], what: str) -> Pending:
+    def _begun(self, begin: Callable[[], Any], what: str) -> Callable[[], None]:
         number = self._liveness.joins_collective()
         with self._explained():
-            return Pending(partial(self._wait, begin(), what, number))
+            return partial(self._wait, begin(), what, number)
 
     def _wait(self, work: Any, what: str, number: int) -> None:
         with self._liveness.in_collective(what, number), self._explained():

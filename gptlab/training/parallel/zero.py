@@ -12,7 +12,7 @@ division.py says who owns what.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -27,7 +27,7 @@ from gptlab.config.run import RunConfig
 from gptlab.model.gpt import GPT
 from gptlab.optim.combined import build_optimizer, divide_by_optimizer, sum_of_squares
 from gptlab.optim.muon import Muon, second_moment_sizes
-from gptlab.runtime.processes.distributed import Group, Pending
+from gptlab.runtime.processes.distributed import Group
 from gptlab.training.checkpoint.format import TensorSlice, even_slices
 from gptlab.training.parallel.division import BUCKET_BYTES, WIRES, Bucket, Division, Wire, divide
 from gptlab.training.parallel.strategy import Strategy, named_roles, optimizer_layout
@@ -42,7 +42,7 @@ class _Gradients:
     """Gradients that are not complete yet."""
     flat: Tensor | None = None
     own: Tensor | None = None
-    pending: Pending | None = None
+    pending: Callable[[], None] | None = None
 
 
 class Zero(Strategy):
@@ -110,7 +110,7 @@ class Zero(Strategy):
         total = loss.clone()
         last = self.group.sum_later(total, "loss")
         self._finish_buckets()
-        last.wait()
+        last()
         return total
 
     def _send_rest(self, computed: bool) -> None:
@@ -129,7 +129,7 @@ class Zero(Strategy):
         """Wait for a bucket, and add this rank's part of it to the gradients of `updated_weights`."""
         assert sent.pending is not None
         assert sent.own is not None
-        sent.pending.wait()
+        sent.pending()
         start = 0
         for one in sent.bucket.slices[self.group.rank]:
             leaf, gradient = self.optimizer.parameters[one.key], sent.own[start : start + one.count].view_as(one.tensor)
@@ -207,7 +207,7 @@ class Zero(Strategy):
             parameter.grad = None
 
     @torch.no_grad()
-    def _send_weights(self, bucket: Bucket) -> tuple[Bucket, Tensor, Tensor, Pending]:
+    def _send_weights(self, bucket: Bucket) -> tuple[Bucket, Tensor, Tensor, Callable[[], None]]:
         owned = bucket.slices[self.group.rank]
         own = torch.cat([*(one.tensor.reshape(-1) for one in owned), *self._padding(bucket, owned)])
         if bucket.names <= self._narrow:
@@ -216,8 +216,8 @@ class Zero(Strategy):
         return bucket, own, flat, self.group.all_gather_later(flat, own, "weights")
 
     @torch.no_grad()
-    def _receive_weights(self, bucket: Bucket, own: Tensor, flat: Tensor, pending: Pending) -> None:
-        pending.wait()
+    def _receive_weights(self, bucket: Bucket, own: Tensor, flat: Tensor, pending: Callable[[], None]) -> None:
+        pending()
         targets: list[Tensor] = []
         sources: list[Tensor] = []
         for rank, slices in enumerate(bucket.slices):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from gptlab.model.gpt import build_model
 from gptlab.optim import muon as muon_module
 from gptlab.optim.combined import CombinedOptimizer, build_optimizer
 from gptlab.runtime.hardware.place import place_of
-from gptlab.runtime.processes.distributed import Group, Pending, World
+from gptlab.runtime.processes.distributed import Group, World
 from gptlab.runtime.records.console import Console
 from gptlab.training.checkpoint.format import TensorSlice
 from gptlab.training.checkpoint.load import load_checkpoint
@@ -56,9 +56,9 @@ def division_of(model: Any, n_ranks: int, config: OptimConfig | None = None, **o
 class Alone(Group):
     """A rank of several that hears nothing of the others: of what is gathered it has its own part."""
 
-    def all_gather_later(self, flat: Tensor, own: Tensor, what: str) -> Pending:
+    def all_gather_later(self, flat: Tensor, own: Tensor, what: str) -> Callable[[], None]:
         flat.view(self.size, -1).copy_(own)
-        return Pending()
+        return lambda: None
 
 
 def strategies_of(models: Sequence[Any], config: OptimConfig) -> list[Zero]:
@@ -287,16 +287,16 @@ class Echo(Group):
         self.sent: list[int] = []
         self.on_their_way = self.most_at_a_time = 0
 
-    def sum_later(self, tensor: Tensor, what: str) -> Pending:
+    def sum_later(self, tensor: Tensor, what: str) -> Callable[[], None]:
         tensor.mul_(2)
         return super().sum_later(tensor, what)
 
-    def reduce_scatter_later(self, own: Tensor, flat: Tensor, what: str) -> Pending:
+    def reduce_scatter_later(self, own: Tensor, flat: Tensor, what: str) -> Callable[[], None]:
         self.sent.append(flat.numel())
         self.on_their_way += 1
         self.most_at_a_time = max(self.most_at_a_time, self.on_their_way)
         own.copy_(2 * flat.view(2, -1)[self.rank])
-        return Pending(self.arrived)
+        return self.arrived
 
     def arrived(self) -> None:
         self.on_their_way -= 1
