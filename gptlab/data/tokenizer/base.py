@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from gptlab.config.errors import UserError, cannot
+from gptlab.runtime.files.plain_file import write_text_atomic
 
 BOS = "<|bos|>"
 """Begins a document (nanochat's name). It is an id and never text: no text encodes to it, and it decodes to nothing."""
@@ -113,13 +113,8 @@ class Tokenizer:
         indent = 1 if self.vocab_size < _MAX_IN_LINES else None
         with cannot(f"write the tokenizer to {folder}"):
             folder.mkdir(parents=True, exist_ok=True)
-            for name, values in ((FILE, content), (CONFIG_FILE, config | more_config)):
-                temporary = folder / f".{name}.{os.getpid()}"
-                try:
-                    temporary.write_text(json.dumps(values, indent=indent, ensure_ascii=False) + "\n", encoding="utf-8")
-                    os.replace(temporary, folder / name)
-                finally:
-                    temporary.unlink(missing_ok=True)
+        for name, values in ((FILE, content), (CONFIG_FILE, config | more_config)):
+            write_text_atomic(folder / name, json.dumps(values, indent=indent, ensure_ascii=False) + "\n")
 
 
 class ByteTokenizer(Tokenizer):

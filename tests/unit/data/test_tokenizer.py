@@ -34,6 +34,7 @@ from gptlab.data.tokenizer.tokenizer import (
     load_tokenizer,
     train_tokenizer,
 )
+from gptlab.runtime.files import plain_file
 from gptlab.runtime.records.console import Console
 
 # fmt: off
@@ -596,7 +597,7 @@ def test_a_failed_save_is_one_line_and_leaves_what_was_there(tmp_path: Path, mon
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(plain_file, "flush_to_disk", full)
     with pytest.raises(UserError, match="No space left"):
         CharTokenizer("ab", bos=True).save(tmp_path)
     monkeypatch.undo()
