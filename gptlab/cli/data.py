@@ -15,12 +15,13 @@ import numpy as np
 from gptlab.cli.arguments.parser import Positional, parse, run_subcommand
 from gptlab.config.errors import Limit, NotNegative, Positive, UserError, checked_dataclass, nearest_name
 from gptlab.config.run import DataConfig, LongDocuments, Rows, Split, TokenizerConfig, TokenizerKind
-from gptlab.data.corpus.core_bundle import core_folder, prepare_core
 from gptlab.data.corpus.known_corpora import CORE, CORE_BUNDLE, CORPORA, named_source, size_text, state
 from gptlab.data.prepare import PreparedData, prepare
 from gptlab.data.rows import RowSource, make_rows, token_fate
 from gptlab.data.tokenizer.tokenizer import Tokenizer
 from gptlab.data.tokens.shards import TokenSplit
+from gptlab.eval.core_bundle import prepare_core
+from gptlab.eval.core_tasks import core_folder
 from gptlab.runtime.files.cache import cache_root, damage, read_info
 from gptlab.runtime.files.plain_file import listed_sources, to_json
 from gptlab.runtime.records.console import CONTROLS, Console

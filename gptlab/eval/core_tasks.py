@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from gptlab.config.errors import ConfigError, UserError
-from gptlab.data.corpus.core_bundle import DATA, TASKS, TASKS_BYTES, core_folder
+from gptlab.data.corpus.known_corpora import CORE
 from gptlab.runtime.files.cache import is_inside
 from gptlab.runtime.files.plain_file import read_plain
 
@@ -30,6 +30,9 @@ Kind = Literal["multiple_choice", "schema", "language_modeling"]
 ORDER_SEED = 1337
 WORKED_EXAMPLES_SEED = 1234
 MAX_YAML_DEPTH = 10
+TASKS, DATA = "core.yaml", "eval_data"
+TASKS_BYTES = 1 << 16
+"""The real one has 4 kB; PyYAML reads this much in a second."""
 LARGEST_TABLE_BYTES = 1 << 20
 LARGEST_TASK_BYTES = 1 << 28
 """More than all tasks of the bundle take together."""
@@ -75,6 +78,10 @@ class Task:
         return texts
 
 
+def core_folder(root: Path) -> Path:
+    return root / CORE
+
+
 def find_bundle(core_dir: str | None, cache: Path) -> Path | None:
     """The bundle's folder: `core_dir`, or CACHE/core if that is None. None if CACHE/core does not exist; ConfigError if
     `core_dir` is not a bundle."""
@@ -96,10 +103,11 @@ def read_tasks(folder: Path, max_examples: int | None = None) -> list[Task]:
     UserError, one line that names file and line, if something is missing or damaged.
     """
     baselines = _read_baselines(folder / "eval_meta_data.csv")
-    return [_read_task(folder, settings, baselines, max_examples) for settings in _read_settings(folder / TASKS)]
+    return [_read_task(folder, settings, baselines, max_examples) for settings in read_settings(folder / TASKS)]
 
 
-def _read_settings(path: Path) -> list[Mapping[str, Any]]:
+def read_settings(path: Path) -> list[Mapping[str, Any]]:
+    """Each task's entry in core.yaml; UserError where that is damaged."""
     import yaml  # 15 ms, and few runs measure CORE
 
     try:

@@ -23,7 +23,6 @@ from tiny_runs import write_bundle
 from gptlab.config.errors import UserError, nearest_name, one_line
 from gptlab.config.load import apply_overrides
 from gptlab.config.run import RunConfig
-from gptlab.data.corpus.core_bundle import unpack
 from gptlab.data.corpus.known_corpora import (
     HubFiles,
     HubRecord,
@@ -36,6 +35,7 @@ from gptlab.data.corpus.known_corpora import (
 from gptlab.data.tokenizer.tokenizer import ByteTokenizer, load_tokenizer, read_character_table
 from gptlab.data.tokens.foreign_files import find_token_files
 from gptlab.data.tokens.shards import Shard, TokenSplit, is_shard, load_array, shard_name
+from gptlab.eval.core_bundle import unpack
 from gptlab.eval.core_tasks import read_tasks
 from gptlab.runtime.files.cache import cached_folder, damage, is_inside, read_info
 from gptlab.runtime.files.plain_file import load_toml

@@ -17,14 +17,13 @@ from gptlab.app.run.saved_weights import own_checkpoint
 from gptlab.config.errors import UserError
 from gptlab.config.load import config_from_json
 from gptlab.config.run import RunConfig, RuntimeConfig
-from gptlab.data.corpus.core_bundle import core_folder
 from gptlab.data.prepare import prepare
 from gptlab.data.rows import validation_rows
 from gptlab.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from gptlab.data.tokens.shards import TokenSplit
 from gptlab.eval.bits_per_byte import Evaluation, evaluate, nats_of, rows_of_pass
 from gptlab.eval.core import CoreResult, encode_tasks, measure_core
-from gptlab.eval.core_tasks import find_bundle, read_tasks
+from gptlab.eval.core_tasks import core_folder, find_bundle, read_tasks
 from gptlab.model.gpt import GPT, build_model
 from gptlab.model.kernels.ops import missing_kernels, multiply_by
 from gptlab.runtime.files.cache import cache_root

@@ -12,13 +12,12 @@ from gptlab.app.run.ranks import agreed_place, rank_0_first, rank_0_reports
 from gptlab.app.run.saved_weights import Start, load_start_weights, require_tokenizer
 from gptlab.config.errors import ConfigError, UserError
 from gptlab.config.run import EXACT_WORLD_SIZES, RunConfig
-from gptlab.data.corpus.core_bundle import core_folder
 from gptlab.data.prepare import SIDES, PreparedData, prepare
 from gptlab.data.rows import RowSource, make_rows, validation_rows
 from gptlab.data.tokenizer.tokenizer import Tokenizer
 from gptlab.eval.bits_per_byte import Evaluation, evaluate, rows_of_pass
 from gptlab.eval.core import CoreResult, EncodedTask, encode_tasks, measure_core
-from gptlab.eval.core_tasks import find_bundle, read_tasks
+from gptlab.eval.core_tasks import core_folder, find_bundle, read_tasks
 from gptlab.eval.sampling import prompt_tokens, sample_texts, validation_prompts
 from gptlab.model.counting import FlopsPerToken, ParameterCounts, flops_per_token, parameter_counts
 from gptlab.model.interop.pretrained import Pretrained, find_pretrained, require_fits

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import stat
 import zipfile
@@ -12,24 +11,16 @@ from typing import Any
 
 from gptlab.config.errors import UserError
 from gptlab.data.corpus.known_corpora import CORE, CORE_BUNDLE, web_path
+from gptlab.eval.core_tasks import DATA, TASKS, core_folder, read_settings
 from gptlab.runtime.files.cache import MANIFEST, cached_folder, is_inside
-from gptlab.runtime.files.plain_file import read_plain
 from gptlab.runtime.records.console import Console
 
-TASKS = "core.yaml"
-TASKS_BYTES = 1 << 16
-"""The real one has 4 kB; PyYAML reads this much in a second."""
 EXPECTED = (TASKS, "eval_meta_data.csv")
-DATA = "eval_data"
 LARGEST_BYTES = 4 << 30
 """The bundle unpacks to under 1 GB."""
 LARGEST_RATIO = 100
 """Questions as JSON pack to a tenth at best, zeros to a thousandth."""
 MOST_FILES = 10_000
-
-
-def core_folder(root: Path) -> Path:
-    return root / CORE
 
 
 def prepare_core(root: Path, console: Console) -> Path:
@@ -56,8 +47,8 @@ def prepare_core(root: Path, console: Console) -> Path:
 def unpack(archive: Path, folder: Path) -> None:
     """Unpack the bundle's files into `folder`, without the folder that contains them all.
 
-    UserError for an archive that is damaged (each file has a CRC), lacks one of the tasks that its core.yaml names,
-    or holds what no bundle does: links, encrypted files, paths that lead elsewhere.
+    UserError for an archive that is damaged (each file has a CRC), whose core.yaml cannot be read, that lacks one of
+    the tasks which this names, or holds what no bundle does: links, encrypted files, paths that lead elsewhere.
     """
     try:
         with zipfile.ZipFile(archive) as bundle:
@@ -80,7 +71,8 @@ def unpack(archive: Path, folder: Path) -> None:
         raise UserError(
             f"{archive.name} arrived damaged ({error}); `gptlab data prepare core` downloads it again"
         ) from None
-    absent = [name for name in (*EXPECTED, *_task_files(folder)) if not (folder / name).is_file()]
+    task_files = (f"{DATA}/{task.get('dataset_uri')}" for task in read_settings(folder / TASKS))
+    absent = [name for name in (*EXPECTED, *task_files) if not (folder / name).is_file()]
     if absent:
         raise UserError(f"{archive.name} is not the CORE bundle, or not all of it: it has no {', '.join(absent[:3])}")
 
@@ -97,12 +89,3 @@ def _checked_path(member: zipfile.ZipInfo, archive: str) -> PurePosixPath:
     if not is_inside(name):
         raise UserError(f"{archive} holds {name!r}, a path that leads elsewhere: it is not the CORE bundle")
     return PurePosixPath(name)
-
-
-def _task_files(folder: Path) -> list[str]:
-    """The data of every task that core.yaml names, from lines `dataset_uri: PATH`."""
-    try:
-        text = read_plain(folder / TASKS, TASKS_BYTES).decode("utf-8")
-    except (OSError, UnicodeDecodeError):
-        return []
-    return [f"{DATA}/{name}" for name in re.findall(r"^\s*(?:-\s+)?dataset_uri:\s*[\"']?([^\s\"'#]+)", text, re.M)]

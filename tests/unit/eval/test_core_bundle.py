@@ -12,9 +12,9 @@ from local_hub import LocalHub
 
 from gptlab.cli.main import main
 from gptlab.config.errors import UserError
-from gptlab.data.corpus import core_bundle
-from gptlab.data.corpus.core_bundle import unpack
 from gptlab.data.corpus.known_corpora import WebFile
+from gptlab.eval import core_bundle
+from gptlab.eval.core_bundle import unpack
 
 TASKS = """\
 icl_tasks:
@@ -93,6 +93,20 @@ def test_all_of_it_or_nothing(tmp_path: Path, gone: str, message: str) -> None:
     contents = {name: text for name, text in CONTENTS.items() if name != f"eval_bundle/{gone}"}
     with pytest.raises(UserError, match=message):
         unpack(pack(tmp_path / "b.zip", contents), tmp_path / "core")
+
+
+@pytest.mark.parametrize(
+    ("tasks", "message"),
+    [
+        ("icl_tasks: []", "core.yaml is damaged: it needs tasks"),
+        ("icl_tasks: [{label: copa", "core.yaml is damaged"),
+        ("icl_tasks: [{label: copa}]", "it has no eval_data/None"),
+        ("icl_tasks: [{label: copa, dataset_uri: a b.jsonl}]", "it has no eval_data/a b.jsonl"),
+    ],
+)
+def test_its_tasks_are_read_as_they_are_to_be_measured(tmp_path: Path, tasks: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        unpack(pack(tmp_path / "b.zip", CONTENTS | {"eval_bundle/core.yaml": tasks}), tmp_path / "core")
 
 
 def test_what_would_fill_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
