@@ -164,10 +164,8 @@ def file_stamp(status: os.stat_result) -> tuple[int, ...]:
 class SplitWriter:
     """Writes one split, document by document, into `folder`; complete after `close`."""
 
-    def __init__(
-        self, folder: Path, name: str, vocab_size: int, bos_id: int | None, *, tokens_per_shard: int = TOKENS_PER_SHARD
-    ) -> None:
-        self._folder, self._name, self._tokens_per_shard = folder, name, tokens_per_shard
+    def __init__(self, folder: Path, name: str, vocab_size: int, bos_id: int | None) -> None:
+        self._folder, self._name = folder, name
         self._kind = shard_kind(vocab_size)
         self._bos = np.array([] if bos_id is None else [bos_id], dtype=np.int32)
         self._n_tokens = self._n_bytes = self._n_shards = 0
@@ -182,9 +180,9 @@ class SplitWriter:
         self._n_bytes += n_bytes
         tokens = np.concatenate([self._bos, tokens]).astype(self._kind.dtype)
         while len(tokens):
-            in_shard = self._n_tokens % self._tokens_per_shard
+            in_shard = self._n_tokens % TOKENS_PER_SHARD
             file = self._file if in_shard and self._file else self._next_shard()
-            part = tokens[: self._tokens_per_shard - in_shard]
+            part = tokens[: TOKENS_PER_SHARD - in_shard]
             file.write(part.tobytes())
             self._n_tokens += len(part)
             tokens = tokens[len(part) :]

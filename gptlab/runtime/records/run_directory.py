@@ -96,7 +96,6 @@ class RunDirectory:
     tokenizer_path = _Entry("tokenizer")
     code_path = _Entry("code")
     environment_path = _Entry("environment.txt")
-    gpu_path = _Entry("gpu.txt")
     checkpoints_path = _Entry("checkpoints")
     summary_path = _Entry("summary.json")
 
@@ -288,13 +287,13 @@ def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def default_run_path(recipe: str, now: datetime, root: Path = Path("runs")) -> Path:
+def default_run_path(recipe: str, now: datetime) -> Path:
     """runs/RECIPE-YYYYMMDD-HHMMSS, with -2, -3, ... after runs of the same second.
 
     Characters of `recipe` that a folder name may not have ("gpt2/124M", a path) become hyphens.
     """
     name = re.sub(r"[^A-Za-z0-9._]+", "-", recipe).strip("-.") or "run"
-    first = root / f"{name}-{now:%Y%m%d-%H%M%S}"
+    first = Path("runs", f"{name}-{now:%Y%m%d-%H%M%S}")
     path, number = first, 1
     while path.exists():
         number += 1

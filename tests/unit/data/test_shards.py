@@ -15,15 +15,14 @@ import numpy as np
 import pytest
 
 from gptlab.config.errors import UserError
+from gptlab.data.tokens import shards
 from gptlab.data.tokens.shards import Shard, SplitWriter, TokenSplit
 from gptlab.runtime.files import cache
 from gptlab.runtime.files.cache import cache_root, cached_folder, damage
 
 
-def written(
-    folder: Path, documents: list[list[int]], *, vocab_size: int = 300, bos_id: int | None = 256, per_shard: int = 10**8
-) -> TokenSplit:
-    writer = SplitWriter(folder, "train", vocab_size, bos_id, tokens_per_shard=per_shard)
+def written(folder: Path, documents: list[list[int]], *, vocab_size: int = 300, bos_id: int | None = 256) -> TokenSplit:
+    writer = SplitWriter(folder, "train", vocab_size, bos_id)
     for number, document in enumerate(documents):
         writer.add(np.array(document, dtype=np.int32), n_bytes=len(document), content_hash=number)
     totals = writer.close()
@@ -46,8 +45,9 @@ def test_a_large_vocabulary_is_marked_and_kept_as_uint32(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("per_shard", [1, 2, 3, 7, 8, 9, 100])
-def test_shard_borders_cannot_be_seen(tmp_path: Path, per_shard: int) -> None:
-    split = written(tmp_path, [[1, 2, 3], [], [4], [5, 6]], per_shard=per_shard)
+def test_shard_borders_cannot_be_seen(tmp_path: Path, per_shard: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shards, "TOKENS_PER_SHARD", per_shard)
+    split = written(tmp_path, [[1, 2, 3], [], [4], [5, 6]])
     everything = [256, 1, 2, 3, 256, 256, 4, 256, 5, 6]
     assert len(list(tmp_path.glob("*.bin"))) == -(-10 // per_shard)
     assert split.n_tokens == 10

@@ -298,7 +298,7 @@ class TestRun:
         run = RunDirectory.open(train(folder, "r", steps=1))
         assert (run.code_path / PATCH_NAME).read_bytes() == b"diff --git\n\xff"
         assert run.environment_path.read_text() == before
-        assert run.gpu_path.read_text().endswith("H200 in HOST\n")
+        assert (run.path / "gpu.txt").read_text().endswith("H200 in HOST\n")
         facts = run.read_provenance()
         assert [facts[name] for name in ("git_commit", "git_dirty", "code_fingerprint")] == ["c0ffee0", True, "f1"]
         assert (facts["from"], facts["resumes"]) == (None, [])
@@ -328,5 +328,5 @@ class TestRun:
         run.write_files({"code/changes.patch": b"old", "gpu.txt": b"old", "environment.txt": b"old"})
         RunDirectory.create(run.path, {}, {}, contents=lambda run: run.write_files({"environment.txt": b"new"}))
         assert not run.code_path.exists()
-        assert not run.gpu_path.exists()
+        assert not (run.path / "gpu.txt").exists()
         assert run.environment_path.read_text() == "new"

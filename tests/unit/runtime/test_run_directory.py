@@ -273,14 +273,15 @@ def test_json_that_cannot_be_is_refused_before_the_file_is_touched(tmp_path: Pat
     assert entries(tmp_path) == set()
 
 
-def test_default_names(tmp_path: Path) -> None:
+def test_default_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     now = datetime(2026, 3, 4, 5, 6, 7)
     assert default_run_path("quickstart", now) == Path("runs/quickstart-20260304-050607")
     assert default_run_path("gpt2/124M", now).name == "gpt2-124M-20260304-050607"
     assert default_run_path("../my recipe.toml", now).name == "my-recipe.toml-20260304-050607"
     assert default_run_path("/", now).name == "run-20260304-050607"
     for expected in ("q-20260304-050607", "q-20260304-050607-2", "q-20260304-050607-3"):
-        path = default_run_path("q", now, tmp_path)
+        path = default_run_path("q", now)
         assert path.name == expected
         RunDirectory.create(path, CONFIG, FACTS)
 
