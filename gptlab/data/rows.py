@@ -147,7 +147,7 @@ class WindowRows:
         self.rows_per_epoch = (split.n_tokens - 1) // seq_len
 
     def read(self, epoch: int, indices: np.ndarray) -> Pair:
-        rows = self.split.gather(self.starts(epoch, indices), self.seq_len + 1)
+        rows = self.split.take(self.starts(epoch, indices)[:, None] + np.arange(self.seq_len + 1))
         return rows[:, :-1], rows[:, 1:]
 
     def target_counts(self, epoch: int, indices: np.ndarray) -> np.ndarray:

@@ -156,9 +156,10 @@ MUTATIONS = [
     # --- rows
     Mutation(
         "the target is the input", "data/rows.py",
-        "rows = self.split.gather(self.starts(epoch, indices), self.seq_len + 1)\n"
+        "rows = self.split.take(self.starts(epoch, indices)[:, None] + np.arange(self.seq_len + 1))\n"
         "        return rows[:, :-1], rows[:, 1:]",
-        "rows = self.split.gather(self.starts(epoch, indices), self.seq_len)\n        return rows, rows",
+        "rows = self.split.take(self.starts(epoch, indices)[:, None] + np.arange(self.seq_len))\n"
+        "        return rows, rows",
         ["test_rows.py::test_random_rows_are_windows_that_reach_both_ends",
          "test_rows.py::test_sequential_rows_are_chunks_in_file_order"],
         ["The target is the input shifted by one"],

@@ -301,7 +301,3 @@ class TokenSplit:
             tokens[done : done + len(part)] = part
             done += len(part)
             shard += 1
-
-    def gather(self, starts: np.ndarray, length: int) -> np.ndarray:
-        """Windows of `length` tokens from each of `starts` (n,): (n, length) int32."""
-        return self.take(starts[:, None] + np.arange(length))
