@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from gptlab.config.run import RunConfig
-from gptlab.data.documents import DocumentRoom
+from gptlab.data.document_room import DocumentRoom
 from gptlab.data.rows import RowSource, make_rows
 from gptlab.data.tokens.shards import TokenSplit, shard_kind
 from gptlab.model.kernels.choice import faster_products

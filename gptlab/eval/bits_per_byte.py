@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from gptlab.config.errors import UserError
 from gptlab.config.run import RunConfig
-from gptlab.data.rows import IGNORED, RowSource
+from gptlab.data.packing import IGNORED
+from gptlab.data.rows import RowSource
 from gptlab.model.gpt import GPT
 from gptlab.model.kernels.ops import implementation, multiplication_of_many
 from gptlab.runtime.processes.distributed import Group
@@ -93,11 +94,11 @@ def evaluate(
                 parts = [losses.sum(), losses[lengths > 0].sum(), counted.sum(), lengths.sum()]
                 sums[number] = torch.tensor(parts, dtype=torch.float64)
     totals = sum(group.sum(sums, "evaluation"), torch.zeros(4, dtype=torch.float64))
-    nats, byte_nats, target_tokens, target_bytes = totals.tolist()
+    all_nats, byte_nats, target_tokens, target_bytes = totals.tolist()
     if target_bytes == 0:
         raise UserError("the validation set has no text to predict: it needs at least two tokens; hold out more of it")
     val_bpb = byte_nats / (math.log(2) * target_bytes)
-    return Evaluation(nats / target_tokens, val_bpb, int(target_tokens), int(target_bytes))
+    return Evaluation(all_nats / target_tokens, val_bpb, int(target_tokens), int(target_bytes))
 
 
 @contextmanager

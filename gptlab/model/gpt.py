@@ -23,7 +23,7 @@ from gptlab.model.kv_cache import KVCache
 from gptlab.runtime.hardware.device import Platform
 
 if TYPE_CHECKING:
-    from gptlab.data.documents import DocumentRoom
+    from gptlab.data.document_room import DocumentRoom
     from gptlab.model.kernels.torch_attention import DocumentMask
 
 # Channels that a value-embedding gate reads (autoresearch and nanochat: 32).

@@ -388,7 +388,7 @@ MUTATIONS = [
         ["test_torch_attention.py::test_windows_and_documents_equal_brute_force"],
     ),
     Mutation(
-        "a micro-batch that straddles epochs has no room for its documents", "data/documents.py",
+        "a micro-batch that straddles epochs has no room for its documents", "data/document_room.py",
         "self.micro_sequences * int(counts.max())", "int(np.sort(counts)[-self.micro_sequences :].sum())",
         ["test_torch_attention.py::test_room_is_doubled_where_rows_hold_more_documents"],
     ),

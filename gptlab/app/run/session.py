@@ -188,7 +188,7 @@ def _pretrained(name: str, config: RunConfig) -> Pretrained:
 
 def _with_masks(session: Session) -> Session:
     """Have the model mask documents, and every row counted before the model sees it."""
-    from gptlab.data.documents import DocumentRoom
+    from gptlab.data.document_room import DocumentRoom
 
     config, bos_id = session.config, session.data.tokenizer.bos_id
     assert bos_id is not None  # packed rows begin with it

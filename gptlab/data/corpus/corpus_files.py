@@ -82,7 +82,7 @@ class NotTextError(UserError):
     """A file that is not UTF-8 text."""
 
 
-class DamagedFileError(UserError):
+class UnpackError(UserError):
     """A packed file that cannot be unpacked to its end."""
 
 
@@ -183,7 +183,7 @@ def _read_text(file: DocumentFile, skipped: Counter[str], digest: hashlib._Hash)
     try:
         text = _decode(_read_bytes(file.path, digest), file.path)
     except UserError as error:
-        if not file.lenient or isinstance(error, DamagedFileError):  # somebody packed it, so it was text
+        if not file.lenient or isinstance(error, UnpackError):  # somebody packed it, so it was text
             raise
         skipped["not UTF-8 text" if isinstance(error, NotTextError) else "unreadable"] += 1
         return
@@ -200,7 +200,7 @@ def _read_bytes(path: Path, digest: hashlib._Hash) -> bytearray:
         while chunk := stream.read1():
             data += chunk
             if len(data) > most_bytes:
-                raise DamagedFileError(f"{path} unpacks to {too_many}")
+                raise UnpackError(f"{path} unpacks to {too_many}")
     return data
 
 
@@ -326,7 +326,7 @@ def _first_line(error: BaseException) -> str:
 @contextmanager
 def _unpacked(path: Path, digest: hashlib._Hash) -> Iterator[BufferedReader[Any]]:
     """The content of a file, unpacked if its name says that it is packed. UserError for what the system refuses to
-    open or read, DamagedFileError for what cannot be unpacked.
+    open or read, UnpackError for what cannot be unpacked.
 
     `digest` takes in the bytes of the file as they are read: all of them once the end has been read.
     """
@@ -343,7 +343,7 @@ def _unpacked(path: Path, digest: hashlib._Hash) -> Iterator[BufferedReader[Any]
                     pass
         except (OSError, pyarrow.ArrowException) as error:
             reason = _first_line(error)
-            raise DamagedFileError(f"{path} is damaged or no {path.suffix} file: {reason}") from error
+            raise UnpackError(f"{path} is damaged or no {path.suffix} file: {reason}") from error
 
 
 class _Hashed(io.RawIOBase):

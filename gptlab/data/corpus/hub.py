@@ -28,7 +28,7 @@ from gptlab.data.corpus.known_corpora import (
     RemoteFile,
     Verified,
     WebFile,
-    hashed,
+    file_digests,
     named_source,
     read_record,
     record_path,
@@ -75,7 +75,7 @@ def download_web_file(name: str, place: WebFile, path: Path, n_bytes: int | None
                     # The length of a compressed answer would not be the file's.
                     headers = {"Accept-Encoding": "identity"}
                     hub.file_download.http_get(place.address, stream, headers=headers, tqdm_class=meter.bar(name))
-                if place.sha256 is not None and (found := hashed(part)[0]) != place.sha256:
+                if place.sha256 is not None and (found := file_digests(part)[0]) != place.sha256:
                     raise _WrongContentsError(path.name, found, place.sha256)
 
             try:
@@ -182,7 +182,7 @@ def _require_space(needed: int, n_files: int, cache: Path, name: str) -> None:
 
 def _require_contents(path: Path, name: str, announced: RemoteFile) -> str:
     """The file's SHA-256. Other contents than announced are removed, and _WrongContentsError is raised."""
-    sha256, blob_id = hashed(path)
+    sha256, blob_id = file_digests(path)
     found, wanted = (sha256, announced.sha256) if announced.sha256 else (blob_id, announced.blob_id)
     if found != wanted:
         contents = path.resolve()

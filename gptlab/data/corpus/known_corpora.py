@@ -346,7 +346,7 @@ def _not_here(source: NamedSource, hub_files: int | None, what: str) -> UserErro
     )
 
 
-def hashed(path: Path) -> tuple[str, str]:
+def file_digests(path: Path) -> tuple[str, str]:
     """(SHA-256, git's blob id) of a file, read once. OSError where it cannot be read."""
     sha256 = hashlib.sha256()
     blob = hashlib.sha1(f"blob {os.path.getsize(path)}\0".encode(), usedforsecurity=False)

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gptlab.data.rows import IGNORED, RowSource
+from gptlab.data.packing import IGNORED
+from gptlab.data.rows import RowSource
 from gptlab.data.tokenizer.tokenizer import Tokenizer
 from gptlab.lab.judge.rules import Broken
 

@@ -26,7 +26,7 @@ from gptlab.model.attention import blocked_attention, offset_keys
 from gptlab.runtime.hardware.device import Platform, compiler_available
 
 if TYPE_CHECKING:
-    from gptlab.data.documents import DocumentRoom
+    from gptlab.data.document_room import DocumentRoom
 
 WIDEST_FLASH_HEAD = 192
 """FlashAttention 2 takes 256, but has no backward pass for more than this on compute capability 8.6, 8.9 and 12.0

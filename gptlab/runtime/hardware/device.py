@@ -168,18 +168,18 @@ def keep_freed_memory() -> None:
 
 
 @contextmanager
-def deterministic_kernels(device_name: str) -> Iterator[None]:
+def deterministic_kernels(name: str) -> Iterator[None]:
     """Within the context torch uses kernels whose bits do not change from run to run and from process to process, if
-    `device_name` (auto, cpu, cuda, ...) may mean a CUDA device. On a CPU all kernels are so for a fixed number of
-    threads; GPU kernels that add atomically, or are chosen by timing, are not, and torch has slower replacements.
+    `name` (auto, cpu, cuda, ...) may mean a CUDA device. On a CPU all kernels are so for a fixed number of threads;
+    GPU kernels that add atomically, or are chosen by timing, are not, and torch has slower replacements.
 
     Enter it before the process multiplies its first matrices there, or compiles: the environment is read then, once.
     """
-    if device_name.partition(":")[0] not in ("auto", "cuda") or not torch.cuda.is_available():
+    if name.partition(":")[0] not in ("auto", "cuda") or not torch.cuda.is_available():
         yield
         return
-    for name, value in _DETERMINISTIC_ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+    for variable, value in _DETERMINISTIC_ENVIRONMENT.items():
+        os.environ.setdefault(variable, value)
     settings: Any = torch.utils.deterministic  # its type lacks this setting
     enabled, fills = torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gptlab.config.model import ModelConfig
 from gptlab.config.recipes import RECIPES
-from gptlab.data.documents import DocumentRoom
+from gptlab.data.document_room import DocumentRoom
 from gptlab.model.gpt import GPT, build_model
 from gptlab.model.kernels import torch_attention
 from gptlab.runtime.hardware.device import Platform

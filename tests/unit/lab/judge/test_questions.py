@@ -11,7 +11,7 @@ from judged import BASELINE, CPU, MODEL, begin, examined, questions, questions_o
 from tiny_runs import make_config, write_corpus
 
 from gptlab.config.errors import UserError
-from gptlab.data.rows import IGNORED
+from gptlab.data.packing import IGNORED
 from gptlab.data.tokenizer.base import ByteTokenizer
 from gptlab.eval.bits_per_byte import evaluate, nats_of
 from gptlab.lab.judge.audits import Plan, check_two_seeds, plan, second_questions
