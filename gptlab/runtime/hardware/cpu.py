@@ -9,8 +9,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, MutableMapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -82,6 +82,19 @@ def set_threads(n: int | None) -> int:
     if wanted is not None and wanted != torch.get_num_threads():
         torch.set_num_threads(wanted)
     return torch.get_num_threads()
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Within the context torch computes on one thread."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def threads_beside_others() -> int | None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 import re
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from gptlab.runtime.hardware.cpu import one_thread
 from gptlab.runtime.hardware.device import device_name, synchronize
 
 
@@ -126,16 +126,6 @@ def _flops_of_threads(device: torch.device, dtype: torch.dtype, seconds: float) 
     first, together = alone(), _best_flops(device, dtype, 0.8 * seconds)
     one = max(first, alone())  # again, since other programs may have stopped
     return together if together >= _QUIET_SHARE * threads * one else threads * one
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _best_flops(device: torch.device, dtype: torch.dtype, seconds: float) -> float:

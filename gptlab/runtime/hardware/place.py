@@ -11,10 +11,10 @@ import torch
 
 from gptlab.config.errors import ConfigError, require_choice
 from gptlab.config.run import AutoProducts, RunConfig
-from gptlab.runtime.hardware.cpu import set_threads
+from gptlab.runtime.hardware.cpu import one_thread, set_threads
 from gptlab.runtime.hardware.device import keep_freed_memory, resolve_device, set_gpu_allocator
 from gptlab.runtime.hardware.installed import BFLOAT16_INSTRUCTIONS, cpu_lists_bfloat16
-from gptlab.runtime.hardware.peak import Peak, one_thread, peak_flops_per_second, product_times
+from gptlab.runtime.hardware.peak import Peak, peak_flops_per_second, product_times
 from gptlab.runtime.processes.distributed import World
 
 _ALONE = World()
