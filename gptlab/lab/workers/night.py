@@ -38,7 +38,7 @@ from gptlab.lab.experiments.overview import proposals, state
 from gptlab.lab.experiments.proposal import Proposal, changed_files, code_of, copy_package, read_proposal, submit
 from gptlab.lab.experiments.trial import BusyError, finish, in_flight
 from gptlab.runtime.files.plain_file import write_json_atomic
-from gptlab.runtime.files.staged_folder import ENDING_SIGNALS, ended_by_signals
+from gptlab.runtime.processes.ending_signals import ENDING_SIGNALS, ended_by_signals
 
 MAX_FAILURES = 3
 

@@ -5,19 +5,15 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import signal
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 
 import psutil
 
 from gptlab.config.errors import UserError, cannot
 from gptlab.runtime.files.plain_file import sync_directory
-
-ENDING_SIGNALS = (signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else []))  # not on Windows
+from gptlab.runtime.processes.ending_signals import ended_by_signals
 
 
 def require_free(target: Path) -> None:
@@ -62,23 +58,3 @@ def _remove_leftovers(target: Path) -> None:
         match = re.fullmatch(re.escape(f".{target.name}.tmp-") + "([0-9]{1,10})", path.name)
         if match and (int(match[1]) == os.getpid() or not psutil.pid_exists(int(match[1]))):
             shutil.rmtree(path, ignore_errors=True)
-
-
-@contextmanager
-def ended_by_signals() -> Iterator[None]:
-    """Within the context, SIGTERM and SIGHUP (the terminal is gone) raise SystemExit with the exit code that shells
-    report for them, so that everything is cleaned up. One that is ignored, as under `nohup`, stays ignored. Outside of
-    the main thread, where Python allows no signal handlers, nothing changes."""
-
-    def end(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    caught = [number for number in ENDING_SIGNALS if in_main_thread and signal.getsignal(number) != signal.SIG_IGN]
-    former = {number: signal.signal(number, end) for number in caught}
-    try:
-        yield
-    finally:
-        for number, handler in former.items():
-            # None stands for a handler that was not installed from Python, which cannot restore it.
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
