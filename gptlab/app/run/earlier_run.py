@@ -32,17 +32,10 @@ from gptlab.runtime.files.plain_file import json_sha256, read_json_object
 from gptlab.runtime.hardware.device import resolve_device
 from gptlab.runtime.processes.distributed import Group
 from gptlab.runtime.records.console import Console
+from gptlab.runtime.records.identity import change_config, changeable_fields, edited_field, require_own, saved_identity
 from gptlab.runtime.records.metrics import read_metrics
 from gptlab.runtime.records.provenance import RESUME_FACTS, Evidence
-from gptlab.runtime.records.run_directory import (
-    RunDirectory,
-    change_config,
-    changeable_fields,
-    edited_field,
-    recorded_id,
-    require_own,
-    saved_identity,
-)
+from gptlab.runtime.records.run_directory import RunDirectory, recorded_id
 from gptlab.training.checkpoint.format import candidates, list_checkpoints, step_of
 from gptlab.training.checkpoint.load import Checkpoint, load_newest, select_checkpoint, verify_checkpoint
 from gptlab.training.recorder import CLOSING_DECIMALS, Recorder, show_closing_block

@@ -32,7 +32,8 @@ from gptlab.runtime.hardware.device import resolve_device, unused_gpu
 from gptlab.runtime.hardware.place import resolve_dtype
 from gptlab.runtime.processes.distributed import Group
 from gptlab.runtime.records.console import Console
-from gptlab.runtime.records.run_directory import RunDirectory, edited_field, saved_identity
+from gptlab.runtime.records.identity import edited_field, saved_identity
+from gptlab.runtime.records.run_directory import RunDirectory
 from gptlab.training.checkpoint.load import checksum, load_weights, require_weights_of
 
 

@@ -21,7 +21,7 @@ from gptlab.runtime.hardware.memory import fewer_micro_sequences, ran_out_of_mem
 from gptlab.runtime.hardware.place import Place, place_of
 from gptlab.runtime.processes.distributed import World
 from gptlab.runtime.records.console import Console
-from gptlab.runtime.records.run_directory import change_config, identity_of
+from gptlab.runtime.records.identity import change_config, identity_of
 
 if TYPE_CHECKING:
     from gptlab.training.recorder import Recorder

@@ -20,7 +20,7 @@ from gptlab.config.recipes import OWN_TYPES, RECIPES, configure, own_arguments, 
 from gptlab.config.run import Compile, DType, Horizon, HorizonUnit, RunConfig
 from gptlab.config.scaling import Machine
 from gptlab.runtime.files.plain_file import listed_sources, load_toml
-from gptlab.runtime.records.run_directory import FREE_FIELDS, changeable_fields
+from gptlab.runtime.records.identity import FREE_FIELDS, changeable_fields
 
 DEFAULT_RECIPE = "quickstart"
 

@@ -29,9 +29,10 @@ from gptlab.runtime.hardware.cpu import MachineLoad
 from gptlab.runtime.hardware.device import device_name
 from gptlab.runtime.processes.own_python import own_python
 from gptlab.runtime.records.console import Console
+from gptlab.runtime.records.identity import identity_of
 from gptlab.runtime.records.metrics import MetricsLog
 from gptlab.runtime.records.provenance import Evidence
-from gptlab.runtime.records.run_directory import RunDirectory, default_run_path, identity_of
+from gptlab.runtime.records.run_directory import RunDirectory, default_run_path
 from gptlab.training.checkpoint.format import list_checkpoints
 from gptlab.training.checkpoint.saver import CheckpointSaver, RunOutput
 from gptlab.training.faults import TrainingFailed

@@ -14,7 +14,8 @@ import pytest
 from oracle_checkpoint import tree
 from tiny_runs import Outcome, arguments, at_line, command, differences, killed_at, outcome, train, write_corpus
 
-from gptlab.runtime.records.run_directory import RunDirectory, change_config
+from gptlab.runtime.records.identity import change_config
+from gptlab.runtime.records.run_directory import RunDirectory
 from gptlab.training.checkpoint.format import list_checkpoints
 from gptlab.training.checkpoint.load import load_checkpoint
 from gptlab.training.checkpoint.write import save_checkpoint
