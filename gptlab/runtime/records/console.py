@@ -280,7 +280,7 @@ class QuietConsole(Console):
 
 @dataclass(slots=True)
 class Progress:
-    """The progress of a piece of work. `description`, `total` and `done` may be set at any time."""
+    """The progress of a piece of work."""
 
     description: str
     total: float | None
