@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import itertools
 import json
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import Any
 from gptlab.config.errors import UserError
 from gptlab.config.load import flatten
 from gptlab.lab.run_record import NOT_COMPARED, RunRecord, read_run
+from gptlab.runtime.records.run_directory import is_run
 
 Sides = Mapping[str, Sequence[RunRecord]]
 """{name: its runs}. The first is the baseline."""
@@ -51,13 +53,16 @@ class FieldDifference:
 
 def find_runs(words: Iterable[str]) -> list[RunRecord]:
     """The runs that run folders, folders of runs, and patterns (`runs/base-*`) name, each once. UserError where one
-    names none, or a run is damaged."""
+    names none, or a run is damaged. Another model among the folders, as `gptlab export` writes it, is skipped."""
     found: dict[Path, RunRecord] = {}
     for word in words:
-        folders = [Path(word)] if Path(word).exists() else [Path(name) for name in sorted(glob.glob(word))]
-        if len(folders) == 1 and not _is_run(folders[0]) and folders[0].is_dir():
-            folders = sorted(folder for folder in folders[0].iterdir())
-        runs = [folder for folder in folders if _is_run(folder)]
+        if (Path(word) / "config.json").is_file():
+            runs = [Path(word)]  # where it is none, `read_run` says what it is
+        else:
+            folders = [Path(word)] if Path(word).exists() else [Path(name) for name in sorted(glob.glob(word))]
+            if len(folders) == 1 and not _is_run(folders[0]) and folders[0].is_dir():
+                folders = sorted(folders[0].iterdir())
+            runs = [folder for folder in folders if _is_run(folder)]
         if not runs:
             raise UserError(f"there is no run in {word}: name run folders, folders of runs, or a pattern of them")
         for folder in runs:
@@ -67,7 +72,7 @@ def find_runs(words: Iterable[str]) -> list[RunRecord]:
 
 
 def _is_run(folder: Path) -> bool:
-    return (folder / "config.json").is_file()
+    return folder.is_dir() and is_run(os.listdir(folder))
 
 
 def group_by_seed(runs: Sequence[RunRecord]) -> dict[str, list[RunRecord]]:

@@ -46,6 +46,15 @@ class TestFinding:
         with pytest.raises(UserError, match="there is no run in"):
             find_runs([f"{tmp_path}/{word}"])
 
+    def test_an_exported_model_is_skipped_among_others_and_refused_by_name(self, tmp_path: Path) -> None:
+        run(tmp_path / "base-1")
+        (tmp_path / "base-exported").mkdir()
+        (tmp_path / "base-exported" / "config.json").write_text('{"model_type": "gpt2"}')
+        for word in ("", "base-*"):
+            assert [found.path.name for found in find_runs([str(tmp_path / word)])] == ["base-1"]
+        with pytest.raises(UserError, match="holds a model of transformers, not a run"):
+            find_runs([str(tmp_path / "base-exported")])
+
     def test_a_pattern_in_a_name(self, tmp_path: Path) -> None:
         run(tmp_path / "lr[1]")
         assert len(find_runs([str(tmp_path / "lr[1]")])) == 1
