@@ -40,7 +40,7 @@ def json_object(path: Path) -> dict[str, Any]:
     return read_json_object(path)
 
 
-def short(value: Any) -> Any:
+def bounded(value: Any) -> Any:
     """A JSON value as itself where it is small, else as the beginning of its text."""
     if value is None or isinstance(value, bool | float) or (isinstance(value, int) and abs(value) < 1 << 53):
         return value

@@ -11,7 +11,7 @@ from typing import Any
 from gptlab.config.errors import UserError
 from gptlab.lab.run_record import number
 from gptlab.report.curves import Metrics, chart_run
-from gptlab.report.dashboard.bounds import cut, json_object, short
+from gptlab.report.dashboard.bounds import bounded, cut, json_object
 from gptlab.report.dashboard.tail import Tail
 
 MAX_METRICS_BYTES = 1 << 30
@@ -64,9 +64,11 @@ class OpenedRun:
                 | {name: cut(str(one.get(name, "")), MAX_SAMPLE_CHARACTERS) for name in ("prompt", "text")}
                 for one in samples
             ],
-            "events": [{name: short(one.get(name)) for name in ("step", "what", "reason", "value")} for one in events],
-            "facts": {name: short(record[name]) for name in _FACTS if record.get(name) is not None},
-            "failure": short(failure.get("reason")) if isinstance(failure, dict) else None,
+            "events": [
+                {name: bounded(one.get(name)) for name in ("step", "what", "reason", "value")} for one in events
+            ],
+            "facts": {name: bounded(record[name]) for name in _FACTS if record.get(name) is not None},
+            "failure": bounded(failure.get("reason")) if isinstance(failure, dict) else None,
         }
 
     def _follow(self) -> None:

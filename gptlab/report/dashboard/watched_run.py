@@ -19,7 +19,7 @@ from gptlab.config.run import RunConfig
 from gptlab.lab.run_list import changes_from_recipe
 from gptlab.lab.run_record import NOT_COMPARED, number
 from gptlab.report.curves import evenly_chosen
-from gptlab.report.dashboard.bounds import Signature, cut, json_object, require_file, short, signature
+from gptlab.report.dashboard.bounds import Signature, bounded, cut, json_object, require_file, signature
 from gptlab.report.dashboard.tail import Tail
 from gptlab.runtime.records.run_directory import RunDirectory
 
@@ -86,7 +86,7 @@ class WatchedRun:
             changes = changes_from_recipe(fields, record)
         except _DAMAGE:
             changes = None
-        listed = None if changes is None else [[name, short(value)] for name, value in changes.items()]
+        listed = None if changes is None else [[name, bounded(value)] for name, value in changes.items()]
         self._facts["changes"] = listed
         self.row = self.row | {"changes": listed}
         return True
@@ -183,9 +183,9 @@ def _facts(run: RunDirectory, fields: Mapping[str, Any], record: Mapping[str, An
         "status": cut(str(status), 20),
         "start": cut(start, 40) if isinstance(start, str) else None,
         "recipe": cut(fields["recipe"]),
-        "seed": short(fields.get("seed")),
+        "seed": bounded(fields.get("seed")),
         # Only fields that gptlab knows, and only where they differ: a thousand rows are sent at once.
-        "fields": {name: short(value) for name, value in unusual.items() if name in base},
+        "fields": {name: bounded(value) for name, value in unusual.items() if name in base},
         "group": hashlib.sha256(configuration.encode()).hexdigest()[:16],
         "val_bpb": number(summary.get("val_bpb")),
         "tokens": None if millions is None else 1e6 * millions,
