@@ -8,8 +8,8 @@ from functools import partial
 from pathlib import Path
 
 from gptlab.cli.arguments.parser import Positional, parse
-from gptlab.cli.runs import confirmed, deleted, disk_text, printable
-from gptlab.config.errors import NotNegative, checked_dataclass
+from gptlab.cli.runs import confirmed, deleted, disk_text
+from gptlab.config.errors import NotNegative, checked_dataclass, printable
 from gptlab.lab.removals import Removal, judge_leftovers, old_checkpoints, remove
 from gptlab.lab.run_list import ListedRun, list_runs
 from gptlab.runtime.files.cache import cache_root

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gptlab.cli.arguments.parser import Positional, parse
-from gptlab.config.errors import UserError, checked_dataclass
+from gptlab.config.errors import UserError, checked_dataclass, printable
 from gptlab.lab.sides import find_runs
-from gptlab.report.markdown import bpb_curve, overlay_text, printable, run_text
+from gptlab.report.markdown import bpb_curve, overlay_text, run_text
 from gptlab.report.overlay import Overlay
 from gptlab.report.page import overlay_page, run_page
 from gptlab.report.run_facts import RunFacts, read_facts

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from gptlab.cli.arguments.help import default_text
 from gptlab.cli.arguments.parser import Positional, parse
-from gptlab.config.errors import NotNegative, UserError, checked_dataclass
+from gptlab.config.errors import NotNegative, UserError, checked_dataclass, printable
 from gptlab.lab.removals import Removal, removals, remove
 from gptlab.lab.run_list import ListedRun, list_runs, select_runs, sort_runs
 from gptlab.runtime.files.cache_contents import Item
@@ -212,14 +212,9 @@ def disk_text(count: int) -> str:
     return next((f"{count / size:.1f} {unit}" for size, unit in units if count >= size), f"{count / 1e3:.0f} kB")
 
 
-def printable(text: str) -> str:
-    """Names and values come from folders that may be anybody's, and must not control the terminal."""
-    return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
-
-
 def _cell(value: object) -> str:
     """On one line of a table."""
-    return printable(str(value).replace("\n", "\0"))
+    return printable(str(value), keep="")
 
 
 def _figures(run: ListedRun) -> Mapping[str, Any]:

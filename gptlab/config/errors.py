@@ -71,9 +71,14 @@ def one_line(error: BaseException) -> str:
 
     Parts of it may come from an untrusted file, which must neither fill nor control the terminal.
     """
-    text = " ".join(str(error)[: 2 * MAX_MESSAGE_CHARACTERS].split())
-    text = "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)
+    text = printable(" ".join(str(error)[: 2 * MAX_MESSAGE_CHARACTERS].split()))
     return text if len(text) <= MAX_MESSAGE_CHARACTERS else f"{text[: MAX_MESSAGE_CHARACTERS - 4]} ..."
+
+
+def printable(text: str, keep: str = "\n") -> str:
+    """The text without control characters, but those of `keep`: names and values from an untrusted folder must not
+    control the terminal."""
+    return "".join(c if c.isprintable() or c in keep else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def _shown(value: object) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from gptlab.config.errors import printable
 from gptlab.lab.contrast import END, At, Contrast, Multiplier, Row, contrasts_of, multipliers_of, sizes_of
 from gptlab.lab.run_record import AXES, Axis, RunRecord
 from gptlab.lab.sides import FieldDifference, Sides, field_differences, require_comparable, warnings_of
@@ -112,9 +113,7 @@ def describe(comparison: Comparison) -> str:
     if len(comparison.contrasts) > 1:
         parts.append("p-values of the tables are not adjusted; those of the sentences are.")
     parts.append(_multipliers_text(comparison.multipliers))
-    text = "\n\n".join(part for part in parts if part)
-    # Names and values come from folders that may be anybody's, and must not control the terminal.
-    return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
+    return printable("\n\n".join(part for part in parts if part))
 
 
 def _runs_text(runs: Sequence[RunRecord]) -> str:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
+from gptlab.config.errors import printable
 from gptlab.report.curves import evenly_chosen
 from gptlab.report.overlay import Overlay
 from gptlab.report.run_facts import VALIDATION_COLUMNS, RunFacts, duration
@@ -13,6 +14,7 @@ from gptlab.report.text_curves import text_curve
 from gptlab.report.token_fate import token_fate
 
 MAX_VALIDATIONS = 40
+_SPACE = "\n\t"
 
 
 def run_text(facts: RunFacts) -> str:
@@ -62,7 +64,7 @@ def bpb_curve(facts: RunFacts, *, columns: int = 72, rows: int = 8, ascii: bool 
 
 def code(text: str) -> str:
     """On one line, as code."""
-    text = " ".join(printable(text).split()) or " "
+    text = " ".join(printable(text, _SPACE).split()) or " "
     fence = "`" * (_longest_fence(text) + 1)
     space = " " if text.startswith("`") or text.endswith("`") else ""
     return f"{fence}{space}{text}{space}{fence}"
@@ -71,17 +73,12 @@ def code(text: str) -> str:
 def fenced(text: str) -> str:
     """A block of code."""
     fence = "`" * max(3, _longest_fence(text) + 1)
-    return f"{fence}\n{printable(text).rstrip()}\n{fence}"
+    return f"{fence}\n{printable(text, _SPACE).rstrip()}\n{fence}"
 
 
 def prose(text: str) -> str:
     """On one line, with what Markdown and HTML would read as their own escaped."""
-    return re.sub(r"([\\`*\[\]<>|#&])", r"\\\1", " ".join(printable(text).split()))
-
-
-def printable(text: str) -> str:
-    """Without what would control a terminal."""
-    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
+    return re.sub(r"([\\`*\[\]<>|#&])", r"\\\1", " ".join(printable(text, _SPACE).split()))
 
 
 def _longest_fence(text: str) -> int:

@@ -20,7 +20,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Literal
 
-from gptlab.config.errors import UserError, cannot, nearest_name
+from gptlab.config.errors import UserError, cannot, nearest_name, printable
 from gptlab.config.run import DataConfig, Split
 from gptlab.data.corpus.corpus_files import (
     COLUMN_SUFFIXES,
@@ -171,7 +171,7 @@ class Corpus:
         found.n_files += 1
         reasons = list(found.skipped - skipped_before)
         if reasons and file.suffix not in COLUMN_SUFFIXES and len(found.skipped_files) < NAMED_FILES:
-            found.skipped_files.append((_printable(file.name), reasons[0]))
+            found.skipped_files.append((printable(file.name, keep="")[-100:], reasons[0]))
         seen = UNREADABLE if "unreadable" in reasons else digest.digest()
         if self._digests and seen != self._digests[file]:
             raise ChangedFileError(file.path)
@@ -338,10 +338,6 @@ def _split_tail(corpus: Corpus, val_fraction: float) -> Iterator[tuple[Side, str
         if left < len(text):
             yield "val", text[max(left, 0) :]
         left -= len(text)
-
-
-def _printable(name: str) -> str:
-    return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in name)[-100:]
 
 
 def _sha256(parts: Iterable[bytes]) -> str:
