@@ -17,7 +17,7 @@ from gptlab.lab.run_list import ListedRun, list_runs, select_runs, sort_runs
 from gptlab.runtime.files.cache_contents import Item
 from gptlab.runtime.files.plain_file import to_json
 from gptlab.runtime.records.run_directory import RunDirectory
-from gptlab.runtime.records.table import table
+from gptlab.runtime.records.table import short_number, table
 
 LIST = """\
 List the runs in and below folders (runs/), newest first: how each ended, validation bits per byte, tokens, seconds of \
@@ -150,7 +150,7 @@ def _lines(runs: Sequence[ListedRun], width: int, *, curves: bool = False) -> It
             _cell(run.path),
             _cell(run.status),
             "" if run.val_bpb is None else f"{run.val_bpb:.4f}",
-            "" if run.tokens is None else _short(run.tokens),
+            "" if run.tokens is None else short_number(run.tokens),
             "" if run.training_seconds is None else f"{run.training_seconds:,.0f}",
             disk_text(run.disk_bytes),
         )
@@ -200,11 +200,6 @@ def _cut(text: str, characters: int) -> str:
 def _value(value: Any) -> str:
     text = default_text(tuple(value) if isinstance(value, list) else value) or ("none" if value is None else "()")
     return _cut(text, _MAX_VALUE_CHARACTERS)
-
-
-def _short(count: int) -> str:
-    return next((f"{count / size:.3g}{unit}" for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M")) if count >= size),
-                f"{count:,}")  # fmt: skip
 
 
 def disk_text(count: int) -> str:

@@ -19,6 +19,7 @@ from gptlab.config.load import flatten
 from gptlab.lab.run_list import changes_from_recipe, recipe_fields
 from gptlab.lab.run_record import RunRecord, number, read_run
 from gptlab.report.curves import Metrics, evenly_chosen, read_metrics_file
+from gptlab.runtime.records.table import short_number
 
 VALIDATION_COLUMNS = ("step", "tokens", "training", "validation loss", "bits per byte")
 MAX_SAMPLE_STEPS = 6
@@ -93,7 +94,7 @@ class RunFacts:
     def validation_rows(self) -> list[tuple[str, ...]]:
         """Each validation, by VALIDATION_COLUMNS."""
         return [
-            (f"{one.step:,}", short(one.tokens), duration(one.seconds) if math.isfinite(one.seconds) else "",
+            (f"{one.step:,}", short_number(one.tokens), duration(one.seconds) if math.isfinite(one.seconds) else "",
              f"{one.loss:.4f}", f"{one.bpb:.4f}")
             for one in self.validations
         ]  # fmt: skip
@@ -183,9 +184,9 @@ class RunFacts:
             ("training", seconds, duration),
             ("in all", total, duration),
             ("steps", steps, lambda value: f"{value:,.0f}"),
-            ("tokens", tokens, short),
+            ("tokens", tokens, short_number),
             ("FLOPs", flops, lambda value: f"{value:.3g}"),
-            ("tokens a second", speed, short),
+            ("tokens a second", speed, short_number),
             ("MFU", mfu, lambda value: f"{value:.1f}%"),
             ("peak memory", memory, lambda value: f"{value / 1024:.2f} GiB"),
         ):
@@ -362,14 +363,6 @@ def counted(value: Any, noun: str) -> str:
     """1 step, 2,000 steps; what is no number as it is."""
     amount = f"{value:,}" if type(value) is int else plain(value)
     return f"{amount} {noun}{'' if value == 1 else 's'}"
-
-
-def short(value: float) -> str:
-    """With three digits: 950, 23.5k, 1.21M, 3.28B."""
-    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if value >= size:
-            return f"{value / size:.3g}{unit}"
-    return f"{value:.3g}"
 
 
 def duration(seconds: float) -> str:

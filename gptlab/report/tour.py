@@ -21,10 +21,10 @@ from gptlab.data.tokenizer.tokenizer import load_tokenizer
 from gptlab.lab.run_record import number
 from gptlab.report.curves import Columns
 from gptlab.report.markdown import bpb_curve, code, fenced, prose
-from gptlab.report.run_facts import RunFacts, counted, duration, plain, short
+from gptlab.report.run_facts import RunFacts, counted, duration, plain
 from gptlab.report.saved_model import SavedModel, newest_saved
 from gptlab.report.token_fate import token_fate
-from gptlab.runtime.records.table import table
+from gptlab.runtime.records.table import short_number, table
 
 COLUMNS = 120
 """Of a paragraph."""
@@ -130,7 +130,7 @@ def values_of(facts: RunFacts, *, ascii: bool) -> dict[str, str]:
         "steps_made": counted(int(_finite(trained.steps)), "step"),
         "training_time": duration(math.nan if trained.seconds is None else trained.seconds),
         "tokens_per_second": f"{speed:,.0f}" if speed else "an unknown number of",
-        "flops_per_token": short(flops) if flops else "a fixed number of",
+        "flops_per_token": short_number(flops) if flops else "a fixed number of",
         "mfu": f"That is {mfu:.1f}% of what the machine could compute at most (MFU)." if mfu else "",
         "horizon": _horizon(facts),
         "evaluation": _evaluation(facts),

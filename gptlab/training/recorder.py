@@ -15,6 +15,7 @@ from gptlab.runtime.files.plain_file import write_json_atomic
 from gptlab.runtime.hardware.cpu import MachineLoad
 from gptlab.runtime.hardware.device import peak_memory_mb
 from gptlab.runtime.records.console import Console, clock_text
+from gptlab.runtime.records.table import short_number
 from gptlab.training.checkpoint.load import Checkpoint
 from gptlab.training.checkpoint.saver import CheckpointSaver, RunOutput
 from gptlab.training.faults import Fault, TrainingFailed
@@ -273,14 +274,6 @@ def show_closing_block(summary: Mapping[str, Any], console: Console) -> None:
         if key in summary:
             value = "unknown" if summary[key] is None else f"{summary[key]:.{decimals}f}"
             console.result(f"{key + ':':<18}{value}")
-
-
-def short_number(number: float) -> str:
-    """With three digits: 950, 23.5k, 1.21M, 3.28B."""
-    for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= size:
-            return f"{number / size:.3g}{unit}"
-    return f"{number:.0f}"
 
 
 def _checkpoint_line_bytes(path: Path, offset: int, step: int) -> int:

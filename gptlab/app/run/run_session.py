@@ -33,11 +33,12 @@ from gptlab.runtime.records.identity import identity_of
 from gptlab.runtime.records.metrics import MetricsLog
 from gptlab.runtime.records.provenance import Evidence
 from gptlab.runtime.records.run_directory import RunDirectory, default_run_path
+from gptlab.runtime.records.table import short_number
 from gptlab.training.checkpoint.format import list_checkpoints
 from gptlab.training.checkpoint.saver import CheckpointSaver, RunOutput
 from gptlab.training.faults import TrainingFailed
 from gptlab.training.loop import evaluate_only, fit
-from gptlab.training.recorder import Recorder, Throughput, short_number, show_closing_block
+from gptlab.training.recorder import Recorder, Throughput, show_closing_block
 from gptlab.training.signals import Signals
 from gptlab.training.state import OffClock
 

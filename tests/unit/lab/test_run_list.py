@@ -239,7 +239,7 @@ class TestCommand:
         assert (code, err) == (0, "")
         heading, first, second = out.splitlines()
         assert heading.split()[:6] == ["run", "status", "val_bpb", "tokens", "seconds", "disk"]
-        assert first.split()[:5] == ["runs/a", "finished", "3.0000", "10,000", "10"]
+        assert first.split()[:5] == ["runs/a", "finished", "3.0000", "10k", "10"]
         assert first.endswith("quickstart depth=4 steps=50 seed=7 model.activation=gelu")
         assert second.startswith("runs/b  damaged")
         assert "\x1b" not in out

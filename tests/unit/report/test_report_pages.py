@@ -19,10 +19,11 @@ from gptlab.app.run.attempt import Result
 from gptlab.report.markdown import code, fenced, run_text
 from gptlab.report.overlay import Overlay
 from gptlab.report.page import overlay_page, run_page
-from gptlab.report.run_facts import duration, read_facts, short
+from gptlab.report.run_facts import duration, read_facts
 from gptlab.runtime.files.plain_file import write_json_atomic
 from gptlab.runtime.records.metrics import MetricsLog
 from gptlab.runtime.records.run_directory import RunDirectory
+from gptlab.runtime.records.table import short_number
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'`|\x1b]0;x\x07{{}}&lt;"
 
@@ -180,7 +181,9 @@ class TestWhatItSays:
             "1 h",
             "2 h 5 min",
         ]
-        assert [short(one) for one in (950, 23_500, 1_210_000, 3.28e9)] == ["950", "23.5k", "1.21M", "3.28B"]
+        shown = {950: "950", 23_500: "23.5k", 1_210_000: "1.21M", 3.28e9: "3.28B", 3.28e12: "3.28T", 0.5: "0.5"}
+        rounded_up = {999.7: "1k", 999_817_216: "1B", 999_499_999: "999M"}
+        assert {one: short_number(one) for one in shown | rounded_up} == shown | rounded_up
 
 
 class TestUntrusted:

@@ -30,8 +30,9 @@ export const number = (value) => (value === null || value === undefined ? NaN : 
 export function count(value) {
   const known = number(value);
   if (!Number.isFinite(known)) return "";
-  const [size, unit] = [[1e12, "T"], [1e9, "B"], [1e6, "M"], [1e3, "k"]].find(([size]) => known >= size) ?? [1, ""];
-  return unit ? `${(known / size).toPrecision(3)}${unit}` : String(Math.round(known));
+  const rounded = Number(known.toPrecision(3)); // which may have the next unit
+  const [size, unit] = [[1e12, "T"], [1e9, "B"], [1e6, "M"], [1e3, "k"]].find(([size]) => rounded >= size) ?? [1, ""];
+  return unit ? `${(rounded / size).toPrecision(3)}${unit}` : String(Math.round(known));
 }
 
 export function duration(value) {

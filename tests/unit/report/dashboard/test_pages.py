@@ -407,6 +407,11 @@ def test_a_logarithmic_loss_fills_its_chart(tab: Page, tmp_path: Path) -> None:
     assert [text for text in texts if text in ("2", "3", "4", "5", "6", "7", "10")] == ["3", "4", "5", "6"] * 2
 
 
+def test_a_short_number_has_the_unit_of_what_it_is_rounded_to(page: Page) -> None:
+    counts = "async numbers => numbers.map((await import('/dom.js')).count)"
+    assert page.evaluate(counts, [950, 999.7, 999_817_216, 3.28e12]) == ["950", "1.00k", "1.00B", "3.28T"]
+
+
 def test_a_lab_beside_the_runs_shows_its_frontier(page: Page) -> None:
     shown = page.locator("#labs").inner_text()
     assert "1.4800 bits per byte" in shown
