@@ -28,7 +28,7 @@ from gptlab.eval.continuation import Drawing, DrawnToken, continue_text
 from gptlab.runtime.files.plain_file import to_json
 from gptlab.runtime.hardware.memory import memory_errors_explained, smaller_model
 from gptlab.runtime.records.console import Console
-from gptlab.training.checkpoint.format import list_checkpoints
+from gptlab.training.checkpoint.names import list_checkpoints
 
 ALTERNATIVES = 8
 

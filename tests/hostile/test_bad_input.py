@@ -34,7 +34,7 @@ from gptlab.config.run import RunConfig
 from gptlab.runtime.files.cache import damage
 from gptlab.runtime.records import provenance
 from gptlab.runtime.records.run_directory import RunDirectory
-from gptlab.training.checkpoint.format import list_checkpoints
+from gptlab.training.checkpoint.names import list_checkpoints
 
 FLAGS = {
     "depth": 1, "steps": 4, "model.seq-len": 32, "model.n-embd": 32, "model.n-head": 2, "batch.total-tokens": 128,

@@ -29,8 +29,9 @@ from gptlab.config.errors import UserError
 from gptlab.runtime.files.cache import cached_folder
 from gptlab.runtime.files.plain_file import write_json_atomic
 from gptlab.runtime.files.staged_folder import staged_folder
-from gptlab.training.checkpoint.format import CheckpointError, list_checkpoints
+from gptlab.training.checkpoint.format import CheckpointError
 from gptlab.training.checkpoint.load import load_newest, verify_checkpoint
+from gptlab.training.checkpoint.names import list_checkpoints
 from gptlab.training.checkpoint.retention import retain
 from gptlab.training.checkpoint.write import save_checkpoint
 

@@ -17,8 +17,9 @@ from forked_runs import Ended, ForkedRuns
 from oracle_checkpoint import same_bits
 from tiny_runs import Outcome, arguments, differences, outcome
 
-from gptlab.training.checkpoint.format import DamagedCheckpointError, list_checkpoints
+from gptlab.training.checkpoint.format import DamagedCheckpointError
 from gptlab.training.checkpoint.load import load_checkpoint, load_newest
+from gptlab.training.checkpoint.names import list_checkpoints
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="needs fork"),

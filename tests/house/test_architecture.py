@@ -32,7 +32,7 @@ ORDER = (
 
 TORCH_FREE = re.compile(
     r"gptlab(\.__main__)?|gptlab\.config(\..*)?|gptlab\.app\.run\.run_request|gptlab\.cli\.(main|arguments(\..*)?)"
-    r"|gptlab\.report(\.\w+)?|gptlab\.cli\.report"
+    r"|gptlab\.report(\.\w+)?|gptlab\.cli\.(report|runs|clean|dash)|gptlab\.training\.checkpoint\.names"
     r"|gptlab\.model\.interop\.(hf_config|pretrained)"
     r"|gptlab\.data\.(corpus\.documents|tokenizer\.(bpe|tokenizer|base)"
     r"|tokens\.shards|rows|prepare)"

@@ -26,8 +26,8 @@ from gptlab.runtime.processes.distributed import Group, World
 from gptlab.runtime.processes.liveness import Failure, Liveness, PeerFailed
 from gptlab.runtime.processes.torch_group import TorchGroup
 from gptlab.runtime.records.metrics import read_metrics
-from gptlab.training.checkpoint.format import list_checkpoints
 from gptlab.training.checkpoint.load import checksum, load_checkpoint
+from gptlab.training.checkpoint.names import list_checkpoints
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="gloo on loopback is tried on Linux")
 

@@ -25,8 +25,8 @@ from gptlab.runtime.processes.torch_group import Ended, TorchrunJob, _attempt, t
 from gptlab.runtime.records.console import Console
 from gptlab.runtime.records.metrics import read_metrics
 from gptlab.runtime.records.run_directory import RunDirectory
-from gptlab.training.checkpoint.format import list_checkpoints
 from gptlab.training.checkpoint.load import _digest, load_checkpoint, load_newest, read_manifest
+from gptlab.training.checkpoint.names import list_checkpoints
 from gptlab.training.checkpoint.write import save_checkpoint
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="gloo on loopback is tried on Linux")

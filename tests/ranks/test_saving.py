@@ -14,8 +14,8 @@ from distributed_scenes import play_scenes
 from tiny_runs import arguments, command, lines_of
 
 from gptlab.runtime.records.metrics import read_metrics
-from gptlab.training.checkpoint.format import checkpoint_path, list_checkpoints
 from gptlab.training.checkpoint.load import load_checkpoint, verify_checkpoint
+from gptlab.training.checkpoint.names import checkpoint_path, list_checkpoints
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="gloo on loopback is tried on Linux")
 

@@ -13,8 +13,8 @@ from distributed_scenes import play_scenes
 from test_distributed import FLAGS, assert_same_run, of
 from tiny_runs import arguments, lines_of
 
-from gptlab.training.checkpoint.format import list_checkpoints
 from gptlab.training.checkpoint.load import load_checkpoint
+from gptlab.training.checkpoint.names import list_checkpoints
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="gloo on loopback is tried on Linux")
 

@@ -22,7 +22,7 @@ from forked import Forked
 from tiny_runs import arguments, lines_of, write_corpus
 
 import gptlab
-from gptlab.training.checkpoint.format import list_checkpoints
+from gptlab.training.checkpoint.names import list_checkpoints
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="gloo on loopback is tried on Linux")
 

@@ -36,8 +36,8 @@ from gptlab.data.loader import StepBatch
 from gptlab.data.packing import IGNORED
 from gptlab.optim.combined import clip_gradients
 from gptlab.training import step as step_module
-from gptlab.training.checkpoint.format import list_checkpoints
 from gptlab.training.checkpoint.load import load_checkpoint
+from gptlab.training.checkpoint.names import list_checkpoints
 from gptlab.training.faults import Fault, FaultRecord, TrainingFailed, loss_fault
 from gptlab.training.state import TrainState
 from gptlab.training.step import Update, gradients, rates_of_step, update

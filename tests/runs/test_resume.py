@@ -35,8 +35,9 @@ from gptlab.runtime.hardware import place as place_module
 from gptlab.runtime.hardware.place import place_of
 from gptlab.runtime.hardware.rng import capture_rng, seed_everything
 from gptlab.runtime.records.metrics import read_metrics
-from gptlab.training.checkpoint.format import DamagedCheckpointError, list_checkpoints
+from gptlab.training.checkpoint.format import DamagedCheckpointError
 from gptlab.training.checkpoint.load import Checkpoint, load_checkpoint
+from gptlab.training.checkpoint.names import list_checkpoints
 from gptlab.training.checkpoint.write import save_checkpoint
 
 CPU = torch.device("cpu")

@@ -31,8 +31,8 @@ from gptlab.runtime.hardware.peak import Peak
 from gptlab.runtime.hardware.place import place_of
 from gptlab.runtime.hardware.rng import capture_rng, seed_everything
 from gptlab.runtime.records.console import Console
-from gptlab.training.checkpoint.format import list_checkpoints
 from gptlab.training.checkpoint.load import Checkpoint, load_checkpoint
+from gptlab.training.checkpoint.names import list_checkpoints
 from gptlab.training.checkpoint.write import save_checkpoint
 from gptlab.training.state import TrainState
 

@@ -30,7 +30,7 @@ import gptlab
 from gptlab.config.errors import UserError
 from gptlab.runtime.files.cache import damage
 from gptlab.training import signals
-from gptlab.training.checkpoint.format import list_checkpoints
+from gptlab.training.checkpoint.names import list_checkpoints
 from gptlab.training.signals import Signals, StoppedEarly, behind_signal
 
 posix = pytest.mark.skipif(os.name != "posix", reason="Windows sends no signals between processes")

@@ -53,8 +53,9 @@ from gptlab.model.counting import flops_per_token
 from gptlab.optim.schedule import lr_scale
 from gptlab.runtime.hardware.place import place_of
 from gptlab.training.checkpoint import saver as saver_module
-from gptlab.training.checkpoint.format import CheckpointError, list_checkpoints
+from gptlab.training.checkpoint.format import CheckpointError
 from gptlab.training.checkpoint.load import load_checkpoint, verify_checkpoint
+from gptlab.training.checkpoint.names import list_checkpoints
 from gptlab.training.checkpoint.write import save_checkpoint
 from gptlab.training.faults import TrainingFailed
 from gptlab.training.loop import fit

@@ -15,7 +15,7 @@ import pytest
 from forked_runs import ForkedRuns
 from tiny_runs import Outcome, arguments, differences, outcome
 
-from gptlab.training.checkpoint.format import checkpoint_path
+from gptlab.training.checkpoint.names import checkpoint_path
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="needs fork and SIGKILL"),

@@ -32,8 +32,8 @@ from gptlab.config.scaling import Machine
 from gptlab.runtime.hardware.place import place_of
 from gptlab.runtime.records.console import Console
 from gptlab.runtime.records.metrics import MetricsLog, read_metrics
-from gptlab.training.checkpoint.format import list_checkpoints
 from gptlab.training.checkpoint.load import load_checkpoint
+from gptlab.training.checkpoint.names import list_checkpoints
 from gptlab.training.state import TrainState
 
 Flags = dict[str, Any]

@@ -187,7 +187,7 @@ def stopped_early(signal_name: str, run: RunDirectory | None, resumes: str | Non
 
 def stopped_by_peer(failure: Failure, run: RunDirectory | None, resumes: str | None) -> str:
     """For a signal that ended another rank before the first step, or in the middle of a step (a second Ctrl-C)."""
-    from gptlab.training.checkpoint.format import list_checkpoints
+    from gptlab.training.checkpoint.names import list_checkpoints
 
     signal_name = f"{failure.text.rpartition(' ')[2]} (rank {failure.rank})"
     if run is None or not list_checkpoints(run.checkpoints_path):
@@ -196,7 +196,7 @@ def stopped_by_peer(failure: Failure, run: RunDirectory | None, resumes: str | N
 
 
 def last_checkpoint(run: RunDirectory) -> str:
-    from gptlab.training.checkpoint.format import list_checkpoints
+    from gptlab.training.checkpoint.names import list_checkpoints
 
     saved = list_checkpoints(run.checkpoints_path)
     return f"the last checkpoint is {saved[-1]}" if saved else "no checkpoint had been saved yet"

@@ -36,8 +36,8 @@ from gptlab.runtime.records.identity import change_config, changeable_fields, ed
 from gptlab.runtime.records.metrics import read_metrics
 from gptlab.runtime.records.provenance import RESUME_FACTS, Evidence
 from gptlab.runtime.records.run_directory import RunDirectory, recorded_id
-from gptlab.training.checkpoint.format import candidates, list_checkpoints, step_of
 from gptlab.training.checkpoint.load import Checkpoint, load_newest, select_checkpoint, verify_checkpoint
+from gptlab.training.checkpoint.names import candidates, list_checkpoints, step_of
 from gptlab.training.recorder import CLOSING_DECIMALS, Recorder, show_closing_block
 from gptlab.training.state import TrainState
 

@@ -34,7 +34,7 @@ from gptlab.runtime.records.metrics import MetricsLog
 from gptlab.runtime.records.provenance import Evidence
 from gptlab.runtime.records.run_directory import RunDirectory, default_run_path
 from gptlab.runtime.records.table import short_number
-from gptlab.training.checkpoint.format import list_checkpoints
+from gptlab.training.checkpoint.names import list_checkpoints
 from gptlab.training.checkpoint.saver import CheckpointSaver, RunOutput
 from gptlab.training.faults import TrainingFailed
 from gptlab.training.loop import evaluate_only, fit

@@ -18,8 +18,8 @@ from gptlab.runtime.processes.distributed import Group
 from gptlab.runtime.records.identity import require_own, saved_identity
 from gptlab.runtime.records.metrics import read_metrics
 from gptlab.runtime.records.run_directory import RunDirectory
-from gptlab.training.checkpoint.format import list_checkpoints, step_of
 from gptlab.training.checkpoint.load import Checkpoint, load_checkpoint, load_newest, select_checkpoint
+from gptlab.training.checkpoint.names import list_checkpoints, step_of
 from gptlab.training.state import TrainState
 
 

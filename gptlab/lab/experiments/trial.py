@@ -37,7 +37,7 @@ from gptlab.lab.judge.tree_rules import check_fields, check_tree
 from gptlab.lab.racing import RaceRules, decide, level_of_next, seed_order
 from gptlab.lab.statistics import paired_difference
 from gptlab.runtime.files.plain_file import read_json_object, write_json_atomic, write_text_atomic
-from gptlab.training.checkpoint.format import MANIFEST, list_checkpoints
+from gptlab.training.checkpoint.names import MANIFEST, list_checkpoints
 
 Say = Callable[[str], None]
 

@@ -35,8 +35,8 @@ from gptlab.lab.judge.supervise import Limits, start, texts_in_cache
 from gptlab.lab.judge.tree_rules import FIXED_FIELDS
 from gptlab.lab.run_record import RunRecord, read_run
 from gptlab.runtime.files.plain_file import write_json_atomic
-from gptlab.training.checkpoint.format import list_checkpoints
 from gptlab.training.checkpoint.load import load_checkpoint
+from gptlab.training.checkpoint.names import list_checkpoints
 from gptlab.training.checkpoint.write import save_checkpoint
 
 ANSWERS = (sys.executable, "-m", "gptlab.app.answers")

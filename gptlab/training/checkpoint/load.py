@@ -34,17 +34,13 @@ from gptlab.runtime.files.tensor_file import (
 from gptlab.runtime.processes.distributed import Group
 from gptlab.training.checkpoint.format import (
     KINDS,
-    MANIFEST,
-    STATE,
     DamagedCheckpointError,
     Manifest,
-    candidates,
-    list_checkpoints,
     max_manifest_bytes,
     parse_manifest,
     slice_key,
-    step_of,
 )
+from gptlab.training.checkpoint.names import MANIFEST, STATE, candidates, list_checkpoints, step_of
 
 OnDamage = Callable[[str], None]
 """Receives one line that names a damaged checkpoint and what is wrong with it."""

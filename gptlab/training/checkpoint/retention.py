@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from gptlab.training.checkpoint.format import DamagedCheckpointError, candidates, list_checkpoints, step_of
+from gptlab.training.checkpoint.format import DamagedCheckpointError
 from gptlab.training.checkpoint.load import read_manifest, verify_checkpoint
+from gptlab.training.checkpoint.names import candidates, list_checkpoints, step_of
 from gptlab.training.checkpoint.write import discard
 
 OnProblem = Callable[[str], None]

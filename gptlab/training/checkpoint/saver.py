@@ -23,7 +23,8 @@ from gptlab.runtime.processes.distributed import Group
 from gptlab.runtime.records.console import Console
 from gptlab.runtime.records.metrics import MetricsLog
 from gptlab.runtime.records.run_directory import RunDirectory
-from gptlab.training.checkpoint.format import CheckpointError, TensorSlice, list_checkpoints
+from gptlab.training.checkpoint.format import CheckpointError, TensorSlice
+from gptlab.training.checkpoint.names import list_checkpoints
 from gptlab.training.checkpoint.retention import retain
 from gptlab.training.checkpoint.write import save_checkpoint, settle, sweep
 from gptlab.training.state import Best, Finish, OffClock, TrainState, better

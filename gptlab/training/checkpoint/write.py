@@ -29,24 +29,26 @@ from gptlab.runtime.files.plain_file import sync_directory
 from gptlab.runtime.files.tensor_file import DamagedFileError, write_bytes, write_tensors
 from gptlab.training.checkpoint.format import (
     KINDS,
-    LEFTOVER_NAME,
-    MANIFEST,
-    REPLACED_NAME,
-    STATE,
     CheckpointError,
     TensorSlice,
-    candidates,
-    checkpoint_path,
-    entries,
     file_name,
     index_fields,
-    list_checkpoints,
     manifest_text,
     merged_index,
     parse_manifest,
     record_fields,
-    step_of,
     whole_slices,
+)
+from gptlab.training.checkpoint.names import (
+    LEFTOVER_NAME,
+    MANIFEST,
+    REPLACED_NAME,
+    STATE,
+    candidates,
+    checkpoint_path,
+    entries,
+    list_checkpoints,
+    step_of,
 )
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from tiny_runs import command, differences, outcome, train, write_corpus
 
-from gptlab.training.checkpoint.format import list_checkpoints
 from gptlab.training.checkpoint.load import verify_checkpoint
+from gptlab.training.checkpoint.names import list_checkpoints
 
 
 def test_it_is_the_same_run_again_and_what_was_there_is_set_aside(folder: Path) -> None:

@@ -26,7 +26,7 @@ from gptlab.model.kernels import decode_kernel
 from gptlab.runtime.hardware import device
 from gptlab.runtime.records.metrics import MetricsLog
 from gptlab.runtime.records.run_directory import RunDirectory
-from gptlab.training.checkpoint.format import checkpoint_path
+from gptlab.training.checkpoint.names import checkpoint_path
 from gptlab.training.checkpoint.write import save_checkpoint
 
 SEQ_LEN = 32

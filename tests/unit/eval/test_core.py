@@ -39,8 +39,8 @@ from gptlab.eval.core import CoreResult, EncodedTask, core_result, encode_tasks,
 from gptlab.eval.core_tasks import Example, Kind, Task, find_bundle, read_tasks
 from gptlab.model.gpt import GPT, build_model
 from gptlab.runtime.processes.distributed import Group
-from gptlab.training.checkpoint.format import list_checkpoints
 from gptlab.training.checkpoint.load import load_checkpoint
+from gptlab.training.checkpoint.names import list_checkpoints
 from gptlab.training.checkpoint.write import save_checkpoint
 
 CPU = torch.device("cpu")

@@ -20,7 +20,7 @@ from gptlab.lab import launch as launching
 from gptlab.lab.launch import Stop, launch
 from gptlab.runtime.hardware.cpu import usable_cores
 from gptlab.runtime.records.run_directory import RunDirectory
-from gptlab.training.checkpoint.format import list_checkpoints, step_of
+from gptlab.training.checkpoint.names import list_checkpoints, step_of
 
 
 @pytest.fixture

@@ -37,8 +37,8 @@ from gptlab.model.interop.pretrained import find_pretrained
 from gptlab.runtime.records.console import Console
 from gptlab.runtime.records.metrics import MetricsLog
 from gptlab.runtime.records.run_directory import RunDirectory
-from gptlab.training.checkpoint.format import list_checkpoints
 from gptlab.training.checkpoint.load import load_checkpoint, load_weights
+from gptlab.training.checkpoint.names import list_checkpoints
 from gptlab.training.checkpoint.write import save_checkpoint
 
 SEQ_LEN, WINDOW = 64, 8

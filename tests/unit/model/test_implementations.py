@@ -23,8 +23,8 @@ from gptlab.model.kernels.library import Library, kernel_library
 from gptlab.model.kernels.ops import implementations
 from gptlab.runtime.hardware.device import compiler_available
 from gptlab.training import compilation
-from gptlab.training.checkpoint.format import list_checkpoints
 from gptlab.training.checkpoint.load import load_checkpoint
+from gptlab.training.checkpoint.names import list_checkpoints
 
 needs_compiler = pytest.mark.skipif(not compiler_available(torch.device("cpu")), reason="no C++ compiler here")
 

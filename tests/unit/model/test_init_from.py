@@ -29,8 +29,8 @@ from gptlab.model.interop.hf_config import gpt2_model_config
 from gptlab.model.interop.pretrained import require_fits
 from gptlab.runtime.hardware.place import place_of
 from gptlab.runtime.records.console import Console
-from gptlab.training.checkpoint.format import list_checkpoints
 from gptlab.training.checkpoint.load import load_checkpoint, load_weights
+from gptlab.training.checkpoint.names import list_checkpoints
 
 GPT2_PARTS: dict[str, Any] = {
     "model.n_layer": 2, "model.norm": "layernorm", "model.position": "learned", "model.activation": "gelu",

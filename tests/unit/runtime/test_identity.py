@@ -16,8 +16,8 @@ from tiny_runs import Outcome, arguments, at_line, command, differences, killed_
 
 from gptlab.runtime.records.identity import change_config
 from gptlab.runtime.records.run_directory import RunDirectory
-from gptlab.training.checkpoint.format import list_checkpoints
 from gptlab.training.checkpoint.load import load_checkpoint
+from gptlab.training.checkpoint.names import list_checkpoints
 from gptlab.training.checkpoint.write import save_checkpoint
 
 

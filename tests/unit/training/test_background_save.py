@@ -34,8 +34,9 @@ from gptlab.runtime.records.metrics import MetricsLog, read_metrics
 from gptlab.training import step as step_module
 from gptlab.training.checkpoint import saver as saver_module
 from gptlab.training.checkpoint.background import BackgroundSaver, ConcurrentSaver
-from gptlab.training.checkpoint.format import CheckpointError, checkpoint_path, list_checkpoints, whole_slices
+from gptlab.training.checkpoint.format import CheckpointError, whole_slices
 from gptlab.training.checkpoint.load import load_checkpoint, verify_checkpoint
+from gptlab.training.checkpoint.names import checkpoint_path, list_checkpoints
 from gptlab.training.checkpoint.write import save_checkpoint
 from gptlab.training.state import TrainState
 

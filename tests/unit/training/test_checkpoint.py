@@ -18,7 +18,7 @@ from gptlab.runtime.files.tensor_file import (
     write_bytes,
     write_tensors,
 )
-from gptlab.training.checkpoint.format import CheckpointError, DamagedCheckpointError, list_checkpoints
+from gptlab.training.checkpoint.format import CheckpointError, DamagedCheckpointError
 from gptlab.training.checkpoint.load import (
     load_checkpoint,
     load_newest,
@@ -26,6 +26,7 @@ from gptlab.training.checkpoint.load import (
     select_checkpoint,
     verify_checkpoint,
 )
+from gptlab.training.checkpoint.names import list_checkpoints
 from gptlab.training.checkpoint.retention import retain
 from gptlab.training.checkpoint.write import save_checkpoint
 

@@ -21,9 +21,9 @@ from gptlab.training.checkpoint.format import (
     TensorSlice,
     even_slices,
     file_name,
-    list_checkpoints,
 )
 from gptlab.training.checkpoint.load import load_checkpoint, verify_checkpoint
+from gptlab.training.checkpoint.names import list_checkpoints
 from gptlab.training.checkpoint.write import begin_save, complete_save, write_part
 
 Tensors = dict[str, Tensor]

@@ -15,8 +15,8 @@ from gptlab.app.run.session import open_session
 from gptlab.model.head import HeadLoss
 from gptlab.runtime.hardware.place import place_of
 from gptlab.runtime.records.console import Console
-from gptlab.training.checkpoint.format import list_checkpoints
 from gptlab.training.checkpoint.load import load_checkpoint
+from gptlab.training.checkpoint.names import list_checkpoints
 from gptlab.training.faults import Fault
 from gptlab.training.state import LossScale
 from gptlab.training.step import Rates, gradients, update

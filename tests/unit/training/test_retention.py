@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from oracle_checkpoint import save_small, tree
 
-from gptlab.training.checkpoint.format import DamagedCheckpointError, list_checkpoints
+from gptlab.training.checkpoint.format import DamagedCheckpointError
 from gptlab.training.checkpoint.load import load_newest, verify_checkpoint
+from gptlab.training.checkpoint.names import list_checkpoints
 from gptlab.training.checkpoint.retention import retain
 
 
