@@ -16,6 +16,7 @@ from gptlab.runtime.files.cache import cache_root
 from gptlab.runtime.files.cache_contents import Item, cache_items, delete_item, paths_in_use
 from gptlab.runtime.files.plain_file import to_json
 from gptlab.runtime.records.table import table
+from gptlab.training.checkpoint.names import step_of
 
 DESCRIPTION = """\
 Free disk space: what gptlab makes again by itself (prepared tokens, tokenizers, compiled code, measured rates), what \
@@ -101,7 +102,7 @@ def _lines(root: Path, items: Sequence[Item], old: Sequence[Removal]) -> Iterato
     if items:
         yield table(rows, "<>><")
     for removal in old[:_MAX_RUNS]:
-        steps = ", ".join(str(int(path.name.removeprefix("step-"))) for path in removal.checkpoints[:5])
+        steps = ", ".join(str(step_of(path)) for path in removal.checkpoints[:5])
         more = f" and {len(removal.checkpoints) - 5} more" if len(removal.checkpoints) > 5 else ""
         yield f"{removal.run.path}: checkpoints of steps {steps}{more} ({disk_text(removal.bytes)})"
     if len(old) > _MAX_RUNS:

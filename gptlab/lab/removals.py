@@ -6,7 +6,6 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-import re
 import shutil
 import tempfile
 from collections.abc import Collection, Iterable, Sequence
@@ -21,8 +20,7 @@ from gptlab.lab.run_record import read_validations
 from gptlab.runtime.files.cache_contents import Item, paths_in_use, temporary_item
 from gptlab.runtime.files.plain_file import open_plain, read_json_object
 from gptlab.runtime.records.run_directory import RunDirectory
-
-_CHECKPOINT = re.compile(r"step-([0-9]{8,})")
+from gptlab.training.checkpoint.names import MANIFEST, list_checkpoints, step_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,14 +84,13 @@ def _in_lab(run: ListedRun) -> bool:
 
 def _old_checkpoints(run: ListedRun) -> list[Path]:
     """Empty also where it is unknown which is the best."""
-    folder, every = run.path / "checkpoints", run.fields.get("checkpoint.keep_every_steps")
-    if not (run.status == "finished" and run.is_own and folder.is_dir()):
+    every = run.fields.get("checkpoint.keep_every_steps")
+    saved = {step_of(path) or 0: path for path in list_checkpoints(run.path / "checkpoints")}
+    if not (run.status == "finished" and run.is_own and saved):
         return []
-    names = (_CHECKPOINT.fullmatch(name) for name in os.listdir(folder))
-    saved = {int(name[1]): folder / name[0] for name in names if name}
     try:
         validations = [line for line in read_validations(run.path / "metrics.jsonl")[0] if line.get("step") in saved]
-        kept = {max(saved, default=0)}
+        kept = {max(saved)}
         for number in ("val_loss", "val_bpb"):
             values = [(float(line[number]), int(line["step"])) for line in validations]
             kept |= {step for _, step in sorted(pair for pair in values if math.isfinite(pair[0]))[:1]}
@@ -146,11 +143,12 @@ def _remove_old(run: ListedRun, checkpoints: Collection[Path]) -> None:
     may be all that is left."""
     if not set(checkpoints) <= set(_old_checkpoints(run)):
         raise UserError(f"{run.path} is no longer what was listed: nothing of it was deleted")
-    last = max((run.path / "checkpoints").glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
+    last = list_checkpoints(run.path / "checkpoints")[-1]
     if not _is_intact(last):
         raise UserError(f"{last} is damaged: all checkpoints of {run.path} were kept")
     for path in checkpoints:
-        gone = path.with_name(f".{path.name}.removed-0")  # what is left of it, if this process is killed, never counts
+        # By this name, what is left of it if this process is killed never counts.
+        gone = path.with_name(f".step-{step_of(path):08d}.removed-0")
         path.rename(gone)
         shutil.rmtree(gone)
 
@@ -158,7 +156,7 @@ def _remove_old(run: ListedRun, checkpoints: Collection[Path]) -> None:
 def _is_intact(checkpoint: Path) -> bool:
     """Whether each file has the bytes that the manifest says."""
     try:
-        files = read_json_object(checkpoint / "manifest.json")["files"]
+        files = read_json_object(checkpoint / MANIFEST)["files"]
         if not isinstance(files, dict) or not files:
             return False
         for name, recorded in files.items():

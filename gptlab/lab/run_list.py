@@ -23,6 +23,7 @@ from gptlab.config.scaling import Machine
 from gptlab.lab.run_record import number
 from gptlab.runtime.files.plain_file import open_plain, parse_json, read_json_object
 from gptlab.runtime.records.run_directory import RunDirectory, is_run
+from gptlab.training.checkpoint.names import list_checkpoints
 
 _NOT_A_CHANGE = ("run_dir", "recipe", "model.n_layer", "model.vocab_size", "horizon.amount", "horizon.unit", "log.")
 """Fields that the recipe is called with, that follow from data and place, or that decide nothing of a run."""
@@ -32,7 +33,6 @@ _OWN = re.compile(
     r"|tensorboard|summary\.json|report\.(html|md)|set-aside-\d+|\.lock(\.json)?|\..+\.tmp"
 )
 """What gptlab writes into a run folder."""
-_CHECKPOINT = re.compile(r"step-\d+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +172,7 @@ def listed(path: Path, *, held: bool = False) -> ListedRun:
         found,
         status=status,
         checkpoint_bytes=sum(map(bytes_below, weights)),
-        has_checkpoint=any(_CHECKPOINT.fullmatch(name) for folder in weights for name in os.listdir(folder)),
+        has_checkpoint=any(map(list_checkpoints, weights)),
         recipe=fields["recipe"],
         fields=fields,
         changes=changes_from_recipe(fields, record),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from pathlib import Path
 from gptlab.report.run_facts import plain
 from gptlab.runtime.files.plain_file import read_json_object
 from gptlab.runtime.records.table import table
+from gptlab.training.checkpoint.names import MANIFEST, list_checkpoints
 
 Weight = tuple[str, tuple[int, ...]]
 _MAX_LAYERS = 12
@@ -63,18 +63,14 @@ class SavedModel:
 def newest_saved(checkpoints: Path) -> SavedModel | None:
     """None where there is no checkpoint. UserError where its manifest is damaged; what it says of weights that are none
     is skipped."""
-    saved = (
-        [name for name in os.listdir(checkpoints) if re.fullmatch(r"step-\d{8,}", name)] if checkpoints.is_dir() else []
-    )
-    if not saved:
+    if not (saved := list_checkpoints(checkpoints)):
         return None
-    path = checkpoints / max(saved, key=lambda name: int(name.removeprefix("step-")))
-    model, weights = read_json_object(path / "manifest.json").get("model"), list[Weight]()
+    model, weights = read_json_object(saved[-1] / MANIFEST).get("model"), list[Weight]()
     for name, tensor in model.items() if isinstance(model, dict) else ():
         shape = tensor.get("shape") if isinstance(tensor, dict) else None
         if isinstance(shape, list) and all(type(size) is int and 0 <= size < 1 << 50 for size in shape):
             weights.append((name, tuple(shape)))
-    return SavedModel(path, weights)
+    return SavedModel(saved[-1], weights)
 
 
 def _times(shape: tuple[int, ...]) -> str:

@@ -92,6 +92,11 @@ MUTATIONS = [
         ["test_clean.py::TestOldCheckpoints::test_the_best_the_last_and_those_of_the_configuration_stay"],
     ),
     Mutation(
+        "clean takes a copy of a checkpoint for one", "training/checkpoint/names.py",
+        "CHECKPOINT_NAME.fullmatch(path.name)", "CHECKPOINT_NAME.match(path.name)",
+        ["test_clean.py::TestOldCheckpoints::test_what_only_looks_like_a_checkpoint_stays"],
+    ),
+    Mutation(
         "clean deletes older checkpoints though the last is damaged", "lab/removals.py",
         'if hashlib.file_digest(file, "sha256").hexdigest() != recorded["sha256"]:', "if False:",
         ["test_clean.py::TestOldCheckpoints::test_nothing_goes_where_the_last_is_damaged_or_the_run_changed"],

@@ -22,6 +22,7 @@ from gptlab.report.curves import evenly_chosen
 from gptlab.report.dashboard.bounds import Signature, bounded, cut, json_object, require_file, signature
 from gptlab.report.dashboard.tail import Tail
 from gptlab.runtime.records.run_directory import RunDirectory
+from gptlab.training.checkpoint.names import list_checkpoints
 
 QUIET_SECONDS = 10.0
 """A run that says it is running may have been killed if its files have not changed for so long. Asking its lock takes
@@ -202,11 +203,9 @@ def default_fields() -> dict[str, Any]:
 
 
 def _has_checkpoint(folder: Path) -> bool:
-    if not os.path.lexists(folder):
-        return False
-    if not stat.S_ISDIR(os.lstat(folder).st_mode):
+    if os.path.lexists(folder) and not stat.S_ISDIR(os.lstat(folder).st_mode):
         raise UserError(f"{folder} is no folder")
-    return any(name.startswith("step-") for name in os.listdir(folder))
+    return bool(list_checkpoints(folder))
 
 
 def _is_held(run: RunDirectory) -> bool:

@@ -202,6 +202,15 @@ class TestOldCheckpoints:
         run_with_checkpoints(tmp_path / "labs" / "night" / "run", losses)
         assert old_steps(tmp_path) == []
 
+    def test_what_only_looks_like_a_checkpoint_stays(self, tmp_path: Path) -> None:
+        path = run_with_checkpoints(tmp_path / "run", [9.0, 5.0, 3.0, 4.0, 6.0])
+        for name in ("step-00000020-copy", "step-60"):
+            (path / "checkpoints" / name).mkdir()
+        (removal,) = old_checkpoints(list_runs([path]))
+        remove(removal)
+        left = ["step-00000010", "step-00000020-copy", "step-00000030", "step-00000050", "step-60"]
+        assert sorted(one.name for one in (path / "checkpoints").iterdir()) == left
+
     def test_nothing_goes_where_the_last_is_damaged_or_the_run_changed(self, tmp_path: Path) -> None:
         path = run_with_checkpoints(tmp_path / "run", [9.0, 5.0, 3.0, 4.0, 6.0])
         (removal,) = old_checkpoints(list_runs([path]))
