@@ -94,7 +94,7 @@ def _old_checkpoints(run: ListedRun) -> list[Path]:
         for number in ("val_loss", "val_bpb"):
             values = [(float(line[number]), int(line["step"])) for line in validations]
             kept |= {step for _, step in sorted(pair for pair in values if math.isfinite(pair[0]))[:1]}
-    except (UserError, KeyError, TypeError, ValueError, RecursionError):
+    except (UserError, KeyError, TypeError, ValueError):
         return []
     if type(every) is int and every > 0:
         kept |= {step for step in saved if step % every == 0}

@@ -6,7 +6,6 @@ import fnmatch
 import functools
 import json
 import math
-import mmap
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,13 +14,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from gptlab.config.errors import UserError, cannot, one_line, require_choice
+from gptlab.config.errors import UserError, one_line, require_choice
 from gptlab.config.load import config_to_json, flatten, leaf_fields, unknown_field, value_from_text
 from gptlab.config.recipes import configure, recorded_arguments
 from gptlab.config.run import Horizon, HorizonUnit, RunConfig
 from gptlab.config.scaling import Machine
-from gptlab.lab.run_record import number
-from gptlab.runtime.files.plain_file import open_plain, parse_json, read_json_object
+from gptlab.lab.run_record import number, read_validations
+from gptlab.runtime.files.plain_file import read_json_object
 from gptlab.runtime.records.run_directory import RunDirectory, is_run
 from gptlab.training.checkpoint.names import list_checkpoints
 
@@ -203,40 +202,20 @@ def weight_folders(path: Path) -> list[Path]:
 
 
 def _reached(run: RunDirectory, status: str) -> dict[str, Any]:
-    """What a run reached: by summary.json where it has finished, else by the last lines of metrics.jsonl."""
+    """What a run reached: by summary.json where it has finished, else by metrics.jsonl."""
     if status == "finished" and run.summary_path.exists():
         summary = read_json_object(run.summary_path)
         bpb, seconds, millions = (summary.get(key) for key in ("val_bpb", "training_seconds", "total_tokens_M"))
         tokens = None if (known := number(millions)) is None else 1e6 * known
     else:
-        evaluated, trained = _last_lines(run.metrics_path, "eval", "train")
-        bpb, seconds, tokens = evaluated.get("val_bpb"), trained.get("train_seconds"), number(trained.get("tokens"))
+        validations, trained = read_validations(run.metrics_path)
+        bpb = validations[-1].get("val_bpb") if validations else None
+        seconds, tokens = trained.get("train_seconds"), number(trained.get("tokens"))
     return {
         "val_bpb": number(bpb),
         "tokens": round(tokens) if tokens is not None and math.isfinite(tokens) else None,
         "training_seconds": number(seconds),
     }
-
-
-def _last_lines(path: Path, *kinds: str) -> list[dict[str, Any]]:
-    """The last complete line of each kind in a metrics.jsonl, which may have a hundred thousand; empty if there is
-    none. UserError where it is damaged."""
-    if not path.exists():
-        return [{} for _ in kinds]
-    found = []
-    with cannot(f"read {path}"), open_plain(path) as file:
-        if not os.fstat(file.fileno()).st_size:
-            return [{} for _ in kinds]
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
-            for kind in kinds:
-                marks = (b'"kind":%s"%s"' % (space, kind.encode()) for space in (b" ", b""))  # jq -c leaves it out
-                at = max(text.rfind(mark, 0, text.rfind(b"\n") + 1) for mark in marks)
-                line = text[text.rfind(b"\n", 0, at) + 1 : text.find(b"\n", at)] if at >= 0 else b"{}"
-                try:
-                    found.append(dict(parse_json(line)))
-                except (ValueError, TypeError) as error:
-                    raise UserError(f"{path} is damaged: a line is no JSON object ({error})") from None
-    return found
 
 
 def changes_from_recipe(fields: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,9 +14,10 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from gptlab.config.errors import UserError, cannot
+from gptlab.config.errors import UserError
 from gptlab.config.load import flatten
-from gptlab.runtime.files.plain_file import MAX_JSON_BYTES, open_plain, read_json_object
+from gptlab.runtime.files.plain_file import read_json_object
+from gptlab.runtime.records.metrics import blocks_of_lines, last_line_of_kind, lines_of_kind
 from gptlab.runtime.records.run_directory import RunDirectory
 
 Axis = Literal["steps", "tokens", "seconds", "flops"]
@@ -26,8 +26,6 @@ AXES: tuple[Axis, ...] = ("steps", "tokens", "seconds", "flops")
 
 NOT_COMPARED = frozenset({"schema_version", "run_dir", "seed", "log.to", "log.report"})
 """Fields in which repetitions of one experiment differ."""
-
-_KIND = re.compile(rb'"kind": ?"(train|eval)"')  # jq -c leaves out the space
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +102,7 @@ class RunRecord:
                 raise ValueError("steps, tokens or seconds are missing, or not in order")
             at["flops"] = at["tokens"] * (float(trained["total_flops"]) / trained["tokens"] if trained else math.nan)
             found = Curve(at, _numbers(validations, "val_bpb"))
-        except (ValueError, TypeError, KeyError, ArithmeticError, RecursionError) as error:
+        except (ValueError, TypeError, KeyError, ArithmeticError) as error:
             raise UserError(f"{path} is damaged: {error or type(error).__name__}") from None
         end = number(self.summary.get("num_steps"))
         if self.summary.get("val_bpb") is not None and end is not None and end not in found.at["steps"]:
@@ -130,28 +128,24 @@ def is_broken(run: RunRecord) -> bool:
 def read_validations(path: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The validations of a metrics.jsonl, and its last training step; both empty where it has none, or does not exist.
 
-    A long run has a hundred training lines for each validation, so the others are not parsed. An incomplete last line,
-    as a killed run leaves it, is dropped. So are validations that a rewind has undone: those of a step that a later
-    one is not beyond. ValueError, TypeError or RecursionError where a line is not what a run writes.
+    The others are not parsed. An incomplete last line, as a killed run leaves it, is dropped. So are validations that a
+    rewind has undone: those of a step that a later one is not beyond. UserError where one is not what a run writes.
     """
     if not path.exists():
         return [], {}
     validated, trained = list[bytes](), b""
-    with cannot(f"read {path}"), open_plain(path) as file:
-        while (line := file.readline(MAX_JSON_BYTES)).endswith(b"\n"):
-            kind = _KIND.search(line)
-            if kind and kind[1] == b"train":
-                trained = line
-            elif kind:
-                validated.append(line)
-    if len(line) == MAX_JSON_BYTES:
-        raise ValueError(f"a line has more than {MAX_JSON_BYTES:,} bytes")
     validations, first = list[dict[str, Any]](), math.inf
-    for found in map(_object, reversed(validated)):
-        if not (step := float(found.get("step", "nan"))) >= first:
-            validations.append(found)
-            first = step
-    return validations[::-1], _object(trained or b"{}")
+    try:
+        for text in blocks_of_lines(path):
+            validated += lines_of_kind(text, "eval")
+            trained = last_line_of_kind(text, "train") or trained
+        for found in map(_object, reversed(validated)):
+            if not (step := float(found.get("step", "nan"))) >= first:
+                validations.append(found)
+                first = step
+        return validations[::-1], _object(trained or b"{}")
+    except (ValueError, TypeError, RecursionError) as error:
+        raise UserError(f"{path} is damaged: {error or type(error).__name__}") from None
 
 
 def number(value: Any) -> float | None:

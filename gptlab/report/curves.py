@@ -22,8 +22,6 @@ from __future__ import annotations
 
 import json
 import math
-import mmap
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -33,8 +31,8 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from gptlab.config.errors import UserError, cannot
-from gptlab.runtime.files.plain_file import MAX_JSON_BYTES, open_plain
+from gptlab.config.errors import UserError
+from gptlab.runtime.records.metrics import blocks_of_lines, lines_of_kind
 
 T = TypeVar("T")
 Column = NDArray[np.float64]
@@ -54,8 +52,6 @@ _MEAN_SHARE, _MEAN_STEPS, _LARGEST_MEAN_SHARE = 0.01, 20, 0.05
 """`loss_mean` is over a hundredth of the logged steps, but over 20 in a run of less than 2,000, and never over more
 than a twentieth: enough to hide the noise of batches, too few to hide a bend."""
 
-_BLOCK_BYTES = 1 << 20
-
 # A training line as the recorder writes it: all but the digits of its numbers. JSON of a hundred thousand of them takes
 # a second, this a third of that.
 _FIELDS = (
@@ -71,7 +67,6 @@ _ALL_BUT_NUMBERS = bytes(set(range(256)) - {*_DIGITS, *b",\n"})
 _SPACED = bytes.maketrans(b",\n", b"  ")
 _EXACT_POWERS = 10.0 ** np.arange(23)
 """Those that float64 holds exactly."""
-_EVAL_START = re.compile(rb'\{"kind": ?"eval",')  # Quotes within a text are escaped: it is found nowhere else.
 
 
 @dataclass
@@ -127,7 +122,7 @@ def read_metrics_file(path: Path) -> Metrics:
     if not path.exists():
         return metrics
     try:
-        for text in _blocks_of_lines(path):
+        for text in blocks_of_lines(path):
             metrics.add(text)
     except ValueError as error:
         raise UserError(f"{path} is damaged: {error}") from None
@@ -135,17 +130,11 @@ def read_metrics_file(path: Path) -> Metrics:
 
 
 def bpb_history(path: Path, most: int = 32) -> list[float]:
-    """At most `most` validations of a metrics.jsonl, evenly chosen, without reading the rest of it; those that were
+    """At most `most` validations of a metrics.jsonl, evenly chosen, without parsing the rest of it; those that were
     undone are among them. Empty where there is none, or the file is damaged."""
-    with (
-        suppress(OSError, ValueError, TypeError),  # ValueError also of an empty file
-        open_plain(path) as file,
-        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text,
-    ):
-        starts = [found.start() for found in re.finditer(_EVAL_START, text)]
-        # Of a line that is not complete, the end is found before its start.
-        lines = [text[start : text.find(b"\n", start) + 1] for start in evenly_chosen(starts, most)]
-        return [float(_object(line).get("val_bpb", "nan")) for line in lines if line]
+    with suppress(UserError, ValueError, TypeError):
+        lines = [line for text in blocks_of_lines(path) for line in lines_of_kind(text, "eval")]
+        return [float(_object(line).get("val_bpb", "nan")) for line in evenly_chosen(lines, most)]
     return []
 
 
@@ -218,21 +207,6 @@ def latest_of_each_step(steps: Column) -> NDArray[np.bool_]:
         return np.ones(0, dtype=np.bool_)
     lowest_after = np.minimum.accumulate(steps[::-1])[::-1]
     return np.append(steps[:-1] < lowest_after[1:], True)
-
-
-def _blocks_of_lines(path: Path) -> Iterator[bytes]:
-    """The complete lines of a file, about a megabyte at a time. ValueError for a line that no run writes."""
-    rest = b""
-    with cannot(f"read {path}"), open_plain(path) as file:
-        while block := file.read(_BLOCK_BYTES):
-            end = block.rfind(b"\n") + 1
-            if end:
-                yield rest + block[:end]
-                rest = block[end:]
-            else:
-                rest += block
-            if len(rest) > MAX_JSON_BYTES:
-                raise ValueError(f"a line has more than {MAX_JSON_BYTES:,} bytes")
 
 
 def _train_lines(text: bytes) -> tuple[bytes, list[bytes]]:

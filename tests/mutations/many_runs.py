@@ -51,6 +51,12 @@ MUTATIONS = [
         ["test_run_list.py::TestListing::test_unfinished_runs_are_read_from_their_last_lines"],
     ),
     Mutation(
+        "a reader of metrics dies where a resume truncates them", "runtime/records/metrics.py",
+        "open_plain(path) as file:\n        while",
+        "open_plain(path) as plain, mmap.mmap(plain.fileno(), 0, access=mmap.ACCESS_READ) as file:\n        while",
+        ["test_metrics.py::test_a_file_that_is_truncated_while_it_is_read"],
+    ),
+    Mutation(
         "wildcards fit the first member of a list alone", "lab/run_list.py",
         "for one in _texts(of(run)))", "for one in _texts(of(run))[:1])",
         ["test_run_list.py::TestChoosing::test_conditions"],

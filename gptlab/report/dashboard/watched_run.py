@@ -8,7 +8,7 @@ import math
 import os
 import stat
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from gptlab.lab.run_record import NOT_COMPARED, number
 from gptlab.report.curves import evenly_chosen
 from gptlab.report.dashboard.bounds import Signature, bounded, cut, json_object, require_file, signature
 from gptlab.report.dashboard.tail import Tail
+from gptlab.runtime.records.metrics import last_line_of_kind, lines_of_kind
 from gptlab.runtime.records.run_directory import RunDirectory
 from gptlab.training.checkpoint.names import list_checkpoints
 
@@ -104,7 +105,6 @@ class WatchedRun:
         trained = b""
         for block in self._tail.blocks():
             self._drop_undone()
-            block = block.replace(b'{"kind":"', b'{"kind": "')  # jq -c leaves out the space
             for line in lines_of_kind(block, "eval"):
                 found = json.loads(line)
                 step = float(found["step"])
@@ -142,25 +142,6 @@ class WatchedRun:
     def _is_quiet(self) -> bool:
         newest = max((found[-1] / 1e9 for found in self._signatures if found), default=0.0)
         return time.time() - max(newest, self._asked) > QUIET_SECONDS
-
-
-def lines_of_kind(block: bytes, kind: str) -> Iterator[bytes]:
-    """The lines of one kind among the whole lines of a metrics.jsonl. The others, a hundred times as many, are neither
-    parsed nor split."""
-    mark, end = b'\n{"kind": "%s"' % kind.encode(), 0
-    if block.startswith(mark[1:]):
-        end = block.find(b"\n")
-        yield block[:end]
-    while (at := block.find(mark, end)) >= 0:
-        end = block.find(b"\n", at + 1)
-        yield block[at + 1 : end]
-
-
-def last_line_of_kind(block: bytes, kind: str) -> bytes:
-    """The last such line; empty where there is none."""
-    mark = b'{"kind": "%s"' % kind.encode()
-    at = block.rfind(b"\n" + mark) + 1
-    return block[at : block.find(b"\n", at)] if at or block.startswith(mark) else b""
 
 
 def _small_files(run: RunDirectory) -> tuple[dict[str, Any], dict[str, Any]]:

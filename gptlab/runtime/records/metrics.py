@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import mmap
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Literal
 
 from gptlab.config.errors import UserError, cannot
-from gptlab.runtime.files.plain_file import open_plain, to_json
+from gptlab.runtime.files.plain_file import MAX_JSON_BYTES, open_plain, to_json
 
 _OWN = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+
+_BLOCK_BYTES = 1 << 20
 
 Kind = Literal["train", "eval", "sample", "core", "checkpoint", "event"]
 
@@ -155,3 +158,36 @@ def read_metrics(path: Path) -> list[dict[str, object]]:
         elif number < len(lines):
             raise UserError(f"{path}, line {number} is damaged: it is no JSON object")
     return records
+
+
+def blocks_of_lines(path: Path) -> Iterator[bytes]:
+    """The complete lines of a metrics file, about a megabyte at a time. ValueError for a line that no run writes.
+
+    Not from a memory map: a run that is resumed meanwhile truncates the file, which would end a process that reads on
+    in the map.
+    """
+    rest = b""
+    with cannot(f"read {path}"), open_plain(path) as file:
+        while block := file.read(_BLOCK_BYTES):
+            end = block.rfind(b"\n") + 1
+            if end:
+                yield rest + block[:end]
+                rest = block[end:]
+            else:
+                rest += block
+            if len(rest) > MAX_JSON_BYTES:
+                raise ValueError(f"a line has more than {MAX_JSON_BYTES:,} bytes")
+
+
+def lines_of_kind(text: bytes, kind: Kind) -> Iterator[bytes]:
+    """The complete lines of one kind, each with its newline. The others, a hundred times as many as validations, are
+    neither parsed nor split."""
+    # `jq -c` leaves out the space. Quotes within a text are escaped, so that this is found at the start of lines only.
+    return (found[0] for found in re.finditer(rb'\{"kind": ?"%s"[^\n]*\n' % kind.encode(), text))
+
+
+def last_line_of_kind(text: bytes, kind: Kind) -> bytes:
+    """The last such line; empty where there is none."""
+    marks = (b'{"kind":%s"%s"' % (space, kind.encode()) for space in (b" ", b""))
+    at = max(text.rfind(mark, 0, text.rfind(b"\n") + 1) for mark in marks)
+    return text[at : text.find(b"\n", at) + 1] if at >= 0 else b""

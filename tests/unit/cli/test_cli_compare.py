@@ -205,7 +205,10 @@ class TestHostileFolders:
             (with_fields(seed=True), "has no seed"),
             (with_fields(seed="1; rm"), "has no seed"),
             (replaced("metrics.jsonl", '{"kind": "eval"}\n'), r"metrics\.jsonl is damaged"),
-            (replaced("metrics.jsonl", "[" * 100_000 + '"kind": "eval"\n'), r"metrics\.jsonl is damaged"),
+            (
+                replaced("metrics.jsonl", '{"kind": "eval", "step": ' + "[" * 100_000 + "\n"),
+                r"metrics\.jsonl is damaged",
+            ),
             (replaced("metrics.jsonl", ""), "no validation at step 20"),
             (link, "is a link"),
         ],

@@ -15,10 +15,11 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from forked import run_forked
 
 from gptlab.config.errors import UserError
 from gptlab.runtime.files.plain_file import to_json
-from gptlab.runtime.records.metrics import AppendFile, MetricsLog, read_metrics
+from gptlab.runtime.records.metrics import AppendFile, MetricsLog, blocks_of_lines, read_metrics
 
 
 def test_one_line_by_hand(tmp_path: Path) -> None:
@@ -123,6 +124,20 @@ def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path) -> None:
         read_metrics(tmp_path / "m")
     with pytest.raises(UserError, match="cannot read"):
         read_metrics(tmp_path / "missing")
+
+
+def test_a_file_that_is_truncated_while_it_is_read(tmp_path: Path) -> None:
+    """By a resume; in a process of its own, which a memory map of the file would end by SIGBUS."""
+    path, line = tmp_path / "metrics.jsonl", b'{"kind": "event"}\n'
+    path.write_bytes(line * 200_000)
+
+    def read() -> None:
+        blocks = blocks_of_lines(path)
+        assert set(next(blocks).splitlines(keepends=True)) == {line}
+        os.truncate(path, 100)
+        assert b"".join(blocks).strip(line) == b""
+
+    assert run_forked(read).returncode == 0
 
 
 def test_a_folder_that_is_not_there_is_a_clear_error(tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ from written_runs import write_run
 
 from gptlab.lab.run_list import list_runs
 from gptlab.report.dashboard.index import RunIndex
-from gptlab.report.dashboard.watched_run import WatchedRun, last_line_of_kind, lines_of_kind
-from gptlab.runtime.records.metrics import MetricsLog, read_metrics
+from gptlab.report.dashboard.watched_run import WatchedRun
+from gptlab.runtime.records.metrics import MetricsLog, last_line_of_kind, lines_of_kind, read_metrics
 from gptlab.runtime.records.run_directory import RunDirectory
 
 CURVE = (3.5, 2.0, 1.5, 1.25)
