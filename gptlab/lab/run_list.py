@@ -19,7 +19,7 @@ from gptlab.config.load import config_to_json, flatten, leaf_fields, unknown_fie
 from gptlab.config.recipes import configure, recorded_arguments
 from gptlab.config.run import Horizon, HorizonUnit, RunConfig
 from gptlab.config.scaling import Machine
-from gptlab.lab.run_record import number, read_validations
+from gptlab.lab.run_record import number, reached, read_validations
 from gptlab.runtime.files.plain_file import read_json_object
 from gptlab.runtime.records.run_directory import RunDirectory, is_run
 from gptlab.training.checkpoint.names import list_checkpoints
@@ -163,7 +163,7 @@ def listed(path: Path, *, held: bool = False) -> ListedRun:
         status = str(record.get("status", "unknown"))[:20]
         if status == "running" and (held or not directory.in_use()):
             status = "killed"
-        reached = _reached(directory, status)
+        numbers = _reached(directory, status)
     except (UserError, OSError) as error:
         return replace(found, problem=one_line(error))
     data = record.get("data_fingerprint")
@@ -179,7 +179,7 @@ def listed(path: Path, *, held: bool = False) -> ListedRun:
         is_own=isinstance(record.get("run_id"), str)
         and "imported" not in record
         and all(map(_OWN.fullmatch, os.listdir(path))),
-        **reached,
+        **numbers,
     )
 
 
@@ -204,18 +204,12 @@ def weight_folders(path: Path) -> list[Path]:
 def _reached(run: RunDirectory, status: str) -> dict[str, Any]:
     """What a run reached: by summary.json where it has finished, else by metrics.jsonl."""
     if status == "finished" and run.summary_path.exists():
-        summary = read_json_object(run.summary_path)
-        bpb, seconds, millions = (summary.get(key) for key in ("val_bpb", "training_seconds", "total_tokens_M"))
-        tokens = None if (known := number(millions)) is None else 1e6 * known
+        found = reached(read_json_object(run.summary_path), {}, None)
     else:
         validations, trained = read_validations(run.metrics_path)
-        bpb = validations[-1].get("val_bpb") if validations else None
-        seconds, tokens = trained.get("train_seconds"), number(trained.get("tokens"))
-    return {
-        "val_bpb": number(bpb),
-        "tokens": round(tokens) if tokens is not None and math.isfinite(tokens) else None,
-        "training_seconds": number(seconds),
-    }
+        found = reached({}, trained, number(validations[-1].get("val_bpb")) if validations else None)
+    tokens = round(found.tokens) if found.tokens is not None and math.isfinite(found.tokens) else None
+    return {"val_bpb": found.bpb, "tokens": tokens, "training_seconds": found.seconds}
 
 
 def changes_from_recipe(fields: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -146,6 +146,27 @@ def read_validations(path: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         return validations[::-1], _object(trained or b"{}")
     except (ValueError, TypeError, RecursionError) as error:
         raise UserError(f"{path} is damaged: {error or type(error).__name__}") from None
+
+
+class Reached(NamedTuple):
+    """What a run reached; None for what is unknown."""
+
+    bpb: float | None
+    steps: float | None
+    tokens: float | None
+    flops: float | None
+    seconds: float | None
+
+
+def reached(summary: Mapping[str, Any], last_step: Mapping[str, Any], last_bpb: float | None) -> Reached:
+    """By summary.json, which counts steps after the last training line too; where it is empty, since the run has not
+    finished, by that line and the last validation."""
+    if not summary:
+        of_step = (number(last_step.get(name)) for name in ("step", "tokens", "total_flops", "train_seconds"))
+        return Reached(last_bpb, *of_step)
+    names = ("val_bpb", "num_steps", "total_tokens_M", "total_flops", "training_seconds")
+    bpb, steps, millions, flops, seconds = (number(summary.get(name)) for name in names)
+    return Reached(bpb, steps, None if millions is None else 1e6 * millions, flops, seconds)
 
 
 def number(value: Any) -> float | None:

@@ -123,4 +123,4 @@ def _shortest(name: str, names: Sequence[str]) -> str:
 
 def _bpb(run: RunFacts) -> float:
     """Infinity where it is unknown or not finite."""
-    return run.bpb if run.bpb is not None and math.isfinite(run.bpb) else math.inf
+    return bpb if (bpb := run.reached.bpb) is not None and math.isfinite(bpb) else math.inf

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from gptlab.config.load import flatten
 from gptlab.lab.run_list import changes_from_recipe, recipe_fields
-from gptlab.lab.run_record import RunRecord, number, read_run
+from gptlab.lab.run_record import Reached, RunRecord, number, reached, read_run
 from gptlab.report.curves import Metrics, evenly_chosen, read_metrics_file
 from gptlab.runtime.records.table import short_number
 
@@ -61,15 +61,6 @@ class Task(NamedTuple):
     """Corrected for guessing: 0 is guessing, 1 is perfect."""
 
 
-class Trained(NamedTuple):
-    """What was trained; None for what is unknown."""
-
-    steps: float | None
-    tokens: float | None
-    flops: float | None
-    seconds: float | None
-
-
 @dataclass(frozen=True)
 class RunFacts:
     record: RunRecord
@@ -100,20 +91,10 @@ class RunFacts:
         ]  # fmt: skip
 
     @cached_property
-    def bpb(self) -> float | None:
-        """Of the final weights; of a run that has not finished, its last validation."""
-        last = self.validations[-1].bpb if self.validations else None
-        return number(self.record.summary.get("val_bpb")) if self.record.summary else last
-
-    @cached_property
-    def trained(self) -> Trained:
-        """At the end of a finished run, whose last steps may have no training line; else at the last training line."""
-        summary, last = self.record.summary, self.metrics.last_step
-        if not summary:
-            return Trained(*(number(last.get(name)) for name in ("step", "tokens", "total_flops", "train_seconds")))
-        steps, flops, seconds = (number(summary.get(key)) for key in ("num_steps", "total_flops", "training_seconds"))
-        millions = number(summary.get("total_tokens_M"))
-        return Trained(steps, None if millions is None else 1e6 * millions, flops, seconds)
+    def reached(self) -> Reached:
+        """Bits per byte of the final weights; of a run that has not finished, those of its last validation."""
+        last_bpb = self.validations[-1].bpb if self.validations else None
+        return reached(self.record.summary, self.metrics.last_step, last_bpb)
 
     def sentence(self) -> str:
         """What the run is, and what became of it."""
@@ -151,7 +132,8 @@ class RunFacts:
         return f"{amount:,.10g} {unit.removesuffix('s') if amount == 1 and unit in ('steps', 'tokens') else unit}"
 
     def _end(self) -> str:
-        reached = "" if self.bpb is None else f"{self.bpb:.4f} bits per byte"
+        bpb = self.reached.bpb
+        reached = "" if bpb is None else f"{bpb:.4f} bits per byte"
         if self.status == "finished":
             return f"reached {reached}" if reached else "has finished without a validation"
         step = plain(self.metrics.last_step.get("step", 0))
@@ -172,13 +154,13 @@ class RunFacts:
         """(label, value) of the final numbers, bits per byte first; unknown ones are skipped."""
         summary, found = self.record.summary, list[tuple[str, str]]()
         best = min((one.bpb for one in self.validations if math.isfinite(one.bpb)), default=None)
-        steps, tokens, flops, seconds = self.trained
+        bpb, steps, tokens, flops, seconds = self.reached
         speed = tokens / seconds if tokens and seconds else None
         mfu, memory = number(summary.get("mfu_percent")), number(summary.get("peak_vram_mb"))
         core, total = number(summary.get("core_metric")), number(summary.get("total_seconds"))
         for label, value, text in (
-            ("bits per byte", self.bpb, lambda value: f"{value:.4f}"),
-            ("lowest", best if best != self.bpb else None, lambda value: f"{value:.4f}"),
+            ("bits per byte", bpb, lambda value: f"{value:.4f}"),
+            ("lowest", best if best != bpb else None, lambda value: f"{value:.4f}"),
             ("CORE", core, lambda value: f"{value:.4f}"),
             ("validation loss", number(summary.get("val_loss")), lambda value: f"{value:.4f}"),
             ("training", seconds, duration),

@@ -16,7 +16,7 @@ def token_fate(facts: RunFacts) -> list[tuple[str, str]]:
     corpus = corpus if isinstance(corpus, dict) else {}
     text, validation = (_counts(corpus.get(side)) for side in ("train", "val"))
     rows, seq_len = _count(corpus.get("rows_per_epoch")), _count(field.get("model.seq_len"))
-    steps, step_tokens = _count(facts.trained.steps), _count(field.get("batch.total_tokens"))
+    steps, step_tokens = _count(facts.reached.steps), _count(field.get("batch.total_tokens"))
     if not (text and rows and seq_len and steps and step_tokens):
         return []
     epoch_tokens, skipped = rows * seq_len, _count(facts.record.summary.get("skipped_updates"))

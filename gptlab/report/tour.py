@@ -90,15 +90,15 @@ def _wrapped(part: str) -> str:
 
 def values_of(facts: RunFacts, *, ascii: bool) -> dict[str, str]:
     """What fills the template, by the names in it."""
-    record, train, trained = facts.record, facts.metrics.train, facts.trained
+    record, train, reached = facts.record, facts.metrics.train, facts.reached
     fate, saved = dict(token_fate(facts)), newest_saved(record.directory.checkpoints_path)
     tokenizer = load_tokenizer(record.directory.tokenizer_path)
     prompt = next(iter(facts.samples()), "")
     tokens = _tokens(prompt or _FALLBACK_TEXT, tokenizer)
     field = partial(_field, facts)
     layers, source = counted(record.fields.get("model.n_layer"), "layer"), field("data.source")
-    mfu, speed = _finite(number(record.summary.get("mfu_percent"))), _ratio(trained.tokens, trained.seconds)
-    flops, curve = _ratio(trained.flops, trained.tokens), bpb_curve(facts, ascii=ascii)
+    mfu, speed = _finite(number(record.summary.get("mfu_percent"))), _ratio(reached.tokens, reached.seconds)
+    flops, curve = _ratio(reached.flops, reached.tokens), bpb_curve(facts, ascii=ascii)
     return {
         "command": "" if facts.typed is None else fenced(plain(facts.typed)),
         "name": code(facts.name),
@@ -127,8 +127,8 @@ def values_of(facts: RunFacts, *, ascii: bool) -> dict[str, str]:
         "optimizer": _optimizer(facts),
         "schedule": _schedule(facts),
         "steps": _steps(train),
-        "steps_made": counted(int(_finite(trained.steps)), "step"),
-        "training_time": duration(math.nan if trained.seconds is None else trained.seconds),
+        "steps_made": counted(int(_finite(reached.steps)), "step"),
+        "training_time": duration(math.nan if reached.seconds is None else reached.seconds),
         "tokens_per_second": f"{speed:,.0f}" if speed else "an unknown number of",
         "flops_per_token": short_number(flops) if flops else "a fixed number of",
         "mfu": f"That is {mfu:.1f}% of what the machine could compute at most (MFU)." if mfu else "",

@@ -57,6 +57,11 @@ MUTATIONS = [
         ["test_metrics.py::test_a_file_that_is_truncated_while_it_is_read"],
     ),
     Mutation(
+        "the tokens of a finished run are millions", "lab/run_record.py",
+        "1e6 * millions", "millions",
+        ["test_run_record.py::test_what_a_finished_run_reached_is_what_its_summary_says"],
+    ),
+    Mutation(
         "wildcards fit the first member of a list alone", "lab/run_list.py",
         "for one in _texts(of(run)))", "for one in _texts(of(run))[:1])",
         ["test_run_list.py::TestChoosing::test_conditions"],

@@ -17,7 +17,7 @@ from gptlab.config.errors import UserError, one_line
 from gptlab.config.load import config_to_json, flatten
 from gptlab.config.run import RunConfig
 from gptlab.lab.run_list import changes_from_recipe
-from gptlab.lab.run_record import NOT_COMPARED, number
+from gptlab.lab.run_record import NOT_COMPARED, number, reached
 from gptlab.report.curves import evenly_chosen
 from gptlab.report.dashboard.bounds import Signature, bounded, cut, json_object, require_file, signature
 from gptlab.report.dashboard.tail import Tail
@@ -51,6 +51,7 @@ class WatchedRun:
         self._asked = 0.0
         self._facts: dict[str, Any] = {}
         """What the small files say, as fields of the row."""
+        self._summary: dict[str, Any] = {}
         self._small: tuple[dict[str, Any], dict[str, Any]] | None = None
         """Configuration and run.json, until they are compared with the recipe."""
         self._forget()
@@ -67,6 +68,8 @@ class WatchedRun:
             if not self._facts or before[:-1] != self._signatures[:-1]:
                 self._small = _small_files(run)
                 self._facts = _facts(run, *self._small)
+                finished = self._facts["status"] == "finished" and os.path.lexists(run.summary_path)
+                self._summary = json_object(run.summary_path) if finished else {}
             self._read_metrics()
             row |= self._facts | self._progress()
             if row["status"] == "running" and self._is_quiet():
@@ -94,7 +97,7 @@ class WatchedRun:
         return True
 
     def _forget(self) -> None:
-        self._facts, self._small = {}, None
+        self._facts, self._summary, self._small = {}, {}, None
         self._tail, self._restarts = Tail(self.path / "metrics.jsonl"), 0
         self._validations: list[tuple[float, float]] = []
         """(step, bits per byte), in the order of steps."""
@@ -127,13 +130,13 @@ class WatchedRun:
         """How far the run is and how good, by its metrics; what its summary says comes first."""
         trained, facts = self._trained, self._facts
         bpb = [value for _, value in self._validations]
-        reached = {"val_bpb": bpb[-1] if bpb else None, "tokens": number(trained.get("tokens"))}
-        reached["seconds"] = number(trained.get("train_seconds"))
-        reached = {name: value if facts[name] is None else facts[name] for name, value in reached.items()}
+        found = reached(self._summary, trained, bpb[-1] if bpb else None)
         amount, unit = facts["horizon"]
         done = number(trained.get(_AMOUNTS.get(unit, "")))
         return {
-            **reached,
+            "val_bpb": found.bpb,
+            "tokens": found.tokens,
+            "seconds": found.seconds,
             "step": number(trained.get("step")),
             "share": min(1.0, done / amount) if amount and done is not None else None,
             "spark": [round(value, 5) for value in evenly_chosen([*filter(math.isfinite, bpb)], SPARK_POINTS)],
@@ -155,9 +158,6 @@ def _small_files(run: RunDirectory) -> tuple[dict[str, Any], dict[str, Any]]:
 def _facts(run: RunDirectory, fields: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
     """What the small files of a run say, as fields of its row. UserError, or what damaged values raise."""
     status, start = record.get("status", "unknown"), record.get("start")
-    finished = status == "finished" and os.path.lexists(run.summary_path)
-    summary = json_object(run.summary_path) if finished else {}
-    millions = number(summary.get("total_tokens_M"))
     base = default_fields()
     unusual = {name: value for name, value in fields.items() if name not in base or value != base[name]}
     configuration = repr([(name, unusual[name]) for name in sorted(unusual) if name not in NOT_COMPARED])
@@ -169,9 +169,6 @@ def _facts(run: RunDirectory, fields: Mapping[str, Any], record: Mapping[str, An
         # Only fields that gptlab knows, and only where they differ: a thousand rows are sent at once.
         "fields": {name: bounded(value) for name, value in unusual.items() if name in base},
         "group": hashlib.sha256(configuration.encode()).hexdigest()[:16],
-        "val_bpb": number(summary.get("val_bpb")),
-        "tokens": None if millions is None else 1e6 * millions,
-        "seconds": number(summary.get("training_seconds")),
         "horizon": [number(fields.get("horizon.amount")), cut(str(fields.get("horizon.unit")), 20)],
         "has_checkpoint": _has_checkpoint(run.checkpoints_path),
     }

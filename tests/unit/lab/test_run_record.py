@@ -15,6 +15,7 @@ from gptlab.lab.run_list import list_runs
 from gptlab.lab.run_record import read_run
 from gptlab.report.curves import bpb_history
 from gptlab.report.dashboard.watched_run import WatchedRun
+from gptlab.report.run_facts import read_facts
 
 
 def test_a_trained_run_is_read_as_its_files_say(tmp_path: Path) -> None:
@@ -76,6 +77,18 @@ def test_metrics_that_another_program_wrote_again_are_read_alike(tmp_path: Path)
     assert [(run.val_bpb, run.tokens) for run in list_runs([tmp_path])] == [(run.val_bpb, run.tokens) for run in listed]
     assert (watched.row, bpb_history(path)) == (row, history)
     assert history == [4.0, 3.0, 2.0]
+
+
+def test_what_a_finished_run_reached_is_what_its_summary_says(tmp_path: Path) -> None:
+    """A number that it lacks is unknown to every reader, and not that of an earlier step."""
+    path = write_run(tmp_path / "run", [4.0, 3.0])
+    (path / "summary.json").write_text('{"total_tokens_M": 0.5, "num_steps": 12}')
+    watched = WatchedRun(path, "run")
+    watched.refresh()
+    (listed,) = list_runs([tmp_path])
+    assert (listed.val_bpb, listed.tokens, listed.training_seconds) == (None, 500_000, None)
+    assert [watched.row[name] for name in ("val_bpb", "tokens", "seconds")] == [None, 500_000, None]
+    assert read_facts(path).reached == (None, 12, 500_000, None, None)
 
 
 def test_broken_values_are_read_as_such(tmp_path: Path) -> None:
