@@ -28,6 +28,16 @@ MUTATIONS = [
         ["test_cli_lab.py::test_another_gptlab_than_the_labs_own_does_not_judge"],
     ),
     Mutation(
+        "answers are computed with PyTorch where training had kernels", "lab/judge/judging.py",
+        "copy_compiled(cache, Path(folder))", "pass",
+        ["test_judging.py::test_each_answering_process_has_a_copy_of_compiled_code_to_itself"],
+    ),
+    Mutation(
+        "answers find what a candidate left among compiled code", "lab/experiments/runs.py",
+        'cache=lab.experiment(0) / "cache"', 'cache=lab.experiment(variant.number) / "cache"',
+        ["test_experiment_runs.py::test_the_judge_is_shown_where_the_baseline_stands"],
+    ),
+    Mutation(
         "what a candidate prints has no limit", "lab/judge/guard.py",
         "os.fstat(2).st_size - log_before", "0",
         ["test_supervise.py::test_a_limit_ends_it"],

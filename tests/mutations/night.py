@@ -98,7 +98,7 @@ MUTATIONS = [
         ["test_experiment_runs.py::test_the_judge_is_shown_where_the_baseline_stands"],
     ),
     Mutation(
-        "a candidate's process gets every variable of the environment", "lab/experiments/runs.py",
+        "a candidate's process gets every variable of the environment", "lab/judge/supervise.py",
         "if _PASSED_ON.fullmatch(name)}", "}",
         ["test_experiment_runs.py::TestTraining::test_it_sees_training_data_and_code_and_no_secrets"],
     ),

@@ -164,6 +164,7 @@ def judged_program(
     run: Path | None = None,
     baseline: dict[str, object] | None = None,
     hidden: tuple[Path, ...] = (),
+    cache: Path | None = None,
     answer_seconds: float = 15,
 ) -> Judged:
     """What the judge says of a run that the honest program answers for, with texts of it replaced. `baseline`: fields
@@ -177,7 +178,7 @@ def judged_program(
     run = run or written_candidate(folder / "run")
     config = json.loads((run / "config.json").read_text()) | (baseline or {})
     return judge_run(
-        run, questions(), tree=folder, limits=LIMITS, hidden=hidden,
+        run, questions(), tree=folder, limits=LIMITS, hidden=hidden, cache=cache or folder / "none",
         baseline=Baseline(config=config, model=MODEL), command=[sys.executable, "-I", "-S", str(path)],
         audit=Audit(rows=8, start_seconds=15, answer_seconds=answer_seconds), log=folder / "log.txt",
     )  # fmt: skip

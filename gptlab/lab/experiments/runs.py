@@ -7,7 +7,6 @@ candidate leaves, no other finds. Weights that it trained while its steps were t
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import sys
 import tempfile
@@ -29,7 +28,15 @@ from gptlab.lab.experiments.ledger import Experiment, Slice, all_fields
 from gptlab.lab.experiments.proposal import code_of
 from gptlab.lab.judge.judging import Baseline, Judged, judge_run
 from gptlab.lab.judge.questions import Questions
-from gptlab.lab.judge.supervise import Finished, Limits, start, supervise, texts_in_cache
+from gptlab.lab.judge.supervise import (
+    Finished,
+    Limits,
+    candidate_environment,
+    copy_compiled,
+    start,
+    supervise,
+    texts_in_cache,
+)
 from gptlab.lab.sweep import words_of
 from gptlab.runtime.files.plain_file import to_json
 from gptlab.runtime.records.run_directory import RunDirectory
@@ -44,13 +51,6 @@ MEMORY_SHARE = 0.9
 LAST_WORDS = 500
 MIN_FREE_BYTES = 1 << 24
 """What a run writes beside its checkpoints (records, logs, a copy of changed code) is a tenth of it."""
-
-_PASSED_ON = re.compile(
-    r"PATH|HOME|LANG|LC_\w+|TZ|LD_LIBRARY_PATH|CC|CXX|PYTHONDONTWRITEBYTECODE"
-    r"|(OMP|KMP|GOMP|MKL|ONEDNN|ATEN|CUDA|NVIDIA|HIP|ROCR|TORCH|TORCHINDUCTOR|TRITON|PYTORCH)_(?!\w*CACHE_(DIR|PATH))\w+"
-)
-"""Variables that a candidate's process gets: what computing needs, no secrets, and no folder of compiled code that
-others use. Timing a size sets TORCHINDUCTOR_CACHE_DIR; what a baseline compiled there, a candidate compiled again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +168,7 @@ def judge(lab: Lab, variant: Variant, run: Path, where: Slice, seed: int, agains
     )  # fmt: skip
     judged = judge_run(
         run, questions, tree=variant.code, limits=limits(START_SECONDS), baseline=baseline, hidden=[lab.path],
-        log=run.with_name(f"{run.name}.answers.log"),
+        cache=lab.experiment(0) / "cache", log=run.with_name(f"{run.name}.answers.log"),
     )  # fmt: skip
     own = _nats_path(lab, variant.number, where, seed)
     own.parent.mkdir(exist_ok=True)
@@ -247,10 +247,9 @@ def _work(lab: Lab, variant: Variant, name: str) -> Path:
 
 def _process(lab: Lab, variant: Variant, work: Path, cache: Path) -> dict[str, Any]:
     """Where a process of the variant runs and what it may see: its own folder, training data, its code."""
-    environment = {name: value for name, value in os.environ.items() if _PASSED_ON.fullmatch(name)}
     return {
         "cwd": work,
-        "environment": environment | {"PYTHONPATH": str(variant.code), "GPTLAB_CACHE": str(cache)},
+        "environment": candidate_environment(variant.code, cache),
         "hidden": [lab.path, *texts_in_cache()],
         "readable": [lab.path / "baseline", lab.path / "data", variant.code],
         "writable": [work, cache],
@@ -264,7 +263,7 @@ def _cache(lab: Lab, variant: Variant, work: Path, *, keep: bool = False) -> Pat
     own = lab.experiment(variant.number) / "cache"
     cache = own if keep or variant.code == lab.path / "code" else work / "cache"
     if not cache.exists():
-        _copy_cache(own if own.exists() else lab.experiment(0) / "cache", cache)
+        copy_compiled(own if own.exists() else lab.experiment(0) / "cache", cache)
     return cache
 
 
@@ -272,11 +271,3 @@ def _is_compiled(lab: Lab) -> bool:
     """Whether runs take as long to compile as a candidate could not do again for each of them."""
     found = RunDirectory(run_folder(lab, 0, lab.settings.first_seed)).recorded().get("implementations")
     return isinstance(found, dict) and found.get("compile", "off") != "off"
-
-
-def _copy_cache(cache: Path, copy: Path) -> None:
-    """Compiled code need not be compiled again, and no candidate's cache serves another."""
-    copy.mkdir(parents=True, exist_ok=True)
-    if cache.exists():
-        with suppress(shutil.Error):  # files that another worker's compiler renamed meanwhile
-            shutil.copytree(cache, copy, symlinks=True, dirs_exist_ok=True)

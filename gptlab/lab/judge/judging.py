@@ -31,7 +31,7 @@ from gptlab.lab.judge.audits import (
 )
 from gptlab.lab.judge.questions import Loss, Questions, Scores, loss_of, scores
 from gptlab.lab.judge.rules import Broken, Rule
-from gptlab.lab.judge.supervise import Limits, start, texts_in_cache
+from gptlab.lab.judge.supervise import Limits, candidate_environment, copy_compiled, start, texts_in_cache
 from gptlab.lab.judge.tree_rules import FIXED_FIELDS
 from gptlab.lab.run_record import RunRecord, read_run
 from gptlab.runtime.files.plain_file import write_json_atomic
@@ -41,7 +41,7 @@ from gptlab.training.checkpoint.write import save_checkpoint
 
 ANSWERS = (sys.executable, "-m", "gptlab.app.answers")
 """The command that answers; the folder of the staged run is its last argument."""
-INHERITED = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "SYSTEMROOT")
+_PYTHON = {"PYTHONSAFEPATH": "1", "PYTHONNOUSERSITE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
 MAX_CONFIG_BYTES = 65_536
 """Of a run's config.json, eight times quickstart's: it is given to the answering process too."""
 MAX_NAMES_BYTES = 1_000_000
@@ -97,6 +97,7 @@ def judge_run(
     tree: Path,
     limits: Limits,
     baseline: Baseline,
+    cache: Path,
     hidden: Iterable[Path] = (),
     audit: Audit | None = None,
     command: Sequence[str] = ANSWERS,
@@ -105,7 +106,8 @@ def judge_run(
     """Judge the last checkpoint of the finished run in `run`, which the code in `tree`/gptlab has trained.
 
     The answering processes see a copy of the run's weights, its config.json and the lab's tokenizer. `limits` are those
-    of each of them. `hidden`: see `supervise`; texts in the user's cache are hidden too. What they print goes to `log`.
+    of each of them. `hidden`: see `supervise`; texts in the user's cache are hidden too. `cache`: compiled code, if it
+    exists, of which each gets a copy; no candidate may have written it. What they print goes to `log`.
     Broken names the rule that was broken.
     """
     audit = audit or Audit()
@@ -119,9 +121,10 @@ def judge_run(
 
         @contextmanager
         def answering() -> Iterator[Answering]:
-            with start(
-                [*command, str(staged)], cwd=tree, environment=candidate_environment(tree), limits=limits,
-                hidden=[run, *texts_in_cache(), *hidden], readable=[tree, staged], stderr=output,
+            with _copy_of(cache) as own, start(
+                [*command, str(staged)], cwd=tree, environment=candidate_environment(tree, own) | _PYTHON,
+                limits=limits, hidden=[run, *texts_in_cache(), *hidden], readable=[tree, staged], writable=[own],
+                stderr=output,
             ) as running:  # fmt: skip
                 try:
                     process = Answering(running, start_seconds=audit.start_seconds, answer_seconds=audit.answer_seconds)
@@ -140,6 +143,14 @@ def judge_run(
         loss=loss, parameters=sum(tensor.numel() for tensor in saved.model.values()), step=saved.step,
         largest_difference=difference, nats=nats.astype(np.float32),
     )  # fmt: skip
+
+
+@contextmanager
+def _copy_of(cache: Path) -> Iterator[Path]:
+    """A copy that one process alone may write in. What is not in it, that process compiles."""
+    with tempfile.TemporaryDirectory(prefix="gptlab-judge-cache-", ignore_cleanup_errors=True) as folder:
+        copy_compiled(cache, Path(folder))
+        yield Path(folder)
 
 
 def examine(
@@ -183,13 +194,6 @@ def _checked_draws(candidate: Answering, shapes: Mapping[str, tuple[int, ...]], 
     drawn = {seed: check_draws(baseline.model, seed, candidate.initial_weights(seed, shapes)) for seed in order}
     check_two_seeds(drawn[own], drawn[other])
     return drawn[own]
-
-
-def candidate_environment(tree: Path) -> dict[str, str]:
-    """The variables of a process that runs the code in `tree`: few of the lab's own, none of its secrets."""
-    inherited = {name: os.environ[name] for name in INHERITED if name in os.environ}
-    fixed = {"PYTHONPATH": str(tree), "PYTHONSAFEPATH": "1", "PYTHONNOUSERSITE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    return inherited | fixed
 
 
 def check_config(fields: Mapping[str, Any], baseline: Mapping[str, Any]) -> None:

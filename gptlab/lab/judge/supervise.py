@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -21,6 +23,13 @@ from gptlab.runtime.files.cache import cache_root
 GUARD = Path(__file__).with_name("guard.py")
 GUARD_SECONDS = 30.0
 """How much longer than its limit a guard is waited for: it kills for 10 s at most."""
+
+_PASSED_ON = re.compile(
+    r"PATH|HOME|LANG|LC_\w+|TZ|LD_LIBRARY_PATH|CC|CXX|PYTHONDONTWRITEBYTECODE"
+    r"|(OMP|KMP|GOMP|MKL|ONEDNN|ATEN|CUDA|NVIDIA|HIP|ROCR|TORCH|TORCHINDUCTOR|TRITON|PYTORCH)_(?!\w*CACHE_(DIR|PATH))\w+"
+)
+"""Variables that a candidate's process gets: what computing needs, no secrets, and no folder of compiled code that
+others use. Timing a size sets TORCHINDUCTOR_CACHE_DIR; what a baseline compiled there, a candidate compiled again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,6 +225,21 @@ def _outermost(paths: Iterable[Path]) -> list[str]:
     """Those that are not inside of another one, which hides them already."""
     found = {path.resolve() for path in paths}
     return sorted(str(path) for path in found if not found & set(path.parents))
+
+
+def candidate_environment(tree: Path, cache: Path) -> dict[str, str]:
+    """The variables of a process that runs the code in `tree`, with its compiled code in `cache`: few of the lab's own,
+    none of its secrets. Training and answers get the same, so that they compute on the same device."""
+    passed_on = {name: value for name, value in os.environ.items() if _PASSED_ON.fullmatch(name)}
+    return passed_on | {"PYTHONPATH": str(tree), "GPTLAB_CACHE": str(cache)}
+
+
+def copy_compiled(cache: Path, copy: Path) -> None:
+    """Compiled code, if there is any, need not be compiled again, and no candidate's cache serves another."""
+    copy.mkdir(parents=True, exist_ok=True)
+    if cache.exists():
+        with suppress(shutil.Error):  # files that another worker's compiler renamed meanwhile
+            shutil.copytree(cache, copy, symlinks=True, dirs_exist_ok=True)
 
 
 def texts_in_cache() -> list[Path]:

@@ -289,5 +289,6 @@ def test_the_judge_is_shown_where_the_baseline_stands(lab: Lab, monkeypatch: pyt
     assert third["baseline"].nats is None, "the baseline has not run with seed 2"
     assert second["hidden"] == [lab.path]
     assert second["tree"] == lab.path / "code"
+    assert second["cache"] == lab.experiment(0) / "cache", "that of a candidate may hold anything"
     _, targets = second["questions"].read(np.arange(second["questions"].count))
     assert (targets >= 0).sum() == lab.settings.validation_bytes["validation"]  # a byte a token

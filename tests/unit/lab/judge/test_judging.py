@@ -16,10 +16,11 @@ from gptlab.config.load import config_from_json
 from gptlab.data.prepare import prepare
 from gptlab.lab.experiments.proposal import copy_package
 from gptlab.lab.judge.audits import check_time
-from gptlab.lab.judge.judging import Baseline, candidate_environment, check_config, judge_run
+from gptlab.lab.judge.judging import Baseline, check_config, judge_run
 from gptlab.lab.judge.rules import Broken
-from gptlab.lab.judge.supervise import Limits, supervise
+from gptlab.lab.judge.supervise import Limits, candidate_environment, copy_compiled, supervise
 from gptlab.lab.judge.tree_rules import check_tree
+from gptlab.runtime.files.cache import cache_root
 from gptlab.training.checkpoint.load import load_newest
 
 LIMITS = Limits(wall_seconds=120, cpu_seconds=60, memory_bytes=2**31)
@@ -32,7 +33,7 @@ def judged(folder: Path, run: Path, tree: Path = ROOT):  # type: ignore[no-untyp
     asked = questions_of(make_config(folder, "x", **{"eval__tokens": 901}))
     return judge_run(
         run, asked, tree=tree, limits=LIMITS, baseline=Baseline(config=values, model=config.model),
-        hidden=[folder / "cache", folder / "corpus"], log=folder / "log.txt",
+        hidden=[folder / "cache", folder / "corpus"], cache=folder / "built", log=folder / "log.txt",
     )  # fmt: skip
 
 
@@ -41,6 +42,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("judged")
     write_corpus(folder / "corpus", documents=60)
     prepare(make_config(folder, "x").data, make_config(folder, "x").tokenizer)  # candidates cannot write the cache
+    copy_compiled(cache_root(None) / "compile", folder / "built" / "compile")
     return folder
 
 
@@ -69,6 +71,18 @@ def test_nothing_but_weights_configuration_and_tokenizer_is_given(tmp_path: Path
     assert "optimizer" not in HONEST
 
 
+def test_each_answering_process_has_a_copy_of_compiled_code_to_itself(tmp_path: Path) -> None:
+    """It computes with the kernels that training had, may build others, and finds nothing of another process."""
+    built = tmp_path / "built" / "kernel.so"
+    built.parent.mkdir()
+    built.touch()
+    cache = 'os.environ["GPTLAB_CACHE"]'
+    adds = f'print(os.listdir({cache}), file=sys.stderr)\nopen({cache} + "/another.so", "w")\nwrite(b"RDY1"'
+    judged_program(tmp_path, ('write(b"RDY1"', adds), cache=built.parent)
+    assert (tmp_path / "log.txt").read_text() == "['kernel.so']\n" * 2
+    assert [*built.parent.iterdir()] == [built]
+
+
 def test_the_configuration_must_be_the_baselines() -> None:
     baseline = {"seed": 1, "data.source": ["a"], "model.n_embd": 4, "horizon.amount": 9, "run_dir": "x"}
     check_config({**baseline, "model.n_embd": 8, "horizon.amount": 7, "run_dir": "y", "model.mine": 1}, baseline)
@@ -80,9 +94,12 @@ def test_the_configuration_must_be_the_baselines() -> None:
 def test_the_environment_has_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET_TOKEN", "x")
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    found = candidate_environment(Path("/tree"))
-    assert "SECRET_TOKEN" not in found
-    assert (found["OMP_NUM_THREADS"], found["PYTHONPATH"]) == ("3", "/tree")
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/of/everybody")
+    found = candidate_environment(Path("/tree"), Path("/cache"))
+    assert not {"SECRET_TOKEN", "TORCHINDUCTOR_CACHE_DIR"} & set(found)
+    assert (found["OMP_NUM_THREADS"], found["PYTHONPATH"], found["GPTLAB_CACHE"]) == ("3", "/tree", "/cache")
+    assert found["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID", "what number a device has depends on it"
 
 
 # --- the whole way of a proposal, with the processes of a real lab
@@ -136,8 +153,8 @@ def test_a_proposal_from_its_code_to_its_verdict(name: str, texts: Path, tmp_pat
         copy_package(changed, tree)
         argv = [sys.executable, "-m", "gptlab", "train", *arguments(texts, "x", FIELDS | {"run_dir": runs / "run"})]
         finished = supervise(
-            argv, cwd=runs, environment=candidate_environment(tree), limits=LIMITS, log=tmp_path / "log.txt",
-            hidden=[private], readable=[tree, texts], writable=[runs],
+            argv, cwd=runs, environment=candidate_environment(tree, cache_root(None)), limits=LIMITS,
+            log=tmp_path / "log.txt", hidden=[private], readable=[tree, texts], writable=[runs],
         )  # fmt: skip
         finished.require_lawful("training")
         assert finished.exit_code == 0, (tmp_path / "log.txt").read_text()[-2000:]
