@@ -40,39 +40,31 @@ class Asked:
     """Positions whose answers must be those of `row` alone."""
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What each of two processes is asked. The first answers half of the rows, `halves[0]`; the second the other half,
-    and the rows of the first half that are audited again, in another order, in other batches, among other rows."""
-
-    halves: tuple[NDArray[np.int64], NDArray[np.int64]]
-    audits: int
-
-
-def plan(count: int, share: float, random: np.random.Generator) -> Plan:
-    """Halve `count` rows at random. `share` of the first half are audited. UserError for too few rows."""
+def halves(count: int, random: np.random.Generator) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """`count` rows in two halves, drawn at random: the first process is asked the first, the second the other, and the
+    first again, in another order, in other batches, among other rows. UserError for too few rows."""
     if count < MIN_ROWS:
         raise UserError(f"the validation text has {count} rows; audits need {MIN_ROWS}: hold out more of it")
     order = random.permutation(count)
     half = -(-count // 2)
-    return Plan((order[:half], order[half:]), -int(-share * half // 1))
+    return order[:half], order[half:]
 
 
 def second_questions(
-    ways: Plan,
+    first: NDArray[np.int64],
+    second: NDArray[np.int64],
     gains: NDArray[np.float64],  # (rows, seq_len) >= 0
     random: np.random.Generator,
 ) -> list[Asked]:
-    """The second half of the rows, mixed with rows of the first that are asked again.
+    """The second half of the rows, mixed with those of the first, which are asked again.
 
     A quarter of these are unchanged. Of the others, two by two, the ends are exchanged: so every token is asked once in
     this process, and a row with another's end looks like any other. A cut shows what the position before it knew of
     the token after it. Half of the cuts are drawn at random and half where the candidate gained most, and so are the
-    rows, if not all are audited: who gains by looking ahead in few places is asked about these.
+    rows that are cut: who gains by looking ahead in few places is asked about these.
     """
-    first, second = ways.halves
     seq_len = gains.shape[1]
-    chosen = random.choice(first, ways.audits, replace=False, p=_mixed(gains[first].sum(1)))
+    chosen = random.choice(first, len(first), replace=False, p=_mixed(gains[first].sum(1)))
     swapped = chosen[: 2 * (3 * len(chosen) // 8)]
     asked = [Asked(int(row), int(row), seq_len) for row in (*second, *chosen[len(swapped) :])]
     if seq_len > 1:

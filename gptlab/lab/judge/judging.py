@@ -26,7 +26,7 @@ from gptlab.lab.judge.audits import (
     check_draws,
     check_report,
     check_two_seeds,
-    plan,
+    halves,
     second_questions,
 )
 from gptlab.lab.judge.questions import Loss, Questions, Scores, loss_of, scores
@@ -49,10 +49,8 @@ MAX_NAMES_BYTES = 1_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Audit:
-    """How much is audited, and how strictly."""
+    """How answers are asked for, and how strictly they are compared."""
 
-    share: float = 1.0
-    """Of one half of the rows, asked twice: all of them cost half an evaluation more."""
     tolerance: float = 1e-5
     """Largest honest difference between two answers to the same tokens, in nats. Measured on CPUs: none, in float32 and
     bfloat16, since all questions have one shape; ten times what another number of rows changes (1e-6)."""
@@ -167,20 +165,20 @@ def examine(
     """
     random = np.random.default_rng(secrets.randbits(128))
     signs = random.choice([-1.0, 1.0], questions.tokenizer.vocab_size)
-    ways = plan(questions.count, audit.share, random)
+    first_half, second_half = halves(questions.count, random)
     nats = np.zeros((questions.count, questions.seq_len))
     with begin() as candidate:
         first_draws = _checked_draws(candidate, shapes, baseline)
-        asked = [Asked(int(row), int(row), questions.seq_len) for row in ways.halves[0]]
+        asked = [Asked(int(row), int(row), questions.seq_len) for row in first_half]
         first = _ask_all(candidate, questions, asked, audit.rows, signs)
     for row, found in first.items():
         nats[row] = found.nats
     gains = np.zeros_like(nats) if baseline.nats is None else np.maximum(baseline.nats - nats, 0.0)
     with begin() as candidate:
         second_draws = _checked_draws(candidate, shapes, baseline)
-        asked = second_questions(ways, gains, random)
+        asked = second_questions(first_half, second_half, gains, random)
         second = _ask_all(candidate, questions, asked, audit.rows, signs)
-    for row in ways.halves[1].tolist():
+    for row in second_half.tolist():
         nats[row] = second[row].nats
     if first_draws != second_draws:
         raise Broken("seed", "the first values of the weights differ from process to process")

@@ -14,7 +14,7 @@ from gptlab.config.errors import UserError
 from gptlab.data.packing import IGNORED
 from gptlab.data.tokenizer.base import ByteTokenizer
 from gptlab.eval.bits_per_byte import evaluate, nats_of
-from gptlab.lab.judge.audits import Plan, check_two_seeds, plan, second_questions
+from gptlab.lab.judge.audits import check_two_seeds, halves, second_questions
 from gptlab.lab.judge.judging import Audit, examine
 from gptlab.lab.judge.questions import Questions, loss_of, scores
 from gptlab.lab.judge.rules import Broken
@@ -64,9 +64,9 @@ def test_scores_by_hand() -> None:
 
 def test_every_token_is_asked_once_in_the_second_process() -> None:
     random = np.random.default_rng(3)
-    ways = plan(41, 1.0, random)
-    assert sorted(np.concatenate(ways.halves).tolist()) == list(range(41))
-    asked = second_questions(ways, np.zeros((41, 16)), random)
+    first, second = halves(41, random)
+    assert sorted(np.concatenate([first, second]).tolist()) == list(range(41))
+    asked = second_questions(first, second, np.zeros((41, 16)), random)
     of_row = {row: np.zeros(16, dtype=int) for row in range(41)}
     for one in asked:
         of_row[one.row][: one.same] += 1
@@ -74,7 +74,7 @@ def test_every_token_is_asked_once_in_the_second_process() -> None:
     assert all((counts == 1).all() for counts in of_row.values())
     swapped = [one for one in asked if one.tail_of != one.row]
     assert len(swapped) == 14
-    assert {one.row for one in swapped} <= set(ways.halves[0].tolist())
+    assert {one.row for one in swapped} <= set(first.tolist())
     assert {row for row in of_row if row not in {one.row for one in asked}} == set()
 
 
@@ -82,8 +82,8 @@ def test_half_of_the_cuts_are_where_the_candidate_gains() -> None:
     """It gains in one position of a hundred, and little elsewhere."""
     random, gains = np.random.default_rng(0), np.zeros((400, 100))
     gains[:, 70] = 1.0
-    everything = Plan((np.arange(400), np.arange(0)), 400)
-    cuts = [one.same for one in second_questions(everything, gains, random) if one.tail_of != one.row]
+    asked = second_questions(np.arange(400), np.arange(0), gains, random)
+    cuts = [one.same for one in asked if one.tail_of != one.row]
     assert 0.35 < np.mean(np.array(cuts) == 71) < 0.65  # 150 independent cuts, standard deviation 0.04
     assert min(cuts) >= 1
     assert max(cuts) <= 99
@@ -102,7 +102,7 @@ def test_who_looks_ahead_in_few_places_is_asked_there() -> None:
 
 def test_too_few_rows_are_refused() -> None:
     with pytest.raises(UserError, match="audits need 16"):
-        plan(15, 1.0, np.random.default_rng(0))
+        halves(15, np.random.default_rng(0))
 
 
 def test_a_weight_that_is_the_same_for_two_seeds() -> None:
