@@ -39,6 +39,8 @@ two cores with load 8, 1 was outside of the 95% interval in 3 of 40 timings of a
 and 1.20), and outside of this one in none (docs/LOG.md, 2026-11-22)."""
 MAX_REPLY = 1 << 20
 LAST_BYTES = 1 << 16
+"""Of a log, which may be more than memory holds."""
+LAST_WORDS = 500
 
 ENOUGH = 0.01
 """Half the width of the interval, relative, at which timing ends: the ratio is then within half a percent in 19 of 20
@@ -75,7 +77,7 @@ class StepProcess:
         try:
             self._running.stdin.write(b"step\n")
         except OSError:
-            raise ProcessFailedError(self._last_words()) from None
+            raise self._ended() from None
         self._reply()
         self._timeout = self._step_timeout
         return time.perf_counter() - started
@@ -89,26 +91,28 @@ class StepProcess:
             piece = os.read(descriptor, 1 << 16)
             self._buffer += piece
             if not piece or len(self._buffer) > MAX_REPLY:
-                raise ProcessFailedError(self._last_words())
+                raise self._ended()
         line, _, self._buffer = self._buffer.partition(b"\n")
         with suppress(ValueError):
             if isinstance(reply := json.loads(line), dict):
                 return reply
-        what = "it answered with something that is no JSON object; the last line of its log"
-        raise ProcessFailedError(f"{what}: {self._last_words('there is none')}")
+        what = "it answered with something that is no JSON object; the last words of its log"
+        raise ProcessFailedError(f"{what}: {last_words(self._log) or 'there are none'}")
 
-    def _last_words(self, otherwise: str = "it ended without a message") -> str:
-        lines = last_lines(self._log)
-        return lines[-1].removeprefix("gptlab: error: ")[:500] if lines else otherwise
+    def _ended(self) -> ProcessFailedError:
+        return ProcessFailedError(last_words(self._log) or "it ended without a message")
 
 
-def last_lines(log: Path) -> list[str]:
-    """The lines in the last LAST_BYTES of what a process printed, which may be more than memory holds."""
+def last_words(log: Path) -> str:
+    """The last line with an error that a process printed, else its last line, without the name of the program,
+    shortened: data from untrusted code, of which LAST_BYTES alone are read. Empty where there is none."""
     if not log.exists():
-        return []
+        return ""
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - LAST_BYTES))
-        return file.read(LAST_BYTES).decode(errors="replace").strip().splitlines()
+        lines = file.read(LAST_BYTES).decode(errors="replace").strip().splitlines() or [""]
+    line = next((line for line in reversed(lines) if "error" in line.lower()), lines[-1])
+    return "".join(c for c in line.removeprefix("gptlab: error: ") if c.isprintable())[:LAST_WORDS]
 
 
 @dataclass(frozen=True, slots=True)

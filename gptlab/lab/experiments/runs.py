@@ -22,7 +22,7 @@ import psutil
 from gptlab.config.errors import UserError
 from gptlab.config.load import config_to_json, flatten
 from gptlab.data.rows import validation_rows
-from gptlab.lab.experiments.equal_time import ProcessFailedError, StepProcess, last_lines
+from gptlab.lab.experiments.equal_time import ProcessFailedError, StepProcess, last_words
 from gptlab.lab.experiments.folder import Lab
 from gptlab.lab.experiments.ledger import Experiment, Slice, all_fields
 from gptlab.lab.experiments.proposal import code_of
@@ -48,7 +48,6 @@ SLOWER = 4.0
 MIN_STEP_SECONDS = 120.0
 """The least that a step may take: that of a cold compilation."""
 MEMORY_SHARE = 0.9
-LAST_WORDS = 500
 MIN_FREE_BYTES = 1 << 24
 """What a run writes beside its checkpoints (records, logs, a copy of changed code) is a tenth of it."""
 
@@ -214,13 +213,6 @@ def limits(seconds: float) -> Limits:
     """Those of a process that may take so many seconds on this machine."""
     memory = int(MEMORY_SHARE * psutil.virtual_memory().total)
     return Limits(wall_seconds=seconds, cpu_seconds=seconds * (os.cpu_count() or 1), memory_bytes=memory)
-
-
-def last_words(log: Path) -> str:
-    """The last line that a process printed, without the name of the program, shortened: data from untrusted code."""
-    lines = last_lines(log)
-    line = next((line for line in reversed(lines) if "error" in line.lower()), lines[-1] if lines else "")
-    return "".join(c for c in line.removeprefix("gptlab: error: ") if c.isprintable())[:LAST_WORDS]
 
 
 def forget(lab: Lab, number: int) -> None:

@@ -19,6 +19,7 @@ from gptlab.config.errors import UserError, one_line
 from gptlab.lab.experiments import runs
 from gptlab.lab.experiments.again import earlier_races, propose_again
 from gptlab.lab.experiments.equal_time import (
+    LAST_WORDS,
     ProcessFailedError,
     compare_speed,
     require_positive_steps,
@@ -155,7 +156,7 @@ def _record(lab: Lab, number: int, ruling: Ruling) -> None:
         if ruling.verdict == "keep" and against != now:
             reason = f"better than {against}, but the baseline is {now} since: {propose_again(lab, number)}"
             ruling = replace(ruling, verdict="inconclusive", reason=reason)
-        reason = one_line(ValueError(ruling.reason))[: runs.LAST_WORDS]  # Untrusted code may have written it.
+        reason = one_line(ValueError(ruling.reason))[:LAST_WORDS]  # Untrusted code may have written it.
         values = _measured(experiments[number], experiments) | {
             "verdict": ruling.verdict, "reason": reason, "rule": ruling.rule, "evidence": ruling.evidence,
         }  # fmt: skip

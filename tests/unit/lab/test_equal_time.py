@@ -126,7 +126,7 @@ def test_a_reply_that_is_none_comes_with_the_last_line_of_the_log(tmp_path: Path
     (tmp_path / "log").write_text("ValueError: broken\n")
     with open(reader, "rb") as output:
         process = StepProcess(SimpleNamespace(stdout=output), tmp_path / "log", 5.0, 5.0)  # type: ignore[arg-type]
-        with pytest.raises(ProcessFailedError, match="no JSON object; the last line of its log: ValueError: broken"):
+        with pytest.raises(ProcessFailedError, match="no JSON object; the last words of its log: ValueError: broken"):
             process.ready()
 
 
