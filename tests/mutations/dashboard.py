@@ -12,7 +12,7 @@ MUTATIONS = [
     ),
     Mutation(
         "prompts need no token", "report/dashboard/guard.py",
-        "given = list(headers.get_all(TOKEN_HEADER) or [])", "given = [token]",
+        "given = headers.get_all(TOKEN_HEADER) or []", "given = [token]",
         ["test_guard.py::test_what_computes_needs_the_token"],
     ),
     Mutation(

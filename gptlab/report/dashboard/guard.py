@@ -7,9 +7,9 @@ address (DNS rebinding) to read the answers. Both show in the request's headers,
 from __future__ import annotations
 
 import hmac
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from email.message import Message
 from http import HTTPStatus
-from typing import Protocol
 
 MAX_BODY_BYTES = 1 << 16
 """A prompt is at most some thousand characters."""
@@ -33,13 +33,7 @@ Refusal = tuple[HTTPStatus, str]
 """The status of the answer, and why, in one line."""
 
 
-class Headers(Protocol):
-    """The headers of a request, such as `http.client.HTTPMessage`."""
-
-    def get_all(self, name: str) -> Sequence[str] | None: ...
-
-
-def refusal(method: str, target: str, headers: Headers, *, port: int, token: str) -> Refusal | None:
+def refusal(method: str, target: str, headers: Message, *, port: int, token: str) -> Refusal | None:
     """Why a request is not answered; None for one that is.
 
     Every request must name a loopback host with the server's port, and must not come from another site. What computes
@@ -59,7 +53,7 @@ def refusal(method: str, target: str, headers: Headers, *, port: int, token: str
     if method == "POST":
         if values["Content-Type"] != ["application/json"]:
             return HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "the content must be application/json"
-        given = list(headers.get_all(TOKEN_HEADER) or [])
+        given = headers.get_all(TOKEN_HEADER) or []
     elif method != "GET":
         return HTTPStatus.METHOD_NOT_ALLOWED, "only GET and POST"
     elif path != "/events":
@@ -69,7 +63,7 @@ def refusal(method: str, target: str, headers: Headers, *, port: int, token: str
     return None
 
 
-def body_bytes(headers: Headers) -> int | Refusal:
+def body_bytes(headers: Message) -> int | Refusal:
     """How long the content of a POST is."""
     lengths = headers.get_all("Content-Length") or []
     if headers.get_all("Transfer-Encoding") or len(lengths) != 1 or not (lengths[0].isascii() and lengths[0].isdigit()):
