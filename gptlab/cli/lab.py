@@ -325,9 +325,8 @@ def _report(argv: list[str]) -> int:
     lab = _opened(given)
     figures = report(lab)
     if given.plot is not None:
-        from gptlab.lab.plot import plot_frontier, require_plot
+        from gptlab.lab.plot import plot_frontier
 
-        require_plot(given.plot)
         plot_frontier(figures, given.plot)
     print(to_json(figures, indent=2) if given.json else "\n".join(describe(lab, figures)))
     return 0

@@ -54,11 +54,11 @@ def overlay_text(overlay: Overlay) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def bpb_curve(facts: RunFacts, *, columns: int = 72, rows: int = 8, ascii: bool = False) -> str:
+def bpb_curve(facts: RunFacts, *, columns: int = 72, ascii: bool = False) -> str:
     """Validation bits per byte against steps, of characters; empty for fewer than two validations."""
     validated = facts.metrics.validations
     return text_curve(
-        validated["step"].tolist(), validated["val_bpb"].tolist(), columns=columns, rows=rows, unit="steps", ascii=ascii
+        validated["step"].tolist(), validated["val_bpb"].tolist(), columns=columns, unit="steps", ascii=ascii
     )
 
 

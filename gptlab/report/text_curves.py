@@ -105,11 +105,12 @@ def _characters(dots: NDArray[np.bool_], ascii: bool) -> str:
     return "".join(chr(_BRAILLE + code) if code else " " for code in codes.tolist())
 
 
-def svg_curve(xs: Sequence[float], ys: Sequence[float], *, title: str, width: int = 480, height: int = 150) -> str:
+def svg_curve(xs: Sequence[float], ys: Sequence[float], *, title: str) -> str:
     """The same as an SVG element, in the color of the text around it. Empty for fewer than two finite points."""
     points = _drawable(xs, ys)
     if not points:
         return ""
+    width, height = 480, 150
     left, top, right, bottom = 52, 10, width - 12, height - 22
     start, end = points[0][0], points[-1][0]
     low, high = min(y for _, y in points), max(y for _, y in points)

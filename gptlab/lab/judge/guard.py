@@ -139,7 +139,7 @@ def _confine(spec: dict[str, Any], libc: ctypes.CDLL) -> _Watch:
     writable = list(spec["writable"])
     # By descriptor, since some are inside of what is hidden.
     shown = [(path, os.open(path, os.O_PATH | os.O_CLOEXEC)) for path in [*spec["readable"], *writable]]
-    size = f"size={spec['output_bytes']},mode=0700"
+    size = f"size={spec['limits']['output_bytes']},mode=0700"
     watch = _Watch(_ok(libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC), "inotify"))
     mount("none", spec["temporary"], "tmpfs", _MS_NOSUID | _MS_NODEV, "size=1m,mode=0700")
     for number, path in enumerate(spec["hidden"]):

@@ -186,7 +186,6 @@ def start(
             "cwd": str(cwd.resolve()),
             "environment": {**environment, "TMPDIR": temporary},
             "limits": asdict(limits),
-            "output_bytes": limits.output_bytes,
             "hidden": _outermost(hidden),
             "readable": [str(path.resolve()) for path in readable],
             "writable": [str(path.resolve()) for path in writable],

@@ -56,11 +56,11 @@ class Dashboard(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, folder: Path, port: int = DEFAULT_PORT, models: ModelProcess | None = None) -> None:
+    def __init__(self, folder: Path, port: int = DEFAULT_PORT) -> None:
         """Port 0: any free one. UserError where the port cannot be used."""
         self.token = secrets.token_urlsafe(32)
         self.index = RunIndex(folder)
-        self.models = models or ModelProcess()
+        self.models = ModelProcess()
         self.stopping = threading.Event()
         self._opened: dict[str, OpenedRun] = {}
         self._opening = threading.Lock()

@@ -2,7 +2,7 @@
 
 import { byId, el, post } from "./dom.js";
 
-let shown = null; // the id of the run, and the version of its row
+let shown = null; // the row whose details are shown or asked for: a run that changes has another row
 let step = null; // the step whose samples the reader chose; null: the last one
 
 export async function showDetails(row) {
@@ -12,17 +12,16 @@ export async function showDetails(row) {
     shown = null;
     return;
   }
-  if (shown?.row === row) return;
-  if (shown?.row.id !== row.id) step = null;
-  shown = { row };
-  const own = shown;
+  if (shown === row) return;
+  if (shown?.id !== row.id) step = null;
+  shown = row;
   let found;
   try {
     found = await (await post("/run", { run: row.id })).json();
   } catch {
     return;
   }
-  if (shown !== own) return;
+  if (shown !== row) return;
   section.hidden = false;
   if ("error" in found) section.replaceChildren(el("h2", {}, row.name), el("p", { class: "problem" }, found.error));
   else section.replaceChildren(...parts(row, found));

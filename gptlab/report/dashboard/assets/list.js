@@ -104,7 +104,7 @@ export function runList(state, onChoose) {
     draw();
   }
 
-  function line(rows, name, status, cells, title) {
+  function line(rows, name, cells, title) {
     const box = el("input", { type: "checkbox", "aria-label": `show ${name}`, onchange: () => choose(rows, box.checked) });
     const tr = el("tr", { title }, el("td", { class: "pick" }, box), ...cells);
     // A click anywhere in the row chooses it, unless text is being selected.
@@ -124,7 +124,7 @@ export function runList(state, onChoose) {
     if (row.status === "running" && row.share !== null) {
       status.push(el("progress", { max: 1, value: row.share, "aria-label": "share of the run that is done" }));
     }
-    return line([row], row.name, row.status, [
+    return line([row], row.name, [
       el("td", { class: "name" }, el("b", {}, row.name), about),
       el("td", { class: "status" }, ...status),
       el("td", { class: "bpb n" }, bpb(row.val_bpb)),
@@ -152,7 +152,7 @@ export function runList(state, onChoose) {
       onclick: () => { if (!view.open.delete(group.key)) view.open.add(group.key); draw(); },
     }, `${open ? "▾" : "▸"} ${sharedName(group.rows)} (${members})`);
     const statuses = [...new Set(group.rows.map((row) => row.status))];
-    const made = line(group.rows, `${members} of ${first.name}`, first.status, [
+    const made = line(group.rows, `${members} of ${first.name}`, [
       el("td", { class: "name" }, el("b", {}, toggle), el("span", { class: "about" }, aboutText(first, false), " ", ...chips(first.changes))),
       el("td", { class: "status" }, ...statuses.map((status) => el("span", { class: `badge ${badge(status)}` }, status))),
       el("td", { class: "bpb n" }, values.length ? mean.toFixed(4) : "",
