@@ -86,7 +86,7 @@ def formula(trained: list[tuple[int, int]] | None = None) -> Iterator[pytest.Mon
         (checkpoint / "manifest.json").write_text(json.dumps(manifest))
         if trained is not None:
             trained.append((variant.number, seed))
-        return run, Finished(0, 10.0, 10.0, 2**20, 0, None, (), (), True)
+        return run, Finished(0, 10.0, 10.0, 2**20, None, (), ())
 
     def judge(lab: Lab, variant: Variant, run: Path, where: str, seed: int, against: int) -> Any:
         fields = {name: value for name, value in variant.fields.items() if name != "runtime.allocator"}

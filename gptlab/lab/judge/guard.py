@@ -296,7 +296,7 @@ def _supervise(spec: dict[str, Any], life: int, libc: ctypes.CDLL, watch: _Watch
             os.open(os.devnull, os.O_RDWR)
     tree, code, broken, opened, left = _Tree(isolated, limits["memory_bytes"]), None, None, [], []
     next_measure = next_size = 0.0
-    ended = written = cpu = 0.0
+    ended = cpu = 0.0
     while True:
         now = time.monotonic() - began
         with contextlib.suppress(ChildProcessError):
@@ -311,8 +311,8 @@ def _supervise(spec: dict[str, Any], life: int, libc: ctypes.CDLL, watch: _Watch
                 limits, processes=number, cpu_seconds=cpu, memory_bytes=used, printed_bytes=printed
             )  # fmt: skip
             if now >= next_size or code is not None:
-                written, next_size = _size(outputs) - size_before, now + OUTPUT_SECONDS
-                broken = broken or _over(limits, output_bytes=written)
+                next_size = now + OUTPUT_SECONDS
+                broken = broken or _over(limits, output_bytes=_size(outputs) - size_before)
             if code is not None and (not number or now - ended >= GRACE_SECONDS):
                 break
         broken = broken or _over(limits, wall_seconds=now)
@@ -327,8 +327,8 @@ def _supervise(spec: dict[str, Any], life: int, libc: ctypes.CDLL, watch: _Watch
     cpu = max(cpu, _reaped_seconds())
     return {
         "exit_code": code, "wall_seconds": ended, "cpu_seconds": cpu, "peak_bytes": tree.peak_bytes,
-        "output_bytes": max(0, int(written)), "broken": broken, "left": left[:20],
-        "opened": sorted({*opened, *([] if watch is None else watch.opened())})[:20], "isolated": isolated,
+        "broken": broken, "left": left[:20],
+        "opened": sorted({*opened, *([] if watch is None else watch.opened())})[:20],
     }  # fmt: skip
 
 

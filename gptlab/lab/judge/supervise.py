@@ -57,16 +57,12 @@ class Finished:
     cpu_seconds: float
     """Of the process and all of its descendants."""
     peak_bytes: int
-    output_bytes: int
-    """By which what is below `writable` grew."""
     broken: str | None
     """The field of Limits for which it was killed."""
     left: tuple[str, ...]
     """Processes that were still there a second after it had ended, each as `PID: COMMAND`. They were killed."""
     opened: tuple[str, ...]
     """Hidden files that were opened. Unknown (empty) without namespaces."""
-    isolated: bool
-    """Whether it had namespaces of its own."""
 
     @property
     def timed_out(self) -> bool:

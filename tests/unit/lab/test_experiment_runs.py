@@ -56,7 +56,7 @@ class Processes:
         """What the process does in its folders."""
         monkeypatch.setattr(runs, "supervise", self._supervise)
         monkeypatch.setattr(runs, "start", self._start)
-        self._ended = Finished(exit_code, 1.0, 1.0, 2**20, 0, "wall_seconds" if timed_out else None, (), (), True)
+        self._ended = Finished(exit_code, 1.0, 1.0, 2**20, "wall_seconds" if timed_out else None, (), ())
 
     def _supervise(self, argv: list[str], *, log: Path, **process: Any) -> Finished:
         self.started.append({"argv": argv, **process})

@@ -45,17 +45,17 @@ def test_what_an_honest_process_used(isolate: bool, tmp_path: Path) -> None:
     held = b"x" * 2**26
     open("out/file", "wb").write(bytes(100_000))
     time.sleep(0.25)
-    print("done", os.getcwd())
+    print("done", os.getcwd(), os.getppid() == 1)
     sys.exit(7)
     """
     (tmp_path / "out").mkdir()
-    finished = run(tmp_path, program, isolate=isolate, writable=[tmp_path / "out"])
-    assert (finished.exit_code, finished.broken, finished.left, finished.isolated) == (7, None, (), isolate)
+    limits = replace(LIMITS, output_bytes=200_000)
+    finished = run(tmp_path, program, isolate=isolate, writable=[tmp_path / "out"], limits=limits)
+    assert (finished.exit_code, finished.broken, finished.left) == (7, None, ())
     assert 0.3 < finished.cpu_seconds < 2
     assert 0.5 < finished.wall_seconds < 20
     assert 2**26 < finished.peak_bytes < 2**27
-    assert 100_000 <= finished.output_bytes < 200_000
-    assert (tmp_path / "log.txt").read_text() == f"done {tmp_path}\n"
+    assert (tmp_path / "log.txt").read_text() == f"done {tmp_path} {isolate}\n"
     finished.require_lawful("training")
 
 
