@@ -216,36 +216,37 @@ def _p_text(p: float, name: str = "") -> str:
 
 
 def rows_of(comparison: Comparison) -> Iterator[dict[str, Any]]:
-    """Each row of each contrast as one flat object; None is an unknown number, infinite that of a broken run."""
-    for contrast in comparison.contrasts:
-        for row in contrast.rows:
-            found = row.difference
-            yield {
-                "baseline": contrast.baseline,
-                "candidate": contrast.candidate,
-                "size": contrast.size,
-                "at": row.at,
-                "amount": row.amount,
-                "baseline_bpb": _known(row.baseline_bpb),
-                "candidate_bpb": _known(row.candidate_bpb),
-                "difference": found and _known(found.mean),
-                "half_width": found and (found.half_width if math.isfinite(found.half_width) else None),
-                "p_value": found and _known(found.p_value),
-                "pairs": found and found.pairs,
-                "baseline_seeds": row.seeds[0],
-                "candidate_seeds": row.seeds[1],
-                "interpolated": " ".join(row.interpolated),
-                "before_end": " ".join(row.before_end),
-                "unknown": row.unknown,
-            }
+    """Each row of each contrast as one flat object."""
+    return (_row_object(contrast, row) for contrast in comparison.contrasts for row in contrast.rows)
+
+
+def _row_object(contrast: Contrast, row: Row) -> dict[str, Any]:
+    """None is an unknown number, infinite that of a broken run."""
+    found = row.difference
+    return {
+        "baseline": contrast.baseline,
+        "candidate": contrast.candidate,
+        "size": contrast.size,
+        "at": row.at,
+        "amount": row.amount,
+        "baseline_bpb": _known(row.baseline_bpb),
+        "candidate_bpb": _known(row.candidate_bpb),
+        "difference": found and _known(found.mean),
+        "half_width": found and (found.half_width if math.isfinite(found.half_width) else None),
+        "p_value": found and _known(found.p_value),
+        "pairs": found and found.pairs,
+        "baseline_seeds": row.seeds[0],
+        "candidate_seeds": row.seeds[1],
+        "interpolated": " ".join(row.interpolated),
+        "before_end": " ".join(row.before_end),
+        "unknown": row.unknown,
+    }
 
 
 def figures(comparison: Comparison) -> dict[str, Any]:
     """The object that `gptlab compare --json` prints."""
-    rows = [*rows_of(comparison)]
     contrasts = []
-    for number, contrast in enumerate(comparison.contrasts):
-        size = len(contrast.rows)
+    for contrast in comparison.contrasts:
         contrasts.append({
             "baseline": contrast.baseline,
             "candidate": contrast.candidate,
@@ -254,7 +255,7 @@ def figures(comparison: Comparison) -> dict[str, Any]:
             "sentence": sentence(contrast),
             "p_adjusted": _known(contrast.p_adjusted),
             "seeds_needed": contrast.seeds_needed,
-            "rows": rows[number * size : (number + 1) * size],
+            "rows": [_row_object(contrast, row) for row in contrast.rows],
         })  # fmt: skip
     return {
         "at": comparison.at,

@@ -18,8 +18,6 @@ from numpy.typing import NDArray
 
 from gptlab.lab.run_record import RunRecord, is_broken
 
-_LEVEL = 0.95
-
 
 @dataclass(frozen=True, slots=True)
 class Rung:
@@ -84,7 +82,9 @@ def power_law_with_term(flops: Sequence[float], bpb: Sequence[float]) -> PowerLa
     start = power_law(flops, bpb)
     if start is None or len(bpb) < 4:
         return None
-    from scipy import optimize, stats
+    from scipy import optimize
+
+    from gptlab.lab.statistics import ALPHA, critical_t
 
     # FLOPs in units of their geometric mean, so that the three parameters are of one size: the value there above the
     # term, the exponent, the term.
@@ -111,7 +111,7 @@ def power_law_with_term(flops: Sequence[float], bpb: Sequence[float]) -> PowerLa
     if np.linalg.cond(information) > 1 / np.finfo(float).eps:
         return None
     variance = 2 * best.cost / freedom * np.linalg.inv(information)[2, 2]
-    half_width = float(stats.t.ppf((1 + _LEVEL) / 2, freedom) * math.sqrt(variance))
+    half_width = critical_t(freedom, ALPHA) * math.sqrt(variance)
     at_middle, b, term = map(float, best.x)
     if not half_width < term:
         return None

@@ -66,7 +66,7 @@ def _difference(mean: float, samples: Sequence[np.ndarray], *, pairs: int) -> Di
     if error == 0:  # not one bit of noise: t is 0 / 0 for equal sides, otherwise infinite
         return Difference(mean, 0.0, float(mean == 0), pairs, variances)
     p_value = 2 * float(stdtr(freedom, -abs(mean) / error))
-    return Difference(mean, _critical(freedom, ALPHA) * error, p_value, pairs, variances)
+    return Difference(mean, critical_t(freedom, ALPHA) * error, p_value, pairs, variances)
 
 
 def _error_and_freedom(variances: Sequence[float], counts: Sequence[int]) -> tuple[float, float]:
@@ -79,7 +79,8 @@ def _error_and_freedom(variances: Sequence[float], counts: Sequence[int]) -> tup
     return math.sqrt(total), 1 / sum((part / total) ** 2 / (n - 1) for part, n in zip(parts, counts, strict=True))
 
 
-def _critical(freedom: float, alpha: float) -> float:
+def critical_t(freedom: float, alpha: float) -> float:
+    """What the absolute value of Student's t exceeds with probability `alpha`."""
     return float(stdtrit(freedom, 1 - alpha / 2))
 
 
@@ -101,7 +102,7 @@ def power(difference: Difference, seeds: int, *, alpha: float = ALPHA) -> float:
     error, freedom = _error_and_freedom(difference.variances, [seeds] * len(difference.variances))
     if error == 0:
         return float(difference.mean != 0)
-    critical, noncentrality = _critical(freedom, alpha), abs(difference.mean) / error
+    critical, noncentrality = critical_t(freedom, alpha), abs(difference.mean) / error
     # The square of noncentral t is noncentral F, whose function is accurate where that of t returns NaN. At some large
     # noncentralities it too returns NaN; above five times the critical value, the power differs from 1 by less than
     # 1e-6 (the tail of the chi distribution with one degree of freedom).

@@ -37,7 +37,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the interval of an irreducible term is of one standard error", "lab/ladder.py",
-        "stats.t.ppf((1 + _LEVEL) / 2, freedom) * math.sqrt(variance)", "math.sqrt(variance)",
+        "critical_t(freedom, ALPHA) * math.sqrt(variance)", "math.sqrt(variance)",
         ["test_ladder.py::test_its_interval_holds_the_true_term_19_times_in_20"],
     ),
     Mutation(

@@ -71,6 +71,11 @@ class Settings:
     """The words of `gptlab lab new` after the name."""
     version: int = 1
 
+    @property
+    def length(self) -> str:
+        """How long the baseline trains, in words."""
+        return f"{self.steps:,} steps" if self.seconds is None else f"{self.seconds:g} s"
+
 
 @dataclass(frozen=True, slots=True)
 class Lab:
@@ -132,12 +137,6 @@ class Lab:
         """A part of the validation text, for the judge."""
         return TokenSplit.open(self.private / name, "val", n_shards=1, n_bytes=self.settings.validation_bytes[name])
 
-    @property
-    def budget(self) -> str:
-        """How long the baseline trains, in words."""
-        own = self.settings
-        return f"{own.steps:,} steps" if own.seconds is None else f"{own.seconds:g} s"
-
     def baseline_config(self) -> dict[str, Any]:
         """{dotted name: value} of the configuration that every run repeats. UserError where it is damaged."""
         return flatten(read_json_object(self.path / "baseline" / "config.json"))
@@ -180,15 +179,10 @@ def create(
         if machine is not None:  # A proposed depth asks the recipe again.
             sized_for = {"device": machine.device, "training_flops_per_second": machine.flops_per_second}
             write_json_atomic(baseline.machine_path, sized_for)
-        (folder / "program.md").write_text(program_text(settings), encoding="utf-8")
+        program = PROGRAM.format(name=settings.name, length=settings.length, recipe=settings.recipe)
+        (folder / "program.md").write_text(program, encoding="utf-8")
         write_json_atomic(folder / "lab.json", asdict(settings))
     return Lab.open(path)
-
-
-def program_text(settings: Settings) -> str:
-    """program.md of a new lab."""
-    length = f"{settings.steps:,} steps" if settings.seconds is None else f"{settings.seconds:g} seconds"
-    return PROGRAM.format(name=settings.name, length=length, recipe=settings.recipe)
 
 
 def _only_training(config: RunConfig) -> RunConfig:

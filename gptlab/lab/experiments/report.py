@@ -4,20 +4,21 @@ predictions did."""
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from gptlab.config.errors import UserError
 from gptlab.lab.experiments.folder import Lab
-from gptlab.lab.experiments.ledger import VERDICTS, Experiment, baseline_of
+from gptlab.lab.experiments.ledger import Experiment, baseline_of
 from gptlab.lab.experiments.overview import (
     Experiments,
     comparable_bpb,
     difference_text,
     edit_text,
+    promotion_text,
     proposals,
     shown,
+    verdict_counts,
 )
 from gptlab.runtime.records.table import table
 
@@ -33,16 +34,15 @@ def report(lab: Lab) -> dict[str, Any]:
         raise UserError(f"{lab.path} has no baseline yet: `gptlab lab new` with the same arguments finishes it")
     tried, best = proposals(experiments), baseline_of(experiments)
     costs = [cost for one in experiments.values() for cost in one.costs]
-    verdicts = Counter(one.says or "in flight" for one in tried)
     return {
         "lab": lab.settings.name,
         "recipe": lab.settings.recipe,
-        "length": lab.budget,
+        "length": lab.settings.length,
         "best": best.number,
         "best_bpb": comparable_bpb(best, experiments),
         "first_bpb": first,
         "promotions": [answer for one in experiments.values() for answer in one.promotions],
-        "verdicts": {name: verdicts[name] for name in (*VERDICTS, "in flight") if verdicts[name]},
+        "verdicts": verdict_counts(tried),
         "frontier": _frontier([experiments[0], *tried], experiments),
         "kinds": _by_kind(tried),
         "runs": len(costs),
@@ -114,9 +114,7 @@ def describe(lab: Lab, figures: dict[str, Any]) -> Iterator[str]:
     bpb = f"{figures['best_bpb']:.4f} bits per byte"
     yield f"best       experiment {figures['best']}: {bpb}, {gain:+.4f} since experiment 0"
     for answer in figures["promotions"]:
-        size = "" if answer["depth"] is None else f" at depth {answer['depth']}"
-        said = "confirmed" if answer["confirmed"] else "not confirmed"
-        yield f"promoted   experiment {answer['experiment']}{size}: {said}, {answer['difference']:+.4f} bpb"
+        yield f"promoted   experiment {answer['experiment']}, {promotion_text(answer)}"
     counts = ", ".join(f"{count} {name}" for name, count in figures["verdicts"].items())
     yield f"tried      {sum(figures['verdicts'].values())}" + (f": {counts}" if counts else "")
     minutes = figures["run_seconds"] / 60
