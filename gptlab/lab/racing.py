@@ -68,22 +68,23 @@ class Decision:
     """Likelihood ratio of the smallest effect looked for, with the SD of the do-nothing edit."""
 
 
-def level_of_next(raced: int, rules: RaceRules) -> float:
+def level_of_next(earlier: int, rules: RaceRules) -> float:
     """Probability that the next experiment may spend on a false keep.
 
     Args:
-        raced: Earlier experiments of the lab of which at least one difference was seen, whatever their verdict.
+        earlier: Experiments of the lab before it, also those of which no difference was seen: they spend nothing, so
+            that counting them keeps fewer.
 
-    The levels K / ((K + raced) (K + raced + 1)), K = `half_spent_after`, add up to 1 as a telescoping series.
+    The levels K / ((K + earlier) (K + earlier + 1)), K = `half_spent_after`, add up to 1 as a telescoping series.
     """
     half = rules.half_spent_after
-    return rules.false_keep_probability * half / ((half + raced) * (half + raced + 1))
+    return rules.false_keep_probability * half / ((half + earlier) * (half + earlier + 1))
 
 
-def seed_order(raced: int, rules: RaceRules) -> list[int]:
-    """Which of the lab's seeds, 0 to most_pairs - 1, each pair of the next race takes; `raced` as in level_of_next."""
+def seed_order(earlier: int, rules: RaceRules) -> list[int]:
+    """Which of the lab's seeds, 0 to most_pairs - 1, each pair of the next race takes; `earlier`: see level_of_next."""
     seeds = list(range(rules.most_pairs))
-    first = raced % min(rules.starting_seeds, rules.most_pairs)
+    first = earlier % min(rules.starting_seeds, rules.most_pairs)
     return seeds[first : rules.starting_seeds] + seeds[:first] + seeds[rules.starting_seeds :]
 
 

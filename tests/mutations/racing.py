@@ -7,7 +7,7 @@ from .mutation import Mutation
 MUTATIONS = [
     Mutation(
         "every experiment has the level of the first", "lab/racing.py",
-        "((half + raced) * (half + raced + 1))", "(half * (half + 1))",
+        "((half + earlier) * (half + earlier + 1))", "(half * (half + 1))",
         ["test_racing.py::TestLevels::test_add_up_to_the_session"],
     ),
     Mutation(
@@ -30,7 +30,7 @@ MUTATIONS = [
     ),
     Mutation(
         "all races begin with the same seed", "lab/racing.py",
-        "first = raced % min(rules.starting_seeds, rules.most_pairs)", "first = 0",
+        "first = earlier % min(rules.starting_seeds, rules.most_pairs)", "first = 0",
         ["test_racing.py::TestSeeds::test_races_begin_with_each_starting_seed_in_turn"],
     ),
 ]  # fmt: skip

@@ -329,11 +329,11 @@ def races(method: Method, effect: float, level: float, count: int = 20_000) -> t
 
 
 def table_of_age() -> str:
-    def row(raced: int) -> list[str]:
-        level = level_of_next(raced, RULES)
+    def row(earlier: int) -> list[str]:
+        level = level_of_next(earlier, RULES)
         found = [races(CHOSEN, effect, level)[:2] for effect in (1, 2, 4, 10)]
         return [
-            f"{raced:,}",
+            f"{earlier:,}",
             f"{level:.1e}",
             *(f"{kept.mean():.0%}, {pairs[kept].mean():.1f}" for kept, pairs in found),
         ]

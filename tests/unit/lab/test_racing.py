@@ -109,9 +109,9 @@ class TestDecide:
 
 class TestLevels:
     def test_add_up_to_the_session(self) -> None:
-        exact = sum(Fraction(100, (100 + raced) * (101 + raced)) for raced in range(5000))
+        exact = sum(Fraction(100, (100 + earlier) * (101 + earlier)) for earlier in range(5000))
         assert exact == Fraction(5000, 5100)  # N / (N + 100): half after 100, all in the limit
-        spent = [level_of_next(raced, RULES) for raced in range(5000)]
+        spent = [level_of_next(earlier, RULES) for earlier in range(5000)]
         assert sum(spent) == pytest.approx(0.05 * float(exact))
         assert sum(spent[:100]) == pytest.approx(0.025)
 
@@ -140,7 +140,7 @@ class TestLevels:
 
 class TestSeeds:
     def test_races_begin_with_each_starting_seed_in_turn(self) -> None:
-        orders = [seed_order(raced, RULES) for raced in range(20)]
+        orders = [seed_order(earlier, RULES) for earlier in range(20)]
         assert [order[0] for order in orders] == [*range(10), *range(10)]
         assert all(sorted(order) == list(range(20)) for order in orders)
         assert orders[3] == [3, 4, 5, 6, 7, 8, 9, 0, 1, 2, *range(10, 20)]
