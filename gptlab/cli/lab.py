@@ -272,9 +272,9 @@ def _log(argv: list[str]) -> int:
 
 def _search(argv: list[str]) -> int:
     given = parse(SearchArguments, argv, prog="gptlab lab search", description="Experiments that mention all words.")
-    from gptlab.lab.experiments.overview import search
+    from gptlab.lab.experiments.overview import mentioning
 
-    _print_experiments(given, lambda experiments: search(experiments, given.words))
+    _print_experiments(given, lambda experiments: mentioning(experiments, given.words))
     return 0
 
 

@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
         laws = [law for law in (power_law(*amounts), power_law_with_term(*amounts)) if law is not None]
         broken = {name: [*map(is_broken, runs)] for name, runs in sides.items()}
         notes = [
-            f"{name}: left out, since {sum(own)} of {len(own)} runs broke" for name, own in broken.items() if any(own)
+            f"{name}: no row, since {sum(own)} of {len(own)} runs broke" for name, own in broken.items() if any(own)
         ]
         notes += [f"{name}: {status}" for name, status in sweep.statuses().items() if status != "finished"]
         figures = {"depths": [asdict(row) for row in rows], "laws": [asdict(law) for law in laws]}

@@ -161,7 +161,7 @@ def row_at(at: At, amount: float | None, baseline: Side, candidate: Side) -> Row
         difference=difference,
         seeds=seeds,
         interpolated=tuple(name for name, own in sides if any(_is_between(run, at, amount) for run in own)),
-        before_end=tuple(name for name, own in sides if any(_goes_on(run, at, amount) for run in own)),
+        before_end=tuple(name for name, own in sides if any(_trains_beyond(run, at, amount) for run in own)),
         broken=tuple(str(run.path) for run in runs if math.isinf(values[run.path])),
     )
 
@@ -233,7 +233,7 @@ def _at_last(run: RunRecord, axis: Axis, amount: float) -> bool:
     return not amount < last - last / max(steps, 1)
 
 
-def _goes_on(run: RunRecord, at: At, amount: float | None) -> bool:
+def _trains_beyond(run: RunRecord, at: At, amount: float | None) -> bool:
     if at == END or amount is None or is_broken(run):
         return False
     return run.status != "finished" or not _at_last(run, at, amount)

@@ -185,7 +185,7 @@ def best(lab: Lab) -> dict[str, Any]:
     return {"experiment": now.number, "bpb": comparable_bpb(now, experiments), "command": prefix + " ".join(words)}
 
 
-def search(experiments: Experiments, words: Sequence[str]) -> list[Experiment]:
+def mentioning(experiments: Experiments, words: Sequence[str]) -> list[Experiment]:
     """Experiments that mention all of `words`, in change, reason or verdict; those with the most mentions first."""
     found = []
     for one in proposals(experiments):

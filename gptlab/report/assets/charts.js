@@ -18,7 +18,7 @@ const gptlabCharts = (() => {
   const COLORS = 8; // --c0 ... --c7 in report.css
   const GRID_POINTS = 200; // of a band
   const MAX_POINTS = 60; // dots of more validations would hide their line
-  const START_SHARE = 0.1; // of a chart's width, left out of its vertical range by "fit the end"
+  const START_SHARE = 0.1; // of a chart's width: "fit the end" chooses the vertical range by what comes after it
   let drawings = 0;
 
   const tag = (name, className, text) => {
@@ -61,7 +61,7 @@ const gptlabCharts = (() => {
     return found;
   }
 
-  // The points of one part of a run, [[x], [y]]: x grows, and unknown values are left out.
+  // The points of one part of a run, [[x], [y]]: x grows, and unknown values have no point.
   function points(run, part, y, axis, logX) {
     const rows = run[part], step = rows.step, values = rows[y] || [];
     const scale = axis === "tokens" ? run.tokens_per_step : axis === "flops" ? run.flops_per_step : 1;

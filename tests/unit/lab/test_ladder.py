@@ -95,8 +95,8 @@ def test_a_depth_with_a_broken_run_is_left_out(tmp_path: Path, monkeypatch: pyte
     assert (code, err) == (0, "")
     assert out.splitlines()[-4:] == [
         "    2      2     100,000  10,000  6e+07     10.0   3.0000",
-        "depth-3: left out, since 1 of 2 runs broke",
-        "depth-4: left out, since 1 of 2 runs broke",
+        "depth-3: no row, since 1 of 2 runs broke",
+        "depth-4: no row, since 1 of 2 runs broke",
         "depth-3-seed-1338: failed",
     ]
 

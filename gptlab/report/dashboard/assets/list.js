@@ -179,9 +179,9 @@ export function runList(state, onChoose) {
   function chips(changes) {
     if (changes === undefined) return []; // not compared with the recipe yet
     if (changes === null) return [el("i", { class: "change" }, "an unknown recipe")];
-    const told = changes.filter(([name]) => !NOT_SHOWN.some((prefix) => name.startsWith(prefix)) && name !== "seed");
-    told.sort((a, b) => frequency.get(String(a)) - frequency.get(String(b)));
-    return told.slice(0, MAX_CHANGES).map(([name, value]) => el("i", { class: "change" }, `${name}=${text(value)}`));
+    const named = changes.filter(([name]) => !NOT_SHOWN.some((prefix) => name.startsWith(prefix)) && name !== "seed");
+    named.sort((a, b) => frequency.get(String(a)) - frequency.get(String(b)));
+    return named.slice(0, MAX_CHANGES).map(([name, value]) => el("i", { class: "change" }, `${name}=${text(value)}`));
   }
 
   return { draw };
