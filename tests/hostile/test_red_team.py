@@ -17,7 +17,7 @@ from mutations.mutation import ROOT
 
 from gptlab.lab.judge import audits
 from gptlab.lab.judge.audits import check_time, unchanged
-from gptlab.lab.judge.rules import Broken, Rule
+from gptlab.lab.judge.rules import Rule, RuleError
 from gptlab.lab.judge.supervise import Finished, supervise, why_not_isolated
 from gptlab.lab.judge.tree_rules import check_fields, check_tree
 
@@ -28,7 +28,7 @@ needs_namespaces = pytest.mark.skipif(
 
 def refused(rule: str, work: Callable[[], object]) -> str:
     """What is said of the candidate that `work` judges, which must have broken `rule` (one of several, with |)."""
-    with pytest.raises(Broken) as caught:
+    with pytest.raises(RuleError) as caught:
         work()
     assert caught.value.rule in rule.split(" | "), caught.value
     assert caught.value.rule in get_args(Rule)

@@ -20,7 +20,7 @@ from gptlab.lab.experiments.ledger import SECOND_SIZE, Experiment, baseline_of
 from gptlab.lab.experiments.proposal import code_of
 from gptlab.lab.experiments.runs import forget_promotion
 from gptlab.lab.experiments.trial import measure, time_baseline, time_candidate
-from gptlab.lab.judge.rules import Broken
+from gptlab.lab.judge.rules import RuleError
 from gptlab.lab.racing import PROMOTION, PROMOTION_LEVEL, decide
 from gptlab.lab.statistics import paired_difference
 
@@ -91,7 +91,7 @@ def _promote(
         for values, one in zip((base, new), pair, strict=True):
             try:
                 values.append(measure(lab, one, seed, "promotion", say))
-            except (ProcessFailedError, Broken) as error:
+            except (ProcessFailedError, RuleError) as error:
                 raise UserError(f"experiment {one} cannot be confirmed: with seed {seed}, {error}") from None
         say(f"{pair[1]:04}: fresh seed {seed}, {new[-1]:.6f} bpb, experiment {pair[0]} {base[-1]:.6f}")
         found = decide([a - b for a, b in zip(base, new, strict=True)], (), PROMOTION_LEVEL, rules)

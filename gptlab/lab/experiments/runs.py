@@ -81,7 +81,7 @@ def train(lab: Lab, variant: Variant, seed: int) -> tuple[Path, Finished | None]
     """The finished run of `variant` with `seed`, and how its process ended; None where it was finished already, or
     stopped before and now resumed. A run that began before the lab was moved is trained again from its start.
 
-    ProcessFailedError, Broken where it does not finish, also where its loss broke. UserError where it fails and the
+    ProcessFailedError, RuleError where it does not finish, also where its loss broke. UserError where it fails and the
     lab's disk is full.
     """
     run = run_folder(lab, variant.number, seed)
@@ -154,7 +154,7 @@ def _space_of_run(lab: Lab) -> int:
 
 def judge(lab: Lab, variant: Variant, run: Path, where: Slice, seed: int, against: int) -> Judged:
     """What the judge finds of the finished run of `variant` with `seed`. Audits look where it gained over the run of
-    `against`, the experiment that is its baseline. Broken for a rule that the run breaks."""
+    `against`, the experiment that is its baseline. RuleError for a rule that the run breaks."""
     tokenizer, text = lab.tokenizer(), lab.slice(where)
     config = lab.run_config(seed, tokenizer.vocab_size)
     limit = config.eval.tokens

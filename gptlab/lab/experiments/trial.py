@@ -32,7 +32,7 @@ from gptlab.lab.experiments.overview import proposals, write_results
 from gptlab.lab.experiments.runs import run_folder, variant_of
 from gptlab.lab.experiments.same_program import same_program
 from gptlab.lab.judge.audits import check_time, unchanged
-from gptlab.lab.judge.rules import Broken
+from gptlab.lab.judge.rules import RuleError
 from gptlab.lab.judge.supervise import Finished, why_not_isolated
 from gptlab.lab.judge.tree_rules import check_fields, check_tree
 from gptlab.lab.racing import RaceRules, decide, level_of_next, seed_order
@@ -98,7 +98,7 @@ def measure_baseline(lab: Lab, say: Say) -> None:
                 for number in (0, 1):
                     measure(lab, number, seed, "validation", say)
             runs.forget(lab, 1)
-    except (ProcessFailedError, Broken) as error:
+    except (ProcessFailedError, RuleError) as error:
         raise UserError(f"the baseline cannot be trained: {error}") from None
     write_results(lab)
 
@@ -181,14 +181,14 @@ def _judge(lab: Lab, number: int, say: Say) -> Ruling:
         if lab.ledger.experiments()[number].steps is None and (nothing := time_candidate(lab, number, say)) is not None:
             return nothing
         return _race(lab, number, say)
-    except Broken as error:
+    except RuleError as error:
         return Ruling("invalid", error.what, error.rule)
     except ProcessFailedError as error:
         return Ruling("timed-out" if error.timed_out else "crashed", str(error))
 
 
 def _require_lawful(lab: Lab, number: int) -> Ruling | None:
-    """Broken for fields or code that may not change; a Ruling where nothing that is computed does."""
+    """RuleError for fields or code that may not change; a Ruling where nothing that is computed does."""
     experiments = lab.ledger.experiments()
     one = experiments[number]
     check_fields(one.fields)
@@ -255,7 +255,7 @@ def _race(lab: Lab, number: int, say: Say) -> Ruling:
     for seed in (first_seed + place for place in seed_order(number - FIRST, RULES)):
         try:
             base = measure(lab, one.against, seed, "validation", say)
-        except (ProcessFailedError, Broken) as error:  # not the candidate's fault
+        except (ProcessFailedError, RuleError) as error:  # not the candidate's fault
             return Ruling("inconclusive", f"the baseline failed with seed {seed}: {error}")
         new = measure(lab, number, seed, "validation", say)
         if not differences and base == new and _weights(lab, one.against, seed) == _weights(lab, number, seed):
@@ -293,7 +293,7 @@ def _measure(lab: Lab, number: int, seed: int, where: Slice, say: Say) -> float:
             _check_time(lab, experiments, number, seed, finished)
         judged = runs.judge(lab, variant, run, where, seed, one.against)
         if judged.step != variant.steps:
-            raise Broken("checkpoint", f"it is of step {judged.step:,}, and the run was to train {variant.steps:,}")
+            raise RuleError("checkpoint", f"it is of step {judged.step:,}, and the run was to train {variant.steps:,}")
     costs = {} if finished is None else {
         "wall_seconds": finished.wall_seconds, "cpu_seconds": finished.cpu_seconds,
         "peak_mb": finished.peak_bytes / 2**20,
@@ -306,7 +306,7 @@ def _measure(lab: Lab, number: int, seed: int, where: Slice, say: Say) -> float:
 
 
 def _check_time(lab: Lab, experiments: Mapping[int, Experiment], number: int, seed: int, finished: Finished) -> None:
-    """Broken where training took more than the baseline's with this seed: it trained off the clock.
+    """RuleError where training took more than the baseline's with this seed: it trained off the clock.
 
     Where it seems so, the baseline trains once more, now: the machine may be busier than when it trained first.
     """
@@ -318,7 +318,7 @@ def _check_time(lab: Lab, experiments: Mapping[int, Experiment], number: int, se
             cpu_seconds, wall_seconds = (share * costs[0][name] for name in ("cpu_seconds", "wall_seconds"))
             check_time(finished, cpu_seconds=cpu_seconds, wall_seconds=wall_seconds)
             return
-    except Broken:
+    except RuleError:
         pass
     again = runs.train_again(lab, variant_of(lab, base, experiments), seed, candidate=number)
     check_time(finished, cpu_seconds=share * again.cpu_seconds, wall_seconds=share * again.wall_seconds)
@@ -326,7 +326,7 @@ def _check_time(lab: Lab, experiments: Mapping[int, Experiment], number: int, se
 
 @contextmanager
 def _undisturbed(lab: Lab, number: int) -> Iterator[None]:
-    """Within the context, candidate code runs. Broken (private-files) where it changed the lab's files; a changed
+    """Within the context, candidate code runs. RuleError (private-files) where it changed the lab's files; a changed
     ledger is put back. In namespaces it cannot, so that nothing is looked at."""
     if why_not_isolated() is None:
         yield
@@ -341,7 +341,7 @@ def _undisturbed(lab: Lab, number: int) -> Iterator[None]:
     new = after[len(before) :]  # Other workers write of other experiments, and of a baseline's other seeds.
     if not after.startswith(before) or (is_new and f'"experiment": {number},'.encode() in new):
         write_text_atomic(lab.ledger.path, before.decode())
-        raise Broken("private-files", "the ledger was changed while the candidate ran")
+        raise RuleError("private-files", "the ledger was changed while the candidate ran")
 
 
 def _step_time(one: Experiment) -> float:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from gptlab.lab.judge.protocol import COUNT, END, HEADER, LOGIT, LOGITS, READY, TENSOR, ask, draw
 from gptlab.lab.judge.questions import CHUNK_ELEMENTS
-from gptlab.lab.judge.rules import Broken
+from gptlab.lab.judge.rules import RuleError
 from gptlab.lab.judge.supervise import Supervised
 
 MAX_NAME_BYTES = 1000
@@ -26,7 +26,7 @@ _PIPE_BYTES = 2**20
 
 
 class Answering:
-    """A candidate's process that answers. Every method raises Broken (protocol, shape, wall-clock)."""
+    """A candidate's process that answers. Every method raises RuleError (protocol, shape, wall-clock)."""
 
     def __init__(self, running: Supervised, *, start_seconds: float, answer_seconds: float) -> None:
         """Wait `start_seconds` at most until its weights are loaded."""
@@ -39,7 +39,7 @@ class Answering:
                     fcntl.fcntl(file.fileno(), fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         self._until = time.monotonic() + start_seconds
         if HEADER.unpack(self._read(HEADER.size)) != (READY, 0, 0, 0):
-            raise Broken("protocol", "the process does not say that it is ready")
+            raise RuleError("protocol", "the process does not say that it is ready")
 
     def logits(self, tokens: NDArray[np.int32], entries: int) -> Iterator[NDArray[np.float32]]:
         """The logits after every token of `tokens` (rows, length), in pieces of (n, entries), row after row."""
@@ -49,7 +49,7 @@ class Answering:
         self._require(HEADER.unpack(self._read(HEADER.size)), (LOGITS, number, rows, length))
         (found,) = COUNT.unpack(self._read(COUNT.size))
         if found != entries:
-            raise Broken("shape", f"an answer has {found} logits for each token, the vocabulary has {entries} entries")
+            raise RuleError("shape", f"an answer has {found} logits a token, the vocabulary has {entries} entries")
         left, most = rows * length, max(1, CHUNK_ELEMENTS // entries)
         while left:
             count = min(left, most)
@@ -65,15 +65,15 @@ class Answering:
         while (header := HEADER.unpack(self._read(HEADER.size)))[0] != END:
             self._require(header[:2], (TENSOR, number))
             if header[2] > MAX_NAME_BYTES or header[3] > 8:
-                raise Broken("protocol", "a weight's name or shape is too long")
+                raise RuleError("protocol", "a weight's name or shape is too long")
             name = self._read(header[2]).decode(errors="replace")
             shape = tuple(COUNT.unpack(self._read(COUNT.size))[0] for _ in range(header[3]))
             if missing.pop(name, None) != shape:
-                raise Broken("checkpoint", f"the code makes a weight {name} {shape} that the checkpoint does not have")
+                raise RuleError("checkpoint", f"the code makes a weight {name} {shape}, which the checkpoint lacks")
             yield name, np.frombuffer(self._read(math.prod(shape) * LOGIT.itemsize), LOGIT).reshape(shape)
         self._require(header, (END, number, 0, 0))
         if missing:
-            raise Broken("checkpoint", f"the code does not make {next(iter(missing))}, a weight of the checkpoint")
+            raise RuleError("checkpoint", f"the code does not make {next(iter(missing))}, a weight of the checkpoint")
 
     def end(self) -> None:
         """Close the questions. Nothing may come after the last answer."""
@@ -81,7 +81,7 @@ class Answering:
         self._in.close()
         self._until = time.monotonic() + self._seconds
         if self._some(1):
-            raise Broken("protocol", "the process wrote more than its answers")
+            raise RuleError("protocol", "the process wrote more than its answers")
 
     def _send(self, question: bytes) -> None:
         """Send a question, if no answer came before it."""
@@ -95,23 +95,23 @@ class Answering:
             except BlockingIOError:
                 continue
             except OSError:
-                raise Broken("protocol", "the process does not read its questions") from None
+                raise RuleError("protocol", "the process does not read its questions") from None
 
     def _require_silence(self) -> None:
         if _ready(self._out, select.POLLIN, 0.0):
             what = "before it was asked" if self._some(1) else "nothing more: it ended, or closed its output"
-            raise Broken("protocol", f"the process answered {what}")
+            raise RuleError("protocol", f"the process answered {what}")
 
     def _require(self, found: tuple[object, ...], wanted: tuple[object, ...]) -> None:
         if found != wanted:
-            raise Broken("protocol", "an answer does not belong to its question")
+            raise RuleError("protocol", "an answer does not belong to its question")
 
     def _read(self, size: int) -> bytearray:
         content = bytearray()
         while len(content) < size:
             part = self._some(size - len(content))
             if not part:
-                raise Broken("protocol", "the process ended, or closed its output, before its answer was complete")
+                raise RuleError("protocol", "the process ended, or closed its output, before its answer was complete")
             content += part
         return content
 
@@ -127,7 +127,7 @@ class Answering:
     def _wait(self, file: IO[bytes], event: int) -> None:
         left = self._until - time.monotonic()
         if left <= 0 or not _ready(file, event, left):
-            raise Broken("wall-clock", "no answer came in time")
+            raise RuleError("wall-clock", "no answer came in time")
 
 
 def _ready(file: IO[bytes], event: int, seconds: float) -> bool:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from gptlab.config.errors import UserError
 from gptlab.config.model import ModelConfig
 from gptlab.lab.judge.questions import Loss, Scores
-from gptlab.lab.judge.rules import Broken, Rule
+from gptlab.lab.judge.rules import Rule, RuleError
 from gptlab.lab.judge.supervise import Finished
 from gptlab.model.gpt import GPT
 from gptlab.model.init import initial_weights
@@ -88,7 +88,7 @@ def check_again(
     again: Mapping[int, Scores],  # {row: its scores in the second}
     tolerance: float,
 ) -> float:
-    """The largest difference between two answers to the same tokens. Broken (memoryless) where a row asked again has
+    """The largest difference between two answers to the same tokens. RuleError (memoryless) where a row asked again has
     another answer, (causality) where only one with another end has."""
     differences: dict[bool, list[tuple[float, int, int]]] = {True: [], False: []}
     for one in asked:
@@ -103,8 +103,8 @@ def check_again(
         if largest > tolerance:
             what = f"row {row}, position {at}: its logits differ by {largest:.3g} (tolerance {tolerance:.3g})"
             if same_row:
-                raise Broken("memoryless", f"{what} when the same row is asked in another process, order and batch")
-            raise Broken("causality", f"{what} when only later tokens are changed")
+                raise RuleError("memoryless", f"{what} when the same row is asked in another process, order and batch")
+            raise RuleError("causality", f"{what} when only later tokens are changed")
     return max((found[0] for kind in differences.values() for found in kind), default=0.0)
 
 
@@ -117,7 +117,7 @@ MIN_CORRELATION = 0.5
 
 
 def check_draws(config: ModelConfig, seed: int, drawn: Iterable[tuple[str, NDArray[np.float32]]]) -> dict[str, str]:
-    """Broken (seed) unless the weights `drawn` with `seed` are the baseline's, or made from them: a weight that the
+    """RuleError (seed) unless the weights `drawn` with `seed` are the baseline's, or made from them: a weight that the
     baseline (`config`) has in the same shape correlates with its draw there, or is constant.
 
     So a pair of runs shares what chance gives both; another distribution is a function of the same draws. Returns
@@ -137,15 +137,15 @@ def check_draws(config: ModelConfig, seed: int, drawn: Iterable[tuple[str, NDArr
         correlation = float(np.corrcoef(flat, theirs.double().numpy().reshape(-1))[0, 1])
         if not abs(correlation) >= MIN_CORRELATION:
             what = f"the first values of {name} are not made from the baseline's draws"
-            raise Broken("seed", f"{what} (correlation {correlation:.2f}, at least {MIN_CORRELATION})")
+            raise RuleError("seed", f"{what} (correlation {correlation:.2f}, at least {MIN_CORRELATION})")
     return hashes
 
 
 def check_two_seeds(one: Mapping[str, str], other: Mapping[str, str]) -> None:
-    """Broken (seed) where a weight starts with the same values for two seeds; both as `check_draws` returns them."""
+    """RuleError (seed) where a weight starts with the same values for two seeds; both as `check_draws` returns them."""
     for name in one.keys() & other.keys():
         if one[name] == other[name]:
-            raise Broken("seed", f"{name} starts with the same values for two seeds")
+            raise RuleError("seed", f"{name} starts with the same values for two seeds")
 
 
 # --- time
@@ -157,7 +157,7 @@ SLACK_SECONDS = 5.0
 
 
 def check_time(finished: Finished, *, cpu_seconds: float, wall_seconds: float) -> None:
-    """Broken (cpu-time, wall-clock) where training took more than its steps and a start like the baseline's should
+    """RuleError (cpu-time, wall-clock) where training took more than its steps and a start like the baseline's should
     take: it trained off the clock, or was slower than when its steps were timed."""
     times: tuple[tuple[Rule, str, float, float], ...] = (
         ("cpu-time", "CPU seconds", finished.cpu_seconds, cpu_seconds),
@@ -166,7 +166,7 @@ def check_time(finished: Finished, *, cpu_seconds: float, wall_seconds: float) -
     for rule, unit, took, due in times:
         if took > (most := due * (1 + TIME_TOLERANCE) + SLACK_SECONDS):
             what = f"training took {took:.1f} {unit}; its steps and a start take {due:.1f} (at most {most:.1f})"
-            raise Broken(rule, what)
+            raise RuleError(rule, what)
 
 
 # --- the run's own report
@@ -176,9 +176,9 @@ REPORT_TOLERANCE = 2e-3
 
 
 def check_report(claimed: float | None, loss: Loss) -> None:
-    """Broken (report) where the run's own last bits per byte (None: it claims nothing) are not the judge's."""
+    """RuleError (report) where the run's own last bits per byte (None: it claims nothing) are not the judge's."""
     if claimed is not None and not abs(claimed - loss.val_bpb) <= REPORT_TOLERANCE * loss.val_bpb:
-        raise Broken("report", f"the run reports {claimed:.6f} bits per byte; its weights have {loss.val_bpb:.6f}")
+        raise RuleError("report", f"the run reports {claimed:.6f} bits per byte; its weights have {loss.val_bpb:.6f}")
 
 
 # --- the lab's folders
@@ -186,14 +186,14 @@ def check_report(claimed: float | None, loss: Loss) -> None:
 
 @contextmanager
 def unchanged(folders: Iterable[Path]) -> Iterator[None]:
-    """Broken (private-files) if a file in one of the folders was changed, added or removed within the context."""
+    """RuleError (private-files) if a file in one of the folders was changed, added or removed within the context."""
     folders = list(folders)
     before = _contents(folders)
     yield
     after = _contents(folders)
     different = sorted(path for path in {*before, *after} if before.get(path) != after.get(path))
     if different:
-        raise Broken("private-files", f"{different[0]} was changed, added or removed ({len(different)} in all)")
+        raise RuleError("private-files", f"{different[0]} was changed, added or removed ({len(different)} in all)")
 
 
 def _contents(folders: Iterable[Path]) -> dict[str, str]:

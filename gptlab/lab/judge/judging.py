@@ -30,7 +30,7 @@ from gptlab.lab.judge.audits import (
     second_questions,
 )
 from gptlab.lab.judge.questions import Loss, Questions, Scores, loss_of, scores
-from gptlab.lab.judge.rules import Broken, Rule
+from gptlab.lab.judge.rules import Rule, RuleError
 from gptlab.lab.judge.supervise import Limits, candidate_environment, copy_compiled, start, texts_in_cache
 from gptlab.lab.judge.tree_rules import FIXED_FIELDS
 from gptlab.lab.run_record import RunRecord, read_run
@@ -106,7 +106,7 @@ def judge_run(
     The answering processes see a copy of the run's weights, its config.json and the lab's tokenizer. `limits` are those
     of each of them. `hidden`: see `supervise`; texts in the user's cache are hidden too. `cache`: compiled code, if it
     exists, of which each gets a copy; no candidate may have written it. What they print goes to `log`.
-    Broken names the rule that was broken.
+    RuleError names the rule that was broken.
     """
     audit = audit or Audit()
     with _damage_breaks("checkpoint"):
@@ -128,7 +128,7 @@ def judge_run(
                     process = Answering(running, start_seconds=audit.start_seconds, answer_seconds=audit.answer_seconds)
                     yield process
                     process.end()
-                except Broken:
+                except RuleError:
                     running.stop()
                     running.finish().require_lawful("an answering process")  # why it did not answer
                     raise
@@ -181,7 +181,7 @@ def examine(
     for row in second_half.tolist():
         nats[row] = second[row].nats
     if first_draws != second_draws:
-        raise Broken("seed", "the first values of the weights differ from process to process")
+        raise RuleError("seed", "the first values of the weights differ from process to process")
     return nats, check_again(asked, first, second, audit.tolerance)
 
 
@@ -195,7 +195,7 @@ def _checked_draws(candidate: Answering, shapes: Mapping[str, tuple[int, ...]], 
 
 
 def check_config(fields: Mapping[str, Any], baseline: Mapping[str, Any]) -> None:
-    """Broken (field) where a run was trained with another value of a fixed field than the baseline; both flat. The
+    """RuleError (field) where a run was trained with another value of a fixed field than the baseline; both flat. The
     length is apart: equal time means other steps."""
     for name, value in baseline.items():
         if name == "run_dir" or name.startswith("horizon."):
@@ -203,7 +203,7 @@ def check_config(fields: Mapping[str, Any], baseline: Mapping[str, Any]) -> None
         if any(name == fixed or (fixed[-1] == "." and name.startswith(fixed)) for fixed in FIXED_FIELDS):
             found = fields.get(name)
             if found != value:
-                raise Broken("field", f"{name} = {found!r} in the run's config.json, {value!r} for the baseline")
+                raise RuleError("field", f"{name} = {found!r} in the run's config.json, {value!r} for the baseline")
 
 
 @contextmanager
@@ -212,16 +212,16 @@ def _damage_breaks(rule: Rule) -> Iterator[None]:
     try:
         yield
     except (UserError, ValueError, TypeError, LookupError, RecursionError) as error:
-        raise Broken(rule, f"the run's folder is damaged: {error}") from None
+        raise RuleError(rule, f"the run's folder is damaged: {error}") from None
 
 
 def _stage(folder: Path, record: RunRecord, step: int, model: Mapping[str, Tensor], questions: Questions) -> Path:
     """A run folder with nothing but what an answer may depend on: weights, configuration, tokenizer. No moments, and
     nothing else of state.json and run.json, where more weights could hide."""
     if record.directory.config_path.stat().st_size > MAX_CONFIG_BYTES:
-        raise Broken("checkpoint", f"config.json has more than {MAX_CONFIG_BYTES:,} bytes")
+        raise RuleError("checkpoint", f"config.json has more than {MAX_CONFIG_BYTES:,} bytes")
     if sum(map(len, model)) > MAX_NAMES_BYTES:
-        raise Broken("checkpoint", "the names of the weights are too long")
+        raise RuleError("checkpoint", "the names of the weights are too long")
     questions.tokenizer.save(folder / "tokenizer")
     save_checkpoint(folder / "checkpoints", step, model=model, optimizer={}, state={})
     write_json_atomic(folder / "config.json", record.directory.read_config())

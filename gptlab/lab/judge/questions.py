@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from gptlab.data.packing import IGNORED
 from gptlab.data.rows import RowSource
 from gptlab.data.tokenizer.tokenizer import Tokenizer
-from gptlab.lab.judge.rules import Broken
+from gptlab.lab.judge.rules import RuleError
 
 CHUNK_ELEMENTS = 2**22
 """Logits held at a time: 16 MiB as they come, twice that in float64."""
@@ -85,7 +85,7 @@ def scores(
     targets: NDArray[np.int64],  # (positions,)
     signs: NDArray[np.float64],  # (entries,), +-1 at random, unknown to the candidate
 ) -> Scores:
-    """Broken (not-finite) for a logit that is no finite number."""
+    """RuleError (not-finite) for a logit that is no finite number."""
     nats, prints = np.zeros(len(targets)), np.zeros(len(targets))
     memory, done = torch.empty(0, len(signs), dtype=torch.float64), 0
     for piece in _read_ahead(pieces):
@@ -94,7 +94,7 @@ def scores(
         logits, end = memory[: len(piece)].copy_(torch.from_numpy(piece)), done + len(piece)
         prints[done:end] = (logits @ torch.from_numpy(signs)).numpy() / math.sqrt(len(signs))
         if not np.isfinite(prints[done:end]).all():  # as soon as one logit is not, since it is added with a sign
-            raise Broken("not-finite", "an answer has a logit that is NaN or infinite")
+            raise RuleError("not-finite", "an answer has a logit that is NaN or infinite")
         counted = torch.from_numpy(targets[done:end].clip(min=0))[:, None]
         of_target, highest = logits.gather(1, counted)[:, 0], logits.amax(1, keepdim=True)
         lost = highest[:, 0] + logits.sub_(highest).exp_().sum(1).log_() - of_target

@@ -14,7 +14,7 @@ Rule = Literal[
 """Each in words: docs/judge.md."""
 
 
-class Broken(Exception):  # noqa: N818 - what it says of a rule
+class RuleError(Exception):
     """A candidate broke a rule: its verdict is `invalid`."""
 
     def __init__(self, rule: Rule, what: str) -> None:

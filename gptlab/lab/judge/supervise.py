@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from gptlab.config.errors import UserError, cannot
-from gptlab.lab.judge.rules import Broken, Rule
+from gptlab.lab.judge.rules import Rule, RuleError
 from gptlab.runtime.files.cache import cache_root
 
 GUARD = Path(__file__).with_name("guard.py")
@@ -69,14 +69,14 @@ class Finished:
         return self.broken in ("wall_seconds", "cpu_seconds")
 
     def require_lawful(self, what: str) -> None:
-        """Broken for a limit that was exceeded, a process left behind, a hidden file opened. `what` ran, in words."""
+        """RuleError for an exceeded limit, a process left behind, an opened hidden file. `what` ran, in words."""
         if self.broken is not None:
             rule, amount = _LIMIT_RULES[self.broken]
-            raise Broken(rule, f"{what} was stopped: {amount}")
+            raise RuleError(rule, f"{what} was stopped: {amount}")
         if self.opened:
-            raise Broken("private-files", f"{what} opened {', '.join(self.opened)}")
+            raise RuleError("private-files", f"{what} opened {', '.join(self.opened)}")
         if self.left:
-            raise Broken("left-behind", f"{what} left {len(self.left)} running: {', '.join(self.left)}")
+            raise RuleError("left-behind", f"{what} left {len(self.left)} running: {', '.join(self.left)}")
 
 
 _LIMIT_RULES: Mapping[str, tuple[Rule, str]] = {
@@ -141,7 +141,7 @@ class Supervised:
             self._life = -1
 
     def finish(self) -> Finished:
-        """Wait for its end. UserError where the guard could not start it, Broken where the guard was killed."""
+        """Wait for its end. UserError where the guard could not start it, RuleError where the guard was killed."""
         if self._facts is None:
             try:
                 code = self._guard.wait(self._wall_seconds + GUARD_SECONDS)
@@ -153,7 +153,7 @@ class Supervised:
                 self._facts = dict(json.load(file))
         facts = self._facts
         if facts.get("killed"):  # without namespaces, a process of the same user can
-            raise Broken("left-behind", "its guard was killed: what it used and left is unknown")
+            raise RuleError("left-behind", "its guard was killed: what it used and left is unknown")
         if "error" in facts:
             raise UserError(f"cannot supervise a process: its guard failed ({facts['error']})")
         return Finished(**{**facts, "left": tuple(facts["left"]), "opened": tuple(facts["opened"])})

@@ -19,7 +19,7 @@ from pathlib import Path
 from gptlab.config.errors import UserError, cannot
 from gptlab.config.load import leaf_fields
 from gptlab.config.run import RunConfig
-from gptlab.lab.judge.rules import Broken
+from gptlab.lab.judge.rules import RuleError
 
 PROTECTED = {
     "__init__.py": "what is imported first",
@@ -78,59 +78,59 @@ def check_tree(base: Path, changed: Path) -> str:
     """The change from the package in `base`/gptlab to that in `changed`/gptlab: a unified diff that `git apply` takes,
     with paths from the folder that holds gptlab/. Nothing beside gptlab/ is taken.
 
-    Broken (tree, protected, shipped-data) for one that a proposal may not make; UserError where `base` cannot be read.
+    RuleError (tree, protected, shipped-data) for one that no proposal may make; UserError where `base` cannot be read.
     """
     try:
         before = read_package(base)
-    except Broken as broken:
+    except RuleError as broken:
         raise UserError(f"the baseline's code in {base} cannot be used: {broken.what}") from None
     after = read_package(changed)
     names = sorted(name for name in {*before, *after} if before.get(name) != after.get(name))
     for name in names:
         for part, why in PROTECTED.items():
             if name == part or (part.endswith("/") and name.startswith(part)):
-                raise Broken("protected", f"gptlab/{name} was changed: gptlab/{part} decides {why}")
+                raise RuleError("protected", f"gptlab/{name} was changed: gptlab/{part} decides {why}")
     for name in names:
         if name in after:
             _check_source(name, after[name], before.get(name, b""))
     patch = "".join(_diff(name, before.get(name), after.get(name)) for name in names)
     added = "".join(line[1:] for line in _lines(patch) if line[0] == "+" and line[:4] != "+++ ")
     if (size := len(zlib.compress(added.encode(), 9))) > MAX_ADDED_BYTES:
-        raise Broken("shipped-data", f"the added lines are {size:,} bytes compressed, more than {MAX_ADDED_BYTES:,}")
+        raise RuleError("shipped-data", f"the added lines are {size:,} bytes compressed, more than {MAX_ADDED_BYTES:,}")
     return patch
 
 
 def check_fields(names: Iterable[str]) -> None:
-    """Broken (field) unless each is `depth` or the dotted name of a field that a proposal may change. Short forms and
-    arguments that are no fields (steps, from) are refused: they would decide what the lab decides."""
+    """RuleError (field) unless each is `depth` or the dotted name of a field that a proposal may change. Short forms
+    and arguments that are no fields (steps, from) are refused: they would decide what the lab decides."""
     known = {"depth", *leaf_fields(RunConfig)}
     for name in names:
         for fixed, why in FIXED_FIELDS.items():
             if name == fixed or (fixed.endswith(".") and name.startswith(fixed)):
-                raise Broken("field", f"{name} cannot be changed: {why}")
+                raise RuleError("field", f"{name} cannot be changed: {why}")
         if name not in known:
-            raise Broken("field", f"{name} cannot be changed: no field of a run has this name")
+            raise RuleError("field", f"{name} cannot be changed: no field of a run has this name")
 
 
 def read_package(tree: Path) -> dict[str, bytes]:
-    """{path below gptlab/: content} of `tree`/gptlab without its byte code. Broken (tree) for links, special files,
+    """{path below gptlab/: content} of `tree`/gptlab without its byte code. RuleError (tree) for links, special files,
     names that are not UTF-8 and a folder that is no package."""
     root = tree / "gptlab"
     if root.is_symlink() or not (root / "__init__.py").is_file():
-        raise Broken("tree", f"{tree} holds no package gptlab")
+        raise RuleError("tree", f"{tree} holds no package gptlab")
     found: dict[str, bytes] = {}
     for folder, folders, files in os.walk(root):
         folders[:] = sorted(name for name in folders if name != "__pycache__")
         for path in (Path(folder, name) for name in (*folders, *sorted(files))):
             name, status = path.relative_to(root).as_posix(), path.lstat()
             if name != name.encode(errors="replace").decode():
-                raise Broken("tree", f"the name of gptlab/{name} is not UTF-8")
+                raise RuleError("tree", f"the name of gptlab/{name} is not UTF-8")
             if stat.S_ISDIR(status.st_mode):
                 continue
             if not stat.S_ISREG(status.st_mode):
-                raise Broken("tree", f"gptlab/{name} is a link or no plain file")
+                raise RuleError("tree", f"gptlab/{name} is a link or no plain file")
             if status.st_size > (MAX_FILE_BYTES if name.endswith(SOURCES) else MAX_BYTES):
-                raise Broken("shipped-data", f"gptlab/{name} has {status.st_size:,} bytes")
+                raise RuleError("shipped-data", f"gptlab/{name} has {status.st_size:,} bytes")
             with cannot(f"read {path}"):
                 found[name] = path.read_bytes()
     return found
@@ -138,17 +138,17 @@ def read_package(tree: Path) -> dict[str, bytes]:
 
 def _check_source(name: str, content: bytes, before: bytes) -> None:
     if not name.endswith(SOURCES):
-        raise Broken("shipped-data", f"gptlab/{name} is no source file ({', '.join(SOURCES)})")
+        raise RuleError("shipped-data", f"gptlab/{name} is no source file ({', '.join(SOURCES)})")
     try:
         text = content.decode()
         if not name.endswith(".py"):
             return
         tree, own = ast.parse(text), set(map(ast.dump, _literals(ast.parse(before))))
     except (SyntaxError, ValueError, RecursionError) as error:
-        raise Broken("tree", f"gptlab/{name} is not Python: {error}") from None
+        raise RuleError("tree", f"gptlab/{name} is not Python: {error}") from None
     for node in _literals(tree):
         if (why := _too_large(node)) is not None and ast.dump(node) not in own:
-            raise Broken("shipped-data", f"gptlab/{name} line {node.lineno} has {why}")
+            raise RuleError("shipped-data", f"gptlab/{name} line {node.lineno} has {why}")
 
 
 def _literals(tree: ast.AST) -> Iterator[ast.expr]:

@@ -22,7 +22,7 @@ from gptlab.lab.experiments.folder import Lab
 from gptlab.lab.experiments.ledger import Experiment, all_fields
 from gptlab.lab.experiments.overview import Experiments, comparable_bpb, proposals
 from gptlab.lab.experiments.proposal import Proposal
-from gptlab.lab.judge.rules import Broken
+from gptlab.lab.judge.rules import RuleError
 from gptlab.lab.judge.tree_rules import check_fields
 from gptlab.runtime.files.plain_file import load_toml, read_json_object
 
@@ -71,7 +71,7 @@ def read_space(path: Path) -> Space:
                 raise unknown_field(name, entry, also=["depth"])
         check_fields(entries)
         return {name: _distribution(name, fields, entry) for name, entry in entries.items()}
-    except (ConfigError, Broken) as error:
+    except (ConfigError, RuleError) as error:
         raise UserError(f"{path}: {error}") from None
 
 

@@ -17,7 +17,7 @@ from gptlab.data.prepare import prepare
 from gptlab.lab.experiments.proposal import copy_package
 from gptlab.lab.judge.audits import check_time
 from gptlab.lab.judge.judging import Baseline, check_config, judge_run
-from gptlab.lab.judge.rules import Broken
+from gptlab.lab.judge.rules import RuleError
 from gptlab.lab.judge.supervise import Limits, candidate_environment, copy_compiled, supervise
 from gptlab.lab.judge.tree_rules import check_tree
 from gptlab.runtime.files.cache import cache_root
@@ -87,7 +87,7 @@ def test_the_configuration_must_be_the_baselines() -> None:
     baseline = {"seed": 1, "data.source": ["a"], "model.n_embd": 4, "horizon.amount": 9, "run_dir": "x"}
     check_config({**baseline, "model.n_embd": 8, "horizon.amount": 7, "run_dir": "y", "model.mine": 1}, baseline)
     for name, value in (("seed", 2), ("data.source", ["b"])):
-        with pytest.raises(Broken, match=name):
+        with pytest.raises(RuleError, match=name):
             check_config({**baseline, name: value}, baseline)
 
 
@@ -164,6 +164,6 @@ def test_a_proposal_from_its_code_to_its_verdict(name: str, texts: Path, tmp_pat
     if rule is None:
         verdict()
     else:
-        with pytest.raises(Broken) as caught:
+        with pytest.raises(RuleError) as caught:
             verdict()
         assert caught.value.rule == rule, caught.value

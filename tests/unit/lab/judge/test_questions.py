@@ -17,7 +17,7 @@ from gptlab.eval.bits_per_byte import evaluate, nats_of
 from gptlab.lab.judge.audits import check_two_seeds, halves, second_questions
 from gptlab.lab.judge.judging import Audit, examine
 from gptlab.lab.judge.questions import Questions, loss_of, scores
-from gptlab.lab.judge.rules import Broken
+from gptlab.lab.judge.rules import RuleError
 
 
 def test_the_loss_is_that_of_evaluation(tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -58,7 +58,7 @@ def test_scores_by_hand() -> None:
     found = scores(iter([logits[:1], logits[1:]]), np.array([1, IGNORED, 1]), np.array([1.0, -1.0]))
     assert found.nats.tolist() == pytest.approx([math.log(4 / 3), 0.0, 1000.0], rel=1e-6)
     assert found.prints.tolist() == pytest.approx([-math.log(3) / math.sqrt(2), 0.0, 1000 / math.sqrt(2)], rel=1e-6)
-    with pytest.raises(Broken, match="NaN or infinite"):
+    with pytest.raises(RuleError, match="NaN or infinite"):
         scores(iter([np.array([[0.0, np.inf]], dtype=np.float32)]), np.array([0]), np.ones(2))
 
 
@@ -96,7 +96,7 @@ def test_who_looks_ahead_in_few_places_is_asked_there() -> None:
     asked = questions(120)
     honest = examined(trained_model)
     known = type(BASELINE)(config=BASELINE.config, model=MODEL, nats=honest.astype(np.float32))
-    with pytest.raises(Broken, match="only later tokens"):
+    with pytest.raises(RuleError, match="only later tokens"):
         examine(begin(lambda: trained_model(old=rare, new=f"{rare} + {ahead}"), None), asked, {}, known, Audit(rows=20))
 
 
@@ -107,7 +107,7 @@ def test_too_few_rows_are_refused() -> None:
 
 def test_a_weight_that_is_the_same_for_two_seeds() -> None:
     check_two_seeds({"a": "1", "b": "2"}, {"a": "3", "c": "2"})
-    with pytest.raises(Broken, match="b starts with the same values"):
+    with pytest.raises(RuleError, match="b starts with the same values"):
         check_two_seeds({"a": "1", "b": "2"}, {"a": "3", "b": "2"})
 
 

@@ -24,7 +24,7 @@ from mutations.mutation import ROOT
 from gptlab.config.errors import UserError
 from gptlab.lab.judge import guard
 from gptlab.lab.judge.guard import MAX_DECOYS, _tree_of
-from gptlab.lab.judge.rules import Broken, Rule
+from gptlab.lab.judge.rules import Rule, RuleError
 from gptlab.lab.judge.supervise import _LIMIT_RULES, Finished, Limits, start, supervise, why_not_isolated
 
 LIMITS = Limits(wall_seconds=20, cpu_seconds=20, memory_bytes=2**28, output_bytes=2**20, processes=8)
@@ -119,7 +119,7 @@ def test_orphans_are_found_and_killed(isolate: bool, tmp_path: Path) -> None:
     assert "import os, signal, time" in finished.left[0]
     found = [process for process in psutil.process_iter(["cmdline"]) if program[:40] in str(process.info["cmdline"])]
     assert found == []
-    with pytest.raises(Broken, match="left 2 running"):
+    with pytest.raises(RuleError, match="left 2 running"):
         finished.require_lawful("training")
 
 
@@ -138,7 +138,7 @@ def test_a_limit_ends_it(limit: str, amount: float, program: str, tmp_path: Path
     finished = run(tmp_path, program, limits=limits)
     assert (finished.broken, finished.exit_code) == (limit, -signal.SIGKILL)
     assert finished.timed_out == (limit in ("wall_seconds", "cpu_seconds"))
-    with pytest.raises(Broken) as caught:
+    with pytest.raises(RuleError) as caught:
         finished.require_lawful("training")
     assert caught.value.rule == _LIMIT_RULES[limit][0]
 
@@ -174,7 +174,7 @@ def test_when_the_lab_dies_so_does_the_candidate(isolate: bool, tmp_path: Path) 
 
 def test_a_guard_that_is_killed(tmp_path: Path) -> None:
     """Without namespaces, its candidate can."""
-    with pytest.raises(Broken, match="its guard was killed"):
+    with pytest.raises(RuleError, match="its guard was killed"):
         run(tmp_path, "import os, signal; os.kill(os.getppid(), signal.SIGKILL)", isolate=False)
 
 

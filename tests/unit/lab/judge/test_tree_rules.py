@@ -11,7 +11,7 @@ from mutations.mutation import ROOT
 from gptlab.config.errors import UserError
 from gptlab.config.load import config_to_json, flatten
 from gptlab.config.run import RunConfig
-from gptlab.lab.judge.rules import Broken
+from gptlab.lab.judge.rules import RuleError
 from gptlab.lab.judge.tree_rules import FIXED_FIELDS, PROTECTED, check_fields, check_tree
 
 FILES = {
@@ -56,11 +56,11 @@ def test_equal_trees_have_no_diff(tmp_path: Path) -> None:
 
 def test_trees_that_are_none(tmp_path: Path) -> None:
     base = write(tmp_path / "base", FILES)
-    with pytest.raises(Broken, match="holds no package"):
+    with pytest.raises(RuleError, match="holds no package"):
         check_tree(base, tmp_path)
     with pytest.raises(UserError, match="the baseline's code"):
         check_tree(tmp_path, base)
-    with pytest.raises(Broken, match="not Python"):
+    with pytest.raises(RuleError, match="not Python"):
         check_tree(base, write(tmp_path / "changed", FILES | {"model/gpt.py": "def f(:\n"}))
 
 
@@ -68,7 +68,7 @@ def test_a_large_literal_that_was_there_may_stay(tmp_path: Path) -> None:
     table = f"T = {list(range(300))}\n"
     base = write(tmp_path / "base", FILES | {"model/gpt.py": table})
     assert check_tree(base, write(tmp_path / "changed", FILES | {"model/gpt.py": f"{table}U = 1\n"}))
-    with pytest.raises(Broken, match="line 1 has an expression of 300 constants"):
+    with pytest.raises(RuleError, match="line 1 has an expression of 300 constants"):
         check_tree(base, write(tmp_path / "other", FILES | {"model/gpt.py": table.replace("299", "300")}))
 
 
