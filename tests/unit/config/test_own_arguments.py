@@ -157,8 +157,3 @@ class TestRuns:
         run = RunDirectory.create(tmp_path / "r", values, {})
         with pytest.raises(UserError, match=r"embedding_lr|recipe_arguments"):
             self.repeated(run, "--depth 8")
-
-    def test_runs_of_before_have_none(self) -> None:
-        values = config_to_json(RunConfig())
-        del values["recipe_arguments"]
-        assert config_from_json(values) == RunConfig()
