@@ -307,8 +307,9 @@ def _best(argv: list[str]) -> int:
     given = parse(LabArguments, argv, prog="gptlab lab best", description="How to train the best so far.")
     from gptlab.lab.experiments.overview import best
 
-    found = best(_opened(given))
-    print(to_json(found, indent=2) if given.json else "\n".join(f"{key:<9} {value}" for key, value in found.items()))
+    found, of = best(_opened(given)), ", of the judge's half of the validation text"
+    text = "\n".join(f"{key:<11} {value}{of * (key == 'bpb')}" for key, value in found.items())
+    print(to_json(found, indent=2) if given.json else text)
     return 0
 
 

@@ -71,7 +71,7 @@ def _describe(rows: Sequence[Rung], laws: Sequence[PowerLaw]) -> str:
     lines = [table([heading + residuals, *cells], ">" * (len(heading) + len(laws)))]
     names = ["fit (a line in logarithms)", "with an irreducible term"]
     for name, law in zip(names, laws, strict=False):
-        term = f"{law.irreducible:.4f} (± {law.half_width:.4f}) + " if law.irreducible else ""
+        term = "" if law.half_width is None else f"{law.irreducible:.4f} (± {law.half_width:.4f}) + "
         lines.append(f"{name}: bpb = {term}{law.a:.4g} FLOPs^-{law.b:.4f}")
     if laws:
         lines.append("Least squares of log(bpb); the columns are what a row has above its fit, in bpb.")

@@ -42,8 +42,8 @@ class PowerLaw:
     irreducible: float
     residuals: tuple[float, ...]
     """bpb minus the law's, in bits per byte, one a row."""
-    half_width: float = 0.0
-    """Of the irreducible term's 95% interval; 0 where the term is not fitted."""
+    half_width: float | None = None
+    """Of the irreducible term's 95% interval; None where the term is not fitted."""
 
     def bpb(self, flops: float) -> float:
         return self.irreducible + self.a * flops**-self.b

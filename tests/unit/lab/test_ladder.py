@@ -60,7 +60,7 @@ def test_its_interval_holds_the_true_term_19_times_in_20() -> None:
     for _ in range(60):
         bpb = (0.7 + 50 * flops**-0.12) * np.exp(1e-3 * random.standard_normal(8))
         law = power_law_with_term([*flops], [*bpb])
-        held += law is not None and abs(law.irreducible - 0.7) <= law.half_width
+        held += law is not None and law.half_width is not None and abs(law.irreducible - 0.7) <= law.half_width
     assert held >= 52
 
 
@@ -143,6 +143,7 @@ def test_the_command_s_table_and_files(tmp_path: Path, monkeypatch: pytest.Monke
     code, out, err = command(["ladder", "--resume", "ladders/quickstart", "--json"])
     told = json.loads(out)
     assert [law["irreducible"] for law in told["laws"]] == [0.0, pytest.approx(0.5, rel=1e-6)]
+    assert [law["half_width"] is None for law in told["laws"]] == [True, False]
     assert [row["depth"] for row in told["depths"]] == [2, 3, 4, 6]
     assert told["runs"][4]["exit_code"] == 2
 
