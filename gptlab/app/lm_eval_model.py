@@ -8,7 +8,7 @@ takes every argument of `lm_eval`. `model_args` may also have checkpoint, device
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -48,6 +48,23 @@ class GptlabLM(TemplateLM):
         self.run = load_run(run, checkpoint=str(checkpoint), device=device, dtype=dtype, console=console)
         given = str(batch_size).isdigit() and int(str(batch_size))
         self.rows = given or rows_of_pass(self.run.config, self.run.device)
+
+    @classmethod
+    def create_from_arg_obj(
+        cls, arg_dict: Mapping[str, Any], additional_config: Mapping[str, Any] | None = None
+    ) -> GptlabLM:
+        """What model_args (`arg_dict`) have wins over lm-eval's own arguments."""
+        others = dict(additional_config or {})
+        # Where no device was given, lm-eval passes its default, cuda:0, on every machine.
+        if str(others.get("device")).startswith("cuda") and not torch.cuda.is_available():
+            others["device"] = None
+        return cls(**{**others, **arg_dict})
+
+    @classmethod
+    def create_from_arg_string(cls, arg_string: str, additional_config: Mapping[str, Any] | None = None) -> GptlabLM:
+        from lm_eval.utils import simple_parse_args_string
+
+        return cls.create_from_arg_obj(simple_parse_args_string(arg_string), additional_config)
 
     @property
     def eot_token_id(self) -> int:

@@ -135,6 +135,16 @@ MUTATIONS = [
         ["test_lm_eval_model.py::test_a_long_context_loses_its_beginning_but_not_bos"],
     ),
     Mutation(
+        "lm-eval's default device is taken without CUDA", "app/lm_eval_model.py",
+        'others["device"] = None', "pass",
+        ["test_lm_eval_model.py::test_the_device_that_lm_eval_gives_is_taken_where_it_exists"],
+    ),
+    Mutation(
+        "lm-eval's own arguments win over model_args", "app/lm_eval_model.py",
+        "{**others, **arg_dict}", "{**arg_dict, **others}",
+        ["test_lm_eval_model.py::test_model_args_win_over_what_lm_eval_gives"],
+    ),
+    Mutation(
         "a colored text is not escaped", "report/surprise_page.py",
         "escape(_visible(piece.text))", "_visible(piece.text)",
         ["test_surprise_page.py::test_page_shows_text_as_text"],

@@ -6,6 +6,7 @@ import importlib.util
 import math
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -67,6 +68,26 @@ def test_a_long_context_loses_its_beginning_but_not_bos(model: GPT) -> None:
     assert found[0] == pytest.approx(float(logs[-2, 3] + logs[-1, 4]), abs=1e-5)
     with pytest.raises(UserError, match="9 tokens is longer than the model's context of 8"):
         log_likelihoods(model, [([BOS], [1] * 9)], rows=1, bos_id=BOS)
+
+
+class Recorded(GptlabLM):
+    def __init__(self, **arguments: Any) -> None:
+        self.arguments = arguments
+
+
+@pytest.mark.parametrize(("has_cuda", "device"), [(False, None), (True, "cuda:0")])
+def test_the_device_that_lm_eval_gives_is_taken_where_it_exists(
+    monkeypatch: pytest.MonkeyPatch, has_cuda: bool, device: str | None
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_cuda)
+    lm = Recorded.create_from_arg_obj({"run": "x"}, {"batch_size": 1, "max_batch_size": None, "device": "cuda:0"})
+    assert lm.arguments == {"run": "x", "batch_size": 1, "max_batch_size": None, "device": device}
+
+
+def test_model_args_win_over_what_lm_eval_gives() -> None:
+    given = {"run": "x", "device": "cuda:1", "batch_size": 4}
+    assert Recorded.create_from_arg_obj(given, {"batch_size": 1, "device": "cpu"}).arguments == given
+    assert Recorded.create_from_arg_obj(given).arguments == given
 
 
 if importlib.util.find_spec("lm_eval") is not None:
