@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -77,6 +78,16 @@ class GptlabLM(TemplateLM):
         ids = self.run.tokenizer.encode(string).tolist()
         bos_id = self.run.tokenizer.bos_id
         return ids if bos_id is None or add_special_tokens is False else [bos_id, *ids]
+
+    def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """Ids of the whole text, parted where it no longer begins as the context alone does: at a token that covers the
+        border the continuation, which is never empty, begins with it. Spaces that end the context are moved there, as
+        in lm-eval."""
+        text = context.rstrip()
+        whole = self.tok_encode(context + continuation)
+        pairs = zip(whole[:-1], self.tok_encode(text), strict=False)
+        shared = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+        return whole[:shared], whole[shared:]
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any

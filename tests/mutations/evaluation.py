@@ -145,6 +145,11 @@ MUTATIONS = [
         ["test_lm_eval_model.py::test_model_args_win_over_what_lm_eval_gives"],
     ),
     Mutation(
+        "a token that covers the border of context and continuation belongs to the context", "app/lm_eval_model.py",
+        "takewhile(lambda pair: pair[0] == pair[1], pairs)", "pairs",
+        ["test_lm_eval_model.py::test_a_continuation_begins_where_encodings_part"],
+    ),
+    Mutation(
         "a colored text is not escaped", "report/surprise_page.py",
         "escape(_visible(piece.text))", "_visible(piece.text)",
         ["test_surprise_page.py::test_page_shows_text_as_text"],

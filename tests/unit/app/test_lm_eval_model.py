@@ -90,6 +90,42 @@ def test_model_args_win_over_what_lm_eval_gives() -> None:
     assert Recorded.create_from_arg_obj(given).arguments == given
 
 
+class Merging(GptlabLM):
+    """The longest of a few tokens, after BOS."""
+
+    def __init__(self) -> None:
+        pass
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        ids = [BOS]
+        while string:
+            token = max((token for token in TOKENS if string.startswith(token)), key=len)
+            ids.append(TOKENS.index(token))
+            string = string[len(token) :]
+        return ids
+
+
+TOKENS = ["a", "t", "h", "e", "z", " ", "th", "the", "that", " a"]
+
+
+@pytest.mark.parametrize(
+    ("context", "continuation", "parts"),
+    [
+        ("th", "z", ([BOS, 6], [4])),
+        ("th", "e", ([BOS], [7])),
+        ("th", "eat", ([BOS], [7, 0, 1])),
+        ("ath", "at", ([BOS, 0], [8])),
+        ("th ", "a", ([BOS, 6], [9])),  # spaces move to the continuation, as lm-eval has it
+        ("th", "", ([BOS], [6])),
+    ],
+)
+def test_a_continuation_begins_where_encodings_part(
+    context: str, continuation: str, parts: tuple[list[int], list[int]]
+) -> None:
+    """Never empty, which would be certain and win: a first token that merges with the context's last belongs to it."""
+    assert Merging()._encode_pair(context, continuation) == parts
+
+
 if importlib.util.find_spec("lm_eval") is not None:
 
     def test_with_the_library(folder: Path) -> None:
