@@ -30,6 +30,9 @@ except ImportError:  # `log_likelihoods` goes without
 
 GENERATED_TOKENS = 256
 """Of a request that gives no limit, as lm-eval's models for transformers."""
+LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+"""Names for one setting. Where several are given, the first of these holds, as in lm-eval."""
+SETTINGS = ("until", "do_sample", "temperature", "top_k", "top_p", "min_p")
 
 
 class GptlabLM(TemplateLM):
@@ -45,8 +48,8 @@ class GptlabLM(TemplateLM):
         max_batch_size: int | None = None,
     ) -> None:
         super().__init__()
-        console = Console(stream=sys.stderr)
-        self.run = load_run(run, checkpoint=str(checkpoint), device=device, dtype=dtype, console=console)
+        self.console = Console(stream=sys.stderr)
+        self.run = load_run(run, checkpoint=str(checkpoint), device=device, dtype=dtype, console=self.console)
         given = str(batch_size).isdigit() and int(str(batch_size))
         self.rows = given or rows_of_pass(self.run.config, self.run.device)
 
@@ -108,18 +111,15 @@ class GptlabLM(TemplateLM):
         return found
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        if unknown := {name for request in requests for name in request.args[1]} - {*LIMITS, *SETTINGS}:
+            self.console.warn(f"generation settings that gptlab does not have: {', '.join(sorted(unknown))}")
         return [self._generate(*request.args) for request in requests]
 
     def _generate(self, context: str, settings: dict[str, Any]) -> str:
-        """The continuation, up to the first of its stops. Greedy unless `do_sample` is set."""
+        """The continuation, up to the first of its stops."""
         stops = settings.get("until") or []
         stops = [stops] if isinstance(stops, str) else stops
-        drawing = Drawing(
-            max_tokens=int(settings.get("max_gen_toks", GENERATED_TOKENS)),
-            temperature=float(settings.get("temperature", 1.0)) if settings.get("do_sample") else 0.0,
-            top_k=settings.get("top_k") or None,
-            top_p=float(settings.get("top_p", 1.0)),
-        )
+        drawing = drawing_of(settings)
         text = ""
         (stream,) = continue_text(self.run.model, self.run.tokenizer, context, drawing, seed=self.run.config.seed)
         for piece in text_of(stream):
@@ -127,6 +127,20 @@ class GptlabLM(TemplateLM):
             if places := [text.index(stop) for stop in stops if stop and stop in text]:
                 return text[: min(places)]
         return text
+
+
+def drawing_of(settings: Mapping[str, Any]) -> Drawing:
+    """What lm-eval's generation settings mean, as for its other models. Greedy unless `do_sample` is set or, where it
+    is not given, a temperature above 0 is."""
+    given = {name: value for name, value in settings.items() if value is not None}
+    is_sampled = given.get("do_sample", float(given.get("temperature", 0.0)) > 0)
+    return Drawing(
+        max_tokens=int(next((given[name] for name in LIMITS if name in given), GENERATED_TOKENS)),
+        temperature=float(given.get("temperature", 1.0)) if is_sampled else 0.0,
+        top_k=given.get("top_k") or None,
+        top_p=float(given.get("top_p", 1.0)),
+        min_p=float(given.get("min_p", 0.0)),
+    )
 
 
 def log_likelihoods(

@@ -150,6 +150,11 @@ MUTATIONS = [
         ["test_lm_eval_model.py::test_a_continuation_begins_where_encodings_part"],
     ),
     Mutation(
+        "lm-eval samples only where do_sample is set", "app/lm_eval_model.py",
+        'float(given.get("temperature", 0.0)) > 0', "False",
+        ["test_lm_eval_model.py::test_generation_settings_mean_what_they_mean_in_lm_eval"],
+    ),
+    Mutation(
         "a colored text is not escaped", "report/surprise_page.py",
         "escape(_visible(piece.text))", "_visible(piece.text)",
         ["test_surprise_page.py::test_page_shows_text_as_text"],

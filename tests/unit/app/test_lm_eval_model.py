@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,10 +13,12 @@ import pytest
 import torch
 from tiny_runs import train
 
-from gptlab.app.lm_eval_model import GptlabLM, log_likelihoods
+from gptlab.app.lm_eval_model import GptlabLM, drawing_of, log_likelihoods
 from gptlab.config.errors import UserError
 from gptlab.config.model import ModelConfig
+from gptlab.eval.continuation import Drawing
 from gptlab.model.gpt import GPT, build_model
+from gptlab.runtime.records.console import Console
 
 SEQ_LEN, BOS = 8, 20
 
@@ -124,6 +127,32 @@ def test_a_continuation_begins_where_encodings_part(
 ) -> None:
     """Never empty, which would be certain and win: a first token that merges with the context's last belongs to it."""
     assert Merging()._encode_pair(context, continuation) == parts
+
+
+@pytest.mark.parametrize(
+    ("settings", "drawing"),
+    [
+        ({}, Drawing(max_tokens=256, temperature=0.0)),
+        ({"max_new_tokens": 3, "temperature": 0.7}, Drawing(max_tokens=3, temperature=0.7)),
+        ({"max_tokens": 4, "max_completion_tokens": 5}, Drawing(max_tokens=4, temperature=0.0)),
+        ({"max_gen_toks": 6, "max_new_tokens": 3, "temperature": 0.0}, Drawing(max_tokens=6, temperature=0.0)),
+        ({"do_sample": False, "temperature": 0.7}, Drawing(max_tokens=256, temperature=0.0)),
+        ({"do_sample": True, "top_k": 5, "top_p": 0.9}, Drawing(max_tokens=256, top_k=5, top_p=0.9)),
+        ({"do_sample": True, "top_k": 0, "min_p": 0.1}, Drawing(max_tokens=256, min_p=0.1)),
+    ],
+)
+def test_generation_settings_mean_what_they_mean_in_lm_eval(settings: dict[str, Any], drawing: Drawing) -> None:
+    """See `lm_eval.models.utils.normalize_gen_kwargs`."""
+    assert drawing_of(settings) == drawing
+
+
+def test_settings_that_are_not_known_are_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
+    lm = Recorded()
+    lm.console = Console(stream=sys.stderr)
+    lm._generate = lambda context, settings: context  # type: ignore[method-assign]
+    settings = [{"until": ["x"], "num_beams": 4}, {"num_beams": 2, "max_tokens": 3}]
+    assert lm.generate_until([SimpleNamespace(args=("a", one)) for one in settings]) == ["a", "a"]
+    assert capsys.readouterr().err.count("warning: generation settings that gptlab does not have: num_beams") == 1
 
 
 if importlib.util.find_spec("lm_eval") is not None:
