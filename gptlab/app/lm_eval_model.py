@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from gptlab.app.run.loaded_run import load_run
-from gptlab.config.errors import UserError
+from gptlab.config.errors import EXIT_USAGE, UserError, one_line
 from gptlab.data.packing import IGNORED
 from gptlab.eval.bits_per_byte import evaluation_mode, rows_of_pass, token_nats
 from gptlab.eval.continuation import Drawing, continue_text, text_of
@@ -189,16 +189,21 @@ def _cut(context: list[int], continuation: list[int], seq_len: int, bos_id: int 
     return inputs, [*[IGNORED] * (len(inputs) - len(continuation)), *continuation]
 
 
-def main() -> None:
-    """`lm_eval` with gptlab among its models."""
-    if TemplateLM is object:
-        raise SystemExit("gptlab: error: lm-eval is not installed: pip install lm-eval")
-    from lm_eval.__main__ import cli_evaluate
-    from lm_eval.api.registry import register_model
+def main() -> int:
+    """`lm_eval` with gptlab among its models. A UserError becomes one line on stderr and exit code 2."""
+    try:
+        if TemplateLM is object:
+            raise UserError("lm-eval is not installed: pip install lm-eval")
+        from lm_eval.__main__ import cli_evaluate
+        from lm_eval.api.registry import register_model
 
-    register_model("gptlab")(GptlabLM)
-    cli_evaluate()
+        register_model("gptlab")(GptlabLM)
+        cli_evaluate()
+    except UserError as error:
+        print(f"gptlab: error: {one_line(error)}", file=sys.stderr)
+        return EXIT_USAGE
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

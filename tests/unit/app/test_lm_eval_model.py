@@ -6,14 +6,14 @@ import importlib.util
 import math
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from tiny_runs import train
 
-from gptlab.app.lm_eval_model import GptlabLM, drawing_of, log_likelihoods
+from gptlab.app.lm_eval_model import GptlabLM, drawing_of, log_likelihoods, main
 from gptlab.config.errors import UserError
 from gptlab.config.model import ModelConfig
 from gptlab.eval.continuation import Drawing
@@ -153,6 +153,23 @@ def test_settings_that_are_not_known_are_warned_of(capsys: pytest.CaptureFixture
     settings = [{"until": ["x"], "num_beams": 4}, {"num_beams": 2, "max_tokens": 3}]
     assert lm.generate_until([SimpleNamespace(args=("a", one)) for one in settings]) == ["a", "a"]
     assert capsys.readouterr().err.count("warning: generation settings that gptlab does not have: num_beams") == 1
+
+
+def test_an_error_of_the_user_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def fail() -> None:
+        raise UserError("no run\nin x")
+
+    monkeypatch.setattr("gptlab.app.lm_eval_model.TemplateLM", type("TemplateLM", (), {}))
+    monkeypatch.setitem(sys.modules, "lm_eval", ModuleType("lm_eval"))
+    for name, stand_in in {"__main__": {"cli_evaluate": fail}, "api": {}, "api.registry": REGISTRY}.items():
+        module = ModuleType(f"lm_eval.{name}")
+        module.__dict__.update(stand_in)
+        monkeypatch.setitem(sys.modules, f"lm_eval.{name}", module)
+    assert main() == 2
+    assert capsys.readouterr().err == "gptlab: error: no run in x\n"
+
+
+REGISTRY = {"register_model": lambda name: lambda model: model}
 
 
 if importlib.util.find_spec("lm_eval") is not None:
