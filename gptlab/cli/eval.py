@@ -132,7 +132,7 @@ def _validation(run: LoadedRun, arguments: EvalArguments, console: Console, grou
     )
     run = replace(run, config=replace(run.config, data=data))
     # It was not trained on this text, which may be a default that nobody has named.
-    is_imported, text = "imported" in run.directory.recorded(), ", ".join(data.source)
+    is_imported = "imported" in run.directory.recorded()
     try:
         result = evaluate_run(
             run, tokens=arguments.tokens, micro_sequences=arguments.micro_sequences, console=console, group=group
@@ -141,10 +141,11 @@ def _validation(run: LoadedRun, arguments: EvalArguments, console: Console, grou
         raise UserError(f"{error}; if the run's corpus was moved, --data or --val-source says where it is") from None
     except UserError as error:
         if is_imported and run.tokenizer.kind == "char":  # which may lack characters of any text
-            raise UserError(f"{error} (the text is {text}; name another with --data)") from None
+            text = ", ".join((*data.source, *data.val_source))
+            raise UserError(f"{error} (the text is {text}; name another with --data or --val-source)") from None
         raise
     figures = {name: value for name, value in asdict(result).items() if value is not None}
-    return {"data": text, **figures} if is_imported else figures
+    return {"data": ", ".join(data.val_source or data.source), **figures} if is_imported else figures
 
 
 def _read_text(path: Path) -> str:

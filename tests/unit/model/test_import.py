@@ -125,10 +125,16 @@ def test_an_imported_model_samples_and_is_measured(tmp_path: Path, meta: Path) -
     assert "val_loss: " in out
     assert "not what it was" not in err  # nothing is known of the text that it was trained on
     assert f"data: {text}\n" in out
-    text.write_text("Other characters.\n" * 200)
-    code, _, err = command(["eval", run, "--device", "cpu", "--dtype", "float32"])
+    other = tmp_path / "other.txt"
+    other.write_text("a dad\n" * 50)
+    words = ["eval", run, "--val-source", other, "--device", "cpu", "--dtype", "float32"]
+    code, out, err = command(words)
+    assert code == 0, err
+    assert f"data: {other}\n" in out  # what was measured
+    other.write_text("Other characters.\n" * 200)
+    code, _, err = command(words)
     assert code == 2
-    assert f"(the text is {text}; name another with --data)" in err
+    assert f"(the text is {text}, {other}; name another with --data or --val-source)" in err
 
 
 def test_nanogpts_padded_vocabulary_is_padding_here(tmp_path: Path) -> None:
