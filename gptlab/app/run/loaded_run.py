@@ -177,9 +177,12 @@ def evaluate_run(
     require_same_run(config, {"data_fingerprint": prepared.fingerprint}, group)
     trained_on = run.directory.recorded().get("data_fingerprint")
     if trained_on not in (None, prepared.fingerprint):
+        corpus = ", ".join(config.data.source)
+        if config.data.val_source:
+            corpus += f", validated on {', '.join(config.data.val_source)},"
         console.warn(
-            f"the corpus {', '.join(config.data.source)} is not what it was when this run was trained: the numbers do "
-            "not compare with the run's own, and text that it was trained on may be among the validation text"
+            f"the corpus {corpus} is not what it was when this run was trained: the numbers do not compare with the "
+            "run's own, and text that it was trained on may be among the validation text"
         )
 
     most_rows = micro_sequences or rows_of_pass(config, run.device)

@@ -166,7 +166,13 @@ class TestEval:
         for number in range(100, 120):
             (run.corpus / f"{number}.txt").write_text(text(number), encoding="utf-8")
         assert main(["eval", str(run.path)]) == 0
-        assert "not what it was" in capsys.readouterr().err
+        assert f"the corpus {run.corpus} is not what it was" in capsys.readouterr().err
+
+    def test_other_validation_text_is_told(self, run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        (tmp_path / "other.txt").write_text(text(50), encoding="utf-8")
+        assert main(["eval", str(run.path), "--val-source", str(tmp_path / "other.txt")]) == 0
+        told = f"the corpus {run.corpus}, validated on {tmp_path / 'other.txt'}, is not what it was"
+        assert told in capsys.readouterr().err
 
     def test_a_damaged_run_json_ends_nothing(self, run: Run, capsys: pytest.CaptureFixture[str]) -> None:
         whole = printed(capsys, "eval", run.path)
