@@ -18,6 +18,7 @@ from gptlab.config.errors import UserError
 from gptlab.config.load import config_to_json
 from gptlab.config.model import ModelConfig
 from gptlab.config.run import BatchConfig, DataConfig, EvalConfig, RunConfig
+from gptlab.data.corpus.documents import require_known
 from gptlab.data.tokenizer.tokenizer import (
     CharTokenizer,
     Tokenizer,
@@ -29,7 +30,7 @@ from gptlab.data.tokenizer.tokenizer import (
 from gptlab.model.interop.hf_config import ARCHITECTURES, MODELLING_MODULE, WEIGHT_FILES, Form, export_config
 from gptlab.model.interop.hf_weights import read_hf_weights, read_nanogpt, to_transformers
 from gptlab.model.interop.pretrained import hf_pretrained, hub_repository, tokenizer_settings, with_vocabulary
-from gptlab.runtime.files.plain_file import to_json
+from gptlab.runtime.files.plain_file import listed_sources, to_json
 from gptlab.runtime.files.staged_folder import require_free, staged_folder
 from gptlab.runtime.files.tensor_file import write_bytes, write_tensors
 from gptlab.runtime.hardware.peak import Peak
@@ -91,13 +92,17 @@ def require_free_run(folder: str) -> None:
 
 
 def write_run(foreign: ForeignModel, folder: str, data: Sequence[str], argv: Sequence[str], console: Console) -> None:
-    """Write the run folder, completely or not at all: status finished, with one checkpoint, of step 0."""
+    """Write the run folder, completely or not at all: status finished, with one checkpoint, of step 0. UserError where
+    `data` names text that cannot be."""
     model, tokenizer = foreign.model, foreign.tokenizer
     # Master weights are float32 or wider; float16 and bfloat16 convert without loss.
     weights = {
         name: value.to(torch.promote_types(value.dtype, torch.float32)) for name, value in foreign.weights.items()
     }
-    sources = tuple(part for word in data for part in word.split(",") if part)
+    sources = listed_sources(data)
+    for source in sources:
+        if not os.path.exists(os.path.expanduser(source)):
+            require_known(source)
     config = RunConfig(
         recipe="imported",
         model=model,

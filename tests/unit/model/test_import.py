@@ -137,6 +137,14 @@ def test_an_imported_model_samples_and_is_measured(tmp_path: Path, meta: Path) -
     assert f"(the text is {text}, {other}; name another with --data or --val-source)" in err
 
 
+def test_text_that_is_not_there_is_refused_before_the_run_is_written(tmp_path: Path, meta: Path) -> None:
+    path = write_checkpoint(tmp_path / "ckpt.pt", ARGUMENTS, random_state(ARGUMENTS))
+    code, _, err = command(["import", "nanogpt", path, tmp_path / "run", "--meta", meta, "--data", tmp_path / "no.txt"])
+    assert code == 2
+    assert err.startswith(f"gptlab: error: no corpus '{tmp_path}/no.txt': there is no such file")
+    assert not (tmp_path / "run").exists()
+
+
 def test_nanogpts_padded_vocabulary_is_padding_here(tmp_path: Path) -> None:
     """nanoGPT trains GPT-2's 50,257 entries in a table of 50,304 rows; all of them come along."""
     arguments = ARGUMENTS | {"vocab_size": 50304, "n_embd": 4, "n_layer": 1, "bias": True}
