@@ -213,6 +213,8 @@ def model_card(run: LoadedRun, form: Form, *, n_params: int) -> str:
             f"The tokenizer puts BOS (token {bos}) before a text, since a document begins there; with "
             "`add_special_tokens=False` it does not. Generation ends where the model begins another document."
         )
+    if run.config.data.mask_documents:
+        notes.append("In training no token saw past the BOS of its document. Here it does: give each document alone.")
     if run.tokenizer.kind == "char":
         notes.append("transformers drops characters that the vocabulary does not have, without a word.")
     notes.append("`gptlab import hf` makes a gptlab run of this folder again, with the same weights.")

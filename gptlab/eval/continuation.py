@@ -20,7 +20,7 @@ from gptlab.config.load import checked_value, leaf_fields
 from gptlab.data.tokenizer.tokenizer import Tokenizer
 from gptlab.eval.bits_per_byte import evaluation_mode
 from gptlab.eval.healing import Covers, cover_prompt
-from gptlab.eval.sampling import last_half, likeliest, pick, prompt_seed, prompt_tokens, utf8_pieces
+from gptlab.eval.sampling import followed_by, last_half, likeliest, pick, prompt_seed, prompt_tokens, utf8_pieces
 from gptlab.model.decoder import Decoder
 from gptlab.model.gpt import GPT
 from gptlab.runtime.hardware.rng import fold_seed
@@ -77,6 +77,8 @@ def continue_text(
     has draws of its own, which depend on the seed, the prompt and k, and not on the number of samples; the first one's
     are those of `sample_text`. Where the prompt's end is healed, the first item may be several tokens: what the drawn
     cover adds to the prompt, with its probability among the covers. It counts as one token.
+
+    A model that masks documents reads on from each BOS that it draws, as `generate` does.
 
     A model whose parts were replaced or hooked is read again for each token, and no prompt is healed.
 
@@ -146,7 +148,7 @@ class _Batch:
             of_drawn = probabilities.gather(1, torch.tensor(drawn)[:, None])[:, 0].tolist()
             bytes_of = self._tokenizer.tokens
             for number, (row, token) in enumerate(zip(rows, drawn, strict=True)):
-                self._texts[row].append(token)
+                self._texts[row] = followed_by(self._model, self._texts[row], token, bos_id)
                 if token == bos_id and self._drawing.stop_at_bos:
                     self._left[row] = 0
                     continue
@@ -180,7 +182,9 @@ class _Batch:
         """(rows, V) in float32 or float64 on the CPU, for the samples that have not ended. A full context is cut as
         `generate` cuts it. decoder None: each text is read again for each token."""
         model, seq_len = self._model, self._model.config.seq_len
-        unread = [row for row in rows if decoder is None or decoder.length(row) in (0, seq_len)]
+        unread = [
+            row for row in rows if decoder is None or decoder.length(row) in (0, seq_len) or len(self._texts[row]) == 1
+        ]
         if decoder is not None and len(unread) < len(rows):
             logits = decoder.step([text[-1] for text in self._texts])
         else:

@@ -49,7 +49,8 @@ def generate(
     `stop_at_bos` is off; that token is not yielded.
 
     A text may become longer than the model's seq_len: whenever the context is full, it is cut to its last half and read
-    again (after BOS, if it began with BOS, as packed training rows always do).
+    again (after BOS, if it began with BOS, as packed training rows always do). A model that masks documents reads on
+    from each BOS that it draws.
     """
     generator = torch.Generator(device="cpu").manual_seed(seed)
     seq_len, device = model.config.seq_len, next(model.parameters()).device
@@ -72,8 +73,17 @@ def generate(
         if stop_at_bos and token == bos_id:
             return
         yield token
-        tokens.append(token)
-        fresh = tokens if is_changed else [token]
+        tokens = followed_by(model, tokens, token, bos_id)
+        if len(tokens) == 1:
+            cache = None
+        fresh = tokens if cache is None else [token]
+
+
+def followed_by(model: GPT, tokens: list[int], token: int, bos_id: int | None) -> list[int]:
+    """`tokens` and `token`. Of a model that masks documents only `token`, where it begins another document: as in
+    training, nothing before it may be seen, which a mask cannot do beside a cache."""
+    begins_document = token == bos_id != tokens[-1] and model.document_mask is not None
+    return [token] if begins_document else [*tokens, token]
 
 
 def likeliest(logits: Tensor, temperature: float, top_k: int | None) -> tuple[Tensor, Tensor]:

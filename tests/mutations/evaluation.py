@@ -170,6 +170,16 @@ MUTATIONS = [
         ["test_healing.py::test_all_covers_with_their_probabilities"],
     ),
     Mutation(
+        "a sample sees what is before a BOS that was drawn, where documents are masked", "eval/sampling.py",
+        "return [token] if begins_document else [*tokens, token]", "return [*tokens, token]",
+        ["test_continuation.py::test_nothing_before_a_bos_that_was_drawn_is_seen_where_documents_are_masked"],
+    ),
+    Mutation(
+        "a decoder keeps what is before a BOS that was drawn", "eval/continuation.py",
+        " or len(self._texts[row]) == 1", "",
+        ["test_continuation.py::test_nothing_before_a_bos_that_was_drawn_is_seen_where_documents_are_masked"],
+    ),
+    Mutation(
         "top-p drops the token that reaches it", "eval/continuation.py",
         "probabilities.cumsum(-1) - probabilities >=", "probabilities.cumsum(-1) >=",
         ["test_continuation.py::TestTruncation::test_by_hand"],

@@ -13,7 +13,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a changed model is sampled with the cache", "eval/sampling.py",
-        "fresh = tokens if is_changed else [token]", "fresh = [token]",
+        "fresh = tokens if cache is None else [token]", "fresh = [token]",
         ["test_api.py::TestParts::test_hooks_and_changes_that_mix_positions_are_sampled"],
     ),
     Mutation(

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_sampling import CONFIG, Bytes, shaken
+from test_sampling import CONFIG, CONFIGS, Bytes, shaken
 
 from gptlab.config.errors import UserError
 from gptlab.config.model import ModelConfig
@@ -74,6 +74,29 @@ def test_samples_end_one_by_one() -> None:
     assert together[0] == bytes(tokens)
     endless = continue_text(halting, TOKENIZER, "x", replace(drawing, stop_at_bos=False), samples=2)
     assert [len(list(tokens)) for tokens in endless] == [40, 40]
+
+
+@pytest.mark.parametrize("name", ["modern", "key offset"])
+def test_nothing_before_a_bos_that_was_drawn_is_seen_where_documents_are_masked(name: str) -> None:
+    """As in training: probabilities are those of the masked model that reads all again for each token."""
+    model, tokenizer = shaken(replace(CONFIGS[name], vocab_size=5)), Bytes(4)
+    model.mask_documents(4)
+    tokenizer.tokens = (b"a", b"b", b"c", b"d", b"|")  # type: ignore[attr-defined]
+    tokenizer.encode = lambda text: torch.tensor([0])  # type: ignore[method-assign, assignment, return-value]
+    drawing = Drawing(max_tokens=14, temperature=5.0, stop_at_bos=False, heal=False)
+    found = []
+    for stream in continue_text(model, tokenizer, "a", drawing, samples=3):  # type: ignore[arg-type]
+        text = [4, 0]
+        for drawn in stream:
+            with torch.no_grad():
+                shares = model(torch.tensor([text]))[0, -1].softmax(-1)
+            text.append(b"abcd|".index(drawn.piece))
+            assert drawn.probability == pytest.approx(float(shares[text[-1]]), rel=1e-9)
+        found.append(text[2:])
+    assert any(4 in text[:-1] for text in found)
+    seed = prompt_seed(0, "a")
+    plain = generate(model, [4, 0], max_tokens=14, temperature=5.0, seed=seed, bos_id=4, stop_at_bos=False)
+    assert list(plain) == found[0]
 
 
 class CachingNorm(torch.nn.Module):

@@ -40,6 +40,8 @@ def shaken(config: ModelConfig = CONFIG, dtype: torch.dtype = torch.float64) -> 
 class Constant(torch.nn.Module):
     """Stands in for a model: gives every next token the same distribution, whatever the context."""
 
+    document_mask = None
+
     def __init__(self, probabilities: Sequence[float]) -> None:
         super().__init__()
         self.logits = torch.nn.Parameter(torch.tensor(probabilities, dtype=torch.float64).log())

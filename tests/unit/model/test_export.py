@@ -8,7 +8,7 @@ import json
 import logging
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from tiny_runs import command, train, write_corpus
 from torch import Tensor
 
-from gptlab.app.foreign_models import modelling_source
+from gptlab.app.foreign_models import model_card, modelling_source
 from gptlab.app.run.loaded_run import load_run
 from gptlab.cli.export import ExportArguments
 from gptlab.config.errors import UserError
@@ -591,6 +591,13 @@ class TestCommand:
             assert err.count("\n") == 1
         assert not (tmp_path / "x").exists()
         assert (filled / "mine.txt").read_text() == "x"
+
+    def test_the_card_says_that_documents_were_masked(self, trained: Path) -> None:
+        run = load_run(trained, device="cpu")
+        data = replace(run.config.data, mask_documents=True)
+        masked = replace(run, config=replace(run.config, data=data))
+        cards = [model_card(one, "gptlab", n_params=1) for one in (run, masked)]
+        assert ["give each document alone" in card for card in cards] == [False, True]
 
     def test_an_empty_folder_will_do(self, trained: Path, tmp_path: Path) -> None:
         assert command(["export", trained, tmp_path])[0] == 0
