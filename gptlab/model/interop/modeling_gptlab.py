@@ -258,12 +258,16 @@ class GPTLabForCausalLM(PreTrainedModel, GenerationMixin):
         past_key_values: Cache | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
-        logits_to_keep: int = 0,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
-    ) -> CausalLMOutputWithPast:
+    ) -> CausalLMOutputWithPast | tuple[Any, ...]:
         """input_ids (B, T) continue what the cache holds; attention_mask (B, S) is zero at padding.
 
-        Logits are (B, T, V), or those of the last `logits_to_keep` positions. ValueError beyond the context length.
+        Logits are (B, T, V), or those of the last `logits_to_keep` positions, or of those that a tensor lists. Hidden
+        states, if wanted, are what each layer reads and what the head reads, (B, T, C) each. ValueError beyond the
+        context length.
         """
         config = self.config
         if past_key_values is None and (config.use_cache and not self.training if use_cache is None else use_cache):
@@ -285,14 +289,23 @@ class GPTLabForCausalLM(PreTrainedModel, GenerationMixin):
         if config.position == "rope":
             wide = torch.promote_types(x.dtype, torch.float32)
             tables = rotary(position_ids, config.n_embd // config.n_head, config.rope_base, wide)
+        wants_hidden = config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        hidden: tuple[Tensor, ...] = ()
         for layer, block in enumerate(self.blocks):
+            hidden += (x,) if wants_hidden else ()
             if config.residual_lambdas:
                 x = self.residual_lambdas[layer] * x + self.x0_lambdas[layer] * x0
             value = self.value_embeddings[str(layer)](input_ids) if str(layer) in self.value_embeddings else None
             x = block(x, value, tables, slots, attention_mask, past_key_values)
-        logits = self.head(self.final_norm(x[:, -logits_to_keep:]))
+        x = self.final_norm(x)
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.head(x[:, kept])
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if config.logit_softcap is not None:
             logits = config.logit_softcap * torch.tanh(logits / config.logit_softcap)
         loss = None if labels is None else self.loss_function(logits, labels, config.vocab_size, **kwargs)
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
+        output = CausalLMOutputWithPast(
+            loss=loss, logits=logits, past_key_values=past_key_values,
+            hidden_states=(*hidden, x) if wants_hidden else None,
+        )  # fmt: skip
+        return output if (config.return_dict if return_dict is None else return_dict) else output.to_tuple()

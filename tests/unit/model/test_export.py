@@ -326,6 +326,21 @@ class TestOwnForm:
             last = theirs(tokens, logits_to_keep=1).logits
             torch.testing.assert_close(last, theirs(tokens).logits[:, -1:], rtol=0, atol=1e-5)
 
+    def test_outputs_are_those_that_are_asked_for(self, own: Exported) -> None:
+        """As of transformers' own models: what each layer reads, and what the head reads."""
+        tokens, theirs = torch.arange(20)[None], own.theirs()
+        with torch.no_grad():
+            plain, whole = theirs(tokens), theirs(tokens, output_hidden_states=True)
+            assert plain.hidden_states is None
+            assert len(whole.hidden_states) == own.model.config.n_layer + 1
+            assert torch.equal(whole.hidden_states[0], theirs.embedding_norm(theirs.token_embedding(tokens)))
+            cap = theirs.config.logit_softcap
+            assert torch.equal(cap * torch.tanh(theirs.head(whole.hidden_states[-1]) / cap), plain.logits)
+            logits, *_ = theirs(tokens, return_dict=False)
+            assert torch.equal(logits, plain.logits)
+            picked = theirs(tokens, logits_to_keep=torch.tensor([3, 7])).logits
+            torch.testing.assert_close(picked, plain.logits[:, [3, 7]], rtol=0, atol=1e-5)
+
     def test_other_caches_and_ways_to_generate(self, own: Exported) -> None:
         """A static cache has room for more keys than there are; beams reorder the cache, and look-up crops it."""
         ids = torch.tensor([prompt(own)])
