@@ -29,8 +29,13 @@ MUTATIONS = [
     ),
     Mutation(
         "answers are computed with PyTorch where training had kernels", "lab/judge/judging.py",
-        "copy_compiled(cache, Path(folder))", "pass",
+        "copy_compiled(cache, own)", "own.mkdir()",
         ["test_judging.py::test_each_answering_process_has_a_copy_of_compiled_code_to_itself"],
+    ),
+    Mutation(
+        "the copy of compiled code of a judge at work is deleted as a killed one's", "lab/judge/judging.py",
+        'own = Path(folder) / "cache"', "own = Path(folder)",
+        ["test_judging.py::test_the_copy_of_a_judge_at_work_is_kept_and_private"],
     ),
     Mutation(
         "answers find what a candidate left among compiled code", "lab/experiments/runs.py",

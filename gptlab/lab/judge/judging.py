@@ -147,8 +147,9 @@ def judge_run(
 def _copy_of(cache: Path) -> Iterator[Path]:
     """A copy that one process alone may write in. What is not in it, that process compiles."""
     with tempfile.TemporaryDirectory(prefix="gptlab-judge-cache-", ignore_cleanup_errors=True) as folder:
-        copy_compiled(cache, Path(folder))
-        yield Path(folder)
+        own = Path(folder) / "cache"  # a copy has the mode and the time of its source: the folder keeps its own
+        copy_compiled(cache, own)
+        yield own
 
 
 def examine(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -16,10 +18,11 @@ from gptlab.config.load import config_from_json
 from gptlab.data.prepare import prepare
 from gptlab.lab.experiments.proposal import copy_package
 from gptlab.lab.judge.audits import check_time
-from gptlab.lab.judge.judging import Baseline, check_config, judge_run
+from gptlab.lab.judge.judging import Baseline, _copy_of, check_config, judge_run
 from gptlab.lab.judge.rules import RuleError
 from gptlab.lab.judge.supervise import Limits, candidate_environment, copy_compiled, supervise
 from gptlab.lab.judge.tree_rules import check_tree
+from gptlab.lab.removals import judge_leftovers
 from gptlab.runtime.files.cache import cache_root
 from gptlab.training.checkpoint.load import load_newest
 
@@ -81,6 +84,18 @@ def test_each_answering_process_has_a_copy_of_compiled_code_to_itself(tmp_path: 
     judged_program(tmp_path, ('write(b"RDY1"', adds), cache=built.parent)
     assert (tmp_path / "log.txt").read_text() == "['kernel.so']\n" * 2
     assert [*built.parent.iterdir()] == [built]
+
+
+def test_the_copy_of_a_judge_at_work_is_kept_and_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`gptlab clean` deletes what has not changed for an hour; shared libraries are loaded from the copy."""
+    built = tmp_path / "built"
+    built.mkdir(mode=0o755)
+    os.utime(built, (0, 0))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with _copy_of(built):
+        (left,) = judge_leftovers()
+        assert left.kept is not None
+        assert left.path.stat().st_mode & 0o777 == 0o700
 
 
 def test_the_configuration_must_be_the_baselines() -> None:
