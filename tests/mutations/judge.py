@@ -33,6 +33,11 @@ MUTATIONS = [
         ["test_judging.py::test_each_answering_process_has_a_copy_of_compiled_code_to_itself"],
     ),
     Mutation(
+        "answers are computed by gptlab's products where training had the library's", "lab/judge/judging.py",
+        'computed["implementations"] = {"products": products}', "pass",
+        ["test_judging.py::test_answers_are_computed_by_what_multiplied_in_training"],
+    ),
+    Mutation(
         "the copy of compiled code of a judge at work is deleted as a killed one's", "lab/judge/judging.py",
         'own = Path(folder) / "cache"', "own = Path(folder)",
         ["test_judging.py::test_the_copy_of_a_judge_at_work_is_kept_and_private"],

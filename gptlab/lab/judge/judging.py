@@ -226,8 +226,11 @@ def _stage(folder: Path, record: RunRecord, step: int, model: Mapping[str, Tenso
     questions.tokenizer.save(folder / "tokenizer")
     save_checkpoint(folder / "checkpoints", step, model=model, optimizer={}, state={})
     write_json_atomic(folder / "config.json", record.directory.read_config())
-    computed = {name: str(record.provenance.get(name))[:200] for name in ("device", "cpu", "dtype")}
-    write_json_atomic(folder / "run.json", computed)  # what dtype = auto was in training
+    computed: dict[str, Any] = {name: str(record.provenance.get(name))[:200] for name in ("device", "cpu", "dtype")}
+    match record.provenance.get("implementations"):
+        case {"products": "kernels" | "library" as products}:
+            computed["implementations"] = {"products": products}
+    write_json_atomic(folder / "run.json", computed)  # what dtype and products = auto were in training
     return folder
 
 

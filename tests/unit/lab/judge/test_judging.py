@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from judged import HONEST, judged_program, questions_of, written_candidate
+from judged import HONEST, judged_program, questions, questions_of, written_candidate
 from mutations.mutation import ROOT
 from tiny_runs import arguments, command, make_config, train, write_corpus
 
@@ -18,11 +18,12 @@ from gptlab.config.load import config_from_json
 from gptlab.data.prepare import prepare
 from gptlab.lab.experiments.proposal import copy_package
 from gptlab.lab.judge.audits import check_time
-from gptlab.lab.judge.judging import Baseline, _copy_of, check_config, judge_run
+from gptlab.lab.judge.judging import Baseline, _copy_of, _stage, check_config, judge_run
 from gptlab.lab.judge.rules import RuleError
 from gptlab.lab.judge.supervise import Limits, candidate_environment, copy_compiled, supervise
 from gptlab.lab.judge.tree_rules import check_tree
 from gptlab.lab.removals import judge_leftovers
+from gptlab.lab.run_record import read_run
 from gptlab.runtime.files.cache import cache_root
 from gptlab.training.checkpoint.load import load_newest
 
@@ -72,6 +73,18 @@ def test_nothing_but_weights_configuration_and_tokenizer_is_given(tmp_path: Path
                 "tokenizer.json", "tokenizer_config.json"]  # fmt: skip
     assert (tmp_path / "log.txt").read_text() == f"{expected}\n" * 2
     assert "optimizer" not in HONEST
+
+
+@pytest.mark.parametrize("products", ["kernels", "library", "weights" * 1000, None])
+def test_answers_are_computed_by_what_multiplied_in_training(tmp_path: Path, products: object) -> None:
+    """And nothing else of what run.json says of implementations is given."""
+    run = written_candidate(tmp_path / "run")
+    record = json.loads((run / "run.json").read_text())
+    found = {"products": products, "kernels": "x" * 1000}
+    (run / "run.json").write_text(json.dumps(record | {"device": "cpu", "implementations": found}))
+    staged = _stage(tmp_path / "staged", read_run(run), 10, {}, questions())
+    known = {"products": products} if products in ("kernels", "library") else None
+    assert json.loads((staged / "run.json").read_text()).get("implementations") == known
 
 
 def test_each_answering_process_has_a_copy_of_compiled_code_to_itself(tmp_path: Path) -> None:
