@@ -52,6 +52,11 @@ MUTATIONS = [
         ["test_run_record.py::test_metrics_that_another_program_wrote_again_are_read_alike"],
     ),
     Mutation(
+        "a training line whose keys were sorted is none", "runtime/records/metrics.py",
+        "text[_line_start(text, at) : text.find", "text[at : text.find",
+        ["test_run_record.py::test_metrics_that_another_program_wrote_again_are_read_alike"],
+    ),
+    Mutation(
         "a folder of runs cannot be compared where it holds an exported model too", "lab/sides.py",
         "return folder.is_dir() and is_run(os.listdir(folder))", 'return (folder / "config.json").is_file()',
         ["test_sides.py::TestFinding::test_an_exported_model_is_skipped_among_others_and_refused_by_name"],

@@ -182,12 +182,17 @@ def blocks_of_lines(path: Path) -> Iterator[bytes]:
 def lines_of_kind(text: bytes, kind: Kind) -> Iterator[bytes]:
     """The complete lines of one kind, each with its newline. The others, a hundred times as many as validations, are
     neither parsed nor split."""
-    # `jq -c` leaves out the space. Quotes within a text are escaped, so that this is found at the start of lines only.
-    return (found[0] for found in re.finditer(rb'\{"kind": ?"%s"[^\n]*\n' % kind.encode(), text))
+    # `jq -c` leaves out the space, and `jq -S` sorts keys. Quotes within a text are escaped: what is found is a key.
+    found = re.finditer(rb'"kind": ?"%s"[^\n]*\n' % kind.encode(), text)
+    return (text[_line_start(text, one.start()) : one.end()] for one in found)
 
 
 def last_line_of_kind(text: bytes, kind: Kind) -> bytes:
     """The last such line; empty where there is none."""
-    marks = (b'{"kind":%s"%s"' % (space, kind.encode()) for space in (b" ", b""))
+    marks = (b'"kind":%s"%s"' % (space, kind.encode()) for space in (b" ", b""))
     at = max(text.rfind(mark, 0, text.rfind(b"\n") + 1) for mark in marks)
-    return text[at : text.find(b"\n", at) + 1] if at >= 0 else b""
+    return text[_line_start(text, at) : text.find(b"\n", at) + 1] if at >= 0 else b""
+
+
+def _line_start(text: bytes, place: int) -> int:
+    return text.rfind(b"\n", 0, place) + 1

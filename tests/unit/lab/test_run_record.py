@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny_runs import lines_of, train, write_corpus
@@ -63,14 +65,17 @@ def test_metrics_that_end_before_their_run_are_refused(tmp_path: Path) -> None:
     assert len(read_run(path).curve) == 0  # it never validated
 
 
-def test_metrics_that_another_program_wrote_again_are_read_alike(tmp_path: Path) -> None:
-    """`jq -c` leaves no spaces, and not every reader parses every line."""
+@pytest.mark.parametrize("order", [list, reversed])
+def test_metrics_that_another_program_wrote_again_are_read_alike(
+    tmp_path: Path, order: Callable[[Any], Iterable[Any]]
+) -> None:
+    """`jq -c` leaves no spaces, `jq -cS` another order of keys, and not every reader parses every line."""
     path = write_run(tmp_path / "run", [4.0, 3.0, 2.0], status="failed") / "metrics.jsonl"
     watched = WatchedRun(path.parent, "run")
     watched.refresh()
     curve, row, listed, history = read_run(path.parent).curve, watched.row, list_runs([tmp_path]), bpb_history(path)
-    text = "".join(f"{json.dumps(json.loads(line), separators=(',', ':'))}\n" for line in path.open())
-    path.write_text(text)
+    values = [dict(order(json.loads(line).items())) for line in path.open()]
+    path.write_text("".join(f"{json.dumps(value, separators=(',', ':'))}\n" for value in values))
     again, watched = read_run(path.parent).curve, WatchedRun(path.parent, "run")
     watched.refresh()
     assert (again.bpb.tolist(), again.at["flops"].tolist()) == (curve.bpb.tolist(), curve.at["flops"].tolist())
