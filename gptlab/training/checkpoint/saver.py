@@ -186,7 +186,8 @@ class CheckpointSaver(RunOutput):
 
     def _not_saved(self, state: TrainState, request: Request, problem: str) -> None:
         if request.required or self.config.checkpoint.on_failure == "stop":
-            raise CheckpointError(f"{problem}; --resume continues the run")
+            # Of a folder that was moved, the problem says it already, and where.
+            raise CheckpointError(problem if "--resume" in problem else f"{problem}; --resume continues the run")
         state.best_saved = request.former_best
         if state.faults.good_step == request.step:  # the steps since then proved weights that no checkpoint holds
             state.faults.good_step = request.former_good
