@@ -85,7 +85,7 @@ def _in_lab(run: ListedRun) -> bool:
 def _old_checkpoints(run: ListedRun) -> list[Path]:
     """Empty also where it is unknown which is the best."""
     every = run.fields.get("checkpoint.keep_every_steps")
-    saved = {step_of(path) or 0: path for path in list_checkpoints(run.path / "checkpoints")}
+    saved = {step_of(path) or 0: path for path in list_checkpoints(run.path / "checkpoints") if path.is_dir()}
     if not (run.status == "finished" and run.is_own and saved):
         return []
     try:

@@ -108,6 +108,11 @@ MUTATIONS = [
         ["test_clean.py::TestOldCheckpoints::test_what_only_looks_like_a_checkpoint_stays"],
     ),
     Mutation(
+        "clean takes a file with the name of a checkpoint for one", "lab/removals.py",
+        'list_checkpoints(run.path / "checkpoints") if path.is_dir()}', 'list_checkpoints(run.path / "checkpoints")}',
+        ["test_clean.py::TestOldCheckpoints::test_what_only_looks_like_a_checkpoint_stays"],
+    ),
+    Mutation(
         "clean deletes older checkpoints though the last is damaged", "lab/removals.py",
         'if hashlib.file_digest(file, "sha256").hexdigest() != recorded["sha256"]:', "if False:",
         ["test_clean.py::TestOldCheckpoints::test_nothing_goes_where_the_last_is_damaged_or_the_run_changed"],

@@ -206,9 +206,13 @@ class TestOldCheckpoints:
         path = run_with_checkpoints(tmp_path / "run", [9.0, 5.0, 3.0, 4.0, 6.0])
         for name in ("step-00000020-copy", "step-60"):
             (path / "checkpoints" / name).mkdir()
+        (path / "checkpoints" / "step-00000008").touch()
         (removal,) = old_checkpoints(list_runs([path]))
+        assert removal.bytes > 2000
         remove(removal)
-        left = ["step-00000010", "step-00000020-copy", "step-00000030", "step-00000050", "step-60"]
+        left = [
+            "step-00000008", "step-00000010", "step-00000020-copy", "step-00000030", "step-00000050", "step-60",
+        ]  # fmt: skip
         assert sorted(one.name for one in (path / "checkpoints").iterdir()) == left
 
     def test_nothing_goes_where_the_last_is_damaged_or_the_run_changed(self, tmp_path: Path) -> None:
