@@ -8,6 +8,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from string import ascii_uppercase
@@ -72,7 +73,9 @@ def find_runs(words: Iterable[str]) -> list[RunRecord]:
 
 
 def _is_run(folder: Path) -> bool:
-    return folder.is_dir() and is_run(os.listdir(folder))
+    with suppress(PermissionError):  # such as lost+found
+        return folder.is_dir() and is_run(os.listdir(folder))
+    return False
 
 
 def group_by_seed(runs: Sequence[RunRecord]) -> dict[str, list[RunRecord]]:

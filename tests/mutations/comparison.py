@@ -57,6 +57,11 @@ MUTATIONS = [
         ["test_run_record.py::test_metrics_that_another_program_wrote_again_are_read_alike"],
     ),
     Mutation(
+        "a folder of runs cannot be compared where it holds one that may not be read", "lab/sides.py",
+        "with suppress(PermissionError):", "with suppress():",
+        ["test_sides.py::TestFinding::test_a_folder_that_may_not_be_read_is_skipped"],
+    ),
+    Mutation(
         "a folder of runs cannot be compared where it holds an exported model too", "lab/sides.py",
         "return folder.is_dir() and is_run(os.listdir(folder))", 'return (folder / "config.json").is_file()',
         ["test_sides.py::TestFinding::test_an_exported_model_is_skipped_among_others_and_refused_by_name"],

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -54,6 +56,20 @@ class TestFinding:
             assert [found.path.name for found in find_runs([str(tmp_path / word)])] == ["base-1"]
         with pytest.raises(UserError, match="holds a model of transformers, not a run"):
             find_runs([str(tmp_path / "base-exported")])
+
+    def test_a_folder_that_may_not_be_read_is_skipped(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        run(tmp_path / "run")
+        (tmp_path / "lost+found").mkdir()
+        listdir = os.listdir
+
+        def refuse(folder: Path) -> list[str]:
+            if folder.name == "lost+found":
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
+            return listdir(folder)
+
+        monkeypatch.setattr(os, "listdir", refuse)
+        for word in ("", "*"):
+            assert [found.path.name for found in find_runs([str(tmp_path / word)])] == ["run"]
 
     def test_a_pattern_in_a_name(self, tmp_path: Path) -> None:
         run(tmp_path / "lr[1]")
