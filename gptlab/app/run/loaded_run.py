@@ -13,9 +13,9 @@ import torch
 
 from gptlab.app.run.own_parts import OwnParts
 from gptlab.app.run.ranks import rank_0_first, require_same_run
+from gptlab.app.run.repeat import stored_config
 from gptlab.app.run.saved_weights import own_checkpoint
 from gptlab.config.errors import UserError
-from gptlab.config.load import config_from_json
 from gptlab.config.run import RunConfig, RuntimeConfig
 from gptlab.data.prepare import prepare
 from gptlab.data.rows import validation_rows
@@ -70,7 +70,7 @@ def load_run(
     own = OwnParts(change_model=change_model)
     for warning in own.require_those_of(directory.path, directory.recorded(), "load"):
         console.warn(warning)
-    config = config_from_json(directory.read_config())
+    config = stored_config(directory)
     wanted = device or config.runtime.device
     if (unused := unused_gpu(wanted, config.runtime.allocator, group.world.local_rank)) is not None:
         console.warn(unused)

@@ -437,6 +437,14 @@ class TestRefusals:
         (run.path / "config.json").write_text(json.dumps(values))
         assert "another model" in refusal(capsys, "sample", run.path)
 
+    def test_a_configuration_that_lacks_a_field(self, run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+        path = run.path / "config.json"
+        values = json.loads(path.read_text())
+        del values["log"]["report"]
+        path.write_text(json.dumps(values))
+        says = f"{path} cannot be used: the configuration lacks log.report: the file is incomplete"
+        assert says in refusal(capsys, "sample", run.path)
+
     def test_a_corpus_that_is_gone(self, run: Run, capsys: pytest.CaptureFixture[str]) -> None:
         out = printed(capsys, "eval", run.path)
         moved = run.corpus.rename(run.corpus.with_name("moved"))
