@@ -26,6 +26,11 @@ MUTATIONS = [
         ["test_peak.py::test_the_faster_of_a_cpus_two_libraries_counts_in_float32"],
     ),
     Mutation(
+        "MFU in float16 on a CPU is a share of what slow products reach", "runtime/hardware/peak.py",
+        "right = right.t()", "right = right",
+        ["test_peak.py::test_a_cpus_float16_products_are_those_of_linear_layers"],
+    ),
+    Mutation(
         "the end of a run waits for a mirror that hangs", "runtime/records/mirrors.py",
         "self.process.wait(max(0.0, deadline - time.monotonic()))", "self.process.wait(30)",
         ["test_mirrors.py::test_one_that_hangs_is_stopped"],
