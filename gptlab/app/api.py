@@ -115,4 +115,4 @@ def _changed(config: RunConfig, request: RunRequest) -> RunConfig:
     wrong = "depth" if request.depth is not None else next(iter(request.recipe_arguments), None)
     if wrong is not None:
         raise UserError(f"{wrong} is an argument of a recipe: give its name, or make the configuration with it")
-    return apply_overrides(config, request.horizon_fields | dict(request.overrides))
+    return apply_overrides(config, request.overrides)

@@ -381,7 +381,7 @@ def _path(name: str) -> Path:
 
 def _fields(request: RunRequest) -> dict[str, object]:
     """The fields that are proposed. UserError for arguments that say what to train, or for how long."""
-    if request.recipe is not None or request.horizon is not None or request.recipe_arguments:
+    if request.recipe is not None or request.gives_length or request.recipe_arguments:
         raise UserError("the lab decides recipe and length: propose fields, such as --optim.muon.lr 0.03")
     depth = {} if request.depth is None else {"depth": request.depth}
     return depth | dict(request.overrides)

@@ -260,9 +260,20 @@ MUTATIONS = [
     ),
     # --- quickstart's size
     Mutation(
-        "a length in a file is none where another one stands beside it", "app/run/run_request.py",
-        '[*named[1:], *(name for name in ("horizon.amount", "horizon.unit") if name in given)]', "named[1:]",
+        "a length is none where its fields stand beside it", "config/length.py",
+        "if len(named) > 1 and not LENGTH_FIELDS.issuperset(named):", "if len({*named} - LENGTH_FIELDS) > 1:",
         ["test_cli_arguments.py::TestToml::test_mistakes_are_one_line"],
+    ),
+    Mutation(
+        "a model is not sized for a length that is given by its fields", "app/run/run_request.py",
+        "        horizon = self.horizon(name)\n", "        horizon = None\n",
+        ["test_own_arguments.py::TestLength::test_the_horizons_fields_are_the_length_that_the_recipe_is_for"],
+    ),
+    Mutation(
+        "an amount that is given does not keep the unit of the file", "config/length.py",
+        "return by_field if LENGTH_FIELDS.issuperset(named) else by_field | LENGTH_FIELDS",
+        "return by_field | LENGTH_FIELDS",
+        ["test_own_arguments.py::TestLength::test_a_length_that_is_given_beats_the_files"],
     ),
     Mutation(
         "a slow moment halves the model", "app/run/run_request.py",

@@ -42,7 +42,7 @@ def repeated_config(request: RunRequest, run: RunDirectory) -> RunConfig:
     request.require_own_arguments(config.recipe)
     if request.depth is not None or request.recipe_arguments:
         config = _from_recipe(config, request, run.sized_for())
-    return apply_overrides(config, request.horizon_fields | dict(request.overrides))
+    return apply_overrides(config, request.overrides)
 
 
 def _from_recipe(config: RunConfig, request: RunRequest, sized_for: Facts) -> RunConfig:

@@ -15,23 +15,15 @@ from typing import Any
 
 from gptlab.config.errors import ConfigError, UserError, nearest_name, require_positive
 from gptlab.config.foreign_names import answer, config_file_answer
+from gptlab.config.length import HORIZONS, LENGTH_FIELDS, replaced_lengths, with_length_fields
 from gptlab.config.load import apply_overrides, checked_value, differences, flatten, leaf_fields, rebuild, unknown_field
 from gptlab.config.recipes import OWN_TYPES, RECIPES, configure, own_arguments, recorded_arguments
-from gptlab.config.run import Compile, DType, Horizon, HorizonUnit, RunConfig
+from gptlab.config.run import Compile, DType, Horizon, RunConfig
 from gptlab.config.scaling import Machine
 from gptlab.runtime.files.plain_file import listed_sources, load_toml
 from gptlab.runtime.records.identity import FREE_FIELDS, changeable_fields
 
 DEFAULT_RECIPE = "quickstart"
-
-HORIZONS: Mapping[str, tuple[HorizonUnit, float]] = {
-    "minutes": ("seconds", 60.0),
-    "steps": ("steps", 1.0),
-    "tokens": ("tokens", 1.0),
-    "flops": ("flops", 1.0),
-    "tokens_per_param": ("tokens_per_param", 1.0),
-}
-"""Short form -> (unit of the horizon, that unit's amount in one)."""
 
 ALIASES = {
     "data": "data.source",
@@ -111,9 +103,8 @@ class RunRequest:
     recipe: str | None = None
     """None: DEFAULT_RECIPE."""
     depth: int | None = None
-    horizon: Horizon | None = None
     overrides: Mapping[str, Any] = field(default_factory=dict)
-    """{dotted field: checked value}; applied after the recipe."""
+    """{dotted field: checked value}, a length by its fields; applied after the recipe."""
     resume: str | None = None
     resume_from_step: int | None = None
     from_run: str | None = None
@@ -122,14 +113,20 @@ class RunRequest:
     options: Mapping[str, Any] = field(default_factory=dict)
     """The given arguments that a command adds to RunArguments."""
     given: Mapping[str, Any] = field(default_factory=dict)
-    """All given arguments but the recipe, fields by their full names."""
+    """All given arguments but the recipe, fields by their full names, a length as it was given."""
 
     @property
-    def horizon_fields(self) -> dict[str, Any]:
-        """The requested length as fields; empty where none is requested."""
-        if self.horizon is None:
-            return {}
-        return {"horizon.amount": self.horizon.amount, "horizon.unit": self.horizon.unit}
+    def gives_length(self) -> bool:
+        return not LENGTH_FIELDS.isdisjoint(self.overrides)
+
+    def horizon(self, recipe: str) -> Horizon | None:
+        """The requested length, with `recipe`'s amount or unit where only the other is requested; None where neither
+        is."""
+        if not self.gives_length:
+            return None
+        default = configure(recipe, depth=self.depth, own=self.recipe_arguments).horizon
+        heads = ((name.partition("."), value) for name, value in self.overrides.items())
+        return rebuild(default, {name: value for (group, _, name), value in heads if group == "horizon"}, "horizon.")
 
     def config(self, measure: Measure, limit: Measure | None = None) -> RunConfig:
         """The configuration of a new run. `measure` times a configuration's steps on this machine, `limit` says how
@@ -137,9 +134,10 @@ class RunRequest:
         name = self.recipe or DEFAULT_RECIPE
         if self.recipe_arguments:
             self.require_own_arguments(name)
+        horizon = self.horizon(name)
 
         def recipe(depth: int | None, machine: Machine | None) -> RunConfig:
-            return configure(name, depth=depth, horizon=self.horizon, machine=machine, own=self.recipe_arguments)
+            return configure(name, depth=depth, horizon=horizon, machine=machine, own=self.recipe_arguments)
 
         # Recipes are pure and cheap: one that gives the same for machines a billion times apart needs no measurement.
         slow, fast = (recipe(self.depth, Machine(device="cpu", flops_per_second=flops)) for flops in (1e9, 1e18))
@@ -162,16 +160,13 @@ class RunRequest:
         return begin_from(init_from, config, asked | dict(self.overrides))
 
     def require_own_arguments(self, recipe: str) -> None:
-        """UserError for an argument of another recipe, and for two that both give the length."""
+        """UserError for an argument of another recipe."""
         own = own_arguments(recipe)
         for name in self.recipe_arguments:
             if name not in own:
                 flag, instead = f"--{name.replace('_', '-')}", answer(name)
                 theirs = [other for other in RECIPES if name in own_arguments(other)]
                 raise UserError(f"{flag} is an argument of {' and '.join(theirs)}, not of {recipe}; here: {instead}")
-        if self.horizon is not None and "target_param_data_ratio" in self.recipe_arguments:
-            other = f"--{self.horizon.unit.replace('_', '-')}"
-            raise UserError(f"--target-param-data-ratio and {other} both say how long to train: give one of them")
 
     def resumed(self, stored: RunConfig) -> RunConfig:
         """A stored run's configuration, with those of the requested fields that change nothing of what was trained. A
@@ -185,11 +180,11 @@ class RunRequest:
     def with_length(self, stored: RunConfig) -> RunConfig:
         """A stored run's configuration with the requested length."""
         asked = {name: value for name, value in self.overrides.items() if name.startswith("horizon.")}
-        return apply_overrides(stored, asked | self.horizon_fields)
+        return apply_overrides(stored, asked)
 
     def disagreements(self, stored: RunConfig) -> list[str]:
         """Where the request differs from a stored run, one line a field; the run's folder does not count."""
-        asked = {name: value for name, value in self.overrides.items() if name != "run_dir"} | self.horizon_fields
+        asked = {name: value for name, value in self.overrides.items() if name != "run_dir"}
         if self.depth is not None:
             asked.setdefault("model.n_layer", self.depth)
         lines = differences(stored, apply_overrides(stored, asked)) + self._other_arguments(stored)
@@ -250,8 +245,7 @@ def request_of(recipe: str | None, given: Mapping[str, Any]) -> RunRequest:
     return RunRequest(
         recipe=recipe,
         depth=values.get("depth"),
-        horizon=_horizon(values),
-        overrides={name: value for name, value in values.items() if name in fields},
+        overrides={name: value for name, value in with_length_fields(values).items() if name in fields},
         resume=values.get("resume"),
         resume_from_step=values.get("resume_from_step"),
         from_run=values.get("from"),
@@ -263,17 +257,14 @@ def request_of(recipe: str | None, given: Mapping[str, Any]) -> RunRequest:
 
 def _with_file(recipe: str, given: Mapping[str, Any]) -> tuple[str | None, dict[str, Any]]:
     """The recipe that a TOML file names, and its values with those that are given beside it. A depth or a length that
-    is given replaces the file's fields that mean the same."""
+    is given replaces what of the file means the same."""
     if not recipe.endswith(".toml"):
         raise _unknown_recipe(recipe)
-    file = _full_names(_read_file(recipe))
+    file = with_length_fields(_full_names(_read_file(recipe)))
     named = file.pop("recipe", None)
     if named is not None and named not in RECIPES:
         raise _unknown_recipe(named)
-    _horizon(file)  # which may not be given twice
-    replaced = {"model.n_layer"} if "depth" in given else set()
-    if _horizon(given) is not None:
-        replaced |= {"horizon.amount", "horizon.unit", *HORIZONS}
+    replaced = replaced_lengths(given) | ({"model.n_layer"} if "depth" in given else set())
     return named, {name: value for name, value in file.items() if name not in replaced} | dict(given)
 
 
@@ -304,24 +295,10 @@ def argument_types(arguments: type[RunArguments]) -> dict[str, Any]:
 
 
 def _full_names(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The values with the full names of fields in place of short forms; None leaves a short form out."""
+    """The values with the full names of fields in place of ALIASES; None leaves one out."""
     values = {name: value for name, value in given.items() if name not in ALIASES}
     values |= {ALIASES[name]: value for name, value in given.items() if name in ALIASES and value is not None}
     return values
-
-
-def _horizon(given: Mapping[str, Any]) -> Horizon | None:
-    """The horizon that a short form gives; None where none does. UserError for two lengths."""
-    named = [name for name in HORIZONS if given.get(name) is not None]
-    if not named:
-        return None
-    if more := [*named[1:], *(name for name in ("horizon.amount", "horizon.unit") if name in given)]:
-        flags = " and ".join(f"--{name.replace('_', '-')}" for name in (named[0], more[0]))
-        raise UserError(f"{flags} both say how long to train: give one of them")
-    amount, (unit, factor) = given[named[0]], HORIZONS[named[0]]
-    if amount <= 0:
-        raise ConfigError(named[0], amount, f"a run trains for a positive number of {named[0].replace('_', ' ')}")
-    return Horizon(amount=amount * factor, unit=unit)
 
 
 def _read_file(path: str) -> dict[str, Any]:

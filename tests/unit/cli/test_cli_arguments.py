@@ -261,8 +261,8 @@ class TestRunRequest:
 
     def test_from(self) -> None:
         asked = request("--from runs/x --steps 5 --seed 2")
-        assert (asked.from_run, asked.recipe, asked.overrides) == ("runs/x", None, {"seed": 2})
-        assert asked.horizon == Horizon(amount=5, unit="steps")
+        assert (asked.from_run, asked.recipe) == ("runs/x", None)
+        assert asked.overrides == {"seed": 2, "horizon.amount": 5.0, "horizon.unit": "steps"}
 
     @pytest.mark.parametrize(
         ("argv", "says"),

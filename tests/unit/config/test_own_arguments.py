@@ -18,7 +18,7 @@ from gptlab.config.errors import UserError
 from gptlab.config.load import config_from_json, config_to_json
 from gptlab.config.recipes import OWN_TYPES, RECIPES, configure, own_arguments
 from gptlab.config.recipes.nanochat import NanochatArguments
-from gptlab.config.run import RunConfig
+from gptlab.config.run import Horizon, RunConfig
 from gptlab.config.scaling import Machine
 from gptlab.runtime.records.run_directory import RunDirectory
 
@@ -103,6 +103,7 @@ def test_a_file_may_give_them(tmp_path: Path) -> None:
         ),
         ("--total-batch-size 8192", "not of quickstart; here: --batch.total-tokens"),
         ("nanochat --target-param-data-ratio 8 --steps 5", "--target-param-data-ratio and --steps both say how long"),
+        ("nanochat --target-param-data-ratio 8 --horizon.amount 5", "and --horizon.amount both say how long"),
         ("nanochat --embedding-lr x", "embedding_lr = 'x': must be a number"),
         ("nanochat --embedding-lrs 1", "--embedding-lrs = '1': there is no such field"),
         ("nanochat --head-dim 0", "head_dim = 0: must be greater than zero"),
@@ -115,6 +116,37 @@ def test_refusals_are_one_line(line: str, says: str) -> None:
         resolve(line)
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+class TestLength:
+    def test_the_horizons_fields_are_the_length_that_the_recipe_is_for(self) -> None:
+        long = resolve("quickstart --horizon.amount 36000")
+        assert long == resolve("quickstart --minutes 600")
+        assert long.model.n_layer > resolve("quickstart").model.n_layer
+        by_steps = resolve("nanogpt/gpt2-124m --steps 5000")
+        assert resolve("nanogpt/gpt2-124m --horizon.amount 5000 --horizon.unit steps") == by_steps
+        assert resolve("nanogpt/gpt2-124m --horizon.amount 5000") == by_steps
+        ratio = resolve("nanochat-tiny --target-param-data-ratio 2 --horizon.until-val-loss 3")
+        assert ratio.horizon == Horizon(amount=2, unit="tokens_per_param", until_val_loss=3.0)
+
+    @pytest.mark.parametrize(
+        ("text", "flags", "horizon"),
+        [
+            ('recipe = "nanochat-tiny"\ntarget_param_data_ratio = 8', "--steps 10", ("steps", 10)),
+            ('recipe = "nanochat-tiny"\ntarget_param_data_ratio = 8', "--horizon.amount 9", ("tokens_per_param", 9)),
+            ('recipe = "nanochat-tiny"\nsteps = 10', "--target-param-data-ratio 8", ("tokens_per_param", 8)),
+            ("steps = 10", "--horizon.amount 20", ("steps", 20)),
+            ("steps = 10", "--horizon.unit tokens_per_param", ("tokens_per_param", 10)),
+            ("[horizon]\namount = 10", "--minutes 1", ("seconds", 60)),
+        ],
+    )
+    def test_a_length_that_is_given_beats_the_files(
+        self, tmp_path: Path, text: str, flags: str, horizon: tuple[str, float]
+    ) -> None:
+        path = tmp_path / "run.toml"
+        path.write_text(text)
+        made = resolve(f"{path} {flags}").horizon
+        assert (made.unit, made.amount) == horizon
 
 
 class TestRuns:
