@@ -270,6 +270,11 @@ MUTATIONS = [
         ["test_own_arguments.py::TestLength::test_the_horizons_fields_are_the_length_that_the_recipe_is_for"],
     ),
     Mutation(
+        "a loss to reach cannot be taken away by its short form", "app/run/run_request.py",
+        "(given[name] is not None or bare(fields[field_name])[1])", "given[name] is not None",
+        ["test_cli_arguments.py::TestRunRequest::test_none_is_the_value_of_a_short_form_whose_field_may_be_none"],
+    ),
+    Mutation(
         "an amount that is given does not keep the unit of the file", "config/length.py",
         "return by_field if LENGTH_FIELDS.issuperset(named) else by_field | LENGTH_FIELDS",
         "return by_field | LENGTH_FIELDS",

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gptlab.config.errors import ConfigError, UserError, nearest_name, require_positive
+from gptlab.config.errors import ConfigError, UserError, bare, nearest_name, require_positive
 from gptlab.config.foreign_names import answer, config_file_answer
 from gptlab.config.length import HORIZONS, LENGTH_FIELDS, replaced_lengths, with_length_fields
 from gptlab.config.load import apply_overrides, checked_value, differences, flatten, leaf_fields, rebuild, unknown_field
@@ -295,9 +295,11 @@ def argument_types(arguments: type[RunArguments]) -> dict[str, Any]:
 
 
 def _full_names(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The values with the full names of fields in place of ALIASES; None leaves one out."""
-    values = {name: value for name, value in given.items() if name not in ALIASES}
-    values |= {ALIASES[name]: value for name, value in given.items() if name in ALIASES and value is not None}
+    """The values with the full names of fields in place of ALIASES; None leaves one out, or is the field's value."""
+    fields, values = leaf_fields(RunConfig), {name: value for name, value in given.items() if name not in ALIASES}
+    for name, field_name in ALIASES.items():
+        if name in given and (given[name] is not None or bare(fields[field_name])[1]):
+            values[field_name] = given[name]
     return values
 
 

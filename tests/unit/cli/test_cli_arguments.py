@@ -247,6 +247,13 @@ class TestRunRequest:
     def test_until_val_loss_keeps_the_recipes_cap(self) -> None:
         assert resolve("--until-val-loss 1.5").horizon == Horizon(amount=10.0, unit="seconds", until_val_loss=1.5)
 
+    def test_none_is_the_value_of_a_short_form_whose_field_may_be_none(self, tmp_path: Path) -> None:
+        stored = apply_overrides(RunConfig(), {"horizon.until_val_loss": 2.0})
+        assert request("--resume x --until-val-loss none").with_length(stored).horizon.until_val_loss is None
+        (tmp_path / "run.toml").write_text("until_val_loss = 2.0")
+        assert resolve(f"{tmp_path / 'run.toml'} --until-val-loss none").horizon.until_val_loss is None
+        assert resolve("--device none --dtype none") == quickstart()
+
     def test_dotted_fields_in_either_spelling(self) -> None:
         config = resolve("--model.n-layer 6 --optim.muon.lr=0.5 --model.no_qk_norm --model.n_embd 96")
         assert (config.model.n_layer, config.optim.muon.lr, config.model.qk_norm, config.model.n_embd) == (
