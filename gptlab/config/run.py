@@ -374,8 +374,8 @@ class RunConfig:
         if spike_factor is not None and not (saves.every_steps or saves.every_seconds or saves.save_best):
             reason = "a run that saves nothing before its end cannot rewind: give checkpoint.every_steps too"
             raise ConfigError("faults.spike_factor", spike_factor, reason)
-        if self.horizon.until_val_loss is not None and not self.eval.validates:
-            reason = "a run that never validates cannot stop at a validation loss: give eval.every_steps too"
+        if self.horizon.until_val_loss is not None and not (self.eval.every_steps or self.eval.every_seconds):
+            reason = "a run that does not validate on the way cannot stop at a loss: give eval.every_steps too"
             raise ConfigError("horizon.until_val_loss", self.horizon.until_val_loss, reason)
         if self.parallel.exact_any_world_size and self.horizon.unit == "seconds":
             reason = "seconds are counted on the clock, which differs each time: give the length in steps or tokens"

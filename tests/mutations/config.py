@@ -275,6 +275,16 @@ MUTATIONS = [
         ["test_cli_arguments.py::TestRunRequest::test_none_is_the_value_of_a_short_form_whose_field_may_be_none"],
     ),
     Mutation(
+        "a run of so many steps is never asked whether it has reached its loss", "config/recipes/quickstart.py",
+        "return horizon.until_val_loss is not None and horizon.unit !=", "return False and horizon.unit !=",
+        ["test_recipes.py::test_a_run_that_is_to_stop_at_a_loss_validates_on_the_way"],
+    ),
+    Mutation(
+        "a run that validates only at its ends may have a loss to reach", "config/run.py",
+        "not (self.eval.every_steps or self.eval.every_seconds):", "not self.eval.validates:",
+        ["test_config.py::test_the_impossible_is_refused_by_name"],
+    ),
+    Mutation(
         "an amount that is given does not keep the unit of the file", "config/length.py",
         "return by_field if LENGTH_FIELDS.issuperset(named) else by_field | LENGTH_FIELDS",
         "return by_field | LENGTH_FIELDS",

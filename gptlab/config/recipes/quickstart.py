@@ -82,8 +82,11 @@ def quickstart(
             gpu, shape, horizon, flops_per_second, QUICKSTART_TOKENS_PER_PARAM, size, least_depth=depth or 1
         )
     per_root, total_tokens = _step_tokens_per_root(shape.n_embd), 2**13
+    tokens = horizon.amount * total_tokens
     if horizon.unit != "steps":
-        total_tokens = step_tokens(tokens_within(horizon, shape, flops_per_second), per_root, CPU_MICRO_TOKENS)
+        tokens = tokens_within(horizon, shape, flops_per_second)
+        total_tokens = step_tokens(tokens, per_root, CPU_MICRO_TOKENS)
+    by_steps = horizon.unit == "tokens" or validates_by_steps(horizon)
     rows = CPU_MICRO_TOKENS // seq_len
     if machine is not None and (gpu is not None or machine.processes > 1):
         rows = quickstart_on_gpu.micro_rows(machine, total_tokens, seq_len, cpu_tokens=CPU_MICRO_TOKENS)
@@ -102,7 +105,7 @@ def quickstart(
         ),
         eval=EvalConfig(
             every_seconds=horizon.amount / 4 if horizon.unit == "seconds" else None,
-            every_steps=math.ceil(horizon.amount / total_tokens / 4) if horizon.unit == "tokens" else None,
+            every_steps=math.ceil(tokens / total_tokens / 4) if by_steps else None,
             tokens=131_072,
         ),
         sample=SampleConfig(from_validation=4, max_tokens=96, temperature=0.7, top_k=40),
@@ -136,6 +139,11 @@ def tokens_within(horizon: Horizon, shape: Shape, flops_per_second: float) -> fl
         "tokens_per_param": horizon.amount * shape.scaling_params,
         "seconds": horizon.amount * flops_per_second / shape.flops_per_token,
     }[horizon.unit]
+
+
+def validates_by_steps(horizon: Horizon) -> bool:
+    """Whether a run without a clock validates on the way: one that is to stop at a loss does."""
+    return horizon.until_val_loss is not None and horizon.unit != "seconds"
 
 
 def step_tokens(tokens: float, per_root: float, least: int) -> int:

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 from gptlab.config.model import ModelConfig
-from gptlab.config.recipes.quickstart import flops_per_second_of, shape_for_horizon, step_tokens, tokens_within
+from gptlab.config.recipes.quickstart import (
+    flops_per_second_of,
+    shape_for_horizon,
+    step_tokens,
+    tokens_within,
+    validates_by_steps,
+)
 from gptlab.config.run import (
     BatchConfig,
     DataConfig,
@@ -63,6 +71,9 @@ def shakespeare_char(
         batch=BatchConfig(total_tokens=total_tokens, micro_sequences=total_tokens // seq_len),
         horizon=horizon,
         optim=muon_and_adamw(shape.n_embd, weight_decay=weight_decay, adamw_scale=0.5, scaled_decay=False),
-        eval=EvalConfig(every_seconds=horizon.amount / 6 if horizon.unit == "seconds" else None),
+        eval=EvalConfig(
+            every_seconds=horizon.amount / 6 if horizon.unit == "seconds" else None,
+            every_steps=math.ceil(tokens / total_tokens / 6) if validates_by_steps(horizon) else None,
+        ),
         sample=SampleConfig(prompts=("\n",), max_tokens=300),
     )  # fmt: skip

@@ -93,7 +93,7 @@ class TestConfiguration:
         assert again == apply_overrides(config, {"run_dir": None, "model.vocab_size": None})
 
     def test_flags_replace_its_fields(self, tmp_path: Path) -> None:
-        config = apply_overrides(RunConfig(), {"horizon.until_val_loss": 2.5, "horizon.amount": 9.0})
+        config = apply_overrides(RunConfig(), {"horizon.until_val_loss": 2.5, "eval.every_steps": 9})
         again = repeated(save(tmp_path / "r", config), "--tokens", "1e6", "--optim.muon.lr", "0.5", "--data", "a,b")
         assert again.horizon == Horizon(amount=1e6, unit="tokens", until_val_loss=2.5)
         assert (again.optim.muon.lr, again.data.source) == (0.5, ("a", "b"))

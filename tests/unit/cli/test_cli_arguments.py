@@ -24,7 +24,7 @@ from gptlab.config.errors import UserError
 from gptlab.config.load import apply_overrides, leaf_fields
 from gptlab.config.model import ModelConfig
 from gptlab.config.recipes import RECIPES
-from gptlab.config.run import Horizon, RunConfig
+from gptlab.config.run import EvalConfig, Horizon, RunConfig
 from gptlab.config.scaling import Machine
 
 MACHINE = Machine(device="cpu", flops_per_second=1e11)
@@ -170,6 +170,7 @@ def small(*, depth: int | None = None, horizon: Horizon | None = None) -> RunCon
         recipe="small",
         model=ModelConfig(n_layer=depth, n_embd=64 * depth, n_head=depth),
         horizon=horizon or Horizon(amount=10.0, unit="seconds"),
+        eval=EvalConfig(every_steps=5),
     )
 
 
@@ -248,7 +249,7 @@ class TestRunRequest:
         assert resolve("--until-val-loss 1.5").horizon == Horizon(amount=10.0, unit="seconds", until_val_loss=1.5)
 
     def test_none_is_the_value_of_a_short_form_whose_field_may_be_none(self, tmp_path: Path) -> None:
-        stored = apply_overrides(RunConfig(), {"horizon.until_val_loss": 2.0})
+        stored = resolve("--until-val-loss 2")
         assert request("--resume x --until-val-loss none").with_length(stored).horizon.until_val_loss is None
         (tmp_path / "run.toml").write_text("until_val_loss = 2.0")
         assert resolve(f"{tmp_path / 'run.toml'} --until-val-loss none").horizon.until_val_loss is None

@@ -50,6 +50,11 @@ IMPOSSIBLE: list[tuple[Callable[[], object], str, str]] = [
     (lambda: Horizon(amount=math.inf), "horizon.amount", "positive"),
     (lambda: Horizon(unit="hours"), "horizon.unit", "must be one of"),  # type: ignore[arg-type]
     (lambda: Horizon(until_val_loss=0.0), "horizon.until_val_loss", "greater than zero"),
+    (
+        lambda: RunConfig(horizon=Horizon(until_val_loss=2.0), eval=EvalConfig(at_end=True)),
+        "horizon.until_val_loss",
+        "give eval.every_steps too",
+    ),
     (lambda: BatchConfig(micro_sequences=0), "batch.micro_sequences", "greater than zero"),
     (lambda: AdamWConfig(lr=-0.1), "optim.lr", "not be negative"),
     (lambda: AdamWConfig(beta2=1.0), "optim.beta2", "[0, 1)"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import ClassVar
 
 import pytest
@@ -17,7 +18,7 @@ from gptlab.config.recipes.quickstart import (
     QUICKSTART_TOKENS_PER_PARAM,
     why_quickstart_size,
 )
-from gptlab.config.run import Horizon, RunConfig, minutes
+from gptlab.config.run import Horizon, HorizonUnit, RunConfig, minutes
 from gptlab.config.scaling import (
     Machine,
     adamw_lr_scale_for_width,
@@ -30,6 +31,7 @@ RATES = [2e9, 3e10, 1.2e11, 2.35e11, 5e11, 1.7e12, 6e13, 4e14]
 
 
 QUICKSTART_SIZE = {"aspect": 32, "head_dim": 64, "vocab_size": 4096, "seq_len": 1024, "window": 128}
+SHAKESPEARE_SIZE = {"aspect": 32, "head_dim": 64, "vocab_size": 128, "seq_len": 2048, "window": 64}
 
 
 def machine(flops_per_second: float | None) -> Machine:
@@ -311,6 +313,27 @@ def test_many_epochs_of_characters_get_more_weight_decay(gflops: float, text_tok
     here = Machine(device="cpu", flops_per_second=gflops * 1e9, training_tokens=text_tokens)
     assert shakespeare_char(machine=here).optim.muon.weight_decay == decay
     assert shakespeare_char(machine=here, horizon=Horizon(amount=2100, unit="steps")).optim.muon.weight_decay == 0.2
+
+
+@pytest.mark.parametrize(
+    ("recipe", "size", "parts"), [(quickstart, QUICKSTART_SIZE, 4), (shakespeare_char, SHAKESPEARE_SIZE, 6)]
+)
+@pytest.mark.parametrize(("unit", "amount"), [("steps", 40), ("flops", 1e14), ("tokens_per_param", 9), ("tokens", 1e6)])
+def test_a_run_that_is_to_stop_at_a_loss_validates_on_the_way(
+    recipe: Callable[..., RunConfig], size: dict[str, int], parts: int, unit: HorizonUnit, amount: float
+) -> None:
+    length, shape = Horizon(amount=amount, unit=unit, until_val_loss=2.0), shape_for_depth(2, **size)
+    config = recipe(depth=2, horizon=length)
+    steps = length.total_steps(
+        tokens_per_step=config.batch.total_tokens,
+        flops_per_token=shape.flops_per_token,
+        scaling_params=shape.scaling_params,
+    )
+    assert steps is not None
+    assert config.eval.every_steps in (math.ceil(steps / parts), steps // parts + 1)
+    without = recipe(depth=2, horizon=replace(length, until_val_loss=None))
+    assert config == replace(without, horizon=length, eval=config.eval)
+    assert (without.eval.every_steps is not None) == (recipe is quickstart and unit == "tokens")
 
 
 def test_a_depth_given_is_the_depth() -> None:

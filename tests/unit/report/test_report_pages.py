@@ -116,7 +116,10 @@ class TestWhatItSays:
         ("fields", "words"),
         [
             ({}, "trained with the recipe custom on stdlib for 40 steps; it reached 3.0000 bits per byte."),
-            ({"horizon__until_val_loss": 5.0}, "on stdlib to a validation loss of 5, at most 40 steps; it reached"),
+            (
+                {"horizon__until_val_loss": 5.0, "eval__every_steps": 20},
+                "on stdlib to a validation loss of 5, at most 40 steps; it reached",
+            ),
             ({"eval__only": True}, "was validated without training, with the recipe custom on stdlib; it reached"),
         ],
     )
