@@ -258,6 +258,11 @@ MUTATIONS = [
         ["test_lineage_recipes.py::TestDepth::test_is_a_number_of_layers_for_nanogpt_and_the_speedrun"],
         ["Sizes d12, d24, d36, d48"],
     ),
+    Mutation(
+        "a rate of nanochat's is refused as another one of gptlab's", "config/recipes/nanochat.py",
+        "scalar_lr: NotNegative[float]", "scalar_lr: float",
+        ["test_own_arguments.py::test_refusals_are_one_line"],
+    ),
     # --- quickstart's size
     Mutation(
         "a length is none where its fields stand beside it", "config/length.py",

@@ -11,9 +11,9 @@ several fields follow, are `NanochatArguments`: `--total-batch-size` also scales
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 
-from gptlab.config.errors import require_positive
+from gptlab.config.errors import BelowOne, NotNegative, Positive, checked_dataclass
 from gptlab.config.model import ModelConfig
 from gptlab.config.optim import OptimConfig
 from gptlab.config.recipes import tiny
@@ -43,7 +43,7 @@ PROMPTS = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@checked_dataclass("")
 class NanochatArguments:
     """Flags of base_train.py from which several fields follow.
 
@@ -51,28 +51,28 @@ class NanochatArguments:
     are kept in `RunConfig.recipe_arguments`, so that `--from RUN --depth N` calls the recipe as the run did.
     """
 
-    aspect_ratio: int = 64
+    aspect_ratio: Positive[int] = 64
     """Width over depth. The width is rounded up to a multiple of head_dim."""
-    head_dim: int = 128
+    head_dim: Positive[int] = 128
     """Width of an attention head."""
-    total_batch_size: int = 2**19
+    total_batch_size: Positive[int] = 2**19
     """Tokens in one optimizer step. All learning rates are scaled by the square root of this over 2^19."""
-    target_param_data_ratio: float = 10.5
+    target_param_data_ratio: Positive[float] = 10.5
     """Tokens per matrix and head parameter. Used where no other length is given."""
-    embedding_lr: float = 0.3
+    embedding_lr: NotNegative[float] = 0.3
     """AdamW's learning rate for the embeddings before scaling. Scaled by width and batch."""
-    unembedding_lr: float = 0.004
+    unembedding_lr: NotNegative[float] = 0.004
     """AdamW's learning rate for the head before scaling. Scaled by width and batch."""
-    matrix_lr: float = 0.02
+    matrix_lr: NotNegative[float] = 0.02
     """Muon's learning rate before scaling. Scaled by the batch."""
-    scalar_lr: float = 0.5
+    scalar_lr: NotNegative[float] = 0.5
     """AdamW's learning rate for the x0 lambdas before scaling. Scaled by the batch; the residual lambdas' rate is a
     hundredth of it."""
-    adam_beta1: float = 0.8
+    adam_beta1: BelowOne = 0.8
     """AdamW's decay of the first moment. The x0 lambdas keep 0.96."""
-    adam_beta2: float = 0.95
+    adam_beta2: BelowOne = 0.95
     """AdamW's decay of the second moment. The x0 lambdas keep 0.95."""
-    weight_decay: float = 0.2
+    weight_decay: NotNegative[float] = 0.2
     """Muon's weight decay at depth 12. Scaled by (12 / depth)^2."""
 
 
@@ -129,8 +129,6 @@ def nanochat_tiny(
 
 def model_for_depth(depth: int, *, aspect: int, head_dim: int, vocab_size: int, seq_len: int) -> ModelConfig:
     """The network of nanochat and autoresearch, whose parts are the defaults of ModelConfig."""
-    require_positive("aspect_ratio", aspect)
-    require_positive("head_dim", head_dim)
     shape = shape_for_depth(depth, aspect=aspect, head_dim=head_dim, vocab_size=vocab_size, seq_len=seq_len)
     return ModelConfig(
         n_layer=shape.n_layer, n_embd=shape.n_embd, n_head=shape.n_head, seq_len=seq_len, window_pattern="SSSL"

@@ -107,7 +107,12 @@ def test_a_file_may_give_them(tmp_path: Path) -> None:
         ("nanochat --embedding-lr x", "embedding_lr = 'x': must be a number"),
         ("nanochat --embedding-lrs 1", "--embedding-lrs = '1': there is no such field"),
         ("nanochat --head-dim 0", "head_dim = 0: must be greater than zero"),
-        ("nanochat --total-batch-size -5", "batch.total_tokens = -5: must be greater than zero"),
+        ("nanochat --total-batch-size -5", "total_batch_size = -5: must be greater than zero"),
+        ("nanochat-tiny --embedding-lr -1", "embedding_lr = -1.0: must not be negative"),
+        ("nanochat --scalar-lr -1", "scalar_lr = -1.0: must not be negative"),
+        ("nanochat --adam-beta2 2", "adam_beta2 = 2.0: must be in [0, 1)"),
+        ("nanochat --weight-decay -1", "weight_decay = -1.0: must not be negative"),
+        ("nanochat --target-param-data-ratio 0", "target_param_data_ratio = 0.0: must be greater than zero"),
         ("nanochat --recipe-arguments x", "there is no such field"),
     ],
 )
