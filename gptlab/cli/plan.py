@@ -107,7 +107,7 @@ def describe(plan: RunPlan, *, size: str | None = None, device_memory: int | Non
         ("step", step_text(config)),
         ("horizon", str(config.horizon)),
         *_length(plan),
-        ("memory", _bytes(plan.memory_bytes) + _fits(plan.memory_bytes, device_memory)),
+        ("memory", _bytes(plan.memory_bytes) + _fits(plan, device_memory)),
         ("  weights", f"{_bytes(plan.memory.weights)} float{64 if '64' in str(place.dtype) else 32}"),
         ("  gradients", _bytes(plan.memory.gradients)),
         ("  optimizer", f"{_bytes(plan.memory.optimizer)} of moments"),
@@ -163,11 +163,14 @@ def _snapshot(plan: RunPlan) -> str:
     return f"{_bytes(plan.memory.snapshot)}{where}: weights and moments as of the step that is being saved"
 
 
-def _fits(need: int, there: int | None) -> str:
+def _fits(plan: RunPlan, there: int | None) -> str:
     if there is None:
         return ""
-    verdict = "" if need < there else ": too little; lower batch.micro_sequences"
-    return f" of {_bytes(there)}{verdict}"
+    of, memory = f" of {_bytes(there)}", plan.memory
+    if plan.memory_bytes < there:
+        return of
+    rows_help = memory.weights + memory.gradients + memory.optimizer < there and plan.config.batch.micro_sequences > 1
+    return f"{of}: too little; lower {'batch.micro_sequences' if rows_help else 'the depth or width of the model'}"
 
 
 def _peak(peak: Peak) -> str:

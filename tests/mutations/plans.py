@@ -48,6 +48,13 @@ MUTATIONS = [
         ["test_plan.py::test_where_no_step_was_timed_the_peak_sizes_the_run"],
     ),
     Mutation(
+        "a model that is too large is to be trained on fewer rows",
+        "cli/plan.py",
+        "memory.weights + memory.gradients + memory.optimizer < there and",
+        "",
+        ["test_plan.py::test_what_does_not_fit_says_what_to_lower"],
+    ),
+    Mutation(
         "a plan of one GPU ignores the depths of the table",
         "cli/plan.py",
         '{"depths", "gpu_gb"}',

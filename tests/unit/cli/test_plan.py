@@ -172,7 +172,16 @@ def test_describe_names_every_figure_with_its_unit() -> None:
         "at 6,400 tokens/s, timed on 2026-11-22", "in bfloat16", "10 steps", "hours",
     ):  # fmt: skip
         assert part in text
-    assert "too little" in describe(make_plan(tiny(), PLACE), device_memory=1000)
+
+
+def test_what_does_not_fit_says_what_to_lower() -> None:
+    plan = make_plan(tiny(), PLACE)
+    kept = plan.memory.weights + plan.memory.gradients + plan.memory.optimizer
+    model = f"of {kept / 1e6:.1f} MB: too little; lower the depth or width of the model"
+    assert model in describe(plan, device_memory=kept)
+    assert "too little; lower batch.micro_sequences" in describe(plan, device_memory=kept + 1)
+    of_one_row = make_plan(tiny(batch__micro_sequences=1), PLACE)
+    assert model in describe(of_one_row, device_memory=kept + 1)
 
 
 def test_command_reads_no_data_and_writes_nothing(
