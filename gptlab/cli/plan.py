@@ -9,7 +9,7 @@ import psutil
 
 from gptlab.app.run.run_request import RunArguments, RunRequest
 from gptlab.cli.arguments.parser import read_request, whole_numbers
-from gptlab.config.errors import UserError
+from gptlab.config.errors import UserError, require_positive
 from gptlab.config.run import RunConfig
 from gptlab.config.scaling import Machine
 from gptlab.runtime.files.plain_file import to_json
@@ -30,7 +30,7 @@ class PlanArguments(RunArguments):
     ranks: tuple[str, ...] = ()
     """A table for 8,64,1024 GPUs. What each would hold, send and save, counted with fake processes."""
     depths: tuple[str, ...] = ()
-    """Depths in that table. Not given: the one depth."""
+    """Depths in that table, in place of --depth."""
     gpu_gb: float = 80.0
     """Memory of a GPU in that table. GB are 1e9 bytes."""
 
@@ -64,6 +64,9 @@ def _many_ranks(request: RunRequest) -> int:
     from gptlab.cli.plan_ranks import UNITS, rows, table
 
     depths = whole_numbers(request.options.get("depths", ()), "depths")
+    if depths and request.depth is not None:
+        raise UserError("--depth and --depths both say how deep: give one of them")
+    require_positive("--gpu-gb", request.options.get("gpu_gb"))
     sized = [replace(request, depth=depth) for depth in depths] or [request]
     made = rows(
         [one.config(_remembered, limited_machine) for one in sized],

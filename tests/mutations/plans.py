@@ -55,6 +55,13 @@ MUTATIONS = [
         ["test_plan.py::test_what_does_not_fit_says_what_to_lower"],
     ),
     Mutation(
+        "a table of several depths ignores the one depth that is given, too",
+        "cli/plan.py",
+        "if depths and request.depth is not None:",
+        "if False:",
+        ["test_plan.py::test_a_table_that_cannot_be_is_refused"],
+    ),
+    Mutation(
         "a plan of one GPU ignores the depths of the table",
         "cli/plan.py",
         '{"depths", "gpu_gb"}',

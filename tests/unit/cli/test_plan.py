@@ -219,6 +219,19 @@ def test_arguments_of_the_table_are_refused_without_it(words: list[str], capsys:
     )
 
 
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--depth", "3", "--depths", "4"], "--depth and --depths both say how deep: give one of them"),
+        (["--gpu-gb", "0"], "--gpu-gb = 0.0: must be greater than zero"),
+        (["--gpu-gb", "-1"], "--gpu-gb = -1.0: must be greater than zero"),
+    ],
+)
+def test_a_table_that_cannot_be_is_refused(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "nanochat-tiny", "--ranks", "8", *words]) == 2
+    assert capsys.readouterr() == ("", f"gptlab: error: {says}\n")
+
+
 def test_where_no_step_was_timed_the_peak_sizes_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
