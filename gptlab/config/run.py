@@ -61,8 +61,7 @@ class Horizon:
             "tokens_per_param": int(self.amount * scaling_params) // tokens_per_step,
         }[self.unit]
         if steps < 1:
-            reason = f"this many {self.unit} are less than one step of {tokens_per_step:,} tokens"
-            raise ConfigError("horizon.amount", self.amount, reason)
+            raise ConfigError(self.unit, self.amount, f"less than one step of {tokens_per_step:,} tokens")
         return steps
 
     def __str__(self) -> str:

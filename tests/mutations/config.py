@@ -290,6 +290,11 @@ MUTATIONS = [
         ["test_config.py::test_the_impossible_is_refused_by_name"],
     ),
     Mutation(
+        "a run of less than a step has its data prepared first", "app/run/run_request.py",
+        'if config.horizon.unit == "tokens":', "if False:",
+        ["test_own_arguments.py::TestLength::test_less_than_a_step_is_refused_before_data_is_read"],
+    ),
+    Mutation(
         "an amount that is given does not keep the unit of the file", "config/length.py",
         "return by_field if LENGTH_FIELDS.issuperset(named) else by_field | LENGTH_FIELDS",
         "return by_field | LENGTH_FIELDS",

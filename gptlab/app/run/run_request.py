@@ -141,7 +141,10 @@ class RunRequest:
 
         # Recipes are pure and cheap: one that gives the same for machines a billion times apart needs no measurement.
         slow, fast = (recipe(self.depth, Machine(device="cpu", flops_per_second=flops)) for flops in (1e9, 1e18))
-        return self._with_fields(slow if slow == fast else self._sized(recipe, measure, limit))
+        config = self._with_fields(slow if slow == fast else self._sized(recipe, measure, limit))
+        if config.horizon.unit == "tokens":  # less than a step is refused before data is read
+            config.horizon.total_steps(tokens_per_step=config.batch.total_tokens, flops_per_token=1, scaling_params=1)
+        return config
 
     def _sized(self, recipe: Recipe, measure: Measure, limit: Measure | None) -> RunConfig:
         """The recipe's configuration, sized by this machine. What is timed has the requested fields."""

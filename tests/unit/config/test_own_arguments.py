@@ -134,6 +134,12 @@ class TestLength:
         ratio = resolve("nanochat-tiny --target-param-data-ratio 2 --horizon.until-val-loss 3")
         assert ratio.horizon == Horizon(amount=2, unit="tokens_per_param", until_val_loss=3.0)
 
+    def test_less_than_a_step_is_refused_before_data_is_read(self) -> None:
+        step = "--model.seq-len 128 --batch.total-tokens 2048 --batch.micro-sequences 8"
+        with pytest.raises(UserError, match=r"^tokens = 100.0: less than one step of 2,048 tokens$"):
+            resolve(f"quickstart {step} --tokens 100")
+        assert resolve(f"quickstart {step} --tokens 2048").horizon == Horizon(amount=2048, unit="tokens")
+
     @pytest.mark.parametrize(
         ("text", "flags", "horizon"),
         [
