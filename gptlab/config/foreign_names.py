@@ -55,6 +55,7 @@ _ANSWERS_BY_NAMES: Mapping[str, str] = {
     "warmup_iters": (
         _ITERS + "--schedule.warmup-fraction X = (warmup_iters + 1) / all steps (modded-nanogpt: without the + 1)"
     ),
+    "warmup_steps": _ITERS + "--schedule.warmup-fraction X = warm-up steps / all steps",
     "warmup_ratio": "--schedule.warmup-fraction X",
     "warmdown_iters": _ITERS + "--schedule.warmdown-fraction X = warm-down steps / all steps",
     "warmdown_ratio": "--schedule.warmdown-fraction X",

@@ -163,8 +163,8 @@ def checked_value(annotation: Any, value: Any, field: str) -> Any:
 
 
 def value_from_text(annotation: Any, text: str, field: str) -> Any:
-    """A word of a command line as the field stores it (a tuple of one). None and True in any case; 1e6 is an
-    integer."""
+    """A word of a command line as the field stores it (a tuple of one). None and True in any case; 1e6 is an integer;
+    True is on and False is off where both are choices (nanoGPT's --compile=False)."""
     leaf, optional = bare(annotation)
     if optional and text.lower() == "none":
         return None
@@ -177,6 +177,8 @@ def value_from_text(annotation: Any, text: str, field: str) -> Any:
         value = {"true": True, "on": True, "false": False, "off": False}.get(text.lower(), text)
     elif leaf in (int, float):
         value = _number(leaf, text)
+    elif {"on", "off"} <= {*get_args(leaf)}:
+        value = {"true": "on", "false": "off"}.get(text.lower(), text)
     return checked_value(annotation, value, field)
 
 

@@ -295,6 +295,11 @@ MUTATIONS = [
         ["test_own_arguments.py::TestLength::test_less_than_a_step_is_refused_before_data_is_read"],
     ),
     Mutation(
+        "nanoGPT's --compile=False is no choice", "config/load.py",
+        '"false": "off"}', '"false": "false"}',
+        ["test_cli_arguments.py::TestRunRequest::test_short_forms_by_hand"],
+    ),
+    Mutation(
         "an amount that is given does not keep the unit of the file", "config/length.py",
         "return by_field if LENGTH_FIELDS.issuperset(named) else by_field | LENGTH_FIELDS",
         "return by_field | LENGTH_FIELDS",

@@ -215,7 +215,8 @@ class TestRunRequest:
         assert config.data.source == ("a", "b", "c")
         assert (config.seed, config.run_dir) == (5, "runs/x")
         assert (config.runtime.device, config.runtime.dtype, config.runtime.compile) == ("cpu", "float32", "on")
-        assert resolve("--compile off").runtime.compile == "off"
+        assert resolve("--compile off").runtime.compile == resolve("--compile=False").runtime.compile == "off"
+        assert resolve("--compile true").runtime.compile == "on"
         assert resolve("--steps 9 --exact-any-world-size").parallel.exact_any_world_size
         assert not resolve("--steps 9 --exact-any-world-size --no-exact-any-world-size").parallel.exact_any_world_size
 
@@ -289,6 +290,10 @@ class TestRunRequest:
             ("zzz", "there are quickstart, small"),
             ("small more", "'more' is one word too many"),
             ("--model.n-layers 6", "--model.n-layers = '6': there is no such field (nearest valid: --model.n-layer)"),
+            (
+                "--warmup_steps 10",
+                "there is no --warmup-steps here: a share of the run, not steps: --schedule.warmup",
+            ),
             ("--n-head 6", "(nearest valid: --model.n-head)"),
             ("--minute 6", "(nearest valid: --minutes)"),
             ("--model 6", "--model = '6': is a group of fields"),
