@@ -61,7 +61,7 @@ def timed_machine(config: RunConfig, world: World, warn: Callable[[str], None], 
 def limited_machine(config: RunConfig, world: World = _ALONE) -> Machine:
     """This machine with the most FLOP/s that its steps can reach. Half a second on a CPU, once in a process."""
     place = place_of(config, world)
-    peak = place.peak.flops_per_second
+    peak = _best_peak(place)
     most = None if peak is None else PRODUCTS_SHARE * peak * world.size
     return replace(machine_at(config, place, world, None), most_flops_per_second=most)
 
@@ -132,6 +132,23 @@ def remembered_rate(config: RunConfig, place: Place) -> Rate | None:
     return Rate(tokens, flops, str(date))
 
 
+def _best_peak(place: Place) -> float | None:
+    """The highest peak FLOP/s that was measured of this device, kept like rates: the sizes that `bench` times are those
+    that `plan` looks up, even if another program was running during one of them. None: unknown."""
+    now = place.peak.flops_per_second
+    if now is None:
+        return None
+    path = _path_of({"peak of": [device_name(place.device), str(place.dtype), place.threads]})
+    try:
+        before = read_json_object(path).get("flops_per_second")
+    except UserError:
+        before = None
+    if isinstance(before, float) and before >= now:
+        return before
+    keep_json(path, {"flops_per_second": now})
+    return now
+
+
 def _rate_path(config: RunConfig, place: Place) -> Path:
     """One file for everything that decides the speed of a step: machine, model, micro-batch, optimizer."""
     model, runtime = replace(config.model, vocab_size=assumed_vocab_size(config)[0]), config.runtime
@@ -147,6 +164,10 @@ def _rate_path(config: RunConfig, place: Place) -> Path:
         "orthogonalizer": [config.optim.muon.orthogonalizer, config.optim.muon.iterations],
         "exact_any_world_size": config.parallel.exact_any_world_size,
     }
+    return _path_of(facts)
+
+
+def _path_of(facts: dict[str, object]) -> Path:
     return cache_root(None) / "training-rates" / f"{json_sha256(facts)[:16]}.json"
 
 

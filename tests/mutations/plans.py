@@ -62,6 +62,13 @@ MUTATIONS = [
         ["test_plan.py::test_a_table_that_cannot_be_is_refused"],
     ),
     Mutation(
+        "a busy moment changes the size that is planned",
+        "bench/training_rate.py",
+        "peak = _best_peak(place)",
+        "peak = place.peak.flops_per_second",
+        ["test_training_rate.py::test_a_busy_moment_does_not_change_the_first_size"],
+    ),
+    Mutation(
         "a plan of one GPU ignores the depths of the table",
         "cli/plan.py",
         '{"depths", "gpu_gb"}',

@@ -11,12 +11,13 @@ import torch
 from tiny_runs import write_corpus
 
 from gptlab.bench import timing, training_rate
-from gptlab.bench.training_rate import Rate, remember_rate, remembered_rate, time_rate
+from gptlab.bench.training_rate import PRODUCTS_SHARE, Rate, limited_machine, remember_rate, remembered_rate, time_rate
 from gptlab.cli.main import main
 from gptlab.config.load import apply_overrides
 from gptlab.config.run import RunConfig
 from gptlab.model.counting import flops_per_token
 from gptlab.model.gpt import build_model
+from gptlab.runtime.hardware.peak import Peak
 from gptlab.runtime.hardware.place import place_of
 from gptlab.training.state import TrainState
 from gptlab.training.step import LossFunction
@@ -83,6 +84,17 @@ def test_is_remembered_for_the_same_steps_only() -> None:
     exact = apply_overrides(in_steps, {"parallel.exact_any_world_size": True})
     assert remembered_rate(exact, place) is None
     assert remembered_rate(config(), replace(place, threads=7)) is None
+
+
+def test_a_busy_moment_does_not_change_the_first_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    def limit(peak: float | None, threads: int = 1) -> float | None:
+        place = replace(place_of(config()), peak=Peak(peak, "measured"), threads=threads)
+        monkeypatch.setattr(training_rate, "place_of", lambda *_: place)
+        return limited_machine(config()).most_flops_per_second
+
+    assert [limit(peak) for peak in (1e11, 2e11, 1.5e11)] == [PRODUCTS_SHARE * peak for peak in (1e11, 2e11, 2e11)]
+    assert limit(1e11, threads=7) == PRODUCTS_SHARE * 1e11
+    assert limit(None) is None
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"tokens_per_second": "fast", "flops_per_second": 1.0, "date": ""}',
