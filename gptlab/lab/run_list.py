@@ -232,7 +232,7 @@ def recipe_fields(fields: Mapping[str, Any], record: Mapping[str, Any]) -> dict[
         return _recipe_fields(
             fields["recipe"],
             None if fields.get("init_from") is not None else fields["model.n_layer"],
-            (fields["horizon.amount"], fields["horizon.unit"]),
+            (fields["horizon.amount"], fields["horizon.unit"], fields.get("horizon.until_val_loss")),
             (str(record.get("device", "cpu")), number(record.get("training_flops_per_second"))),
             tuple(fields.get("recipe_arguments", ())),
         )
@@ -244,12 +244,14 @@ def recipe_fields(fields: Mapping[str, Any], record: Mapping[str, Any]) -> dict[
 def _recipe_fields(
     recipe: str,
     depth: int | None,
-    length: tuple[float, HorizonUnit],
+    length: tuple[float, HorizonUnit, float | None],
     machine: tuple[str, float | None],
     recipe_arguments: tuple[str, ...],
 ) -> dict[str, Any]:
-    """Every field of what a recipe makes of these, as in config.json. KeyError for an unknown recipe."""
+    """Every field of what a recipe makes of these, as in config.json, but without a loss to reach, which is a change of
+    it. KeyError for an unknown recipe."""
     own = recorded_arguments(replace(RunConfig(), recipe=recipe, recipe_arguments=recipe_arguments))
-    horizon = Horizon(amount=length[0], unit=length[1])
+    horizon = Horizon(amount=length[0], unit=length[1], until_val_loss=length[2])
     on = Machine(device=machine[0], flops_per_second=machine[1])
-    return flatten(config_to_json(configure(recipe, depth=depth, horizon=horizon, machine=on, own=own)))
+    made = flatten(config_to_json(configure(recipe, depth=depth, horizon=horizon, machine=on, own=own)))
+    return made | {"horizon.until_val_loss": None}

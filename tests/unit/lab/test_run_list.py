@@ -72,6 +72,12 @@ class TestListing:
         named(path, training_flops_per_second=None)
         assert "batch.total_tokens" in (list_runs([path])[0].changes or {})
 
+    def test_a_loss_to_reach_is_one_change_with_the_validations_that_it_takes(self, tmp_path: Path) -> None:
+        config = configure("quickstart", depth=4, horizon=replace(steps(50), until_val_loss=2.0))
+        path = write_run(tmp_path / "run", [4.0])
+        write_json_atomic(path / "config.json", config_to_json(config))
+        assert list_runs([path])[0].changes == {"horizon.until_val_loss": 2.0}
+
     def test_unfinished_runs_are_read_from_their_last_lines(self, tmp_path: Path) -> None:
         path = write_run(tmp_path / "run", [4.0, 3.0, 2.0], status="running")
         with (path / "metrics.jsonl").open("a") as file:
