@@ -19,7 +19,7 @@ from typing import Any
 
 from gptlab.app.run.attempt import Attempt, Result
 from gptlab.app.run.loaded_run import as_recorded
-from gptlab.app.run.own_parts import OwnParts
+from gptlab.app.run.own_parts import OwnParts, own_parts_of
 from gptlab.app.run.ranks import rank_0_reports
 from gptlab.app.run.repeat import Facts, implementations_changed, repeated_config, stored_config, what_differs
 from gptlab.app.run.run_request import RunRequest, longer_command
@@ -143,7 +143,8 @@ def open_resumed(request: RunRequest, attempt: Attempt) -> EarlierRun | Result:
         raise UserError(f"{run.path} only validates: to train, gptlab train --from {run.path} --eval.no-only")
     finished = _finished_summary(config, run, console) if group.is_main and not trains else None
     if summary := group.broadcast("finished", finished):
-        console.line(f"{run.path} is finished; to train it on: {longer_command(run.path, stored)}")
+        longer = longer_command(run.path, stored, own_parts_of(run.recorded()))
+        console.line(f"{run.path} is finished; to train it on: {longer}")
         show_closing_block(summary, console)
         return Result(0, run.path, summary)
     _require_same_parts(attempt, run, "resume")

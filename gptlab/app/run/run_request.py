@@ -8,7 +8,7 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -349,13 +349,17 @@ def resume_command(run: Path) -> str:
     return f"{program()} train --resume {shlex.quote(str(run))}"
 
 
-def longer_command(run: Path, config: RunConfig) -> str:
-    """Trains a finished run to twice its length."""
+def longer_command(run: Path, config: RunConfig, own: Iterable[str] = ()) -> str:
+    """Trains a finished run to twice its length: a call in Python for a run with parts of its caller's `own`."""
     horizon = config.horizon
     name, factor = next((name, factor) for name, (unit, factor) in HORIZONS.items() if unit == horizon.unit)
-    longer = f"{resume_command(run)} --{name.replace('_', '-')} {2 * horizon.amount / factor:.12g}"
-    # A run that has reached its loss would be over before its first step.
-    return longer if horizon.until_val_loss is None else f"{longer} --until-val-loss {0.9 * horizon.until_val_loss:.4g}"
+    length = {name: f"{2 * horizon.amount / factor:.12g}"}
+    if horizon.until_val_loss is not None:  # one that was reached would end the run before its first step
+        length["until_val_loss"] = f"{0.9 * horizon.until_val_loss:.4g}"
+    if words := [f"{name}=..." for name in own]:
+        words = [repr(str(run)), *(f"{name}={value}" for name, value in length.items()), *words]
+        return f"in Python, gptlab.train(resume={', '.join(words)})"
+    return " ".join([resume_command(run), *(f"--{name.replace('_', '-')} {value}" for name, value in length.items())])
 
 
 def next_steps(run: Path, config: RunConfig, prompts: Sequence[str], *, trained: bool) -> list[str]:

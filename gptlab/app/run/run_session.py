@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from gptlab.app.run.attempt import Attempt, Result
 from gptlab.app.run.ranks import require_same_implementations
-from gptlab.app.run.run_request import next_steps, resume_command
+from gptlab.app.run.run_request import longer_command, next_steps, resume_command
 from gptlab.app.run.session import Session
 from gptlab.config.errors import EXIT_PREEMPTED, UserError
 from gptlab.config.load import config_to_json
@@ -213,8 +213,7 @@ def run_session(session: Session, attempt: Attempt, earlier: EarlierRun | None) 
         write_report(run.path, console)
     saved = bool(list_checkpoints(run.checkpoints_path))
     if attempt.parts is not None and attempt.parts.replacing:  # which commands cannot give
-        own = ", ".join(f"{name}=..." for name in attempt.parts.replacing)
-        console.line(f"to train it on, in Python: gptlab.train(resume={str(run.path)!r}, {own})")
+        console.line(f"to train it on: {longer_command(run.path, config, attempt.parts.replacing)}")
     else:
         for line in next_steps(run.path, config, session.prompts, trained=saved):
             console.line(line)

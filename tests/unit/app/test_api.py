@@ -315,8 +315,10 @@ class TestParts:
     def test_the_command_line_names_what_is_missing(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         run = gptlab.train(make_config(folder, "own", steps=1), change_model=gated_mlps).run_dir
         said = capsys.readouterr().out
-        assert f"to train it on, in Python: gptlab.train(resume={str(run)!r}, change_model=...)" in said
+        longer = f"to train it on: in Python, gptlab.train(resume={str(run)!r}, steps=2, change_model=...)"
+        assert longer in said
         assert "gptlab sample" not in said
+        assert longer in command(["train", "--resume", run])[1]
         again, load = "repeat it from Python, by gptlab.train(from_run=", "load it from Python, by gptlab.load_run("
         asked = {"eval": load, "sample": load, "train": again}
         for name, how in asked.items():
