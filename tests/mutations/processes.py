@@ -69,4 +69,15 @@ MUTATIONS = [
         ["test_sharded.py::TestFaults::test_a_rank_that_dies_within_a_pass_is_named"],
         ["The process group is destroyed"],
     ),
+    Mutation(
+        "runs of one program take each other's folder", "runtime/processes/torch_group.py",
+        "run = next(_RUNS)", "run = 1",
+        ["test_ranks.py::TestJob::test_runs_of_one_program_are_counted_whoever_sets_the_clock"],
+    ),
+    Mutation(
+        "who sets the clock kills every rank", "runtime/processes/liveness.py",
+        "return process is not None and process.is_running()",
+        "return process is not None and process.create_time() == psutil.Process(process.pid).create_time()",
+        ["test_liveness.py::test_who_sets_the_clock_kills_no_rank"],
+    ),
 ]  # fmt: skip

@@ -10,11 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from rank_scenes import play_lanes
 from tiny_runs import CLOCK_FIELDS, arguments, lines_of, write_corpus
-from torch.distributed import HashStore
+from torch.distributed import HashStore, TCPStore
 
 import gptlab
 from gptlab.app.run.attempt import Attempt, begun_folder
@@ -452,6 +453,16 @@ class TestJob:
         store = Store()
         TorchrunJob(store, run="1").will_begin(Path("runs/a"))
         assert TorchrunJob(store, run="2", attempt=1).folder() is None
+
+    def test_runs_of_one_program_are_counted_whoever_sets_the_clock(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+        torchrun = {
+            "TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
+        }  # fmt: skip
+        torchrun_job(torchrun).will_begin(Path("runs/a"))
+        booted = psutil.boot_time()
+        monkeypatch.setattr("psutil._pslinux.boot_time", lambda: booted + 60)
+        assert torchrun_job(torchrun).folder() is None
 
     def test_a_folder_that_another_has_made_meanwhile_is_not_taken(self, tmp_path: Path) -> None:
         job = TorchrunJob(Store(), attempt=1)

@@ -67,8 +67,8 @@ class Liveness:
         self.failure: Failure | None = None
         self._rank, self._all = rank, range(size)
         self._store = store
-        self._started_at = psutil.Process().create_time()
-        self._here: dict[int, tuple[int, float]] = {}
+        self._here: dict[int, tuple[int, psutil.Process | None]] = {}
+        """Ranks on this machine: pid and process, None where it had ended before it was looked for."""
         self._collectives = 0
         self._waiting: _Waiting | None = None
         self._unfinished: deque[_Waiting] = deque()
@@ -80,12 +80,12 @@ class Liveness:
         self._thread = threading.Thread(target=self._run, name="gptlab-liveness", daemon=True)
 
     def who_am_i(self) -> dict[str, Any]:
-        return {"host": _host(), "pid": os.getpid(), "started": self._started_at}
+        return {"host": _host(), "pid": os.getpid()}
 
     def start(self, everybody: Sequence[Mapping[str, Any]]) -> None:
         """`everybody`: `who_am_i` of each rank."""
         self._here = {
-            rank: (who["pid"], who["started"])
+            rank: (who["pid"], _process(who["pid"]))
             for rank, who in enumerate(everybody)
             if who["host"] == _host() and rank != self._rank
         }
@@ -203,7 +203,7 @@ class Liveness:
             except RuntimeError:
                 # The store is gone: torchrun was killed, or the machine that it ran on, or the rank that kept it.
                 tries += 1
-                dead = [rank for rank, (pid, started) in self._here.items() if not _lives(pid, started)]
+                dead = [rank for rank, (_, process) in self._here.items() if not _lives(process)]
                 if dead and tries == 2 and self.failure is None:
                     self.failure = self._failure(dead[0], f"died (process {self._here[dead[0]][0]})")
                 if tries == _STORE_TRIES and self.failure is None:
@@ -216,8 +216,8 @@ class Liveness:
 
     def _died(self) -> Failure | None:
         """A process of this machine that ended without a report."""
-        for rank, (pid, started) in self._here.items():
-            if not _lives(pid, started) and not self._store.check([f"left/{rank}"]):
+        for rank, (pid, process) in self._here.items():
+            if not _lives(process) and not self._store.check([f"left/{rank}"]):
                 if self._store.check(["failure"]):  # reported before it ended
                     return None
                 return self._failure(rank, f"died (process {pid})")
@@ -304,11 +304,18 @@ class _Waiting:
             return True
 
 
-def _lives(pid: int, started: float) -> bool:
+def _process(pid: int) -> psutil.Process | None:
+    with suppress(psutil.Error):
+        return psutil.Process(pid)
+    return None
+
+
+def _lives(process: psutil.Process | None) -> bool:
     """A stopped process lives; a zombie does not."""
+    # psutil detects that another process has the pid by when it began since the machine did. `create_time` is no
+    # identity: it changes whenever somebody sets the clock.
     try:
-        process = psutil.Process(pid)
-        return process.status() != psutil.STATUS_ZOMBIE and abs(process.create_time() - started) < 1.0
+        return process is not None and process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.AccessDenied:
         return True
     except psutil.Error:

@@ -7,6 +7,7 @@ a process that waits there still receives signals. Nothing is ever pickled.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -19,7 +20,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil
 import torch
 import torch.distributed as dist
 
@@ -40,6 +40,8 @@ _START_SECONDS = 300.0
 # How often a waiting process looks into the store: often at first, since most waits are short.
 _FIRST_LOOK_SECONDS, _LATER_LOOK_SECONDS = 0.005, 0.1
 _JOB = "gptlab job"
+# A Python program may train several runs in sequence: the n-th after a restart is the n-th before it.
+_RUNS = itertools.count(1)
 
 
 class TorchGroup(Group):
@@ -373,9 +375,7 @@ def torchrun_job(environment: Mapping[str, str] = os.environ) -> Job:
     try:
         host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
         store = dist.TCPStore(host, port, None, False, wait_for_workers=False)
-        process = psutil.Process()
-        # A Python program may train several runs in sequence: the n-th after a restart is the n-th before it.
-        run = store.add(f"{_JOB}/process/{process.pid}/{process.create_time()}", 1)
+        run = next(_RUNS)
         node, count = environment.get("GROUP_RANK", "0"), environment.get("TORCHELASTIC_RESTART_COUNT", "0")
         return TorchrunJob(store, run=str(run), node=node, attempt=int(count))
     except (RuntimeError, KeyError, ValueError):

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -108,6 +111,20 @@ def test_a_rank_ahead_is_not_what_the_others_wait_for(monkeypatch: pytest.Monkey
     watched.liveness._run()
     assert watched.liveness.failure is not None
     assert watched.liveness.failure.text == "rank 2 kept the others waiting for 20 s (first) in step 7"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only there psutil computes when a process began from the clock")
+def test_who_sets_the_clock_kills_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as other:
+        liveness = Liveness(0, 2, dist.HashStore())
+        me = liveness.who_am_i()
+        monkeypatch.setattr(liveness._thread, "start", lambda: None)
+        liveness.start([me, me | {"pid": other.pid}])
+        assert liveness._died() is None
+        booted = psutil.boot_time()
+        monkeypatch.setattr("psutil._pslinux.boot_time", lambda: booted + 60)
+        assert liveness._died() is None
+    assert liveness._died() is not None
 
 
 @pytest.mark.gpu
