@@ -80,4 +80,9 @@ MUTATIONS = [
         "return process is not None and process.create_time() == psutil.Process(process.pid).create_time()",
         ["test_liveness.py::test_who_sets_the_clock_kills_no_rank"],
     ),
+    Mutation(
+        "machines of one name are one machine", "runtime/processes/liveness.py",
+        'Path("/proc/sys/kernel/random/boot_id").read_text()', '""',
+        ["test_liveness.py::test_machines_of_one_name_do_not_look_for_each_others_processes"],
+    ),
 ]  # fmt: skip

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import platform
 import shlex
 import shutil
 import signal
@@ -39,6 +38,7 @@ from gptlab.lab.experiments.proposal import Proposal, changed_files, code_of, co
 from gptlab.lab.experiments.trial import BusyError, finish, in_flight
 from gptlab.runtime.files.plain_file import write_json_atomic
 from gptlab.runtime.processes.ending_signals import ENDING_SIGNALS, ended_by_signals
+from gptlab.runtime.processes.liveness import pid_space
 
 MAX_FAILURES = 3
 
@@ -112,12 +112,12 @@ def run_night(
 
 def _work_folder(lab: Lab) -> Path:
     """Where the command of this process proposes."""
-    return lab.path / "work" / f"{platform.node()}-{os.getpid()}"
+    return lab.path / "work" / f"{pid_space()}-{os.getpid()}"
 
 
 def _remove_leftovers(lab: Lab) -> None:
-    """The folders of this machine's processes that were killed."""
-    for folder in (lab.path / "work").glob(f"{platform.node()}-*"):
+    """The folders of this machine's processes that were killed since it was started."""
+    for folder in (lab.path / "work").glob(f"{pid_space()}-*"):
         pid = folder.name.rpartition("-")[2]
         if pid.isdecimal() and not psutil.pid_exists(int(pid)):
             shutil.rmtree(folder, ignore_errors=True)

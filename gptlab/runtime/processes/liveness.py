@@ -6,15 +6,18 @@ hangs, is detected by how long the others wait for it. Whoever detects it first 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
 import threading
 import time
+import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -80,14 +83,14 @@ class Liveness:
         self._thread = threading.Thread(target=self._run, name="gptlab-liveness", daemon=True)
 
     def who_am_i(self) -> dict[str, Any]:
-        return {"host": _host(), "pid": os.getpid()}
+        return {"host": pid_space(), "pid": os.getpid()}
 
     def start(self, everybody: Sequence[Mapping[str, Any]]) -> None:
         """`everybody`: `who_am_i` of each rank."""
         self._here = {
             rank: (who["pid"], _process(who["pid"]))
             for rank, who in enumerate(everybody)
-            if who["host"] == _host() and rank != self._rank
+            if who["host"] == pid_space() and rank != self._rank
         }
         with suppress(RuntimeError):  # the others miss only who was there; without a store, the thread says so
             self._beat(0)
@@ -322,8 +325,12 @@ def _lives(process: psutil.Process | None) -> bool:
         return False
 
 
-def _host() -> str:
-    """What two processes that see each other's pids have in common: a machine, and on it a container."""
-    with suppress(OSError):
-        return f"{platform.node()} {os.readlink('/proc/self/ns/pid')}"
-    return platform.node()
+def pid_space() -> str:
+    """What two processes that see each other's pids have in common: a machine since it was started, and on it a
+    container. It may be part of a file's name."""
+    try:
+        seen = Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/pid")
+    except OSError:  # no Linux
+        seen = str(uuid.getnode())
+    # Names alone are not unique: many machines are called localhost.
+    return f"{platform.node()}-{hashlib.sha256(seen.encode()).hexdigest()[:12]}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import platform
 import shlex
 import shutil
 import signal
@@ -395,6 +396,13 @@ def test_a_program_that_proposes_ends_with_the_night(lab: Lab, number: signal.Si
     assert not is_there
     run_night(lab, nobody, say=quiet, judged=lambda one: None)  # what SIGKILL left goes with the next night
     assert [path.suffix for path in (lab.path / "work").iterdir()] == [".log"]
+
+
+def test_what_a_night_on_another_machine_of_this_name_does_stays(lab: Lab) -> None:
+    folder = lab.path / "work" / f"{platform.node()}-another-{2**30}"  # a pid that no process has
+    folder.mkdir(parents=True)
+    run_night(lab, nobody, say=quiet, judged=lambda one: None)
+    assert folder.is_dir()
 
 
 def test_a_program_that_proposes_nothing_ends_the_night(lab: Lab) -> None:

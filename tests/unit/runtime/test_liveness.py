@@ -10,6 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -125,6 +126,20 @@ def test_who_sets_the_clock_kills_no_rank(monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr("psutil._pslinux.boot_time", lambda: booted + 60)
         assert liveness._died() is None
     assert liveness._died() is not None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only there a file says which machine it is")
+def test_machines_of_one_name_do_not_look_for_each_others_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def host() -> str:
+        return Liveness(0, 2, dist.HashStore()).who_am_i()["host"]
+
+    here, read_text = host(), Path.read_text
+    assert here == host()
+    monkeypatch.setattr(
+        Path, "read_text",
+        lambda path, *args, **more: "another" if path.name == "boot_id" else read_text(path, *args, **more),
+    )  # fmt: skip
+    assert here != host()
 
 
 @pytest.mark.gpu
