@@ -229,6 +229,11 @@ MUTATIONS = [
         ["test_kernel_library.py::test_on_windows_there_are_none_and_no_warning_says_so"],
     ),
     Mutation(
+        "a compiler without OpenMP builds no kernels", "model/kernels/library.py",
+        "and _OPENMP in flags):", "and False):",
+        ["test_kernel_library.py::test_a_compiler_without_openmp_builds_them_for_one_thread"],
+    ),
+    Mutation(
         "few positions are multiplied by kernels, which pack all weights", "model/kernels/ops.py",
         "or x.shape[:-1].numel() < KERNEL_POSITIONS else", "else",
         ["test_fused_kernels.py::test_many_positions_are_multiplied_by_a_kernel"],

@@ -18,8 +18,6 @@
 
 #include "products.h"
 
-#include <omp.h>
-
 #include <algorithm>
 #include <cmath>
 #include <memory>

@@ -6,8 +6,6 @@
 
 #include "vectors.h"
 
-#include <omp.h>
-
 #include <algorithm>
 #include <cmath>
 #include <vector>

@@ -7,8 +7,6 @@
 
 #include "activations.h"
 
-#include <omp.h>
-
 #include <algorithm>
 #include <cmath>
 #include <vector>

@@ -10,8 +10,6 @@
 
 #include "panels.h"
 
-#include <omp.h>
-
 #include <algorithm>
 #include <cmath>
 #include <memory>

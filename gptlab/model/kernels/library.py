@@ -20,7 +20,7 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -37,9 +37,10 @@ _SOURCES = tuple(
     _FOLDER / f"{name}.cpp" for name in ("attention_kernel", "fused_kernels", "head_kernel", "linear_kernel")
 )
 _HEADERS = tuple(_FOLDER / f"{name}.h" for name in ("vectors", "products", "amx", "panels", "activations"))
+_OPENMP = "-fopenmp"
 # The loop of a product's tile takes up to 8% longer where it does not begin at a cache line (Zen 3; docs/LOG.md,
 # 2026-11-26).
-_FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-fno-math-errno", "-falign-loops=64")
+_FLAGS = ("-std=c++17", "-O3", "-march=native", _OPENMP, "-fPIC", "-fno-math-errno", "-falign-loops=64")
 _REAL: dict[Activations, str] = {"float32": "-DREAL=float", "bfloat16": "-DREAL=bfloat16"}
 # For a compiler that hangs. A build takes four seconds of one core. A busy machine may stretch that a hundredfold, and
 # must still compute with the same kernels.
@@ -55,6 +56,8 @@ class Library:
     sha256: str
     """The first 32 hexadecimal digits, of the file's bytes. The same sources, compiler and processor give the same
     bytes, wherever torch and gptlab are installed."""
+    one_thread: str | None = None
+    """Why it was built without OpenMP, so that it computes in one thread."""
 
 
 def begin_kernels(activations: Activations) -> threading.Thread:
@@ -75,8 +78,9 @@ def kernel_library(activations: Activations) -> Library | str | None:
 
 
 def load_built(sources: Sequence[Path], flags: Sequence[str]) -> Library | str | None:
-    """The shared library of these sources from the cache. It is built first if it is missing, damaged or does not load.
-    A line that says why it cannot be built; None on Windows, which is not supported."""
+    """The shared library of these sources from the cache. It is built first if it is missing, damaged or does not load;
+    without OpenMP where the compiler fails with it. A line that says why it cannot be built; None on Windows, which is
+    not supported."""
     if sys.platform == "win32":  # its compilers take other options
         return None
     compiler = cxx_compiler()
@@ -87,7 +91,12 @@ def load_built(sources: Sequence[Path], flags: Sequence[str]) -> Library | str |
         folder = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or cache_root(None) / "compile") / "gptlab"
         return _load_intact(folder, stem) or _build(compiler, sources, flags, folder, stem)
     except (OSError, subprocess.SubprocessError, UserError) as error:
-        return _why_not_built(error, compiler)
+        problem = _why_not_built(error, compiler)
+        if not (isinstance(error, subprocess.CalledProcessError) and _OPENMP in flags):
+            return problem
+        # Apple's clang refuses the option, and others come without the library.
+        built = load_built(sources, [flag for flag in flags if flag != _OPENMP])
+        return replace(built, one_thread=problem) if isinstance(built, Library) else problem
 
 
 def library_stem(compiler: str, sources: Sequence[Path], flags: Sequence[str]) -> str:

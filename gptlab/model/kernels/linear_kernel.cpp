@@ -7,8 +7,6 @@
 #include "activations.h"
 #include "panels.h"
 
-#include <omp.h>
-
 #include <algorithm>
 #include <climits>
 

@@ -175,10 +175,18 @@ def missing_decode_kernel(device: torch.device, dtype: torch.dtype) -> str | Non
 
 
 def missing_kernels(device: torch.device, dtype: torch.dtype) -> str | None:
-    """A warning with the reason, if the C++ kernels suit but could not be built; otherwise None."""
-    if not (_suit_kernels(device, dtype) and isinstance(_library, str)):
+    """A warning with the reason, if the C++ kernels suit but could not be built, or only for one thread; otherwise
+    None."""
+    if not _suit_kernels(device, dtype) or _library is None:
         return None
-    return f"models are computed without gptlab's C++ kernels, which is slower: {_library}"
+    if isinstance(_library, str):
+        return f"models are computed without gptlab's C++ kernels, which is slower: {_library}"
+    if _library.one_thread is None:
+        return None
+    return (
+        "gptlab's C++ kernels compute in one thread: install OpenMP for the compiler (libomp-dev for clang), or let "
+        f"CXX name one that has it, such as g++ ({_library.one_thread})"
+    )
 
 
 def outrun_compiler(device: torch.device, dtype: torch.dtype) -> bool:

@@ -3,6 +3,13 @@
 
 #pragma once
 
+#if defined(_OPENMP)
+#include <omp.h>
+#else  // the compiler has none: one thread does what a team would
+inline int omp_get_thread_num() { return 0; }
+inline int omp_get_num_threads() { return 1; }
+#endif
+
 #include <cstdint>
 #include <cstring>
 #include <type_traits>

@@ -127,6 +127,27 @@ def test_without_the_permission_to_use_amx_they_are_built_without_it(
     assert found.functions.built_for_amx() == permitted
 
 
+@needs_compiler
+def test_a_compiler_without_openmp_builds_them_for_one_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As clang does without libomp. Models were computed without the kernels, in three times the memory."""
+    source, compiler = tmp_path / "team.cpp", tmp_path / "c++"
+    header = Path(library.__file__).with_name("vectors.h")
+    source.write_text(f"""#include "{header}"\nextern "C" int n_threads() {{ return omp_get_num_threads(); }}\n""")
+    refuse = """case "$*" in *-fopenmp*) echo "error: unsupported option '-fopenmp'" >&2; exit 1;; esac"""
+    compiler.write_text(f"""#!/bin/sh\n{refuse}\nexec "{cxx_compiler()}" "$@"\n""")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    built = library.load_built([source], ["-std=c++17", "-fPIC", "-fopenmp"])
+    assert isinstance(built, library.Library)
+    assert built.functions.n_threads() == 1
+    monkeypatch.setattr(ops, "_library", built)
+    warning = ops.missing_kernels(CPU, torch.float32)
+    assert warning is not None
+    assert "compute in one thread: install OpenMP" in warning
+    assert "unsupported option '-fopenmp'" in warning
+
+
 @pytest.mark.parametrize(
     ("lack", "problem"),
     [
