@@ -68,11 +68,11 @@ exit codes of promote: 0 confirmed, 10 not confirmed
 
 
 def main(argv: Sequence[str]) -> int:
-    commands = {
-        "new": _new, "try": _try, "run": _run, "status": _status, "log": _log, "show": _show, "best": _best,
-        "search": _search, "report": _report, "promote": _promote,
-    }  # fmt: skip
-    return run_subcommand(argv, commands, prog="gptlab lab", usage=USAGE)
+    judging = {"new": _new, "try": _try, "run": _run, "promote": _promote}
+    reading = {"status": _status, "log": _log, "show": _show, "best": _best, "search": _search, "report": _report}
+    if os.name == "nt" and argv and argv[0] in judging and not {*HELP_FLAGS} & set(argv):
+        raise UserError(f"gptlab lab {argv[0]} does not work on Windows, which cannot limit what is judged: use WSL")
+    return run_subcommand(argv, judging | reading, prog="gptlab lab", usage=USAGE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

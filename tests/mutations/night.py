@@ -6,6 +6,11 @@ from .mutation import Mutation
 
 MUTATIONS = [
     Mutation(
+        "a lab judges on Windows", "cli/lab.py",
+        'if os.name == "nt" and argv', "if False and argv",
+        ["test_cli_lab.py::test_windows_judges_nothing"],
+    ),
+    Mutation(
         "another depth in a lab is sized to an assumed machine", "app/new_lab.py",
         "settings, measured[-1] if measured else None)", "settings)",
         ["test_new_lab.py::test_another_depth_has_its_own_rates"],

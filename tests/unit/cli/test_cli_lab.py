@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -48,6 +49,15 @@ def test_another_gptlab_than_the_labs_own_does_not_judge(arguments: list[str], t
     says = f"which judges: give the command as PYTHONPATH={lab.path / 'code'} {sys.executable} -P -m gptlab lab ..."
     assert f"is not the code that {lab.path} began with, {says}" in err
     assert command(["lab", "status", str(lab.path)])[0] == 0, "looking is allowed"
+
+
+@pytest.mark.parametrize("name", ["new", "try", "run", "promote"])
+def test_windows_judges_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has neither fork nor limits of processes: imports failed."""
+    monkeypatch.setattr("gptlab.cli.lab.os", SimpleNamespace(name="nt"))
+    code, _, err = command(["lab", name, "night"])
+    assert (code, f"gptlab lab {name} does not work on Windows" in err) == (2, True)
+    assert command(["lab", name, "--help"])[0] == 0
 
 
 def test_an_interrupted_try_is_finished_by_run(tmp_path: Path) -> None:
