@@ -131,9 +131,11 @@ def remove(removal: Removal) -> None:
                     shutil.rmtree(folder)
                 return
             # What makes the folder a run goes last, so that what is left of a killed process can be listed.
-            last = ("run.json", "config.json", ".lock")
-            for name in (*sorted({*os.listdir(path)} - {*last}), *last):
+            last = ("run.json", "config.json")
+            for name in (*sorted({*os.listdir(path)} - {*last, ".lock"}), *last):
                 shutil.rmtree(path / name) if (path / name).is_dir() else (path / name).unlink(missing_ok=True)
+            with suppress(PermissionError):  # Windows, where releasing the lock deletes the file
+                (path / ".lock").unlink(missing_ok=True)
     with suppress(OSError):
         path.rmdir()
 

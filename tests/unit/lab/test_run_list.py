@@ -215,6 +215,21 @@ class TestPruning:
         remove(removals(list_runs([tmp_path]), failed=True)[0])
         assert [*tmp_path.iterdir()] == []
 
+    def test_a_folder_goes_where_no_open_file_can_be_deleted(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As on Windows, where it is the lock's own business to delete its file."""
+        path, unlink = write_run(tmp_path / "run", [4.0], status="running"), Path.unlink
+
+        def refuse(file: Path, missing_ok: bool = False) -> None:
+            if file.name == ".lock":
+                raise PermissionError(13, "The process cannot access the file", str(file))
+            unlink(file, missing_ok=missing_ok)
+
+        monkeypatch.setattr(Path, "unlink", refuse)
+        remove(removals(list_runs([tmp_path]), failed=True)[0])
+        assert [file.name for file in path.iterdir()] == [".lock"]
+
     def test_what_changed_since_it_was_listed_stays(self, tmp_path: Path) -> None:
         path = write_run(tmp_path / "run", [4.0], status="preempted")
         (one,) = removals(list_runs([tmp_path]), failed=True)
