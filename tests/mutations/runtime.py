@@ -6,6 +6,11 @@ from .mutation import Mutation
 
 MUTATIONS = [
     Mutation(
+        "who reads run.json on Windows ends the run", "runtime/files/plain_file.py",
+        'if os.name != "nt" or time', "if True or time",
+        ["test_run_directory.py::test_who_reads_the_record_on_windows_does_not_end_the_run"],
+    ),
+    Mutation(
         "a program that has just ended costs a run its threads", "runtime/hardware/cpu.py",
         "return None if now == cores else max(for_a_minute, now)", "return for_a_minute",
         ["test_machine_load.py::test_other_programs_keep_the_cores_that_they_use"],

@@ -15,6 +15,7 @@ import math
 import os
 import re
 import stat
+import time
 import tomllib
 from collections.abc import Iterable
 from io import BufferedReader
@@ -40,6 +41,7 @@ _TOML_TEXT = re.compile(
     r"""|'{3}.*?(?:'{3,5}|\Z)|'[^'\n]*'?""",  # '''strings''', 'strings'
     re.DOTALL,
 )
+_OPEN_SECONDS = 2.0
 _NONBLOCK = getattr(os, "O_NONBLOCK", 0)
 
 
@@ -113,11 +115,24 @@ def write_text_atomic(path: Path, text: str) -> None:
             with temporary.open("x", encoding="utf-8", newline="\n") as file:
                 file.write(text)
                 flush_to_disk(file)
-            temporary.replace(path)
+            _replace(temporary, path)
             sync_directory(path.parent)
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
+
+
+def _replace(temporary: Path, path: Path) -> None:
+    until = time.monotonic() + _OPEN_SECONDS
+    while True:
+        try:
+            temporary.replace(path)
+            return
+        except PermissionError:
+            # Windows replaces no file that is open, and others read these for a moment: a dashboard, a virus scanner.
+            if os.name != "nt" or time.monotonic() > until:
+                raise
+            time.sleep(0.02)
 
 
 def sweep_temporaries(folder: Path) -> None:

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from contextlib import nullcontext
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,27 @@ FACTS = {"device": "cpu", "start": "2026-01-01T00:00:00+00:00"}
 
 def entries(folder: Path) -> set[str]:
     return {entry.name for entry in folder.iterdir()}
+
+
+@pytest.mark.parametrize(("system", "refusals", "writes"), [("nt", 2, True), ("nt", 10**6, False), ("posix", 1, False)])
+def test_who_reads_the_record_on_windows_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, system: str, refusals: int, writes: bool
+) -> None:
+    """No file that is open can be replaced there."""
+    path, replace, left = tmp_path / "run.json", Path.replace, [refusals]
+
+    def refuse(temporary: Path, target: Path) -> Path:
+        left[0] -= 1
+        if left[0] >= 0:
+            raise PermissionError(errno.EACCES, "Access is denied")
+        return replace(temporary, target)
+
+    monkeypatch.setattr(Path, "replace", refuse)
+    monkeypatch.setattr(plain_file, "_OPEN_SECONDS", 0.1)
+    with monkeypatch.context() as patch, nullcontext() if writes else pytest.raises(UserError, match="denied"):
+        patch.setattr(os, "name", system)
+        write_json_atomic(path, {})
+    assert entries(tmp_path) == ({"run.json"} if writes else set())
 
 
 def test_why_a_run_failed_is_the_first_reason_and_gone_once_it_is_resumed(tmp_path: Path) -> None:
