@@ -31,7 +31,8 @@ _CHILD = """\
 import os, runpy, signal, threading
 def end_with_launcher():
     os.read(0, 1)
-    os.kill(os.getpid(), signal.SIGTERM)
+    # On Windows os.kill ends a process without a word; elsewhere raise_signal does not wake the main thread.
+    signal.raise_signal(signal.SIGTERM) if os.name == "nt" else os.kill(os.getpid(), signal.SIGTERM)
 threading.Thread(target=end_with_launcher, daemon=True).start()
 runpy.run_module("gptlab", run_name="__main__", alter_sys=True)
 """
@@ -101,11 +102,7 @@ def launch(folder: Path, arguments: Sequence[str], *, log: Path, stop: Stop) -> 
             process_group=0,
         ) as process,
     ):
-        try:
-            return stop.wait(process)
-        except BaseException:
-            process.terminate()
-            raise
+        return stop.wait(process)
 
 
 def resumed_arguments(folder: Path) -> list[str] | None:

@@ -6,6 +6,11 @@ from .mutation import Mutation
 
 MUTATIONS = [
     Mutation(
+        "a launcher that dies on Windows kills its run unsaved", "lab/launch.py",
+        'if os.name == "nt" else os.kill', 'if os.name == "" else os.kill',
+        ["test_launch.py::test_a_run_does_not_outlive_a_launcher_that_was_killed"],
+    ),
+    Mutation(
         "Ctrl-C reaches a launched run as SIGTERM", "lab/launch.py",
         "self._process.send_signal(number)", "self._process.terminate()",
         ["test_launch.py::test_signals_are_forwarded_and_the_end_is_awaited"],

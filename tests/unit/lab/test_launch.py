@@ -91,7 +91,8 @@ def answer(number, frame):
 for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, answer)
 open(sys.argv[-1] + ".up", "w").close()
-time.sleep(60)
+for _ in range(6000):
+    time.sleep(0.01)
 """
 
 
@@ -116,13 +117,32 @@ def test_signals_are_forwarded_and_the_end_is_awaited(
     assert signal.getsignal(number) is former
 
 
-def test_a_run_does_not_outlive_a_launcher_that_was_killed(child: Callable[[str], None], tmp_path: Path) -> None:
-    child(_ANSWERS)
+@pytest.mark.parametrize("system", ["posix", "nt"])
+def test_a_run_does_not_outlive_a_launcher_that_was_killed(
+    system: str, child: Callable[[str], None], tmp_path: Path
+) -> None:
+    as_there = "os.name, os.kill = 'nt', lambda *given: print('ended unsaved', flush=True)\n"
+    child((as_there if system == "nt" else "") + _ANSWERS)
     parent = Forked(lambda: launch(tmp_path / "run", [], log=tmp_path / "log", stop=Stop()))
     wait_for((tmp_path / "run.up").exists)
     parent.kill()
-    wait_for(lambda: (tmp_path / "log").read_text() == f"{signal.SIGTERM.value}\n")
+    wait_for(lambda: (tmp_path / "log").read_text() != "")
     parent.communicate()
+    assert (tmp_path / "log").read_text() == f"{signal.SIGTERM.value}\n"
+
+
+def test_a_run_is_saved_where_its_launcher_ends_by_an_error(
+    child: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(stop: Stop, process: object) -> int:
+        wait_for((tmp_path / "run.up").exists)
+        raise RuntimeError
+
+    monkeypatch.setattr(Stop, "wait", fail)
+    child(_ANSWERS)
+    with pytest.raises(RuntimeError):
+        launch(tmp_path / "run", [], log=tmp_path / "log", stop=Stop())
+    assert (tmp_path / "log").read_text() == f"{signal.SIGTERM.value}\n"
 
 
 def test_a_killed_launcher_s_run_is_saved_and_resumed(tmp_path: Path) -> None:
