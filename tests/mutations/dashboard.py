@@ -25,4 +25,9 @@ MUTATIONS = [
         "            self._turn.release()\n\n    def close", "            pass\n\n    def close",
         ["test_model_process.py::test_an_answer_that_nobody_reads_ends"],
     ),
+    Mutation(
+        "runs on other data are grouped as seeds of one configuration", "report/dashboard/watched_run.py",
+        'record.get("data_fingerprint")))', "None))",
+        ["test_index.py::TestRow::test_runs_on_other_data_or_with_own_parts_have_another_group"],
+    ),
 ]  # fmt: skip

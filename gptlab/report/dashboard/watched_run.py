@@ -160,7 +160,8 @@ def _facts(run: RunDirectory, fields: Mapping[str, Any], record: Mapping[str, An
     status, start = record.get("status", "unknown"), record.get("start")
     base = default_fields()
     unusual = {name: value for name, value in fields.items() if name not in base or value != base[name]}
-    configuration = repr([(name, unusual[name]) for name in sorted(unusual) if name not in NOT_COMPARED])
+    compared = [(name, unusual[name]) for name in sorted(unusual) if name not in NOT_COMPARED]
+    trained = repr((compared, record.get("own_parts"), record.get("data_fingerprint")))
     return {
         "status": cut(str(status), 20),
         "start": cut(start, 40) if isinstance(start, str) else None,
@@ -168,7 +169,7 @@ def _facts(run: RunDirectory, fields: Mapping[str, Any], record: Mapping[str, An
         "seed": bounded(fields.get("seed")),
         # Only fields that gptlab knows, and only where they differ: a thousand rows are sent at once.
         "fields": {name: bounded(value) for name, value in unusual.items() if name in base},
-        "group": hashlib.sha256(configuration.encode()).hexdigest()[:16],
+        "group": hashlib.sha256(trained.encode()).hexdigest()[:16],
         "horizon": [number(fields.get("horizon.amount")), cut(str(fields.get("horizon.unit")), 20)],
         "has_checkpoint": _has_checkpoint(run.checkpoints_path),
     }

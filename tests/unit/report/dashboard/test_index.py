@@ -71,6 +71,15 @@ class TestRow:
         ]
         assert [groups.index(group) for group in groups] == [0, 0, 2, 2]
 
+    def test_runs_on_other_data_or_with_own_parts_have_another_group(self, tmp_path: Path) -> None:
+        runs = [write_run(tmp_path / str(seed), CURVE, seed=seed) for seed in (0, 1)]
+        runs.append(write_run(tmp_path / "other", CURVE, data_fingerprint="e" * 64))
+        runs.append(write_run(tmp_path / "own", CURVE))
+        record = json.loads((runs[-1] / "run.json").read_text())
+        (runs[-1] / "run.json").write_text(json.dumps(record | {"own_parts": {"optimizer": {"name": "Lion"}}}))
+        groups = [row_of(run)["group"] for run in runs]
+        assert [groups.index(group) for group in groups] == [0, 0, 2, 3]
+
     def test_of_a_running_run_follows_its_metrics(self, tmp_path: Path) -> None:
         run = write_run(tmp_path / "a", CURVE, status="running", horizon__amount=100.0, horizon__unit="steps")
         with RunDirectory(run).lock():
