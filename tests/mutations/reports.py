@@ -66,4 +66,9 @@ MUTATIONS = [
         "if rounded >= one[1])", "if number >= one[1])",
         ["test_report_pages.py::TestWhatItSays::test_texts"],
     ),
+    Mutation(
+        "seeds that go on past a broken one are in no chart", "report/assets/charts.js",
+        "finite(y) && at[i] !== end", "false",
+        ["test_pages.py::test_seeds_that_go_on_past_a_broken_one_are_drawn_to_their_ends"],
+    ),
 ]  # fmt: skip

@@ -103,6 +103,15 @@ const gptlabCharts = (() => {
     ];
   }
 
+  // What is left of each curve past the end of a band of them: a mean of those that go on would jump there.
+  function tails(curves, end) {
+    const found = curves.map((curve) => {
+      const at = [...(end === undefined ? [] : [end]), ...curve[0].filter((x) => !(x <= end))];
+      return [at, interpolate(curve, at)];
+    });
+    return found.filter(([at, ys]) => ys.some((y, i) => finite(y) && at[i] !== end));
+  }
+
   // What has a color and a place in the legend: a run, or the runs of one group.
   function entries(runs, banded) {
     const found = new Map();
@@ -133,6 +142,8 @@ const gptlabCharts = (() => {
         const first = series.length + 1;
         add([xs, high, low, mean], hidden, hidden, { ...line, label: `${label} (mean)`, points: { show: dotted(mean, false), size: 6, fill: stroke } });
         bands.push({ series: [first, first + 1], fill: `${stroke}33` });
+        for (const [at, ys] of tails(curves, xs[xs.length - 1]))
+          add([at, ys], { ...line, silent: true, width: 1, points: { show: dotted(ys, false), size: 4, fill: stroke } });
         continue;
       }
       const run = entry.runs[0];
@@ -303,6 +314,7 @@ const gptlabCharts = (() => {
       input.checked = view[name];
       input.addEventListener("change", () => { view[name] = input.checked; build(); });
       box.dataset.option = name;
+      if (name === "banded") box.title = "The range and mean of a configuration's runs as far as all of them go; past that, each run is a thin line.";
       box.append(input, document.createTextNode(` ${label}`));
       bar.append(box);
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import threading
@@ -373,6 +374,28 @@ def drawn(tab: Page, role: Literal["button", "checkbox"], name: str) -> list[str
     tab.get_by_role(role, name=name, exact=True).click()
     tab.wait_for_function("() => texts.filter((text) => text === 'steps').length >= 2")
     return tab.evaluate("texts")
+
+
+KEEP_PLOTS = """
+window.plots = [];
+window.uPlot = class extends uPlot { constructor(...words) { super(...words); plots.push(this); } };
+true;
+"""
+
+
+def first_plot(tab: Page, name: str, of: str) -> Any:
+    """`of` the first chart (JavaScript, of `plot`) after a click on the button `name`."""
+    tab.evaluate(KEEP_PLOTS)
+    tab.get_by_role("button", name=name, exact=True).click()
+    return tab.evaluate(f"(({{ 0: plot }}) => {of})(plots)")
+
+
+def test_seeds_that_go_on_past_a_broken_one_are_drawn_to_their_ends(tab: Page, tmp_path: Path) -> None:
+    """The band of all three ends at step 10."""
+    runs = [write_run(tmp_path / str(seed), (3.5, 2.0, 1.5, 1.25 + seed), seed=seed) for seed in (0, 1)]
+    broken = write_run(tmp_path / "2", (3.5, 2.0, math.nan, math.nan), seed=2)
+    ends = "plot.data.slice(1).map((ys) => ys[3]).filter((y) => y !== null && y !== undefined)"
+    assert first_plot(report_page(tab, *runs, broken), "steps", ends) == [1.25, 2.25]
 
 
 def test_the_failure_of_a_run_is_marked_and_named(tab: Page, tmp_path: Path) -> None:
