@@ -151,7 +151,8 @@ class RunFacts:
         return f"failed at step {plain(failure.get('step'))}: {plain(failure.get('reason'))}"
 
     def figures(self) -> list[tuple[str, str]]:
-        """(label, value) of the final numbers, bits per byte first; unknown ones are skipped."""
+        """(label, value) of the final numbers, bits per byte first; unknown ones are skipped, but not `nan` as the bits
+        per byte of broken weights."""
         summary, found = self.record.summary, list[tuple[str, str]]()
         best = min((one.bpb for one in self.validations if math.isfinite(one.bpb)), default=None)
         bpb, steps, tokens, flops, seconds = self.reached
@@ -172,7 +173,7 @@ class RunFacts:
             ("MFU", mfu, lambda value: f"{value:.1f}%"),
             ("peak memory", memory, lambda value: f"{value / 1024:.2f} GiB"),
         ):
-            if value is not None and math.isfinite(value):
+            if value is not None and (math.isfinite(value) or label == "bits per byte"):
                 found.append((label, text(value)))
         return found
 

@@ -301,8 +301,13 @@ def _horizon(facts: RunFacts) -> str:
 
 def _evaluation(facts: RunFacts) -> str:
     last = facts.validations[-1] if facts.validations else None
-    if last is None or not all(map(math.isfinite, (last.loss, last.bpb))) or not last.bpb > 0:
+    if last is None:
         return "This run was not validated."
+    if not all(map(math.isfinite, (last.loss, last.bpb))) or not last.bpb > 0:
+        return (
+            f"After step {last.step:,}: {last.loss:.4f} nats a token, {last.bpb:.4f} bits per byte. What is not finite "
+            "was computed with broken weights."
+        )
     bits = last.loss / math.log(2)
     return (
         f"After step {last.step:,}: {last.loss:.4f} nats a token, divided by ln 2, are {bits:.3f} bits; a token "

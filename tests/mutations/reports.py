@@ -71,4 +71,9 @@ MUTATIONS = [
         "finite(y) && at[i] !== end", "false",
         ["test_pages.py::test_seeds_that_go_on_past_a_broken_one_are_drawn_to_their_ends"],
     ),
+    Mutation(
+        "the first number of a run whose weights broke is that of an earlier validation", "report/run_facts.py",
+        '(math.isfinite(value) or label == "bits per byte")', "math.isfinite(value)",
+        ["test_report_pages.py::TestWhatItSays::test_the_first_number_of_a_run_whose_weights_broke_is_not_an_earlier_one"],
+    ),
 ]  # fmt: skip

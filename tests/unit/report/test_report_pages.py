@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import math
 import os
 import re
 from html.parser import HTMLParser
@@ -111,6 +112,12 @@ class TestWhatItSays:
         shown = {label: figures[label] for label in ("steps", "tokens", "FLOPs", "training", "tokens a second")}
         expected = {"steps": "20", "tokens": "20k", "FLOPs": "1.2e+08", "training": "40 s", "tokens a second": "500"}
         assert shown == expected
+
+    def test_the_first_number_of_a_run_whose_weights_broke_is_not_an_earlier_one(self, tmp_path: Path) -> None:
+        broken = write_run(tmp_path / "broken", [4.0, 2.5, math.nan])
+        assert read_facts(broken).figures()[:2] == [("bits per byte", "nan"), ("lowest", "2.5000")]
+        overlay = Overlay([read_facts(broken), read_facts(write_run(tmp_path / "sound", [4.0, 3.0], seed=1))])
+        assert [(row[0], row[4]) for row in overlay.run_rows()] == [("sound", "3.0000"), ("broken", "nan")]
 
     @pytest.mark.parametrize(
         ("fields", "words"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shlex
@@ -213,6 +214,14 @@ def test_says_what_ends_the_run(tmp_path: Path, fields: dict[str, Any], words: s
 )
 def test_says_how_the_learning_rate_changes(tmp_path: Path, fields: dict[str, Any], words: str) -> None:
     assert words in " ".join(tour(read_facts(trained(tmp_path / "run", **fields))).split())
+
+
+def test_says_that_the_weights_were_broken_at_the_last_validation(tmp_path: Path) -> None:
+    run = trained(tmp_path / "run")
+    with MetricsLog(run / "metrics.jsonl") as metrics:
+        metrics.write("eval", step=40, val_loss=math.nan, val_bpb=math.nan, train_seconds=40.0, tokens=40_000)
+    page = " ".join(tour(read_facts(run)).split())
+    assert "After step 40: nan nats a token, nan bits per byte. What is not finite was computed with broken" in page
 
 
 def test_one_of_a_thing_is_no_plural(tmp_path: Path) -> None:
