@@ -204,10 +204,10 @@ def weight_folders(path: Path) -> list[Path]:
 def _reached(run: RunDirectory, status: str) -> dict[str, Any]:
     """What a run reached: by summary.json where it has finished, else by metrics.jsonl."""
     if status == "finished" and run.summary_path.exists():
-        found = reached(read_json_object(run.summary_path), {}, None)
+        found = reached(read_json_object(run.summary_path), {}, {})
     else:
         validations, trained = read_validations(run.metrics_path)
-        found = reached({}, trained, number(validations[-1].get("val_bpb")) if validations else None)
+        found = reached({}, trained, validations[-1] if validations else {})
     tokens = round(found.tokens) if found.tokens is not None and math.isfinite(found.tokens) else None
     return {"val_bpb": found.bpb, "tokens": tokens, "training_seconds": found.seconds}
 

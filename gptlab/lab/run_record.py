@@ -158,12 +158,19 @@ class Reached(NamedTuple):
     seconds: float | None
 
 
-def reached(summary: Mapping[str, Any], last_step: Mapping[str, Any], last_bpb: float | None) -> Reached:
+def reached(summary: Mapping[str, Any], last_step: Mapping[str, Any], validation: Mapping[str, Any]) -> Reached:
     """By summary.json, which counts steps after the last training line too; where it is empty, since the run has not
-    finished, by that line and the last validation."""
+    finished, by the later of that line and that of the last validation: skipped steps have no training line."""
     if not summary:
-        of_step = (number(last_step.get(name)) for name in ("step", "tokens", "total_flops", "train_seconds"))
-        return Reached(last_bpb, *of_step)
+        lines = (last_step, validation)
+        steps, tokens, seconds = (
+            max((one for line in lines if (one := number(line.get(name))) is not None and one == one), default=None)
+            for name in ("step", "tokens", "train_seconds")
+        )
+        flops, of_tokens = (number(last_step.get(name)) for name in ("total_flops", "tokens"))
+        if flops is not None and tokens and of_tokens:
+            flops *= tokens / of_tokens
+        return Reached(number(validation.get("val_bpb")), steps, tokens, flops, seconds)
     names = ("val_bpb", "num_steps", "total_tokens_M", "total_flops", "training_seconds")
     bpb, steps, millions, flops, seconds = (number(summary.get(name)) for name in names)
     return Reached(bpb, steps, None if millions is None else 1e6 * millions, flops, seconds)

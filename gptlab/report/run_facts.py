@@ -93,8 +93,9 @@ class RunFacts:
     @cached_property
     def reached(self) -> Reached:
         """Bits per byte of the final weights; of a run that has not finished, those of its last validation."""
-        last_bpb = self.validations[-1].bpb if self.validations else None
-        return reached(self.record.summary, self.metrics.last_step, last_bpb)
+        columns = self.metrics.validations
+        last = {name: column[-1] for name, column in columns.items()} if len(columns["step"]) else {}
+        return reached(self.record.summary, self.metrics.last_step, last)
 
     def sentence(self) -> str:
         """What the run is, and what became of it."""
@@ -136,7 +137,7 @@ class RunFacts:
         reached = "" if bpb is None else f"{bpb:.4f} bits per byte"
         if self.status == "finished":
             return f"reached {reached}" if reached else "has finished without a validation"
-        step = plain(self.metrics.last_step.get("step", 0))
+        step = plain(self.reached.steps or 0)
         states = {
             "running": "is training", "failed": self._failed(), "preempted": f"was stopped after step {step}",
             "killed": f"was killed after step {step} or a later one",

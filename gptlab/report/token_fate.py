@@ -19,7 +19,9 @@ def token_fate(facts: RunFacts) -> list[tuple[str, str]]:
     steps, step_tokens = _count(facts.reached.steps), _count(field.get("batch.total_tokens"))
     if not (text and rows and seq_len and steps and step_tokens):
         return []
-    epoch_tokens, skipped = rows * seq_len, _count(facts.record.summary.get("skipped_updates"))
+    skipped_at = [_count(event.get("step")) for event in facts.metrics.events if event.get("what") == "skipped"]
+    so_far = sum(step <= steps for step in skipped_at)  # only a finished run has a summary
+    epoch_tokens, skipped = rows * seq_len, _count(facts.record.summary.get("skipped_updates", so_far))
     epochs = steps * step_tokens / epoch_tokens
     found = [
         ("training text", _text(text)),

@@ -76,4 +76,13 @@ MUTATIONS = [
         '(math.isfinite(value) or label == "bits per byte")', "math.isfinite(value)",
         ["test_report_pages.py::TestWhatItSays::test_the_first_number_of_a_run_whose_weights_broke_is_not_an_earlier_one"],
     ),
+    Mutation(
+        "a killed run has not done the steps that were skipped before its last validation", "lab/run_record.py",
+        "lines = (last_step, validation)", "lines = (last_step,)",
+        [
+            "test_report_pages.py::TestWhatItSays::"
+            "test_numbers_of_an_unfinished_run_count_steps_that_were_skipped_before_its_last_validation",
+            "test_token_fate.py::test_skipped_steps_of_a_run_that_has_not_finished",
+        ],
+    ),
 ]  # fmt: skip

@@ -31,8 +31,6 @@ it for a moment, so it is asked no more often than this."""
 SPARK_POINTS = 32
 """At most, of the finite values."""
 
-_AMOUNTS = {"steps": "step", "tokens": "tokens", "seconds": "train_seconds", "flops": "total_flops"}
-"""{unit of a horizon: the key of a training line that counts it}."""
 _DAMAGE = (UserError, OSError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RecursionError)
 """What values raise that gptlab did not write."""
 
@@ -102,7 +100,8 @@ class WatchedRun:
         self._validations: list[tuple[float, float]] = []
         """(step, bits per byte), in the order of steps."""
         self._trained: Mapping[str, Any] = {}
-        """The last training line."""
+        self._validated: Mapping[str, Any] = {}
+        """The last training line, and that of the last validation."""
 
     def _read_metrics(self) -> None:
         trained = b""
@@ -115,6 +114,7 @@ class WatchedRun:
                 while self._validations and self._validations[-1][0] >= step:
                     self._validations.pop()
                 self._validations.append((step, float(found.get("val_bpb", math.nan))))
+                self._validated = found
             trained = last_line_of_kind(block, "train") or trained
         self._drop_undone()
         if trained:
@@ -124,20 +124,19 @@ class WatchedRun:
         """Forget lines of a file that was truncated or replaced."""
         if self._restarts != self._tail.restarts:
             self._restarts = self._tail.restarts
-            self._validations, self._trained = [], {}
+            self._validations, self._trained, self._validated = [], {}, {}
 
     def _progress(self) -> dict[str, Any]:
         """How far the run is and how good, by its metrics; what its summary says comes first."""
-        trained, facts = self._trained, self._facts
+        found = reached(self._summary, self._trained, self._validated)
+        amount, unit = self._facts["horizon"]
+        done = found._asdict().get(unit)
         bpb = [value for _, value in self._validations]
-        found = reached(self._summary, trained, bpb[-1] if bpb else None)
-        amount, unit = facts["horizon"]
-        done = number(trained.get(_AMOUNTS.get(unit, "")))
         return {
             "val_bpb": found.bpb,
             "tokens": found.tokens,
             "seconds": found.seconds,
-            "step": number(trained.get("step")),
+            "step": found.steps,
             "share": min(1.0, done / amount) if amount and done is not None else None,
             "spark": [round(value, 5) for value in evenly_chosen([*filter(math.isfinite, bpb)], SPARK_POINTS)],
         }

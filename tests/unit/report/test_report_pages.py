@@ -17,6 +17,8 @@ from tiny_runs import command
 from written_runs import write_run
 
 from gptlab.app.run.attempt import Result
+from gptlab.lab.run_list import list_runs
+from gptlab.report.dashboard.watched_run import WatchedRun
 from gptlab.report.markdown import code, fenced, run_text
 from gptlab.report.overlay import Overlay
 from gptlab.report.page import overlay_page, run_page
@@ -118,6 +120,19 @@ class TestWhatItSays:
         assert read_facts(broken).figures()[:2] == [("bits per byte", "nan"), ("lowest", "2.5000")]
         overlay = Overlay([read_facts(broken), read_facts(write_run(tmp_path / "sound", [4.0, 3.0], seed=1))])
         assert [(row[0], row[4]) for row in overlay.run_rows()] == [("sound", "3.0000"), ("broken", "nan")]
+
+    def test_numbers_of_an_unfinished_run_count_steps_that_were_skipped_before_its_last_validation(
+        self, tmp_path: Path
+    ) -> None:
+        run = write_run(tmp_path / "run", [4.0, 3.0], status="killed")  # type: ignore[arg-type]
+        line = {"kind": "eval", "step": 15, "val_loss": 3.0, "val_bpb": 2.9, "train_seconds": 16.0, "tokens": 15_000}
+        facts = read_facts(add_lines(run, line))
+        assert facts.reached == (2.9, 15, 15_000, 9e7, 16)
+        assert "was killed after step 15 or a later one; at its last validation it had 2.9000" in facts.sentence()
+        (listed,), row = list_runs([run]), WatchedRun(run, "run")
+        row.refresh()
+        assert (listed.tokens, listed.training_seconds) == (15_000, 16)
+        assert [row.row[name] for name in ("step", "tokens", "seconds")] == [15, 15_000, 16]
 
     @pytest.mark.parametrize(
         ("fields", "words"),

@@ -17,6 +17,7 @@ from gptlab.data.tokens.shards import SplitWriter, TokenSplit
 from gptlab.report.run_facts import read_facts
 from gptlab.report.token_fate import token_fate
 from gptlab.runtime.files.plain_file import write_json_atomic
+from gptlab.runtime.records.metrics import MetricsLog
 
 TEXT = {"tokens": 10_000, "bytes": 40_000, "documents": 12, "shards": 1}
 
@@ -52,6 +53,19 @@ def test_of_several_epochs_and_skipped_steps(tmp_path: Path) -> None:
     assert fate["trained on"] == "1,900: 19 steps of 100"
     assert fate["skipped"] == "300: 3 steps without an update"
     assert fate["epochs"] == "2.75: each row was read 2 or 3 times"
+
+
+def test_skipped_steps_of_a_run_that_has_not_finished(tmp_path: Path) -> None:
+    """Steps 20 to 22 were skipped, and the run was killed before it validated after the last of them."""
+    said(tmp_path / "run", {"train": TEXT, "val": TEXT, "rows_per_epoch": 8}, status="killed", steps=19)
+    with MetricsLog(tmp_path / "run" / "metrics.jsonl") as metrics:
+        for step in (20, 21, 22):
+            metrics.write("event", step=step, what="skipped", value="nan", reason="loss")
+            if step == 21:
+                metrics.write("eval", step=step, val_loss=3.0, val_bpb=3.0, train_seconds=21.0, tokens=2_100)
+    fate = dict(token_fate(read_facts(tmp_path / "run")))
+    assert fate["trained on"] == "1,900: 19 steps of 100"
+    assert fate["skipped"] == "200: 2 steps without an update"
 
 
 def test_random_windows_leave_out_what_they_do_in_a_simulation(tmp_path: Path) -> None:
