@@ -20,6 +20,7 @@ from gptlab.lab.run_list import changes_from_recipe, recipe_fields
 from gptlab.lab.run_record import Reached, RunRecord, number, reached, read_run
 from gptlab.report.curves import Metrics, evenly_chosen, read_metrics_file
 from gptlab.runtime.records.table import short_number
+from gptlab.training.checkpoint.names import list_checkpoints
 
 VALIDATION_COLUMNS = ("step", "tokens", "training", "validation loss", "bits per byte")
 MAX_SAMPLE_STEPS = 6
@@ -303,11 +304,12 @@ class RunFacts:
     def commands(self) -> list[tuple[str, str]]:
         """(what it does, command): the run again, its code, its environment, its model."""
         commit, folder = self.record.provenance.get("git_commit"), self.folder
-        found = []
+        saved, found = list_checkpoints(self.record.directory.checkpoints_path), []
         if self.typed is not None:
             found.append(("what was typed", self.typed))
         if self.status in ("preempted", "killed", "failed"):
-            found.append(("continue it from its last checkpoint", self.training("resume")))
+            again = "continue it from its last checkpoint" if saved else "start it again, since it has no checkpoint"
+            found.append((again, self.training("resume")))
         if self.is_imported:
             found.append(("train from its weights", self.training("from")))
         else:
@@ -319,7 +321,7 @@ class RunFacts:
             found.append(("the code that ran", f"git checkout {commit}{apply}"))
         if self.record.directory.environment_path.is_file():
             found.append(("the libraries that it ran with", f"pip install -r {folder}/environment.txt"))
-        if self.record.directory.checkpoints_path.is_dir() and "change_model" not in self.own_parts:
+        if saved and "change_model" not in self.own_parts:
             found.append(("sample from it", f"gptlab sample {folder}"))
         return found
 

@@ -165,7 +165,7 @@ class TestWhatItSays:
 
     def test_what_only_python_can_repeat(self, tmp_path: Path) -> None:
         own = write_run(tmp_path / "own", [4.0, 3.0])
-        (own / "checkpoints").mkdir(exist_ok=True)
+        (own / "checkpoints" / "step-00000010").mkdir(parents=True)
         change(own / "run.json", own_parts={"optimizer": {"name": "train.sgd", "sha256": None}})
         commands, call = dict(read_facts(own).commands()), f"gptlab.train(from_run={str(own)!r}, optimizer=...)"
         assert commands["the same again, in a new folder"] == call
@@ -184,6 +184,10 @@ class TestWhatItSays:
         killed = write_run(tmp_path / "killed", [4.0, 3.0], status="running")
         assert "was killed after step 10 or a later one; at its last" in read_facts(killed).sentence()
         resume = ("continue it from its last checkpoint", f"gptlab train --resume {killed}")
+        commands = dict(read_facts(killed).commands())
+        assert commands["start it again, since it has no checkpoint"] == resume[1]
+        assert "sample from it" not in commands
+        (killed / "checkpoints" / "step-00000010").mkdir(parents=True)
         assert resume in read_facts(killed).commands()
         assert resume[1] in Page(run_page(read_facts(killed))).text
         stopped = write_run(tmp_path / "stopped", [4.0, 3.0], status="preempted")
