@@ -30,4 +30,9 @@ MUTATIONS = [
         'record.get("data_fingerprint")))', "None))",
         ["test_index.py::TestRow::test_runs_on_other_data_or_with_own_parts_have_another_group"],
     ),
+    Mutation(
+        "what the reader opened closes when the run trains on", "report/dashboard/assets/details.js",
+        'el("details", { open, ', 'el("details", { ',
+        ["test_pages.py::test_what_the_reader_opened_and_chose_stays_while_a_run_trains"],
+    ),
 ]  # fmt: skip

@@ -119,7 +119,7 @@ async function drawCharts(chosenNow) {
     byId("charts").dataset.points = String(data.runs.reduce((sum, run) => sum + run.val.step.length, 0));
     colorRows();
   }
-  showDetails(state.chosen.has(state.last) ? state.rows.get(state.last) : null);
+  showDetails(state.rows.get(state.chosen.has(state.last) ? state.last : [...state.chosen].pop()));
 }
 
 /** Groups by what the names of their runs have in common; by their letter where another group has that name. */

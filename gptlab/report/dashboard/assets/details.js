@@ -4,6 +4,8 @@ import { byId, el, post } from "./dom.js";
 
 let shown = null; // the row whose details are shown or asked for: a run that changes has another row
 let step = null; // the step whose samples the reader chose; null: the last one
+let content = ""; // what is drawn: what says the same stays, since a list of steps that is rebuilt closes
+let open = false; // whether the reader opened the fields that are not as in the recipe
 
 export async function showDetails(row) {
   const section = byId("details");
@@ -13,7 +15,7 @@ export async function showDetails(row) {
     return;
   }
   if (shown === row) return;
-  if (shown?.id !== row.id) step = null;
+  if (shown?.id !== row.id) [step, open] = [null, false];
   shown = row;
   let found;
   try {
@@ -23,8 +25,11 @@ export async function showDetails(row) {
   }
   if (shown !== row) return;
   section.hidden = false;
+  if (content === (content = JSON.stringify([row.id, row.changes, found]))) return;
+  const focused = section.contains(document.activeElement) ? document.activeElement.tagName : null;
   if ("error" in found) section.replaceChildren(el("h2", {}, row.name), el("p", { class: "problem" }, found.error));
   else section.replaceChildren(...parts(row, found));
+  if (focused) section.querySelector(focused)?.focus({ preventScroll: true });
 }
 
 function parts(row, found) {
@@ -45,7 +50,8 @@ function parts(row, found) {
 function changes(row) {
   if (!row.changes?.length) return [];
   const rows = row.changes.map(([name, value]) => el("tr", {}, el("td", {}, el("code", {}, name)), el("td", { class: "words" }, value === null ? "none" : String(value))));
-  return [el("details", {}, el("summary", {}, `${rows.length} field${rows.length === 1 ? "" : "s"} not as in the recipe`), el("table", {}, el("tbody", {}, ...rows)))];
+  const toggled = (event) => { open = event.target.open; };
+  return [el("details", { open, ontoggle: toggled }, el("summary", {}, `${rows.length} field${rows.length === 1 ? "" : "s"} not as in the recipe`), el("table", {}, el("tbody", {}, ...rows)))];
 }
 
 function samples(all) {

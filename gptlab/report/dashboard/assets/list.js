@@ -55,7 +55,7 @@ export function runList(state, onChoose) {
     }
     const body = byId("rows");
     const same = lines.length === body.children.length && lines.every((line, at) => line === body.children[at]);
-    if (!same) body.replaceChildren(...lines);
+    if (!same) replaceLines(body, lines);
     byId("hint").textContent = filter.problem ?? "";
     byId("hint").hidden = filter.problem === null;
     const training = all.filter((row) => row.status === "running").length;
@@ -68,6 +68,15 @@ export function runList(state, onChoose) {
       const sort = head.dataset.column === view.sort ? (view.descending ? "descending" : "ascending") : "none";
       if (head.dataset.column) head.setAttribute("aria-sort", sort);
     }
+  }
+
+  /** Keeps the keyboard's focus, on the line of the same run or group. */
+  function replaceLines(body, lines) {
+    const focused = body.contains(document.activeElement) ? document.activeElement : null;
+    const key = focused?.closest("tr").dataset.key;
+    body.replaceChildren(...lines);
+    const line = focused && lines.find((one) => one.dataset.key === key);
+    line?.querySelector(focused.tagName)?.focus({ preventScroll: true });
   }
 
   function countChanges() {
@@ -104,9 +113,9 @@ export function runList(state, onChoose) {
     draw();
   }
 
-  function line(rows, name, cells, title) {
+  function line(key, rows, name, cells, title) {
     const box = el("input", { type: "checkbox", "aria-label": `show ${name}`, onchange: () => choose(rows, box.checked) });
-    const tr = el("tr", { title }, el("td", { class: "pick" }, box), ...cells);
+    const tr = el("tr", { title, "data-key": key }, el("td", { class: "pick" }, box), ...cells);
     // A click anywhere in the row chooses it, unless text is being selected.
     tr.addEventListener("click", (event) => {
       if (event.target.closest("input, button, a") || String(getSelection())) return;
@@ -124,7 +133,7 @@ export function runList(state, onChoose) {
     if (row.status === "running" && row.share !== null) {
       status.push(el("progress", { max: 1, value: row.share, "aria-label": "share of the run that is done" }));
     }
-    return line([row], row.name, [
+    return line(row.id, [row], row.name, [
       el("td", { class: "name" }, el("b", {}, row.name), about),
       el("td", { class: "status" }, ...status),
       el("td", { class: "bpb n" }, bpb(row.val_bpb)),
@@ -152,7 +161,7 @@ export function runList(state, onChoose) {
       onclick: () => { if (!view.open.delete(group.key)) view.open.add(group.key); draw(); },
     }, `${open ? "▾" : "▸"} ${sharedName(group.rows)} (${members})`);
     const statuses = [...new Set(group.rows.map((row) => row.status))];
-    const made = line(group.rows, `${members} of ${first.name}`, [
+    const made = line(group.key, group.rows, `${members} of ${first.name}`, [
       el("td", { class: "name" }, el("b", {}, toggle), el("span", { class: "about" }, aboutText(first, false), " ", ...chips(first.changes))),
       el("td", { class: "status" }, ...statuses.map((status) => el("span", { class: `badge ${badge(status)}` }, status))),
       el("td", { class: "bpb n" }, values.length ? mean.toFixed(4) : "",

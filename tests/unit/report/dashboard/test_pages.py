@@ -122,9 +122,11 @@ def served(runs: Path) -> Iterator[Dashboard]:
         with Dashboard(runs, 0) as server:
             serving = threading.Thread(target=server.serve_forever, args=(0.02,))
             serving.start()
-            yield server
-            server.shutdown()
-            serving.join()
+            try:
+                yield server
+            finally:
+                server.shutdown()
+                serving.join()
 
 
 @pytest.fixture
@@ -215,6 +217,41 @@ def test_the_list_is_filtered_sorted_and_grouped(page: Page) -> None:
     assert page.locator("#rows .bpb").inner_text() == "1.2650 ± 0.0071"
     page.locator("#rows button").click()
     page.wait_for_function("() => document.querySelectorAll('#rows tr').length === 3")
+
+
+def test_what_the_reader_opened_and_chose_stays_while_a_run_trains(tab: Page, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "live", CURVE, status="running", recipe="quickstart")
+    write_run(tmp_path / "other", CURVE)
+    focused = "(selector) => document.activeElement.matches(selector)"
+
+    def trained(step: int) -> None:
+        with MetricsLog(run / "metrics.jsonl") as metrics:
+            metrics.write("sample", step=step, prompt="", text=f"text {step}")
+            metrics.write("train", step=step, tokens=1000 * step, loss=1.0, train_seconds=1.0 * step)
+
+    trained(31)
+    trained(32)
+    with served(tmp_path) as server, RunDirectory(run).lock():
+        tab.goto(server.url)
+        tab.locator("#details summary").click()
+        tab.select_option("#details select", label="step 31")
+        tab.locator("#details select").focus()
+        trained(33)
+        tab.wait_for_selector("#details option:nth-child(3)", state="attached")
+        assert tab.locator("#details details").get_attribute("open") is not None
+        assert tab.locator("#details .sampled").inner_text() == "text 31"
+        assert tab.evaluate(focused, "#details select")
+        tab.evaluate("window.kept = document.querySelector('#details select')")
+        row(tab, "live").locator("input").focus()
+        with tab.expect_response("**/run"), MetricsLog(run / "metrics.jsonl") as metrics:
+            metrics.write("train", step=34, tokens=34_000, loss=1.0, train_seconds=34.0)
+        row(tab, "live").locator(".tokens", has_text="34.0k").wait_for()
+        assert tab.evaluate("kept.isConnected")
+        assert tab.evaluate(focused, "[aria-label='show live']")
+        for checked, shown in ((True, "other"), (False, "live")):
+            row(tab, "other").locator("input").set_checked(checked)
+            tab.locator("#details h2", has_text=shown).wait_for()
+        tab.goto("about:blank")
 
 
 def test_a_group_of_more_runs_than_a_page_draws(tab: Page, tmp_path: Path) -> None:
