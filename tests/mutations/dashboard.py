@@ -35,4 +35,9 @@ MUTATIONS = [
         'el("details", { open, ', 'el("details", { ',
         ["test_pages.py::test_what_the_reader_opened_and_chose_stays_while_a_run_trains"],
     ),
+    Mutation(
+        "groups are in the order of their luckiest seeds", "report/dashboard/assets/filter.js",
+        "others.length ? mean(finishedBpb(group.rows)) : first.val_bpb", "first.val_bpb",
+        ["test_pages.py::test_groups_are_in_the_order_of_their_means"],
+    ),
 ]  # fmt: skip

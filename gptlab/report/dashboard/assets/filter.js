@@ -95,7 +95,8 @@ export function sharedName(rows) {
   const [first, ...others] = rows.map((row) => row.name);
   let length = 0;
   while (length < first.length && others.every((name) => name[length] === first[length])) length++;
-  return first.slice(0, length).replace(/[-_./ ]*(seed)?[-_./= ]*$/, "") || first;
+  const cut = rows.some(({ name }) => /\d/.test(name[length] ?? "")); // within a number
+  return first.slice(0, length).replace(cut ? /\d+$/ : "", "").replace(/[-_./ ]*(seed)?[-_./= ]*$/, "") || first;
 }
 
 /** Rows as [{key, rows}], in the order of their first; runs that differ by seed alone are together. */
@@ -107,4 +108,21 @@ export function grouped(rows) {
     groups.get(key).push(row);
   }
   return [...groups].map(([key, members]) => ({ key, rows: members }));
+}
+
+/** Bits per byte of finished runs: one that failed or still trains is not as good as its last validation says. */
+export function finishedBpb(rows) {
+  return rows.filter((row) => row.status === "finished").map((row) => number(row.val_bpb)).filter(Number.isFinite);
+}
+
+/** NaN of none. */
+export const mean = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;
+
+/** Groups by what their lines show: of several runs the mean of bits per byte, and else what their first has. */
+export function sortedGroups(groups, column, descending) {
+  const lines = groups.map((group) => {
+    const [first, ...others] = group.rows;
+    return { ...first, val_bpb: others.length ? mean(finishedBpb(group.rows)) : first.val_bpb, shown: group };
+  });
+  return sorted(lines, column, descending).map((line) => line.shown);
 }

@@ -1,7 +1,7 @@
 // The list of runs. Rows are made once and kept until their run changes; only as many as fit a page are made at once.
 
 import { ago, bpb, byId, count, duration, el, number, sparkline } from "./dom.js";
-import { field, grouped, readFilter, sharedName, sorted } from "./filter.js";
+import { field, finishedBpb, grouped, mean, readFilter, sharedName, sorted, sortedGroups } from "./filter.js";
 
 const PAGE = 200;
 const HEADINGS = [
@@ -45,7 +45,8 @@ export function runList(state, onChoose) {
     const filter = readFilter(byId("filter").value, state.defaults);
     const all = [...state.rows.values()];
     const rows = sorted(all.filter(filter.test), view.sort, view.descending);
-    const groups = byId("grouped").checked ? grouped(rows) : rows.map((row) => ({ key: row.id, rows: [row] }));
+    const groups = byId("grouped").checked 
+      ? sortedGroups(grouped(rows), view.sort, view.descending) : rows.map((row) => ({ key: row.id, rows: [row] }));
     const lines = [];
     for (const group of groups) {
       if (lines.length >= view.limit) break;
@@ -146,12 +147,9 @@ export function runList(state, onChoose) {
 
   function groupLine(group) {
     const first = group.rows[0];
-    // One that failed or still trains is not as good as its last validation says.
-    const finished = group.rows.filter((row) => row.status === "finished");
-    const values = finished.map((row) => number(row.val_bpb)).filter(Number.isFinite);
+    const values = finishedBpb(group.rows), middle = mean(values);
     const part = values.length < group.rows.length ? ` ${values.length} of ${group.rows.length}` : "";
-    const mean = values.reduce((sum, value) => sum + value, 0) / values.length;
-    const spread = Math.sqrt(values.reduce((sum, value) => sum + (value - mean) ** 2, 0) / (values.length - 1));
+    const spread = Math.sqrt(values.reduce((sum, value) => sum + (value - middle) ** 2, 0) / (values.length - 1));
     const seeds = [...new Set(group.rows.map((row) => row.seed))];
     const many = `${seeds.length} seed${seeds.length === 1 ? "" : "s"}`;
     const members = seeds.length === group.rows.length ? many : `${group.rows.length} runs, ${many}`;
@@ -164,7 +162,7 @@ export function runList(state, onChoose) {
     const made = line(group.key, group.rows, `${members} of ${first.name}`, [
       el("td", { class: "name" }, el("b", {}, toggle), el("span", { class: "about" }, aboutText(first, false), " ", ...chips(first.changes))),
       el("td", { class: "status" }, ...statuses.map((status) => el("span", { class: `badge ${badge(status)}` }, status))),
-      el("td", { class: "bpb n" }, values.length ? mean.toFixed(4) : "",
+      el("td", { class: "bpb n" }, values.length ? middle.toFixed(4) : "",
         values.length > 1 ? el("small", { title: "standard deviation over the seeds" }, ` ± ${spread.toFixed(4)}`) : null,
         part ? el("small", { title: "finished runs, whose mean this is" }, part) : null),
       el("td", { class: "curve" }, sparkline(first.spark ?? [])),

@@ -467,6 +467,32 @@ def test_a_logarithmic_loss_fills_its_chart(tab: Page, tmp_path: Path) -> None:
     assert [text for text in texts if text in ("2", "3", "4", "5", "6", "7", "10")] == ["3", "4", "5", "6"] * 2
 
 
+FILTER = "async (words) => { const filter = await import('/filter.js'); return (%s)(...words); }"
+
+
+def test_groups_are_in_the_order_of_their_means(page: Page) -> None:
+    """`a` has the best seed and the worse mean; seeds that failed count for nothing."""
+    bpb = {"a": [("finished", 1.0), ("finished", 2.0)], "b": [("finished", 1.4), ("failed", 9.0)]}
+    bpb["c"] = [("failed", 0.1), ("failed", 0.2)]
+    rows = [
+        {"id": f"{group}{seed}", "name": group, "group": group, "status": status, "val_bpb": value}
+        for group, seeds in bpb.items()
+        for seed, (status, value) in enumerate(seeds)
+    ]
+    order = "(rows, down) => filter.sortedGroups(filter.grouped(rows), 'val_bpb', down).map(({ key }) => key)"
+    assert page.evaluate(FILTER % order, [rows, False]) == ["b", "a", "c"]
+    assert page.evaluate(FILTER % order, [rows, True]) == ["a", "b", "c"]
+
+
+def test_the_name_of_a_group_is_not_cut_within_a_number(page: Page) -> None:
+    for names, shared in (
+        (["gelu-seed-1337", "gelu-seed-1338"], "gelu"), (["x-seed-1", "x-seed-10"], "x"), (["d12-a", "d12-b"], "d12"),
+        (["12", "13"], "12"),
+    ):  # fmt: skip
+        rows = [{"name": name} for name in names]
+        assert page.evaluate(FILTER % "(...rows) => filter.sharedName(rows)", rows) == shared
+
+
 def test_a_short_number_has_the_unit_of_what_it_is_rounded_to(page: Page) -> None:
     counts = "async numbers => numbers.map((await import('/dom.js')).count)"
     assert page.evaluate(counts, [950, 999.7, 999_817_216, 3.28e12]) == ["950", "1.00k", "1.00B", "3.28T"]
