@@ -40,4 +40,14 @@ MUTATIONS = [
         "others.length ? mean(finishedBpb(group.rows)) : first.val_bpb", "first.val_bpb",
         ["test_pages.py::test_groups_are_in_the_order_of_their_means"],
     ),
+    Mutation(
+        "a run whose run.json is damaged has no numbers in the list", "report/dashboard/watched_run.py",
+        "return fields, run.recorded()", "return fields, json_object(run.provenance_path)",
+        ["test_index.py::TestRow::test_of_a_run_whose_run_json_is_damaged_or_whose_fields_are_lists"],
+    ),
+    Mutation(
+        "a filter does not find bits per byte as they are shown", "report/dashboard/assets/filter.js",
+        "[found, shown].includes(Number(value))", "found === Number(value)",
+        ["test_pages.py::test_a_filter_finds_what_is_shown"],
+    ),
 ]  # fmt: skip

@@ -44,7 +44,8 @@ def bounded(value: Any) -> Any:
     """A JSON value as itself where it is small, else as the beginning of its text."""
     if value is None or isinstance(value, bool | float) or (isinstance(value, int) and abs(value) < 1 << 53):
         return value
-    return cut(value if isinstance(value, str) else json.dumps(value))
+    text = value if isinstance(value, str) else json.dumps(value)
+    return value if isinstance(value, list) and len(text) <= MAX_CHARACTERS else cut(text)
 
 
 def cut(text: str, characters: int = MAX_CHARACTERS) -> str:

@@ -147,11 +147,14 @@ class WatchedRun:
 
 
 def _small_files(run: RunDirectory) -> tuple[dict[str, Any], dict[str, Any]]:
-    """{dotted name: value} of config.json, and run.json, which may be lost. UserError where one is damaged."""
+    """{dotted name: value} of config.json, and run.json: empty where it is lost or damaged. UserError where config.json
+    is damaged, or one is no plain file."""
     fields = flatten(json_object(run.config_path))
     if not isinstance(fields.get("recipe"), str):
         raise UserError(f"{run.config_path} is not the configuration of a run")
-    return fields, json_object(run.provenance_path) if os.path.lexists(run.provenance_path) else {}
+    if os.path.lexists(run.provenance_path):
+        require_file(run.provenance_path)
+    return fields, run.recorded()
 
 
 def _facts(run: RunDirectory, fields: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:

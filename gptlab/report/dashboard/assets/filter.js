@@ -35,7 +35,9 @@ export function readFilter(text, defaults) {
     const name = dashed.replaceAll("-", "_");
     if (!own(COLUMNS, name) && !own(defaults, name)) problem = `There is no column or field ${name}.`;
     const of = own(COLUMNS, name) ? COLUMNS[name] : (row) => field(row, name, defaults);
-    tests.push(condition(of, sign, value));
+    const numeric = own(COMPARE, sign) && name !== "start";
+    if (numeric && Number.isNaN(Number(value))) problem = `${value} in ${word} is no number.`;
+    tests.push(condition(name, of, sign, value));
   }
   return { test: (row) => tests.every((test) => test(row)), problem };
 }
@@ -46,14 +48,19 @@ export function field(row, name, defaults) {
   return row.fields ? defaults[name] : undefined;
 }
 
-function condition(of, sign, value) {
+function condition(name, of, sign, value) {
   if (own(COMPARE, sign)) {
-    return (row) => of(row) !== null && COMPARE[sign](number(of(row)), Number(value));
+    const [key, limit] = name === "start" ? [String, value] : [number, Number(value)]; // a start is 2026-11-27T08:00:00
+    return (row) => (of(row) ?? null) !== null && COMPARE[sign](key(of(row)), limit);
   }
   const pattern = wildcard(value);
   const equal = (found) => {
     if (found === undefined) return false;
-    if (typeof found === "number") return value !== "" && found === Number(value);
+    if (Array.isArray(found)) return found.some(equal);
+    if (typeof found === "number") {
+      const shown = name === "val_bpb" ? Number(found.toFixed(4)) : found;
+      return value !== "" && [found, shown].includes(Number(value));
+    }
     return pattern.test(found === null ? "none" : String(found));
   };
   return sign === "=" ? (row) => equal(of(row)) : (row) => !equal(of(row));

@@ -63,6 +63,15 @@ class TestRow:
                 None if listed.changes is None else [list(pair) for pair in listed.changes.items()]
             )
 
+    def test_of_a_run_whose_run_json_is_damaged_or_whose_fields_are_lists(self, tmp_path: Path) -> None:
+        """As `gptlab runs` says it."""
+        run = write_run(tmp_path / "a", CURVE, data__source=("a.txt", "b.txt"))
+        (run / "run.json").write_text("{")
+        row, (listed,) = row_of(run), list_runs([run])
+        assert (row["status"], row["problem"], row["val_bpb"]) == (listed.status, None, listed.val_bpb)
+        assert (row["status"], row["val_bpb"]) == ("unknown", 1.25)
+        assert row["fields"]["data.source"] == ["a.txt", "b.txt"]
+
     def test_seeds_of_one_configuration_have_one_group(self, tmp_path: Path) -> None:
         groups = [
             row_of(write_run(tmp_path / f"{depth}-{seed}", CURVE, seed=seed, model__n_layer=depth))["group"]

@@ -470,6 +470,21 @@ def test_a_logarithmic_loss_fills_its_chart(tab: Page, tmp_path: Path) -> None:
 FILTER = "async (words) => { const filter = await import('/filter.js'); return (%s)(...words); }"
 
 
+ASKED: list[tuple[str, bool, str | None]] = [
+    ("val_bpb=2.5714", True, None), ("val_bpb=2.571", False, None), ("data.source=/b", True, None),
+    ("data.source=*c", False, None), ("start>2026-11-22", True, None), ("start>2026-11-23", False, None),
+    ("tokens>80k", False, "80k in tokens>80k is no number."), ("tokens>8e4", True, None),
+]  # fmt: skip
+
+
+def test_a_filter_finds_what_is_shown(page: Page) -> None:
+    shown = {"val_bpb": 2.57139, "tokens": 90_000, "start": "2026-11-22T08:00:00+00:00"}
+    row = {"name": "a", "fields": {"data.source": ["/a", "/b"]}, **shown}
+    answer = "(words, row) => (({ test, problem }) => [test(row), problem])(filter.readFilter(words, row.fields))"
+    for words, found, problem in ASKED:
+        assert page.evaluate(FILTER % answer, [words, row]) == [found, problem], words
+
+
 def test_groups_are_in_the_order_of_their_means(page: Page) -> None:
     """`a` has the best seed and the worse mean; seeds that failed count for nothing."""
     bpb = {"a": [("finished", 1.0), ("finished", 2.0)], "b": [("finished", 1.4), ("failed", 9.0)]}
