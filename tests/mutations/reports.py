@@ -85,4 +85,9 @@ MUTATIONS = [
             "test_token_fate.py::test_skipped_steps_of_a_run_that_has_not_finished",
         ],
     ),
+    Mutation(
+        "the end of a run that is short beside others is in no chart", "report/assets/charts.js",
+        "first + START_SHARE * (last - first)", "from + START_SHARE * (to - from)",
+        ["test_pages.py::test_the_end_of_a_short_run_fits_too"],
+    ),
 ]  # fmt: skip

@@ -18,7 +18,7 @@ const gptlabCharts = (() => {
   const COLORS = 8; // --c0 ... --c7 in report.css
   const GRID_POINTS = 200; // of a band
   const MAX_POINTS = 60; // dots of more validations would hide their line
-  const START_SHARE = 0.1; // of a chart's width: "fit the end" chooses the vertical range by what comes after it
+  const START_SHARE = 0.1; // of a run's length: "fit the end" chooses the vertical range by what comes after it
   let drawings = 0;
 
   const tag = (name, className, text) => {
@@ -183,14 +183,13 @@ const gptlabCharts = (() => {
     const xs = u.data[0], from = xs[0], to = xs[xs.length - 1], { min: left, max: right } = u.scales.x;
     if (finite(left) && finite(right) && (left > from || right < to)) return uPlot.rangeNum(min, max, 0.1, true); // zoomed: all that is seen
     let low = Infinity, high = -Infinity;
-    u.data.forEach((ys, number) => {
-      if (number > 0)
-        for (let i = 0; i < xs.length; i++)
-          if (finite(ys[i]) && xs[i] >= from + START_SHARE * (to - from) && xs[i] <= to) {
-            low = Math.min(low, ys[i]);
-            high = Math.max(high, ys[i]);
-          }
-    });
+    for (const ys of u.data.slice(1)) {
+      const known = xs.flatMap((x, i) => (finite(ys[i]) ? [[x, ys[i]]] : []));
+      if (!known.length) continue;
+      const [first, last] = [known[0][0], known[known.length - 1][0]];
+      for (const [x, y] of known)
+        if (x >= first + START_SHARE * (last - first)) [low, high] = [Math.min(low, y), Math.max(high, y)];
+    }
     return low < high ? [low - 0.05 * (high - low), high + 0.05 * (high - low)] : uPlot.rangeNum(min, max, 0.1, true);
   }
 

@@ -435,6 +435,14 @@ def test_seeds_that_go_on_past_a_broken_one_are_drawn_to_their_ends(tab: Page, t
     assert first_plot(report_page(tab, *runs, broken), "steps", ends) == [1.25, 2.25]
 
 
+def test_the_end_of_a_short_run_fits_too(tab: Page, tmp_path: Path) -> None:
+    """It has a fifteenth of the other's steps."""
+    runs = write_run(tmp_path / "short", (9.0, 7.0), every_steps=2), write_run(tmp_path / "long", CURVE)
+    low, high = first_plot(report_page(tab, *runs), "steps", "[plot.scales.y.min, plot.scales.y.max]")
+    assert low < 1.25
+    assert 7 < high < 8
+
+
 def test_the_failure_of_a_run_is_marked_and_named(tab: Page, tmp_path: Path) -> None:
     """It is after the last validation, at step 20, and the axis reaches it."""
     runs = [write_run(tmp_path / str(number), (3.5, 2.0, 1.5), status="failed", seed=number) for number in (1, 2)]
