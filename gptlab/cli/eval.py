@@ -63,14 +63,16 @@ class EvalArguments(LoadArguments):
         if both_exist and os.path.samefile(str(self.text), str(self.html)):
             raise UserError(f"--html {self.html} is the text itself: give the page another name")
         if self.html is not None:
-            _require_no_loss(Path(self.html))
+            _require_place(Path(self.html))
 
 
-def _require_no_loss(page: Path) -> None:
-    """UserError where the page would be a file of a run, or replace what is not a page."""
+def _require_place(page: Path) -> None:
+    """UserError where the page would have no folder, be a file of a run, or replace what is not a page."""
     for folder in page.resolve().parents:
         if (folder / "config.json").is_file() and is_run(os.listdir(folder)):
             raise UserError(f"--html {page} is inside the run folder {folder}: name a file outside it")
+    if not page.parent.is_dir():
+        raise UserError(f"cannot write {page}: there is no folder {page.parent}: make it, or name a file elsewhere")
     if page.is_file():
         with cannot(f"read {page}"), open_plain(page) as file:
             start = file.read(100).lstrip().lower()

@@ -240,9 +240,8 @@ class TestText:
         assert "too short" in refusal(capsys, "eval", run.path, "--text", empty)
         assert "give it with --text" in refusal(capsys, "eval", run.path, "--html", page)
         assert "give one of them" in refusal(capsys, "eval", run.path, "--text", empty, "--core")
-        binary.write_text("fox")
-        nowhere = tmp_path / "no" / "page.html"
-        assert "cannot write" in refusal(capsys, "eval", run.path, "--text", binary, "--html", nowhere)
+        nowhere = tmp_path / "no" / "page.html"  # which is refused before anything is measured
+        assert "there is no folder" in refusal(capsys, "eval", run.path, "--text", empty, "--html", nowhere)
 
     def test_is_not_overwritten_by_its_page(self, run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         mine, link = tmp_path / "mine.txt", tmp_path / "link.html"
