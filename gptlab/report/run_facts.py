@@ -248,8 +248,11 @@ class RunFacts:
         return {name: plain(value) for name, value in self.record.fields.items()}
 
     def provenance(self) -> dict[str, str]:
-        """Where the numbers come from, by the keys of run.json."""
-        facts = flatten({key: self.record.provenance[key] for key in _PROVENANCE if key in self.record.provenance})
+        """Where the numbers come from, by the keys of run.json; with the run's `status`, which may be `killed`."""
+        recorded = {key: self.record.provenance[key] for key in _PROVENANCE if key in self.record.provenance}
+        if "status" in recorded:
+            recorded["status"] = self.status
+        facts = flatten(recorded)
         return {key: plain(value) for key, value in facts.items() if value is not None}
 
     @property

@@ -190,6 +190,7 @@ class TestWhatItSays:
         (killed / "checkpoints" / "step-00000010").mkdir(parents=True)
         assert resume in read_facts(killed).commands()
         assert resume[1] in Page(run_page(read_facts(killed))).text
+        assert read_facts(killed).provenance()["status"] == "killed"
         stopped = write_run(tmp_path / "stopped", [4.0, 3.0], status="preempted")
         assert "was stopped after step 10; at its last" in read_facts(stopped).sentence()
         with RunDirectory(killed).lock():
