@@ -37,10 +37,11 @@ function frontier(rows) {
   const x = (at) => LEFT + ((at - from) / (to - from)) * (WIDTH - LEFT - 14);
   const y = (value) => TOP + ((top - Math.min(top, value)) / (top - bottom)) * (HEIGHT - TOP - BOTTOM);
   const picture = svg("svg", { class: "frontier", viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": "bits per byte of each experiment" });
+  const digits = Math.max(3, Math.ceil(-Math.log10(0.25 * (top - bottom)))); // which tell one label from the next
   for (const share of [0, 0.25, 0.5, 0.75, 1]) {
     const value = bottom + share * (top - bottom), at = y(value);
     picture.append(svg("line", { class: "grid", x1: LEFT, x2: WIDTH - 8, y1: at, y2: at }));
-    picture.append(svg("text", { x: LEFT - 8, y: at + 4, "text-anchor": "end" }, value.toFixed(3)));
+    picture.append(svg("text", { x: LEFT - 8, y: at + 4, "text-anchor": "end" }, value.toFixed(digits)));
   }
   picture.append(svg("text", { x: WIDTH - 14, y: HEIGHT - 6, "text-anchor": "end" }, `experiment ${to}`));
   picture.append(svg("text", { x: LEFT, y: HEIGHT - 6 }, String(from)));

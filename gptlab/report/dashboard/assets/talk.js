@@ -83,7 +83,8 @@ export function promptBox(state) {
         byId("text").append(tokenSpan(answer));
         count += 1;
       }
-      const rate = count > 1 ? `, ${((1000 * count) / (performance.now() - began)).toFixed(0)} tokens/s` : "";
+      const seconds = (performance.now() - began) / 1000; // in less than 0.2, all may have come at once
+      const rate = count > 1 && seconds > 0.2 ? `, ${(count / seconds).toFixed(0)} tokens/s` : "";
       say(`Step ${step.toLocaleString("en")} of ${name}, ${count} tokens${rate}, seed ${asked.seed}.`);
     }
   }

@@ -298,6 +298,18 @@ def test_a_prompt_is_answered(page: Page) -> None:
     assert page.locator("#text").inner_text() == first
 
 
+def test_an_answer_that_comes_at_once_has_no_rate(page: Page) -> None:
+    token = {"text": "a", "name": "a", "probability": 0.5, "alternatives": []}
+    lines = "".join(f"{json.dumps(line)}\n" for line in ({"step": 12}, token, token))
+    page.route("**/prompt", lambda route: route.fulfill(body=lines))
+    page.select_option("#model", label="real")
+    page.fill("#seed", "1")
+    page.click("#go")
+    page.locator("#answering", has_text="2 tokens").wait_for()
+    page.unroute("**/prompt")
+    assert page.locator("#answering").inner_text() == "Step 12 of real, 2 tokens, seed 1."
+
+
 def test_the_run_of_the_prompt_stays_while_others_train(world: Dashboard, page: Page) -> None:
     """A click in the list still selects the run that it chose."""
     selected = "() => document.querySelector('#model').selectedOptions[0].text"
@@ -533,6 +545,14 @@ def test_a_lab_beside_the_runs_shows_its_frontier(page: Page) -> None:
     text = page.locator(".frontier text").first.bounding_box()
     assert text is not None
     assert text["height"] > 10, "pixels"
+
+
+def test_labels_of_a_lab_with_a_baseline_alone_differ(page: Page) -> None:
+    first = {"experiment": 0, "bpb": 2.87, "best_bpb": 2.87, "verdict": None, "change": ""}
+    lab = {"name": "a", "problem": None, "verdicts": {}, "frontier": [first], "best_bpb": 2.87, "first_bpb": 2.87}
+    page.evaluate("async (lab) => (await import('/labs.js')).showLabs([lab])", lab)
+    labels = page.locator("#labs .frontier text[text-anchor=end]").all_text_contents()
+    assert len({*labels}) == len(labels) == 6
 
 
 def test_a_status_is_one_word_in_a_narrow_window(tab: Page, tmp_path: Path) -> None:
