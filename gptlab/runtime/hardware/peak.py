@@ -172,7 +172,8 @@ def product_times(size: int, device: torch.device, dtype: torch.dtype, deadline:
 def _faster_product(left: Tensor, right: Tensor) -> Callable[[], object]:
     """What multiplies the matrices. In float32 a CPU may have two libraries for it: on two Zen 5 cores torch.mm, by
     MKL, reaches 110 GFLOP/s a core and oneDNN 240, as gptlab's kernels do (docs/LOG.md, 2026-11-25). In float16 its
-    rate depends on how the right matrix lies in memory: 14 to 20 GFLOP/s as linear layers have it, else 1 to 3."""
+    rate depends on how the right matrix lies in memory: 13 to 25 GFLOP/s as linear layers have it, else 1 to 3
+    (2026-11-27)."""
     if left.device.type == "cpu" and left.dtype == torch.float16:
         right = right.t()
     by_mm = functools.partial(torch.mm, left, right, out=torch.empty_like(left))
