@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 from gptlab.app.run.run_request import RunRequest
 from gptlab.app.run.session import prepared
@@ -21,28 +22,9 @@ def sized(
     request: RunRequest, world: World, console: Console, warn: Callable[[str], None]
 ) -> tuple[RunConfig, list[Machine]]:
     """What the recipe makes of this machine, and the machine as it was measured each time; none where the recipe does
-    not ask. `warn`: of what is wrong with a compiler.
-
-    Data is prepared before steps are timed, which gives another thread the time to build the C++ kernels. UserError
-    where the data or the configuration cannot be used.
-    """
+    not ask. `warn`: of what is wrong with a compiler. UserError where the data or the configuration cannot be used."""
     measured: list[Machine] = []
-
-    def limited(config: RunConfig) -> Machine:
-        measured.append(limited_machine(config, world))
-        return measured[-1]
-
-    def timed(config: RunConfig) -> Machine:
-        tokens = measured[-1].training_tokens
-        if len(measured) == 1:  # its limit: no size was timed yet
-            tokens = prepared(config, place_of(config, world), console).train.n_tokens
-        exact = deterministic_kernels(config.runtime.device) if config.parallel.exact_any_world_size else nullcontext()
-        with console.busy("timing steps, to size the model"), exact:
-            machine = timed_machine(config, world, warn, lambda text: None)
-        measured.append(replace(machine, training_tokens=tokens))
-        return measured[-1]
-
-    config = request.config(timed, limited)
+    config = request.config(partial(_timed, measured, world, console, warn), partial(_limited, measured, world))
     from gptlab.runtime.hardware.installed import has_nvidia_gpu
 
     if has_nvidia_gpu():
@@ -50,3 +32,24 @@ def sized(
 
         config = with_rows_that_fit(config, request, console, world)
     return config, measured
+
+
+def _limited(measured: list[Machine], world: World, config: RunConfig) -> Machine:
+    """This machine with what its steps can reach at most; also appended to `measured`."""
+    measured.append(limited_machine(config, world))
+    return measured[-1]
+
+
+def _timed(
+    measured: list[Machine], world: World, console: Console, warn: Callable[[str], None], config: RunConfig
+) -> Machine:
+    """This machine, timed on the steps of `config`; also appended to `measured`. Data is prepared before, which gives
+    another thread the time to build the C++ kernels."""
+    tokens = measured[-1].training_tokens
+    if len(measured) == 1:  # its limit: no size was timed yet
+        tokens = prepared(config, place_of(config, world), console).train.n_tokens
+    exact = deterministic_kernels(config.runtime.device) if config.parallel.exact_any_world_size else nullcontext()
+    with console.busy("timing steps, to size the model"), exact:
+        machine = timed_machine(config, world, warn, lambda text: None)
+    measured.append(replace(machine, training_tokens=tokens))
+    return measured[-1]

@@ -110,16 +110,15 @@ def loss_fault(loss: float, record: FaultRecord, config: RunConfig) -> Fault | N
     """
     if not math.isfinite(loss):
         return Fault("loss", loss)
-    if (spike := _spike(loss, record.losses, config.faults)) is not None:
+    factor, window = config.faults.spike_factor, config.faults.spike_window
+    if factor is not None and (spike := _spike(loss, record.losses, factor, window)) is not None:
         return spike
     if loss > config.runtime.max_loss:
         raise exploded(loss, config.runtime.max_loss)
     return None
 
 
-def _spike(loss: float, losses: list[float], config: FaultsConfig) -> Fault | None:
+def _spike(loss: float, losses: list[float], factor: float, window: int) -> Fault | None:
     """The fault of a loss far above the median of the recent ones; None while these are too few."""
-    if config.spike_factor is None or len(losses) < config.spike_window:
-        return None
-    median = statistics.median(losses)
-    return Fault("spike", loss, median) if loss > config.spike_factor * median else None
+    median = statistics.median(losses) if len(losses) >= window else math.inf
+    return Fault("spike", loss, median) if loss > factor * median else None

@@ -115,22 +115,22 @@ def write_text_atomic(path: Path, text: str) -> None:
             with temporary.open("x", encoding="utf-8", newline="\n") as file:
                 file.write(text)
                 flush_to_disk(file)
-            _replace(temporary, path)
+            _replace_when_closed(temporary, path) if os.name == "nt" else temporary.replace(path)
             sync_directory(path.parent)
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
 
 
-def _replace(temporary: Path, path: Path) -> None:
+def _replace_when_closed(temporary: Path, path: Path) -> None:
+    """For Windows, which replaces no open file: others read these for a moment (a dashboard, a virus scanner)."""
     until = time.monotonic() + _OPEN_SECONDS
     while True:
         try:
             temporary.replace(path)
             return
         except PermissionError:
-            # Windows replaces no file that is open, and others read these for a moment: a dashboard, a virus scanner.
-            if os.name != "nt" or time.monotonic() > until:
+            if time.monotonic() > until:
                 raise
             time.sleep(0.02)
 
