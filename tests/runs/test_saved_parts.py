@@ -73,10 +73,9 @@ LOSS_OF_STEP_4 = 5.0
 
 @contextlib.contextmanager
 def lively_loss_scale() -> Iterator[None]:
-    """Within the context, float16's loss scale grows after every step, not after 2000, so that it soon is too large in
-    every second or third one."""
+    """Within the context, float16's loss scale grows after three good steps, not after 2000."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("gptlab.training.state._GOOD_STEPS", 1)
+        patch.setattr("gptlab.training.state._GOOD_STEPS", 3)
         yield
 
 

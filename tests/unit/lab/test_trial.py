@@ -382,7 +382,11 @@ def test_a_night_leaves_no_copy_of_the_package(lab: Lab, tmp_path: Path) -> None
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere SIGKILL leaves the command running")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_a_program_that_proposes_ends_with_the_night(lab: Lab, number: signal.Signals) -> None:
-    night = Forked(lambda: run_night(lab, agent("sleep 987", 60.0), say=quiet, judged=lambda one: None))
+    def propose() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which `nohup make test` ignores
+        run_night(lab, agent("sleep 987", 60.0), say=quiet, judged=lambda one: None)
+
+    night = Forked(propose)
     while not (started := [one for one in psutil.Process(night.pid).children() if one.name() == "sleep"]):
         time.sleep(0.01)
     night.send_signal(number)
