@@ -40,7 +40,7 @@ def main(argv: list[str]) -> int:
     if request.options.get("ranks"):
         return _many_ranks(request)
     if request.options.keys() & {"depths", "gpu_gb"}:
-        raise UserError("--depths and --gpu-gb are of the table of GPUs: give them with --ranks 8,64")
+        raise UserError("--depths and --gpu-gb belong to the table of --ranks: give --ranks 8,64 too")
     # Imported here, since torch takes a second: help and completion go without.
     from gptlab.bench.plan import figures, make_plan
     from gptlab.bench.training_rate import limited_machine, remembered_rate

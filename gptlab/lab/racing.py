@@ -72,8 +72,8 @@ def level_of_next(earlier: int, rules: RaceRules) -> float:
     """Probability that the next experiment may spend on a false keep.
 
     Args:
-        earlier: Experiments of the lab before it, also those of which no difference was seen: they spend nothing, so
-            that counting them keeps fewer.
+        earlier: Experiments of the lab before it. Those of which no difference was seen spend nothing; counting them
+            too only lowers the level.
 
     The levels K / ((K + earlier) (K + earlier + 1)), K = `half_spent_after`, add up to 1 as a telescoping series.
     """

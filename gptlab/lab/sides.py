@@ -139,7 +139,7 @@ def other_text(a: RunRecord, b: RunRecord) -> str | None:
     """Why two runs may have validated on different text; None where they have not."""
     tokens = [run.fields.get("eval.tokens") for run in (a, b)]
     if tokens[0] != tokens[1]:
-        return f"eval.tokens, of which they validate, is {tokens[0]} and {tokens[1]}"
+        return f"they validated on different amounts of text: eval.tokens is {tokens[0]} and {tokens[1]}"
     data, tokenizers = ([run.provenance.get(f"{what}_fingerprint") for run in (a, b)] for what in ("data", "tokenizer"))
     if None not in data and data[0] == data[1]:
         return None

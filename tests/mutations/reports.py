@@ -87,7 +87,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the end of a run that is short beside others is in no chart", "report/assets/charts.js",
-        "first + START_SHARE * (last - first)", "from + START_SHARE * (to - from)",
+        "xs[first] + START_SHARE * (xs[last] - xs[first])", "from + START_SHARE * (to - from)",
         ["test_pages.py::test_the_end_of_a_short_run_fits_too"],
     ),
 ]  # fmt: skip

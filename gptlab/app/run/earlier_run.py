@@ -283,7 +283,7 @@ def _require_own_checkpoint(run: RunDirectory, checkpoint: Checkpoint, console: 
     """UserError where the checkpoint is another run's, or config.json was edited since."""
     saved = saved_identity(checkpoint.state, checkpoint.path)
     if saved is None:
-        console.warn(f"{checkpoint.path} was saved by an older gptlab: it does not say of which run it is")
+        console.warn(f"{checkpoint.path} does not say which run it is of")
         return
     require_own(run, saved, checkpoint.path)
     if (edited := edited_field(run, saved)) is not None:

@@ -105,7 +105,7 @@ class StepProcess:
 
 def last_words(log: Path) -> str:
     """The last line with an error that a process printed, else its last line, without the name of the program,
-    shortened: data from untrusted code, of which LAST_BYTES alone are read. Empty where there is none."""
+    shortened. It is data from untrusted code, so only the last LAST_BYTES are read. Empty where there is none."""
     if not log.exists():
         return ""
     with log.open("rb") as file:

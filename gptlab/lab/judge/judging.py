@@ -104,8 +104,9 @@ def judge_run(
     """Judge the last checkpoint of the finished run in `run`, which the code in `tree`/gptlab has trained.
 
     The answering processes see a copy of the run's weights, its config.json and the lab's tokenizer. `limits` are those
-    of each of them. `hidden`: see `supervise`; texts in the user's cache are hidden too. `cache`: compiled code, if it
-    exists, of which each gets a copy; no candidate may have written it. What they print goes to `log`.
+    of each of them. `hidden`: see `supervise`; texts in the user's cache are hidden too. `cache`: a folder of compiled
+    code, which may be missing and which no candidate may have written; each process gets a copy. What they print goes
+    to `log`.
     RuleError names the rule that was broken.
     """
     audit = audit or Audit()

@@ -184,11 +184,12 @@ const gptlabCharts = (() => {
     if (finite(left) && finite(right) && (left > from || right < to)) return uPlot.rangeNum(min, max, 0.1, true); // zoomed: all that is seen
     let low = Infinity, high = -Infinity;
     for (const ys of u.data.slice(1)) {
-      const known = xs.flatMap((x, i) => (finite(ys[i]) ? [[x, ys[i]]] : []));
-      if (!known.length) continue;
-      const [first, last] = [known[0][0], known[known.length - 1][0]];
-      for (const [x, y] of known)
-        if (x >= first + START_SHARE * (last - first)) [low, high] = [Math.min(low, y), Math.max(high, y)];
+      const first = ys.findIndex(finite), last = ys.findLastIndex(finite), start = xs[first] + START_SHARE * (xs[last] - xs[first]);
+      for (let i = first; 0 <= i && i <= last; i++)
+        if (finite(ys[i]) && xs[i] >= start) {
+          low = Math.min(low, ys[i]);
+          high = Math.max(high, ys[i]);
+        }
     }
     return low < high ? [low - 0.05 * (high - low), high + 0.05 * (high - low)] : uPlot.rangeNum(min, max, 0.1, true);
   }

@@ -63,7 +63,7 @@ def identity_of(run: RunDirectory, data_fingerprint: str) -> Identity:
 
 
 def saved_identity(state: Mapping[str, Any], checkpoint: Path) -> Identity | None:
-    """The run that a checkpoint's state.json names; None if an older gptlab wrote it. UserError if it is malformed."""
+    """The run that a checkpoint's state.json names; None if it names none. UserError if it is malformed."""
     if "run" not in state:
         return None
     match state["run"]:

@@ -268,6 +268,6 @@ def default_run_path(recipe: str, now: datetime) -> Path:
 
 
 def recorded_id(run: RunDirectory) -> str | None:
-    """The id in run.json; None if that is lost, or written by an older gptlab."""
+    """The id in run.json; None if that is lost, or has none."""
     value = run.recorded().get("run_id")
     return value if isinstance(value, str) else None

@@ -215,7 +215,7 @@ def test_arguments_of_the_table_are_refused_without_it(words: list[str], capsys:
     assert cli.main(["plan", "nanochat-tiny", *words]) == 2
     assert capsys.readouterr() == (
         "",
-        "gptlab: error: --depths and --gpu-gb are of the table of GPUs: give them with --ranks 8,64\n",
+        "gptlab: error: --depths and --gpu-gb belong to the table of --ranks: give --ranks 8,64 too\n",
     )
 
 

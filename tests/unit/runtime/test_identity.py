@@ -206,7 +206,7 @@ def test_a_run_of_an_older_gptlab_resumes_with_a_word(run: Path, expected: Outco
     assert (code, "warning" in out + err) == (0, False)
     code, out, _ = command(["train", "--resume", run])
     assert code == 0
-    assert "step-00000008 was saved by an older gptlab: it does not say of which run it is" in out
+    assert "step-00000008 does not say which run it is of" in out
     assert differences(expected, outcome(run)) == []
     last = json.loads((run / "checkpoints/step-00000012/state.json").read_text())
     assert last["run"]["id"] == json.loads((run / "run.json").read_text())["run_id"]

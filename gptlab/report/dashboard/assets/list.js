@@ -45,7 +45,7 @@ export function runList(state, onChoose) {
     const filter = readFilter(byId("filter").value, state.defaults);
     const all = [...state.rows.values()];
     const rows = sorted(all.filter(filter.test), view.sort, view.descending);
-    const groups = byId("grouped").checked 
+    const groups = byId("grouped").checked
       ? sortedGroups(grouped(rows), view.sort, view.descending) : rows.map((row) => ({ key: row.id, rows: [row] }));
     const lines = [];
     for (const group of groups) {
