@@ -231,10 +231,8 @@ def _inspect(argv: list[str]) -> None:
     data = dataclasses.replace(data, long_documents=arguments.long_documents)
     with Console() as console:
         prepared = prepare(data, tokenizer, console=console)
-    rows = make_rows(
-        prepared.train, data, arguments.seq_len, prepared.tokenizer.bos_id, arguments.seed, prepared.folder,
-        prepared.split_advice,
-    )  # fmt: skip
+    bos_id = prepared.tokenizer.bos_id
+    rows = make_rows(prepared.train, data, arguments.seq_len, bos_id, arguments.seed, prepared.folder)
     if arguments.row >= rows.rows_per_epoch:
         raise UserError(f"--row {arguments.row}: there are rows 0 to {rows.rows_per_epoch - 1} in an epoch")
     _print_corpus(prepared)

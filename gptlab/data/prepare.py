@@ -56,11 +56,6 @@ class PreparedData:
     skipped; not of tokens that others made), tokenizer (kind, vocab_size, fingerprint), and for train and val: tokens,
     documents, bytes, shards."""
 
-    @property
-    def split_advice(self) -> str:
-        """How else to divide a corpus of which the hash holds out more than it leaves for training; else empty."""
-        return _split_advice(str(self.statistics.get("split")), self.train.n_bytes, self.val.n_bytes)
-
 
 def prepare(data: DataConfig, tokenizer: TokenizerConfig, *, console: Console | None = None) -> PreparedData:
     """The tokens of `data.source`, made or found in the cache. UserError for a corpus, tokenizer or cache that cannot
@@ -105,12 +100,6 @@ def _is_uneven(how: str, val_fraction: float, train_bytes: int, val_bytes: int) 
     share = val_bytes / (train_bytes + val_bytes)
     most = max(0.25, min(5 * val_fraction, (1 + val_fraction) / 2))
     return how.startswith("hash ") and not val_fraction / 10 <= share <= most
-
-
-def _split_advice(how: str, train_size: int, val_size: int) -> str:
-    if not how.startswith("hash ") or val_size <= train_size:
-        return ""
-    return f"; more text validates than trains: {TAIL_INSTEAD}"
 
 
 def _divided_document(name: str, val_fraction: float) -> str:
@@ -176,8 +165,10 @@ def _trained_tokenizer(
             sizes = Counter[str]()
             for side, text in corpus.documents():
                 sizes[side] += len(text)
-            advice = _split_advice(corpus.how, sizes["train"], sizes["val"])
-            raise ConfigError(error.field, error.value, error.reason + advice, error.nearest) from None
+            if not corpus.how.startswith("hash ") or sizes["val"] <= sizes["train"]:
+                raise
+            reason = f"{error.reason}; more text validates than trains: {TAIL_INSTEAD}"
+            raise ConfigError(error.field, error.value, reason, error.nearest) from None
         corpus.require_unchanged()  # of a large corpus it reads a part
         return {"corpus": corpus.name, "kind": config.kind}
 

@@ -58,21 +58,14 @@ class RowSource(Protocol):
 
 
 def make_rows(
-    split: TokenSplit,
-    data: DataConfig,
-    seq_len: int,
-    bos_id: int | None,
-    seed: int,
-    cache_folder: Path | None,
-    split_advice: str = "",
+    split: TokenSplit, data: DataConfig, seq_len: int, bos_id: int | None, seed: int, cache_folder: Path | None
 ) -> RowSource:
     """Training rows as `data.rows` says; a packing of many documents is kept in `cache_folder` (None: not kept).
-    `split_advice` ends the error of a split that is too short.
 
     Raises ConfigError where the split is shorter than one row or packed rows have no BOS to begin with.
     """
     if split.n_tokens < seq_len + 1:
-        raise _too_short(split.n_tokens, seq_len, split_advice)
+        raise _too_short(split.n_tokens, seq_len)
     if data.rows != "packed":
         return WindowRows(split, seq_len, seed if data.rows == "random" else None)
     if bos_id is None:
@@ -85,8 +78,8 @@ def make_rows(
     return PackedRows(split, packing, seq_len, bos_id, seed)
 
 
-def _too_short(n_tokens: int, seq_len: int, advice: str) -> ConfigError:
-    reason = f"the training text has only {n_tokens:,} tokens, and a row needs seq_len + 1 = {seq_len + 1:,}{advice}"
+def _too_short(n_tokens: int, seq_len: int) -> ConfigError:
+    reason = f"the training text has only {n_tokens:,} tokens, and a row needs seq_len + 1 = {seq_len + 1:,}"
     return ConfigError("model.seq_len", seq_len, reason, n_tokens - 1 if n_tokens > 1 else None)
 
 

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 
 from gptlab.app.run.own_parts import OwnParts
@@ -16,7 +17,7 @@ from gptlab.config.run import RunConfig
 from gptlab.runtime.processes.distributed import Group, Job
 from gptlab.runtime.processes.liveness import Failure, PeerFailed
 from gptlab.runtime.records.console import Console
-from gptlab.runtime.records.run_directory import RunDirectory
+from gptlab.runtime.records.run_directory import RunDirectory, default_run_path
 from gptlab.training.signals import Signals, StoppedEarly, behind_signal
 
 
@@ -63,6 +64,10 @@ class Attempt:
     """What torchrun keeps for the next attempt."""
     held: ExitStack = field(default_factory=ExitStack)
     """Locks and settings, until the attempt is over."""
+
+    def new_run_path(self, run_dir: str | None, recipe: str) -> Path:
+        """Where a new run goes: to `run_dir`, if that is given."""
+        return Path(run_dir or self.job.folder() or default_run_path(recipe, datetime.now()))
 
     def restarted(self, request: RunRequest) -> RunRequest | Result:
         """`request`, or, where an earlier attempt of this torchrun job began a run, the request to resume it. The

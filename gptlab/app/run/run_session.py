@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,7 +31,7 @@ from gptlab.runtime.records.console import Console
 from gptlab.runtime.records.identity import identity_of
 from gptlab.runtime.records.metrics import MetricsLog
 from gptlab.runtime.records.provenance import Evidence
-from gptlab.runtime.records.run_directory import RunDirectory, default_run_path
+from gptlab.runtime.records.run_directory import RunDirectory
 from gptlab.runtime.records.table import short_number
 from gptlab.training.checkpoint.names import list_checkpoints
 from gptlab.training.checkpoint.saver import CheckpointSaver, RunOutput
@@ -145,18 +144,13 @@ def _estimated_steps(session: Session, machine: Machine | None) -> int | None:
     return max(1, round(session.config.horizon.amount / step_seconds))
 
 
-def new_run_path(attempt: Attempt, run_dir: str | None, recipe: str) -> Path:
-    """Where the attempt's new run goes: to `run_dir`, if that is given."""
-    return Path(run_dir or attempt.job.folder() or default_run_path(recipe, datetime.now()))
-
-
 def make_run_directory(
     session: Session, attempt: Attempt, facts: Mapping[str, object], evidence: Evidence, machine: Machine | None
 ) -> None:
     """Make the attempt's run folder, with everything that is known before the first step, and lock it. UserError where
     it cannot be."""
     config = session.config
-    path = new_run_path(attempt, config.run_dir, config.recipe)
+    path = attempt.new_run_path(config.run_dir, config.recipe)
     attempt.job.will_begin(path)
 
     def contents(run: RunDirectory) -> None:

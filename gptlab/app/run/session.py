@@ -146,9 +146,7 @@ def open_session(
     prompts = _prompts(config, data) if config.sample.prompts or config.sample.from_validation else ()
     rows = None if parts is None else parts.make_rows(data, config)
     if rows is None:
-        rows = make_rows(
-            data.train, config.data, seq_len, tokenizer.bos_id, config.seed, data.folder, data.split_advice
-        )
+        rows = make_rows(data.train, config.data, seq_len, tokenizer.bos_id, config.seed, data.folder)
     held_out = validation_rows(data.val, seq_len, tokenizer.bos_id, config.eval.tokens)
     n_train = config.eval.train_tokens
     of_training = None if n_train is None else validation_rows(data.train, seq_len, tokenizer.bos_id, n_train)

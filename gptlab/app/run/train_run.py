@@ -59,10 +59,12 @@ def train_run(
 
 
 def _prepare_and_train(attempt: Attempt, request: RunRequest) -> Result:
-    if attempt.group.is_main and request.resume is None:
+    if attempt.group.is_main and request.resume is None:  # before torch is imported, which takes seconds
+        run_dir = request.overrides.get("run_dir") if attempt.config is None else attempt.config.run_dir
+        RunDirectory(attempt.new_run_path(run_dir, request.recipe or DEFAULT_RECIPE)).require_free()
         for source in request.overrides.get("data.source", ()):
             if not os.path.exists(os.path.expanduser(source)):
-                require_known(source)  # before torch is imported, which takes seconds
+                require_known(source)
     from gptlab.runtime.records.provenance import begin_evidence
 
     evidence = begin_evidence()  # before torch is imported, which takes longer
@@ -147,7 +149,7 @@ def _train(
 ) -> Result:  # fmt: skip
     """Train `config`, which has been sized by `machine` or is that of an `earlier` run."""
     from gptlab.app.run.ranks import require_same_implementations, require_same_run
-    from gptlab.app.run.run_session import describe, make_run_directory, new_run_path, run_session
+    from gptlab.app.run.run_session import describe, make_run_directory, run_session
     from gptlab.app.run.session import open_session
     from gptlab.runtime.hardware.device import deterministic_kernels
     from gptlab.runtime.hardware.place import place_of
@@ -156,8 +158,6 @@ def _train(
     console, group = attempt.console, attempt.group
     if config.parallel.exact_any_world_size:
         attempt.held.enter_context(deterministic_kernels(config.runtime.device))
-    if group.is_main and attempt.run is None:
-        RunDirectory(new_run_path(attempt, config.run_dir, config.recipe)).require_free()  # before data is prepared
     if group.is_main and config.log.to:
         from gptlab.runtime.records.mirrors import require_mirrors
 
@@ -222,14 +222,11 @@ def _configured(attempt: Attempt, request: RunRequest) -> tuple[RunConfig, Machi
     """What the recipe makes of this machine, and the machine as it was timed; None where the recipe does not ask."""
     if not attempt.group.is_main:
         return _configured_as_on_rank_0(attempt, request)
-    from gptlab.app.run.run_session import new_run_path
     from gptlab.app.sizing import sized
 
     def silent(text: str) -> None:
         pass  # the run itself will warn, once, of what is wrong with a compiler
 
-    recipe = request.recipe or DEFAULT_RECIPE
-    RunDirectory(new_run_path(attempt, request.overrides.get("run_dir"), recipe)).require_free()  # before data is read
     config, measured = sized(request, attempt.group.world, attempt.console, silent)
     attempt.group.broadcast("machine", [asdict(machine) for machine in measured])
     return config, measured[-1] if measured else None

@@ -150,16 +150,11 @@ def test_a_split_that_few_documents_make_uneven_is_reported(texts: Path, tmp_pat
         assert "warning" not in well_divided[1]
 
 
-def test_a_text_too_short_for_its_share_is_told_of_the_tail(tmp_path: Path) -> None:
+def test_a_text_too_short_for_a_tokenizer_is_told_of_the_tail(tmp_path: Path) -> None:
     (tmp_path / "long.txt").write_text("".join(document(number) for number in range(200)), encoding="utf-8")
     (tmp_path / "note.md").write_text("Note 0\n")
-    data = config(tmp_path / "*.*")
     with pytest.raises(UserError, match=r"not give that many entries; .*--data\.split tail"):
-        prepare(data, BPE)
-    prepared = prepare(data, BYTE)
-    with pytest.raises(ConfigError, match=r"has only 8 tokens.*--data\.split tail"):
-        make_rows(prepared.train, data, 64, prepared.tokenizer.bos_id, 0, None, prepared.split_advice)
-    assert prepare(config(tmp_path / "*.*", split="tail"), BYTE).split_advice == ""
+        prepare(config(tmp_path / "*.*"), BPE)
 
 
 def test_a_character_that_only_validation_has_is_in_the_vocabulary(tmp_path: Path) -> None:
