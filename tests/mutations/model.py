@@ -236,7 +236,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a compiler without OpenMP builds no kernels", "model/kernels/library.py",
-        "and _OPENMP in flags):", "and False):",
+        "and _OPENMP in flags:", "and False:",
         ["test_kernel_library.py::test_a_compiler_without_openmp_builds_them_for_one_thread"],
     ),
     Mutation(

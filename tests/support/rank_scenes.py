@@ -92,7 +92,7 @@ def make_trouble(patch: pytest.MonkeyPatch, trouble: Mapping[str, Any]) -> None:
         take = provenance.take_code
         patch.setattr(provenance, "take_code", lambda folder: take(Path(trouble["code"])))
     if "kernels" in trouble:  # that could not be built
-        patch.setattr(library, "kernel_library", lambda activations: None)
+        patch.setattr(library, "kernel_library", lambda activations: library.Library())
         patch.setattr(ops, "missing_kernels", lambda device, dtype: trouble["kernels"])
     if "backend" in trouble:  # of torch.compile
         patch.setattr(torch, "compile", functools.partial(torch.compile, backend=trouble["backend"]))

@@ -50,15 +50,14 @@ class _Model(ctypes.Structure):
 
 
 @functools.cache
-def load_decode_kernel() -> Any:
-    """`decode_step`, built unless the cache has it (three seconds). Otherwise what `load_built` gives."""
+def load_decode_kernel() -> Library:
+    """With `decode_step`, built unless the cache has it (three seconds)."""
     library = load_built((_SOURCE,), _FLAGS)
-    if not isinstance(library, Library):
-        return library
-    function = library.functions.decode_step
-    function.argtypes = [_POINTER, _LONG, _POINTER, _POINTER, _POINTER, _LONG, _POINTER, ctypes.c_int]
-    function.restype = None
-    return function
+    if library.functions is not None:
+        function = library.functions.decode_step
+        function.argtypes = [_POINTER, _LONG, _POINTER, _POINTER, _POINTER, _LONG, _POINTER, ctypes.c_int]
+        function.restype = None
+    return library
 
 
 class DecodeKernel:
@@ -74,7 +73,7 @@ class DecodeKernel:
     ) -> None:
         config = model.config
         self._kept: list[Tensor] = []
-        self._step, self._vocab_size = load_decode_kernel(), len(head)
+        self._step, self._vocab_size = load_decode_kernel().functions.decode_step, len(head)
         blocks = [
             _Layer(
                 self._linear(layer.heads, layer.heads_bias), self._linear(layer.attention_out, layer.attention_bias),

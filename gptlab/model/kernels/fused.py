@@ -20,7 +20,7 @@ from gptlab.model.kernels.shapes import checked_targets, key_value_heads, requir
 
 _UNLIMITED = 2**62
 """The window of full attention."""
-loaded: Library | None = None
+loaded = Library()
 """What `ops.load_kernels` has loaded for a model."""
 
 
@@ -383,7 +383,6 @@ def _call(name: str, dtype: torch.dtype | None, *values: Tensor | float | None) 
     """Call a function for activations of `dtype`, with the number of threads as the last argument. None: one for
     float32 logits, which is there whatever the type of activations."""
     library = loaded if dtype is None else kernel_library("bfloat16" if dtype == torch.bfloat16 else "float32")
-    assert isinstance(library, Library)
     getattr(library.functions, name)(*map(_as_c, (*values, torch.get_num_threads())))
 
 

@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from filelock import FileLock
 
@@ -52,12 +52,14 @@ _HASH_DIGITS = 32
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    functions: ctypes.CDLL
-    sha256: str
+    functions: Any = None
+    """A ctypes.CDLL; None where there is none."""
+    sha256: str = "none"
     """The first 32 hexadecimal digits, of the file's bytes. The same sources, compiler and processor give the same
     bytes, wherever torch and gptlab are installed."""
-    one_thread: str | None = None
-    """Why it was built without OpenMP, so that it computes in one thread."""
+    problem: str | None = None
+    """Why it could not be built; or only without OpenMP, so that it computes in one thread. None on Windows, which is
+    not supported."""
 
 
 def begin_kernels(activations: Activations) -> threading.Thread:
@@ -68,35 +70,32 @@ def begin_kernels(activations: Activations) -> threading.Thread:
 
 
 @functools.cache
-def kernel_library(activations: Activations) -> Library | str | None:
+def kernel_library(activations: Activations) -> Library:
     """The kernels, as `load_built` gives them; the first call in a process builds them unless the cache has them."""
     flags = (*_FLAGS, _REAL[activations])
     built = load_built(_SOURCES, flags)
-    if isinstance(built, Library) and not built.functions.products_are_permitted():
+    if built.functions is not None and not built.functions.products_are_permitted():
         built = load_built(_SOURCES, (*flags, "-mno-amx-bf16"))
     return built
 
 
-def load_built(sources: Sequence[Path], flags: Sequence[str]) -> Library | str | None:
-    """The shared library of these sources from the cache. It is built first if it is missing, damaged or does not load;
-    without OpenMP where the compiler fails with it. A line that says why it cannot be built; None on Windows, which is
-    not supported."""
+def load_built(sources: Sequence[Path], flags: Sequence[str]) -> Library:
+    """The shared library of these sources from the cache. It is built first if it is missing, damaged or does not
+    load; without OpenMP where the compiler fails with it."""
     if sys.platform == "win32":  # its compilers take other options
-        return None
-    compiler = cxx_compiler()
-    if compiler is None:
-        return "no C++ compiler (g++ or clang++) was found"
+        return Library()
+    if (compiler := cxx_compiler()) is None:
+        return Library(problem="no C++ compiler (g++ or clang++) was found")
     try:
         stem = library_stem(compiler, sources, flags)
         folder = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or cache_root(None) / "compile") / "gptlab"
         return _load_intact(folder, stem) or _build(compiler, sources, flags, folder, stem)
     except (OSError, subprocess.SubprocessError, UserError) as error:
-        problem = _why_not_built(error, compiler)
-        if not (isinstance(error, subprocess.CalledProcessError) and _OPENMP in flags):
-            return problem
-        # Apple's clang refuses the option, and others come without the library.
-        built = load_built(sources, [flag for flag in flags if flag != _OPENMP])
-        return replace(built, one_thread=problem) if isinstance(built, Library) else problem
+        without = Library(problem=_why_not_built(error, compiler))
+        if isinstance(error, subprocess.CalledProcessError) and _OPENMP in flags:
+            # Apple's clang refuses the option, and others come without the library.
+            without = replace(load_built(sources, [flag for flag in flags if flag != _OPENMP]), problem=without.problem)
+        return without
 
 
 def library_stem(compiler: str, sources: Sequence[Path], flags: Sequence[str]) -> str:

@@ -34,8 +34,8 @@ _ACTIVATIONS: dict[torch.dtype, Activations] = {torch.float32: "float32", torch.
 """Types of the C++ kernels, which have a library for each."""
 _fused: ModuleType | None = None
 """The C++ kernels of this process, once `load_kernels` has loaded them."""
-_library: Library | str | None = None
-"""What `load_kernels` found: their library, or why there is none."""
+_library: Library | None = None
+"""What `load_kernels` found."""
 _products: Products = "kernels"
 """What multiplies matrices, where `_fused` can."""
 
@@ -131,10 +131,8 @@ def load_kernels(device: torch.device, dtype: torch.dtype) -> None:
     if _suit_kernels(device, dtype):
         from gptlab.model.kernels import fused, library
 
-        _library = library.kernel_library(_ACTIVATIONS[dtype])
-        _fused = None
-        if isinstance(_library, library.Library):
-            _fused, fused.loaded = fused, _library
+        fused.loaded = _library = library.kernel_library(_ACTIVATIONS[dtype])
+        _fused = None if _library.functions is None else fused
 
 
 @contextmanager
@@ -159,7 +157,7 @@ def decodes_by_kernel(device: torch.device, dtype: torch.dtype) -> bool:
         return False
     from gptlab.model.kernels.decode_kernel import load_decode_kernel
 
-    return not isinstance(load_decode_kernel(), str | None)
+    return load_decode_kernel().functions is not None
 
 
 def missing_decode_kernel(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -168,24 +166,26 @@ def missing_decode_kernel(device: torch.device, dtype: torch.dtype) -> str | Non
         return None
     from gptlab.model.kernels.decode_kernel import load_decode_kernel
 
-    reason = load_decode_kernel()
-    if not isinstance(reason, str):
+    found = load_decode_kernel()
+    if found.functions is not None or found.problem is None:
         return None
-    return f"tokens are sampled without gptlab's C++ kernel, half as fast: {reason}"
+    return f"tokens are sampled without gptlab's C++ kernel, half as fast: {found.problem}"
 
 
 def missing_kernels(device: torch.device, dtype: torch.dtype) -> str | None:
     """A warning with the reason, if the C++ kernels suit but could not be built, or only for one thread; otherwise
     None."""
-    if not _suit_kernels(device, dtype) or _library is None:
+    if not _suit_kernels(device, dtype) or _library is None or _library.problem is None:
         return None
-    if isinstance(_library, str):
-        return f"models are computed without gptlab's C++ kernels, which is slower: {_library}"
-    if _library.one_thread is None:
-        return None
+    return _why_slower(_library)
+
+
+def _why_slower(library: Library) -> str:
+    if library.functions is None:
+        return f"models are computed without gptlab's C++ kernels, which is slower: {library.problem}"
     return (
         "gptlab's C++ kernels compute in one thread: install OpenMP for the compiler (libomp-dev for clang), or let "
-        f"CXX name one that has it, such as g++ ({_library.one_thread})"
+        f"CXX name one that has it, such as g++ ({library.problem})"
     )
 
 
@@ -203,7 +203,7 @@ def implementations(device: torch.device, dtype: torch.dtype, *, compiled: bool 
     matrices. On a CPU, `vectors` is the instruction set of PyTorch's own kernels.
     """
     found = {"kernels": "none"}
-    if _suit_kernels(device, dtype) and not compiled and not isinstance(_library, str | None):
+    if _library is not None and outrun_compiler(device, dtype) and not compiled:
         found |= {"kernels": _library.sha256, "products": _products}
     if device.type == "cpu":
         found["vectors"] = torch.backends.cpu.get_cpu_capability()

@@ -34,7 +34,7 @@ NOT_BIT_FOR_BIT = "close to, not bit for bit"
 @pytest.fixture
 def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Models are built as on a machine where the library cannot be."""
-    monkeypatch.setattr(library, "kernel_library", lambda activations: None)
+    monkeypatch.setattr(library, "kernel_library", lambda activations: Library())
 
 
 def recorded(run: Path) -> dict[str, str]:
@@ -51,7 +51,6 @@ def of_checkpoint(run: Path) -> dict[str, str]:
 def test_run_and_checkpoint_name_the_library_by_its_hash(folder: Path) -> None:
     run = train(folder, "recorded", steps=1)
     built = kernel_library("float32")
-    assert isinstance(built, Library)
     sha256 = hashlib.sha256(Path(built.functions._name).read_bytes()).hexdigest()
     assert recorded(run)["kernels"] == sha256[:32]
     assert recorded(run)["vectors"] == torch.backends.cpu.get_cpu_capability()
@@ -65,7 +64,7 @@ def test_a_run_needs_the_kernels_of_one_type(folder: Path, monkeypatch: pytest.M
     """Though logits are float32: the others would be built in the middle of a run."""
     asked = set()
 
-    def noted(activations: library.Activations) -> Library | str | None:
+    def noted(activations: library.Activations) -> Library:
         asked.add(activations)
         return kernel_library(activations)
 
@@ -116,7 +115,8 @@ def test_so_does_one_that_repeats_another(folder: Path, request: pytest.FixtureR
 
 def test_a_machine_without_a_compiler_says_so_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both the kernels and torch.compile need one."""
-    monkeypatch.setattr(library, "kernel_library", lambda activations: "no C++ compiler (g++ or clang++) was found")
+    missing = Library(problem="no C++ compiler (g++ or clang++) was found")
+    monkeypatch.setattr(library, "kernel_library", lambda activations: missing)
     monkeypatch.setattr("gptlab.training.compilation.cxx_compiler", lambda: None)
     code, out, err = command(["train", *arguments(folder, "no compiler", {"runtime.compile": "auto", "steps": 1})])
     assert (code, err) == (0, "")

@@ -32,7 +32,7 @@ needs_compiler = pytest.mark.skipif(not compiler_available(CPU), reason="no C++ 
 
 @needs_compiler
 def test_a_machine_that_compiles_has_them() -> None:
-    assert isinstance(library.kernel_library("float32"), library.Library)
+    assert library.kernel_library("float32").functions is not None
 
 
 TABLE = """\
@@ -45,7 +45,6 @@ extern "C" int last() { return table[(1 << 20) - 1] + 7; }
 def load_table(source: Path) -> None:
     """Print what the library of this source computes, and its hash."""
     built = library.load_built([source], ["-fPIC"])
-    assert isinstance(built, library.Library)
     print(built.functions.last(), built.sha256)
 
 
@@ -123,7 +122,6 @@ def test_without_the_permission_to_use_amx_they_are_built_without_it(
     monkeypatch.setattr(library, "_SOURCES", [source])
     monkeypatch.setattr(library, "_FLAGS", ["-fPIC", "-mamx-tile", "-mamx-bf16", f"-DPERMITTED={int(permitted)}"])
     found = library.kernel_library.__wrapped__("float32")
-    assert isinstance(found, library.Library)
     assert found.functions.built_for_amx() == permitted
 
 
@@ -139,7 +137,6 @@ def test_a_compiler_without_openmp_builds_them_for_one_thread(tmp_path: Path, mo
     monkeypatch.setenv("CXX", str(compiler))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     built = library.load_built([source], ["-std=c++17", "-fPIC", "-fopenmp"])
-    assert isinstance(built, library.Library)
     assert built.functions.n_threads() == 1
     monkeypatch.setattr(ops, "_library", built)
     warning = ops.missing_kernels(CPU, torch.float32)
@@ -201,7 +198,7 @@ def test_on_windows_there_are_none_and_no_warning_says_so(monkeypatch: pytest.Mo
     monkeypatch.setattr(sys, "platform", "win32")
     monkeypatch.setattr(decode_kernel, "load_decode_kernel", decode_kernel.load_decode_kernel.__wrapped__)
     monkeypatch.setenv("CXX", sys.executable)  # a compiler that refuses
-    assert library.kernel_library.__wrapped__("float32") is None
+    assert library.kernel_library.__wrapped__("float32") == library.Library()
     assert ops.missing_decode_kernel(CPU, torch.float32) is None
     assert not ops.decodes_by_kernel(CPU, torch.float32)
 
