@@ -255,6 +255,11 @@ MUTATIONS = [
         ["test_kernel_library.py::test_they_are_built_while_torch_is_imported"],
     ),
     Mutation(
+        "a run folder that is taken is refused once all is prepared", "app/run/train_run.py",
+        "RunDirectory(attempt.new_run_path(run_dir, request.recipe or DEFAULT_RECIPE)).require_free()", "pass",
+        ["test_train_run.py::test_a_folder_that_is_taken_is_refused_before_torch_is_imported"],
+    ),
+    Mutation(
         "this machine is measured while kernels are built", "app/run/train_run.py",
         "building.join()", "pass",
         ["test_kernel_library.py::test_they_are_built_while_torch_is_imported"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ from gptlab.config.run import RunConfig
 from gptlab.config.scaling import Machine
 from gptlab.runtime.hardware import installed
 from gptlab.runtime.processes.distributed import Group, World
+from gptlab.runtime.processes.own_python import own_python
 from gptlab.runtime.records.console import Console
 
 
@@ -116,10 +118,18 @@ def test_a_gpu_that_torch_cannot_use_is_named_before_anything_else(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.json").touch()
-    taken = ["train", "quickstart", "--depth", "1", "--steps", "1", "--run-dir", tmp_path / "run"]
-    code, out, err = tiny.command(taken)
+    (tmp_path / "empty.txt").touch()
+    refused = ["train", "quickstart", "--depth", "1", "--steps", "1", "--data", tmp_path / "empty.txt"]
+    code, out, err = tiny.command(refused)
     assert (code, out.count("warning: this machine has an NVIDIA GPU, which will not be used: torch")) == (2, 1), err
-    code, out, err = tiny.command([*taken, "--device", "cpu"])
+    code, out, err = tiny.command([*refused, "--device", "cpu"])
     assert (code, out.count("NVIDIA")) == (2, 0), err
+
+
+def test_a_folder_that_is_taken_is_refused_before_torch_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "thesis.tex").touch()
+    train = 'from gptlab.cli.main import main; code = main(["train", "--run-dir", "taken"])'
+    program = f"import sys; {train}; sys.exit(100 if 'torch' in sys.modules else code)"
+    ended = subprocess.run(own_python(program), cwd=tmp_path, capture_output=True, text=True)
+    assert (ended.returncode, "is not empty" in ended.stderr) == (2, True), ended.stderr
