@@ -104,7 +104,9 @@ class Sweep:
         """What `gptlab train` is called with; `repeated`: the run whose configuration it repeats."""
         if repeated is None or "from" in self.base:
             return words_of({**self.base, **run.changes})
-        return words_of({"from": str(repeated.path), **run.changes})
+        # Given again: at another depth, a repeated run keeps only the fields in which it differs from its recipe.
+        given = {name: value for name, value in self.base.items() if name != "recipe"}
+        return words_of({"from": str(repeated.path), **given, **run.changes})
 
     def failures(self) -> dict[str, int]:
         """{run that failed for a reason of its own: exit code}, as sweep.json has it; empty before there is one. A run

@@ -21,6 +21,16 @@ MUTATIONS = [
         ["test_sweep.py::TestPlan::test_every_seed_takes_the_variants_in_another_order"],
     ),
     Mutation(
+        "later runs of a ladder are given the depth alone", "lab/sweep.py",
+        "**given, **run.changes}", "**run.changes}",
+        ["test_sweep.py::TestPlan::test_a_field_that_equals_the_first_recipe_s_is_that_of_all_depths"],
+    ),
+    Mutation(
+        "a run of a sweep does not say that the data has changed", "app/run/earlier_run.py",
+        " if value != stored[name]}", "}",
+        ["test_from.py::TestWarnings::test_what_is_given_as_it_was_is_expected_to_be_the_same"],
+    ),
+    Mutation(
         "a sweep that is resumed trains what failed again", "lab/sweep.py",
         "if run.name in failed or run.finished:", "if run.finished:",
         ["test_sweep.py::TestTraining::test_what_failed_is_a_result_until_it_shall_be_tried_again"],

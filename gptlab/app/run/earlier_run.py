@@ -12,7 +12,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -125,7 +125,8 @@ def open_repeated(request: RunRequest, attempt: Attempt) -> EarlierRun:
     _require_trained(run)
     _require_same_parts(attempt, run, "repeat")
     attempt.config = repeated_config(request, run)
-    return EarlierRun(run, asked=request.overrides)
+    stored = flatten(asdict(stored_config(run)))
+    return EarlierRun(run, asked={name: value for name, value in request.overrides.items() if value != stored[name]})
 
 
 def open_resumed(request: RunRequest, attempt: Attempt) -> EarlierRun | Result:

@@ -12,6 +12,8 @@ import pytest
 from tiny_runs import Outcome, command, differences, outcome, train
 
 import gptlab
+from gptlab.app.run.attempt import Attempt
+from gptlab.app.run.earlier_run import open_repeated
 from gptlab.app.run.repeat import repeated_config, stored_config, what_differs
 from gptlab.app.run.run_request import TrainArguments
 from gptlab.cli.arguments.parser import read_request
@@ -20,6 +22,7 @@ from gptlab.config.load import apply_overrides, config_to_json
 from gptlab.config.recipes import quickstart
 from gptlab.config.run import Horizon, RunConfig
 from gptlab.config.scaling import Machine
+from gptlab.runtime.records.console import Console
 from gptlab.runtime.records.provenance import PATCH_NAME, ZIP_NAME
 from gptlab.runtime.records.run_directory import RunDirectory
 
@@ -207,6 +210,13 @@ class TestWarnings:
         then = {"device_name": "H200", "threads": 4, "dtype": "float32", "data_fingerprint": "x"}
         asked: dict[str, Any] = {"runtime.device": "cpu", "runtime.threads": 2, "runtime.dtype": "bfloat16"}
         assert self.lines(tmp_path, asked | {"tokenizer.kind": "byte"}, **then) == []
+
+    def test_what_is_given_as_it_was_is_expected_to_be_the_same(self, tmp_path: Path) -> None:
+        """So `gptlab sweep` gives the data to every run, and a run says if it has changed since the first one."""
+        run = save(tmp_path / "r", apply_overrides(RunConfig(), {"data.source": ("a", "b")}))
+        words = ["--from", str(run.path), "--data", "a,b", "--tokenizer.kind", "byte"]
+        request = read_request(words, TrainArguments, prog="gptlab train", description="")
+        assert open_repeated(request, Attempt(Console(), (), 0.0)).asked == {"tokenizer.kind": "byte"}
 
     def test_on_the_command_line(self, folder: Path, whole: Path) -> None:
         shutil.copytree(whole, folder / "older")

@@ -17,10 +17,13 @@ from forked import run_forked
 from tiny_runs import arguments, command, write_corpus
 from written_runs import write_run
 
+from gptlab.app.run.repeat import repeated_config
 from gptlab.cli.arguments.parser import read_request
 from gptlab.cli.main import main
 from gptlab.cli.sweep import SweepArguments, config_of, read_vary
 from gptlab.config.errors import UserError
+from gptlab.config.load import config_to_json
+from gptlab.config.recipes import quickstart
 from gptlab.lab import sweep as sweeping
 from gptlab.lab.launch import Stop, resumed_arguments
 from gptlab.lab.sweep import Sweep, begin_sweep, locked, read_sweep, sides_of, train_sweep, variants_of, words_of
@@ -93,9 +96,19 @@ class TestPlan:
         assert sweep.arguments(first, sweep.first_started) == ["quickstart", "--steps=20", "--depth=2", "--seed=1"]
         write_run(second.path, [4.0])
         assert sweep.first_started == second
-        assert sweep.arguments(first, second) == [f"--from={second.path}", "--depth=2", "--seed=1"]
+        assert sweep.arguments(first, second) == [f"--from={second.path}", "--steps=20", "--depth=2", "--seed=1"]
         repeat = Sweep(sweep.folder, "sweep", {"from": "runs/a", "steps": 5}, sweep.vary, [1])
         assert repeat.arguments(first, second) == ["--from=runs/a", "--steps=5", "--depth=2", "--seed=1"]
+
+    def test_a_field_that_equals_the_first_recipe_s_is_that_of_all_depths(self, tmp_path: Path) -> None:
+        width = quickstart(depth=2).model.n_embd
+        base = {"recipe": "quickstart", "steps": 20, "model.n_embd": width, "model.n_head": 1}
+        first, second = (sweep := Sweep(tmp_path, "ladder", base, {"depth": [2, 4]}, [1])).runs
+        RunDirectory.create(first.path, config_to_json(config_of({**base, **first.changes})), {})
+        words = sweep.arguments(second, first)
+        request = read_request(words, SweepArguments, prog="", description="")
+        model = repeated_config(request, RunDirectory.open(first.path)).model
+        assert (model.n_layer, model.n_embd, model.n_head) == (4, width, 1)
 
     def test_words_read_back_as_what_they_were(self) -> None:
         values = {
@@ -302,7 +315,9 @@ class TestCommand:
         first, second = (line.partition(" train ")[2] for line in out.splitlines())
         assert code == 0
         assert first == "quickstart --steps=20 --depth=2 --seed=1337 --run-dir sweeps/s/depth-2-seed-1337"
-        assert second == "--from=sweeps/s/depth-2-seed-1337 --depth=3 --seed=1337 --run-dir sweeps/s/depth-3-seed-1337"
+        assert second == (
+            "--from=sweeps/s/depth-2-seed-1337 --steps=20 --depth=3 --seed=1337 --run-dir sweeps/s/depth-3-seed-1337"
+        )
         assert [run["status"] for run in json.loads(command([*self.WORDS, "--dry-run", "--json"])[1])["runs"]] == [
             "waiting", "waiting"
         ]  # fmt: skip
