@@ -128,7 +128,7 @@ def measure(config: RunConfig, console: Console, *, steps: int, seconds: float) 
             peaks.append(_peak_now(place))
         flops = flops_per_token(state.model)
         step_seconds = statistics.median(times.whole_seconds)
-        remember_rate(config, place, seen_rate(config.batch.total_tokens / step_seconds, state.model))
+        remember_rate(config, place, seen_rate(config.batch.total_tokens, step_seconds, state.model))
         return Bench(
             device=str(place.device),
             device_name=device_name(place.device),

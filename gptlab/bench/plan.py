@@ -30,7 +30,7 @@ class RunPlan:
     seconds: float | None
     """On the training clock. None: unknown, since no step of this configuration was timed here."""
     rate: Rate | None = None
-    """The last timed speed of this configuration on this machine."""
+    """The last timed speed of this configuration on this machine, of steps that may have had another size."""
 
     @property
     def memory_is_shared(self) -> bool:
@@ -91,6 +91,7 @@ def figures(plan: RunPlan, *, device_memory: int | None) -> dict[str, object]:
         "tokens": tokens,
         "total_flops": None if tokens is None else tokens * plan.flops.total,
         "training_seconds": plan.seconds,
+        "timed_tokens_per_step": None if plan.rate is None else plan.rate.tokens_per_step,
         "memory_bytes": plan.memory_bytes,
         "memory_bytes_by_part": {name: count for name, count in asdict(plan.memory).items() if name != "compiled"},
         "memory_counts": "compiled" if plan.memory.compiled else "uncompiled",

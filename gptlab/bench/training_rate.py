@@ -46,6 +46,8 @@ class Rate:
     tokens_per_second: float
     flops_per_second: float
     """Forward and backward, as in MFU."""
+    tokens_per_step: int
+    """Of the steps that were timed. A step has one update, so that a token takes less time in a larger one."""
     date: str
     """When they were timed: YYYY-MM-DD, UTC."""
 
@@ -103,15 +105,16 @@ def time_rate(config: RunConfig, place: Place, warn: Callable[[str], None], show
                 ).whole_seconds  # fmt: skip
             except TrainingFailed as error:
                 raise UserError(f"the steps of this configuration cannot be timed: {error}") from None
-    rate = seen_rate(tokens / statistics.median(seconds), state.model)
+    rate = seen_rate(tokens, statistics.median(seconds), state.model)
     remember_rate(config, place, rate)
     return rate
 
 
-def seen_rate(tokens_per_second: float, model: GPT) -> Rate:
+def seen_rate(tokens_per_step: int, step_seconds: float, model: GPT) -> Rate:
     """Today's rate of `model`."""
+    tokens_per_second = tokens_per_step / step_seconds
     flops_per_second = tokens_per_second * flops_per_token(model).total
-    return Rate(tokens_per_second, flops_per_second, f"{datetime.now(UTC):%Y-%m-%d}")
+    return Rate(tokens_per_second, flops_per_second, tokens_per_step, f"{datetime.now(UTC):%Y-%m-%d}")
 
 
 def remember_rate(config: RunConfig, place: Place, rate: Rate) -> None:
@@ -120,16 +123,17 @@ def remember_rate(config: RunConfig, place: Place, rate: Rate) -> None:
 
 
 def remembered_rate(config: RunConfig, place: Place) -> Rate | None:
-    """The last rate at which this machine trained `config`'s model and micro-batches; None where it never did."""
+    """The last rate at which this machine trained `config`'s model and micro-batches, however many were in a step; None
+    where it never did."""
     path = _rate_path(config, place)
     try:
         found = read_json_object(path)
     except UserError:
         return None
-    tokens, flops, date = (found.get(name) for name in ("tokens_per_second", "flops_per_second", "date"))
-    if not (isinstance(tokens, float) and isinstance(flops, float) and min(tokens, flops) > 0):
+    tokens, flops, step, date = (found.get(field.name) for field in dataclasses.fields(Rate))
+    if not (isinstance(tokens, float) and isinstance(flops, float) and isinstance(step, int)):
         return None
-    return Rate(tokens, flops, str(date))
+    return Rate(tokens, flops, step, str(date)) if min(tokens, flops, step) > 0 else None
 
 
 def _best_peak(place: Place) -> float | None:
@@ -150,7 +154,8 @@ def _best_peak(place: Place) -> float | None:
 
 
 def _rate_path(config: RunConfig, place: Place) -> Path:
-    """One file for everything that decides the speed of a step: machine, model, micro-batch, optimizer."""
+    """One file for what decides the speed of a step: machine, model, micro-batch, optimizer. Not how many micro-batches
+    it has: `time_rate` times two at most, and how many are trained follows from their rate."""
     model, runtime = replace(config.model, vocab_size=assumed_vocab_size(config)[0]), config.runtime
     facts = {
         "device": device_name(place.device),

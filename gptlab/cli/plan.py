@@ -188,7 +188,8 @@ def _time(plan: RunPlan) -> str:
     training = f"{_hours(plan.seconds)} of training"
     if plan.rate is None:
         return training
-    speed = f"{plan.rate.tokens_per_second:,.0f} tokens/s, timed on {plan.rate.date}"
+    timed = f"timed on {plan.rate.date} with {plan.rate.tokens_per_step:,} tokens a step"
+    speed = f"{plan.rate.tokens_per_second:,.0f} tokens/s, {timed}"
     return f"{training} at {speed}; evaluation and saving are not included"
 
 

@@ -69,6 +69,13 @@ MUTATIONS = [
         ["test_training_rate.py::test_a_busy_moment_does_not_change_the_first_size"],
     ),
     Mutation(
+        "a plan does not say with how large steps its speed was timed",
+        "cli/plan.py",
+        ' with {plan.rate.tokens_per_step:,} tokens a step"',
+        '"',
+        ["test_plan.py::TestLength::test_the_step_that_was_timed_is_named"],
+    ),
+    Mutation(
         "a plan of one GPU ignores the depths of the table",
         "cli/plan.py",
         '{"depths", "gpu_gb"}',

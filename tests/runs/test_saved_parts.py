@@ -200,7 +200,7 @@ def in_scene(*, name: str, rank: int, killed: bool = False) -> Iterator[None]:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         peak = Peak(1e11, "measured")
         patch.setattr("gptlab.runtime.hardware.place.peak_flops_per_second", lambda device, dtype: peak)
-        patch.setattr("gptlab.bench.training_rate.time_rate", lambda *args: Rate(1.0, 1e11, "2026-01-01"))
+        patch.setattr("gptlab.bench.training_rate.time_rate", lambda *args: Rate(1.0, 1e11, 64, "2026-01-01"))
         clock = stack.enter_context(FakeClock.running())
         clock._charge(patch, "gptlab.app.run.session.make_passes", STARTUP)
         stack.enter_context(scene.within())

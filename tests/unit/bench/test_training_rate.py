@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -27,7 +27,7 @@ FIELDS = {
     "batch.micro_sequences": 2, "batch.total_tokens": 8 * 64, "runtime.device": "cpu", "runtime.dtype": "float32",
     "runtime.compile": "off", "runtime.threads": 1,
 }  # fmt: skip
-RATE = Rate(tokens_per_second=1000.0, flops_per_second=2e9, date="2026-11-22")
+RATE = Rate(tokens_per_second=1000.0, flops_per_second=2e9, tokens_per_step=64, date="2026-11-22")
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +59,7 @@ def test_is_that_of_the_median_step_of_real_training(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(training_rate, "TIMED_STEPS", 3)
     rate = time_rate(config(), place_of(config()), silent, silent)
     assert moved == [True] * 4
-    assert rate.tokens_per_second == 128 / 2
+    assert (rate.tokens_per_second, rate.tokens_per_step) == (128 / 2, 128)
     model = build_model(
         replace(config().model, vocab_size=300), device=torch.device("cpu"), compute_dtype=torch.float32, seed=1
     )
@@ -97,8 +97,15 @@ def test_a_busy_moment_does_not_change_the_first_size(monkeypatch: pytest.Monkey
     assert limit(None) is None
 
 
-@pytest.mark.parametrize("text", ["", "{}", '{"tokens_per_second": "fast", "flops_per_second": 1.0, "date": ""}',
-                                  '{"tokens_per_second": -1.0, "flops_per_second": 1.0, "date": ""}'])  # fmt: skip
+DAMAGES = [
+    ("tokens_per_second", "fast"),
+    ("tokens_per_second", -1.0),
+    ("tokens_per_step", None),
+    ("tokens_per_step", 0),
+]
+
+
+@pytest.mark.parametrize("text", ["", "{}", *(json.dumps(asdict(RATE) | {name: value}) for name, value in DAMAGES)])
 def test_a_damaged_record_is_none(text: str, tmp_path: Path) -> None:
     place = place_of(config())
     remember_rate(config(), place, RATE)

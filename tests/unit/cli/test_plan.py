@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from gptlab.bench import training_rate
 from gptlab.bench.live_bytes import LiveBytes
 from gptlab.bench.memory import count_memory, kept_for_backward, model_on_meta
-from gptlab.bench.plan import make_plan
+from gptlab.bench.plan import figures, make_plan
 from gptlab.bench.training_rate import Rate, assumed_vocab_size
 from gptlab.cli import main as cli
 from gptlab.cli.plan import describe
@@ -30,7 +30,7 @@ from gptlab.runtime.hardware.place import Place, place_of
 
 GPU_PAGE = Path(__file__).parents[3] / "docs" / "gpu.md"
 PLACE = Place(torch.device("cpu"), torch.float32, 1, Peak(flops_per_second=1e11, source="measured"))
-RATE = Rate(tokens_per_second=6400.0, flops_per_second=5e9, date="2026-11-22")
+RATE = Rate(tokens_per_second=6400.0, flops_per_second=5e9, tokens_per_step=64, date="2026-11-22")
 
 
 def tiny(unit: HorizonUnit = "steps", amount: float = 10, **overrides: object) -> RunConfig:
@@ -135,6 +135,13 @@ class TestLength:
     def test_tokens_per_parameter(self) -> None:
         plan = make_plan(tiny("tokens_per_param", 20), PLACE)
         assert plan.steps == 20 * plan.parameters.scaling // 128
+
+    def test_the_step_that_was_timed_is_named(self) -> None:
+        """The update is paid once a step: one of 512 tokens takes more time a token than one of 65,536."""
+        plan = make_plan(tiny("steps", 10), PLACE, RATE)
+        assert "at 6,400 tokens/s, timed on 2026-11-22 with 64 tokens a step;" in describe(plan)
+        assert figures(plan, device_memory=None)["timed_tokens_per_step"] == 64
+        assert figures(make_plan(tiny("steps", 10), PLACE), device_memory=None)["timed_tokens_per_step"] is None
 
     def test_no_speed_is_claimed_that_was_never_timed(self) -> None:
         plan = make_plan(tiny("seconds", 60), PLACE)
