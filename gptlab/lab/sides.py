@@ -23,7 +23,7 @@ Sides = Mapping[str, Sequence[RunRecord]]
 """{name: its runs}. The first is the baseline."""
 
 _TEXT = ("data.source", "data.hub_files", "data.split", "data.val_fraction", "data.text_column")
-"""Fields that decide which text validates where `data.val_source` is not given."""
+"""Fields that decide which text validates where neither run has a `data.val_source`."""
 _OWN_TEXT = ("data.val_source", "data.text_column")
 
 _FACTS = {
@@ -143,7 +143,7 @@ def other_text(a: RunRecord, b: RunRecord) -> str | None:
     data, tokenizers = ([run.provenance.get(f"{what}_fingerprint") for run in (a, b)] for what in ("data", "tokenizer"))
     if None not in data and data[0] == data[1]:
         return None
-    for name in _OWN_TEXT if a.fields.get("data.val_source") else _TEXT:
+    for name in _OWN_TEXT if any(run.fields.get("data.val_source") for run in (a, b)) else _TEXT:
         values = [run.fields.get(name) for run in (a, b)]
         if values[0] != values[1]:
             return f"their validation text differs: {name} is {_text(values[0])} and {_text(values[1])}"

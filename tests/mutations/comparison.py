@@ -76,4 +76,9 @@ MUTATIONS = [
         "tokens[0] is not None and not same_tokenizer", "False",
         ["test_sides.py::TestComparable::test_other_text"],
     ),
+    Mutation(
+        "a validation text that only the second run names is overlooked", "lab/sides.py",
+        'any(run.fields.get("data.val_source") for run in (a, b))', 'a.fields.get("data.val_source")',
+        ["test_sides.py::TestComparable::test_a_validation_text_that_one_side_alone_names"],
+    ),
 ]  # fmt: skip

@@ -156,6 +156,12 @@ class TestComparable:
         with pytest.raises(UserError, match=rf"a and .*b cannot be compared: .*{reason}"):
             self.check(tmp_path, facts, a, b)
 
+    def test_a_validation_text_that_one_side_alone_names(self, tmp_path: Path) -> None:
+        sides = {"A": [run(tmp_path / "a", A)], "B": [run(tmp_path / "b", OTHER_TOKENIZER, **VAL)]}
+        for order in (sides, {"A": sides["B"], "B": sides["A"]}):
+            with pytest.raises(UserError, match=r"their validation text differs: data\.val_source is"):
+                require_comparable(order)
+
     def test_a_run_on_two_sides(self, tmp_path: Path) -> None:
         one = run(tmp_path / "a")
         shutil.copytree(tmp_path / "a", tmp_path / "copy")
