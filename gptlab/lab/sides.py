@@ -154,9 +154,11 @@ def other_text(a: RunRecord, b: RunRecord) -> str | None:
     if tokens[0] is not None and not same_tokenizer:
         other = f"their tokenizers differ, so that eval.tokens = {tokens[0]} is not the same text"
         return f"{other}: train them with --eval.tokens none"
-    explained = not same_tokenizer or any(a.fields.get(name) != b.fields.get(name) for name in ("data.rows", *_TEXT))
+    # A tokenizer's own fields explain that it is another one; text that has changed gives another one too.
+    tokenizer = [] if same_tokenizer else [name for name in a.fields if name.startswith("tokenizer.")]
+    explained = any(a.fields.get(name) != b.fields.get(name) for name in ("data.rows", *_TEXT, *tokenizer))
     if None not in data and not explained:
-        return "they have the same fields and tokenizer, but other data (data_fingerprint in run.json)"
+        return "no field explains why their data differs (data_fingerprint in run.json): train them on the same text"
     return None
 
 

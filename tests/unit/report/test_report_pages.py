@@ -315,8 +315,8 @@ class TestOverlay:
         two = Overlay([read_facts(paths[0]), read_facts(other)])
         assert len(two.groups) == 2
         assert two.sentence().endswith(
-            "in 2 configurations, whose bits per byte cannot be compared: they have the same fields and tokenizer, but "
-            "other data (data_fingerprint in run.json)."
+            "in 2 configurations, whose bits per byte cannot be compared: no field explains why their data differs "
+            "(data_fingerprint in run.json): train them on the same text."
         )
         less = write_run(tmp_path / "less", [4.0, 1.0], eval__tokens=4096)
         said = Overlay([read_facts(paths[0]), read_facts(less)]).sentence()
