@@ -200,9 +200,9 @@ def _is_between(run: RunRecord, at: At, amount: float | None) -> bool:
 
 
 def _are_paired(a: int, b: int, common: int) -> bool:
-    """Whether sides of so many seeds are compared over those in common. One pair says nothing about noise, and a few
-    pairs of many runs would waste the others."""
-    return common >= min(2, a, b) and 2 * common >= min(a, b)
+    """Whether sides of so many seeds are compared over those in common. One pair says nothing about noise, so it is
+    taken where there is nothing else, and a few pairs of many runs would waste the others."""
+    return common >= min(2, max(a, b)) and 2 * common >= min(a, b)
 
 
 def _by_seed(runs: Runs, values: Mapping[Path, float]) -> dict[int, float]:

@@ -22,6 +22,11 @@ MUTATIONS = [
         ["test_compare.py::TestSeeds::test_that_match_are_paired"],
     ),
     Mutation(
+        "one seed against several is compared with one of them", "lab/contrast.py",
+        "min(2, max(a, b))", "min(2, a, b)",
+        ["test_compare.py::TestSeeds::test_that_match_are_paired"],
+    ),
+    Mutation(
         "runs that end within a step of one another are compared on the line before it", "lab/contrast.py",
         "last - last / max(steps, 1)", "last",
         ["test_compare.py::TestAmounts::test_of_runs_that_end_within_one_step_are_their_final_values"],
