@@ -132,7 +132,10 @@ def require_comparable(sides: Sides) -> None:
 
 
 def _identity(run: RunRecord) -> str:
-    return str(run.provenance.get("run_id") or run.path.resolve())
+    """The same for a copy of the run, until one of the two trains on."""
+    if run_id := run.provenance.get("run_id"):
+        return _text([run_id, what_was_trained(run), run.curve.at["steps"][-1:].tolist()])
+    return str(run.path.resolve())
 
 
 def other_text(a: RunRecord, b: RunRecord) -> str | None:

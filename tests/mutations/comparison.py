@@ -91,4 +91,9 @@ MUTATIONS = [
         "explained = any(", "explained = not same_tokenizer or any(",
         ["test_sides.py::TestComparable::test_other_text"],
     ),
+    Mutation(
+        "a copy that trained on is the run that was copied", "lab/sides.py",
+        '[run_id, what_was_trained(run), run.curve.at["steps"][-1:].tolist()]', "run_id",
+        ["test_sides.py::TestComparable::test_a_copy_that_trained_on_is_another_run"],
+    ),
 ]  # fmt: skip

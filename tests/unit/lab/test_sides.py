@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,9 @@ from gptlab.lab.run_record import RunRecord, read_run
 from gptlab.lab.sides import field_differences, find_runs, group_by_seed, require_comparable, warnings_of
 
 
-def run(path: Path, facts: dict[str, Any] | None = None, **fields: Any) -> RunRecord:
+def run(path: Path, facts: dict[str, Any] | None = None, bpb: Sequence[float] = (4.0, 2.0), **fields: Any) -> RunRecord:
     """A run with these facts in its run.json too."""
-    write_run(path, [4.0, 2.0], **fields)
+    write_run(path, bpb, **fields)
     if facts:
         record = json.loads((path / "run.json").read_text())
         (path / "run.json").write_text(json.dumps(record | facts))
@@ -170,6 +171,14 @@ class TestComparable:
         for other in (one, read_run(tmp_path / "copy")):
             with pytest.raises(UserError, match="is on two sides, A and B"):
                 require_comparable({"A": [one], "B": [other]})
+
+    def test_a_copy_that_trained_on_is_another_run(self, tmp_path: Path) -> None:
+        one, longer, later = (
+            run(tmp_path / name, {"run_id": "1"}, bpb=bpb, horizon__amount=amount)
+            for name, bpb, amount in (("a", [4.0, 2.0], 9), ("longer", [4.0, 2.0], 20), ("later", [4.0, 2.0, 1.0], 9))
+        )
+        for other in (longer, later):
+            require_comparable({"A": [one], "B": [other]})
 
     def test_a_run_that_never_validated(self, tmp_path: Path) -> None:
         a, b = run(tmp_path / "a"), run(tmp_path / "b", status="running")
