@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import csv
+import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from gptlab.cli.arguments.parser import Positional, parse
-from gptlab.config.errors import UserError, cannot, checked_dataclass
-from gptlab.lab.run_record import Axis
+from gptlab.config.errors import UserError, cannot, checked_dataclass, printable
+from gptlab.lab.run_record import Axis, RunRecord
+from gptlab.lab.sides import find_runs
 from gptlab.runtime.files.plain_file import to_json
 
 DESCRIPTION = """\
@@ -44,14 +46,14 @@ def main(argv: Sequence[str]) -> int:
     # Imported here: scipy takes a second, which --help and wrong usage need not wait for.
     from gptlab.lab.compare import compare_runs, describe, figures, rows_of
     from gptlab.lab.plot import plot_comparison, require_plot
-    from gptlab.lab.sides import find_runs, group_by_seed
+    from gptlab.lab.sides import group_by_seed
 
     if arguments.plot is not None:
         require_plot(arguments.plot)
     if arguments.runs:
-        sides = group_by_seed(find_runs(arguments.runs))
+        sides = group_by_seed(_runs_of(arguments.runs))
     else:
-        sides = {"A": find_runs(arguments.a), "B": find_runs(arguments.b)}
+        sides = {"A": _runs_of(arguments.a), "B": _runs_of(arguments.b)}
     comparison = compare_runs(sides, arguments.at)
     if arguments.csv is not None:
         rows = [*rows_of(comparison)]
@@ -60,6 +62,17 @@ def main(argv: Sequence[str]) -> int:
         plot_comparison(comparison, arguments.plot)
     print(to_json(figures(comparison), indent=2) if arguments.json else describe(comparison))
     return 0
+
+
+def _runs_of(words: Sequence[str]) -> list[RunRecord]:
+    """The runs that `words` name. Of folders and patterns, a warning names those without a result, and they are left
+    out: a folder may hold imported models, and runs that have just begun."""
+    found, named = find_runs(words), {Path(word).resolve() for word in words}
+    left_out = [run.path for run in found if not run.has_result and run.path.resolve() not in named]
+    if left_out:
+        more = f" (and {len(left_out) - 1} more)" if len(left_out) > 1 else ""
+        print(printable(f"warning: {left_out[0]}{more} has no validation to compare: left out"), file=sys.stderr)
+    return [run for run in found if run.path not in left_out]
 
 
 def write_csv(path: Path, columns: Collection[str], rows: Iterable[Mapping[str, Any]]) -> None:

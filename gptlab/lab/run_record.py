@@ -81,6 +81,11 @@ class RunRecord:
         failure = self.provenance.get("failure")
         return self.status == "failed" and isinstance(failure, dict) and failure.get("loss") is not None
 
+    @property
+    def has_result(self) -> bool:
+        """Whether it has validated, or exploded before it could. UserError as `curve` raises it."""
+        return self.exploded or len(self.curve) > 0
+
     @cached_property
     def summary(self) -> dict[str, Any]:
         """summary.json; empty unless the run has finished."""
@@ -121,7 +126,7 @@ def read_run(path: str | Path) -> RunRecord:
 
 
 def is_broken(run: RunRecord) -> bool:
-    """Whether its loss exploded, or its last validation is not finite. The run must have validated or exploded."""
+    """Whether its loss exploded, or its last validation is not finite. The run must have a result."""
     return run.exploded or not math.isfinite(run.curve.bpb[-1])
 
 

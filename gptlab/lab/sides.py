@@ -124,7 +124,7 @@ def require_comparable(sides: Sides) -> None:
                 raise UserError(f"{run.path} is on two sides, {side_of[_identity(run)]} and {side}")
     first, *others = _all(sides)
     for run in (first, *others):
-        if not (len(run.curve) or run.exploded):
+        if not run.has_result:
             raise UserError(f"{run.path} has no validation to compare (its status is {run.status})")
     for run in others:
         if reason := other_text(first, run):

@@ -279,6 +279,6 @@ def sides_of(sweep: Sweep) -> dict[str, list[RunRecord]]:
     for name in variants_of(sweep.vary):
         runs = [run for run in sweep.runs if run.variant == name and (run.finished or run.name in failed)]
         records = map(read_run, (run.path for run in runs))
-        if counted := [record for record in records if record.exploded or len(record.curve)]:
+        if counted := [record for record in records if record.has_result]:
             sides[name] = counted
     return sides

@@ -37,8 +37,8 @@ MUTATIONS = [
         ["test_compare.py::TestBrokenRuns::test_that_exploded_earlier_do_not_hold_up_the_others"],
     ),
     Mutation(
-        "runs that exploded before they validated leave their variant", "lab/sweep.py",
-        "if record.exploded or len(record.curve)]", "if len(record.curve)]",
+        "runs that exploded before they validated leave their variant", "lab/run_record.py",
+        "return self.exploded or len", "return len",
         ["test_sweep.py::TestTraining::test_a_run_that_exploded_before_it_validated_counts"],
     ),
     Mutation(
@@ -95,5 +95,10 @@ MUTATIONS = [
         "a copy that trained on is the run that was copied", "lab/sides.py",
         '[run_id, what_was_trained(run), run.curve.at["steps"][-1:].tolist()]', "run_id",
         ["test_sides.py::TestComparable::test_a_copy_that_trained_on_is_another_run"],
+    ),
+    Mutation(
+        "a folder of runs cannot be compared before all have validated", "cli/compare.py",
+        "if not run.has_result and", "if False and",
+        ["test_cli_compare.py::test_runs_without_a_validation_are_left_out_of_folders_and_patterns"],
     ),
 ]  # fmt: skip

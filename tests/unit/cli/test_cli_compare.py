@@ -172,6 +172,16 @@ def test_what_cannot_be_compared_is_one_line(words: list[str], reason: str) -> N
     assert reason in refused(*words)
 
 
+def test_runs_without_a_validation_are_left_out_of_folders_and_patterns(runs: Path) -> None:
+    for seed in (4, 5):
+        write_run(runs / f"new-{seed}", [], status="running", seed=seed, model__bias=True)
+    for words in (["runs"], ["--a", "runs/base-*", "--b", "runs/new-*"]):
+        code, out, err = command(["compare", *words])
+        assert (code, out.splitlines()[-1]) == (0, SENTENCE)
+        assert err == "warning: runs/new-4 (and 1 more) has no validation to compare: left out\n"
+    assert refused("runs/base-1", "runs/new-4").startswith("runs/new-4 has no validation to compare")
+
+
 def replaced(name: str, text: str) -> Callable[[Path], None]:
     def damage(run: Path) -> None:
         (run / name).unlink(missing_ok=True)
