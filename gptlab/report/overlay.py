@@ -76,20 +76,22 @@ class Overlay:
 
     def group_rows(self) -> list[tuple[str, ...]]:
         """A row a configuration, by mean bits per byte of its finished runs; none where no configuration has several
-        runs."""
+        runs. One with a broken run has no mean: that of the others would be that of the lucky seeds."""
         if all(len(runs) == 1 for runs in self.groups.values()):
             return []
         rows = []
         for name, runs in self.groups.items():
             values = [_bpb(run) for run in runs if run.status == "finished" and math.isfinite(_bpb(run))]
             count = str(len(runs)) if len(values) == len(runs) else f"{len(values)} of {len(runs)}"
+            if broken := sum(map(_is_broken, runs)):
+                values, count = [], f"{broken} of {len(runs)} broke"
             figures = (math.fsum(values) / len(values), min(values), max(values)) if values else ()
             shown = [f"{value:.4f}" for value in figures] or [""] * 3
             rows.append((figures[0] if figures else math.inf, (name, count, *shown)))
         return [row for _, row in sorted(rows)]
 
     def run_rows(self) -> list[tuple[str, ...]]:
-        """A row a run, by bits per byte; those without a validation last."""
+        """A row a run, by bits per byte; those without a validation, and broken ones, last."""
         rows = []
         for number, (name, group, run) in enumerate(self.labeled()):
             figures = dict(run.figures())
@@ -121,6 +123,13 @@ def _shortest(name: str, names: Sequence[str]) -> str:
     return next((end for end in ends if sum(f".{other}".endswith(f".{end}") for other in names) == 1), name)
 
 
+def _is_broken(run: RunFacts) -> bool:
+    """Whether its loss exploded, or its last validation is not finite."""
+    bpb = run.reached.bpb
+    return run.record.exploded or (bpb is not None and not math.isfinite(bpb))
+
+
 def _bpb(run: RunFacts) -> float:
-    """Infinity where it is unknown or not finite."""
-    return bpb if (bpb := run.reached.bpb) is not None and math.isfinite(bpb) else math.inf
+    """Infinity where it is unknown, and where the run is broken."""
+    bpb = run.reached.bpb
+    return math.inf if bpb is None or _is_broken(run) else bpb

@@ -57,6 +57,16 @@ MUTATIONS = [
         ["test_report_pages.py::TestOverlay::test_what_cannot_be_compared_is_not"],
     ),
     Mutation(
+        "the mean of a configuration is that of the seeds that did not break", "report/overlay.py",
+        "if broken := sum(map(_is_broken, runs)):", "if broken := 0:",
+        ["test_report_pages.py::TestOverlay::test_a_configuration_with_a_broken_run_has_no_mean"],
+    ),
+    Mutation(
+        "a run that exploded has the lowest bits per byte of a report", "report/overlay.py",
+        "return run.record.exploded or (bpb", "return (bpb",
+        ["test_report_pages.py::TestOverlay::test_a_configuration_with_a_broken_run_has_no_mean"],
+    ),
+    Mutation(
         "a prompt is HTML", "report/page.py",
         '{escape(prompt)}</span>', "{prompt}</span>",
         ["test_report_pages.py::TestUntrusted::test_is_text_in_the_page"],

@@ -342,6 +342,20 @@ class TestOverlay:
             ("lr=0.06", "0 of 1", "", "", ""),
         ]
 
+    def test_a_configuration_with_a_broken_run_has_no_mean(self, tmp_path: Path) -> None:
+        for seed, bpb, lr in ((1, 3.0, 0.02), (2, 2.0, 0.04), (3, math.nan, 0.06), (4, 2.5, 0.06)):
+            write_run(tmp_path / str(seed), [4.0, bpb], seed=seed, optim__muon__lr=lr)
+        exploded = write_run(tmp_path / "exploded", [4.0, 1.0], status="running", optim__muon__lr=0.04)
+        RunDirectory(exploded).set_failed("the loss exploded", step=12, loss=200.0)
+        overlay = Overlay([read_facts(path) for path in sorted(tmp_path.iterdir())])
+        assert overlay.group_rows() == [
+            ("lr=0.02", "1", "3.0000", "3.0000", "3.0000"),
+            ("lr=0.04", "1 of 2 broke", "", "", ""),
+            ("lr=0.06", "1 of 2 broke", "", "", ""),
+        ]
+        assert overlay.sentence().endswith("the lowest bits per byte are 2.0000, of 2.")
+        assert [row[0] for row in overlay.run_rows()] == ["2", "4", "1", "3", "exploded"]
+
 
 class TestCommand:
     def test_one_run_is_reported_in_its_folder(self, rich: Path) -> None:
