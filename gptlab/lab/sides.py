@@ -185,8 +185,9 @@ def _about_repetitions(sides: Sides) -> Iterator[str]:
     """Runs of one side and size that differ by more than the seed, or not even by that."""
     for side, runs in sides.items():
         for same_size in _grouped(runs, size_of).values():
-            names = dict.fromkeys(name for run in same_size for name in run.fields if name not in NOT_COMPARED)
-            mixed = [name for name in names if len(_distinct(run.fields.get(name) for run in same_size)) > 1]
+            trained = [*map(what_was_trained, same_size)]
+            names = dict.fromkeys(name for one in trained for name in one if name not in _FACTS)
+            mixed = [name for name in names if len(_distinct(one.get(name) for one in trained)) > 1]
             if mixed:
                 yield f"the runs of {side} differ by more than their seed: in {', '.join(mixed)}"
             for same in _grouped(same_size, lambda run: run.seed).values():
@@ -210,9 +211,12 @@ def _about_facts(sides: Sides) -> Iterator[str]:
 
 
 def what_was_trained(run: RunRecord) -> dict[str, Any]:
-    """The fields that runs are compared by, and what a Python caller replaced."""
-    fields = {name: run.fields[name] for name in run.fields if name not in NOT_COMPARED}
-    return fields | {"own_parts": _recorded(run, "own_parts")}
+    """The fields that runs are compared by, what a Python caller replaced, and the fingerprint of the data. Where it is
+    known, it stands for the names of the sources, since a folder has several."""
+    data = run.provenance.get("data_fingerprint")
+    left_out = NOT_COMPARED if data is None else NOT_COMPARED | {"data.source", "data.val_source"}
+    fields = {name: value for name, value in run.fields.items() if name not in left_out}
+    return fields | {"own_parts": _recorded(run, "own_parts"), "data_fingerprint": data}
 
 
 def _recorded(run: RunRecord, key: str) -> Any:

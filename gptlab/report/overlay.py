@@ -50,8 +50,7 @@ class Overlay:
         order of their first runs."""
         found: dict[str, list[RunFacts]] = {}
         for run in self.runs:
-            compared = what_was_trained(run.record), run.record.provenance.get("data_fingerprint")
-            found.setdefault(json.dumps(compared, sort_keys=True), []).append(run)
+            found.setdefault(json.dumps(what_was_trained(run.record), sort_keys=True), []).append(run)
         names = Counter[str]()
         named = {}
         for runs in found.values():

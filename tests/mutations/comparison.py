@@ -101,4 +101,9 @@ MUTATIONS = [
         "if not run.has_result and", "if False and",
         ["test_cli_compare.py::test_runs_without_a_validation_are_left_out_of_folders_and_patterns"],
     ),
+    Mutation(
+        "seeds that name one folder in two ways are two sides", "lab/sides.py",
+        'NOT_COMPARED | {"data.source", "data.val_source"}', "NOT_COMPARED",
+        ["test_sides.py::test_data_is_known_by_its_fingerprint_and_else_by_its_name"],
+    ),
 ]  # fmt: skip

@@ -48,7 +48,7 @@ MUTATIONS = [
     ),
     Mutation(
         "runs with parts of a caller's own are pooled", "lab/sides.py",
-        'return fields | {"own_parts": _recorded(run, "own_parts")}', "return fields",
+        '{"own_parts": _recorded(run, "own_parts"), ', "{",
         ["test_sides.py::test_runs_that_differ_by_seed_alone_are_a_side"],
     ),
     Mutation(

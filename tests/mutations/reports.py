@@ -47,9 +47,10 @@ MUTATIONS = [
         ["test_token_fate.py::test_of_several_epochs_and_skipped_steps"],
     ),
     Mutation(
-        "runs on other data differ by seed alone", "report/overlay.py",
-        'run.record.provenance.get("data_fingerprint")', "None",
-        ["test_report_pages.py::TestOverlay::test_what_cannot_be_compared_is_not"],
+        "runs on other data differ by seed alone", "lab/sides.py",
+        ', "data_fingerprint": data}', "}",
+        ["test_report_pages.py::TestOverlay::test_what_cannot_be_compared_is_not",
+         "test_sides.py::test_data_is_known_by_its_fingerprint_and_else_by_its_name"],
     ),
     Mutation(
         "a report names the lowest of bits per byte that cannot be compared", "report/overlay.py",

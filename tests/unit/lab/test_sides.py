@@ -100,6 +100,16 @@ def test_runs_that_differ_by_seed_alone_are_a_side(tmp_path: Path) -> None:
         group_by_seed(runs[:1])
 
 
+def test_data_is_known_by_its_fingerprint_and_else_by_its_name(tmp_path: Path) -> None:
+    one, again = (run(tmp_path / name, seed=n, data__source=(name,)) for n, name in enumerate(("notes", "notes-again")))
+    other = run(tmp_path / "other", {"data_fingerprint": "e" * 64}, data__source=("notes",))
+    sides = group_by_seed([one, again, other])
+    assert {name: [*side] for name, side in sides.items()} == {"A": [one, again], "B": [other]}
+    assert not any("differ by more than their seed" in warning for warning in warnings_of(sides))
+    unknown = [run(tmp_path / d, {"data_fingerprint": None}, data__source=(d,)) for d in "01"]
+    assert len(group_by_seed(unknown)) == 2
+
+
 def test_fields_that_vary_in_the_same_way_on_both_sides_do_not_differ(tmp_path: Path) -> None:
     sides = {
         name: [run(tmp_path / f"{name}{n}", model__n_layer=n, model__bias=bias) for n in order]
