@@ -79,8 +79,8 @@ def prepare(data: DataConfig, tokenizer: TokenizerConfig, *, console: Console | 
     statistics = cached_folder(folder, build, what=f"tokens of {corpus.name}", console=console)
     # Those in the cache may be of another corpus with the same content.
     statistics |= {"corpus": corpus.name, "split": corpus.how}
-    if "read" in statistics and corpus.not_followed:
-        statistics["read"] = f"{statistics['read']}; {corpus.not_followed}"
+    if "read" in statistics:
+        statistics["read"] += corpus.left_out
     counts = _counts(folder, statistics)
     train, val = (
         TokenSplit.open(folder, side, n_shards=counts[side]["shards"], n_bytes=counts[side]["bytes"]) for side in SIDES

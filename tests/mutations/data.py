@@ -72,6 +72,16 @@ MUTATIONS = [
         "json.JSONDecoder(parse_int=lambda digits: 0)", "json.JSONDecoder()",
         ["test_corpus.py::test_jsonl_may_hold_long_integers"],
     ),
+    Mutation(
+        "a run in the folder of a corpus is read", "data/corpus/corpus_files.py",
+        "if Path(folder) != root and _is_written([*subfolders, *files]):", "if False:",
+        ["test_corpus.py::test_runs_and_labs_are_no_part_of_a_corpus"],
+    ),
+    Mutation(
+        "runs that match a glob are read", "data/corpus/corpus_files.py",
+        "if written.isdisjoint(path.parents):", "if True:",
+        ["test_corpus.py::test_runs_and_labs_are_no_part_of_a_corpus"],
+    ),
     # --- tokenizers
     Mutation(
         "half of a character counts as the three bytes of its replacement", "data/tokenizer/base.py",

@@ -16,7 +16,7 @@ import json
 import os
 import sysconfig
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BufferedReader
@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from gptlab.config.errors import UserError, cannot, nearest_name
 from gptlab.runtime.files.plain_file import open_plain, require_plain
+from gptlab.runtime.records.run_directory import is_run
 
 if TYPE_CHECKING:
     import pyarrow.parquet
@@ -56,6 +57,9 @@ BOMB_RATIO = 200
 times the whole packed file is refused before it fills the memory."""
 PARQUET_BATCH_ROWS = 256
 """Rows decoded at a time: web documents of 5 kB make 1 MB, and a row group (often 1 GB) is never in memory whole."""
+
+LINKED, WRITTEN = "linked folder", "run or lab folder"
+"""Folders that are left out of a folder; of those that match a glob, the second."""
 
 JSON = json.JSONDecoder(parse_int=lambda digits: 0)
 """Only texts are read. Python refuses to convert an integer of more than 4300 digits, which is JSON all the same."""
@@ -112,36 +116,50 @@ def stdlib_files() -> list[DocumentFile]:
     return [DocumentFile(library / name, name, lenient=True) for name in names]
 
 
-def folder_files(root: Path) -> tuple[list[DocumentFile], int]:
-    """The files below a folder, and how many links to folders are there, which are not followed."""
-    paths, n_links = _walk(root)
+def folder_files(root: Path) -> tuple[list[DocumentFile], Counter[str]]:
+    """The files below a folder, and which folders there are left out (what -> count)."""
+    paths, left_out = _walk(root)
     names = [name for name in sorted(paths) if format_suffix(Path(name)) in KNOWN_SUFFIXES]
-    return [DocumentFile(root / name, name, lenient=True) for name in names], n_links
+    return [DocumentFile(root / name, name, lenient=True) for name in names], left_out
 
 
-def glob_files(pattern: str) -> list[DocumentFile]:
-    """Files of known formats that match, each once, however many links lead to it; the names are relative to the folder
-    before the first wildcard."""
+def glob_files(pattern: str) -> tuple[list[DocumentFile], Counter[str]]:
+    """Files of known formats that match, each once, however many links lead to it, and which folders of theirs are left
+    out (what -> count). The names are relative to the folder before the first wildcard."""
     parts = Path(pattern).parts
     fixed = next(i for i, part in enumerate(parts) if glob.has_magic(part))
     root = Path(*parts[:fixed])
     paths = [Path(match) for match in glob.glob(pattern, recursive=True)]
     paths = [path for path in paths if path.is_file() and format_suffix(path) in KNOWN_SUFFIXES]
+    folders = {folder for path in paths for folder in path.parents if folder.is_relative_to(root)} - {root}
+    with cannot(f"list the folders of {pattern}"):
+        written = {folder for folder in folders if _is_written(os.listdir(folder))}
     found: dict[str, DocumentFile] = {}
     for name, path in sorted((path.relative_to(root).as_posix(), path) for path in paths):
-        found.setdefault(os.path.realpath(path), DocumentFile(path, name, lenient=True))
-    return list(found.values())
+        if written.isdisjoint(path.parents):
+            found.setdefault(os.path.realpath(path), DocumentFile(path, name, lenient=True))
+    return list(found.values()), Counter({WRITTEN: sum(written.isdisjoint(folder.parents) for folder in written)})
 
 
-def _walk(root: Path, ignored: Iterable[str] = ()) -> tuple[list[str], int]:
-    """Relative posix paths of the files below `root`, and the number of links to folders, which are not followed (they
-    may lead in circles). UserError for a folder that cannot be listed."""
-    ignored, paths, n_links = {"__pycache__", *ignored}, list[str](), 0
+def _walk(root: Path, ignored: Iterable[str] = ()) -> tuple[list[str], Counter[str]]:
+    """Relative posix paths of the files below `root`, and which folders are left out: links to folders (they may lead
+    in circles), and runs and labs. UserError for a folder that cannot be listed."""
+    ignored, paths, left_out = {"__pycache__", *ignored}, list[str](), Counter[str]()
     for folder, subfolders, files in os.walk(root, onerror=_cannot_list):
+        if Path(folder) != root and _is_written([*subfolders, *files]):
+            left_out[WRITTEN] += 1
+            subfolders.clear()
+            continue
         subfolders[:] = [name for name in subfolders if name not in ignored and not name.startswith(".")]
-        n_links += sum(os.path.islink(os.path.join(folder, name)) for name in subfolders)
+        left_out[LINKED] += sum(os.path.islink(os.path.join(folder, name)) for name in subfolders)
         paths += [(Path(folder) / name).relative_to(root).as_posix() for name in files if not name.startswith(".")]
-    return paths, n_links
+    return paths, left_out
+
+
+def _is_written(names: Sequence[str]) -> bool:
+    """Whether a folder with these entries is a run or a lab: training that writes into its own corpus would change what
+    the next run reads."""
+    return is_run(names) or {"lab.json", "program.md"} <= {*names}
 
 
 def _cannot_list(error: OSError) -> None:

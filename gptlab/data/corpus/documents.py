@@ -2,8 +2,8 @@
 on: training or validation.
 
 A source is `stdlib`, a file, a folder, a downloaded corpus by name (`known_corpora.py`) or a glob. A folder gives its
-text, JSONL and Parquet files, recursively, sorted by relative path; hidden files, `__pycache__` and other formats are
-ignored.
+text, JSONL and Parquet files, recursively, sorted by relative path; hidden files, `__pycache__`, other formats, and
+the runs and labs in it are ignored.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ class Source:
     text_column: str
     salt: str = ""
     """What the documents depend on besides the files."""
-    n_links: int = 0
-    """Links to folders in a folder. They are not followed."""
+    left_out: Counter[str] = field(default_factory=Counter)
+    """Folders that are not read: what -> how many."""
 
 
 class Corpus:
@@ -112,10 +112,9 @@ class Corpus:
         return f"validated on {names}" if names else f"{self.split} {self._val_fraction:g}"
 
     @property
-    def not_followed(self) -> str:
-        """What is not read, in words; empty for nothing."""
-        count = sum(source.n_links for source in (*self._sources, *self._val_sources))
-        return f"not followed: {count:,} link{'s' * (count != 1)} to folders" if count else ""
+    def left_out(self) -> str:
+        """Which folders are not read: "; not read: 2 linked folders", empty for none."""
+        return _left_out(*self._sources, *self._val_sources)
 
     def probe(self) -> None:
         """UserError for what the beginnings of the files show: at once, not an hour into a run."""
@@ -259,23 +258,30 @@ def _open(source: str, data: DataConfig, root: Path) -> Source:
 
 def _several_files(source: str, path: Path, text_column: str, hub_files: int | None, root: Path) -> Source:
     """A folder, a corpus by name or a glob."""
-    n_links = 0
+    left_out = Counter[str]()
     if os.path.isdir(path):
-        files, n_links = folder_files(path)
+        files, left_out = folder_files(path)
     elif (named := named_source(source)) is not None:
         # The fingerprint is that of the same files in a folder: where they come from does not matter.
         files = local_files(named, hub_files, root)
         text_column = named.known.text_column if named.known else text_column
     elif glob.has_magic(source):
-        files = glob_files(str(path))
+        files, left_out = glob_files(str(path))
     else:
         raise _no_corpus(source)
+    found = Source(source, files, text_column, left_out=left_out)
     if not files:
         raise NoCorpusError(
             f"{source!r} has no files to read: gptlab reads text (.txt .md .py ...), .jsonl and "
-            ".parquet, the first two also packed (.gz .zst)"
+            ".parquet, the first two also packed (.gz .zst)" + _left_out(found)
         )
-    return Source(source, files, text_column, n_links=n_links)
+    return found
+
+
+def _left_out(*sources: Source) -> str:
+    counts = sum((source.left_out for source in sources), Counter[str]())
+    names = ", ".join(f"{count:,} {what}{'s' * (count != 1)}" for what, count in counts.items())
+    return f"; not read: {names}" if names else ""
 
 
 def split_documents(corpus: Corpus, split: Split, val_fraction: float) -> Iterator[tuple[Side, str]]:

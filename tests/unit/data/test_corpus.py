@@ -116,6 +116,24 @@ def test_a_glob_reads_a_file_once_however_many_links_lead_to_it(tmp_path: Path) 
     assert documents(tmp_path / "**" / "*.txt") == ["a.txt", "sub/b.txt"]
 
 
+def test_runs_and_labs_are_no_part_of_a_corpus(tmp_path: Path) -> None:
+    """A second run in the same project reads what the first one read, which lies beside its folder by now."""
+    written = ("runs/one/config.json", "runs/one/run.json", "runs/one/log.txt", "runs/one/code/model.py",
+               "lab/lab.json", "lab/program.md", "lab/experiments/1/config.json", "lab/experiments/1/run.json",
+               "lab/experiments/1/log.txt")  # fmt: skip
+    for name in ("a.txt", "runs/notes.md", "model/config.json", "model/card.md", *written):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    for source in (tmp_path, tmp_path / "**" / "*"):
+        corpus = corpus_of([source])
+        assert list(corpus.texts()) == ["a.txt", "model/card.md", "runs/notes.md"]
+        assert corpus.left_out == "; not read: 2 run or lab folders"
+    # One that is named is read.
+    assert documents(tmp_path / "runs" / "one") == ["runs/one/code/model.py", "runs/one/log.txt"]
+    assert documents(tmp_path / "runs" / "one" / "*.txt") == ["runs/one/log.txt"]
+    assert refusal(tmp_path / "runs" / "*" / "*.txt").endswith("(.gz .zst); not read: 1 run or lab folder")
+
+
 def test_a_folder_that_cannot_be_listed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "sub").mkdir()
     (tmp_path / "a.txt").write_text("a")

@@ -90,8 +90,8 @@ def test_statistics_are_of_this_corpus_where_another_has_the_same_content(texts:
     second = prepare(config(copy), BYTE)
     assert second.folder == first.folder
     assert (first.statistics["corpus"], second.statistics["corpus"]) == (str(texts), str(copy))
-    assert second.statistics["read"] == "60 documents from 60 files; not followed: 1 link to folders"
-    assert "not followed" not in prepare(config(texts), BYTE).statistics["read"]
+    assert second.statistics["read"] == "60 documents from 60 files; not read: 1 linked folder"
+    assert "not read" not in prepare(config(texts), BYTE).statistics["read"]
 
 
 def test_whatever_changes_the_tokens_changes_the_fingerprint(texts: Path) -> None:
