@@ -284,7 +284,7 @@ def _print_rows(rows: RowSource, data: DataConfig) -> None:
     table = [[name, f"{count:,}", f"{count / fate.total:.2%} of tokens"] for name, count in counts.items()]
     slots = rows.rows_per_epoch * rows.seq_len
     counts = {"BOS added as target": fate.added, "padded": fate.padded}
-    if data.rows == "random":
+    if fate.repeated:
         counts |= {"trained on again": fate.repeated}
     table += [[name, f"{count:,}", f"{count / slots:.2%} of targets"] for name, count in counts.items()]
     _print_table(table, "<>>")

@@ -188,10 +188,9 @@ class TokenFate:
     total = trained + context + cropped, and rows_per_epoch * seq_len = trained + repeated + added + padded."""
 
     total: int
-    """Tokens of the split, each document's BOS included; of cropped rows, those of the documents that the epoch takes,
-    which are as many as the split has."""
+    """Tokens of the split, each document's BOS included."""
     trained: int
-    """Tokens that are a target, of random rows once or more often."""
+    """Tokens that are a target, once or more often."""
     context: int
     """Tokens that are only ever an input: nothing comes before the first token of a row."""
     added: int
@@ -199,7 +198,8 @@ class TokenFate:
     padded: int
     """Target positions with nothing in them."""
     repeated: int = 0
-    """Targets of random rows, which are drawn with replacement, that are a target of another row already."""
+    """Targets that are one elsewhere already: of random rows, which are drawn with replacement, and of cropped rows,
+    which take documents of a later pass while others of the first still wait."""
 
     @property
     def cropped(self) -> int:
@@ -222,10 +222,15 @@ def token_fate(rows: object) -> TokenFate:
             padded = rows.rows_per_epoch * rows.seq_len - rows.n_targets
             return TokenFate(rows.split.n_tokens, rows.n_targets, context=1, added=0, padded=padded)
         case CroppedRows():
-            starts = rows.split.document_starts
-            documents = np.searchsorted(starts, rows.first_epoch.segment_starts - 1)
-            total = int((starts[documents + 1] - starts[documents]).sum())
-            return TokenFate(total, rows.rows_per_epoch * rows.seq_len, rows.rows_per_epoch, added=0, padded=0)
+            packing, longest = rows.first_epoch, np.zeros(rows.split.n_documents, dtype=np.int64)
+            # Each segment begins with its document's BOS: a shorter one has nothing that a longer one has not.
+            documents = np.searchsorted(rows.split.document_starts, packing.segment_starts - 1)
+            np.maximum.at(longest, documents, packing.segment_lengths)
+            # Nothing comes before the BOS that a row begins with.
+            n_bos_targets = len(np.unique(np.delete(documents, packing.row_segments[:-1])))
+            trained, context = int(longest.sum()) + n_bos_targets, len(np.unique(documents)) - n_bos_targets
+            repeated = rows.rows_per_epoch * rows.seq_len - trained
+            return TokenFate(rows.split.n_tokens, trained, context, added=0, padded=0, repeated=repeated)
         case PackedRows():
             packing, n_targets = rows.packing, rows.rows_per_epoch * rows.seq_len
             continues = ~np.isin(packing.segment_starts, rows.split.document_starts[:-1] + 1)

@@ -206,6 +206,17 @@ MUTATIONS = [
         ["test_rows.py::test_validation_by_hand",
          "test_rows.py::test_validation_is_fixed_by_content_and_covers_every_token_once"],
     ),
+    Mutation(
+        "a document of cropped rows counts as often as it comes", "data/rows.py",
+        "np.maximum.at(longest,", "np.add.at(longest,",
+        ["test_rows.py::test_what_is_cropped_is_all_that_no_row_has",
+         "test_rows.py::test_the_fate_of_every_packed_token_adds_up"],
+    ),
+    Mutation(
+        "each BOS of cropped rows counts as a target", "data/rows.py",
+        "np.unique(np.delete(documents, packing.row_segments[:-1]))", "np.unique(documents)",
+        ["test_rows.py::test_what_is_cropped_is_all_that_no_row_has"],
+    ),
     # --- the loader
     Mutation(
         "a batch is made when it is asked for", "data/loader.py",

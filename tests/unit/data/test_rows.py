@@ -103,13 +103,12 @@ def test_the_fate_of_every_packed_token_adds_up(mode: str, lengths: list[int], s
     targets = epoch_of(rows)[1]
     counted = targets[targets != IGNORED]
     content = counted[counted != BOS]
-    assert fate.trained + fate.context + fate.cropped == fate.total
-    assert fate.trained + fate.added + fate.padded == rows.rows_per_epoch * seq_len
+    assert fate.trained + fate.context + fate.cropped == fate.total == split.n_tokens == sum(lengths) + len(lengths)
+    assert fate.trained + fate.repeated + fate.added + fate.padded == rows.rows_per_epoch * seq_len
     assert fate.padded == (targets == IGNORED).sum()
-    assert fate.trained + fate.added == len(counted)
+    assert fate.trained + fate.repeated + fate.added == len(counted)
     if mode == "cut":
-        assert fate.total == split.n_tokens == sum(lengths) + len(lengths)
-        assert fate.cropped == 0
+        assert fate.cropped == fate.repeated == 0
         # Every token behind a document's own BOS, exactly once.
         assert sorted(content.tolist()) == list(range(1, sum(lengths) + 1))
     else:
@@ -117,7 +116,23 @@ def test_the_fate_of_every_packed_token_adds_up(mode: str, lengths: list[int], s
         taken = np.concatenate([epoch_of(rows)[0][:, :1], targets], axis=1)
         assert (taken == BOS).sum() >= len(lengths)
         assert fate.added == fate.padded == 0
-        assert fate.cropped >= 0
+        assert isinstance(rows, cropping.CroppedRows)
+        packing, in_rows, as_targets = rows.first_epoch, set[int](), set[int]()
+        for segment, (start, length) in enumerate(zip(packing.segment_starts, packing.segment_lengths, strict=True)):
+            in_rows |= {*range(start - 1, start + length)}
+            as_targets |= {*range(start - (segment not in packing.row_segments), start + length)}
+        assert (fate.trained, fate.context) == (len(as_targets), len(in_rows - as_targets))
+        assert fate.trained >= len({*content.tolist()})
+
+
+def test_what_is_cropped_is_all_that_no_row_has() -> None:
+    """Of 22 tokens, each document's BOS among them. That of the third is a target in the middle of the first row, and
+    its 19 is one twice; that of the first is never one."""
+    data = DataConfig(long_documents="crop", pack_buffer_documents=4)
+    rows = make_rows(split_of(numbered([9, 9, 1])), data, 3, BOS, 0, None)
+    fate = token_fate(rows)
+    assert whole_rows(rows) == [(BOS, 19, BOS, 19), (BOS, 1, 2, 3)]
+    assert (fate.total, fate.trained, fate.context, fate.cropped, fate.repeated) == (22, 5, 1, 16, 1)
 
 
 def test_a_packed_row_by_hand() -> None:
