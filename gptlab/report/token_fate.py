@@ -22,37 +22,40 @@ def token_fate(facts: RunFacts) -> list[tuple[str, str]]:
     skipped_at = [_count(event.get("step")) for event in facts.metrics.events if event.get("what") == "skipped"]
     so_far = sum(step <= steps for step in skipped_at)  # only a finished run has a summary
     epoch_tokens, skipped = rows * seq_len, _count(facts.record.summary.get("skipped_updates", so_far))
-    epochs = steps * step_tokens / epoch_tokens
+    epochs, kind = steps * step_tokens / epoch_tokens, str(field.get("data.rows"))
+    if kind == "packed" and field.get("data.long_documents") == "crop":
+        kind = "cropped"
     found = [
         ("training text", _text(text)),
         ("validation text", _text(validation)),
         ("one epoch", f"{rows:,} rows of {seq_len:,} tokens: {epoch_tokens:,}"),
-        ("dropped in an epoch", _dropped(facts, text["tokens"], rows, seq_len)),
+        ("dropped in an epoch", _dropped(kind, text["tokens"], rows, seq_len)),
         ("trained on", f"{(steps - skipped) * step_tokens:,}: {counted(steps - skipped, 'step')} of {step_tokens:,}"),
         ("skipped", f"{skipped * step_tokens:,}: {counted(skipped, 'step')} without an update" if skipped else ""),
-        ("epochs", _passes(epochs, rows, at_random=field.get("data.rows") == "random")),
+        ("epochs", _passes(epochs, rows, kind)),
     ]
     return [(what, amount) for what, amount in found if amount]
 
 
-def _dropped(facts: RunFacts, tokens: int, rows: int, seq_len: int) -> str:
+def _dropped(kind: str, tokens: int, rows: int, seq_len: int) -> str:
     """Tokens that are in no row of an epoch, by how rows are made (data/rows.py)."""
-    kind, crops = facts.record.fields.get("data.rows"), facts.record.fields.get("data.long_documents") == "crop"
-    if kind == "packed" and not crops:
+    if kind == "packed":
         return "none: long documents are cut, and continue in another row"
-    if kind == "packed":  # How many depends on which documents an epoch takes, which only the packing knows.
-        return "what does not fit into a row: `gptlab data inspect` counts it"
+    if kind == "cropped":  # How many depends on which documents an epoch takes, which only the packing knows.
+        return "what no row has room for: `gptlab data inspect --long-documents crop` counts it"
     if kind == "sequential":
         return f"{max(0, tokens - 1 - rows * seq_len):,}: the last ones, which fill no row"
     return ""
 
 
-def _passes(epochs: float, rows: int, *, at_random: bool) -> str:
-    if at_random:
+def _passes(epochs: float, rows: int, kind: str) -> str:
+    if kind == "random":
         # So many independent windows leave out a token with the probability of a Poisson variable that is zero.
         return f"{epochs:.2f}; windows are drawn with replacement: about {math.exp(-epochs):.1%} of tokens were in none"
     if epochs < 1:
         return f"{epochs:.2f}: {rows - round(rows * epochs):,} rows ({1 - epochs:.0%}) were not reached"
+    if kind == "cropped":
+        return f"{epochs:.2f}: the stream of documents goes on, so that all epochs have rows of their own"
     fewest, whole = math.floor(epochs), epochs == math.floor(epochs)
     return f"{epochs:.2f}: each row was read {fewest}{'' if whole else f' or {fewest + 1}'} times"
 

@@ -41,6 +41,12 @@ MUTATIONS = [
         ["test_report_at_end.py::test_a_run_that_ends_early_leaves_its_report_to_another_process"],
     ),
     Mutation(
+        "cropped rows are read again in each epoch", "report/token_fate.py",
+        'kind = "cropped"', "pass",
+        ["test_token_fate.py::test_cropped_rows_are_new_ones_in_each_epoch",
+         "test_token_fate.py::test_of_cropped_rows_it_says_where_they_are_counted"],
+    ),
+    Mutation(
         "skipped steps count as trained on", "report/token_fate.py",
         "f\"{(steps - skipped) * step_tokens:,}: {counted(steps - skipped, 'step')} of {step_tokens:,}\"",
         "f\"{steps * step_tokens:,}: {counted(steps, 'step')} of {step_tokens:,}\"",

@@ -98,6 +98,15 @@ def test_of_cropped_rows_it_says_where_they_are_counted(tmp_path: Path) -> None:
     assert "gptlab data inspect" in said(tmp_path / "run", corpus, data__long_documents="crop")["dropped in an epoch"]
 
 
+def test_cropped_rows_are_new_ones_in_each_epoch(tmp_path: Path) -> None:
+    corpus = {"train": TEXT, "val": TEXT, "rows_per_epoch": 8}
+    for kind, expected in {"packed": "rows of their own", "sequential": "each row was read 2 or 3 times"}.items():
+        fields = {"data__rows": kind, "data__long_documents": "crop"}
+        assert said(tmp_path / kind, corpus, **fields)["epochs"].endswith(expected)
+    corpus["rows_per_epoch"] = 80
+    assert said(tmp_path / "part", corpus, data__long_documents="crop")["epochs"].endswith("(75%) were not reached")
+
+
 UNCOUNTED = [
     None, "x", {}, {"train": 3}, {"train": {"tokens": "nan"}, "rows_per_epoch": 1},
     {"train": TEXT, "rows_per_epoch": -1}, {"train": TEXT, "rows_per_epoch": "1e999"},
