@@ -18,6 +18,7 @@ from __future__ import annotations
 from bisect import bisect_right, insort
 from collections.abc import Callable, Sequence
 from functools import partial
+from heapq import heappop, heappush
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -110,7 +111,7 @@ def pack_documents(
 
 
 def _best_fit(
-    item_lengths: np.ndarray,  # (n,) int64, without the BOS that each part of an item needs
+    item_lengths: np.ndarray,  # (n,) int64, below `slots`, without the BOS that each part of an item needs
     slots: int,
     cut: bool,
     buffer_size: int,
@@ -119,31 +120,43 @@ def _best_fit(
     none does, with the beginning of the longest (`cut`), else with nothing.
 
     Ties go to the item that came first. Returns, for each placed part, its row, its item, its offset in the item and
-    its length: (n_parts, 4) int64. The buffer is a sorted list of integers, each of which encodes an item's length and,
-    among equals, how early it came: 1 to 2 microseconds an item for a buffer of 1000.
+    its length: (n_parts, 4) int64. The buffer has a heap of items for each length, and a sorted list of the lengths
+    that it has: 1 to 2 microseconds an item, however large it is.
     """
     lengths = item_lengths.tolist()
-    offsets, base = [0] * len(lengths), len(lengths)
-    buffer: list[int] = []  # length * base - item
+    offsets = [0] * len(lengths)
+    waiting: list[list[int]] = [[] for _ in range(slots)]  # at each length, its items
+    in_use: list[int] = []  # lengths that have items
     placed: list[tuple[int, int, int, int]] = []
     smallest_cut = max(2, int(slots * SMALLEST_CUT)) if cut else slots + 1
-    row, gap, arrived = 0, slots, 0
-    while buffer or arrived < len(lengths):
-        while arrived < len(lengths) and len(buffer) < buffer_size:
-            insort(buffer, lengths[arrived] * base - arrived)
+    row, gap, arrived, used_up = 0, slots, 0, 0
+
+    def put(item: int) -> None:
+        if not waiting[lengths[item]]:
+            insort(in_use, lengths[item])
+        heappush(waiting[lengths[item]], item)
+
+    while in_use or arrived < len(lengths):
+        while arrived < len(lengths) and arrived - used_up < buffer_size:
+            put(arrived)
             arrived += 1
-        position = bisect_right(buffer, (gap - 1) * base) - 1  # the last one that fits after its BOS; -1: the longest
+        position = bisect_right(in_use, gap - 1) - 1  # the last one that fits after its BOS; -1: the longest
         if position < 0 and gap < smallest_cut:
             row, gap = row + 1, slots
             continue
-        item = -buffer.pop(position) % base
-        length = min(lengths[item], gap - 1)
+        whole = in_use[position]
+        item = heappop(waiting[whole])
+        if not waiting[whole]:
+            del in_use[position]
+        length = min(whole, gap - 1)
         placed.append((row, item, offsets[item], length))
         gap -= length + 1
-        if length < lengths[item]:
+        if length < whole:
             offsets[item] += length
             lengths[item] -= length
-            insort(buffer, lengths[item] * base - item)
+            put(item)
+        else:
+            used_up += 1
     return np.array(placed, dtype=np.int64).reshape(-1, 4)
 
 

@@ -126,7 +126,7 @@ MUTATIONS = [
     # --- order and packing
     Mutation(
         "a piece that does not fit by one token is placed", "data/packing.py",
-        "position = bisect_right(buffer, (gap - 1) * base) - 1", "position = bisect_right(buffer, gap * base) - 1",
+        "position = bisect_right(in_use, gap - 1) - 1", "position = bisect_right(in_use, gap) - 1",
         ["test_packing.py::test_a_plan_by_hand", "test_packing.py::test_cut_and_pad_place_what_the_oracle_places",
          "test_rows.py::test_a_packed_row_by_hand",
          "test_rows.py::test_packed_rows_hold_what_the_oracle_packs"],
@@ -153,8 +153,7 @@ MUTATIONS = [
     ),
     Mutation(
         "of equal documents the last one is placed first", "data/packing.py",
-        "insort(buffer, lengths[arrived] * base - arrived)\n",
-        "insort(buffer, lengths[arrived] * base - len(lengths) + 1 + arrived)\n",
+        "item = heappop(waiting[whole])", "item = waiting[whole].pop()",
         ["test_packing.py::test_cut_and_pad_place_what_the_oracle_places"],
     ),
     Mutation(
