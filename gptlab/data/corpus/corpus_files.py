@@ -314,6 +314,10 @@ def _open_parquet(path: Path, column: str) -> pyarrow.parquet.ParquetFile:
     if column not in names:
         parquet.close()
         raise UserError(f"{path}: no column {column!r}; {_named('column', names, column)} (data.text_column)")
+    if (n_columns := names.count(column)) > 1:
+        parquet.close()
+        reason = f"{n_columns} columns are named {column!r}; rename them, or choose another one (data.text_column)"
+        raise UserError(f"{path}: {reason}")
     kind = schema.field(column).type
     kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
     if kind not in (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view()):

@@ -211,6 +211,14 @@ def test_bad_parquet(tmp_path: Path) -> None:
     assert "c.parquet" in refusal(tmp_path / "c.parquet")
 
 
+def test_two_parquet_columns_of_the_same_name(tmp_path: Path) -> None:
+    path = tmp_path / "twice.parquet"
+    pq.write_table(pa.table([["a"], ["b"], ["c"]], names=["text", "text", "title"]), path)
+    expected = f"{path}: 2 columns are named 'text'; rename them, or choose another one (data.text_column)"
+    assert refusal(path) == refusal(tmp_path) == expected
+    assert documents(path, text_column="title") == ["c"]
+
+
 def test_missing_and_empty_sources(tmp_path: Path) -> None:
     assert "did you mean stdlib" in refusal("stdlb")
     assert "no such file or folder" in refusal(tmp_path / "nothing.txt")
