@@ -41,7 +41,7 @@ MUTATIONS = [
     ),
     Mutation(
         "files that are there are asked for again", "data/corpus/hub.py",
-        "if record is not None and not _missing(source, record, hub_files):", "if False:",
+        "if record is not None and not _missing(source, record, hub_files, root):", "if False:",
         ["test_hub.py::test_a_second_time_asks_nothing"],
         ["Shards are downloaded in parallel"],
     ),
@@ -56,6 +56,16 @@ MUTATIONS = [
         "    if found != wanted:\n        contents = path.resolve()",
         "    if False:\n        contents = path.resolve()",
         ["test_hub.py::test_wrong_contents_come_again_and_are_never_kept"],
+    ),
+    Mutation(
+        "a downloaded file that was altered later is believed", "data/corpus/known_corpora.py",
+        "if status.st_mtime_ns != known.mtime_ns and file_sha256(path, root).hex() != known.sha256:", "if False:",
+        ["test_hub.py::test_a_file_that_is_not_what_was_downloaded_comes_again"],
+    ),
+    Mutation(
+        "a downloaded file that was touched later comes again", "data/corpus/known_corpora.py",
+        "known.mtime_ns and file_sha256(path, root).hex() != known.sha256:", "known.mtime_ns:",
+        ["test_hub.py::test_fingerprint_is_that_of_the_same_files_in_a_folder"],
     ),
     Mutation(
         "a single file that was renamed is another corpus", "data/corpus/documents.py",

@@ -12,6 +12,7 @@ import glob
 import hashlib
 import os
 import platform
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -153,15 +154,15 @@ class Corpus:
         for source in sources:
             n_before, skipped_before = found.n_documents, found.skipped.copy()
             for file in source.files:
-                yield from self._documents_of(file, source.text_column, found)
+                yield from self._documents_of(file, source, found)
             if found.n_documents == n_before:
                 skipped = (found.skipped - skipped_before).items()
                 reasons = ", ".join(f"{count} {reason}" for reason, count in skipped) or "it is empty"
                 raise UserError(f"{source.name} holds no text ({reasons}); a corpus needs at least one document")
 
-    def _documents_of(self, file: DocumentFile, text_column: str, found: CorpusSummary) -> Iterator[str]:
+    def _documents_of(self, file: DocumentFile, source: Source, found: CorpusSummary) -> Iterator[str]:
         digest, skipped_before = hashlib.sha256(), found.skipped.copy()
-        for text in read_documents(file, text_column, found.skipped, digest):
+        for text in read_documents(file, source.text_column, found.skipped, digest):
             if text:
                 found.n_documents += 1
                 yield text
@@ -173,7 +174,10 @@ class Corpus:
             found.skipped_files.append((printable(file.name, keep="")[-100:], reasons[0]))
         seen = UNREADABLE if "unreadable" in reasons else digest.digest()
         if self._digests and seen != self._digests[file]:
-            raise ChangedFileError(file.path)
+            if file.sha256 is None:
+                raise ChangedFileError(file.path)
+            again = f"delete it, and run `gptlab data prepare {shlex.quote(source.name)}`"
+            raise UserError(f"{file.path} is not what was downloaded any more: {again}")
 
     def fingerprint(self) -> dict[str, object]:
         """All that the documents and their sides depend on."""

@@ -89,7 +89,7 @@ def _download_hub_files(
     source: NamedSource, place: HubFiles, hub_files: int | None, root: Path, console: Console
 ) -> None:
     record = read_record(place, root)
-    if record is not None and not _missing(source, record, hub_files):
+    if record is not None and not _missing(source, record, hub_files, root):
         return
     with _quiet_hub() as hub, _explained(source.name, hub.constants.ENDPOINT, f"data set {place.repo}"):
         path = record_path(place, root)
@@ -97,7 +97,7 @@ def _download_hub_files(
         with locked(path, source.name, console):
             # Also where all is known: one quick request shows whether the hub can be reached.
             record = _listed(hub, place, read_record(place, root), path)
-            if missing := _missing(source, record, hub_files):
+            if missing := _missing(source, record, hub_files, root):
                 try:
                     _download_missing(hub, source, record, missing, console)
                 finally:
@@ -129,7 +129,7 @@ def _download_missing(
     _in_parallel({name: partial(fetch, name) for name in missing}, what, total, console, enter)
 
 
-def _missing(source: NamedSource, record: HubRecord, hub_files: int | None) -> list[str]:
+def _missing(source: NamedSource, record: HubRecord, hub_files: int | None, root: Path) -> list[str]:
     train, val = source.wanted(record.files, hub_files)
     names = val if source.validation else [*val, *train]
     if not names:
@@ -137,7 +137,7 @@ def _missing(source: NamedSource, record: HubRecord, hub_files: int | None) -> l
             f"{source.name}: none of its files match; gptlab reads .parquet, .jsonl, .txt and .bin, and a glob picks "
             "others: hub:OWNER/NAME/GLOB"
         )
-    return [name for name in names if record.local(name) is None]
+    return [name for name in names if record.local(name, root) is None]
 
 
 def _listed(hub: Any, place: HubFiles, known: HubRecord | None, path: Path) -> HubRecord:

@@ -26,7 +26,7 @@ from typing import Any
 
 from gptlab.config.errors import UserError
 from gptlab.data.corpus.corpus_files import DocumentFile
-from gptlab.runtime.files.cache import is_inside
+from gptlab.runtime.files.cache import file_sha256, is_inside
 from gptlab.runtime.files.plain_file import read_json_object, write_json_atomic
 
 RECORD_SCHEMA = 1
@@ -246,17 +246,21 @@ class HubRecord:
     """All that the glob matches, by path."""
     verified: dict[str, Verified] = field(default_factory=dict)
 
-    def local(self, name: str) -> DocumentFile | None:
-        """The downloaded file, or None where it is not there, cut short, or was never verified. Its hash is known
-        unless it was touched since it was verified."""
+    def local(self, name: str, root: Path) -> DocumentFile | None:
+        """The downloaded file, or None where it is not there, was never verified, or is not what was verified.
+
+        One that was touched since is hashed again; `root`, the cache, remembers the hashes of large files.
+        """
         known, path = self.verified.get(name), Path(self.folder) / name
         try:
             status = path.stat()
+            if known is None or status.st_size != self.files[name].n_bytes:
+                return None
+            if status.st_mtime_ns != known.mtime_ns and file_sha256(path, root).hex() != known.sha256:
+                return None
         except OSError:
             return None
-        if known is None or status.st_size != self.files[name].n_bytes:
-            return None
-        return DocumentFile(path, name, False, known.sha256 if status.st_mtime_ns == known.mtime_ns else None)
+        return DocumentFile(path, name, False, known.sha256)
 
 
 def record_path(place: HubFiles, root: Path) -> Path:
@@ -303,7 +307,7 @@ def local_files(source: NamedSource, hub_files: int | None, root: Path) -> list[
         found[source.place.file] = DocumentFile(path, source.place.file, lenient=False) if path.is_file() else None
     elif (record := read_record(source.place, root)) is not None:
         train, val = source.wanted(record.files, hub_files)
-        found = {name: record.local(name) for name in (val if source.validation else train)}
+        found = {name: record.local(name, root) for name in (val if source.validation else train)}
     files = [file for file in found.values() if file is not None]
     if files and len(files) == len(found):
         return files
@@ -323,7 +327,7 @@ def state(corpus: KnownCorpus, root: Path) -> str:
     if record is None:
         return "no"
     train, val = NamedSource(name=corpus.name, place=corpus.place, known=corpus).wanted(record.files, len(record.files))
-    here = [sum(record.local(name) is not None for name in names) for names in (train, val)]
+    here = [sum(record.local(name, root) is not None for name in names) for names in (train, val)]
     return f"{here[0]:,} files" + (f" + {here[1]} val" if val else "") if any(here) else "no"
 
 

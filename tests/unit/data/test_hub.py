@@ -6,6 +6,7 @@ import hashlib
 import io
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -345,10 +346,34 @@ def test_fingerprint_is_that_of_the_same_files_in_a_folder(hub: LocalHub, root: 
             (tmp_path / "folder" / name).write_bytes(data)
     by_name, by_path = corpus_of([SOURCE]), corpus_of([str(tmp_path / "folder")])
     assert by_name.fingerprint() == by_path.fingerprint()
-    # A file that changed since it was verified is read again, not believed.
+    # Also of a file that was copied or touched since.
     (file,) = list((tmp_path / "huggingface").rglob("train-00000.parquet"))
-    file.resolve().write_bytes(hub.files["data/train-00001.parquet"])
-    assert corpus_of([SOURCE]).fingerprint() != by_path.fingerprint()
+    os.utime(file, (1, 1))
+    assert corpus_of([SOURCE]).fingerprint() == by_path.fingerprint()
+
+
+@pytest.mark.parametrize("time_kept", [False, True])
+def test_a_file_that_is_not_what_was_downloaded_comes_again(
+    hub: LocalHub, root: Path, tmp_path: Path, time_kept: bool
+) -> None:
+    """A byte of it fell over. Where its time says nothing, reading it does."""
+    hub.files = {"a.txt": b"The first of two.", "b.txt": b"The second text."}
+    download(root)
+    (file,) = list((tmp_path / "huggingface").rglob("a.txt"))
+    before = file.stat()
+    file.resolve().write_bytes(b"The third of two.")
+    if time_kept:
+        os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+        corpus = corpus_of([SOURCE])
+        corpus.fingerprint()
+        message = f"{file} is not what was downloaded any more: delete it, and run `gptlab data prepare {SOURCE}`"
+        with pytest.raises(UserError, match=re.escape(message)):
+            list(corpus.texts())
+        file.unlink()
+    with pytest.raises(UserError, match="1 of its 2 files"):
+        texts_of()
+    download(root)
+    assert texts_of() == ["The first of two.", "The second text."]
 
 
 def test_a_damaged_file_is_downloaded_again(hub: LocalHub, root: Path, tmp_path: Path) -> None:
