@@ -27,11 +27,15 @@ MUTATIONS = [
     ),
     Mutation(
         "a corpus by name holds out a part of its training files", "data/corpus/known_corpora.py",
-        "for source, entry in named if entry and _validates(entry.place))",
-        "for source, entry in named if entry and not _validates(entry.place))",
+        "for entry in entries if _validates(entry.place))", "for entry in entries if not _validates(entry.place))",
         ["test_token_files.py::test_a_corpus_by_name_validates_on_what_its_lineage_does",
          "test_hub.py::test_what_validates"],
         ["At the end evaluation mode and bits per byte"],
+    ),
+    Mutation(
+        "what a corpus validates on validates on itself", "data/corpus/known_corpora.py",
+        "if (entry := named_source(source)) and not entry.validation]", "if (entry := named_source(source))]",
+        ["test_hub.py::test_what_validates"],
     ),
     Mutation(
         "files are downloaded one after the other", "data/corpus/hub.py",

@@ -191,8 +191,8 @@ def named_source(source: str) -> NamedSource | None:
 
 def fixed_validation(sources: Sequence[str]) -> tuple[str, ...]:
     """The `NAME:val` of those sources whose lineage fixes what validates."""
-    named = [(source, named_source(source)) for source in sources]
-    return tuple(f"{source}{VALIDATION_SUFFIX}" for source, entry in named if entry and _validates(entry.place))
+    entries = [entry for source in sources if (entry := named_source(source)) and not entry.validation]
+    return tuple(f"{entry.name}{VALIDATION_SUFFIX}" for entry in entries if _validates(entry.place))
 
 
 def training_files(paths: Iterable[str], place: HubFiles) -> tuple[list[str], list[str]]:

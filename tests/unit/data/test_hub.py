@@ -154,6 +154,7 @@ def test_a_path_goes_before_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_what_validates() -> None:
     sources = ["stdlib", "climbmix", "tinyshakespeare", "fineweb10b-gpt2", "hub:a/b"]
     assert fixed_validation(sources) == ("climbmix:val", "fineweb10b-gpt2:val")
+    assert fixed_validation(["climbmix:val"]) == ()  # trained on as any other text
     val = named_source("climbmix:val")
     assert val is not None
     assert val.validation
