@@ -67,8 +67,8 @@ class PrepareArguments:
     of `gptlab data list`, hub:OWNER/NAME[@REVISION][/GLOB]. Or tokens: a nanoGPT folder (train.bin, val.bin), llm.c
     shards (.bin)."""
     val_source: tuple[str, ...] = ()
-    """Corpora (or token shards) to validate on. None given: the files that the lineage of a corpus by name fixes
-    (NAME:val); where there are none, `split` holds out a part."""
+    """Corpora (or token shards) to validate on (A B or A,B). None given: the files that the lineage of a corpus by name
+    fixes (NAME:val); where there are none, `split` holds out a part."""
     hub_files: int | None = None
     """Training files of a corpus by name to use, at most, in the order of their names. None: as many as the list says;
     of hub:OWNER/NAME all."""
@@ -94,8 +94,9 @@ class PrepareArguments:
 
     def configs(self) -> tuple[DataConfig, TokenizerConfig]:
         data = DataConfig(
-            source=self.sources(), val_source=self.val_source, hub_files=self.hub_files, text_column=self.text_column,
-            split=self.split, val_fraction=self.val_fraction, rows=self.rows, cache_dir=self.cache_dir,
+            source=self.sources(), val_source=listed_sources(self.val_source), hub_files=self.hub_files,
+            text_column=self.text_column, split=self.split, val_fraction=self.val_fraction, rows=self.rows,
+            cache_dir=self.cache_dir,
         )  # fmt: skip
         kinds = get_args(TokenizerKind)
         if self.tokenizer in kinds:

@@ -129,9 +129,8 @@ def _validation(run: LoadedRun, arguments: EvalArguments, console: Console, grou
     from gptlab.data.corpus.documents import NoCorpusError
 
     own = run.config.data
-    data = replace(
-        own, source=listed_sources(arguments.data) or own.source, val_source=arguments.val_source or own.val_source
-    )
+    source, val_source = listed_sources(arguments.data), listed_sources(arguments.val_source)
+    data = replace(own, source=source or own.source, val_source=val_source or own.val_source)
     run = replace(run, config=replace(run.config, data=data))
     # It was not trained on this text, which may be a default that nobody has named.
     is_imported = "imported" in run.directory.recorded()

@@ -6,6 +6,11 @@ from .mutation import Mutation
 
 MUTATIONS = [
     Mutation(
+        "a list of corpora to validate on is one name", "app/run/run_request.py",
+        'SOURCES = ("data", "data.source", "data.val_source")', 'SOURCES = ("data", "data.source")',
+        ["test_cli_arguments.py::TestToml::test_elements_of_a_list_and_names_that_are_there_keep_their_commas"],
+    ),
+    Mutation(
         "hooks of a loaded model are left out of its samples", "model/gpt.py",
         "return self.is_replaced or any(part._forward_hooks or part._forward_pre_hooks for part in self.modules())",
         "return self.is_replaced",

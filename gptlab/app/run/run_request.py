@@ -35,6 +35,9 @@ ALIASES = {
 }
 """Short form -> the field that it stands for."""
 
+SOURCES = ("data", "data.source", "data.val_source")
+"""Lists of corpora, in which the word A,B means A B."""
+
 MAX_SIZES_TIMED = 3
 
 Measure = Callable[[RunConfig], Machine]
@@ -321,8 +324,8 @@ def _checked(name: str, value: Any, names: Mapping[str, Any]) -> Any:
         if (elsewhere := answer(name)) is not None:
             raise UserError(f"there is no {name} here: {elsewhere}")
         raise unknown_field(name, value, also=names)
-    if name in ("data", "data.source", "data.val_source") and isinstance(value, str):
-        value = listed_sources([value]) if name == "data" else [value]
+    if name in SOURCES and isinstance(value, str):
+        value = listed_sources([value])
     return checked_value(names[name], value, name)
 
 

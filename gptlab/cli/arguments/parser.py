@@ -72,7 +72,7 @@ def parse(cls: type[T], argv: Sequence[str], *, prog: str, description: str) -> 
 def read_request(argv: Sequence[str], arguments: type[RunArguments], *, prog: str, description: str) -> RunRequest:
     """Read a command line and the TOML file it may name. UserError for a mistake; SystemExit(0) after --help."""
     # Imported here: commands that take no run do without recipes, and runs without pages of help.
-    from gptlab.app.run.run_request import argument_types, request_of
+    from gptlab.app.run.run_request import SOURCES, argument_types, request_of
     from gptlab.config.recipes import OWN_TYPES
 
     if {word.partition("=")[0] for word in argv} & {*HELP_FLAGS}:
@@ -83,8 +83,7 @@ def read_request(argv: Sequence[str], arguments: type[RunArguments], *, prog: st
     if DESCRIBE in argv:
         raise DescribedError(names | OWN_TYPES, ["recipe"])
     given = read_words(argv, names | OWN_TYPES, positionals=["recipe"], unknown=lambda n, v: _unknown_flag(n, v, names))
-    if "data" in given:
-        given["data"] = listed_sources(given["data"])
+    given |= {name: listed_sources(given[name]) for name in SOURCES if name in given}
     return request_of(given.pop("recipe", None), given)
 
 

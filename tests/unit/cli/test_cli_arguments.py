@@ -396,6 +396,11 @@ class TestToml:
         (tmp_path / "d,e").touch()
         monkeypatch.chdir(tmp_path)
         assert resolve("--data d,e --data f,d,e").data.source == ("d,e", "f", "d", "e")
+        for field in ("source", "val_source"):
+            given = resolve(f"--data.{field} d,e --data.{field} f,d,e").data
+            assert getattr(given, field) == ("d,e", "f", "d", "e")
+            path = self.write(tmp_path, f'data.{field} = "f,g"\n')
+            assert getattr(resolve(path).data, field) == ("f", "g")
 
     def test_a_short_flag_beats_the_files_long_field(self, tmp_path: Path) -> None:
         path = self.write(tmp_path, '[model]\nn_layer = 3\n[horizon]\namount = 5\nunit = "steps"\nuntil_val_loss = 2\n')

@@ -68,6 +68,8 @@ def test_prepare_takes_corpora_with_commas_as_train_does(corpus: Path, capsys: p
     for words in ([f"{corpus}/1.txt", f"{corpus}/7,8.txt"], [f"{corpus}/1.txt,{corpus}/2.txt"]):
         assert main(["prepare", "--data", *words, "--tokenizer", "byte"]) == 0
         assert "read: 2 documents from 2 files" in capsys.readouterr().out
+        assert main(["prepare", f"{corpus}/3.txt", "--val-source", *words, "--tokenizer", "byte"]) == 0
+        assert "validation: 2 documents" in capsys.readouterr().out
 
 
 def test_inspect_shows_counts_fates_and_a_row(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
