@@ -8,11 +8,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate, islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 
 from gptlab.cli.arguments.parser import Positional, parse, run_subcommand
-from gptlab.config.errors import Positive, UserError, checked_dataclass
+from gptlab.config.errors import Positive, UserError, cannot, checked_dataclass
 from gptlab.config.run import DataConfig, TokenizerConfig, TokenizerKind
 from gptlab.data.corpus.documents import Corpus, open_corpus
 from gptlab.data.tokenizer.base import FILE
@@ -94,6 +95,9 @@ def _train(argv: list[str]) -> int:
     if out.exists() and not out.is_dir():
         raise UserError(f"--out {out} is a file; name a folder")
     corpus = arguments.corpus()
+    nearest = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
+    with cannot(f"write the tokenizer to {out}"), TemporaryDirectory(dir=nearest):
+        pass  # better now than after the training
     started = time.perf_counter()
     with Console() as console:
         tokenizer = train_tokenizer(config, corpus.texts(), bos=arguments.bos, console=console)

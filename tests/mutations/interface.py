@@ -6,6 +6,11 @@ from .mutation import Mutation
 
 MUTATIONS = [
     Mutation(
+        "a tokenizer is trained before its folder is found to be impossible", "cli/tokenizer.py",
+        'with cannot(f"write the tokenizer to {out}"), TemporaryDirectory(dir=nearest):', "if nearest:",
+        ["test_cli_tokenizer.py::test_a_folder_that_cannot_be_made_is_refused_before_the_training"],
+    ),
+    Mutation(
         "a list of corpora to validate on is one name", "app/run/run_request.py",
         'SOURCES = ("data", "data.source", "data.val_source")', 'SOURCES = ("data", "data.source")',
         ["test_cli_arguments.py::TestToml::test_elements_of_a_list_and_names_that_are_there_keep_their_commas"],

@@ -82,6 +82,14 @@ def test_a_tokenizer_is_not_overwritten_by_accident(
     assert run(*words, "--overwrite") == 0
 
 
+def test_a_folder_that_cannot_be_made_is_refused_before_the_training(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gptlab.cli.tokenizer.train_tokenizer", None)
+    assert run("train", "--data", text, "--out", text / "below" / "a") == 2
+    assert f"cannot write the tokenizer to {text / 'below' / 'a'}: " in error_line(capsys)
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
