@@ -450,6 +450,7 @@ class TestRefusals:
         assert "no such file or folder" in (line := refusal(capsys, "eval", run.path))
         assert "--data" in line
         assert printed(capsys, "eval", run.path, "--data", moved).endswith(out)
+        assert "no corpus 'x': " in refusal(capsys, "eval", run.path, "--data", moved, "--val-source", "x,y")
         assert "leave them out" in refusal(capsys, "eval", run.path, "--data", moved, "--core")
         assert printed(capsys, "sample", run.path)  # which needs no corpus
 
