@@ -17,6 +17,7 @@ from gptlab.cli.arguments.help import HELP_FLAGS
 from gptlab.cli.arguments.parser import Positional, parse, read_request, run_subcommand
 from gptlab.config.errors import Positive, UserError, checked_dataclass, require_positive
 from gptlab.runtime.files.plain_file import to_json
+from gptlab.runtime.processes.ending_signals import ended_by_signals
 from gptlab.runtime.records.table import table
 
 At = Literal["time", "steps", "tokens", "flops"]
@@ -67,6 +68,7 @@ exit codes of promote: 0 confirmed, 10 not confirmed
 """
 
 
+@ended_by_signals()
 def main(argv: Sequence[str]) -> int:
     judging = {"new": _new, "try": _try, "run": _run, "promote": _promote}
     reading = {"status": _status, "log": _log, "show": _show, "best": _best, "search": _search, "report": _report}
@@ -119,9 +121,8 @@ def _new(argv: list[str]) -> int:
     from gptlab.lab.experiments.trial import measure_baseline
     from gptlab.runtime.records.console import Console
 
-    path = _path(name)
     with Console() as console:
-        lab = new_lab(path, request, rest, console)
+        lab = new_lab(_path(name), request, rest, console)
         measure_baseline(lab, console.line)
     print("\n".join(status_lines(lab)))
     return 0
@@ -148,7 +149,7 @@ def _try(argv: list[str]) -> int:
     number = submit(lab, proposal)
     try:
         one = finish(lab, number, _on_stderr)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit):
         _on_stderr(f"experiment {number} is in flight: gptlab lab run {shlex.quote(name)} finishes it")
         raise
     print(to_json(as_json(one, lab.ledger.experiments()), indent=2) if options.get("json") else answer(one))
@@ -296,8 +297,7 @@ def _show(argv: list[str]) -> int:
 
     lab = _opened(given)
     experiments = lab.ledger.experiments()
-    one = experiments.get(given.number)
-    if one is None:
+    if (one := experiments.get(given.number)) is None:
         raise UserError(f"there is no experiment {given.number} in {lab.path}")
     print(to_json(as_json(one, experiments), indent=2) if given.json else "\n".join(details(lab, one)))
     return 0

@@ -11,6 +11,11 @@ MUTATIONS = [
         ["test_cli_lab.py::test_windows_judges_nothing"],
     ),
     Mutation(
+        "SIGTERM leaves the folders of what judged in a lab", "cli/lab.py",
+        "@ended_by_signals()\n", "",
+        ["test_cli_lab.py::test_sigterm_cleans_up_as_an_interrupt_does"],
+    ),
+    Mutation(
         "another depth in a lab is sized to an assumed machine", "app/new_lab.py",
         "settings, measured[-1] if measured else None)", "settings)",
         ["test_new_lab.py::test_another_depth_has_its_own_rates"],

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
+from forked import run_forked
 from lab_world import formula, new_lab, quiet
 from tiny_runs import command
 
+from gptlab.cli.main import main
 from gptlab.lab.experiments import runs
 from gptlab.lab.experiments.trial import in_flight, measure_baseline
 from gptlab.runtime.files.plain_file import write_json_atomic
@@ -73,3 +77,25 @@ def test_an_interrupted_try_is_finished_by_run(tmp_path: Path) -> None:
         patch.setattr(runs, "train", honest)
         code, out, _ = command(["lab", "run", str(lab.path)])
         assert (code, out.startswith("0002 discard"), in_flight(lab)) == (0, True, [])
+
+
+@pytest.mark.parametrize("words", [("try", "--optim.head.lr", "0"), ("promote", "1")])
+def test_sigterm_cleans_up_as_an_interrupt_does(words: tuple[str, ...], tmp_path: Path) -> None:
+    """It ends what judges: the temporary folders hold weights."""
+    lab = new_lab(tmp_path, seeds=1)
+    with formula():
+        measure_baseline(lab, quiet)
+    (temporary := tmp_path / "temporary").mkdir()
+
+    def ended_while_it_judges(*run: object) -> None:
+        with tempfile.TemporaryDirectory(dir=temporary):
+            signal.raise_signal(signal.SIGTERM)
+
+    def work() -> int:
+        with formula() as patch:
+            patch.setattr(runs, "judge", ended_while_it_judges)
+            return main(["lab", words[0], str(lab.path), *words[1:]])
+
+    ended = run_forked(work)
+    assert (ended.returncode, [*temporary.iterdir()]) == (128 + signal.SIGTERM, [])
+    assert ("experiment 2 is in flight: gptlab lab run" in ended.stderr) == (words[0] == "try")
