@@ -16,6 +16,12 @@ MUTATIONS = [
         ["test_cli_lab.py::test_sigterm_cleans_up_as_an_interrupt_does"],
     ),
     Mutation(
+        "a model that is away for a few seconds ends the night", "lab/workers/night.py",
+        "time.sleep(pause if", "time.sleep(0.0 if",
+        ["test_trial.py::test_a_program_that_proposes_nothing_ends_the_night",
+         "test_trial.py::test_a_model_that_is_away_for_minutes_does_not_end_the_night"],
+    ),
+    Mutation(
         "another depth in a lab is sized to an assumed machine", "app/new_lab.py",
         "settings, measured[-1] if measured else None)", "settings)",
         ["test_new_lab.py::test_another_depth_has_its_own_rates"],

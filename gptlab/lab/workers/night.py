@@ -8,7 +8,7 @@ package, and proposes by changing that copy, by writing proposal.json, or both:
     state.json       the baseline and every experiment so far, with verdicts (`overview.state`)
     proposal.json    written by the command: {"fields": {"optim.muon.lr": 0.03}, "why": "...", "expect": -0.01}
 
-A command that exits with an error, or proposes nothing, is asked again; after `MAX_FAILURES` in a row the night ends.
+A command that exits with an error, or proposes nothing, is asked again after each of `PAUSES`; then the night ends.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ from gptlab.runtime.files.plain_file import write_json_atomic
 from gptlab.runtime.processes.ending_signals import ENDING_SIGNALS, ended_by_signals
 from gptlab.runtime.processes.liveness import pid_space
 
-MAX_FAILURES = 3
+PAUSES = (1.0, 10.0, 60.0, 300.0)
+"""Seconds after the first, second, ... failure in a row to propose: a model's server may be away for minutes."""
 
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
@@ -69,7 +70,7 @@ def run_night(
             everything that the others have proposed.
         judged: Called with each experiment that has its verdict.
 
-    UserError where nothing that can be tried is proposed `MAX_FAILURES` times in a row.
+    UserError where nothing that can be tried is proposed, five times in a row with `PAUSES` between them.
     """
     deadline = None if seconds is None else time.monotonic() + seconds
     failures = 0
@@ -99,10 +100,11 @@ def run_night(
                             break
                         number = submit(lab, proposal)
             except UserError as error:
-                failures += 1
-                say(f"no proposal: {error}")
-                if failures == MAX_FAILURES:
-                    raise UserError(f"nothing to try, {MAX_FAILURES} times in a row; the last time: {error}") from None
+                if failures == len(PAUSES):
+                    raise UserError(f"nothing to try, {failures + 1} times in a row; the last time: {error}") from None
+                pause, failures = PAUSES[failures], failures + 1
+                say(f"no proposal: {error}; the next attempt is in {pause:.0f} s")
+                time.sleep(pause if deadline is None else max(0.0, min(pause, deadline - time.monotonic())))
                 continue
             failures = 0
             finished(number)
@@ -134,11 +136,11 @@ def nobody(lab: Lab) -> Proposal | None:
 
 def agent(command: str, timeout: float) -> Propose:
     """What `command` proposes. Its words are split as a shell does; those that name a file here are made absolute,
-    since it runs in another folder. `timeout`: seconds that it may take for one proposal. UserError where it has no
-    word."""
+    since it runs in another folder. `timeout`: seconds that it may take for one proposal. UserError where there is no
+    such command."""
     words = [os.path.abspath(word) if os.path.isfile(word) else word for word in shlex.split(command)]
-    if not words:
-        raise UserError("--agent needs a command")
+    if not words or shutil.which(words[0]) is None:
+        raise UserError(f"--agent {command}: give a command of PATH, or a file here that may be executed")
 
     def propose(lab: Lab) -> Proposal:
         experiments = lab.ledger.experiments()

@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lab_world
@@ -26,7 +27,7 @@ from gptlab.config.errors import UserError
 from gptlab.lab.experiments import runs, trial
 from gptlab.lab.experiments.equal_time import ProcessFailedError
 from gptlab.lab.experiments.folder import Lab
-from gptlab.lab.experiments.ledger import Ledger, baseline_of
+from gptlab.lab.experiments.ledger import Experiment, Ledger, baseline_of
 from gptlab.lab.experiments.overview import best, details, status_lines
 from gptlab.lab.experiments.proposal import Proposal, read_proposal, submit
 from gptlab.lab.experiments.runs import Variant
@@ -369,6 +370,14 @@ def test_a_prediction_that_is_no_finite_number(expect: str, tmp_path: Path) -> N
         read_proposal(tmp_path / "proposal.json", None, "test")
 
 
+@pytest.mark.parametrize("command", ["", "no-such-command --fast", "notes.txt"])
+def test_what_is_no_command_that_proposes(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("notes.txt").touch()
+    with pytest.raises(UserError, match="give a command of PATH"):
+        agent(command, 60.0)
+
+
 def test_a_night_leaves_no_copy_of_the_package(lab: Lab, tmp_path: Path) -> None:
     program = tmp_path / "propose.py"
     program.write_text("""open("proposal.json", "w").write('{"fields": {"optim.head.lr": -1.0}}')""")
@@ -409,13 +418,42 @@ def test_what_a_night_on_another_machine_of_this_name_does_stays(lab: Lab) -> No
     assert folder.is_dir()
 
 
-def test_a_program_that_proposes_nothing_ends_the_night(lab: Lab) -> None:
-    def nothing(lab: Lab) -> Proposal:
-        raise UserError("no idea")
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Seconds that nights pause, which pass at once."""
+    waited: list[float] = []
+    clock = SimpleNamespace(sleep=waited.append, monotonic=lambda: sum(waited))
+    monkeypatch.setattr("gptlab.lab.workers.night.time", clock)
+    return waited
 
-    with pytest.raises(UserError, match="3 times in a row; the last time: no idea"):
-        run_night(lab, nothing, experiments=4, say=quiet, judged=lambda one: None)
-    assert max(lab.ledger.experiments()) == 1
+
+def no_idea(lab: Lab) -> Proposal:
+    raise UserError("no idea")
+
+
+def test_a_program_that_proposes_nothing_ends_the_night(lab: Lab, pauses: list[float]) -> None:
+    with pytest.raises(UserError, match="5 times in a row; the last time: no idea"):
+        run_night(lab, no_idea, experiments=4, say=quiet, judged=lambda one: None)
+    assert (pauses, max(lab.ledger.experiments())) == ([1, 10, 60, 300], 1)
+
+
+def test_a_model_that_is_away_for_minutes_does_not_end_the_night(lab: Lab, pauses: list[float]) -> None:
+    proposals = in_order(*NIGHT)
+
+    def sometimes(lab: Lab) -> Proposal:
+        return proposals(lab) if len(pauses) % 5 == 4 else no_idea(lab)
+
+    def judged(one: Experiment) -> None:
+        pauses.append(0)  # and away again after each experiment
+
+    with formula():
+        run_night(lab, sometimes, experiments=2, say=quiet, judged=judged)
+    assert pauses == [1, 10, 60, 300, 0] * 2
+
+
+def test_a_pause_ends_with_the_night(lab: Lab, pauses: list[float]) -> None:
+    run_night(lab, no_idea, seconds=30, say=quiet, judged=lambda one: None)
+    assert pauses == [1, 10, 19]
 
 
 def test_results_in_autoresearchs_columns(lab: Lab) -> None:
