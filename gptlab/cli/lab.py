@@ -196,6 +196,7 @@ def _run(argv: list[str]) -> int:
     from gptlab.lab.workers.night import agent, nobody, run_night
 
     lab = Lab.open_to_judge(_path(given.name))
+    lab.require_baseline()
     proposers = [one for one in (given.agent, given.search) if one is not None]
     if len(proposers) == 2 or not (proposers or in_flight(lab)):
         raise UserError("who proposes? Give --agent 'COMMAND', or --search SPACE.toml")
@@ -383,8 +384,7 @@ def _fields(request: RunRequest) -> dict[str, object]:
     """The fields that are proposed. UserError for arguments that say what to train, or for how long."""
     if request.recipe is not None or request.gives_length or request.recipe_arguments:
         raise UserError("the lab decides recipe and length: propose fields, such as --optim.muon.lr 0.03")
-    depth = {} if request.depth is None else {"depth": request.depth}
-    return depth | dict(request.overrides)
+    return ({} if request.depth is None else {"depth": request.depth}) | dict(request.overrides)
 
 
 def _seconds(text: str) -> float:

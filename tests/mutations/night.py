@@ -22,6 +22,11 @@ MUTATIONS = [
          "test_trial.py::test_a_model_that_is_away_for_minutes_does_not_end_the_night"],
     ),
     Mutation(
+        "a night without a baseline asks for proposals that nobody can try", "cli/lab.py",
+        "    lab.require_baseline()\n", "",
+        ["test_cli_lab.py::test_a_night_without_a_baseline_asks_nobody"],
+    ),
+    Mutation(
         "another depth in a lab is sized to an assumed machine", "app/new_lab.py",
         "settings, measured[-1] if measured else None)", "settings)",
         ["test_new_lab.py::test_another_depth_has_its_own_rates"],

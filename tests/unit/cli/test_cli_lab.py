@@ -64,6 +64,19 @@ def test_windows_judges_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     assert command(["lab", name, "--help"])[0] == 0
 
 
+def test_a_night_without_a_baseline_asks_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`lab new` was interrupted. Each proposal of a model costs money."""
+    monkeypatch.setattr("gptlab.lab.workers.night.PAUSES", ())
+    lab = new_lab(tmp_path)
+    with formula() as patch:
+        patch.setattr(runs, "train", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            measure_baseline(lab, quiet)
+    code, _, err = command(["lab", "run", str(lab.path), "--agent", f"touch {tmp_path / 'asked'}"])
+    assert (code, (tmp_path / "asked").exists()) == (2, False)
+    assert "has no baseline yet: `gptlab lab new` with the same arguments finishes it" in err
+
+
 def test_an_interrupted_try_is_finished_by_run(tmp_path: Path) -> None:
     lab = new_lab(tmp_path, seeds=1)
     with formula() as patch:

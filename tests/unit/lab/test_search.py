@@ -167,4 +167,4 @@ def test_without_optuna(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_search_before_the_baseline_is_refused(tmp_path: Path) -> None:
     """`lab new` was stopped before it recorded anything."""
     with pytest.raises(UserError, match="has no baseline yet"):
-        night(new_lab(tmp_path), 3, RATES, tmp_path)
+        search({})(new_lab(tmp_path))

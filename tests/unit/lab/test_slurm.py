@@ -9,10 +9,11 @@ import time
 from pathlib import Path
 
 import pytest
-from lab_world import new_lab
+from lab_world import formula, new_lab, quiet
 
 from gptlab.cli import lab as command
 from gptlab.config.errors import UserError
+from gptlab.lab.experiments.trial import measure_baseline
 from gptlab.lab.workers import slurm
 from gptlab.lab.workers.slurm import Worker, read_options, submit_workers
 
@@ -68,7 +69,9 @@ def test_options() -> None:
 def test_the_command_submits_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lab = new_lab(tmp_path)
+    lab = new_lab(tmp_path, seeds=1)
+    with formula():
+        measure_baseline(lab, quiet)
     space = tmp_path / "space.toml"
     space.write_text("depth = [1, 2]")
     submitted: list[tuple[list[str], int, dict[str, object]]] = []
