@@ -176,7 +176,7 @@ class RunNightArguments:
     search: Path | None = None
     """A TOML file of fields with ranges or choices, from which Optuna proposes; see docs/lab.md."""
     experiments: Positive[int] | None = None
-    """Stop when the lab has so many experiments."""
+    """Stop when the lab has so many experiments, those of earlier nights included."""
     until: str | None = None
     """Stop after this time: 8h, 30m or 90s. An experiment that has begun is finished."""
     agent_minutes: Positive[float] = 30.0

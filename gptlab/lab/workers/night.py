@@ -89,6 +89,7 @@ def run_night(
             if any(finished(number) for number in in_flight(lab)):
                 continue  # There may be more by now.
             if _is_full(lab, experiments):
+                say(f"--experiments {experiments} is reached: it counts those of earlier nights too")
                 break
             try:
                 with lab.ledger.locked() if at_once else nullcontext():
@@ -97,7 +98,7 @@ def run_night(
                         break
                     with lab.ledger.locked():
                         if _is_full(lab, experiments):  # by other workers, while this one thought
-                            break
+                            continue
                         number = submit(lab, proposal)
             except UserError as error:
                 if failures == len(PAUSES):

@@ -361,6 +361,9 @@ def test_a_night_ends_at_its_number(lab: Lab) -> None:
     assert judged[:3] == ["discard", "keep", "invalid"]
     assert len(judged) == 4
     assert lab.ledger.experiments()[5].against == 3
+    told: list[str] = []
+    run_night(lab, in_order(*NIGHT), experiments=4, say=told.append, judged=lambda one: None)
+    assert told == ["--experiments 4 is reached: it counts those of earlier nights too"]
 
 
 @pytest.mark.parametrize("expect", ["1e999", "9" * 401])
