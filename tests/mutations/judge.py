@@ -17,6 +17,11 @@ MUTATIONS = [
         ["test_questions.py::test_half_of_the_cuts_are_where_the_candidate_gains"],
     ),
     Mutation(
+        "the diff that is kept lacks empty files", "lab/judge/tree_rules.py",
+        "    if not (old or new):", "    if False:",
+        ["test_tree_rules.py::test_the_diff_leads_from_one_to_the_other"],
+    ),
+    Mutation(
         "children that nobody waited for cost nothing", "lab/judge/guard.py",
         "max(_reaped_seconds() + self._alive_seconds(alive), sum(self._cpu.values()))",
         "_reaped_seconds() + self._alive_seconds(alive)",

@@ -182,6 +182,9 @@ def _diff(name: str, before: bytes | None, after: bytes | None) -> str:
         old, new = (_lines((content or b"").decode()) for content in (before, after))
     except UnicodeDecodeError:
         return f"Binary files a/gptlab/{name} and /dev/null differ\n"
+    if not (old or new):  # A file that comes or goes, and has no line that could say so.
+        change = "new" if before is None else "deleted"
+        return f"diff --git a/gptlab/{name} b/gptlab/{name}\n{change} file mode 100644\n"
     sides = (
         "/dev/null" if before is None else f"a/gptlab/{name}",
         "/dev/null" if after is None else f"b/gptlab/{name}",

@@ -19,6 +19,7 @@ FILES = {
     "model/gpt.py": "one\ntwo\nthree",
     "model/norm.py": "x = 1\n",
     "eval/bits.py": "y = 1\n",
+    "model/parts/__init__.py": "",
     "data/table.gz": "\x00binary",
 }
 
@@ -32,9 +33,13 @@ def write(folder: Path, files: dict[str, str]) -> Path:
 
 
 def test_the_diff_leads_from_one_to_the_other(tmp_path: Path) -> None:
-    """A changed file, one without a last line feed, one with a form feed, a new one, a removed one."""
-    after = FILES | {"model/gpt.py": "one\n2\nthree", "model/new.py": 'a = "\x0c"\nb = 2\n'}
-    del after["model/norm.py"]
+    """A changed file, one without a last line feed, one with a form feed, new ones and removed ones, also empty."""
+    after = FILES | {
+        "model/gpt.py": "one\n2\nthree",
+        "model/new.py": 'a = "\x0c"\nb = 2\n',
+        "optim/x/__init__.py": "",
+    }
+    del after["model/norm.py"], after["model/parts/__init__.py"]
     base, changed = write(tmp_path / "base", FILES), write(tmp_path / "changed", after)
     (changed / "gptlab/model/__pycache__").mkdir()
     (changed / "gptlab/model/__pycache__/gpt.pyc").write_text("other code")
@@ -43,7 +48,7 @@ def test_the_diff_leads_from_one_to_the_other(tmp_path: Path) -> None:
     (tmp_path / "change.patch").write_text(patch, newline="")
     subprocess.run(["git", "apply", "../change.patch"], cwd=base, check=True)
     assert {name: (base / "gptlab" / name).read_bytes().decode() for name in after} == after
-    assert not (base / "gptlab/model/norm.py").exists()
+    assert {path.relative_to(base / "gptlab").as_posix() for path in base.rglob("*") if path.is_file()} == {*after}
     assert {line for line in patch.splitlines() if line.startswith(("--- ", "+++ "))} == {
         "--- a/gptlab/model/gpt.py", "+++ b/gptlab/model/gpt.py", "--- /dev/null", "+++ b/gptlab/model/new.py",
         "--- a/gptlab/model/norm.py", "+++ /dev/null",
