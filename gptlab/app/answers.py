@@ -28,6 +28,7 @@ def main(run: str) -> None:
     from gptlab.app.run.loaded_run import load_run
     from gptlab.lab.judge.protocol import serve
     from gptlab.model.gpt import build_model
+    from gptlab.model.kernels.ops import implementations_kept
     from gptlab.runtime.hardware.device import keep_freed_memory
     from gptlab.runtime.records.console import Console
 
@@ -40,9 +41,12 @@ def main(run: str) -> None:
         return loaded.model(rows).float().cpu().numpy()
 
     def initial(seed: int) -> Iterator[tuple[str, NDArray[np.float32]]]:
-        model = build_model(loaded.config.model, device=torch.device("cpu"), compute_dtype=torch.float32, seed=seed)
+        # As the loaded model was built: for another device or type, kernels would have to be built first.
+        dtype = loaded.model.compute_dtype
+        with implementations_kept():
+            model = build_model(loaded.config.model, device=loaded.device, compute_dtype=dtype, seed=seed)
         for name, values in model.named_parameters():
-            yield name, values.detach().numpy()
+            yield name, values.detach().cpu().numpy()
 
     serve(sys.stdin.buffer, answers, answer, initial)
     gc.freeze()  # garbage is collected once more at exit, among all objects of torch

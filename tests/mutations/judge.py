@@ -38,6 +38,16 @@ MUTATIONS = [
         ["test_judging.py::test_each_answering_process_has_a_copy_of_compiled_code_to_itself"],
     ),
     Mutation(
+        "each answering process builds kernels that training did not have", "app/answers.py",
+        "compute_dtype=dtype", "compute_dtype=torch.float32",
+        ["test_judging.py::test_drawing_first_weights_changes_nothing_of_what_computes_answers"],
+    ),
+    Mutation(
+        "after a draw of first weights, answers are computed by gptlab's products", "app/answers.py",
+        "with implementations_kept():", "if True:",
+        ["test_judging.py::test_drawing_first_weights_changes_nothing_of_what_computes_answers"],
+    ),
+    Mutation(
         "answers are computed by gptlab's products where training had the library's", "lab/judge/judging.py",
         'computed["implementations"] = {"products": products}', "pass",
         ["test_judging.py::test_answers_are_computed_by_what_multiplied_in_training"],

@@ -7,24 +7,31 @@ import os
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from judged import HONEST, judged_program, questions, questions_of, written_candidate
+from forked import run_forked
+from judged import CPU, HONEST, MODEL, SEED, judged_program, questions, questions_of, written_candidate
 from mutations.mutation import ROOT
 from tiny_runs import arguments, command, make_config, train, write_corpus
 
+from gptlab.app import answers
 from gptlab.config.load import config_from_json
 from gptlab.data.prepare import prepare
 from gptlab.lab.experiments.proposal import copy_package
-from gptlab.lab.judge.audits import check_time
+from gptlab.lab.judge.audits import check_draws, check_time
 from gptlab.lab.judge.judging import Baseline, _copy_of, _stage, check_config, judge_run
+from gptlab.lab.judge.protocol import Answer, Draw
 from gptlab.lab.judge.rules import RuleError
 from gptlab.lab.judge.supervise import Limits, candidate_environment, copy_compiled, supervise
 from gptlab.lab.judge.tree_rules import check_tree
 from gptlab.lab.removals import judge_leftovers
 from gptlab.lab.run_record import read_run
+from gptlab.model.gpt import build_model
+from gptlab.model.kernels import library, ops
 from gptlab.runtime.files.cache import cache_root
+from gptlab.runtime.records.console import Console
 from gptlab.training.checkpoint.load import load_newest
 
 LIMITS = Limits(wall_seconds=120, cpu_seconds=60, memory_bytes=2**31)
@@ -85,6 +92,26 @@ def test_answers_are_computed_by_what_multiplied_in_training(tmp_path: Path, pro
     staged = _stage(tmp_path / "staged", read_run(run), 10, {}, questions())
     known = {"products": products} if products in ("kernels", "library") else None
     assert json.loads((staged / "run.json").read_text()).get("implementations") == known
+
+
+def test_drawing_first_weights_changes_nothing_of_what_computes_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels of another type would be built by each process: four seconds of a core, twice for each run."""
+    asked: list[str] = []
+    monkeypatch.setattr(library, "kernel_library", lambda activations: asked.append(activations) or library.Library())
+
+    def load_run(run: str, console: Console) -> SimpleNamespace:
+        model = build_model(MODEL, device=CPU, compute_dtype=torch.bfloat16, seed=SEED)
+        ops.multiply_by("library")
+        return SimpleNamespace(model=model, config=SimpleNamespace(model=MODEL), device=CPU)
+
+    def serve(questions: object, answers: object, answer: Answer, initial: Draw) -> None:
+        assert set(check_draws(MODEL, SEED + 1, initial(SEED + 1))) > {"token_embedding.weight"}
+        assert (set(asked), ops.products()) == ({"bfloat16"}, "library")
+
+    monkeypatch.setattr("gptlab.app.run.loaded_run.load_run", load_run)
+    monkeypatch.setattr("gptlab.lab.judge.protocol.serve", serve)
+    done = run_forked(lambda: answers.main("a run"))
+    assert done.returncode == 0, done.stderr
 
 
 def test_each_answering_process_has_a_copy_of_compiled_code_to_itself(tmp_path: Path) -> None:
