@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
 import torch
-from judged import BASELINE, CPU, MODEL, begin, examined, questions, questions_of, trained_model
+from judged import BASELINE, CPU, MODEL, Candidate, begin, examined, questions, questions_of, trained_model
 from tiny_runs import make_config, write_corpus
 
 from gptlab.config.errors import UserError
@@ -32,6 +34,23 @@ def test_the_loss_is_that_of_evaluation(tmp_path_factory: pytest.TempPathFactory
     assert (found.target_tokens, found.target_bytes) == (expected.target_tokens, expected.target_bytes) == (601, 601)
     assert found.val_bpb == pytest.approx(expected.val_bpb, rel=1e-6)  # float32 there
     assert found.val_loss == pytest.approx(expected.val_loss, rel=1e-6)
+
+
+def test_answering_processes_never_run_at_one_time() -> None:
+    """The first could tell the second which rows it was asked."""
+    running, most = 0, []
+
+    @contextmanager
+    def counted() -> Iterator[Candidate]:
+        nonlocal running
+        running += 1
+        most.append(running)
+        with begin(trained_model, None)() as candidate:
+            yield candidate
+        running -= 1
+
+    examine(counted, questions(), {}, BASELINE, Audit(rows=8))
+    assert most == [1, 1]
 
 
 class OneRow:
