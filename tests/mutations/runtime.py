@@ -109,6 +109,19 @@ MUTATIONS = [
         ["test_train_on.py::test_the_command_that_trains_on_a_run_with_a_loss_to_reach"],
     ),
     Mutation(
+        "a signal makes a run preempted before anything of its resume is recorded", "app/run/earlier_run.py",
+        "    checkpoint = _newest_checkpoint(run, console,",
+        "    attempt.run = run\n    checkpoint = _newest_checkpoint(run, console,",
+        ["test_train_on.py::test_a_signal_or_a_lost_rank_before_it_trains_on_leaves_it_as_it_was"],
+    ),
+    Mutation(
+        "a run that has its new length is still a finished one for a signal", "app/run/earlier_run.py",
+        "        attempt.run = self.run  # not before it has its new length, without which the same command would be "
+        "refused\n        _record_resume(self.run, facts, evidence, self.checkpoint, console)\n",
+        "        _record_resume(self.run, facts, evidence, self.checkpoint, console)\n        attempt.run = self.run\n",
+        ["test_train_on.py::test_a_signal_once_it_has_its_new_length_is_continued_without_it"],
+    ),
+    Mutation(
         "a finished run does not get back its tokenizer", "app/run/earlier_run.py",
         "        load_tokenizer(run.tokenizer_path)\n        summary", "        summary",
         ["test_train_on.py::test_a_finished_run_gets_back_its_tokenizer"],

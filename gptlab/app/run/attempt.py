@@ -55,7 +55,7 @@ class Attempt:
     """Whether the process belongs to gptlab: failed training is then an exit code and not an exception."""
     config: RunConfig | None = None
     run: RunDirectory | None = None
-    """None: there is no run folder yet, or it is not opened yet."""
+    """None: there is no run folder yet, or nothing is recorded in it yet that this command resumes it."""
     resumes: str | None = None
     """The folder of the run that was asked to be resumed."""
     group: Group = field(default_factory=Group)
@@ -81,6 +81,7 @@ class Attempt:
         if folder is None:
             return request
         self.console.line(f"restarted by torchrun: resuming {folder}, which this job began")
+        self.run = RunDirectory.open(Path(folder))
         return RunRequest(resume=folder)
 
     def _end_again(self, request: RunRequest, exit_code: int, text: str) -> Result:
@@ -116,8 +117,8 @@ class Attempt:
             self.console.result(stopped_early(signal_name, self.run, self.resumes))
             return Result(EXIT_PREEMPTED, self.run.path, {})
         if self.config is not None and ran_out_of_memory(error):
-            run_path = None if self.run is None else self.run.path
-            too_little = UserError(what_to_lower(error, self.config, run_path))
+            folder = self.resumes if self.run is None else str(self.run.path)
+            too_little = UserError(what_to_lower(error, self.config, None if folder is None else Path(folder)))
             self.job.ends(EXIT_USAGE, str(too_little))
             raise too_little from error
         if isinstance(error, UserError):

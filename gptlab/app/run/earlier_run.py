@@ -71,14 +71,17 @@ class EarlierRun:
         for line in what_differs(self.run, facts, self.asked, any_world_size=any_world_size, resumes=resumes):
             console.warn(line)
 
-    def record(self, session: Session, facts: Facts, evidence: Evidence, console: Console) -> None:
-        """Record in the run folder that this process resumes the run, and write again what is lost. On rank 0."""
+    def record(self, session: Session, facts: Facts, evidence: Evidence, attempt: Attempt) -> None:
+        """Record in the run folder, from here on the attempt's, that this process resumes the run, and write again what
+        is lost. On rank 0."""
         assert self.stored is not None
+        console = attempt.console
         _restore_tokenizer(self.run, session.data.tokenizer, console)
         if self.checkpoint is not None and self.goes_back:
             _set_later_checkpoints_aside(self.run, self.checkpoint.step, console)
         if self.checkpoint is not None and self.stored.horizon != session.config.horizon:
             _change_length(self.run, session, self.checkpoint, self.stored, console)
+        attempt.run = self.run  # not before it has its new length, without which the same command would be refused
         _record_resume(self.run, facts, evidence, self.checkpoint, console)
         _change_fields(self.run, session.config, self.stored, self.checkpoint, console)
 
@@ -149,7 +152,6 @@ def open_resumed(request: RunRequest, attempt: Attempt) -> EarlierRun | Result:
         show_closing_block(summary, console)
         return Result(0, run.path, summary)
     _require_same_parts(attempt, run, "resume")
-    attempt.run = run
     checkpoint = _newest_checkpoint(run, console, group, request.resume_from_step)
     attempt.config = _with_own_tokenizer(config, run)
     return EarlierRun(run, stored, checkpoint, goes_back=request.resume_from_step is not None)

@@ -177,9 +177,9 @@ def _train(
     describe(session, console, machine)
 
     # The run folder, from here on this run's.
-    if earlier is not None and attempt.run is not None:  # resumed: the folder is locked
+    if earlier is not None and earlier.stored is not None:  # resumed: the folder is locked
         if group.is_main:
-            earlier.record(session, facts, evidence, console)
+            earlier.record(session, facts, evidence, attempt)
     elif group.is_main:
         make_run_directory(session, attempt, facts, evidence, machine)
     if group.size > 1:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 from pathlib import Path
 
+import pytest
 from tiny_runs import arguments, command, differences, lines_of, outcome, train
+
+from gptlab.runtime.processes.liveness import Failure, PeerFailed
 
 CONSTANT = {"schedule.warmup_fraction": 0.0, "schedule.warmdown_fraction": 0.0, "schedule.weight_decay_final": 1.0}
 """The same rates whatever the length, so that a run that trains on must be the longer run, bit for bit."""
@@ -101,3 +105,38 @@ def test_a_run_that_only_validates(folder: Path) -> None:
     again = ["train", "--from", run, "--eval.no-only", "--steps", "2", "--run-dir", folder / "trained"]
     assert command(again)[0] == 0
     assert json.loads((folder / "trained" / "summary.json").read_text())["num_steps"] == 2
+
+
+@pytest.mark.parametrize("words", [["--steps", "4"], ["--resume-from-step", "1"]])
+def test_a_signal_or_a_lost_rank_before_it_trains_on_leaves_it_as_it_was(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    """It became a preempted run of the old length, which the same command was refused for."""
+    run = train(folder, f"early{words[0]}", steps=2, checkpoint__every_steps=1, checkpoint__keep_last=9)
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+
+    def lost(*args: object, **also: object) -> None:
+        raise PeerFailed(Failure(1, 3, "rank 1 died", said_by_itself=False))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("gptlab.app.run.session.build_state", lambda *_, **__: signal.raise_signal(signal.SIGTERM))
+        code, out, _ = command(["train", "--resume", run, *words])
+        said = f"SIGTERM: stopped while preparing; {run} is unchanged: the same command continues it"
+        assert (code, out.splitlines()[-1]) == (75, said)
+        patch.setattr("gptlab.app.run.session.build_state", lost)
+        assert command(["train", "--resume", run, *words])[0] == 3
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+    assert command(["train", "--resume", run, *words])[0] == 0
+    assert json.loads((run / "summary.json").read_text())["num_steps"] == (4 if words[0] == "--steps" else 2)
+
+
+def test_a_signal_once_it_has_its_new_length_is_continued_without_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = train(folder, "later", steps=2)
+    with monkeypatch.context() as patch:
+        patch.setattr("gptlab.app.run.earlier_run._record_resume", lambda *_: signal.raise_signal(signal.SIGTERM))
+        code, out, _ = command(["train", "--resume", run, "--steps", "4"])
+    assert (code, out.splitlines()[-1].partition(";")[0]) == (75, "SIGTERM: stopped before the first step")
+    assert command(["train", "--resume", run])[0] == 0
+    assert json.loads((run / "summary.json").read_text())["num_steps"] == 4
