@@ -44,6 +44,16 @@ MUTATIONS = [
         ["The process group is destroyed"],
     ),
     Mutation(
+        "a restarted command goes back to its step again", "app/run/attempt.py",
+        "replace(request, resume_from_step=None)", "request",
+        ["test_resume_step.py::test_torchrun_restarts_it_from_its_newest_checkpoint"],
+    ),
+    Mutation(
+        "a job forgets the run that it resumed", "app/run/earlier_run.py",
+        "attempt.job.will_begin(self.run.path)", "pass",
+        ["test_resume_step.py::test_torchrun_restarts_it_from_its_newest_checkpoint"],
+    ),
+    Mutation(
         "every rank writes metrics", "app/run/run_session.py",
         "run.metrics_path if group.is_main else Path(os.devnull)", "run.metrics_path",
         ["test_distributed.py::TestWorldSizes::test_only_rank_0_speaks_and_writes"],

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 
@@ -70,19 +70,20 @@ class Attempt:
         return Path(run_dir or self.job.folder() or default_run_path(recipe, datetime.now()))
 
     def restarted(self, request: RunRequest) -> RunRequest | Result:
-        """`request`, or, where an earlier attempt of this torchrun job began a run, the request to resume it. The
-        Result where the earlier attempt ended in a way that another attempt would only repeat."""
+        """`request`, or, where an earlier attempt of this torchrun job began or resumed a run, the request to resume it
+        from its newest checkpoint. The Result where the earlier attempt ended in a way that another attempt would only
+        repeat."""
         ended = self.job.ended()
         noted = self.group.gather("earlier end", ended and [ended.exit_code, ended.text])
         if (said := next(filter(None, noted), None)) is not None:
             return self._end_again(request, *said)
-        begun = None if request.resume is not None else begun_folder(self.job)
+        begun = begun_folder(self.job) if request.resume is None else self.job.folder()
         folder = self.group.broadcast("begun before", begun and str(begun))
         if folder is None:
             return request
-        self.console.line(f"restarted by torchrun: resuming {folder}, which this job began")
+        self.console.line(f"restarted by torchrun: resuming {folder}, which this job was training")
         self.run = RunDirectory.open(Path(folder))
-        return RunRequest(resume=folder)
+        return RunRequest(resume=folder) if request.resume is None else replace(request, resume_from_step=None)
 
     def _end_again(self, request: RunRequest, exit_code: int, text: str) -> Result:
         folder = self.group.broadcast("folder", request.resume or ((path := self.job.folder()) and str(path)))

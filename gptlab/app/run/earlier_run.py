@@ -84,6 +84,7 @@ class EarlierRun:
         attempt.run = self.run  # not before it has its new length, without which the same command would be refused
         _record_resume(self.run, facts, evidence, self.checkpoint, console)
         _change_fields(self.run, session.config, self.stored, self.checkpoint, console)
+        attempt.job.will_begin(self.run.path)  # not before the later checkpoints are aside
 
     def record_implementations(self, found: Mapping[str, str], run: RunDirectory | None, console: Console) -> None:
         """Record in `run` what computes it (None: another rank does), and warn where it is not what computed the

@@ -157,8 +157,8 @@ class Ended:
 
 
 class Job:
-    """What one attempt of a torchrun job leaves for the next, the same for all ranks: the run folder that it began, and
-    how the run ended. Without torchrun: nothing."""
+    """What one attempt of a torchrun job leaves for the next, the same for all ranks: the run folder that it began or
+    resumed, and how the run ended. Without torchrun: nothing."""
 
     id: str | None = None
     """A random word of this job; None if nothing is remembered."""
@@ -167,8 +167,8 @@ class Job:
         """The folder given to `will_begin`, in this attempt or an earlier one."""
 
     def will_begin(self, folder: Path) -> None:
-        """Called before the folder of a new run is made, so that no kill comes between the two. The `id` in the folder
-        proves that this job made it."""
+        """Called before the folder of a new run is made, so that no kill comes between the two: the `id` in the folder
+        proves that this job made it. For a run that is resumed, called when that is recorded in its folder."""
 
     def ended(self) -> Ended | None:
         """What `ends` recorded on this machine in an attempt that its torchrun counts as failed. None on all ranks if

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import signal
 from pathlib import Path
 
-from tiny_runs import command, differences, outcome, train, write_corpus
+import pytest
+from tiny_runs import arguments, command, differences, killed_at, outcome, train, write_corpus
+from torch.distributed import TCPStore
 
+from gptlab.runtime.processes import torch_group
+from gptlab.runtime.processes.torch_group import TorchrunJob
 from gptlab.training.checkpoint.load import verify_checkpoint
 from gptlab.training.checkpoint.names import list_checkpoints
 
@@ -55,3 +61,33 @@ def test_a_step_that_is_not_there_is_refused_and_nothing_moves(folder: Path) -> 
     assert sorted(path.name for path in run.iterdir()) == there
     code, _, err = command(["train", "quickstart", "--resume-from-step", "5"])
     assert (code, err) == (2, "gptlab: error: --resume-from-step needs --resume RUN, the run to continue\n")
+
+
+def test_torchrun_restarts_it_from_its_newest_checkpoint(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It went back again after each lost process."""
+    run = train(folder, "restarted", checkpoint__keep_last=9)
+    store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setattr(torch_group, "torchrun_job", lambda: TorchrunJob(store))
+    back = ["train", "--resume", run, "--resume-from-step", "4"]
+    with killed_at("train", 10):
+        command(back)
+    code, out, _ = command(back)
+    assert (code, f"restarted by torchrun: resuming {run}" in out, "back to step" in out) == (0, True, False)
+    assert not (run / "set-aside-2").exists()
+
+
+def test_a_signal_that_comes_early_after_a_restart(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run is the job's from the beginning."""
+    store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setattr(torch_group, "torchrun_job", lambda: TorchrunJob(store))
+    run = folder / "early"
+    with killed_at("train", 5):
+        command(["train", *arguments(folder, run.name)])
+    with monkeypatch.context() as patch:
+        patch.setattr("gptlab.app.run.session.build_state", lambda *_, **__: signal.raise_signal(signal.SIGTERM))
+        code, out, _ = command(["train", *arguments(folder, run.name)])
+    said = f"SIGTERM: stopped before the first step; resume with gptlab train --resume {run}"
+    assert (code, out.splitlines()[-1]) == (75, said)
+    assert json.loads((run / "run.json").read_text())["status"] == "preempted"
