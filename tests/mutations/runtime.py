@@ -132,6 +132,11 @@ MUTATIONS = [
         ["test_train_on.py::test_a_run_whose_corpus_was_moved"],
     ),
     Mutation(
+        "a run whose corpus was moved does not say how to tell where it is", "app/run/train_run.py",
+        'raise UserError(f"{error}; {moved}") from None', "raise",
+        ["test_train_on.py::test_a_run_whose_corpus_was_moved"],
+    ),
+    Mutation(
         "a resumed run times its dtype again", "app/run/earlier_run.py",
         "as_recorded(self.run, config.runtime, resolve_device(config.runtime.device))", "config.runtime",
         ["test_resume.py::test_the_dtype_that_was_timed_stays",

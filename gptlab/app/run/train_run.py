@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from gptlab.app.run.attempt import Attempt, Result
 from gptlab.app.run.own_parts import OwnParts
 from gptlab.app.run.run_request import DEFAULT_RECIPE, RunRequest
-from gptlab.config.errors import EXIT_PREEMPTED
+from gptlab.config.errors import EXIT_PREEMPTED, UserError
 from gptlab.config.recipes import configure
 from gptlab.config.run import RunConfig, RuntimeConfig
 from gptlab.config.scaling import Machine
@@ -134,13 +134,18 @@ def _beside_other_programs(console: Console, request: RunRequest) -> RunRequest:
 def _train_earlier(attempt: Attempt, request: RunRequest, evidence: Future[Evidence]) -> Result:
     """Resume a run, or repeat it. The Result of a run that is finished."""
     from gptlab.app.run.earlier_run import open_repeated, open_resumed
+    from gptlab.data.corpus.documents import NoCorpusError
 
     earlier = open_repeated(request, attempt) if request.resume is None else open_resumed(request, attempt)
     if isinstance(earlier, Result):
         return earlier
     assert attempt.config is not None
     _warn_of_unused_gpu(attempt, request)
-    return _train(attempt, attempt.config, evidence, earlier=earlier, from_run=request.from_run)
+    try:
+        return _train(attempt, attempt.config, evidence, earlier=earlier, from_run=request.from_run)
+    except NoCorpusError as error:
+        moved = "if the run's corpus was moved, --data or --data.val-source says where it is"
+        raise UserError(f"{error}; {moved}") from None
 
 
 def _train(

@@ -77,7 +77,10 @@ def test_a_run_whose_corpus_was_moved(folder: Path) -> None:
     (folder / "corpus").rename(folder / "elsewhere")
     shutil.rmtree(folder / "cache-of-moved")
     try:
-        assert command(["train", "--resume", run, "--steps", "4"])[0] == 2
+        for words in (["--resume", run, "--steps", "4"], ["--from", run]):
+            code, _, err = command(["train", *words])
+            assert (code, err.count("\n"), "no corpus" in err) == (2, 1, True)
+            assert err.endswith("; if the run's corpus was moved, --data or --data.val-source says where it is\n")
         words = ["--data", folder / "elsewhere", "--checkpoint.keep-last", "1"]
         code, _, err = command(["train", "--resume", run, "--steps", "4", *words])
         assert (code, err) == (0, "")
