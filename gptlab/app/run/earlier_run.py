@@ -193,6 +193,12 @@ def _require_same_start(run: RunDirectory, checkpoint: Checkpoint | None, sessio
 
 def _requested(request: RunRequest, stored: RunConfig, run: RunDirectory) -> RunConfig:
     """`stored`, for a finished run with the length that is requested. UserError where the request differs otherwise."""
+    loss = request.overrides.get("horizon.until_val_loss")
+    if loss is not None and not (stored.eval.every_steps or stored.eval.every_seconds):
+        raise UserError(
+            f"{run.path} does not validate on the way, so it cannot stop at a loss: train it again with --from "
+            f"{run.path} --until-val-loss {loss:g} --eval.every-steps N"
+        )
     is_finished = run.recorded().get("status") == "finished"
     wanted = request.with_length(stored) if is_finished else stored
     if different := request.disagreements(wanted):

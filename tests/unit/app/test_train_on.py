@@ -99,6 +99,17 @@ def test_the_command_that_trains_on_a_run_with_a_loss_to_reach(folder: Path) -> 
     assert command(["train", "--resume", run, "--steps", "12", "--until-val-loss", "1"])[0] == 0
 
 
+def test_a_run_that_does_not_validate_on_the_way_has_no_loss_to_reach(folder: Path) -> None:
+    """The remedy that it named was refused too."""
+    run = train(folder, "blind", steps=2, eval__every_steps=None)
+    for words in ([], ["--eval.every-steps", "1"]):
+        code, _, err = command(["train", "--resume", run, "--until-val-loss", "5", *words])
+        said = f"{run} does not validate on the way, so it cannot stop at a loss: train it again with --from {run} "
+        assert (code, err) == (2, f"gptlab: error: {said}--until-val-loss 5 --eval.every-steps N\n")
+    again = ["--until-val-loss", "5", "--eval.every-steps", "1", "--run-dir", folder / "sees"]
+    assert command(["train", "--from", run, *again])[0] == 0
+
+
 def test_a_run_that_only_validates(folder: Path) -> None:
     run = folder / "only"
     assert command(["train", *arguments(folder, "only"), "--eval.only"])[0] == 0
