@@ -133,11 +133,13 @@ def unknown_field(name: str, value: object, also: Iterable[str] = ()) -> ConfigE
 
 
 def checked_value(annotation: Any, value: Any, field: str) -> Any:
-    """`value` as the field stores it (a list becomes a tuple, 3 becomes 3.0 for a float, "none" None: TOML has no word
-    for it); ConfigError for a wrong type."""
+    """`value` as the field stores it (a list becomes a tuple, 3 becomes 3.0 for a float, "none" None, for which TOML
+    has no word, or an empty tuple); ConfigError for a wrong type."""
     leaf, optional = bare(annotation)
     if optional and (value is None or value == "none"):
         return None
+    if get_origin(leaf) is tuple and value == "none":
+        return ()
     if get_origin(leaf) is tuple and isinstance(value, list | tuple):
         return tuple(checked_value(get_args(leaf)[0], item, field) for item in value)
     if get_origin(leaf) is Literal and isinstance(value, str):

@@ -186,7 +186,7 @@ class EvalConfig:
 @checked_dataclass("sample.")
 class SampleConfig:
     prompts: tuple[str, ...] = ()
-    """Texts to continue. Not given: those of `from_validation`. Given without a text: no samples."""
+    """Texts to continue. Not given: those of `from_validation`. `none`: no samples."""
     from_validation: NotNegative[int] = 0
     """Prompts to take from the validation text where `prompts` is empty. 0, with no prompts: no samples."""
     every_steps: Positive[int] | None = None

@@ -16,6 +16,16 @@ MUTATIONS = [
         ["test_cli_arguments.py::TestToml::test_elements_of_a_list_and_names_that_are_there_keep_their_commas"],
     ),
     Mutation(
+        "a list that is none holds the word", "cli/arguments/parser.py",
+        'if _is_tuple(fields[name]) and [text.lower() for text in given] == ["none"]:', "if False:",
+        ["test_cli_arguments.py::TestRunRequest::test_none_is_an_empty_list"],
+    ),
+    Mutation(
+        "a list that is none in a file is refused", "config/load.py",
+        'if get_origin(leaf) is tuple and value == "none":', "if False:",
+        ["test_cli_arguments.py::TestRunRequest::test_none_is_an_empty_list"],
+    ),
+    Mutation(
         "hooks of a loaded model are left out of its samples", "model/gpt.py",
         "return self.is_replaced or any(part._forward_hooks or part._forward_pre_hooks for part in self.modules())",
         "return self.is_replaced",

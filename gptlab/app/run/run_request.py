@@ -324,7 +324,7 @@ def _checked(name: str, value: Any, names: Mapping[str, Any]) -> Any:
         if (elsewhere := answer(name)) is not None:
             raise UserError(f"there is no {name} here: {elsewhere}")
         raise unknown_field(name, value, also=names)
-    if name in SOURCES and isinstance(value, str):
+    if name in SOURCES and isinstance(value, str) and value != "none":
         value = listed_sources([value])
     return checked_value(names[name], value, name)
 

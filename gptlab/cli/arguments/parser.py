@@ -126,8 +126,8 @@ def read_words(
 ) -> dict[str, Any]:
     """{field: value} of what was given: `--field value`, `--field=value`, `--flag`, `--no-flag`, and `positionals`.
 
-    A tuple takes every word up to the next flag, and more when its flag is repeated; for other fields, the last one
-    counts. Underscores are read as dashes.
+    A tuple takes every word up to the next flag, and more when its flag is repeated; `none` alone is an empty one. For
+    other fields, the last one counts. Underscores are read as dashes.
     """
     unknown = unknown or (lambda name, value: _unknown(name, [n for n in fields if n not in positionals]))
     values: dict[str, Any] = {}
@@ -136,6 +136,8 @@ def read_words(
         word = words.pop(0)
         if _is_flag(word):
             name, given = _read_flag(word, words, fields, unknown)
+            if _is_tuple(fields[name]) and [text.lower() for text in given] == ["none"]:
+                given = []
         elif places:
             name, given = places[0], [word]
             places = places if _is_tuple(fields[name]) else places[1:]

@@ -256,6 +256,18 @@ class TestRunRequest:
         assert resolve(f"{tmp_path / 'run.toml'} --until-val-loss none").horizon.until_val_loss is None
         assert resolve("--device none --dtype none") == quickstart()
 
+    def test_none_is_an_empty_list(self, tmp_path: Path) -> None:
+        """`--sample.prompts none` continued the text "none"."""
+        path = tmp_path / "run.toml"
+        path.write_text('log.to = "none"\ndata.val_source = "none"\nsample.prompts = "none"\n')
+        flags = "--log.to none --data.val-source none --sample.prompts None"
+        for config in (resolve(flags), resolve(str(path)), resolve(f"{path} {flags}")):
+            assert (config.log.to, config.data.val_source) == ((), ())
+            assert (config.sample.prompts, config.sample.from_validation) == ((), 0)
+        assert resolve("--sample.prompts all none").sample.prompts == ("all", "none")
+        with pytest.raises(UserError, match="name at least one corpus"):
+            resolve("--data none")
+
     def test_dotted_fields_in_either_spelling(self) -> None:
         config = resolve("--model.n-layer 6 --optim.muon.lr=0.5 --model.no_qk_norm --model.n_embd 96")
         assert (config.model.n_layer, config.optim.muon.lr, config.model.qk_norm, config.model.n_embd) == (
