@@ -1,5 +1,5 @@
-"""SIGTERM, SIGINT and SIGHUP (the terminal is gone): before the first step they end the run at once, afterwards it
-finishes its step and saves.
+"""SIGTERM, SIGINT, SIGHUP (the terminal is gone) and SIGUSR1 (which schedulers are told to send before the time is
+over): before the first step they end the run at once, afterwards it finishes its step and saves.
 
 Before the first step a run imports, reads, tokenizes and compiles, mostly inside libraries. The signal raises in the
 main thread, so that everything cleans up on the way out. Where the main thread is inside a library that lets no signal
@@ -25,7 +25,8 @@ from gptlab.runtime.processes.liveness import PeerFailed
 GRACE_SECONDS = 3.0
 """More than a batch and the removal of unfinished folders take, and less than a person takes to press again."""
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else []))  # not on Windows
+_NAMES = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1")
+_SIGNALS = tuple(signal.Signals[name] for name in _NAMES if hasattr(signal, name))  # the last two: not on Windows
 # Time for one line on the console: if the terminal is stopped (Ctrl-S), the run waits no longer.
 _ANSWER_SECONDS = 1.0
 # torchrun polls its workers ten times a second; a busy machine is slower. A person reads the answer first.
@@ -44,12 +45,12 @@ def behind_signal(error: BaseException) -> BaseException:
 
 @dataclass(slots=True)
 class Signals:
-    """Handles SIGTERM, SIGINT and SIGHUP within the context, in the main thread: in another one Python can install
-    nothing. A SIGHUP that is ignored (nohup) stays ignored.
+    """Handles SIGTERM, SIGINT, SIGHUP and SIGUSR1 within the context, in the main thread: in another one Python can
+    install nothing. A SIGHUP that is ignored (nohup) stays ignored.
 
     The first signal raises StoppedEarly; later ones have no effect. Within `training`, the first signal is a request to
-    stop, and a later SIGINT comes from a user who will not wait for the end of the step; a later SIGTERM or SIGHUP has
-    no effect.
+    stop, and a later SIGINT comes from a user who will not wait for the end of the step; any other later one has no
+    effect.
     """
 
     end_now: Callable[[str], None] | None = None

@@ -8,6 +8,11 @@ CLOCK = "test_train.py::TestClock::test_training_and_nothing_else"
 
 MUTATIONS = [
     Mutation(
+        "SIGUSR1 kills a run", "training/signals.py",
+        '"SIGHUP", "SIGUSR1")', '"SIGHUP")',
+        ["test_signals.py::TestSignals::test_the_one_that_slurm_is_often_told_to_send_before_its_time_is_over"],
+    ),
+    Mutation(
         "a signal after the last step is a preemption", "app/run/run_session.py",
         "            attempt.signals.too_late()\n", "",
         ["test_signals.py::TestInThisProcess::test_after_the_last_step_a_run_ends_as_it_would"],

@@ -321,6 +321,17 @@ class TestSignals:
         finally:
             signal.signal(signal.SIGHUP, former)
 
+    @posix
+    def test_the_one_that_slurm_is_often_told_to_send_before_its_time_is_over(self) -> None:
+        """`#SBATCH --signal=USR1@120`: it killed the run."""
+        former = signal.signal(signal.SIGUSR1, lambda *_: None)
+        try:
+            with Signals() as signals, signals.training():
+                signal.raise_signal(signal.SIGUSR1)
+            assert signals.signal_name == "SIGUSR1"
+        finally:
+            signal.signal(signal.SIGUSR1, former)
+
     def test_none_changes_an_end_that_is_settled(self) -> None:
         with Signals() as early:
             early.too_late()
