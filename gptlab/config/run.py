@@ -206,7 +206,8 @@ class CheckpointConfig:
     every_seconds: Positive[float] | None = None
     """Save every X seconds of the training clock. None: not by time."""
     keep_last: Positive[int] = 2
-    """Newest checkpoints to keep. Two, since a crash may have damaged the newest."""
+    """Newest checkpoints to keep. Two, since a crash may have damaged the newest. 1 needs room for three: the last good
+    one stays until the next is known to be good, and meanwhile another may be written."""
     keep_every_steps: Positive[int] | None = None
     """Never remove a checkpoint whose step is a multiple of this. None: no such steps."""
     keep_best: bool = True
