@@ -78,6 +78,16 @@ MUTATIONS = [
         ["test_red_team.py::test_a_program_that_cheats"],
     ),
     Mutation(
+        "a stall of the machine makes an honest edit invalid", "lab/experiments/trial.py",
+        'if error.rule != "wall-clock":', "if True:",
+        ["test_trial.py::test_only_what_is_slow_twice_trained_off_the_clock"],
+    ),
+    Mutation(
+        "what trains off the clock and is slow is asked for its time alone", "lab/experiments/runs.py",
+        "if same_as is not None and not same_weights(run, same_as):", "if False:",
+        ["test_experiment_runs.py::TestTraining::test_what_trains_again_for_its_time_must_end_with_its_weights"],
+    ),
+    Mutation(
         "BOS counts among the bytes' bits", "lab/judge/questions.py",
         "text += math.fsum(nats[rows][lengths > 0])", "text += math.fsum(nats[rows][counted])",
         ["test_questions.py::test_the_loss_by_hand"],

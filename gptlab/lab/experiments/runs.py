@@ -26,8 +26,9 @@ from gptlab.lab.experiments.equal_time import ProcessFailedError, StepProcess, l
 from gptlab.lab.experiments.folder import Lab
 from gptlab.lab.experiments.ledger import Experiment, Slice, all_fields
 from gptlab.lab.experiments.proposal import code_of
-from gptlab.lab.judge.judging import Baseline, Judged, judge_run
+from gptlab.lab.judge.judging import Baseline, Judged, damage_breaks, judge_run
 from gptlab.lab.judge.questions import Questions
+from gptlab.lab.judge.rules import RuleError
 from gptlab.lab.judge.supervise import (
     Finished,
     Limits,
@@ -40,6 +41,8 @@ from gptlab.lab.judge.supervise import (
 from gptlab.lab.sweep import words_of
 from gptlab.runtime.files.plain_file import to_json
 from gptlab.runtime.records.run_directory import RunDirectory
+from gptlab.training.checkpoint.load import read_manifest, verify_checkpoint
+from gptlab.training.checkpoint.names import list_checkpoints
 
 START_SECONDS = 900.0
 """The longest that reading data and compiling may take. A cold compilation takes two minutes on one slow core."""
@@ -105,15 +108,35 @@ def _is_of_another_place(lab: Lab, run: Path) -> bool:
     return False
 
 
-def train_again(lab: Lab, variant: Variant, seed: int, *, candidate: int) -> Finished:
-    """Train a baseline that is trained already, only to see what it costs now, for the check of one candidate."""
+def train_again(lab: Lab, variant: Variant, seed: int, *, candidate: int, same_as: Path | None = None) -> Finished:
+    """Train what is trained already, only to see what it costs now, for the check of one candidate.
+
+    RuleError (wall-clock) where it ends with other weights than those of the run `same_as`.
+    """
     run = run_folder(lab, variant.number, seed).with_name(f"again-for-{candidate}")
     work = _work(lab, variant, run.name)
     shutil.rmtree(work, ignore_errors=True)  # of a lab that was killed
     try:
-        return _train(lab, variant, run, _words_for(lab, variant, work / run.name, seed))
+        finished = _train(lab, variant, run, _words_for(lab, variant, work / run.name, seed))
+        # Otherwise it could have trained off the clock the first time alone: it can see which time it is.
+        if same_as is not None and not same_weights(run, same_as):
+            raise RuleError("wall-clock", "training took too long, and trained again it ended with other weights")
+        return finished
     finally:
         shutil.rmtree(run, ignore_errors=True)
+
+
+def same_weights(one: Path, other: Path) -> bool:
+    """Whether two finished runs ended with the same weights, to the bit. RuleError (checkpoint) where one is damaged:
+    a candidate may have written in its manifest what it wants."""
+    found = []
+    for run in (one, other):
+        with damage_breaks("checkpoint"):
+            newest = list_checkpoints(run / "checkpoints")[-1]
+            verify_checkpoint(newest)
+            manifest = read_manifest(newest)
+            found.append([manifest.files[name] for name in manifest.files_of("model")])
+    return found[0] == found[1]
 
 
 def _words_for(lab: Lab, variant: Variant, run: Path, seed: int) -> list[str]:

@@ -110,7 +110,7 @@ def judge_run(
     RuleError names the rule that was broken.
     """
     audit = audit or Audit()
-    with _damage_breaks("checkpoint"):
+    with damage_breaks("checkpoint"):
         record = read_run(run)
         check_config(record.fields, flatten(baseline.config))
         saved = load_checkpoint(list_checkpoints(record.directory.checkpoints_path)[-1])
@@ -210,8 +210,8 @@ def check_config(fields: Mapping[str, Any], baseline: Mapping[str, Any]) -> None
 
 
 @contextmanager
-def _damage_breaks(rule: Rule) -> Iterator[None]:
-    """The files of a run may hold anything."""
+def damage_breaks(rule: Rule) -> Iterator[None]:
+    """RuleError where what is read within the context is damaged: the files of a run may hold anything."""
     try:
         yield
     except (UserError, ValueError, TypeError, LookupError, RecursionError) as error:
@@ -263,7 +263,7 @@ def _claimed(record: RunRecord, questions: Questions, step: int) -> float | None
         return None
     if record.fields.get("eval.tokens") != questions.max_tokens:
         return None
-    with _damage_breaks("report"):
+    with damage_breaks("report"):
         curve = record.curve
     found = np.flatnonzero(curve.at["steps"] == step)
     return float(curve.bpb[found[-1]]) if len(found) else None

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from lab_world import formula, new_lab, quiet
 
 from gptlab.config.errors import UserError
@@ -25,8 +26,10 @@ from gptlab.lab.experiments.folder import Lab
 from gptlab.lab.experiments.proposal import Proposal, submit
 from gptlab.lab.experiments.runs import Variant, variant_of
 from gptlab.lab.experiments.trial import measure_baseline
+from gptlab.lab.judge.rules import RuleError
 from gptlab.lab.judge.supervise import Finished
 from gptlab.runtime.files.plain_file import to_json
+from gptlab.training.checkpoint.write import save_checkpoint
 
 CANDIDATE = 2
 
@@ -74,6 +77,10 @@ class Processes:
         self.started.append({"argv": argv, **process})
         yield
         self.leave(process)
+
+
+def save(run: Path, weight: float) -> Path:
+    return save_checkpoint(run / "checkpoints", 80, model={"w": torch.tensor([weight])}, optimizer={}, state={})
 
 
 def _gone(question: bytes) -> None:
@@ -214,6 +221,30 @@ class TestTraining:
         processes.leave = lambda process: left.unlink()  # which fails unless it is there
         with pytest.raises(FileNotFoundError):
             runs.train_again(lab, candidate(lab), 7, candidate=9)
+
+    @pytest.mark.parametrize(
+        ("weight", "manifest", "rule"),
+        [(1.0, None, None), (2.0, None, "wall-clock"), (2.0, 1.0, "checkpoint"), (None, None, "checkpoint")],
+    )
+    def test_what_trains_again_for_its_time_must_end_with_its_weights(
+        self, lab: Lab, monkeypatch: pytest.MonkeyPatch, weight: float | None, manifest: float | None, rule: str | None
+    ) -> None:
+        """Otherwise it may train off the clock the first time alone. It may lie in its manifest, or save nothing."""
+        first = runs.run_folder(lab, CANDIDATE, 7)
+        first.mkdir(parents=True)
+        save(first, 1.0)
+
+        def trains(process: dict[str, Any]) -> None:
+            run = process["cwd"] / "again-for-2"
+            if weight is not None:
+                saved = save(run, weight)
+            if manifest is not None:
+                (saved / "manifest.json").write_bytes((save(lab.path, manifest) / "manifest.json").read_bytes())
+
+        Processes(monkeypatch).leave = trains
+        with nullcontext() if rule is None else pytest.raises(RuleError, match=f"^{rule}: "):
+            runs.train_again(lab, candidate(lab), 7, candidate=CANDIDATE, same_as=first)
+        assert [path.name for path in first.parent.iterdir() if path.is_dir()] == ["seed-7"]
 
     def test_how_it_may_end(self, lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
         Processes(monkeypatch, exit_code=3)

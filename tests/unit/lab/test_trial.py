@@ -32,6 +32,7 @@ from gptlab.lab.experiments.overview import best, details, status_lines
 from gptlab.lab.experiments.proposal import Proposal, read_proposal, submit
 from gptlab.lab.experiments.runs import Variant
 from gptlab.lab.experiments.trial import finish, measure_baseline, noise
+from gptlab.lab.judge.supervise import Finished
 from gptlab.lab.workers.night import agent, nobody, run_night
 
 
@@ -215,6 +216,40 @@ def test_a_checkpoint_of_another_step_is_invalid(lab: Lab) -> None:
         verdict = finish(lab, number, quiet).verdict
     assert verdict is not None
     assert (verdict["verdict"], verdict["rule"]) == ("invalid", "checkpoint")
+
+
+@pytest.mark.parametrize(
+    ("first", "again", "rule"),
+    [((10, 100), (10, 11), None), ((10, 100), (10, 90), "wall-clock"), ((50, 100), (10, 10), "cpu-time")],
+)
+def test_only_what_is_slow_twice_trained_off_the_clock(
+    lab: Lab, first: tuple[float, float], again: tuple[float, float], rule: str | None
+) -> None:
+    """CPU seconds and seconds of the candidate's run with the first seed, and when it trains again. A run of the
+    baseline takes 10 of both. A stall of the machine costs no CPU seconds."""
+    number = submit(lab, Proposal({"optim.head.lr": -1.0}))
+    repeated: list[tuple[int, Path | None]] = []
+    with formula() as patch:
+        honest = runs.train
+
+        def train(lab: Lab, variant: Variant, seed: int) -> tuple[Path, Finished]:
+            return honest(lab, variant, seed)[0], finished(*first)
+
+        def train_again(lab: Lab, variant: Variant, seed: int, *, candidate: int, same_as: Any = None) -> Finished:
+            repeated.append((variant.number, same_as))
+            return finished(*(again if variant.number == number else (10, 10)))
+
+        patch.setattr(runs, "train", train)
+        patch.setattr(runs, "train_again", train_again)
+        verdict = finish(lab, number, quiet).verdict
+    assert verdict is not None
+    assert verdict["rule"] == rule
+    candidates = [] if rule == "cpu-time" else [(number, runs.run_folder(lab, number, 1))]
+    assert repeated == [(0, None), *candidates]
+
+
+def finished(cpu_seconds: float, wall_seconds: float) -> Finished:
+    return Finished(0, wall_seconds, cpu_seconds, 2**20, None, (), ())
 
 
 def test_a_baseline_that_fails_with_a_new_seed_is_not_the_candidates_fault(lab: Lab) -> None:
