@@ -1,14 +1,15 @@
-"""`python -m gptlab.app.step_timer ARGUMENTS`: a run whose steps are made one at a time, when they are asked for. The
-lab times two programs in turn with it (`lab/experiments/equal_time.py`). It writes no run folder.
+"""`python -m gptlab.app.step_timer ARGUMENTS SECONDS`: a run whose steps are made one at a time, when asked for.
+The lab times two programs in turn with it (`lab/experiments/equal_time.py`). It writes no run folder.
 
 ARGUMENTS are those of `gptlab.train()` that repeat a run, as one JSON object. On standard output comes one JSON object
 a line: first `{"config": ..., "tokens_per_step": ..., "flops_per_step": ...}`, when data, model and compilation are
 ready; then, for each line that is read from standard input, `{"step": N}` after one more step. The end of standard
-input ends it.
+input ends it. A start or a step that takes longer than SECONDS goes on, and standard error says which line it is at.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import sys
@@ -26,6 +27,7 @@ def main(argv: list[str]) -> int:
     # done before any of it is imported, and prints are not buffered.
     os.dup2(2, 1)
     sys.stdout = sys.stderr
+    faulthandler.dump_traceback_later(float(argv[1]))
     from gptlab.app.run.run_request import request_from_values
     from gptlab.config.errors import UserError
     from gptlab.runtime.files.plain_file import to_json
@@ -38,6 +40,7 @@ def main(argv: list[str]) -> int:
         print(to_json(_description(session)), file=replies, flush=True)
         with session.state.loader, quiet_garbage():
             for _ in sys.stdin:
+                faulthandler.dump_traceback_later(float(argv[1]))
                 print(to_json({"step": _step(session)}), file=replies, flush=True)
     except UserError as error:
         print(f"gptlab: error: {error}", file=sys.stderr)

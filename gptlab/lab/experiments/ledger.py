@@ -2,7 +2,7 @@
 
     proposed   experiment, fields, files (changed ones), why, expect, by
     timed      experiment, speed (its steps per second over the baseline's) with its interval low and high where it was
-               timed, step_seconds, steps (what it trains)
+               timed, step_seconds, steps (what it trains); of a baseline start_seconds, until its first step
     measured   experiment, seed, slice (validation | promotion), bpb, and what the run cost
     verdict    experiment, verdict, reason, and the difference with its evidence
     promotion  experiment, depth (null: the lab's own), confirmed, and the difference with its evidence
@@ -66,6 +66,8 @@ class Experiment:
     """That of `speed`. None: nothing was timed, the work of a step is the baseline's."""
     step_seconds: float | None = None
     """Of one step, when steps were timed."""
+    start_seconds: float | None = None
+    """From the start of the process that made these steps until it could begin. None: not a baseline."""
     bpb: dict[tuple[Slice, int], float] = field(default_factory=dict)
     """{(slice, seed): bits per byte}."""
     costs: list[Mapping[str, Any]] = field(default_factory=list)
@@ -143,6 +145,8 @@ def fold(lines: Mapping[int, Mapping[str, Any]]) -> dict[int, Experiment]:
             elif kind == "timed":
                 found[number].steps, found[number].speed = int(line["steps"]), float(line["speed"])
                 found[number].step_seconds = float(line["step_seconds"])
+                if "start_seconds" in line:
+                    found[number].start_seconds = float(line["start_seconds"])
                 if "low" in line:
                     found[number].speed_interval = float(line["low"]), float(line["high"])
             elif kind == "measured":

@@ -46,10 +46,12 @@ from gptlab.training.checkpoint.names import list_checkpoints
 
 START_SECONDS = 900.0
 """The longest that reading data and compiling may take. A cold compilation takes two minutes on one slow core."""
+SLOW_START = 10.0
+"""Where runs are not compiled, a start may take this many times the seconds that the baseline's first took."""
 SLOWER = 4.0
 """A run may take this many times the seconds that its steps took when they were timed: the machine may be busy."""
-MIN_STEP_SECONDS = 120.0
-"""The least that a step may take: that of a cold compilation."""
+LEAST_SECONDS = 120.0
+"""What a start and a step may take in any case: that of a cold compilation."""
 MEMORY_SHARE = 0.9
 MIN_FREE_BYTES = 1 << 24
 """What a run writes beside its checkpoints (records, logs, a copy of changed code) is a tenth of it."""
@@ -150,7 +152,7 @@ def _train(lab: Lab, variant: Variant, run: Path, words: Sequence[str]) -> Finis
     assert variant.steps is not None
     run.parent.mkdir(parents=True, exist_ok=True)
     log, work = run.with_name(f"{run.name}.log"), _work(lab, variant, run.name)
-    seconds = START_SECONDS + SLOWER * variant.steps * (variant.step_seconds or 1.0)
+    seconds = _start_seconds(lab) + SLOWER * variant.steps * (variant.step_seconds or 1.0)
     process = _process(lab, variant, work, _cache(lab, variant, work))
     finished = supervise([sys.executable, "-m", "gptlab", *words], **process, log=log, limits=limits(seconds))
     free = shutil.disk_usage(lab.path).free  # before the folder of the process is removed
@@ -216,14 +218,22 @@ def steps_of(
     process = _process(lab, variant, work, _cache(lab, variant, work, keep=_is_compiled(lab)))
     log = work.with_name("timing.log")
     given = arguments(lab, variant, seed=lab.settings.first_seed, steps=steps)
-    argv = [sys.executable, "-m", "gptlab.app.step_timer", to_json(given)]
+    longest = min(max(SLOWER * run_seconds, LEAST_SECONDS), START_SECONDS)
+    argv = [sys.executable, "-m", "gptlab.app.step_timer", to_json(given), str(0.9 * longest)]
     limit = limits(2 * START_SECONDS)
     try:
         with log.open("ab") as errors, start(argv, **process, limits=limit, stderr=errors) as running:
-            longest = min(max(SLOWER * run_seconds, MIN_STEP_SECONDS), START_SECONDS)
-            yield StepProcess(running, log, START_SECONDS, longest)
+            yield StepProcess(running, log, max(_start_seconds(lab), longest), longest)
     finally:
         shutil.rmtree(work, ignore_errors=True)
+
+
+def _start_seconds(lab: Lab) -> float:
+    """The longest that a start may take in this lab."""
+    took = lab.ledger.experiments()[0].start_seconds
+    if took is None or _is_compiled(lab):
+        return START_SECONDS
+    return min(max(SLOW_START * took, LEAST_SECONDS), START_SECONDS)
 
 
 def arguments(lab: Lab, variant: Variant, *, seed: int, steps: int) -> dict[str, Any]:

@@ -7,6 +7,7 @@ that was killed continues where it was.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -107,11 +108,15 @@ def time_baseline(lab: Lab, number: int, say: Say) -> None:
     say(f"{number:04}: timing the baseline's steps")
     experiments, settings = lab.ledger.experiments(), lab.settings
     variant = variant_of(lab, experiments[number], experiments)
+    began = time.monotonic()
     with runs.steps_of(lab, variant, steps=settings.steps or 1_000) as process:
         process.ready()
+        start = time.monotonic() - began
         seconds = time_alone(process, max_seconds=BASELINE_SECONDS)
     steps = settings.steps or require_positive_steps((settings.seconds or 0.0) / seconds)
-    lab.ledger.append("timed", experiment=number, speed=1.0, step_seconds=seconds, steps=steps)
+    lab.ledger.append(
+        "timed", experiment=number, speed=1.0, step_seconds=seconds, steps=steps, start_seconds=start
+    )  # fmt: skip
     say(f"the baseline trains {steps:,} steps of {seconds * 1000:,.1f} ms")
 
 

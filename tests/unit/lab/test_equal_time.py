@@ -111,12 +111,21 @@ def test_what_a_candidate_prints_at_import_is_no_reply_and_hides_no_error(module
     package, ignored = Path(gptlab.__file__).parent, shutil.ignore_patterns("__pycache__")
     with (shutil.copytree(package, tmp_path / "gptlab", ignore=ignored) / "config" / "errors.py").open("a") as file:
         file.write("print('at once', flush=True)\nprint('later')\nraise ValueError('broken')\n")
-    command = [sys.executable, "-m", f"gptlab.app.{module}", "{}"]
+    command = [sys.executable, "-m", f"gptlab.app.{module}", "{}", *(["1000"] if module == "step_timer" else [])]
     done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (1, b"")
     assert b"at once" in done.stderr
     if module == "step_timer":
         assert done.stderr.splitlines()[-1] == b"ValueError: broken"
+
+
+def test_where_it_hangs_is_in_the_log(tmp_path: Path) -> None:
+    package, ignored = Path(gptlab.__file__).parent, shutil.ignore_patterns("__pycache__")
+    with (shutil.copytree(package, tmp_path / "gptlab", ignore=ignored) / "config" / "errors.py").open("a") as file:
+        file.write("def hang():\n    __import__('time').sleep(0.2)\n    raise SystemExit\nhang()\n")
+    command = [sys.executable, "-m", "gptlab.app.step_timer", "{}", "0.1"]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, cwd=tmp_path)
+    assert b"in hang" in done.stderr
 
 
 def test_a_reply_that_is_none_comes_with_the_last_line_of_the_log(tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ class TestTraining:
             "--data.source": str(lab.path / "data/tokens"), "--tokenizer.path": str(lab.path / "data/tokenizer"),
             "--run-dir": str(lab.experiment(CANDIDATE) / "work-seed-7/seed-7"),
         }  # fmt: skip
-        assert process["limits"].wall_seconds == runs.START_SECONDS + runs.SLOWER * 80 * 0.5
+        assert process["limits"].wall_seconds == runs.LEAST_SECONDS + runs.SLOWER * 80 * 0.5
 
     def test_no_proposed_field_replaces_what_the_lab_decides(self, lab: Lab) -> None:
         variant = replace(candidate(lab), fields={"steps": 999, "seed": 9, "from": "elsewhere"})
@@ -251,7 +251,7 @@ class TestTraining:
         with pytest.raises(ProcessFailedError, match=r"^out of luck$") as crashed:
             runs.train(lab, candidate(lab), seed=7)
         Processes(monkeypatch, exit_code=-9, timed_out=True)
-        with pytest.raises(ProcessFailedError, match="longer than 1060 s") as late:
+        with pytest.raises(ProcessFailedError, match="longer than 280 s") as late:
             runs.train(lab, candidate(lab), seed=7)
         assert (crashed.value.timed_out, late.value.timed_out) == (False, True)
 
@@ -264,12 +264,22 @@ class TestTraining:
         with pytest.raises(ProcessFailedError, match=r"^the end$"):
             process.step()
 
-    @pytest.mark.parametrize(("run_seconds", "longest"), [(5.0, 120), (60.0, 240), (1e4, 900)])
+    @pytest.mark.parametrize(
+        ("start", "compiled", "run_seconds", "first", "longest"),
+        [
+            (5.0, False, 5.0, 120, 120), (5.0, False, 60.0, 240, 240), (5.0, False, 1e4, 900, 900),
+            (30.0, False, 5.0, 300, 120), (200.0, False, 5.0, 900, 120), (5.0, True, 5.0, 900, 120),
+        ],
+    )  # fmt: skip
     def test_a_step_that_hangs_costs_no_more_than_some_runs(
-        self, lab: Lab, monkeypatch: pytest.MonkeyPatch, run_seconds: float, longest: int
-    ) -> None:
-        """All but the first, which may compile."""
+        self, lab: Lab, monkeypatch: pytest.MonkeyPatch, start: float, compiled: bool, run_seconds: float, first: int,
+        longest: int,
+    ) -> None:  # fmt: skip
+        """A start and the first step, which may compile, cost no more than ten starts of the baseline, where it does
+        not."""
         Processes(monkeypatch)
+        lab.ledger.append("timed", experiment=0, speed=1.0, step_seconds=0.1, steps=100, start_seconds=start)
+        monkeypatch.setattr(runs, "_is_compiled", lambda lab: compiled)
         asked, (read, write) = [], os.pipe()
         answers = SimpleNamespace(stdin=SimpleNamespace(write=asked.append), stdout=os.fdopen(read, "rb", buffering=0))
         monkeypatch.setattr(runs, "start", lambda argv, **process: nullcontext(answers))
@@ -282,7 +292,7 @@ class TestTraining:
                 os.write(write, b"{}\n")
                 process.step()
             os.close(write)
-        assert [round(seconds) for seconds in waits] == [900, 900, longest]
+        assert [round(seconds) for seconds in waits] == [first, first, longest]
 
     def test_a_full_disk_is_not_the_candidates_fault(self, lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
         Processes(monkeypatch, exit_code=3)
