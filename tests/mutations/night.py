@@ -73,6 +73,16 @@ MUTATIONS = [
         ["test_experiment_runs.py::TestTraining::test_a_step_that_hangs_costs_no_more_than_some_runs"],
     ),
     Mutation(
+        "what a run cost is unknown to a lab that was stopped while it judged", "lab/experiments/runs.py",
+        "if ended.exists() and RunDirectory(run)", "if RunDirectory(run)",
+        ["test_experiment_runs.py::TestTraining::test_what_a_run_cost_outlives_the_lab_and_no_run_is_without"],
+    ),
+    Mutation(
+        "candidates may cost what the last part of a resumed run did", "lab/experiments/trial.py",
+        'if not cost["resumed"])', "if True)",
+        ["test_trial.py::test_the_last_part_of_a_run_is_no_measure_for_others"],
+    ),
+    Mutation(
         "changed code keeps what it leaves among compiled code", "lab/experiments/runs.py",
         'cache = own if keep or variant.code == lab.path / "code" else work / "cache"', "cache = own",
         ["test_experiment_runs.py::TestTraining::test_what_one_process_of_changed_code_leaves_no_other_finds"],

@@ -24,7 +24,7 @@ from gptlab.lab.experiments.equal_time import ProcessFailedError
 from gptlab.lab.experiments.folder import Lab, Settings, create
 from gptlab.lab.experiments.ledger import Experiment
 from gptlab.lab.experiments.proposal import Proposal
-from gptlab.lab.experiments.runs import Variant
+from gptlab.lab.experiments.runs import Trained, Variant
 from gptlab.lab.judge.supervise import Finished
 from gptlab.runtime.records.provenance import code_fingerprint
 
@@ -75,7 +75,7 @@ def formula(trained: list[tuple[int, int]] | None = None) -> Iterator[pytest.Mon
     """Within the context, runs follow `bpb_of`, and what its patch changes is as before at the end. `trained`: gets
     (experiment, seed) of each that is trained."""
 
-    def train(lab: Lab, variant: Variant, seed: int) -> tuple[Path, Finished | None]:
+    def train(lab: Lab, variant: Variant, seed: int) -> Trained:
         run = runs.run_folder(lab, variant.number, seed)
         if variant.fields.get("model.activation") == "crash":
             raise ProcessFailedError("no such activation")
@@ -85,7 +85,7 @@ def formula(trained: list[tuple[int, int]] | None = None) -> Iterator[pytest.Mon
         (checkpoint / "model.safetensors").write_text(weights if variant.fields else "same")
         if trained is not None:
             trained.append((variant.number, seed))
-        return run, Finished(0, 10.0, 10.0, 2**20, None, (), ())
+        return Trained(run, Finished(0, 10.0, 10.0, 2**20, None, (), ()), resumed=False)
 
     def same_weights(one: Path, other: Path) -> bool:
         first, second = (next(run.glob("checkpoints/*/model.safetensors")).read_text() for run in (one, other))

@@ -3,7 +3,8 @@
     proposed   experiment, fields, files (changed ones), why, expect, by
     timed      experiment, speed (its steps per second over the baseline's) with its interval low and high where it was
                timed, step_seconds, steps (what it trains); of a baseline start_seconds, until its first step
-    measured   experiment, seed, slice (validation | promotion), bpb, and what the run cost
+    measured   experiment, seed, slice (validation | promotion), bpb, and what the run cost (its last process, where it
+               was resumed)
     verdict    experiment, verdict, reason, and the difference with its evidence
     promotion  experiment, depth (null: the lab's own), confirmed, and the difference with its evidence
 

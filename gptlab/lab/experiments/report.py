@@ -119,7 +119,7 @@ def describe(lab: Lab, figures: dict[str, Any]) -> Iterator[str]:
     yield f"tried      {sum(figures['verdicts'].values())}" + (f": {counts}" if counts else "")
     minutes = figures["run_seconds"] / 60
     spent = f"{minutes:.1f} minutes" if minutes < 120 else f"{minutes / 60:.1f} hours"
-    yield f"spent      {figures['runs']:,} runs, {spent}"
+    yield f"training   {figures['runs']:,} runs, {spent}"
     if (found := figures["predictions"]) is not None:
         yield (
             f"predicted  {found['right_direction']} of {found['experiments']} in the right direction; on average"

@@ -12,7 +12,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ from gptlab.lab.judge.supervise import (
     texts_in_cache,
 )
 from gptlab.lab.sweep import words_of
-from gptlab.runtime.files.plain_file import to_json
+from gptlab.runtime.files.plain_file import read_json_object, to_json, write_json_atomic
 from gptlab.runtime.records.run_directory import RunDirectory
 from gptlab.training.checkpoint.load import read_manifest, verify_checkpoint
 from gptlab.training.checkpoint.names import list_checkpoints
@@ -71,6 +71,17 @@ class Variant:
     """Seconds of one of its steps, when they were timed."""
 
 
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """A run that has finished, within the rules."""
+
+    run: Path
+    finished: Finished
+    """How its process ended."""
+    resumed: bool
+    """Whether the run was stopped before: `finished` is then of its last process alone."""
+
+
 def variant_of(lab: Lab, experiment: Experiment, experiments: Mapping[int, Experiment]) -> Variant:
     code = code_of(lab, experiment, experiments)
     return Variant(
@@ -82,9 +93,9 @@ def run_folder(lab: Lab, number: int, seed: int) -> Path:
     return lab.experiment(number) / "runs" / f"seed-{seed}"
 
 
-def train(lab: Lab, variant: Variant, seed: int) -> tuple[Path, Finished | None]:
-    """The finished run of `variant` with `seed`, and how its process ended; None where it was finished already, or
-    stopped before and now resumed. A run that began before the lab was moved is trained again from its start.
+def train(lab: Lab, variant: Variant, seed: int) -> Trained:
+    """The finished run of `variant` with `seed`: trained now, resumed where it was stopped, or as it is where it was
+    finished already. A run that began before the lab was moved is trained again from its start.
 
     ProcessFailedError, RuleError where it does not finish, also where its loss broke. UserError where it fails and the
     lab's disk is full.
@@ -94,13 +105,19 @@ def train(lab: Lab, variant: Variant, seed: int) -> tuple[Path, Finished | None]
     for path in (run, began):
         if _is_of_another_place(lab, path):
             shutil.rmtree(path)
-    if RunDirectory(run).recorded().get("status") == "finished":
-        return run, None
-    if (began / "config.json").is_file():
-        _train(lab, variant, run, ["train", "--resume", str(began), "--quiet"])
-        return run, None
-    shutil.rmtree(began.parent, ignore_errors=True)
-    return run, _train(lab, variant, run, _words_for(lab, variant, began, seed))
+    # Beside the run, where its process cannot write: a lab that was stopped while it judged still checks the time.
+    ended = run.with_name(f"{run.name}.json")
+    if ended.exists() and RunDirectory(run).recorded().get("status") == "finished":
+        values: dict[str, Any] = read_json_object(ended)
+        return Trained(run, Finished(**{**values["finished"], "left": (), "opened": ()}), values["resumed"])
+    if resumed := (began / "config.json").is_file():
+        words = ["train", "--resume", str(began), "--quiet"]
+    else:
+        shutil.rmtree(began.parent, ignore_errors=True)
+        words = _words_for(lab, variant, began, seed)
+    finished = _train(lab, variant, run, words)
+    write_json_atomic(ended, {"finished": asdict(finished), "resumed": resumed})
+    return Trained(run, finished, resumed)
 
 
 def _is_of_another_place(lab: Lab, run: Path) -> bool:

@@ -30,11 +30,11 @@ from gptlab.lab.experiments.equal_time import (
 from gptlab.lab.experiments.folder import Lab
 from gptlab.lab.experiments.ledger import NOTHING, SLICES, Experiment, Slice, Verdict, baseline_of
 from gptlab.lab.experiments.overview import proposals, write_results
-from gptlab.lab.experiments.runs import run_folder, variant_of
+from gptlab.lab.experiments.runs import Trained, run_folder, variant_of
 from gptlab.lab.experiments.same_program import same_program
 from gptlab.lab.judge.audits import check_time, unchanged
 from gptlab.lab.judge.rules import RuleError
-from gptlab.lab.judge.supervise import Finished, why_not_isolated
+from gptlab.lab.judge.supervise import why_not_isolated
 from gptlab.lab.judge.tree_rules import check_fields, check_tree
 from gptlab.lab.racing import RaceRules, decide, level_of_next, seed_order
 from gptlab.lab.statistics import paired_difference
@@ -293,26 +293,22 @@ def _measure(lab: Lab, number: int, seed: int, where: Slice, say: Say) -> float:
     variant = variant_of(lab, one, experiments)
     say(f"{number:04}: training with seed {seed}")
     with _undisturbed(lab, number):
-        run, finished = runs.train(lab, variant, seed)
-        if finished is not None and number != one.against:
-            _check_time(lab, experiments, number, seed, run, finished)
-        judged = runs.judge(lab, variant, run, where, seed, one.against)
+        trained = runs.train(lab, variant, seed)
+        if number != one.against:
+            _check_time(lab, experiments, number, seed, trained)
+        judged = runs.judge(lab, variant, trained.run, where, seed, one.against)
         if judged.step != variant.steps:
             raise RuleError("checkpoint", f"it is of step {judged.step:,}, and the run was to train {variant.steps:,}")
-    costs = {} if finished is None else {
-        "wall_seconds": finished.wall_seconds, "cpu_seconds": finished.cpu_seconds,
-        "peak_mb": finished.peak_bytes / 2**20,
-    }  # fmt: skip
+    cost = trained.finished
     lab.ledger.append(
         "measured", experiment=number, seed=seed, slice=where, bpb=judged.loss.val_bpb, steps=variant.steps,
-        parameters=judged.parameters, **costs,
+        parameters=judged.parameters, wall_seconds=cost.wall_seconds, cpu_seconds=cost.cpu_seconds,
+        peak_mb=cost.peak_bytes / 2**20, resumed=trained.resumed,
     )  # fmt: skip
     return judged.loss.val_bpb
 
 
-def _check_time(
-    lab: Lab, experiments: Mapping[int, Experiment], number: int, seed: int, run: Path, finished: Finished
-) -> None:
+def _check_time(lab: Lab, experiments: Mapping[int, Experiment], number: int, seed: int, trained: Trained) -> None:
     """RuleError where training took more than the baseline's with this seed: it trained off the clock.
 
     Where it seems so, the baseline trains once more, now: the machine may be busier than when it trained first. Where
@@ -321,22 +317,23 @@ def _check_time(
     """
     one, base = experiments[number], experiments[experiments[number].against]
     share = max(1.0, _step_time(one) / _step_time(base))
-    costs = sorted((cost for cost in base.costs if "cpu_seconds" in cost), key=lambda cost: cost["seed"] != seed)
+    whole = (cost for cost in base.costs if not cost["resumed"])
+    costs = sorted(whole, key=lambda cost: cost["seed"] != seed)
     try:
         if costs:
             cpu_seconds, wall_seconds = (share * costs[0][name] for name in ("cpu_seconds", "wall_seconds"))
-            check_time(finished, cpu_seconds=cpu_seconds, wall_seconds=wall_seconds)
+            check_time(trained.finished, cpu_seconds=cpu_seconds, wall_seconds=wall_seconds)
             return
     except RuleError:
         pass
     again = runs.train_again(lab, variant_of(lab, base, experiments), seed, candidate=number)
     due = {"cpu_seconds": share * again.cpu_seconds, "wall_seconds": share * again.wall_seconds}
     try:
-        check_time(finished, **due)
+        check_time(trained.finished, **due)
     except RuleError as error:
         if error.rule != "wall-clock":
             raise
-        again = runs.train_again(lab, variant_of(lab, one, experiments), seed, candidate=number, same_as=run)
+        again = runs.train_again(lab, variant_of(lab, one, experiments), seed, candidate=number, same_as=trained.run)
         check_time(again, **due)
 
 

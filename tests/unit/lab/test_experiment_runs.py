@@ -24,7 +24,7 @@ from gptlab.lab.experiments import equal_time, runs, trial
 from gptlab.lab.experiments.equal_time import LAST_BYTES, ProcessFailedError, StepProcess, last_words
 from gptlab.lab.experiments.folder import Lab
 from gptlab.lab.experiments.proposal import Proposal, submit
-from gptlab.lab.experiments.runs import Variant, variant_of
+from gptlab.lab.experiments.runs import Trained, Variant, variant_of
 from gptlab.lab.experiments.trial import measure_baseline
 from gptlab.lab.judge.rules import RuleError
 from gptlab.lab.judge.supervise import Finished
@@ -135,12 +135,24 @@ class TestTraining:
         began.mkdir(parents=True)
         (began / "config.json").write_text(to_json(config_to_json(lab.run_config(7, 257))))
         (began / "run.json").write_text(json.dumps({"status": "preempted"}))
-        runs.train(lab, candidate(lab), seed=7)
+        resumed = runs.train(lab, candidate(lab), seed=7)
         assert processes.started[0]["argv"][3:] == ["train", "--resume", str(began), "--quiet"]
+        assert resumed == Trained(run, Finished(0, 1.0, 1.0, 2**20, None, (), ()), resumed=True)
         assert (run / "config.json").is_file()
         assert not began.parent.exists()
-        assert runs.train(lab, candidate(lab), seed=7) == (run, None)
+        assert runs.train(lab, candidate(lab), seed=7) == resumed
         assert len(processes.started) == 1
+
+    def test_what_a_run_cost_outlives_the_lab_and_no_run_is_without(
+        self, lab: Lab, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        processes = Processes(monkeypatch)
+        trained = runs.train(lab, candidate(lab), seed=7)
+        assert runs.train(lab, candidate(lab), seed=7) == trained
+        assert (trained.finished.wall_seconds, trained.resumed) == (1.0, False)
+        trained.run.with_name("seed-7.json").unlink()  # that of a lab that was killed before it wrote it
+        assert runs.train(lab, candidate(lab), seed=7) == trained
+        assert len(processes.started) == 2
 
     @pytest.mark.parametrize("status", ["running", "finished"])
     def test_one_that_began_where_the_lab_was_is_trained_anew(
@@ -153,9 +165,10 @@ class TestTraining:
         run.mkdir(parents=True)
         (run / "config.json").write_text(to_json(config_to_json(lab.run_config(7, 257))))
         (run / "run.json").write_text(json.dumps({"status": status}))
+        run.with_name("seed-7.json").write_text(json.dumps({"finished": {}}))
         moved = replace(lab, path=lab.path.rename(lab.path.with_name("moved")))
         processes = Processes(monkeypatch)
-        assert runs.train(moved, candidate(moved), seed=7)[1] is not None
+        assert not runs.train(moved, candidate(moved), seed=7).resumed
         [process] = processes.started
         assert "--resume" not in process["argv"]
 
@@ -176,7 +189,7 @@ class TestTraining:
 
         processes.leave = plant
         for seed in (7, 8):
-            assert runs.train(lab, variant, seed)[1] is not None
+            assert not runs.train(lab, variant, seed).resumed
         assert runs.train_again(lab, variant, 7, candidate=9) is not None
         with runs.steps_of(lab, variant, steps=80):
             pass
@@ -184,7 +197,8 @@ class TestTraining:
         for process in processes.started:
             assert not [folder for folder in process["writable"] if folder.exists()]
         left = {path.name for path in lab.experiment(CANDIDATE).rglob("*") if path.is_file()}
-        assert left <= {"overrides.json", "run.json", "seed-7.log", "seed-8.log", "again-for-9.log", "timing.log"}
+        of_seeds = {f"seed-{seed}.{kind}" for seed in (7, 8) for kind in ("json", "log")}
+        assert left <= {"overrides.json", "run.json", "again-for-9.log", "timing.log"} | of_seeds
 
     def test_what_it_compiles_for_its_timing_is_kept_where_runs_are_compiled(
         self, lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -103,7 +103,7 @@ def test_as_text(lab: Lab) -> None:
     assert all(line.isprintable() for line in lines)
     assert "best       experiment 5: 1.4700 bits per byte, -0.0300 since experiment 0" in lines
     assert "promoted   experiment 5, not confirmed: -0.0200 bpb, 5 pairs" in lines
-    assert "spent      7 runs, 3.5 minutes" in lines
+    assert "training   7 runs, 3.5 minutes" in lines
     assert [line.split()[:2] for line in lines[lines.index("Not kept") + 2 :]] == [
         ["3", "discard"], ["7", "discard"], ["4", "crashed"], ["6", "discard"],
     ]  # fmt: skip

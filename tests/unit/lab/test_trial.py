@@ -11,6 +11,7 @@ import shutil
 import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +31,7 @@ from gptlab.lab.experiments.folder import Lab
 from gptlab.lab.experiments.ledger import Experiment, Ledger, baseline_of
 from gptlab.lab.experiments.overview import best, details, status_lines
 from gptlab.lab.experiments.proposal import Proposal, read_proposal, submit
-from gptlab.lab.experiments.runs import Variant
+from gptlab.lab.experiments.runs import Trained, Variant
 from gptlab.lab.experiments.trial import finish, measure_baseline, noise
 from gptlab.lab.judge.supervise import Finished
 from gptlab.lab.workers.night import agent, nobody, run_night
@@ -232,8 +233,8 @@ def test_only_what_is_slow_twice_trained_off_the_clock(
     with formula() as patch:
         honest = runs.train
 
-        def train(lab: Lab, variant: Variant, seed: int) -> tuple[Path, Finished]:
-            return honest(lab, variant, seed)[0], finished(*first)
+        def train(lab: Lab, variant: Variant, seed: int) -> Trained:
+            return replace(honest(lab, variant, seed), finished=finished(*first))
 
         def train_again(lab: Lab, variant: Variant, seed: int, *, candidate: int, same_as: Any = None) -> Finished:
             repeated.append((variant.number, same_as))
@@ -246,6 +247,24 @@ def test_only_what_is_slow_twice_trained_off_the_clock(
     assert verdict["rule"] == rule
     candidates = [] if rule == "cpu-time" else [(number, runs.run_folder(lab, number, 1))]
     assert repeated == [(0, None), *candidates]
+
+
+def test_the_last_part_of_a_run_is_no_measure_for_others(tmp_path: Path) -> None:
+    """The baseline's with seed 2 was stopped, and resumed just before its end."""
+    lab = new_lab(tmp_path, seeds=2)
+    with formula() as patch:
+        honest = runs.train
+
+        def train(lab: Lab, variant: Variant, seed: int) -> Trained:
+            trained = honest(lab, variant, seed)
+            is_part = (variant.number, seed) == (0, 2)
+            return replace(trained, finished=finished(0.1, 0.1), resumed=True) if is_part else trained
+
+        patch.setattr(runs, "train", train)
+        patch.setattr(runs, "train_again", None)
+        measure_baseline(lab, quiet)
+    [_, part] = lab.ledger.experiments()[0].costs
+    assert (part["wall_seconds"], part["peak_mb"], part["resumed"]) == (0.1, 1.0, True)
 
 
 def finished(cpu_seconds: float, wall_seconds: float) -> Finished:
